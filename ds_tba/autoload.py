@@ -1,0 +1,79 @@
+"""The entry point that PyTorch calls at the end of ``import torch``: waits for DeepSpeed, and does nothing else.
+
+It imports only the standard library's import machinery. It never raises: an exception here would break
+``import torch`` for every program of the environment (``torch/__init__.py``, ``_import_device_backends``).
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+ENGINE_MODULE = "deepspeed.runtime.engine"
+
+
+def install() -> None:
+    """Hook ``DeepSpeedEngine`` now if DeepSpeed is loaded, else as soon as it is imported. Idempotent."""
+    module = sys.modules.get(ENGINE_MODULE)
+    if module is not None and hasattr(module, "DeepSpeedEngine"):
+        _hook(module)
+    elif not any(isinstance(finder, EngineFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, EngineFinder())
+
+
+class EngineFinder(MetaPathFinder):
+    """Finds only ``deepspeed.runtime.engine``, by asking the other finders, and hooks it once it is executed."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if fullname != ENGINE_MODULE:
+            return None
+        for finder in sys.meta_path:
+            find_spec = getattr(finder, "find_spec", None)
+            if isinstance(finder, EngineFinder) or find_spec is None:
+                continue
+            spec: ModuleSpec | None = find_spec(fullname, path, target)
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = _HookingLoader(spec.loader, self)
+                return spec
+        return None
+
+
+class _HookingLoader(Loader):
+    """Executes the module with its own loader, then hands it to us; everything else is the loader's own."""
+
+    def __init__(self, loader: Any, finder: EngineFinder) -> None:
+        self._loader = loader
+        self._finder = finder
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        module: ModuleType | None = self._loader.create_module(spec)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        if self._finder in sys.meta_path:
+            sys.meta_path.remove(self._finder)
+        _hook(module)
+
+
+def _hook(module: ModuleType) -> None:
+    try:
+        from ds_tba import engine
+
+        engine.hook(module.DeepSpeedEngine)
+    except Exception as error:  # noqa: BLE001 - whatever is wrong with us, DeepSpeed without us must still import
+        import warnings
+
+        warnings.warn(
+            f"ds_tba could not hook DeepSpeed, so no activation is offloaded: {type(error).__name__}: {error}. "
+            "Reinstall ds_tba, or uninstall it.",
+            RuntimeWarning,
+            stacklevel=2,
+        )

@@ -1,0 +1,267 @@
+"""The ``"activation_nvme_offload"`` block as pydantic models, and every rule that needs no look at the machine.
+
+Knows JSON and the rules; does not know DeepSpeed, torch or the file system (see ``store/paths.py`` for the latter).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictStr,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from ds_tba.errors import ConfigError
+
+BLOCK = "activation_nvme_offload"
+NEAR_MISS_RATIO = 0.8
+IO_ALIGNMENT_BYTES = 4096
+
+Placement = Literal["adaptive", "nvme", "host", "keep"]
+BackendName = Literal["aio", "gds", "kvikio", "posix"]
+Integrity = Literal["off", "sampled", "full"]
+
+
+def _number(value: Any) -> Any:
+    """Pydantic would read ``true`` as 1 and ``"64"`` as 64; in a config both are slips, not numbers."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise PydanticCustomError("number", "it must be a JSON number, in the unit that the key's name says")
+    return value
+
+
+def _path_or_paths(value: Any) -> Any:
+    """One message for the union; pydantic would print one for each branch."""
+    paths = value if isinstance(value, list) else [value]
+    if not paths or not all(isinstance(path, str) and path.strip() for path in paths):
+        raise PydanticCustomError("paths", "it must be a directory or a non-empty list of directories")
+    return value
+
+
+Count = Annotated[int, BeforeValidator(_number), Field(ge=0)]
+Bytes = Annotated[int, BeforeValidator(_number), Field(ge=0)]
+PositiveInt = Annotated[int, BeforeValidator(_number), Field(ge=1)]
+Lanes = Annotated[int, BeforeValidator(_number), Field(ge=1, le=64)]
+Fraction = Annotated[float, BeforeValidator(_number), Field(ge=0, allow_inf_nan=False)]
+PositiveFloat = Annotated[float, BeforeValidator(_number), Field(gt=0, allow_inf_nan=False)]
+NonEmptyStr = Annotated[StrictStr, Field(min_length=1)]
+
+
+class _Block(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class IoConfig(_Block):
+    """``io``: how bytes reach the swap file."""
+
+    backend: BackendName | None = None
+    write_lanes: Lanes = 2
+    read_lanes: Lanes = 2
+    staging_bytes: Annotated[int, BeforeValidator(_number), Field(ge=1 << 20)] = 256 << 20
+    swap_file_bytes: Annotated[int, BeforeValidator(_number), Field(ge=1 << 20)] | None = None
+    integrity: Integrity = "sampled"
+
+
+class SsdConfig(_Block):
+    """``ssd``: endurance figures the planner may not exceed."""
+
+    rated_endurance_tbw: PositiveFloat | None = None
+    min_life_days: PositiveFloat | None = None
+
+
+class ReportConfig(_Block):
+    """``report``: where and how often the report is written."""
+
+    path: NonEmptyStr | None = None
+    trace_path: NonEmptyStr | None = None
+    every_steps: Count = 0
+
+
+class AioConfig(BaseModel):
+    """DeepSpeed's own ``"aio"`` block (``runtime/swap_tensor/aio_config.py``); unknown keys are DeepSpeed's business."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    block_size: Annotated[int, BeforeValidator(_number), Field(ge=IO_ALIGNMENT_BYTES, le=1 << 30)] = 1 << 20
+    queue_depth: Annotated[int, BeforeValidator(_number), Field(ge=1, le=65536)] = 8
+    intra_op_parallelism: Annotated[int, BeforeValidator(_number), Field(ge=1, le=64)] = 1
+    single_submit: StrictBool = False
+    overlap_events: StrictBool = True
+    use_gds: StrictBool = False
+
+    @model_validator(mode="after")
+    def _aligned(self) -> AioConfig:
+        if self.block_size % IO_ALIGNMENT_BYTES:
+            raise PydanticCustomError(
+                "aio_block_size",
+                "block_size {value} must be a multiple of 4096 bytes; {repair} is the next one",
+                {"value": self.block_size, "repair": -(-self.block_size // IO_ALIGNMENT_BYTES) * IO_ALIGNMENT_BYTES},
+            )
+        return self
+
+
+class OffloadConfig(_Block):
+    """The block. Units are in the names; no value is ever the string ``"auto"``."""
+
+    enabled: StrictBool = True
+    nvme_path: Annotated[str | list[str], BeforeValidator(_path_or_paths)] | None = None
+    placement: Placement = "adaptive"
+    min_tensor_bytes: Bytes = 1 << 20
+    max_step_overhead: Fraction = 0.02
+    activation_budget_bytes: Bytes | None = None
+    recompute: StrictBool = True
+    blocks: list[NonEmptyStr] | None = None
+    host_budget_bytes: Bytes = 0
+    io: IoConfig = IoConfig()
+    ssd: SsdConfig = SsdConfig()
+    report: ReportConfig = ReportConfig()
+
+    @property
+    def nvme_paths(self) -> tuple[str, ...]:
+        """``nvme_path`` as a tuple, empty where the placement needs none."""
+        if self.nvme_path is None:
+            return ()
+        return (self.nvme_path,) if isinstance(self.nvme_path, str) else tuple(self.nvme_path)
+
+    @property
+    def uses_nvme(self) -> bool:
+        """Whether any tensor may go to a swap file."""
+        return self.placement in ("adaptive", "nvme")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> OffloadConfig:
+        if self.enabled and self.uses_nvme and not self.nvme_paths:
+            raise PydanticCustomError(
+                "nvme_path_needed",
+                'nvme_path is missing: placement "{placement}" needs a directory on an NVMe drive, '
+                'for example "nvme_path": "/local_nvme"',
+                {"placement": self.placement},
+            )
+        if self.min_tensor_bytes > self.io.staging_bytes:
+            raise PydanticCustomError(
+                "min_tensor_bytes",
+                "min_tensor_bytes {least} is above io.staging_bytes {staging}, so that no tensor could ever be staged; "
+                "lower the first or raise the second",
+                {"least": self.min_tensor_bytes, "staging": self.io.staging_bytes},
+            )
+        return self
+
+
+def parse_block(ds_config: Mapping[str, Any]) -> tuple[OffloadConfig, AioConfig] | None:
+    """The validated block of a DeepSpeed config, or None where it is absent or ``"enabled": false``.
+
+    Args:
+        ds_config: the whole ``ds_config.json`` as a mapping.
+
+    Raises:
+        ConfigError: naming for every bad key its value, the rule and the repair.
+    """
+    if BLOCK not in ds_config:
+        return None
+    block = ds_config[BLOCK]
+    if not isinstance(block, Mapping):
+        raise ConfigError(
+            f'"{BLOCK}" is {block!r}: it must be an object, for example '
+            f'{{"enabled": true, "nvme_path": "/local_nvme"}}.'
+        )
+    _refuse_auto(block, BLOCK)
+    config = _validate(OffloadConfig, block, BLOCK)
+    if not config.enabled:
+        return None
+    aio = ds_config.get("aio") or {}
+    if not isinstance(aio, Mapping):
+        raise ConfigError(f'"aio" is {aio!r}: it must be an object.')
+    return config, _validate(AioConfig, aio, "aio")
+
+
+def near_misses(ds_config: Mapping[str, Any], known: frozenset[str]) -> list[str]:
+    """Top-level keys that look like a misspelt block name; DeepSpeed would silently ignore them.
+
+    Args:
+        known: top-level keys that mean something else and are never reported.
+    """
+    return [
+        key
+        for key in ds_config
+        if key != BLOCK
+        and key not in known
+        and difflib.SequenceMatcher(None, _sorted_words(str(key)), _sorted_words(BLOCK)).ratio() >= NEAR_MISS_RATIO
+    ]
+
+
+def _sorted_words(key: str) -> str:
+    return "_".join(sorted(key.lower().replace("-", "_").split("_")))
+
+
+def _refuse_auto(block: Mapping[str, Any], at: str) -> None:
+    for key, value in block.items():
+        if value == "auto":
+            raise ConfigError(f'"{at}.{key}" is "auto": this block has no "auto"; leave the key out for its default.')
+        if isinstance(value, Mapping):
+            _refuse_auto(value, f"{at}.{key}")
+
+
+def _validate(model: Any, block: Mapping[str, Any], at: str) -> Any:
+    try:
+        return model.model_validate(dict(block))
+    except ValidationError as error:
+        lines = dict.fromkeys(_explain(model, detail, at) for detail in error.errors())
+        raise ConfigError("ds_config.json is refused:\n  " + "\n  ".join(lines)) from None
+
+
+def _explain(model: type[BaseModel], detail: ErrorDetails, at: str) -> str:
+    """One line for one pydantic error: key, value, rule, repair."""
+    steps = list(detail["loc"])
+    key = ".".join([at, *map(str, steps)])
+    value = detail["input"]
+    if detail["type"] == "extra_forbidden":
+        return f'"{key}": {value!r} is not a key of this block{_did_you_mean(str(steps[-1]), _keys_at(model, steps))}'
+    if detail["type"] == "literal_error":
+        expected = str(detail.get("ctx", {}).get("expected", ""))
+        choices = [choice.strip("'\" ") for choice in expected.replace(" or ", ",").split(",")]
+        allowed = ", ".join(f'"{choice}"' for choice in choices)
+        return f'"{key}" is {value!r}: it must be one of {allowed}{_did_you_mean(str(value), choices)}'
+    if not steps:
+        return f'"{key}": {_rule(detail)}.'
+    return f'"{key}" is {value!r}: {_rule(detail)}{_bytes_hint(key, value)}.'
+
+
+def _rule(detail: ErrorDetails) -> str:
+    message = detail["msg"]
+    return message.replace("Input should", "it must").replace("Value error, ", "")
+
+
+def _bytes_hint(key: str, value: Any) -> str:
+    if not (key.endswith("_bytes") and isinstance(value, str)):
+        return ""
+    units = {"k": 10, "m": 20, "g": 30, "t": 40}
+    digits = value.strip().rstrip("iIbB ").strip()
+    unit = units.get(digits[-1:].lower())
+    number = digits[:-1] if unit else digits
+    try:
+        return f"; {value!r} would be {int(float(number) * (1 << (unit or 0)))}"
+    except ValueError:
+        return ""
+
+
+def _keys_at(model: type[BaseModel], steps: list[Any]) -> list[str]:
+    for step in steps[:-1]:
+        annotation = model.model_fields[str(step)].annotation if str(step) in model.model_fields else None
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            break
+        model = annotation
+    return list(model.model_fields)
+
+
+def _did_you_mean(word: str, choices: list[str]) -> str:
+    close = difflib.get_close_matches(word.lower(), choices, n=1, cutoff=0.6)
+    return f"; did you mean `{close[0]}`?" if close else f". The choices are {', '.join(choices)}."

@@ -1,0 +1,323 @@
+"""The only room that knows ``DeepSpeedEngine``: finds the block, builds the offloader, hooks the class.
+
+DeepSpeed has no plugin mechanism, so methods of the class are wrapped: ``__init__`` always (it looks up one key of the
+config), ``forward``, ``step`` and ``destroy`` only from the first engine on whose config has the block. References are
+to ``deepspeed/runtime/engine.py`` of 0.19.8.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+from packaging.specifiers import SpecifierSet
+from torch import distributed
+
+from ds_tba.config import BLOCK, AioConfig, OffloadConfig, near_misses, parse_block
+from ds_tba.errors import ConfigError, DsTbaError, IncompatibleError
+from ds_tba.offloader import ActivationOffloader
+from ds_tba.tensors import mark_owned
+
+logger = logging.getLogger("ds_tba")
+
+SUPPORTED_DEEPSPEED = SpecifierSet(">=0.19.5,<0.20", prereleases=True)
+ATTRIBUTE = "activation_offloader"
+_HOOKED = "_ds_tba_hooked"
+_KNOWN_KEYS = frozenset({"activation_checkpointing", "aio"})
+# Ranks may come minutes apart: one of them builds DeepSpeed's aio op while the others wait for it.
+AGREEMENT_TIMEOUT = timedelta(minutes=30)
+
+
+def hook(engine_class: type) -> None:
+    """Let every engine built from now on look for the block. Idempotent."""
+    original = engine_class.__init__  # type: ignore[misc]
+    if getattr(original, _HOOKED, False):
+        return
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        ds_config = signature.bind(self, *args, **kwargs).arguments.get("config_class")
+        offloader = _build(getattr(ds_config, "_param_dict", None) or {}, ds_config)
+        if offloader is None:
+            original(self, *args, **kwargs)
+            return
+        try:
+            original(self, *args, **kwargs)
+        except BaseException:
+            offloader.close()
+            raise
+        _join(self, offloader)
+
+    setattr(__init__, _HOOKED, True)
+    engine_class.__init__ = __init__  # type: ignore[misc]
+
+
+def attach(engine: Any) -> ActivationOffloader:
+    """Attach an offloader to an engine that is built already.
+
+    Args:
+        engine: a ``DeepSpeedEngine`` whose config has the block.
+
+    Returns:
+        The engine's offloader: the one it has, if it has one already.
+
+    Raises:
+        ConfigError: the engine's config has no enabled block, or a bad one.
+        IncompatibleError: what the engine uses cannot be combined with activation offload.
+    """
+    present: ActivationOffloader | None = getattr(engine, ATTRIBUTE, None)
+    if present is not None:
+        return present
+    offloader = _build(engine._config._param_dict, engine._config)
+    if offloader is None:
+        raise ConfigError(
+            f'attach() found no "{BLOCK}" block (or one with "enabled": false) in the engine\'s config: add '
+            f'"{BLOCK}": {{"enabled": true, "nvme_path": "/local_nvme"}} to ds_config.json.'
+        )
+    _join(engine, offloader)
+    return offloader
+
+
+# ---- from config to offloader ---------------------------------------------------------------------------------------
+
+
+def _build(param_dict: Mapping[str, Any], ds_config: Any) -> ActivationOffloader | None:
+    """The offloader for a config, or None without an enabled block; ranks succeed or fail together."""
+    _report_near_misses(param_dict)
+    if BLOCK not in param_dict:
+        return None
+    offloader: ActivationOffloader | None = None
+    problem: DsTbaError | None = None
+    try:
+        parsed = parse_block(param_dict)
+        if parsed is not None:
+            _show_log()
+            _refuse_incompatible(ds_config)
+            offloader = _new_offloader(*parsed, param_dict)
+    except DsTbaError as error:
+        problem = error
+    try:
+        _agree(problem)
+    except DsTbaError:
+        if offloader is not None:
+            offloader.close()
+        raise
+    return offloader
+
+
+def _new_offloader(config: OffloadConfig, aio_config: AioConfig, param_dict: Mapping[str, Any]) -> ActivationOffloader:
+    from deepspeed.accelerator import get_accelerator
+
+    return ActivationOffloader(
+        config,
+        aio_config,
+        get_accelerator(),
+        zero_uses_nvme=_zero_uses_nvme(param_dict),
+        rank=_rank(),
+        ranks_on_node=int(os.environ.get("LOCAL_WORLD_SIZE") or 0) or _world_size_on_node(),
+    )
+
+
+def _zero_uses_nvme(param_dict: Mapping[str, Any]) -> bool:
+    zero = param_dict.get("zero_optimization") or {}
+    return any((zero.get(key) or {}).get("device") == "nvme" for key in ("offload_param", "offload_optimizer"))
+
+
+def _refuse_incompatible(ds_config: Any) -> None:
+    import deepspeed
+
+    version = deepspeed.__version__.partition("+")[0]
+    if version not in SUPPORTED_DEEPSPEED:
+        raise IncompatibleError(
+            f"DeepSpeed {version} is not supported by this version of ds_tba, which was made for "
+            f'{SUPPORTED_DEEPSPEED}: pip install "deepspeed{SUPPORTED_DEEPSPEED}", or remove "{BLOCK}".'
+        )
+    if getattr(getattr(ds_config, "compile_config", None), "deepcompile", False):
+        raise IncompatibleError(
+            f'DeepCompile moves activations itself and cannot be combined with "{BLOCK}": set "compile": '
+            f'{{"deepcompile": false}}, or remove "{BLOCK}".'
+        )
+
+
+def _refuse_engine(engine: Any) -> None:
+    if getattr(engine, "pipeline_parallelism", False):
+        raise IncompatibleError(
+            f'Pipeline parallelism has not been proven exact together with "{BLOCK}": train without PipelineModule, '
+            f'or remove "{BLOCK}".'
+        )
+
+
+def _report_near_misses(param_dict: Mapping[str, Any]) -> None:
+    for key in near_misses(param_dict, _KNOWN_KEYS):
+        _show_log()
+        logger.warning('ds_config.json has a key "%s", which nobody reads; did you mean "%s"?', key, BLOCK)
+
+
+# ---- from offloader to engine ---------------------------------------------------------------------------------------
+
+
+def _join(engine: Any, offloader: ActivationOffloader) -> None:
+    """Tie an offloader to a built engine."""
+    try:
+        _refuse_engine(engine)
+    except IncompatibleError:
+        offloader.close()
+        raise
+    _hook_methods(type(engine))
+    engine.activation_offloader = offloader
+    for module in engine.module.modules():
+        if module._parameters or module._buffers:
+            # After ZeRO-3's own pre-forward hooks, which gather the parameters into new storage.
+            module.register_forward_pre_hook(_mark_owned)
+            mark_owned(module)
+    # Runs when the engine goes, or at interpreter exit: HF and Accelerate never call destroy().
+    weakref.finalize(engine, offloader.close)
+    _report_on_sigterm(offloader)
+    if _rank() == 0:
+        logger.info(offloader.start_line())
+
+
+def _mark_owned(module: torch.nn.Module, _inputs: Any) -> None:
+    if not torch.compiler.is_compiling():
+        mark_owned(module)
+
+
+def _hook_methods(engine_class: type) -> None:
+    """Wrap the methods of DeepSpeedEngine once, on the class that defines them."""
+    base: Any = next(one for one in reversed(engine_class.__mro__) if one.__name__ == "DeepSpeedEngine")
+    if getattr(base.forward, _HOOKED, False):
+        return
+    base.forward = _wrapped(base.forward, _forward)
+    base.step = _wrapped(base.step, _step)
+    base.destroy = _wrapped(base.destroy, _destroy)
+
+
+def _wrapped(original: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        offloader = self.__dict__.get(ATTRIBUTE)
+        if offloader is None:
+            return original(self, *args, **kwargs)
+        return around(offloader, functools.partial(original, self, *args, **kwargs), self)
+
+    setattr(method, _HOOKED, True)
+    return method
+
+
+def _forward(offloader: ActivationOffloader, original: Callable[[], Any], engine: Any) -> Any:
+    offloader.note_steps(engine.global_steps)
+    with offloader.saving():
+        return original()
+
+
+def _step(offloader: ActivationOffloader, original: Callable[[], Any], engine: Any) -> Any:
+    result = original()
+    offloader.note_steps(engine.global_steps)
+    return result
+
+
+def _destroy(offloader: ActivationOffloader, original: Callable[[], Any], engine: Any) -> Any:
+    try:
+        return original()
+    finally:
+        offloader.close()
+
+
+def _report_on_sigterm(offloader: ActivationOffloader) -> None:
+    """Write the report before SIGTERM ends the process as it would without us.
+
+    Only where nobody else handles the signal, and only in the main thread, where Python allows it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    previous = signal.getsignal(signal.SIGTERM)
+    if previous is not signal.SIG_DFL and not getattr(previous, _HOOKED, False):
+        return
+    alive = weakref.ref(offloader)
+
+    def handle(signum: int, frame: Any) -> None:
+        running = alive()
+        if running is not None:
+            running.interrupt("SIGTERM")
+        if callable(previous):
+            previous(signum, frame)
+        signal.signal(signum, signal.SIG_DFL)
+        os.kill(os.getpid(), signum)
+
+    setattr(handle, _HOOKED, True)
+    signal.signal(signal.SIGTERM, handle)
+
+
+# ---- ranks ----------------------------------------------------------------------------------------------------------
+
+
+def _rank() -> int:
+    return distributed.get_rank() if distributed.is_initialized() else 0
+
+
+def _world_size_on_node() -> int:
+    return int(os.environ.get("LOCAL_SIZE") or 1)
+
+
+def _agree(problem: DsTbaError | None) -> None:
+    """Fail on every rank if any rank has a problem.
+
+    Uses the process group's key-value store and not a collective: a rank whose config lacks the block takes no part,
+    and then the others end with an error that names it, instead of hanging.
+    """
+    if not distributed.is_initialized() or distributed.get_world_size() == 1:
+        if problem is not None:
+            raise problem
+        return
+    store = distributed.distributed_c10d._get_default_store()
+    rank, size = distributed.get_rank(), distributed.get_world_size()
+    build = store.add(f"ds_tba/{rank}/builds", 1)
+    store.set(f"ds_tba/{rank}/{build}", json.dumps({"problem": problem and f"{type(problem).__name__}: {problem}"}))
+    if problem is not None:
+        raise problem
+    for other in range(size):
+        found = _answer(store, f"ds_tba/{other}/{build}", other)
+        if found is not None:
+            raise ConfigError(f"rank {other} cannot offload activations, so no rank trains: {found}")
+
+
+def _answer(store: Any, key: str, rank: int) -> str | None:
+    try:
+        store.wait([key], AGREEMENT_TIMEOUT)
+    except (RuntimeError, distributed.DistError) as error:
+        raise ConfigError(
+            f'rank {rank} did not take part in setting up activation offload: give every rank the same "{BLOCK}" block.'
+        ) from error
+    problem: str | None = json.loads(store.get(key))["problem"]
+    return problem
+
+
+# ---- log ------------------------------------------------------------------------------------------------------------
+
+
+def _show_log() -> None:
+    """Make our start-up line and report visible where the script configured no logging.
+
+    DeepSpeed's own logger shows warnings only, and "I set the JSON and nothing changed" is what users complain about.
+    """
+    if logger.handlers or logging.getLogger().handlers:
+        return
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] [%(name)s] %(message)s"))
+    logger.addHandler(handler)
+    logger.propagate = False
+    with suppress(ValueError):
+        logger.setLevel(os.environ.get("DS_TBA_LOG_LEVEL", "INFO").upper())

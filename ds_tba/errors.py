@@ -1,0 +1,71 @@
+"""Every error of ds_tba. Each message names the value, the rule and the repair.
+
+::
+
+    DsTbaError
+    ├── ConfigError (ValueError)                 a value in ds_config.json is wrong
+    │   └── PathError                            nvme_path cannot hold a swap file
+    ├── IncompatibleError (RuntimeError)         a DeepSpeed version or feature that cannot be combined with us
+    ├── BackendUnavailableError (RuntimeError)   the named I/O backend cannot run on this machine
+    ├── StorageError (RuntimeError)
+    │   ├── TransferError                        one I/O request failed or was short (the store handles it)
+    │   ├── ActivationLostError                  bytes that backward needs could not be read back
+    │   └── ActivationCorruptionError            bytes read back are not the bytes written
+    ├── ActivationModifiedError (RuntimeError)   a saved tensor was modified in place, as autograd itself reports
+    └── StateError (RuntimeError)                an illegal move of a state machine: a bug in ds_tba, or use after close
+"""
+
+from __future__ import annotations
+
+
+class DsTbaError(Exception):
+    """Base of every error raised by ds_tba."""
+
+
+class ConfigError(DsTbaError, ValueError):
+    """A value of the ``"activation_nvme_offload"`` block (or of ``"aio"``) breaks a rule."""
+
+
+class PathError(ConfigError):
+    """A directory of ``nvme_path`` cannot hold a swap file."""
+
+
+class IncompatibleError(DsTbaError, RuntimeError):
+    """A DeepSpeed version or feature that cannot be combined with activation offload."""
+
+
+class BackendUnavailableError(DsTbaError, RuntimeError):
+    """The I/O backend named in the config cannot run on this machine."""
+
+
+class StorageError(DsTbaError, RuntimeError):
+    """Base of the errors about bytes on their way to or from a swap file."""
+
+
+class TransferError(StorageError):
+    """One I/O request failed or moved fewer bytes than asked.
+
+    Args:
+        message: what happened, with path, offset and both byte counts.
+        errno: the operating system's error number, where the backend knows one.
+    """
+
+    def __init__(self, message: str, errno: int | None = None) -> None:
+        super().__init__(message)
+        self.errno = errno
+
+
+class ActivationLostError(StorageError):
+    """Bytes that backward needs could not be read back: training cannot go on with a right gradient."""
+
+
+class ActivationCorruptionError(StorageError):
+    """Bytes read back differ from the bytes written (lost, short, stale or torn write)."""
+
+
+class ActivationModifiedError(DsTbaError, RuntimeError):
+    """A tensor saved for backward was modified in place afterwards; autograd's own check, made by us."""
+
+
+class StateError(DsTbaError, RuntimeError):
+    """An illegal move of a state machine, or use after close."""

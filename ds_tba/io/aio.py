@@ -1,0 +1,133 @@
+"""DeepSpeed's ``async_io`` op, one handle per lane and synchronous calls only.
+
+``sync_pread/sync_pwrite`` release the GIL; the ``async_`` calls hold it and deadlock with a ``wait()`` of another
+thread (``csrc/aio/py_lib/py_ds_aio.cpp``). The op skips its own bounce copy only for memory that is pinned by the
+accelerator or locked by itself (``deepspeed_cpu_op.cpp``), so without a GPU staging is its locked memory.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ds_tba.config import IO_ALIGNMENT_BYTES, AioConfig
+from ds_tba.errors import BackendUnavailableError, TransferError
+from ds_tba.io.base import IoBackend, IoHandle
+from ds_tba.io.memory import advise_huge_pages
+
+OP = "async_io"
+
+
+class AioBackend(IoBackend):
+    """DeepSpeed's aio thread pool.
+
+    Args:
+        config: DeepSpeed's ``"aio"`` block.
+
+    Raises:
+        BackendUnavailableError: the op cannot be built or loaded here.
+    """
+
+    name = "aio"
+
+    def __init__(self, config: AioConfig) -> None:
+        self._config = config
+        self._op = _load_op()
+        self.block_bytes = config.block_size
+        # Each of the op's threads takes an equal part, and each part must be aligned by itself.
+        self.alignment_bytes = IO_ALIGNMENT_BYTES * config.intra_op_parallelism
+        self._owner: Any = None
+
+    def open_handle(self, fd: int) -> IoHandle:
+        return _AioHandle(self._new_handle(), fd)
+
+    def allocate_staging(self, nbytes: int) -> torch.Tensor:
+        self._owner = self._new_handle()
+        staging: torch.Tensor = self._owner.new_cpu_locked_tensor(nbytes, torch.empty(0, dtype=torch.uint8))
+        advise_huge_pages(staging, collapse=True)
+        return staging.zero_()
+
+    def free_staging(self, staging: torch.Tensor) -> None:
+        if self._owner is not None:
+            self._owner.free_cpu_locked_tensor(staging)
+            self._owner = None
+
+    def blocks(self, nbytes: int) -> list[tuple[int, int]]:
+        part = nbytes // self._config.intra_op_parallelism
+        starts = range(0, nbytes, part)
+        return [(start + a, start + b) for start in starts for a, b in super(AioBackend, self).blocks(part)]
+
+    def _new_handle(self) -> Any:
+        config = self._config
+        return self._op.aio_handle(
+            config.block_size,
+            config.queue_depth,
+            config.single_submit,
+            config.overlap_events,
+            config.intra_op_parallelism,
+        )
+
+
+class _AioHandle(IoHandle):
+    def __init__(self, handle: Any, fd: int) -> None:
+        self._handle = handle
+        self._name = f"/proc/self/fd/{fd}"
+
+    def write(self, data: torch.Tensor, offset: int) -> None:
+        self._check("write", self._handle.sync_pwrite(data, self._name, offset), data, offset)
+
+    def read(self, data: torch.Tensor, offset: int) -> None:
+        self._check("read", self._handle.sync_pread(data, self._name, offset), data, offset)
+
+    def close(self) -> None:
+        self._handle = None
+
+    @staticmethod
+    def _check(verb: str, completed: int, data: torch.Tensor, offset: int) -> None:
+        if completed != 1:
+            raise TransferError(
+                f"DeepSpeed's aio did not complete the {verb} of {data.numel()} bytes at offset {offset} "
+                f"(it returned {completed})"
+            )
+
+
+def is_built() -> bool:
+    """Whether the op was built before, with DeepSpeed's installation or just in time, so that loading takes seconds."""
+    from deepspeed.git_version_info import installed_ops
+
+    if installed_ops.get(OP):
+        return True
+    from torch.utils.cpp_extension import get_default_build_root
+
+    root = os.environ.get("TORCH_EXTENSIONS_DIR")
+    if root:
+        return (Path(root) / OP / f"{OP}.so").is_file()
+    tag = f"py{sys.version_info.major}{sys.version_info.minor}*"
+    return any(Path(get_default_build_root()).glob(f"{tag}/{OP}/{OP}.so"))
+
+
+def _load_op() -> Any:
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    builder = AsyncIOBuilder()
+    repair = (
+        'Install libaio-dev (Debian, Ubuntu) or libaio-devel (Fedora), g++ and ninja, or set "io": {"backend": "posix"}'
+    )
+    if not _installed_or_compatible(builder):
+        raise BackendUnavailableError(f"io.backend aio: DeepSpeed's {OP} op cannot be built here. {repair}.")
+    try:
+        return builder.load(verbose=False)
+    except (RuntimeError, ImportError, OSError) as error:
+        raise BackendUnavailableError(
+            f"io.backend aio: DeepSpeed's {OP} op did not build or load: {error}. {repair}."
+        ) from error
+
+
+def _installed_or_compatible(builder: Any) -> bool:
+    """Whether the op is built already or its compiler check passes (which costs a second)."""
+    compatible: bool = is_built() or builder.is_compatible(verbose=False)
+    return compatible

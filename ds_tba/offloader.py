@@ -1,0 +1,214 @@
+"""The activation offloader of one engine: builds the parts from the config, counts steps, reports, cleans up.
+
+Knows every part below; does not know DeepSpeed's engine (``engine.py`` holds the two together).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+
+from ds_tba.cache import TensorCache
+from ds_tba.config import AioConfig, OffloadConfig
+from ds_tba.errors import ConfigError, IncompatibleError
+from ds_tba.io.select import Selection, select_backend
+from ds_tba.store.nvme import Lanes, NvmeStore
+from ds_tba.store.paths import SwapDirectory, check_directories
+from ds_tba.store.swap_file import SwapFile
+from ds_tba.telemetry.report import OffloadReport, rank_path
+from ds_tba.telemetry.stats import StoreStats
+from ds_tba.transfer import Accelerator, StagingRing, pins_memory
+
+logger = logging.getLogger(__name__)
+
+# Without io.swap_file_bytes: this part of the free space, shared by the ranks of the machine.
+FREE_SPACE_PART = 0.9
+
+# Keys of the contract that only a planner can act on; naming them must not look like it had an effect.
+_NOT_ACTED_ON = ("activation_budget_bytes", "blocks", "host_budget_bytes", "max_step_overhead", "recompute", "ssd")
+
+
+class ActivationOffloader:
+    """What ``engine.activation_offloader`` is.
+
+    Args:
+        config: the block.
+        aio_config: DeepSpeed's ``"aio"`` block.
+        accelerator: DeepSpeed's accelerator.
+        zero_uses_nvme: ZeRO's own NVMe offload is on.
+        rank: this process's rank, for the report.
+        ranks_on_node: ranks that share this machine's directories.
+
+    Raises:
+        PathError, ConfigError, BackendUnavailableError, IncompatibleError: what stands in the way of training, with
+            the repair; nothing is left open.
+    """
+
+    def __init__(
+        self,
+        config: OffloadConfig,
+        aio_config: AioConfig,
+        accelerator: Accelerator,
+        *,
+        zero_uses_nvme: bool = False,
+        rank: int = 0,
+        ranks_on_node: int = 1,
+    ) -> None:
+        self.config = config
+        self._rank = rank
+        self._steps = 0
+        self._state = "running"
+        self._selection: Selection | None = None
+        self._directories: list[SwapDirectory] = []
+        self._store: NvmeStore | None = None
+        if config.placement == "host":
+            raise IncompatibleError(
+                'placement "host" is not available in this version of ds_tba: set "placement" to "adaptive" or "nvme".'
+            )
+        self._report_path = _checked_report_path(config.report.path, rank)
+        if config.uses_nvme:
+            self._open_store(aio_config, accelerator, zero_uses_nvme, ranks_on_node)
+        self.cache = TensorCache(
+            self._store,
+            accelerator.device_name(),
+            config.min_tensor_bytes,
+            wait_for_staging=config.placement == "nvme",
+        )
+
+    # ---- what a run calls ---------------------------------------------------------------------------------------
+
+    def saving(self) -> AbstractContextManager[None]:
+        """The context in which a forward runs so that what autograd saves goes through us."""
+        return self.cache.saving()
+
+    def note_steps(self, steps: int) -> None:
+        """Tell how many optimizer steps are done; reports every ``report.every_steps`` of them."""
+        if steps <= self._steps:
+            return
+        self._steps = steps
+        every = self.config.report.every_steps
+        if every and steps % every == 0:
+            logger.info("rank %d: %s", self._rank, self.report().summary())
+            self.write_report()
+
+    def report(self) -> OffloadReport:
+        """What happened so far. Takes no lock, so that a signal handler may call it."""
+        cache = self.cache.stats
+        store = self._store.stats if self._store is not None else StoreStats()
+        slots = self._store.ring.slots if self._store is not None else None
+        kept, fallbacks = Counter(cache.kept_bytes), Counter(store.fallbacks)
+        return OffloadReport(
+            state=self._state,
+            rank=self._rank,
+            backend=self._selection.backend.name if self._selection else "none",
+            backend_reason=self._selection.reason if self._selection else "placement keep",
+            paths=[str(directory.path) for directory in self._directories],
+            placement=self.config.placement,
+            integrity=self.config.io.integrity,
+            steps=self._steps,
+            micro_steps=cache.micro_steps,
+            packed_tensors=cache.packed_tensors,
+            passed_through_tensors=cache.passed_through_tensors,
+            offloaded_bytes=store.offloaded_bytes,
+            written_bytes=store.writes.nbytes,
+            read_bytes=store.reads.nbytes,
+            forwarded_bytes=store.forwarded_bytes,
+            cancelled_bytes=store.cancelled_bytes,
+            deduplicated_bytes=cache.deduplicated_bytes,
+            kept_bytes=sum(kept.values()),
+            host_bytes=store.rescued_bytes,
+            recomputed_bytes=0,
+            peak_staging_bytes=slots.peak_used_bytes if slots else 0,
+            swap_file_bytes=sum(path.file.size_bytes for path in self._store.paths) if self._store else 0,
+            peak_saved_bytes=cache.resident.peak,
+            peak_saved_bytes_without=cache.saved.peak,
+            fallbacks=sum(fallbacks.values()),
+            write_bytes_per_s=store.writes.bytes_per_s,
+            read_bytes_per_s=store.reads.bytes_per_s,
+            stall_s=store.stall_s,
+            kept_bytes_by_reason=dict(kept),
+            fallbacks_by_reason=dict(fallbacks),
+        )
+
+    def start_line(self) -> str:
+        """What will run, for the log."""
+        if self._selection is None or self._store is None:
+            return 'ds_tba: placement "keep": activations are measured, not moved'
+        config, files = self.config, [path.file for path in self._store.paths]
+        parts = [
+            f"ds_tba: activations go to {', '.join(str(file.directory) for file in files)}",
+            f"backend {self._selection.backend.name} ({self._selection.reason})",
+            f"up to {sum(file.limit_bytes for file in files) / 2**30:.1f} GiB per rank",
+            f"eligible: saved storages of {config.min_tensor_bytes} bytes and more, up to io.staging_bytes "
+            f"{config.io.staging_bytes}",
+            f"{config.io.write_lanes} write and {config.io.read_lanes} read lanes, integrity {config.io.integrity}",
+        ]
+        if not all(file.direct for file in files):
+            parts.append("no O_DIRECT on this file system: I/O goes through the page cache and is slower")
+        ignored = [key for key in _NOT_ACTED_ON if getattr(config, key) != OffloadConfig.model_fields[key].default]
+        if ignored:
+            parts.append(f"not acted on in this version: {', '.join(ignored)}")
+        return "; ".join(parts)
+
+    def write_report(self) -> None:
+        """Write the JSON at ``report.path``, if one is set; a failure is logged, never raised into training."""
+        if self._report_path is None:
+            return
+        try:
+            self.report().write_json(self._report_path)
+        except OSError as error:
+            logger.warning("report.path %s cannot be written: %s", self._report_path, error)
+
+    def interrupt(self, signal_name: str) -> None:
+        """Write the report because the process is about to die. Takes no lock."""
+        self._state = f"interrupted ({signal_name})"
+        self.write_report()
+
+    def close(self) -> None:
+        """Stop the lanes, give every byte back, write the last report. Idempotent."""
+        if self._state == "finished":
+            return
+        self.cache.settle()
+        if self._store is not None:
+            self._store.close()
+        self._state = "finished"
+        logger.info("ds_tba, rank %d: %s", self._rank, self.report().summary())
+        self.write_report()
+
+    # ---- building -----------------------------------------------------------------------------------------------
+
+    def _open_store(
+        self, aio_config: AioConfig, accelerator: Accelerator, zero_uses_nvme: bool, ranks_on_node: int
+    ) -> None:
+        config = self.config
+        needed = config.io.swap_file_bytes or config.io.staging_bytes
+        self._directories = check_directories(config.nvme_paths, needed, ranks_on_node)
+        self._selection = select_backend(
+            config, aio_config, zero_uses_nvme=zero_uses_nvme, pinned=pins_memory(accelerator)
+        )
+        with ExitStack() as undo:
+            files = []
+            for directory in self._directories:
+                share = int(directory.free_bytes * FREE_SPACE_PART) // ranks_on_node
+                file = SwapFile(directory.path, config.io.swap_file_bytes or max(share, needed))
+                undo.callback(file.close)
+                file.reserve_first(min(needed, config.io.staging_bytes))
+                files.append(file)
+            ring = StagingRing(accelerator, self._selection.backend, config.io.staging_bytes)
+            lanes = Lanes(config.io.write_lanes, config.io.read_lanes)
+            self._store = NvmeStore(files, self._selection.backend, ring, lanes, config.io.integrity)
+            undo.pop_all()
+
+
+def _checked_report_path(path: str | None, rank: int) -> Path | None:
+    if path is None:
+        return None
+    target = rank_path(path, rank)
+    if target.is_dir():
+        raise ConfigError(f"report.path {target} is a directory: name a file, for example {target / 'report.json'}.")
+    if not os.access(target.parent, os.W_OK):
+        raise ConfigError(f"report.path {target}: its directory is missing or not writable: create it first.")
+    return target

@@ -1,0 +1,455 @@
+"""The NVMe tier: storages in extents of anonymous swap files, one file per directory.
+
+[Note: The way of a ticket] ``put`` reserves an extent and a staging slot, copies the device bytes into the slot and
+queues a write. A write lane writes it and frees the slot. ``prefetch`` queues a read into a new slot; ``get`` hands
+over what is still in staging (cancelling a write that has not begun), else waits for the read, else reads itself first in
+the queue. ``release`` only leaves a note, because it is called by finalizers, which may run inside any critical
+section of any thread; whoever next takes the lock acts on it.
+
+[Note: Degrading] A failed write leaves the bytes in staging, from where they are copied to plain host memory; its path
+takes no more tensors. A failed read is tried once more and then raises: those bytes are gone.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ds_tba.errors import ActivationCorruptionError, ActivationLostError, StateError, StorageError, TransferError
+from ds_tba.io.base import IoBackend, IoHandle
+from ds_tba.spans import Span, SpanAllocator
+from ds_tba.store.base import Loaded, Refusal, Store, Ticket, TicketState
+from ds_tba.store.integrity import Integrity
+from ds_tba.store.lanes import AHEAD, URGENT, Lane, LaneQueue
+from ds_tba.store.swap_file import SwapFile
+from ds_tba.telemetry.stats import StoreStats
+from ds_tba.transfer import StagingRing
+
+logger = logging.getLogger(__name__)
+
+PREFETCH_PART_OF_STAGING = 0.5
+SLOW_WAIT_S = 30.0
+CLOSE_TIMEOUT_S = 60.0
+_S = TicketState
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """How many lanes each path has."""
+
+    write: int
+    read: int
+
+
+class SwapPath:
+    """One directory's swap file, its extents, queues and lanes."""
+
+    def __init__(self, file: SwapFile, backend: IoBackend) -> None:
+        self.file = file
+        self.extents = SpanAllocator(file.size_bytes, backend.alignment_bytes)
+        self.writes = LaneQueue()
+        self.reads = LaneQueue()
+        self.write_lanes: list[Lane] = []
+        self.read_lanes: list[Lane] = []
+        self.queued_bytes = 0
+        self.failure: str | None = None
+        self.full = False
+
+    def reserve(self, nbytes: int) -> Span | None:
+        """An extent, growing the file if it must; None where there is no room."""
+        extent = self.extents.allocate(nbytes)
+        if extent is None and not self.full and self._grow(self.extents.padded(nbytes)):
+            extent = self.extents.allocate(nbytes)
+        return extent
+
+    def _grow(self, nbytes: int) -> bool:
+        try:
+            grown = self.file.grow(nbytes)
+        except OSError as error:
+            self.full = True
+            logger.warning(
+                "%s: the swap file cannot grow beyond %d bytes (%s); what does not fit stays in memory",
+                self.file.directory,
+                self.file.size_bytes,
+                error.strerror,
+            )
+            return False
+        self.extents.grow(self.file.size_bytes)
+        return grown
+
+
+class NvmeStore(Store):
+    """Storages on NVMe.
+
+    Args:
+        files: one swap file per directory, already of their first size; closed with the store.
+        backend: moves bytes between staging and the files.
+        ring: staging; closed with the store.
+        lanes: threads per file.
+        integrity: checksum mode.
+    """
+
+    def __init__(
+        self, files: Sequence[SwapFile], backend: IoBackend, ring: StagingRing, lanes: Lanes, integrity: str
+    ) -> None:
+        self.stats = StoreStats()
+        self.ring = ring
+        self._integrity = Integrity(integrity, backend.blocks)
+        # Not reentrant on purpose: see release().
+        self._changed = threading.Condition(threading.Lock())
+        self._released: queue.SimpleQueue[Ticket] = queue.SimpleQueue()
+        self._prefetch_limit_bytes = int(ring.slots.capacity_bytes * PREFETCH_PART_OF_STAGING)
+        self._prefetched_bytes = 0
+        self._writes_under_way = 0
+        self._closed = False
+        self.paths = [SwapPath(file, backend) for file in files]
+        for index, path in enumerate(self.paths):
+            self._start_lanes(path, backend, lanes, index)
+
+    # ---- the contract -------------------------------------------------------------------------------------------
+
+    def put(self, data: torch.Tensor, *, wait: bool) -> Ticket | Refusal:
+        nbytes = data.numel()
+        with self._changed:
+            self._act_on_releases()
+            reserved = self._reserve(nbytes, wait)
+            if isinstance(reserved, Refusal):
+                self.stats.fallbacks[reserved.value] += 1
+                return reserved
+            ticket = reserved
+            self._writes_under_way += 1
+            ticket.path.queued_bytes += ticket.extent.nbytes
+        try:
+            ticket.event = self.ring.copy_out(data, _slot(ticket))
+        except BaseException:
+            with self._changed:
+                self._write_is_over(ticket)
+                ticket.move(_S.RELEASED)
+                self._free(ticket)
+            raise
+        with self._changed:
+            ticket.move(_S.QUEUED)
+            self.stats.offloaded_bytes += nbytes
+        ticket.path.writes.put(ticket)
+        return ticket
+
+    def prefetch(self, ticket: Ticket) -> bool:
+        with self._changed:
+            self._act_on_releases()
+            if ticket.state is not _S.STORED or self._closed:
+                return True  # in memory already, or nothing to do
+            if self._prefetched_bytes + ticket.extent.nbytes > self._prefetch_limit_bytes:
+                return False
+            slot = self.ring.slots.allocate(ticket.extent.nbytes)
+            if slot is None:
+                return False
+            ticket.slot = slot
+            ticket.prefetched = True
+            self._prefetched_bytes += ticket.extent.nbytes
+            ticket.move(_S.READ_QUEUED)
+        ticket.path.reads.put(ticket, AHEAD)
+        return True
+
+    def get(self, ticket: Ticket, device: torch.device) -> Loaded:
+        with self._changed:
+            self._act_on_releases()
+            state = ticket.state
+            if state is _S.QUEUED:
+                ticket.move(_S.RELEASED)  # the lane skips it: the write is cancelled
+                self._write_is_over(ticket)
+                self.stats.cancelled_bytes += ticket.nbytes
+            elif state is _S.WRITING:
+                ticket.forwarding = True
+            elif state is _S.RELEASED:
+                raise StateError("bytes were asked for after they were given up; this is a bug in ds_tba")
+        if state in (_S.QUEUED, _S.WRITING):
+            return self._forward(ticket, device, stored=state is _S.WRITING)
+        return self._load(ticket, device)
+
+    def release(self, ticket: Ticket) -> None:
+        self._released.put(ticket)
+        # A finalizer may run while this very thread holds the lock: then acquire() fails and the holder, or the next
+        # call into the store, finds the note.
+        if self._changed.acquire(blocking=False):
+            try:
+                self._act_on_releases()
+            finally:
+                self._changed.release()
+
+    def close(self) -> None:
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            self._act_on_releases()
+        stopped = True
+        for path in self.paths:
+            path.writes.stop(len(path.write_lanes))
+            path.reads.stop(len(path.read_lanes))
+        deadline = time.monotonic() + CLOSE_TIMEOUT_S
+        for path in self.paths:
+            for lane in path.write_lanes + path.read_lanes:
+                lane.join(max(0.0, deadline - time.monotonic()))
+                stopped = stopped and not lane.is_alive()
+        if not stopped:
+            logger.error(
+                "an I/O request did not end within %.0f s; its memory is left to process exit", CLOSE_TIMEOUT_S
+            )
+            return
+        for path in self.paths:
+            path.file.close()
+        self.ring.close()
+
+    # ---- under the lock -----------------------------------------------------------------------------------------
+
+    def _reserve(self, nbytes: int, wait: bool) -> Ticket | Refusal:
+        """An extent and a slot for ``nbytes``."""
+        if self._closed:
+            return Refusal.CLOSED
+        if self.ring.slots.padded(nbytes) > self.ring.slots.capacity_bytes:
+            return Refusal.LARGER_THAN_STAGING
+        slot = self.ring.slots.allocate(nbytes)
+        if slot is None and wait:
+            slot = self._wait_for_slot(nbytes)
+        if slot is None:
+            return Refusal.STAGING_FULL
+        working = [path for path in self.paths if path.failure is None]
+        for path in sorted(working, key=lambda path: path.queued_bytes):
+            extent = path.reserve(nbytes)
+            if extent is not None:
+                return Ticket(nbytes, path, extent, slot)
+        self.ring.slots.free(slot)
+        return Refusal.NO_SPACE if working else Refusal.PATH_FAILED
+
+    def _wait_for_slot(self, nbytes: int) -> Span | None:
+        started = time.perf_counter()
+        slot = None
+        # Only writes are waited for: what reads hold is freed by the thread that would be waiting here.
+        while slot is None and self._writes_under_way > 0:
+            self._changed.wait(SLOW_WAIT_S)
+            self._act_on_releases()
+            slot = self.ring.slots.allocate(nbytes)
+        self.stats.stall_s += time.perf_counter() - started
+        return slot
+
+    def _act_on_releases(self) -> None:
+        while True:
+            try:
+                ticket = self._released.get_nowait()
+            except queue.Empty:
+                return
+            ticket.released = True
+            if ticket.state not in (_S.STAGING, _S.WRITING, _S.READING, _S.RELEASED):
+                self._give_up(ticket)
+            # else: a copy or a lane is using the bytes, and whoever ends that gives them up
+
+    def _give_up(self, ticket: Ticket) -> None:
+        if ticket.state is _S.QUEUED:
+            self.stats.cancelled_bytes += ticket.nbytes
+            self._write_is_over(ticket)
+        self._end_prefetch(ticket)
+        ticket.move(_S.RELEASED)
+        ticket.host = None
+        self._free(ticket)
+
+    def _free(self, ticket: Ticket) -> None:
+        self._free_slot(ticket)
+        ticket.path.extents.free(ticket.extent)
+
+    def _free_slot(self, ticket: Ticket) -> None:
+        slot, ticket.slot = ticket.slot, None
+        if slot is not None:
+            self.ring.slots.free(slot)
+            self._changed.notify_all()
+
+    def _write_is_over(self, ticket: Ticket) -> None:
+        self._writes_under_way -= 1
+        ticket.path.queued_bytes -= ticket.extent.nbytes
+        self._changed.notify_all()
+
+    def _end_prefetch(self, ticket: Ticket) -> None:
+        if ticket.prefetched:
+            ticket.prefetched = False
+            self._prefetched_bytes -= ticket.extent.nbytes
+
+    # ---- handing over -------------------------------------------------------------------------------------------
+
+    def _forward(self, ticket: Ticket, device: torch.device, *, stored: bool) -> Loaded:
+        """Hand over from staging bytes whose write has not finished; ``stored`` if it goes on."""
+        self.ring.wait(ticket.event)
+        data = self.ring.copy_in(self.ring.view(_slot(ticket)), ticket.nbytes, device)
+        with self._changed:
+            self.stats.forwarded_bytes += ticket.nbytes
+            ticket.forwarding = False
+            if not stored:
+                self._free(ticket)
+            elif ticket.state is not _S.WRITING:
+                self._free_slot(ticket)  # the write ended meanwhile and left the slot to us
+        return Loaded(data, stored)
+
+    def _load(self, ticket: Ticket, device: torch.device) -> Loaded:
+        with self._changed:
+            started = time.perf_counter()
+            self._wait_until_loaded(ticket)
+            self.stats.stall_s += time.perf_counter() - started
+            if ticket.error is not None:
+                raise ticket.error
+            host = ticket.host
+        if ticket.state is _S.RESCUED and host is not None:
+            return Loaded(self.ring.copy_in(host, ticket.nbytes, device), stored=True)
+        source = host if host is not None else self.ring.view(_slot(ticket))
+        data = self.ring.copy_in(source, ticket.nbytes, device)
+        with self._changed:
+            self._end_prefetch(ticket)
+            ticket.host = None
+            ticket.move(_S.STORED)
+            self._free_slot(ticket)
+        return Loaded(data, stored=True)
+
+    def _wait_until_loaded(self, ticket: Ticket) -> None:
+        warned = False
+        if ticket.state is _S.STORED:
+            ticket.slot = self.ring.slots.allocate(ticket.extent.nbytes)
+            if ticket.slot is None:
+                ticket.host = self.ring.overflow(ticket.extent.nbytes)
+            ticket.move(_S.READ_QUEUED)
+        if ticket.state is _S.READ_QUEUED:
+            ticket.path.reads.put(ticket, URGENT)
+        while ticket.state not in (_S.LOADED, _S.RESCUED, _S.LOST):
+            if self._closed:
+                raise StateError("the activation offloader was closed before backward: keep the engine until then")
+            notified = self._changed.wait(SLOW_WAIT_S)
+            if not notified and not warned:
+                warned = True
+                logger.warning("backward has waited %.0f s for a read at %s", SLOW_WAIT_S, ticket.path.file.directory)
+
+    # ---- in the lanes -------------------------------------------------------------------------------------------
+
+    def _start_lanes(self, path: SwapPath, backend: IoBackend, lanes: Lanes, index: int) -> None:
+        fd = path.file.fd
+        for number in range(lanes.write):
+            name = f"ds_tba-write-{index}.{number}"
+            path.write_lanes.append(Lane(name, path.writes, backend.open_handle(fd), self._write))
+        for number in range(lanes.read):
+            name = f"ds_tba-read-{index}.{number}"
+            path.read_lanes.append(Lane(name, path.reads, backend.open_handle(fd), self._read))
+
+    def _write(self, ticket: Ticket, handle: IoHandle) -> None:
+        with self._changed:
+            if ticket.state is not _S.QUEUED:
+                return  # cancelled
+            ticket.move(_S.WRITING)
+            broken = ticket.path.failure
+            self.stats.writes.start()
+        staged = self.ring.view(_slot(ticket))
+        failure: Exception | None = None
+        try:
+            self.ring.wait(ticket.event)
+        except Exception as error:  # noqa: BLE001 - the copy out failed, so staging does not hold the bytes
+            self._end_copy(ticket, error)
+            return
+        try:
+            if broken is None:
+                ticket.checksums = self._integrity.digest(staged)
+                handle.write(staged, ticket.extent.offset)
+        except Exception as error:  # noqa: BLE001 - a lane must survive anything, or backward would wait for ever
+            failure = error
+        self._end_write(ticket, staged, failure, stored=failure is None and broken is None)
+
+    def _end_copy(self, ticket: Ticket, error: Exception) -> None:
+        with self._changed:
+            self.stats.writes.stop(0)
+            self._write_is_over(ticket)
+            ticket.error = ActivationLostError(f"an activation could not be copied from the device: {error}")
+            ticket.move(_S.LOST)
+            if ticket.released:
+                self._give_up(ticket)
+
+    def _end_write(self, ticket: Ticket, staged: torch.Tensor, failure: Exception | None, *, stored: bool) -> None:
+        host = None if stored else staged[: ticket.nbytes].clone()
+        with self._changed:
+            self.stats.writes.stop(ticket.extent.nbytes if stored else 0)
+            self._write_is_over(ticket)
+            ticket.move(_S.STORED if stored else _S.RESCUED)
+            if not stored:
+                ticket.host = host
+                self._note_rescue(ticket, failure)
+            if not ticket.forwarding:
+                self._free_slot(ticket)
+            if ticket.released:
+                self._give_up(ticket)
+            self._act_on_releases()
+
+    def _note_rescue(self, ticket: Ticket, failure: Exception | None) -> None:
+        path: SwapPath = ticket.path
+        self.stats.rescued_bytes += ticket.nbytes
+        self.stats.fallbacks[Refusal.PATH_FAILED.value] += 1
+        if path.failure is not None or failure is None:
+            return
+        path.failure = str(failure)
+        full = isinstance(failure, TransferError) and failure.errno in _FULL
+        logger.warning(
+            "%s: %s (%s); from here on activations stay in memory instead",
+            path.file.directory,
+            "the drive is full" if full else "a write failed",
+            failure,
+        )
+
+    def _read(self, ticket: Ticket, handle: IoHandle) -> None:
+        with self._changed:
+            if ticket.state is not _S.READ_QUEUED:
+                return  # given up, or read by an urgent request
+            ticket.move(_S.READING)
+            self.stats.reads.start()
+        target = ticket.host if ticket.host is not None else self.ring.view(_slot(ticket))
+        failure = self._read_checked(ticket, target, handle)
+        with self._changed:
+            self.stats.reads.stop(ticket.extent.nbytes if failure is None else 0)
+            ticket.error = failure
+            ticket.move(_S.LOADED if failure is None else _S.LOST)
+            if failure is not None:
+                self._end_prefetch(ticket)
+                self._free_slot(ticket)
+            if ticket.released:
+                self._give_up(ticket)
+            self._act_on_releases()
+            self._changed.notify_all()
+
+    def _read_checked(self, ticket: Ticket, target: torch.Tensor, handle: IoHandle) -> StorageError | None:
+        where = f"{ticket.path.file.directory}, offset {ticket.extent.offset}, {ticket.extent.nbytes} bytes"
+        try:
+            try:
+                handle.read(target, ticket.extent.offset)
+            except TransferError as first:
+                logger.warning("%s: %s; trying once more", where, first)
+                handle.read(target, ticket.extent.offset)
+            mismatch = self._integrity.compare(target, ticket.checksums)
+        except Exception as error:  # noqa: BLE001 - a lane must survive anything, or backward would wait for ever
+            lost = ActivationLostError(
+                f"{where}: the activation cannot be read back ({error}). Stop, check the drive (dmesg, smartctl), and "
+                "resume from the last checkpoint."
+            )
+            lost.__cause__ = error
+            return lost
+        if mismatch is None:
+            return None
+        return ActivationCorruptionError(
+            f"{where}: bytes read back are not the bytes written: {mismatch.nbytes} bytes at file offset "
+            f"{ticket.extent.offset + mismatch.offset} have CRC-32 {mismatch.found:#010x}, expected "
+            f"{mismatch.expected:#010x}. A write was lost, short or stale: check the drive (dmesg, smartctl), and "
+            "resume from the last checkpoint."
+        )
+
+
+def _slot(ticket: Ticket) -> Span:
+    if ticket.slot is None:
+        raise StateError(f"a ticket '{ticket.state.value}' has no staging slot; this is a bug in ds_tba")
+    return ticket.slot

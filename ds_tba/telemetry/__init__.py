@@ -1,0 +1,1 @@
+"""What happened: counters, bandwidth, the report."""

@@ -1,0 +1,114 @@
+"""The report: what went where, how much, and how fast; as a dict, as JSON and as lines to read."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class OffloadReport:
+    """Counters of one rank since the engine was built. Bytes are bytes, times are seconds.
+
+    Attributes:
+        packed_tensors: tensors that autograd saved, parameters included.
+        passed_through_tensors: of those, parameters and their views, left alone.
+        offloaded_bytes: storages handed to the store, each once.
+        written_bytes, read_bytes: what the drive moved, padded to the alignment.
+        forwarded_bytes: handed over from memory because their write had not finished.
+        cancelled_bytes: offloaded, but taken back or given up before their write began.
+        deduplicated_bytes: saved again as views of a storage that was written already.
+        kept_bytes: left in device memory; ``kept_bytes_by_reason`` says why.
+        peak_saved_bytes: most bytes that saved tensors held in device memory at once.
+        peak_saved_bytes_without: the same, had nothing been offloaded.
+        fallbacks: tensors that were eligible and stayed in memory because the store could not take or write them.
+        stall_s: time that forward and backward waited for the store.
+    """
+
+    state: str
+    rank: int
+    backend: str
+    backend_reason: str
+    paths: list[str]
+    placement: str
+    integrity: str
+    steps: int
+    micro_steps: int
+    packed_tensors: int
+    passed_through_tensors: int
+    offloaded_bytes: int
+    written_bytes: int
+    read_bytes: int
+    forwarded_bytes: int
+    cancelled_bytes: int
+    deduplicated_bytes: int
+    kept_bytes: int
+    host_bytes: int
+    recomputed_bytes: int
+    peak_staging_bytes: int
+    swap_file_bytes: int
+    peak_saved_bytes: int
+    peak_saved_bytes_without: int
+    fallbacks: int
+    write_bytes_per_s: float
+    read_bytes_per_s: float
+    stall_s: float
+    kept_bytes_by_reason: dict[str, int] = field(default_factory=dict)
+    fallbacks_by_reason: dict[str, int] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field, ready for JSON."""
+        return asdict(self)
+
+    def write_json(self, path: Path) -> None:
+        """Write the report to ``path``, replacing it at once so that a reader never sees half of it."""
+        unfinished = path.with_name(f".{path.name}.tmp")
+        unfinished.write_text(json.dumps(self.to_dict(), indent=2) + "\n")
+        os.replace(unfinished, path)
+
+    def summary(self) -> str:
+        """One line for the log."""
+        return (
+            f"{self.steps} steps: offloaded {_gib(self.offloaded_bytes)}, wrote {_gib(self.written_bytes)} at "
+            f"{self.write_bytes_per_s / 1e9:.2f} GB/s, read {_gib(self.read_bytes)} at "
+            f"{self.read_bytes_per_s / 1e9:.2f} GB/s, forwarded {_gib(self.forwarded_bytes)}, kept "
+            f"{_gib(self.kept_bytes)}; peak saved {_gib(self.peak_saved_bytes)} instead of "
+            f"{_gib(self.peak_saved_bytes_without)}; {self.fallbacks} fallbacks, {self.stall_s:.2f} s stalled"
+        )
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Name and value of each line of the table that a person reads."""
+        rows = [
+            ("backend", f"{self.backend} ({self.backend_reason})"),
+            ("paths", ", ".join(self.paths)),
+            ("steps / micro-steps", f"{self.steps} / {self.micro_steps}"),
+            ("offloaded", _gib(self.offloaded_bytes)),
+            ("written", f"{_gib(self.written_bytes)} at {self.write_bytes_per_s / 1e9:.2f} GB/s"),
+            ("read", f"{_gib(self.read_bytes)} at {self.read_bytes_per_s / 1e9:.2f} GB/s"),
+            ("forwarded from memory", _gib(self.forwarded_bytes)),
+            ("deduplicated", _gib(self.deduplicated_bytes)),
+            ("kept", _gib(self.kept_bytes)),
+        ]
+        rows += [(f"  kept: {reason}", _gib(nbytes)) for reason, nbytes in self.kept_bytes_by_reason.items()]
+        rows += [
+            ("peak saved, with offload", _gib(self.peak_saved_bytes)),
+            ("peak saved, without", _gib(self.peak_saved_bytes_without)),
+            ("peak staging", _gib(self.peak_staging_bytes)),
+            ("fallbacks", str(self.fallbacks)),
+        ]
+        rows += [(f"  fallback: {reason}", str(count)) for reason, count in self.fallbacks_by_reason.items()]
+        return [*rows, ("stalled", f"{self.stall_s:.2f} s")]
+
+
+def rank_path(path: str, rank: int) -> Path:
+    """Where a rank writes its report: ``path`` for rank 0, ``path.rankN`` beyond."""
+    return Path(path).expanduser() if rank == 0 else Path(f"{path}.rank{rank}").expanduser()
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / GIB:.3f} GiB"

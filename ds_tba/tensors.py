@@ -1,0 +1,160 @@
+"""What identifies a saved tensor, what it takes to rebuild it, and which tensors are never offloaded.
+
+Identity is a stamp on the *untyped storage* (not an address, which the allocator reuses; TBA section 3.3) plus the
+view's offset, shape, stride and dtype. PyTorch keeps the Python object of a storage alive as long as the storage, so an
+attribute on it lives and dies with the bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+
+_STAMP = "_ds_tba_stamp"
+_OWNED = "_ds_tba_owned"
+
+# A view that spans less than this part of its storage is kept: writing the storage would move many bytes for few, as
+# with a batch that is a slice of the whole data set.
+LEAST_SPAN_OF_STORAGE = 0.25
+
+
+class Stamp:
+    """The generation of one storage: a fresh object for each, so never equal to that of another."""
+
+    __slots__ = ("__weakref__",)
+
+
+class Eligibility(Enum):
+    """Whether a saved tensor may leave device memory, and if not why; the values are the report's words."""
+
+    ELIGIBLE = "eligible"
+    PARAMETER = "parameter"
+    SMALL = "small"
+    SPARSE_VIEW = "small part of its storage"
+    NOT_DENSE = "not dense"
+    SUBCLASS = "tensor subclass"
+    OTHER_DEVICE = "not on the training device"
+    NO_STORAGE = "no storage"
+
+
+@dataclass(frozen=True, slots=True)
+class ViewSpec:
+    """Everything that turns the bytes of a storage back into one view of it."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    storage_offset: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> ViewSpec:
+        return cls(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+    def rebuild(self, data: torch.Tensor) -> torch.Tensor:
+        """The view over the storage of ``data`` (uint8, 1-D, at least as long as the original storage)."""
+        view = torch.empty(0, dtype=self.dtype, device=data.device)
+        return view.set_(data.untyped_storage(), self.storage_offset, self.shape, self.stride)
+
+
+def stamp_of(storage: torch.UntypedStorage) -> Stamp:
+    """The stamp of a storage, issued at first sight."""
+    stamp: Stamp | None = getattr(storage, _STAMP, None)
+    if stamp is None:
+        stamp = Stamp()
+        setattr(storage, _STAMP, stamp)
+    return stamp
+
+
+def host_view(data: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous host tensor (uint8), sharing its memory."""
+    array: Any = data.numpy()
+    return memoryview(array)
+
+
+def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole storage of a tensor as uint8, 1-D, sharing its memory."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def mark_owned(module: torch.nn.Module) -> None:
+    """Mark the storages that a module's parameters and buffers have right now as theirs.
+
+    ZeRO-3 gathers parameters into new storage for every use, so this is called again before each forward of the module.
+    """
+    for tensors in (module._parameters, module._buffers):
+        for tensor in tensors.values():
+            if tensor is not None and type(tensor) in (torch.nn.Parameter, torch.Tensor):
+                setattr(tensor.untyped_storage(), _OWNED, True)
+
+
+def is_parameter(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a parameter or a view of one (Linear saves the transpose of its weight)."""
+    if isinstance(tensor, torch.nn.Parameter):
+        return True
+    base = tensor._base
+    return base is not None and isinstance(base, torch.nn.Parameter)
+
+
+def eligibility(tensor: torch.Tensor, device_type: str, min_tensor_bytes: int) -> Eligibility:
+    """Whether a tensor handed to the pack hook may be offloaded.
+
+    Args:
+        device_type: the training device, such as ``"cuda"``; a tensor elsewhere costs no device memory.
+        min_tensor_bytes: storages smaller than this are kept.
+    """
+    if is_parameter(tensor):
+        return Eligibility.PARAMETER
+    if type(tensor) is not torch.Tensor or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return Eligibility.SUBCLASS
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        return Eligibility.NOT_DENSE
+    if tensor.is_inference() or tensor.is_conj() or tensor.is_neg():
+        return Eligibility.NOT_DENSE
+    if tensor.device.type != device_type:
+        return Eligibility.OTHER_DEVICE
+    storage = tensor.untyped_storage()
+    if getattr(storage, _OWNED, False):
+        return Eligibility.PARAMETER
+    nbytes = storage.nbytes()
+    if nbytes == 0:
+        return Eligibility.NO_STORAGE
+    if nbytes < min_tensor_bytes:
+        return Eligibility.SMALL
+    if span_bytes(tensor) < LEAST_SPAN_OF_STORAGE * nbytes:
+        return Eligibility.SPARSE_VIEW
+    return Eligibility.ELIGIBLE
+
+
+def span_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of storage between the first and the last element of a view, both included."""
+    last = 0
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        if size == 0:
+            return 0
+        last += (size - 1) * stride
+    return (last + 1) * tensor.element_size()
+
+
+class VersionWitness:
+    """Sees in-place changes of a tensor without keeping its memory.
+
+    Autograd compares the version counter only for tensors it holds itself, not for what a pack hook returned
+    (``torch/csrc/autograd/saved_variable.cpp``, ``unpack``). A detached alias shares the counter; its data is then
+    replaced by nothing, which leaves the counter in place.
+    """
+
+    __slots__ = ("_alias", "version")
+
+    def __init__(self, tensor: torch.Tensor, empty: torch.Tensor) -> None:
+        self.version: int = tensor._version
+        self._alias: Any = tensor.detach()
+        self._alias.data = empty
+
+    @property
+    def current(self) -> int:
+        """The version counter now."""
+        version: int = self._alias._version
+        return version

@@ -1,0 +1,97 @@
+"""Between device memory and staging: the ring of host memory, and the copies in and out of it.
+
+Knows the accelerator's API (streams, events, pinning) as an object handed in; does not know files, tickets or autograd.
+On a synchronous device (the CPU) a copy is done when the call returns and there are no events. On an asynchronous one
+both copies are queued on the stream that produced or consumes the tensor, so that they are ordered with it by
+construction, and an event says when the host side may touch the staging bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from ds_tba.io.base import IoBackend
+from ds_tba.spans import Span, SpanAllocator
+
+
+class Accelerator(Protocol):
+    """The part of ``deepspeed.accelerator`` that is used here."""
+
+    def device_name(self) -> str: ...
+    def is_synchronized_device(self) -> bool: ...
+    def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor: ...
+
+    @property
+    def Event(self) -> Any: ...  # noqa: N802 - the accelerator's name
+
+
+def pins_memory(accelerator: Accelerator) -> bool:
+    """Whether staging is pinned by the accelerator."""
+    return not accelerator.is_synchronized_device()
+
+
+class StagingRing:
+    """The only host memory through which bytes pass, bounded by ``staging_bytes``, exact in size.
+
+    Args:
+        staging_bytes: its size.
+    """
+
+    def __init__(self, accelerator: Accelerator, backend: IoBackend, staging_bytes: int) -> None:
+        self._accelerator = accelerator
+        self._backend = backend
+        self._synchronous = accelerator.is_synchronized_device()
+        self.slots = SpanAllocator(staging_bytes, backend.alignment_bytes)
+        self._memory: torch.Tensor | None = self._allocate(self.slots.capacity_bytes)
+
+    def view(self, slot: Span) -> torch.Tensor:
+        """The bytes of a slot (uint8, 1-D, aligned)."""
+        if self._memory is None:
+            raise RuntimeError("the staging ring is closed")
+        return self._memory[slot.offset : slot.offset + slot.nbytes]
+
+    def copy_out(self, data: torch.Tensor, slot: Span) -> Any:
+        """Copy device bytes into a slot; the event (None on a synchronous device) fires when they are there."""
+        self.view(slot)[: data.numel()].copy_(data, non_blocking=True)
+        if self._synchronous:
+            return None
+        event = self._accelerator.Event()
+        event.record()
+        return event
+
+    @staticmethod
+    def wait(event: Any) -> None:
+        """Block the calling host thread until a copy-out is done."""
+        if event is not None:
+            event.synchronize()
+
+    def copy_in(self, host: torch.Tensor, nbytes: int, device: torch.device) -> torch.Tensor:
+        """``nbytes`` of host bytes as a new device tensor (uint8, 1-D); ``host`` may be reused at return."""
+        data = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        data.copy_(host[:nbytes], non_blocking=True)
+        if not self._synchronous:
+            event = self._accelerator.Event()
+            event.record()
+            event.synchronize()
+        return data
+
+    def overflow(self, nbytes: int) -> torch.Tensor:
+        """Aligned host memory outside the ring, for a read that cannot wait for room in it."""
+        nbytes = self.slots.padded(nbytes)
+        memory = torch.empty(nbytes + 4096, dtype=torch.uint8)
+        start = -memory.data_ptr() % 4096
+        return memory[start : start + nbytes]
+
+    def close(self) -> None:
+        """Give the memory back. Idempotent."""
+        memory, self._memory = self._memory, None
+        if memory is not None and self._synchronous:
+            self._backend.free_staging(memory)
+
+    def _allocate(self, nbytes: int) -> torch.Tensor:
+        if self._synchronous:
+            return self._backend.allocate_staging(nbytes)
+        pinned: torch.Tensor = self._accelerator.pin_memory(torch.zeros(nbytes, dtype=torch.uint8))
+        return pinned
