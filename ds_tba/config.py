@@ -87,7 +87,7 @@ class ReportConfig(_Block):
 
 
 class AioConfig(BaseModel):
-    """DeepSpeed's own ``"aio"`` block (``runtime/swap_tensor/aio_config.py``); unknown keys are DeepSpeed's business."""
+    """DeepSpeed's own ``"aio"`` block (``runtime/swap_tensor/aio_config.py``); unknown keys are its business."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 

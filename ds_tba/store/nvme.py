@@ -2,9 +2,9 @@
 
 [Note: The way of a ticket] ``put`` reserves an extent and a staging slot, copies the device bytes into the slot and
 queues a write. A write lane writes it and frees the slot. ``prefetch`` queues a read into a new slot; ``get`` hands
-over what is still in staging (cancelling a write that has not begun), else waits for the read, else reads itself first in
-the queue. ``release`` only leaves a note, because it is called by finalizers, which may run inside any critical
-section of any thread; whoever next takes the lock acts on it.
+over what is still in staging (cancelling a write that has not begun), else waits for the read, else queues one that
+overtakes the others. ``release`` only leaves a note, because it is called by finalizers, which may run inside any
+critical section of any thread; whoever next takes the lock acts on it.
 
 [Note: Degrading] A failed write leaves the bytes in staging, from where they are copied to plain host memory; its path
 takes no more tensors. A failed read is tried once more and then raises: those bytes are gone.

@@ -1,0 +1,70 @@
+# make demo              train the example with parameters and activations on NVMe, and compare with the same run without us
+# make demo ZERO=2 BACKEND=posix   the same without DeepSpeed's aio op, hence without its compilation
+# make test              lint, types and every test
+# make bench             the benchmarks
+
+VENV    ?= .venv
+PYTHON  ?= python3
+ZERO    ?= 3
+BACKEND ?=
+STEPS   ?= 6
+NVME    ?= $(CURDIR)/.cache/nvme
+RANKS   ?= 1
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+# One cache of compiled DeepSpeed ops for the demo, the tests and the benchmarks.
+export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.cache/torch_extensions
+export PATH := $(abspath $(BIN)):$(PATH)
+
+CONFIG_2 := ds_configs/zero2_activations.json
+CONFIG_3 := ds_configs/zero3_nvme_params_activations.json
+CONFIG := $(CONFIG_$(ZERO))
+NEEDS_AIO := $(filter 3,$(ZERO))$(filter aio,$(BACKEND))
+
+.PHONY: demo test lint bench venv aio libaio clean
+
+demo: $(BIN)/.installed $(if $(NEEDS_AIO),aio)
+	@test -n "$(CONFIG)" || { echo "ZERO=$(ZERO): the demo has ZERO=2 and ZERO=3"; exit 2; }
+	@mkdir -p $(NVME)
+	deepspeed --num_gpus $(RANKS) --master_port $$(python -c "import socket; s = socket.socket(); s.bind(('', 0)); print(s.getsockname()[1])") \
+	    examples/train_gpt.py --deepspeed_config $(CONFIG) --nvme_path $(NVME) --steps $(STEPS) \
+	    --report $(CURDIR)/.cache/report.json --compare $(if $(BACKEND),--backend $(BACKEND))
+
+test: lint aio
+	python -m pytest $(PYTEST_ARGS)
+
+lint: $(BIN)/.installed
+	ruff check .
+	ruff format --check .
+	mypy
+
+bench: $(BIN)/.installed aio
+	python benchmarks/hook_cost.py
+	python benchmarks/step_time.py
+
+venv: $(BIN)/.installed
+
+$(BIN)/.installed: requirements-dev.lock pyproject.toml
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || { echo "the pinned versions need Python 3.11 or newer: make PYTHON=python3.12 ..."; exit 2; }
+	@$(PYTHON) -m venv $(VENV) || { echo "no venv module: apt-get install python3-venv"; exit 2; }
+	$(BIN)/pip install -q -r requirements-dev.lock
+	$(BIN)/pip install -q --no-deps --no-build-isolation -e .
+	@touch $@
+
+# DeepSpeed's aio op: its first build takes minutes on two cores.
+aio: $(BIN)/.installed libaio
+	@ds_tba doctor --build --nvme-path .
+
+libaio:
+	@test -e /usr/include/libaio.h || { \
+	    if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	        echo "installing libaio-dev, which DeepSpeed's aio op needs"; \
+	        apt-get update -qq && apt-get install -y -qq libaio-dev >/dev/null; \
+	    else \
+	        echo "DeepSpeed's aio op needs libaio-dev (Debian, Ubuntu: sudo apt-get install libaio-dev; Fedora: libaio-devel)."; \
+	        echo "Without it: make demo ZERO=2 BACKEND=posix"; exit 2; \
+	    fi; }
+
+clean:
+	rm -rf $(VENV) .cache build dist *.egg-info

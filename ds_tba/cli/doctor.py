@@ -1,0 +1,126 @@
+"""``ds_tba doctor``: what on this machine stands in the way of a run, and the repair, before the run.
+
+``--build`` also builds DeepSpeed's aio op, once, with every core and a line that says how far it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+
+_BUILD = "from deepspeed.ops.op_builder import AsyncIOBuilder; AsyncIOBuilder().load(verbose=True)"
+_NINJA_STEP = re.compile(r"^\[(\d+)/(\d+)\]")
+
+
+def add_parser(commands: Any) -> None:
+    """Add the subcommand."""
+    parser = commands.add_parser("doctor", help="check this machine, and build DeepSpeed's aio op")
+    parser.add_argument("--nvme-path", action="append", default=[], help="a directory to check (may be repeated)")
+    parser.add_argument("--staging-bytes", type=int, default=256 << 20, help="io.staging_bytes of the config")
+    parser.add_argument("--build", action="store_true", help="build DeepSpeed's aio op if it is not built yet")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print one line per check; 1 if any failed."""
+    if options.build and (status := build_aio()):
+        return status
+    failed = False
+    for good, line in checks(options):
+        failed = failed or not good
+        sys.stdout.write(f"{'ok  ' if good else 'FAIL'}  {line}\n")
+    return 1 if failed else 0
+
+
+def checks(options: argparse.Namespace) -> Iterator[tuple[bool, str]]:
+    """(good, line) for every check."""
+    from ds_tba.engine import SUPPORTED_DEEPSPEED
+    from ds_tba.errors import PathError
+    from ds_tba.io import aio
+    from ds_tba.io.memory import can_lock
+    from ds_tba.store.paths import check_directories
+
+    yield _version("deepspeed", SUPPORTED_DEEPSPEED)
+    yield _version("torch", SpecifierSet(">=2.5"))
+    autoload = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1"
+    yield (
+        autoload,
+        "torch calls the entry point"
+        if autoload
+        else ('TORCH_DEVICE_BACKEND_AUTOLOAD=0 is set: unset it, or put "import ds_tba" into the training script'),
+    )
+    yield (
+        True,
+        "DeepSpeed's aio op is built"
+        if aio.is_built()
+        else ("DeepSpeed's aio op is not built, so io.backend null means posix (build it: ds_tba doctor --build)"),
+    )
+    lockable = can_lock(options.staging_bytes)
+    yield (
+        True,
+        f"{options.staging_bytes} bytes can be locked, as aio wants without a GPU"
+        if lockable
+        else (
+            f"{options.staging_bytes} bytes cannot be locked, so aio needs a GPU or ulimit -l unlimited; posix needs neither"
+        ),
+    )
+    for path in options.nvme_path:
+        try:
+            (directory,) = check_directories((path,), options.staging_bytes, 1)
+        except PathError as error:
+            yield False, str(error)
+        else:
+            yield True, f"{path}: {directory.file_system}, {directory.free_bytes / 2**30:.1f} GiB free"
+
+
+def build_aio() -> int:
+    """Build the op in a process of its own, showing ninja's steps as one line; the process's exit status."""
+    from ds_tba.io import aio
+
+    what = "building DeepSpeed's aio op (once; minutes on few cores)"
+    if aio.is_built():
+        what = "checking DeepSpeed's aio op"
+    environment = {"MAX_JOBS": str(os.cpu_count() or 1), **os.environ}
+    started, output = time.monotonic(), []
+    with subprocess.Popen(
+        [sys.executable, "-c", _BUILD], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    ) as build:
+        _progress(what, "", started)
+        for line in build.stdout or ():
+            output.append(line)
+            step = _NINJA_STEP.match(line)
+            if step:
+                _progress(what, f": file {step[1]} of {step[2]}", started)
+    sys.stdout.write("\n")
+    if build.returncode:
+        sys.stdout.writelines(output[-40:])
+        sys.stdout.write(
+            "DeepSpeed's aio op did not build. It needs g++, ninja and libaio-dev (Debian, Ubuntu) or libaio-devel "
+            '(Fedora); without them, train with "io": {"backend": "posix"}.\n'
+        )
+    return build.returncode
+
+
+def _progress(what: str, detail: str, started: float) -> None:
+    end = "\r" if sys.stdout.isatty() else "\n"
+    sys.stdout.write(f"{what}{detail}, {time.monotonic() - started:.0f} s{end}")
+    sys.stdout.flush()
+
+
+def _version(package: str, wanted: SpecifierSet) -> tuple[bool, str]:
+    try:
+        found = version(package).partition("+")[0]
+    except PackageNotFoundError:
+        return False, f'{package} is not installed: pip install "{package}{wanted}"'
+    if found in wanted:
+        return True, f"{package} {found}"
+    return False, f'{package} {found} is outside {wanted}: pip install "{package}{wanted}"'

@@ -1,0 +1,318 @@
+"""Train a byte-level GPT on the sources of Python's standard library, with whatever ds_config.json says.
+
+    deepspeed examples/train_gpt.py --deepspeed_config ds_configs/zero3_nvme_params_activations.json
+
+Nothing here knows about ds_tba: the block in the config is all it takes. Only what is *shown* at the end (the offloader's
+report) and ``--compare`` (the same training again without the block) ask for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import ctypes
+import gc
+import hashlib
+import json
+import math
+import random
+import sysconfig
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.nn.functional as F
+from deepspeed.accelerator import get_accelerator
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from torch import nn
+
+BLOCK = "activation_nvme_offload"
+VOCABULARY = 256
+GIB = 1 << 30
+
+
+# ---- the model ------------------------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """Causal self-attention over (batch, sequence, width)."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, sequence, width = x.shape
+        q, k, v = self.qkv(x).view(batch, sequence, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(batch, sequence, width))
+
+
+class Block(nn.Module):
+    """Pre-norm attention and MLP."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norm1, self.attention = nn.LayerNorm(width), Attention(width, heads)
+        self.norm2, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """Bytes in, mean cross entropy in nats per byte out.
+
+    Args:
+        recompute: checkpoint every block with torch.utils.checkpoint.
+    """
+
+    def __init__(self, width: int, depth: int, sequence: int, *, recompute: bool = False) -> None:
+        super().__init__()
+        self.recompute = recompute
+        self.tokens, self.positions = nn.Embedding(VOCABULARY, width), nn.Embedding(sequence, width)
+        self.blocks = nn.ModuleList(Block(width, max(1, width // 64)) for _ in range(depth))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY)
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(inputs) + self.positions(torch.arange(inputs.shape[1], device=inputs.device))
+        for block in self.blocks:
+            if self.recompute:
+                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), targets.flatten())
+
+
+# ---- the data -------------------------------------------------------------------------------------------------------
+
+
+def standard_library_bytes(least_bytes: int = 4 << 20) -> torch.Tensor:
+    """Sources of Python's standard library, in a fixed order, as one uint8 tensor."""
+    text = bytearray()
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        text += path.read_bytes()
+        if len(text) >= least_bytes:
+            break
+    return torch.frombuffer(text, dtype=torch.uint8)
+
+
+def batches(batch: int, sequence: int, rank: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """(inputs, targets), each int64 (batch, sequence), the same for the same rank in every run."""
+    text = standard_library_bytes()
+    chance = random.Random(1234 + rank)
+    while True:
+        starts = [chance.randrange(len(text) - sequence - 1) for _ in range(batch)]
+        rows = torch.stack([text[start : start + sequence + 1] for start in starts]).long()
+        yield rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+
+# ---- training -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Run:
+    """What one training run left behind."""
+
+    losses: list[float]
+    parameters_sha256: str
+    step_s: float
+    tokens_per_s: float
+    peak_memory_bytes: int
+    report: dict[str, Any] | None
+
+
+def train(options: argparse.Namespace, ds_config: dict[str, Any], title: str, console: Console) -> Run:
+    """One run from the seed to the last step."""
+    torch.manual_seed(options.seed)
+    with deepspeed.zero.Init(enabled=False):
+        model = GPT(options.width, options.depth, options.sequence, recompute=options.recompute)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=ds_config)
+    data = batches(engine.train_micro_batch_size_per_gpu(), options.sequence, engine.global_rank)
+    reset_peak_memory()
+    losses, times = [], []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, TextColumn("{task.fields[status]}"), console=console) as progress:
+        task = progress.add_task(title, total=options.steps, status="")
+        for _ in range(options.steps):
+            started = time.perf_counter()
+            losses.append(one_step(engine, data))
+            times.append(time.perf_counter() - started)
+            tokens = engine.train_batch_size() * options.sequence
+            status = f"loss {losses[-1]:.4f}  {tokens / times[-1]:,.0f} tokens/s"
+            progress.update(task, advance=1, status=status)
+    peak = peak_memory_bytes()
+    offloader = getattr(engine, "activation_offloader", None)
+    report = offloader.report().to_dict() if offloader is not None else None
+    rows = offloader.report().rows() if offloader is not None else []
+    if rows:
+        console.print(report_table(rows))
+    step_s = sorted(times)[len(times) // 2]
+    run = Run(losses, parameters_sha256(engine), step_s, tokens / step_s, peak, report)
+    engine.destroy()
+    del engine, model
+    gc.collect()
+    return run
+
+
+def one_step(engine: Any, data: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    """One optimizer step; the mean loss of its micro-batches."""
+    micro_steps = engine.gradient_accumulation_steps()
+    total = 0.0
+    for _ in range(micro_steps):
+        inputs, targets = (part.to(engine.device) for part in next(data))
+        loss = engine(inputs, targets)
+        engine.backward(loss)
+        engine.step()
+        total += loss.item()
+    return total / micro_steps
+
+
+def parameters_sha256(engine: Any) -> str:
+    """A fingerprint of every parameter, gathered where ZeRO-3 has partitioned it."""
+    digest = hashlib.sha256()
+    for parameter in engine.module.parameters():
+        with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+            digest.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def reset_peak_memory() -> None:
+    """Start a new peak: of the accelerator, or of this process on a CPU-only machine."""
+    if get_accelerator().is_synchronized_device():
+        ctypes.CDLL(None).malloc_trim(0)  # or what an earlier run freed would count for this one
+        Path("/proc/self/clear_refs").write_text("5")
+    else:
+        get_accelerator().reset_peak_memory_stats()
+
+
+def peak_memory_bytes() -> int:
+    """Device bytes at the peak, or this process's resident bytes on a CPU-only machine."""
+    if not get_accelerator().is_synchronized_device():
+        return int(get_accelerator().max_memory_allocated())
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+
+
+# ---- what is shown --------------------------------------------------------------------------------------------------
+
+
+def report_table(rows: list[tuple[str, str]]) -> Table:
+    table = Table(title="activation offload", show_header=False)
+    for name, value in rows:
+        table.add_row(name, value)
+    return table
+
+
+def comparison_table(without: Run, offload: Run) -> Table:
+    """Losses, parameters and memory side by side."""
+    report = offload.report or {}
+    table = Table("", "without the block", "with the block", title="the same training, with and without the block")
+    table.add_row("last loss", f"{without.losses[-1]:.9f}", f"{offload.losses[-1]:.9f}")
+    table.add_row("all losses equal", "", yes_no(without.losses == offload.losses))
+    table.add_row("all parameters equal", "", yes_no(without.parameters_sha256 == offload.parameters_sha256))
+    table.add_row(
+        "peak saved for backward",
+        gib(report.get("peak_saved_bytes_without", 0)),
+        gib(report.get("peak_saved_bytes", 0)),
+    )
+    table.add_row("peak memory of the process", gib(without.peak_memory_bytes), gib(offload.peak_memory_bytes))
+    table.add_row("median step", f"{without.step_s:.2f} s", f"{offload.step_s:.2f} s")
+    table.add_row("written to NVMe", "", gib(report.get("written_bytes", 0)))
+    return table
+
+
+def yes_no(value: bool) -> str:
+    return "yes, bit for bit" if value else "NO"
+
+
+def gib(nbytes: int) -> str:
+    return f"{nbytes / GIB:.3f} GiB"
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+def read_config(options: argparse.Namespace) -> dict[str, Any]:
+    """The JSON, with the directories and the backend of the command line put in."""
+    ds_config: dict[str, Any] = json.loads(Path(options.deepspeed_config).read_text())
+    if options.batch:
+        ds_config["train_micro_batch_size_per_gpu"] = options.batch
+    if options.nvme_path:
+        for offload in ("offload_param", "offload_optimizer"):
+            part = ds_config.get("zero_optimization", {}).get(offload, {})
+            if part.get("device") == "nvme":
+                part["nvme_path"] = options.nvme_path
+        if BLOCK in ds_config:
+            ds_config[BLOCK]["nvme_path"] = options.nvme_path
+    if options.backend and BLOCK in ds_config:
+        ds_config[BLOCK].setdefault("io", {})["backend"] = options.backend
+    if options.report and BLOCK in ds_config:
+        ds_config[BLOCK].setdefault("report", {})["path"] = options.report
+    return ds_config
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--deepspeed_config", required=True, help="the ds_config.json")
+    parser.add_argument("--steps", type=int, default=20, help="optimizer steps")
+    parser.add_argument("--width", type=int, default=384)
+    parser.add_argument("--depth", type=int, default=6)
+    parser.add_argument("--sequence", type=int, default=512, help="bytes per sequence")
+    parser.add_argument(
+        "--batch", type=int, default=0, help="sequences per micro-batch and rank (default: the config's)"
+    )
+    parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument("--recompute", action="store_true", help="checkpoint every block (torch.utils.checkpoint)")
+    parser.add_argument("--nvme_path", help="use this directory instead of those in the config")
+    parser.add_argument("--backend", help="use this io.backend instead of the config's")
+    parser.add_argument("--report", help="write the offloader's report to this file")
+    parser.add_argument(
+        "--compare", action="store_true", help="train without the block first, then with it, and compare"
+    )
+    parser.add_argument("--result", help="write losses, fingerprint and report of the (last) run to this JSON file")
+    parser.add_argument("--local_rank", type=int, default=0, help="set by the launcher")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train; 0 if all went well, 1 if ``--compare`` found a difference."""
+    options = parse(argv)
+    ds_config = read_config(options)
+    deepspeed.init_distributed()
+    rank = deepspeed.comm.get_rank()
+    console = Console(quiet=rank != 0, width=110)
+    parameters = sum(p.numel() for p in GPT(options.width, options.depth, options.sequence).parameters())
+    console.print(
+        f"GPT of {parameters / 1e6:.1f} M parameters, {options.depth} blocks of width {options.width}, "
+        f"sequences of {options.sequence} bytes, {torch.get_num_threads()} threads"
+    )
+    without = None
+    if options.compare:
+        plain = {key: value for key, value in copy.deepcopy(ds_config).items() if key != BLOCK}
+        without = train(options, plain, "without the block", console)
+    run = train(options, ds_config, "training" if without is None else "with the block   ", console)
+    equal = True
+    if without is not None:
+        console.print(comparison_table(without, run))
+        equal = (without.losses, without.parameters_sha256) == (run.losses, run.parameters_sha256)
+    if options.result:
+        path = Path(options.result if rank == 0 else f"{options.result}.rank{rank}")
+        path.write_text(json.dumps({**vars(run), "equal": equal}))
+    if not all(math.isfinite(loss) for loss in run.losses):
+        console.print("the loss is not finite")
+        return 1
+    return 0 if equal else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
