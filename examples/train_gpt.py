@@ -2,7 +2,7 @@
 
     deepspeed examples/train_gpt.py --deepspeed_config ds_configs/zero3_nvme_params_activations.json
 
-Nothing here knows about ds_tba: the block in the config is all it takes. Only what is *shown* at the end (the offloader's
+Nothing here imports ds_tba: the block in the config is all it takes. Only what is *shown* at the end (the offloader's
 report) and ``--compare`` (the same training again without the block) ask for it.
 """
 
@@ -25,12 +25,13 @@ from typing import Any
 
 import deepspeed
 import torch
-import torch.nn.functional as F
 from deepspeed.accelerator import get_accelerator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 BLOCK = "activation_nvme_offload"
 VOCABULARY = 256
@@ -52,7 +53,7 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, sequence, width = x.shape
         q, k, v = self.qkv(x).view(batch, sequence, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(y.transpose(1, 2).reshape(batch, sequence, width))
 
 
@@ -66,7 +67,7 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.norm1(x))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        return x + self.down(functional.gelu(self.up(self.norm2(x))))
 
 
 class GPT(nn.Module):
@@ -86,11 +87,8 @@ class GPT(nn.Module):
     def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         x = self.tokens(inputs) + self.positions(torch.arange(inputs.shape[1], device=inputs.device))
         for block in self.blocks:
-            if self.recompute:
-                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
-            else:
-                x = block(x)
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), targets.flatten())
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
+        return functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), targets.flatten())
 
 
 # ---- the data -------------------------------------------------------------------------------------------------------

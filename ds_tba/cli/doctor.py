@@ -69,9 +69,7 @@ def checks(options: argparse.Namespace) -> Iterator[tuple[bool, str]]:
         True,
         f"{options.staging_bytes} bytes can be locked, as aio wants without a GPU"
         if lockable
-        else (
-            f"{options.staging_bytes} bytes cannot be locked, so aio needs a GPU or ulimit -l unlimited; posix needs neither"
-        ),
+        else (f"{options.staging_bytes} bytes cannot be locked: aio needs a GPU or ulimit -l unlimited, posix neither"),
     )
     for path in options.nvme_path:
         try:

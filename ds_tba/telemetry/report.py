@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 GIB = 1 << 30
+MIB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -74,11 +75,11 @@ class OffloadReport:
     def summary(self) -> str:
         """One line for the log."""
         return (
-            f"{self.steps} steps: offloaded {_gib(self.offloaded_bytes)}, wrote {_gib(self.written_bytes)} at "
-            f"{self.write_bytes_per_s / 1e9:.2f} GB/s, read {_gib(self.read_bytes)} at "
-            f"{self.read_bytes_per_s / 1e9:.2f} GB/s, forwarded {_gib(self.forwarded_bytes)}, kept "
-            f"{_gib(self.kept_bytes)}; peak saved {_gib(self.peak_saved_bytes)} instead of "
-            f"{_gib(self.peak_saved_bytes_without)}; {self.fallbacks} fallbacks, {self.stall_s:.2f} s stalled"
+            f"{self.steps} steps: offloaded {_size(self.offloaded_bytes)}, wrote {_size(self.written_bytes)} at "
+            f"{self.write_bytes_per_s / 1e9:.2f} GB/s, read {_size(self.read_bytes)} at "
+            f"{self.read_bytes_per_s / 1e9:.2f} GB/s, forwarded {_size(self.forwarded_bytes)}, kept "
+            f"{_size(self.kept_bytes)}; peak saved {_size(self.peak_saved_bytes)} instead of "
+            f"{_size(self.peak_saved_bytes_without)}; {self.fallbacks} fallbacks, {self.stall_s:.2f} s stalled"
         )
 
     def rows(self) -> list[tuple[str, str]]:
@@ -87,18 +88,18 @@ class OffloadReport:
             ("backend", f"{self.backend} ({self.backend_reason})"),
             ("paths", ", ".join(self.paths)),
             ("steps / micro-steps", f"{self.steps} / {self.micro_steps}"),
-            ("offloaded", _gib(self.offloaded_bytes)),
-            ("written", f"{_gib(self.written_bytes)} at {self.write_bytes_per_s / 1e9:.2f} GB/s"),
-            ("read", f"{_gib(self.read_bytes)} at {self.read_bytes_per_s / 1e9:.2f} GB/s"),
-            ("forwarded from memory", _gib(self.forwarded_bytes)),
-            ("deduplicated", _gib(self.deduplicated_bytes)),
-            ("kept", _gib(self.kept_bytes)),
+            ("offloaded", _size(self.offloaded_bytes)),
+            ("written", f"{_size(self.written_bytes)} at {self.write_bytes_per_s / 1e9:.2f} GB/s"),
+            ("read", f"{_size(self.read_bytes)} at {self.read_bytes_per_s / 1e9:.2f} GB/s"),
+            ("forwarded from memory", _size(self.forwarded_bytes)),
+            ("deduplicated", _size(self.deduplicated_bytes)),
+            ("kept", _size(self.kept_bytes)),
         ]
-        rows += [(f"  kept: {reason}", _gib(nbytes)) for reason, nbytes in self.kept_bytes_by_reason.items()]
+        rows += [(f"  kept: {reason}", _size(nbytes)) for reason, nbytes in self.kept_bytes_by_reason.items()]
         rows += [
-            ("peak saved, with offload", _gib(self.peak_saved_bytes)),
-            ("peak saved, without", _gib(self.peak_saved_bytes_without)),
-            ("peak staging", _gib(self.peak_staging_bytes)),
+            ("peak saved, with offload", _size(self.peak_saved_bytes)),
+            ("peak saved, without", _size(self.peak_saved_bytes_without)),
+            ("peak staging", _size(self.peak_staging_bytes)),
             ("fallbacks", str(self.fallbacks)),
         ]
         rows += [(f"  fallback: {reason}", str(count)) for reason, count in self.fallbacks_by_reason.items()]
@@ -110,5 +111,5 @@ def rank_path(path: str, rank: int) -> Path:
     return Path(path).expanduser() if rank == 0 else Path(f"{path}.rank{rank}").expanduser()
 
 
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / GIB:.3f} GiB"
+def _size(nbytes: int) -> str:
+    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB else f"{nbytes / MIB:.1f} MiB"

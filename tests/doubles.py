@@ -1,0 +1,138 @@
+"""Stand-ins that ship with the tests: an accelerator for the CPU, an asynchronous one, and backends that fail."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+from ds_tba.errors import TransferError
+from ds_tba.io.base import IoBackend, IoHandle
+from ds_tba.io.memory import huge_page_memory
+from ds_tba.io.posix import PosixBackend
+
+
+class CpuAccelerator:
+    """DeepSpeed's CPU accelerator, without importing DeepSpeed."""
+
+    Event = None
+
+    def device_name(self) -> str:
+        return "cpu"
+
+    def is_synchronized_device(self) -> bool:
+        return True
+
+    def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+
+class EventAccelerator(CpuAccelerator):
+    """Asynchronous as far as the host can tell: events that must be recorded, and waited for before staging is used."""
+
+    def __init__(self) -> None:
+        self.recorded: list[object] = []
+        self.waited: list[object] = []
+        owner = self
+
+        class Event:
+            def record(self) -> None:
+                owner.recorded.append(self)
+
+            def synchronize(self) -> None:
+                owner.waited.append(self)
+
+        self.Event = Event
+
+    def is_synchronized_device(self) -> bool:
+        return False
+
+    def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        return huge_page_memory(tensor.numel())  # page-aligned, as pinned memory is
+
+
+class ScriptedBackend(PosixBackend):
+    """posix, with a function called before each transfer that may raise, wait, or ask for the bytes to be dropped.
+
+    Args:
+        script: called with the verb and the number of the transfer of that verb, from 0; returns "drop" to pretend
+            success without moving a byte, "half" to move the first half and pretend success, as aio does on an error.
+    """
+
+    name = "scripted"
+
+    def __init__(self, script: Callable[[str, int], str | None]) -> None:
+        self.script = script
+        self.counts = {"write": 0, "read": 0}
+        self.lock = threading.Lock()
+
+    def open_handle(self, fd: int) -> IoHandle:
+        return _ScriptedHandle(self, super().open_handle(fd))
+
+
+class _ScriptedHandle(IoHandle):
+    def __init__(self, backend: ScriptedBackend, inner: IoHandle) -> None:
+        self._backend = backend
+        self._inner = inner
+
+    def write(self, data: torch.Tensor, offset: int) -> None:
+        self._do("write", self._inner.write, data, offset)
+
+    def read(self, data: torch.Tensor, offset: int) -> None:
+        self._do("read", self._inner.read, data, offset)
+
+    def _do(self, verb: str, call: Callable[[torch.Tensor, int], None], data: torch.Tensor, offset: int) -> None:
+        backend = self._backend
+        with backend.lock:
+            number = backend.counts[verb]
+            backend.counts[verb] += 1
+        action = backend.script(verb, number)
+        if action == "drop":
+            return
+        if action == "half":
+            half = data.numel() // 2 // 4096 * 4096
+            call(data[:half], offset)
+            return
+        call(data, offset)
+
+
+def fails(verb: str, code: int = errno.EIO, *, first: int = 0, last: int = 1 << 30) -> Callable[[str, int], None]:
+    """A script: transfers of ``verb`` from ``first`` to ``last`` fail as the kernel would make them."""
+
+    def script(what: str, number: int) -> None:
+        if what == verb and first <= number <= last:
+            raise TransferError(f"{verb} failed: {os.strerror(code)}", code)
+
+    return script
+
+
+def slow(seconds: float, verb: str = "write") -> Callable[[str, int], None]:
+    """A script: every transfer of ``verb`` takes at least so long."""
+
+    def script(what: str, number: int) -> None:
+        if what == verb:
+            time.sleep(seconds)
+
+    return script
+
+
+class Gate:
+    """A script that holds every transfer of ``verb`` until the gate is opened."""
+
+    def __init__(self, verb: str = "write") -> None:
+        self.verb = verb
+        self.arrived = threading.Semaphore(0)
+        self.opened = threading.Event()
+
+    def __call__(self, what: str, number: int) -> None:
+        if what == self.verb:
+            self.arrived.release()
+            if not self.opened.wait(60):
+                raise TimeoutError("a test left the gate shut")
+
+
+__all__ = ["CpuAccelerator", "EventAccelerator", "Gate", "IoBackend", "ScriptedBackend", "fails", "slow"]

@@ -1,0 +1,168 @@
+"""The contract of an I/O backend: one class, every backend."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from ds_tba.config import AioConfig, OffloadConfig
+from ds_tba.errors import BackendUnavailableError, TransferError
+from ds_tba.io import aio
+from ds_tba.io.base import IoBackend
+from ds_tba.io.memory import huge_page_memory
+from ds_tba.io.posix import PosixBackend
+from ds_tba.io.select import select_backend
+from ds_tba.store.swap_file import SwapFile
+
+MIB = 1 << 20
+
+
+class BackendContract:
+    """What the store relies on. Subclasses give ``backend``."""
+
+    @pytest.fixture
+    def file(self, tmp_path: Path) -> Iterator[SwapFile]:
+        file = SwapFile(tmp_path, 64 * MIB)
+        file.grow(64 * MIB)
+        yield file
+        file.close()
+
+    @pytest.fixture
+    def staging(self, backend: IoBackend) -> Iterator[torch.Tensor]:
+        staging = backend.allocate_staging(16 * MIB)
+        yield staging
+        backend.free_staging(staging)
+
+    def test_staging_is_aligned_touched_and_exact(self, staging: torch.Tensor) -> None:
+        assert staging.data_ptr() % 4096 == 0
+        assert staging.dtype is torch.uint8 and staging.numel() == 16 * MIB
+        assert not staging.any()
+
+    @pytest.mark.parametrize("nbytes", [4096, 12288, MIB, 5 * MIB + 4096])
+    @pytest.mark.parametrize("offset", [0, 4096, 32 * MIB])
+    def test_bytes_come_back(
+        self, backend: IoBackend, file: SwapFile, staging: torch.Tensor, nbytes: int, offset: int
+    ) -> None:
+        handle = backend.open_handle(file.fd)
+        data = staging[:nbytes]
+        data.copy_(torch.randint(0, 256, (nbytes,), dtype=torch.uint8))
+        wanted = data.clone()
+        handle.write(data, offset)
+        data.zero_()
+        handle.read(data, offset)
+        assert torch.equal(data, wanted)
+        handle.close()
+
+    def test_neighbours_are_left_alone(self, backend: IoBackend, file: SwapFile, staging: torch.Tensor) -> None:
+        handle = backend.open_handle(file.fd)
+        staging[: 3 * MIB].fill_(7)
+        handle.write(staging[: 3 * MIB], 0)
+        staging[:MIB].fill_(9)
+        handle.write(staging[:MIB], MIB)
+        handle.read(staging[: 3 * MIB], 0)
+        assert [int(staging[at]) for at in (MIB - 1, MIB, 2 * MIB - 1, 2 * MIB)] == [7, 9, 9, 7]
+        handle.close()
+
+    def test_memory_outside_staging_can_be_read_into(
+        self, backend: IoBackend, file: SwapFile, staging: torch.Tensor
+    ) -> None:
+        handle = backend.open_handle(file.fd)
+        staging[:MIB].fill_(5)
+        handle.write(staging[:MIB], 0)
+        target = huge_page_memory(MIB)
+        handle.read(target, 0)
+        assert bool((target == 5).all())
+        handle.close()
+
+    def test_blocks_cover_a_transfer(self, backend: IoBackend) -> None:
+        blocks = backend.blocks(5 * MIB + 4096 * 4)
+        assert blocks[0][0] == 0 and blocks[-1][1] == 5 * MIB + 4096 * 4
+        assert all(before[1] == after[0] for before, after in itertools.pairwise(blocks))
+
+
+class TestPosix(BackendContract):
+    @pytest.fixture
+    def backend(self) -> IoBackend:
+        return PosixBackend()
+
+    def test_the_kernels_error_is_told(self, backend: IoBackend, file: SwapFile, staging: torch.Tensor) -> None:
+        read_only = os.open(file.name, os.O_RDONLY | os.O_DIRECT)
+        try:
+            with pytest.raises(TransferError, match="write of 4096 bytes at offset 8192 failed"):
+                backend.open_handle(read_only).write(staging[:4096], 8192)
+        finally:
+            os.close(read_only)
+
+    def test_a_short_read_is_an_error_with_both_counts(
+        self, backend: IoBackend, file: SwapFile, staging: torch.Tensor
+    ) -> None:
+        with pytest.raises(TransferError, match="short: 4096 of 8192 bytes"):
+            backend.open_handle(file.fd).read(staging[:8192], 64 * MIB - 4096)
+
+    def test_without_o_direct_nothing_stays_in_the_page_cache(
+        self, backend: IoBackend, staging: torch.Tensor, tmp_path: Path
+    ) -> None:
+        fd = os.open(tmp_path / "buffered", os.O_RDWR | os.O_CREAT)
+        handle = backend.open_handle(fd)
+        staging[:MIB].fill_(3)
+        handle.write(staging[:MIB], 0)
+        staging[:MIB].zero_()
+        handle.read(staging[:MIB], 0)
+        assert bool((staging[:MIB] == 3).all())
+        os.close(fd)
+
+
+@pytest.mark.aio
+class TestAio(BackendContract):
+    @pytest.fixture(params=[1, 2])
+    def backend(self, request: pytest.FixtureRequest) -> IoBackend:
+        if not aio.is_built():
+            pytest.skip("DeepSpeed's aio op is not built: make aio")
+        return aio.AioBackend(AioConfig(intra_op_parallelism=request.param))
+
+    # Lengths must suit the alignment that the backend asks for.
+    @pytest.mark.parametrize("nbytes", [8192, MIB, 5 * MIB + 8192])
+    @pytest.mark.parametrize("offset", [0, 8192, 32 * MIB])
+    def test_bytes_come_back(
+        self, backend: IoBackend, file: SwapFile, staging: torch.Tensor, nbytes: int, offset: int
+    ) -> None:
+        super().test_bytes_come_back(backend, file, staging, nbytes, offset)
+
+
+class TestSelection:
+    def config(self, **io: object) -> OffloadConfig:
+        return OffloadConfig.model_validate({"nvme_path": "/x", "io": {"staging_bytes": 1 << 20, **io}})
+
+    def test_null_is_posix_where_the_op_is_not_built(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(aio, "is_built", lambda: False)
+        chosen = select_backend(self.config(), AioConfig(), zero_uses_nvme=False, pinned=False)
+        assert chosen.backend.name == "posix" and "not built" in chosen.reason
+
+    def test_null_is_aio_where_zero_uses_it_or_it_is_built(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(aio, "AioBackend", lambda config: PosixBackend())
+        monkeypatch.setattr(aio, "is_built", lambda: False)
+        assert "ZeRO" in select_backend(self.config(), AioConfig(), zero_uses_nvme=True, pinned=False).reason
+        monkeypatch.setattr(aio, "is_built", lambda: True)
+        assert "is built" in select_backend(self.config(), AioConfig(), zero_uses_nvme=False, pinned=False).reason
+
+    def test_memory_that_cannot_be_locked_rules_aio_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("ds_tba.io.select.can_lock", lambda nbytes: False)
+        chosen = select_backend(self.config(), AioConfig(), zero_uses_nvme=True, pinned=False)
+        assert chosen.backend.name == "posix" and "lock 1048576 bytes" in chosen.reason
+        with pytest.raises(BackendUnavailableError, match="ulimit -l unlimited"):
+            select_backend(self.config(backend="aio"), AioConfig(), zero_uses_nvme=True, pinned=False)
+
+    @pytest.mark.parametrize("name", ["gds", "kvikio"])
+    def test_backends_of_later_versions_are_refused(self, name: str) -> None:
+        with pytest.raises(BackendUnavailableError, match=f'"{name}" is not available'):
+            select_backend(self.config(backend=name), AioConfig(), zero_uses_nvme=False, pinned=False)
+
+    def test_an_op_that_does_not_build_names_the_way_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(aio, "_installed_or_compatible", lambda builder: False)
+        with pytest.raises(BackendUnavailableError, match=r'libaio-dev.*"backend": "posix"'):
+            select_backend(self.config(backend="aio"), AioConfig(), zero_uses_nvme=False, pinned=False)
