@@ -3,8 +3,8 @@
 Knows autograd, storages and a store's contract; does not know DeepSpeed, files or staging.
 
 [Note: Records] Every saved tensor becomes a ``SavedView``, the object that autograd holds in its place. Views of one
-storage share a ``SavedStorage``, found by the storage's stamp and the tensor's version: the storage is written once,
-and every view is rebuilt from it. A record lives as long as one of its views.
+storage share a ``SavedStorage``, found by the stamps of storage and version counter and by the version: the storage is
+written once, and every view is rebuilt from it. A record lives as long as one of its views.
 
 [Note: Versions] Autograd does not compare version counters for hooked tensors, so unpack does, for every view, kept or
 offloaded. A kept tensor is held as a detached alias: the tensor itself would close a reference cycle through its own
@@ -20,6 +20,7 @@ import queue
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import Enum
 
 import torch
@@ -34,6 +35,7 @@ from ds_tba.tensors import (
     VersionWitness,
     ViewSpec,
     eligibility,
+    lineage_of,
     stamp_of,
     storage_bytes,
 )
@@ -62,6 +64,21 @@ _MOVES: dict[RecordState, tuple[RecordState, ...]] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class StorageKey:
+    """Two saved tensors with equal keys have the same bytes."""
+
+    storage: Stamp
+    lineage: Stamp
+    version: int
+    nbytes: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> StorageKey:
+        storage = tensor.untyped_storage()
+        return cls(stamp_of(storage), lineage_of(tensor), tensor._version, storage.nbytes())
+
+
 class MicroStep:
     """The offloaded records of one forward in pack order, and how far prefetching has come in its backward."""
 
@@ -83,22 +100,21 @@ class MicroStep:
 class SavedStorage:
     """One storage saved for backward. Changed only under the cache's lock."""
 
-    __slots__ = ("data", "device", "index", "micro_step", "nbytes", "pending", "resident", "stamp", "state", "ticket",
-                 "version", "views")  # fmt: skip
+    __slots__ = ("data", "data_version", "device", "index", "key", "micro_step", "nbytes", "pending", "state", "ticket",
+                 "views")  # fmt: skip
 
-    def __init__(self, stamp: Stamp, version: int, nbytes: int, device: torch.device) -> None:
-        self.stamp = stamp
-        self.version = version
-        self.nbytes = nbytes
+    def __init__(self, key: StorageKey, device: torch.device) -> None:
+        self.key = key
+        self.nbytes = key.nbytes
         self.device = device
         self.state = RecordState.KEPT
         self.ticket: Ticket | None = None
         self.data: torch.Tensor | None = None
+        self.data_version = 0
         self.micro_step: MicroStep | None = None
         self.index = 0
         self.views = 0  # alive
         self.pending = 0  # alive and not yet unpacked
-        self.resident = False
 
     def move(self, state: RecordState) -> None:
         """Go to ``state``.
@@ -144,18 +160,33 @@ class SavedView:
     def restore(self) -> torch.Tensor:
         """The saved tensor, if it was not modified since."""
         if self._alias is not None:
-            if not self._alias.is_inference() and self._alias._version != self.record.version:
-                raise _modified(self._alias.shape, self._alias.dtype, self.record.version, self._alias._version)
+            saved, now = self.record.key.version, self._alias._version
+            if saved != now:
+                raise _modified(self._alias.shape, self._alias.dtype, saved, now)
             return self._alias
         if self._witness is None or self._spec is None:
             raise StateError("a saved view has neither bytes nor a way to them; this is a bug in ds_tba")
         if self._witness.current != self._witness.version:
             raise _modified(self._spec.shape, self._spec.dtype, self._witness.version, self._witness.current)
-        first, self._unpacked = not self._unpacked, True
-        return self._spec.rebuild(self._cache.load(self.record, first_time=first))
+        data = self._cache.load(self.record, first_time=not self._unpacked)
+        self._unpacked = True
+        return self._spec.rebuild(data)
 
     def __del__(self) -> None:
         self._cache.drop(self.record, pending=not self._unpacked and self._alias is None)
+
+
+class _Reloaded:
+    """Lies on a storage that was brought back, and tells when its memory is free again."""
+
+    __slots__ = ("_cache", "_nbytes")
+
+    def __init__(self, cache: TensorCache, nbytes: int) -> None:
+        self._cache = cache
+        self._nbytes = nbytes
+
+    def __del__(self) -> None:
+        self._cache.freed(self._nbytes)
 
 
 class TensorCache:
@@ -177,8 +208,8 @@ class TensorCache:
         self._min_tensor_bytes = min_tensor_bytes
         self._wait = wait_for_staging
         self._lock = threading.Lock()
-        self._records: dict[tuple[Stamp, int], SavedStorage] = {}
-        self._dropped: queue.SimpleQueue[tuple[SavedStorage, bool]] = queue.SimpleQueue()
+        self._records: dict[StorageKey, SavedStorage] = {}
+        self._dropped: queue.SimpleQueue[tuple[SavedStorage, bool] | int] = queue.SimpleQueue()
         self._empties: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
         self._micro_step = MicroStep()
         self._learned: tuple[int, list[int]] = (0, [])
@@ -235,17 +266,24 @@ class TensorCache:
         with self._lock:
             self._act_on_drops()
             data = record.data if record.data is not None else self._reload(record)
+            if data._version != record.data_version:
+                raise _modified(data.shape, data.dtype, record.data_version, data._version)
             if first_time:
                 record.pending -= 1
-            if record.pending == 0 and record.state is RecordState.RELOADED:
-                record.move(RecordState.OFFLOADED)  # a second backward reads again instead of holding the memory
-                record.data = None
+            self._let_go_if_unpacked(record)
             self._prefetch_after(record)
         return data
 
     def drop(self, record: SavedStorage, *, pending: bool) -> None:
         """Note that a view of a record is gone. Safe in a finalizer; see [Note: Finalizers]."""
-        self._dropped.put((record, pending))
+        self._note((record, pending))
+
+    def freed(self, nbytes: int) -> None:
+        """Note that reloaded memory is free again. Safe in a finalizer; see [Note: Finalizers]."""
+        self._note(-nbytes)
+
+    def _note(self, what: tuple[SavedStorage, bool] | int) -> None:
+        self._dropped.put(what)
         if self._lock.acquire(blocking=False):
             try:
                 self._act_on_drops()
@@ -276,14 +314,13 @@ class TensorCache:
 
     def _record(self, tensor: torch.Tensor, why: Eligibility) -> SavedStorage:
         """The record of a tensor's storage at its present version, made and offloaded at first sight."""
-        storage = tensor.untyped_storage()
-        key = (stamp_of(storage), tensor._version)
+        key = StorageKey.of(tensor)
         record = self._records.get(key)
         if record is not None:
             if record.state is not RecordState.KEPT:
                 self.stats.deduplicated_bytes += _nbytes(tensor)
             return record
-        record = SavedStorage(*key, storage.nbytes(), tensor.device)
+        record = SavedStorage(key, tensor.device)
         self._place(record, tensor, why)
         self._records[key] = record
         self.stats.saved.add(record.nbytes)
@@ -301,12 +338,7 @@ class TensorCache:
                 return
             reason = taken.value if isinstance(taken, Refusal) else "placement keep"
         self.stats.kept_bytes[reason] += record.nbytes
-        self._count_resident(record)
-
-    def _count_resident(self, record: SavedStorage) -> None:
-        if not record.resident:
-            record.resident = True
-            self.stats.resident.add(record.nbytes)
+        self.stats.resident.add(record.nbytes)
 
     def _reload(self, record: SavedStorage) -> torch.Tensor:
         if record.ticket is None or self._store is None:
@@ -314,10 +346,19 @@ class TensorCache:
         loaded = self._store.get(record.ticket, record.device)
         record.move(RecordState.RELOADED if loaded.stored else RecordState.FORWARDED)
         record.data = loaded.data
-        self._count_resident(record)
+        record.data_version = loaded.data._version
+        self.stats.resident.add(record.nbytes)
+        loaded.data.untyped_storage()._ds_tba_reloaded = _Reloaded(self, record.nbytes)  # type: ignore[attr-defined]
         if record.micro_step is not None:
             record.micro_step.unpacked.append(record.index)
         return loaded.data
+
+    @staticmethod
+    def _let_go_if_unpacked(record: SavedStorage) -> None:
+        """A second backward reads again instead of holding the memory until then."""
+        if record.pending == 0 and record.state is RecordState.RELOADED:
+            record.move(RecordState.OFFLOADED)
+            record.data = None
 
     def _prefetch_after(self, record: SavedStorage) -> None:
         """Start reading what backward will want next: [Note: Records] in the order learned, or in reverse."""
@@ -339,23 +380,28 @@ class TensorCache:
     def _act_on_drops(self) -> None:
         while True:
             try:
-                record, pending = self._dropped.get_nowait()
+                note = self._dropped.get_nowait()
             except queue.Empty:
                 return
+            if isinstance(note, int):
+                self.stats.resident.add(note)
+                continue
+            record, pending = note
             record.views -= 1
             record.pending -= pending
             if record.views == 0:
                 self._forget(record)
+            else:
+                self._let_go_if_unpacked(record)
 
     def _forget(self, record: SavedStorage) -> None:
+        if record.state is RecordState.KEPT:
+            self.stats.resident.add(-record.nbytes)
         record.move(RecordState.DROPPED)
         record.data = None
         self.stats.saved.add(-record.nbytes)
-        if record.resident:
-            self.stats.resident.add(-record.nbytes)
-        key = (record.stamp, record.version)
-        if self._records.get(key) is record:
-            del self._records[key]
+        if self._records.get(record.key) is record:
+            del self._records[record.key]
         if record.ticket is not None and self._store is not None:
             self._store.release(record.ticket)
         step, record.micro_step = record.micro_step, None

@@ -12,9 +12,7 @@ import inspect
 import json
 import logging
 import os
-import signal
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -26,7 +24,7 @@ from packaging.specifiers import SpecifierSet
 from torch import distributed
 
 from ds_tba.config import BLOCK, AioConfig, OffloadConfig, near_misses, parse_block
-from ds_tba.errors import ConfigError, DsTbaError, IncompatibleError
+from ds_tba.errors import ConfigError, IncompatibleError
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.tensors import mark_owned
 
@@ -35,6 +33,7 @@ logger = logging.getLogger("ds_tba")
 SUPPORTED_DEEPSPEED = SpecifierSet(">=0.19.5,<0.20", prereleases=True)
 ATTRIBUTE = "activation_offloader"
 _HOOKED = "_ds_tba_hooked"
+_NO_HOOKS = "support saved tensor hooks"  # in the message of torch/_functorch/eager_transforms.py
 _KNOWN_KEYS = frozenset({"activation_checkpointing", "aio"})
 # Ranks may come minutes apart: one of them builds DeepSpeed's aio op while the others wait for it.
 AGREEMENT_TIMEOUT = timedelta(minutes=30)
@@ -100,18 +99,18 @@ def _build(param_dict: Mapping[str, Any], ds_config: Any) -> ActivationOffloader
     if BLOCK not in param_dict:
         return None
     offloader: ActivationOffloader | None = None
-    problem: DsTbaError | None = None
+    problem: Exception | None = None
     try:
         parsed = parse_block(param_dict)
         if parsed is not None:
             _show_log()
             _refuse_incompatible(ds_config)
             offloader = _new_offloader(*parsed, param_dict)
-    except DsTbaError as error:
+    except Exception as error:  # noqa: BLE001 - raised again below, once the other ranks know
         problem = error
     try:
         _agree(problem)
-    except DsTbaError:
+    except BaseException:
         if offloader is not None:
             offloader.close()
         raise
@@ -173,9 +172,15 @@ def _join(engine: Any, offloader: ActivationOffloader) -> None:
     """Tie an offloader to a built engine."""
     try:
         _refuse_engine(engine)
-    except IncompatibleError:
+        _tie(engine, offloader)
+    except BaseException:
         offloader.close()
         raise
+    if _rank() == 0:
+        logger.info(offloader.start_line())
+
+
+def _tie(engine: Any, offloader: ActivationOffloader) -> None:
     _hook_methods(type(engine))
     engine.activation_offloader = offloader
     for module in engine.module.modules():
@@ -183,11 +188,8 @@ def _join(engine: Any, offloader: ActivationOffloader) -> None:
             # After ZeRO-3's own pre-forward hooks, which gather the parameters into new storage.
             module.register_forward_pre_hook(_mark_owned)
             mark_owned(module)
-    # Runs when the engine goes, or at interpreter exit: HF and Accelerate never call destroy().
-    weakref.finalize(engine, offloader.close)
-    _report_on_sigterm(offloader)
-    if _rank() == 0:
-        logger.info(offloader.start_line())
+    # HF and Accelerate never call destroy(). At interpreter exit the offloader closes by itself.
+    weakref.finalize(engine, offloader.close_soon).atexit = False
 
 
 def _mark_owned(module: torch.nn.Module, _inputs: Any) -> None:
@@ -203,6 +205,7 @@ def _hook_methods(engine_class: type) -> None:
     base.forward = _wrapped(base.forward, _forward)
     base.step = _wrapped(base.step, _step)
     base.destroy = _wrapped(base.destroy, _destroy)
+    base.__del__ = _wrapped(base.__del__, _collected)
 
 
 def _wrapped(original: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
@@ -218,14 +221,23 @@ def _wrapped(original: Callable[..., Any], around: Callable[..., Any]) -> Callab
 
 
 def _forward(offloader: ActivationOffloader, original: Callable[[], Any], engine: Any) -> Any:
-    offloader.note_steps(engine.global_steps)
-    with offloader.saving():
-        return original()
+    try:
+        with offloader.saving():
+            return original()
+    except RuntimeError as error:
+        if _NO_HOOKS not in str(error):
+            raise
+        raise IncompatibleError(
+            f"the model's forward uses torch.func, which PyTorch does not run under saved-tensor hooks: {error} "
+            f'Take the transform out of forward, or remove "{BLOCK}".'
+        ) from error
 
 
 def _step(offloader: ActivationOffloader, original: Callable[[], Any], engine: Any) -> Any:
+    before = engine.global_steps
     result = original()
-    offloader.note_steps(engine.global_steps)
+    if engine.global_steps > before:  # else a micro-step inside gradient accumulation
+        offloader.note_step()
     return result
 
 
@@ -236,29 +248,11 @@ def _destroy(offloader: ActivationOffloader, original: Callable[[], Any], engine
         offloader.close()
 
 
-def _report_on_sigterm(offloader: ActivationOffloader) -> None:
-    """Write the report before SIGTERM ends the process as it would without us.
-
-    Only where nobody else handles the signal, and only in the main thread, where Python allows it.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        return
-    previous = signal.getsignal(signal.SIGTERM)
-    if previous is not signal.SIG_DFL and not getattr(previous, _HOOKED, False):
-        return
-    alive = weakref.ref(offloader)
-
-    def handle(signum: int, frame: Any) -> None:
-        running = alive()
-        if running is not None:
-            running.interrupt("SIGTERM")
-        if callable(previous):
-            previous(signum, frame)
-        signal.signal(signum, signal.SIG_DFL)
-        os.kill(os.getpid(), signum)
-
-    setattr(handle, _HOOKED, True)
-    signal.signal(signal.SIGTERM, handle)
+def _collected(offloader: ActivationOffloader, original: Callable[[], Any], engine: Any) -> Any:
+    """``__del__``: runs wherever the garbage collector does, and calls ``destroy``, which must not block there."""
+    engine.__dict__.pop(ATTRIBUTE, None)
+    offloader.close_soon()
+    return original()
 
 
 # ---- ranks ----------------------------------------------------------------------------------------------------------
@@ -272,7 +266,7 @@ def _world_size_on_node() -> int:
     return int(os.environ.get("LOCAL_SIZE") or 1)
 
 
-def _agree(problem: DsTbaError | None) -> None:
+def _agree(problem: Exception | None) -> None:
     """Fail on every rank if any rank has a problem.
 
     Uses the process group's key-value store and not a collective: a rank whose config lacks the block takes no part,

@@ -5,10 +5,13 @@ Knows every part below; does not know DeepSpeed's engine (``engine.py`` holds th
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
+import threading
+import time
 from collections import Counter
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 
 from ds_tba.cache import TensorCache
@@ -26,6 +29,9 @@ logger = logging.getLogger(__name__)
 
 # Without io.swap_file_bytes: this part of the free space, shared by the ranks of the machine.
 FREE_SPACE_PART = 0.9
+
+# The JSON at report.path is at most so old when the process is killed (or one step, where steps are longer).
+REPORT_AGE_S = 1.0
 
 # Keys of the contract that only a planner can act on; naming them must not look like it had an effect.
 _NOT_ACTED_ON = ("activation_budget_bytes", "blocks", "host_budget_bytes", "max_step_overhead", "recompute", "ssd")
@@ -61,6 +67,9 @@ class ActivationOffloader:
         self._rank = rank
         self._steps = 0
         self._state = "running"
+        self._pid = os.getpid()
+        self._closing = threading.Lock()
+        self._written_at = -REPORT_AGE_S
         self._selection: Selection | None = None
         self._directories: list[SwapDirectory] = []
         self._store: NvmeStore | None = None
@@ -77,25 +86,26 @@ class ActivationOffloader:
             config.min_tensor_bytes,
             wait_for_staging=config.placement == "nvme",
         )
+        atexit.register(self.close)
 
     # ---- what a run calls ---------------------------------------------------------------------------------------
 
     def saving(self) -> AbstractContextManager[None]:
         """The context in which a forward runs so that what autograd saves goes through us."""
+        self._refresh_report()
         return self.cache.saving()
 
-    def note_steps(self, steps: int) -> None:
-        """Tell how many optimizer steps are done; reports every ``report.every_steps`` of them."""
-        if steps <= self._steps:
-            return
-        self._steps = steps
+    def note_step(self) -> None:
+        """Tell that an optimizer step is done; reports every ``report.every_steps`` of them."""
+        self._steps += 1
         every = self.config.report.every_steps
-        if every and steps % every == 0:
+        if every and self._steps % every == 0:
             logger.info("rank %d: %s", self._rank, self.report().summary())
             self.write_report()
+        self._refresh_report()
 
     def report(self) -> OffloadReport:
-        """What happened so far. Takes no lock, so that a signal handler may call it."""
+        """What happened so far."""
         cache = self.cache.stats
         store = self._store.stats if self._store is not None else StoreStats()
         slots = self._store.ring.slots if self._store is not None else None
@@ -161,22 +171,37 @@ class ActivationOffloader:
             self.report().write_json(self._report_path)
         except OSError as error:
             logger.warning("report.path %s cannot be written: %s", self._report_path, error)
+        self._written_at = time.monotonic()
 
-    def interrupt(self, signal_name: str) -> None:
-        """Write the report because the process is about to die. Takes no lock."""
-        self._state = f"interrupted ({signal_name})"
-        self.write_report()
+    def _refresh_report(self) -> None:
+        # Instead of a signal handler: that would run only when the main thread comes back from C++, SIGKILL has none,
+        # and a process that is killed in a hang still leaves a report this way.
+        if self._report_path is not None and time.monotonic() - self._written_at >= REPORT_AGE_S:
+            self.write_report()
 
     def close(self) -> None:
-        """Stop the lanes, give every byte back, write the last report. Idempotent."""
-        if self._state == "finished":
-            return
-        self.cache.settle()
-        if self._store is not None:
-            self._store.close()
-        self._state = "finished"
-        logger.info("ds_tba, rank %d: %s", self._rank, self.report().summary())
-        self.write_report()
+        """Stop the lanes, give every byte back, write the last report. Idempotent.
+
+        Blocks until the I/O under way is done, so a finalizer must call :meth:`close_soon` instead.
+        """
+        if self._pid != os.getpid():
+            return  # a forked child has neither our threads nor our report
+        with self._closing:
+            if self._state == "finished":
+                return
+            self.cache.settle()
+            if self._store is not None:
+                self._store.close()
+            self._state = "finished"
+            logger.info("ds_tba, rank %d: %s", self._rank, self.report().summary())
+            self.write_report()
+        atexit.unregister(self.close)
+
+    def close_soon(self) -> None:
+        """Close in another thread: a finalizer may run in a lane, or while this very thread holds one of our locks."""
+        if self._pid == os.getpid() and self._state != "finished":
+            with suppress(RuntimeError):  # no new thread at interpreter exit, where atexit closes
+                threading.Thread(target=self.close, name="ds_tba-close", daemon=True).start()
 
     # ---- building -----------------------------------------------------------------------------------------------
 
@@ -198,6 +223,7 @@ class ActivationOffloader:
                 file.reserve_first(min(needed, config.io.staging_bytes))
                 files.append(file)
             ring = StagingRing(accelerator, self._selection.backend, config.io.staging_bytes)
+            undo.callback(ring.close)
             lanes = Lanes(config.io.write_lanes, config.io.read_lanes)
             self._store = NvmeStore(files, self._selection.backend, ring, lanes, config.io.integrity)
             undo.pop_all()

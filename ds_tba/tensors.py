@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 _STAMP = "_ds_tba_stamp"
+_LINEAGE = "_ds_tba_lineage"
 _OWNED = "_ds_tba_owned"
 
 # A view that spans less than this part of its storage is kept: writing the storage would move many bytes for few, as
@@ -22,7 +23,7 @@ LEAST_SPAN_OF_STORAGE = 0.25
 
 
 class Stamp:
-    """The generation of one storage: a fresh object for each, so never equal to that of another."""
+    """The generation of one storage or version counter: a fresh object for each, so never equal to another."""
 
     __slots__ = ("__weakref__",)
 
@@ -54,9 +55,12 @@ class ViewSpec:
         return cls(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def rebuild(self, data: torch.Tensor) -> torch.Tensor:
-        """The view over the storage of ``data`` (uint8, 1-D, at least as long as the original storage)."""
-        view = torch.empty(0, dtype=self.dtype, device=data.device)
-        return view.set_(data.untyped_storage(), self.storage_offset, self.shape, self.stride)
+        """The view of ``data`` (uint8, 1-D, as long as the original storage).
+
+        A true view, so that a backward that changes what it unpacked bumps the version counter of all of them.
+        """
+        whole = data[: data.numel() // self.dtype.itemsize * self.dtype.itemsize]
+        return whole.view(self.dtype).as_strided(self.shape, self.stride, self.storage_offset)
 
 
 def stamp_of(storage: torch.UntypedStorage) -> Stamp:
@@ -65,6 +69,21 @@ def stamp_of(storage: torch.UntypedStorage) -> Stamp:
     if stamp is None:
         stamp = Stamp()
         setattr(storage, _STAMP, stamp)
+    return stamp
+
+
+def lineage_of(tensor: torch.Tensor) -> Stamp:
+    """The stamp of the version counter that a tensor shares with its base and the base's other views.
+
+    Version counters belong to families of views, not to storages: the chunks of ``unsafe_chunk`` (which PyTorch's own
+    LSTM and GRU cells change in place), and ``x`` and ``x.data``, share bytes and count apart. Tensors that share a
+    counter otherwise (``detach``) count as different here, which costs a second write and is never wrong.
+    """
+    root = tensor if tensor._base is None else tensor._base
+    stamp: Stamp | None = getattr(root, _LINEAGE, None)
+    if stamp is None:
+        stamp = Stamp()
+        setattr(root, _LINEAGE, stamp)
     return stamp
 
 

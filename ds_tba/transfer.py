@@ -32,6 +32,24 @@ def pins_memory(accelerator: Accelerator) -> bool:
     return not accelerator.is_synchronized_device()
 
 
+class PendingCopy:
+    """A copy-out under way: its event, and the device memory that it reads, held together until it is done.
+
+    Without the memory, the caching allocator could hand it to another stream while the copy still reads it.
+    """
+
+    __slots__ = ("_event", "_source")
+
+    def __init__(self, event: Any, source: torch.Tensor) -> None:
+        self._event = event
+        self._source: torch.Tensor | None = source
+
+    def wait(self) -> None:
+        """Block the calling host thread until the copy is done."""
+        self._event.synchronize()
+        self._source = None
+
+
 class StagingRing:
     """The only host memory through which bytes pass, bounded by ``staging_bytes``, exact in size.
 
@@ -52,20 +70,14 @@ class StagingRing:
             raise RuntimeError("the staging ring is closed")
         return self._memory[slot.offset : slot.offset + slot.nbytes]
 
-    def copy_out(self, data: torch.Tensor, slot: Span) -> Any:
-        """Copy device bytes into a slot; the event (None on a synchronous device) fires when they are there."""
+    def copy_out(self, data: torch.Tensor, slot: Span) -> PendingCopy | None:
+        """Copy device bytes into a slot; None where that is done at return, as on a synchronous device."""
         self.view(slot)[: data.numel()].copy_(data, non_blocking=True)
         if self._synchronous:
             return None
         event = self._accelerator.Event()
         event.record()
-        return event
-
-    @staticmethod
-    def wait(event: Any) -> None:
-        """Block the calling host thread until a copy-out is done."""
-        if event is not None:
-            event.synchronize()
+        return PendingCopy(event, data)
 
     def copy_in(self, host: torch.Tensor, nbytes: int, device: torch.device) -> torch.Tensor:
         """``nbytes`` of host bytes as a new device tensor (uint8, 1-D); ``host`` may be reused at return."""

@@ -34,7 +34,7 @@ class CpuAccelerator:
 class EventAccelerator(CpuAccelerator):
     """Asynchronous as far as the host can tell: events that must be recorded, and waited for before staging is used."""
 
-    def __init__(self) -> None:
+    def __init__(self, synchronize: Callable[[], object] = lambda: None) -> None:
         self.recorded: list[object] = []
         self.waited: list[object] = []
         owner = self
@@ -44,6 +44,7 @@ class EventAccelerator(CpuAccelerator):
                 owner.recorded.append(self)
 
             def synchronize(self) -> None:
+                synchronize()
                 owner.waited.append(self)
 
         self.Event = Event

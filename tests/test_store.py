@@ -205,9 +205,16 @@ def test_two_paths_share_the_bytes(make_store: StoreFactory) -> None:
 def test_a_failed_write_keeps_the_bytes_and_says_so_once(
     make_store: StoreFactory, code: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = make_store(ScriptedBackend(fails("write", code, first=1)), lanes=Lanes(1, 1))
+    gate, failing = Gate(), fails("write", code, first=1)
+
+    def script(verb: str, number: int) -> None:
+        gate(verb, number)
+        failing(verb, number)
+
+    store = make_store(ScriptedBackend(script), lanes=Lanes(1, 1))
     pieces = [noise(MIB) for _ in range(6)]
     tickets = [put(store, piece) for piece in pieces]
+    gate.opened.set()
     until(lambda: store._writes_under_way == 0, "the writes")
     assert [ticket.state for ticket in tickets] == [TicketState.STORED] + [TicketState.RESCUED] * 5
     for ticket, piece in zip(tickets, pieces, strict=True):
@@ -324,6 +331,93 @@ def test_a_lane_survives_what_no_backend_should_raise(make_store: StoreFactory) 
     ticket = put(store, data)
     until(lambda: ticket.state is TicketState.RESCUED, "the rescue")
     assert torch.equal(store.get(ticket, CPU).data, data)
+
+
+class NoMemory(Exception):
+    pass
+
+
+def test_a_hand_over_without_device_memory_may_be_tried_again(
+    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The script may catch an out-of-memory error and skip the batch; nothing may leak, nothing be lost."""
+    gate = Gate()
+    store = make_store(ScriptedBackend(gate), lanes=Lanes(1, 1))
+    pieces = [noise(MIB) for _ in range(3)]
+    tickets = [put(store, piece) for piece in pieces]
+    gate.arrived.acquire()
+
+    def no_memory(*_: object) -> torch.Tensor:
+        raise NoMemory
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store.ring, "copy_in", no_memory)
+        for ticket in tickets:
+            with pytest.raises(NoMemory):
+                store.get(ticket, CPU)
+    assert torch.equal(store.get(tickets[1], CPU).data, pieces[1])
+    gate.opened.set()
+    until(lambda: tickets[2].state is TicketState.STORED, "the writes")
+    with monkeypatch.context() as patch:
+        patch.setattr(store.ring, "copy_in", no_memory)
+        with pytest.raises(NoMemory):
+            store.get(tickets[0], CPU)
+    for index in (0, 2):
+        assert torch.equal(store.get(tickets[index], CPU).data, pieces[index])
+    for ticket in tickets:
+        store.release(ticket)
+    nothing_is_held(store)
+
+
+def test_without_host_memory_a_failed_write_stays_in_its_slot(
+    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make_store(ScriptedBackend(fails("write")), lanes=Lanes(1, 1))
+    data = noise(MIB)
+
+    def no_memory(self: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "clone", no_memory)
+        ticket = put(store, data)
+        until(lambda: ticket.state is TicketState.RESCUED, "the failure")
+    assert ticket.host is None and ticket.slot is not None
+    for _ in range(2):
+        assert torch.equal(store.get(ticket, CPU).data, data)
+    store.release(ticket)
+    nothing_is_held(store)
+
+
+def test_a_handle_that_cannot_be_had_leaves_no_thread(make_store: StoreFactory) -> None:
+    class FewHandles(ScriptedBackend):
+        opened = 0
+
+        def open_handle(self, fd: int) -> object:  # type: ignore[override]
+            self.opened += 1
+            if self.opened == 3:
+                raise OSError(errno.EAGAIN, "fs.aio-max-nr reached")
+            return super().open_handle(fd)
+
+    before = threading.active_count()
+    with pytest.raises(OSError, match="aio-max-nr"):
+        make_store(FewHandles(fails("none")))
+    assert threading.active_count() == before
+
+
+def test_a_slot_is_not_used_again_while_the_device_still_copies_into_it(make_store: StoreFactory) -> None:
+    gate, copied = Gate(), threading.Event()
+    accelerator = EventAccelerator(synchronize=lambda: copied.wait(30))
+    store = make_store(ScriptedBackend(gate), lanes=Lanes(1, 1), accelerator=accelerator)
+    ticket = put(store, noise(MIB))
+    waiting = put(store, noise(MIB))
+    store.release(ticket)
+    store.release(waiting)
+    assert store.ring.slots.used_bytes == 2 * MIB
+    gate.opened.set()
+    copied.set()
+    nothing_is_held(store)
+    assert store.stats.writes.nbytes <= MIB
 
 
 # ---- ending ---------------------------------------------------------------------------------------------------------

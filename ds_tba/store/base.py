@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from ds_tba.errors import StateError
+from ds_tba.errors import StateError, StorageError
 from ds_tba.spans import Span
+from ds_tba.transfer import PendingCopy
 
 
 class Refusal(Enum):
@@ -28,12 +29,13 @@ class TicketState(Enum):
 
     STAGING = "being copied into staging"
     QUEUED = "in staging, write not started"
+    FORWARDING = "in staging, being handed over instead of written"
     WRITING = "in staging, write under way"
     STORED = "in the swap file"
     READ_QUEUED = "in the swap file, read not started"
     READING = "read under way"
     LOADED = "in staging, read done"
-    RESCUED = "in host memory, because a write failed"
+    RESCUED = "in host memory or staging, because a write failed"
     LOST = "nowhere"
     RELEASED = "given up"
 
@@ -41,7 +43,8 @@ class TicketState(Enum):
 _S = TicketState
 _MOVES: dict[TicketState, tuple[TicketState, ...]] = {
     _S.STAGING: (_S.QUEUED, _S.RELEASED),
-    _S.QUEUED: (_S.WRITING, _S.RESCUED, _S.RELEASED),
+    _S.QUEUED: (_S.WRITING, _S.FORWARDING, _S.RELEASED),
+    _S.FORWARDING: (_S.QUEUED, _S.RELEASED),
     _S.WRITING: (_S.STORED, _S.RESCUED, _S.LOST),
     _S.STORED: (_S.READ_QUEUED, _S.RELEASED),
     _S.READ_QUEUED: (_S.READING, _S.STORED, _S.RELEASED),
@@ -58,8 +61,8 @@ class Ticket:
 
     __slots__ = (
         "checksums",
+        "copy",
         "error",
-        "event",
         "extent",
         "forwarding",
         "host",
@@ -78,9 +81,9 @@ class Ticket:
         self.slot: Span | None = slot
         self.state = TicketState.STAGING
         self.checksums: tuple[int, ...] = ()
-        self.event: Any = None
+        self.copy: PendingCopy | None = None
         self.host: torch.Tensor | None = None
-        self.error: Exception | None = None
+        self.error: StorageError | None = None
         self.forwarding = False
         self.prefetched = False
         self.released = False

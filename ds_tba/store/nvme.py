@@ -18,6 +18,7 @@ import queue
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -111,8 +112,15 @@ class NvmeStore(Store):
         self._writes_under_way = 0
         self._closed = False
         self.paths = [SwapPath(file, backend) for file in files]
-        for index, path in enumerate(self.paths):
-            self._start_lanes(path, backend, lanes, index)
+        # Every handle before any thread: a handle that cannot be had must leave no thread behind.
+        handles = [
+            ([backend.open_handle(file.fd) for _ in range(lanes.write)],
+             [backend.open_handle(file.fd) for _ in range(lanes.read)])
+            for file in files
+        ]  # fmt: skip
+        for index, (path, (write, read)) in enumerate(zip(self.paths, handles, strict=True)):
+            path.write_lanes = [Lane(f"ds_tba-write-{index}", path.writes, one, self._write) for one in write]
+            path.read_lanes = [Lane(f"ds_tba-read-{index}", path.reads, one, self._read) for one in read]
 
     # ---- the contract -------------------------------------------------------------------------------------------
 
@@ -128,7 +136,7 @@ class NvmeStore(Store):
             self._writes_under_way += 1
             ticket.path.queued_bytes += ticket.extent.nbytes
         try:
-            ticket.event = self.ring.copy_out(data, _slot(ticket))
+            ticket.copy = self.ring.copy_out(data, _slot(ticket))
         except BaseException:
             with self._changed:
                 self._write_is_over(ticket)
@@ -163,15 +171,15 @@ class NvmeStore(Store):
             self._act_on_releases()
             state = ticket.state
             if state is _S.QUEUED:
-                ticket.move(_S.RELEASED)  # the lane skips it: the write is cancelled
-                self._write_is_over(ticket)
-                self.stats.cancelled_bytes += ticket.nbytes
+                ticket.move(_S.FORWARDING)  # the lane skips it: the write is cancelled
             elif state is _S.WRITING:
                 ticket.forwarding = True
             elif state is _S.RELEASED:
                 raise StateError("bytes were asked for after they were given up; this is a bug in ds_tba")
-        if state in (_S.QUEUED, _S.WRITING):
-            return self._forward(ticket, device, stored=state is _S.WRITING)
+        if state is _S.QUEUED:
+            return self._forward_instead_of_write(ticket, device)
+        if state is _S.WRITING:
+            return self._forward_beside_write(ticket, device)
         return self._load(ticket, device)
 
     def release(self, ticket: Ticket) -> None:
@@ -233,10 +241,11 @@ class NvmeStore(Store):
         started = time.perf_counter()
         slot = None
         # Only writes are waited for: what reads hold is freed by the thread that would be waiting here.
-        while slot is None and self._writes_under_way > 0:
+        while slot is None and self._writes_under_way > 0 and not self._closed:
             self._changed.wait(SLOW_WAIT_S)
             self._act_on_releases()
-            slot = self.ring.slots.allocate(nbytes)
+            if not self._closed:
+                slot = self.ring.slots.allocate(nbytes)
         self.stats.stall_s += time.perf_counter() - started
         return slot
 
@@ -247,7 +256,8 @@ class NvmeStore(Store):
             except queue.Empty:
                 return
             ticket.released = True
-            if ticket.state not in (_S.STAGING, _S.WRITING, _S.READING, _S.RELEASED):
+            copying = ticket.state is _S.QUEUED and ticket.copy is not None
+            if ticket.state not in (_S.STAGING, _S.FORWARDING, _S.WRITING, _S.READING, _S.RELEASED) and not copying:
                 self._give_up(ticket)
             # else: a copy or a lane is using the bytes, and whoever ends that gives them up
 
@@ -282,18 +292,38 @@ class NvmeStore(Store):
 
     # ---- handing over -------------------------------------------------------------------------------------------
 
-    def _forward(self, ticket: Ticket, device: torch.device, *, stored: bool) -> Loaded:
-        """Hand over from staging bytes whose write has not finished; ``stored`` if it goes on."""
-        self.ring.wait(ticket.event)
-        data = self.ring.copy_in(self.ring.view(_slot(ticket)), ticket.nbytes, device)
+    def _forward_instead_of_write(self, ticket: Ticket, device: torch.device) -> Loaded:
+        try:
+            data = self._copy_staged(ticket, device)
+        except BaseException:  # such as no device memory: the script may catch that and go on
+            with self._changed:
+                ticket.move(_S.QUEUED)
+            ticket.path.writes.put(ticket)
+            raise
         with self._changed:
             self.stats.forwarded_bytes += ticket.nbytes
-            ticket.forwarding = False
-            if not stored:
-                self._free(ticket)
-            elif ticket.state is not _S.WRITING:
-                self._free_slot(ticket)  # the write ended meanwhile and left the slot to us
-        return Loaded(data, stored)
+            self.stats.cancelled_bytes += ticket.nbytes
+            self._write_is_over(ticket)
+            ticket.move(_S.RELEASED)
+            self._free(ticket)
+        return Loaded(data, stored=False)
+
+    def _forward_beside_write(self, ticket: Ticket, device: torch.device) -> Loaded:
+        try:
+            data = self._copy_staged(ticket, device)
+        finally:
+            with self._changed:
+                ticket.forwarding = False
+                if ticket.state is _S.STORED or ticket.host is not None:
+                    self._free_slot(ticket)  # the write ended meanwhile and left the slot to us
+        with self._changed:
+            self.stats.forwarded_bytes += ticket.nbytes
+        return Loaded(data, stored=True)
+
+    def _copy_staged(self, ticket: Ticket, device: torch.device) -> torch.Tensor:
+        if ticket.copy is not None:
+            ticket.copy.wait()
+        return self.ring.copy_in(self.ring.view(_slot(ticket)), ticket.nbytes, device)
 
     def _load(self, ticket: Ticket, device: torch.device) -> Loaded:
         with self._changed:
@@ -301,12 +331,12 @@ class NvmeStore(Store):
             self._wait_until_loaded(ticket)
             self.stats.stall_s += time.perf_counter() - started
             if ticket.error is not None:
-                raise ticket.error
-            host = ticket.host
-        if ticket.state is _S.RESCUED and host is not None:
-            return Loaded(self.ring.copy_in(host, ticket.nbytes, device), stored=True)
-        source = host if host is not None else self.ring.view(_slot(ticket))
+                # A new exception each time: one that is kept would keep the frames it passed through.
+                raise type(ticket.error)(str(ticket.error)) from ticket.error
+        source = ticket.host if ticket.host is not None else self.ring.view(_slot(ticket))
         data = self.ring.copy_in(source, ticket.nbytes, device)
+        if ticket.state is _S.RESCUED:
+            return Loaded(data, stored=True)
         with self._changed:
             self._end_prefetch(ticket)
             ticket.host = None
@@ -333,56 +363,69 @@ class NvmeStore(Store):
 
     # ---- in the lanes -------------------------------------------------------------------------------------------
 
-    def _start_lanes(self, path: SwapPath, backend: IoBackend, lanes: Lanes, index: int) -> None:
-        fd = path.file.fd
-        for number in range(lanes.write):
-            name = f"ds_tba-write-{index}.{number}"
-            path.write_lanes.append(Lane(name, path.writes, backend.open_handle(fd), self._write))
-        for number in range(lanes.read):
-            name = f"ds_tba-read-{index}.{number}"
-            path.read_lanes.append(Lane(name, path.reads, backend.open_handle(fd), self._read))
-
     def _write(self, ticket: Ticket, handle: IoHandle) -> None:
         with self._changed:
             if ticket.state is not _S.QUEUED:
                 return  # cancelled
             ticket.move(_S.WRITING)
-            broken = ticket.path.failure
+            wanted = not ticket.released  # else it was given up while the device was still copying into the slot
+            broken = ticket.path.failure is not None
             self.stats.writes.start()
+        try:
+            if ticket.copy is not None:
+                ticket.copy.wait()
+        except Exception as error:  # noqa: BLE001 - the copy out failed, so staging does not hold the bytes
+            self._end_without_bytes(ticket, ActivationLostError(f"an activation could not leave the device: {error}"))
+            return
+        if not wanted:
+            self._end_without_bytes(ticket, None)
+            return
         staged = self.ring.view(_slot(ticket))
         failure: Exception | None = None
         try:
-            self.ring.wait(ticket.event)
-        except Exception as error:  # noqa: BLE001 - the copy out failed, so staging does not hold the bytes
-            self._end_copy(ticket, error)
-            return
-        try:
-            if broken is None:
+            if not broken:
                 ticket.checksums = self._integrity.digest(staged)
                 handle.write(staged, ticket.extent.offset)
         except Exception as error:  # noqa: BLE001 - a lane must survive anything, or backward would wait for ever
             failure = error
-        self._end_write(ticket, staged, failure, stored=failure is None and broken is None)
+        if failure is None and not broken:
+            self._end_write(ticket)
+        else:
+            self._rescue(ticket, staged, failure)
 
-    def _end_copy(self, ticket: Ticket, error: Exception) -> None:
+    def _end_without_bytes(self, ticket: Ticket, error: StorageError | None) -> None:
         with self._changed:
             self.stats.writes.stop(0)
             self._write_is_over(ticket)
-            ticket.error = ActivationLostError(f"an activation could not be copied from the device: {error}")
+            ticket.error = error
             ticket.move(_S.LOST)
             if ticket.released:
+                self.stats.cancelled_bytes += ticket.nbytes
                 self._give_up(ticket)
 
-    def _end_write(self, ticket: Ticket, staged: torch.Tensor, failure: Exception | None, *, stored: bool) -> None:
-        host = None if stored else staged[: ticket.nbytes].clone()
+    def _end_write(self, ticket: Ticket) -> None:
         with self._changed:
-            self.stats.writes.stop(ticket.extent.nbytes if stored else 0)
+            self.stats.writes.stop(ticket.extent.nbytes)
             self._write_is_over(ticket)
-            ticket.move(_S.STORED if stored else _S.RESCUED)
-            if not stored:
-                ticket.host = host
-                self._note_rescue(ticket, failure)
+            ticket.move(_S.STORED)
             if not ticket.forwarding:
+                self._free_slot(ticket)
+            if ticket.released:
+                self._give_up(ticket)
+            self._act_on_releases()
+
+    def _rescue(self, ticket: Ticket, staged: torch.Tensor, failure: Exception | None) -> None:
+        """Keep in host memory what cannot be written, or in its slot where there is no host memory left."""
+        host: torch.Tensor | None = None
+        with suppress(MemoryError, RuntimeError):
+            host = staged[: ticket.nbytes].clone()
+        with self._changed:
+            self.stats.writes.stop(0)
+            self._write_is_over(ticket)
+            ticket.move(_S.RESCUED)
+            ticket.host = host
+            self._note_rescue(ticket, failure)
+            if host is not None and not ticket.forwarding:
                 self._free_slot(ticket)
             if ticket.released:
                 self._give_up(ticket)

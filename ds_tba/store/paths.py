@@ -30,13 +30,20 @@ def check_directories(paths: tuple[str, ...], needed_bytes: int, ranks_on_node: 
     Raises:
         PathError: naming the directory, the rule, the numbers and the repair.
     """
-    directories = [_check(Path(path).expanduser(), needed_bytes, ranks_on_node) for path in paths]
+    directories = [_checked(Path(path).expanduser(), needed_bytes, ranks_on_node) for path in paths]
     seen: dict[Path, Path] = {}
     for directory in directories:
         other = seen.setdefault(directory.path.resolve(), directory.path)
         if other is not directory.path:
             raise PathError(f"nvme_path names {other} and {directory.path}, which are one directory: list it once.")
     return directories
+
+
+def _checked(path: Path, needed_bytes: int, ranks_on_node: int) -> SwapDirectory:
+    try:
+        return _check(path, needed_bytes, ranks_on_node)
+    except OSError as error:
+        raise PathError(f"nvme_path {path} cannot be examined ({error.strerror}): check it and its parents.") from error
 
 
 def _check(path: Path, needed_bytes: int, ranks_on_node: int) -> SwapDirectory:

@@ -1,0 +1,661 @@
+"""Every known way to get a gradient wrong, each as a small training step that runs with and without the cache.
+
+A scenario is a function of ``saving`` (a context manager factory for the forward) that returns the tensors to compare.
+Used by ``test_hazards.py`` and, because ``assert`` does nothing there, run as a program under ``python -O``.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from doubles import CpuAccelerator
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from ds_tba.cache import TensorCache
+from ds_tba.errors import ActivationModifiedError
+from ds_tba.io.posix import PosixBackend
+from ds_tba.store.nvme import Lanes, NvmeStore
+from ds_tba.store.swap_file import SwapFile
+from ds_tba.transfer import StagingRing
+
+Saving = Callable[[], AbstractContextManager[Any]]
+LEAST_BYTES = 4096  # so that small tensors are offloaded too
+SIDE = 64
+
+
+class Wrong(Exception):
+    """A scenario did not do what it must."""
+
+
+def leaf(*shape: int) -> Tensor:
+    return torch.randn(*shape or (SIDE, SIDE), requires_grad=True)
+
+
+def grads(*tensors: Tensor) -> list[Tensor]:
+    return [tensor.grad for tensor in tensors if tensor.grad is not None]
+
+
+# ---- views and identity ---------------------------------------------------------------------------------------------
+
+
+def views_of_one_storage_with_equal_shape_and_stride(saving: Saving) -> list[Tensor]:
+    x = leaf(4, SIDE, SIDE)
+    with saving():
+        y = x * 2
+        loss = (y[0] * y[1]).sum() + (y[2] * y[3]).exp().sum()
+    loss.backward()
+    return grads(x)
+
+
+def a_tensor_and_its_transpose(saving: Saving) -> list[Tensor]:
+    x = leaf()
+    with saving():
+        y = x.sin()
+        loss = (y @ y.t()).pow(2).sum() + y.t().contiguous().mul(y).sum()
+    loss.backward()
+    return grads(x)
+
+
+def strides_are_kept(saving: Saving) -> list[Tensor]:
+    x = leaf(8, SIDE, SIDE)
+    seen: list[Tensor] = []
+
+    class Strided(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, a: Tensor) -> Tensor:
+            ctx.save_for_backward(a)
+            return a.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            (a,) = ctx.saved_tensors
+            seen.append(torch.tensor([*a.shape, *a.stride(), a.storage_offset()]))
+            return grad * a
+
+    with saving():
+        y = x * 3
+        loss = sum(
+            Strided.apply(view).sum() for view in (y.permute(2, 0, 1), y[2:, ::2, 1:], y.as_strided((8, 9), (3, 1), 5))
+        )
+    loss.backward()
+    return grads(x) + sorted(seen, key=lambda row: row.tolist())
+
+
+def stride_0_broadcasts(saving: Saving) -> list[Tensor]:
+    x, row = leaf(), leaf(1, SIDE)
+    with saving():
+        wide = (row * 2).expand(SIDE, SIDE)
+        loss = (wide * x).sum() + (x.mean().expand(SIDE, SIDE) * x).sum()
+    loss.backward()
+    return grads(x, row)
+
+
+def reused_addresses(saving: Saving) -> list[Tensor]:
+    """The allocator hands out the same address for one temporary after the other."""
+    x = leaf()
+    with saving():
+        loss = torch.zeros(())
+        for power in range(20):
+            loss = loss + (x + power).sin().mul(x.cos() * power).sum()
+    loss.backward()
+    return grads(x)
+
+
+def dtypes_and_odd_sizes(saving: Saving) -> list[Tensor]:
+    out = []
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64):
+        x = torch.randn(4097, dtype=dtype, requires_grad=True)
+        with saving():
+            loss = (x * x * x).abs().sum()
+        loss.backward()
+        out += grads(x)
+    return out
+
+
+def bool_and_integer_tensors(saving: Saving) -> list[Tensor]:
+    x = leaf(SIDE * SIDE)
+    index = torch.randperm(SIDE * SIDE)
+    with saving():
+        loss = (torch.where(x > 0, x, x * 2)[index] * x.gather(0, index)).sum() + x.masked_fill(x < 0, 0).pow(2).sum()
+    loss.backward()
+    return grads(x)
+
+
+def complex_conjugates(saving: Saving) -> list[Tensor]:
+    x = torch.randn(SIDE, SIDE, dtype=torch.complex64, requires_grad=True)
+    with saving():
+        loss = (x.conj() @ x.mT.conj() * x).abs().sum()
+    loss.backward()
+    return grads(x)
+
+
+def empty_tensors(saving: Saving) -> list[Tensor]:
+    x = leaf(0, SIDE)
+    y = leaf()
+    with saving():
+        loss = (x * x).sum() + (y * y).sum() + (x @ y).sum()
+    loss.backward()
+    return grads(x, y)
+
+
+def a_slice_of_a_large_data_set(saving: Saving) -> list[Tensor]:
+    data, weight = torch.randn(4000, SIDE), leaf()
+    with saving():
+        loss = (data[100:120] @ weight).pow(2).sum() + data[500:580].matmul(weight).sin().sum()
+    loss.backward()
+    return grads(weight)
+
+
+# ---- parameters -----------------------------------------------------------------------------------------------------
+
+
+def parameters_their_transposes_and_buffers(saving: Saving) -> list[Tensor]:
+    model = nn.Sequential(nn.Linear(SIDE, 2 * SIDE), nn.BatchNorm1d(2 * SIDE), nn.ReLU(), nn.Linear(2 * SIDE, SIDE))
+    tied = nn.Parameter(model[0].weight.detach().clone())
+    x = leaf(128, SIDE)
+    with saving():
+        loss = (model(x) @ tied.t()).pow(2).mean() + (x @ tied.t()).mean()
+    loss.backward()
+    return grads(x, tied, *model.parameters())
+
+
+def regathered_parameters(saving: Saving) -> list[Tensor]:
+    """ZeRO-3 frees a parameter after forward and gathers it into new storage before backward."""
+    weight = nn.Parameter(torch.randn(SIDE, SIDE))
+    full, x = weight.data.clone(), leaf()
+
+    class Linear(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, a: Tensor, w: Tensor) -> Tensor:
+            ctx.save_for_backward(a, w)
+            return a @ w
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+            a, w = ctx.saved_tensors
+            return grad @ w.t(), a.t() @ grad
+
+    with saving():
+        loss = Linear.apply(x.sin(), weight).pow(2).sum()
+    weight.data = torch.empty(0)
+    weight.data = full.clone()
+    loss.backward()
+    return grads(x, weight)
+
+
+# ---- in place -------------------------------------------------------------------------------------------------------
+
+
+def a_function_that_mutates_after_saving(saving: Saving) -> list[Tensor]:
+    class DoubleInPlace(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, a: Tensor) -> Tensor:
+            ctx.save_for_backward(a)
+            a.mul_(2)
+            ctx.mark_dirty(a)
+            return a
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad * ctx.saved_tensors[0]
+
+    x = leaf()
+    with saving():
+        loss = DoubleInPlace.apply(x * 1.5).pow(2).sum()
+    loss.backward()
+    return grads(x)
+
+
+def one_storage_at_two_versions(saving: Saving) -> list[Tensor]:
+    """A buffer that is changed between two saves: each save must come back with its own bytes, or raise."""
+    x = leaf()
+    out = []
+    buffer = torch.ones(SIDE, SIDE)
+    for step in range(3):
+        with torch.no_grad():
+            buffer.add_(step)
+        with saving():
+            loss = (x * buffer).sin().sum()
+        loss.backward()
+        out += [grad.clone() for grad in grads(x)]
+    return out
+
+
+def in_place_before_the_save(saving: Saving) -> list[Tensor]:
+    x = leaf()
+    with saving():
+        y = x * 2
+        y.add_(1).relu_()
+        loss = (y * y).sum()
+    loss.backward()
+    return grads(x)
+
+
+def siblings_that_share_bytes_but_not_a_version_counter(saving: Saving) -> list[Tensor]:
+    """What PyTorch's own LSTM and GRU cells do: chunks changed in place, each with a version counter of its own."""
+    x = leaf(SIDE, 4 * SIDE)
+    with saving():
+        i, f, g, o = (x * 1.5).unsafe_chunk(4, 1)
+        i.sigmoid_()
+        f.sigmoid_()
+        g.tanh_()
+        o.sigmoid_()
+        loss = (o * (f * x[:, :SIDE] + i * g).tanh()).sum()
+    loss.backward()
+    return grads(x)
+
+
+def recurrent_cells(saving: Saving) -> list[Tensor]:
+    lstm, gru = nn.LSTMCell(SIDE, SIDE).double(), nn.GRUCell(SIDE, SIDE).double()
+    layers = nn.LSTM(SIDE, SIDE, 2).double()
+    x = torch.randn(5, 128, SIDE, dtype=torch.float64, requires_grad=True)
+    with saving():
+        state, cell, hidden = x[0], x[1], x[2]
+        for step in x:
+            state, cell = lstm(step, (state, cell))
+            hidden = gru(state, hidden)
+        loss = hidden.pow(2).sum() + cell.sum() + layers(x)[0].pow(2).sum()
+    loss.backward()
+    return grads(x, *lstm.parameters(), *gru.parameters(), *layers.parameters())
+
+
+def data_changed_between_two_saves(saving: Saving) -> list[Tensor]:
+    """`.data` goes around the version counter; what is saved after the change must be what is there then."""
+    x = leaf()
+    with saving():
+        y = x * 2
+        twin = y.data
+        twin.mul_(3)
+        loss = (y * x.detach()).sum() + (twin * x).sum()
+    loss.backward()
+    return grads(x)
+
+
+# ---- graphs ---------------------------------------------------------------------------------------------------------
+
+
+def retain_graph(saving: Saving) -> list[Tensor]:
+    x = leaf()
+    with saving():
+        loss = (x.exp() @ x.sin()).pow(2).sum()
+    loss.backward(retain_graph=True)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return grads(x)
+
+
+def double_backward(saving: Saving) -> list[Tensor]:
+    x = leaf()
+    with saving():
+        loss = (x.exp() @ x.t()).sin().sum()
+        (first,) = torch.autograd.grad(loss, x, create_graph=True)
+        penalty = first.pow(2).sum()
+    penalty.backward()
+    with saving():
+        loss = (x.exp() @ x.t()).sin().sum()
+    (first,) = torch.autograd.grad(loss, x, create_graph=True)
+    first.pow(2).sum().backward()
+    return [*grads(x), first.detach()]
+
+
+def several_micro_batches_before_backward(saving: Saving) -> list[Tensor]:
+    x = leaf()
+    losses = []
+    for scale in range(4):
+        with saving():
+            losses.append((x * scale).sin().matmul(x.cos()).sum())
+    losses[1].backward()
+    (losses[0] + losses[3]).backward()
+    losses[2].backward()
+    return grads(x)
+
+
+def a_graph_dropped_without_backward(saving: Saving) -> list[Tensor]:
+    x = leaf()
+    for _ in range(5):
+        with saving():
+            loss = (x.exp() * x.sin()).sum()
+        del loss
+    with saving():
+        loss = (x.exp() * x.sin()).sum()
+    loss.backward()
+    return grads(x)
+
+
+def partial_backward(saving: Saving) -> list[Tensor]:
+    x, y = leaf(), leaf()
+    with saving():
+        one, two = (x.exp() * y).sum(), (y.sin() * x).sum()
+    (first,) = torch.autograd.grad(one, x)
+    del two
+    return [first]
+
+
+def an_exception_between_forward_and_backward(saving: Saving) -> list[Tensor]:
+    x = leaf()
+    for _ in range(3):
+        try:
+            with saving():
+                y = (x.exp() * x.sin()).matmul(x)
+                raise KeyError("in forward")
+        except KeyError:
+            del y
+    with saving():
+        loss = (x.exp() * x.sin()).sum()
+    loss.backward()
+    return grads(x)
+
+
+def an_exception_in_backward(saving: Saving) -> list[Tensor]:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, a: Tensor) -> Tensor:
+            return a.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            raise KeyError("in backward")
+
+    x = leaf()
+    with saving():
+        loss = (Fails.apply(x.exp() * x.sin()) * x.cos()).sum()
+    try:
+        loss.backward()
+    except KeyError:
+        del loss
+    x.grad = None
+    with saving():
+        loss = (x.exp() * x.sin()).sum()
+    loss.backward()
+    return grads(x)
+
+
+def eval_and_no_grad_passes(saving: Saving) -> list[Tensor]:
+    model, x = nn.Sequential(nn.Linear(SIDE, SIDE), nn.Dropout(0.5), nn.Linear(SIDE, SIDE)), leaf()
+    with saving():
+        loss = model(x).pow(2).sum()
+    model.eval()
+    with torch.no_grad(), saving():
+        plain = model(x).sum()
+    with torch.inference_mode(), saving():
+        inference = model(x.detach()).sum().item()
+    with saving():
+        evaluated = model(x).sum()
+    loss.backward()
+    evaluated.backward()
+    return [*grads(x, *model.parameters()), plain, torch.tensor(inference)]
+
+
+def a_shape_change_in_mid_run(saving: Saving) -> list[Tensor]:
+    weight = leaf()
+    out = []
+    for rows in (128, 128, 64, 200, 3, 128, 1000, 128):
+        x = torch.randn(rows, SIDE)
+        with saving():
+            loss = (x @ weight).exp().matmul(weight.t()).sin().sum()
+        loss.backward()
+        out += [grad.clone() for grad in grads(weight)]
+    return out
+
+
+def branches(saving: Saving) -> list[Tensor]:
+    """Backward does not run in the reverse order of forward; twice, so that the learned order is used."""
+    x = leaf()
+    for _ in range(3):
+        with saving():
+            a, b = x.exp(), x.sin()
+            for _ in range(4):
+                a, b = (b * a).tanh(), (a @ b).tanh()
+            loss = a.sum() + (b * x).sum()
+        loss.backward()
+    return grads(x)
+
+
+# ---- other hooks, checkpoints, random numbers -----------------------------------------------------------------------
+
+
+def hooks_opened_inside_ours(saving: Saving) -> list[Tensor]:
+    x = leaf()
+    with saving():
+        y = x.exp()
+        with saved_tensors_hooks(lambda t: (t.clone(),), lambda held: held[0]):
+            z = (y * x.sin()).exp()
+        with save_on_cpu():
+            w = (z.tanh() * y).matmul(x)
+        loss = (w * z).sum()
+    loss.backward()
+    return grads(x)
+
+
+def our_hooks_inside_others(saving: Saving) -> list[Tensor]:
+    x = leaf()
+    with saved_tensors_hooks(lambda t: (t.clone(),), lambda held: held[0]):
+        y = x.exp()
+        with saving():
+            z = (y * x.sin()).exp()
+        loss = (z * y).sum()
+    loss.backward()
+    return grads(x)
+
+
+def dropout_under_recompute(saving: Saving) -> list[Tensor]:
+    out = []
+    for reentrant in (False, True):
+        block = nn.Sequential(nn.Linear(SIDE, 4 * SIDE), nn.GELU(), nn.Dropout(0.3), nn.Linear(4 * SIDE, SIDE))
+        x = leaf(128, SIDE)
+        with saving():
+            y = x * 1.5
+            for _ in range(3):
+                y = y + checkpoint(block, y, use_reentrant=reentrant)
+            loss = y.pow(2).sum()
+        loss.backward()
+        out += grads(x, *block.parameters())
+    return out
+
+
+def autocast(saving: Saving) -> list[Tensor]:
+    model, x = nn.Sequential(nn.Linear(SIDE, 4 * SIDE), nn.GELU(), nn.Linear(4 * SIDE, SIDE)), leaf(128, SIDE)
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16), saving():
+            loss = model(model(x)).float().pow(2).sum()
+        loss.backward()
+    return grads(x, *model.parameters())
+
+
+def attention(saving: Saving) -> list[Tensor]:
+    layer = nn.TransformerEncoderLayer(SIDE, 4, 4 * SIDE, batch_first=True, dropout=0.1)
+    x = leaf(4, 128, SIDE)
+    with saving():
+        loss = layer(layer(x)).pow(2).sum()
+    loss.backward()
+    return grads(x, *layer.parameters())
+
+
+def vmap(saving: Saving) -> list[Tensor]:
+    x = leaf()
+    with saving():
+        rows = torch.func.vmap(lambda row: (row.exp() * row).sum())(x * 2)
+        loss = rows.sin().sum()
+    loss.backward()
+    return grads(x)
+
+
+def sparse_tensors(saving: Saving) -> list[Tensor]:
+    x = leaf()
+    table = nn.Embedding(500, SIDE, sparse=True)
+    with saving():
+        loss = (torch.sparse.mm(torch.eye(SIDE).to_sparse(), x) * table(torch.arange(SIDE))).sum()
+    loss.backward()
+    return [*grads(x), table.weight.grad.to_dense()]  # type: ignore[union-attr]
+
+
+SCENARIOS: list[Callable[[Saving], list[Tensor]]] = [
+    function
+    for name, function in list(globals().items())
+    if getattr(function, "__annotations__", {}).get("return") == "list[Tensor]"
+    and list(function.__annotations__) == ["saving", "return"]
+]
+
+
+# ---- mutation after the save must raise, as autograd's own check does ------------------------------------------------
+
+
+def mutated_saved_input(saving: Saving) -> Tensor:
+    x = leaf()
+    with saving():
+        y = x * 2
+        loss = (y * y).sum()
+    y.add_(1)
+    return loss
+
+
+def mutated_through_a_view(saving: Saving) -> Tensor:
+    x = leaf()
+    with saving():
+        y = x * 2
+        view, loss = y[0], (y * y).sum()
+    del y
+    view.add_(1)
+    return loss
+
+
+def mutated_output(saving: Saving) -> Tensor:
+    x = leaf()
+    with saving():
+        y = x.exp()
+        loss = y.sum()
+    with torch.no_grad():
+        y.add_(1)
+    return loss
+
+
+class DoublesWhatItUnpacks(torch.autograd.Function):
+    """A backward that reuses its saved buffer."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor) -> Tensor:
+        ctx.save_for_backward(a)
+        return a.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * ctx.saved_tensors[0].mul_(2)
+
+
+def mutated_in_backward(saving: Saving) -> Tensor:
+    x = leaf()
+    with saving():
+        h = x * 1.5
+        return h.sin().sum() + DoublesWhatItUnpacks.apply(h).sum()
+
+
+def mutated_small(saving: Saving) -> Tensor:
+    x = leaf(4)
+    with saving():
+        y = x * 2
+        loss = (y * y).sum()
+    y.add_(1)
+    return loss
+
+
+def mutated_parameter(saving: Saving) -> Tensor:
+    layer, x = nn.Linear(SIDE, SIDE), leaf()
+    with saving():
+        loss = layer(layer(x)).sum()
+    with torch.no_grad():
+        layer.weight.add_(1)
+    return loss
+
+
+MUTATIONS = [
+    mutated_saved_input,
+    mutated_through_a_view,
+    mutated_output,
+    mutated_in_backward,
+    mutated_small,
+    mutated_parameter,
+]
+
+
+# ---- running them ---------------------------------------------------------------------------------------------------
+
+
+def run(scenario: Callable[[Saving], list[Tensor]], saving: Saving) -> list[Tensor]:
+    torch.manual_seed(7)
+    return [tensor.detach().clone() for tensor in scenario(saving)]
+
+
+def check(scenario: Callable[[Saving], list[Tensor]], cache: TensorCache) -> None:
+    """Same bits with and without the cache, and nothing left behind."""
+    expected, got = run(scenario, nullcontext), run(scenario, cache.saving)
+    if not expected or len(expected) != len(got):
+        raise Wrong(f"{scenario.__name__}: {len(got)} tensors instead of {len(expected)}")
+    for index, (one, other) in enumerate(zip(expected, got, strict=True)):
+        same = one.dtype == other.dtype and one.shape == other.shape
+        if not same or not torch.equal(_bits(one), _bits(other)):
+            raise Wrong(f"{scenario.__name__}: tensor {index} differs from the run without the cache")
+    check_nothing_is_left(cache, scenario.__name__)
+
+
+def check_mutation(mutation: Callable[[Saving], Tensor], cache: TensorCache) -> None:
+    """Raises as autograd does, and leaves nothing behind."""
+    for saving, error in ((nullcontext, RuntimeError), (cache.saving, ActivationModifiedError)):
+        torch.manual_seed(7)
+        loss = mutation(saving)
+        try:
+            loss.backward()
+        except error as raised:
+            if "modified by an inplace operation" not in str(raised):
+                raise
+        else:
+            raise Wrong(f"{mutation.__name__}: a mutation after the save went unseen")
+        del loss
+    check_nothing_is_left(cache, mutation.__name__)
+
+
+def check_nothing_is_left(cache: TensorCache, name: str) -> None:
+    gc.collect()
+    cache.settle()
+    if cache.live_records or cache.stats.saved.now or cache.stats.resident.now:
+        raise Wrong(f"{name}: {cache.live_records} records are left, {cache.stats.saved.now} bytes of saved storages")
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().flatten().view(torch.uint8) if tensor.numel() else tensor
+
+
+@contextmanager
+def nvme_cache(directory: Path, *, wait: bool = True, staging_bytes: int = 4 << 20) -> Iterator[TensorCache]:
+    """A cache over a store in ``directory``."""
+    backend = PosixBackend()
+    ring = StagingRing(CpuAccelerator(), backend, staging_bytes)
+    store = NvmeStore([SwapFile(directory, 256 << 20)], backend, ring, Lanes(2, 2), "sampled")
+    try:
+        yield TensorCache(store, "cpu", LEAST_BYTES, wait_for_staging=wait)
+    finally:
+        store.close()
+
+
+def main() -> int:
+    with tempfile.TemporaryDirectory(dir=Path(__file__).parent.parent) as directory:
+        for scenario in SCENARIOS:
+            with nvme_cache(Path(directory)) as cache:
+                check(scenario, cache)
+        for mutation in MUTATIONS:
+            with nvme_cache(Path(directory)) as cache:
+                check_mutation(mutation, cache)
+    sys.stdout.write(f"{len(SCENARIOS)} scenarios and {len(MUTATIONS)} mutations are exact (debug is {__debug__})\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
