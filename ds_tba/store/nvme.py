@@ -25,11 +25,12 @@ import torch
 
 from ds_tba.errors import ActivationCorruptionError, ActivationLostError, StateError, StorageError, TransferError
 from ds_tba.io.base import IoBackend, IoHandle
-from ds_tba.spans import Span, SpanAllocator
+from ds_tba.spans import Span
 from ds_tba.store.base import Loaded, Refusal, Store, Ticket, TicketState
 from ds_tba.store.integrity import Integrity
-from ds_tba.store.lanes import AHEAD, URGENT, Lane, LaneQueue
+from ds_tba.store.lanes import AHEAD, URGENT, Lane
 from ds_tba.store.swap_file import SwapFile
+from ds_tba.store.swap_path import SwapPath
 from ds_tba.telemetry.stats import StoreStats
 from ds_tba.transfer import StagingRing
 
@@ -48,43 +49,6 @@ class Lanes:
 
     write: int
     read: int
-
-
-class SwapPath:
-    """One directory's swap file, its extents, queues and lanes."""
-
-    def __init__(self, file: SwapFile, backend: IoBackend) -> None:
-        self.file = file
-        self.extents = SpanAllocator(file.size_bytes, backend.alignment_bytes)
-        self.writes = LaneQueue()
-        self.reads = LaneQueue()
-        self.write_lanes: list[Lane] = []
-        self.read_lanes: list[Lane] = []
-        self.queued_bytes = 0
-        self.failure: str | None = None
-        self.full = False
-
-    def reserve(self, nbytes: int) -> Span | None:
-        """An extent, growing the file if it must; None where there is no room."""
-        extent = self.extents.allocate(nbytes)
-        if extent is None and not self.full and self._grow(self.extents.padded(nbytes)):
-            extent = self.extents.allocate(nbytes)
-        return extent
-
-    def _grow(self, nbytes: int) -> bool:
-        try:
-            grown = self.file.grow(nbytes)
-        except OSError as error:
-            self.full = True
-            logger.warning(
-                "%s: the swap file cannot grow beyond %d bytes (%s); what does not fit stays in memory",
-                self.file.directory,
-                self.file.size_bytes,
-                error.strerror,
-            )
-            return False
-        self.extents.grow(self.file.size_bytes)
-        return grown
 
 
 class NvmeStore(Store):

@@ -1,0 +1,175 @@
+"""Step time and peak memory of the example's model: keep, nvme, recompute and save_on_cpu, as ratios to keep.
+
+    python benchmarks/step_time.py [--rounds 5] [--steps 4] [--width 512 --depth 8 --sequence 512 --batch 8]
+
+Every measurement is a process of its own; the variants take turns, in a new random order each round, because machines
+are noisy. Reported are medians over the rounds of each process's median step time and of its peak memory, divided by
+keep's of the same round. Peak memory is what the accelerator reports, or on a CPU-only machine the process's resident
+bytes (staging included); "activations" is that peak less what the keep process holds between two steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+VARIANTS = ("keep", "nvme", "recompute", "save_on_cpu")
+OPTIMIZER = {"type": "AdamW", "params": {"lr": 3e-4, "torch_adam": True}}
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """One process: a few steps of one variant."""
+    import time
+
+    import deepspeed
+    import torch
+
+    sys.path.insert(0, str(EXAMPLES))
+    from train_gpt import GPT, batches, one_step, peak_memory_bytes, reset_peak_memory
+
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": options.batch,
+        "optimizer": OPTIMIZER,
+        "bf16": {"enabled": options.bf16},
+        "zero_optimization": {"stage": options.zero},
+    }
+    if options.variant == "nvme":
+        io = {"backend": options.backend, "staging_bytes": options.staging_mib << 20}
+        config["activation_nvme_offload"] = {"enabled": True, "nvme_path": options.nvme_path, "io": io}
+        config["activation_nvme_offload"]["placement"] = options.placement
+    torch.manual_seed(1)
+    model = GPT(options.width, options.depth, options.sequence, recompute=options.variant == "recompute")
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    if options.variant == "save_on_cpu":
+        forward = engine.module.forward
+
+        def saved_on_cpu(*inputs: torch.Tensor) -> torch.Tensor:
+            with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
+                result: torch.Tensor = forward(*inputs)
+                return result
+
+        engine.module.forward = saved_on_cpu
+    data = batches(options.batch, options.sequence, 0)
+    losses = [one_step(engine, data) for _ in range(options.warmup)]
+    reset_peak_memory()
+    rest_bytes = resident_bytes()
+    times = []
+    for _ in range(options.steps):
+        started = time.perf_counter()
+        losses.append(one_step(engine, data))
+        times.append(time.perf_counter() - started)
+    result = {
+        "step_s": statistics.median(times),
+        "peak_bytes": peak_memory_bytes(),
+        "rest_bytes": rest_bytes,
+        "losses": losses,
+        "report": None,
+    }
+    if options.variant == "nvme":
+        result["report"] = engine.activation_offloader.report().to_dict()
+    engine.destroy()
+    return result
+
+
+def resident_bytes() -> int:
+    """Bytes held between two steps."""
+    from deepspeed.accelerator import get_accelerator
+
+    if not get_accelerator().is_synchronized_device():
+        return int(get_accelerator().memory_allocated())
+    ctypes.CDLL(None).malloc_trim(0)
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def run(variant: str, argv: list[str]) -> dict[str, Any]:
+    """The result of one process."""
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        command = [sys.executable, __file__, *argv, "--variant", variant, "--result", file.name]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(f"{variant} failed:\n{done.stdout[-4000:]}")
+        result: dict[str, Any] = json.loads(Path(file.name).read_text())
+        return result
+
+
+def ratios(rounds: list[dict[str, dict[str, Any]]], variant: str, value: Any) -> str:
+    """Median of the per-round ratios to keep, with their range."""
+    found = [value(one[variant]) / value(one["keep"]) for one in rounds]
+    return f"{statistics.median(found):.3f} [{min(found):.2f}-{max(found):.2f}]"
+
+
+def table(rounds: list[dict[str, dict[str, Any]]], variants: list[str]) -> list[str]:
+    """The Markdown table."""
+    rest = statistics.median(one["keep"]["rest_bytes"] for one in rounds)
+    lines = [
+        "| variant | step s | step / keep | peak GiB | peak / keep | activations GiB | activations / keep |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for variant in variants:
+        step = statistics.median(one[variant]["step_s"] for one in rounds)
+        peak = statistics.median(one[variant]["peak_bytes"] for one in rounds)
+        lines.append(
+            f"| {variant} | {step:.3f} | {ratios(rounds, variant, lambda r: r['step_s'])} | {peak / 2**30:.3f} | "
+            f"{ratios(rounds, variant, lambda r: r['peak_bytes'])} | {(peak - rest) / 2**30:.3f} | "
+            f"{ratios(rounds, variant, lambda r: r['peak_bytes'] - rest)} |"
+        )
+    return lines
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=4, help="measured steps in each process")
+    parser.add_argument("--warmup", type=int, default=2, help="steps before them")
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--depth", type=int, default=8)
+    parser.add_argument("--sequence", type=int, default=512)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--zero", type=int, default=0)
+    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--backend", default="posix", help="io.backend of nvme")
+    parser.add_argument("--placement", default="adaptive")
+    parser.add_argument("--staging_mib", type=int, default=64)
+    parser.add_argument("--nvme_path", default=".")
+    parser.add_argument("--variants", nargs="+", default=VARIANTS, choices=VARIANTS)
+    parser.add_argument("--json", type=Path, help="write every measurement to this file")
+    parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
+    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    options = parse(argv)
+    if options.variant:
+        options.result.write_text(json.dumps(measure(options)))
+        return 0
+    variants = ["keep", *(variant for variant in options.variants if variant != "keep")]
+    rounds: list[dict[str, dict[str, Any]]] = []
+    with contextlib.suppress(KeyboardInterrupt):
+        for number in range(options.rounds):
+            order = random.sample(variants, len(variants))
+            rounds.append({variant: run(variant, argv) for variant in order})
+            steps = {variant: round(rounds[-1][variant]["step_s"], 3) for variant in variants}
+            print(f"round {number + 1} of {options.rounds}, step s: {steps}", flush=True)
+    print("\n".join(table(rounds, variants)))
+    equal = all(one[variant]["losses"] == one["keep"]["losses"] for one in rounds for variant in variants)
+    print(f"losses of all variants and rounds equal: {'yes' if equal else 'NO'}")
+    if options.json:
+        options.json.write_text(json.dumps({"options": vars(options) | {"json": None}, "rounds": rounds}, indent=2))
+    return 0 if equal else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

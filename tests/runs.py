@@ -1,0 +1,94 @@
+"""Running training scripts under the stock ``deepspeed`` launcher."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SCRIPTS = Path(__file__).parent / "scripts"
+ROOT = Path(__file__).parents[1]
+OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+
+
+def plain_config(stage: int = 0, **more: Any) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": stage}
+    return {"train_micro_batch_size_per_gpu": 4, "optimizer": OPTIMIZER, "zero_optimization": zero, **more}
+
+
+def nvme_parameters(directory: Path) -> dict[str, Any]:
+    """ZeRO-3 with parameters on NVMe."""
+    config = plain_config(3, bf16={"enabled": True})
+    offload = {"device": "nvme", "nvme_path": str(directory), "buffer_count": 24, "buffer_size": 1 << 20}
+    config["zero_optimization"] |= {
+        "offload_param": offload,
+        "stage3_prefetch_bucket_size": 0,
+        "stage3_param_persistence_threshold": 1000,
+    }
+    return config
+
+
+def with_block(config: dict[str, Any], directory: Path, **block: Any) -> dict[str, Any]:
+    io = {"backend": "posix", "staging_bytes": 32 << 20, **block.pop("io", {})}
+    ours = {"enabled": True, "nvme_path": str(directory), "io": io, "report": {"path": str(directory / "report.json")}}
+    return {**config, "activation_nvme_offload": {**ours, **block}}
+
+
+@dataclass(frozen=True)
+class Result:
+    returncode: int
+    output: str
+
+    def lines(self, tag: str) -> list[str]:
+        return sorted(line for line in self.output.splitlines() if line.startswith(tag + " "))
+
+    @property
+    def outcome(self) -> tuple[list[str], list[str]]:
+        """Losses in order per rank, and parameters."""
+        losses = [line for line in self.output.splitlines() if line.startswith("LOSS ")]
+        return sorted(losses, key=lambda line: line.split()[1]), self.lines("PARAMETERS")
+
+
+def command(script: Path, config: dict[str, Any] | None, directory: Path, *arguments: str, ranks: int = 1) -> list[str]:
+    if config is not None:
+        path = directory / f"ds_config_{len(list(directory.glob('ds_config_*')))}.json"
+        path.write_text(json.dumps(config))
+        arguments = ("--deepspeed_config", str(path), *arguments)
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = probe.getsockname()[1]
+    launcher = Path(sys.executable).with_name("deepspeed")
+    return [
+        sys.executable, str(launcher), "--num_gpus", str(ranks), "--master_port", str(port), str(script), *arguments,
+    ]  # fmt: skip
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **more}
+
+
+def launch(
+    config: dict[str, Any] | None,
+    directory: Path,
+    *arguments: str,
+    ranks: int = 1,
+    script: Path = SCRIPTS / "train.py",
+    timeout_s: float = 240,
+    **variables: str,
+) -> Result:
+    """Run a script to its end; standard output and error together."""
+    done = subprocess.run(
+        command(script, config, directory, *arguments, ranks=ranks),
+        env=environment(**variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout_s,
+        cwd=directory,
+    )
+    return Result(done.returncode, done.stdout)

@@ -1,0 +1,65 @@
+"""A training script as a user has it: nothing in it knows about ds_tba.
+
+Prints every rank's losses and, at the end, a fingerprint of its parameters.
+"""
+
+import argparse
+import hashlib
+import sys
+import time
+
+import deepspeed
+import torch
+from torch import nn
+
+parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
+parser.add_argument("--local_rank", type=int, default=0)
+parser.add_argument("--steps", type=int, default=3)
+parser.add_argument("--pause_s", type=float, default=0.0)
+options = parser.parse_args()
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x):
+        return x + self.drop(self.down(nn.functional.gelu(self.up(self.norm(x)))))
+
+
+class Net(nn.Module):
+    def __init__(self, width=128):
+        super().__init__()
+        self.first, self.last = nn.Linear(width, width), nn.Linear(width, 1)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(4))
+
+    def forward(self, x, y):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.mse_loss(self.last(x).float(), y)
+
+
+torch.manual_seed(0)
+model = Net()
+engine, *_ = deepspeed.initialize(args=options, model=model, model_parameters=model.parameters())
+rank = engine.global_rank
+dtype = torch.bfloat16 if engine.bfloat16_enabled() else torch.float32
+chance = torch.Generator().manual_seed(1 + rank)
+torch.manual_seed(100 + rank)
+for _ in range(options.steps * engine.gradient_accumulation_steps()):
+    x = torch.randn(4096, 128, generator=chance).to(dtype)
+    y = torch.randn(4096, 1, generator=chance)
+    loss = engine(x, y)
+    time.sleep(options.pause_s)
+    engine.backward(loss)
+    engine.step()
+    sys.stdout.write(f"LOSS {rank} {loss.item().hex()}\n")  # in one piece, or ranks would mix within a line
+
+digest = hashlib.sha256()
+for parameter in engine.module.parameters():
+    with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+        digest.update(parameter.detach().float().numpy().tobytes())
+sys.stdout.write(f"PARAMETERS {rank} {digest.hexdigest()}\n")

@@ -1,0 +1,97 @@
+"""The entry point: light, idempotent, harmless, from a wheel as from an editable install."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import runs
+
+
+def python(code: str, *, path: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, **variables}
+    if path is not None:
+        environment["PYTHONPATH"] = str(path)
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, cwd="/"
+    )
+
+
+def test_it_imports_nothing_heavy() -> None:
+    done = python(
+        "import sys; import ds_tba, ds_tba.autoload; print([m for m in sys.modules if m in set(sys.argv[1:])])"
+    )
+    code = "import sys, ds_tba; print(sorted({'torch', 'pydantic', 'deepspeed', 'numpy'} & set(sys.modules)))"
+    assert done.returncode == 0, done.stderr
+    assert python(code).stdout.strip() == "[]"
+
+
+def test_torch_registers_it_and_deepspeed_is_hooked() -> None:
+    code = """
+import sys, torch
+from ds_tba.autoload import EngineFinder
+assert sum(isinstance(finder, EngineFinder) for finder in sys.meta_path) == 1
+assert "ds_tba.engine" not in sys.modules
+import ds_tba
+ds_tba.autoload.install()
+assert sum(isinstance(finder, EngineFinder) for finder in sys.meta_path) == 1
+import deepspeed
+from deepspeed.runtime.engine import DeepSpeedEngine
+assert not any(isinstance(finder, EngineFinder) for finder in sys.meta_path)
+once = DeepSpeedEngine.__init__
+assert once._ds_tba_hooked and not once.__wrapped__.__dict__
+ds_tba.autoload.install()
+assert DeepSpeedEngine.__init__ is once
+assert not hasattr(DeepSpeedEngine.forward, "_ds_tba_hooked"), "forward is hooked only once a config has the block"
+print("good")
+"""
+    done = python(code, DS_ACCELERATOR="cpu")
+    assert done.stdout.endswith("good\n"), done.stderr
+
+
+def test_an_import_after_deepspeed_hooks_at_once() -> None:
+    code = """
+import deepspeed
+from deepspeed.runtime.engine import DeepSpeedEngine
+assert not hasattr(DeepSpeedEngine.__init__, "_ds_tba_hooked")
+import ds_tba
+assert DeepSpeedEngine.__init__._ds_tba_hooked
+print("good")
+"""
+    done = python(code, DS_ACCELERATOR="cpu", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert done.stdout.endswith("good\n"), done.stderr
+
+
+@pytest.fixture(scope="module")
+def installed_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel built from the sources, unpacked where only PYTHONPATH finds it."""
+    work = tmp_path_factory.mktemp("wheel")
+    source = work / "source"
+    shutil.copytree(
+        runs.ROOT, source, ignore=shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__", "tests")
+    )
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target"]
+    subprocess.run([*pip, str(work / "site"), str(source)], check=True, capture_output=True, timeout=120)
+    return work / "site"
+
+
+def test_a_wheel_is_loaded_by_torch_too(installed_wheel: Path) -> None:
+    code = "import torch, sys, ds_tba; print(ds_tba.__file__, 'ds_tba.autoload' in sys.modules, ds_tba.__version__)"
+    done = python(code, path=installed_wheel)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(str(installed_wheel)) and "True" in done.stdout
+    assert (installed_wheel / "ds_tba" / "py.typed").exists()
+
+
+@pytest.mark.parametrize("module", ["engine", "config", "errors", "cache", "offloader"])
+def test_a_broken_ds_tba_stops_neither_torch_nor_deepspeed(installed_wheel: Path, tmp_path: Path, module: str) -> None:
+    broken = tmp_path / "site"
+    shutil.copytree(installed_wheel, broken)
+    (broken / "ds_tba" / f"{module}.py").write_text("raise ZeroDivisionError('broken')\n")
+    done = python("import torch, deepspeed; print('good')", path=broken, DS_ACCELERATOR="cpu")
+    assert done.stdout.endswith("good\n"), done.stderr
+    assert "ds_tba could not hook DeepSpeed" in done.stderr and "broken" in done.stderr

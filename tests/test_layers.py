@@ -1,0 +1,67 @@
+"""The house: imports go strictly down, and the host framework is named where the design says and nowhere else."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "ds_tba"
+LEVELS = [
+    ["errors"],
+    ["config", "tensors", "spans"],
+    ["telemetry.stats", "telemetry.report"],
+    ["io.base", "io.memory"],
+    ["io.posix", "io.aio"],
+    ["io.select", "transfer", "store.paths", "store.swap_file", "store.integrity", "store.lanes"],
+    ["store.base", "store.swap_path"],
+    ["store.nvme"],
+    ["cache"],
+    ["offloader"],
+    ["engine"],
+    ["cli.doctor", "cli.report"],
+    ["cli", "autoload", "__init__", "__main__"],
+]
+LEVEL = {name: number for number, names in enumerate(LEVELS) for name in names}
+PACKAGES = {"io", "store", "telemetry"}
+MODULES = {
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in PACKAGE.rglob("*.py")
+}
+
+
+def imports(path: Path) -> set[str]:
+    """Every module that a file imports, also inside functions and under TYPE_CHECKING."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def test_every_module_has_a_level() -> None:
+    assert set(MODULES) - PACKAGES == set(LEVEL)
+
+
+@pytest.mark.parametrize("name", sorted(LEVEL))
+def test_imports_go_strictly_down(name: str) -> None:
+    own = {module.removeprefix("ds_tba.") for module in imports(MODULES[name]) if module.startswith("ds_tba.")}
+    upward = {module for module in own if module in LEVEL and LEVEL[module] >= LEVEL[name]}
+    if name in ("__init__", "autoload"):
+        upward -= {"autoload", "engine"}  # the entry point reaches the engine by itself, once DeepSpeed is there
+    if name in ("cli", "__main__"):
+        upward -= {"cli"}
+    assert not upward
+
+
+def test_deepspeed_is_imported_in_its_rooms_only() -> None:
+    users = {name for name, path in MODULES.items() if any(one.split(".")[0] == "deepspeed" for one in imports(path))}
+    assert users == {"engine", "io.aio"}
+
+
+@pytest.mark.parametrize("name", sorted(LEVEL))
+def test_no_file_hides_too_much(name: str) -> None:
+    assert len(MODULES[name].read_text().splitlines()) <= 480

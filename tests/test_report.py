@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from doubles import CpuAccelerator
+
+from ds_tba import offloader as offloader_module
+from ds_tba.cli import main
+from ds_tba.config import AioConfig, OffloadConfig
+from ds_tba.errors import BackendUnavailableError, ConfigError, IncompatibleError, PathError
+from ds_tba.offloader import ActivationOffloader
+from ds_tba.telemetry.report import rank_path
+
+CONTRACT = {
+    "backend", "steps", "packed_tensors", "offloaded_bytes", "written_bytes", "read_bytes", "forwarded_bytes",
+    "deduplicated_bytes", "kept_bytes", "host_bytes", "recomputed_bytes", "peak_staging_bytes", "peak_saved_bytes",
+    "fallbacks", "write_bytes_per_s", "read_bytes_per_s", "stall_s",
+}  # fmt: skip
+
+
+def make(directory: Path, **block: object) -> ActivationOffloader:
+    io = {"backend": "posix", "staging_bytes": 8 << 20, "swap_file_bytes": 64 << 20}
+    config = {"nvme_path": str(directory), "io": io, "min_tensor_bytes": 4096, **block}
+    return ActivationOffloader(OffloadConfig.model_validate(config), AioConfig(), CpuAccelerator())
+
+
+def step(offloader: ActivationOffloader) -> None:
+    x = torch.randn(256, 256, requires_grad=True)
+    with offloader.saving():
+        loss = x.exp().sin().tanh().sum()
+    loss.backward()
+    offloader.note_step()
+
+
+def test_the_contract_and_the_sums(tmp_path: Path) -> None:
+    offloader = make(tmp_path)
+    for _ in range(3):
+        step(offloader)
+    offloader.close()
+    report = offloader.report().to_dict()
+    assert report.keys() >= CONTRACT
+    assert report["steps"] == report["micro_steps"] == 3 and report["state"] == "finished"
+    assert report["offloaded_bytes"] == 3 * 2 * 256 * 256 * 4
+    assert report["written_bytes"] + report["cancelled_bytes"] == report["offloaded_bytes"]
+    assert report["read_bytes"] + report["forwarded_bytes"] == report["offloaded_bytes"]
+    assert report["deduplicated_bytes"] == 3 * 256 * 256 * 4
+    assert 0 < report["peak_staging_bytes"] <= 8 << 20
+
+
+def test_keep_measures_only() -> None:
+    config = OffloadConfig.model_validate({"placement": "keep", "min_tensor_bytes": 4096})
+    offloader = ActivationOffloader(config, AioConfig(), CpuAccelerator())
+    step(offloader)
+    offloader.close()
+    report = offloader.report()
+    assert report.offloaded_bytes == 0 and report.backend == "none"
+    assert report.peak_saved_bytes == report.peak_saved_bytes_without == 2 * 256 * 256 * 4
+    assert "measured, not moved" in offloader.start_line()
+
+
+def test_the_json_is_there_while_training_and_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offloader_module, "REPORT_AGE_S", 0.0)
+    path = tmp_path / "report.json"
+    offloader = make(tmp_path, report={"path": str(path)})
+    for steps in (1, 2):
+        step(offloader)
+        written = json.loads(path.read_text())
+        assert written["steps"] == steps and written["state"] == "running"
+    offloader.close()
+    assert json.loads(path.read_text()) == json.loads(json.dumps(offloader.report().to_dict()))
+    assert [one.name for one in tmp_path.iterdir()] == ["report.json"]
+
+
+def test_every_steps_logs_and_writes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "ds_tba")
+    offloader = make(tmp_path, report={"every_steps": 2})
+    for _ in range(4):
+        step(offloader)
+    assert [record.getMessage().split(":")[1].strip() for record in caplog.records] == ["2 steps", "4 steps"]
+    offloader.close()
+
+
+def test_one_file_per_rank() -> None:
+    assert rank_path("/a/report.json", 0) == Path("/a/report.json")
+    assert rank_path("/a/report.json", 3) == Path("/a/report.json.rank3")
+
+
+def test_keys_that_have_no_effect_yet_are_named(tmp_path: Path) -> None:
+    offloader = make(tmp_path, activation_budget_bytes=1 << 30, max_step_overhead=0.1)
+    assert "not acted on in this version: activation_budget_bytes, max_step_overhead" in offloader.start_line()
+    offloader.close()
+    plain = make(tmp_path)
+    assert "not acted on" not in plain.start_line()
+    plain.close()
+
+
+@pytest.mark.parametrize(
+    ("block", "error"),
+    [
+        ({"nvme_path": "/nowhere"}, PathError),
+        ({"report": {"path": "/nowhere/report.json"}}, ConfigError),
+        ({"report": {"path": "/tmp"}}, ConfigError),
+        ({"placement": "host"}, IncompatibleError),
+        ({"io": {"backend": "gds"}}, BackendUnavailableError),
+        ({"io": {"backend": "posix", "swap_file_bytes": 1 << 55}}, PathError),
+    ],
+)
+def test_what_stands_in_the_way_raises_and_leaves_nothing(
+    tmp_path: Path, block: dict[str, object], error: type[Exception]
+) -> None:
+    files, threads = os.listdir("/proc/self/fd"), threading.active_count()
+    with pytest.raises(error):
+        make(tmp_path, **block)
+    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == (len(files), threads)
+
+
+def test_a_report_that_cannot_be_written_does_not_stop_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "reports").mkdir()
+    offloader = make(tmp_path, report={"path": str(tmp_path / "reports" / "report.json")})
+    (tmp_path / "reports").rmdir()
+    step(offloader)
+    offloader.close()
+    assert "cannot be written" in caplog.text
+
+
+def test_a_forked_child_touches_neither_the_report_nor_the_lanes(tmp_path: Path) -> None:
+    code = f"""
+import os, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from pathlib import Path
+from test_report import make, step
+offloader = make(Path({str(tmp_path)!r}), report={{"path": {str(tmp_path / "report.json")!r}}})
+step(offloader)
+if os.fork() == 0:
+    sys.exit(0)
+os.wait()
+assert offloader.report().state == "running"
+step(offloader)
+offloader.close()
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=60)
+    assert json.loads((tmp_path / "report.json").read_text())["steps"] == 2
+
+
+def test_the_command_shows_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    offloader = make(tmp_path, report={"path": str(tmp_path / "report.json")})
+    step(offloader)
+    offloader.close()
+    assert main(["report", str(tmp_path / "report.json")]) == 0
+    assert "peak saved, without" in capsys.readouterr().out
+    (tmp_path / "other.json").write_text("{}")
+    assert main(["report", str(tmp_path / "other.json")]) == 2
+
+
+def test_the_doctor_names_what_is_wrong(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["doctor", "--nvme-path", str(tmp_path)]) == 0
+    assert main(["doctor", "--nvme-path", "/nowhere"]) == 1
+    assert "FAIL  nvme_path /nowhere does not exist" in capsys.readouterr().out
