@@ -16,6 +16,7 @@ import ctypes
 import json
 import os
 import random
+import socket
 import statistics
 import subprocess
 import sys
@@ -96,11 +97,23 @@ def run(variant: str, argv: list[str]) -> dict[str, Any]:
     """The result of one process."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         command = [sys.executable, __file__, *argv, "--variant", variant, "--result", file.name]
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+        environment = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        environment["MASTER_PORT"] = str(free_port())
+        done = subprocess.run(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+        )
         if done.returncode:
             raise SystemExit(f"{variant} failed:\n{done.stdout[-4000:]}")
         result: dict[str, Any] = json.loads(Path(file.name).read_text())
         return result
+
+
+def free_port() -> int:
+    """A port for the process group of one process."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def ratios(rounds: list[dict[str, dict[str, Any]]], variant: str, value: Any) -> str:

@@ -20,8 +20,8 @@ import queue
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -64,8 +64,7 @@ _MOVES: dict[RecordState, tuple[RecordState, ...]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class StorageKey:
+class StorageKey(NamedTuple):
     """Two saved tensors with equal keys have the same bytes."""
 
     storage: Stamp
@@ -144,6 +143,28 @@ class PassedThrough:
         return self._tensor
 
 
+class SavedSmall:
+    """A tensor too small to move, kept; without a record, because most saved tensors are of this kind."""
+
+    __slots__ = ("_alias", "_cache", "_nbytes", "_version")
+
+    def __init__(self, cache: TensorCache, tensor: torch.Tensor) -> None:
+        self._cache = cache
+        self._version = tensor._version
+        self._alias = tensor.detach()
+        self._nbytes = tensor.untyped_storage().nbytes()
+        cache.count_small(self._nbytes)
+
+    def restore(self) -> torch.Tensor:
+        """The tensor, if it was not modified since."""
+        if self._alias._version != self._version:
+            raise _modified(self._alias.shape, self._alias.dtype, self._version, self._alias._version)
+        return self._alias
+
+    def __del__(self) -> None:
+        self._cache.small_freed(self._nbytes)
+
+
 class SavedView:
     """What autograd holds in place of one saved tensor."""
 
@@ -174,6 +195,11 @@ class SavedView:
 
     def __del__(self) -> None:
         self._cache.drop(self.record, pending=not self._unpacked and self._alias is None)
+
+
+# What a finalizer leaves: a view of a record is gone (and was it pending), a small tensor of so many bytes is gone, or
+# so many reloaded bytes are free again (as a negative number).
+_Note = tuple[SavedStorage, bool] | tuple[None, int] | int
 
 
 class _Reloaded:
@@ -209,7 +235,7 @@ class TensorCache:
         self._wait = wait_for_staging
         self._lock = threading.Lock()
         self._records: dict[StorageKey, SavedStorage] = {}
-        self._dropped: queue.SimpleQueue[tuple[SavedStorage, bool] | int] = queue.SimpleQueue()
+        self._dropped: queue.SimpleQueue[_Note] = queue.SimpleQueue()
         self._empties: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
         self._micro_step = MicroStep()
         self._learned: tuple[int, list[int]] = (0, [])
@@ -230,7 +256,7 @@ class TensorCache:
         with saved_tensors_hooks(*self._hooks):
             yield
 
-    def pack(self, tensor: torch.Tensor) -> PassedThrough | SavedView:
+    def pack(self, tensor: torch.Tensor) -> PassedThrough | SavedSmall | SavedView:
         """Autograd's pack hook: the object to hold in place of ``tensor``."""
         self.stats.packed_tensors += 1
         why = eligibility(tensor, self._device_type, self._min_tensor_bytes)
@@ -240,6 +266,8 @@ class TensorCache:
         if why in _UNTRACKED:
             self.stats.kept_bytes[why.value] += _nbytes(tensor)
             return PassedThrough(tensor)
+        if why is Eligibility.SMALL:
+            return SavedSmall(self, tensor)
         with self._lock:
             self._act_on_drops()
             record = self._record(tensor, why)
@@ -249,7 +277,7 @@ class TensorCache:
         return SavedView(self, record, tensor, offloaded=offloaded)
 
     @staticmethod
-    def unpack(held: PassedThrough | SavedView) -> torch.Tensor:
+    def unpack(held: PassedThrough | SavedSmall | SavedView) -> torch.Tensor:
         """Autograd's unpack hook: the tensor for which ``held`` stands.
 
         Raises:
@@ -274,6 +302,18 @@ class TensorCache:
             self._prefetch_after(record)
         return data
 
+    def count_small(self, nbytes: int) -> None:
+        """Count a small tensor that is kept."""
+        with self._lock:
+            self._act_on_drops()
+            self.stats.kept_bytes[Eligibility.SMALL.value] += nbytes
+            self.stats.saved.add(nbytes)
+            self.stats.resident.add(nbytes)
+
+    def small_freed(self, nbytes: int) -> None:
+        """Note that a small tensor is gone. Safe in a finalizer; see [Note: Finalizers]."""
+        self._note((None, nbytes))
+
     def drop(self, record: SavedStorage, *, pending: bool) -> None:
         """Note that a view of a record is gone. Safe in a finalizer; see [Note: Finalizers]."""
         self._note((record, pending))
@@ -282,7 +322,7 @@ class TensorCache:
         """Note that reloaded memory is free again. Safe in a finalizer; see [Note: Finalizers]."""
         self._note(-nbytes)
 
-    def _note(self, what: tuple[SavedStorage, bool] | int) -> None:
+    def _note(self, what: _Note) -> None:
         self._dropped.put(what)
         if self._lock.acquire(blocking=False):
             try:
@@ -386,9 +426,13 @@ class TensorCache:
             if isinstance(note, int):
                 self.stats.resident.add(note)
                 continue
-            record, pending = note
+            record, count = note
+            if record is None:
+                self.stats.saved.add(-count)
+                self.stats.resident.add(-count)
+                continue
             record.views -= 1
-            record.pending -= pending
+            record.pending -= count
             if record.views == 0:
                 self._forget(record)
             else:

@@ -22,10 +22,8 @@ _OWNED = "_ds_tba_owned"
 LEAST_SPAN_OF_STORAGE = 0.25
 
 
-class Stamp:
-    """The generation of one storage or version counter: a fresh object for each, so never equal to another."""
-
-    __slots__ = ("__weakref__",)
+# The generation of one storage or version counter: a fresh object for each, so never equal to another.
+Stamp = object
 
 
 class Eligibility(Enum):
@@ -65,11 +63,7 @@ class ViewSpec:
 
 def stamp_of(storage: torch.UntypedStorage) -> Stamp:
     """The stamp of a storage, issued at first sight."""
-    stamp: Stamp | None = getattr(storage, _STAMP, None)
-    if stamp is None:
-        stamp = Stamp()
-        setattr(storage, _STAMP, stamp)
-    return stamp
+    return _stamped(storage, _STAMP)
 
 
 def lineage_of(tensor: torch.Tensor) -> Stamp:
@@ -79,11 +73,14 @@ def lineage_of(tensor: torch.Tensor) -> Stamp:
     LSTM and GRU cells change in place), and ``x`` and ``x.data``, share bytes and count apart. Tensors that share a
     counter otherwise (``detach``) count as different here, which costs a second write and is never wrong.
     """
-    root = tensor if tensor._base is None else tensor._base
-    stamp: Stamp | None = getattr(root, _LINEAGE, None)
+    return _stamped(tensor if tensor._base is None else tensor._base, _LINEAGE)
+
+
+def _stamped(holder: Any, attribute: str) -> Stamp:
+    stamp: Stamp | None = getattr(holder, attribute, None)
     if stamp is None:
         stamp = Stamp()
-        setattr(root, _LINEAGE, stamp)
+        setattr(holder, attribute, stamp)
     return stamp
 
 

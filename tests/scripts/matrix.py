@@ -62,7 +62,7 @@ for stage in range(4):
             plain, _ = train(config, recompute)
             offload, written = train({**config, "activation_nvme_offload": block}, recompute)
             verdict = "EQUAL" if plain == offload else "DIFFERENT"
-            print(
-                f"MATRIX {stage} {'bf16' if bf16 else 'fp32'} {VARIANTS[recompute]} {rank} {verdict} {written}",
-                flush=True,
-            )
+            name = f"{stage} {'bf16' if bf16 else 'fp32'} {VARIANTS[recompute]}"
+            sys.stdout.write(
+                f"MATRIX {name} {rank} {verdict} {written}\n"
+            )  # in one piece, or ranks would mix in a line
