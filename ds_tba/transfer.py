@@ -14,6 +14,7 @@ import torch
 
 from ds_tba.io.base import IoBackend
 from ds_tba.spans import Span, SpanAllocator
+from ds_tba.tensors import host_view
 
 
 class Accelerator(Protocol):
@@ -63,6 +64,13 @@ class StagingRing:
         self._synchronous = accelerator.is_synchronized_device()
         self.slots = SpanAllocator(staging_bytes, backend.alignment_bytes)
         self._memory: torch.Tensor | None = self._allocate(self.slots.capacity_bytes)
+        self._closed_memory: torch.Tensor | None = None
+        self._lent = 0
+
+    @property
+    def lends(self) -> bool:
+        """Whether staging is device memory too, so that a slot can be a tensor's memory and nothing need be copied."""
+        return self._synchronous
 
     def view(self, slot: Span) -> torch.Tensor:
         """The bytes of a slot (uint8, 1-D, aligned)."""
@@ -89,6 +97,17 @@ class StagingRing:
             event.synchronize()
         return data
 
+    def lend(self, slot: Span, nbytes: int) -> torch.Tensor:
+        """The first ``nbytes`` of a slot as a tensor of its own storage; :meth:`returned` when that storage is gone."""
+        self._lent += 1
+        return torch.frombuffer(host_view(self.view(slot)), dtype=torch.uint8)[:nbytes]
+
+    def returned(self) -> None:
+        """A lent slot came back."""
+        self._lent -= 1
+        if self._lent == 0 and self._memory is None:
+            self._free()
+
     def overflow(self, nbytes: int) -> torch.Tensor:
         """Aligned host memory outside the ring, for a read that cannot wait for room in it."""
         nbytes = self.slots.padded(nbytes)
@@ -97,8 +116,14 @@ class StagingRing:
         return memory[start : start + nbytes]
 
     def close(self) -> None:
-        """Give the memory back. Idempotent."""
-        memory, self._memory = self._memory, None
+        """Give the memory back, or let the return of the last lent slot do so. Idempotent."""
+        if self._memory is not None:
+            self._closed_memory, self._memory = self._memory, None
+            if self._lent == 0:
+                self._free()
+
+    def _free(self) -> None:
+        memory, self._closed_memory = self._closed_memory, None
         if memory is not None and self._synchronous:
             self._backend.free_staging(memory)
 

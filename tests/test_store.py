@@ -59,6 +59,7 @@ def test_bytes_come_back_and_nothing_is_held(make_store: StoreFactory, backend: 
     for _ in range(2):
         loaded = store.get(ticket, CPU)
         assert loaded.stored and torch.equal(loaded.data, data)
+        del loaded  # its memory is a staging slot
     store.release(ticket)
     nothing_is_held(store)
     padded = -(-nbytes // 4096) * 4096
@@ -110,6 +111,7 @@ def test_a_write_not_begun_is_cancelled(make_store: StoreFactory) -> None:
     forwarded, dropped = put(store, data), put(store, noise(MIB))
     loaded = store.get(forwarded, CPU)
     assert not loaded.stored and torch.equal(loaded.data, data)
+    del loaded  # its memory is a staging slot
     store.release(dropped)
     gate.opened.set()
     until(lambda: blocker.state is TicketState.STORED, "the blocker")
@@ -333,6 +335,26 @@ def test_a_lane_survives_what_no_backend_should_raise(make_store: StoreFactory) 
     assert torch.equal(store.get(ticket, CPU).data, data)
 
 
+def test_a_lent_slot_comes_back_with_its_tensor_and_not_before(make_store: StoreFactory, backend: IoBackend) -> None:
+    store = make_store(backend, staging_bytes=2 * MIB)
+    pieces = [noise(2 * MIB), noise(2 * MIB)]
+    tickets = [stored(store, piece) for piece in pieces]
+    first = store.get(tickets[0], CPU).data
+    view = first[MIB:].view(torch.int32)
+    assert store.ring.slots.used_bytes == 2 * MIB
+    assert torch.equal(store.get(tickets[1], CPU).data, pieces[1])  # around staging, which the first one holds
+    assert torch.equal(first, pieces[0])
+    del first
+    assert store.ring.slots.used_bytes == 2 * MIB
+    del view
+    assert store.ring.slots.used_bytes == 0
+    kept = store.get(tickets[0], CPU).data
+    store.close()
+    assert torch.equal(kept, pieces[0])  # memory outlives the store while someone holds it
+    del kept
+    assert store.ring._closed_memory is None or store.ring._lent == 0
+
+
 class NoMemory(Exception):
     pass
 
@@ -352,6 +374,7 @@ def test_a_hand_over_without_device_memory_may_be_tried_again(
 
     with monkeypatch.context() as patch:
         patch.setattr(store.ring, "copy_in", no_memory)
+        patch.setattr(store.ring, "lend", no_memory)
         for ticket in tickets:
             with pytest.raises(NoMemory):
                 store.get(ticket, CPU)
@@ -360,6 +383,7 @@ def test_a_hand_over_without_device_memory_may_be_tried_again(
     until(lambda: tickets[2].state is TicketState.STORED, "the writes")
     with monkeypatch.context() as patch:
         patch.setattr(store.ring, "copy_in", no_memory)
+        patch.setattr(store.ring, "lend", no_memory)
         with pytest.raises(NoMemory):
             store.get(tickets[0], CPU)
     for index in (0, 2):

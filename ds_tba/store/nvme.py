@@ -12,7 +12,6 @@ takes no more tensors. A failed read is tried once more and then raises: those b
 
 from __future__ import annotations
 
-import errno
 import logging
 import queue
 import threading
@@ -23,7 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ds_tba.errors import ActivationCorruptionError, ActivationLostError, StateError, StorageError, TransferError
+from ds_tba.errors import ActivationLostError, StateError, StorageError
 from ds_tba.io.base import IoBackend, IoHandle
 from ds_tba.spans import Span
 from ds_tba.store.base import Loaded, Refusal, Store, Ticket, TicketState
@@ -40,7 +39,6 @@ PREFETCH_PART_OF_STAGING = 0.5
 SLOW_WAIT_S = 30.0
 CLOSE_TIMEOUT_S = 60.0
 _S = TicketState
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +47,19 @@ class Lanes:
 
     write: int
     read: int
+
+
+class _Loan:
+    """Lies on the storage that a slot was lent to, and gives the slot back when that storage is gone."""
+
+    __slots__ = ("_slot", "_store")
+
+    def __init__(self, store: NvmeStore, slot: Span) -> None:
+        self._store = store
+        self._slot = slot
+
+    def __del__(self) -> None:
+        self._store.take_back(self._slot)
 
 
 class NvmeStore(Store):
@@ -70,7 +81,7 @@ class NvmeStore(Store):
         self._integrity = Integrity(integrity, backend.blocks)
         # Not reentrant on purpose: see release().
         self._changed = threading.Condition(threading.Lock())
-        self._released: queue.SimpleQueue[Ticket] = queue.SimpleQueue()
+        self._released: queue.SimpleQueue[Ticket | Span] = queue.SimpleQueue()
         self._prefetch_limit_bytes = int(ring.slots.capacity_bytes * PREFETCH_PART_OF_STAGING)
         self._prefetched_bytes = 0
         self._writes_under_way = 0
@@ -147,7 +158,14 @@ class NvmeStore(Store):
         return self._load(ticket, device)
 
     def release(self, ticket: Ticket) -> None:
-        self._released.put(ticket)
+        self._note(ticket)
+
+    def take_back(self, slot: Span) -> None:
+        """A lent slot is free again; callable from finalizers, as :meth:`release`."""
+        self._note(slot)
+
+    def _note(self, released: Ticket | Span) -> None:
+        self._released.put(released)
         # A finalizer may run while this very thread holds the lock: then acquire() fails and the holder, or the next
         # call into the store, finds the note.
         if self._changed.acquire(blocking=False):
@@ -219,6 +237,11 @@ class NvmeStore(Store):
                 ticket = self._released.get_nowait()
             except queue.Empty:
                 return
+            if isinstance(ticket, Span):
+                self.ring.slots.free(ticket)
+                self.ring.returned()
+                self._changed.notify_all()
+                continue
             ticket.released = True
             copying = ticket.state is _S.QUEUED and ticket.copy is not None
             if ticket.state not in (_S.STAGING, _S.FORWARDING, _S.WRITING, _S.READING, _S.RELEASED) and not copying:
@@ -258,7 +281,7 @@ class NvmeStore(Store):
 
     def _forward_instead_of_write(self, ticket: Ticket, device: torch.device) -> Loaded:
         try:
-            data = self._copy_staged(ticket, device)
+            data = self._lend(_slot(ticket), ticket.nbytes) if self.ring.lends else self._copy_staged(ticket, device)
         except BaseException:  # such as no device memory: the script may catch that and go on
             with self._changed:
                 ticket.move(_S.QUEUED)
@@ -269,6 +292,8 @@ class NvmeStore(Store):
             self.stats.cancelled_bytes += ticket.nbytes
             self._write_is_over(ticket)
             ticket.move(_S.RELEASED)
+            if self.ring.lends:
+                ticket.slot = None
             self._free(ticket)
         return Loaded(data, stored=False)
 
@@ -297,16 +322,28 @@ class NvmeStore(Store):
             if ticket.error is not None:
                 # A new exception each time: one that is kept would keep the frames it passed through.
                 raise type(ticket.error)(str(ticket.error)) from ticket.error
-        source = ticket.host if ticket.host is not None else self.ring.view(_slot(ticket))
-        data = self.ring.copy_in(source, ticket.nbytes, device)
+        lent = self.ring.lends and ticket.state is _S.LOADED and ticket.slot is not None
+        if lent:
+            data = self._lend(_slot(ticket), ticket.nbytes)
+        else:
+            source = ticket.host if ticket.host is not None else self.ring.view(_slot(ticket))
+            data = self.ring.copy_in(source, ticket.nbytes, device)
         if ticket.state is _S.RESCUED:
             return Loaded(data, stored=True)
         with self._changed:
             self._end_prefetch(ticket)
             ticket.host = None
             ticket.move(_S.STORED)
+            if lent:
+                ticket.slot = None
             self._free_slot(ticket)
         return Loaded(data, stored=True)
+
+    def _lend(self, slot: Span, nbytes: int) -> torch.Tensor:
+        """A slot as the tensor's own memory: on the CPU a copy would cost as much as the read."""
+        data = self.ring.lend(slot, nbytes)
+        data.untyped_storage()._ds_tba_loan = _Loan(self, slot)  # type: ignore[attr-defined]
+        return data
 
     def _wait_until_loaded(self, ticket: Ticket) -> None:
         warned = False
@@ -396,19 +433,10 @@ class NvmeStore(Store):
             self._act_on_releases()
 
     def _note_rescue(self, ticket: Ticket, failure: Exception | None) -> None:
-        path: SwapPath = ticket.path
         self.stats.rescued_bytes += ticket.nbytes
         self.stats.fallbacks[Refusal.PATH_FAILED.value] += 1
-        if path.failure is not None or failure is None:
-            return
-        path.failure = str(failure)
-        full = isinstance(failure, TransferError) and failure.errno in _FULL
-        logger.warning(
-            "%s: %s (%s); from here on activations stay in memory instead",
-            path.file.directory,
-            "the drive is full" if full else "a write failed",
-            failure,
-        )
+        if failure is not None:
+            ticket.path.fail(failure)
 
     def _read(self, ticket: Ticket, handle: IoHandle) -> None:
         with self._changed:
@@ -417,7 +445,7 @@ class NvmeStore(Store):
             ticket.move(_S.READING)
             self.stats.reads.start()
         target = ticket.host if ticket.host is not None else self.ring.view(_slot(ticket))
-        failure = self._read_checked(ticket, target, handle)
+        failure = ticket.path.read_checked(ticket, target, handle, self._integrity)
         with self._changed:
             self.stats.reads.stop(ticket.extent.nbytes if failure is None else 0)
             ticket.error = failure
@@ -429,31 +457,6 @@ class NvmeStore(Store):
                 self._give_up(ticket)
             self._act_on_releases()
             self._changed.notify_all()
-
-    def _read_checked(self, ticket: Ticket, target: torch.Tensor, handle: IoHandle) -> StorageError | None:
-        where = f"{ticket.path.file.directory}, offset {ticket.extent.offset}, {ticket.extent.nbytes} bytes"
-        try:
-            try:
-                handle.read(target, ticket.extent.offset)
-            except TransferError as first:
-                logger.warning("%s: %s; trying once more", where, first)
-                handle.read(target, ticket.extent.offset)
-            mismatch = self._integrity.compare(target, ticket.checksums)
-        except Exception as error:  # noqa: BLE001 - a lane must survive anything, or backward would wait for ever
-            lost = ActivationLostError(
-                f"{where}: the activation cannot be read back ({error}). Stop, check the drive (dmesg, smartctl), and "
-                "resume from the last checkpoint."
-            )
-            lost.__cause__ = error
-            return lost
-        if mismatch is None:
-            return None
-        return ActivationCorruptionError(
-            f"{where}: bytes read back are not the bytes written: {mismatch.nbytes} bytes at file offset "
-            f"{ticket.extent.offset + mismatch.offset} have CRC-32 {mismatch.found:#010x}, expected "
-            f"{mismatch.expected:#010x}. A write was lost, short or stale: check the drive (dmesg, smartctl), and "
-            "resume from the last checkpoint."
-        )
 
 
 def _slot(ticket: Ticket) -> Span:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 
-from ds_tba.io.base import IoBackend
+import torch
+
+from ds_tba.errors import ActivationCorruptionError, ActivationLostError, StorageError, TransferError
+from ds_tba.io.base import IoBackend, IoHandle
 from ds_tba.spans import Span, SpanAllocator
+from ds_tba.store.base import Ticket
+from ds_tba.store.integrity import Integrity
 from ds_tba.store.lanes import Lane, LaneQueue
 from ds_tba.store.swap_file import SwapFile
 
 logger = logging.getLogger(__name__)
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class SwapPath:
@@ -47,3 +55,44 @@ class SwapPath:
             return False
         self.extents.grow(self.file.size_bytes)
         return grown
+
+    def fail(self, failure: Exception) -> None:
+        """Take no more tensors, because a write failed. Said once."""
+        if self.failure is not None:
+            return
+        self.failure = str(failure)
+        full = isinstance(failure, TransferError) and failure.errno in _FULL
+        logger.warning(
+            "%s: %s (%s); from here on activations stay in memory instead",
+            self.file.directory,
+            "the drive is full" if full else "a write failed",
+            failure,
+        )
+
+    def read_checked(
+        self, ticket: Ticket, target: torch.Tensor, handle: IoHandle, integrity: Integrity
+    ) -> StorageError | None:
+        """Read a ticket's bytes into ``target``; what stands against using them, or None."""
+        where = f"{self.file.directory}, offset {ticket.extent.offset}, {ticket.extent.nbytes} bytes"
+        try:
+            try:
+                handle.read(target, ticket.extent.offset)
+            except TransferError as first:
+                logger.warning("%s: %s; trying once more", where, first)
+                handle.read(target, ticket.extent.offset)
+            mismatch = integrity.compare(target, ticket.checksums)
+        except Exception as error:  # noqa: BLE001 - a lane must survive anything, or backward would wait for ever
+            lost = ActivationLostError(
+                f"{where}: the activation cannot be read back ({error}). Stop, check the drive (dmesg, smartctl), and "
+                "resume from the last checkpoint."
+            )
+            lost.__cause__ = error
+            return lost
+        if mismatch is None:
+            return None
+        return ActivationCorruptionError(
+            f"{where}: bytes read back are not the bytes written: {mismatch.nbytes} bytes at file offset "
+            f"{ticket.extent.offset + mismatch.offset} have CRC-32 {mismatch.found:#010x}, expected "
+            f"{mismatch.expected:#010x}. A write was lost, short or stale: check the drive (dmesg, smartctl), and "
+            "resume from the last checkpoint."
+        )
