@@ -79,12 +79,25 @@ def test_prefetched_bytes_come_back(make_store: StoreFactory, backend: IoBackend
 
 
 def test_prefetch_is_bounded_and_what_is_not_wanted_is_given_back(make_store: StoreFactory) -> None:
-    store = make_store(staging_bytes=8 * MIB)
-    tickets = [stored(store, noise(MIB)) for _ in range(8)]
-    assert [store.prefetch(ticket) for ticket in tickets] == [True] * 4 + [False] * 4
-    for ticket in tickets:
+    gate = Gate()
+    store = make_store(ScriptedBackend(gate), staging_bytes=8 * MIB)
+    gate.opened.set()
+    tickets = [stored(store, noise(MIB)) for _ in range(10)]
+    gate.opened.clear()
+    write = put(store, noise(MIB))
+    assert [store.prefetch(ticket) for ticket in tickets] == [True] * 4 + [False] * 6  # half, beside writes
+    gate.opened.set()
+    until(lambda: write.state is TicketState.STORED, "the write")
+    assert [store.prefetch(ticket) for ticket in tickets] == [True] * 8 + [False] * 2  # all of staging
+    for ticket in [*tickets, write]:
         store.release(ticket)
     nothing_is_held(store)
+
+
+def test_a_tensor_larger_than_half_of_staging_is_read_ahead_too(make_store: StoreFactory) -> None:
+    store = make_store(staging_bytes=4 * MIB)
+    ticket = stored(store, noise(3 * MIB))
+    assert store.prefetch(ticket)
 
 
 def test_an_unfinished_write_is_handed_over_from_memory(make_store: StoreFactory) -> None:

@@ -82,7 +82,6 @@ class NvmeStore(Store):
         # Not reentrant on purpose: see release().
         self._changed = threading.Condition(threading.Lock())
         self._released: queue.SimpleQueue[Ticket | Span] = queue.SimpleQueue()
-        self._prefetch_limit_bytes = int(ring.slots.capacity_bytes * PREFETCH_PART_OF_STAGING)
         self._prefetched_bytes = 0
         self._writes_under_way = 0
         self._closed = False
@@ -129,7 +128,7 @@ class NvmeStore(Store):
             self._act_on_releases()
             if ticket.state is not _S.STORED or self._closed:
                 return True  # in memory already, or nothing to do
-            if self._prefetched_bytes + ticket.extent.nbytes > self._prefetch_limit_bytes:
+            if not self._may_prefetch(ticket.extent.nbytes):
                 return False
             slot = self.ring.slots.allocate(ticket.extent.nbytes)
             if slot is None:
@@ -218,6 +217,12 @@ class NvmeStore(Store):
                 return Ticket(nbytes, path, extent, slot)
         self.ring.slots.free(slot)
         return Refusal.NO_SPACE if working else Refusal.PATH_FAILED
+
+    def _may_prefetch(self, nbytes: int) -> bool:
+        """Reads ahead leave half of staging to writes, while there are any; one tensor may always be read ahead."""
+        if not self._writes_under_way or not self._prefetched_bytes:
+            return True
+        return self._prefetched_bytes + nbytes <= self.ring.slots.capacity_bytes * PREFETCH_PART_OF_STAGING
 
     def _wait_for_slot(self, nbytes: int) -> Span | None:
         started = time.perf_counter()
