@@ -1,6 +1,6 @@
 """Step time and peak memory of the example's model: keep, nvme, recompute and save_on_cpu, as ratios to keep.
 
-    python benchmarks/step_time.py [--rounds 5] [--steps 4] [--width 512 --depth 12 --sequence 512 --batch 4]
+    python benchmarks/step_time.py [--rounds 5] [--steps 4] [--width 512 --depth 8 --sequence 512 --batch 8]
 
 Every measurement is a process of its own; the variants take turns, in a new random order each round, because machines
 are noisy. Reported are medians over the rounds of each process's median step time and of its peak memory, divided by
@@ -148,14 +148,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=4, help="measured steps in each process")
     parser.add_argument("--warmup", type=int, default=2, help="steps before them")
     parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--depth", type=int, default=12)
+    parser.add_argument("--depth", type=int, default=8)
     parser.add_argument("--sequence", type=int, default=512)
-    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--zero", type=int, default=0)
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--backend", default="posix", help="io.backend of nvme")
     parser.add_argument("--placement", default="adaptive")
-    parser.add_argument("--staging_mib", type=int, default=32)
+    parser.add_argument("--staging_mib", type=int, default=48)
     parser.add_argument("--nvme_path", default=".")
     parser.add_argument("--variants", nargs="+", default=VARIANTS, choices=VARIANTS)
     parser.add_argument("--json", type=Path, help="write every measurement to this file")

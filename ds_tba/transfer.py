@@ -100,7 +100,12 @@ class StagingRing:
     def lend(self, slot: Span, nbytes: int) -> torch.Tensor:
         """The first ``nbytes`` of a slot as a tensor of its own storage; :meth:`returned` when that storage is gone."""
         self._lent += 1
-        return torch.frombuffer(host_view(self.view(slot)), dtype=torch.uint8)[:nbytes]
+        return self.as_tensor(self.view(slot), nbytes)
+
+    @staticmethod
+    def as_tensor(host: torch.Tensor, nbytes: int) -> torch.Tensor:
+        """The first ``nbytes`` of host memory as a tensor of its own storage (and version counter), not copied."""
+        return torch.frombuffer(host_view(host), dtype=torch.uint8)[:nbytes]
 
     def returned(self) -> None:
         """A lent slot came back."""

@@ -330,6 +330,8 @@ class NvmeStore(Store):
         lent = self.ring.lends and ticket.state is _S.LOADED and ticket.slot is not None
         if lent:
             data = self._lend(_slot(ticket), ticket.nbytes)
+        elif self.ring.lends and ticket.state is _S.LOADED and ticket.host is not None:
+            data = self.ring.as_tensor(ticket.host, ticket.nbytes)
         else:
             source = ticket.host if ticket.host is not None else self.ring.view(_slot(ticket))
             data = self.ring.copy_in(source, ticket.nbytes, device)
