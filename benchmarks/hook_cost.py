@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
         backend = PosixBackend()
         ring = StagingRing(CpuAccelerator(), backend, STAGING_BYTES)
         store = NvmeStore([SwapFile(Path(directory), 1 << 30)], backend, ring, Lanes(2, 2), "sampled")
-        cache = TensorCache(store, "cpu", ELEMENTS)
+        cache = TensorCache([store], "cpu", ELEMENTS)
         for kind, make in KINDS.items():
             measure(cache, store, make, max(options.counts))  # warm up: pages, extents, the allocator
             for _ in range(options.rounds):

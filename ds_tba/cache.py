@@ -18,16 +18,16 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from ds_tba.errors import ActivationModifiedError, StateError
-from ds_tba.store.base import Refusal, Store, Ticket
+from ds_tba.store.base import Store, Ticket
 from ds_tba.telemetry.stats import CacheStats
 from ds_tba.tensors import (
     Eligibility,
@@ -219,17 +219,17 @@ class TensorCache:
     """Moves saved tensors into a store during forward and back during backward.
 
     Args:
-        store: where eligible storages go; None keeps everything and only measures.
+        stores: where eligible storages go, in order of preference; without any, everything is kept and measured.
         device_type: the training device, such as ``"cuda"``.
         min_tensor_bytes: storages smaller than this are kept.
         wait_for_staging: wait for room in staging instead of keeping the tensor.
     """
 
     def __init__(
-        self, store: Store | None, device_type: str, min_tensor_bytes: int, *, wait_for_staging: bool = False
+        self, stores: Sequence[Store[Any]], device_type: str, min_tensor_bytes: int, *, wait_for_staging: bool = False
     ) -> None:
         self.stats = CacheStats()
-        self._store = store
+        self._stores = tuple(stores)
         self._device_type = device_type
         self._min_tensor_bytes = min_tensor_bytes
         self._wait = wait_for_staging
@@ -369,21 +369,23 @@ class TensorCache:
     def _place(self, record: SavedStorage, tensor: torch.Tensor, why: Eligibility) -> None:
         reason = why.value
         if why is Eligibility.ELIGIBLE:
-            taken = self._store.put(storage_bytes(tensor), wait=self._wait) if self._store else None
-            if isinstance(taken, Ticket):
-                record.ticket = taken
-                record.state = RecordState.OFFLOADED
-                record.micro_step = self._micro_step
-                record.index = self._micro_step.add(record)
-                return
-            reason = taken.value if isinstance(taken, Refusal) else "placement keep"
+            reason = "placement keep"
+            for store in self._stores:
+                taken = store.put(storage_bytes(tensor), wait=self._wait)
+                if isinstance(taken, Ticket):
+                    record.ticket = taken
+                    record.state = RecordState.OFFLOADED
+                    record.micro_step = self._micro_step
+                    record.index = self._micro_step.add(record)
+                    return
+                reason = taken.value
         self.stats.kept_bytes[reason] += record.nbytes
         self.stats.resident.add(record.nbytes)
 
     def _reload(self, record: SavedStorage) -> torch.Tensor:
-        if record.ticket is None or self._store is None:
+        if record.ticket is None:
             raise StateError(f"a saved storage '{record.state.value}' has no ticket; this is a bug in ds_tba")
-        loaded = self._store.get(record.ticket, record.device)
+        loaded = record.ticket.store.get(record.ticket, record.device)
         record.move(RecordState.RELOADED if loaded.stored else RecordState.FORWARDED)
         record.data = loaded.data
         record.data_version = loaded.data._version
@@ -402,8 +404,8 @@ class TensorCache:
 
     def _prefetch_after(self, record: SavedStorage) -> None:
         """Start reading what backward will want next: [Note: Records] in the order learned, or in reverse."""
-        step, store = record.micro_step, self._store
-        if step is None or store is None:
+        step = record.micro_step
+        if step is None:
             return
         if not step.order:
             learned_for, order = self._learned
@@ -413,7 +415,8 @@ class TensorCache:
         step.cursor = max(step.cursor, step.position.get(record.index, 0) + 1)
         while step.cursor < len(step.order):
             ahead = step.records[step.order[step.cursor]]
-            if ahead is not None and ahead.ticket is not None and not store.prefetch(ahead.ticket):
+            ticket = ahead.ticket if ahead is not None else None
+            if ticket is not None and not ticket.store.prefetch(ticket):
                 return
             step.cursor += 1
 
@@ -446,8 +449,8 @@ class TensorCache:
         self.stats.saved.add(-record.nbytes)
         if self._records.get(record.key) is record:
             del self._records[record.key]
-        if record.ticket is not None and self._store is not None:
-            self._store.release(record.ticket)
+        if record.ticket is not None:
+            record.ticket.store.release(record.ticket)
         step, record.micro_step = record.micro_step, None
         if step is not None:
             step.records[record.index] = None

@@ -146,6 +146,11 @@ class OffloadConfig(_Block):
                 'for example "nvme_path": "/local_nvme"',
                 {"placement": self.placement},
             )
+        if self.enabled and self.placement == "host" and not self.host_budget_bytes:
+            raise PydanticCustomError(
+                "host_budget_needed",
+                'host_budget_bytes is 0: placement "host" needs the bytes of host memory that it may take',
+            )
         if self.min_tensor_bytes > self.io.staging_bytes:
             raise PydanticCustomError(
                 "min_tensor_bytes",

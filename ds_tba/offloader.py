@@ -12,17 +12,20 @@ import threading
 import time
 from collections import Counter
 from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import asdict
 from pathlib import Path
 
 from ds_tba.cache import TensorCache
-from ds_tba.config import AioConfig, OffloadConfig
-from ds_tba.errors import ConfigError, IncompatibleError
+from ds_tba.config import BLOCK, AioConfig, OffloadConfig
+from ds_tba.errors import ConfigError
 from ds_tba.io.select import Selection, select_backend
+from ds_tba.store.host import HostStore
 from ds_tba.store.nvme import Lanes, NvmeStore
 from ds_tba.store.paths import SwapDirectory, check_directories
 from ds_tba.store.swap_file import SwapFile
 from ds_tba.telemetry.report import OffloadReport, rank_path
 from ds_tba.telemetry.stats import StoreStats
+from ds_tba.telemetry.wear import PathWear, path_wear
 from ds_tba.transfer import Accelerator, StagingRing, pins_memory
 
 logger = logging.getLogger(__name__)
@@ -34,7 +37,7 @@ FREE_SPACE_PART = 0.9
 REPORT_AGE_S = 1.0
 
 # Keys of the contract that only a planner can act on; naming them must not look like it had an effect.
-_NOT_ACTED_ON = ("activation_budget_bytes", "blocks", "host_budget_bytes", "max_step_overhead", "recompute", "ssd")
+_NOT_ACTED_ON = ("activation_budget_bytes", "blocks", "max_step_overhead", "recompute")
 
 
 class ActivationOffloader:
@@ -49,7 +52,7 @@ class ActivationOffloader:
         ranks_on_node: ranks that share this machine's directories.
 
     Raises:
-        PathError, ConfigError, BackendUnavailableError, IncompatibleError: what stands in the way of training, with
+        PathError, ConfigError, BackendUnavailableError: what stands in the way of training, with
             the repair; nothing is left open.
     """
 
@@ -69,19 +72,21 @@ class ActivationOffloader:
         self._state = "running"
         self._pid = os.getpid()
         self._closing = threading.Lock()
+        self._started_at = time.monotonic()
+        self._ended_at: float | None = None
         self._written_at = -REPORT_AGE_S
         self._selection: Selection | None = None
         self._directories: list[SwapDirectory] = []
-        self._store: NvmeStore | None = None
-        if config.placement == "host":
-            raise IncompatibleError(
-                'placement "host" is not available in this version of ds_tba: set "placement" to "adaptive" or "nvme".'
-            )
         self._report_path = _checked_report_path(config.report.path, rank)
-        if config.uses_nvme:
-            self._open_store(aio_config, accelerator, zero_uses_nvme, ranks_on_node)
+        uses_host = config.host_budget_bytes > 0 and config.placement != "keep"
+        if uses_host:
+            _check_host_memory(config.host_budget_bytes, ranks_on_node)
+        self._store: NvmeStore | None = (
+            self._open_store(aio_config, accelerator, zero_uses_nvme, ranks_on_node) if config.uses_nvme else None
+        )
+        self._host: HostStore | None = self._open_host(accelerator) if uses_host else None
         self.cache = TensorCache(
-            self._store,
+            [store for store in (self._store, self._host) if store is not None],
             accelerator.device_name(),
             config.min_tensor_bytes,
             wait_for_staging=config.placement == "nvme",
@@ -108,13 +113,15 @@ class ActivationOffloader:
         """What happened so far."""
         cache = self.cache.stats
         store = self._store.stats if self._store is not None else StoreStats()
+        host = self._host.stats if self._host is not None else StoreStats()
         slots = self._store.ring.slots if self._store is not None else None
-        kept, fallbacks = Counter(cache.kept_bytes), Counter(store.fallbacks)
+        # What NVMe refuses and the host tier refuses too is one fallback.
+        kept, fallbacks = Counter(cache.kept_bytes), Counter((store if self._store else host).fallbacks)
         return OffloadReport(
             state=self._state,
             rank=self._rank,
             backend=self._selection.backend.name if self._selection else "none",
-            backend_reason=self._selection.reason if self._selection else "placement keep",
+            backend_reason=self._selection.reason if self._selection else f"placement {self.config.placement}",
             paths=[str(directory.path) for directory in self._directories],
             placement=self.config.placement,
             integrity=self.config.io.integrity,
@@ -122,14 +129,14 @@ class ActivationOffloader:
             micro_steps=cache.micro_steps,
             packed_tensors=cache.packed_tensors,
             passed_through_tensors=cache.passed_through_tensors,
-            offloaded_bytes=store.offloaded_bytes,
+            offloaded_bytes=store.offloaded_bytes + host.offloaded_bytes,
             written_bytes=store.writes.nbytes,
             read_bytes=store.reads.nbytes,
             forwarded_bytes=store.forwarded_bytes,
             cancelled_bytes=store.cancelled_bytes,
             deduplicated_bytes=cache.deduplicated_bytes,
             kept_bytes=sum(kept.values()),
-            host_bytes=store.rescued_bytes,
+            host_bytes=host.offloaded_bytes + store.rescued_bytes,
             recomputed_bytes=0,
             peak_staging_bytes=slots.peak_used_bytes if slots else 0,
             swap_file_bytes=sum(path.file.size_bytes for path in self._store.paths) if self._store else 0,
@@ -141,10 +148,19 @@ class ActivationOffloader:
             stall_s=store.stall_s,
             kept_bytes_by_reason=dict(kept),
             fallbacks_by_reason=dict(fallbacks),
+            wear=[asdict(one) for one in self._wear()],
         )
+
+    def _wear(self) -> list[PathWear]:
+        elapsed_s = (self._ended_at or time.monotonic()) - self._started_at
+        rated = self.config.ssd.rated_endurance_tbw
+        paths = self._store.paths if self._store is not None else []
+        return [path_wear(path.file.directory, path.written_bytes, elapsed_s, rated) for path in paths]
 
     def start_line(self) -> str:
         """What will run, for the log."""
+        if self._host is not None and self._store is None:
+            return f"ds_tba: activations go to host memory, up to {self.config.host_budget_bytes} bytes per rank"
         if self._selection is None or self._store is None:
             return 'ds_tba: placement "keep": activations are measured, not moved'
         config, files = self.config, [path.file for path in self._store.paths]
@@ -156,9 +172,13 @@ class ActivationOffloader:
             f"{config.io.staging_bytes}",
             f"{config.io.write_lanes} write and {config.io.read_lanes} read lanes, integrity {config.io.integrity}",
         ]
+        if self._host is not None:
+            parts.append(f"what NVMe cannot take goes to host memory, up to {config.host_budget_bytes} bytes per rank")
         if not all(file.direct for file in files):
             parts.append("no O_DIRECT on this file system: I/O goes through the page cache and is slower")
         ignored = [key for key in _NOT_ACTED_ON if getattr(config, key) != OffloadConfig.model_fields[key].default]
+        ignored += ["report.trace_path"] if config.report.trace_path else []
+        ignored += ["ssd.min_life_days"] if config.ssd.min_life_days else []
         if ignored:
             parts.append(f"not acted on in this version: {', '.join(ignored)}")
         return "; ".join(parts)
@@ -190,9 +210,11 @@ class ActivationOffloader:
             if self._state == "finished":
                 return
             self.cache.settle()
-            if self._store is not None:
-                self._store.close()
+            for store in (self._store, self._host):
+                if store is not None:
+                    store.close()
             self._state = "finished"
+            self._ended_at = time.monotonic()
             logger.info("ds_tba, rank %d: %s", self._rank, self.report().summary())
             self.write_report()
         atexit.unregister(self.close)
@@ -205,9 +227,17 @@ class ActivationOffloader:
 
     # ---- building -----------------------------------------------------------------------------------------------
 
+    def _open_host(self, accelerator: Accelerator) -> HostStore:
+        try:
+            return HostStore(accelerator, self.config.host_budget_bytes)
+        except BaseException:
+            if self._store is not None:
+                self._store.close()
+            raise
+
     def _open_store(
         self, aio_config: AioConfig, accelerator: Accelerator, zero_uses_nvme: bool, ranks_on_node: int
-    ) -> None:
+    ) -> NvmeStore:
         config = self.config
         needed = config.io.swap_file_bytes or config.io.staging_bytes
         self._directories = check_directories(config.nvme_paths, needed, ranks_on_node)
@@ -225,8 +255,20 @@ class ActivationOffloader:
             ring = StagingRing(accelerator, self._selection.backend, config.io.staging_bytes)
             undo.callback(ring.close)
             lanes = Lanes(config.io.write_lanes, config.io.read_lanes)
-            self._store = NvmeStore(files, self._selection.backend, ring, lanes, config.io.integrity)
+            store = NvmeStore(files, self._selection.backend, ring, lanes, config.io.integrity)
             undo.pop_all()
+        return store
+
+
+def _check_host_memory(budget_bytes: int, ranks_on_node: int) -> None:
+    """Refuse a budget that the machine's free memory cannot hold, before taking it page by page."""
+    meminfo = Path("/proc/meminfo").read_text()
+    free_bytes = int(meminfo.partition("MemAvailable:")[2].split()[0]) * 1024
+    if budget_bytes * ranks_on_node > free_bytes:
+        raise ConfigError(
+            f'"{BLOCK}.host_budget_bytes" is {budget_bytes} for each of {ranks_on_node} rank(s) of this machine, with '
+            f"{free_bytes} bytes of memory available: lower it to {free_bytes // ranks_on_node} at most."
+        )
 
 
 def _checked_report_path(path: str | None, rank: int) -> Path | None:

@@ -51,6 +51,27 @@ class PendingCopy:
         self._source = None
 
 
+def copy_out(accelerator: Accelerator, data: torch.Tensor, host: torch.Tensor) -> PendingCopy | None:
+    """Copy device bytes into host memory; None where that is done at return, as on a synchronous device."""
+    host[: data.numel()].copy_(data, non_blocking=True)
+    if accelerator.is_synchronized_device():
+        return None
+    event = accelerator.Event()
+    event.record()
+    return PendingCopy(event, data)
+
+
+def copy_in(accelerator: Accelerator, host: torch.Tensor, nbytes: int, device: torch.device) -> torch.Tensor:
+    """``nbytes`` of host bytes as a new device tensor (uint8, 1-D); ``host`` may be reused at return."""
+    data = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    data.copy_(host[:nbytes], non_blocking=True)
+    if not accelerator.is_synchronized_device():
+        event = accelerator.Event()
+        event.record()
+        event.synchronize()
+    return data
+
+
 class StagingRing:
     """The only host memory through which bytes pass, bounded by ``staging_bytes``, exact in size.
 
@@ -79,23 +100,12 @@ class StagingRing:
         return self._memory[slot.offset : slot.offset + slot.nbytes]
 
     def copy_out(self, data: torch.Tensor, slot: Span) -> PendingCopy | None:
-        """Copy device bytes into a slot; None where that is done at return, as on a synchronous device."""
-        self.view(slot)[: data.numel()].copy_(data, non_blocking=True)
-        if self._synchronous:
-            return None
-        event = self._accelerator.Event()
-        event.record()
-        return PendingCopy(event, data)
+        """:func:`copy_out` into a slot."""
+        return copy_out(self._accelerator, data, self.view(slot))
 
     def copy_in(self, host: torch.Tensor, nbytes: int, device: torch.device) -> torch.Tensor:
-        """``nbytes`` of host bytes as a new device tensor (uint8, 1-D); ``host`` may be reused at return."""
-        data = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        data.copy_(host[:nbytes], non_blocking=True)
-        if not self._synchronous:
-            event = self._accelerator.Event()
-            event.record()
-            event.synchronize()
-        return data
+        """:func:`copy_in`."""
+        return copy_in(self._accelerator, host, nbytes, device)
 
     def lend(self, slot: Span, nbytes: int) -> torch.Tensor:
         """The first ``nbytes`` of a slot as a tensor of its own storage; :meth:`returned` when that storage is gone."""

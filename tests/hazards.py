@@ -640,7 +640,7 @@ def nvme_cache(directory: Path, *, wait: bool = True, staging_bytes: int = 4 << 
     ring = StagingRing(CpuAccelerator(), backend, staging_bytes)
     store = NvmeStore([SwapFile(directory, 256 << 20)], backend, ring, Lanes(2, 2), "sampled")
     try:
-        yield TensorCache(store, "cpu", LEAST_BYTES, wait_for_staging=wait)
+        yield TensorCache([store], "cpu", LEAST_BYTES, wait_for_staging=wait)
     finally:
         store.close()
 

@@ -153,9 +153,24 @@ class TestSelection:
     def test_memory_that_cannot_be_locked_rules_aio_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("ds_tba.io.select.can_lock", lambda nbytes: False)
         chosen = select_backend(self.config(), AioConfig(), zero_uses_nvme=True, pinned=False)
-        assert chosen.backend.name == "posix" and "lock 1048576 bytes" in chosen.reason
+        assert chosen.backend.name == "posix" and "1048576 bytes" in chosen.reason
         with pytest.raises(BackendUnavailableError, match="ulimit -l unlimited"):
             select_backend(self.config(backend="aio"), AioConfig(), zero_uses_nvme=True, pinned=False)
+
+    def test_too_few_kernel_requests_rule_aio_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(aio, "requests_free", lambda: 79)
+        with pytest.raises(
+            BackendUnavailableError, match=r"needs 80 kernel requests .* leaves 79.*fs.aio-max-nr=1048576"
+        ):
+            select_backend(self.config(backend="aio"), AioConfig(), zero_uses_nvme=False, pinned=True)
+        chosen = select_backend(self.config(), AioConfig(), zero_uses_nvme=True, pinned=True)
+        assert chosen.backend.name == "posix" and "leaves 79" in chosen.reason
+
+    def test_kernel_requests_are_read_from_proc(self, tmp_path: Path) -> None:
+        (tmp_path / "aio-max-nr").write_text("65536\n")
+        assert aio.requests_free(tmp_path) is None
+        (tmp_path / "aio-nr").write_text("5536\n")
+        assert aio.requests_free(tmp_path) == 60000
 
     @pytest.mark.parametrize("name", ["gds", "kvikio"])
     def test_backends_of_later_versions_are_refused(self, name: str) -> None:

@@ -79,6 +79,7 @@ def test_aio_settings_are_inherited() -> None:
         ({**GOOD, "placement": "auto"}, ["placement", "auto", "leave the key out"]),
         ({**GOOD, "io": {"backend": "auto"}}, ["io.backend", "auto"]),
         ({**GOOD, "enabled": "true"}, ["enabled", "'true'", "boolean"]),
+        ({**GOOD, "placement": "host"}, ["host_budget_bytes is 0"]),
         ({"enabled": True}, ["nvme_path", "missing", "/local_nvme"]),
         ({**GOOD, "nvme_path": []}, ["nvme_path", "[]", "non-empty"]),
         ({**GOOD, "nvme_path": 3}, ["nvme_path", "3", "directory"]),

@@ -96,7 +96,7 @@ def test_a_torch_func_transform_in_forward_names_the_way_out() -> None:
 
     from ds_tba.cache import TensorCache
 
-    offloader = SimpleNamespace(saving=TensorCache(None, "cpu", 0).saving)
+    offloader = SimpleNamespace(saving=TensorCache([], "cpu", 0).saving)
     with pytest.raises(IncompatibleError, match=r"torch\.func"):
         engine._forward(offloader, forward, None)  # type: ignore[arg-type]
 

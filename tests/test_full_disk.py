@@ -11,9 +11,9 @@ import hazards
 import pytest
 import torch
 
-from ds_tba.cache import TensorCache
 from ds_tba.errors import PathError
 from ds_tba.store import swap_file
+from ds_tba.store.nvme import NvmeStore
 from ds_tba.store.paths import check_directories
 from ds_tba.store.swap_file import SwapFile
 
@@ -58,7 +58,7 @@ def test_in_mid_run_what_does_not_fit_stays_in_memory(
     monkeypatch.setattr(swap_file, "GROW_STEP_BYTES", 8 * MIB)
     before = free_bytes(small_disk)
     with hazards.nvme_cache(small_disk, staging_bytes=16 * MIB) as cache:
-        store = cache._store
+        (store,) = cache._stores
 
         def deep(saving: hazards.Saving) -> list[torch.Tensor]:
             x = torch.randn(1024, 1024, requires_grad=True)  # 4 MiB
@@ -72,7 +72,7 @@ def test_in_mid_run_what_does_not_fit_stays_in_memory(
             return hazards.grads(x)
 
         hazards.check(deep, cache)
-        assert isinstance(cache, TensorCache) and store is not None
+        assert isinstance(store, NvmeStore)
         assert 0 < store.stats.fallbacks["no space in the swap file"] < 60
         assert store.stats.writes.nbytes > 32 * MIB
         assert caplog.text.count("No space left on device") == 1

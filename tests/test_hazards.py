@@ -13,12 +13,13 @@ import hazards
 import pytest
 import torch
 from conftest import StoreFactory
-from doubles import Gate, ScriptedBackend, fails, slow
+from doubles import CpuAccelerator, Gate, ScriptedBackend, fails, slow
 from torch import Tensor, nn
 
 from ds_tba.cache import MicroStep, RecordState, SavedStorage, StorageKey, TensorCache
 from ds_tba.errors import ActivationCorruptionError, ActivationLostError, StateError
 from ds_tba.io.base import IoBackend
+from ds_tba.store.host import HostStore
 from ds_tba.store.nvme import Lanes, NvmeStore
 from ds_tba.tensors import Stamp
 
@@ -29,7 +30,7 @@ Scenario = Callable[[hazards.Saving], list[Tensor]]
 
 
 def cache_over(store: NvmeStore | None, *, wait: bool = False) -> TensorCache:
-    return TensorCache(store, "cpu", hazards.LEAST_BYTES, wait_for_staging=wait)
+    return TensorCache([] if store is None else [store], "cpu", hazards.LEAST_BYTES, wait_for_staging=wait)
 
 
 def store_is_empty(store: NvmeStore) -> bool:
@@ -72,6 +73,23 @@ def test_gradients_are_exact_when_writes_begin_to_fail(make_store: StoreFactory,
 @scenarios
 def test_kept_gradients_are_exact(scenario: Scenario) -> None:
     hazards.check(scenario, cache_over(None))
+
+
+@scenarios
+def test_gradients_are_exact_in_host_memory(scenario: Scenario) -> None:
+    host = HostStore(CpuAccelerator(), 32 * MIB)
+    cache = TensorCache([host], "cpu", hazards.LEAST_BYTES)
+    hazards.check(scenario, cache)
+    host.put(torch.zeros(1, dtype=torch.uint8), wait=False)  # acts on the notes of finalizers
+    assert sum(segment.spans.used_bytes for segment in host._segments) == 4096
+    host.close()
+
+
+@scenarios
+def test_gradients_are_exact_when_nvme_degrades_to_host_memory(make_store: StoreFactory, scenario: Scenario) -> None:
+    store = make_store(ScriptedBackend(fails("write", first=3)), staging_bytes=8 * MIB)
+    hazards.check(scenario, TensorCache([store, HostStore(CpuAccelerator(), 4 * MIB)], "cpu", hazards.LEAST_BYTES))
+    assert store_is_empty(store)
 
 
 @mutations
@@ -126,7 +144,7 @@ def test_parameters_and_buffers_are_never_written(make_store: StoreFactory) -> N
 
 def test_small_storages_are_kept_and_counted(make_store: StoreFactory) -> None:
     store = make_store()
-    cache = TensorCache(store, "cpu", 1 << 20)
+    cache = TensorCache([store], "cpu", 1 << 20)
     x = torch.randn(1000, requires_grad=True)
     with cache.saving():
         loss = x.exp().sum()

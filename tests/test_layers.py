@@ -11,11 +11,12 @@ PACKAGE = Path(__file__).parents[1] / "ds_tba"
 LEVELS = [
     ["errors"],
     ["config", "tensors", "spans"],
-    ["telemetry.stats", "telemetry.report"],
+    ["telemetry.stats", "telemetry.report", "telemetry.wear"],
     ["io.base", "io.memory"],
     ["io.posix", "io.aio"],
     ["io.select", "transfer", "store.paths", "store.swap_file", "store.integrity", "store.lanes"],
     ["store.base"],
+    ["store.ticket", "store.host"],
     ["store.swap_path"],
     ["store.nvme"],
     ["cache"],

@@ -14,7 +14,7 @@ from doubles import CpuAccelerator
 from ds_tba import offloader as offloader_module
 from ds_tba.cli import main
 from ds_tba.config import AioConfig, OffloadConfig
-from ds_tba.errors import BackendUnavailableError, ConfigError, IncompatibleError, PathError
+from ds_tba.errors import BackendUnavailableError, ConfigError, PathError
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.telemetry.report import rank_path
 
@@ -65,6 +65,42 @@ def test_keep_measures_only() -> None:
     assert "measured, not moved" in offloader.start_line()
 
 
+def test_wear_is_told_for_each_path(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    offloader = make(tmp_path, nvme_path=[str(tmp_path / "a"), str(tmp_path / "b")], ssd={"rated_endurance_tbw": 1.0})
+    step(offloader)
+    offloader.close()
+    report = offloader.report()
+    assert [one["path"] for one in report.wear] == [str(tmp_path / "a"), str(tmp_path / "b")]
+    assert sum(one["written_bytes"] for one in report.wear) == report.written_bytes > 0
+    assert any("of its rated 1 TBW" in value for _, value in report.rows())
+    assert "not acted on" not in offloader.start_line()
+
+
+def test_host_memory_as_the_tier() -> None:
+    config = {"placement": "host", "host_budget_bytes": 3 << 20, "min_tensor_bytes": 4096}
+    offloader = ActivationOffloader(OffloadConfig.model_validate(config), AioConfig(), CpuAccelerator())
+    step(offloader)
+    offloader.close()
+    report = offloader.report()
+    assert report.host_bytes == report.offloaded_bytes == 2 * 256 * 256 * 4 and report.written_bytes == 0
+    assert report.fallbacks == 0 and "host memory, up to 3145728 bytes" in offloader.start_line()
+
+
+def test_host_memory_behind_a_full_drive(tmp_path: Path) -> None:
+    io = {"backend": "posix", "staging_bytes": 1 << 20, "swap_file_bytes": 1 << 20}
+    offloader = make(tmp_path, io=io, placement="nvme", host_budget_bytes=1 << 20)
+    x = torch.randn(1024, 256, requires_grad=True)  # 1 MiB
+    with offloader.saving():
+        loss = x.exp().sin().tanh().sum()
+    assert offloader.report().host_bytes == 1 << 20
+    loss.backward()
+    offloader.close()
+    report = offloader.report()
+    assert report.fallbacks == 1 and report.kept_bytes == 0
+
+
 def test_the_json_is_there_while_training_and_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offloader_module, "REPORT_AGE_S", 0.0)
     path = tmp_path / "report.json"
@@ -107,7 +143,7 @@ def test_keys_that_have_no_effect_yet_are_named(tmp_path: Path) -> None:
         ({"nvme_path": "/nowhere"}, PathError),
         ({"report": {"path": "/nowhere/report.json"}}, ConfigError),
         ({"report": {"path": "/tmp"}}, ConfigError),
-        ({"placement": "host"}, IncompatibleError),
+        ({"host_budget_bytes": 1 << 50}, ConfigError),
         ({"io": {"backend": "gds"}}, BackendUnavailableError),
         ({"io": {"backend": "posix", "swap_file_bytes": 1 << 55}}, PathError),
     ],

@@ -15,8 +15,9 @@ from doubles import EventAccelerator, Gate, ScriptedBackend, fails, slow
 
 from ds_tba.errors import ActivationCorruptionError, ActivationLostError, StateError
 from ds_tba.io.base import IoBackend
-from ds_tba.store.base import Refusal, Ticket, TicketState
+from ds_tba.store.base import Refusal
 from ds_tba.store.nvme import Lanes, NvmeStore
+from ds_tba.store.ticket import SwapTicket, TicketState
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
@@ -26,9 +27,9 @@ def noise(nbytes: int) -> torch.Tensor:
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
 
 
-def put(store: NvmeStore, data: torch.Tensor, *, wait: bool = False) -> Ticket:
+def put(store: NvmeStore, data: torch.Tensor, *, wait: bool = False) -> SwapTicket:
     ticket = store.put(data, wait=wait)
-    assert isinstance(ticket, Ticket), ticket
+    assert isinstance(ticket, SwapTicket), ticket
     return ticket
 
 
@@ -39,7 +40,7 @@ def until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.001)
 
 
-def stored(store: NvmeStore, data: torch.Tensor) -> Ticket:
+def stored(store: NvmeStore, data: torch.Tensor) -> SwapTicket:
     ticket = put(store, data)
     until(lambda: ticket.state is TicketState.STORED, "stored")
     return ticket
@@ -494,7 +495,7 @@ def test_release_from_a_finalizer_inside_a_critical_section(make_store: StoreFac
 
 
 def test_illegal_moves_raise() -> None:
-    ticket = Ticket(1, None, None, None)  # type: ignore[arg-type]
+    ticket = SwapTicket(1, None, None, None, None)  # type: ignore[arg-type]
     with pytest.raises(StateError, match="illegal move of a ticket from 'being copied into staging' to 'in the swap"):
         ticket.move(TicketState.STORED)
 

@@ -110,6 +110,23 @@ def is_built() -> bool:
     return any(Path(get_default_build_root()).glob(f"{tag}/{OP}/{OP}.so"))
 
 
+def requests_needed(config: AioConfig, lanes: int) -> int:
+    """Kernel aio requests that so many lanes reserve: one context per handle and one per thread of it.
+
+    The op ignores a failed ``io_setup`` (``csrc/aio/common/deepspeed_aio_types.cpp``), so it is counted beforehand.
+    """
+    handles = lanes + 1  # one more owns the staging memory
+    return handles * (1 + config.intra_op_parallelism) * config.queue_depth
+
+
+def requests_free(proc: Path = Path("/proc/sys/fs")) -> int | None:
+    """Kernel aio requests that nobody on this machine has reserved; None where the kernel does not tell."""
+    try:
+        return int((proc / "aio-max-nr").read_text()) - int((proc / "aio-nr").read_text())
+    except (OSError, ValueError):
+        return None
+
+
 def _load_op() -> Any:
     from deepspeed.ops.op_builder import AsyncIOBuilder
 

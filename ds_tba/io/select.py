@@ -30,11 +30,11 @@ def select_backend(config: OffloadConfig, aio_config: AioConfig, *, zero_uses_nv
     Raises:
         BackendUnavailableError: the named backend cannot run on this machine; says what to install or to set.
     """
-    lockable = pinned or can_lock(config.io.staging_bytes)
+    obstacle = _aio_obstacle(config, aio_config, pinned)
     if config.io.backend is not None:
-        return Selection(_named(config, aio_config, lockable), "named in io.backend")
-    if not lockable:
-        return Selection(PosixBackend(), f"aio would need to lock {config.io.staging_bytes} bytes, above ulimit -l")
+        return Selection(_named(config, aio_config, obstacle), "named in io.backend")
+    if obstacle is not None:
+        return Selection(PosixBackend(), obstacle)
     if zero_uses_nvme:
         return Selection(aio.AioBackend(aio_config), "ZeRO's NVMe offload uses DeepSpeed's aio op too")
     if aio.is_built():
@@ -42,16 +42,30 @@ def select_backend(config: OffloadConfig, aio_config: AioConfig, *, zero_uses_nv
     return Selection(PosixBackend(), "DeepSpeed's aio op is not built, and building it takes minutes")
 
 
-def _named(config: OffloadConfig, aio_config: AioConfig, lockable: bool) -> IoBackend:
+def _aio_obstacle(config: OffloadConfig, aio_config: AioConfig, pinned: bool) -> str | None:
+    """A limit of this process or machine that aio would run into, with the repair; None if there is none."""
+    if not (pinned or can_lock(config.io.staging_bytes)):
+        return (
+            f"aio locks io.staging_bytes ({config.io.staging_bytes} bytes) in memory, above this process's limit: "
+            "raise it (ulimit -l unlimited) or lower io.staging_bytes"
+        )
+    needed = aio.requests_needed(aio_config, (config.io.write_lanes + config.io.read_lanes) * len(config.nvme_paths))
+    free = aio.requests_free()
+    if free is not None and needed > free:
+        return (
+            f"aio needs {needed} kernel requests per rank and fs.aio-max-nr leaves {free}: raise it (sysctl "
+            "fs.aio-max-nr=1048576) or lower the lanes or the aio block's queue_depth"
+        )
+    return None
+
+
+def _named(config: OffloadConfig, aio_config: AioConfig, obstacle: str | None) -> IoBackend:
     name = config.io.backend
     if name == "posix":
         return PosixBackend()
     if name == "aio":
-        if not lockable:
-            raise BackendUnavailableError(
-                f"io.backend aio locks io.staging_bytes ({config.io.staging_bytes} bytes) in memory, above this "
-                'process\'s limit: raise it (ulimit -l unlimited), lower io.staging_bytes, or set "backend": "posix".'
-            )
+        if obstacle is not None:
+            raise BackendUnavailableError(f'io.backend: {obstacle}, or set "backend": "posix".')
         return aio.AioBackend(aio_config)
     raise BackendUnavailableError(
         f'io.backend "{name}" is not available in this version of ds_tba: set "backend" to "aio" or "posix", '

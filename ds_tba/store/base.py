@@ -5,13 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
-
-from ds_tba.errors import StateError, StorageError
-from ds_tba.spans import Span
-from ds_tba.transfer import PendingCopy
 
 
 class Refusal(Enum):
@@ -21,82 +17,21 @@ class Refusal(Enum):
     LARGER_THAN_STAGING = "larger than io.staging_bytes"
     NO_SPACE = "no space in the swap file"
     PATH_FAILED = "path failed"
+    HOST_FULL = "no room in host_budget_bytes"
     CLOSED = "store closed"
 
 
-class TicketState(Enum):
-    """Where the bytes of a ticket are."""
-
-    STAGING = "being copied into staging"
-    QUEUED = "in staging, write not started"
-    FORWARDING = "in staging, being handed over instead of written"
-    WRITING = "in staging, write under way"
-    STORED = "in the swap file"
-    READ_QUEUED = "in the swap file, read not started"
-    READING = "read under way"
-    LOADED = "in staging, read done"
-    RESCUED = "in host memory or staging, because a write failed"
-    LOST = "nowhere"
-    RELEASED = "given up"
-
-
-_S = TicketState
-_MOVES: dict[TicketState, tuple[TicketState, ...]] = {
-    _S.STAGING: (_S.QUEUED, _S.RELEASED),
-    _S.QUEUED: (_S.WRITING, _S.FORWARDING, _S.RELEASED),
-    _S.FORWARDING: (_S.QUEUED, _S.RELEASED),
-    _S.WRITING: (_S.STORED, _S.RESCUED, _S.LOST),
-    _S.STORED: (_S.READ_QUEUED, _S.RELEASED),
-    _S.READ_QUEUED: (_S.READING, _S.STORED, _S.RELEASED),
-    _S.READING: (_S.LOADED, _S.LOST),
-    _S.LOADED: (_S.STORED, _S.RELEASED),
-    _S.RESCUED: (_S.RELEASED,),
-    _S.LOST: (_S.RELEASED,),
-    _S.RELEASED: (),
-}
-
-
 class Ticket:
-    """One storage in a store's care. Only the store changes it, under its lock."""
+    """One storage in a store's care; each store has its own kind."""
 
-    __slots__ = (
-        "checksums",
-        "copy",
-        "error",
-        "extent",
-        "forwarding",
-        "host",
-        "nbytes",
-        "path",
-        "prefetched",
-        "released",
-        "slot",
-        "state",
-    )
+    __slots__ = ("nbytes", "store")
 
-    def __init__(self, nbytes: int, path: Any, extent: Span, slot: Span) -> None:
+    def __init__(self, nbytes: int, store: Store[Any]) -> None:
         self.nbytes = nbytes
-        self.path = path
-        self.extent = extent
-        self.slot: Span | None = slot
-        self.state = TicketState.STAGING
-        self.checksums: tuple[int, ...] = ()
-        self.copy: PendingCopy | None = None
-        self.host: torch.Tensor | None = None
-        self.error: StorageError | None = None
-        self.forwarding = False
-        self.prefetched = False
-        self.released = False
+        self.store = store
 
-    def move(self, state: TicketState) -> None:
-        """Go to ``state``.
 
-        Raises:
-            StateError: the move is illegal.
-        """
-        if state not in _MOVES[self.state]:
-            raise StateError(f"illegal move of a ticket from '{self.state.value}' to '{state.value}'")
-        self.state = state
+OwnTicket = TypeVar("OwnTicket", bound=Ticket)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +47,11 @@ class Loaded:
     stored: bool
 
 
-class Store(ABC):
-    """Holds the bytes of storages between pack and unpack."""
+class Store(ABC, Generic[OwnTicket]):
+    """Holds the bytes of storages between pack and unpack. A ticket goes back to the store that issued it."""
 
     @abstractmethod
-    def put(self, data: torch.Tensor, *, wait: bool) -> Ticket | Refusal:
+    def put(self, data: torch.Tensor, *, wait: bool) -> OwnTicket | Refusal:
         """Take a storage; its device memory may be reused once the producing stream has passed this point.
 
         Args:
@@ -125,11 +60,11 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def prefetch(self, ticket: Ticket) -> bool:
+    def prefetch(self, ticket: OwnTicket) -> bool:
         """Start reading a stored ticket; False where the prefetch bound or staging has no room for it now."""
 
     @abstractmethod
-    def get(self, ticket: Ticket, device: torch.device) -> Loaded:
+    def get(self, ticket: OwnTicket, device: torch.device) -> Loaded:
         """The bytes of a ticket on the device: handed over from memory if a write is unfinished, else read.
 
         Raises:
@@ -138,7 +73,7 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def release(self, ticket: Ticket) -> None:
+    def release(self, ticket: OwnTicket) -> None:
         """Give the bytes up. Never blocks, and may be called from a finalizer in any thread at any point."""
 
     @abstractmethod

@@ -25,11 +25,12 @@ import torch
 from ds_tba.errors import ActivationLostError, StateError, StorageError
 from ds_tba.io.base import IoBackend, IoHandle
 from ds_tba.spans import Span
-from ds_tba.store.base import Loaded, Refusal, Store, Ticket, TicketState
+from ds_tba.store.base import Loaded, Refusal, Store
 from ds_tba.store.integrity import Integrity
 from ds_tba.store.lanes import AHEAD, URGENT, Lane
 from ds_tba.store.swap_file import SwapFile
 from ds_tba.store.swap_path import SwapPath
+from ds_tba.store.ticket import SwapTicket, TicketState
 from ds_tba.telemetry.stats import StoreStats
 from ds_tba.transfer import StagingRing
 
@@ -62,7 +63,7 @@ class _Loan:
         self._store.take_back(self._slot)
 
 
-class NvmeStore(Store):
+class NvmeStore(Store[SwapTicket]):
     """Storages on NVMe.
 
     Args:
@@ -81,7 +82,7 @@ class NvmeStore(Store):
         self._integrity = Integrity(integrity, backend.blocks)
         # Not reentrant on purpose: see release().
         self._changed = threading.Condition(threading.Lock())
-        self._released: queue.SimpleQueue[Ticket | Span] = queue.SimpleQueue()
+        self._released: queue.SimpleQueue[SwapTicket | Span] = queue.SimpleQueue()
         self._prefetched_bytes = 0
         self._writes_under_way = 0
         self._closed = False
@@ -98,7 +99,7 @@ class NvmeStore(Store):
 
     # ---- the contract -------------------------------------------------------------------------------------------
 
-    def put(self, data: torch.Tensor, *, wait: bool) -> Ticket | Refusal:
+    def put(self, data: torch.Tensor, *, wait: bool) -> SwapTicket | Refusal:
         nbytes = data.numel()
         with self._changed:
             self._act_on_releases()
@@ -123,7 +124,7 @@ class NvmeStore(Store):
         ticket.path.writes.put(ticket)
         return ticket
 
-    def prefetch(self, ticket: Ticket) -> bool:
+    def prefetch(self, ticket: SwapTicket) -> bool:
         with self._changed:
             self._act_on_releases()
             if ticket.state is not _S.STORED or self._closed:
@@ -140,7 +141,7 @@ class NvmeStore(Store):
         ticket.path.reads.put(ticket, AHEAD)
         return True
 
-    def get(self, ticket: Ticket, device: torch.device) -> Loaded:
+    def get(self, ticket: SwapTicket, device: torch.device) -> Loaded:
         with self._changed:
             self._act_on_releases()
             state = ticket.state
@@ -156,14 +157,14 @@ class NvmeStore(Store):
             return self._forward_beside_write(ticket, device)
         return self._load(ticket, device)
 
-    def release(self, ticket: Ticket) -> None:
+    def release(self, ticket: SwapTicket) -> None:
         self._note(ticket)
 
     def take_back(self, slot: Span) -> None:
         """A lent slot is free again; callable from finalizers, as :meth:`release`."""
         self._note(slot)
 
-    def _note(self, released: Ticket | Span) -> None:
+    def _note(self, released: SwapTicket | Span) -> None:
         self._released.put(released)
         # A finalizer may run while this very thread holds the lock: then acquire() fails and the holder, or the next
         # call into the store, finds the note.
@@ -199,7 +200,7 @@ class NvmeStore(Store):
 
     # ---- under the lock -----------------------------------------------------------------------------------------
 
-    def _reserve(self, nbytes: int, wait: bool) -> Ticket | Refusal:
+    def _reserve(self, nbytes: int, wait: bool) -> SwapTicket | Refusal:
         """An extent and a slot for ``nbytes``."""
         if self._closed:
             return Refusal.CLOSED
@@ -214,7 +215,7 @@ class NvmeStore(Store):
         for path in sorted(working, key=lambda path: path.queued_bytes):
             extent = path.reserve(nbytes)
             if extent is not None:
-                return Ticket(nbytes, path, extent, slot)
+                return SwapTicket(nbytes, self, path, extent, slot)
         self.ring.slots.free(slot)
         return Refusal.NO_SPACE if working else Refusal.PATH_FAILED
 
@@ -253,7 +254,7 @@ class NvmeStore(Store):
                 self._give_up(ticket)
             # else: a copy or a lane is using the bytes, and whoever ends that gives them up
 
-    def _give_up(self, ticket: Ticket) -> None:
+    def _give_up(self, ticket: SwapTicket) -> None:
         if ticket.state is _S.QUEUED:
             self.stats.cancelled_bytes += ticket.nbytes
             self._write_is_over(ticket)
@@ -262,29 +263,29 @@ class NvmeStore(Store):
         ticket.host = None
         self._free(ticket)
 
-    def _free(self, ticket: Ticket) -> None:
+    def _free(self, ticket: SwapTicket) -> None:
         self._free_slot(ticket)
         ticket.path.extents.free(ticket.extent)
 
-    def _free_slot(self, ticket: Ticket) -> None:
+    def _free_slot(self, ticket: SwapTicket) -> None:
         slot, ticket.slot = ticket.slot, None
         if slot is not None:
             self.ring.slots.free(slot)
             self._changed.notify_all()
 
-    def _write_is_over(self, ticket: Ticket) -> None:
+    def _write_is_over(self, ticket: SwapTicket) -> None:
         self._writes_under_way -= 1
         ticket.path.queued_bytes -= ticket.extent.nbytes
         self._changed.notify_all()
 
-    def _end_prefetch(self, ticket: Ticket) -> None:
+    def _end_prefetch(self, ticket: SwapTicket) -> None:
         if ticket.prefetched:
             ticket.prefetched = False
             self._prefetched_bytes -= ticket.extent.nbytes
 
     # ---- handing over -------------------------------------------------------------------------------------------
 
-    def _forward_instead_of_write(self, ticket: Ticket, device: torch.device) -> Loaded:
+    def _forward_instead_of_write(self, ticket: SwapTicket, device: torch.device) -> Loaded:
         try:
             data = self._lend(_slot(ticket), ticket.nbytes) if self.ring.lends else self._copy_staged(ticket, device)
         except BaseException:  # such as no device memory: the script may catch that and go on
@@ -302,7 +303,7 @@ class NvmeStore(Store):
             self._free(ticket)
         return Loaded(data, stored=False)
 
-    def _forward_beside_write(self, ticket: Ticket, device: torch.device) -> Loaded:
+    def _forward_beside_write(self, ticket: SwapTicket, device: torch.device) -> Loaded:
         try:
             data = self._copy_staged(ticket, device)
         finally:
@@ -314,12 +315,12 @@ class NvmeStore(Store):
             self.stats.forwarded_bytes += ticket.nbytes
         return Loaded(data, stored=True)
 
-    def _copy_staged(self, ticket: Ticket, device: torch.device) -> torch.Tensor:
+    def _copy_staged(self, ticket: SwapTicket, device: torch.device) -> torch.Tensor:
         if ticket.copy is not None:
             ticket.copy.wait()
         return self.ring.copy_in(self.ring.view(_slot(ticket)), ticket.nbytes, device)
 
-    def _load(self, ticket: Ticket, device: torch.device) -> Loaded:
+    def _load(self, ticket: SwapTicket, device: torch.device) -> Loaded:
         with self._changed:
             started = time.perf_counter()
             self._wait_until_loaded(ticket)
@@ -352,7 +353,7 @@ class NvmeStore(Store):
         data.untyped_storage()._ds_tba_loan = _Loan(self, slot)  # type: ignore[attr-defined]
         return data
 
-    def _wait_until_loaded(self, ticket: Ticket) -> None:
+    def _wait_until_loaded(self, ticket: SwapTicket) -> None:
         warned = False
         if ticket.state is _S.STORED:
             ticket.slot = self.ring.slots.allocate(ticket.extent.nbytes)
@@ -371,7 +372,7 @@ class NvmeStore(Store):
 
     # ---- in the lanes -------------------------------------------------------------------------------------------
 
-    def _write(self, ticket: Ticket, handle: IoHandle) -> None:
+    def _write(self, ticket: SwapTicket, handle: IoHandle) -> None:
         with self._changed:
             if ticket.state is not _S.QUEUED:
                 return  # cancelled
@@ -401,7 +402,7 @@ class NvmeStore(Store):
         else:
             self._rescue(ticket, staged, failure)
 
-    def _end_without_bytes(self, ticket: Ticket, error: StorageError | None) -> None:
+    def _end_without_bytes(self, ticket: SwapTicket, error: StorageError | None) -> None:
         with self._changed:
             self.stats.writes.stop(0)
             self._write_is_over(ticket)
@@ -411,9 +412,10 @@ class NvmeStore(Store):
                 self.stats.cancelled_bytes += ticket.nbytes
                 self._give_up(ticket)
 
-    def _end_write(self, ticket: Ticket) -> None:
+    def _end_write(self, ticket: SwapTicket) -> None:
         with self._changed:
             self.stats.writes.stop(ticket.extent.nbytes)
+            ticket.path.written_bytes += ticket.extent.nbytes
             self._write_is_over(ticket)
             ticket.move(_S.STORED)
             if not ticket.forwarding:
@@ -422,7 +424,7 @@ class NvmeStore(Store):
                 self._give_up(ticket)
             self._act_on_releases()
 
-    def _rescue(self, ticket: Ticket, staged: torch.Tensor, failure: Exception | None) -> None:
+    def _rescue(self, ticket: SwapTicket, staged: torch.Tensor, failure: Exception | None) -> None:
         """Keep in host memory what cannot be written, or in its slot where there is no host memory left."""
         host: torch.Tensor | None = None
         with suppress(MemoryError, RuntimeError):
@@ -439,13 +441,13 @@ class NvmeStore(Store):
                 self._give_up(ticket)
             self._act_on_releases()
 
-    def _note_rescue(self, ticket: Ticket, failure: Exception | None) -> None:
+    def _note_rescue(self, ticket: SwapTicket, failure: Exception | None) -> None:
         self.stats.rescued_bytes += ticket.nbytes
         self.stats.fallbacks[Refusal.PATH_FAILED.value] += 1
         if failure is not None:
             ticket.path.fail(failure)
 
-    def _read(self, ticket: Ticket, handle: IoHandle) -> None:
+    def _read(self, ticket: SwapTicket, handle: IoHandle) -> None:
         with self._changed:
             if ticket.state is not _S.READ_QUEUED:
                 return  # given up, or read by an urgent request
@@ -466,7 +468,7 @@ class NvmeStore(Store):
             self._changed.notify_all()
 
 
-def _slot(ticket: Ticket) -> Span:
+def _slot(ticket: SwapTicket) -> Span:
     if ticket.slot is None:
         raise StateError(f"a ticket '{ticket.state.value}' has no staging slot; this is a bug in ds_tba")
     return ticket.slot

@@ -10,10 +10,10 @@ import torch
 from ds_tba.errors import ActivationCorruptionError, ActivationLostError, StorageError, TransferError
 from ds_tba.io.base import IoBackend, IoHandle
 from ds_tba.spans import Span, SpanAllocator
-from ds_tba.store.base import Ticket
 from ds_tba.store.integrity import Integrity
 from ds_tba.store.lanes import Lane, LaneQueue
 from ds_tba.store.swap_file import SwapFile
+from ds_tba.store.ticket import SwapTicket
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +31,7 @@ class SwapPath:
         self.write_lanes: list[Lane] = []
         self.read_lanes: list[Lane] = []
         self.queued_bytes = 0
+        self.written_bytes = 0
         self.failure: str | None = None
         self.full = False
 
@@ -70,7 +71,7 @@ class SwapPath:
         )
 
     def read_checked(
-        self, ticket: Ticket, target: torch.Tensor, handle: IoHandle, integrity: Integrity
+        self, ticket: SwapTicket, target: torch.Tensor, handle: IoHandle, integrity: Integrity
     ) -> StorageError | None:
         """Read a ticket's bytes into ``target``; what stands against using them, or None."""
         where = f"{self.file.directory}, offset {ticket.extent.offset}, {ticket.extent.nbytes} bytes"

@@ -29,6 +29,7 @@ class OffloadReport:
         peak_saved_bytes_without: the same, had nothing been offloaded.
         fallbacks: tensors that were eligible and stayed in memory because the store could not take or write them.
         stall_s: time that forward and backward waited for the store.
+        wear: for each path the fields of :class:`ds_tba.telemetry.wear.PathWear`.
     """
 
     state: str
@@ -61,6 +62,7 @@ class OffloadReport:
     stall_s: float
     kept_bytes_by_reason: dict[str, int] = field(default_factory=dict)
     fallbacks_by_reason: dict[str, int] = field(default_factory=dict)
+    wear: list[dict[str, Any]] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """Every field, ready for JSON."""
@@ -103,12 +105,21 @@ class OffloadReport:
             ("fallbacks", str(self.fallbacks)),
         ]
         rows += [(f"  fallback: {reason}", str(count)) for reason, count in self.fallbacks_by_reason.items()]
+        rows += [(f"wear of {path['path']}", _wear(path)) for path in self.wear]
         return [*rows, ("stalled", f"{self.stall_s:.2f} s")]
 
 
 def rank_path(path: str, rank: int) -> Path:
     """Where a rank writes its report: ``path`` for rank 0, ``path.rankN`` beyond."""
     return Path(path).expanduser() if rank == 0 else Path(f"{path}.rank{rank}").expanduser()
+
+
+def _wear(path: dict[str, Any]) -> str:
+    drive = " ".join(word for word in (path["device"], path["model"]) if word) or "unknown drive"
+    text = f"{drive}: {path['written_bytes_per_day'] / 1e12:.2f} TB a day at this rate"
+    if path["life_days"] is None:
+        return f"{text} (set ssd.rated_endurance_tbw to see how long the drive lasts)"
+    return f"{text}, {path['life_days']:.0f} days of its rated {path['rated_endurance_tbw']:g} TBW"
 
 
 def _size(nbytes: int) -> str:

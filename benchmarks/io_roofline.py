@@ -1,0 +1,230 @@
+"""How close the store comes to the drive: fio and each backend in turn, on the same file system, as ratios to fio.
+
+    python benchmarks/io_roofline.py --nvme_path /local_nvme [--rounds 6] [--gib 4] [--json FILE]
+
+The bytes go through the whole store: staging, lanes, sampled integrity. fio (Debian package ``fio``) issues requests of
+the same size at the same depth: one synchronous O_DIRECT request in each of as many jobs as there are lanes, from huge
+pages. Files are overwritten, not fresh. Every round runs all variants in a new random order; reported are medians over
+the rounds of each variant's rate over fio's in the same round, and CPU seconds (user and system) per GiB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import resource
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+from collections import defaultdict
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ds_tba.config import AioConfig
+from ds_tba.io import aio
+from ds_tba.io.base import IoBackend
+from ds_tba.io.posix import PosixBackend
+from ds_tba.store.nvme import Lanes, NvmeStore
+from ds_tba.store.swap_file import SwapFile
+from ds_tba.transfer import StagingRing
+
+MIB, GIB = 1 << 20, 1 << 30
+HUGE_PAGES = Path("/proc/sys/vm/nr_hugepages")
+
+
+@dataclass(frozen=True)
+class Rate:
+    """One direction of one variant in one round."""
+
+    bytes_per_s: float
+    cpu_s_per_gib: float
+
+
+class CpuAccelerator:
+    """The part of DeepSpeed's CPU accelerator that staging needs."""
+
+    Event = None
+
+    def device_name(self) -> str:
+        return "cpu"
+
+    def is_synchronized_device(self) -> bool:
+        return True
+
+    def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+
+def make_backend(name: str) -> IoBackend:
+    return PosixBackend() if name == "posix" else aio.AioBackend(AioConfig(queue_depth=32))
+
+
+def cpu_s() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+class StoreVariant:
+    """Our store over one backend, kept open over all rounds so that its extents are overwritten."""
+
+    def __init__(self, name: str, options: argparse.Namespace) -> None:
+        backend = make_backend(name)
+        ring = StagingRing(CpuAccelerator(), backend, options.staging_mib * MIB)
+        file = SwapFile(Path(options.nvme_path), options.gib * GIB)
+        self.store = NvmeStore([file], backend, ring, Lanes(options.lanes, options.lanes), "sampled")
+        self.total = options.gib * GIB
+
+    def run(self, sizes: list[int]) -> dict[int, tuple[Rate, Rate]]:
+        """(write, read) for every request size."""
+        return {size: self._run_size(size, self.total // len(sizes)) for size in sizes}
+
+    def _run_size(self, size: int, nbytes: int) -> tuple[Rate, Rate]:
+        source = torch.arange(size // 8, dtype=torch.int64).view(torch.uint8)
+        count = nbytes // size
+        cpu, started = cpu_s(), time.perf_counter()
+        tickets = [self.store.put(source, wait=True) for _ in range(count)]
+        with self.store._changed:
+            while self.store._writes_under_way:
+                self.store._changed.wait(1.0)
+        written, cpu_written = time.perf_counter(), cpu_s()
+        ahead = 0
+        for index, ticket in enumerate(tickets):
+            while ahead < count and self.store.prefetch(tickets[ahead]):  # type: ignore[arg-type]
+                ahead += 1
+            self.store.get(ticket, torch.device("cpu"))  # type: ignore[arg-type]
+            ahead = max(ahead, index + 1)
+        read, cpu_read = time.perf_counter(), cpu_s()
+        for ticket in tickets:
+            self.store.release(ticket)  # type: ignore[arg-type]
+        gib = nbytes / GIB
+        return (
+            Rate(nbytes / (written - started), (cpu_written - cpu) / gib),
+            Rate(nbytes / (read - written), (cpu_read - cpu_written) / gib),
+        )
+
+    def close(self) -> None:
+        self.store.close()
+
+
+class FioVariant:
+    """fio on a file of the same size in the same directory."""
+
+    def __init__(self, options: argparse.Namespace, huge: bool) -> None:
+        self.lanes, self.huge, self.total = options.lanes, huge, options.gib * GIB
+        self.directory = Path(tempfile.mkdtemp(prefix="fio-", dir=options.nvme_path))
+
+    def run(self, sizes: list[int]) -> dict[int, tuple[Rate, Rate]]:
+        result = {}
+        for size in sizes:
+            nbytes = self.total // len(sizes)
+            result[size] = (self._job("write", size, nbytes), self._job("read", size, nbytes))
+        return result
+
+    def _job(self, direction: str, size: int, nbytes: int) -> Rate:
+        command = ["fio", "--name=roofline", f"--directory={self.directory}", "--filename_format=file.$jobnum"]
+        command += [f"--rw={direction}", f"--bs={size}", f"--size={nbytes // self.lanes}", f"--numjobs={self.lanes}"]
+        command += ["--ioengine=psync", "--direct=1", "--overwrite=1", "--group_reporting", "--output-format=json"]
+        command += ["--mem=mmaphuge"] if self.huge else ["--iomem_align=2097152"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        (job,) = json.loads(done.stdout[done.stdout.index("{") :])["jobs"]
+        moved, runtime_s = job[direction]["io_bytes"], job[direction]["runtime"] / 1000
+        cpu_share = (job["usr_cpu"] + job["sys_cpu"]) / 100
+        return Rate(moved / runtime_s, cpu_share * runtime_s * self.lanes / (moved / GIB))
+
+    def close(self) -> None:
+        shutil.rmtree(self.directory)
+
+
+@contextmanager
+def huge_pages(needed_bytes: int) -> Any:
+    """Reserve huge pages for fio where that is allowed; whether it was."""
+    before = HUGE_PAGES.read_text()
+    pages = -(-needed_bytes // (2 * MIB)) + 8
+    try:
+        HUGE_PAGES.write_text(str(pages))
+    except OSError:
+        yield False
+        return
+    try:
+        yield int(HUGE_PAGES.read_text()) >= pages
+    finally:
+        HUGE_PAGES.write_text(before)
+
+
+def overall(rates: dict[int, tuple[Rate, Rate]], direction: int) -> float:
+    """Bytes per second over all request sizes, which carry equal bytes."""
+    return len(rates) / sum(1 / pair[direction].bytes_per_s for pair in rates.values())
+
+
+def print_table(rounds: list[dict[str, dict[int, tuple[Rate, Rate]]]], variants: list[str], sizes: list[int]) -> None:
+    print("| direction | request | " + " | ".join(f"{name} GB/s" for name in variants) + " | "
+          + " | ".join(f"{name} / fio" for name in variants[1:]) + " | "
+          + " | ".join(f"{name} CPU s/GiB" for name in variants) + " |")  # fmt: skip
+    print("|" + "---|" * (2 + 3 * len(variants) - 1))
+    for direction, verb in enumerate(("write", "read")):
+        for size in [*sizes, 0]:
+            values = defaultdict(list)
+            for one in rounds:
+                for name in variants:
+                    found = one[name]
+                    rate = found[size][direction].bytes_per_s if size else overall(found, direction)
+                    values[name, "rate"].append(rate)
+                    cpu = [found[key][direction].cpu_s_per_gib for key in ([size] if size else sizes)]
+                    values[name, "cpu"].append(statistics.mean(cpu))
+            ratios = []
+            for name in variants[1:]:
+                each = [a / b for a, b in zip(values[name, "rate"], values["fio", "rate"], strict=True)]
+                ratios.append(f"{statistics.median(each):.2f} [{min(each):.2f}-{max(each):.2f}]")
+            cells = [f"{statistics.median(values[name, 'rate']) / 1e9:.2f}" for name in variants] + ratios
+            cells += [f"{statistics.median(values[name, 'cpu']):.3f}" for name in variants]
+            print(f"| {verb} | {f'{size // MIB} MiB' if size else 'all'} | " + " | ".join(cells) + " |")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--nvme_path", default=".")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument(
+        "--gib", type=int, default=4, help="bytes per variant and round, in GiB, over all request sizes"
+    )
+    parser.add_argument("--sizes_mib", type=int, nargs="+", default=[1, 4, 16, 64])
+    parser.add_argument("--lanes", type=int, default=2)
+    parser.add_argument("--staging_mib", type=int, default=256)
+    parser.add_argument("--backends", nargs="+", default=["aio", "posix"], choices=["aio", "posix"])
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(argv)
+    if shutil.which("fio") is None:
+        print("fio is not installed: apt-get install fio")
+        return 2
+    sizes = [size * MIB for size in options.sizes_mib]
+    variants = ["fio", *options.backends]
+    rounds = []
+    with huge_pages(max(sizes) * options.lanes) as huge:
+        running: dict[str, Any] = {"fio": FioVariant(options, huge)}
+        running |= {name: StoreVariant(name, options) for name in options.backends}
+        print(f"fio with {'huge pages' if huge else '4 KiB pages: ratios flatter us'}, {os.cpu_count()} cores")
+        try:
+            for number in range(options.rounds + 1):
+                found = {name: running[name].run(sizes) for name in random.sample(variants, len(variants))}
+                if number:  # the first round only makes the files
+                    rounds.append(found)
+        finally:
+            for variant in running.values():
+                variant.close()
+    print_table(rounds, variants, sizes)
+    if options.json:
+        plain = [{n: {s: [vars(r) for r in pair] for s, pair in f.items()} for n, f in one.items()} for one in rounds]
+        options.json.write_text(json.dumps({"huge_pages": huge, "rounds": plain}, indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
