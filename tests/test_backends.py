@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -132,6 +134,45 @@ class TestAio(BackendContract):
         self, backend: IoBackend, file: SwapFile, staging: torch.Tensor, nbytes: int, offset: int
     ) -> None:
         super().test_bytes_come_back(backend, file, staging, nbytes, offset)
+
+
+@pytest.mark.aio
+def test_the_first_writes_of_two_lanes_do_not_deadlock(tmp_path: Path) -> None:
+    """DeepSpeed's op logs a warning under a once flag at the first write; see AioBackend._write_once."""
+    if not aio.is_built():
+        pytest.skip("DeepSpeed's aio op is not built: make aio")
+    code = f"""
+import logging, sys, threading, time
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from pathlib import Path
+import torch
+from deepspeed.utils import logger
+class Slow(logging.Handler):
+    def emit(self, record):
+        time.sleep(1.0)  # lets the GIL go, as every handler may
+logger.addHandler(Slow())
+from ds_tba.config import AioConfig
+from ds_tba.io.aio import AioBackend
+from ds_tba.store.swap_file import SwapFile
+backend, file = AioBackend(AioConfig()), SwapFile(Path({str(tmp_path)!r}), 1 << 20)
+file.grow(1 << 20)
+staging = backend.allocate_staging(1 << 20)
+handles = [backend.open_handle(file.fd) for _ in range(2)]
+threads = [threading.Thread(target=one.write, args=(staging[:8192], 8192 * i)) for i, one in enumerate(handles)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print("good")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "DS_ACCELERATOR": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.endswith("good\n"), done.stdout + done.stderr
 
 
 class TestSelection:

@@ -41,8 +41,11 @@ class AioBackend(IoBackend):
         # Each of the op's threads takes an equal part, and each part must be aligned by itself.
         self.alignment_bytes = IO_ALIGNMENT_BYTES * config.intra_op_parallelism
         self._owner: Any = None
+        self._wrote = False
 
     def open_handle(self, fd: int) -> IoHandle:
+        if not self._wrote:
+            self._write_once(fd)
         return _AioHandle(self._new_handle(), fd)
 
     def allocate_staging(self, nbytes: int) -> torch.Tensor:
@@ -60,6 +63,21 @@ class AioBackend(IoBackend):
         part = nbytes // self._config.intra_op_parallelism
         starts = range(0, nbytes, part)
         return [(start + a, start + b) for start in starts for a, b in super(AioBackend, self).blocks(part)]
+
+    def _write_once(self, fd: int) -> None:
+        """Make the op's first write of this process here, before any lane.
+
+        That write logs a warning under ``std::call_once`` while it holds the GIL (``deepspeed_aio_op_desc.cpp``,
+        ``warn_consumer_ssd_writes``); logging lets the GIL go, and a second thread that writes then waits for the once
+        flag with the GIL in its hands, for ever.
+        """
+        handle = self._new_handle()
+        data = handle.new_cpu_locked_tensor(self.alignment_bytes, torch.empty(0, dtype=torch.uint8))
+        try:
+            handle.sync_pwrite(data.zero_(), f"/proc/self/fd/{fd}", 0)
+        finally:
+            handle.free_cpu_locked_tensor(data)
+        self._wrote = True
 
     def _new_handle(self) -> Any:
         config = self._config
