@@ -27,12 +27,13 @@ NEEDS_AIO := $(filter 3,$(ZERO))$(filter aio,$(BACKEND))
 demo: $(BIN)/.installed $(if $(NEEDS_AIO),aio)
 	@test -n "$(CONFIG)" || { echo "ZERO=$(ZERO): the demo has ZERO=2 and ZERO=3"; exit 2; }
 	@mkdir -p $(NVME)
+	@echo "at its first run DeepSpeed compiles its CPU communication op: about 20 s on two cores, with little to see"
 	deepspeed --num_gpus $(RANKS) --master_port $$(python -c "import socket; s = socket.socket(); s.bind(('', 0)); print(s.getsockname()[1])") \
 	    examples/train_gpt.py --deepspeed_config $(CONFIG) --nvme_path $(NVME) --steps $(STEPS) \
 	    --report $(CURDIR)/.cache/report.json --compare $(if $(BACKEND),--backend $(BACKEND))
 
 test: lint aio
-	python -m pytest $(PYTEST_ARGS)
+	python -m pytest --basetemp=$(CURDIR)/.cache/pytest $(PYTEST_ARGS)
 
 lint: $(BIN)/.installed
 	ruff check .
@@ -54,17 +55,17 @@ $(BIN)/.installed: requirements-dev.lock pyproject.toml
 
 # DeepSpeed's aio op: its first build takes minutes on two cores.
 aio: $(BIN)/.installed libaio
-	@ds_tba doctor --build --nvme-path .
+	@mkdir -p $(NVME) && ds_tba doctor --build --nvme-path $(NVME)
 
 libaio:
-	@test -e /usr/include/libaio.h || { \
+	@if ! test -e /usr/include/libaio.h || ! command -v g++ >/dev/null; then \
 	    if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-	        echo "installing libaio-dev, which DeepSpeed's aio op needs"; \
-	        apt-get update -qq && apt-get install -y -qq libaio-dev >/dev/null; \
+	        echo "installing g++, python3-dev and libaio-dev, which DeepSpeed's aio op needs"; \
+	        apt-get update -qq && apt-get install -y -qq g++ python3-dev libaio-dev >/dev/null; \
 	    else \
-	        echo "DeepSpeed's aio op needs libaio-dev (Debian, Ubuntu: sudo apt-get install libaio-dev; Fedora: libaio-devel)."; \
-	        echo "Without it: make demo ZERO=2 BACKEND=posix"; exit 2; \
-	    fi; }
+	        echo "DeepSpeed's aio op needs a compiler and libaio: sudo apt-get install g++ python3-dev libaio-dev"; \
+	        echo "(Fedora: gcc-c++ python3-devel libaio-devel). Without them: make demo ZERO=2 BACKEND=posix"; exit 2; \
+	    fi; fi
 
 clean:
 	rm -rf $(VENV) .cache build dist *.egg-info

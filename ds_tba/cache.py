@@ -35,6 +35,7 @@ from ds_tba.tensors import (
     VersionWitness,
     ViewSpec,
     eligibility,
+    kept,
     lineage_of,
     stamp_of,
     storage_bytes,
@@ -134,7 +135,7 @@ class PassedThrough:
     def __init__(self, tensor: torch.Tensor) -> None:
         self._version = -1 if tensor.is_inference() else tensor._version
         # The parameter itself must be held: under ZeRO-3 backward reads what was gathered into it again.
-        self._tensor = tensor if isinstance(tensor, torch.nn.Parameter) else tensor.detach()
+        self._tensor = kept(tensor)
 
     def restore(self) -> torch.Tensor:
         """The tensor, if it was not modified since."""
@@ -151,7 +152,7 @@ class SavedSmall:
     def __init__(self, cache: TensorCache, tensor: torch.Tensor) -> None:
         self._cache = cache
         self._version = tensor._version
-        self._alias = tensor.detach()
+        self._alias = kept(tensor)
         self._nbytes = tensor.untyped_storage().nbytes()
         cache.count_small(self._nbytes)
 
@@ -174,7 +175,7 @@ class SavedView:
         self._cache = cache
         self.record = record
         self._unpacked = False
-        self._alias = None if offloaded else tensor.detach()
+        self._alias = None if offloaded else kept(tensor)
         self._spec = ViewSpec.of(tensor) if offloaded else None
         self._witness = VersionWitness(tensor, cache.empty_like(tensor)) if offloaded else None
 
@@ -274,6 +275,7 @@ class TensorCache:
             offloaded = record.state is not RecordState.KEPT
             record.views += 1
             record.pending += offloaded
+        self._act_if_free()
         return SavedView(self, record, tensor, offloaded=offloaded)
 
     @staticmethod
@@ -300,6 +302,7 @@ class TensorCache:
                 record.pending -= 1
             self._let_go_if_unpacked(record)
             self._prefetch_after(record)
+        self._act_if_free()
         return data
 
     def count_small(self, nbytes: int) -> None:
@@ -324,7 +327,11 @@ class TensorCache:
 
     def _note(self, what: _Note) -> None:
         self._dropped.put(what)
-        if self._lock.acquire(blocking=False):
+        self._act_if_free()
+
+    def _act_if_free(self) -> None:
+        # Again after letting the lock go: a note that came in the meantime found it taken.
+        while not self._dropped.empty() and self._lock.acquire(blocking=False):
             try:
                 self._act_on_drops()
             finally:
@@ -415,7 +422,8 @@ class TensorCache:
         step.cursor = max(step.cursor, step.position.get(record.index, 0) + 1)
         while step.cursor < len(step.order):
             ahead = step.records[step.order[step.cursor]]
-            ticket = ahead.ticket if ahead is not None else None
+            wanted = ahead is not None and ahead.data is None and ahead.pending > 0
+            ticket = ahead.ticket if ahead is not None and wanted else None
             if ticket is not None and not ticket.store.prefetch(ticket):
                 return
             step.cursor += 1

@@ -7,6 +7,7 @@ attribute on it lives and dies with the bytes.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -22,8 +23,10 @@ _OWNED = "_ds_tba_owned"
 LEAST_SPAN_OF_STORAGE = 0.25
 
 
-# The generation of one storage or version counter: a fresh object for each, so never equal to another.
-Stamp = object
+# The generation of one storage or version counter, never issued twice in a process. A plain number, because it lies in
+# the __dict__ of users' tensors, which torch.save writes and torch.load reads with weights_only.
+Stamp = int
+_stamps = itertools.count()
 
 
 class Eligibility(Enum):
@@ -79,7 +82,7 @@ def lineage_of(tensor: torch.Tensor) -> Stamp:
 def _stamped(holder: Any, attribute: str) -> Stamp:
     stamp: Stamp | None = getattr(holder, attribute, None)
     if stamp is None:
-        stamp = Stamp()
+        stamp = next(_stamps)
         setattr(holder, attribute, stamp)
     return stamp
 
@@ -152,6 +155,16 @@ def span_bytes(tensor: torch.Tensor) -> int:
             return 0
         last += (size - 1) * stride
     return (last + 1) * tensor.element_size()
+
+
+def kept(tensor: torch.Tensor) -> torch.Tensor:
+    """What to hold of a tensor that stays in memory.
+
+    A tensor with a ``grad_fn`` may be the output of the very node that saves it: holding it would close a cycle, so a
+    detached alias is held. Any other is held itself: of an alias nobody else refers to, autograd would take the memory
+    for ``.grad`` when a backward returns what it saved, and add into the user's tensor from then on.
+    """
+    return tensor if tensor.grad_fn is None else tensor.detach()
 
 
 class VersionWitness:

@@ -8,11 +8,13 @@ construction, and an event says when the host side may touch the staging bytes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 
 from ds_tba.io.base import IoBackend
+from ds_tba.io.memory import huge_page_memory
 from ds_tba.spans import Span, SpanAllocator
 from ds_tba.tensors import host_view
 
@@ -72,6 +74,19 @@ def copy_in(accelerator: Accelerator, host: torch.Tensor, nbytes: int, device: t
     return data
 
 
+class _Loan:
+    """Lies on the storage that a slot was lent to, and gives the slot back when that storage is gone."""
+
+    __slots__ = ("_give_back", "_slot")
+
+    def __init__(self, slot: Span, give_back: Callable[[Span], None]) -> None:
+        self._slot = slot
+        self._give_back = give_back
+
+    def __del__(self) -> None:
+        self._give_back(self._slot)
+
+
 class StagingRing:
     """The only host memory through which bytes pass, bounded by ``staging_bytes``, exact in size.
 
@@ -107,10 +122,17 @@ class StagingRing:
         """:func:`copy_in`."""
         return copy_in(self._accelerator, host, nbytes, device)
 
-    def lend(self, slot: Span, nbytes: int) -> torch.Tensor:
-        """The first ``nbytes`` of a slot as a tensor of its own storage; :meth:`returned` when that storage is gone."""
+    def lend(self, slot: Span, nbytes: int, give_back: Callable[[Span], None]) -> torch.Tensor:
+        """The first ``nbytes`` of a slot as a tensor's own memory: on the CPU a copy would cost as much as the read.
+
+        Args:
+            give_back: called with the slot, from a finalizer in any thread, when that tensor's storage is gone; leads to
+                :meth:`returned`.
+        """
+        data = self.as_tensor(self.view(slot), nbytes)
+        data.untyped_storage()._ds_tba_loan = _Loan(slot, give_back)  # type: ignore[attr-defined]
         self._lent += 1
-        return self.as_tensor(self.view(slot), nbytes)
+        return data
 
     @staticmethod
     def as_tensor(host: torch.Tensor, nbytes: int) -> torch.Tensor:
@@ -125,10 +147,7 @@ class StagingRing:
 
     def overflow(self, nbytes: int) -> torch.Tensor:
         """Aligned host memory outside the ring, for a read that cannot wait for room in it."""
-        nbytes = self.slots.padded(nbytes)
-        memory = torch.empty(nbytes + 4096, dtype=torch.uint8)
-        start = -memory.data_ptr() % 4096
-        return memory[start : start + nbytes]
+        return huge_page_memory(self.slots.padded(nbytes), forked=False)
 
     def close(self) -> None:
         """Give the memory back, or let the return of the last lent slot do so. Idempotent."""

@@ -280,6 +280,28 @@ def data_changed_between_two_saves(saving: Saving) -> list[Tensor]:
     return grads(x)
 
 
+def a_backward_that_returns_what_it_saved(saving: Saving) -> list[Tensor]:
+    """Autograd may take a gradient's memory for ``.grad``; it must not be the user's tensor."""
+
+    class Returns(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, a: Tensor, constant: Tensor) -> Tensor:
+            ctx.save_for_backward(constant)
+            return (a * constant).sum()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+            return ctx.saved_tensors[0], None
+
+    x, constant = leaf(), torch.ones(SIDE, SIDE)
+    small, few = leaf(4), torch.ones(4)
+    for _ in range(3):
+        with saving():
+            loss = Returns.apply(x, constant) + Returns.apply(small, few)
+        loss.backward()
+    return [*grads(x, small), constant, few]
+
+
 # ---- graphs ---------------------------------------------------------------------------------------------------------
 
 

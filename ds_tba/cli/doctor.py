@@ -88,6 +88,10 @@ def build_aio() -> int:
     if aio.is_built():
         what = "checking DeepSpeed's aio op"
     environment = {"MAX_JOBS": str(os.cpu_count() or 1), **os.environ}
+    for lock in aio.build_locks():
+        sys.stdout.write(
+            f"{lock} exists: another build runs, or one was killed; if none runs, remove it, or this waits for ever\n"
+        )
     started, output = time.monotonic(), []
     with subprocess.Popen(
         [sys.executable, "-c", _BUILD], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
@@ -102,8 +106,8 @@ def build_aio() -> int:
     if build.returncode:
         sys.stdout.writelines(output[-40:])
         sys.stdout.write(
-            "DeepSpeed's aio op did not build. It needs g++, ninja and libaio-dev (Debian, Ubuntu) or libaio-devel "
-            '(Fedora); without them, train with "io": {"backend": "posix"}.\n'
+            "DeepSpeed's aio op did not build. It needs g++, ninja, python3-dev and libaio-dev (Debian, Ubuntu) or "
+            'libaio-devel (Fedora); without them, train with "io": {"backend": "posix"}.\n'
         )
     return build.returncode
 

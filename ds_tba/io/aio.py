@@ -17,7 +17,7 @@ import torch
 from ds_tba.config import IO_ALIGNMENT_BYTES, AioConfig
 from ds_tba.errors import BackendUnavailableError, TransferError
 from ds_tba.io.base import IoBackend, IoHandle
-from ds_tba.io.memory import advise_huge_pages
+from ds_tba.io.memory import advise_huge_pages, keep_from_children
 
 OP = "async_io"
 
@@ -52,6 +52,7 @@ class AioBackend(IoBackend):
         self._owner = self._new_handle()
         staging: torch.Tensor = self._owner.new_cpu_locked_tensor(nbytes, torch.empty(0, dtype=torch.uint8))
         advise_huge_pages(staging, collapse=True)
+        keep_from_children(staging)
         return staging.zero_()
 
     def free_staging(self, staging: torch.Tensor) -> None:
@@ -119,13 +120,22 @@ def is_built() -> bool:
 
     if installed_ops.get(OP):
         return True
+    return any((directory / f"{OP}.so").is_file() for directory in _build_directories(OP))
+
+
+def build_locks() -> list[Path]:
+    """Lock files of builds under way, or of builds that were killed: for the latter everyone waits for ever."""
+    return [one / "lock" for op in (OP, "pin_memory") for one in _build_directories(op) if (one / "lock").exists()]
+
+
+def _build_directories(op: str) -> list[Path]:
     from torch.utils.cpp_extension import get_default_build_root
 
     root = os.environ.get("TORCH_EXTENSIONS_DIR")
     if root:
-        return (Path(root) / OP / f"{OP}.so").is_file()
+        return [Path(root) / op]
     tag = f"py{sys.version_info.major}{sys.version_info.minor}*"
-    return any(Path(get_default_build_root()).glob(f"{tag}/{OP}/{OP}.so"))
+    return list(Path(get_default_build_root()).glob(f"{tag}/{op}"))
 
 
 def requests_needed(config: AioConfig, lanes: int) -> int:

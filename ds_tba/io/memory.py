@@ -12,17 +12,30 @@ _MADV_HUGEPAGE = 14
 _MADV_COLLAPSE = 25  # Linux 6.1
 
 
-def huge_page_memory(nbytes: int) -> torch.Tensor:
+def huge_page_memory(nbytes: int, *, forked: bool = True) -> torch.Tensor:
     """``nbytes`` of private anonymous memory, 2 MiB-aligned, in huge pages where the kernel has them, touched once.
 
     Python's default for anonymous maps is ``MAP_SHARED``, for which huge pages are often off.
+
+    Args:
+        forked: whether forked children see it. Memory of direct I/O must be kept from them (open(2), O_DIRECT): a fork
+            in the middle of a request makes it copy-on-write, and the drive's bytes may land in the child's copy.
     """
     region = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory = torch.frombuffer(region, dtype=torch.uint8)
     start = -memory.data_ptr() % HUGE_PAGE_BYTES
     staging = memory[start : start + nbytes]
     advise_huge_pages(staging)
+    if not forked:
+        keep_from_children(staging)
     return staging.zero_()
+
+
+def keep_from_children(memory: torch.Tensor) -> None:
+    """Keep page-aligned memory, of whole pages, out of forked children."""
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    madvise(memory.data_ptr(), memory.numel(), mmap.MADV_DONTFORK)
 
 
 def advise_huge_pages(memory: torch.Tensor, *, collapse: bool = False) -> None:

@@ -28,7 +28,7 @@ class PosixBackend(IoBackend):
         return _PosixHandle(fd)
 
     def allocate_staging(self, nbytes: int) -> torch.Tensor:
-        return huge_page_memory(nbytes)
+        return huge_page_memory(nbytes, forked=False)
 
 
 class _PosixHandle(IoHandle):

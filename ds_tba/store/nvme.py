@@ -50,19 +50,6 @@ class Lanes:
     read: int
 
 
-class _Loan:
-    """Lies on the storage that a slot was lent to, and gives the slot back when that storage is gone."""
-
-    __slots__ = ("_slot", "_store")
-
-    def __init__(self, store: NvmeStore, slot: Span) -> None:
-        self._store = store
-        self._slot = slot
-
-    def __del__(self) -> None:
-        self._store.take_back(self._slot)
-
-
 class NvmeStore(Store[SwapTicket]):
     """Storages on NVMe.
 
@@ -166,9 +153,12 @@ class NvmeStore(Store[SwapTicket]):
 
     def _note(self, released: SwapTicket | Span) -> None:
         self._released.put(released)
-        # A finalizer may run while this very thread holds the lock: then acquire() fails and the holder, or the next
-        # call into the store, finds the note.
-        if self._changed.acquire(blocking=False):
+        self._act_if_free()
+
+    def _act_if_free(self) -> None:
+        # A finalizer may run while this very thread holds the lock: then acquire() fails, and the holder looks again
+        # once it has let go.
+        while not self._released.empty() and self._changed.acquire(blocking=False):
             try:
                 self._act_on_releases()
             finally:
@@ -287,7 +277,11 @@ class NvmeStore(Store[SwapTicket]):
 
     def _forward_instead_of_write(self, ticket: SwapTicket, device: torch.device) -> Loaded:
         try:
-            data = self._lend(_slot(ticket), ticket.nbytes) if self.ring.lends else self._copy_staged(ticket, device)
+            data = (
+                self.ring.lend(_slot(ticket), ticket.nbytes, self.take_back)
+                if self.ring.lends
+                else self._copy_staged(ticket, device)
+            )
         except BaseException:  # such as no device memory: the script may catch that and go on
             with self._changed:
                 ticket.move(_S.QUEUED)
@@ -330,7 +324,7 @@ class NvmeStore(Store[SwapTicket]):
                 raise type(ticket.error)(str(ticket.error)) from ticket.error
         lent = self.ring.lends and ticket.state is _S.LOADED and ticket.slot is not None
         if lent:
-            data = self._lend(_slot(ticket), ticket.nbytes)
+            data = self.ring.lend(_slot(ticket), ticket.nbytes, self.take_back)
         elif self.ring.lends and ticket.state is _S.LOADED and ticket.host is not None:
             data = self.ring.as_tensor(ticket.host, ticket.nbytes)
         else:
@@ -347,12 +341,6 @@ class NvmeStore(Store[SwapTicket]):
             self._free_slot(ticket)
         return Loaded(data, stored=True)
 
-    def _lend(self, slot: Span, nbytes: int) -> torch.Tensor:
-        """A slot as the tensor's own memory: on the CPU a copy would cost as much as the read."""
-        data = self.ring.lend(slot, nbytes)
-        data.untyped_storage()._ds_tba_loan = _Loan(self, slot)  # type: ignore[attr-defined]
-        return data
-
     def _wait_until_loaded(self, ticket: SwapTicket) -> None:
         warned = False
         if ticket.state is _S.STORED:
@@ -364,15 +352,21 @@ class NvmeStore(Store[SwapTicket]):
             ticket.path.reads.put(ticket, URGENT)
         while ticket.state not in (_S.LOADED, _S.RESCUED, _S.LOST):
             if self._closed:
-                raise StateError("the activation offloader was closed before backward: keep the engine until then")
+                break
             notified = self._changed.wait(SLOW_WAIT_S)
             if not notified and not warned:
                 warned = True
                 logger.warning("backward has waited %.0f s for a read at %s", SLOW_WAIT_S, ticket.path.file.directory)
+        if self._closed and ticket.host is None and ticket.error is None:
+            raise StateError("the activation offloader was closed before backward: keep the engine until then")
 
     # ---- in the lanes -------------------------------------------------------------------------------------------
 
     def _write(self, ticket: SwapTicket, handle: IoHandle) -> None:
+        self._write_queued(ticket, handle)
+        self._act_if_free()
+
+    def _write_queued(self, ticket: SwapTicket, handle: IoHandle) -> None:
         with self._changed:
             if ticket.state is not _S.QUEUED:
                 return  # cancelled
@@ -448,6 +442,10 @@ class NvmeStore(Store[SwapTicket]):
             ticket.path.fail(failure)
 
     def _read(self, ticket: SwapTicket, handle: IoHandle) -> None:
+        self._read_queued(ticket, handle)
+        self._act_if_free()
+
+    def _read_queued(self, ticket: SwapTicket, handle: IoHandle) -> None:
         with self._changed:
             if ticket.state is not _S.READ_QUEUED:
                 return  # given up, or read by an urgent request

@@ -25,7 +25,8 @@ class OffloadReport:
         cancelled_bytes: offloaded, but taken back or given up before their write began.
         deduplicated_bytes: saved again as views of a storage that was written already.
         kept_bytes: left in device memory; ``kept_bytes_by_reason`` says why.
-        peak_saved_bytes: most bytes that saved tensors held in device memory at once.
+        peak_saved_bytes: most bytes that saved tensors held in device memory at once (a storage below min_tensor_bytes
+            counts for each of its saves).
         peak_saved_bytes_without: the same, had nothing been offloaded.
         fallbacks: tensors that were eligible and stayed in memory because the store could not take or write them.
         stall_s: time that forward and backward waited for the store.
