@@ -126,8 +126,8 @@ class StagingRing:
         """The first ``nbytes`` of a slot as a tensor's own memory: on the CPU a copy would cost as much as the read.
 
         Args:
-            give_back: called with the slot, from a finalizer in any thread, when that tensor's storage is gone; leads to
-                :meth:`returned`.
+            give_back: called with the slot, from a finalizer in any thread, when that tensor's storage is gone; must
+                lead to :meth:`returned`.
         """
         data = self.as_tensor(self.view(slot), nbytes)
         data.untyped_storage()._ds_tba_loan = _Loan(slot, give_back)  # type: ignore[attr-defined]
