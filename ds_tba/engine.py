@@ -37,6 +37,7 @@ _NO_HOOKS = "support saved tensor hooks"  # in the message of torch/_functorch/e
 _KNOWN_KEYS = frozenset({"activation_checkpointing", "aio"})
 # Ranks may come minutes apart: one of them builds DeepSpeed's aio op while the others wait for it.
 AGREEMENT_TIMEOUT = timedelta(minutes=30)
+GOODBYE_TIMEOUT = timedelta(seconds=20)
 
 
 def hook(engine_class: type) -> None:
@@ -102,10 +103,11 @@ def _build(param_dict: Mapping[str, Any], ds_config: Any) -> ActivationOffloader
     problem: Exception | None = None
     try:
         parsed = parse_block(param_dict)
-        if parsed is not None:
-            _show_log()
-            _refuse_incompatible(ds_config)
-            offloader = _new_offloader(*parsed, param_dict)
+        if parsed is None:
+            return None
+        _show_log()
+        _refuse_incompatible(ds_config)
+        offloader = _new_offloader(*parsed, param_dict)
     except Exception as error:  # noqa: BLE001 - raised again below, once the other ranks know
         problem = error
     try:
@@ -281,10 +283,14 @@ def _agree(problem: Exception | None) -> None:
     build = store.add(f"ds_tba/{rank}/builds", 1)
     store.set(f"ds_tba/{rank}/{build}", json.dumps({"problem": problem and f"{type(problem).__name__}: {problem}"}))
     if problem is not None:
+        if rank == 0:  # which serves the store: stay until the others could read why
+            with suppress(RuntimeError, distributed.DistError):
+                store.wait([f"ds_tba/{other}/{build}/read" for other in range(1, size)], GOODBYE_TIMEOUT)
         raise problem
     for other in range(size):
         found = _answer(store, f"ds_tba/{other}/{build}", other)
         if found is not None:
+            store.set(f"ds_tba/{rank}/{build}/read", "")
             raise ConfigError(f"rank {other} cannot offload activations, so no rank trains: {found}")
 
 

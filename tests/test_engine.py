@@ -33,6 +33,7 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> distributed.Store:
     )
     monkeypatch.setattr(engine, "distributed", fake)
     monkeypatch.setattr(engine, "AGREEMENT_TIMEOUT", timedelta(seconds=1))
+    monkeypatch.setattr(engine, "GOODBYE_TIMEOUT", timedelta(seconds=1))
     return store
 
 
@@ -51,6 +52,10 @@ def test_the_own_problem_is_told_to_the_others_and_raised(two_ranks: distributed
     with pytest.raises(PathError, match="mine"):
         engine._agree(PathError("mine"))
     assert b"PathError: mine" in two_ranks.get("ds_tba/0/1")
+
+
+def test_a_disabled_block_asks_no_other_rank(two_ranks: distributed.Store) -> None:
+    assert engine._build({"activation_nvme_offload": {"enabled": False}}, SimpleNamespace()) is None
 
 
 def test_an_error_that_is_not_ours_reaches_the_others_too(

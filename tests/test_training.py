@@ -116,7 +116,15 @@ def test_a_killed_run_leaves_a_report_and_nothing_else(tmp_path: Path, number: s
     nvme.mkdir()
     config = runs.with_block(runs.plain_config(), nvme, report={"path": str(tmp_path / "report.json")})
     argv = runs.command(runs.SCRIPTS / "train.py", config, tmp_path, "--steps", "10000", "--pause_s", "0.2")
-    with subprocess.Popen(argv, env=runs.environment(), stdout=subprocess.PIPE, text=True, cwd=tmp_path) as launcher:
+    with subprocess.Popen(
+        argv,
+        env=runs.environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        # Tests started in the background of a shell inherit an ignored SIGINT, and so would the ranks.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    ) as launcher:
         for line in launcher.stdout or ():
             if line.startswith("LOSS") and (tmp_path / "report.json").exists() and report_of(tmp_path)["steps"] > 1:
                 break
