@@ -26,7 +26,7 @@ from ds_tba.cache import TensorCache
 from ds_tba.io.posix import PosixBackend
 from ds_tba.store.nvme import Lanes, NvmeStore
 from ds_tba.store.swap_file import SwapFile
-from ds_tba.transfer import StagingRing
+from ds_tba.transfer import CpuAccelerator, StagingRing
 
 COUNTS = (10, 100, 1000, 10_000)
 ELEMENTS = 4096  # 16 KiB of float32
@@ -37,21 +37,6 @@ KINDS: dict[str, Maker] = {
     "kept": lambda: torch.zeros(16),
     "offloaded": lambda: torch.zeros(ELEMENTS),
 }
-
-
-class CpuAccelerator:
-    """The part of DeepSpeed's CPU accelerator that staging needs; importing DeepSpeed is not part of the figure."""
-
-    Event = None
-
-    def device_name(self) -> str:
-        return "cpu"
-
-    def is_synchronized_device(self) -> bool:
-        return True
-
-    def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
 
 
 def measure(cache: TensorCache, store: NvmeStore, make: Maker, count: int) -> tuple[float, float]:

@@ -34,7 +34,7 @@ from ds_tba.io.base import IoBackend
 from ds_tba.io.posix import PosixBackend
 from ds_tba.store.nvme import Lanes, NvmeStore
 from ds_tba.store.swap_file import SwapFile
-from ds_tba.transfer import StagingRing
+from ds_tba.transfer import CpuAccelerator, StagingRing
 
 MIB, GIB = 1 << 20, 1 << 30
 HUGE_PAGES = Path("/proc/sys/vm/nr_hugepages")
@@ -46,21 +46,6 @@ class Rate:
 
     bytes_per_s: float
     cpu_s_per_gib: float
-
-
-class CpuAccelerator:
-    """The part of DeepSpeed's CPU accelerator that staging needs."""
-
-    Event = None
-
-    def device_name(self) -> str:
-        return "cpu"
-
-    def is_synchronized_device(self) -> bool:
-        return True
-
-    def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
 
 
 def make_backend(name: str) -> IoBackend:

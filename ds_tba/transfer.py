@@ -30,6 +30,24 @@ class Accelerator(Protocol):
     def Event(self) -> Any: ...  # noqa: N802 - the accelerator's name
 
 
+class CpuAccelerator:
+    """The CPU, for a store without DeepSpeed (tests, benchmarks): synchronous, and nothing to pin."""
+
+    Event: Any = None
+
+    def device_name(self) -> str:
+        """As torch names the device."""
+        return "cpu"
+
+    def is_synchronized_device(self) -> bool:
+        """Every copy is done when its call returns."""
+        return True
+
+    def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor itself."""
+        return tensor
+
+
 def pins_memory(accelerator: Accelerator) -> bool:
     """Whether staging is pinned by the accelerator."""
     return not accelerator.is_synchronized_device()

@@ -1,4 +1,4 @@
-"""Stand-ins that ship with the tests: an accelerator for the CPU, an asynchronous one, and backends that fail."""
+"""Stand-ins: an accelerator that looks asynchronous, and backends that fail."""
 
 from __future__ import annotations
 
@@ -14,21 +14,7 @@ from ds_tba.errors import TransferError
 from ds_tba.io.base import IoBackend, IoHandle
 from ds_tba.io.memory import huge_page_memory
 from ds_tba.io.posix import PosixBackend
-
-
-class CpuAccelerator:
-    """DeepSpeed's CPU accelerator, without importing DeepSpeed."""
-
-    Event = None
-
-    def device_name(self) -> str:
-        return "cpu"
-
-    def is_synchronized_device(self) -> bool:
-        return True
-
-    def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
+from ds_tba.transfer import CpuAccelerator
 
 
 class EventAccelerator(CpuAccelerator):
