@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ds_tba.cache import TensorCache
 from ds_tba.config import BLOCK, AioConfig, OffloadConfig
-from ds_tba.errors import ConfigError
+from ds_tba.errors import BackendUnavailableError, ConfigError
 from ds_tba.io.select import Selection, select_backend
 from ds_tba.store.host import HostStore
 from ds_tba.store.nvme import Lanes, NvmeStore
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 FREE_SPACE_PART = 0.9
 
 # The JSON at report.path is at most so old when the process is killed (or one step, where steps are longer).
-REPORT_AGE_S = 1.0
+REPORT_AGE_S = 0.25
 
 # Keys of the contract that only a planner can act on; naming them must not look like it had an effect.
 _NOT_ACTED_ON = ("activation_budget_bytes", "blocks", "max_step_overhead", "recompute")
@@ -250,6 +250,7 @@ class ActivationOffloader:
                 share = int(directory.free_bytes * FREE_SPACE_PART) // ranks_on_node
                 file = SwapFile(directory.path, config.io.swap_file_bytes or max(share, needed))
                 undo.callback(file.close)
+                _check_direct(file, self._selection)
                 file.reserve_first(min(needed, config.io.staging_bytes))
                 files.append(file)
             ring = StagingRing(accelerator, self._selection.backend, config.io.staging_bytes)
@@ -258,6 +259,15 @@ class ActivationOffloader:
             store = NvmeStore(files, self._selection.backend, ring, lanes, config.io.integrity)
             undo.pop_all()
         return store
+
+
+def _check_direct(file: SwapFile, selection: Selection) -> None:
+    """Refuse aio where the file system has no O_DIRECT: the op asks for it at every request and reports no error."""
+    if not file.direct and selection.backend.name == "aio":
+        raise BackendUnavailableError(
+            f"io.backend aio: the file system of {file.directory} has no O_DIRECT, which DeepSpeed's op needs: set "
+            '"io": {"backend": "posix"}, or name another directory.'
+        )
 
 
 def _check_host_memory(budget_bytes: int, ranks_on_node: int) -> None:

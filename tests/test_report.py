@@ -15,6 +15,7 @@ from ds_tba import offloader as offloader_module
 from ds_tba.cli import main
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.errors import BackendUnavailableError, ConfigError, PathError
+from ds_tba.io import aio
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.telemetry.report import rank_path
 
@@ -155,6 +156,27 @@ def test_what_stands_in_the_way_raises_and_leaves_nothing(
     with pytest.raises(error):
         make(tmp_path, **block)
     assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == (len(files), threads)
+
+
+@pytest.mark.aio
+def test_aio_without_o_direct_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not aio.is_built():
+        pytest.skip("DeepSpeed's aio op is not built: make aio")
+    real = os.open
+
+    def without_o_direct(path: object, flags: int, *rest: int, **more: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(22, "Invalid argument")
+        return real(path, flags, *rest, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "open", without_o_direct)
+    with pytest.raises(BackendUnavailableError, match=r"has no O_DIRECT.*posix"):
+        make(tmp_path, io={"backend": "aio", "staging_bytes": 8 << 20})
+    offloader = make(tmp_path)
+    assert "no O_DIRECT on this file system" in offloader.start_line()
+    step(offloader)
+    offloader.close()
+    assert offloader.report().fallbacks == 0
 
 
 def test_a_report_that_cannot_be_written_does_not_stop_training(
