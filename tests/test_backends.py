@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import gc
 import os
 import subprocess
 import sys
@@ -59,6 +60,21 @@ class BackendContract:
         handle.read(data, offset)
         assert torch.equal(data, wanted)
         handle.close()
+
+    def test_staging_is_kept_from_forked_children_only_while_it_is_staging(self, backend: IoBackend) -> None:
+        """Direct I/O needs the first half; malloc, which gets the op's memory back, needs the second."""
+
+        def kept_from_children() -> int:
+            flags = [line for line in Path("/proc/self/smaps").read_text().splitlines() if line.startswith("VmFlags")]
+            return sum(" dc" in line for line in flags)
+
+        gc.collect()
+        before = kept_from_children()
+        staging = backend.allocate_staging(2 * MIB)
+        assert kept_from_children() > before
+        backend.free_staging(staging)
+        del staging
+        assert kept_from_children() == before
 
     def test_neighbours_are_left_alone(self, backend: IoBackend, file: SwapFile, staging: torch.Tensor) -> None:
         handle = backend.open_handle(file.fd)

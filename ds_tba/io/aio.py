@@ -17,7 +17,7 @@ import torch
 from ds_tba.config import IO_ALIGNMENT_BYTES, AioConfig
 from ds_tba.errors import BackendUnavailableError, TransferError
 from ds_tba.io.base import IoBackend, IoHandle
-from ds_tba.io.memory import advise_huge_pages, keep_from_children
+from ds_tba.io.memory import advise_huge_pages, keep_from_children, show_to_children
 
 OP = "async_io"
 
@@ -57,6 +57,7 @@ class AioBackend(IoBackend):
 
     def free_staging(self, staging: torch.Tensor) -> None:
         if self._owner is not None:
+            show_to_children(staging)
             self._owner.free_cpu_locked_tensor(staging)
             self._owner = None
 

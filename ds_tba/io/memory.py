@@ -32,10 +32,23 @@ def huge_page_memory(nbytes: int, *, forked: bool = True) -> torch.Tensor:
 
 
 def keep_from_children(memory: torch.Tensor) -> None:
-    """Keep page-aligned memory, of whole pages, out of forked children."""
+    """Keep page-aligned memory, of whole pages, out of forked children.
+
+    Memory that goes back to ``malloc`` needs :func:`show_to_children` first: whatever is put there next must exist in a
+    child, or the child dies of it.
+    """
+    _madvise(memory, mmap.MADV_DONTFORK)
+
+
+def show_to_children(memory: torch.Tensor) -> None:
+    """Undo :func:`keep_from_children`."""
+    _madvise(memory, mmap.MADV_DOFORK)
+
+
+def _madvise(memory: torch.Tensor, advice: int) -> None:
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    madvise(memory.data_ptr(), memory.numel(), mmap.MADV_DONTFORK)
+    madvise(memory.data_ptr(), memory.numel(), advice)
 
 
 def advise_huge_pages(memory: torch.Tensor, *, collapse: bool = False) -> None:
