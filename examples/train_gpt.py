@@ -306,6 +306,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.result:
         path = Path(options.result if rank == 0 else f"{options.result}.rank{rank}")
         path.write_text(json.dumps({**vars(run), "equal": equal}))
+    deepspeed.comm.destroy_process_group()
     if not all(math.isfinite(loss) for loss in run.losses):
         console.print("the loss is not finite")
         return 1

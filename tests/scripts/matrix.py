@@ -66,3 +66,4 @@ for stage in range(4):
             sys.stdout.write(
                 f"MATRIX {name} {rank} {verdict} {written}\n"
             )  # in one piece, or ranks would mix in a line
+deepspeed.comm.destroy_process_group()

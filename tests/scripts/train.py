@@ -63,3 +63,5 @@ for parameter in engine.module.parameters():
     with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
         digest.update(parameter.detach().float().numpy().tobytes())
 sys.stdout.write(f"PARAMETERS {rank} {digest.hexdigest()}\n")
+engine.destroy()
+deepspeed.comm.destroy_process_group()
