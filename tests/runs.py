@@ -84,8 +84,8 @@ def launch(
 ) -> Result:
     """Run a script to its end; standard output and error together.
 
-    A rank that is done may abort at interpreter exit in DeepSpeed's or gloo's own threads, seen once in a run without the
-    block: such a run is repeated once. That our own part exits cleanly is checked in ``test_engine.py``, without this.
+    A rank that is done may abort at interpreter exit in DeepSpeed's or gloo's own threads, seen once in a run without
+    the block: such a run is repeated once. That our part exits cleanly is checked in ``test_engine.py``, without this.
     """
     for last in (False, True):
         done = subprocess.run(
