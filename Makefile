@@ -22,7 +22,7 @@ CONFIG_3 := ds_configs/zero3_nvme_params_activations.json
 CONFIG := $(CONFIG_$(ZERO))
 NEEDS_AIO := $(filter 3,$(ZERO))$(filter aio,$(BACKEND))
 
-.PHONY: demo test lint bench venv aio libaio clean
+.PHONY: demo test lint reliability bench venv aio libaio clean
 
 demo: $(BIN)/.installed $(if $(NEEDS_AIO),aio)
 	@test -n "$(CONFIG)" || { echo "ZERO=$(ZERO): the demo has ZERO=2 and ZERO=3"; exit 2; }
@@ -39,6 +39,10 @@ lint: $(BIN)/.installed
 	ruff check .
 	ruff format --check .
 	mypy
+
+# The table of faults and outcomes, from a run of the tests that inject them.
+reliability: aio
+	python -m pytest --basetemp=$(CURDIR)/.cache/pytest -m fault --reliability docs/reliability.md
 
 bench: $(BIN)/.installed aio
 	python benchmarks/hook_cost.py

@@ -1,12 +1,14 @@
-"""Fixtures: a store in a temporary directory for each backend that this machine has."""
+"""Fixtures: a store in a temporary directory for each backend that this machine has, and the table of faults."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from doubles import CpuAccelerator
+from fault_table import FaultTable
 
 from ds_tba.config import AioConfig
 from ds_tba.io import aio
@@ -60,3 +62,41 @@ def make_store(tmp_path: Path) -> Iterator[StoreFactory]:
     yield make
     for store in stores:
         store.close()
+
+
+# ---- the table of faults --------------------------------------------------------------------------------------------
+
+TABLE = pytest.StashKey[FaultTable]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--reliability", type=Path, help="write the table of faults and outcomes of this run to a file")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[TABLE] = FaultTable()
+
+
+@pytest.hookimpl(tryfirst=True)  # before -k and -m deselect
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    config.stash[TABLE].collect(items)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Any:
+    report = yield
+    if report.when == "call" or report.outcome != "passed":
+        item.config.stash[TABLE].note(item, report.outcome)
+    return report
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    path = session.config.getoption("--reliability")
+    if path is not None:
+        session.config.stash[TABLE].write(path)
+
+
+@pytest.fixture
+def user_sees(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """Tell what the user reads when the fault of this test strikes."""
+    return lambda message: request.config.stash[TABLE].see(request.node, message)

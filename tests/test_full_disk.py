@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hazards
@@ -41,9 +41,15 @@ def free_bytes(directory: Path) -> int:
     return usage.f_bavail * usage.f_frsize
 
 
-def test_at_the_start_it_is_refused_with_the_numbers(small_disk: Path) -> None:
-    with pytest.raises(PathError, match=r"has 0\.0\d GiB \(\d+ bytes\) free, but 2 rank"):
+@pytest.mark.fault(
+    "the drive is full at the start",
+    by="an ext4 of 64 MiB on a loop device",
+    outcome="refused before training, with the numbers; no space is lost",
+)
+def test_at_the_start_it_is_refused_with_the_numbers(small_disk: Path, user_sees: Callable[[str], None]) -> None:
+    with pytest.raises(PathError, match=r"has 0\.0\d GiB \(\d+ bytes\) free, but 2 rank") as caught:
         check_directories((str(small_disk),), 48 * MIB, 2)
+    user_sees(str(caught.value))
     file = SwapFile(small_disk, 1 << 30)
     before = free_bytes(small_disk)
     with pytest.raises(PathError, match=r"cannot reserve 268435456 bytes there .No space left on device"):
@@ -52,8 +58,16 @@ def test_at_the_start_it_is_refused_with_the_numbers(small_disk: Path) -> None:
     file.close()
 
 
+@pytest.mark.fault(
+    "the drive fills in mid-run",
+    by="an ext4 of 64 MiB on a loop device, less than one forward needs",
+    outcome="what does not fit stays in memory, said once; gradients equal; the space comes back",
+)
 def test_in_mid_run_what_does_not_fit_stays_in_memory(
-    monkeypatch: pytest.MonkeyPatch, small_disk: Path, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch,
+    small_disk: Path,
+    caplog: pytest.LogCaptureFixture,
+    user_sees: Callable[[str], None],
 ) -> None:
     monkeypatch.setattr(swap_file, "GROW_STEP_BYTES", 8 * MIB)
     before = free_bytes(small_disk)
@@ -75,5 +89,6 @@ def test_in_mid_run_what_does_not_fit_stays_in_memory(
         assert isinstance(store, NvmeStore)
         assert 0 < store.stats.fallbacks["no space in the swap file"] < 60
         assert store.stats.writes.nbytes > 32 * MIB
-        assert caplog.text.count("No space left on device") == 1
+        (said,) = [message for message in caplog.messages if "No space left on device" in message]
+        user_sees(said)
     assert free_bytes(small_disk) == before

@@ -1,0 +1,29 @@
+"""``docs/reliability.md`` names the faults that are tested, and no other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from conftest import TABLE
+from fault_table import faults_in, normalised
+
+DOCUMENT = Path(__file__).parents[1] / "docs" / "reliability.md"
+TESTS = Path(__file__).parent
+
+
+def test_every_fault_is_in_the_table(request: pytest.FixtureRequest) -> None:
+    if any(Path(argument).resolve() != TESTS for argument in request.config.args):
+        pytest.skip("only a part of the tests was collected")
+    table = request.config.stash[TABLE]
+    assert faults_in(DOCUMENT) == list(table.rows), "make reliability writes the table anew"
+
+
+def test_every_row_was_run_and_passed() -> None:
+    results = [line.rstrip(" |").rpartition(" | ")[2] for line in DOCUMENT.read_text().splitlines()[8:]]
+    assert results and all("failed" not in result for result in results)
+
+
+def test_paths_and_length_do_not_reach_the_table() -> None:
+    assert normalised("nvme_path /tmp/a/b.c is\n full") == "nvme_path PATH is full"
+    assert len(normalised("word " * 200)) <= 304
