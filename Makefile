@@ -42,7 +42,7 @@ lint: $(BIN)/.installed
 
 # The table of faults and outcomes, from a run of the tests that inject them.
 reliability: aio
-	python -m pytest --basetemp=$(CURDIR)/.cache/pytest -m fault --reliability docs/reliability.md
+	python -m pytest --basetemp=$(CURDIR)/.cache/pytest -m fault --reliability=docs/reliability.md
 
 bench: $(BIN)/.installed aio
 	python benchmarks/hook_cost.py
