@@ -47,7 +47,7 @@ def measure(cache: TensorCache, store: NvmeStore, make: Maker, count: int) -> tu
     started = time.perf_counter()
     held = [cache.pack(tensor) for tensor in tensors]
     packed = time.perf_counter()
-    while store._writes_under_way:
+    while store.space.writes_under_way:
         time.sleep(0.001)
     unpacking = time.perf_counter()
     while held:

@@ -76,9 +76,7 @@ class StoreVariant:
         count = nbytes // size
         cpu, started = cpu_s(), time.perf_counter()
         tickets = [self.store.put(source, wait=True) for _ in range(count)]
-        with self.store._changed:
-            while self.store._writes_under_way:
-                self.store._changed.wait(1.0)
+        self.store.wait_for_writes()
         written, cpu_written = time.perf_counter(), cpu_s()
         ahead = 0
         for index, ticket in enumerate(tickets):

@@ -10,13 +10,12 @@ written once, and every view is rebuilt from it. A record lives as long as one o
 offloaded. A kept tensor is held as a detached alias: the tensor itself would close a reference cycle through its own
 graph node.
 
-[Note: Finalizers] A view's ``__del__`` may run anywhere, also in the middle of our own critical sections. It only
-leaves a note, and acts on it if the lock happens to be free.
+[Note: Finalizers] A view's ``__del__`` may run anywhere, also in the middle of our own critical sections, so it only
+leaves a note (``ds_tba/notes.py``).
 """
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +26,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from ds_tba.errors import ActivationModifiedError, StateError
+from ds_tba.notes import FinalizerNotes
+from ds_tba.states import StateMachine
 from ds_tba.store.base import Store, Ticket
 from ds_tba.telemetry.stats import CacheStats
 from ds_tba.tensors import (
@@ -97,8 +98,11 @@ class MicroStep:
         return len(self.records) - 1
 
 
-class SavedStorage:
+class SavedStorage(StateMachine):
     """One storage saved for backward. Changed only under the cache's lock."""
+
+    noun = "a saved storage"
+    moves = _MOVES
 
     __slots__ = ("data", "data_version", "device", "index", "key", "micro_step", "nbytes", "pending", "state", "ticket",
                  "views")  # fmt: skip
@@ -116,16 +120,6 @@ class SavedStorage:
         self.views = 0  # alive
         self.pending = 0  # alive and not yet unpacked
 
-    def move(self, state: RecordState) -> None:
-        """Go to ``state``.
-
-        Raises:
-            StateError: the move is illegal.
-        """
-        if state not in _MOVES[self.state]:
-            raise StateError(f"illegal move of a saved storage from '{self.state.value}' to '{state.value}'")
-        self.state = state
-
 
 class PassedThrough:
     """A parameter, or a view of one, in autograd's hands as it is: its bytes are not ours to keep or move."""
@@ -139,9 +133,7 @@ class PassedThrough:
 
     def restore(self) -> torch.Tensor:
         """The tensor, if it was not modified since."""
-        if self._version >= 0 and self._tensor._version != self._version:
-            raise _modified(self._tensor.shape, self._tensor.dtype, self._version, self._tensor._version)
-        return self._tensor
+        return self._tensor if self._version < 0 else _unmodified(self._tensor, self._version)
 
 
 class SavedSmall:
@@ -158,9 +150,7 @@ class SavedSmall:
 
     def restore(self) -> torch.Tensor:
         """The tensor, if it was not modified since."""
-        if self._alias._version != self._version:
-            raise _modified(self._alias.shape, self._alias.dtype, self._version, self._alias._version)
-        return self._alias
+        return _unmodified(self._alias, self._version)
 
     def __del__(self) -> None:
         self._cache.small_freed(self._nbytes)
@@ -182,10 +172,7 @@ class SavedView:
     def restore(self) -> torch.Tensor:
         """The saved tensor, if it was not modified since."""
         if self._alias is not None:
-            saved, now = self.record.key.version, self._alias._version
-            if saved != now:
-                raise _modified(self._alias.shape, self._alias.dtype, saved, now)
-            return self._alias
+            return _unmodified(self._alias, self.record.key.version)
         if self._witness is None or self._spec is None:
             raise StateError("a saved view has neither bytes nor a way to them; this is a bug in ds_tba")
         if self._witness.current != self._witness.version:
@@ -236,7 +223,7 @@ class TensorCache:
         self._wait = wait_for_staging
         self._lock = threading.Lock()
         self._records: dict[StorageKey, SavedStorage] = {}
-        self._dropped: queue.SimpleQueue[_Note] = queue.SimpleQueue()
+        self._notes: FinalizerNotes[_Note] = FinalizerNotes(self._lock, self._act_on)
         self._empties: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
         self._micro_step = MicroStep()
         self._learned: tuple[int, list[int]] = (0, [])
@@ -251,7 +238,7 @@ class TensorCache:
             yield
             return
         with self._lock:
-            self._act_on_drops()
+            self._notes.act()
             self._micro_step = MicroStep()
             self.stats.micro_steps += 1
         with saved_tensors_hooks(*self._hooks):
@@ -270,12 +257,12 @@ class TensorCache:
         if why is Eligibility.SMALL:
             return SavedSmall(self, tensor)
         with self._lock:
-            self._act_on_drops()
+            self._notes.act()
             record = self._record(tensor, why)
             offloaded = record.state is not RecordState.KEPT
             record.views += 1
             record.pending += offloaded
-        self._act_if_free()
+        self._notes.act_if_free()
         return SavedView(self, record, tensor, offloaded=offloaded)
 
     @staticmethod
@@ -294,48 +281,35 @@ class TensorCache:
     def load(self, record: SavedStorage, *, first_time: bool) -> torch.Tensor:
         """The bytes of a record on its device (uint8, 1-D)."""
         with self._lock:
-            self._act_on_drops()
+            self._notes.act()
             data = record.data if record.data is not None else self._reload(record)
-            if data._version != record.data_version:
-                raise _modified(data.shape, data.dtype, record.data_version, data._version)
+            _unmodified(data, record.data_version)
             if first_time:
                 record.pending -= 1
             self._let_go_if_unpacked(record)
             self._prefetch_after(record)
-        self._act_if_free()
+        self._notes.act_if_free()
         return data
 
     def count_small(self, nbytes: int) -> None:
         """Count a small tensor that is kept."""
         with self._lock:
-            self._act_on_drops()
+            self._notes.act()
             self.stats.kept_bytes[Eligibility.SMALL.value] += nbytes
             self.stats.saved.add(nbytes)
             self.stats.resident.add(nbytes)
 
     def small_freed(self, nbytes: int) -> None:
         """Note that a small tensor is gone. Safe in a finalizer; see [Note: Finalizers]."""
-        self._note((None, nbytes))
+        self._notes.leave((None, nbytes))
 
     def drop(self, record: SavedStorage, *, pending: bool) -> None:
         """Note that a view of a record is gone. Safe in a finalizer; see [Note: Finalizers]."""
-        self._note((record, pending))
+        self._notes.leave((record, pending))
 
     def freed(self, nbytes: int) -> None:
         """Note that reloaded memory is free again. Safe in a finalizer; see [Note: Finalizers]."""
-        self._note(-nbytes)
-
-    def _note(self, what: _Note) -> None:
-        self._dropped.put(what)
-        self._act_if_free()
-
-    def _act_if_free(self) -> None:
-        # Again after letting the lock go: a note that came in the meantime found it taken.
-        while not self._dropped.empty() and self._lock.acquire(blocking=False):
-            try:
-                self._act_on_drops()
-            finally:
-                self._lock.release()
+        self._notes.leave(-nbytes)
 
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
         """An empty tensor of the same dtype and device, for version witnesses."""
@@ -350,7 +324,7 @@ class TensorCache:
     def settle(self) -> None:
         """Act on every note that finalizers have left."""
         with self._lock:
-            self._act_on_drops()
+            self._notes.act()
 
     @property
     def live_records(self) -> int:
@@ -428,26 +402,21 @@ class TensorCache:
                 return
             step.cursor += 1
 
-    def _act_on_drops(self) -> None:
-        while True:
-            try:
-                note = self._dropped.get_nowait()
-            except queue.Empty:
-                return
-            if isinstance(note, int):
-                self.stats.resident.add(note)
-                continue
-            record, count = note
-            if record is None:
-                self.stats.saved.add(-count)
-                self.stats.resident.add(-count)
-                continue
-            record.views -= 1
-            record.pending -= count
-            if record.views == 0:
-                self._forget(record)
-            else:
-                self._let_go_if_unpacked(record)
+    def _act_on(self, note: _Note) -> None:
+        if isinstance(note, int):
+            self.stats.resident.add(note)
+            return
+        record, count = note
+        if record is None:
+            self.stats.saved.add(-count)
+            self.stats.resident.add(-count)
+            return
+        record.views -= 1
+        record.pending -= count
+        if record.views == 0:
+            self._forget(record)
+        else:
+            self._let_go_if_unpacked(record)
 
     def _forget(self, record: SavedStorage) -> None:
         if record.state is RecordState.KEPT:
@@ -469,6 +438,12 @@ class TensorCache:
 
 def _nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
+
+
+def _unmodified(tensor: torch.Tensor, version: int) -> torch.Tensor:
+    if tensor._version != version:
+        raise _modified(tensor.shape, tensor.dtype, version, tensor._version)
+    return tensor
 
 
 def _modified(shape: torch.Size, dtype: torch.dtype, saved: int, now: int) -> ActivationModifiedError:

@@ -15,6 +15,10 @@ class Span:
     offset: int
     nbytes: int
 
+    def split(self, nbytes: int) -> tuple[Span, Span]:
+        """The first ``nbytes``, and the rest (which may be empty)."""
+        return Span(self.offset, nbytes), Span(self.offset + nbytes, self.nbytes - nbytes)
+
 
 class SpanAllocator:
     """First fit by address, neighbours merged on free.

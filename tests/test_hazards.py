@@ -34,7 +34,7 @@ def cache_over(store: NvmeStore | None, *, wait: bool = False) -> TensorCache:
 
 def store_is_empty(store: NvmeStore) -> bool:
     for _ in range(10_000):  # lanes may still be busy with what nobody wants any more
-        with store._changed:
+        with store.space.changed:
             if not any(path.extents.used_bytes for path in store.paths) and not store.ring.slots.used_bytes:
                 return True
         threading.Event().wait(0.001)
@@ -189,7 +189,7 @@ def test_backward_prefetches_in_reverse_and_within_its_bound(make_store: StoreFa
             for _ in range(8):
                 y = y.exp().log()
             loss = y.sum()
-        while store._writes_under_way:
+        while store.space.writes_under_way:
             threading.Event().wait(0.001)
         order.clear()
         loss.backward()
@@ -203,7 +203,7 @@ def test_a_second_backward_reads_again_instead_of_holding_memory(make_store: Sto
     x = torch.randn(256, 256, requires_grad=True)
     with cache.saving():
         loss = x.exp().sin().sum()
-    while store._writes_under_way:
+    while store.space.writes_under_way:
         threading.Event().wait(0.001)
     loss.backward(retain_graph=True)
     assert all(record.data is None for record in cache._records.values())
@@ -245,7 +245,7 @@ def test_lost_bytes_raise_out_of_backward(
     x = torch.randn(256, 256, requires_grad=True)
     with cache.saving():
         loss = x.exp().sin().sum()
-    while store._writes_under_way:
+    while store.space.writes_under_way:
         threading.Event().wait(0.001)
     store.ring._memory.random_(0, 256)  # type: ignore[union-attr]
     with pytest.raises(error):
@@ -261,7 +261,7 @@ def test_backward_after_close_says_so(make_store: StoreFactory) -> None:
     x = torch.randn(256, 256, requires_grad=True)
     with cache.saving():
         loss = x.exp().sum()
-    while store._writes_under_way:
+    while store.space.writes_under_way:
         threading.Event().wait(0.001)
     store.close()
     with pytest.raises(StateError, match="closed before backward"):

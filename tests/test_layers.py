@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "ds_tba"
 LEVELS = [
     ["errors"],
-    ["config", "tensors", "spans"],
+    ["config", "tensors", "spans", "notes", "states"],
     ["telemetry.stats", "telemetry.report", "telemetry.wear"],
     ["io.base", "io.memory"],
     ["io.posix", "io.aio"],
@@ -18,6 +18,8 @@ LEVELS = [
     ["store.base"],
     ["store.ticket", "store.host"],
     ["store.swap_path"],
+    ["store.swap_space"],
+    ["store.lane_work"],
     ["store.nvme"],
     ["cache"],
     ["offloader"],

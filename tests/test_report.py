@@ -26,16 +26,21 @@ CONTRACT = {
 }  # fmt: skip
 
 
+MIB = 1 << 20
+
+
 def make(directory: Path, **block: object) -> ActivationOffloader:
     io = {"backend": "posix", "staging_bytes": 8 << 20, "swap_file_bytes": 64 << 20}
     config = {"nvme_path": str(directory), "io": io, "min_tensor_bytes": 4096, **block}
     return ActivationOffloader(OffloadConfig.model_validate(config), AioConfig(), CpuAccelerator())
 
 
-def step(offloader: ActivationOffloader) -> None:
-    x = torch.randn(256, 256, requires_grad=True)
+def step(offloader: ActivationOffloader, *, written_first: bool = False) -> None:
+    x = torch.randn(512, 512, requires_grad=True)
     with offloader.saving():
         loss = x.exp().sin().tanh().sum()
+    if written_first and offloader._store is not None:
+        offloader._store.wait_for_writes()
     loss.backward()
     offloader.note_step()
 
@@ -48,10 +53,10 @@ def test_the_contract_and_the_sums(tmp_path: Path) -> None:
     report = offloader.report().to_dict()
     assert report.keys() >= CONTRACT
     assert report["steps"] == report["micro_steps"] == 3 and report["state"] == "finished"
-    assert report["offloaded_bytes"] == 3 * 2 * 256 * 256 * 4
+    assert report["offloaded_bytes"] == 3 * 2 * 512 * 512 * 4
     assert report["written_bytes"] + report["cancelled_bytes"] == report["offloaded_bytes"]
     assert report["read_bytes"] + report["forwarded_bytes"] == report["offloaded_bytes"]
-    assert report["deduplicated_bytes"] == 3 * 256 * 256 * 4
+    assert report["deduplicated_bytes"] == 3 * 512 * 512 * 4
     assert 0 < report["peak_staging_bytes"] <= 8 << 20
 
 
@@ -62,7 +67,7 @@ def test_keep_measures_only() -> None:
     offloader.close()
     report = offloader.report()
     assert report.offloaded_bytes == 0 and report.backend == "none"
-    assert report.peak_saved_bytes == report.peak_saved_bytes_without == 2 * 256 * 256 * 4
+    assert report.peak_saved_bytes == report.peak_saved_bytes_without == 2 * 512 * 512 * 4
     assert "measured, not moved" in offloader.start_line()
 
 
@@ -70,11 +75,13 @@ def test_wear_is_told_for_each_path(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     offloader = make(tmp_path, nvme_path=[str(tmp_path / "a"), str(tmp_path / "b")], ssd={"rated_endurance_tbw": 1.0})
-    step(offloader)
+    step(offloader, written_first=True)
     offloader.close()
     report = offloader.report()
     assert [one["path"] for one in report.wear] == [str(tmp_path / "a"), str(tmp_path / "b")]
-    assert sum(one["written_bytes"] for one in report.wear) == report.written_bytes > 0
+    first_measurement = 3 * 8 * MIB  # of each path, by itself
+    assert sum(one["written_bytes"] for one in report.wear) == report.written_bytes + 2 * first_measurement
+    assert report.written_bytes > 0
     assert any("of its rated 1 TBW" in value for _, value in report.rows())
     assert "not acted on" not in offloader.start_line()
 
@@ -85,7 +92,7 @@ def test_host_memory_as_the_tier() -> None:
     step(offloader)
     offloader.close()
     report = offloader.report()
-    assert report.host_bytes == report.offloaded_bytes == 2 * 256 * 256 * 4 and report.written_bytes == 0
+    assert report.host_bytes == report.offloaded_bytes == 2 * 512 * 512 * 4 and report.written_bytes == 0
     assert report.fallbacks == 0 and "host memory, up to 3145728 bytes" in offloader.start_line()
 
 

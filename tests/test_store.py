@@ -50,7 +50,7 @@ def nothing_is_held(store: NvmeStore) -> None:
     until(lambda: store.ring.slots.used_bytes == 0, "staging to be free")
     until(lambda: not any(path.extents.used_bytes for path in store.paths), "extents to be free")
     assert all(path.extents.used_bytes == 0 and path.queued_bytes == 0 for path in store.paths)
-    assert store._prefetched_bytes == 0 and store._writes_under_way == 0
+    assert store.space.prefetched_bytes == 0 and store.space.writes_under_way == 0
 
 
 @pytest.mark.parametrize("nbytes", [1, 4095, 4096, 4097, 3 * MIB + 17])
@@ -232,7 +232,7 @@ def test_a_failed_write_keeps_the_bytes_and_says_so_once(
     pieces = [noise(MIB) for _ in range(6)]
     tickets = [put(store, piece) for piece in pieces]
     gate.opened.set()
-    until(lambda: store._writes_under_way == 0, "the writes")
+    until(lambda: store.space.writes_under_way == 0, "the writes")
     assert [ticket.state for ticket in tickets] == [TicketState.STORED] + [TicketState.RESCUED] * 5
     for ticket, piece in zip(tickets, pieces, strict=True):
         assert torch.equal(store.get(ticket, CPU).data, piece)
@@ -489,7 +489,7 @@ def test_release_from_a_finalizer_inside_a_critical_section(make_store: StoreFac
     cycle = Cycle()
     cycle.itself = cycle  # type: ignore[attr-defined]
     del cycle
-    with store._changed:
+    with store.space.changed:
         gc.collect()
         assert ticket.state is TicketState.STORED
     stored(store, noise(MIB))

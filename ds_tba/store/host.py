@@ -6,13 +6,13 @@ powers of two that it is the sum of.
 
 from __future__ import annotations
 
-import queue
 import threading
 
 import torch
 
 from ds_tba.errors import StateError
 from ds_tba.io.memory import huge_page_memory
+from ds_tba.notes import FinalizerNotes
 from ds_tba.spans import Span, SpanAllocator
 from ds_tba.store.base import Loaded, Refusal, Store, Ticket
 from ds_tba.telemetry.stats import StoreStats
@@ -58,13 +58,13 @@ class HostStore(Store[HostTicket]):
         self.stats = StoreStats()
         self._accelerator = accelerator
         self._lock = threading.Lock()
-        self._released: queue.SimpleQueue[HostTicket] = queue.SimpleQueue()
+        self._notes: FinalizerNotes[HostTicket] = FinalizerNotes(self._lock, self._act_on_release)
         self._segments = [Segment(self._allocate(nbytes)) for nbytes in segment_sizes(budget_bytes)]
         self._closed = False
 
     def put(self, data: torch.Tensor, *, wait: bool) -> HostTicket | Refusal:
         with self._lock:
-            self._act_on_releases()
+            self._notes.act()
             ticket = self._reserve(data.numel())
             if isinstance(ticket, Refusal):
                 self.stats.fallbacks[ticket.value] += 1
@@ -85,7 +85,7 @@ class HostStore(Store[HostTicket]):
         return Loaded(copy_in(self._accelerator, self._view(ticket), ticket.nbytes, device), stored=True)
 
     def release(self, ticket: HostTicket) -> None:
-        self._released.put(ticket)
+        self._notes.leave_for_later(ticket)
 
     def close(self) -> None:
         with self._lock:
@@ -101,17 +101,13 @@ class HostStore(Store[HostTicket]):
                 return HostTicket(nbytes, self, segment, span)
         return Refusal.HOST_FULL
 
-    def _act_on_releases(self) -> None:
-        while True:
-            try:
-                ticket = self._released.get_nowait()
-            except queue.Empty:
-                return
-            if ticket.copy is not None:
-                ticket.copy.wait()  # the device may still be writing into the span
-            span, ticket.span = ticket.span, None
-            if span is not None:
-                ticket.segment.spans.free(span)
+    @staticmethod
+    def _act_on_release(ticket: HostTicket) -> None:
+        if ticket.copy is not None:
+            ticket.copy.wait()  # the device may still be writing into the span
+        span, ticket.span = ticket.span, None
+        if span is not None:
+            ticket.segment.spans.free(span)
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         if not pins_memory(self._accelerator):

@@ -7,16 +7,20 @@ import logging
 
 import torch
 
-from ds_tba.errors import ActivationCorruptionError, ActivationLostError, StorageError, TransferError
+from ds_tba.errors import ActivationCorruptionError, ActivationLostError, PathError, StorageError, TransferError
 from ds_tba.io.base import IoBackend, IoHandle
 from ds_tba.spans import Span, SpanAllocator
 from ds_tba.store.integrity import Integrity
 from ds_tba.store.lanes import Lane, LaneQueue
 from ds_tba.store.swap_file import SwapFile
 from ds_tba.store.ticket import SwapTicket
+from ds_tba.telemetry.stats import RollingRate
+from ds_tba.transfer import StagingRing
 
 logger = logging.getLogger(__name__)
 
+MEASURED_BYTES = 32 << 20
+MEASURED_TIMES = 3
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -32,8 +36,42 @@ class SwapPath:
         self.read_lanes: list[Lane] = []
         self.queued_bytes = 0
         self.written_bytes = 0
+        self.write_rate = RollingRate()
+        self.read_rate = RollingRate()
         self.failure: str | None = None
         self.full = False
+
+    def measure(self, write: IoHandle, read: IoHandle, ring: StagingRing) -> None:
+        """Write and read the beginning of the file a few times, for a first estimate of its bandwidth.
+
+        Raises:
+            PathError: a transfer failed.
+        """
+        nbytes = min(MEASURED_BYTES, ring.slots.capacity_bytes, self.file.size_bytes)
+        nbytes -= nbytes % self.extents.alignment_bytes
+        staged = ring.view(Span(0, nbytes))
+        try:
+            for _ in range(MEASURED_TIMES if nbytes else 0):
+                for rate, call in ((self.write_rate, write.write), (self.read_rate, read.read)):
+                    rate.start()
+                    call(staged, 0)
+                    rate.stop(nbytes)
+                self.written_bytes += nbytes
+        except TransferError as error:
+            raise PathError(
+                f"nvme_path {self.file.directory}: {error}. Check the drive (dmesg, smartctl), or name another "
+                "directory."
+            ) from error
+        self.write_rate.settle()
+        self.read_rate.settle()
+
+    def busy_s(self, more_bytes: int) -> float:
+        """How long the path is busy with writing and reading back what it holds, and ``more_bytes``.
+
+        Tensors go where this is least, so that paths hold bytes in proportion to their bandwidth.
+        """
+        s_per_byte = self.write_rate.s_per_byte + self.read_rate.s_per_byte
+        return (self.extents.used_bytes + more_bytes) * s_per_byte
 
     def reserve(self, nbytes: int) -> Span | None:
         """An extent, growing the file if it must; None where there is no room."""

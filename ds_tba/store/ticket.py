@@ -9,6 +9,7 @@ import torch
 
 from ds_tba.errors import StateError, StorageError
 from ds_tba.spans import Span
+from ds_tba.states import StateMachine
 from ds_tba.store.base import Store, Ticket
 from ds_tba.transfer import PendingCopy
 
@@ -45,12 +46,12 @@ _MOVES: dict[TicketState, tuple[TicketState, ...]] = {
 }
 
 
-class SwapTicket(Ticket):
+class SwapTicket(Ticket, StateMachine):
     """One storage in the NVMe store's care. Only that store changes it, under its lock."""
 
     __slots__ = (
         "checksums",
-        "copy",
+        "copies",
         "error",
         "extent",
         "forwarding",
@@ -62,6 +63,9 @@ class SwapTicket(Ticket):
         "state",
     )
 
+    noun = "a ticket"
+    moves = _MOVES
+
     def __init__(self, nbytes: int, store: Store[SwapTicket], path: Any, extent: Span, slot: Span) -> None:
         super().__init__(nbytes, store)
         self.path = path
@@ -69,19 +73,33 @@ class SwapTicket(Ticket):
         self.slot: Span | None = slot
         self.state = TicketState.STAGING
         self.checksums: tuple[int, ...] = ()
-        self.copy: PendingCopy | None = None
+        self.copies: list[PendingCopy] = []
         self.host: torch.Tensor | None = None
         self.error: StorageError | None = None
         self.forwarding = False
         self.prefetched = False
         self.released = False
 
-    def move(self, state: TicketState) -> None:
-        """Go to ``state``.
+    def wait_for_copies(self) -> None:
+        """Block until the device has written its bytes into the slot."""
+        for copy in self.copies:
+            copy.wait()
+
+    def trim(self, nbytes: int, padded_bytes: int) -> tuple[Span, Span]:
+        """Keep only the first ``padded_bytes`` of slot and extent; the tails, to be freed."""
+        slot, extent = self.held_slot, self.extent
+        self.nbytes = nbytes
+        self.slot, slot_tail = slot.split(padded_bytes)
+        self.extent, extent_tail = extent.split(padded_bytes)
+        return slot_tail, extent_tail
+
+    @property
+    def held_slot(self) -> Span:
+        """The staging slot.
 
         Raises:
-            StateError: the move is illegal.
+            StateError: there is none in this state.
         """
-        if state not in _MOVES[self.state]:
-            raise StateError(f"illegal move of a ticket from '{self.state.value}' to '{state.value}'")
-        self.state = state
+        if self.slot is None:
+            raise StateError(f"a ticket '{self.state.value}' has no staging slot; this is a bug in ds_tba")
+        return self.slot

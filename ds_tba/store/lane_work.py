@@ -1,0 +1,141 @@
+"""What the lanes do with a ticket: write it, keep it where it cannot be written, read it back."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import torch
+
+from ds_tba.errors import ActivationLostError, StorageError
+from ds_tba.io.base import IoHandle
+from ds_tba.store.base import Refusal
+from ds_tba.store.integrity import Integrity
+from ds_tba.store.swap_space import SwapSpace
+from ds_tba.store.ticket import SwapTicket, TicketState
+
+_S = TicketState
+
+
+class LaneWork:
+    """Writes and reads of tickets, in whatever lane takes them.
+
+    Args:
+        space: holds the bytes, and the lock.
+        integrity: takes and compares the checksums.
+    """
+
+    def __init__(self, space: SwapSpace, integrity: Integrity) -> None:
+        self._space = space
+        self._integrity = integrity
+
+    def write(self, ticket: SwapTicket, handle: IoHandle) -> None:
+        """Write a queued ticket, unless it was taken back."""
+        self._write(ticket, handle)
+        self._space.notes.act_if_free()
+
+    def read(self, ticket: SwapTicket, handle: IoHandle) -> None:
+        """Read a ticket into its slot, unless nobody wants it any more."""
+        self._read(ticket, handle)
+        self._space.notes.act_if_free()
+
+    def _write(self, ticket: SwapTicket, handle: IoHandle) -> None:
+        space = self._space
+        with space.changed:
+            if ticket.state is not _S.QUEUED:
+                return  # cancelled
+            ticket.move(_S.WRITING)
+            wanted = not ticket.released  # else it was given up while the device was still copying into the slot
+            broken = ticket.path.failure is not None
+            space.stats.writes.start()
+            ticket.path.write_rate.start()
+        try:
+            ticket.wait_for_copies()
+        except Exception as error:  # noqa: BLE001 - the copy out failed, so staging does not hold the bytes
+            self._end_without_bytes(ticket, ActivationLostError(f"an activation could not leave the device: {error}"))
+            return
+        if not wanted:
+            self._end_without_bytes(ticket, None)
+            return
+        staged = space.ring.view(ticket.held_slot)
+        failure: Exception | None = None
+        try:
+            if not broken:
+                ticket.checksums = self._integrity.digest(staged)
+                handle.write(staged, ticket.extent.offset)
+        except Exception as error:  # noqa: BLE001 - a lane must survive anything, or backward would wait for ever
+            failure = error
+        if failure is None and not broken:
+            self._end_write(ticket)
+        else:
+            self._rescue(ticket, staged, failure)
+
+    def _count_write(self, ticket: SwapTicket, nbytes: int) -> None:
+        self._space.stats.writes.stop(nbytes)
+        ticket.path.write_rate.stop(nbytes)
+        ticket.path.written_bytes += nbytes
+        self._space.end_write(ticket)
+
+    def _end_without_bytes(self, ticket: SwapTicket, error: StorageError | None) -> None:
+        space = self._space
+        with space.changed:
+            self._count_write(ticket, 0)
+            ticket.error = error
+            ticket.move(_S.LOST)
+            if ticket.released:
+                space.stats.cancelled_bytes += ticket.nbytes
+                space.give_up(ticket)
+
+    def _end_write(self, ticket: SwapTicket) -> None:
+        space = self._space
+        with space.changed:
+            self._count_write(ticket, ticket.extent.nbytes)
+            ticket.move(_S.STORED)
+            if not ticket.forwarding:
+                space.free_slot(ticket)
+            if ticket.released:
+                space.give_up(ticket)
+            space.notes.act()
+
+    def _rescue(self, ticket: SwapTicket, staged: torch.Tensor, failure: Exception | None) -> None:
+        """Keep in host memory what cannot be written, or in its slot where there is no host memory left."""
+        space = self._space
+        host: torch.Tensor | None = None
+        with suppress(MemoryError, RuntimeError):
+            host = staged[: ticket.nbytes].clone()
+        with space.changed:
+            self._count_write(ticket, 0)
+            ticket.move(_S.RESCUED)
+            ticket.host = host
+            space.stats.rescued_bytes += ticket.nbytes
+            space.stats.fallbacks[Refusal.PATH_FAILED.value] += 1
+            if failure is not None:
+                ticket.path.fail(failure)
+            if host is not None and not ticket.forwarding:
+                space.free_slot(ticket)
+            if ticket.released:
+                space.give_up(ticket)
+            space.notes.act()
+
+    def _read(self, ticket: SwapTicket, handle: IoHandle) -> None:
+        space = self._space
+        with space.changed:
+            if ticket.state is not _S.READ_QUEUED:
+                return  # given up, or read by an urgent request
+            ticket.move(_S.READING)
+            space.stats.reads.start()
+            ticket.path.read_rate.start()
+        target = ticket.host if ticket.host is not None else space.ring.view(ticket.held_slot)
+        failure = ticket.path.read_checked(ticket, target, handle, self._integrity)
+        with space.changed:
+            moved = ticket.extent.nbytes if failure is None else 0
+            space.stats.reads.stop(moved)
+            ticket.path.read_rate.stop(moved)
+            ticket.error = failure
+            ticket.move(_S.LOADED if failure is None else _S.LOST)
+            if failure is not None:
+                space.end_prefetch(ticket)
+                space.free_slot(ticket)
+            if ticket.released:
+                space.give_up(ticket)
+            space.notes.act()
+            space.changed.notify_all()

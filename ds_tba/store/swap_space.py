@@ -1,0 +1,160 @@
+"""The room of the NVMe store: staging slots and extents, who holds them, and the lock over both.
+
+Every method is called under ``changed``, except where it says otherwise.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+from ds_tba.notes import FinalizerNotes
+from ds_tba.spans import Span
+from ds_tba.store.base import Refusal
+from ds_tba.store.swap_path import SwapPath
+from ds_tba.store.ticket import SwapTicket, TicketState
+from ds_tba.telemetry.stats import StoreStats
+from ds_tba.transfer import StagingRing
+
+PREFETCH_PART_OF_STAGING = 0.5
+SLOW_WAIT_S = 30.0
+_S = TicketState
+# A copy or a lane is using the bytes of a ticket in these states, and whoever ends that gives them up.
+_IN_USE = frozenset({_S.STAGING, _S.FORWARDING, _S.WRITING, _S.READING})
+
+
+class SwapSpace:
+    """Slots of the staging ring and extents of the swap files.
+
+    Args:
+        paths: the directories at work.
+        ring: staging.
+    """
+
+    def __init__(self, paths: Sequence[SwapPath], ring: StagingRing) -> None:
+        self.stats = StoreStats()
+        self.paths = paths
+        self.ring = ring
+        # Not reentrant on purpose: see ds_tba/notes.py.
+        self.changed = threading.Condition(threading.Lock())
+        self.notes: FinalizerNotes[SwapTicket | Span] = FinalizerNotes(self.changed, self._act_on_release)
+        self.prefetched_bytes = 0
+        self.writes_under_way = 0
+        self.closed = False
+
+    # ---- taking -------------------------------------------------------------------------------------------------
+
+    def reserve(self, nbytes: int, wait: bool) -> tuple[Span, SwapPath, Span] | Refusal:
+        """A slot, a path and an extent on it for ``nbytes``; a refusal is counted."""
+        reserved = self._reserve(nbytes, wait)
+        if isinstance(reserved, Refusal):
+            self.stats.fallbacks[reserved.value] += 1
+        return reserved
+
+    def begin_write(self, ticket: SwapTicket) -> None:
+        """A write of the ticket will come: whoever waits for a slot may count on it."""
+        self.writes_under_way += 1
+        ticket.path.queued_bytes += ticket.extent.nbytes
+
+    def begin_prefetch(self, ticket: SwapTicket) -> bool:
+        """Take a slot to read a ticket ahead; False where the bound or staging has no room for it."""
+        if not self._may_prefetch(ticket.extent.nbytes):
+            return False
+        ticket.slot = self.ring.slots.allocate(ticket.extent.nbytes)
+        if ticket.slot is None:
+            return False
+        ticket.prefetched = True
+        self.prefetched_bytes += ticket.extent.nbytes
+        return True
+
+    def _reserve(self, nbytes: int, wait: bool) -> tuple[Span, SwapPath, Span] | Refusal:
+        if self.closed:
+            return Refusal.CLOSED
+        if self.ring.slots.padded(nbytes) > self.ring.slots.capacity_bytes:
+            return Refusal.LARGER_THAN_STAGING
+        slot = self.ring.slots.allocate(nbytes)
+        if slot is None and wait:
+            slot = self._wait_for_slot(nbytes)
+        if slot is None:
+            return Refusal.STAGING_FULL
+        working = [path for path in self.paths if path.failure is None]
+        for path in sorted(working, key=lambda path: path.busy_s(nbytes)):
+            extent = path.reserve(nbytes)
+            if extent is not None:
+                return slot, path, extent
+        self.ring.slots.free(slot)
+        return Refusal.NO_SPACE if working else Refusal.PATH_FAILED
+
+    def _wait_for_slot(self, nbytes: int) -> Span | None:
+        started = time.perf_counter()
+        slot = None
+        # Only writes are waited for: what reads hold is freed by the thread that would be waiting here.
+        while slot is None and self.writes_under_way > 0 and not self.closed:
+            self.changed.wait(SLOW_WAIT_S)
+            self.notes.act()
+            if not self.closed:
+                slot = self.ring.slots.allocate(nbytes)
+        self.stats.stall_s += time.perf_counter() - started
+        return slot
+
+    def _may_prefetch(self, nbytes: int) -> bool:
+        """Reads ahead leave half of staging to writes, while there are any; one tensor may always be read ahead."""
+        if not self.writes_under_way or not self.prefetched_bytes:
+            return True
+        return self.prefetched_bytes + nbytes <= self.ring.slots.capacity_bytes * PREFETCH_PART_OF_STAGING
+
+    # ---- giving back --------------------------------------------------------------------------------------------
+
+    def trim(self, ticket: SwapTicket, nbytes: int) -> None:
+        """Give back what a ticket holds beyond ``nbytes``."""
+        padded_bytes = self.ring.slots.padded(nbytes)
+        if padded_bytes < ticket.extent.nbytes:
+            slot_tail, extent_tail = ticket.trim(nbytes, padded_bytes)
+            self.ring.slots.free(slot_tail)
+            ticket.path.extents.free(extent_tail)
+
+    def end_write(self, ticket: SwapTicket) -> None:
+        """The write of a ticket has ended, or will not be."""
+        self.writes_under_way -= 1
+        ticket.path.queued_bytes -= ticket.extent.nbytes
+        self.changed.notify_all()
+
+    def end_prefetch(self, ticket: SwapTicket) -> None:
+        """A ticket's slot no longer counts as read ahead."""
+        if ticket.prefetched:
+            ticket.prefetched = False
+            self.prefetched_bytes -= ticket.extent.nbytes
+
+    def free_slot(self, ticket: SwapTicket) -> None:
+        """Give back the slot of a ticket, if it has one."""
+        slot, ticket.slot = ticket.slot, None
+        if slot is not None:
+            self.ring.slots.free(slot)
+            self.changed.notify_all()
+
+    def free(self, ticket: SwapTicket) -> None:
+        """Give back slot and extent."""
+        self.free_slot(ticket)
+        ticket.path.extents.free(ticket.extent)
+
+    def give_up(self, ticket: SwapTicket) -> None:
+        """Nobody wants the ticket's bytes any more, and nobody is using them."""
+        if ticket.state is _S.QUEUED:
+            self.stats.cancelled_bytes += ticket.nbytes
+            self.end_write(ticket)
+        self.end_prefetch(ticket)
+        ticket.move(_S.RELEASED)
+        ticket.host = None
+        self.free(ticket)
+
+    def _act_on_release(self, released: SwapTicket | Span) -> None:
+        if isinstance(released, Span):  # a slot that was lent
+            self.ring.slots.free(released)
+            self.ring.returned()
+            self.changed.notify_all()
+            return
+        released.released = True
+        copying = released.state is _S.QUEUED and released.copies
+        if released.state not in _IN_USE and released.state is not _S.RELEASED and not copying:
+            self.give_up(released)
