@@ -8,7 +8,8 @@ happens to be free.
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Generic, Protocol, TypeVar
 
 Note = TypeVar("Note")
@@ -19,6 +20,8 @@ class Lock(Protocol):
 
     def acquire(self, blocking: bool = ...) -> bool: ...
     def release(self) -> None: ...
+    def __enter__(self) -> bool: ...
+    def __exit__(self, *exception: Any) -> None: ...
 
 
 class FinalizerNotes(Generic[Note]):
@@ -29,7 +32,7 @@ class FinalizerNotes(Generic[Note]):
         act: deals with one note; called under the lock.
     """
 
-    def __init__(self, lock: Lock | Any, act: Callable[[Note], None]) -> None:
+    def __init__(self, lock: Lock, act: Callable[[Note], None]) -> None:
         self._lock = lock
         self._act = act
         self._left: queue.SimpleQueue[Note] = queue.SimpleQueue()
@@ -51,6 +54,14 @@ class FinalizerNotes(Generic[Note]):
                 self.act()
             finally:
                 self._lock.release()
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """The lock, with the notes left so far acted on at the beginning, and those left meanwhile at the end."""
+        with self._lock:
+            self.act()
+            yield
+        self.act_if_free()
 
     def act(self) -> None:
         """Act on every note; call it under the lock."""

@@ -19,6 +19,7 @@ from ds_tba.cache import TensorCache
 from ds_tba.config import BLOCK, AioConfig, OffloadConfig
 from ds_tba.errors import BackendUnavailableError, ConfigError
 from ds_tba.io.select import Selection, select_backend
+from ds_tba.store.bundles import BundlingStore
 from ds_tba.store.host import HostStore
 from ds_tba.store.nvme import Lanes, NvmeStore
 from ds_tba.store.paths import SwapDirectory, check_directories
@@ -84,9 +85,10 @@ class ActivationOffloader:
         self._store: NvmeStore | None = (
             self._open_store(aio_config, accelerator, zero_uses_nvme, ranks_on_node) if config.uses_nvme else None
         )
+        self._bundles = BundlingStore(self._store) if self._store is not None else None
         self._host: HostStore | None = self._open_host(accelerator) if uses_host else None
         self.cache = TensorCache(
-            [store for store in (self._store, self._host) if store is not None],
+            [store for store in (self._bundles, self._host) if store is not None],
             accelerator.device_name(),
             config.min_tensor_bytes,
             wait_for_staging=config.placement == "nvme",
@@ -148,6 +150,8 @@ class ActivationOffloader:
             stall_s=store.stall_s,
             kept_bytes_by_reason=dict(kept),
             fallbacks_by_reason=dict(fallbacks),
+            coalesced_bytes=store.coalesced_bytes,
+            bandwidth=[path.bandwidth() for path in self._store.paths] if self._store is not None else [],
             wear=[asdict(one) for one in self._wear()],
         )
 
@@ -210,7 +214,7 @@ class ActivationOffloader:
             if self._state == "finished":
                 return
             self.cache.settle()
-            for store in (self._store, self._host):
+            for store in (self._bundles, self._host):
                 if store is not None:
                     store.close()
             self._state = "finished"

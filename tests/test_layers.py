@@ -21,6 +21,7 @@ LEVELS = [
     ["store.swap_space"],
     ["store.lane_work"],
     ["store.nvme"],
+    ["store.bundles"],
     ["cache"],
     ["offloader"],
     ["engine"],

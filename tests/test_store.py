@@ -7,17 +7,21 @@ import gc
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import StoreFactory
 from doubles import EventAccelerator, Gate, ScriptedBackend, fails, slow
 
-from ds_tba.errors import ActivationCorruptionError, ActivationLostError, StateError
-from ds_tba.io.base import IoBackend
+from ds_tba.errors import ActivationCorruptionError, ActivationLostError, PathError, StateError
+from ds_tba.io.base import IoBackend, IoHandle
+from ds_tba.io.posix import PosixBackend
 from ds_tba.store.base import Refusal
 from ds_tba.store.nvme import Lanes, NvmeStore
+from ds_tba.store.swap_file import SwapFile
 from ds_tba.store.ticket import SwapTicket, TicketState
+from ds_tba.telemetry.stats import RollingRate
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
@@ -213,6 +217,76 @@ def test_two_paths_share_the_bytes(make_store: StoreFactory) -> None:
     for ticket, piece in zip(tickets, pieces, strict=True):
         until(lambda ticket=ticket: ticket.state is TicketState.STORED, "stored")  # type: ignore[misc]
         assert torch.equal(store.get(ticket, CPU).data, piece)
+
+
+def test_paths_hold_bytes_in_proportion_to_their_bandwidth(make_store: StoreFactory) -> None:
+    store = make_store(paths=3, staging_bytes=64 * MIB)
+    for path, factor in zip(store.paths, (1, 2, 5), strict=True):
+        for rate in (path.write_rate, path.read_rate):
+            rate.s_per_byte = 1e-9 * 10 / factor
+    tickets = [put(store, noise(MIB)) for _ in range(32)]
+    assert [path.extents.used_bytes // MIB for path in store.paths] == [4, 8, 20]
+    for ticket in tickets:
+        store.release(ticket)
+
+
+def test_bandwidth_is_measured_at_the_start_and_corrected_as_it_runs(
+    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RollingRate, "WINDOW_BYTES", 4 * MIB)
+    monkeypatch.setattr(SwapFile, "__init__", _already_reserved(SwapFile.__init__, 8 * MIB))
+    slow_files: set[int] = set()
+
+    class UnequalBackend(PosixBackend):
+        """A drive is slow while its descriptor is in the set: 4 ms for a MiB."""
+
+        def open_handle(self, fd: int) -> IoHandle:
+            return _Delayed(super().open_handle(fd), lambda nbytes: 4e-9 * nbytes if fd in slow_files else 0.0)
+
+    store = make_store(UnequalBackend(), paths=2, lanes=Lanes(1, 1))
+    first, second = store.paths
+    assert first.write_rate.bytes_per_s > 0 and second.read_rate.bytes_per_s > 0
+    before = first.busy_s(MIB)
+    slow_files.add(first.file.fd)
+    for _ in range(6):
+        for ticket in [stored(store, noise(MIB)) for _ in range(8)]:
+            store.get(ticket, CPU)
+            store.release(ticket)
+    assert first.busy_s(MIB) > 2 * before and first.busy_s(MIB) > 2 * second.busy_s(MIB)
+    for ticket in (tickets := [put(store, noise(MIB)) for _ in range(9)]):
+        assert ticket.extent.nbytes == MIB
+    assert first.extents.used_bytes < second.extents.used_bytes
+    assert len(tickets) == 9
+
+
+def _already_reserved(init: Callable[..., None], nbytes: int) -> Callable[..., None]:
+    def __init__(self: SwapFile, directory: Path, limit_bytes: int) -> None:
+        init(self, directory, limit_bytes)
+        self.reserve_first(nbytes)
+
+    return __init__
+
+
+class _Delayed(IoHandle):
+    def __init__(self, inner: IoHandle, delay_s: Callable[[int], float]) -> None:
+        self._inner = inner
+        self._delay_s = delay_s
+
+    def write(self, data: torch.Tensor, offset: int) -> None:
+        time.sleep(self._delay_s(data.numel()))
+        self._inner.write(data, offset)
+
+    def read(self, data: torch.Tensor, offset: int) -> None:
+        time.sleep(self._delay_s(data.numel()))
+        self._inner.read(data, offset)
+
+
+def test_a_path_that_fails_its_first_transfer_is_refused(
+    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SwapFile, "__init__", _already_reserved(SwapFile.__init__, MIB))
+    with pytest.raises(PathError, match=r"Input/output error.*or name another directory"):
+        make_store(ScriptedBackend(fails("write")), paths=2)
 
 
 # ---- faults ---------------------------------------------------------------------------------------------------------

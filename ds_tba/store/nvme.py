@@ -165,6 +165,8 @@ class NvmeStore(Store[SwapTicket]):
     def fill(self, ticket: SwapTicket, offset: int, data: torch.Tensor) -> None:
         """Copy a storage into an open ticket at byte ``offset``."""
         self._copy_out(ticket, offset, data)
+        with self.space.changed:
+            self.stats.coalesced_bytes += data.numel()
 
     def peek(self, ticket: SwapTicket, offset: int, nbytes: int, device: torch.device) -> torch.Tensor:
         """A copy of ``nbytes`` of an open ticket, on the device."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+from typing import Any
 
 import torch
 
@@ -72,6 +73,15 @@ class SwapPath:
         """
         s_per_byte = self.write_rate.s_per_byte + self.read_rate.s_per_byte
         return (self.extents.used_bytes + more_bytes) * s_per_byte
+
+    def bandwidth(self) -> dict[str, Any]:
+        """For the report."""
+        return {
+            "path": str(self.file.directory),
+            "write_bytes_per_s": self.write_rate.bytes_per_s,
+            "read_bytes_per_s": self.read_rate.bytes_per_s,
+            "failure": self.failure,
+        }
 
     def reserve(self, nbytes: int) -> Span | None:
         """An extent, growing the file if it must; None where there is no room."""

@@ -20,6 +20,7 @@ class OffloadReport:
         packed_tensors: tensors that autograd saved, parameters included.
         passed_through_tensors: of those, parameters and their views, left alone.
         offloaded_bytes: storages handed to the store, each once.
+        coalesced_bytes: of those, small ones that shared an I/O request with others.
         written_bytes, read_bytes: what the drive moved, padded to the alignment.
         forwarded_bytes: handed over from memory because their write had not finished.
         cancelled_bytes: offloaded, but taken back or given up before their write began.
@@ -30,6 +31,7 @@ class OffloadReport:
         peak_saved_bytes_without: the same, had nothing been offloaded.
         fallbacks: tensors that were eligible and stayed in memory because the store could not take or write them.
         stall_s: time that forward and backward waited for the store.
+        bandwidth: for each path its written bytes and its rates of late, as measured.
         wear: for each path the fields of :class:`ds_tba.telemetry.wear.PathWear`.
     """
 
@@ -61,8 +63,10 @@ class OffloadReport:
     write_bytes_per_s: float
     read_bytes_per_s: float
     stall_s: float
+    coalesced_bytes: int = 0
     kept_bytes_by_reason: dict[str, int] = field(default_factory=dict)
     fallbacks_by_reason: dict[str, int] = field(default_factory=dict)
+    bandwidth: list[dict[str, Any]] = field(default_factory=list)
     wear: list[dict[str, Any]] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
@@ -95,6 +99,7 @@ class OffloadReport:
             ("written", f"{_size(self.written_bytes)} at {self.write_bytes_per_s / 1e9:.2f} GB/s"),
             ("read", f"{_size(self.read_bytes)} at {self.read_bytes_per_s / 1e9:.2f} GB/s"),
             ("forwarded from memory", _size(self.forwarded_bytes)),
+            ("coalesced into larger requests", _size(self.coalesced_bytes)),
             ("deduplicated", _size(self.deduplicated_bytes)),
             ("kept", _size(self.kept_bytes)),
         ]

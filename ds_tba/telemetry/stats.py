@@ -86,6 +86,7 @@ class StoreStats:
     writes: BusyMeter = field(default_factory=BusyMeter)
     reads: BusyMeter = field(default_factory=BusyMeter)
     offloaded_bytes: int = 0
+    coalesced_bytes: int = 0
     cancelled_bytes: int = 0
     forwarded_bytes: int = 0
     rescued_bytes: int = 0
