@@ -2,10 +2,14 @@
 
     python benchmarks/io_roofline.py --nvme_path /local_nvme [--rounds 6] [--gib 4] [--json FILE]
 
-The bytes go through the whole store: staging, lanes, sampled integrity. fio (Debian package ``fio``) issues requests of
-the same size at the same depth: one synchronous O_DIRECT request in each of as many jobs as there are lanes, from huge
-pages. Files are overwritten, not fresh. Every round runs all variants in a new random order; reported are medians over
-the rounds of each variant's rate over fio's in the same round, and CPU seconds (user and system) per GiB.
+The bytes go through the whole store: bundles, staging, lanes, sampled integrity. fio (Debian package ``fio``) issues
+requests of the same size at the same depth: one synchronous O_DIRECT request in each of as many jobs as there are
+lanes, from huge pages. Files are overwritten, not fresh. Every round runs all variants in a new random order; reported
+are medians over the rounds of each variant's rate over fio's in the same round, and CPU seconds (user and system) per
+GiB.
+
+``BACKEND-nocopy`` leaves out the copy from the tensor into staging: a GPU's copy engine does it, and here the CPU, out
+of the memory bandwidth that the drive's transfers need too. It shows what the store costs beside that copy.
 """
 
 from __future__ import annotations
@@ -32,11 +36,14 @@ from ds_tba.config import AioConfig
 from ds_tba.io import aio
 from ds_tba.io.base import IoBackend
 from ds_tba.io.posix import PosixBackend
+from ds_tba.spans import Span
+from ds_tba.store.base import Refusal, Ticket
+from ds_tba.store.bundles import BundlingStore
 from ds_tba.store.nvme import Lanes, NvmeStore
 from ds_tba.store.swap_file import SwapFile
 from ds_tba.transfer import CpuAccelerator, StagingRing
 
-MIB, GIB = 1 << 20, 1 << 30
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 HUGE_PAGES = Path("/proc/sys/vm/nr_hugepages")
 
 
@@ -49,7 +56,7 @@ class Rate:
 
 
 def make_backend(name: str) -> IoBackend:
-    return PosixBackend() if name == "posix" else aio.AioBackend(AioConfig(queue_depth=32))
+    return PosixBackend() if name.startswith("posix") else aio.AioBackend(AioConfig(queue_depth=32))
 
 
 def cpu_s() -> float:
@@ -57,14 +64,23 @@ def cpu_s() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
+class StagingFilledElsewhere(StagingRing):
+    """Staging without the copy into it."""
+
+    def copy_out(self, data: torch.Tensor, slot: Span) -> None:
+        return None
+
+
 class StoreVariant:
     """Our store over one backend, kept open over all rounds so that its extents are overwritten."""
 
     def __init__(self, name: str, options: argparse.Namespace) -> None:
         backend = make_backend(name)
-        ring = StagingRing(CpuAccelerator(), backend, options.staging_mib * MIB)
+        make_ring = StagingFilledElsewhere if name.endswith("-nocopy") else StagingRing
+        ring = make_ring(CpuAccelerator(), backend, options.staging_mib * MIB)
         file = SwapFile(Path(options.nvme_path), options.gib * GIB)
-        self.store = NvmeStore([file], backend, ring, Lanes(options.lanes, options.lanes), "sampled")
+        self.nvme = NvmeStore([file], backend, ring, Lanes(options.lanes, options.lanes), "sampled")
+        self.store = BundlingStore(self.nvme)
         self.total = options.gib * GIB
 
     def run(self, sizes: list[int]) -> dict[int, tuple[Rate, Rate]]:
@@ -75,23 +91,30 @@ class StoreVariant:
         source = torch.arange(size // 8, dtype=torch.int64).view(torch.uint8)
         count = nbytes // size
         cpu, started = cpu_s(), time.perf_counter()
-        tickets = [self.store.put(source, wait=True) for _ in range(count)]
-        self.store.wait_for_writes()
+        tickets = [self._put(source) for _ in range(count)]
+        self.store.commit()
+        self.nvme.wait_for_writes()
         written, cpu_written = time.perf_counter(), cpu_s()
         ahead = 0
         for index, ticket in enumerate(tickets):
-            while ahead < count and self.store.prefetch(tickets[ahead]):  # type: ignore[arg-type]
+            while ahead < count and tickets[ahead].store.prefetch(tickets[ahead]):
                 ahead += 1
-            self.store.get(ticket, torch.device("cpu"))  # type: ignore[arg-type]
+            ticket.store.get(ticket, torch.device("cpu"))
             ahead = max(ahead, index + 1)
         read, cpu_read = time.perf_counter(), cpu_s()
         for ticket in tickets:
-            self.store.release(ticket)  # type: ignore[arg-type]
+            ticket.store.release(ticket)
         gib = nbytes / GIB
         return (
             Rate(nbytes / (written - started), (cpu_written - cpu) / gib),
             Rate(nbytes / (read - written), (cpu_read - cpu_written) / gib),
         )
+
+    def _put(self, source: torch.Tensor) -> Ticket:
+        ticket = self.store.put(source, wait=True)
+        if isinstance(ticket, Refusal):
+            raise SystemExit(f"the store refused {source.numel()} bytes: {ticket.value}")
+        return ticket
 
     def close(self) -> None:
         self.store.close()
@@ -147,6 +170,12 @@ def overall(rates: dict[int, tuple[Rate, Rate]], direction: int) -> float:
     return len(rates) / sum(1 / pair[direction].bytes_per_s for pair in rates.values())
 
 
+def request(size: int) -> str:
+    if not size:
+        return "all"
+    return f"{size // MIB} MiB" if size >= MIB else f"{size // KIB} KiB"
+
+
 def print_table(rounds: list[dict[str, dict[int, tuple[Rate, Rate]]]], variants: list[str], sizes: list[int]) -> None:
     print("| direction | request | " + " | ".join(f"{name} GB/s" for name in variants) + " | "
           + " | ".join(f"{name} / fio" for name in variants[1:]) + " | "
@@ -168,7 +197,7 @@ def print_table(rounds: list[dict[str, dict[int, tuple[Rate, Rate]]]], variants:
                 ratios.append(f"{statistics.median(each):.2f} [{min(each):.2f}-{max(each):.2f}]")
             cells = [f"{statistics.median(values[name, 'rate']) / 1e9:.2f}" for name in variants] + ratios
             cells += [f"{statistics.median(values[name, 'cpu']):.3f}" for name in variants]
-            print(f"| {verb} | {f'{size // MIB} MiB' if size else 'all'} | " + " | ".join(cells) + " |")
+            print(f"| {verb} | {request(size)} | " + " | ".join(cells) + " |")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -178,16 +207,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--gib", type=int, default=4, help="bytes per variant and round, in GiB, over all request sizes"
     )
-    parser.add_argument("--sizes_mib", type=int, nargs="+", default=[1, 4, 16, 64])
+    parser.add_argument("--sizes_kib", type=int, nargs="+", default=[1024, 4096, 16384, 65536])
     parser.add_argument("--lanes", type=int, default=2)
     parser.add_argument("--staging_mib", type=int, default=256)
-    parser.add_argument("--backends", nargs="+", default=["aio", "posix"], choices=["aio", "posix"])
+    names = ["aio", "posix", "aio-nocopy", "posix-nocopy"]
+    parser.add_argument("--backends", nargs="+", default=names, choices=names)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(argv)
     if shutil.which("fio") is None:
         print("fio is not installed: apt-get install fio")
         return 2
-    sizes = [size * MIB for size in options.sizes_mib]
+    sizes = [size * KIB for size in options.sizes_kib]
     variants = ["fio", *options.backends]
     rounds = []
     with huge_pages(max(sizes) * options.lanes) as huge:

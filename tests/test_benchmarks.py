@@ -60,7 +60,19 @@ def test_step_time(tmp_path: Path) -> None:
 def test_io_roofline(tmp_path: Path) -> None:
     if shutil.which("fio") is None:
         pytest.skip("fio is not installed")
-    size = ("--gib", "1", "--sizes_mib", "16", "--rounds", "1", "--backends", "posix", "--staging_mib", "64")
+    size = (
+        "--gib",
+        "1",
+        "--sizes_kib",
+        "16384",
+        "--rounds",
+        "1",
+        "--backends",
+        "posix",
+        "posix-nocopy",
+        "--staging_mib",
+        "64",
+    )
     output = benchmark("io_roofline.py", *size, "--nvme_path", str(tmp_path), "--json", str(tmp_path / "json"))
     assert "| write | 16 MiB |" in output and "| read | all |" in output
     (only,) = json.loads((tmp_path / "json").read_text())["rounds"]

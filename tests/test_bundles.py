@@ -36,7 +36,7 @@ def committed(nvme: NvmeStore, sizes: list[int]) -> tuple[BundlingStore, list[to
     store = BundlingStore(nvme)
     data = [noise(size) for size in sizes]
     tickets = [put(store, one.clone()) for one in data]
-    store._commit()
+    store.commit()
     nvme.wait_for_writes()
     return store, data, tickets
 
@@ -148,7 +148,7 @@ def test_a_cancelled_write_keeps_the_bytes_until_the_last_member_goes(make_store
     store = BundlingStore(nvme)
     data = [noise(64 * KIB) for _ in range(3)]
     tickets = [put(store, one.clone()) for one in data]
-    store._commit()
+    store.commit()
     for _ in range(2):
         for ticket, one in zip(tickets, data, strict=True):
             got = store.get(ticket, CPU).data

@@ -83,8 +83,7 @@ class BundlingStore(Store[MemberTicket]):
             with self._notes.locked():
                 return self._put_member(data, nbytes, wait)
         if wait and self._nvme.staging_is_short_of(nbytes):
-            with self._notes.locked():
-                self._commit()  # or it would wait for room that only we could free
+            self.commit()  # or it would wait for room that only we could free
         return self._nvme.put(data, wait=wait)
 
     def prefetch(self, ticket: MemberTicket) -> bool:
@@ -106,6 +105,11 @@ class BundlingStore(Store[MemberTicket]):
 
     def release(self, ticket: MemberTicket) -> None:
         self._notes.leave(ticket)
+
+    def commit(self) -> None:
+        """Write the open bundle now instead of when it is full."""
+        with self._notes.locked():
+            self._commit()
 
     def close(self) -> None:
         with self._notes.locked():
