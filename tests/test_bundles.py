@@ -139,6 +139,21 @@ def test_members_given_up_before_they_were_wanted_do_not_hold_the_others(make_st
     assert bundle.data is None
 
 
+def test_what_was_read_goes_with_the_last_member_that_was_still_to_be_handed_out(make_store: StoreFactory) -> None:
+    store, _, tickets = committed(make_store(), [64 * KIB] * 3)
+    for index in (0, 2):
+        store.get(tickets[index], CPU)
+    bundle = tickets[0].bundle
+    assert bundle.data is not None
+    store.release(tickets[1])
+    assert bundle.data is None
+
+
+def test_members_are_aligned_as_an_accelerator_would_allocate_them(make_store: StoreFactory) -> None:
+    _, _, tickets = committed(make_store(), [1000, 1, 513, 512])
+    assert [ticket.offset for ticket in tickets] == [0, 1024, 1536, 2560]
+
+
 def test_a_cancelled_write_keeps_the_bytes_until_the_last_member_goes(make_store: StoreFactory) -> None:
     gate = Gate()
     nvme = make_store(ScriptedBackend(gate))
