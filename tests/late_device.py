@@ -1,0 +1,189 @@
+"""An asynchronous device in CPU memory, as hostile as the ordering rules of streams allow.
+
+Every stream is a thread that runs what it was given in order, each piece after a random pause, so that streams run late
+and out of step with each other. Memory comes from an allocator as CUDA's caching one: what the host lets go of belongs at
+once to the next tenant of the stream it was allocated on, who fills it with poison, unless the memory was shared with
+other streams: then after what these were given so far. A missing wait, a source dropped early or a slot reused early
+shows as wrong bytes.
+"""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ds_tba.io.memory import huge_page_memory
+from ds_tba.transfer import CpuAccelerator
+
+POISON = 0xDB
+LONGEST_PAUSE_S = 0.003
+TIMEOUT_S = 60.0
+
+
+class LateEvent:
+    """Done when the stream on which it was recorded has come so far."""
+
+    def __init__(self, device: LateDevice) -> None:
+        self._device = device
+        self._reached: threading.Event | None = None
+
+    def record(self, stream: Any = None) -> None:
+        self._reached = threading.Event()
+        (stream or self._device.current_stream()).run(self._reached.set)
+
+    def query(self) -> bool:
+        return self._reached is None or self._reached.is_set()
+
+    def synchronize(self) -> None:
+        if self._reached is not None and not self._reached.wait(TIMEOUT_S):
+            raise TimeoutError("an event never came")
+
+
+class LateStream:
+    """A queue of work and the thread that does it, late."""
+
+    def __init__(self, device: LateDevice) -> None:
+        self._device = device
+        self._chance = random.Random(len(device.streams))
+        self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._loop, name="late-stream", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Callable[[], object]) -> None:
+        """Do ``work`` after everything before it."""
+        self._work.put(work)
+
+    def wait_event(self, event: LateEvent) -> None:
+        self.run(event.synchronize)
+
+    def end(self) -> None:
+        self._work.put(None)
+        self._thread.join(TIMEOUT_S)
+
+    def _loop(self) -> None:
+        while (work := self._work.get()) is not None:
+            time.sleep(self._chance.random() * self._device.longest_pause_s)
+            work()
+            del work
+
+
+class HostStream:
+    """The stream of kernels that are done when their call returns, as those of the CPU are."""
+
+    def run(self, work: Callable[[], object]) -> None:
+        work()
+
+    def wait_event(self, event: LateEvent) -> None:
+        event.synchronize()
+
+
+class LateDevice(CpuAccelerator):
+    """The accelerator.
+
+    Args:
+        late_compute: whether kernels run late too (:meth:`launch`); else the stream that is current by default is the
+            host, so that real autograd can run on the device.
+    """
+
+    def __init__(self, *, late_compute: bool = False, longest_pause_s: float = LONGEST_PAUSE_S) -> None:
+        self.longest_pause_s = longest_pause_s
+        self.streams: list[LateStream] = []
+        self._local = threading.local()
+        self._default: Any = self.new_stream() if late_compute else HostStream()
+        self.allocated_bytes = 0
+
+    # ---- as an accelerator --------------------------------------------------------------------------------------
+
+    def is_synchronized_device(self) -> bool:
+        return False
+
+    def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        return huge_page_memory(tensor.numel())
+
+    def new_stream(self) -> Any:
+        stream = LateStream(self)
+        self.streams.append(stream)
+        return stream
+
+    def new_event(self) -> Any:
+        return LateEvent(self)
+
+    def current_stream(self) -> Any:
+        return getattr(self._local, "stream", self._default)
+
+    @contextmanager
+    def on(self, stream: Any) -> Iterator[None]:
+        before, self._local.stream = self.current_stream(), stream
+        try:
+            yield
+        finally:
+            self._local.stream = before
+
+    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        memory = bytearray(nbytes)
+        bytes_of = torch.frombuffer(memory, dtype=torch.uint8)
+        owner = self.current_stream()
+        owner.run(lambda: bytes_of.fill_(POISON))
+        self.allocated_bytes += nbytes
+        data = torch.frombuffer(memory, dtype=torch.uint8)
+        # The tenant's storage is watched, not its memory, which lives on in the hands of the next.
+        data.untyped_storage()._tenant = _Tenant(self, bytes_of, owner)  # type: ignore[attr-defined]
+        return data
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        from_bytes, to_bytes = _bytes_at(source), _bytes_at(target)
+        self.current_stream().run(lambda: to_bytes.copy_(from_bytes))
+
+    def share(self, tensor: torch.Tensor, stream: Any) -> None:
+        tensor.untyped_storage()._tenant.sharers.append(stream)  # type: ignore[attr-defined]
+
+    # ---- for tests ----------------------------------------------------------------------------------------------
+
+    def launch(self, kernel: Callable[[], object]) -> None:
+        """Run a kernel on the current stream."""
+        self.current_stream().run(kernel)
+
+    def synchronize(self) -> None:
+        for stream in self.streams:
+            event = LateEvent(self)
+            event.record(stream)
+            event.synchronize()
+
+    def end(self) -> None:
+        for stream in self.streams:
+            stream.end()
+
+
+class _Tenant:
+    """Lies on a storage; when that is gone, the next tenant of its memory moves in."""
+
+    def __init__(self, device: LateDevice, memory: torch.Tensor, owner: Any) -> None:
+        self.memory = memory
+        self.sharers: list[Any] = []
+        self._device = device
+        self._owner = owner
+
+    def __del__(self) -> None:
+        memory, owner = self.memory, self._owner
+        self._device.allocated_bytes -= memory.numel()
+        for stream in self.sharers:
+            event = LateEvent(self._device)
+            event.record(stream)
+            owner.wait_event(event)
+        owner.run(lambda: memory.fill_(POISON))
+
+
+def _bytes_at(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor without a hold on its storage: an address is all that a copy engine knows."""
+    tenant = getattr(tensor.untyped_storage(), "_tenant", None)
+    if tenant is None:
+        return tensor  # host memory, whose life is not the device's business
+    start = tensor.storage_offset()
+    return tenant.memory[start : start + tensor.numel()]
