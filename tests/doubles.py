@@ -37,7 +37,7 @@ class EventAccelerator(CpuAccelerator):
         self.Event = Event
         self.streams: list[object] = []  # entered, in order
 
-    def Stream(self, device: torch.device) -> object:  # noqa: N802
+    def Stream(self, device: torch.device) -> object:
         return object()
 
     def stream(self, stream: object) -> AbstractContextManager[None]:
