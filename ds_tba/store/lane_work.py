@@ -30,12 +30,14 @@ class LaneWork:
 
     def write(self, ticket: SwapTicket, handle: IoHandle) -> None:
         """Write a queued ticket, unless it was taken back."""
-        self._write(ticket, handle)
+        with self._space.ring.beside_compute():
+            self._write(ticket, handle)
         self._space.notes.act_if_free()
 
     def read(self, ticket: SwapTicket, handle: IoHandle) -> None:
         """Read a ticket into its slot, unless nobody wants it any more."""
-        self._read(ticket, handle)
+        with self._space.ring.beside_compute():
+            self._read(ticket, handle)
         self._space.notes.act_if_free()
 
     def _write(self, ticket: SwapTicket, handle: IoHandle) -> None:
@@ -101,7 +103,7 @@ class LaneWork:
         space = self._space
         host: torch.Tensor | None = None
         with suppress(MemoryError, RuntimeError):
-            host = staged[: ticket.nbytes].clone()
+            host = space.ring.rescue(staged, ticket.nbytes)
         with space.changed:
             self._count_write(ticket, 0)
             ticket.move(_S.RESCUED)

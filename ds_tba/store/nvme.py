@@ -76,7 +76,7 @@ class NvmeStore(Store[SwapTicket]):
         if len(self.paths) > 1:
             for path, (write, read) in zip(self.paths, handles, strict=True):
                 path.measure(write[0], read[0], ring)
-        work = LaneWork(self.space, Integrity(integrity, backend.blocks))
+        work = LaneWork(self.space, Integrity(integrity, backend.blocks, on_device=backend.stages_on_device))
         for index, (path, (write, read)) in enumerate(zip(self.paths, handles, strict=True)):
             path.write_lanes = [Lane(f"ds_tba-write-{index}", path.writes, one, work.write) for one in write]
             path.read_lanes = [Lane(f"ds_tba-read-{index}", path.reads, one, work.read) for one in read]
