@@ -32,9 +32,13 @@ class SwapFile:
         try:
             self.fd = self._open()
         except OSError as error:
+            repair = (
+                "Raise the limit of open files (ulimit -n)"
+                if error.errno in (errno.EMFILE, errno.ENFILE)
+                else "Check its permissions and mount options, or name another directory"
+            )
             raise PathError(
-                f"nvme_path {directory}: cannot make a swap file there ({error.strerror}). Check its permissions "
-                "and mount options, or name another directory."
+                f"nvme_path {directory}: cannot make a swap file there ({error.strerror}). {repair}."
             ) from error
 
     @property
