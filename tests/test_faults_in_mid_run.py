@@ -77,6 +77,18 @@ QUOTA_IN_MID_RUN = pytest.mark.fault(
 
 
 @QUOTA_IN_MID_RUN
+def test_a_quota_of_btrfs_is_used_up(quota_disk: Disk, victims: Victims, backend_name: str) -> None:
+    """Also under aio, which would not tell of a rewrite that fails: the swap file is not copied on write."""
+    directory = quota_disk.path / "job"
+    run("btrfs", "subvolume", "create", str(directory))
+    run("btrfs", "qgroup", "limit", "40M", str(directory))
+    outcome = equal(victims.run(Job(str(directory), backend_name, steps=4)))
+    assert "cannot grow" in outcome.said and "Disk quota exceeded" in outcome.said
+    assert outcome.report["written_bytes"] > 40 * MIB and outcome.report["kept_bytes"] > 0
+    run("btrfs", "subvolume", "delete", "-c", str(directory))
+
+
+@QUOTA_IN_MID_RUN
 @pytest.mark.parametrize("call", ["write", "allocate"])
 def test_a_quota_is_used_up(disk: Disk, victims: Victims, call: str, user_sees: Sees) -> None:
     fault = Fault(call, "fail", errno.EDQUOT, first=2)
