@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from disks import EXT4, MIB, Disk, mounted, run, until
 from doubles import CpuAccelerator
 from fault_table import FaultTable
+from victims import NoVictims, Victims, serving
 
 from ds_tba.config import AioConfig
 from ds_tba.io import aio
@@ -62,6 +65,69 @@ def make_store(tmp_path: Path) -> Iterator[StoreFactory]:
     yield make
     for store in stores:
         store.close()
+
+
+# ---- faults ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def victims(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victims]:
+    """Starts processes that train while a fault strikes."""
+    try:
+        with serving(tmp_path_factory.mktemp("victims")) as victims:
+            yield victims
+    except NoVictims as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(params=["posix", pytest.param("aio", marks=pytest.mark.aio)])
+def backend_name(request: pytest.FixtureRequest) -> str:
+    make_backend(request.param)
+    return str(request.param)
+
+
+@pytest.fixture
+def needs_aio() -> None:
+    make_backend("aio")
+
+
+def left_as_found(disk: Disk) -> Iterator[Disk]:
+    before = disk.free_bytes
+    yield disk
+    if os.path.ismount(disk.path):
+        until(lambda: disk.is_empty(before), f"no file on the disk, and {before} bytes of room")
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Disk]:
+    """An ext4 of 256 MiB; the test must leave it as it found it."""
+    with mounted(tmp_path / "loop", 256 * MIB) as disk:
+        yield from left_as_found(disk)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Disk]:
+    """As ``disk``, of 64 MiB."""
+    with mounted(tmp_path / "loop", 64 * MIB) as disk:
+        yield from left_as_found(disk)
+
+
+@pytest.fixture
+def fragile_disk(tmp_path: Path) -> Iterator[Disk]:
+    """As ``disk``, to be broken: without a journal, for want of which the file system would shut down for good.
+
+    In what state a broken drive is left is not checked.
+    """
+    with mounted(tmp_path / "loop", 256 * MIB, *EXT4, "-O", "^has_journal") as disk:
+        yield disk
+
+
+@pytest.fixture
+def quota_disk(tmp_path: Path) -> Iterator[Disk]:
+    """A btrfs of 256 MiB with quotas on."""
+    with mounted(tmp_path / "loop", 256 * MIB, "mkfs.btrfs", "-q") as disk:
+        run("btrfs", "quota", "enable", str(disk.path))
+        yield from left_as_found(disk)
 
 
 # ---- the table of faults --------------------------------------------------------------------------------------------

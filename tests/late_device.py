@@ -1,10 +1,10 @@
 """An asynchronous device in CPU memory, as hostile as the ordering rules of streams allow.
 
 Every stream is a thread that runs what it was given in order, each piece after a random pause, so that streams run late
-and out of step with each other. Memory comes from an allocator as CUDA's caching one: what the host lets go of belongs at
-once to the next tenant of the stream it was allocated on, who fills it with poison, unless the memory was shared with
-other streams: then after what these were given so far. A missing wait, a source dropped early or a slot reused early
-shows as wrong bytes.
+and out of step with each other. Memory comes from an allocator as CUDA's caching one: what the host lets go of belongs
+at once to the next tenant of the stream it was allocated on, who fills it with poison, unless the memory was shared
+with other streams: then after what these were given so far. A missing wait, a source dropped early or a slot reused
+early shows as wrong bytes.
 """
 
 from __future__ import annotations

@@ -151,6 +151,24 @@ class TestAio(BackendContract):
     ) -> None:
         super().test_bytes_come_back(backend, file, staging, nbytes, offset)
 
+    def test_what_the_op_cannot_begin_plain_calls_do(
+        self, backend: IoBackend, file: SwapFile, staging: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        handle = backend.open_handle(file.fd)
+        monkeypatch.setattr(handle, "_name", "/nowhere/file")  # the op opens by name; at the limit of files it cannot
+        staging[:MIB].fill_(4)
+        handle.write(staging[:MIB], MIB)
+        staging[:MIB].zero_()
+        handle.read(staging[:MIB], MIB)
+        assert bool((staging[:MIB] == 4).all())
+        with pytest.raises(TransferError, match="short: 4096 of 8192 bytes"):
+            handle.read(staging[:8192], 64 * MIB - 4096)
+        handle.close()
+
+    def test_a_first_write_that_cannot_begin_is_told(self, backend: IoBackend) -> None:
+        with pytest.raises(BackendUnavailableError, match=r"cannot open the swap file.*ulimit -n.*posix"):
+            backend.open_handle(1 << 20)
+
 
 @pytest.mark.aio
 def test_the_first_writes_of_two_lanes_do_not_deadlock(tmp_path: Path) -> None:

@@ -163,7 +163,8 @@ def test_full_staging_refuses_instead_of_waiting(make_store: StoreFactory) -> No
 
 def test_waiting_for_staging_waits_only_for_writes(make_store: StoreFactory) -> None:
     store = make_store(ScriptedBackend(slow(0.02)), staging_bytes=4 * MIB)
-    tickets = [put(store, noise(MIB), wait=True) for _ in range(12)]
+    pieces = [noise(MIB) for _ in range(12)]  # made beforehand, or making them might take as long as the writes
+    tickets = [put(store, piece, wait=True) for piece in pieces]
     until(lambda: all(ticket.state is TicketState.STORED for ticket in tickets), "the writes")
     assert store.stats.stall_s > 0 and not store.stats.fallbacks
     assert all(store.prefetch(ticket) for ticket in tickets[:2])
@@ -353,6 +354,15 @@ def test_a_failed_read_is_tried_once_more(make_store: StoreFactory) -> None:
     store = make_store(ScriptedBackend(fails("read", last=0)))
     data = noise(MIB)
     assert torch.equal(store.get(stored(store, data), CPU).data, data)
+
+
+def test_bytes_that_came_wrong_are_read_once_more(make_store: StoreFactory, caplog: pytest.LogCaptureFixture) -> None:
+    store = make_store(ScriptedBackend(lambda verb, number: "drop" if (verb, number) == ("read", 0) else None))
+    data = noise(MIB)
+    ticket = stored(store, data)
+    store.ring._memory.random_(0, 256)  # type: ignore[union-attr]  # or the slot would still hold the right bytes
+    assert torch.equal(store.get(ticket, CPU).data, data)
+    assert caplog.text.count("bytes read back are not the bytes written; trying once more") == 1
 
 
 def test_bytes_that_cannot_be_read_back_raise_with_the_place(make_store: StoreFactory) -> None:

@@ -66,3 +66,12 @@ def test_without_o_tmpfile_the_name_is_gone_before_the_first_byte(
 def test_a_directory_that_takes_no_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PathError, match="cannot make a swap file"):
         SwapFile(Path("/proc"), 1 << 20)
+
+
+def test_too_many_open_files_names_the_limit_to_raise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_descriptor(*_: object) -> int:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(os, "open", no_descriptor)
+    with pytest.raises(PathError, match=r"Too many open files.*ulimit -n"):
+        SwapFile(tmp_path, 1 << 20)

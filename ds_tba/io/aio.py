@@ -15,11 +15,13 @@ from typing import Any
 import torch
 
 from ds_tba.config import IO_ALIGNMENT_BYTES, AioConfig
-from ds_tba.errors import BackendUnavailableError, TransferError
+from ds_tba.errors import BackendUnavailableError
 from ds_tba.io.base import IoBackend, IoHandle
 from ds_tba.io.memory import advise_huge_pages, keep_from_children, show_to_children
+from ds_tba.io.posix import PosixHandle
 
 OP = "async_io"
+_COMPLETED = 1  # what the op returns for one request; -1 where it did not begin, never an error of the drive
 
 
 class AioBackend(IoBackend):
@@ -77,9 +79,14 @@ class AioBackend(IoBackend):
         handle = self._new_handle()
         data = handle.new_cpu_locked_tensor(self.alignment_bytes, torch.empty(0, dtype=torch.uint8))
         try:
-            handle.sync_pwrite(data.zero_(), f"/proc/self/fd/{fd}", 0)
+            completed = handle.sync_pwrite(data.zero_(), f"/proc/self/fd/{fd}", 0)
         finally:
             handle.free_cpu_locked_tensor(data)
+        if completed != _COMPLETED:
+            raise BackendUnavailableError(
+                "io.backend aio: DeepSpeed's op cannot open the swap file (standard error has its reason). If that is "
+                'error 24, raise the limit of open files (ulimit -n); else set "io": {"backend": "posix"}.'
+            )
         self._wrote = True
 
     def _new_handle(self) -> Any:
@@ -94,26 +101,27 @@ class AioBackend(IoBackend):
 
 
 class _AioHandle(IoHandle):
+    """The op opens the file by name for each request, which takes a descriptor; where it cannot, and for second tries,
+    plain calls on our own descriptor move the bytes or tell the kernel's reason."""
+
     def __init__(self, handle: Any, fd: int) -> None:
         self._handle = handle
         self._name = f"/proc/self/fd/{fd}"
+        self._plain = PosixHandle(fd)
 
     def write(self, data: torch.Tensor, offset: int) -> None:
-        self._check("write", self._handle.sync_pwrite(data, self._name, offset), data, offset)
+        if self._handle.sync_pwrite(data, self._name, offset) != _COMPLETED:
+            self._plain.write(data, offset)
 
     def read(self, data: torch.Tensor, offset: int) -> None:
-        self._check("read", self._handle.sync_pread(data, self._name, offset), data, offset)
+        if self._handle.sync_pread(data, self._name, offset) != _COMPLETED:
+            self._plain.read(data, offset)
+
+    def read_again(self, data: torch.Tensor, offset: int) -> None:
+        self._plain.read(data, offset)
 
     def close(self) -> None:
         self._handle = None
-
-    @staticmethod
-    def _check(verb: str, completed: int, data: torch.Tensor, offset: int) -> None:
-        if completed != 1:
-            raise TransferError(
-                f"DeepSpeed's aio did not complete the {verb} of {data.numel()} bytes at offset {offset} "
-                f"(it returned {completed})"
-            )
 
 
 def is_built() -> bool:

@@ -26,6 +26,14 @@ class IoHandle(ABC):
             TransferError: the request failed or was short, as far as the backend can see.
         """
 
+    def read_again(self, data: torch.Tensor, offset: int) -> None:
+        """:meth:`read` for bytes that failed to come or came wrong, in the way that tells most about the reason.
+
+        Raises:
+            TransferError: as for :meth:`read`.
+        """
+        self.read(data, offset)
+
     def close(self) -> None:  # noqa: B027 - most handles hold nothing
         """Give back what the handle holds, not the file."""
 

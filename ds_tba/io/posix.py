@@ -25,13 +25,15 @@ class PosixBackend(IoBackend):
     block_bytes = 1 << 20
 
     def open_handle(self, fd: int) -> IoHandle:
-        return _PosixHandle(fd)
+        return PosixHandle(fd)
 
     def allocate_staging(self, nbytes: int) -> torch.Tensor:
         return huge_page_memory(nbytes, forked=False)
 
 
-class _PosixHandle(IoHandle):
+class PosixHandle(IoHandle):
+    """Blocking calls on ``fd`` itself."""
+
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._direct = bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import struct
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from ds_tba.errors import PathError
 
 GROW_STEP_BYTES = 1 << 30
+# linux/fs.h: FS_IOC_GETFLAGS, FS_IOC_SETFLAGS (their size field says long, their argument is an int), FS_NOCOW_FL.
+_GET_FLAGS, _SET_FLAGS, _NOCOW = 0x80086601, 0x40086602, 0x00800000
 _UNSUPPORTED = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
 
 
@@ -31,10 +36,15 @@ class SwapFile:
         self.direct = True
         try:
             self.fd = self._open()
+            _write_in_place(self.fd)
         except OSError as error:
+            repair = (
+                "Raise the limit of open files (ulimit -n)"
+                if error.errno in (errno.EMFILE, errno.ENFILE)
+                else "Check its permissions and mount options, or name another directory"
+            )
             raise PathError(
-                f"nvme_path {directory}: cannot make a swap file there ({error.strerror}). Check its permissions "
-                "and mount options, or name another directory."
+                f"nvme_path {directory}: cannot make a swap file there ({error.strerror}). {repair}."
             ) from error
 
     @property
@@ -110,3 +120,13 @@ class SwapFile:
             return os.open(name, flags)
         finally:
             Path(name).unlink()
+
+
+def _write_in_place(fd: int) -> None:
+    """Where a file system would copy on write (btrfs), have it overwrite reserved blocks instead, as others do.
+
+    Else every rewrite needs new room, so that it can fail for want of it, which DeepSpeed's op would not tell.
+    """
+    with suppress(OSError):  # a file system without such flags
+        (flags,) = struct.unpack("i", fcntl.ioctl(fd, _GET_FLAGS, struct.pack("i", 0)))
+        fcntl.ioctl(fd, _SET_FLAGS, struct.pack("i", flags | _NOCOW))

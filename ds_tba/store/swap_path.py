@@ -11,7 +11,7 @@ import torch
 from ds_tba.errors import ActivationCorruptionError, ActivationLostError, PathError, StorageError, TransferError
 from ds_tba.io.base import IoBackend, IoHandle
 from ds_tba.spans import Span, SpanAllocator
-from ds_tba.store.integrity import Integrity
+from ds_tba.store.integrity import Integrity, Mismatch
 from ds_tba.store.lanes import Lane, LaneQueue
 from ds_tba.store.swap_file import SwapFile
 from ds_tba.store.ticket import SwapTicket
@@ -124,12 +124,7 @@ class SwapPath:
         """Read a ticket's bytes into ``target``; what stands against using them, or None."""
         where = f"{self.file.directory}, offset {ticket.extent.offset}, {ticket.extent.nbytes} bytes"
         try:
-            try:
-                handle.read(target, ticket.extent.offset)
-            except TransferError as first:
-                logger.warning("%s: %s; trying once more", where, first)
-                handle.read(target, ticket.extent.offset)
-            mismatch = integrity.compare(target, ticket.checksums)
+            mismatch = _read_up_to_twice(ticket, target, handle, integrity, where)
         except Exception as error:  # noqa: BLE001 - a lane must survive anything, or backward would wait for ever
             lost = ActivationLostError(
                 f"{where}: the activation cannot be read back ({error}). Stop, check the drive (dmesg, smartctl), and "
@@ -145,3 +140,19 @@ class SwapPath:
             f"{mismatch.expected:#018x}. A write was lost, short or stale: check the drive (dmesg, smartctl), and "
             "resume from the last checkpoint."
         )
+
+
+def _read_up_to_twice(
+    ticket: SwapTicket, target: torch.Tensor, handle: IoHandle, integrity: Integrity, where: str
+) -> Mismatch | None:
+    """Read, and once more if that failed or brought other bytes: DeepSpeed's op tells no error of a read."""
+    try:
+        handle.read(target, ticket.extent.offset)
+        if integrity.compare(target, ticket.checksums) is None:
+            return None
+        why = "bytes read back are not the bytes written"
+    except TransferError as error:
+        why = str(error)
+    logger.warning("%s: %s; trying once more", where, why)
+    handle.read_again(target, ticket.extent.offset)
+    return integrity.compare(target, ticket.checksums)
