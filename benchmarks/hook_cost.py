@@ -26,7 +26,8 @@ from ds_tba.cache import TensorCache
 from ds_tba.io.posix import PosixBackend
 from ds_tba.store.nvme import Lanes, NvmeStore
 from ds_tba.store.swap_file import SwapFile
-from ds_tba.transfer import CpuAccelerator, StagingRing
+from ds_tba.streams import CpuAccelerator
+from ds_tba.transfer import StagingRing
 
 COUNTS = (10, 100, 1000, 10_000)
 ELEMENTS = 4096  # 16 KiB of float32

@@ -41,7 +41,8 @@ from ds_tba.store.base import Refusal, Ticket
 from ds_tba.store.bundles import BundlingStore
 from ds_tba.store.nvme import Lanes, NvmeStore
 from ds_tba.store.swap_file import SwapFile
-from ds_tba.transfer import CpuAccelerator, StagingRing
+from ds_tba.streams import CpuAccelerator
+from ds_tba.transfer import StagingRing
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 HUGE_PAGES = Path("/proc/sys/vm/nr_hugepages")

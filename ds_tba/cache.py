@@ -368,13 +368,13 @@ class TensorCache:
             raise StateError(f"a saved storage '{record.state.value}' has no ticket; this is a bug in ds_tba")
         loaded = record.ticket.store.get(record.ticket, record.device)
         record.move(RecordState.RELOADED if loaded.stored else RecordState.FORWARDED)
-        record.data = loaded.data
-        record.data_version = loaded.data._version
+        data = record.data = loaded.data
+        record.data_version = data._version
         self.stats.resident.add(record.nbytes)
-        loaded.data.untyped_storage()._ds_tba_reloaded = _Reloaded(self, record.nbytes)  # type: ignore[attr-defined]
+        data.untyped_storage()._ds_tba_reloaded = _Reloaded(self, record.nbytes)  # type: ignore[attr-defined]
         if record.micro_step is not None:
             record.micro_step.unpacked.append(record.index)
-        return loaded.data
+        return data
 
     @staticmethod
     def _let_go_if_unpacked(record: SavedStorage) -> None:

@@ -26,6 +26,7 @@ from torch import distributed
 from ds_tba.config import BLOCK, AioConfig, OffloadConfig, near_misses, parse_block
 from ds_tba.errors import ConfigError, IncompatibleError
 from ds_tba.offloader import ActivationOffloader
+from ds_tba.streams import adapted
 from ds_tba.tensors import mark_owned
 
 logger = logging.getLogger("ds_tba")
@@ -125,7 +126,7 @@ def _new_offloader(config: OffloadConfig, aio_config: AioConfig, param_dict: Map
     return ActivationOffloader(
         config,
         aio_config,
-        get_accelerator(),
+        adapted(get_accelerator()),
         zero_uses_nvme=_zero_uses_nvme(param_dict),
         rank=_rank(),
         ranks_on_node=int(os.environ.get("LOCAL_WORLD_SIZE") or 0) or _world_size_on_node(),

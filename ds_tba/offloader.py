@@ -17,17 +17,18 @@ from pathlib import Path
 
 from ds_tba.cache import TensorCache
 from ds_tba.config import BLOCK, AioConfig, OffloadConfig
-from ds_tba.errors import BackendUnavailableError, ConfigError
+from ds_tba.errors import BackendUnavailableError, ConfigError, IncompatibleError
 from ds_tba.io.select import Selection, select_backend
 from ds_tba.store.bundles import BundlingStore
 from ds_tba.store.host import HostStore
 from ds_tba.store.nvme import Lanes, NvmeStore
 from ds_tba.store.paths import SwapDirectory, check_directories
 from ds_tba.store.swap_file import SwapFile
+from ds_tba.streams import Accelerator, pins_memory
 from ds_tba.telemetry.report import OffloadReport, rank_path
 from ds_tba.telemetry.stats import StoreStats
 from ds_tba.telemetry.wear import PathWear, path_wear
-from ds_tba.transfer import Accelerator, StagingRing, pins_memory
+from ds_tba.transfer import StagingRing
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ class ActivationOffloader:
     Args:
         config: the block.
         aio_config: DeepSpeed's ``"aio"`` block.
-        accelerator: DeepSpeed's accelerator.
+        accelerator: the training device.
         zero_uses_nvme: ZeRO's own NVMe offload is on.
         rank: this process's rank, for the report.
         ranks_on_node: ranks that share this machine's directories.
@@ -68,6 +69,7 @@ class ActivationOffloader:
         ranks_on_node: int = 1,
     ) -> None:
         self.config = config
+        self._accelerator = accelerator
         self._rank = rank
         self._steps = 0
         self._state = "running"
@@ -98,7 +100,16 @@ class ActivationOffloader:
     # ---- what a run calls ---------------------------------------------------------------------------------------
 
     def saving(self) -> AbstractContextManager[None]:
-        """The context in which a forward runs so that what autograd saves goes through us."""
+        """The context in which a forward runs so that what autograd saves goes through us.
+
+        Raises:
+            IncompatibleError: the stream is being captured into a graph.
+        """
+        if self._accelerator.is_capturing():
+            raise IncompatibleError(
+                "forward is being captured into a graph (torch.cuda.graph), whose replays would neither write nor read "
+                f'activations: capture without "{BLOCK}", or run forward outside of the capture.'
+            )
         self._refresh_report()
         return self.cache.saving()
 
@@ -233,7 +244,7 @@ class ActivationOffloader:
 
     def _open_host(self, accelerator: Accelerator) -> HostStore:
         try:
-            return HostStore(accelerator, self.config.host_budget_bytes)
+            return HostStore(accelerator, self.config.host_budget_bytes, self.config.io.staging_bytes)
         except BaseException:
             if self._store is not None:
                 self._store.close()

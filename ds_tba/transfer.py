@@ -1,9 +1,4 @@
-"""Between device memory and staging: the ring, and the copies in and out of it.
-
-Knows the accelerator's API (streams, events, pinning) as an object handed in; does not know files, tickets or autograd.
-On a synchronous device (the CPU) a copy is done when the call returns and there are no events. On an asynchronous one
-both copies are queued on the stream that produced or consumes the tensor, so that they are ordered with it by
-construction, and an event says when the host side may touch the staging bytes.
+"""Between device memory and files: the staging ring. Does not know files, tickets or autograd.
 
 Staging is host memory, or device memory for a backend that reaches files from there (``IoBackend.stages_on_device``):
 then every copy stays on the device, and whatever else a lane computes runs in a stream of its own
@@ -15,110 +10,23 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
-import numpy
 import torch
 
 from ds_tba.io.base import IoBackend
 from ds_tba.io.memory import aligned_memory, huge_page_memory
 from ds_tba.spans import Span, SpanAllocator
+from ds_tba.streams import Accelerator, Copies
 from ds_tba.tensors import host_view
-
-
-class Accelerator(Protocol):
-    """The part of ``deepspeed.accelerator`` that is used here."""
-
-    def device_name(self) -> str: ...
-    def is_synchronized_device(self) -> bool: ...
-    def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor: ...
-    def stream(self, stream: Any) -> Any: ...
-
-    @property
-    def Event(self) -> Any: ...  # noqa: N802 - the accelerator's name
-
-    @property
-    def Stream(self) -> Any: ...  # noqa: N802
-
-
-class CpuAccelerator:
-    """The CPU, for a store without DeepSpeed (tests, benchmarks): synchronous, and nothing to pin."""
-
-    Event: Any = None
-    Stream: Any = None
-
-    def stream(self, stream: Any) -> Any:
-        """A context in which nothing changes."""
-        return nullcontext()
-
-    def device_name(self) -> str:
-        """As torch names the device."""
-        return "cpu"
-
-    def is_synchronized_device(self) -> bool:
-        """Every copy is done when its call returns."""
-        return True
-
-    def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor itself."""
-        return tensor
-
-
-def pins_memory(accelerator: Accelerator) -> bool:
-    """Whether staging is pinned by the accelerator."""
-    return not accelerator.is_synchronized_device()
-
-
-class PendingCopy:
-    """A copy-out under way: its event, and the device memory that it reads, held together until it is done.
-
-    Without the memory, the caching allocator could hand it to another stream while the copy still reads it.
-    """
-
-    __slots__ = ("_event", "_source")
-
-    def __init__(self, event: Any, source: torch.Tensor) -> None:
-        self._event = event
-        self._source: torch.Tensor | None = source
-
-    def wait(self) -> None:
-        """Block the calling host thread until the copy is done."""
-        self._event.synchronize()
-        self._source = None
-
-
-def copy_out(accelerator: Accelerator, data: torch.Tensor, staged: torch.Tensor) -> PendingCopy | None:
-    """Copy device bytes into staging; None where that is done at return, as on a synchronous device."""
-    _copy(data, staged[: data.numel()])
-    if accelerator.is_synchronized_device():
-        return None
-    event = accelerator.Event()
-    event.record()
-    return PendingCopy(event, data)
-
-
-def copy_in(accelerator: Accelerator, staged: torch.Tensor, nbytes: int, device: torch.device) -> torch.Tensor:
-    """``nbytes`` of staging as a new device tensor (uint8, 1-D); ``staged`` may be reused at return."""
-    data = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    _copy(staged[:nbytes], data)
-    wait_for_stream(accelerator)
-    return data
 
 
 def wait_for_stream(accelerator: Accelerator) -> None:
     """Block until the device has done what this thread's current stream was given so far."""
     if not accelerator.is_synchronized_device():
-        event = accelerator.Event()
-        event.record()
+        event = accelerator.new_event()
+        event.record(accelerator.current_stream())
         event.synchronize()
-
-
-def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    if source.device.type == target.device.type == "cpu":
-        # On one thread: those of Tensor.copy_ would take the cores from the lanes, at the price of a small copy each.
-        numpy.copyto(target.numpy(), source.numpy())
-    else:
-        target.copy_(source, non_blocking=True)
 
 
 class _Loan:
@@ -146,6 +54,7 @@ class StagingRing:
         self._accelerator = accelerator
         self._backend = backend
         self._synchronous = accelerator.is_synchronized_device()
+        self.copies = Copies(accelerator)
         self._on_device = backend.stages_on_device
         self._own = threading.local()
         self.slots = SpanAllocator(staging_bytes, backend.alignment_bytes)
@@ -170,14 +79,6 @@ class StagingRing:
             raise RuntimeError("the staging ring is closed")
         return self._memory[slot.offset : slot.offset + slot.nbytes]
 
-    def copy_out(self, data: torch.Tensor, slot: Span) -> PendingCopy | None:
-        """:func:`copy_out` into a slot."""
-        return copy_out(self._accelerator, data, self.view(slot))
-
-    def copy_in(self, staged: torch.Tensor, nbytes: int, device: torch.device) -> torch.Tensor:
-        """:func:`copy_in`."""
-        return copy_in(self._accelerator, staged, nbytes, device)
-
     def rescue(self, staged: torch.Tensor, nbytes: int) -> torch.Tensor:
         """The first ``nbytes`` of a slot in host memory of their own; in a lane, so inside :meth:`beside_compute`."""
         return staged[:nbytes].to("cpu", copy=True) if self._on_device else staged[:nbytes].clone()
@@ -192,11 +93,10 @@ class StagingRing:
             return nullcontext()
         if not hasattr(self._own, "stream"):
             try:
-                self._own.stream = self._accelerator.Stream(device=self._device)
+                self._own.stream = self._accelerator.new_stream()
             except RuntimeError:  # a lane must survive anything; without a stream it is only slower
                 return nullcontext()
-        context: AbstractContextManager[Any] = self._accelerator.stream(self._own.stream)
-        return context
+        return self._accelerator.on(self._own.stream)
 
     def lend(self, slot: Span, nbytes: int, give_back: Callable[[Span], None]) -> torch.Tensor:
         """The first ``nbytes`` of a slot as a tensor's own memory: on the CPU a copy would cost as much as the read.
@@ -234,6 +134,7 @@ class StagingRing:
     def close(self) -> None:
         """Give the memory back, or let the return of the last lent slot do so. Idempotent."""
         if self._memory is not None:
+            self.copies.finish()
             self._closed_memory, self._memory = self._memory, None
             if self._lent == 0:
                 self._free()

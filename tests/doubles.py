@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
@@ -15,33 +16,45 @@ from ds_tba.errors import TransferError
 from ds_tba.io.base import IoBackend, IoHandle
 from ds_tba.io.memory import aligned_memory, huge_page_memory
 from ds_tba.io.posix import PosixBackend
-from ds_tba.transfer import CpuAccelerator
+from ds_tba.streams import CpuAccelerator
 
 
 class EventAccelerator(CpuAccelerator):
-    """Asynchronous as far as the host can tell: events that must be recorded, and waited for before staging is used."""
+    """Asynchronous as far as the host can tell: copies are done at once, but their events not before ``done`` is set.
 
-    def __init__(self, synchronize: Callable[[], object] = lambda: None) -> None:
-        self.recorded: list[object] = []
+    ``late_device.py`` has a device whose copies really are late.
+    """
+
+    def __init__(self, done: threading.Event | None = None) -> None:
         self.waited: list[object] = []
+        self.entered: list[object] = []
         owner = self
 
         class Event:
-            def record(self) -> None:
-                owner.recorded.append(self)
+            def record(self, stream: object) -> None:
+                pass
+
+            def query(self) -> bool:
+                return done is None or done.is_set()
 
             def synchronize(self) -> None:
-                synchronize()
+                if done is not None and not done.wait(30):
+                    raise TimeoutError("a test left its event undone")
                 owner.waited.append(self)
 
-        self.Event = Event
-        self.streams: list[object] = []  # entered, in order
+        class Stream:
+            def wait_event(self, event: Event) -> None:
+                pass
 
-    def Stream(self, device: torch.device) -> object:
-        return object()
+        self.new_event = Event
+        self.new_stream = Stream
+        self._default = Stream()
 
-    def stream(self, stream: object) -> AbstractContextManager[None]:
-        self.streams.append(stream)
+    def current_stream(self) -> Any:
+        return self._default
+
+    def on(self, stream: object) -> AbstractContextManager[None]:
+        self.entered.append(stream)
         return nullcontext()
 
     def is_synchronized_device(self) -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ds_tba.io.memory import huge_page_memory
-from ds_tba.transfer import CpuAccelerator
+from ds_tba.streams import CpuAccelerator
 
 POISON = 0xDB
 LONGEST_PAUSE_S = 0.003
@@ -146,9 +146,10 @@ class LateDevice(CpuAccelerator):
 
     # ---- for tests ----------------------------------------------------------------------------------------------
 
-    def launch(self, kernel: Callable[[], object]) -> None:
-        """Run a kernel on the current stream."""
-        self.current_stream().run(kernel)
+    def launch(self, kernel: Callable[..., object], *tensors: torch.Tensor) -> None:
+        """Run a kernel on the current stream; as on a real device, it has the addresses of the tensors and no more."""
+        memory = [_bytes_at(tensor) for tensor in tensors]
+        self.current_stream().run(lambda: kernel(*memory))
 
     def synchronize(self) -> None:
         for stream in self.streams:

@@ -35,6 +35,7 @@ def cache_over(store: NvmeStore | None, *, wait: bool = False) -> TensorCache:
 def store_is_empty(store: NvmeStore) -> bool:
     for _ in range(10_000):  # lanes may still be busy with what nobody wants any more
         with store.space.changed:
+            store.space.settle_copies()
             if not any(path.extents.used_bytes for path in store.paths) and not store.ring.slots.used_bytes:
                 return True
         threading.Event().wait(0.001)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from doubles import CpuAccelerator, EventAccelerator
@@ -50,12 +52,27 @@ def test_the_budget_is_kept_and_room_comes_back() -> None:
 
 
 def test_room_is_used_again_only_when_the_device_has_stopped_writing_into_it() -> None:
-    accelerator = EventAccelerator()
-    store = HostStore(accelerator, MIB)
+    done = threading.Event()
+    store = HostStore(EventAccelerator(done), MIB)
     store.release(put(store, torch.zeros(MIB, dtype=torch.uint8)))
-    assert accelerator.waited == []
+    assert store.put(torch.zeros(MIB, dtype=torch.uint8), wait=False) is Refusal.HOST_FULL
+    done.set()
     put(store, torch.zeros(MIB, dtype=torch.uint8))
-    assert accelerator.waited == accelerator.recorded[:1]
+    store.close()
+
+
+def test_what_is_copied_ahead_is_bounded_and_given_back() -> None:
+    store = HostStore(EventAccelerator(), 8 * MIB, ahead_bytes=2 * MIB)
+    data = [torch.full((MIB,), index, dtype=torch.uint8) for index in range(4)]
+    tickets = [put(store, one) for one in data]
+    assert [store.prefetch(ticket) for ticket in tickets] == [True, True, False, False]
+    assert torch.equal(store.get(tickets[0], CPU).data, data[0])
+    assert [store.prefetch(ticket) for ticket in tickets[1:]] == [True, True, False]
+    store.release(tickets[1])
+    assert store.prefetch(tickets[3])
+    for index in (2, 3):
+        assert torch.equal(store.get(tickets[index], CPU).data, data[index])
+    assert store._ahead_bytes == 0
     store.close()
 
 

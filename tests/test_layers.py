@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "ds_tba"
 LEVELS = [
     ["errors"],
-    ["config", "tensors", "spans", "notes", "states"],
+    ["config", "tensors", "spans", "notes", "states", "streams"],
     ["telemetry.stats", "telemetry.report", "telemetry.wear"],
     ["io.base", "io.memory", "io.cuda"],
     ["io.posix"],

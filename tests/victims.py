@@ -304,7 +304,7 @@ def _outcome(job: Job, lines: IO[str]) -> Outcome:
     from ds_tba.errors import DsTbaError
     from ds_tba.offloader import ActivationOffloader
     from ds_tba.store import swap_file
-    from ds_tba.transfer import CpuAccelerator
+    from ds_tba.streams import CpuAccelerator
 
     log = _Log()
     logging.getLogger("ds_tba").addHandler(log)

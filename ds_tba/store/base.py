@@ -9,6 +9,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from ds_tba.streams import Arrival
+
 
 class Refusal(Enum):
     """Why a store cannot take a tensor now; the values are the report's words."""
@@ -36,15 +38,20 @@ OwnTicket = TypeVar("OwnTicket", bound=Ticket)
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Bytes back on the device.
+    """Bytes on their way back to the device.
 
     Attributes:
-        data: the storage (uint8, 1-D, on the device).
-        stored: whether the store still has them too; if not, ``data`` is the only copy.
+        arrival: the memory, and the copy into it.
+        stored: whether the store still has the bytes too; if not, ``data`` is the only copy.
     """
 
-    data: torch.Tensor
+    arrival: Arrival
     stored: bool
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The storage (uint8, 1-D, on the device), for the calling thread's current stream."""
+        return self.arrival.join()
 
 
 class Store(ABC, Generic[OwnTicket]):

@@ -18,6 +18,7 @@ from ds_tba.notes import FinalizerNotes
 from ds_tba.store.base import Loaded, Refusal, Store, Ticket
 from ds_tba.store.nvme import NvmeStore
 from ds_tba.store.ticket import SwapTicket
+from ds_tba.streams import Arrival
 
 BUNDLE_BYTES = 4 << 20
 BUNDLE_PART_OF_STAGING = 0.125
@@ -29,14 +30,14 @@ MEMBER_ALIGNMENT_BYTES = 512
 class Bundle:
     """Storages that share one ticket of the NVMe store. Changed only under the bundling store's lock."""
 
-    __slots__ = ("data", "is_only_copy", "is_open", "members", "reading", "ticket", "used_bytes")
+    __slots__ = ("arrival", "is_only_copy", "is_open", "members", "reading", "ticket", "used_bytes")
 
     def __init__(self, ticket: SwapTicket) -> None:
         self.ticket = ticket
         self.used_bytes = 0
         self.is_open = True
         self.members: list[MemberTicket] = []
-        self.data: torch.Tensor | None = None
+        self.arrival: Arrival | None = None
         self.is_only_copy = False
         self.reading = 0  # how often the bytes were brought back
 
@@ -89,19 +90,19 @@ class BundlingStore(Store[MemberTicket]):
     def prefetch(self, ticket: MemberTicket) -> bool:
         with self._notes.locked():
             bundle = ticket.bundle
-            here = bundle.is_open or (bundle.data is not None and ticket.handed_out_in != bundle.reading)
+            here = bundle.is_open or (bundle.arrival is not None and ticket.handed_out_in != bundle.reading)
             return here or bundle.is_only_copy or self._nvme.prefetch(bundle.ticket)
 
     def get(self, ticket: MemberTicket, device: torch.device) -> Loaded:
         with self._notes.locked():
             bundle = ticket.bundle
             if bundle.is_open:
-                data = self._nvme.peek(bundle.ticket, ticket.offset, ticket.nbytes, device)
+                arrival = self._nvme.peek(bundle.ticket, ticket.offset, ticket.nbytes, device)
             else:
-                data = self._part(self._brought_back(ticket, device), ticket)
+                arrival = Arrival.done(self._part(self._brought_back(ticket, device), ticket))
                 ticket.handed_out_in = bundle.reading
                 self._let_go_if_handed_out(bundle)
-        return Loaded(data, stored=True)
+        return Loaded(arrival, stored=True)
 
     def release(self, ticket: MemberTicket) -> None:
         self._notes.leave(ticket)
@@ -122,7 +123,7 @@ class BundlingStore(Store[MemberTicket]):
         if self._open is not None and self._open.used_bytes + nbytes > self._bundle_bytes:
             self._commit()
         if self._open is None:
-            opened = self._nvme.open(self._bundle_bytes, wait=wait)
+            opened = self._nvme.open(self._bundle_bytes, data.device, wait=wait)
             if isinstance(opened, Refusal):
                 return opened
             self._open = Bundle(opened)
@@ -147,26 +148,26 @@ class BundlingStore(Store[MemberTicket]):
     def _brought_back(self, ticket: MemberTicket, device: torch.device) -> Bundle:
         bundle = ticket.bundle
         again = ticket.handed_out_in == bundle.reading
-        if bundle.data is None or (again and not bundle.is_only_copy):
-            bundle.data = None  # before the next reading, or two would lie in memory
+        if bundle.arrival is None or (again and not bundle.is_only_copy):
+            bundle.arrival = None  # before the next reading, or two would lie in memory
             loaded = self._nvme.get(bundle.ticket, device)
-            bundle.data, bundle.is_only_copy = loaded.data, not loaded.stored
+            bundle.arrival, bundle.is_only_copy = loaded.arrival, not loaded.stored
             bundle.reading += 1
         return bundle
 
     def _part(self, bundle: Bundle, ticket: MemberTicket) -> torch.Tensor:
         """A member's bytes as a tensor of its own storage."""
-        if bundle.data is None:
+        if bundle.arrival is None:
             raise StateError("a bundle that was brought back has no bytes; this is a bug in ds_tba")
-        part = bundle.data[ticket.offset : ticket.offset + ticket.nbytes]
+        part = bundle.arrival.join()[ticket.offset : ticket.offset + ticket.nbytes]
         if self._nvme.ring.lends and not bundle.is_only_copy:
             return self._nvme.ring.as_tensor(part, ticket.nbytes)
-        return part.clone()
+        return self._nvme.ring.copies.clone(part)
 
     @staticmethod
     def _let_go_if_handed_out(bundle: Bundle) -> None:
         if bundle.is_handed_out and not bundle.is_only_copy:
-            bundle.data = None
+            bundle.arrival = None
 
     def _act_on_release(self, ticket: MemberTicket) -> None:
         bundle = ticket.bundle
@@ -180,5 +181,5 @@ class BundlingStore(Store[MemberTicket]):
             return
         if bundle.is_open:
             self._commit()  # the store gives a queued ticket up when its copies are done, and cancels the write
-        bundle.data = None
+        bundle.arrival = None
         self._nvme.release(bundle.ticket)

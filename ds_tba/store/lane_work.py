@@ -12,6 +12,7 @@ from ds_tba.store.base import Refusal
 from ds_tba.store.integrity import Integrity
 from ds_tba.store.swap_space import SwapSpace
 from ds_tba.store.ticket import SwapTicket, TicketState
+from ds_tba.streams import Arrival
 
 _S = TicketState
 
@@ -46,7 +47,6 @@ class LaneWork:
             if ticket.state is not _S.QUEUED:
                 return  # cancelled
             ticket.move(_S.WRITING)
-            wanted = not ticket.released  # else it was given up while the device was still copying into the slot
             broken = ticket.path.failure is not None
             space.stats.writes.start()
             ticket.path.write_rate.start()
@@ -54,9 +54,6 @@ class LaneWork:
             ticket.wait_for_copies()
         except Exception as error:  # noqa: BLE001 - the copy out failed, so staging does not hold the bytes
             self._end_without_bytes(ticket, ActivationLostError(f"an activation could not leave the device: {error}"))
-            return
-        if not wanted:
-            self._end_without_bytes(ticket, None)
             return
         staged = space.ring.view(ticket.held_slot)
         failure: Exception | None = None
@@ -77,7 +74,7 @@ class LaneWork:
         ticket.path.written_bytes += nbytes
         self._space.end_write(ticket)
 
-    def _end_without_bytes(self, ticket: SwapTicket, error: StorageError | None) -> None:
+    def _end_without_bytes(self, ticket: SwapTicket, error: StorageError) -> None:
         space = self._space
         with space.changed:
             self._count_write(ticket, 0)
@@ -97,6 +94,7 @@ class LaneWork:
             if ticket.released:
                 space.give_up(ticket)
             space.notes.act()
+            space.settle_copies()
 
     def _rescue(self, ticket: SwapTicket, staged: torch.Tensor, failure: Exception | None) -> None:
         """Keep in host memory what cannot be written, or in its slot where there is no host memory left."""
@@ -117,6 +115,18 @@ class LaneWork:
             if ticket.released:
                 space.give_up(ticket)
             space.notes.act()
+            space.settle_copies()
+
+    def _onto_device(self, ticket: SwapTicket, source: torch.Tensor) -> Arrival | None:
+        """What was read, in device memory, so that backward need not wait for the copy; None where it stays staged."""
+        if self._space.ring.lends or ticket.released:
+            return None
+        try:
+            arrival = self._space.ring.copies.into(source, ticket.nbytes, ticket.device)
+            arrival.wait()
+        except RuntimeError:  # no device memory: backward tries again, and tells the user if there is none then
+            return None
+        return arrival
 
     def _read(self, ticket: SwapTicket, handle: IoHandle) -> None:
         space = self._space
@@ -128,16 +138,21 @@ class LaneWork:
             ticket.path.read_rate.start()
         target = ticket.host if ticket.host is not None else space.ring.view(ticket.held_slot)
         failure = ticket.path.read_checked(ticket, target, handle, self._integrity)
+        arrival = self._onto_device(ticket, target) if failure is None else None
         with space.changed:
             moved = ticket.extent.nbytes if failure is None else 0
             space.stats.reads.stop(moved)
             ticket.path.read_rate.stop(moved)
             ticket.error = failure
             ticket.move(_S.LOADED if failure is None else _S.LOST)
+            ticket.arrival = arrival
             if failure is not None:
                 space.end_prefetch(ticket)
+            if failure is not None or arrival is not None:
+                ticket.host = None
                 space.free_slot(ticket)
             if ticket.released:
                 space.give_up(ticket)
             space.notes.act()
+            space.settle_copies()
             space.changed.notify_all()

@@ -20,7 +20,6 @@ import torch
 
 from ds_tba.errors import StateError
 from ds_tba.io.base import IoBackend
-from ds_tba.spans import Span
 from ds_tba.store.base import Loaded, Refusal, Store
 from ds_tba.store.integrity import Integrity
 from ds_tba.store.lane_work import LaneWork
@@ -29,6 +28,7 @@ from ds_tba.store.swap_file import SwapFile
 from ds_tba.store.swap_path import SwapPath
 from ds_tba.store.swap_space import SLOW_WAIT_S, SwapSpace
 from ds_tba.store.ticket import SwapTicket, TicketState
+from ds_tba.streams import Arrival
 from ds_tba.transfer import StagingRing
 
 logger = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class NvmeStore(Store[SwapTicket]):
     def put(self, data: torch.Tensor, *, wait: bool) -> SwapTicket | Refusal:
         space = self.space
         with space.changed:
-            ticket = self._new_ticket(data.numel(), wait)
+            ticket = self._new_ticket(data.numel(), wait, data.device)
             if isinstance(ticket, Refusal):
                 return ticket
             space.begin_write(ticket)
@@ -151,16 +151,17 @@ class NvmeStore(Store[SwapTicket]):
                 "an I/O request did not end within %.0f s; its memory is left to process exit", CLOSE_TIMEOUT_S
             )
             return
+        self.space.finish_copies()
         for path in self.paths:
             path.file.close()
         self.ring.close()
 
     # ---- for several storages in one ticket ---------------------------------------------------------------------
 
-    def open(self, nbytes: int, *, wait: bool) -> SwapTicket | Refusal:
+    def open(self, nbytes: int, device: torch.device, *, wait: bool) -> SwapTicket | Refusal:
         """A ticket to be filled piece by piece with :meth:`fill` and then queued by :meth:`commit`."""
         with self.space.changed:
-            return self._new_ticket(nbytes, wait)
+            return self._new_ticket(nbytes, wait, device)
 
     def fill(self, ticket: SwapTicket, offset: int, data: torch.Tensor) -> None:
         """Copy a storage into an open ticket at byte ``offset``."""
@@ -168,16 +169,14 @@ class NvmeStore(Store[SwapTicket]):
         with self.space.changed:
             self.stats.coalesced_bytes += data.numel()
 
-    def peek(self, ticket: SwapTicket, offset: int, nbytes: int, device: torch.device) -> torch.Tensor:
+    def peek(self, ticket: SwapTicket, offset: int, nbytes: int, device: torch.device) -> Arrival:
         """A copy of ``nbytes`` of an open ticket, on the device."""
         if self.space.closed:
             raise StateError(_CLOSED)
-        ticket.wait_for_copies()
-        staged = self.ring.view(ticket.held_slot)[offset : offset + nbytes]
-        data = self.ring.copy_in(staged, nbytes, device)
+        arrival = self._copy_staged(ticket, nbytes, device, offset)
         with self.space.changed:
             self.stats.forwarded_bytes += nbytes
-        return data
+        return arrival
 
     def commit(self, ticket: SwapTicket, nbytes: int) -> None:
         """Queue the write of the first ``nbytes`` of an open ticket and give the rest of its room back."""
@@ -199,17 +198,17 @@ class NvmeStore(Store[SwapTicket]):
 
     # ---- taking -------------------------------------------------------------------------------------------------
 
-    def _new_ticket(self, nbytes: int, wait: bool) -> SwapTicket | Refusal:
+    def _new_ticket(self, nbytes: int, wait: bool, device: torch.device) -> SwapTicket | Refusal:
         self.space.notes.act()
         reserved = self.space.reserve(nbytes, wait)
         if isinstance(reserved, Refusal):
             return reserved
         slot, path, extent = reserved
-        return SwapTicket(nbytes, self, path, extent, slot)
+        return SwapTicket(nbytes, self, path, extent, slot, device)
 
     def _copy_out(self, ticket: SwapTicket, offset: int, data: torch.Tensor) -> None:
         slot = ticket.held_slot
-        copy = self.ring.copy_out(data, Span(slot.offset + offset, slot.nbytes - offset))
+        copy = self.ring.copies.out(data, self.ring.view(slot)[offset:])
         if copy is not None:
             ticket.copies.append(copy)
         with self.space.changed:
@@ -224,11 +223,7 @@ class NvmeStore(Store[SwapTicket]):
 
     def _forward_instead_of_write(self, ticket: SwapTicket, device: torch.device) -> Loaded:
         try:
-            data = (
-                self.ring.lend(ticket.held_slot, ticket.nbytes, self.space.notes.leave)
-                if self.ring.lends
-                else self._copy_staged(ticket, device)
-            )
+            arrival = self._lent(ticket) if self.ring.lends else self._copy_staged(ticket, ticket.nbytes, device)
         except BaseException:  # such as no device memory: the script may catch that and go on
             with self.space.changed:
                 ticket.move(_S.QUEUED)
@@ -239,14 +234,12 @@ class NvmeStore(Store[SwapTicket]):
             self.stats.cancelled_bytes += ticket.nbytes
             self.space.end_write(ticket)
             ticket.move(_S.RELEASED)
-            if self.ring.lends:
-                ticket.slot = None
             self.space.free(ticket)
-        return Loaded(data, stored=False)
+        return Loaded(arrival, stored=False)
 
     def _forward_beside_write(self, ticket: SwapTicket, device: torch.device) -> Loaded:
         try:
-            data = self._copy_staged(ticket, device)
+            arrival = self._copy_staged(ticket, ticket.nbytes, device)
         finally:
             with self.space.changed:
                 ticket.forwarding = False
@@ -254,11 +247,19 @@ class NvmeStore(Store[SwapTicket]):
                     self.space.free_slot(ticket)  # the write ended meanwhile and left the slot to us
         with self.space.changed:
             self.stats.forwarded_bytes += ticket.nbytes
-        return Loaded(data, stored=True)
+        return Loaded(arrival, stored=True)
 
-    def _copy_staged(self, ticket: SwapTicket, device: torch.device) -> torch.Tensor:
-        ticket.wait_for_copies()
-        return self.ring.copy_in(self.ring.view(ticket.held_slot), ticket.nbytes, device)
+    def _copy_staged(self, ticket: SwapTicket, nbytes: int, device: torch.device, offset: int = 0) -> Arrival:
+        staged = self.ring.view(ticket.held_slot)[offset:]
+        arrival = self.ring.copies.into(staged, nbytes, device, after=ticket.copies)
+        ticket.uses.append(arrival.event)
+        return arrival
+
+    def _lent(self, ticket: SwapTicket) -> Arrival:
+        """The slot itself as the tensor's memory."""
+        data = self.ring.lend(ticket.held_slot, ticket.nbytes, self.space.notes.leave)
+        ticket.slot = None
+        return Arrival.done(data)
 
     def _load(self, ticket: SwapTicket, device: torch.device) -> Loaded:
         with self.space.changed:
@@ -268,24 +269,27 @@ class NvmeStore(Store[SwapTicket]):
             if ticket.error is not None:
                 # A new exception each time: one that is kept would keep the frames it passed through.
                 raise type(ticket.error)(str(ticket.error)) from ticket.error
-        lent = self.ring.lends and ticket.state is _S.LOADED and ticket.slot is not None
-        if lent:
-            data = self.ring.lend(ticket.held_slot, ticket.nbytes, self.space.notes.leave)
-        elif self.ring.lends and ticket.state is _S.LOADED and ticket.host is not None:
-            data = self.ring.as_tensor(ticket.host, ticket.nbytes)
-        else:
-            source = ticket.host if ticket.host is not None else self.ring.view(ticket.held_slot)
-            data = self.ring.copy_in(source, ticket.nbytes, device)
+        arrival = self._arrival(ticket, device)
         if ticket.state is _S.RESCUED:
-            return Loaded(data, stored=True)
+            return Loaded(arrival, stored=True)
         with self.space.changed:
             self.space.end_prefetch(ticket)
-            ticket.host = None
+            ticket.host = ticket.arrival = None
             ticket.move(_S.STORED)
-            if lent:
-                ticket.slot = None
             self.space.free_slot(ticket)
-        return Loaded(data, stored=True)
+        return Loaded(arrival, stored=True)
+
+    def _arrival(self, ticket: SwapTicket, device: torch.device) -> Arrival:
+        if ticket.arrival is not None:
+            return ticket.arrival
+        if ticket.host is None:
+            lends = self.ring.lends and ticket.state is _S.LOADED
+            return self._lent(ticket) if lends else self._copy_staged(ticket, ticket.nbytes, device)
+        if self.ring.lends and ticket.state is _S.LOADED:
+            return Arrival.done(self.ring.as_tensor(ticket.host, ticket.nbytes))
+        arrival = self.ring.copies.into(ticket.host, ticket.nbytes, device)
+        arrival.wait()  # that memory may go now
+        return arrival
 
     def _wait_until_loaded(self, ticket: SwapTicket) -> None:
         warned = False
@@ -303,5 +307,5 @@ class NvmeStore(Store[SwapTicket]):
             if not notified and not warned:
                 warned = True
                 logger.warning("backward has waited %.0f s for a read at %s", SLOW_WAIT_S, ticket.path.file.directory)
-        if self.space.closed and ticket.host is None and ticket.error is None:
+        if self.space.closed and ticket.host is None and ticket.arrival is None and ticket.error is None:
             raise StateError(_CLOSED)

@@ -14,13 +14,15 @@ from ds_tba.spans import Span
 from ds_tba.store.base import Refusal
 from ds_tba.store.swap_path import SwapPath
 from ds_tba.store.ticket import SwapTicket, TicketState
+from ds_tba.streams import Retirement
 from ds_tba.telemetry.stats import StoreStats
 from ds_tba.transfer import StagingRing
 
 PREFETCH_PART_OF_STAGING = 0.5
 SLOW_WAIT_S = 30.0
+COPY_POLL_S = 0.001
 _S = TicketState
-# A copy or a lane is using the bytes of a ticket in these states, and whoever ends that gives them up.
+# A thread is using the bytes of a ticket in these states, and gives them up at the end.
 _IN_USE = frozenset({_S.STAGING, _S.FORWARDING, _S.WRITING, _S.READING})
 
 
@@ -39,6 +41,7 @@ class SwapSpace:
         # Not reentrant on purpose: see ds_tba/notes.py.
         self.changed = threading.Condition(threading.Lock())
         self.notes: FinalizerNotes[SwapTicket | Span] = FinalizerNotes(self.changed, self._act_on_release)
+        self._retirement = Retirement()
         self.prefetched_bytes = 0
         self.writes_under_way = 0
         self.closed = False
@@ -59,6 +62,7 @@ class SwapSpace:
 
     def begin_prefetch(self, ticket: SwapTicket) -> bool:
         """Take a slot to read a ticket ahead; False where the bound or staging has no room for it."""
+        self.settle_copies()
         if not self._may_prefetch(ticket.extent.nbytes):
             return False
         ticket.slot = self.ring.slots.allocate(ticket.extent.nbytes)
@@ -71,6 +75,7 @@ class SwapSpace:
     def _reserve(self, nbytes: int, wait: bool) -> tuple[Span, SwapPath, Span] | Refusal:
         if self.closed:
             return Refusal.CLOSED
+        self.settle_copies()
         if self.ring.slots.padded(nbytes) > self.ring.slots.capacity_bytes:
             return Refusal.LARGER_THAN_STAGING
         slot = self.ring.slots.allocate(nbytes)
@@ -89,20 +94,23 @@ class SwapSpace:
     def _wait_for_slot(self, nbytes: int) -> Span | None:
         started = time.perf_counter()
         slot = None
-        # Only writes are waited for: what reads hold is freed by the thread that would be waiting here.
-        while slot is None and self.writes_under_way > 0 and not self.closed:
-            self.changed.wait(SLOW_WAIT_S)
+        # Only writes and copies are waited for: what reads hold is freed by the thread that would be waiting here.
+        while slot is None and (self.writes_under_way or self._retirement) and not self.closed:
+            self.changed.wait(COPY_POLL_S if self._retirement else SLOW_WAIT_S)
             self.notes.act()
+            self.settle_copies()
             if not self.closed:
                 slot = self.ring.slots.allocate(nbytes)
         self.stats.stall_s += time.perf_counter() - started
         return slot
 
     def _may_prefetch(self, nbytes: int) -> bool:
-        """Reads ahead leave half of staging to writes, while there are any; one tensor may always be read ahead."""
-        if not self.writes_under_way or not self.prefetched_bytes:
-            return True
-        return self.prefetched_bytes + nbytes <= self.ring.slots.capacity_bytes * PREFETCH_PART_OF_STAGING
+        """Reads ahead leave half of staging to writes, while there are any; one tensor may always be read ahead.
+
+        What was read ahead on an asynchronous device waits in device memory, and counts until it is handed over.
+        """
+        part = PREFETCH_PART_OF_STAGING if self.writes_under_way else 1.0
+        return not self.prefetched_bytes or self.prefetched_bytes + nbytes <= self.ring.slots.capacity_bytes * part
 
     # ---- giving back --------------------------------------------------------------------------------------------
 
@@ -129,9 +137,24 @@ class SwapSpace:
     def free_slot(self, ticket: SwapTicket) -> None:
         """Give back the slot of a ticket, if it has one."""
         slot, ticket.slot = ticket.slot, None
-        if slot is not None:
+        if slot is None:
+            return
+        events = [copy.event for copy in ticket.copies] + ticket.uses
+        ticket.copies, ticket.uses = [], []
+        if not self._retirement.add(events, slot):
             self.ring.slots.free(slot)
-            self.changed.notify_all()
+        self.changed.notify_all()
+
+    def settle_copies(self) -> None:
+        """Give back the device memory and the slots that copies used, where these are done."""
+        self.ring.copies.settle()
+        for slot in self._retirement.retired():
+            self.ring.slots.free(slot)
+
+    def finish_copies(self) -> None:
+        """Block until no copy is under way."""
+        self.ring.copies.finish()
+        self._retirement.finish()
 
     def free(self, ticket: SwapTicket) -> None:
         """Give back slot and extent."""
@@ -145,7 +168,7 @@ class SwapSpace:
             self.end_write(ticket)
         self.end_prefetch(ticket)
         ticket.move(_S.RELEASED)
-        ticket.host = None
+        ticket.host = ticket.arrival = None
         self.free(ticket)
 
     def _act_on_release(self, released: SwapTicket | Span) -> None:
@@ -155,6 +178,5 @@ class SwapSpace:
             self.changed.notify_all()
             return
         released.released = True
-        copying = released.state is _S.QUEUED and released.copies
-        if released.state not in _IN_USE and released.state is not _S.RELEASED and not copying:
+        if released.state not in _IN_USE and released.state is not _S.RELEASED:
             self.give_up(released)

@@ -11,7 +11,7 @@ from ds_tba.errors import StateError, StorageError
 from ds_tba.spans import Span
 from ds_tba.states import StateMachine
 from ds_tba.store.base import Store, Ticket
-from ds_tba.transfer import PendingCopy
+from ds_tba.streams import Arrival, PendingCopy
 
 
 class TicketState(Enum):
@@ -50,8 +50,10 @@ class SwapTicket(Ticket, StateMachine):
     """One storage in the NVMe store's care. Only that store changes it, under its lock."""
 
     __slots__ = (
+        "arrival",
         "checksums",
         "copies",
+        "device",
         "error",
         "extent",
         "forwarding",
@@ -61,19 +63,25 @@ class SwapTicket(Ticket, StateMachine):
         "released",
         "slot",
         "state",
+        "uses",
     )
 
     noun = "a ticket"
     moves = _MOVES
 
-    def __init__(self, nbytes: int, store: Store[SwapTicket], path: Any, extent: Span, slot: Span) -> None:
+    def __init__(
+        self, nbytes: int, store: Store[SwapTicket], path: Any, extent: Span, slot: Span, device: torch.device
+    ) -> None:
         super().__init__(nbytes, store)
+        self.device = device
         self.path = path
         self.extent = extent
         self.slot: Span | None = slot
         self.state = TicketState.STAGING
         self.checksums: tuple[int, ...] = ()
-        self.copies: list[PendingCopy] = []
+        self.copies: list[PendingCopy] = []  # into the slot
+        self.uses: list[Any] = []  # events of copies out of the slot
+        self.arrival: Arrival | None = None  # what was read ahead, on the device
         self.host: torch.Tensor | None = None
         self.error: StorageError | None = None
         self.forwarding = False

@@ -1,0 +1,314 @@
+"""The accelerator as far as copies need it (memory, streams, events), and the copies, in streams of their own.
+
+[Note: Ordering] A copy out waits, on the device, for what its tensor's stream was given so far, and the tensor is held
+until the copy is done: dropped earlier, its memory could go to the next tensor of that stream while it is still read. A
+copy in goes to memory of the copy-in stream's own pool, so that it need not wait for the kernels that are queued; the
+stream that consumes it waits for it, and the allocator is told of that stream (``record_stream``). The host waits for
+neither.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import numpy
+import torch
+
+
+class Accelerator(Protocol):
+    """What is needed of a device. Streams and events are those of torch."""
+
+    def device_name(self) -> str: ...
+    def is_synchronized_device(self) -> bool: ...
+    def is_capturing(self) -> bool: ...
+    def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor: ...
+    def new_stream(self) -> Any: ...
+    def current_stream(self) -> Any: ...
+    def on(self, stream: Any) -> AbstractContextManager[Any]: ...
+    def new_event(self) -> Any: ...
+    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor: ...
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None: ...
+    def share(self, tensor: torch.Tensor, stream: Any) -> None: ...
+
+
+class CpuAccelerator:
+    """The CPU: every copy is done when its call returns, and there is nothing to pin."""
+
+    def device_name(self) -> str:
+        """As torch names the device."""
+        return "cpu"
+
+    def is_synchronized_device(self) -> bool:
+        """There are neither streams nor events."""
+        return True
+
+    def is_capturing(self) -> bool:
+        """There are no graphs."""
+        return False
+
+    def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor itself."""
+        return tensor
+
+    def new_stream(self) -> Any:
+        """None."""
+        return None
+
+    def current_stream(self) -> Any:
+        """None."""
+        return None
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """A context in which nothing changes."""
+        return nullcontext()
+
+    def new_event(self) -> Any:
+        """None."""
+        return None
+
+    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """Memory (uint8, 1-D)."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy bytes, on one thread.
+
+        Those of ``Tensor.copy_`` would take the cores from the lanes, and cost a small copy more than they save it.
+        """
+        numpy.copyto(target.numpy(), source.numpy())
+
+    def share(self, tensor: torch.Tensor, stream: Any) -> None:
+        """Nothing."""
+
+
+class DeviceAccelerator:
+    """An asynchronous device behind DeepSpeed's accelerator API.
+
+    Args:
+        api: what ``deepspeed.accelerator.get_accelerator()`` returns.
+    """
+
+    def __init__(self, api: Any) -> None:
+        self._api = api
+
+    def device_name(self) -> str:
+        """As torch names the device, such as ``"cuda"``."""
+        name: str = self._api.device_name()
+        return name
+
+    def is_synchronized_device(self) -> bool:
+        """It is not."""
+        return False
+
+    def is_capturing(self) -> bool:
+        """Whether the current stream is being captured into a graph."""
+        capturing: bool = self._api.is_current_stream_capturing()
+        return capturing
+
+    def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A pinned copy."""
+        pinned: torch.Tensor = self._api.pin_memory(tensor)
+        return pinned
+
+    def new_stream(self) -> Any:
+        """A stream of the current device."""
+        return self._api.Stream()
+
+    def current_stream(self) -> Any:
+        """The calling thread's."""
+        return self._api.current_stream()
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """The context in which ``stream`` is current, and with it its device."""
+        context: AbstractContextManager[Any] = self._api.stream(stream)
+        return context
+
+    def new_event(self) -> Any:
+        """An event without timing."""
+        return self._api.Event()
+
+    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """Memory (uint8, 1-D) of the current stream's pool."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Queue a copy on the current stream."""
+        target.copy_(source, non_blocking=True)
+
+    def share(self, tensor: torch.Tensor, stream: Any) -> None:
+        """Tell the allocator that ``stream`` uses a tensor which another stream allocated."""
+        tensor.record_stream(stream)
+
+
+def adapted(api: Any) -> Accelerator:
+    """DeepSpeed's accelerator as ours."""
+    return CpuAccelerator() if api.is_synchronized_device() else DeviceAccelerator(api)
+
+
+def pins_memory(accelerator: Accelerator) -> bool:
+    """Whether staging is pinned by the accelerator."""
+    return not accelerator.is_synchronized_device()
+
+
+class PendingCopy:
+    """A copy out of device memory under way, with a hold on that memory until it is done."""
+
+    __slots__ = ("_source", "event", "nbytes")
+
+    def __init__(self, event: Any, source: torch.Tensor) -> None:
+        self.event = event
+        self.nbytes = source.numel()
+        self._source: torch.Tensor | None = source
+
+    def is_done(self) -> bool:
+        """Whether the copy is done; if so, lets the memory go."""
+        if self._source is not None and self.event.query():
+            self._source = None
+        return self._source is None
+
+    def wait(self) -> None:
+        """Block the calling host thread until the copy is done."""
+        if self._source is not None:
+            self.event.synchronize()
+            self._source = None
+
+
+class Arrival:
+    """Device memory into which a copy is under way.
+
+    Attributes:
+        event: done with the copy; None where that was done at once.
+    """
+
+    __slots__ = ("_accelerator", "_data", "event")
+
+    def __init__(self, accelerator: Accelerator | None, data: torch.Tensor, event: Any) -> None:
+        self._accelerator = accelerator
+        self._data = data
+        self.event = event
+
+    @classmethod
+    def done(cls, data: torch.Tensor) -> Arrival:
+        """Memory that holds its bytes already."""
+        return cls(None, data, None)
+
+    def join(self) -> torch.Tensor:
+        """The memory (uint8, 1-D), for the calling thread's current stream, which waits for the copy."""
+        if self.event is not None and self._accelerator is not None:
+            consumer = self._accelerator.current_stream()
+            consumer.wait_event(self.event)
+            self._accelerator.share(self._data, consumer)
+        return self._data
+
+    def wait(self) -> None:
+        """Block the calling host thread until the copy is done."""
+        if self.event is not None:
+            self.event.synchronize()
+
+
+class Copies:
+    """The copies between one store and the device. See [Note: Ordering]."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._out_stream = accelerator.new_stream()
+        self._in_stream = accelerator.new_stream()
+        self._pending: deque[PendingCopy] = deque()
+
+    def out(self, data: torch.Tensor, target: torch.Tensor) -> PendingCopy | None:
+        """Copy device bytes to the beginning of ``target``; None where that is done at return."""
+        accelerator = self._accelerator
+        target = target[: data.numel()]
+        if accelerator.is_synchronized_device():
+            accelerator.copy(data, target)
+            return None
+        produced = accelerator.new_event()
+        produced.record(accelerator.current_stream())
+        with accelerator.on(self._out_stream):
+            self._out_stream.wait_event(produced)
+            accelerator.copy(data, target)
+            copied = accelerator.new_event()
+            copied.record(self._out_stream)
+        pending = PendingCopy(copied, data)
+        self._pending.append(pending)
+        return pending
+
+    def into(
+        self, source: torch.Tensor, nbytes: int, device: torch.device, after: Iterable[PendingCopy] = ()
+    ) -> Arrival:
+        """Copy the first ``nbytes`` of ``source`` into new device memory.
+
+        Args:
+            after: copies that fill ``source``.
+        """
+        accelerator = self._accelerator
+        if accelerator.is_synchronized_device():
+            data = accelerator.allocate(nbytes, device)
+            accelerator.copy(source[:nbytes], data)
+            return Arrival.done(data)
+        with accelerator.on(self._in_stream):
+            data = accelerator.allocate(nbytes, device)
+            for copy in after:
+                self._in_stream.wait_event(copy.event)
+            accelerator.copy(source[:nbytes], data)
+            event = accelerator.new_event()
+            event.record(self._in_stream)
+        return Arrival(accelerator, data, event)
+
+    def clone(self, part: torch.Tensor) -> torch.Tensor:
+        """Device bytes in a storage of their own, copied on the current stream."""
+        data = self._accelerator.allocate(part.numel(), part.device)
+        self._accelerator.copy(part, data)
+        return data
+
+    def settle(self) -> None:
+        """Let go of the device memory of copies that are done. Call it under the store's lock."""
+        while self._pending and self._pending[0].is_done():
+            self._pending.popleft()
+
+    def finish(self) -> None:
+        """Block until every copy out is done."""
+        while self._pending:
+            self._pending.popleft().wait()
+
+    @property
+    def pending_bytes(self) -> int:
+        """Device bytes held for copies out."""
+        return sum(copy.nbytes for copy in list(self._pending))
+
+
+class Retirement:
+    """Things that a copy is still using, given back when it is done. Changed only under the store's lock."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[list[Any], Any]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, events: Iterable[Any], thing: Any) -> bool:
+        """Keep ``thing`` until the events are done; False where they are, so that it may be given back now."""
+        under_way = [event for event in events if event is not None and not event.query()]
+        if under_way:
+            self._waiting.append((under_way, thing))
+        return bool(under_way)
+
+    def retired(self) -> list[Any]:
+        """The things that no copy uses any more."""
+        waiting, self._waiting = self._waiting, deque()
+        done = []
+        for events, thing in waiting:
+            if all(event.query() for event in events):
+                done.append(thing)
+            else:
+                self._waiting.append((events, thing))
+        return done
+
+    def finish(self) -> None:
+        """Block until no copy uses any of them."""
+        for events, _ in self._waiting:
+            for event in events:
+                event.synchronize()
