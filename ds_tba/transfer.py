@@ -1,20 +1,26 @@
-"""Between device memory and staging: the ring of host memory, and the copies in and out of it.
+"""Between device memory and staging: the ring, and the copies in and out of it.
 
 Knows the accelerator's API (streams, events, pinning) as an object handed in; does not know files, tickets or autograd.
 On a synchronous device (the CPU) a copy is done when the call returns and there are no events. On an asynchronous one
 both copies are queued on the stream that produced or consumes the tensor, so that they are ordered with it by
 construction, and an event says when the host side may touch the staging bytes.
+
+Staging is host memory, or device memory for a backend that reaches files from there (``IoBackend.stages_on_device``):
+then every copy stays on the device, and whatever else a lane computes runs in a stream of its own
+(:meth:`StagingRing.beside_compute`).
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
 
 from ds_tba.io.base import IoBackend
-from ds_tba.io.memory import huge_page_memory
+from ds_tba.io.memory import aligned_memory, huge_page_memory
 from ds_tba.spans import Span, SpanAllocator
 from ds_tba.tensors import host_view
 
@@ -25,15 +31,24 @@ class Accelerator(Protocol):
     def device_name(self) -> str: ...
     def is_synchronized_device(self) -> bool: ...
     def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor: ...
+    def stream(self, stream: Any) -> Any: ...
 
     @property
     def Event(self) -> Any: ...  # noqa: N802 - the accelerator's name
+
+    @property
+    def Stream(self) -> Any: ...  # noqa: N802
 
 
 class CpuAccelerator:
     """The CPU, for a store without DeepSpeed (tests, benchmarks): synchronous, and nothing to pin."""
 
     Event: Any = None
+    Stream: Any = None
+
+    def stream(self, stream: Any) -> Any:
+        """A context in which nothing changes."""
+        return nullcontext()
 
     def device_name(self) -> str:
         """As torch names the device."""
@@ -71,9 +86,9 @@ class PendingCopy:
         self._source = None
 
 
-def copy_out(accelerator: Accelerator, data: torch.Tensor, host: torch.Tensor) -> PendingCopy | None:
-    """Copy device bytes into host memory; None where that is done at return, as on a synchronous device."""
-    host[: data.numel()].copy_(data, non_blocking=True)
+def copy_out(accelerator: Accelerator, data: torch.Tensor, staged: torch.Tensor) -> PendingCopy | None:
+    """Copy device bytes into staging; None where that is done at return, as on a synchronous device."""
+    staged[: data.numel()].copy_(data, non_blocking=True)
     if accelerator.is_synchronized_device():
         return None
     event = accelerator.Event()
@@ -81,15 +96,20 @@ def copy_out(accelerator: Accelerator, data: torch.Tensor, host: torch.Tensor) -
     return PendingCopy(event, data)
 
 
-def copy_in(accelerator: Accelerator, host: torch.Tensor, nbytes: int, device: torch.device) -> torch.Tensor:
-    """``nbytes`` of host bytes as a new device tensor (uint8, 1-D); ``host`` may be reused at return."""
+def copy_in(accelerator: Accelerator, staged: torch.Tensor, nbytes: int, device: torch.device) -> torch.Tensor:
+    """``nbytes`` of staging as a new device tensor (uint8, 1-D); ``staged`` may be reused at return."""
     data = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    data.copy_(host[:nbytes], non_blocking=True)
+    data.copy_(staged[:nbytes], non_blocking=True)
+    wait_for_stream(accelerator)
+    return data
+
+
+def wait_for_stream(accelerator: Accelerator) -> None:
+    """Block until the device has done what this thread's current stream was given so far."""
     if not accelerator.is_synchronized_device():
         event = accelerator.Event()
         event.record()
         event.synchronize()
-    return data
 
 
 class _Loan:
@@ -106,9 +126,10 @@ class _Loan:
 
 
 class StagingRing:
-    """The only host memory through which bytes pass, bounded by ``staging_bytes``, exact in size.
+    """The only memory through which bytes pass, bounded by ``staging_bytes``, exact in size.
 
     Args:
+        backend: says whether that is host memory or device memory.
         staging_bytes: its size.
     """
 
@@ -116,14 +137,22 @@ class StagingRing:
         self._accelerator = accelerator
         self._backend = backend
         self._synchronous = accelerator.is_synchronized_device()
+        self._on_device = backend.stages_on_device
+        self._own = threading.local()
         self.slots = SpanAllocator(staging_bytes, backend.alignment_bytes)
-        self._memory: torch.Tensor | None = self._allocate(self.slots.capacity_bytes)
+        memory = self._allocate(self.slots.capacity_bytes)
+        self._device = memory.device
+        self._memory: torch.Tensor | None = memory
         self._closed_memory: torch.Tensor | None = None
         self._lent = 0
 
     @property
     def lends(self) -> bool:
-        """Whether staging is device memory too, so that a slot can be a tensor's memory and nothing need be copied."""
+        """Whether a slot can be a tensor's memory, so that nothing need be copied.
+
+        On an asynchronous device it cannot, even where staging is on the device: kernels that still use a tensor when
+        its last reference goes would run while the slot is overwritten.
+        """
         return self._synchronous
 
     def view(self, slot: Span) -> torch.Tensor:
@@ -136,9 +165,29 @@ class StagingRing:
         """:func:`copy_out` into a slot."""
         return copy_out(self._accelerator, data, self.view(slot))
 
-    def copy_in(self, host: torch.Tensor, nbytes: int, device: torch.device) -> torch.Tensor:
+    def copy_in(self, staged: torch.Tensor, nbytes: int, device: torch.device) -> torch.Tensor:
         """:func:`copy_in`."""
-        return copy_in(self._accelerator, host, nbytes, device)
+        return copy_in(self._accelerator, staged, nbytes, device)
+
+    def rescue(self, staged: torch.Tensor, nbytes: int) -> torch.Tensor:
+        """The first ``nbytes`` of a slot in host memory of their own; in a lane, so inside :meth:`beside_compute`."""
+        return staged[:nbytes].to("cpu", copy=True) if self._on_device else staged[:nbytes].clone()
+
+    def beside_compute(self) -> AbstractContextManager[Any]:
+        """The context for what a lane computes on the device (checksums, rescues).
+
+        A lane's thread starts with the default stream, where its kernels would stand behind all that the training
+        thread has queued.
+        """
+        if not self._on_device or self._synchronous:
+            return nullcontext()
+        if not hasattr(self._own, "stream"):
+            try:
+                self._own.stream = self._accelerator.Stream(device=self._device)
+            except RuntimeError:  # a lane must survive anything; without a stream it is only slower
+                return nullcontext()
+        context: AbstractContextManager[Any] = self._accelerator.stream(self._own.stream)
+        return context
 
     def lend(self, slot: Span, nbytes: int, give_back: Callable[[Span], None]) -> torch.Tensor:
         """The first ``nbytes`` of a slot as a tensor's own memory: on the CPU a copy would cost as much as the read.
@@ -164,8 +213,14 @@ class StagingRing:
             self._free()
 
     def overflow(self, nbytes: int) -> torch.Tensor:
-        """Aligned host memory outside the ring, for a read that cannot wait for room in it."""
-        return huge_page_memory(self.slots.padded(nbytes), forked=False)
+        """Aligned memory outside the ring, of its kind, for a read that cannot wait for room in it."""
+        nbytes = self.slots.padded(nbytes)
+        if not self._on_device:
+            return huge_page_memory(nbytes, forked=False)
+        memory = aligned_memory(nbytes, self._device)
+        # The allocator hands out what kernels in this stream may still be using; the drive knows no streams.
+        wait_for_stream(self._accelerator)
+        return memory
 
     def close(self) -> None:
         """Give the memory back, or let the return of the last lent slot do so. Idempotent."""
@@ -176,11 +231,13 @@ class StagingRing:
 
     def _free(self) -> None:
         memory, self._closed_memory = self._closed_memory, None
-        if memory is not None and self._synchronous:
+        if memory is not None and (self._synchronous or self._on_device):
             self._backend.free_staging(memory)
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
-        if self._synchronous:
-            return self._backend.allocate_staging(nbytes)
+        if self._synchronous or self._on_device:
+            memory = self._backend.allocate_staging(nbytes)
+            wait_for_stream(self._accelerator)
+            return memory
         pinned: torch.Tensor = self._accelerator.pin_memory(torch.zeros(nbytes, dtype=torch.uint8))
         return pinned

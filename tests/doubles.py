@@ -1,4 +1,4 @@
-"""Stand-ins: an accelerator that looks asynchronous, and backends that fail."""
+"""Stand-ins: an accelerator that looks asynchronous, and backends that fail or stage on what plays the device."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from ds_tba.errors import TransferError
 from ds_tba.io.base import IoBackend, IoHandle
-from ds_tba.io.memory import huge_page_memory
+from ds_tba.io.memory import aligned_memory, huge_page_memory
 from ds_tba.io.posix import PosixBackend
 from ds_tba.transfer import CpuAccelerator
 
@@ -34,6 +35,14 @@ class EventAccelerator(CpuAccelerator):
                 owner.waited.append(self)
 
         self.Event = Event
+        self.streams: list[object] = []  # entered, in order
+
+    def Stream(self, device: torch.device) -> object:
+        return object()
+
+    def stream(self, stream: object) -> AbstractContextManager[None]:
+        self.streams.append(stream)
+        return nullcontext()
 
     def is_synchronized_device(self) -> bool:
         return False
@@ -87,6 +96,25 @@ class _ScriptedHandle(IoHandle):
         call(data, offset)
 
 
+class DeviceBackend(ScriptedBackend):
+    """Stages on the device, which plain host memory plays; tells what it handed out and what came back."""
+
+    name = "device"
+    stages_on_device = True
+
+    def __init__(self, script: Callable[[str, int], str | None] = lambda verb, number: None) -> None:
+        super().__init__(script)
+        self.staging: list[int] = []
+
+    def allocate_staging(self, nbytes: int) -> torch.Tensor:
+        staging = aligned_memory(nbytes, "cpu")
+        self.staging.append(staging.data_ptr())
+        return staging
+
+    def free_staging(self, staging: torch.Tensor) -> None:
+        self.staging.remove(staging.data_ptr())
+
+
 def fails(verb: str, code: int = errno.EIO, *, first: int = 0, last: int = 1 << 30) -> Callable[[str, int], None]:
     """A script: transfers of ``verb`` from ``first`` to ``last`` fail as the kernel would make them."""
 
@@ -122,4 +150,13 @@ class Gate:
                 raise TimeoutError("a test left the gate shut")
 
 
-__all__ = ["CpuAccelerator", "EventAccelerator", "Gate", "IoBackend", "ScriptedBackend", "fails", "slow"]
+__all__ = [
+    "CpuAccelerator",
+    "DeviceBackend",
+    "EventAccelerator",
+    "Gate",
+    "IoBackend",
+    "ScriptedBackend",
+    "fails",
+    "slow",
+]

@@ -310,7 +310,7 @@ def test_a_lost_or_short_transfer_is_seen(make_store: StoreFactory, loss: str, i
     ticket = stored(store, noise(8 * MIB))
     store.ring._memory.random_(0, 256)  # type: ignore[union-attr]  # or the slot would still hold the right bytes
     with pytest.raises(
-        ActivationCorruptionError, match=r"offset \d+ have CRC-32 0x[0-9a-f]{8}, expected 0x[0-9a-f]{8}"
+        ActivationCorruptionError, match=r"offset \d+ have checksum 0x[0-9a-f]{16}, expected 0x[0-9a-f]{16}"
     ):
         store.get(ticket, CPU)
 

@@ -33,6 +33,7 @@ class AioBackend(IoBackend):
     """
 
     name = "aio"
+    descriptors_per_handle = 1  # the op opens the file anew for every transfer
 
     def __init__(self, config: AioConfig) -> None:
         self._config = config

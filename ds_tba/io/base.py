@@ -1,4 +1,4 @@
-"""The contract between the store and a way of moving bytes between host memory and a file."""
+"""The contract between the store and a way of moving bytes between staging and a file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class IoHandle(ABC):
 
     @abstractmethod
     def write(self, data: torch.Tensor, offset: int) -> None:
-        """Write ``data`` (uint8, 1-D, on the host, aligned, a multiple of the alignment) at byte ``offset``.
+        """Write ``data`` (uint8, 1-D, where staging is, aligned, a multiple of the alignment) at byte ``offset``.
 
         Raises:
             TransferError: the request failed or was short, as far as the backend can see.
@@ -31,11 +31,21 @@ class IoHandle(ABC):
 
 
 class IoBackend(ABC):
-    """A family of handles, and the staging memory that suits them."""
+    """A family of handles, and the staging memory that suits them.
+
+    Attributes:
+        stages_on_device: staging is the accelerator's memory, from which this backend reaches the file without host
+            memory in between.
+        descriptors_per_handle: file descriptors that a handle holds or opens for a transfer, beside the swap file's.
+        remark: what the start-up line must say about how it runs here; empty where there is nothing to say.
+    """
 
     name: str
     alignment_bytes: int
     block_bytes: int
+    stages_on_device: bool = False
+    descriptors_per_handle: int = 0
+    remark: str = ""
 
     @abstractmethod
     def open_handle(self, fd: int) -> IoHandle:
@@ -43,7 +53,13 @@ class IoBackend(ABC):
 
     @abstractmethod
     def allocate_staging(self, nbytes: int) -> torch.Tensor:
-        """Host memory (uint8, 1-D, 4096-aligned, touched) that this backend moves at its best rate."""
+        """Memory (uint8, 1-D, 4096-aligned, zeroed) that this backend moves at its best rate.
+
+        Host memory, or the accelerator's where ``stages_on_device``; zeroing that may still be under way at return.
+
+        Raises:
+            BackendUnavailableError: it cannot be had or registered.
+        """
 
     def free_staging(self, staging: torch.Tensor) -> None:  # noqa: B027 - most memory is freed with its tensor
         """Give back what :meth:`allocate_staging` returned."""

@@ -6,12 +6,13 @@ completion), so a dropped or short block is seen here or nowhere.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import xxhash
 
+from ds_tba.store.device_checksum import DeviceChecksum
 from ds_tba.tensors import host_view
 
 SAMPLE_BYTES = 4096
@@ -33,22 +34,27 @@ class Integrity:
     Args:
         mode: ``off``, ``sampled`` (the first and the last 4 KiB of every I/O block) or ``full``.
         blocks: how the backend splits a transfer of so many bytes; one block may be lost without the others.
+        on_device: staging is device memory, so the checksums are computed there (:class:`DeviceChecksum`) instead of
+            with XXH3 on the host. One store never mixes the two.
     """
 
-    def __init__(self, mode: str, blocks: Callable[[int], list[tuple[int, int]]]) -> None:
+    def __init__(self, mode: str, blocks: Callable[[int], list[tuple[int, int]]], *, on_device: bool = False) -> None:
         self.mode = mode
         self._blocks = blocks
+        self._device = DeviceChecksum() if on_device else None
 
     def digest(self, data: torch.Tensor) -> tuple[int, ...]:
-        """CRC-32 of every sample of ``data`` (uint8, 1-D, on the host)."""
+        """A 64-bit checksum of every sample of ``data`` (uint8, 1-D, where staging is)."""
+        samples = self._samples(data.numel())
+        if self._device is not None:
+            return self._device.digest(data, samples)
         view = host_view(data)
-        return tuple(zlib.crc32(view[start:end]) for start, end in self._samples(len(view)))
+        return tuple(xxhash.xxh3_64_intdigest(view[start:end]) for start, end in samples)
 
     def compare(self, data: torch.Tensor, expected: tuple[int, ...]) -> Mismatch | None:
         """The first sample of ``data`` that differs from the digest taken at write, or None."""
-        view = host_view(data)
-        for (start, end), wanted in zip(self._samples(len(view)), expected, strict=True):
-            found = zlib.crc32(view[start:end])
+        samples = self._samples(data.numel())
+        for (start, end), found, wanted in zip(samples, self.digest(data), expected, strict=True):
             if found != wanted:
                 return Mismatch(start, end - start, wanted, found)
         return None

@@ -66,7 +66,7 @@ class NvmeStore(Store[SwapTicket]):
     ) -> None:
         self.stats = StoreStats()
         self.ring = ring
-        self._integrity = Integrity(integrity, backend.blocks)
+        self._integrity = Integrity(integrity, backend.blocks, on_device=backend.stages_on_device)
         # Not reentrant on purpose: see release().
         self._changed = threading.Condition(threading.Lock())
         self._released: queue.SimpleQueue[SwapTicket | Span] = queue.SimpleQueue()
@@ -363,7 +363,8 @@ class NvmeStore(Store[SwapTicket]):
     # ---- in the lanes -------------------------------------------------------------------------------------------
 
     def _write(self, ticket: SwapTicket, handle: IoHandle) -> None:
-        self._write_queued(ticket, handle)
+        with self.ring.beside_compute():
+            self._write_queued(ticket, handle)
         self._act_if_free()
 
     def _write_queued(self, ticket: SwapTicket, handle: IoHandle) -> None:
@@ -422,7 +423,7 @@ class NvmeStore(Store[SwapTicket]):
         """Keep in host memory what cannot be written, or in its slot where there is no host memory left."""
         host: torch.Tensor | None = None
         with suppress(MemoryError, RuntimeError):
-            host = staged[: ticket.nbytes].clone()
+            host = self.ring.rescue(staged, ticket.nbytes)
         with self._changed:
             self.stats.writes.stop(0)
             self._write_is_over(ticket)
@@ -442,7 +443,8 @@ class NvmeStore(Store[SwapTicket]):
             ticket.path.fail(failure)
 
     def _read(self, ticket: SwapTicket, handle: IoHandle) -> None:
-        self._read_queued(ticket, handle)
+        with self.ring.beside_compute():
+            self._read_queued(ticket, handle)
         self._act_if_free()
 
     def _read_queued(self, ticket: SwapTicket, handle: IoHandle) -> None:

@@ -93,7 +93,7 @@ class SwapPath:
             return None
         return ActivationCorruptionError(
             f"{where}: bytes read back are not the bytes written: {mismatch.nbytes} bytes at file offset "
-            f"{ticket.extent.offset + mismatch.offset} have CRC-32 {mismatch.found:#010x}, expected "
-            f"{mismatch.expected:#010x}. A write was lost, short or stale: check the drive (dmesg, smartctl), and "
+            f"{ticket.extent.offset + mismatch.offset} have checksum {mismatch.found:#018x}, expected "
+            f"{mismatch.expected:#018x}. A write was lost, short or stale: check the drive (dmesg, smartctl), and "
             "resume from the last checkpoint."
         )
