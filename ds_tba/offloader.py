@@ -242,7 +242,11 @@ class ActivationOffloader:
         needed = config.io.swap_file_bytes or config.io.staging_bytes
         self._directories = check_directories(config.nvme_paths, needed, ranks_on_node)
         self._selection = select_backend(
-            config, aio_config, zero_uses_nvme=zero_uses_nvme, pinned=pins_memory(accelerator)
+            config,
+            aio_config,
+            zero_uses_nvme=zero_uses_nvme,
+            pinned=pins_memory(accelerator),
+            device=accelerator.device_name(),
         )
         with ExitStack() as undo:
             files = []
@@ -262,10 +266,14 @@ class ActivationOffloader:
 
 
 def _check_direct(file: SwapFile, selection: Selection) -> None:
-    """Refuse aio where the file system has no O_DIRECT: the op asks for it at every request and reports no error."""
-    if not file.direct and selection.backend.name == "aio":
+    """Refuse all but posix where the file system has no O_DIRECT.
+
+    DeepSpeed's ops ask for it at every request and report no error; kvikio would silently fill the page cache.
+    """
+    name = selection.backend.name
+    if not file.direct and name != "posix":
         raise BackendUnavailableError(
-            f"io.backend aio: the file system of {file.directory} has no O_DIRECT, which DeepSpeed's op needs: set "
+            f"io.backend {name}: the file system of {file.directory} has no O_DIRECT, which {name} needs: set "
             '"io": {"backend": "posix"}, or name another directory.'
         )
 
