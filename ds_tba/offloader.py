@@ -23,6 +23,7 @@ from ds_tba.store.host import HostStore
 from ds_tba.store.nvme import Lanes, NvmeStore
 from ds_tba.store.paths import SwapDirectory, check_directories
 from ds_tba.store.swap_file import SwapFile
+from ds_tba.telemetry.drive import Drive, examine
 from ds_tba.telemetry.report import OffloadReport, rank_path
 from ds_tba.telemetry.stats import StoreStats
 from ds_tba.telemetry.wear import PathWear, path_wear
@@ -77,6 +78,7 @@ class ActivationOffloader:
         self._written_at = -REPORT_AGE_S
         self._selection: Selection | None = None
         self._directories: list[SwapDirectory] = []
+        self._drives: list[Drive] = []
         self._report_path = _checked_report_path(config.report.path, rank)
         uses_host = config.host_budget_bytes > 0 and config.placement != "keep"
         if uses_host:
@@ -155,7 +157,10 @@ class ActivationOffloader:
         elapsed_s = (self._ended_at or time.monotonic()) - self._started_at
         rated = self.config.ssd.rated_endurance_tbw
         paths = self._store.paths if self._store is not None else []
-        return [path_wear(path.file.directory, path.written_bytes, elapsed_s, rated) for path in paths]
+        return [
+            path_wear(path.file.directory, drive, path.written_bytes, elapsed_s, rated)
+            for path, drive in zip(paths, self._drives, strict=True)
+        ]
 
     def start_line(self) -> str:
         """What will run, for the log."""
@@ -235,12 +240,24 @@ class ActivationOffloader:
                 self._store.close()
             raise
 
+    def _warn_of_spinning_disks(self) -> None:
+        for directory, drive in zip(self._directories, self._drives, strict=True):
+            if drive.rotational and self._rank == 0:
+                logger.warning(
+                    "nvme_path %s is on %s, which the system takes for a spinning disk: activations would wait for it. "
+                    "Name a directory on an NVMe drive",
+                    directory.path,
+                    drive.device,
+                )
+
     def _open_store(
         self, aio_config: AioConfig, accelerator: Accelerator, zero_uses_nvme: bool, ranks_on_node: int
     ) -> NvmeStore:
         config = self.config
         needed = config.io.swap_file_bytes or config.io.staging_bytes
         self._directories = check_directories(config.nvme_paths, needed, ranks_on_node)
+        self._drives = [examine(directory.path) for directory in self._directories]
+        self._warn_of_spinning_disks()
         self._selection = select_backend(
             config,
             aio_config,

@@ -11,7 +11,8 @@ PACKAGE = Path(__file__).parents[1] / "ds_tba"
 LEVELS = [
     ["errors"],
     ["config", "tensors", "spans"],
-    ["telemetry.stats", "telemetry.report", "telemetry.wear"],
+    ["telemetry.stats", "telemetry.report", "telemetry.drive"],
+    ["telemetry.wear"],
     ["io.base", "io.memory", "io.cuda"],
     ["io.posix", "io.aio", "io.kvikio"],
     ["io.gds"],
