@@ -25,6 +25,7 @@ from ds_tba.store.nvme import Lanes, NvmeStore
 from ds_tba.store.paths import SwapDirectory, check_directories
 from ds_tba.store.swap_file import SwapFile
 from ds_tba.streams import Accelerator, pins_memory
+from ds_tba.telemetry.drive import Drive, examine
 from ds_tba.telemetry.report import OffloadReport, rank_path
 from ds_tba.telemetry.stats import StoreStats
 from ds_tba.telemetry.wear import PathWear, path_wear
@@ -80,6 +81,7 @@ class ActivationOffloader:
         self._written_at = -REPORT_AGE_S
         self._selection: Selection | None = None
         self._directories: list[SwapDirectory] = []
+        self._drives: list[Drive] = []
         self._report_path = _checked_report_path(config.report.path, rank)
         uses_host = config.host_budget_bytes > 0 and config.placement != "keep"
         if uses_host:
@@ -170,7 +172,10 @@ class ActivationOffloader:
         elapsed_s = (self._ended_at or time.monotonic()) - self._started_at
         rated = self.config.ssd.rated_endurance_tbw
         paths = self._store.paths if self._store is not None else []
-        return [path_wear(path.file.directory, path.written_bytes, elapsed_s, rated) for path in paths]
+        return [
+            path_wear(path.file.directory, drive, path.written_bytes, elapsed_s, rated)
+            for path, drive in zip(paths, self._drives, strict=True)
+        ]
 
     def start_line(self) -> str:
         """What will run, for the log."""
@@ -250,14 +255,30 @@ class ActivationOffloader:
                 self._store.close()
             raise
 
+    def _warn_of_spinning_disks(self) -> None:
+        for directory, drive in zip(self._directories, self._drives, strict=True):
+            if drive.rotational and self._rank == 0:
+                logger.warning(
+                    "nvme_path %s is on %s, which the system takes for a spinning disk: activations would wait for it. "
+                    "Name a directory on an NVMe drive",
+                    directory.path,
+                    drive.device,
+                )
+
     def _open_store(
         self, aio_config: AioConfig, accelerator: Accelerator, zero_uses_nvme: bool, ranks_on_node: int
     ) -> NvmeStore:
         config = self.config
         needed = config.io.swap_file_bytes or config.io.staging_bytes
         self._directories = check_directories(config.nvme_paths, needed, ranks_on_node)
+        self._drives = [examine(directory.path) for directory in self._directories]
+        self._warn_of_spinning_disks()
         self._selection = select_backend(
-            config, aio_config, zero_uses_nvme=zero_uses_nvme, pinned=pins_memory(accelerator)
+            config,
+            aio_config,
+            zero_uses_nvme=zero_uses_nvme,
+            pinned=pins_memory(accelerator),
+            device=accelerator.device_name(),
         )
         with ExitStack() as undo:
             files = []
@@ -277,10 +298,14 @@ class ActivationOffloader:
 
 
 def _check_direct(file: SwapFile, selection: Selection) -> None:
-    """Refuse aio where the file system has no O_DIRECT: the op asks for it at every request and reports no error."""
-    if not file.direct and selection.backend.name == "aio":
+    """Refuse all but posix where the file system has no O_DIRECT.
+
+    DeepSpeed's ops ask for it at every request and report no error; kvikio would silently fill the page cache.
+    """
+    name = selection.backend.name
+    if not file.direct and name != "posix":
         raise BackendUnavailableError(
-            f"io.backend aio: the file system of {file.directory} has no O_DIRECT, which DeepSpeed's op needs: set "
+            f"io.backend {name}: the file system of {file.directory} has no O_DIRECT, which {name} needs: set "
             '"io": {"backend": "posix"}, or name another directory.'
         )
 

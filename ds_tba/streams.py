@@ -85,7 +85,9 @@ class CpuAccelerator:
 
 
 class DeviceAccelerator:
-    """An asynchronous device behind DeepSpeed's accelerator API.
+    """An asynchronous device behind DeepSpeed's accelerator API: the one that is current now.
+
+    A new thread's current device is the first, whatever the rank, so that streams are asked for by its index.
 
     Args:
         api: what ``deepspeed.accelerator.get_accelerator()`` returns.
@@ -93,6 +95,7 @@ class DeviceAccelerator:
 
     def __init__(self, api: Any) -> None:
         self._api = api
+        self._index = api.current_device()
 
     def device_name(self) -> str:
         """As torch names the device, such as ``"cuda"``."""
@@ -114,12 +117,12 @@ class DeviceAccelerator:
         return pinned
 
     def new_stream(self) -> Any:
-        """A stream of the current device."""
-        return self._api.Stream()
+        """A stream of the device."""
+        return self._api.Stream(device=self._index)
 
     def current_stream(self) -> Any:
         """The calling thread's."""
-        return self._api.current_stream()
+        return self._api.current_stream(self._index)
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         """The context in which ``stream`` is current, and with it its device."""

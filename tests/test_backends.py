@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,11 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from cuda_doubles import FakeGdsOp, FakeKvikio
 
 from ds_tba.config import AioConfig, OffloadConfig
-from ds_tba.errors import BackendUnavailableError, TransferError
+from ds_tba.errors import BackendUnavailableError, ConfigError, TransferError
 from ds_tba.io import aio
 from ds_tba.io.base import IoBackend
+from ds_tba.io.kvikio import KvikioBackend
 from ds_tba.io.memory import huge_page_memory
 from ds_tba.io.posix import PosixBackend
 from ds_tba.io.select import select_backend
@@ -248,9 +251,78 @@ class TestSelection:
         assert aio.requests_free(tmp_path) == 60000
 
     @pytest.mark.parametrize("name", ["gds", "kvikio"])
-    def test_backends_of_later_versions_are_refused(self, name: str) -> None:
-        with pytest.raises(BackendUnavailableError, match=f'"{name}" is not available'):
-            select_backend(self.config(backend=name), AioConfig(), zero_uses_nvme=False, pinned=False)
+    def test_without_a_driver_the_cuda_backends_are_refused(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(f"ds_tba.io.{name}.driver_obstacle", lambda: "there is no NVIDIA driver here")
+        with pytest.raises(
+            BackendUnavailableError,
+            match=f'^io.backend {name}: there is no NVIDIA driver here: install the driver; or set "io": .*"posix"',
+        ):
+            select_backend(self.config(backend=name), AioConfig(), zero_uses_nvme=False, pinned=False, device="cuda")
+
+    def test_the_reason_tells_the_mode(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        FakeKvikio(nvidia_fs=False).install(monkeypatch)
+        chosen = select_backend(
+            self.config(backend="kvikio"), AioConfig(), zero_uses_nvme=False, pinned=True, device="cuda"
+        )
+        assert chosen.backend.name == "kvikio" and not chosen.backend.stages_on_device
+        assert chosen.reason.startswith("named in io.backend; compatibility mode, through host memory: ")
+
+    def test_gds_says_what_an_error_will_do(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        FakeGdsOp().install(monkeypatch)
+        config = self.config(backend="gds").model_copy(update={"nvme_path": str(tmp_path)})
+        chosen = select_backend(config, AioConfig(), zero_uses_nvme=False, pinned=True, device="cuda")
+        assert chosen.backend.name == "gds" and "ends the process when a transfer fails" in chosen.reason
+
+    @pytest.mark.parametrize(
+        ("backend", "lanes", "needed"), [("posix", 64, 34), ("kvikio", 1, 42), ("kvikio", 64, 546)]
+    )
+    def test_descriptors_are_counted_beforehand(
+        self, monkeypatch: pytest.MonkeyPatch, backend: str, lanes: int, needed: int
+    ) -> None:
+        FakeKvikio().install(monkeypatch)
+        config = self.config(backend=backend, write_lanes=lanes, read_lanes=lanes)
+        config = config.model_copy(update={"nvme_path": ["/x", "/y"]})
+        present = len(os.listdir("/proc/self/fd"))
+        limits = [present + needed - 1, 1 << 20]
+        monkeypatch.setattr("ds_tba.io.select.resource.getrlimit", lambda which: tuple(limits))
+
+        def select() -> IoBackend:
+            return select_backend(config, AioConfig(), zero_uses_nvme=False, pinned=True, device="cuda").backend
+
+        with pytest.raises(
+            ConfigError,
+            match=rf"2 path\(s\) with {lanes} write and {lanes} read lanes need up to {needed} file descriptors \("
+            rf"backend {backend}, .*{present} are open, .*may have {limits[0]}: .*ulimit -n {present + needed}\)",
+        ):
+            select()
+        limits[0] += 1
+        assert select().name == backend
+        limits[0] = resource.RLIM_INFINITY
+        assert select().name == backend
+
+    @pytest.mark.parametrize(("name", "backend"), [("posix", PosixBackend), ("kvikio", None), ("aio", None)])
+    def test_a_handle_takes_no_more_descriptors_than_are_counted(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, backend: type[IoBackend] | None
+    ) -> None:
+        if name == "kvikio":
+            FakeKvikio().install(monkeypatch)
+            made: IoBackend = KvikioBackend(4, "cuda")
+        elif backend is None:
+            if not aio.is_built():
+                pytest.skip("DeepSpeed's aio op is not built: make aio")
+            made = aio.AioBackend(AioConfig())
+        else:
+            made = backend()
+        file = SwapFile(tmp_path, MIB)
+        file.grow(MIB)
+        made.open_handle(file.fd).close()  # whatever is opened once
+        before = len(os.listdir("/proc/self/fd"))
+        handles = [made.open_handle(file.fd) for _ in range(3)]
+        assert len(os.listdir("/proc/self/fd")) - before <= 3 * made.descriptors_per_handle
+        for handle in handles:
+            handle.close()
+        assert len(os.listdir("/proc/self/fd")) == before
+        file.close()
 
     def test_an_op_that_does_not_build_names_the_way_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(aio, "_installed_or_compatible", lambda builder: False)

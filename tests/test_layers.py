@@ -11,10 +11,12 @@ PACKAGE = Path(__file__).parents[1] / "ds_tba"
 LEVELS = [
     ["errors"],
     ["config", "tensors", "spans", "notes", "states", "streams"],
-    ["telemetry.stats", "telemetry.report", "telemetry.wear"],
+    ["telemetry.stats", "telemetry.report", "telemetry.drive"],
+    ["telemetry.wear"],
     ["io.base", "io.memory", "io.cuda"],
-    ["io.posix"],
+    ["io.posix", "io.kvikio"],
     ["io.aio"],
+    ["io.gds"],
     ["io.select", "transfer", "store.paths", "store.swap_file", "store.device_checksum", "store.lanes"],
     ["store.base", "store.integrity"],
     ["store.ticket", "store.host"],
@@ -65,7 +67,7 @@ def test_imports_go_strictly_down(name: str) -> None:
 
 def test_deepspeed_is_imported_in_its_rooms_only() -> None:
     users = {name for name, path in MODULES.items() if any(one.split(".")[0] == "deepspeed" for one in imports(path))}
-    assert users == {"engine", "io.aio"}
+    assert users == {"engine", "io.aio", "io.gds"}
 
 
 @pytest.mark.parametrize("name", sorted(LEVEL))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cuda_doubles import FakeGdsOp, FakeKvikio
 from doubles import CpuAccelerator
 
 from ds_tba import offloader as offloader_module
@@ -82,7 +83,7 @@ def test_wear_is_told_for_each_path(tmp_path: Path) -> None:
     first_measurement = 3 * 8 * MIB  # of each path, by itself
     assert sum(one["written_bytes"] for one in report.wear) == report.written_bytes + 2 * first_measurement
     assert report.written_bytes > 0
-    assert any("of its rated 1 TBW" in value for _, value in report.rows())
+    assert any("of its rated 1 TBW, if the drive amplifies" in value for _, value in report.rows())
     assert "not acted on" not in offloader.start_line()
 
 
@@ -177,8 +178,10 @@ def test_aio_without_o_direct_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
         return real(path, flags, *rest, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(os, "open", without_o_direct)
-    with pytest.raises(BackendUnavailableError, match=r"has no O_DIRECT.*posix"):
-        make(tmp_path, io={"backend": "aio", "staging_bytes": 8 << 20})
+    FakeKvikio().install(monkeypatch)
+    for name in ("aio", "kvikio"):
+        with pytest.raises(BackendUnavailableError, match=rf"{name}: .*has no O_DIRECT.*posix"):
+            make(tmp_path, io={"backend": name, "staging_bytes": 8 << 20})
     offloader = make(tmp_path)
     assert "no O_DIRECT on this file system" in offloader.start_line()
     step(offloader)
@@ -230,3 +233,22 @@ def test_the_doctor_names_what_is_wrong(capsys: pytest.CaptureFixture[str], tmp_
     assert main(["doctor", "--nvme-path", str(tmp_path)]) == 0
     assert main(["doctor", "--nvme-path", "/nowhere"]) == 1
     assert "FAIL  nvme_path /nowhere does not exist" in capsys.readouterr().out
+
+
+def test_the_doctor_tells_of_each_backend(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aio, "is_built", lambda: False)
+    for name in ("kvikio", "gds"):
+        monkeypatch.setattr(f"ds_tba.io.{name}.driver_obstacle", lambda: "there is no NVIDIA driver here")
+    assert main(["doctor"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "io.backend" in line and "means" not in line]
+    assert lines == [
+        "ok    io.backend posix can run here",
+        "ok    io.backend aio can run here once DeepSpeed's op is built",
+        "ok    io.backend kvikio cannot run here: there is no NVIDIA driver here: install the driver",
+        "ok    io.backend gds cannot run here: there is no NVIDIA driver here: install the driver",
+    ]
+    FakeKvikio().install(monkeypatch)
+    FakeGdsOp().install(monkeypatch)
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert "io.backend kvikio can run here" in out and "io.backend gds may run here" in out

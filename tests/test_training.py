@@ -83,7 +83,7 @@ def test_without_the_block_nothing_of_ours_runs(tmp_path: Path) -> None:
         ({"placment": "nvme"}, "did you mean `placement`?"),
         ({"nvme_path": "/nowhere"}, "nvme_path /nowhere does not exist"),
         ({"placement": "host"}, "host_budget_bytes is 0"),
-        ({"io": {"backend": "kvikio"}}, '"kvikio" is not available'),
+        ({"io": {"backend": "kvikio"}}, "io.backend kvikio: there is no NVIDIA driver here"),
         ({"io": {"swap_file_bytes": 1 << 50}}, "free, but 2 rank(s) on this machine need"),
         ({"report": {"path": "/nowhere/report.json"}}, "directory is missing or not writable"),
     ],

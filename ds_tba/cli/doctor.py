@@ -71,6 +71,7 @@ def checks(options: argparse.Namespace) -> Iterator[tuple[bool, str]]:
         if lockable
         else (f"{options.staging_bytes} bytes cannot be locked: aio needs a GPU or ulimit -l unlimited, posix neither"),
     )
+    yield from ((True, f"io.backend {name} {state}") for name, state in backends())
     for path in options.nvme_path:
         try:
             (directory,) = check_directories((path,), options.staging_bytes, 1)
@@ -78,6 +79,18 @@ def checks(options: argparse.Namespace) -> Iterator[tuple[bool, str]]:
             yield False, str(error)
         else:
             yield True, f"{path}: {directory.file_system}, {directory.free_bytes / 2**30:.1f} GiB free"
+
+
+def backends() -> Iterator[tuple[str, str]]:
+    """Each backend, and whether it can run here."""
+    from ds_tba.io import aio, gds, kvikio
+
+    yield "posix", "can run here"
+    yield "aio", "can run here" if aio.is_built() else "can run here once DeepSpeed's op is built"
+    problem = kvikio.obstacle()
+    yield "kvikio", f"cannot run here: {problem}" if problem else "can run here; the start-up line tells its mode"
+    problem = gds.obstacle("cuda")
+    yield "gds", f"cannot run here: {problem}" if problem else "may run here; it is tried when a run names it"
 
 
 def build_aio() -> int:

@@ -124,13 +124,13 @@ class _AioHandle(IoHandle):
         self._handle = None
 
 
-def is_built() -> bool:
-    """Whether the op was built before, with DeepSpeed's installation or just in time, so that loading takes seconds."""
+def is_built(op: str = OP) -> bool:
+    """Whether an op was built before, with DeepSpeed's installation or just in time, so that loading takes seconds."""
     from deepspeed.git_version_info import installed_ops
 
-    if installed_ops.get(OP):
+    if installed_ops.get(op):
         return True
-    return any((directory / f"{OP}.so").is_file() for directory in _build_directories(OP))
+    return any((directory / f"{op}.so").is_file() for directory in _build_directories(op))
 
 
 def build_locks() -> list[Path]:

@@ -48,8 +48,12 @@ def move_cufile_log() -> None:
         os.environ[_LOG] = str(Path(tempfile.gettempdir()) / f"cufile-{os.getuid()}-{os.getpid()}.log")
 
 
-def imported(module: str) -> Any | None:
-    """A module, or None where it is not installed."""
+def imported(module: str) -> Any:
+    """A module, or None where it is not installed.
+
+    Raises:
+        ImportError: it is installed and does not load.
+    """
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import resource
 from dataclasses import dataclass
 
 from ds_tba.config import AioConfig, OffloadConfig
-from ds_tba.errors import BackendUnavailableError
+from ds_tba.errors import BackendUnavailableError, ConfigError
 from ds_tba.io import aio
 from ds_tba.io.base import IoBackend
+from ds_tba.io.gds import GdsBackend
+from ds_tba.io.kvikio import KvikioBackend
 from ds_tba.io.memory import can_lock
 from ds_tba.io.posix import PosixBackend
+
+SPARE_DESCRIPTORS = 32  # for what else opens files later: the report, the data loader, libraries
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,19 +26,30 @@ class Selection:
     reason: str
 
 
-def select_backend(config: OffloadConfig, aio_config: AioConfig, *, zero_uses_nvme: bool, pinned: bool) -> Selection:
+def select_backend(
+    config: OffloadConfig, aio_config: AioConfig, *, zero_uses_nvme: bool, pinned: bool, device: str = "cpu"
+) -> Selection:
     """The backend that the config names, or for ``null`` the one of the design.
 
     Args:
         zero_uses_nvme: ZeRO's own NVMe offload is on, so that DeepSpeed builds its aio op anyway.
         pinned: the accelerator pins staging, so that aio need not lock it.
+        device: the training device, such as ``"cuda"``.
 
     Raises:
         BackendUnavailableError: the named backend cannot run on this machine; says what to install or to set.
+        ConfigError: the process may not open as many files as the lanes need.
     """
+    selection = _select(config, aio_config, zero_uses_nvme, pinned, device)
+    _check_descriptors(config, selection.backend)
+    return selection
+
+
+def _select(config: OffloadConfig, aio_config: AioConfig, zero_uses_nvme: bool, pinned: bool, device: str) -> Selection:
     obstacle = _aio_obstacle(config, aio_config, pinned)
     if config.io.backend is not None:
-        return Selection(_named(config, aio_config, obstacle), "named in io.backend")
+        backend = _named(config, aio_config, obstacle, device)
+        return Selection(backend, "; ".join(filter(None, ["named in io.backend", backend.remark])))
     if obstacle is not None:
         return Selection(PosixBackend(), obstacle)
     if zero_uses_nvme:
@@ -42,6 +59,24 @@ def select_backend(config: OffloadConfig, aio_config: AioConfig, *, zero_uses_nv
     return Selection(PosixBackend(), "DeepSpeed's aio op is not built, and building it takes minutes")
 
 
+def _lanes(config: OffloadConfig) -> int:
+    return (config.io.write_lanes + config.io.read_lanes) * len(config.nvme_paths)
+
+
+def _check_descriptors(config: OffloadConfig, backend: IoBackend) -> None:
+    """Refuse what would run into ``RLIMIT_NOFILE``, in mid-run and in whoever opens a file then."""
+    needed = len(config.nvme_paths) + _lanes(config) * backend.descriptors_per_handle + SPARE_DESCRIPTORS
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    present = len(os.listdir("/proc/self/fd"))
+    paths, write, read = len(config.nvme_paths), config.io.write_lanes, config.io.read_lanes
+    if limit != resource.RLIM_INFINITY and present + needed > limit:
+        raise ConfigError(
+            f"{paths} path(s) with {write} write and {read} read lanes need up to {needed} file descriptors (backend "
+            f"{backend.name}, {SPARE_DESCRIPTORS} to spare), {present} are open, and this process may have {limit}: "
+            f"raise the limit (ulimit -n {present + needed}) or lower io.write_lanes and io.read_lanes."
+        )
+
+
 def _aio_obstacle(config: OffloadConfig, aio_config: AioConfig, pinned: bool) -> str | None:
     """A limit of this process or machine that aio would run into, with the repair; None if there is none."""
     if not (pinned or can_lock(config.io.staging_bytes)):
@@ -49,7 +84,7 @@ def _aio_obstacle(config: OffloadConfig, aio_config: AioConfig, pinned: bool) ->
             f"aio locks io.staging_bytes ({config.io.staging_bytes} bytes) in memory, above this process's limit: "
             "raise it (ulimit -l unlimited) or lower io.staging_bytes"
         )
-    needed = aio.requests_needed(aio_config, (config.io.write_lanes + config.io.read_lanes) * len(config.nvme_paths))
+    needed = aio.requests_needed(aio_config, _lanes(config))
     free = aio.requests_free()
     if free is not None and needed > free:
         return (
@@ -59,15 +94,14 @@ def _aio_obstacle(config: OffloadConfig, aio_config: AioConfig, pinned: bool) ->
     return None
 
 
-def _named(config: OffloadConfig, aio_config: AioConfig, obstacle: str | None) -> IoBackend:
-    name = config.io.backend
-    if name == "posix":
-        return PosixBackend()
-    if name == "aio":
-        if obstacle is not None:
+def _named(config: OffloadConfig, aio_config: AioConfig, obstacle: str | None, device: str) -> IoBackend:
+    match config.io.backend:
+        case "kvikio":
+            return KvikioBackend(_lanes(config), device)
+        case "gds":
+            return GdsBackend(aio_config, config.nvme_paths, config.io.staging_bytes, device)
+        case "aio" if obstacle is not None:
             raise BackendUnavailableError(f'io.backend: {obstacle}, or set "backend": "posix".')
-        return aio.AioBackend(aio_config)
-    raise BackendUnavailableError(
-        f'io.backend "{name}" is not available in this version of ds_tba: set "backend" to "aio" or "posix", '
-        "or leave it out."
-    )
+        case "aio":
+            return aio.AioBackend(aio_config)
+    return PosixBackend()

@@ -17,7 +17,7 @@ import torch
 from ds_tba.io.memory import PAGE_BYTES
 
 WORDS_PER_PAGE = PAGE_BYTES // 8
-PAGES_PER_CHUNK = (16 << 20) // PAGE_BYTES  # bounds the working memory to about three times 16 MiB
+PAGES_PER_CHUNK = (4 << 20) // PAGE_BYTES  # bounds the working memory of each lane to about three times 4 MiB
 PLANS_KEPT = 16
 
 Samples = Sequence[tuple[int, int]]

@@ -124,8 +124,17 @@ def _wear(path: dict[str, Any]) -> str:
     drive = " ".join(word for word in (path["device"], path["model"]) if word) or "unknown drive"
     text = f"{drive}: {path['written_bytes_per_day'] / 1e12:.2f} TB a day at this rate"
     if path["life_days"] is None:
-        return f"{text} (set ssd.rated_endurance_tbw to see how long the drive lasts)"
-    return f"{text}, {path['life_days']:.0f} days of its rated {path['rated_endurance_tbw']:g} TBW"
+        text += " (set ssd.rated_endurance_tbw to see how long the drive lasts)"
+    else:
+        text += (
+            f", {path['life_days']:.0f} days of its rated {path['rated_endurance_tbw']:g} TBW, if the drive amplifies "
+            "these writes no more than those of its rating"
+        )
+    if path.get("percentage_used") is not None:
+        text += f"; at the start {path['percentage_used']} % of its life was used"
+    if path.get("drive_written_bytes") is not None:
+        text += f", {path['drive_written_bytes'] / 1e12:.1f} TB written in all"
+    return text
 
 
 def _size(nbytes: int) -> str:

@@ -1,0 +1,253 @@
+"""Stand-ins for what needs an NVIDIA driver: kvikio's modules, DeepSpeed's gds op. Host memory plays the device's.
+
+They keep to what the originals do where our code could go wrong: requests end late and in another thread, a future
+knows addresses only and answers once, submodules must be imported by name, unregistered memory ends the process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from ds_tba.io import gds as gds_backend
+from ds_tba.io import kvikio as kvikio_backend
+from ds_tba.io.memory import aligned_memory
+
+Script = Callable[[str, int], str | None]
+
+
+def memory_at(address: int, nbytes: int) -> Any:
+    return (ctypes.c_char * nbytes).from_address(address)
+
+
+class CompatMode(enum.IntEnum):
+    OFF = 0
+    ON = 1
+    AUTO = 2
+
+
+class IOFuture:
+    """As the original: ``get`` gives the number of bytes, blocks, and may be called once."""
+
+    def __init__(self, inner: Future[int]) -> None:
+        self._inner: Future[int] | None = inner
+
+    def get(self) -> int:
+        inner, self._inner = self._inner, None
+        if inner is None:
+            raise RuntimeError("std::future_error: No associated state")
+        return inner.result()
+
+
+class FakeKvikio:
+    """The three modules, put in the place of the real ones.
+
+    Args:
+        script: called with the verb and the number of the request; returns "short" to move half and say so, or raises.
+    """
+
+    def __init__(
+        self, script: Script = lambda verb, number: None, *, nvidia_fs: bool = True, udev: bool = True
+    ) -> None:
+        self.script = script
+        self.nvidia_fs = nvidia_fs
+        self.udev = udev
+        self.settings: dict[str, Any] = {
+            "compat_mode": CompatMode.AUTO,
+            "num_threads": 1,
+            "task_size": 4 << 20,
+            "auto_direct_io_read": False,
+            "auto_direct_io_write": True,
+        }
+        self.registered: dict[int, int] = {}
+        self.requests: list[tuple[str, int]] = []
+        self.open_files = 0
+        self.busy = 0
+        self.registrable_bytes = 1 << 40
+        self.lock = threading.Lock()
+        self.pool = ThreadPoolExecutor(4)
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        kvikio, defaults, driver = (ModuleType(name) for name in ("kvikio", "kvikio.defaults", "kvikio.cufile_driver"))
+        kvikio.__dict__.update(
+            __version__="26.10.0",
+            __path__=[],
+            CompatMode=CompatMode,
+            CuFile=lambda path, flags="r": FakeCuFile(self, path, flags),
+            memory_register=self.register,
+            memory_deregister=lambda memory: self.registered.pop(memory.data_ptr()),
+        )
+        defaults.__dict__.update(
+            get=self.settings.__getitem__, set=self.change, is_compat_mode_preferred=self.is_compat_mode_preferred
+        )
+        driver.__dict__.update(get={"is_gds_available": self.nvidia_fs}.__getitem__)
+        for module in (kvikio, defaults, driver):
+            monkeypatch.setitem(sys.modules, module.__name__, module)
+        monkeypatch.setattr(kvikio_backend, "driver_obstacle", lambda: None)
+        monkeypatch.setattr(kvikio_backend, "aligned_memory", lambda nbytes, device: aligned_memory(nbytes, "cpu"))
+        for name in ("CUFILE_LOGFILE_PATH", "CUFILE_ALLOW_COMPAT_MODE"):
+            monkeypatch.setenv(name, "to be restored")
+            monkeypatch.delenv(name)
+
+    def change(self, settings: dict[str, Any]) -> None:
+        if not settings.keys() <= self.settings.keys():
+            raise KeyError(settings.keys() - self.settings.keys())
+        self.settings.update(settings)
+
+    def is_compat_mode_preferred(self) -> bool:
+        mode = self.settings["compat_mode"]
+        return mode is CompatMode.ON or (mode is CompatMode.AUTO and not self.udev)
+
+    def register(self, memory: torch.Tensor) -> None:
+        if memory.numel() > self.registrable_bytes:
+            raise RuntimeError("cuFile error at: buffer.cpp:24: device memory pinning failure")
+        self.registered[memory.data_ptr()] = memory.numel()
+
+
+class FakeCuFile:
+    def __init__(self, kvikio: FakeKvikio, path: str, flags: str) -> None:
+        if flags != "r+":
+            raise ValueError("any other flag would not do for a swap file")
+        self._kvikio = kvikio
+        try:
+            self._fds = [os.open(path, os.O_RDWR | os.O_CLOEXEC | direct) for direct in (os.O_DIRECT, 0)]
+        except OSError as error:
+            raise RuntimeError(f"Unable to open file: {error.strerror}") from None
+        kvikio.open_files += 1
+
+    def close(self) -> None:
+        for fd in self._fds:
+            os.close(fd)
+        self._kvikio.open_files -= 1
+
+    def pwrite(self, memory: Any, size: int, file_offset: int, task_size: int) -> IOFuture:
+        return self._submit("write", os.pwritev, memory, size, file_offset)
+
+    def pread(self, memory: Any, size: int, file_offset: int, task_size: int) -> IOFuture:
+        return self._submit("read", os.preadv, memory, size, file_offset)
+
+    def _submit(self, verb: str, call: Any, memory: Any, size: int, offset: int) -> IOFuture:
+        kvikio = self._kvikio
+        address = self._address(memory)
+        with kvikio.lock:
+            number = sum(one == verb for one, _ in kvikio.requests)
+            kvikio.requests.append((verb, size))
+
+        def task() -> int:
+            with kvikio.lock:
+                kvikio.busy += 1
+            try:
+                time.sleep(0.001)
+                action = kvikio.script(verb, number)
+                nbytes = size // 2 // 4096 * 4096 if action == "short" else size
+                moved: int = call(self._fds[0], [memory_at(address, nbytes)], offset)
+                if verb == "read" and moved < nbytes:
+                    raise RuntimeError("POSIX error on pread: EOF")
+            except OSError as error:
+                raise RuntimeError(f"POSIX error on p{verb}: {error.strerror}") from None
+            finally:
+                with kvikio.lock:
+                    kvikio.busy -= 1
+            return moved
+
+        return IOFuture(kvikio.pool.submit(task))
+
+    def _address(self, memory: Any) -> int:
+        if self._kvikio.settings["compat_mode"] is CompatMode.ON:
+            return ctypes.addressof(ctypes.c_char.from_buffer(memory))  # TypeError without the buffer protocol
+        if not isinstance(memory, torch.Tensor):
+            raise ValueError("Non-CUDA buffers not supported")
+        return memory.data_ptr()
+
+
+class ProcessExit(BaseException):
+    """Where the original calls ``exit``."""
+
+
+class FakeGdsOp:
+    """DeepSpeed's op: as a module, with ``gds_handle``.
+
+    Args:
+        script: called with the verb and the number of the request; returns "drop" to claim success without moving a
+            byte, "refuse" to return -1 as for a file that does not open, "exit" for any error of cuFile.
+    """
+
+    def __init__(self, script: Script = lambda verb, number: None) -> None:
+        self.script = script
+        self.registered: dict[int, int] = {}
+        self.requests: list[tuple[str, int]] = []
+        self.handles = 0
+        self.lock = threading.Lock()
+
+    def gds_handle(
+        self, block_size: int, queue_depth: int, single_submit: bool, overlap_events: bool, intra_op_parallelism: int
+    ) -> FakeGdsHandle:
+        if self.handles == 0:
+            Path("local_cufile.json").write_text("{}")
+        self.handles += 1
+        return FakeGdsHandle(self, intra_op_parallelism)
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(gds_backend, "driver_obstacle", lambda: None)
+        monkeypatch.setattr(gds_backend, "current_device", lambda device: "cpu")
+        monkeypatch.setattr(gds_backend, "aligned_memory", lambda nbytes, device: aligned_memory(nbytes, "cpu"))
+        monkeypatch.setattr(gds_backend, "_load_op", lambda: self)
+        # The proof runs in this process here; that it runs in its own is tested by itself.
+        monkeypatch.setattr(gds_backend, "run_proof", lambda command, limit_s: gds_backend.main(command[-1]))
+        monkeypatch.setenv("CUFILE_LOGFILE_PATH", "/dev/null")
+
+
+class FakeGdsHandle:
+    def __init__(self, op: FakeGdsOp, intra_op_parallelism: int) -> None:
+        self._op = op
+        self._parts = intra_op_parallelism
+
+    def pin_device_tensor(self, tensor: torch.Tensor) -> bool:
+        self._op.registered[tensor.data_ptr()] = tensor.numel()
+        return True
+
+    def unpin_device_tensor(self, tensor: torch.Tensor) -> bool:
+        del self._op.registered[tensor.data_ptr()]
+        return True
+
+    def sync_pwrite(self, tensor: torch.Tensor, filename: str, offset: int) -> int:
+        return self._move("write", os.pwritev, tensor, filename, offset)
+
+    def sync_pread(self, tensor: torch.Tensor, filename: str, offset: int) -> int:
+        return self._move("read", os.preadv, tensor, filename, offset)
+
+    def _move(self, verb: str, call: Any, tensor: torch.Tensor, filename: str, offset: int) -> int:
+        nbytes = tensor.numel()
+        with self._op.lock:
+            number = sum(one == verb for one, _ in self._op.requests)
+            self._op.requests.append((verb, nbytes))
+        if nbytes % self._parts:
+            return -1
+        below = [base for base in self._op.registered if base <= tensor.data_ptr()]
+        base = max(below, default=None)
+        if base is None or tensor.data_ptr() + nbytes > base + self._op.registered[base]:
+            raise ProcessExit("BASE PTR ERROR")
+        action = self._op.script(verb, number)
+        if action == "refuse":
+            return -1
+        if action == "exit":
+            raise ProcessExit(f"{verb} failed with cuFile error")
+        if action != "drop":
+            fd = os.open(filename, os.O_RDWR | os.O_DIRECT)
+            try:
+                call(fd, [memory_at(tensor.data_ptr(), nbytes)], offset)
+            finally:
+                os.close(fd)
+        return 1
