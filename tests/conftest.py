@@ -70,9 +70,15 @@ def make_store(tmp_path: Path) -> Iterator[StoreFactory]:
 # ---- faults ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def victims(victim_server: Victims) -> Iterator[Victims]:
+    """Starts processes that train while a fault strikes. Name it after the disk: they end before it is unmounted."""
+    yield victim_server
+    victim_server.end()
+
+
 @pytest.fixture(scope="session")
-def victims(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victims]:
-    """Starts processes that train while a fault strikes."""
+def victim_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victims]:
     try:
         with serving(tmp_path_factory.mktemp("victims")) as victims:
             yield victims

@@ -204,7 +204,7 @@ def test_no_descriptor_for_the_swap_file(disk: Disk, victims: Victims, backend_n
 
 @pytest.mark.aio
 @pytest.mark.fault(
-    "all but too many open files at the start (ulimit -n), backend aio",
+    "one file more may be opened at the start (ulimit -n), backend aio",
     by="a process that may open one file more",
     outcome="refused before training; no space is lost",
 )

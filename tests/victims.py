@@ -63,7 +63,6 @@ class Job:
     """What a victim does.
 
     Args:
-        block: the rest of the config's block; ``io`` is merged.
         layers: storages of 4 MiB that one forward saves.
         at_start: faults while the offloader is made; ``faults`` follow them.
         grow_step_bytes: in what steps the swap file grows; None for the product's own, which is large.
@@ -75,8 +74,6 @@ class Job:
 
     directory: str
     backend: str | None = "posix"
-    block: dict[str, Any] = field(default_factory=dict)
-    io: dict[str, Any] = field(default_factory=dict)
     layers: int = 12
     steps: int = 2
     at_start: list[Fault] = field(default_factory=list)
@@ -129,6 +126,7 @@ class Victim:
         self._connection = connection
         self._lines: IO[str] = connection.makefile("r")
         self._stderr = stderr
+        self._ended = False
         self.pid = int(self._next()["pid"])
 
     def wait_until(self, pause: str) -> None:
@@ -149,12 +147,20 @@ class Victim:
         """Wait for its end."""
         told = self._next()
         assert "pause" not in told, told
+        self._ended = True
         self._connection.close()
         return replace(Outcome(**told), stderr=self._stderr.read_text())
 
+    def end(self) -> None:
+        """SIGKILL, if it is running still."""
+        if not self._ended:
+            self._ended = True
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
     def kill(self) -> None:
         """SIGKILL, and wait until it is gone."""
-        os.kill(self.pid, signal.SIGKILL)
+        self.end()
         with suppress(ConnectionResetError):
             while self._connection.recv(4096):  # the kernel closes it with the process's other files
                 pass
@@ -176,6 +182,7 @@ class Victims:
     def __init__(self, address: str, directory: Path) -> None:
         self._address = address
         self._directory = directory
+        self._running: list[Victim] = []
         self._count = 0
 
     def start(self, job: Job) -> Victim:
@@ -187,7 +194,13 @@ class Victims:
         connection.settimeout(HANG_S + 10)
         connection.connect(self._address)
         connection.sendall(json.dumps({"job": asdict(job), "stderr": str(stderr)}).encode() + b"\n")
-        return Victim(connection, stderr)
+        self._running.append(Victim(connection, stderr))
+        return self._running[-1]
+
+    def end(self) -> None:
+        """End what a test has left running."""
+        while self._running:
+            self._running.pop().end()
 
     def run(self, job: Job) -> Outcome:
         """Set a victim off and wait for its end."""
@@ -308,8 +321,8 @@ def _outcome(job: Job, lines: IO[str]) -> Outcome:
 
     log = _Log()
     logging.getLogger("ds_tba").addHandler(log)
-    io = {"backend": job.backend, "staging_bytes": 16 << 20, **job.io}
-    parsed = parse_block({BLOCK: {"nvme_path": job.directory, "placement": "nvme", "io": io, **job.block}})
+    io = {"backend": job.backend, "staging_bytes": 16 << 20}
+    parsed = parse_block({BLOCK: {"nvme_path": job.directory, "placement": "nvme", "io": io}})
     assert parsed is not None
     if job.lockable_bytes is not None:
         _limit_locked_memory(job.lockable_bytes)
