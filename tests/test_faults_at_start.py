@@ -192,25 +192,17 @@ def test_a_quota_that_is_too_small(disk: Disk, victims: Victims, user_sees: Sees
 # ---- limits of the process ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("free", [0, 20])
 @pytest.mark.fault(
     "too many open files at the start (ulimit -n)",
-    by="a process at its limit of open files",
-    outcome="refused before training; no space is lost",
+    by="a process that may open no file more, or twenty",
+    outcome="refused before training, with the numbers; no space is lost",
 )
-def test_no_descriptor_for_the_swap_file(disk: Disk, victims: Victims, backend_name: str, user_sees: Sees) -> None:
-    outcome = victims.run(Job(str(disk.path), backend_name, free_descriptors_at_start=0))
-    user_sees(refused(outcome, "PathError", str(disk.path), "Too many open files", "ulimit -n"))
-
-
-@pytest.mark.aio
-@pytest.mark.fault(
-    "one file more may be opened at the start (ulimit -n), backend aio",
-    by="a process that may open one file more",
-    outcome="refused before training; no space is lost",
-)
-def test_no_descriptor_for_the_op(disk: Disk, victims: Victims, needs_aio: None, user_sees: Sees) -> None:
-    outcome = victims.run(Job(str(disk.path), "aio", free_descriptors_at_start=1))
-    user_sees(refused(outcome, "BackendUnavailableError", "cannot open the swap file", "ulimit -n", '"posix"'))
+def test_no_descriptor_for_the_swap_file(
+    disk: Disk, victims: Victims, backend_name: str, free: int, user_sees: Sees
+) -> None:
+    outcome = victims.run(Job(str(disk.path), backend_name, free_descriptors_at_start=free))
+    user_sees(refused(outcome, "ConfigError", "file descriptors", "raise the limit (ulimit -n"))
 
 
 @pytest.mark.fault(

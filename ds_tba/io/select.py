@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 from dataclasses import dataclass
@@ -67,7 +68,7 @@ def _check_descriptors(config: OffloadConfig, backend: IoBackend) -> None:
     """Refuse what would run into ``RLIMIT_NOFILE``, in mid-run and in whoever opens a file then."""
     needed = len(config.nvme_paths) + _lanes(config) * backend.descriptors_per_handle + SPARE_DESCRIPTORS
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    present = len(os.listdir("/proc/self/fd"))
+    present = _open_descriptors(limit)
     paths, write, read = len(config.nvme_paths), config.io.write_lanes, config.io.read_lanes
     if limit != resource.RLIM_INFINITY and present + needed > limit:
         raise ConfigError(
@@ -75,6 +76,15 @@ def _check_descriptors(config: OffloadConfig, backend: IoBackend) -> None:
             f"{backend.name}, {SPARE_DESCRIPTORS} to spare), {present} are open, and this process may have {limit}: "
             f"raise the limit (ulimit -n {present + needed}) or lower io.write_lanes and io.read_lanes."
         )
+
+
+def _open_descriptors(limit: int) -> int:
+    try:
+        return len(os.listdir("/proc/self/fd"))
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+        return limit  # not even the one to count them with is left
 
 
 def _aio_obstacle(config: OffloadConfig, aio_config: AioConfig, pinned: bool) -> str | None:

@@ -15,7 +15,7 @@ from typing import Any
 
 SMARTCTL = "smartctl"
 SMARTCTL_LIMIT_S = 2.0
-VIRTUAL = ("vd", "xvd")  # names of virtio and Xen drives
+VIRTUAL = ("vd", "xvd", "loop", "nbd")  # names of virtio, Xen, loop and network drives
 DATA_UNIT_BYTES = 512_000  # NVMe counts written data in thousands of 512-byte units
 
 
@@ -25,8 +25,8 @@ class Drive:
 
     Attributes:
         device, model: empty where they are not known (network and overlay file systems).
-        rotational: whether the kernel takes it for a spinning disk; None where it does not tell, and for the drives
-            of virtual machines, of which it always says so.
+        rotational: whether the kernel takes it for a spinning disk; None where it does not tell, and for drives that
+            are not real, of which it always says so.
         percentage_used: NVMe's own estimate of the life that is used up; above 100 it has outlived its rating.
         drive_written_bytes: what hosts wrote to it in its whole life, to the half megabyte (NVMe).
     """
