@@ -185,7 +185,7 @@ class ActivationOffloader:
             return 'ds_tba: placement "keep": activations are measured, not moved'
         config, files = self.config, [path.file for path in self._store.paths]
         parts = [
-            f"ds_tba: activations go to {', '.join(str(file.directory) for file in files)}",
+            f"ds_tba: activations go to {', '.join(self._places())}",
             f"backend {self._selection.backend.name} ({self._selection.reason})",
             f"up to {sum(file.limit_bytes for file in files) / 2**30:.1f} GiB per rank",
             f"eligible: saved storages of {config.min_tensor_bytes} bytes and more, up to io.staging_bytes "
@@ -202,6 +202,13 @@ class ActivationOffloader:
         if ignored:
             parts.append(f"not acted on in this version: {', '.join(ignored)}")
         return "; ".join(parts)
+
+    def _places(self) -> list[str]:
+        """Each directory with its file system and drive: an empty mount point would be on the wrong one."""
+        return [
+            f"{directory.path} ({' on '.join(filter(None, (directory.file_system, drive.device)))})"
+            for directory, drive in zip(self._directories, self._drives, strict=True)
+        ]
 
     def write_report(self) -> None:
         """Write the JSON at ``report.path``, if one is set; a failure is logged, never raised into training."""

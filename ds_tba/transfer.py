@@ -134,7 +134,6 @@ class StagingRing:
     def close(self) -> None:
         """Give the memory back, or let the return of the last lent slot do so. Idempotent."""
         if self._memory is not None:
-            self.copies.finish()
             self._closed_memory, self._memory = self._memory, None
             if self._lent == 0:
                 self._free()

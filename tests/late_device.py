@@ -98,6 +98,7 @@ class LateDevice(CpuAccelerator):
         self._local = threading.local()
         self._default: Any = self.new_stream() if late_compute else HostStream()
         self.allocated_bytes = 0
+        self.copies_under_way: list[object] = []
 
     # ---- as an accelerator --------------------------------------------------------------------------------------
 
@@ -139,7 +140,13 @@ class LateDevice(CpuAccelerator):
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         from_bytes, to_bytes = _bytes_at(source), _bytes_at(target)
-        self.current_stream().run(lambda: to_bytes.copy_(from_bytes))
+        self.copies_under_way.append(copy := object())
+
+        def work() -> None:
+            to_bytes.copy_(from_bytes)
+            self.copies_under_way.remove(copy)
+
+        self.current_stream().run(work)
 
     def share(self, tensor: torch.Tensor, stream: Any) -> None:
         tensor.untyped_storage()._tenant.sharers.append(stream)  # type: ignore[attr-defined]

@@ -139,6 +139,23 @@ def test_late_kernels_see_the_right_bytes(make_device: DeviceFactory, make_store
     assert nvme is None or nvme.ring.copies.pending_bytes == 0
 
 
+@pytest.mark.parametrize("handed_over", [False, True], ids=["given up", "handed over"])
+@pytest.mark.parametrize("make", [slow_writes, in_host_memory], ids=["nvme", "host"])
+def test_memory_is_not_given_back_under_copies(
+    make_device: DeviceFactory, make_store: StoreFactory, make: Make, handed_over: bool
+) -> None:
+    device = make_device(longest_pause_s=0.1)
+    store, _ = make(make_store, device)
+    for _ in range(4):
+        ticket = store.put(torch.zeros(256 * KIB, dtype=torch.uint8), wait=False)
+        assert not isinstance(ticket, Refusal)
+        if handed_over:
+            store.get(ticket, CPU)  # its copy in is for nobody to wait for
+        store.release(ticket)
+    store.close()
+    assert device.copies_under_way == []
+
+
 def test_device_memory_goes_as_soon_as_its_copy_is_done(make_device: DeviceFactory, make_store: StoreFactory) -> None:
     device = make_device(late_compute=True)
     store = make_store(ScriptedBackend(slow(0.2)), accelerator=device)  # the writes have nothing to do with it

@@ -65,7 +65,7 @@ def test_every_stage_in_fp32_and_bf16_with_gradient_accumulation(tmp_path: Path)
 def test_the_start_line_and_the_end_line_say_what_ran(tmp_path: Path) -> None:
     result = runs.launch(runs.with_block(runs.plain_config(), tmp_path), tmp_path)
     assert result.returncode == 0, result.output
-    assert "backend posix (named in io.backend)" in result.output and f"activations go to {tmp_path}" in result.output
+    assert "backend posix (named in io.backend)" in result.output and f"activations go to {tmp_path} (" in result.output
     assert "3 steps: offloaded" in result.output and "GB/s" in result.output
 
 

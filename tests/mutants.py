@@ -1,0 +1,122 @@
+"""Every wait and hold that orders copies with kernels and I/O, taken out one at a time: a test must fail for each.
+
+    PYTHONPATH=tests python tests/mutants.py [NAME ...]     (make mutants)
+
+Works on a copy of the repository. ``test_mutants.py`` checks that each piece of code below is still there.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+LIMIT_S = 600
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """``code`` of a file replaced; ``tests`` must notice."""
+
+    name: str
+    file: str
+    code: str
+    instead: str
+    tests: str = "tests/test_ordering.py"
+
+
+STREAMS, SPACE, LANES, NVME = (
+    "ds_tba/streams.py", "ds_tba/store/swap_space.py", "ds_tba/store/lane_work.py", "ds_tba/store/nvme.py"
+)  # fmt: skip
+HOST = "ds_tba/store/host.py"
+MUTANTS = [
+    Mutant("a copy out does not wait for the kernels that make the tensor", STREAMS,
+           "            self._out_stream.wait_event(produced)\n", ""),
+    Mutant("the tensor is not held until its copy is done", STREAMS,
+           "        self._source: torch.Tensor | None = source\n",
+           "        self._source: torch.Tensor | None = source[:0].clone()\n"),
+    Mutant("the tensor is let go before its copy is done", STREAMS,
+           "        if self._source is not None and self.event.query():\n", "        if self._source is not None:\n"),
+    Mutant("a lane writes before the copy into staging is done", LANES,
+           "            ticket.wait_for_copies()\n", "            pass\n"),
+    Mutant("a copy in does not wait for the copy out into the same slot", STREAMS,
+           "                self._in_stream.wait_event(copy.event)\n", "                pass\n"),
+    Mutant("kernels do not wait for the copy in", STREAMS,
+           "            consumer.wait_event(self.event)\n", ""),
+    Mutant("the allocator is not told who uses what came back", STREAMS,
+           "            self._accelerator.share(self._data, consumer)\n", ""),
+    Mutant("a slot is given back while copies use it", SPACE,
+           "        if not self._retirement.add(events, slot):\n            self.ring.slots.free(slot)\n",
+           "        self.ring.slots.free(slot)\n"),
+    Mutant("a slot is given back while a copy out of it runs", SPACE,
+           "[copy.event for copy in ticket.copies] + ticket.uses", "[copy.event for copy in ticket.copies]"),
+    Mutant("a slot is given back while a copy into it runs", SPACE,
+           "[copy.event for copy in ticket.copies] + ticket.uses", "ticket.uses",
+           "tests/test_ordering.py tests/test_store.py tests/test_bundles.py"),
+    Mutant("a lane frees its slot before the copy onto the device is done", LANES,
+           "            arrival.wait()\n", ""),
+    Mutant("what is thrown into retirement comes out at once", STREAMS,
+           "            if all(event.query() for event in events):\n", "            if events:\n"),
+    Mutant("room in host memory is given back while a copy into it runs", HOST,
+           "ticket.uses + ([ticket.copy.event] if ticket.copy is not None else [])", "ticket.uses",
+           "tests/test_ordering.py tests/test_host.py"),
+    Mutant("room in host memory is given back while a copy out of it runs", HOST,
+           "ticket.uses + ([ticket.copy.event] if ticket.copy is not None else [])",
+           "([ticket.copy.event] if ticket.copy is not None else [])"),
+    Mutant("a copy in from host memory does not wait for the copy out", HOST,
+           "[ticket.copy] if ticket.copy is not None else []", "[]"),
+    Mutant("a store is closed while copies run", NVME,
+           "        self.space.finish_copies()\n", ""),
+    Mutant("host memory is closed while copies into it run", HOST, "            self._copies.finish()\n", ""),
+    Mutant("host memory is closed while copies out of it run", HOST, "            self._retirement.finish()\n", ""),
+]  # fmt: skip
+
+
+def killed(mutant: Mutant, root: Path) -> bool:
+    """Whether a test fails on the mutant."""
+    file = root / mutant.file
+    source = file.read_text()
+    file.write_text(source.replace(mutant.code, mutant.instead))
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--basetemp", str(root / ".cache" / "pytest")]
+    try:
+        done = subprocess.run(
+            [*command, *mutant.tests.split(), "-k", "not aio and not gradients"],
+            cwd=root,
+            env={**os.environ, "PYTHONPATH": str(root)},
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+        )
+    except subprocess.TimeoutExpired:
+        return True  # a wait for something that never comes
+    finally:
+        file.write_text(source)
+    if done.returncode not in (0, 1):
+        raise SystemExit(done.stdout + done.stderr)
+    return done.returncode == 1
+
+
+def main(names: list[str]) -> int:
+    survivors = 0
+    with tempfile.TemporaryDirectory(dir=ROOT / ".cache") as directory:
+        root = Path(directory) / "copy"
+        ignored = shutil.ignore_patterns(".venv", ".cache", ".git", "__pycache__")
+        shutil.copytree(ROOT, root, ignore=ignored)
+        (root / ".cache").mkdir()
+        for mutant in MUTANTS:
+            if names and mutant.name not in names:
+                continue
+            found = killed(mutant, root)
+            survivors += not found
+            sys.stdout.write(f"{'killed  ' if found else 'SURVIVED'}  {mutant.name}\n")
+            sys.stdout.flush()
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
