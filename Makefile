@@ -22,7 +22,7 @@ CONFIG_3 := ds_configs/zero3_nvme_params_activations.json
 CONFIG := $(CONFIG_$(ZERO))
 NEEDS_AIO := $(filter 3,$(ZERO))$(filter aio,$(BACKEND))
 
-.PHONY: demo test lint reliability bench venv aio libaio clean
+.PHONY: demo test lint reliability mutants bench venv aio libaio clean
 
 demo: $(BIN)/.installed $(if $(NEEDS_AIO),aio)
 	@test -n "$(CONFIG)" || { echo "ZERO=$(ZERO): the demo has ZERO=2 and ZERO=3"; exit 2; }
@@ -43,6 +43,11 @@ lint: $(BIN)/.installed
 # The table of faults and outcomes, from a run of the tests that inject them.
 reliability: aio
 	python -m pytest --basetemp=$(CURDIR)/.cache/pytest -m fault --reliability=docs/reliability.md
+
+# Takes out every wait that orders copies, one at a time: a test must fail for each. Minutes.
+mutants: $(BIN)/.installed
+	@mkdir -p .cache
+	PYTHONPATH=tests python tests/mutants.py
 
 bench: $(BIN)/.installed aio
 	python benchmarks/hook_cost.py

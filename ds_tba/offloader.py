@@ -23,6 +23,7 @@ from ds_tba.store.bundles import BundlingStore
 from ds_tba.store.host import HostStore
 from ds_tba.store.nvme import Lanes, NvmeStore
 from ds_tba.store.paths import SwapDirectory, check_directories
+from ds_tba.store.pieces import PiecesStore
 from ds_tba.store.swap_file import SwapFile
 from ds_tba.streams import Accelerator, pins_memory
 from ds_tba.telemetry.drive import Drive, examine
@@ -89,10 +90,10 @@ class ActivationOffloader:
         self._store: NvmeStore | None = (
             self._open_store(aio_config, accelerator, zero_uses_nvme, ranks_on_node) if config.uses_nvme else None
         )
-        self._bundles = BundlingStore(self._store) if self._store is not None else None
+        self._nvme = PiecesStore(BundlingStore(self._store), self._store) if self._store is not None else None
         self._host: HostStore | None = self._open_host(accelerator) if uses_host else None
         self.cache = TensorCache(
-            [store for store in (self._bundles, self._host) if store is not None],
+            [store for store in (self._nvme, self._host) if store is not None],
             accelerator.device_name(),
             config.min_tensor_bytes,
             wait_for_staging=config.placement == "nvme",
@@ -237,7 +238,7 @@ class ActivationOffloader:
             if self._state == "finished":
                 return
             self.cache.settle()
-            for store in (self._bundles, self._host):
+            for store in (self._nvme, self._host):
                 if store is not None:
                     store.close()
             self._state = "finished"

@@ -263,9 +263,17 @@ class Copies:
 
     def clone(self, part: torch.Tensor) -> torch.Tensor:
         """Device bytes in a storage of their own, copied on the current stream."""
-        data = self._accelerator.allocate(part.numel(), part.device)
-        self._accelerator.copy(part, data)
+        data = self.allocate(part.numel(), part.device)
+        self.copy(part, data)
         return data
+
+    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """Device memory of the current stream's pool (uint8, 1-D)."""
+        return self._accelerator.allocate(nbytes, device)
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy device bytes on the current stream."""
+        self._accelerator.copy(source, target)
 
     def settle(self) -> None:
         """Let go of the device memory of copies that are done. Call it under the store's lock."""

@@ -24,7 +24,7 @@ LEVELS = [
     ["store.swap_space"],
     ["store.lane_work"],
     ["store.nvme"],
-    ["store.bundles"],
+    ["store.bundles", "store.pieces"],
     ["cache"],
     ["offloader"],
     ["engine"],

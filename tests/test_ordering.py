@@ -23,6 +23,7 @@ from ds_tba.store.base import Refusal, Store, Ticket
 from ds_tba.store.bundles import BundlingStore
 from ds_tba.store.host import HostStore
 from ds_tba.store.nvme import NvmeStore
+from ds_tba.store.pieces import PiecesStore
 
 KIB, MIB = 1 << 10, 1 << 20
 Make = Callable[[StoreFactory, LateDevice], tuple[Store, NvmeStore | None]]  # type: ignore[type-arg]
@@ -79,13 +80,18 @@ def bundles_with_slow_writes(make_store: StoreFactory, device: LateDevice) -> tu
     return BundlingStore(store), store
 
 
+def pieces(make_store: StoreFactory, device: LateDevice) -> tuple[PiecesStore, NvmeStore]:
+    store = make_store(accelerator=device, staging_bytes=256 * KIB)
+    return PiecesStore(store, store), store
+
+
 def in_host_memory(make_store: StoreFactory, device: LateDevice) -> tuple[HostStore, None]:
     return HostStore(device, 2 * MIB, ahead_bytes=256 * KIB), None
 
 
 stores = pytest.mark.parametrize(
     "make",
-    [over_nvme, slow_writes, slow_reads, failing_writes, device_staging, bundles, bundles_with_slow_writes,
+    [over_nvme, slow_writes, slow_reads, failing_writes, device_staging, bundles, bundles_with_slow_writes, pieces,
      in_host_memory],
     ids=lambda make: make.__name__,
 )  # fmt: skip

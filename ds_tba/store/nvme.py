@@ -191,6 +191,11 @@ class NvmeStore(Store[SwapTicket]):
             while self.space.writes_under_way and not self.space.closed:
                 self.space.changed.wait(SLOW_WAIT_S)
 
+    def refuse(self, nbytes: int) -> Refusal:
+        """The reason why staging has no room for ``nbytes``, counted."""
+        with self.space.changed:
+            return self.space.refuse(nbytes)
+
     def staging_is_short_of(self, nbytes: int) -> bool:
         """Whether a storage of ``nbytes`` would have to wait for staging."""
         slots = self.ring.slots

@@ -55,6 +55,14 @@ class SwapSpace:
             self.stats.fallbacks[reserved.value] += 1
         return reserved
 
+    def refuse(self, nbytes: int) -> Refusal:
+        """The reason why staging has no room for ``nbytes``, counted."""
+        slots = self.ring.slots
+        too_large = slots.padded(nbytes) > slots.capacity_bytes
+        reason = Refusal.LARGER_THAN_STAGING if too_large else Refusal.STAGING_FULL
+        self.stats.fallbacks[reason.value] += 1
+        return reason
+
     def begin_write(self, ticket: SwapTicket) -> None:
         """A write of the ticket will come: whoever waits for a slot may count on it."""
         self.writes_under_way += 1
