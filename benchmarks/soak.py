@@ -1,4 +1,4 @@
-"""A small model trained for 2,000 steps with random shapes, every hazard and random faults: equal losses, nothing leaks.
+"""A small model trained for 2,000 steps with random shapes, hazards and faults: losses must be equal, nothing may leak.
 
     python benchmarks/soak.py --nvme_path DIR [--steps 2000] [--seed 0] [--json FILE]
 
@@ -27,6 +27,9 @@ from soaking.faults import KINDS
 from soaking.verdicts import Verdict, verdicts_of
 
 VARIANTS = ("plain", "offload")
+# What can be broken on purpose, to see that the soak finds it: bits of some reads are flipped where there are no
+# checksums; memory, files and graphs leak; checksums are not compared.
+SABOTAGE = ("flip", "leak", "deaf")
 LEFT_BY_DEEPSPEED = "deepspeed_allreduce_buffer_*_{port}_*"
 # For flat memory: glibc gives freed bytes back, and MKL and oneDNN keep little for each thread and each shape.
 QUIET_MEMORY = {
@@ -108,7 +111,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--segment_steps", type=int, default=100, help="steps of each engine")
     parser.add_argument("--sample_every", type=int, default=10, help="steps between two looks at memory and the rest")
     parser.add_argument("--json", type=Path, help="write the verdicts and what both runs counted to this file")
-    parser.add_argument("--sabotage", choices=("flip", "leak", "deaf"), default="", help=argparse.SUPPRESS)
+    parser.add_argument("--sabotage", choices=SABOTAGE, default="", help=argparse.SUPPRESS)
     parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
     parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 MIB = 1 << 20
-SETTLE_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -42,10 +41,10 @@ class Sample:
         return asdict(self)
 
 
-def take(step: int, segment: int, directory: Path, offloader: Any) -> Sample:
+def take(step: int, segment: int, directory: Path, offloader: Any, patience_s: float) -> Sample:
     """A sample of this process, once the offloader (None: there is none) has let go of what nobody wants."""
     gc.collect()
-    left = settled(offloader)
+    left = settled(offloader, patience_s)
     ctypes.CDLL(None).malloc_trim(0)
     status = Path("/proc/self/status").read_text()
     return Sample(
@@ -60,9 +59,9 @@ def take(step: int, segment: int, directory: Path, offloader: Any) -> Sample:
     )
 
 
-def settled(offloader: Any) -> dict[str, int]:
+def settled(offloader: Any, patience_s: float) -> dict[str, int]:
     """What an offloader holds when no graph is alive, once its lanes are done; only what is not 0."""
-    deadline = time.monotonic() + SETTLE_S
+    deadline = time.monotonic() + patience_s
     while (left := +Counter(_held(offloader))) and time.monotonic() < deadline:
         time.sleep(0.001)
     return dict(left)

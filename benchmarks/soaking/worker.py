@@ -33,7 +33,8 @@ from soaking.segments import HARD_FAULT_PART, PATHS, Segment, segment_of
 SUMS = ("offloaded_bytes", "written_bytes", "read_bytes", "forwarded_bytes", "cancelled_bytes", "kept_bytes",
         "deduplicated_bytes", "host_bytes", "fallbacks", "packed_tensors")  # fmt: skip
 PEAKS = ("peak_staging_bytes", "peak_saved_bytes", "peak_saved_bytes_without", "swap_file_bytes")
-CLOSE_S = 60.0
+CLOSE_S = SETTLE_S = 60.0
+SABOTAGED_SETTLE_S = 0.5
 FLIP_READS = 20
 BUCKET = 1 << 20  # elements; DeepSpeed's default reserves gigabytes
 
@@ -42,9 +43,8 @@ class Worker:
     """The state of one run.
 
     Args:
+        options: those of ``soak.py``.
         directory: where swap files go; it is ours.
-        sabotage: ``""``, or what to break, to see that the soak finds it: ``flip`` a bit of some reads, ``leak``
-            memory, files and graphs, ``deaf`` checksums.
     """
 
     def __init__(self, options: Any, directory: Path, *, offload: bool) -> None:
@@ -55,6 +55,7 @@ class Worker:
         self._backends = ("posix", "aio") if aio.is_built() else ("posix",)
         self._faults = Faults()
         self._hoard: list[Any] = []
+        self._patience_s = SABOTAGED_SETTLE_S if options.sabotage else SETTLE_S
         self._engine: Any = None
         self._parameters: dict[str, torch.Tensor] | None = None
         self.result: dict[str, Any] = {
@@ -86,23 +87,30 @@ class Worker:
     def _segment(self, number: int, first: int, count: int) -> None:
         seed = self._options.seed
         segment = segment_of(seed, number, self._directory, self._backends, offload=self._offload)
-        flips = 0
-        if self._options.sabotage == "flip" and segment.block is not None:
-            segment.block["io"]["integrity"], segment.block["placement"], flips = "off", "nvme", FLIP_READS
-        self._faults.injector = injector = Injector(f"{seed}/faults/{number}", segment.rates, flips)
+        flip_reads, hard_part = self._sabotaged(segment)
+        self._faults.injector = injector = Injector(f"{seed}/faults/{number}", segment.rates, flip_reads)
         self.result["segments"].append({"stage": segment.stage, "block": segment.block, "aio": segment.aio})
         self._build(segment)
         chance = random.Random(f"{seed}/hard/{number}")
         for step in range(first, first + count):
             plan = steps.plan_of(seed, step, segment.stage)
             kinds = segment.hard_faults if plan.mode in steps.COMPLETE else ()
-            armed = chance.choice(kinds) if kinds and chance.random() < HARD_FAULT_PART else ""
+            armed = chance.choice(kinds) if kinds and chance.random() < hard_part else ""
             self._step(segment, plan, armed)
             if (step + 1) % self._options.sample_every == 0:
                 self._sample(step + 1, number)
         self._parameters = _parameters(self._engine)
         self._end(segment)
         self.result["faults"] += Counter({kind: n for kind, n in injector.counts.items() if kind})
+
+    def _sabotaged(self, segment: Segment) -> tuple[int, float]:
+        """Every how many reads a bit flips (0: never), and in which part of the steps a hard fault is armed."""
+        sabotage = self._options.sabotage
+        if segment.block is None or sabotage not in ("flip", "deaf"):
+            return 0, HARD_FAULT_PART
+        segment.block["placement"] = "nvme"
+        segment.block["io"]["integrity"] = "off" if sabotage == "flip" else "full"
+        return (FLIP_READS, 0.0) if sabotage == "flip" else (0, 1.0)
 
     def _build(self, segment: Segment) -> None:
         torch.manual_seed(self._options.seed)
@@ -129,7 +137,7 @@ class Worker:
         offloader = getattr(self._engine, "activation_offloader", None)
         if offloader is not None:
             self._add_up(offloader)
-        if not segment.collected:
+        if not segment.collected or self._hoard:  # a graph that leaks keeps its engine
             self._engine.destroy()
         self._engine = None
         gc.collect()
@@ -192,7 +200,8 @@ class Worker:
 
     def _sample(self, step: int, segment: int) -> None:
         offloader = getattr(self._engine, "activation_offloader", None)
-        self.result["samples"].append(take(step, segment, self._directory, offloader).to_dict())
+        sample = take(step, segment, self._directory, offloader, self._patience_s)
+        self.result["samples"].append(sample.to_dict())
 
 
 def _parameters(engine: Any) -> dict[str, torch.Tensor]:
