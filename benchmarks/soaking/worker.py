@@ -7,10 +7,12 @@ half a backward is good for nothing, with a new one.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import json
 import os
 import random
+import threading
 import time
 import traceback
 import zlib
@@ -34,6 +36,7 @@ SUMS = ("offloaded_bytes", "written_bytes", "read_bytes", "forwarded_bytes", "ca
         "deduplicated_bytes", "host_bytes", "fallbacks", "packed_tensors")  # fmt: skip
 PEAKS = ("peak_staging_bytes", "peak_saved_bytes", "peak_saved_bytes_without", "swap_file_bytes")
 CLOSE_S = SETTLE_S = 60.0
+HANG_S = 300.0  # a step that takes longer ends the process, with the stacks of all threads
 SABOTAGED_SETTLE_S = 0.5
 FLIP_READS = 20
 BUCKET = 1 << 20  # elements; DeepSpeed's default reserves gigabytes
@@ -91,17 +94,22 @@ class Worker:
         self._faults.injector = injector = Injector(f"{seed}/faults/{number}", segment.rates, flip_reads)
         self.result["segments"].append({"stage": segment.stage, "block": segment.block, "aio": segment.aio})
         self._build(segment)
-        chance = random.Random(f"{seed}/hard/{number}")
-        for step in range(first, first + count):
-            plan = steps.plan_of(seed, step, segment.stage)
-            kinds = segment.hard_faults if plan.mode in steps.COMPLETE else ()
-            armed = chance.choice(kinds) if kinds and chance.random() < hard_part else ""
-            self._step(segment, plan, armed)
-            if (step + 1) % self._options.sample_every == 0:
-                self._sample(step + 1, number)
+        try:
+            self._steps(segment, range(first, first + count), hard_part)
+        finally:
+            self.result["faults"] += Counter({kind: n for kind, n in injector.counts.items() if kind})
         self._parameters = _parameters(self._engine)
         self._end(segment)
-        self.result["faults"] += Counter({kind: n for kind, n in injector.counts.items() if kind})
+
+    def _steps(self, segment: Segment, numbers: range, hard_part: float) -> None:
+        chance = random.Random(f"{self._options.seed}/hard/{segment.number}")
+        for number in numbers:
+            plan = steps.plan_of(self._options.seed, number, segment.stage)
+            kinds = segment.hard_faults if plan.mode in steps.COMPLETE else ()
+            faulthandler.dump_traceback_later(HANG_S, exit=True)
+            self._step(segment, plan, chance.choice(kinds) if kinds and chance.random() < hard_part else "")
+            if (number + 1) % self._options.sample_every == 0:
+                self._sample(number + 1, segment.number)
 
     def _sabotaged(self, segment: Segment) -> tuple[int, float]:
         """Every how many reads a bit flips (0: never), and in which part of the steps a hard fault is armed."""
@@ -142,9 +150,12 @@ class Worker:
         self._engine = None
         gc.collect()
         deadline = time.monotonic() + CLOSE_S
-        while offloader is not None and offloader.report().state != "finished":
+        while offloader is not None and (offloader.report().state != "finished" or _our_threads()):
             if time.monotonic() > deadline:
-                raise steps.SoakError(f"the engine of segment {segment.number} is gone and its offloader did not close")
+                raise steps.SoakError(
+                    f"the engine of segment {segment.number} is gone and its offloader did not close; threads that are "
+                    f"left: {', '.join(_our_threads()) or 'none'}"
+                )
             time.sleep(0.001)
 
     def _add_up(self, offloader: Any) -> None:
@@ -204,6 +215,10 @@ class Worker:
         self.result["samples"].append(sample.to_dict())
 
 
+def _our_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("ds_tba")]
+
+
 def _parameters(engine: Any) -> dict[str, torch.Tensor]:
     """Copies of all parameters, gathered where ZeRO-3 has partitioned them."""
     parameters = dict(engine.module.named_parameters())
@@ -233,4 +248,5 @@ def main(options: Any) -> int:
         Integrity.compare = lambda *_: None  # type: ignore[method-assign]
     worker = Worker(options, options.directory, offload=options.variant == "offload")
     options.result.write_text(json.dumps(worker.run()))
+    faulthandler.cancel_dump_traceback_later()
     return 0
