@@ -140,17 +140,25 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def record(options: argparse.Namespace, runs: dict[str, dict[str, Any]], verdicts: list[Verdict]) -> dict[str, Any]:
-    """What goes into the JSON: of the steps only the last losses, of the samples all."""
+    """What goes into the JSON: of the steps the last one, of the samples those between two engines."""
     import deepspeed
     import torch
 
     versions = {"python": platform.python_version(), "torch": torch.__version__, "deepspeed": deepspeed.__version__}
+    short = {
+        variant: {
+            **found,
+            "steps": found["steps"][-1:],
+            "samples": [sample for sample in found["samples"] if sample["segment"] == -1],
+        }
+        for variant, found in runs.items()
+    }
     return {
         "options": {key: getattr(options, key) for key in ("steps", "seed", "segment_steps", "sample_every")},
         "versions": {**versions, "kernel": platform.release(), "cpus": os.cpu_count()},
         "held": all(one.held for one in verdicts),
         "verdicts": [vars(one) for one in verdicts],
-        "runs": {variant: {**found, "steps": found["steps"][-1:]} for variant, found in runs.items()},
+        "runs": short,
     }
 
 
