@@ -57,7 +57,7 @@ def run(variant: str, argv: list[str], directory: Path) -> dict[str, Any]:
         left.unlink()
     if done.returncode or not result.exists():
         raise SystemExit(f"the run {variant} ended with status {done.returncode}:\n{log.read_text()[-4000:]}")
-    found: dict[str, Any] = json.loads(result.read_text())
+    found: dict[str, Any] = json.loads(result.read_text().replace(str(directory), "DIR"))
     files = [str(path) for path in (directory / variant).rglob("*") if not path.is_dir()]
     return {**found, "elapsed_s": time.monotonic() - started, "files_at_end": files}
 
