@@ -1,15 +1,22 @@
-"""The benchmarks run, tiny; what they measure is not asserted."""
+"""The benchmarks run, tiny; what they measure is not asserted, except that the soak holds, and sees what is broken."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import runs
+from soaking.meters import disk_bytes, slope
+from soaking.verdicts import memory
+
+MIB = 1 << 20
 
 
 def benchmark(name: str, *arguments: str) -> str:
@@ -22,6 +29,85 @@ def benchmark(name: str, *arguments: str) -> str:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def soak(tmp_path: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
+    """Exit status and JSON of a short soak, which leaves nothing behind but that JSON."""
+    target = tmp_path / "json"
+    size = ("--steps", "25", "--segment_steps", "5", "--sample_every", "5")
+    command = [sys.executable, str(runs.ROOT / "benchmarks" / "soak.py"), *size, *arguments]
+    done = subprocess.run(
+        [*command, "--nvme_path", str(tmp_path), "--json", str(target)],
+        env=runs.environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert target.exists(), done.stdout + done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["json"]
+    return done.returncode, json.loads(target.read_text())
+
+
+def failed(result: dict[str, Any]) -> set[str]:
+    return {one["check"] for one in result["verdicts"] if not one["held"]}
+
+
+@pytest.mark.engine
+def test_soak(tmp_path: Path) -> None:
+    status, result = soak(tmp_path)
+    assert not failed(result), [one for one in result["verdicts"] if not one["held"]]
+    assert status == 0 and result["held"]
+    offload = result["runs"]["offload"]
+    assert offload["sums"]["written_bytes"] and offload["faults"] and not result["runs"]["plain"]["sums"]
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("sabotage", "checks"),
+    [
+        ("flip", {"losses, gradients, parameters equal"}),
+        ("deaf", {"all steps done, errors as due"}),
+        (
+            "leak",
+            {
+                "memory at rest",
+                "open files at rest",
+                "objects of ours at rest",
+                "records, staging and extents given back between steps",
+            },
+        ),
+    ],
+)
+def test_a_broken_soak_fails(tmp_path: Path, sabotage: str, checks: set[str]) -> None:
+    status, result = soak(tmp_path, "--sabotage", sabotage)
+    assert status == 1 and not result["held"]
+    assert checks <= failed(result)
+
+
+def test_a_slope_is_that_within_the_groups() -> None:
+    assert slope([(0, 5.0, "a"), (1, 7.0, "a"), (2, 9.0, "a"), (10, 1.0, "b"), (12, 5.0, "b")]) == pytest.approx(2.0)
+    assert slope([(3, 1.0, "a")]) == 0.0
+
+
+@pytest.mark.parametrize(("mib_per_step", "held"), [(0.0, True), (0.01, True), (0.03, False)])
+def test_memory_is_held_against_the_run_without_us(mib_per_step: float, held: bool) -> None:
+    def samples(growth: float) -> dict[str, Any]:
+        steps = range(100, 2001, 100)
+        return {"samples": [{"step": step, "segment": -1, "memory_bytes": int(growth * step)} for step in steps]}
+
+    plain = samples(0.02 * MIB)
+    verdict = memory("memory at rest", plain, samples((0.02 + mib_per_step) * MIB), 2000, at_rest=True)
+    assert verdict.held == held, verdict.found
+    assert not memory("memory at rest", plain, {"samples": []}, 2000, at_rest=True).held
+
+
+def test_files_without_a_name_count_as_disk(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    with tempfile.TemporaryFile(dir=tmp_path / "in") as file:
+        os.posix_fallocate(file.fileno(), 0, MIB)
+        assert disk_bytes(tmp_path / "in") == MIB
+        assert disk_bytes(tmp_path / "i") == 0
+    assert disk_bytes(tmp_path / "in") == 0
 
 
 def test_hook_cost(tmp_path: Path) -> None:

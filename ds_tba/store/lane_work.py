@@ -145,10 +145,10 @@ class LaneWork:
             ticket.path.read_rate.stop(moved)
             ticket.error = failure
             ticket.move(_S.LOADED if failure is None else _S.LOST)
-            ticket.arrival = arrival
+            ticket.arrival, arrival = arrival, None  # this frame must not hold it when backward has let go of it
             if failure is not None:
                 space.end_prefetch(ticket)
-            if failure is not None or arrival is not None:
+            if failure is not None or ticket.arrival is not None:
                 ticket.host = None
                 space.free_slot(ticket)
             if ticket.released:

@@ -1,0 +1,166 @@
+"""A small model trained for 2,000 steps with random shapes, hazards and faults: losses must be equal, nothing may leak.
+
+    python benchmarks/soak.py --nvme_path DIR [--steps 2000] [--seed 0] [--json FILE]
+
+Two processes train the same steps under DeepSpeed, one without us, and one with the block and with faults injected into
+the handles of its backend. Every ``--segment_steps`` steps a new engine begins, with another block (paths, tiers,
+bytes, backend, integrity) and ZeRO-0, -1 or -2. Exit status 0 means that every loss and every gradient is equal bit for
+bit, that each error of ours which a fault had made due came and no other, and that memory, threads, files, disk and
+objects stay flat. Memory is compared with the run without us at the same step: torch and DeepSpeed grow by themselves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from soaking.faults import KINDS
+from soaking.verdicts import Verdict, verdicts_of
+
+VARIANTS = ("plain", "offload")
+# What can be broken on purpose, to see that the soak finds it: bits of some reads are flipped where there are no
+# checksums; memory, files and graphs leak; checksums are not compared.
+SABOTAGE = ("flip", "leak", "deaf")
+LEFT_BY_DEEPSPEED = "deepspeed_allreduce_buffer_*_{port}_*"
+# For flat memory: glibc gives freed bytes back, and MKL and oneDNN keep little for each thread and each shape.
+QUIET_MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 20),
+    "MALLOC_ARENA_MAX": "2",
+    "MKL_DISABLE_FAST_MM": "1",
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16",
+}
+
+
+def run(variant: str, argv: list[str], directory: Path) -> dict[str, Any]:
+    """The result of one process."""
+    result, log = directory / f"{variant}.json", directory / f"{variant}.log"
+    port = str(free_port())
+    environment = {**os.environ, **QUIET_MEMORY, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu",
+                   "DS_TBA_LOG_LEVEL": "ERROR", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
+                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}  # fmt: skip
+    command = [sys.executable, __file__, *argv, "--variant", variant, "--directory", str(directory / variant)]
+    started = time.monotonic()
+    with log.open("w") as output:
+        done = subprocess.run(
+            [*command, "--result", str(result)], env=environment, stdout=output, stderr=subprocess.STDOUT, check=False
+        )
+    for left in Path("/dev/shm").glob(LEFT_BY_DEEPSPEED.format(port=port)):
+        left.unlink()
+    if done.returncode or not result.exists():
+        raise SystemExit(f"the run {variant} ended with status {done.returncode}:\n{log.read_text()[-4000:]}")
+    found: dict[str, Any] = json.loads(result.read_text().replace(str(directory), "DIR"))
+    files = [str(path) for path in (directory / variant).rglob("*") if not path.is_dir()]
+    return {**found, "elapsed_s": time.monotonic() - started, "files_at_end": files}
+
+
+def free_port() -> int:
+    """A port for the process group of one process."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def table(runs: dict[str, dict[str, Any]], verdicts: list[Verdict]) -> list[str]:
+    """The summary, as Markdown."""
+    offload = runs["offload"]
+    sums, errors = offload["sums"], offload["errors"]
+    live = [sample for sample in offload["samples"] if sample["segment"] >= 0]
+    rows = [
+        ("steps, seconds without us, seconds with", f"{len(offload['steps'])}, {runs['plain']['elapsed_s']:.0f}, "
+         f"{offload['elapsed_s']:.0f}"),
+        ("engines", str(len(offload["segments"]))),
+        *((f"fault: {kind}", str(offload["faults"].get(kind, 0))) for kind in KINDS),
+        *((f"raised and recovered from: {name}", str(count)) for name, count in sorted(errors.items())),
+        *((name, gib(sums.get(f"{name}_bytes", 0)))
+          for name in ("offloaded", "written", "read", "forwarded", "kept", "rescued", "host")),
+        ("peak memory at rest, without us and with",
+         ", ".join(gib(peak(runs[one]["samples"], "memory_bytes")) for one in VARIANTS)),
+        ("peak disk", gib(peak(live, "disk_bytes"))),
+    ]  # fmt: skip
+    lines = ["| what | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)]
+    lines += ["", "| check | verdict | found |", "|---|---|---|"]
+    return lines + [f"| {one.check} | {'held' if one.held else 'FAILED'} | {one.found} |" for one in verdicts]
+
+
+def peak(samples: list[dict[str, Any]], key: str) -> int:
+    """The greatest value of a column."""
+    return max((sample[key] for sample in samples), default=0)
+
+
+def gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 1 << 30 else f"{nbytes / 2**20:.1f} MiB"
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument(
+        "--nvme_path", default=".", help="a directory on the drive; a directory of our own is made in it"
+    )
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--segment_steps", type=int, default=100, help="steps of each engine")
+    parser.add_argument("--sample_every", type=int, default=10, help="steps between two looks at memory and the rest")
+    parser.add_argument("--json", type=Path, help="write the verdicts and what both runs counted to this file")
+    parser.add_argument("--sabotage", choices=SABOTAGE, default="", help=argparse.SUPPRESS)
+    parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
+    parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    options = parse(argv)
+    if options.variant:
+        from soaking import worker
+
+        return worker.main(options)
+    with tempfile.TemporaryDirectory(prefix="soak-", dir=options.nvme_path) as directory:
+        runs = {variant: run(variant, argv, Path(directory).resolve()) for variant in VARIANTS}
+    verdicts = verdicts_of(runs["plain"], runs["offload"], options.steps)
+    held = all(one.held for one in verdicts)
+    print("\n".join(table(runs, verdicts)))
+    print(f"\nthe soak {'held' if held else 'FAILED'}")
+    for variant, found in runs.items():
+        if found["problem"]:
+            print(f"\nthe run {variant} ended early:\n{found['problem']}", file=sys.stderr)
+    if options.json:
+        options.json.write_text(json.dumps(record(options, runs, verdicts), indent=1) + "\n")
+    return 0 if held else 1
+
+
+def record(options: argparse.Namespace, runs: dict[str, dict[str, Any]], verdicts: list[Verdict]) -> dict[str, Any]:
+    """What goes into the JSON: of the steps the last one, of the samples those between two engines."""
+    import deepspeed
+    import torch
+
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "deepspeed": deepspeed.__version__}
+    short = {
+        variant: {
+            **found,
+            "steps": found["steps"][-1:],
+            "samples": [sample for sample in found["samples"] if sample["segment"] == -1],
+        }
+        for variant, found in runs.items()
+    }
+    return {
+        "options": {key: getattr(options, key) for key in ("steps", "seed", "segment_steps", "sample_every")},
+        "versions": {**versions, "kernel": platform.release(), "cpus": os.cpu_count()},
+        "held": all(one.held for one in verdicts),
+        "verdicts": [vars(one) for one in verdicts],
+        "runs": short,
+    }
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
