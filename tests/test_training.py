@@ -115,7 +115,8 @@ def test_a_killed_run_leaves_a_report_and_nothing_else(tmp_path: Path, number: s
     nvme = tmp_path / "nvme"
     nvme.mkdir()
     config = runs.with_block(runs.plain_config(), nvme, report={"path": str(tmp_path / "report.json")})
-    argv = runs.command(runs.SCRIPTS / "train.py", config, tmp_path, "--steps", "10000", "--pause_s", "0.2")
+    port = runs.free_port()
+    argv = runs.command(runs.SCRIPTS / "train.py", config, tmp_path, "--steps", "10000", "--pause_s", "0.2", port=port)
     with subprocess.Popen(
         argv,
         env=runs.environment(),
@@ -137,6 +138,7 @@ def test_a_killed_run_leaves_a_report_and_nothing_else(tmp_path: Path, number: s
     while pids_running("train.py", str(tmp_path)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not pids_running("train.py", str(tmp_path))
+    runs.remove_shared_memory(port)
     assert list(nvme.iterdir()) == []
     report = report_of(tmp_path)
     assert report["written_bytes"] > 0
