@@ -145,10 +145,11 @@ class LaneWork:
             ticket.path.read_rate.stop(moved)
             ticket.error = failure
             ticket.move(_S.LOADED if failure is None else _S.LOST)
-            ticket.arrival = arrival
+            # Not in this frame too: it may outlive backward's use of the memory.
+            ticket.arrival, arrival = arrival, None
             if failure is not None:
                 space.end_prefetch(ticket)
-            if failure is not None or arrival is not None:
+            if failure is not None or ticket.arrival is not None:
                 ticket.host = None
                 space.free_slot(ticket)
             if ticket.released:
