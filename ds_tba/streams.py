@@ -280,6 +280,12 @@ class Copies:
         while self._pending and self._pending[0].is_done():
             self._pending.popleft()
 
+    def hold_at_most(self, nbytes: int) -> None:
+        """Block until copies out hold no more device bytes than that. Call it under the store's lock."""
+        self.settle()
+        while self._pending and self.pending_bytes > nbytes:
+            self._pending.popleft().wait()
+
     def finish(self) -> None:
         """Block until every copy out is done."""
         while self._pending:

@@ -148,5 +148,5 @@ class StagingRing:
             memory = self._backend.allocate_staging(nbytes)
             wait_for_stream(self._accelerator)
             return memory
-        pinned: torch.Tensor = self._accelerator.pin_memory(torch.zeros(nbytes, dtype=torch.uint8))
+        pinned: torch.Tensor = self._accelerator.pin_memory(torch.zeros(nbytes, dtype=torch.uint8, device="cpu"))
         return pinned

@@ -25,6 +25,7 @@ from ds_tba.errors import ActivationModifiedError
 from ds_tba.io.posix import PosixBackend
 from ds_tba.store.nvme import Lanes, NvmeStore
 from ds_tba.store.swap_file import SwapFile
+from ds_tba.streams import Accelerator
 from ds_tba.transfer import StagingRing
 
 Saving = Callable[[], AbstractContextManager[Any]]
@@ -487,7 +488,7 @@ def dropout_under_recompute(saving: Saving) -> list[Tensor]:
 def autocast(saving: Saving) -> list[Tensor]:
     model, x = nn.Sequential(nn.Linear(SIDE, 4 * SIDE), nn.GELU(), nn.Linear(4 * SIDE, SIDE)), leaf(128, SIDE)
     for _ in range(2):
-        with torch.autocast("cpu", torch.bfloat16), saving():
+        with torch.autocast(x.device.type, torch.bfloat16), saving():
             loss = model(model(x)).float().pow(2).sum()
         loss.backward()
     return grads(x, *model.parameters())
@@ -611,14 +612,20 @@ MUTATIONS = [
 # ---- running them ---------------------------------------------------------------------------------------------------
 
 
-def run(scenario: Callable[[Saving], list[Tensor]], saving: Saving) -> list[Tensor]:
-    torch.manual_seed(7)
-    return [tensor.detach().clone() for tensor in scenario(saving)]
+def on(device: str | None) -> AbstractContextManager[Any]:
+    """Where tensors are made that name no device; None leaves it as it is."""
+    return nullcontext() if device is None else torch.device(device)
 
 
-def check(scenario: Callable[[Saving], list[Tensor]], cache: TensorCache) -> None:
+def run(scenario: Callable[[Saving], list[Tensor]], saving: Saving, device: str | None = None) -> list[Tensor]:
+    with on(device):
+        torch.manual_seed(7)
+        return [tensor.detach().clone() for tensor in scenario(saving)]
+
+
+def check(scenario: Callable[[Saving], list[Tensor]], cache: TensorCache, device: str | None = None) -> None:
     """Same bits with and without the cache, and nothing left behind."""
-    expected, got = run(scenario, nullcontext), run(scenario, cache.saving)
+    expected, got = run(scenario, nullcontext, device), run(scenario, cache.saving, device)
     if not expected or len(expected) != len(got):
         raise Wrong(f"{scenario.__name__}: {len(got)} tensors instead of {len(expected)}")
     for index, (one, other) in enumerate(zip(expected, got, strict=True)):
@@ -628,11 +635,12 @@ def check(scenario: Callable[[Saving], list[Tensor]], cache: TensorCache) -> Non
     check_nothing_is_left(cache, scenario.__name__)
 
 
-def check_mutation(mutation: Callable[[Saving], Tensor], cache: TensorCache) -> None:
+def check_mutation(mutation: Callable[[Saving], Tensor], cache: TensorCache, device: str | None = None) -> None:
     """Raises as autograd does, and leaves nothing behind."""
     for saving, error in ((nullcontext, RuntimeError), (cache.saving, ActivationModifiedError)):
-        torch.manual_seed(7)
-        loss = mutation(saving)
+        with on(device):
+            torch.manual_seed(7)
+            loss = mutation(saving)
         try:
             loss.backward()
         except error as raised:
@@ -656,28 +664,31 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def nvme_cache(directory: Path, *, wait: bool = True, staging_bytes: int = 4 << 20) -> Iterator[TensorCache]:
+def nvme_cache(
+    directory: Path, accelerator: Accelerator | None = None, *, wait: bool = True, staging_bytes: int = 4 << 20
+) -> Iterator[TensorCache]:
     """A cache over a store in ``directory``."""
+    accelerator = accelerator or CpuAccelerator()
     backend = PosixBackend()
-    ring = StagingRing(CpuAccelerator(), backend, staging_bytes)
+    ring = StagingRing(accelerator, backend, staging_bytes)
     store = NvmeStore([SwapFile(directory, 256 << 20)], backend, ring, Lanes(2, 2), "sampled")
     try:
-        yield TensorCache([store], "cpu", LEAST_BYTES, wait_for_staging=wait)
+        yield TensorCache([store], accelerator.device_name(), LEAST_BYTES, wait_for_staging=wait)
     finally:
         store.close()
 
 
-def main() -> int:
+def main(accelerator: Accelerator, device: str | None = None) -> int:
     with tempfile.TemporaryDirectory(dir=Path(__file__).parent.parent) as directory:
         for scenario in SCENARIOS:
-            with nvme_cache(Path(directory)) as cache:
-                check(scenario, cache)
+            with nvme_cache(Path(directory), accelerator) as cache:
+                check(scenario, cache, device)
         for mutation in MUTATIONS:
-            with nvme_cache(Path(directory)) as cache:
-                check_mutation(mutation, cache)
+            with nvme_cache(Path(directory), accelerator) as cache:
+                check_mutation(mutation, cache, device)
     sys.stdout.write(f"{len(SCENARIOS)} scenarios and {len(MUTATIONS)} mutations are exact (debug is {__debug__})\n")
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(CpuAccelerator()))

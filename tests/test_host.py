@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from conftest import StoreFactory
 from doubles import CpuAccelerator, EventAccelerator
 from hypothesis import given
 from hypothesis import strategies as st
@@ -83,3 +84,19 @@ def test_after_close() -> None:
     assert store.put(torch.zeros(1, dtype=torch.uint8), wait=True) is Refusal.CLOSED
     with pytest.raises(StateError, match="closed before backward"):
         store.get(ticket, CPU)
+
+
+def test_the_budget_is_host_memory_whatever_the_default_device(make_store: StoreFactory) -> None:
+    """Scripts build models under ``torch.device("cuda")``, and call ``torch.set_default_device``."""
+    asked: list[torch.device] = []
+
+    class Pins(EventAccelerator):
+        def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+            asked.append(tensor.device)
+            return super().pin_memory(tensor)
+
+    with torch.device("meta"):
+        store = HostStore(Pins(), MIB)
+        make_store(accelerator=Pins())
+    assert asked == [CPU, CPU]
+    store.close()

@@ -139,3 +139,10 @@ def test_off_computes_nothing(on_device: bool) -> None:
 
 def _signed(word: int) -> int:
     return word - (1 << 64) if word >> 63 else word
+
+
+def test_the_default_device_does_not_matter() -> None:
+    data = words(3)
+    with torch.device("meta"):
+        found = digest(data)
+    assert found == digest(data)

@@ -21,7 +21,7 @@ from ds_tba.errors import IncompatibleError
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.store.base import Refusal, Store, Ticket
 from ds_tba.store.bundles import BundlingStore
-from ds_tba.store.host import HostStore
+from ds_tba.store.host import HostStore, HostTicket
 from ds_tba.store.nvme import NvmeStore
 from ds_tba.store.pieces import PiecesStore
 
@@ -181,6 +181,22 @@ def test_device_memory_that_waits_for_its_copy_is_bounded_by_staging(
     taken = [store.put(device.allocate(MIB, CPU), wait=False) for _ in range(10)]
     assert device.allocated_bytes <= 4 * MIB
     assert taken.count(Refusal.STAGING_FULL) == 6 == store.stats.fallbacks["staging full"]
+
+
+def test_device_memory_on_its_way_to_the_host_is_bounded(make_device: DeviceFactory) -> None:
+    """Or the whole forward would be held: the host has put everything before the device has begun."""
+    device = make_device(late_compute=True, longest_pause_s=0.01)
+    store = HostStore(device, 16 * MIB, ahead_bytes=4 * MIB)
+    tickets = []
+    for size in (1, 1, 1, 1, 1, 1, 2, 6, 1, 1):
+        tickets.append(store.put(device.allocate(size * MIB, CPU), wait=False))
+        assert device.allocated_bytes <= max(4, size) * MIB
+    assert device.allocated_bytes > 0
+    device.synchronize()
+    assert isinstance(tickets[0], HostTicket)
+    store.get(tickets[0], CPU)
+    assert device.allocated_bytes == 0
+    store.close()
 
 
 def test_what_is_read_ahead_waits_in_device_memory_within_the_bound(

@@ -53,7 +53,9 @@ class AioBackend(IoBackend):
 
     def allocate_staging(self, nbytes: int) -> torch.Tensor:
         self._owner = self._new_handle()
-        staging: torch.Tensor = self._owner.new_cpu_locked_tensor(nbytes, torch.empty(0, dtype=torch.uint8))
+        staging: torch.Tensor = self._owner.new_cpu_locked_tensor(
+            nbytes, torch.empty(0, dtype=torch.uint8, device="cpu")
+        )
         advise_huge_pages(staging, collapse=True)
         keep_from_children(staging)
         return staging.zero_()
@@ -77,7 +79,7 @@ class AioBackend(IoBackend):
         flag with the GIL in its hands, for ever.
         """
         handle = self._new_handle()
-        data = handle.new_cpu_locked_tensor(self.alignment_bytes, torch.empty(0, dtype=torch.uint8))
+        data = handle.new_cpu_locked_tensor(self.alignment_bytes, torch.empty(0, dtype=torch.uint8, device="cpu"))
         try:
             completed = handle.sync_pwrite(data.zero_(), f"/proc/self/fd/{fd}", 0)
         finally:

@@ -49,9 +49,9 @@ class _Plan:
 
     def __init__(self, samples: Samples, device: torch.device) -> None:
         ranges = [range(start // PAGE_BYTES, -(-end // PAGE_BYTES)) for start, end in samples]
-        lengths = torch.tensor([len(one) for one in ranges])
-        self.pages = torch.cat([torch.arange(one.start, one.stop) for one in ranges]).to(device)
-        self.owners = torch.repeat_interleave(torch.arange(len(ranges)), lengths).to(device)
+        lengths = torch.tensor([len(one) for one in ranges], device="cpu")
+        self.pages = torch.cat([torch.arange(one.start, one.stop, device="cpu") for one in ranges]).to(device)
+        self.owners = torch.repeat_interleave(torch.arange(len(ranges), device="cpu"), lengths).to(device)
         self.places = torch.cat([_places(len(one)) for one in ranges]).to(device)
 
 
@@ -101,7 +101,7 @@ class DeviceChecksum:
 
 def _places(count: int) -> torch.Tensor:
     """A number for each of ``count`` places, unlike in all their bits."""
-    return torch.arange(1, count + 1) * _PLACE
+    return torch.arange(1, count + 1, device="cpu") * _PLACE
 
 
 def _mix(words: torch.Tensor) -> torch.Tensor:

@@ -57,7 +57,9 @@ class HostStore(Store[HostTicket]):
     Args:
         accelerator: pins the memory and orders the copies.
         budget_bytes: taken at once; a multiple of 1 MiB is used.
-        ahead_bytes: bound of what is copied to the device before backward asks for it.
+        ahead_bytes: bound of what is copied to the device before backward asks for it, and of the device memory that
+            waits for its copy out (a larger tensor goes alone). The host runs far ahead of a device: without the second
+            bound a whole forward would be held until the device has come so far.
     """
 
     def __init__(self, accelerator: Accelerator, budget_bytes: int, ahead_bytes: int = 256 << 20) -> None:
@@ -75,6 +77,7 @@ class HostStore(Store[HostTicket]):
     def put(self, data: torch.Tensor, *, wait: bool) -> HostTicket | Refusal:
         with self._notes.locked():
             self._settle_copies()
+            self._copies.hold_at_most(max(0, self._ahead_limit_bytes - data.numel()))
             ticket = self._reserve(data.numel(), data.device)
             if isinstance(ticket, Refusal):
                 self.stats.fallbacks[ticket.value] += 1
@@ -85,6 +88,7 @@ class HostStore(Store[HostTicket]):
 
     def prefetch(self, ticket: HostTicket) -> bool:
         with self._notes.locked():
+            self._copies.settle()
             if self._accelerator.is_synchronized_device() or ticket.arrival is not None or self._closed:
                 return True
             if self._ahead_bytes and self._ahead_bytes + ticket.nbytes > self._ahead_limit_bytes:
@@ -98,6 +102,7 @@ class HostStore(Store[HostTicket]):
         with self._notes.locked():
             if self._closed:
                 raise StateError("the activation offloader was closed before backward: keep the engine until then")
+            self._copies.settle()
             arrival = self._take_arrival(ticket) or self._copy_in(ticket, device)
         return Loaded(arrival, stored=True)
 
@@ -151,7 +156,7 @@ class HostStore(Store[HostTicket]):
     def _allocate(self, nbytes: int) -> torch.Tensor:
         if not pins_memory(self._accelerator):
             return huge_page_memory(nbytes)
-        return self._accelerator.pin_memory(torch.empty(nbytes, dtype=torch.uint8))
+        return self._accelerator.pin_memory(torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
 
     @staticmethod
     def _view(ticket: HostTicket) -> torch.Tensor:

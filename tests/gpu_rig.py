@@ -1,0 +1,84 @@
+"""Where the tests of ``test_gpu.py`` run: a CUDA device, or the late double on the CPU.
+
+As a program it runs every scenario and mutation of ``hazards.py``:  python tests/gpu_rig.py cuda|late
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import hazards
+import torch
+from gpu.device import Device
+from late_device import LateDevice
+
+from ds_tba.streams import Accelerator
+
+# Read when CUDA's matrix library starts: without it equal products on several streams may differ in their last bits.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+class Rig:
+    """A device, its accelerator, and streams of the user's own.
+
+    Attributes:
+        device: for ``torch.device``; the double's memory is the host's.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.is_cuda = kind == "cuda"
+        self.device = "cuda" if self.is_cuda else "cpu"
+        self._late = None if self.is_cuda else LateDevice(longest_pause_s=0.001)
+        self.accelerator: Accelerator = self._late or Device("cuda").accelerator
+        # Kernels of the double are the CPU's own, done when their call returns, and need no streams.
+        self._streams: list[Any] = [torch.cuda.Stream() for _ in range(3)] if self.is_cuda else [None] * 3
+
+    def streams(self) -> list[AbstractContextManager[Any]]:
+        """Contexts, each in a stream that has waited for what the current one was given so far."""
+        for stream in self._streams:
+            if stream is not None:
+                stream.wait_stream(torch.cuda.current_stream())
+        return [nullcontext() if stream is None else torch.cuda.stream(stream) for stream in self._streams]
+
+    def join(self) -> None:
+        """Let the current stream wait for the others."""
+        for stream in self._streams:
+            if stream is not None:
+                torch.cuda.current_stream().wait_stream(stream)
+
+    def synchronize(self) -> None:
+        if self._late is not None:
+            self._late.synchronize()
+        else:
+            torch.cuda.synchronize()
+
+    @contextmanager
+    def exact(self) -> Iterator[None]:
+        """Kernels that give the same bits each time, so that runs can be compared."""
+        if not self.is_cuda:
+            yield
+            return
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        with sdpa_kernel(SDPBackend.MATH), torch.backends.cudnn.flags(deterministic=True, benchmark=False):
+            yield
+
+    def end(self) -> None:
+        if self._late is not None:
+            self._late.end()
+
+
+def main(kind: str) -> int:
+    rig = Rig(kind)
+    with rig.exact():
+        status = hazards.main(rig.accelerator, rig.device)
+    rig.end()
+    return status
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1]))
