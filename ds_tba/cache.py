@@ -322,9 +322,12 @@ class TensorCache:
     # ---- for the offloader --------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Act on every note that finalizers have left."""
+        """Act on every note that finalizers have left, and let go of what copies that are done still hold."""
         with self._lock:
             self._notes.act()
+        for store in self._stores:
+            store.settle()
+        self._notes.act_if_free()
 
     @property
     def live_records(self) -> int:

@@ -292,6 +292,11 @@ class Copies:
             self._pending.popleft().wait()
 
     @property
+    def pending(self) -> int:
+        """How many copies out are under way, as far as :meth:`settle` knows."""
+        return len(self._pending)
+
+    @property
     def pending_bytes(self) -> int:
         """Device bytes held for copies out."""
         return sum(copy.nbytes for copy in list(self._pending))

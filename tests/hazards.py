@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -31,6 +32,7 @@ from ds_tba.transfer import StagingRing
 Saving = Callable[[], AbstractContextManager[Any]]
 LEAST_BYTES = 4096  # so that small tensors are offloaded too
 SIDE = 64
+COPIES_END_S = 10.0
 
 
 class Wrong(Exception):
@@ -654,9 +656,18 @@ def check_mutation(mutation: Callable[[Saving], Tensor], cache: TensorCache, dev
 
 def check_nothing_is_left(cache: TensorCache, name: str) -> None:
     gc.collect()
-    cache.settle()
-    if cache.live_records or cache.stats.saved.now or cache.stats.resident.now:
-        raise Wrong(f"{name}: {cache.live_records} records are left, {cache.stats.saved.now} bytes of saved storages")
+    deadline = time.monotonic() + COPIES_END_S
+    while True:
+        cache.settle()
+        stats = cache.stats
+        if not (cache.live_records or stats.saved.now or stats.resident.now):
+            return
+        if time.monotonic() > deadline:
+            raise Wrong(
+                f"{name}: {cache.live_records} records are left, {stats.saved.now} bytes of saved storages, "
+                f"{stats.resident.now} of them in device memory"
+            )
+        time.sleep(0.001)  # copies of an asynchronous device may be under way
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -57,10 +57,15 @@ class Injector:
         self._rates = rates
         self._flip_reads = flip_reads
         self._handles = self._reads = 0
+        self.is_off = True
         self._armed = ""
         self._previous: torch.Tensor | None = None
         self._bad: dict[tuple[int, int], torch.Tensor] = {}
         self._lock = threading.Lock()
+
+    def begin(self) -> None:
+        """Strike from here on: a drive that fails while an engine is built is refused, as it should be."""
+        self.is_off = False
 
     def new_chance(self) -> random.Random:
         """The random numbers of one handle."""
@@ -171,6 +176,9 @@ class _FaultyHandle(IoHandle):
         self._trying_again = ""
 
     def write(self, data: torch.Tensor, offset: int) -> None:
+        if self._injector.is_off:
+            self._inner.write(data, offset)
+            return
         kind, instead = self._injector.before_write(self._chance, self._fd, data, offset)
         if kind in WRITE_ERRORS:
             code = WRITE_ERRORS[kind]
@@ -183,6 +191,9 @@ class _FaultyHandle(IoHandle):
             self._inner.write(data if instead is None else instead, offset)
 
     def read(self, data: torch.Tensor, offset: int) -> None:
+        if self._injector.is_off:
+            self._inner.read(data, offset)
+            return
         first, self._trying_again = self._trying_again, ""
         if first == LOST_READ:
             self._injector.owe(ActivationLostError)

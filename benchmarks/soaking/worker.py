@@ -94,6 +94,7 @@ class Worker:
         self._faults.injector = injector = Injector(f"{seed}/faults/{number}", segment.rates, flip_reads)
         self.result["segments"].append({"stage": segment.stage, "block": segment.block, "aio": segment.aio})
         self._build(segment)
+        injector.begin()
         try:
             self._steps(segment, range(first, first + count), hard_part)
         finally:

@@ -84,5 +84,9 @@ class Store(ABC, Generic[OwnTicket]):
         """Give the bytes up. Never blocks, and may be called from a finalizer in any thread at any point."""
 
     @abstractmethod
+    def settle(self) -> None:
+        """Let go of what copies that are done still hold. Never blocks on the device."""
+
+    @abstractmethod
     def close(self) -> None:
         """Give everything back. Idempotent."""

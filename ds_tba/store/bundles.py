@@ -112,6 +112,10 @@ class BundlingStore(Store[MemberTicket]):
         with self._notes.locked():
             self._commit()
 
+    def settle(self) -> None:
+        self._notes.act_if_free()
+        self._nvme.settle()
+
     def close(self) -> None:
         with self._notes.locked():
             self._open = None  # nothing can be added to it any more

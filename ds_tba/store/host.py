@@ -109,6 +109,10 @@ class HostStore(Store[HostTicket]):
     def release(self, ticket: HostTicket) -> None:
         self._notes.leave(ticket)
 
+    def settle(self) -> None:
+        with self._notes.locked():
+            self._settle_copies()
+
     def close(self) -> None:
         with self._notes.locked():
             self._closed = True

@@ -115,6 +115,7 @@ class NvmeStore(Store[SwapTicket]):
     def get(self, ticket: SwapTicket, device: torch.device) -> Loaded:
         with self.space.changed:
             self.space.notes.act()
+            self.space.settle_copies()
             state = ticket.state
             if state is _S.QUEUED:
                 ticket.move(_S.FORWARDING)  # the lane skips it: the write is cancelled
@@ -130,6 +131,11 @@ class NvmeStore(Store[SwapTicket]):
 
     def release(self, ticket: SwapTicket) -> None:
         self.space.notes.leave(ticket)
+
+    def settle(self) -> None:
+        with self.space.changed:
+            self.space.notes.act()
+            self.space.settle_copies()
 
     def close(self) -> None:
         with self.space.changed:

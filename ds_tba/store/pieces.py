@@ -90,6 +90,9 @@ class PiecesStore(Store[PiecesTicket]):
     def release(self, ticket: PiecesTicket) -> None:
         _release(ticket.pieces)
 
+    def settle(self) -> None:
+        self._inner.settle()
+
     def close(self) -> None:
         self._inner.close()
 

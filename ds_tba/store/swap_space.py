@@ -86,9 +86,7 @@ class SwapSpace:
         self.settle_copies()
         if self.ring.slots.padded(nbytes) > self.ring.slots.capacity_bytes:
             return Refusal.LARGER_THAN_STAGING
-        slot = self.ring.slots.allocate(nbytes)
-        if slot is None and wait:
-            slot = self._wait_for_slot(nbytes)
+        slot = self.ring.slots.allocate(nbytes) or self._wait_for_slot(nbytes, wait)
         if slot is None:
             return Refusal.STAGING_FULL
         working = [path for path in self.paths if path.failure is None]
@@ -99,18 +97,27 @@ class SwapSpace:
         self.ring.slots.free(slot)
         return Refusal.NO_SPACE if working else Refusal.PATH_FAILED
 
-    def _wait_for_slot(self, nbytes: int) -> Span | None:
+    def _wait_for_slot(self, nbytes: int, wait: bool) -> Span | None:
+        """A slot, once there is one: while writes drain, or without ``wait`` while the device is behind the host.
+
+        The host queues kernels far ahead of the device. It may wait for tensors that do not exist yet: that keeps
+        nobody from working, and says nothing about the drive.
+        """
         started = time.perf_counter()
         slot = None
-        # Only writes and copies are waited for: what reads hold is freed by the thread that would be waiting here.
-        while slot is None and (self.writes_under_way or self._retirement) and not self.closed:
-            self.changed.wait(COPY_POLL_S if self._retirement else SLOW_WAIT_S)
+        # What reads hold is freed by the thread that would be waiting here.
+        while slot is None and not self.closed and (self.ring.copies.pending or (wait and self._is_draining)):
+            self.changed.wait(COPY_POLL_S if self.ring.copies.pending or self._retirement else SLOW_WAIT_S)
             self.notes.act()
             self.settle_copies()
             if not self.closed:
                 slot = self.ring.slots.allocate(nbytes)
         self.stats.stall_s += time.perf_counter() - started
         return slot
+
+    @property
+    def _is_draining(self) -> bool:
+        return self.writes_under_way > 0 or len(self._retirement) > 0
 
     def _may_prefetch(self, nbytes: int) -> bool:
         """Reads ahead leave half of staging to writes, while there are any; one tensor may always be read ahead.
