@@ -77,9 +77,9 @@ def _block(chance: random.Random, directory: Path, backend: str) -> dict[str, An
 
 def _rates(chance: random.Random) -> Rates:
     return Rates(
-        slow_write=chance.choice([0, 0.02, 0.1, 0.5]),
-        slow_read=chance.choice([0, 0.02, 0.1]),
-        write_error=chance.choice([0, 0, 0.0005, 0.002]),
-        read_error=chance.choice([0, 0.002, 0.02]),
+        slow_write=chance.choice([0, 0.1, 0.5]),
+        slow_read=chance.choice([0, 0.1, 0.5]),
+        write_error=chance.choice([0, 0, 0.005, 0.02]),
+        read_error=chance.choice([0, 0.01, 0.1]),
         delay_s=chance.choice([0.002, 0.01]),
     )
