@@ -74,6 +74,13 @@ MUTANTS = [
            "        self.space.finish_copies()\n", ""),
     Mutant("host memory is closed while copies into it run", HOST, "            self._copies.finish()\n", ""),
     Mutant("host memory is closed while copies out of it run", HOST, "            self._retirement.finish()\n", ""),
+    Mutant("the members of a bundle do not wait for its copy in", "ds_tba/store/bundles.py",
+           "bundle.arrival.join()[", "bundle.arrival._data["),
+    Mutant("pieces are put together before they came", "ds_tba/store/pieces.py",
+           "self._copies.copy(loaded.data, ", "self._copies.copy(loaded.arrival._data, "),
+    Mutant("host memory does not bound what waits for its copy out", HOST,
+           "            self._copies.hold_at_most(max(0, self._ahead_limit_bytes - data.numel()))\n", "",
+           "tests/test_ordering.py tests/test_host.py tests/test_gpu.py"),
 ]  # fmt: skip
 
 

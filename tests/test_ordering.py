@@ -109,18 +109,23 @@ def test_gradients_are_exact(
 
 
 @stores
-def test_late_kernels_see_the_right_bytes(make_device: DeviceFactory, make_store: StoreFactory, make: Make) -> None:
+@pytest.mark.parametrize("count", [1, 3], ids=["one stream", "three streams"])
+def test_late_kernels_see_the_right_bytes(
+    make_device: DeviceFactory, make_store: StoreFactory, make: Make, count: int
+) -> None:
     """Kernels write late what is saved, and read late what comes back; the host lets go of both at once."""
     device, chance = make_device(late_compute=True), random.Random(0)
+    streams = [device.current_stream(), *(device.new_stream() for _ in range(count - 1))]
     store, nvme = make(make_store, device)
     exact: list[bool] = []
     for _ in range(6):
         saved: list[tuple[Ticket, torch.Tensor]] = []
         for _ in range(chance.randrange(8, 16)):
             expected = torch.randint(0, 256, (chance.choice((4 * KIB, 60_000, 128 * KIB)),), dtype=torch.uint8)
-            data = device.allocate(expected.numel(), CPU)
-            device.launch(lambda to, source=expected: to.copy_(source), data)
-            ticket = store.put(data, wait=True)
+            with device.on(chance.choice(streams)):
+                data = device.allocate(expected.numel(), CPU)
+                device.launch(lambda to, source=expected: to.copy_(source), data)
+                ticket = store.put(data, wait=True)
             del data
             if not isinstance(ticket, Refusal):
                 saved.append((ticket, expected))
@@ -131,8 +136,9 @@ def test_late_kernels_see_the_right_bytes(make_device: DeviceFactory, make_store
             for ahead, _ in saved[index + 1 : index + 3]:
                 ahead.store.prefetch(ahead)
             for _ in range(chance.choice((1, 1, 2))):
-                loaded = ticket.store.get(ticket, CPU)
-                device.launch(lambda found, wanted=expected: exact.append(torch.equal(found, wanted)), loaded.data)
+                with device.on(chance.choice(streams)):
+                    loaded = ticket.store.get(ticket, CPU)
+                    device.launch(lambda found, wanted=expected: exact.append(torch.equal(found, wanted)), loaded.data)
                 again, loaded = loaded.stored, None
                 if not again:
                     break
