@@ -12,7 +12,7 @@ from typing import Any
 OUT_OF_TIME = "not run: out of time"
 
 
-class NotRun(Exception):
+class NotRunError(Exception):
     """A part cannot run here; the message says why, in the words "not run: ..."."""
 
 
@@ -89,7 +89,7 @@ class Suite:
             try:
                 work(part, deadline)
                 part["status"] = "done"
-            except NotRun as reason:
+            except NotRunError as reason:
                 part["status"] = str(reason)
             except Exception as error:  # noqa: BLE001 - the other parts must run, the device is not had every day
                 part["status"] = f"failed: {type(error).__name__}: {error}"

@@ -17,7 +17,7 @@ GIB = 1 << 30
 
 
 class TorchCuda:
-    """What ``DeviceAccelerator`` asks of DeepSpeed's accelerator, from torch itself: DeepSpeed need not be installed."""
+    """What ``DeviceAccelerator`` asks of DeepSpeed's accelerator, from torch itself, where DeepSpeed is not there."""
 
     Stream = torch.cuda.Stream
     Event = torch.cuda.Event
