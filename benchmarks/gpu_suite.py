@@ -22,7 +22,7 @@ Python version and platform of the other:
     python3 -m pip install --no-index --no-deps --target /tmp/site wheels/*.whl
     mkdir -p /local_nvme && PYTHONPATH=/tmp/site python3 benchmarks/gpu_suite.py --nvme_path /local_nvme --out results
 
-The exit status is 0 only if every part was done and no loss differed, 1 otherwise; 4 if time was up in mid-part.
+The exit status is 0 only if every part was done, nothing failed and no loss differed; 4 if time was up in mid-part.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ import torch  # noqa: E402
 from gpu import gpu_tests, limits, plan, trace, write  # noqa: E402
 from gpu.budget import Suite  # noqa: E402
 from gpu.device import Device, free_host_bytes  # noqa: E402
+from gpu.measure import FAILED  # noqa: E402
 from gpu.variants import Sizes, Variants  # noqa: E402
 
 SHARES = {"limits": 0.10, "tests": 0.27, "step_time": 0.42, "curve": 0.13, "trace": 0.08}
@@ -132,8 +133,9 @@ def main(argv: list[str] | None = None) -> int:
     sizes = Sizes.for_shapes(todo.all, free_host_bytes(), disk if not tiny else 256 << 20, least)
     suite.results["sizes"] = vars(sizes)
     variants = Variants(device, options.nvme_path, sizes)
-    suite.run("step_time", SHARES["step_time"], lambda part, end: plan.step_time(part, end, todo, variants, device))
-    suite.run("curve", SHARES["curve"], lambda part, end: plan.curve(part, end, todo, variants, device, rate))
+    bench = plan.Bench(todo, variants, device, rate)
+    suite.run("step_time", SHARES["step_time"], bench.step_time)
+    suite.run("curve", SHARES["curve"], bench.curve)
     suite.run(
         "trace",
         SHARES["trace"],
@@ -145,11 +147,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def good(results: dict[str, Any], device: Device) -> bool:
-    """Whether every part was done (those that need a GPU: where there is one) and no loss differed."""
+    """Whether every part was done (those that need a GPU: where there is one), nothing failed and no loss differed."""
     parts = results["parts"]
     done = all(part["status"] == "done" or (name == "tests" and not device.is_cuda) for name, part in parts.items())
     shapes = [shape for name in ("step_time", "curve") for shape in parts[name].get("shapes", {}).values()]
-    return done and not any(shape.get("losses_equal") is False for shape in shapes)
+    failed = any(reason.startswith(FAILED) for shape in shapes for reason in shape.get("not_run", {}).values())
+    return done and not failed and not any(shape.get("losses_equal") is False for shape in shapes)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 A step is: forward, backward, and plain SGD on every parameter (the optimizer is in the time of every variant). Before
 each run the parameters are set to the same values. Parameters and gradients stay allocated and are the model's state;
-the activation peak is the most bytes allocated during the measured steps less those allocated before them.
+the activation peak is the most bytes allocated during the measured steps less that state (and the batch).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -20,11 +21,12 @@ import torch
 from gpu.budget import OUT_OF_TIME, Deadline, NotRunError
 from gpu.device import Device
 from gpu.models import Call, Shape, Transformer, build
-from gpu.variants import Variants
+from gpu.variants import VARIANTS, Variants
 
 LEARNING_RATE = 0.01
 WARM_UP_STEPS = 1
 OUT_OF_MEMORY = "not run: out of device memory"
+FAILED = "failed"
 
 
 @dataclass
@@ -40,6 +42,12 @@ class Workload:
     def of(cls, shape: Shape, device: Device) -> Workload:
         model, batch = build(shape, device.torch)
         return cls(shape, model, batch, list(model.parameters()))
+
+    @property
+    def state_bytes(self) -> int:
+        """Parameters, gradients and the batch."""
+        held = [*self.parameters, *(one.grad for one in self.parameters if one.grad is not None), *self.batch]
+        return sum(one.nbytes for one in held)
 
     def step(self, saving: Callable[[], AbstractContextManager[Any]], call: Call) -> torch.Tensor:
         """The loss, on the device."""
@@ -57,40 +65,52 @@ def run(workload: Workload, variant: str, variants: Variants, device: Device, st
     """A few steps of one variant, from the same parameters each time.
 
     Raises:
-        NotRunError: it cannot run here, or memory did not suffice.
+        NotRunError: it cannot run here.
     """
     saving, call = variants.prepared(variant, workload.shape)
+    device.give_back()  # or what another variant left in the allocator would decide what this one reserves
     workload.model.reset()
     losses, times = [], []
-    try:
-        for _ in range(WARM_UP_STEPS):
-            losses.append(workload.step(saving, call).item())
-        device.synchronize()
-        before = variants.counters(variant)
-        variants.reset_peak(variant)
-        rest_bytes = device.allocated_bytes()
-        device.reset_peak()
-        for _ in range(steps):
-            found: list[torch.Tensor] = []
-            times.append(device.time_s(lambda found=found: found.append(workload.step(saving, call))))
-            losses.append(found[0].item())
-    except torch.OutOfMemoryError:
-        found = []
-        device.give_back()
-        raise NotRunError(OUT_OF_MEMORY) from None
+    for _ in range(WARM_UP_STEPS):
+        losses.append(workload.step(saving, call).item())
+    device.synchronize()
+    before = variants.counters(variant)
+    variants.reset_peak(variant)
+    device.reset_peak()
+    for _ in range(steps):
+        found: list[torch.Tensor] = []
+        times.append(device.time_s(lambda found=found: found.append(workload.step(saving, call))))
+        losses.append(found[0].item())
     peak_bytes, reserved_bytes = device.peak_bytes()
     after = variants.counters(variant)
     saved_bytes, saved_without_bytes = variants.peaks(variant)
     return {
         "step_s": times,
         "losses": [loss.hex() for loss in losses],
-        "state_bytes": rest_bytes,
-        "activation_peak_bytes": None if peak_bytes is None or rest_bytes is None else peak_bytes - rest_bytes,
+        "state_bytes": workload.state_bytes,
+        "activation_peak_bytes": None if peak_bytes is None else peak_bytes - workload.state_bytes,
         "reserved_peak_bytes": reserved_bytes,
         "peak_saved_bytes": saved_bytes,
         "peak_saved_bytes_without": saved_without_bytes,
         "per_step": None if after is None or before is None else {k: (after[k] - before[k]) / steps for k in after},
     }
+
+
+def attempt(
+    workload: Workload, variant: str, variants: Variants, device: Device, deadline: Deadline, steps: int
+) -> dict[str, Any] | str:
+    """A run, or why there is none. Once it has returned, no exception holds memory any more."""
+    if not deadline.has(0):
+        return OUT_OF_TIME
+    try:
+        return run(workload, variant, variants, device, steps)
+    except NotRunError as reason:
+        return str(reason)
+    except torch.OutOfMemoryError:
+        return OUT_OF_MEMORY
+    except Exception as error:  # noqa: BLE001 - the other variants must run; the exit status tells
+        traceback.print_exc()
+        return f"{FAILED}: {type(error).__name__}: {error}"
 
 
 def compare(
@@ -117,12 +137,11 @@ def compare(
         for variant in chance.sample(names, len(names)):
             if variant in result["not_run"]:
                 continue
-            try:
-                if not deadline.has(0):
-                    raise NotRunError(OUT_OF_TIME)
-                one[variant] = run(workload, variant, variants, device, steps)
-            except NotRunError as reason:
-                result["not_run"][variant] = str(reason)
+            found = attempt(workload, variant, variants, device, deadline, steps)
+            if not isinstance(found, str):
+                one[variant] = found
+            elif found != OUT_OF_TIME or not result["rounds"]:
+                result["not_run"][variant] = found
         result["rounds"].append(one)
         slowest_round_s = max(slowest_round_s, left_s - deadline.left_s)
     del workload
@@ -139,7 +158,8 @@ def spread(values: list[float]) -> dict[str, float]:
 def summary(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Medians with range over the rounds; ratios are to keep in the same round."""
     found: dict[str, dict[str, Any]] = {}
-    for variant in dict.fromkeys(name for one in result["rounds"] for name in one):
+    ran = {name for one in result["rounds"] for name in one}
+    for variant in (name for name in VARIANTS if name in ran):
         runs = [one[variant] for one in result["rounds"] if variant in one]
         both = [(one[variant], one["keep"]) for one in result["rounds"] if variant in one and "keep" in one]
         row: dict[str, Any] = {

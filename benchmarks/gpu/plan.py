@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gpu.budget import OUT_OF_TIME, Deadline
+from gpu.budget import OUT_OF_TIME, Deadline, NotRunError
 from gpu.device import Device
 from gpu.measure import OUT_OF_MEMORY, compare
 from gpu.models import Shape
@@ -21,7 +21,7 @@ BATCHES = (16, 8, 4, 2, 1)
 ROK_BATCHES = (4, 8, 16, 32)
 ROK_VARIANTS = ("keep", "recompute", "ours host", "ours nvme", "ours adaptive")
 # "ours nvme" writes and reads every activation; a drive that makes a step longer than this would take all the time.
-LONGEST_NVME_STEP_S = 4.0
+LONGEST_NVME_STEP_S = 8.0
 USABLE_PART_OF_DEVICE = 0.85
 
 
@@ -44,8 +44,8 @@ def make_plan(device: Device, drive_bytes_per_s: float | None, batch: int | None
     order = [(SIZES[(i + j) % 3], MODELS[i]) for j in range(3) for i in range(3)]
     if tiny:
         shapes = [Shape(model, hidden // 128, layers, 64, 512, 32) for (hidden, layers), model in order[:3]]
-        curve = [Shape("BERT", 96, 3, 64, 512, 32, batch) for batch in (1, 2)]
-        return Plan([replace(shape, batch=batch or 2) for shape in shapes], curve, rounds=2, measured_steps=1)
+        curve = [Shape("BERT", 96, 3, 64, 512, 32, batch) for batch in (4, 8)]
+        return Plan([replace(shape, batch=batch or 4) for shape in shapes], curve, rounds=2, measured_steps=1)
     shapes = [Shape(model, hidden, layers, 1024, 32768, 128) for (hidden, layers), model in order]
     chosen = [replace(shape, batch=batch or largest_batch(shape, device, drive_bytes_per_s)) for shape in shapes]
     curve = [Shape("BERT", 12288, 3, 1024, 32768, 128, batch) for batch in ROK_BATCHES]
@@ -86,52 +86,55 @@ def kernels(device: Device, part: dict[str, Any]) -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def step_time(part: dict[str, Any], deadline: Deadline, plan: Plan, variants: Variants, device: Device) -> None:
-    """Part 3."""
-    part["shapes"] = {}
-    with kernels(device, part):
-        for index, shape in enumerate(plan.steps):
-            if not deadline.has(0):
-                part["shapes"][shape.name] = {"status": OUT_OF_TIME}
-                continue
-            # The first three cover all sizes and models and share the time; the others take what is left over.
-            share = deadline.share(1 / max(1, 3 - index))
-            part["shapes"][shape.name] = one_shape(shape, VARIANTS, variants, device, share, plan.rounds, plan)
-    part["ours"] = variants.start_lines()
+@dataclass(frozen=True)
+class Bench:
+    """What the parts that step through shapes have in common.
 
+    Attributes:
+        drive_bytes_per_s: as measured; None if it is not known.
+    """
 
-def curve(
-    part: dict[str, Any], deadline: Deadline, plan: Plan, variants: Variants, device: Device, rate: float | None
-) -> None:
-    """Part 4: one run of each variant at each batch size."""
-    part["shapes"] = {}
-    with kernels(device, part):
-        for index, shape in enumerate(plan.curve):
-            if not deadline.has(0):
-                part["shapes"][shape.name] = {"status": OUT_OF_TIME}
-                continue
-            in_time = nvme_in_time(shape, rate)
-            names = [name for name in ROK_VARIANTS if in_time or name != "ours nvme"]
-            share = deadline.share(1 / (len(plan.curve) - index))
-            found = one_shape(shape, names, variants, device, share, 1, plan)
-            if not in_time and "not_run" in found:
-                found["not_run"]["ours nvme"] = "not run: the drive would take longer than this part has"
-            part["shapes"][shape.name] = found
+    plan: Plan
+    variants: Variants
+    device: Device
+    drive_bytes_per_s: float | None
 
+    def step_time(self, part: dict[str, Any], deadline: Deadline) -> None:
+        """Part 3: rounds of all variants at each shape."""
+        # The first three shapes cover all sizes and models and share the time; the others take what is left over.
+        shares = [1 / max(1, 3 - index) for index in range(len(self.plan.steps))]
+        self._shapes(part, deadline, self.plan.steps, shares, VARIANTS, self.plan.rounds)
 
-def one_shape(
-    shape: Shape,
-    names: tuple[str, ...] | list[str],
-    variants: Variants,
-    device: Device,
-    deadline: Deadline,
-    rounds: int,
-    plan: Plan,
-) -> dict[str, Any]:
-    """The comparison at one shape, or why there is none."""
-    try:
-        found = compare(shape, names, variants, device, deadline, rounds=rounds, steps=plan.measured_steps)
-    except torch.OutOfMemoryError:
-        device.give_back()
-        return {"status": OUT_OF_MEMORY}
-    return {"status": "done", **found}
+    def curve(self, part: dict[str, Any], deadline: Deadline) -> None:
+        """Part 4: one run of each variant at each batch size."""
+        shapes = self.plan.curve
+        shares = [1 / (len(shapes) - index) for index in range(len(shapes))]
+        self._shapes(part, deadline, shapes, shares, ROK_VARIANTS, 1)
+
+    def _shapes(
+        self, part: dict[str, Any], deadline: Deadline, shapes: list[Shape], shares: list[float],
+        names: tuple[str, ...], rounds: int,
+    ) -> None:  # fmt: skip
+        part["shapes"], part["ours"] = {}, self.variants.start_lines
+        with kernels(self.device, part):
+            for shape, share in zip(shapes, shares, strict=True):
+                if deadline.has(0):
+                    part["shapes"][shape.name] = self._shape(shape, names, deadline.share(share), rounds)
+                else:
+                    part["shapes"][shape.name] = {"status": OUT_OF_TIME}
+        if not any(found["status"] == "done" for found in part["shapes"].values()):
+            raise NotRunError("not run: not one shape was measured")
+
+    def _shape(self, shape: Shape, names: tuple[str, ...], deadline: Deadline, rounds: int) -> dict[str, Any]:
+        """The comparison at one shape, or why there is none."""
+        in_time = nvme_in_time(shape, self.drive_bytes_per_s)
+        chosen = [name for name in names if in_time or name != "ours nvme"]
+        steps = self.plan.measured_steps
+        try:
+            found = compare(shape, chosen, self.variants, self.device, deadline, rounds=rounds, steps=steps)
+        except torch.OutOfMemoryError:
+            self.device.give_back()
+            return {"status": OUT_OF_MEMORY}
+        if not in_time:
+            found["not_run"]["ours nvme"] = f"not run: the drive needs more than {LONGEST_NVME_STEP_S:.0f} s for a step"
+        return {"status": "done" if found["summary"] else OUT_OF_TIME, **found}
