@@ -179,6 +179,16 @@ def test_device_memory_goes_as_soon_as_its_copy_is_done(make_device: DeviceFacto
     assert not any(isinstance(ticket, Refusal) for ticket in tickets)
 
 
+def test_backward_lets_go_of_what_forward_has_copied(make_device: DeviceFactory, make_store: StoreFactory) -> None:
+    device = make_device(late_compute=True)
+    store = make_store(ScriptedBackend(slow(0.5)), accelerator=device)
+    tickets = [store.put(device.allocate(MIB, CPU), wait=False) for _ in range(4)]
+    device.synchronize()
+    assert device.allocated_bytes == 4 * MIB
+    loaded = store.get(tickets[-1], CPU)  # type: ignore[arg-type]
+    assert device.allocated_bytes == loaded.arrival.join().numel() == MIB
+
+
 def test_device_memory_that_waits_for_its_copy_is_bounded_by_staging(
     make_device: DeviceFactory, make_store: StoreFactory
 ) -> None:
@@ -189,6 +199,15 @@ def test_device_memory_that_waits_for_its_copy_is_bounded_by_staging(
         assert not isinstance(store.put(device.allocate(MIB, CPU), wait=False), Refusal)
         assert device.allocated_bytes <= 4 * MIB
     assert store.stats.fallbacks.total() == 0
+
+
+def test_device_memory_on_its_way_to_host_memory_is_bounded(make_device: DeviceFactory) -> None:
+    device = make_device(late_compute=True, longest_pause_s=0.02)
+    store = HostStore(device, 8 * MIB, ahead_bytes=MIB)
+    for _ in range(12):
+        store.put(device.allocate(512 * KIB, CPU), wait=False)
+        assert device.allocated_bytes <= MIB
+    store.close()
 
 
 def test_a_drive_that_is_behind_means_keep(make_device: DeviceFactory, make_store: StoreFactory) -> None:
