@@ -63,10 +63,6 @@ class Injector:
         self._bad: dict[tuple[int, int], torch.Tensor] = {}
         self._lock = threading.Lock()
 
-    def begin(self) -> None:
-        """Strike from here on: a drive that fails while an engine is built is refused, as it should be."""
-        self.is_off = False
-
     def new_chance(self) -> random.Random:
         """The random numbers of one handle."""
         self._handles += 1

@@ -94,7 +94,6 @@ class Worker:
         self._faults.injector = injector = Injector(f"{seed}/faults/{number}", segment.rates, flip_reads)
         self.result["segments"].append({"stage": segment.stage, "block": segment.block, "aio": segment.aio})
         self._build(segment)
-        injector.begin()
         try:
             self._steps(segment, range(first, first + count), hard_part)
         finally:
@@ -140,7 +139,9 @@ class Worker:
             config |= {"activation_nvme_offload": segment.block, "aio": segment.aio}
         # Without a state of its own, so that the parameters are all it takes to start again.
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        self._faults.injector.is_off = True  # a drive that fails while an engine is built is refused, as it should be
         self._engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        self._faults.injector.is_off = False
 
     def _end(self, segment: Segment) -> None:
         offloader = getattr(self._engine, "activation_offloader", None)
