@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 OUT_OF_TIME = "not run: out of time"
+KEEP_TRIES = 5
 
 
-class NotRun(Exception):
+class NotRunError(Exception):
     """A part cannot run here; the message says why, in the words "not run: ..."."""
 
 
@@ -67,6 +70,7 @@ class Suite:
         self._watchdog = threading.Timer(self._whole_s * 0.98, self._end_now)
         self._watchdog.daemon = True
         self._watchdog.start()
+        faulthandler.dump_traceback_later(self._whole_s * 0.995, exit=True)  # also where no Python runs any more
 
     def at_end(self, clean_up: Callable[[], None]) -> None:
         """Have something done when time is up in mid-part."""
@@ -89,7 +93,7 @@ class Suite:
             try:
                 work(part, deadline)
                 part["status"] = "done"
-            except NotRun as reason:
+            except NotRunError as reason:
                 part["status"] = str(reason)
             except Exception as error:  # noqa: BLE001 - the other parts must run, the device is not had every day
                 part["status"] = f"failed: {type(error).__name__}: {error}"
@@ -102,6 +106,7 @@ class Suite:
     def end(self) -> None:
         """All parts are through."""
         self._watchdog.cancel()
+        faulthandler.cancel_dump_traceback_later()
         self.results["duration_s"] = round(time.monotonic() - self.started_s, 3)
         self._keep(self.results)
 
@@ -112,6 +117,9 @@ class Suite:
                 clean_up()
             self.results["duration_s"] = round(time.monotonic() - self.started_s, 3)
             self.results["cut"] = True
-            self._keep(self.results)
+            for _ in range(KEEP_TRIES):
+                with suppress(RuntimeError):  # the part that is still running may be adding to its result
+                    self._keep(self.results)
+                    break
         finally:
             os._exit(4)

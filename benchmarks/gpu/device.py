@@ -17,7 +17,7 @@ GIB = 1 << 30
 
 
 class TorchCuda:
-    """What ``DeviceAccelerator`` asks of DeepSpeed's accelerator, from torch itself: DeepSpeed need not be installed."""
+    """What ``DeviceAccelerator`` asks of DeepSpeed's accelerator, from torch itself, where DeepSpeed is not there."""
 
     Stream = torch.cuda.Stream
     Event = torch.cuda.Event
@@ -122,6 +122,9 @@ class Device:
         gc.collect()
         if self.is_cuda:
             torch.cuda.empty_cache()
+            empty_pinned = getattr(torch._C, "_host_emptyCache", None)
+            if empty_pinned is not None:  # torch keeps pinned memory too, of every size that was ever asked for
+                empty_pinned()
 
 
 def free_host_bytes() -> int:

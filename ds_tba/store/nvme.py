@@ -115,6 +115,7 @@ class NvmeStore(Store[SwapTicket]):
     def get(self, ticket: SwapTicket, device: torch.device) -> Loaded:
         with self.space.changed:
             self.space.notes.act()
+            self.space.settle_copies()  # backward needs the memory of what forward has finished copying
             state = ticket.state
             if state is _S.QUEUED:
                 ticket.move(_S.FORWARDING)  # the lane skips it: the write is cancelled

@@ -1,0 +1,182 @@
+"""What is compared: ways to keep, drop, recompute or move activations, all around the same forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
+
+from ds_tba.config import AioConfig, IoConfig, OffloadConfig
+from ds_tba.errors import DsTbaError
+from ds_tba.offloader import ActivationOffloader
+from gpu.budget import NotRunError
+from gpu.device import Device
+from gpu.models import Call, Shape
+
+OURS = {"ours host": "host", "ours nvme": "nvme", "ours adaptive": "adaptive"}
+VARIANTS = ("keep", "recompute", "save_on_cpu", "deepspeed cpu checkpointing", *OURS)
+COUNTED = (
+    "offloaded_bytes", "written_bytes", "read_bytes", "forwarded_bytes", "cancelled_bytes", "host_bytes", "kept_bytes",
+    "fallbacks", "stall_s",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What ours may use, within what the machine has.
+
+    Attributes:
+        host_bytes: for all activations of the largest shape, if there is so much.
+        longest_staging_bytes: bound of :meth:`staging_bytes`.
+    """
+
+    host_bytes: int
+    swap_file_bytes: int
+    min_tensor_bytes: int
+    longest_staging_bytes: int
+
+    @classmethod
+    def for_shapes(cls, shapes: list[Shape], free_host_bytes: int, free_disk_bytes: int, least: int) -> Sizes:
+        whole = max(shape.activation_bytes for shape in shapes)
+        return cls(
+            host_bytes=max(min(whole, free_host_bytes // 4), 4 << 20),
+            swap_file_bytes=max(int(0.4 * free_disk_bytes), 16 << 20),  # for each of the two that use it
+            min_tensor_bytes=least,
+            longest_staging_bytes=max(free_host_bytes // 16, 4 << 20),
+        )
+
+    def staging_bytes(self, shape: Shape) -> int:
+        """Two of the largest tensors of a shape: more would only hold more device memory while copies wait."""
+        wanted = 1 << (2 * shape.largest_tensor_bytes - 1).bit_length()
+        return max(min(wanted, self.longest_staging_bytes), 1 << 20)
+
+
+def plain(block: nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = block(*inputs)
+    return result
+
+
+def recomputed(block: nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = checkpoint(block, *inputs, use_reentrant=False)
+    return result
+
+
+def deepspeed_checkpoint(device: Device, shape: Shape) -> Call:
+    """DeepSpeed's checkpointing with the inputs of blocks in host memory.
+
+    Raises:
+        NotRunError: it cannot run here, or not with this model.
+    """
+    if not device.is_cuda:
+        raise NotRunError("not run: no CUDA")
+    try:
+        from deepspeed.runtime.activation_checkpointing import checkpointing
+    except ImportError:
+        raise NotRunError("not run: DeepSpeed is not installed") from None
+    if shape.model == "T5":
+        raise NotRunError("not run: DeepSpeed empties what a block was given, and T5's decoders share an input")
+    if not checkpointing.is_configured():
+        checkpointing.configure(None, checkpoint_in_cpu=True)
+
+    def call(block: nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
+        found = checkpointing.checkpoint(block, *inputs)
+        result: torch.Tensor = found if isinstance(found, torch.Tensor) else found[0]
+        return result
+
+    return call
+
+
+class Variants:
+    """Opens what the variants need, each when it is first asked for; closed at the end.
+
+    Args:
+        nvme_path: for ours.
+        sizes: for ours.
+
+    Attributes:
+        start_lines: what each of ours has said at its start.
+    """
+
+    def __init__(self, device: Device, nvme_path: Path, sizes: Sizes) -> None:
+        self._device = device
+        self._nvme_path = nvme_path
+        self.sizes = sizes
+        self._offloaders: dict[str, ActivationOffloader] = {}
+        self.start_lines: dict[str, str] = {}
+
+    def prepared(self, variant: str, shape: Shape) -> tuple[Callable[[], AbstractContextManager[Any]], Call]:
+        """(context of the forward, how to call a block).
+
+        Raises:
+            NotRunError: it cannot run here.
+        """
+        if variant in OURS:
+            return self.open(variant, shape).saving, plain
+        if variant == "save_on_cpu":
+            return lambda: save_on_cpu(pin_memory=self._device.is_cuda), plain
+        if variant == "recompute":
+            return nullcontext, recomputed
+        if variant == "deepspeed cpu checkpointing":
+            return nullcontext, deepspeed_checkpoint(self._device, shape)
+        return nullcontext, plain
+
+    def open(self, variant: str, shape: Shape) -> ActivationOffloader:
+        """Ours, with staging for a shape.
+
+        Raises:
+            NotRunError: it cannot be had here.
+        """
+        placement = OURS[variant]
+        # The host tier has no staging: its bound is the default, and its memory is pinned once for all shapes.
+        staging_bytes = IoConfig().staging_bytes if placement == "host" else self.sizes.staging_bytes(shape)
+        present = self._offloaders.get(variant)
+        if present is not None and present.config.io.staging_bytes == staging_bytes:
+            return present
+        if present is not None:
+            self._offloaders.pop(variant).close()
+        io = {"backend": "posix", "staging_bytes": staging_bytes, "swap_file_bytes": self.sizes.swap_file_bytes}
+        block: dict[str, Any] = {"placement": placement, "min_tensor_bytes": self.sizes.min_tensor_bytes, "io": io}
+        block |= {"host_budget_bytes": self.sizes.host_bytes} if placement == "host" else {}
+        block |= {"nvme_path": str(self._nvme_path)} if placement != "host" else {}
+        config = OffloadConfig.model_validate(block)
+        try:
+            opened = ActivationOffloader(config, AioConfig(), self._device.accelerator)
+        except (DsTbaError, RuntimeError) as error:  # RuntimeError: CUDA cannot pin so much
+            raise NotRunError(f"not run: {error}") from None
+        self._offloaders[variant] = opened
+        self.start_lines[f"{variant}, {shape.name}"] = opened.start_line()
+        return opened
+
+    def counters(self, variant: str) -> dict[str, float] | None:
+        """What ours has counted so far; None for the others."""
+        if variant not in OURS:
+            return None
+        report = self._offloaders[variant].report().to_dict()
+        return {name: report[name] for name in COUNTED}
+
+    def reset_peak(self, variant: str) -> None:
+        """Start the offloader's own gauges anew."""
+        if variant in OURS:
+            cache = self._offloaders[variant].cache
+            cache.settle()
+            for gauge in (cache.stats.saved, cache.stats.resident):
+                gauge.peak = gauge.now
+
+    def peaks(self, variant: str) -> tuple[int | None, int | None]:
+        """peak_saved_bytes and peak_saved_bytes_without since then."""
+        if variant not in OURS:
+            return None, None
+        report = self._offloaders[variant].report()
+        return report.peak_saved_bytes, report.peak_saved_bytes_without
+
+    def close(self) -> None:
+        for offloader in self._offloaders.values():
+            offloader.close()
+        self._offloaders.clear()
