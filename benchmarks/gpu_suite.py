@@ -33,6 +33,7 @@ import os
 import platform
 import shutil
 import sys
+from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 
 import torch  # noqa: E402
 from gpu import gpu_tests, limits, plan, trace, write  # noqa: E402
-from gpu.budget import Suite  # noqa: E402
+from gpu.budget import Deadline, Suite  # noqa: E402
 from gpu.device import Device, free_host_bytes  # noqa: E402
 from gpu.measure import FAILED  # noqa: E402
 from gpu.variants import Sizes, Variants  # noqa: E402
@@ -108,42 +109,46 @@ def main(argv: list[str] | None = None) -> int:
         print(f"--nvme_path {options.nvme_path} is not a directory: make it first")
         return 2
     options.out.mkdir(parents=True, exist_ok=True)
-    device, tiny = Device(options.device), options.tiny
-    output = Output(options.out, device)
-    suite = Suite(options.minutes, output.keep)
+    device = Device(options.device)
+    suite = Suite(options.minutes, Output(options.out, device).keep)
     suite.results |= {
         "date": datetime.now(timezone.utc).date().isoformat(),
         "command": " ".join(["python benchmarks/gpu_suite.py", *(sys.argv[1:] if argv is None else argv)]),
-        "tiny": tiny,
+        "tiny": options.tiny,
         "machine": machine(device, options.nvme_path),
     }
-    found = suite.run(
-        "limits",
-        SHARES["limits"],
-        lambda part, deadline: limits.measure(part, deadline, device, options.nvme_path, tiny=tiny),
-    )
+    try:
+        measure(suite, device, options)
+    finally:
+        suite.end()
+    return 0 if good(suite.results, device) else 1
+
+
+def measure(suite: Suite, device: Device, options: argparse.Namespace) -> None:
+    """All parts."""
+    nvme_path, out, tiny = options.nvme_path, options.out, options.tiny
+
+    def run(name: str, work: Callable[[dict[str, Any], Deadline], None]) -> dict[str, Any]:
+        return suite.run(name, SHARES[name], work)
+
+    found = run("limits", lambda part, end: limits.measure(part, end, device, nvme_path, tiny=tiny))
     rate = limits.slowest_drive_rate(found)
     tests = gpu_tests.Tests()
     suite.at_end(tests.end)
-    log = options.out / "gpu_tests.log"
-    suite.run("tests", SHARES["tests"], lambda part, end: tests.measure(part, end, device, options.nvme_path, log))
+    run("tests", lambda part, end: tests.measure(part, end, device, nvme_path, out / "gpu_tests.log"))
     todo = plan.make_plan(device, rate, options.batch, tiny=tiny)
     least = options.min_tensor_bytes or (4096 if tiny else 1 << 20)
-    disk = shutil.disk_usage(options.nvme_path).free
-    sizes = Sizes.for_shapes(todo.all, free_host_bytes(), disk if not tiny else 256 << 20, least)
+    free_disk_bytes = 256 << 20 if tiny else shutil.disk_usage(nvme_path).free
+    sizes = Sizes.for_shapes(todo.all, free_host_bytes(), free_disk_bytes, least)
     suite.results["sizes"] = vars(sizes)
-    variants = Variants(device, options.nvme_path, sizes)
-    bench = plan.Bench(todo, variants, device, rate)
-    suite.run("step_time", SHARES["step_time"], bench.step_time)
-    suite.run("curve", SHARES["curve"], bench.curve)
-    suite.run(
-        "trace",
-        SHARES["trace"],
-        lambda part, end: trace.measure(part, end, todo.steps[0], variants, device, options.out),
-    )
-    variants.close()
-    suite.end()
-    return 0 if good(suite.results, device) else 1
+    variants = Variants(device, nvme_path, sizes)
+    try:
+        bench = plan.Bench(todo, variants, device, rate)
+        run("step_time", bench.step_time)
+        run("curve", bench.curve)
+        run("trace", lambda part, end: trace.measure(part, end, todo.steps[0], variants, device, out))
+    finally:
+        variants.close()
 
 
 def good(results: dict[str, Any], device: Device) -> bool:

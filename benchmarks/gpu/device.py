@@ -7,6 +7,7 @@ import os
 import re
 import time
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -129,5 +130,4 @@ class Device:
 
 def free_host_bytes() -> int:
     """MemAvailable of this machine."""
-    with open("/proc/meminfo", encoding="ascii") as file:  # noqa: PTH123
-        return int(file.read().partition("MemAvailable:")[2].split()[0]) * 1024
+    return int(Path("/proc/meminfo").read_text().partition("MemAvailable:")[2].split()[0]) * 1024
