@@ -15,9 +15,9 @@ Python version and platform of the other:
 
     pip download --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \\
         --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 -d wheels \\
-        pydantic==2.14.3 pydantic-core==PIN annotated-types typing-inspection xxhash==4.1.0
+        pydantic==2.14.3 pydantic-core==2.50.4 annotated-types typing-inspection typing-extensions xxhash==4.1.0
 
-(PIN: ``unzip -p wheels/pydantic-2*.whl '*/METADATA' | grep pydantic-core``.) Then there, from the repository's root:
+(Each pydantic wants one pydantic-core.) Then there, from the repository's root:
 
     python3 -m pip install --no-index --no-deps --target /tmp/site wheels/*.whl
     mkdir -p /local_nvme && PYTHONPATH=/tmp/site python3 benchmarks/gpu_suite.py --nvme_path /local_nvme --out results
@@ -33,11 +33,13 @@ import os
 import platform
 import shutil
 import sys
+import time
 from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+STARTED_S = time.monotonic()  # importing torch takes its time too
 # Read when CUDA's matrix library starts; deterministic algorithms need it.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
@@ -100,7 +102,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, started_s: float | None = None) -> int:
     options = parse(argv)
     if options.device == "cuda" and not torch.cuda.is_available():
         print("torch finds no CUDA device: --tiny --device cpu shows that the suite works")
@@ -110,7 +112,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     options.out.mkdir(parents=True, exist_ok=True)
     device = Device(options.device)
-    suite = Suite(options.minutes, Output(options.out, device).keep)
+    suite = Suite(options.minutes, Output(options.out, device).keep, started_s)
     suite.results |= {
         "date": datetime.now(timezone.utc).date().isoformat(),
         "command": " ".join(["python benchmarks/gpu_suite.py", *(sys.argv[1:] if argv is None else argv)]),
@@ -161,4 +163,4 @@ def good(results: dict[str, Any], device: Device) -> bool:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(started_s=STARTED_S))

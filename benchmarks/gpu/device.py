@@ -118,13 +118,13 @@ class Device:
             return None, None
         return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
 
-    def give_back(self) -> None:
-        """Let go of what no tensor uses."""
+    def give_back(self, *, pinned: bool = False) -> None:
+        """Let go of the device memory that no tensor uses, and of the pinned memory too (which is slow to get)."""
         gc.collect()
         if self.is_cuda:
             torch.cuda.empty_cache()
             empty_pinned = getattr(torch._C, "_host_emptyCache", None)
-            if empty_pinned is not None:  # torch keeps pinned memory too, of every size that was ever asked for
+            if pinned and empty_pinned is not None:  # torch keeps it, of every size that was asked for
                 empty_pinned()
 
 
