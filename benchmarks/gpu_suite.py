@@ -15,9 +15,9 @@ Python version and platform of the other:
 
     pip download --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \\
         --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 -d wheels \\
-        pydantic==2.14.3 pydantic-core==PIN annotated-types typing-inspection xxhash==4.1.0
+        pydantic==2.14.3 pydantic-core==2.50.4 annotated-types typing-inspection typing-extensions xxhash==4.1.0
 
-(PIN: ``unzip -p wheels/pydantic-2*.whl '*/METADATA' | grep pydantic-core``.) Then there, from the repository's root:
+(Each pydantic wants one pydantic-core.) Then there, from the repository's root:
 
     python3 -m pip install --no-index --no-deps --target /tmp/site wheels/*.whl
     mkdir -p /local_nvme && PYTHONPATH=/tmp/site python3 benchmarks/gpu_suite.py --nvme_path /local_nvme --out results
@@ -33,17 +33,20 @@ import os
 import platform
 import shutil
 import sys
+import time
+from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+STARTED_S = time.monotonic()  # importing torch takes its time too
 # Read when CUDA's matrix library starts; deterministic algorithms need it.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
 import torch  # noqa: E402
 from gpu import gpu_tests, limits, plan, trace, write  # noqa: E402
-from gpu.budget import Suite  # noqa: E402
+from gpu.budget import Deadline, Suite  # noqa: E402
 from gpu.device import Device, free_host_bytes  # noqa: E402
 from gpu.measure import FAILED  # noqa: E402
 from gpu.variants import Sizes, Variants  # noqa: E402
@@ -99,7 +102,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, started_s: float | None = None) -> int:
     options = parse(argv)
     if options.device == "cuda" and not torch.cuda.is_available():
         print("torch finds no CUDA device: --tiny --device cpu shows that the suite works")
@@ -108,42 +111,46 @@ def main(argv: list[str] | None = None) -> int:
         print(f"--nvme_path {options.nvme_path} is not a directory: make it first")
         return 2
     options.out.mkdir(parents=True, exist_ok=True)
-    device, tiny = Device(options.device), options.tiny
-    output = Output(options.out, device)
-    suite = Suite(options.minutes, output.keep)
+    device = Device(options.device)
+    suite = Suite(options.minutes, Output(options.out, device).keep, started_s)
     suite.results |= {
         "date": datetime.now(timezone.utc).date().isoformat(),
         "command": " ".join(["python benchmarks/gpu_suite.py", *(sys.argv[1:] if argv is None else argv)]),
-        "tiny": tiny,
+        "tiny": options.tiny,
         "machine": machine(device, options.nvme_path),
     }
-    found = suite.run(
-        "limits",
-        SHARES["limits"],
-        lambda part, deadline: limits.measure(part, deadline, device, options.nvme_path, tiny=tiny),
-    )
+    try:
+        measure(suite, device, options)
+    finally:
+        suite.end()
+    return 0 if good(suite.results, device) else 1
+
+
+def measure(suite: Suite, device: Device, options: argparse.Namespace) -> None:
+    """All parts."""
+    nvme_path, out, tiny = options.nvme_path, options.out, options.tiny
+
+    def run(name: str, work: Callable[[dict[str, Any], Deadline], None]) -> dict[str, Any]:
+        return suite.run(name, SHARES[name], work)
+
+    found = run("limits", lambda part, end: limits.measure(part, end, device, nvme_path, tiny=tiny))
     rate = limits.slowest_drive_rate(found)
     tests = gpu_tests.Tests()
     suite.at_end(tests.end)
-    log = options.out / "gpu_tests.log"
-    suite.run("tests", SHARES["tests"], lambda part, end: tests.measure(part, end, device, options.nvme_path, log))
+    run("tests", lambda part, end: tests.measure(part, end, device, nvme_path, out / "gpu_tests.log"))
     todo = plan.make_plan(device, rate, options.batch, tiny=tiny)
     least = options.min_tensor_bytes or (4096 if tiny else 1 << 20)
-    disk = shutil.disk_usage(options.nvme_path).free
-    sizes = Sizes.for_shapes(todo.all, free_host_bytes(), disk if not tiny else 256 << 20, least)
+    free_disk_bytes = 256 << 20 if tiny else shutil.disk_usage(nvme_path).free
+    sizes = Sizes.for_shapes(todo.all, free_host_bytes(), free_disk_bytes, least)
     suite.results["sizes"] = vars(sizes)
-    variants = Variants(device, options.nvme_path, sizes)
-    bench = plan.Bench(todo, variants, device, rate)
-    suite.run("step_time", SHARES["step_time"], bench.step_time)
-    suite.run("curve", SHARES["curve"], bench.curve)
-    suite.run(
-        "trace",
-        SHARES["trace"],
-        lambda part, end: trace.measure(part, end, todo.steps[0], variants, device, options.out),
-    )
-    variants.close()
-    suite.end()
-    return 0 if good(suite.results, device) else 1
+    variants = Variants(device, nvme_path, sizes)
+    try:
+        bench = plan.Bench(todo, variants, device, rate)
+        run("step_time", bench.step_time)
+        run("curve", bench.curve)
+        run("trace", lambda part, end: trace.measure(part, end, todo.steps[0], variants, device, out))
+    finally:
+        variants.close()
 
 
 def good(results: dict[str, Any], device: Device) -> bool:
@@ -156,4 +163,4 @@ def good(results: dict[str, Any], device: Device) -> bool:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(started_s=STARTED_S))

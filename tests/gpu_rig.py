@@ -64,7 +64,7 @@ class Rig:
             return
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        with sdpa_kernel(SDPBackend.MATH), torch.backends.cudnn.flags(deterministic=True, benchmark=False):
+        with sdpa_kernel(SDPBackend.MATH), torch.backends.cudnn.flags(enabled=True, deterministic=True):
             yield
 
     def end(self) -> None:

@@ -136,7 +136,8 @@ def test_gradients_are_exact_over_other_backends(
 @on_both
 def test_gradients_are_exact_in_a_process_with_expandable_segments(rig: Rig) -> None:
     """The setting counts before CUDA starts; the double has no such allocator, but the same program."""
-    paths = os.pathsep.join([str(TESTS), str(TESTS.parent / "benchmarks"), str(TESTS.parent)])
+    here = [str(TESTS), str(TESTS.parent / "benchmarks"), str(TESTS.parent)]
+    paths = os.pathsep.join([*here, os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, str(TESTS / "gpu_rig.py"), "cuda" if rig.is_cuda else "late"],
         env={**os.environ, "PYTHONPATH": paths, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},

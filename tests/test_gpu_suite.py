@@ -17,7 +17,7 @@ from gpu import gpu_tests, plan, trace, write
 from gpu.budget import Deadline, NotRunError, Suite
 from gpu.device import Device
 from gpu.limits import slowest_drive_rate
-from gpu.measure import OUT_OF_MEMORY, attempt, losses_equal, summary
+from gpu.measure import OUT_OF_MEMORY, Workload, attempt, losses_equal, summary
 from gpu.models import Shape, build
 from gpu.variants import Sizes, Variants
 
@@ -94,6 +94,29 @@ def test_a_drive_that_is_too_slow_leaves_out_ours_nvme_only(tmp_path: Path) -> N
     found = part["shapes"][TINY.name]
     assert found["not_run"] == {"ours nvme": "not run: the drive needs more than 8 s for a step"}
     assert set(found["summary"]) == {"keep", "recompute", "ours host", "ours adaptive"} and found["losses_equal"]
+
+
+@pytest.mark.parametrize("refused", [0, 1, 2])
+def test_what_the_device_refuses_of_the_kernels_is_left_out_and_said(
+    monkeypatch: pytest.MonkeyPatch, refused: int
+) -> None:
+    tried: list[bool] = []
+    step = Workload.step
+
+    def probed(self: Workload, *arguments: Any) -> torch.Tensor:
+        tried.append(torch.are_deterministic_algorithms_enabled())
+        if len(tried) <= refused:
+            raise RuntimeError("no deterministic\n implementation")
+        return step(self, *arguments)
+
+    monkeypatch.setattr(Workload, "step", probed)
+    part: dict[str, Any] = {}
+    device: Any = SimpleNamespace(is_cuda=True, torch=torch.device("cpu"), synchronize=lambda: None)
+    with plan.kernels(device, part):
+        assert torch.are_deterministic_algorithms_enabled() == (refused == 0)
+    assert not torch.are_deterministic_algorithms_enabled() and tried == [True, False, False][: refused + 1]
+    assert part["kernels"].startswith(plan.KERNELS[refused][2])
+    assert part["kernels"].count("(no deterministic implementation)") == refused
 
 
 def test_sizes_keep_to_what_the_machine_has() -> None:
@@ -209,6 +232,7 @@ def test_tests_that_all_skip_are_no_success(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="not one test ran"):
         gpu_tests.Tests().measure(part, Deadline.after(240), H200, tmp_path, tmp_path / "log")
     assert part["counts"]["skipped"] > 100 and part["exit_status"] == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["log"]
 
 
 def test_tests_that_take_too_long_are_killed(tmp_path: Path) -> None:
@@ -216,3 +240,27 @@ def test_tests_that_take_too_long_are_killed(tmp_path: Path) -> None:
     with pytest.raises(NotRunError, match="out of time"):
         tests.measure(part, Deadline.after(0.2), H200, tmp_path, tmp_path / "log")
     assert part["exit_status"] is None and tests._process is not None and tests._process.returncode == -9
+
+
+@pytest.mark.engine
+def test_deepspeeds_checkpointing_gives_the_same_losses() -> None:
+    """Its host memory needs an accelerator; how it is called does not."""
+    program = f"""
+import sys
+sys.path[:0] = [{str(runs.ROOT / "benchmarks")!r}, {str(runs.ROOT)!r}]
+from contextlib import nullcontext
+from gpu.device import Device
+from gpu.measure import Workload
+from gpu.models import Shape
+from gpu.variants import deepspeed_call, plain
+call = deepspeed_call("gloo", in_host_memory=False)
+workload = Workload.of(Shape("GPT", 64, 3, 64, 512, 32, 2), Device("cpu"))
+losses = []
+for one in (plain, call):
+    workload.model.reset()
+    losses.append([workload.step(nullcontext, one).item() for _ in range(3)])
+assert losses[0] == losses[1] and len(set(losses[0])) == 3, losses
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=runs.environment(), capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0 or runs.EXIT_ABORT in done.stderr, done.stderr

@@ -56,10 +56,11 @@ class Suite:
     Args:
         minutes: for everything.
         keep: called with the results after each part, and when time is up, whatever is still running then.
+        started_s: when the time began, on the monotonic clock; None: now.
     """
 
-    def __init__(self, minutes: float, keep: Callable[[dict[str, Any]], None]) -> None:
-        self.started_s = time.monotonic()
+    def __init__(self, minutes: float, keep: Callable[[dict[str, Any]], None], started_s: float | None = None) -> None:
+        self.started_s = time.monotonic() if started_s is None else started_s
         self.results: dict[str, Any] = {"minutes": minutes, "parts": {}}
         self._keep = keep
         self._whole_s = minutes * 60
@@ -67,10 +68,12 @@ class Suite:
         self._usable_s = self._whole_s - min(20.0, 0.1 * self._whole_s)
         self._used_share = 0.0
         self._at_end: list[Callable[[], None]] = []
-        self._watchdog = threading.Timer(self._whole_s * 0.98, self._end_now)
+        late_s = time.monotonic() - self.started_s
+        self._watchdog = threading.Timer(max(0.0, self._whole_s * 0.98 - late_s), self._end_now)
         self._watchdog.daemon = True
         self._watchdog.start()
-        faulthandler.dump_traceback_later(self._whole_s * 0.995, exit=True)  # also where no Python runs any more
+        # Also where no Python runs any more.
+        faulthandler.dump_traceback_later(max(1.0, self._whole_s * 0.995 - late_s), exit=True)
 
     def at_end(self, clean_up: Callable[[], None]) -> None:
         """Have something done when time is up in mid-part."""

@@ -7,6 +7,7 @@ import os
 import re
 import time
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -117,17 +118,16 @@ class Device:
             return None, None
         return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
 
-    def give_back(self) -> None:
-        """Let go of what no tensor uses."""
+    def give_back(self, *, pinned: bool = False) -> None:
+        """Let go of the device memory that no tensor uses, and of the pinned memory too (which is slow to get)."""
         gc.collect()
         if self.is_cuda:
             torch.cuda.empty_cache()
             empty_pinned = getattr(torch._C, "_host_emptyCache", None)
-            if empty_pinned is not None:  # torch keeps pinned memory too, of every size that was ever asked for
+            if pinned and empty_pinned is not None:  # torch keeps it, of every size that was asked for
                 empty_pinned()
 
 
 def free_host_bytes() -> int:
     """MemAvailable of this machine."""
-    with open("/proc/meminfo", encoding="ascii") as file:  # noqa: PTH123
-        return int(file.read().partition("MemAvailable:")[2].split()[0]) * 1024
+    return int(Path("/proc/meminfo").read_text().partition("MemAvailable:")[2].split()[0]) * 1024

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,8 +30,9 @@ class Tests:
         """Run them; what pytest says goes to ``log``, its counts to ``part``."""
         if not device.is_cuda:
             raise NotRunError("not run: no CUDA")
+        scratch = nvme_path / ".gpu_suite_tests"
         command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-ra", "--tb=short", "--maxfail=20"]
-        command += ["-p", "no:cacheprovider", f"--basetemp={nvme_path / '.gpu_suite_tests'}", "tests/test_gpu.py"]
+        command += ["-p", "no:cacheprovider", f"--basetemp={scratch}", "tests/test_gpu.py"]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
         with log.open("w", encoding="utf-8") as file:
             self._process = subprocess.Popen(
@@ -42,6 +44,7 @@ class Tests:
             except subprocess.TimeoutExpired:
                 self.end()
                 part["exit_status"] = None
+        shutil.rmtree(scratch, ignore_errors=True)
         output = log.read_text(encoding="utf-8", errors="replace")
         part["counts"] = counts(output)
         part["tail"] = output[-TAIL_CHARACTERS:]

@@ -161,7 +161,7 @@ def measure(part: dict[str, Any], deadline: Deadline, device: Device, nvme_path:
     """Part 1."""
     part["pcie"] = bus(device, 4 << 20 if tiny else 1 << 30)
     part["matrix_product"] = matrix_product(device, 256 if tiny else 8192)
-    device.give_back()
+    device.give_back(pinned=True)
     part["drive"] = {}
     request_bytes, count = (1 << 20, 16) if tiny else (64 << 20, 64)
     with TemporaryDirectory(dir=nvme_path) as directory:
@@ -171,7 +171,7 @@ def measure(part: dict[str, Any], deadline: Deadline, device: Device, nvme_path:
                 continue
             share = deadline.share(0.6)
             part["drive"][name] = drive(Path(directory), device, make, request_bytes, count, share)
-    device.give_back()
+    device.give_back(pinned=True)
 
 
 def slowest_drive_rate(part: dict[str, Any]) -> float | None:

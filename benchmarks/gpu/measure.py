@@ -145,7 +145,7 @@ def compare(
         result["rounds"].append(one)
         slowest_round_s = max(slowest_round_s, left_s - deadline.left_s)
     del workload
-    device.give_back()
+    device.give_back(pinned=True)
     result["summary"] = summary(result)
     result["losses_equal"] = losses_equal(result["rounds"])
     return result

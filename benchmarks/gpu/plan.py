@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,9 +11,9 @@ import torch
 
 from gpu.budget import OUT_OF_TIME, Deadline, NotRunError
 from gpu.device import Device
-from gpu.measure import OUT_OF_MEMORY, compare
+from gpu.measure import OUT_OF_MEMORY, Workload, compare
 from gpu.models import Shape
-from gpu.variants import VARIANTS, Variants
+from gpu.variants import VARIANTS, Variants, plain
 
 SIZES = ((8192, 4), (12288, 3), (16384, 2))
 MODELS = ("GPT", "BERT", "T5")
@@ -23,6 +23,12 @@ ROK_VARIANTS = ("keep", "recompute", "ours host", "ours nvme", "ours adaptive")
 # "ours nvme" writes and reads every activation; a drive that makes a step longer than this would take all the time.
 LONGEST_NVME_STEP_S = 8.0
 USABLE_PART_OF_DEVICE = 0.85
+PROBE = Shape("T5", 256, 2, 128, 512, 128, 1)
+KERNELS = (
+    (True, True, "flash attention, deterministic algorithms in every variant"),
+    (False, True, "flash attention; algorithms are not deterministic, so losses may differ in their last bits"),
+    (False, False, "whatever attention torch chooses; algorithms are not deterministic, so losses may differ"),
+)
 
 
 @dataclass(frozen=True)
@@ -69,21 +75,46 @@ def nvme_in_time(shape: Shape, drive_bytes_per_s: float | None) -> bool:
 
 @contextmanager
 def kernels(device: Device, part: dict[str, Any]) -> Iterator[None]:
-    """Flash attention only, and kernels that give the same bits each time, so that losses can be compared."""
+    """Flash attention only, and kernels that give the same bits each time, so that losses can be compared.
+
+    What this device refuses is left out, and said so in ``part["kernels"]``.
+    """
     if not device.is_cuda:
         part["kernels"] = "as torch chooses on the CPU"
         yield
         return
+    torch.utils.deterministic.fill_uninitialized_memory = False  # it would write to every tensor once more
+    said = []
+    with ExitStack() as undo:
+        undo.callback(torch.use_deterministic_algorithms, False)
+        for deterministic, flash, name in KERNELS:
+            torch.use_deterministic_algorithms(deterministic)
+            refused = _refusal(device, flash)
+            if refused is None:
+                part["kernels"] = "; ".join([name, *said])
+                undo.enter_context(_attention(flash))
+                break
+            said.append(f"refused: {name} ({refused})")
+        else:
+            raise RuntimeError("; ".join(said))
+        yield
+
+
+def _attention(flash: bool) -> AbstractContextManager[Any]:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # it would write to every tensor once more
-    part["kernels"] = "flash attention; deterministic algorithms in every variant"
+    return sdpa_kernel(SDPBackend.FLASH_ATTENTION) if flash else nullcontext()
+
+
+def _refusal(device: Device, flash: bool) -> str | None:
+    """What a small model says to the present settings."""
     try:
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            yield
-    finally:
-        torch.use_deterministic_algorithms(False)
+        with _attention(flash):
+            Workload.of(PROBE, device).step(nullcontext, plain)
+            device.synchronize()
+    except RuntimeError as error:
+        return " ".join(str(error).split())[:200]
+    return None
 
 
 @dataclass(frozen=True)

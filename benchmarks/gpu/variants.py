@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -76,18 +77,29 @@ def deepspeed_checkpoint(device: Device, shape: Shape) -> Call:
     """
     if not device.is_cuda:
         raise NotRunError("not run: no CUDA")
+    if shape.model == "T5":
+        raise NotRunError("not run: DeepSpeed empties what a block was given, and T5's decoders share an input")
+    return deepspeed_call("nccl", in_host_memory=True)
+
+
+def deepspeed_call(communication: str, *, in_host_memory: bool) -> Call:
+    """DeepSpeed's checkpointing, in a process group of one.
+
+    Raises:
+        NotRunError: DeepSpeed is not installed.
+    """
     try:
+        import deepspeed
         from deepspeed.runtime.activation_checkpointing import checkpointing
     except ImportError:
         raise NotRunError("not run: DeepSpeed is not installed") from None
-    if shape.model == "T5":
-        raise NotRunError("not run: DeepSpeed empties what a block was given, and T5's decoders share an input")
-    if not checkpointing.is_configured():
-        checkpointing.configure(None, checkpoint_in_cpu=True)
+    if not deepspeed.comm.is_initialized():
+        meeting = f"file://{tempfile.mkdtemp()}/process_group"
+        deepspeed.init_distributed(communication, auto_mpi_discovery=False, init_method=meeting, rank=0, world_size=1)
+    checkpointing.configure(None, checkpoint_in_cpu=in_host_memory)
 
     def call(block: nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
-        found = checkpointing.checkpoint(block, *inputs)
-        result: torch.Tensor = found if isinstance(found, torch.Tensor) else found[0]
+        result: torch.Tensor = checkpointing.checkpoint(block, *inputs)
         return result
 
     return call

@@ -18,6 +18,7 @@ def markdown(results: dict[str, Any]) -> str:
     machine, parts = results["machine"], results["parts"]
     lines = [f"# BERT, GPT and T5 on {machine['device']}, {results['date']}", ""]
     lines += [f"- {name}: {value}" for name, value in machine.items()]
+    lines += [f"- ours, {name}: {value}" for name, value in results.get("sizes", {}).items()]
     lines += [f"- command: `{results['command']}`", ""]
     if results["tiny"]:
         lines += ["**Tiny shapes: this run shows that the suite works. Its times say nothing.**", ""]
