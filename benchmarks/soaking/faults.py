@@ -203,6 +203,14 @@ class _FaultyHandle(IoHandle):
         self._inner.read(data, offset)
         self._injector.after_read(self._fd, data, offset)
 
+    def read_again(self, data: torch.Tensor, offset: int) -> None:
+        if self._trying_again:
+            self.read(data, offset)
+            return
+        # After bytes that came wrong; an error now would be told instead of the corruption that is due.
+        self._inner.read_again(data, offset)
+        self._injector.after_read(self._fd, data, offset)
+
     def close(self) -> None:
         self._inner.close()
 
