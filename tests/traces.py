@@ -73,7 +73,7 @@ def machines(draw: st.DrawFn, end_s: float) -> Resources:
 
 
 @st.composite
-def traces(draw: st.DrawFn, most_storages: int = 7, most_blocks: int = 3) -> Trace:
+def traces(draw: st.DrawFn, most_storages: int = 7, most_blocks: int = 3, least_storages: int = 0) -> Trace:
     """Shared storages, any order in backward, blocks of no length, inputs that nobody saves, nothing at all.
 
     Times are multiples of powers of two, so that their sums are exact.
@@ -83,7 +83,7 @@ def traces(draw: st.DrawFn, most_storages: int = 7, most_blocks: int = 3) -> Tra
     forward_end_s = sum(forward for forward, _ in lengths) + draw(tick) * TICK_S
     end_s = forward_end_s + sum(backward for _, backward in lengths) + draw(tick) * TICK_S
     part = st.integers(0, 16).map(lambda number: number / 16)
-    packs = sorted(draw(part) * forward_end_s for _ in range(draw(st.integers(0, most_storages))))
+    packs = sorted(draw(part) * forward_end_s for _ in range(draw(st.integers(least_storages, most_storages))))
     storages = []
     for pack_s in packs:
         left_s = pack_s + draw(part) * (forward_end_s - pack_s) * draw(st.sampled_from([0.0, 0.0, 1.0]))

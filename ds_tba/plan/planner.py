@@ -7,6 +7,7 @@ beside them what its own search finds; it returns the best by the limits, so tha
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -23,7 +24,9 @@ from ds_tba.plan.trace import Trace
 Planner = Callable[[Trace, Limits], Plan]
 
 # The search works on groups of neighbours where there are more storages than this.
-SEARCHED_GROUPS = 512
+SEARCHED_GROUPS = 700
+# What fits among groups may just not fit in full: these parts of the limits are given away then.
+MARGINS = (0.0, 0.02, 0.06)
 RELIEF_ROUNDS = 2
 
 
@@ -83,17 +86,29 @@ PLANNERS: Mapping[str, Planner] = {
 
 
 def _search_coarsely(exact: Search, coarse: Timeline, group: Ints, starts: list[Assignment]) -> None:
-    """Search among groups, then see how the best of them does in full."""
-    search = Search(coarse, exact.limits)
+    """Search among groups; where the best of them is not within the limits in full, again within narrower ones."""
     firsts = np.flatnonzero(np.diff(group, prepend=-1))
-    for start in starts:
-        search.replay(Assignment(start.placements[firsts], start.recomputed))
-    search.run()
-    _, outcome, cost = search.found
-    found = outcome.assignment
-    is_timed = exact.limits.activation_budget_bytes is None
-    most_s = longest_step_s(exact.limits, exact.timeline.step_s) if is_timed else cost.step_s
-    exact.relieve(Assignment(found.placements[group], found.recomputed), most_s, RELIEF_ROUNDS)
+    for margin in MARGINS:
+        search = Search(coarse, _narrowed(exact.limits, margin))
+        for start in starts:
+            search.replay(Assignment(start.placements[firsts], start.recomputed))
+        search.run()
+        _, outcome, cost = search.found
+        found = outcome.assignment
+        is_timed = exact.limits.activation_budget_bytes is None
+        most_s = longest_step_s(exact.limits, exact.timeline.step_s) if is_timed else cost.step_s
+        full = exact.relieve(Assignment(found.placements[group], found.recomputed), most_s, RELIEF_ROUNDS)
+        if exact.is_within(full[1]):
+            return
+
+
+def _narrowed(limits: Limits, margin: float) -> Limits:
+    budget_bytes = limits.activation_budget_bytes
+    return replace(
+        limits,
+        max_step_overhead=limits.max_step_overhead * (1 - margin),
+        activation_budget_bytes=None if budget_bytes is None else int(budget_bytes * (1 - margin)),
+    )
 
 
 def _recompute_all(timeline: Timeline) -> Assignment:

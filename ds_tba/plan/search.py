@@ -21,7 +21,7 @@ from ds_tba.plan.replay import Outcome, Pacing
 from ds_tba.plan.simulate import Prediction, replay
 from ds_tba.plan.timeline import Bools, Ints, Timeline
 
-REPLAYED_STORAGES = 60_000
+REPLAYED_STORAGES = 100_000
 LEAST_REPLAYS = 60
 MOST_REPLAYS = 1500
 ENUMERATED = 600
@@ -46,6 +46,7 @@ class Search:
         kept = replay(timeline, timeline.kept)
         self.found: tuple[Rank, Outcome, Prediction] = (rank(kept[1], limits, timeline.step_s), *kept)
         self._left = min(MOST_REPLAYS, max(LEAST_REPLAYS, REPLAYED_STORAGES // max(1, timeline.storages)))
+        self._starts: list[Tried] = []
         self._seen: dict[bytes, Tried] = {}
         self._may_recompute: Bools = timeline.recomputable & limits.recompute
         self._to_nvme = timeline.can_go_to_nvme()
@@ -175,6 +176,7 @@ class Search:
         fast = self._fast(everything)
         if self.limits.host_budget_bytes:
             fast = min(fast, self._fast(self._late_to_host(everything)), key=self._rank)
+        self._starts.append(fast)
         return fast
 
     def _fast(self, wanted: Assignment) -> Tried:
@@ -229,16 +231,22 @@ class Search:
     # ---- neighbours ---------------------------------------------------------------------------------------------
 
     def _polish(self) -> None:
-        """Change runs of neighbours of the best, until nothing helps or the work is done."""
-        improved = True
-        while improved and not self.is_over():
+        """Climb from the best, then from the other starting points while there is work left."""
+        self._climb((self.found[1], self.found[2]))
+        for start in sorted(self._starts, key=self._rank):
+            self._climb(start)
+
+    def _climb(self, start: Tried) -> None:
+        """Change runs of neighbours until nothing helps or the work is done."""
+        at, height, improved = start, self._rank(start), True
+        while improved:
             improved = False
             for change in self._changes():
                 if self.is_over():
                     return
-                before = self.found[0]
-                self.replay(change(self.found[1].assignment))
-                improved = improved or self.found[0] < before
+                tried = self.replay(change(at[0].assignment))
+                if self._rank(tried) < height:
+                    at, height, improved = tried, self._rank(tried), True
 
     def _changes(self) -> Iterator[Callable[[Assignment], Assignment]]:
         storages, blocks = self.timeline.storages, self.timeline.blocks
