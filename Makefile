@@ -46,6 +46,7 @@ reliability: aio
 
 bench: $(BIN)/.installed aio
 	python benchmarks/hook_cost.py
+	python benchmarks/planner_scale.py
 	python benchmarks/step_time.py
 
 venv: $(BIN)/.installed

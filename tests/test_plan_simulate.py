@@ -105,18 +105,26 @@ def test_what_staging_cannot_hold_and_what_may_not_move_is_kept() -> None:
     assert cost(nowhere, N) == cost(nowhere, K)
 
 
+def test_a_read_that_is_waited_for_overtakes_those_ahead() -> None:
+    # At 1.0 the third is being written until 1.1 and passed by; the second is read until 2.0, then the third.
+    storages = (storage(0.0, 2.9), storage(0.3, 2.8), storage(0.85, 1.15), storage(0.95, 1.0))
+    outcome, _ = run(one_block(*storages, machine=traces.resources(write=4 * SIZE)), N, N, N, K)
+    assert outcome.stalls[0] == (2, pytest.approx(1.85))
+
+
 def test_reads_ahead_take_half_of_staging_while_there_are_writes() -> None:
-    machine = traces.resources(write=8 * SIZE, staging_bytes=2 * SIZE)
-    storages = [storage(0.0, 2.9), storage(0.2, 2.8), storage(0.9, 1.0)]
-    assert cost(one_block(*storages, machine=machine), N, N, K).peak_staging_bytes == 2 * SIZE
-    # The last is being written when reading begins: one may be ahead, and the next call for reads comes with its use.
-    storages[2] = storage(0.95, 2.95)
-    busy = one_block(*storages, storage(0.95, 1.0), machine=machine)
-    assert cost(busy, N, N, N, K).peak_staging_bytes == 2 * SIZE
-    assert (
-        cost(busy, N, N, N, K).stall_s
-        > cost(one_block(*storages[:2], storage(0.9, 1.0), machine=machine), N, N, K).stall_s
-    )
+    machine = traces.resources(write=4 * SIZE, staging_bytes=4 * SIZE)
+    storages = (storage(0.0, 2.9), storage(0.25, 2.8), storage(0.5, 2.7))
+    late, last = storage(0.9, 1.1), storage(0.95, 1.0)
+    assert cost(one_block(*storages, last, machine=machine), N, N, N, K).peak_staging_bytes == 3 * SIZE
+    # The late one is being written at 1.0: two go ahead beside it, and not three.
+    assert cost(one_block(*storages, late, last, machine=machine), N, N, N, N, K).peak_staging_bytes == 3 * SIZE
+
+
+def test_copies_wait_for_each_other() -> None:
+    trace = one_block(storage(0.0, 2.9), storage(0.0, 2.8), machine=traces.resources(copy=SIZE / 2))
+    # Out by 2 and 4; the second, which is used first, is in by 6, the first by 8 instead of 2.9.
+    assert cost(trace, H, H).stall_s == pytest.approx(8.0 - 2.9)
 
 
 def test_a_slow_copy_holds_device_memory_and_delays_the_write() -> None:

@@ -167,6 +167,18 @@ def test_a_larger_budget_or_more_time_is_never_worse() -> None:
     assert peaks == sorted(peaks, reverse=True) and peaks[0] > peaks[-1]
 
 
+@pytest.mark.parametrize("rate", [0.5, 2.0, 20.0])
+@pytest.mark.parametrize("budget", [None, 10 * SIZE, 20 * SIZE])
+def test_adaptive_is_never_worse_also_where_its_search_finds_nothing(
+    rate: float, budget: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ds_tba.plan.search.Search.run", lambda self: None)
+    trace, limits = layers(8, 4, rate), Limits(max_step_overhead=0.5, activation_budget_bytes=budget)
+    ours = adaptive(trace, limits).prediction
+    for name in BASELINES:
+        assert is_no_worse(ours, PLANNERS[name](trace, limits).prediction, limits, trace), name
+
+
 def test_the_wear_limit_bounds_what_is_written() -> None:
     trace = layers(8, 4, rate=20.0)
     plan = adaptive(trace, Limits(write_limit_bytes_per_step=5 * SIZE))
