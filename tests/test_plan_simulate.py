@@ -152,6 +152,14 @@ def test_a_synchronous_device_copies_in_the_training_thread() -> None:
     assert cost(trace, N, K).stall_s == 0.25 + (1.0 - 1.0)  # out; read in place, from 1.25 to 2.25
 
 
+def test_a_synchronous_device_uses_a_slot_until_autograd_lets_go_of_it() -> None:
+    machine = replace(traces.resources(write=4 * SIZE, read=4 * SIZE, staging_bytes=2 * SIZE), is_synchronous=True)
+    first, second = storage(0.0, 2.95), storage(0.25, 1.7, 2.9)
+    for freed_s, stall_s in ((1.6, 0.0), (2.9, 0.25)):  # room for the first at 1.7, or not
+        trace = one_block(first, second, storage(0.5, 1.5, freed_s), storage(0.9, 1.0), machine=machine)
+        assert cost(trace, N, N, N, K).stall_s == pytest.approx(stall_s)
+
+
 def test_a_recomputed_block_keeps_its_input_and_runs_its_forward_again() -> None:
     trace = one_block(storage(0.0, 2.9), storage(0.2, 2.8), storage(0.4, 2.7), machine=traces.resources(), inputs=(0,))
     found = cost(trace, K, K, K, recomputed=(True,))

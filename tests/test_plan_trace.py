@@ -35,6 +35,10 @@ def test_a_trace_comes_back_from_its_text(trace: Trace) -> None:
         ({"resources": replace(traces.resources(), staging_bytes=0)}, "staging_bytes is 0"),
         ({"resources": replace(traces.resources(), traffic=(Traffic(1.0, 0.0),))}, "traffic of others .* out of order"),
         ({"resources": replace(traces.resources(), traffic=(Traffic(0.0, 1.0, -1.0),))}, "rates of 0 or more"),
+        (
+            {"resources": replace(traces.resources(), traffic=(Traffic(0.0, 2.0), Traffic(1.0, 3.0)))},
+            "traffic of others .* out of order",
+        ),
         ({"micro_steps": 0}, "micro_steps is 0"),
         ({"rest_s": -1.0}, "rest of the step has times out of order"),
         ({"end_s": float("nan")}, "out of order"),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import runs
 import traces
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -202,6 +204,20 @@ def test_many_storages_are_searched_in_groups_and_the_limits_hold_in_full() -> N
     for name in BASELINES:
         assert is_no_worse(plan.prediction, PLANNERS[name](trace, limits).prediction, limits, trace)
     assert plan.prediction.peak_saved_bytes < 0.4 * 1200 * SIZE
+
+
+def test_what_just_does_not_fit_in_full_is_searched_again_within_narrower_limits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(runs.ROOT / "benchmarks"))
+    shapes = importlib.import_module("planner_scale")
+    trace = shapes.model_trace(shapes.SHAPES["Granite-8B"], shapes.REGIMES[0], 32e9)
+    limits = Limits(activation_budget_bytes=PLANNERS["keep"](trace, Limits()).prediction.peak_saved_bytes // 4)
+    monkeypatch.setattr("ds_tba.plan.planner.SEARCHED_GROUPS", 512)
+    best = adaptive(trace, limits).prediction
+    monkeypatch.setattr("ds_tba.plan.planner.MARGINS", (0.0,))
+    assert best.step_s < adaptive(trace, limits).prediction.step_s
+    assert best.peak_saved_bytes <= limits.activation_budget_bytes
 
 
 @given(long_traces(), st.integers(1, 8))
