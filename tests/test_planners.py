@@ -161,6 +161,15 @@ def test_both_together_are_better_than_either_alone() -> None:
     assert best.prediction.step_s < min(alone.prediction.step_s, only_again.prediction.step_s)
 
 
+def test_choices_of_single_neighbours_are_improved() -> None:
+    trace = layers(4, 4, rate=1.0, staging_bytes=2 * SIZE)
+    mixed = adaptive(trace, Limits(max_step_overhead=0.1, host_budget_bytes=3 * SIZE)).prediction
+    assert mixed.peak_saved_bytes <= 8 * SIZE  # 10 by the search's families alone
+    trace = layers(4, 4, rate=0.5, staging_bytes=2 * SIZE)
+    fitted = adaptive(trace, Limits(activation_budget_bytes=6 * SIZE)).prediction
+    assert fitted.peak_saved_bytes <= 6 * SIZE and fitted.step_s < 15.5  # 17 by the families alone
+
+
 def test_a_larger_budget_or_more_time_is_never_worse() -> None:
     trace = layers(6, 3, rate=1.0)
     steps = [adaptive(trace, Limits(activation_budget_bytes=n * SIZE)).prediction.step_s for n in range(6, 19, 3)]
