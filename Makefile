@@ -52,6 +52,7 @@ mutants: $(BIN)/.installed
 
 bench: $(BIN)/.installed aio
 	python benchmarks/hook_cost.py
+	python benchmarks/planner_scale.py
 	python benchmarks/step_time.py
 
 soak: $(BIN)/.installed aio

@@ -7,6 +7,7 @@
     │   └── PathError                            nvme_path cannot hold a swap file
     ├── IncompatibleError (RuntimeError)         a DeepSpeed version or feature that cannot be combined with us
     ├── BackendUnavailableError (RuntimeError)   the named I/O backend cannot run on this machine
+    ├── TraceError (ValueError)                  a recorded trace is not consistent, or a plan is not for it
     ├── StorageError (RuntimeError)
     │   ├── TransferError                        one I/O request failed or was short (the store handles it)
     │   ├── ActivationLostError                  bytes that backward needs could not be read back
@@ -36,6 +37,10 @@ class IncompatibleError(DsTbaError, RuntimeError):
 
 class BackendUnavailableError(DsTbaError, RuntimeError):
     """The I/O backend named in the config cannot run on this machine."""
+
+
+class TraceError(DsTbaError, ValueError):
+    """A recorded trace is not consistent, or a plan was not made for it."""
 
 
 class StorageError(DsTbaError, RuntimeError):

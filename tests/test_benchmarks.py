@@ -133,6 +133,17 @@ def test_hook_cost(tmp_path: Path) -> None:
     assert output.count("offloaded") == 2 and all(row["pack_us"] > 0 for row in rows)
 
 
+def test_planner_scale(tmp_path: Path) -> None:
+    small = ("--rounds", "1", "--counts", "1000", "--models", "Granite-8B")
+    output = benchmark("planner_scale.py", *small, "--json", str(tmp_path / "json"))
+    found = json.loads((tmp_path / "json").read_text())
+    assert [row["planner"] for row in found["planning_times"]] == ["recompute", "tba", "teraio", "adaptive"] * 2
+    assert [row["gb_per_s"] for row in found["fractions"]] == [8, 16, 32] * 2
+    assert output.count("| Granite-8B |") == 6
+    for row in found["fractions"]:
+        assert row["adaptive"]["peak_part"] <= 0.25 and 0 < row["adaptive"]["of_ideal"] <= 1
+
+
 @pytest.mark.engine
 def test_step_time(tmp_path: Path) -> None:
     size = ("--width", "64", "--depth", "2", "--sequence", "128", "--batch", "2")

@@ -25,6 +25,13 @@ LEVELS = [
     ["store.lane_work"],
     ["store.nvme"],
     ["store.bundles", "store.pieces"],
+    ["plan.trace", "plan.limits", "plan.placement"],
+    ["plan.timeline", "plan.drive"],
+    ["plan.cost", "plan.replay"],
+    ["plan.simulate"],
+    ["plan.plan", "plan.tba", "plan.teraio"],
+    ["plan.search"],
+    ["plan.planner"],
     ["cache"],
     ["offloader"],
     ["engine"],
@@ -32,7 +39,7 @@ LEVELS = [
     ["cli", "autoload", "__init__", "__main__"],
 ]
 LEVEL = {name: number for number, names in enumerate(LEVELS) for name in names}
-PACKAGES = {"io", "store", "telemetry"}
+PACKAGES = {"io", "plan", "store", "telemetry"}
 MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path
     for path in PACKAGE.rglob("*.py")

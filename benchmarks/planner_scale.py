@@ -1,0 +1,265 @@
+"""How long the planners take, and how near to unlimited memory their plans come, on synthetic traces.
+
+    python benchmarks/planner_scale.py [--rounds 3] [--json FILE]
+
+First the planning time against the number of storages. Then, for the shapes of three models and three rates of the
+drives, the step with everything kept over the step under each plan (1 is ideal: unlimited memory), with a budget of a
+quarter of the bytes that keeping takes. Nothing is trained: the traces are computed from the shapes, and the steps are
+what the replay predicts, so that these figures say how the planners compare and not how fast a machine is.
+
+Assumptions: shapes from the models' public configs; batch 1 x sequence 8192; no tensor parallelism; every linear
+layer, norm, rotary embedding and activation saves its input, FlashAttention its q, k, v, output and log-sum-exp, the
+loss the logits and their softmax in FP32; time is FLOPs over a sustained rate, backward twice forward; storages below
+1 MiB stay. Drives read as fast as they write and have six tenths of it for each where both run; copies at 50 GB/s each
+way; 2 GiB of staging; no host memory. Two regimes: bf16 at 400 TFLOP/s, and FP32 at 50 TFLOP/s, the precision of
+TERAIO's runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ds_tba.plan.limits import Limits
+from ds_tba.plan.plan import Plan
+from ds_tba.plan.planner import PLANNERS
+from ds_tba.plan.trace import OUTSIDE, BlockTrace, PathRates, Resources, StorageTrace, Trace
+
+COUNTS = (1000, 10_000, 100_000)
+RATES_GB_S = (8, 16, 32)
+PLANNERS_SHOWN = ("recompute", "tba", "teraio", "adaptive")
+SEQUENCE = 8192
+STAGING_BYTES = 2 << 30
+LEAST_MOVED_BYTES = 1 << 20
+BUDGET_PART = 0.25
+BESIDE_PART = 0.6
+COPY_BYTES_PER_S = 50e9
+PUBLISHED_FRACTION = 0.807  # TERAIO, average over its models, 16 GB/s per GPU
+PUBLISHED_S = "31.2 (Llama-3-8B), 37.9 (Granite-8B), 396.6 (Llama-3-70B)"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder with grouped-query attention and a gated MLP."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    mlp: int
+    vocabulary: int
+
+    @property
+    def kv(self) -> int:
+        return self.hidden // self.heads * self.kv_heads
+
+
+SHAPES = {
+    "Llama-3-8B": Shape(4096, 32, 32, 8, 14336, 128256),
+    "Llama-3-70B": Shape(8192, 80, 64, 8, 28672, 128256),
+    "Granite-8B": Shape(4096, 36, 32, 8, 14336, 49152),  # granite-8b-code
+}
+
+
+@dataclass(frozen=True)
+class Regime:
+    """Bytes of an element, and the FLOPs per second that the accelerator sustains."""
+
+    name: str
+    element_bytes: int
+    flops_per_s: float
+
+
+REGIMES = (Regime("bf16, 400 TFLOP/s", 2, 400e12), Regime("FP32, 50 TFLOP/s", 4, 50e12))
+
+# One operation: its name, the bytes that it saves first, and its forward's FLOPs.
+Operation = tuple[str, list[int], float]
+
+
+def layer_operations(shape: Shape, element: int) -> list[Operation]:
+    """What a layer does, in order."""
+    tokens, hidden, kv, mlp = SEQUENCE, shape.hidden, shape.kv, shape.mlp
+    wide, narrow, gate = tokens * hidden * element, tokens * kv * element, tokens * mlp * element
+    light = 10.0 * tokens * hidden  # what is bound by memory, as FLOPs of the same time, roughly
+    return [
+        ("attention.norm", [wide, tokens * 4], light),
+        ("attention.qkv", [wide], 2.0 * tokens * hidden * (hidden + 2 * kv)),
+        ("attention.core", [wide, narrow, narrow, wide, tokens * shape.heads * 4], 2.0 * tokens * SEQUENCE * hidden),
+        ("attention.out", [], 2.0 * tokens * hidden * hidden),
+        ("mlp.norm", [wide, tokens * 4], light),
+        ("mlp.gate_up", [wide], 4.0 * tokens * hidden * mlp),
+        ("mlp.activation", [gate, gate, gate], light),
+        ("mlp.down", [gate], 2.0 * tokens * hidden * mlp),
+    ]
+
+
+def head_operations(shape: Shape, element: int) -> list[Operation]:
+    """The final norm, the logits, the loss."""
+    tokens, hidden = SEQUENCE, shape.hidden
+    return [
+        ("norm", [tokens * hidden * element], 10.0 * tokens * hidden),
+        ("head", [tokens * hidden * element], 2.0 * tokens * hidden * shape.vocabulary),
+        ("loss", [tokens * shape.vocabulary * 4], 10.0 * tokens * shape.vocabulary),
+    ]
+
+
+def model_trace(shape: Shape, regime: Regime, bytes_per_s: float, pieces: int = 1) -> Trace:
+    """The trace of one micro-step; each storage in so many pieces."""
+    operations = [
+        (number, f"layers.{number}.{name}", saved, flops / regime.flops_per_s)
+        for number in range(shape.layers)
+        for name, saved, flops in layer_operations(shape, regime.element_bytes)
+    ]
+    operations += [
+        (OUTSIDE, name, saved, flops / regime.flops_per_s)
+        for name, saved, flops in head_operations(shape, regime.element_bytes)
+    ]
+    forward_s = sum(seconds for *_, seconds in operations)
+    end_s = 3 * forward_s
+    storages: list[StorageTrace] = []
+    bounds: dict[int, tuple[float, float, int]] = {}
+    start_s = 0.0
+    for number, module, saved, seconds in operations:
+        first = bounds.get(number, (start_s, 0.0, len(storages)))
+        bounds[number] = (first[0], start_s + seconds, first[2])
+        # Backward mirrors forward at twice its length.
+        use_s, freed_s = end_s - 2 * (start_s + seconds), min(end_s, end_s - 2 * start_s)
+        for nbytes in saved:
+            piece = max(1, nbytes // pieces)
+            least = LEAST_MOVED_BYTES / pieces
+            storages += [
+                StorageTrace(
+                    piece, module, (number,), start_s, min(start_s + seconds, use_s), use_s, freed_s, piece >= least
+                )
+            ] * pieces
+        start_s += seconds
+    blocks = [
+        BlockTrace(
+            f"layers.{number}", begin, end, end_s - 2 * end, min(end_s, end_s - 2 * begin), inputs(first, pieces)
+        )
+        for number, (begin, end, first) in bounds.items()
+        if number != OUTSIDE
+    ]
+    rates = PathRates(bytes_per_s, bytes_per_s, bytes_per_s * BESIDE_PART, bytes_per_s * BESIDE_PART)
+    machine = Resources((rates,), COPY_BYTES_PER_S, COPY_BYTES_PER_S, STAGING_BYTES)
+    return Trace(tuple(storages), tuple(blocks), machine, end_s)
+
+
+def inputs(first: int, pieces: int) -> tuple[int, ...]:
+    """A layer's input is what its first norm saves."""
+    return tuple(range(first, first + pieces))
+
+
+def planning_times(rounds: int, counts: list[int]) -> list[dict[str, object]]:
+    """Seconds of each planner, with a budget and without, for traces of about so many storages."""
+    rows: list[dict[str, object]] = []
+    shape, regime = SHAPES["Llama-3-8B"], REGIMES[0]
+    whole = len(model_trace(shape, regime, 16e9).storages)
+    for count in counts:
+        trace = model_trace(shape, regime, 16e9, max(1, round(count / whole)))
+        peak = PLANNERS["keep"](trace, Limits()).prediction.peak_saved_bytes
+        for goal, limits in (
+            ("overhead", Limits()),
+            ("budget", Limits(activation_budget_bytes=int(peak * BUDGET_PART))),
+        ):
+            for name in PLANNERS_SHOWN:
+                took = [timed(name, trace, limits) for _ in range(rounds)]
+                rows.append(
+                    {
+                        "storages": len(trace.storages),
+                        "goal": goal,
+                        "planner": name,
+                        "median_s": statistics.median(took),
+                        "longest_s": max(took),
+                    }
+                )
+    return rows
+
+
+def timed(name: str, trace: Trace, limits: Limits) -> float:
+    started = time.perf_counter()
+    PLANNERS[name](trace, limits)
+    return time.perf_counter() - started
+
+
+def fractions(models: list[str]) -> list[dict[str, object]]:
+    """Ideal step over predicted step, for each model, regime, rate and planner."""
+    rows: list[dict[str, object]] = []
+    for regime in REGIMES:
+        for model in models:
+            for rate in RATES_GB_S:
+                trace = model_trace(SHAPES[model], regime, rate * 1e9)
+                kept = PLANNERS["keep"](trace, Limits()).prediction
+                limits = Limits(activation_budget_bytes=int(kept.peak_saved_bytes * BUDGET_PART))
+                row: dict[str, object] = {
+                    "regime": regime.name,
+                    "model": model,
+                    "gb_per_s": rate,
+                    "storages": len(trace.storages),
+                    "kept_bytes": kept.peak_saved_bytes,
+                    "kept_step_s": kept.step_s,
+                }
+                for name in PLANNERS_SHOWN:
+                    row[name] = figures(PLANNERS[name](trace, limits), kept.step_s, kept.peak_saved_bytes)
+                rows.append(row)
+    return rows
+
+
+def figures(plan: Plan, kept_step_s: float, kept_bytes: int) -> dict[str, object]:
+    return {
+        "of_ideal": kept_step_s / plan.prediction.step_s,
+        "peak_part": plan.prediction.peak_saved_bytes / kept_bytes,
+        "recomputed_blocks": sum(plan.recomputed_blocks),
+        "prediction": asdict(plan.prediction),
+    }
+
+
+def show(times: list[dict[str, object]], parts: list[dict[str, object]]) -> None:
+    print(f"Published planning times of TERAIO, s: {PUBLISHED_S}\n")
+    print("| storages | goal | " + " | ".join(f"{name} s" for name in PLANNERS_SHOWN) + " |")
+    print("|---|---|" + "---|" * len(PLANNERS_SHOWN))
+    for storages, goal in dict.fromkeys((row["storages"], row["goal"]) for row in times):
+        cells = [f"{row['median_s']:.2f}" for row in times if (row["storages"], row["goal"]) == (storages, goal)]
+        print(f"| {storages} | {goal} | " + " | ".join(cells) + " |")
+    print(f"\nIdeal step / step under the plan, and (peak / kept peak); budget {BUDGET_PART} of the kept peak, * fits.")
+    print(f"TERAIO's published average at 16 GB/s: {PUBLISHED_FRACTION:.3f}\n")
+    print("| regime | model | kept GB | GB/s | " + " | ".join(PLANNERS_SHOWN) + " |")
+    print("|---|---|---|---|" + "---|" * len(PLANNERS_SHOWN))
+    for row in parts:
+        cells = [cell(row[name]) for name in PLANNERS_SHOWN]  # type: ignore[arg-type]
+        kept = f"{row['kept_bytes'] / 1e9:.0f}"  # type: ignore[operator]
+        print(f"| {row['regime']} | {row['model']} | {kept} | {row['gb_per_s']} | " + " | ".join(cells) + " |")
+
+
+def cell(found: dict[str, float]) -> str:
+    fits = "*" if found["peak_part"] <= BUDGET_PART else ""
+    return f"{found['of_ideal']:.3f} ({found['peak_part']:.2f}{fits})"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--counts", type=int, nargs="+", default=list(COUNTS))
+    parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(argv)
+    times, parts = planning_times(options.rounds, options.counts), fractions(options.models)
+    show(times, parts)
+    if options.json:
+        machine = {"python": sys.version, "numpy": np.__version__, "cores": os.cpu_count(), "load": os.getloadavg()}
+        options.json.write_text(
+            json.dumps({"machine": machine, "planning_times": times, "fractions": parts}, indent=1) + "\n"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,265 @@
+"""What one micro-step looked like with every storage kept, and what the machine can move: the input of the planners.
+
+[Note: The clock] Times are seconds of the compute stream since the micro-step's forward began, with nothing moved. A
+replay shifts them by the stalls and the recomputation that a plan adds.
+
+[Note: Who needs a storage] ``blocks`` are those in which autograd saved it, ``OUTSIDE`` for what lies in none.
+``BlockTrace.inputs`` are the storages that a block reads and does not produce: they must outlive its forward where it
+is recomputed. An input that nobody saves has empty ``blocks``, and exists only under a plan that recomputes a reader
+of it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
+from typing import Any
+
+from ds_tba.errors import TraceError
+
+FORMAT = 1
+OUTSIDE = -1
+
+
+@dataclass(frozen=True, slots=True)
+class StorageTrace:
+    """One saved storage.
+
+    Attributes:
+        nbytes: its size.
+        module: path of the module that ran when it was first saved, for people and for the scopes of TBA.
+        blocks: see [Note: Who needs a storage].
+        pack_s: first saved.
+        last_forward_use_s: from then on forward no longer needs it.
+        first_backward_use_s: first unpacked.
+        freed_s: autograd has let go of it.
+        is_movable: False where it must stay in device memory (too small, not the training device, ...); it still goes
+            with its block where that is recomputed.
+    """
+
+    nbytes: int
+    module: str
+    blocks: tuple[int, ...]
+    pack_s: float
+    last_forward_use_s: float
+    first_backward_use_s: float
+    freed_s: float
+    is_movable: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTrace:
+    """One pass through a repeated layer.
+
+    Attributes:
+        module: its path.
+        forward_start_s, forward_end_s, backward_start_s, backward_end_s: when it ran.
+        inputs: indices of storages; see [Note: Who needs a storage].
+        is_recomputable: whether its forward may run again.
+    """
+
+    module: str
+    forward_start_s: float
+    forward_end_s: float
+    backward_start_s: float
+    backward_end_s: float
+    inputs: tuple[int, ...] = ()
+    is_recomputable: bool = True
+
+    @property
+    def forward_s(self) -> float:
+        """What one more forward costs, in seconds."""
+        return self.forward_end_s - self.forward_start_s
+
+
+@dataclass(frozen=True, slots=True)
+class PathRates:
+    """Measured rates of one directory of ``nvme_path``, in bytes per second, alone and while the other kind runs."""
+
+    write_bytes_per_s: float
+    read_bytes_per_s: float
+    write_beside_read_bytes_per_s: float
+    read_beside_write_bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What something else, such as ZeRO's own swapping, moves on the same drives from ``start_s`` to ``end_s``."""
+
+    start_s: float
+    end_s: float
+    write_bytes_per_s: float = 0.0
+    read_bytes_per_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What the machine can move.
+
+    Attributes:
+        paths: the drives; none means that nothing can go to NVMe.
+        copy_out_bytes_per_s, copy_in_bytes_per_s: between device and host memory.
+        staging_bytes: bound of what is between device and file.
+        is_synchronous: the device copies in the training thread, which waits for it (a CPU).
+        prefetches_from_backward_start: reading ahead begins with the first unpack of the micro-step, whatever it is of;
+            else with the first unpack of something that was moved.
+        traffic: of others on the same drives, in order of time, not overlapping.
+    """
+
+    paths: tuple[PathRates, ...]
+    copy_out_bytes_per_s: float
+    copy_in_bytes_per_s: float
+    staging_bytes: int
+    is_synchronous: bool = False
+    prefetches_from_backward_start: bool = True
+    traffic: tuple[Traffic, ...] = ()
+
+    @property
+    def write_bytes_per_s(self) -> float:
+        """Of all paths, with no read beside."""
+        return sum(path.write_bytes_per_s for path in self.paths)
+
+    @property
+    def read_bytes_per_s(self) -> float:
+        """Of all paths, with no write beside."""
+        return sum(path.read_bytes_per_s for path in self.paths)
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """One micro-step, and the machine it ran on.
+
+    Attributes:
+        storages: in the order in which they were packed.
+        blocks: in the order in which their forward began.
+        end_s: the end of backward.
+        rest_s: what a step takes beside its micro-steps (the optimizer).
+        micro_steps: of one step.
+
+    Raises:
+        TraceError: times out of order, or an index that is not there.
+    """
+
+    storages: tuple[StorageTrace, ...]
+    blocks: tuple[BlockTrace, ...]
+    resources: Resources
+    end_s: float
+    rest_s: float = 0.0
+    micro_steps: int = 1
+
+    def __post_init__(self) -> None:
+        _check_resources(self.resources)
+        if self.micro_steps < 1:
+            raise TraceError(f"micro_steps is {self.micro_steps}: a step has one at least")
+        _check_order("the step", 0.0, self.end_s, math.inf)
+        _check_order("the rest of the step", 0.0, self.rest_s, math.inf)
+        for number, block in enumerate(self.blocks):
+            _check_block(number, block, len(self.storages), self.end_s)
+        packed_s = 0.0
+        for index, storage in enumerate(self.storages):
+            _check_storage(index, storage, packed_s, len(self.blocks), self.end_s)
+            packed_s = storage.pack_s
+
+    @property
+    def step_s(self) -> float:
+        """A step with every storage kept."""
+        return self.micro_steps * self.end_s + self.rest_s
+
+    def to_json(self) -> str:
+        """As text; times and rates come back exactly."""
+        return json.dumps(
+            {
+                "format": FORMAT,
+                "end_s": self.end_s,
+                "rest_s": self.rest_s,
+                "micro_steps": self.micro_steps,
+                "resources": asdict(self.resources),
+                "blocks": _table(self.blocks, BlockTrace),
+                "storages": _table(self.storages, StorageTrace),
+            }
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Trace:
+        """The trace that :meth:`to_json` wrote.
+
+        Raises:
+            TraceError: it is not one, or not consistent.
+        """
+        try:
+            return cls._from_dict(json.loads(text))
+        except (KeyError, TypeError, ValueError) as error:
+            if isinstance(error, TraceError):
+                raise
+            raise TraceError(f"this is not a trace of format {FORMAT}: {error!r}") from error
+
+    @classmethod
+    def _from_dict(cls, data: Mapping[str, Any]) -> Trace:
+        if data["format"] != FORMAT:
+            raise TraceError(f"the trace is of format {data['format']!r}: this version reads {FORMAT}; record it again")
+        machine = dict(data["resources"])
+        machine["paths"] = tuple(PathRates(**path) for path in machine["paths"])
+        machine["traffic"] = tuple(Traffic(**one) for one in machine["traffic"])
+        return cls(
+            tuple(StorageTrace(**row) for row in _rows(data["storages"], "blocks")),
+            tuple(BlockTrace(**row) for row in _rows(data["blocks"], "inputs")),
+            Resources(**machine),
+            data["end_s"],
+            data["rest_s"],
+            data["micro_steps"],
+        )
+
+
+def _table(rows: tuple[Any, ...], kind: type) -> dict[str, list[Any]]:
+    """Column by column: a fifth of the size of one object for each."""
+    return {field.name: [getattr(row, field.name) for row in rows] for field in fields(kind)}
+
+
+def _rows(table: Mapping[str, list[Any]], tuples: str) -> list[dict[str, Any]]:
+    names = list(table)
+    rows = [dict(zip(names, values, strict=True)) for values in zip(*table.values(), strict=True)]
+    for row in rows:
+        row[tuples] = tuple(row[tuples])
+    return rows
+
+
+def _check_order(what: str, *times: float) -> None:
+    if not all(earlier <= later for earlier, later in pairwise(times)):
+        raise TraceError(f"{what} has times out of order: {times}; each must be at least the one before")
+
+
+def _check_storage(index: int, storage: StorageTrace, packed_s: float, blocks: int, end_s: float) -> None:
+    if storage.nbytes < 1:
+        raise TraceError(f"storage {index} has {storage.nbytes} bytes: one at least is needed")
+    times = (storage.pack_s, storage.last_forward_use_s, storage.first_backward_use_s, storage.freed_s)
+    if not packed_s <= times[0] <= times[1] <= times[2] <= times[3] <= end_s:
+        _check_order(f"storage {index} ({storage.module})", packed_s, *times, end_s)
+        raise TraceError(f"storage {index} ({storage.module}) has a time that is not a number: {times}")
+    if any(not OUTSIDE <= block < blocks for block in storage.blocks):
+        raise TraceError(f"storage {index} names blocks {storage.blocks}: there are {blocks}, counted from 0")
+
+
+def _check_block(number: int, block: BlockTrace, storages: int, end_s: float) -> None:
+    times = (block.forward_start_s, block.forward_end_s, block.backward_start_s, block.backward_end_s)
+    _check_order(f"block {number} ({block.module})", 0.0, *times, end_s)
+    if any(not 0 <= index < storages for index in block.inputs):
+        raise TraceError(f"block {number} names inputs {block.inputs}: there are {storages} storages, counted from 0")
+
+
+def _check_resources(resources: Resources) -> None:
+    rates = [resources.copy_out_bytes_per_s, resources.copy_in_bytes_per_s]
+    for path in resources.paths:
+        rates += [getattr(path, field.name) for field in fields(PathRates)]
+    if not all(rate > 0 for rate in rates):
+        raise TraceError(f"the rates {rates} must all be above 0 bytes per second: measure them again")
+    if resources.staging_bytes < 1:
+        raise TraceError(f"staging_bytes is {resources.staging_bytes}: one at least is needed")
+    ended_s = 0.0
+    for one in resources.traffic:
+        _check_order("the traffic of others", ended_s, one.start_s, one.end_s)
+        if not (0 <= one.write_bytes_per_s < math.inf and 0 <= one.read_bytes_per_s < math.inf):
+            raise TraceError(f"the traffic {one} must have rates of 0 or more")
+        ended_s = one.end_s

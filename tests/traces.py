@@ -1,0 +1,132 @@
+"""Traces for the tests of the planners: small ones by hand, and any that hypothesis likes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import strategies as st
+
+from ds_tba.plan.limits import Limits
+from ds_tba.plan.trace import OUTSIDE, BlockTrace, PathRates, Resources, StorageTrace, Trace, Traffic
+
+SIZE = 4096 * 1000
+TICK_S = 2.0**-10
+UNLIMITED = float("inf")
+
+
+def resources(
+    write: float = SIZE, read: float = SIZE, copy: float = UNLIMITED, staging_bytes: int = 100 * SIZE
+) -> Resources:
+    """One path, as fast beside the other kind as alone."""
+    return Resources((PathRates(write, read, write, read),), copy, copy, staging_bytes)
+
+
+def storage(pack_s: float, use_s: float, freed_s: float | None = None, blocks: tuple[int, ...] = (0,)) -> StorageTrace:
+    """Of SIZE bytes, not needed in forward after it was packed."""
+    return StorageTrace(SIZE, "layer.0", blocks, pack_s, pack_s, use_s, use_s if freed_s is None else freed_s)
+
+
+def one_block(*storages: StorageTrace, machine: Resources, inputs: tuple[int, ...] = ()) -> Trace:
+    """A forward of 1 s and a backward of 2 s."""
+    return Trace(storages, (BlockTrace("layer.0", 0.0, 1.0, 1.0, 3.0, inputs),), machine, 3.0)
+
+
+def with_rates(trace: Trace, write: float = 1.0, read: float = 1.0, copy: float = 1.0) -> Trace:
+    """Every rate times a factor."""
+    machine = trace.resources
+    paths = tuple(
+        PathRates(
+            path.write_bytes_per_s * write,
+            path.read_bytes_per_s * read,
+            path.write_beside_read_bytes_per_s * write,
+            path.read_beside_write_bytes_per_s * read,
+        )
+        for path in machine.paths
+    )
+    copies = {
+        "copy_out_bytes_per_s": machine.copy_out_bytes_per_s * copy,
+        "copy_in_bytes_per_s": machine.copy_in_bytes_per_s * copy,
+    }
+    return replace(trace, resources=replace(machine, paths=paths, **copies))
+
+
+@st.composite
+def machines(draw: st.DrawFn, end_s: float) -> Resources:
+    rate = st.sampled_from([1e6, 3e6, 1e7, 1e8, UNLIMITED])
+    paths = []
+    for _ in range(draw(st.integers(0, 2))):
+        write, read, share = draw(rate), draw(rate), draw(st.sampled_from([0.5, 0.8, 1.0]))
+        paths.append(PathRates(write, read, write * share, read * share))
+    traffic = ()
+    if draw(st.booleans()):
+        middle_s = end_s * draw(st.sampled_from([0.1, 0.5]))
+        traffic = (Traffic(0.0, middle_s, 5e5, 0.0), Traffic(middle_s, end_s, 0.0, 1e6))
+    return Resources(
+        tuple(paths),
+        draw(st.sampled_from([1e7, 1e8, UNLIMITED])),
+        draw(st.sampled_from([1e7, 1e8, UNLIMITED])),
+        4096 * draw(st.integers(1, 40)),
+        is_synchronous=draw(st.booleans()),
+        prefetches_from_backward_start=draw(st.booleans()),
+        traffic=traffic,
+    )
+
+
+@st.composite
+def traces(draw: st.DrawFn, most_storages: int = 7, most_blocks: int = 3, least_storages: int = 0) -> Trace:
+    """Shared storages, any order in backward, blocks of no length, inputs that nobody saves, nothing at all.
+
+    Times are multiples of powers of two, so that their sums are exact.
+    """
+    tick = st.integers(0, 8)
+    lengths = [(draw(tick) * TICK_S, draw(tick) * 2 * TICK_S) for _ in range(draw(st.integers(0, most_blocks)))]
+    forward_end_s = sum(forward for forward, _ in lengths) + draw(tick) * TICK_S
+    end_s = forward_end_s + sum(backward for _, backward in lengths) + draw(tick) * TICK_S
+    part = st.integers(0, 16).map(lambda number: number / 16)
+    packs = sorted(draw(part) * forward_end_s for _ in range(draw(st.integers(least_storages, most_storages))))
+    storages = []
+    for pack_s in packs:
+        left_s = pack_s + draw(part) * (forward_end_s - pack_s) * draw(st.sampled_from([0.0, 0.0, 1.0]))
+        use_s = forward_end_s + draw(part) * (end_s - forward_end_s)
+        freed_s = use_s + draw(part) * (end_s - use_s)
+        members = st.lists(st.integers(OUTSIDE, len(lengths) - 1), max_size=2, unique=True).map(tuple)
+        storages.append(
+            StorageTrace(
+                draw(st.integers(1, 20)) * 4096 - draw(st.sampled_from([0, 0, 4095])),
+                f"layers.{draw(st.integers(0, 2))}.{draw(st.sampled_from(['attention', 'mlp']))}",
+                draw(members),
+                pack_s,
+                left_s,
+                max(left_s, use_s),
+                max(left_s, freed_s),
+                is_movable=draw(st.sampled_from([True, True, True, False])),
+            )
+        )
+    blocks, forward_s, backward_s = [], 0.0, end_s
+    for number, (forward, backward) in enumerate(lengths):
+        inputs = st.lists(st.integers(0, len(storages) - 1), max_size=2, unique=True) if storages else st.just([])
+        blocks.append(
+            BlockTrace(
+                f"layers.{number}",
+                forward_s,
+                forward_s + forward,
+                max(forward_end_s, backward_s - backward),
+                backward_s,
+                tuple(draw(inputs)),
+                is_recomputable=draw(st.sampled_from([True, True, False])),
+            )
+        )
+        forward_s, backward_s = forward_s + forward, max(forward_end_s, backward_s - backward)
+    machine = draw(machines(end_s))
+    return Trace(tuple(storages), tuple(blocks), machine, end_s, draw(tick) * TICK_S, draw(st.integers(1, 2)))
+
+
+@st.composite
+def limits(draw: st.DrawFn) -> Limits:
+    return Limits(
+        max_step_overhead=draw(st.sampled_from([0.0, 0.02, 0.2, 1.0])),
+        activation_budget_bytes=draw(st.none() | st.integers(0, 300_000)),
+        host_budget_bytes=draw(st.sampled_from([0, 0, 50_000, 10_000_000])),
+        write_limit_bytes_per_step=draw(st.sampled_from([0, 100_000, UNLIMITED, UNLIMITED])),
+        recompute=draw(st.sampled_from([True, True, False])),
+    )
