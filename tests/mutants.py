@@ -81,6 +81,14 @@ MUTANTS = [
     Mutant("host memory does not bound what waits for its copy out", HOST,
            "            self._copies.hold_at_most(max(0, self._ahead_limit_bytes - data.numel()))\n", "",
            "tests/test_ordering.py tests/test_host.py tests/test_gpu.py"),
+    Mutant("host memory is given up while a copy out of it runs", NVME,
+           "        arrival.wait()  # that memory may go now\n", ""),
+    Mutant("memory beside staging is used before kernels have left it", "ds_tba/transfer.py",
+           "wait_for_stream(self._accelerator)\n        return memory", "return memory",
+           "tests/test_device_staging.py"),
+    Mutant("staging is used before it was zeroed", "ds_tba/transfer.py",
+           "wait_for_stream(self._accelerator)\n            return memory", "return memory",
+           "tests/test_device_staging.py"),
 ]  # fmt: skip
 
 

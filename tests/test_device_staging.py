@@ -65,8 +65,9 @@ def test_a_mutation_after_the_save_raises(
 
 
 def test_nothing_is_lent(make_store: StoreFactory) -> None:
-    store = make_store(DeviceBackend(), accelerator=EventAccelerator())
-    assert not store.ring.lends
+    accelerator = EventAccelerator()
+    store = make_store(DeviceBackend(), accelerator=accelerator)
+    assert not store.ring.lends and len(accelerator.waited) == 1  # the zeroing of staging
     data = noise(MIB)
     loaded = store.get(stored(store, data), CPU).data
     assert torch.equal(loaded, data)

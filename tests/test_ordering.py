@@ -211,6 +211,19 @@ def test_device_memory_on_its_way_to_host_memory_is_bounded(make_device: DeviceF
     store.close()
 
 
+def test_what_a_failed_write_left_in_host_memory_is_there_until_it_was_copied(
+    make_device: DeviceFactory, make_store: StoreFactory
+) -> None:
+    device = make_device(longest_pause_s=0.05)
+    store = make_store(ScriptedBackend(fails("write")), accelerator=device)
+    data = torch.randint(0, 256, (MIB,), dtype=torch.uint8)
+    ticket = store.put(data.clone(), wait=False)
+    store.wait_for_writes()
+    loaded = store.get(ticket, CPU)  # type: ignore[arg-type]
+    assert device.copies_under_way == []
+    assert torch.equal(loaded.data, data)
+
+
 def test_a_drive_that_is_behind_means_keep(make_device: DeviceFactory, make_store: StoreFactory) -> None:
     device, gate = make_device(late_compute=True), Gate()
     store = make_store(ScriptedBackend(gate), accelerator=device, staging_bytes=4 * MIB)
