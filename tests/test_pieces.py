@@ -8,7 +8,7 @@ import hazards
 import pytest
 import torch
 from conftest import StoreFactory
-from doubles import Gate, ScriptedBackend, fails
+from doubles import CpuAccelerator, EventAccelerator, Gate, ScriptedBackend, fails
 from test_hazards import Scenario, scenarios, store_is_empty
 from test_store import CPU, noise
 
@@ -34,14 +34,17 @@ def put(store: PiecesStore, data: torch.Tensor) -> PiecesTicket:
 
 
 @scenarios
-def test_gradients_are_exact(make_store: StoreFactory, scenario: Scenario) -> None:
-    """Storages of 16 KiB and more are cut: pieces are of 16 KiB."""
-    nvme = make_store(staging_bytes=64 * KIB)
+@pytest.mark.parametrize("accelerator", [CpuAccelerator, EventAccelerator], ids=["synchronous", "asynchronous"])
+def test_gradients_are_exact(
+    make_store: StoreFactory, accelerator: Callable[[], CpuAccelerator], scenario: Scenario
+) -> None:
+    """Pieces are of 4 KiB; whole storages of 16 KiB pass only on a synchronous device."""
+    nvme = make_store(staging_bytes=16 * KIB, accelerator=accelerator())
     hazards.check(scenario, TensorCache([over(nvme)], "cpu", hazards.LEAST_BYTES, wait_for_staging=True))
     assert store_is_empty(nvme)
 
 
-@pytest.mark.parametrize("nbytes", [MIB + 1, 4 * MIB, 5 * MIB + 4097, 40 * MIB + 3])
+@pytest.mark.parametrize("nbytes", [4 * MIB + 1, 5 * MIB + 4097, 40 * MIB + 3])
 def test_what_is_larger_than_staging_comes_back(make_store: StoreFactory, backend: IoBackend, nbytes: int) -> None:
     nvme = make_store(backend, staging_bytes=4 * MIB)
     store, data = over(nvme), noise(nbytes)
@@ -65,7 +68,7 @@ def test_one_storage_is_spread_over_all_paths(make_store: StoreFactory) -> None:
 
 def test_what_was_only_in_staging_is_handed_over_as_the_only_copy(make_store: StoreFactory) -> None:
     gate = Gate()
-    nvme = make_store(ScriptedBackend(gate), staging_bytes=8 * MIB)
+    nvme = make_store(ScriptedBackend(gate), staging_bytes=8 * MIB, accelerator=EventAccelerator())
     store, data = over(nvme), noise(6 * MIB)
     ticket = put(store, data.clone())
     loaded = store.get(ticket, CPU)
@@ -76,7 +79,7 @@ def test_what_was_only_in_staging_is_handed_over_as_the_only_copy(make_store: St
 
 
 def test_without_waiting_it_is_refused_before_a_byte_is_copied(make_store: StoreFactory) -> None:
-    nvme = make_store(staging_bytes=4 * MIB)
+    nvme = make_store(staging_bytes=4 * MIB, accelerator=EventAccelerator())
     store = over(nvme)
     assert store.put(noise(5 * MIB), wait=False) is Refusal.LARGER_THAN_STAGING
     held = nvme.open(2 * MIB, CPU, wait=False)
@@ -92,7 +95,7 @@ def test_a_swap_file_without_room_gives_the_pieces_back(make_store: StoreFactory
 
 
 def test_a_copy_that_fails_gives_the_pieces_back(make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    nvme = make_store(staging_bytes=8 * MIB)
+    nvme = make_store(staging_bytes=8 * MIB, accelerator=EventAccelerator())
     monkeypatch.setattr(nvme.ring.copies, "out", _fails_after(2, nvme.ring.copies.out))
     with pytest.raises(MemoryError):
         over(nvme).put(noise(8 * MIB), wait=True)
@@ -104,7 +107,7 @@ def test_a_get_that_fails_half_way_may_be_tried_again(
 ) -> None:
     """Also where the pieces that came were the only copies."""
     gate = Gate()
-    nvme = make_store(ScriptedBackend(gate), staging_bytes=8 * MIB)
+    nvme = make_store(ScriptedBackend(gate), staging_bytes=8 * MIB, accelerator=EventAccelerator())
     store, data = over(nvme), noise(8 * MIB)
     ticket = put(store, data.clone())
     with monkeypatch.context() as patch:
@@ -124,10 +127,17 @@ def test_a_lost_piece_raises(make_store: StoreFactory) -> None:
         store.get(ticket, CPU)
 
 
-def test_small_storages_pass_by(make_store: StoreFactory) -> None:
-    nvme = make_store(staging_bytes=4 * MIB)
-    ticket = over(nvme).put(noise(MIB), wait=False)
-    assert isinstance(ticket, Ticket) and not isinstance(ticket, PiecesTicket)
+@pytest.mark.parametrize(
+    ("accelerator", "largest"), [(CpuAccelerator, 4 * MIB), (EventAccelerator, MIB)], ids=["lent", "copied"]
+)
+def test_smaller_storages_pass_by(
+    make_store: StoreFactory, accelerator: Callable[[], CpuAccelerator], largest: int
+) -> None:
+    """Where a slot becomes the tensor's memory, whatever fits into staging is not cut."""
+    store = over(make_store(staging_bytes=4 * MIB, accelerator=accelerator()))
+    whole, cut = (store.put(noise(nbytes), wait=True) for nbytes in (largest, largest + 1))
+    assert isinstance(whole, Ticket) and not isinstance(whole, PiecesTicket)
+    assert isinstance(cut, PiecesTicket)
 
 
 def _fails_after(calls: int, original: Callable[..., object]) -> Callable[..., object]:

@@ -46,11 +46,13 @@ class PiecesStore(Store[PiecesTicket]):
         slots = nvme.ring.slots
         part = int(slots.capacity_bytes * PIECE_PART_OF_STAGING)
         self._piece_bytes = max(part - part % slots.alignment_bytes, slots.alignment_bytes)
+        # Where a slot can be the tensor's memory, putting pieces together is a copy that whole storages do not need.
+        self._largest_whole_bytes = slots.capacity_bytes if nvme.ring.lends else self._piece_bytes
         self._lock = threading.Lock()
 
     def put(self, data: torch.Tensor, *, wait: bool) -> Ticket | Refusal:  # type: ignore[override]
         """As :meth:`Store.put`; the ticket of a storage that is not cut is the inner store's own."""
-        if data.numel() <= self._piece_bytes:
+        if data.numel() <= self._largest_whole_bytes:
             taken: Ticket | Refusal = self._inner.put(data, wait=wait)
             return taken
         if not wait and self._nvme.staging_is_short_of(data.numel()):
