@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from traces import SIZE, UNLIMITED, one_block, storage
 
 from ds_tba.errors import TraceError
+from ds_tba.plan.drive import STORED, DriveQueues
 from ds_tba.plan.limits import Limits
 from ds_tba.plan.placement import Assignment, Placement
 from ds_tba.plan.plan import simulate
@@ -68,15 +69,41 @@ def test_a_write_that_has_not_begun_is_cancelled() -> None:
     assert (found.forwarded_bytes, found.written_bytes, found.stall_s) == (2 * SIZE, SIZE, 0.0)
 
 
-def test_what_is_being_written_when_it_is_its_turn_to_be_read_ahead_is_passed_by() -> None:
-    # At 1.0, when reading ahead begins, the second is being written until 1.25; used at 2.0, it is read only then.
+def test_what_is_being_written_when_it_is_its_turn_to_be_read_ahead_stays() -> None:
+    # At 1.0, when reading ahead begins, the second is being written until 1.25; used at 2.0, it is still there.
     trace = one_block(
         storage(0.0, 2.5), storage(0.25, 2.0), storage(0.9, 1.0), machine=traces.resources(write=1.6 * SIZE)
     )
     found, _ = run(trace, K, N, K)
     assert found.stalls == []  # alone it is written by 0.875, and read from 1.0 to 2.0
-    both, _ = run(trace, N, N, K)
-    assert both.stalls == [(1, 1.0)]  # the first is read from 1.0 to 2.0
+    both, figures = run(trace, N, N, K)
+    assert both.stalls == []  # the first is read from 1.0 to 2.0
+    assert (figures.forwarded_bytes, figures.read_bytes, figures.written_bytes) == (SIZE, SIZE, 2 * SIZE)
+    assert found.forwarded_bytes == 0
+
+
+def test_what_stays_is_on_the_device_from_the_end_of_its_write_on() -> None:
+    # Written until 1.25; of the other two, one is gone by then and one comes after.
+    trace = one_block(
+        storage(0.25, 2.0), storage(0.9, 1.0, 1.2), storage(0.95, 1.1, 1.3), machine=traces.resources(copy=8 * SIZE)
+    )
+    found = cost(trace, N, K, K)
+    assert (found.forwarded_bytes, found.read_bytes, found.stall_s) == (SIZE, 0, 0.0)
+    assert found.peak_saved_bytes == 2 * SIZE  # 3 if it were there from 1.0 on
+    assert cost(replace(trace, storages=(*trace.storages, storage(0.97, 1.0, 1.4))), N, K, K, K).peak_saved_bytes == (
+        3 * SIZE
+    )
+
+
+def test_what_is_to_stay_counts_within_staging_and_does_not_hold_up_reads_behind_it() -> None:
+    # At 1.0 the last two are in staging, more than a half of it; the first is read beside them, from 1.0 to 2.0.
+    machine = traces.resources(write=SIZE, staging_bytes=3 * SIZE)
+    storages = (storage(-0.0, 2.0), storage(0.9, 1.6), storage(0.95, 1.5), storage(0.97, 1.0))
+    found, figures = run(one_block(*storages, machine=machine), N, N, N, K)
+    assert found.stalls == [] and figures.forwarded_bytes == 2 * SIZE
+    # Without room for a third, its read waits for the first use of the others.
+    less, figures = run(one_block(*storages, machine=replace(machine, staging_bytes=2 * SIZE)), N, N, N, K)
+    assert less.stalls == [(2, pytest.approx(0.05)), (0, pytest.approx(0.5))]
 
 
 def test_compute_waits_at_pack_until_a_write_frees_staging() -> None:
@@ -106,10 +133,15 @@ def test_what_staging_cannot_hold_and_what_may_not_move_is_kept() -> None:
 
 
 def test_a_read_that_is_waited_for_overtakes_those_ahead() -> None:
-    # At 1.0 the third is being written until 1.1 and passed by; the second is read until 2.0, then the third.
-    storages = (storage(0.0, 2.9), storage(0.3, 2.8), storage(0.85, 1.15), storage(0.95, 1.0))
-    outcome, _ = run(one_block(*storages, machine=traces.resources(write=4 * SIZE)), N, N, N, K)
-    assert outcome.stalls[0] == (2, pytest.approx(1.85))
+    read: list[int] = []
+    drive = DriveQueues(traces.resources(), [STORED] * 3, [SIZE] * 3, lambda storage: None, read.append)
+    for storage_ahead in (0, 1):
+        drive.read(storage_ahead, urgent=False)
+    drive.advance(0.5)
+    drive.read(2, urgent=True)
+    assert drive.advance_past_read(2) == 2.0  # the first was under way, the second was not
+    drive.advance(3.0)
+    assert read == [0, 2, 1]
 
 
 def test_reads_ahead_take_half_of_staging_while_there_are_writes() -> None:
@@ -297,10 +329,8 @@ def test_nothing_waits_where_everything_is_unlimited(case: tuple[Trace, Assignme
     assert both(replace(trace, resources=machine), assignment)[1].stall_s == 0.0
 
 
-@given(cases(), st.sampled_from([0.25, 0.5, 2.0, 8.0]))
-@ANY
-def test_a_slower_clock_changes_times_and_nothing_else(case: tuple[Trace, Assignment], factor: float) -> None:
-    trace, assignment = case
+def slowed(trace: Trace, factor: float) -> Trace:
+    """Everything takes ``factor`` times as long."""
     slow = replace(
         trace,
         storages=tuple(
@@ -326,8 +356,19 @@ def test_a_slower_clock_changes_times_and_nothing_else(case: tuple[Trace, Assign
         end_s=trace.end_s * factor,
         rest_s=trace.rest_s * factor,
     )
-    machine = with_traffic(traces.with_rates(slow, 1 / factor, 1 / factor, 1 / factor), factor)
-    before, after = both(trace, assignment)[1], both(machine, assignment)[1]
+    return with_traffic(traces.with_rates(slow, 1 / factor, 1 / factor, 1 / factor), factor)
+
+
+@given(cases(), st.sampled_from([0.25, 0.5, 2.0, 8.0]), st.sampled_from([(), None]))
+@ANY
+def test_a_slower_clock_changes_times_and_nothing_else(
+    case: tuple[Trace, Assignment], factor: float, lead: tuple[int, ...] | None
+) -> None:
+    trace, assignment = case
+    (one, before), (other, after) = (
+        replay(Timeline.of(which), assignment, lead=lead) for which in (trace, slowed(trace, factor))
+    )
+    assert one.lead == other.lead
     assert after == replace(
         before,
         step_s=before.step_s * factor,

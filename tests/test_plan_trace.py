@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import traces
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ds_tba.errors import ConfigError, TraceError
 from ds_tba.plan.limits import Limits, write_limit_bytes_per_step
@@ -80,3 +81,15 @@ def test_the_wear_limit_is_the_rating_spread_over_the_life() -> None:
 def test_limits_are_not_negative(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} is -1"):
         Limits(**{name: -1})
+
+
+@given(traces.traces(), st.floats(0.0, 1.0))
+@settings(derandomize=True, deadline=None)
+def test_a_trace_without_what_was_taken_is_shorter_and_moves_the_same(trace: Trace, part: float) -> None:
+    shorter = trace.without(part * trace.end_s)
+    factor = max(0.5, 1 - part)
+    assert shorter.end_s == pytest.approx(factor * trace.end_s)
+    assert [one.nbytes for one in shorter.storages] == [one.nbytes for one in trace.storages]
+    for one, other in zip(trace.resources.traffic, shorter.resources.traffic, strict=True):
+        moved = (one.end_s - one.start_s) * one.write_bytes_per_s
+        assert (other.end_s - other.start_s) * other.write_bytes_per_s == pytest.approx(moved)

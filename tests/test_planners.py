@@ -153,7 +153,7 @@ def test_with_a_slow_drive_and_time_to_spend_blocks_are_recomputed() -> None:
 
 
 def test_both_together_are_better_than_either_alone() -> None:
-    trace = layers(8, 4, rate=2.0)
+    trace = layers(8, 4, rate=1.5)
     limits = Limits(activation_budget_bytes=12 * SIZE)
     best, alone = adaptive(trace, limits), adaptive(trace, replace(limits, recompute=False))
     only_again = PLANNERS["recompute"](trace, limits)
@@ -220,9 +220,9 @@ def test_what_just_does_not_fit_in_full_is_searched_again_within_narrower_limits
 ) -> None:
     monkeypatch.syspath_prepend(str(runs.ROOT / "benchmarks"))
     shapes = importlib.import_module("planner_scale")
-    trace = shapes.model_trace(shapes.SHAPES["Granite-8B"], shapes.REGIMES[0], 32e9)
-    limits = Limits(activation_budget_bytes=PLANNERS["keep"](trace, Limits()).prediction.peak_saved_bytes // 4)
-    monkeypatch.setattr("ds_tba.plan.planner.SEARCHED_GROUPS", 512)
+    trace = shapes.model_trace(shapes.SHAPES["Granite-8B"], shapes.REGIMES[0], 8e9)
+    limits = Limits(activation_budget_bytes=PLANNERS["keep"](trace, Limits()).prediction.peak_saved_bytes // 8)
+    monkeypatch.setattr("ds_tba.plan.planner.SEARCHED_GROUPS", 200)
     best = adaptive(trace, limits).prediction
     monkeypatch.setattr("ds_tba.plan.planner.MARGINS", (0.0,))
     assert best.step_s < adaptive(trace, limits).prediction.step_s

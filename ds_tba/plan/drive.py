@@ -23,7 +23,7 @@ class DriveQueues:
         resources: the rates.
         state: of each storage; changed here between QUEUED and STORED, and between READ_QUEUED and LOADED.
         nbytes: of each storage, as they count on the drive.
-        on_written, on_read: called with the storage when its bytes are there.
+        on_written, on_read: called with the storage when its bytes are there; the former may make STORED another.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class DriveQueues:
         self._read_rate = resources.read_bytes_per_s
         self._write_rate_beside = sum(path.write_beside_read_bytes_per_s for path in resources.paths)
         self._read_rate_beside = sum(path.read_beside_write_bytes_per_s for path in resources.paths)
-        self._shares = _shares(resources)
+        self._shares = shares(resources)
         self._share = self._shares.popleft()
         self._writes: deque[tuple[int, float]] = deque()
         self._reads: deque[int] = deque()
@@ -149,15 +149,15 @@ class DriveQueues:
         return storage
 
 
-def _shares(resources: Resources) -> deque[tuple[float, float]]:
+def shares(resources: Resources) -> deque[tuple[float, float]]:
     """Until when, and which part of the drives' time is ours."""
-    shares: deque[tuple[float, float]] = deque()
+    found: deque[tuple[float, float]] = deque()
     for one in resources.traffic:
         taken = (
             one.write_bytes_per_s / resources.write_bytes_per_s if one.write_bytes_per_s and resources.paths else 0.0
         )
         taken += one.read_bytes_per_s / resources.read_bytes_per_s if one.read_bytes_per_s and resources.paths else 0.0
-        shares.append((one.start_s, 1.0))
-        shares.append((one.end_s, max(LEAST_SHARE, 1.0 - taken)))
-    shares.append((math.inf, 1.0))
-    return shares
+        found.append((one.start_s, 1.0))
+        found.append((one.end_s, max(LEAST_SHARE, 1.0 - taken)))
+    found.append((math.inf, 1.0))
+    return found

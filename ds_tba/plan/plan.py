@@ -29,6 +29,9 @@ class Plan:
         planner: who chose.
         placements: of each storage in pack order; RECOMPUTE where its block's recomputation makes it again.
         recomputed_blocks: for each block, whether its forward runs again.
+        prefetch_lead: for reading ahead: when so many of what was moved were used for the first time in backward (none
+            at its begin), how many of the next in order are to have been asked for. Empty where it goes as far as the
+            bounds allow, as without a plan.
         reasons, block_reasons: a line for each.
         prediction: what it was chosen for.
     """
@@ -36,6 +39,7 @@ class Plan:
     planner: str
     placements: tuple[Placement, ...]
     recomputed_blocks: tuple[bool, ...]
+    prefetch_lead: tuple[int, ...]
     reasons: tuple[str, ...]
     block_reasons: tuple[str, ...]
     prediction: Prediction
@@ -60,7 +64,7 @@ def simulate(trace: Trace, plan: Plan) -> Prediction:
             f"a plan for {sizes[0]} storages and {sizes[1]} blocks cannot be replayed on a trace of "
             f"{len(trace.storages)} and {len(trace.blocks)}: plan again"
         )
-    return replay(Timeline.of(trace), plan.assignment)[1]
+    return replay(Timeline.of(trace), plan.assignment, lead=plan.prefetch_lead)[1]
 
 
 Rank = tuple[bool, bool, float, float, int]
@@ -104,6 +108,7 @@ def make_plan(planner: str, timeline: Timeline, modules: Sequence[str], outcome:
         planner,
         tuple(map(list(Placement).__getitem__, places.tolist())),
         tuple(recomputed),
+        outcome.lead,
         tuple(_reasons(timeline, outcome, modules)),
         tuple(
             f"recompute: {freed / MIB:.1f} MiB for a forward of {took_s:.3g} s"

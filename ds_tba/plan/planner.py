@@ -13,7 +13,7 @@ import numpy as np
 
 from ds_tba.plan.limits import Limits
 from ds_tba.plan.placement import Assignment
-from ds_tba.plan.plan import Plan, longest_step_s, make_plan
+from ds_tba.plan.plan import Plan, longest_step_s, make_plan, rank
 from ds_tba.plan.search import Search
 from ds_tba.plan.simulate import replay
 from ds_tba.plan.tba import tba_assignment
@@ -33,25 +33,25 @@ RELIEF_ROUNDS = 2
 def keep(trace: Trace, limits: Limits) -> Plan:
     """Everything kept."""
     timeline = Timeline.of(trace)
-    return _planned("keep", trace, timeline, timeline.kept)
+    return _planned("keep", trace, limits, timeline, timeline.kept)
 
 
 def recompute(trace: Trace, limits: Limits) -> Plan:
     """Every block recomputed that may be, nothing moved."""
     timeline = Timeline.of(trace)
-    return _planned("recompute", trace, timeline, _recompute_all(timeline))
+    return _planned("recompute", trace, limits, timeline, _recompute_all(timeline))
 
 
 def tba(trace: Trace, limits: Limits) -> Plan:
     """TBA's suffix rule; it knows no limits."""
     timeline = Timeline.of(trace)
-    return _planned("tba", trace, timeline, tba_assignment(trace, timeline))
+    return _planned("tba", trace, limits, timeline, tba_assignment(trace, timeline))
 
 
 def teraio(trace: Trace, limits: Limits) -> Plan:
     """TERAIO's benefit over cost; of the limits it knows the budgets of activations and of host memory."""
     timeline = Timeline.of(trace)
-    return _planned("teraio", trace, timeline, teraio_assignment(timeline, limits))
+    return _planned("teraio", trace, limits, timeline, teraio_assignment(timeline, limits))
 
 
 def adaptive(trace: Trace, limits: Limits) -> Plan:
@@ -66,12 +66,13 @@ def adaptive(trace: Trace, limits: Limits) -> Plan:
     if limits.recompute:
         starts.append(_recompute_all(timeline))
     for assignment in starts:
-        exact.replay(assignment)
+        exact.replay_both(assignment)
     coarse, group = timeline.grouped(SEARCHED_GROUPS)
     if coarse is timeline:
         exact.run()
     else:
         _search_coarsely(exact, coarse, group, starts)
+    exact.replay_both(exact.found[1].assignment)
     _, outcome, cost = exact.found
     return make_plan("adaptive", timeline, _modules(trace), outcome, cost)
 
@@ -115,8 +116,11 @@ def _recompute_all(timeline: Timeline) -> Assignment:
     return Assignment(timeline.kept.placements, timeline.recomputable.copy())
 
 
-def _planned(name: str, trace: Trace, timeline: Timeline, assignment: Assignment) -> Plan:
-    return make_plan(name, timeline, _modules(trace), *replay(timeline, assignment))
+def _planned(name: str, trace: Trace, limits: Limits, timeline: Timeline, assignment: Assignment) -> Plan:
+    """With reading ahead just in time, if that is better by the limits than as far as the bounds allow."""
+    both = [replay(timeline, assignment, lead=lead) for lead in ((), None)]
+    best = min(both, key=lambda tried: rank(tried[1], limits, timeline.step_s))
+    return make_plan(name, timeline, _modules(trace), *best)
 
 
 def _modules(trace: Trace) -> list[str]:

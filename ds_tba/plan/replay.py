@@ -3,9 +3,11 @@
 [Note: What is modelled] Compute is one stream that waits. A storage on its way to NVMe takes a staging slot at pack,
 for which compute waits where writes hold all of them; it is copied out, then written in its turn, and its slot is
 free. In backward, reads go ahead in the order of first use, as far as half of staging while there are writes, else as
-far as all of it; what is still being written then is passed by. At its use a storage is handed over from staging (a
-write that has not begun is cancelled), is there already, or is read at once, ahead of the others, while compute waits.
+far as all of it; what is still being written then stays when its write ends. At its use a storage is handed over from
+staging (a write that has not begun is cancelled), is there already, or is read at once, ahead of the others, while
+compute waits.
 A storage on its way to host memory is copied out, and copied in ahead of its use as far as the bound of what is ahead.
+With a lead, nothing is asked for earlier than that says; see ``ds_tba/plan/lead.py``.
 A block that is recomputed gets its inputs, runs its forward again, and its other storages are made anew.
 
 [Note: Synchronous devices] There the training thread does the copies and compute waits for them; what was read, or
@@ -16,12 +18,14 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from ds_tba.plan.drive import (
     FORWARDED,
+    LOADED,
     QUEUED,
     READ_QUEUED,
     READING,
@@ -29,8 +33,10 @@ from ds_tba.plan.drive import (
     WRITING,
     DriveQueues,
 )
+from ds_tba.plan.lead import Moment, Reloads, prefetch_lead
 from ds_tba.plan.placement import Assignment, Placement, Places
-from ds_tba.plan.timeline import Bools, Existence, Floats, Ints, Timeline
+from ds_tba.plan.residency import Clock, Moves, peak_host_bytes, peak_saved_bytes
+from ds_tba.plan.timeline import Existence, Timeline
 
 PREFETCH_PART_OF_STAGING = 0.5  # as in ds_tba/store/swap_space.py
 _KEEP, _HOST, _NVME = int(Placement.KEEP), int(Placement.HOST), int(Placement.NVME)
@@ -57,6 +63,7 @@ class Outcome:
     Attributes:
         assignment: where each storage really was, KEEP for those that do not exist or were refused.
         order: of the first uses of what was moved.
+        lead: that was kept to, as in ``Plan.prefetch_lead``.
         stalls: of each storage for which compute waited, the seconds.
     """
 
@@ -73,6 +80,7 @@ class Outcome:
     peak_staging_bytes: int
     stalls: list[tuple[int, float]]
     order: list[int]
+    lead: tuple[int, ...]
 
 
 class Replay:
@@ -82,9 +90,16 @@ class Replay:
         timeline: what happens.
         assignment: what is done about it.
         pacing: see there; else every wait is waited.
+        lead: see ``Plan.prefetch_lead``; None to find the one that is just in time.
     """
 
-    def __init__(self, timeline: Timeline, assignment: Assignment, pacing: Pacing | None = None) -> None:
+    def __init__(
+        self,
+        timeline: Timeline,
+        assignment: Assignment,
+        pacing: Pacing | None = None,
+        lead: Sequence[int] | None = (),
+    ) -> None:
         count, resources = timeline.storages, timeline.resources
         self._timeline = timeline
         self._resources = resources
@@ -100,19 +115,22 @@ class Replay:
         self._allocated_s = [0.0] * count
         self._arrived_s = [0.0] * count
         self._drive = DriveQueues(resources, self._state, self._padded, self._on_written, self._on_read)
-        self._shift_s = self._stall_s = self._recomputed_s = 0.0
+        self._clock = Clock()
+        self._stall_s = self._recomputed_s = 0.0
         self._out_free_s = self._in_free_s = 0.0
         self._staged_bytes = self._peak_staged_bytes = 0
         self._slots_in_use: deque[tuple[float, int]] = deque()  # by copies in, which end in this order
         self._slots_lent: list[tuple[float, int]] = []  # a heap, by the trace's clock
-        self._prefetched_bytes = self._host_ahead_bytes = 0
+        self._prefetched_bytes = self._wanted_bytes = self._host_ahead_bytes = 0
         self._prefetched: set[int] = set()
+        self._wanted: set[int] = set()
+        self._stayed: set[int] = set()
         self._slotless: set[int] = set()
+        self._lead = lead
+        self._used = 0  # first uses of what was moved
         self._cursor = 0
         self._order: list[int] = []
         self._stalls: list[tuple[int, float]] = []
-        self._shift_at_s: list[float] = []
-        self._shifts_s: list[float] = []
         self._recompute_at_s = np.zeros(timeline.blocks)
         self._cancelled_bytes = self._forwarded_bytes = self._read_bytes = 0
         self._paced_host_bytes = self._paced_write_bytes = 0
@@ -121,27 +139,26 @@ class Replay:
         """Play it all."""
         acts = (self._pack, self._begin_backward, self._use, self._recompute)
         for at_s, kind, which in self._events():
-            before_s = self._shift_s
             acts[kind](which, at_s)
-            if self._shift_s != before_s:
-                self._shift_at_s.append(at_s)
-                self._shifts_s.append(self._shift_s)
+            self._clock.note(at_s)
         place = np.array(self._place, np.int8)
         moved = int(self._timeline.padded_bytes[place == _NVME].sum())
+        moves = Moves(place, np.array(self._copied_s), np.array(self._allocated_s), self._recompute_at_s)
         return Outcome(
             Assignment(place, self._recomputed),
             self._existence,
-            self._peak(place),
-            self._timeline.end_s + self._shift_s,
+            peak_saved_bytes(self._timeline, self._existence, self._clock, moves),
+            self._timeline.end_s + self._clock.shift_s,
             self._stall_s,
             self._recomputed_s,
             moved - self._cancelled_bytes,
             self._read_bytes,
             self._forwarded_bytes,
-            self._host_peak(place),
+            peak_host_bytes(self._timeline, self._existence, self._clock, place),
             self._peak_staged_bytes,
             self._stalls,
             self._order,
+            tuple(self._lead or ()),
         )
 
     # ---- what happens -------------------------------------------------------------------------------------------
@@ -178,10 +195,10 @@ class Replay:
         if self._place[storage] == _NVME:
             self._pack_to_nvme(storage, at_s)
         if self._place[storage] == _HOST:
-            self._copied_s[storage] = self._copy_out(storage, at_s + self._shift_s)
+            self._copied_s[storage] = self._copy_out(storage, at_s + self._clock.shift_s)
 
     def _pack_to_nvme(self, storage: int, at_s: float) -> None:
-        now_s = at_s + self._shift_s
+        now_s = at_s + self._clock.shift_s
         self._drive.advance(now_s)
         now_s = self._wait_for_slot(storage, at_s, now_s)
         if self._place[storage] != _NVME:
@@ -192,26 +209,27 @@ class Replay:
         self._drive.write(storage, self._copied_s[storage])
 
     def _begin_backward(self, which: int, at_s: float) -> None:
-        self._drive.advance(at_s + self._shift_s)
+        self._drive.advance(at_s + self._clock.shift_s)
         self._prefetch(at_s)
 
     def _use(self, storage: int, at_s: float) -> None:
-        now_s = at_s + self._shift_s
+        now_s = at_s + self._clock.shift_s
         self._drive.advance(now_s)
         self._settle_slots(at_s)
         there_s = self._there_s(storage, at_s, now_s)
         if there_s > now_s:
             self._stall(storage, there_s - now_s)
+        self._used += self._place[storage] != _KEEP
         self._cursor += 1 if self._cursor < len(self._order) and self._order[self._cursor] == storage else 0
         self._prefetch(at_s)
 
     def _recompute(self, block: int, at_s: float) -> None:
         forward_s = float(self._timeline.forward_s[block])
-        self._recompute_at_s[block] = at_s + self._shift_s
-        self._drive.advance(at_s + self._shift_s)
+        self._recompute_at_s[block] = at_s + self._clock.shift_s
+        self._drive.advance(at_s + self._clock.shift_s)
         self._prefetch(at_s)
         self._recomputed_s += forward_s
-        self._shift_s += forward_s
+        self._clock.shift_s += forward_s
 
     # ---- out ----------------------------------------------------------------------------------------------------
 
@@ -266,7 +284,15 @@ class Replay:
             self._staged_bytes -= heapq.heappop(self._slots_lent)[1]
 
     def _on_written(self, storage: int) -> None:
-        self._staged_bytes -= self._padded[storage]
+        if storage not in self._wanted:
+            self._staged_bytes -= self._padded[storage]
+            return
+        self._no_longer_wanted(storage)
+        self._stayed.add(storage)
+        self._prefetched.add(storage)
+        self._prefetched_bytes += self._padded[storage]
+        self._state[storage] = LOADED
+        self._on_read(storage)
 
     # ---- in -----------------------------------------------------------------------------------------------------
 
@@ -289,6 +315,8 @@ class Replay:
             if state != READING:
                 self._drive.read(storage, urgent=True)
             now_s = max(now_s, self._drive.advance_past_read(storage))
+        if storage in self._stayed:
+            self._forwarded_bytes += self._nbytes[storage]
         if storage in self._prefetched:
             self._prefetched.remove(storage)
             self._prefetched_bytes -= self._padded[storage]
@@ -317,6 +345,7 @@ class Replay:
         """Hand over from staging; when it is there."""
         is_queued, padded = self._state[storage] == QUEUED, self._padded[storage]
         self._forwarded_bytes += self._nbytes[storage]
+        self._no_longer_wanted(storage)
         self._state[storage] = FORWARDED
         if is_queued:
             self._cancelled_bytes += padded
@@ -350,11 +379,14 @@ class Replay:
 
     def _prefetch(self, at_s: float) -> None:
         """Begin to bring back what will be used next, as far as the bounds allow."""
-        order, now_s = self._order, at_s + self._shift_s
+        now_s = at_s + self._clock.shift_s
         self._drive.advance(now_s)
         self._settle_slots(at_s)
-        while self._cursor < len(order):
-            storage = order[self._cursor]
+        if self._lead is None:
+            self._keep_to_what_is_just_in_time(at_s)
+        reach = self._reach
+        while self._cursor < reach:
+            storage = self._order[self._cursor]
             place = self._place[storage]
             if (place == _NVME and not self._read_ahead(storage)) or (
                 place == _HOST and not self._copy_ahead(storage, now_s)
@@ -362,14 +394,31 @@ class Replay:
                 return
             self._cursor += 1
 
+    @property
+    def _reach(self) -> int:
+        """How far in the order may be asked for by now."""
+        count, used, lead = len(self._order), self._used, self._lead or ()
+        return min(count, used + lead[used]) if used < len(lead) else count
+
+    def _keep_to_what_is_just_in_time(self, at_s: float) -> None:
+        """Find the lead, now that it is known what was moved."""
+        order = self._order = [storage for storage in self._order if self._place[storage] != _KEEP]
+        self._cursor = self._used
+        self._lead = ()
+        if order:
+            unwritten = sum(self._padded[storage] for storage in order if self._state[storage] in (QUEUED, WRITING))
+            choice = Assignment(np.array(self._place, np.int8), self._recomputed)
+            moment = Moment(at_s, self._clock.shift_s, unwritten)
+            reloads = Reloads.of(self._timeline, self._existence, choice, np.array(order), moment)
+            self._lead = prefetch_lead(reloads, self._resources)
+
     def _read_ahead(self, storage: int) -> bool:
+        if self._state[storage] in (QUEUED, WRITING):
+            return self._want(storage)
         if self._state[storage] != STORED:
             return True
-        padded, capacity = self._padded[storage], self._resources.staging_bytes
-        part = PREFETCH_PART_OF_STAGING if self._drive.writes_under_way else 1.0
-        if self._prefetched_bytes and self._prefetched_bytes + padded > capacity * part:
-            return False
-        if not self._has_room(storage):
+        padded = self._padded[storage]
+        if not self._may_read_ahead(padded) or not self._has_room(storage):
             return False
         self._take_slot(storage)
         self._prefetched.add(storage)
@@ -377,6 +426,27 @@ class Replay:
         self._read_bytes += padded
         self._drive.read(storage, urgent=False)
         return True
+
+    def _may_read_ahead(self, padded: int) -> bool:
+        capacity, ahead = self._resources.staging_bytes, self._prefetched_bytes + padded
+        part = PREFETCH_PART_OF_STAGING if self._drive.writes_under_way else 1.0
+        return not self._prefetched_bytes or (ahead <= capacity * part and ahead + self._wanted_bytes <= capacity)
+
+    def _want(self, storage: int) -> bool:
+        """Let what is still to be written stay when its write ends."""
+        padded = self._padded[storage]
+        if storage in self._wanted:
+            return True
+        if self._prefetched_bytes + self._wanted_bytes + padded > self._resources.staging_bytes:
+            return False
+        self._wanted.add(storage)
+        self._wanted_bytes += padded
+        return True
+
+    def _no_longer_wanted(self, storage: int) -> None:
+        if storage in self._wanted:
+            self._wanted.remove(storage)
+            self._wanted_bytes -= self._padded[storage]
 
     def _copy_ahead(self, storage: int, now_s: float) -> bool:
         if self._resources.is_synchronous or storage in self._prefetched:
@@ -394,51 +464,4 @@ class Replay:
     def _stall(self, storage: int, seconds: float) -> None:
         self._stalls.append((storage, seconds))
         self._stall_s += seconds
-        self._shift_s += seconds
-
-    def _shifted(self, at_s: Floats, *, after: bool) -> Floats:
-        """The trace's clock as the replay's, before or after what happened at that very time."""
-        shifts = np.array([0.0, *self._shifts_s])
-        return np.asarray(
-            at_s + shifts[np.searchsorted(np.array(self._shift_at_s), at_s, "right" if after else "left")]
-        )
-
-    def _peak(self, place: Places) -> int:
-        """Most device bytes that storages held at once; what begins when another ends counts with it."""
-        timeline, existence = self._timeline, self._existence
-        nbytes, exists, dropped = timeline.nbytes, existence.exists, existence.dropped
-        packed_s = self._shifted(timeline.pack_s, after=False)
-        left_s = self._shifted(timeline.last_forward_use_s, after=True)
-        freed_s = self._shifted(np.maximum(timeline.freed_s, existence.need_s), after=True)
-        moved = place != _KEEP
-        first_end_s = np.where(moved, np.maximum(np.array(self._copied_s), left_s), np.where(dropped, left_s, freed_s))
-        again = exists & (moved | dropped)
-        again_s = np.where(dropped, self._made_again_s(dropped), np.array(self._allocated_s))
-        begins = np.concatenate([packed_s[exists], again_s[again]])
-        ends = np.concatenate([first_end_s[exists], freed_s[again]])
-        return _highest(begins, ends, np.concatenate([nbytes[exists], nbytes[again]]))
-
-    def _made_again_s(self, dropped: Bools) -> Floats:
-        timeline = self._timeline
-        owner = np.where(dropped, timeline.owner, 0)
-        if not dropped.any():
-            return np.zeros(timeline.storages)
-        into_s = timeline.pack_s - timeline.forward_start_s[owner]
-        return np.asarray(self._recompute_at_s[owner] + np.clip(into_s, 0.0, timeline.forward_s[owner]))
-
-    def _host_peak(self, place: Places) -> int:
-        on_host = place == _HOST
-        timeline = self._timeline
-        freed_s = np.maximum(timeline.freed_s, self._existence.need_s)
-        return _highest(
-            self._shifted(timeline.pack_s[on_host], after=False),
-            self._shifted(freed_s[on_host], after=True),
-            timeline.nbytes[on_host],
-        )
-
-
-def _highest(begins: Floats, ends: Floats, nbytes: Ints) -> int:
-    times = np.concatenate([begins, np.maximum(begins, ends)])
-    changes = np.concatenate([nbytes, -nbytes])
-    order = np.lexsort((-changes, times))
-    return int(np.cumsum(changes[order]).max(initial=0))
+        self._clock.shift_s += seconds

@@ -3,8 +3,9 @@
 [Note: The way of the search] Few assignments are tried where all can be. Else, for several sets of recomputed blocks,
 everything goes to NVMe as far as staging has room at its pack, then what makes backward wait longer than the limits
 allow is kept after all; between such a fast assignment and one with everything moved, the share that is just allowed
-is found by halving. What is left of the work is spent on changing runs of neighbours, long runs first. The amount of
-work is bounded by replayed storages, not by a clock, so that every rank finds the same.
+is found by halving. What is left of the work is spent on changing runs of neighbours, long runs first. All of it with
+reading ahead just in time. The amount of work is bounded by replayed storages, not by a clock, so that every rank finds
+the same.
 """
 
 from __future__ import annotations
@@ -61,10 +62,22 @@ class Search:
         tried = self._seen.get(key)
         if tried is None:
             self._left -= 1
-            tried = self._seen[key] = replay(self.timeline, assignment)
-            found = rank(tried[1], self.limits, self.timeline.step_s)
-            if found < self.found[0]:
-                self.found = (found, *tried)
+            tried = self._seen[key] = self._replay(assignment, None)
+        return tried
+
+    def replay_both(self, assignment: Assignment) -> None:
+        """Replay an assignment with reading ahead just in time, and as far as the bounds allow.
+
+        Of equals the latter is better: it is less likely to come too late.
+        """
+        for lead in (None, ()):
+            self._replay(assignment, lead)
+
+    def _replay(self, assignment: Assignment, lead: tuple[int, ...] | None) -> Tried:
+        tried = replay(self.timeline, assignment, lead=lead)
+        found = self._rank(tried)
+        if found < self.found[0] or (found == self.found[0] and not tried[0].lead):
+            self.found = (found, *tried)
         return tried
 
     def is_over(self) -> bool:
@@ -91,7 +104,7 @@ class Search:
         if self._combinations() <= ENUMERATED:
             self._left = ENUMERATED
             for assignment in self._all():
-                self.replay(assignment)
+                self.replay_both(assignment)
             return
         for order in self._block_orders():
             self._search_recomputed(order)

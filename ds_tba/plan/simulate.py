@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ds_tba.plan.placement import Assignment
@@ -49,7 +50,9 @@ def predict(timeline: Timeline, outcome: Outcome) -> Prediction:
     )
 
 
-def replay(timeline: Timeline, assignment: Assignment, pacing: Pacing | None = None) -> tuple[Outcome, Prediction]:
-    """What happens under an assignment, and its cost."""
-    outcome = Replay(timeline, assignment, pacing).run()
+def replay(
+    timeline: Timeline, assignment: Assignment, pacing: Pacing | None = None, lead: Sequence[int] | None = ()
+) -> tuple[Outcome, Prediction]:
+    """What happens under an assignment, and its cost; see :class:`Replay`."""
+    outcome = Replay(timeline, assignment, pacing, lead).run()
     return outcome, predict(timeline, outcome)

@@ -14,14 +14,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 from ds_tba.errors import TraceError
 
 FORMAT = 1
 OUTSIDE = -1
+LEAST_PART = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,9 @@ class BlockTrace:
     def forward_s(self) -> float:
         """What one more forward costs, in seconds."""
         return self.forward_end_s - self.forward_start_s
+
+
+Row = TypeVar("Row", StorageTrace, BlockTrace)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +172,28 @@ class Trace:
         """A step with every storage kept."""
         return self.micro_steps * self.end_s + self.rest_s
 
+    @property
+    def saved_bytes(self) -> int:
+        """Of all storages together."""
+        return sum(storage.nbytes for storage in self.storages)
+
+    def without(self, taken_s: float) -> Trace:
+        """The same micro-step without ``taken_s``, which something beside it took evenly; half of it stays at least."""
+        factor = max(LEAST_PART, 1 - taken_s / self.end_s) if self.end_s else 1.0
+        storages = tuple(_scaled(one, factor) for one in self.storages)
+        blocks = tuple(_scaled(one, factor) for one in self.blocks)
+        traffic = tuple(
+            Traffic(
+                one.start_s * factor,
+                one.end_s * factor,
+                one.write_bytes_per_s / factor,
+                one.read_bytes_per_s / factor,
+            )
+            for one in self.resources.traffic
+        )
+        resources = replace(self.resources, traffic=traffic)
+        return replace(self, storages=storages, blocks=blocks, resources=resources, end_s=self.end_s * factor)
+
     def to_json(self) -> str:
         """As text; times and rates come back exactly."""
         return json.dumps(
@@ -211,6 +237,12 @@ class Trace:
             data["rest_s"],
             data["micro_steps"],
         )
+
+
+def _scaled(row: Row, factor: float) -> Row:
+    """With every time of it times a factor."""
+    times = {field.name: getattr(row, field.name) * factor for field in fields(row) if field.name.endswith("_s")}
+    return replace(row, **times)
 
 
 def _table(rows: tuple[Any, ...], kind: type) -> dict[str, list[Any]]:
