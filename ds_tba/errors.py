@@ -7,6 +7,7 @@
     │   └── PathError                            nvme_path cannot hold a swap file
     ├── IncompatibleError (RuntimeError)         a DeepSpeed version or feature that cannot be combined with us
     ├── BackendUnavailableError (RuntimeError)   the named I/O backend cannot run on this machine
+    ├── ModelError (ValueError)                  a model named to `ds_tba estimate` cannot be had, or does not run
     ├── TraceError (ValueError)                  a recorded trace is not consistent, or a plan is not for it
     ├── StorageError (RuntimeError)
     │   ├── TransferError                        one I/O request failed or was short (the store handles it)
@@ -37,6 +38,10 @@ class IncompatibleError(DsTbaError, RuntimeError):
 
 class BackendUnavailableError(DsTbaError, RuntimeError):
     """The I/O backend named in the config cannot run on this machine."""
+
+
+class ModelError(DsTbaError, ValueError):
+    """The model named to ``ds_tba estimate`` cannot be had, or does not run."""
 
 
 class TraceError(DsTbaError, ValueError):

@@ -9,6 +9,8 @@ neither.
 
 from __future__ import annotations
 
+import math
+import time
 from collections import deque
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -17,8 +19,18 @@ from typing import Any, Protocol
 import numpy
 import torch
 
+# Of device memory: for temporaries, fragments and what others hold, where nobody told a budget.
+TEMPORARY_PART = 0.1
 
-class Accelerator(Protocol):
+
+class Clock(Protocol):
+    """Tells the time of the stream of kernels."""
+
+    def mark(self) -> Any: ...
+    def elapsed_s(self, earlier: Any, later: Any) -> float: ...
+
+
+class Accelerator(Clock, Protocol):
     """What is needed of a device. Streams and events are those of torch."""
 
     def device_name(self) -> str: ...
@@ -32,6 +44,7 @@ class Accelerator(Protocol):
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor: ...
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None: ...
     def share(self, tensor: torch.Tensor, stream: Any) -> None: ...
+    def free_bytes(self) -> float: ...
 
 
 class CpuAccelerator:
@@ -82,6 +95,19 @@ class CpuAccelerator:
 
     def share(self, tensor: torch.Tensor, stream: Any) -> None:
         """Nothing."""
+
+    def mark(self) -> Any:
+        """This moment."""
+        return time.perf_counter()
+
+    def elapsed_s(self, earlier: Any, later: Any) -> float:
+        """Seconds between two marks."""
+        seconds: float = later - earlier
+        return seconds
+
+    def free_bytes(self) -> float:
+        """Memory for activations; nobody knows."""
+        return math.inf
 
 
 class DeviceAccelerator:
@@ -144,6 +170,25 @@ class DeviceAccelerator:
     def share(self, tensor: torch.Tensor, stream: Any) -> None:
         """Tell the allocator that ``stream`` uses a tensor which another stream allocated."""
         tensor.record_stream(stream)
+
+    def mark(self) -> Any:
+        """The moment at which the calling thread's current stream will have come so far."""
+        event = self._api.Event(enable_timing=True)
+        event.record(self.current_stream())
+        return event
+
+    def elapsed_s(self, earlier: Any, later: Any) -> float:
+        """Seconds between two marks; blocks the host until the device has passed them."""
+        later.synchronize()
+        earlier.synchronize()
+        milliseconds: float = earlier.elapsed_time(later)
+        return milliseconds / 1000.0
+
+    def free_bytes(self) -> float:
+        """Memory that tensors do not hold now, less a part for what is made and dropped between activations."""
+        total_bytes: int = self._api.total_memory(self._index)
+        held_bytes: int = self._api.memory_allocated(self._index)
+        return max(0.0, (1 - TEMPORARY_PART) * total_bytes - held_bytes)
 
 
 def adapted(api: Any) -> Accelerator:

@@ -79,6 +79,12 @@ class StagingRing:
             raise RuntimeError("the staging ring is closed")
         return self._memory[slot.offset : slot.offset + slot.nbytes]
 
+    def fill(self, slot: Span, data: torch.Tensor) -> None:
+        """Put host bytes into a slot, there at return."""
+        self.view(slot).copy_(data)
+        if self._on_device:
+            wait_for_stream(self._accelerator)
+
     def rescue(self, staged: torch.Tensor, nbytes: int) -> torch.Tensor:
         """The first ``nbytes`` of a slot in host memory of their own; in a lane, so inside :meth:`beside_compute`."""
         return staged[:nbytes].to("cpu", copy=True) if self._on_device else staged[:nbytes].clone()

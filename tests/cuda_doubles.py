@@ -28,6 +28,11 @@ from ds_tba.io.memory import aligned_memory
 Script = Callable[[str, int], str | None]
 
 
+def cufile_finds(fd: int) -> bool:
+    """cuFile opens once more, by its path, what it is given: that file must have a name."""
+    return Path(f"/proc/self/fd/{fd}").readlink().exists()
+
+
 def memory_at(address: int, nbytes: int) -> Any:
     return (ctypes.c_char * nbytes).from_address(address)
 
@@ -125,6 +130,8 @@ class FakeCuFile:
             self._fds = [os.open(path, os.O_RDWR | os.O_CLOEXEC | direct) for direct in (os.O_DIRECT, 0)]
         except OSError as error:
             raise RuntimeError(f"Unable to open file: {error.strerror}") from None
+        if kvikio.settings["compat_mode"] is not CompatMode.ON and not cufile_finds(self._fds[0]):
+            raise RuntimeError("cuFile error at: compat_mode_manager.cpp:80: failed to obtain new file descriptor")
         kvikio.open_files += 1
 
     def close(self) -> None:
@@ -247,6 +254,8 @@ class FakeGdsHandle:
         if action != "drop":
             fd = os.open(filename, os.O_RDWR | os.O_DIRECT)
             try:
+                if not cufile_finds(fd):
+                    raise ProcessExit("file register error: failed to obtain new file descriptor")
                 call(fd, [memory_at(tensor.data_ptr(), nbytes)], offset)
             finally:
                 os.close(fd)

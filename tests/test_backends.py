@@ -315,13 +315,16 @@ class TestSelection:
             made = backend()
         file = SwapFile(tmp_path, MIB)
         file.grow(MIB)
-        made.open_handle(file.fd).close()  # whatever is opened once
+        first = SwapFile(tmp_path, MIB)
+        first.grow(MIB)
+        made.open_handle(first.fd).close()  # whatever is opened once
         before = len(os.listdir("/proc/self/fd"))
         handles = [made.open_handle(file.fd) for _ in range(3)]
         assert len(os.listdir("/proc/self/fd")) - before <= 3 * made.descriptors_per_handle
         for handle in handles:
             handle.close()
         assert len(os.listdir("/proc/self/fd")) == before
+        first.close()
         file.close()
 
     def test_an_op_that_does_not_build_names_the_way_out(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,6 +130,19 @@ def test_gradients_are_exact(make_store: StoreFactory, op: FakeGdsOp, tmp_path: 
     assert not op.registered
 
 
+def test_the_swap_file_has_a_name_as_long_as_its_handles_are_open(
+    make_store: StoreFactory, op: FakeGdsOp, tmp_path: Path
+) -> None:
+    store = make_store(backend_in(tmp_path), accelerator=EventAccelerator())
+    assert len(files_in(tmp_path)) == 1
+    store.close()
+    assert files_in(tmp_path) == []
+
+
+def files_in(directory: Path) -> list[Path]:
+    return [path for path in directory.rglob("*") if path.is_file()]
+
+
 def test_a_write_that_the_op_lost_is_seen(make_store: StoreFactory, op: FakeGdsOp, tmp_path: Path) -> None:
     store = make_store(backend_in(tmp_path), accelerator=EventAccelerator())
     op.script = lambda verb, number: "drop" if verb == "write" else None

@@ -119,10 +119,20 @@ def test_kvikios_words_are_told(fake: FakeKvikio, tmp_path: Path, verb: str) -> 
         transfer(fake, tmp_path, verb)
 
 
-def test_a_file_that_cannot_be_opened_names_the_mode_and_the_way_out(fake: FakeKvikio) -> None:
+def test_a_file_that_cannot_be_opened_names_the_mode_and_the_way_out(
+    fake: FakeKvikio, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     backend = KvikioBackend(4, "cuda")
-    with pytest.raises(BackendUnavailableError, match=r"GPUDirect Storage.*No such file.*KVIKIO_COMPAT_MODE=ON"):
-        backend.open_handle(999)
+    file = SwapFile(tmp_path, MIB)
+
+    def refuse(path: str, flags: str) -> None:
+        raise RuntimeError("cuFile error: file descriptor is not registered")
+
+    monkeypatch.setattr(backend._kvikio, "CuFile", refuse)
+    with pytest.raises(BackendUnavailableError, match=r"GPUDirect Storage.*not registered.*KVIKIO_COMPAT_MODE=ON"):
+        backend.open_handle(file.fd)
+    assert list(tmp_path.iterdir()) == []
+    file.close()
 
 
 def test_staging_that_cannot_be_registered_names_the_number(fake: FakeKvikio) -> None:
@@ -284,6 +294,17 @@ def test_gradients_are_exact(make_store: StoreFactory, fake: FakeKvikio, scenari
     assert store_is_empty(store)
     store.close()
     assert not fake.registered and fake.open_files == fake.busy == 0
+
+
+def test_the_swap_file_has_a_name_only_while_cufile_opens_it(
+    make_store: StoreFactory, fake: FakeKvikio, tmp_path: Path
+) -> None:
+    store = make_store(KvikioBackend(4, "cuda"), accelerator=EventAccelerator(), paths=2)
+    assert fake.open_files == 2 and not [path for path in tmp_path.rglob("*") if path.is_file()]
+    data = noise(MIB)
+    assert torch.equal(store.get(stored(store, data), CPU).data, data)
+    store.close()
+    assert fake.open_files == 0
 
 
 def test_a_drive_that_fails_means_keep_in_memory(make_store: StoreFactory, fake: FakeKvikio) -> None:

@@ -19,6 +19,7 @@ from ds_tba.store.base import Refusal, Ticket
 from ds_tba.store.bundles import BundlingStore
 from ds_tba.store.nvme import NvmeStore
 from ds_tba.store.pieces import PiecesStore, PiecesTicket
+from ds_tba.telemetry.path_meter import PathMeter
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -61,6 +62,8 @@ def test_what_is_larger_than_staging_comes_back(make_store: StoreFactory, backen
 
 def test_one_storage_is_spread_over_all_paths(make_store: StoreFactory) -> None:
     nvme = make_store(paths=3, staging_bytes=8 * MIB)
+    for path in nvme.paths:
+        path.meter = PathMeter(2, 2, lambda: 0.0)  # none is faster than another
     ticket = put(over(nvme), noise(24 * MIB))
     assert [path.extents.used_bytes for path in nvme.paths] == [8 * MIB] * 3
     assert len(ticket.pieces) == 12

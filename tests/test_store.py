@@ -21,7 +21,7 @@ from ds_tba.store.base import Refusal
 from ds_tba.store.nvme import Lanes, NvmeStore
 from ds_tba.store.swap_file import SwapFile
 from ds_tba.store.ticket import SwapTicket, TicketState
-from ds_tba.telemetry.stats import RollingRate
+from ds_tba.telemetry import path_meter
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
@@ -60,7 +60,7 @@ def nothing_is_held(store: NvmeStore) -> None:
     until(lambda: slots_in_use(store) == 0, "staging to be free")
     until(lambda: not any(path.extents.used_bytes for path in store.paths), "extents to be free")
     assert all(path.extents.used_bytes == 0 and path.queued_bytes == 0 for path in store.paths)
-    assert store.space.prefetched_bytes == 0 and store.space.writes_under_way == 0
+    assert store.space.prefetched_bytes == store.space.wanted_bytes == store.space.writes_under_way == 0
 
 
 @pytest.mark.parametrize("nbytes", [1, 4095, 4096, 4097, 3 * MIB + 17])
@@ -227,12 +227,14 @@ def test_two_paths_share_the_bytes(make_store: StoreFactory) -> None:
 
 
 def test_paths_hold_bytes_in_proportion_to_their_bandwidth(make_store: StoreFactory) -> None:
-    store = make_store(paths=3, staging_bytes=64 * MIB)
+    gate = Gate()
+    store = make_store(ScriptedBackend(gate), paths=3, staging_bytes=64 * MIB)
     for path, factor in zip(store.paths, (1, 2, 5), strict=True):
         for rate in (path.write_rate, path.read_rate):
             rate.s_per_byte = 1e-9 * 10 / factor
     tickets = [put(store, noise(MIB)) for _ in range(32)]
     assert [path.extents.used_bytes // MIB for path in store.paths] == [4, 8, 20]
+    gate.opened.set()
     for ticket in tickets:
         store.release(ticket)
 
@@ -240,7 +242,7 @@ def test_paths_hold_bytes_in_proportion_to_their_bandwidth(make_store: StoreFact
 def test_bandwidth_is_measured_at_the_start_and_corrected_as_it_runs(
     make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(RollingRate, "WINDOW_BYTES", 4 * MIB)
+    monkeypatch.setattr(path_meter, "STEADY_BYTES", 4 * MIB)
     monkeypatch.setattr(SwapFile, "__init__", _already_reserved(SwapFile.__init__, 8 * MIB))
     slow_files: set[int] = set()
 

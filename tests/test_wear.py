@@ -139,7 +139,7 @@ def test_the_report_tells_what_the_drive_told_once_at_the_start(
         looks.append(path)
         return Drive("sda", "Example Disk", True, 7, 10**13)
 
-    monkeypatch.setattr("ds_tba.offloader.examine", spinning)
+    monkeypatch.setattr("ds_tba.tiers.examine", spinning)
     offloader = make(tmp_path, report={"path": str(tmp_path / "report.json")})
     for _ in range(3):
         step(offloader)

@@ -9,6 +9,8 @@ References are to ``csrc/gds/py_lib`` of DeepSpeed 0.19.8. What stands in the wa
   also points ``CUFILE_ENV_PATH_JSON`` at the literal name ``$PWD/local_cufile.json``, which cuFile does not find: only
   ``/etc/cufile.json`` counts.
 - Memory is found by the nearest registered address below it, so memory beside staging is registered for its transfer.
+- cuFile wants a name on disk for each transfer (``io/names.py``), so that the swap file has one as long as its handles
+  are open, also beyond a process that was killed: the next run takes that file away.
 - Short transfers are not seen, except by ``io.integrity``.
 """
 
@@ -33,6 +35,7 @@ from ds_tba.io import aio
 from ds_tba.io.base import IoBackend, IoHandle
 from ds_tba.io.cuda import driver_obstacle, move_cufile_log
 from ds_tba.io.memory import aligned_memory
+from ds_tba.io.names import Shared, lasting_name, named
 
 OP = "gds"
 PROOF_LIMIT_S = 120.0
@@ -77,12 +80,17 @@ class GdsBackend(IoBackend):
             # Kept for ever: cuFile's driver closes with the last handle.
             self._owner = new_handle(self._op, config)
         self._staging: torch.Tensor | None = None
+        self._names: dict[int, Shared[Path]] = {}
         self._wrote = False
 
     def open_handle(self, fd: int) -> IoHandle:
+        name = self._names.get(fd)
+        if name is None or not name.in_use:
+            name = self._names[fd] = lasting_name(fd, self.name)
+        name.join()
         if not self._wrote:
-            self._write_once(fd)
-        return _GdsHandle(self, new_handle(self._op, self._config), fd)
+            self._write_once(str(name.thing))
+        return _GdsHandle(self, new_handle(self._op, self._config), name)
 
     def allocate_staging(self, nbytes: int) -> torch.Tensor:
         self._staging = aligned_memory(nbytes, self._device)
@@ -112,19 +120,19 @@ class GdsBackend(IoBackend):
         start = data.data_ptr() - self._staging.data_ptr()
         return start >= 0 and start + data.numel() <= self._staging.numel()
 
-    def _write_once(self, fd: int) -> None:
+    def _write_once(self, name: str) -> None:
         """Make the op's first write before any lane; see ``AioBackend._write_once``, whose once flag is this one's."""
         data = aligned_memory(self.alignment_bytes, self._device)
         with self.registered(data):
-            self._owner.sync_pwrite(data, f"/proc/self/fd/{fd}", 0)
+            self._owner.sync_pwrite(data, name, 0)
         self._wrote = True
 
 
 class _GdsHandle(IoHandle):
-    def __init__(self, backend: GdsBackend, handle: Any, fd: int) -> None:
+    def __init__(self, backend: GdsBackend, handle: Any, name: Shared[Path]) -> None:
         self._backend = backend
         self._handle = handle
-        self._name = f"/proc/self/fd/{fd}"
+        self._name = name
 
     def write(self, data: torch.Tensor, offset: int) -> None:
         self._move("write", self._handle.sync_pwrite, data, offset)
@@ -133,13 +141,15 @@ class _GdsHandle(IoHandle):
         self._move("read", self._handle.sync_pread, data, offset)
 
     def close(self) -> None:
-        self._handle = None
+        if self._handle is not None:
+            self._handle = None
+            self._name.leave()
 
     def _move(self, verb: str, call: Any, data: torch.Tensor, offset: int) -> None:
         with self._backend.registered(data):
             for start in range(0, data.numel(), self._backend.request_bytes):
                 piece = data[start : start + self._backend.request_bytes]
-                completed = call(piece, self._name, offset + start)
+                completed = call(piece, str(self._name.thing), offset + start)
                 if completed != 1:
                     raise TransferError(
                         f"DeepSpeed's gds did not complete the {verb} of {piece.numel()} bytes at offset "
@@ -284,9 +294,9 @@ def prove_on(owner: Any, directory: Path, config: AioConfig, staging_bytes: int,
     block = staging[-nbytes:]
     owner.pin_device_tensor(staging)
     try:
-        with tempfile.TemporaryFile(dir=directory) as file:
-            os.posix_fallocate(file.fileno(), 0, nbytes)
-            name = f"/proc/self/fd/{file.fileno()}"
+        with _nameless(directory) as fd, named(fd, GdsBackend.name) as path:
+            os.posix_fallocate(fd, 0, nbytes)
+            name = str(path)
             block.copy_(wanted)
             _wait(device)
             written = owner.sync_pwrite(block, name, 0)
@@ -297,6 +307,16 @@ def prove_on(owner: Any, directory: Path, config: AioConfig, staging_bytes: int,
                 raise TransferError(f"{directory}: a block of {nbytes} bytes did not come back as it was written")
     finally:
         owner.unpin_device_tensor(staging)
+
+
+@contextmanager
+def _nameless(directory: Path) -> Iterator[int]:
+    """A file as the swap file is, to be written and thrown away."""
+    fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def _wait(device: str) -> None:

@@ -1,9 +1,10 @@
 """NVIDIA's kvikio: from device memory straight to the file where GPUDirect Storage is, else through host memory.
 
-References are to kvikio 26.10. It opens files by path, so the swap file is given as ``/proc/self/fd/N``. Its thread
-pool is one for the process, first in first out: a request of host memory is cut short, so that a read never waits
-behind more than a few tasks of each writing lane. A request of device memory is not: each one first waits for the
-default stream (``sync_default_stream`` in ``file_handle.hpp``, which Python cannot turn off).
+References are to kvikio 26.10. It opens files by path, so the swap file is given as ``/proc/self/fd/N``; cuFile wants a
+real name (``io/names.py``), which a file can be given once, so that the lanes share one ``CuFile``. The thread pool is
+one for the process, first in first out: a request of host memory is cut short, so that a read never waits behind more
+than a few tasks of each writing lane. A request of device memory is not: each one first waits for the default stream
+(``sync_default_stream`` in ``file_handle.hpp``, which Python cannot turn off).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ds_tba.errors import BackendUnavailableError, TransferError
 from ds_tba.io.base import IoBackend, IoHandle
 from ds_tba.io.cuda import driver_obstacle, imported, move_cufile_log
 from ds_tba.io.memory import aligned_memory, huge_page_memory
+from ds_tba.io.names import Shared, named
 from ds_tba.tensors import host_view
 
 logger = logging.getLogger(__name__)
@@ -59,6 +61,7 @@ class KvikioBackend(IoBackend):
         move_cufile_log()
         self._kvikio = imported("kvikio")
         self._device = device
+        self._shared: dict[int, Shared[Any]] = {}
         why_not = _why_not_direct(self._kvikio.CompatMode, device)
         self.stages_on_device = why_not is None
         self.remark = (
@@ -79,14 +82,25 @@ class KvikioBackend(IoBackend):
         )
 
     def open_handle(self, fd: int) -> IoHandle:
+        if not self.stages_on_device:
+            file = self._open(f"/proc/self/fd/{fd}")
+            return _KvikioHandle(file, file.close, on_device=False)
+        shared = self._shared.get(fd)
+        if shared is None or not shared.in_use:
+            with named(fd, self.name) as path:
+                file = self._open(str(path))
+            shared = self._shared[fd] = Shared(file, file.close)
+        shared.join()
+        return _KvikioHandle(shared.thing, shared.leave, on_device=True)
+
+    def _open(self, path: str) -> Any:
         try:
-            file = self._kvikio.CuFile(f"/proc/self/fd/{fd}", "r+")
+            return self._kvikio.CuFile(path, "r+")
         except (RuntimeError, OSError) as error:
             raise BackendUnavailableError(
                 f"io.backend kvikio cannot open the swap file ({self.remark}): {error}. "
                 f"Set the environment variable KVIKIO_COMPAT_MODE=ON to go through host memory; or {_INSTEAD}."
             ) from error
-        return _KvikioHandle(file, self.stages_on_device)
 
     def allocate_staging(self, nbytes: int) -> torch.Tensor:
         if not self.stages_on_device:
@@ -111,8 +125,9 @@ class KvikioBackend(IoBackend):
 
 
 class _KvikioHandle(IoHandle):
-    def __init__(self, file: Any, on_device: bool) -> None:
+    def __init__(self, file: Any, close: Callable[[], None], *, on_device: bool) -> None:
         self._file = file
+        self._close = close
         self._on_device = on_device
 
     def write(self, data: torch.Tensor, offset: int) -> None:
@@ -122,7 +137,7 @@ class _KvikioHandle(IoHandle):
         self._move("read", self._file.pread, data, offset)
 
     def close(self) -> None:
-        self._file.close()
+        self._close()
 
     def _move(self, verb: str, submit: Callable[..., Any], data: torch.Tensor, offset: int) -> None:
         request_bytes = data.numel() if self._on_device else HOST_REQUEST_BYTES

@@ -68,7 +68,10 @@ class Store(ABC, Generic[OwnTicket]):
 
     @abstractmethod
     def prefetch(self, ticket: OwnTicket) -> bool:
-        """Start reading a stored ticket; False where the prefetch bound or staging has no room for it now."""
+        """Start reading a stored ticket, or hold on to one that is still to be written.
+
+        False where the prefetch bound or staging has no room for it now.
+        """
 
     @abstractmethod
     def get(self, ticket: OwnTicket, device: torch.device) -> Loaded:

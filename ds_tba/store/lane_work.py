@@ -13,6 +13,7 @@ from ds_tba.store.integrity import Integrity
 from ds_tba.store.swap_space import SwapSpace
 from ds_tba.store.ticket import SwapTicket, TicketState
 from ds_tba.streams import Arrival
+from ds_tba.telemetry.path_meter import Kind
 
 _S = TicketState
 
@@ -49,29 +50,34 @@ class LaneWork:
             ticket.move(_S.WRITING)
             broken = ticket.path.failure is not None
             space.stats.writes.start()
-            ticket.path.write_rate.start()
         try:
             ticket.wait_for_copies()
         except Exception as error:  # noqa: BLE001 - the copy out failed, so staging does not hold the bytes
             self._end_without_bytes(ticket, ActivationLostError(f"an activation could not leave the device: {error}"))
             return
         staged = space.ring.view(ticket.held_slot)
-        failure: Exception | None = None
-        try:
-            if not broken:
-                ticket.checksums = self._integrity.digest(staged)
-                handle.write(staged, ticket.extent.offset)
-        except Exception as error:  # noqa: BLE001 - a lane must survive anything, or backward would wait for ever
-            failure = error
+        failure = None if broken else self._write_out(ticket, staged, handle)
         if failure is None and not broken:
-            self._end_write(ticket)
+            self._end_write(ticket, staged)
         else:
             self._rescue(ticket, staged, failure)
 
+    def _write_out(self, ticket: SwapTicket, staged: torch.Tensor, handle: IoHandle) -> Exception | None:
+        """Write what is staged; what went wrong. Metered: the copy before it was not the drive's time."""
+        failure: Exception | None = None
+        with self._space.changed:
+            transfer = ticket.path.meter.start(Kind.WRITE, ticket.extent.nbytes)
+        try:
+            ticket.checksums = self._integrity.digest(staged)
+            handle.write(staged, ticket.extent.offset)
+        except Exception as error:  # noqa: BLE001 - a lane must survive anything, or backward would wait for ever
+            failure = error
+        with self._space.changed:
+            ticket.path.meter.stop(transfer, moved=failure is None)
+        return failure
+
     def _count_write(self, ticket: SwapTicket, nbytes: int) -> None:
         self._space.stats.writes.stop(nbytes)
-        ticket.path.write_rate.stop(nbytes)
-        ticket.path.written_bytes += nbytes
         self._space.end_write(ticket)
 
     def _end_without_bytes(self, ticket: SwapTicket, error: StorageError) -> None:
@@ -80,21 +86,44 @@ class LaneWork:
             self._count_write(ticket, 0)
             ticket.error = error
             ticket.move(_S.LOST)
+            space.end_prefetch(ticket)
             if ticket.released:
                 space.stats.cancelled_bytes += ticket.nbytes
                 space.give_up(ticket)
 
-    def _end_write(self, ticket: SwapTicket) -> None:
+    def _end_write(self, ticket: SwapTicket, staged: torch.Tensor) -> None:
         space = self._space
         with space.changed:
             self._count_write(ticket, ticket.extent.nbytes)
-            ticket.move(_S.STORED)
-            if not ticket.forwarding:
+            stays = ticket.wanted and not ticket.released
+            if stays:
+                space.stay(ticket)
+                ticket.move(_S.LOADED if space.ring.lends else _S.RETURNING)
+            else:
+                ticket.move(_S.STORED)
+                if not ticket.forwarding:
+                    space.free_slot(ticket)
+            if ticket.released:
+                space.give_up(ticket)
+            space.notes.act()
+            space.settle_copies()
+        if stays and not space.ring.lends:
+            self._return(ticket, staged)
+
+    def _return(self, ticket: SwapTicket, staged: torch.Tensor) -> None:
+        """Bring to the device what was wanted while it was written, so that its slot is free for others."""
+        space = self._space
+        arrival = self._onto_device(ticket, staged)
+        with space.changed:
+            ticket.move(_S.LOADED)
+            ticket.arrival, arrival = arrival, None  # as in _read
+            if ticket.arrival is not None:
                 space.free_slot(ticket)
             if ticket.released:
                 space.give_up(ticket)
             space.notes.act()
             space.settle_copies()
+            space.changed.notify_all()
 
     def _rescue(self, ticket: SwapTicket, staged: torch.Tensor, failure: Exception | None) -> None:
         """Keep in host memory what cannot be written, or in its slot where there is no host memory left."""
@@ -106,6 +135,7 @@ class LaneWork:
             self._count_write(ticket, 0)
             ticket.move(_S.RESCUED)
             ticket.host = host
+            space.end_prefetch(ticket)
             space.stats.rescued_bytes += ticket.nbytes
             space.stats.fallbacks[Refusal.PATH_FAILED.value] += 1
             if failure is not None:
@@ -135,14 +165,15 @@ class LaneWork:
                 return  # given up, or read by an urgent request
             ticket.move(_S.READING)
             space.stats.reads.start()
-            ticket.path.read_rate.start()
+            transfer = ticket.path.meter.start(Kind.READ, ticket.extent.nbytes)
         target = ticket.host if ticket.host is not None else space.ring.view(ticket.held_slot)
         failure = ticket.path.read_checked(ticket, target, handle, self._integrity)
+        with space.changed:  # before the copy onto the device, which is not the drive's time
+            ticket.path.meter.stop(transfer, moved=failure is None)
         arrival = self._onto_device(ticket, target) if failure is None else None
         with space.changed:
             moved = ticket.extent.nbytes if failure is None else 0
             space.stats.reads.stop(moved)
-            ticket.path.read_rate.stop(moved)
             ticket.error = failure
             ticket.move(_S.LOADED if failure is None else _S.LOST)
             ticket.arrival, arrival = arrival, None  # this frame must not hold it when backward has let go of it

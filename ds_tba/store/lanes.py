@@ -6,13 +6,21 @@ import itertools
 import queue
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from ds_tba.io.base import IoHandle
 
 URGENT = 0
 AHEAD = 1
 _STOP = 2
+
+
+@runtime_checkable
+class Errand(Protocol):
+    """A task that is not of the everyday kind."""
+
+    def run_in_lane(self, handle: IoHandle) -> None:
+        """Do it; as ``work`` of :class:`Lane`, it handles its own errors."""
 
 
 class LaneQueue:
@@ -37,7 +45,7 @@ class LaneQueue:
 
 
 class Lane(threading.Thread):
-    """Runs ``work(task, handle)`` for every task of a queue.
+    """Runs ``work(task, handle)`` for every task of a queue that is no :class:`Errand`.
 
     Args:
         work: handles its own errors; what escapes it is a bug and ends the thread loudly.
@@ -53,6 +61,9 @@ class Lane(threading.Thread):
 
     def run(self) -> None:
         while (task := self._tasks.get()) is not None:
-            self._work(task, self._handle)
+            if isinstance(task, Errand):
+                task.run_in_lane(self._handle)
+            else:
+                self._work(task, self._handle)
             del task  # or an idle lane would keep the last ticket alive
         self._handle.close()

@@ -1,9 +1,10 @@
 """The NVMe tier: storages in extents of anonymous swap files, one file per directory.
 
 [Note: The way of a ticket] ``put`` reserves an extent and a staging slot, copies the device bytes into the slot and
-queues a write. A write lane writes it and frees the slot. ``prefetch`` queues a read into a new slot; ``get`` hands
-over what is still in staging (cancelling a write that has not begun), else waits for the read, else queues one that
-overtakes the others. ``release`` only leaves a note, because it is called by finalizers; see ``ds_tba/notes.py``.
+queues a write. A write lane writes it and frees the slot. ``prefetch`` queues a read into a new slot, or lets bytes
+that are still to be written stay when their write ends; ``get`` hands over what is still in staging (cancelling a write
+that has not begun), else waits for the read, else queues one that overtakes the others. ``release`` only leaves a note,
+because it is called by finalizers; see ``ds_tba/notes.py``.
 
 [Note: Degrading] A failed write leaves the bytes in staging, from where they are copied to plain host memory; its path
 takes no more tensors. A failed read is tried once more and then raises: those bytes are gone.
@@ -28,6 +29,7 @@ from ds_tba.store.swap_file import SwapFile
 from ds_tba.store.swap_path import SwapPath
 from ds_tba.store.swap_space import SLOW_WAIT_S, SwapSpace
 from ds_tba.store.ticket import SwapTicket, TicketState
+from ds_tba.store.trial import Trial
 from ds_tba.streams import Arrival
 from ds_tba.transfer import StagingRing
 
@@ -55,16 +57,13 @@ class NvmeStore(Store[SwapTicket]):
         ring: staging; closed with the store.
         lanes: threads per file.
         integrity: checksum mode.
-
-    Raises:
-        PathError: one of several directories fails its first write or read.
     """
 
     def __init__(
         self, files: Sequence[SwapFile], backend: IoBackend, ring: StagingRing, lanes: Lanes, integrity: str
     ) -> None:
         self.ring = ring
-        self.paths = [SwapPath(file, backend) for file in files]
+        self.paths = [SwapPath(file, backend, lanes.write, lanes.read) for file in files]
         self.space = SwapSpace(self.paths, ring)
         self.stats = self.space.stats
         # Every handle before any thread: a handle that cannot be had must leave no thread behind.
@@ -73,13 +72,22 @@ class NvmeStore(Store[SwapTicket]):
              [backend.open_handle(file.fd) for _ in range(lanes.read)])
             for file in files
         ]  # fmt: skip
-        if len(self.paths) > 1:
-            for path, (write, read) in zip(self.paths, handles, strict=True):
-                path.measure(write[0], read[0], ring)
-        work = LaneWork(self.space, Integrity(integrity, backend.blocks, on_device=backend.stages_on_device))
+        self._integrity = Integrity(integrity, backend.blocks, on_device=backend.stages_on_device)
+        work = LaneWork(self.space, self._integrity)
         for index, (path, (write, read)) in enumerate(zip(self.paths, handles, strict=True)):
             path.write_lanes = [Lane(f"ds_tba-write-{index}", path.writes, one, work.write) for one in write]
             path.read_lanes = [Lane(f"ds_tba-read-{index}", path.reads, one, work.read) for one in read]
+
+    def measure(self) -> None:
+        """Have the lanes find the rates of all paths, with noise in room that is free; blocks for a moment.
+
+        A path whose file has no room yet is left out. What is written counts as wear (``SwapPath.written_bytes``), not
+        in ``stats``, which are about tensors.
+
+        Raises:
+            PathError: a write or a read failed.
+        """
+        Trial(self.space, self._integrity).run([path for path in self.paths if path.failure is None])
 
     # ---- the contract -------------------------------------------------------------------------------------------
 
@@ -104,6 +112,8 @@ class NvmeStore(Store[SwapTicket]):
     def prefetch(self, ticket: SwapTicket) -> bool:
         with self.space.changed:
             self.space.notes.act()
+            if ticket.state in (_S.QUEUED, _S.WRITING):
+                return self.space.want(ticket)
             if ticket.state is not _S.STORED or self.space.closed:
                 return True  # in memory already, or nothing to do
             if not self.space.begin_prefetch(ticket):
@@ -118,8 +128,10 @@ class NvmeStore(Store[SwapTicket]):
             self.space.settle_copies()  # backward needs the memory of what forward has finished copying
             state = ticket.state
             if state is _S.QUEUED:
+                self.space.end_prefetch(ticket)
                 ticket.move(_S.FORWARDING)  # the lane skips it: the write is cancelled
             elif state is _S.WRITING:
+                self.space.end_prefetch(ticket)
                 ticket.forwarding = True
             elif state is _S.RELEASED:
                 raise StateError("bytes were asked for after they were given up; this is a bug in ds_tba")
@@ -285,6 +297,8 @@ class NvmeStore(Store[SwapTicket]):
             return Loaded(arrival, stored=True)
         with self.space.changed:
             self.space.end_prefetch(ticket)
+            self.stats.forwarded_bytes += ticket.nbytes if ticket.stayed else 0
+            ticket.stayed = False
             ticket.host = ticket.arrival = None
             ticket.move(_S.STORED)
             self.space.free_slot(ticket)

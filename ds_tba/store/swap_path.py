@@ -8,27 +8,31 @@ from typing import Any
 
 import torch
 
-from ds_tba.errors import ActivationCorruptionError, ActivationLostError, PathError, StorageError, TransferError
+from ds_tba.errors import ActivationCorruptionError, ActivationLostError, StorageError, TransferError
 from ds_tba.io.base import IoBackend, IoHandle
 from ds_tba.spans import Span, SpanAllocator
 from ds_tba.store.integrity import Integrity, Mismatch
 from ds_tba.store.lanes import Lane, LaneQueue
 from ds_tba.store.swap_file import SwapFile
 from ds_tba.store.ticket import SwapTicket
+from ds_tba.telemetry.path_meter import PathMeter
 from ds_tba.telemetry.stats import RollingRate
-from ds_tba.transfer import StagingRing
 
 logger = logging.getLogger(__name__)
 
-MEASURED_BYTES = 32 << 20
-MEASURED_TIMES = 3
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class SwapPath:
-    """What belongs to one directory. Changed only under the store's lock, except the queues, which have their own."""
+    """What belongs to one directory. Changed only under the store's lock, except the queues, which have their own.
 
-    def __init__(self, file: SwapFile, backend: IoBackend) -> None:
+    Args:
+        file: of its first size; closed by the store.
+        backend: gives the alignment.
+        write_lanes, read_lanes: how many lanes will serve it.
+    """
+
+    def __init__(self, file: SwapFile, backend: IoBackend, write_lanes: int, read_lanes: int) -> None:
         self.file = file
         self.extents = SpanAllocator(file.size_bytes, backend.alignment_bytes)
         self.writes = LaneQueue()
@@ -36,35 +40,25 @@ class SwapPath:
         self.write_lanes: list[Lane] = []
         self.read_lanes: list[Lane] = []
         self.queued_bytes = 0
-        self.written_bytes = 0
-        self.write_rate = RollingRate()
-        self.read_rate = RollingRate()
+        self.meter = PathMeter(write_lanes, read_lanes)
+        self.trial_bytes = 0  # written to measure the path
         self.failure: str | None = None
         self.full = False
 
-    def measure(self, write: IoHandle, read: IoHandle, ring: StagingRing) -> None:
-        """Write and read the beginning of the file a few times, for a first estimate of its bandwidth.
+    @property
+    def written_bytes(self) -> int:
+        """What the drive wrote for us: it counts as wear."""
+        return self.meter.writes.moved_bytes
 
-        Raises:
-            PathError: a transfer failed.
-        """
-        nbytes = min(MEASURED_BYTES, ring.slots.capacity_bytes, self.file.size_bytes)
-        nbytes -= nbytes % self.extents.alignment_bytes
-        staged = ring.view(Span(0, nbytes))
-        try:
-            for _ in range(MEASURED_TIMES if nbytes else 0):
-                for rate, call in ((self.write_rate, write.write), (self.read_rate, read.read)):
-                    rate.start()
-                    call(staged, 0)
-                    rate.stop(nbytes)
-                self.written_bytes += nbytes
-        except TransferError as error:
-            raise PathError(
-                f"nvme_path {self.file.directory}: {error}. Check the drive (dmesg, smartctl), or name another "
-                "directory."
-            ) from error
-        self.write_rate.settle()
-        self.read_rate.settle()
+    @property
+    def write_rate(self) -> RollingRate:
+        """Of late, whatever else was under way."""
+        return self.meter.writes.of_late
+
+    @property
+    def read_rate(self) -> RollingRate:
+        """Of late, whatever else was under way."""
+        return self.meter.reads.of_late
 
     def busy_s(self, more_bytes: int) -> float:
         """How long the path is busy with writing and reading back what it holds, and ``more_bytes``.
@@ -76,10 +70,16 @@ class SwapPath:
 
     def bandwidth(self) -> dict[str, Any]:
         """For the report."""
+        writes, reads = self.meter.writes, self.meter.reads
         return {
             "path": str(self.file.directory),
-            "write_bytes_per_s": self.write_rate.bytes_per_s,
-            "read_bytes_per_s": self.read_rate.bytes_per_s,
+            "write_bytes_per_s": writes.of_late.bytes_per_s,
+            "read_bytes_per_s": reads.of_late.bytes_per_s,
+            "write_alone_bytes_per_s": writes.alone.bytes_per_s,
+            "read_alone_bytes_per_s": reads.alone.bytes_per_s,
+            "write_beside_read_bytes_per_s": writes.beside.bytes_per_s,
+            "read_beside_write_bytes_per_s": reads.beside.bytes_per_s,
+            "trial_bytes": self.trial_bytes,
             "failure": self.failure,
         }
 

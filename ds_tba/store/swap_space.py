@@ -23,7 +23,7 @@ SLOW_WAIT_S = 30.0
 COPY_POLL_S = 0.001
 _S = TicketState
 # A thread is using the bytes of a ticket in these states, and gives them up at the end.
-_IN_USE = frozenset({_S.STAGING, _S.FORWARDING, _S.WRITING, _S.READING})
+_IN_USE = frozenset({_S.STAGING, _S.FORWARDING, _S.WRITING, _S.RETURNING, _S.READING})
 
 
 class SwapSpace:
@@ -43,6 +43,7 @@ class SwapSpace:
         self.notes: FinalizerNotes[SwapTicket | Span] = FinalizerNotes(self.changed, self._act_on_release)
         self._retirement = Retirement()
         self.prefetched_bytes = 0
+        self.wanted_bytes = 0
         self.writes_under_way = 0
         self.closed = False
 
@@ -78,6 +79,20 @@ class SwapSpace:
             return False
         ticket.prefetched = True
         self.prefetched_bytes += ticket.extent.nbytes
+        return True
+
+    def want(self, ticket: SwapTicket) -> bool:
+        """Let what is still to be written stay when its write ends; False where the bound has no room for it.
+
+        It has a slot, so that the half of staging that reads ahead leave to writes is no matter here: were it one, what
+        is being written when backward begins would hold up the reads behind it.
+        """
+        if ticket.wanted or ticket.forwarding:
+            return True
+        if self.prefetched_bytes + self.wanted_bytes + ticket.extent.nbytes > self.ring.slots.capacity_bytes:
+            return False
+        ticket.wanted = True
+        self.wanted_bytes += ticket.extent.nbytes
         return True
 
     def _reserve(self, nbytes: int, wait: bool) -> tuple[Span, SwapPath, Span] | Refusal:
@@ -122,10 +137,14 @@ class SwapSpace:
     def _may_prefetch(self, nbytes: int) -> bool:
         """Reads ahead leave half of staging to writes, while there are any; one tensor may always be read ahead.
 
-        What was read ahead on an asynchronous device waits in device memory, and counts until it is handed over.
+        What was read ahead on an asynchronous device waits in device memory, and counts until it is handed over. So
+        will what is wanted and still to be written.
         """
+        capacity_bytes = self.ring.slots.capacity_bytes
         part = PREFETCH_PART_OF_STAGING if self.writes_under_way else 1.0
-        return not self.prefetched_bytes or self.prefetched_bytes + nbytes <= self.ring.slots.capacity_bytes * part
+        ahead_bytes = self.prefetched_bytes + nbytes
+        fits = ahead_bytes <= capacity_bytes * part and ahead_bytes + self.wanted_bytes <= capacity_bytes
+        return not self.prefetched_bytes or fits
 
     # ---- giving back --------------------------------------------------------------------------------------------
 
@@ -143,8 +162,17 @@ class SwapSpace:
         ticket.path.queued_bytes -= ticket.extent.nbytes
         self.changed.notify_all()
 
+    def stay(self, ticket: SwapTicket) -> None:
+        """The write of a wanted ticket has ended: from now on its bytes are as if read ahead."""
+        self.end_prefetch(ticket)
+        ticket.stayed = ticket.prefetched = True
+        self.prefetched_bytes += ticket.extent.nbytes
+
     def end_prefetch(self, ticket: SwapTicket) -> None:
-        """A ticket's slot no longer counts as read ahead."""
+        """A ticket no longer counts as read ahead, or as wanted."""
+        if ticket.wanted:
+            ticket.wanted = False
+            self.wanted_bytes -= ticket.extent.nbytes
         if ticket.prefetched:
             ticket.prefetched = False
             self.prefetched_bytes -= ticket.extent.nbytes

@@ -21,10 +21,11 @@ class TicketState(Enum):
     QUEUED = "in staging, write not started"
     FORWARDING = "in staging, being handed over instead of written"
     WRITING = "in staging, write under way"
+    RETURNING = "in the swap file, and on its way from staging to the device"
     STORED = "in the swap file"
     READ_QUEUED = "in the swap file, read not started"
     READING = "read under way"
-    LOADED = "in staging, read done"
+    LOADED = "in staging or on the device, and in the swap file"
     RESCUED = "in host memory or staging, because a write failed"
     LOST = "nowhere"
     RELEASED = "given up"
@@ -35,7 +36,8 @@ _MOVES: dict[TicketState, tuple[TicketState, ...]] = {
     _S.STAGING: (_S.QUEUED, _S.RELEASED),
     _S.QUEUED: (_S.WRITING, _S.FORWARDING, _S.RELEASED),
     _S.FORWARDING: (_S.QUEUED, _S.RELEASED),
-    _S.WRITING: (_S.STORED, _S.RESCUED, _S.LOST),
+    _S.WRITING: (_S.STORED, _S.LOADED, _S.RETURNING, _S.RESCUED, _S.LOST),
+    _S.RETURNING: (_S.LOADED,),
     _S.STORED: (_S.READ_QUEUED, _S.RELEASED),
     _S.READ_QUEUED: (_S.READING, _S.STORED, _S.RELEASED),
     _S.READING: (_S.LOADED, _S.LOST),
@@ -63,7 +65,9 @@ class SwapTicket(Ticket, StateMachine):
         "released",
         "slot",
         "state",
+        "stayed",
         "uses",
+        "wanted",
     )
 
     noun = "a ticket"
@@ -85,6 +89,8 @@ class SwapTicket(Ticket, StateMachine):
         self.host: torch.Tensor | None = None
         self.error: StorageError | None = None
         self.forwarding = False
+        self.wanted = False  # read ahead was asked for while it was still to be written
+        self.stayed = False  # since its write: nothing was read
         self.prefetched = False
         self.released = False
 

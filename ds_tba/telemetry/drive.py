@@ -38,15 +38,21 @@ class Drive:
     drive_written_bytes: int | None = None
 
 
-def examine(path: Path, sysfs: Path = Path("/sys")) -> Drive:
-    """The drive that holds a directory."""
+def sysfs_device(path: Path, sysfs: Path = Path("/sys")) -> Path | None:
+    """Where sysfs has the whole drive that holds a directory; None where there is none (memory, network, overlay)."""
     try:
         number = os.stat(path).st_dev
         device = (sysfs / "dev" / "block" / f"{os.major(number)}:{os.minor(number)}").resolve(strict=True)
     except OSError:
+        return None
+    return device.parent if (device / "partition").exists() else device
+
+
+def examine(path: Path, sysfs: Path = Path("/sys")) -> Drive:
+    """The drive that holds a directory."""
+    device = sysfs_device(path, sysfs)
+    if device is None:
         return Drive()
-    if (device / "partition").exists():
-        device = device.parent
     rotational = {"0": False, "1": True}.get(_read(device / "queue" / "rotational"))
     if device.name.startswith(VIRTUAL):
         rotational = None

@@ -31,6 +31,10 @@ class OffloadReport:
         peak_saved_bytes_without: the same, had nothing been offloaded.
         fallbacks: tensors that were eligible and stayed in memory because the store could not take or write them.
         stall_s: time that forward and backward waited for the store.
+        recomputed_bytes: made again in backward instead of being saved.
+        step_peak_saved_bytes: ``peak_saved_bytes`` of the last whole step alone (with placement "adaptive").
+        plans: how many plans there were.
+        plan: the one in force: planner, reason, bytes of each placement, and what it promises; None without one.
         bandwidth: for each path its written bytes and its rates of late, as measured.
         wear: for each path the fields of :class:`ds_tba.telemetry.wear.PathWear`.
     """
@@ -68,6 +72,9 @@ class OffloadReport:
     fallbacks_by_reason: dict[str, int] = field(default_factory=dict)
     bandwidth: list[dict[str, Any]] = field(default_factory=list)
     wear: list[dict[str, Any]] = field(default_factory=list)
+    step_peak_saved_bytes: int = 0
+    plans: int = 0
+    plan: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Every field, ready for JSON."""
@@ -110,6 +117,20 @@ class OffloadReport:
             ("peak staging", _size(self.peak_staging_bytes)),
             ("fallbacks", str(self.fallbacks)),
         ]
+        if self.plan is not None:
+            rows += [("plan", f"{self.plan['planner']}, the {_ordinal(self.plans)}")]
+            rows += [(f"  plan: {where}", _size(nbytes)) for where, nbytes in self.plan["bytes"].items()]
+            rows += [
+                (
+                    "  plan: peak saved",
+                    f"{_size(self.plan['peak_saved_bytes'])} ({_size(self.step_peak_saved_bytes)} found)",
+                ),
+                (
+                    "  plan: step",
+                    f"{self.plan['step_s']:.3g} s, {self.plan['step_s'] / self.plan['kept_step_s'] - 1:+.1%}",
+                ),
+                ("made again in backward", _size(self.recomputed_bytes)),
+            ]
         rows += [(f"  fallback: {reason}", str(count)) for reason, count in self.fallbacks_by_reason.items()]
         rows += [(f"wear of {path['path']}", _wear(path)) for path in self.wear]
         return [*rows, ("stalled", f"{self.stall_s:.2f} s")]
@@ -135,6 +156,11 @@ def _wear(path: dict[str, Any]) -> str:
     if path.get("drive_written_bytes") is not None:
         text += f", {path['drive_written_bytes'] / 1e12:.1f} TB written in all"
     return text
+
+
+def _ordinal(number: int) -> str:
+    ending = "th" if 10 <= number % 100 <= 20 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"
 
 
 def _size(nbytes: int) -> str:

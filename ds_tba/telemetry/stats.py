@@ -29,15 +29,6 @@ class BusyMeter:
         if self._active == 0:
             self.busy_s += time.perf_counter() - self._since
 
-    def lap(self) -> tuple[int, float]:
-        """Bytes and busy seconds since the last lap; counting goes on from zero, also in the middle of a transfer."""
-        now = time.perf_counter()
-        if self._active:
-            self.busy_s += now - self._since
-            self._since = now
-        lap, self.nbytes, self.busy_s = (self.nbytes, self.busy_s), 0, 0.0
-        return lap
-
     @property
     def bytes_per_s(self) -> float:
         """Bandwidth while busy; 0.0 before the first transfer."""
@@ -45,38 +36,43 @@ class BusyMeter:
 
 
 class RollingRate:
-    """The bandwidth of late while busy: each window of bytes counts as much as all windows before it."""
+    """The bandwidth of late.
 
-    WINDOW_BYTES = 64 << 20
+    It fades by bytes and not by time, so that without new data it stays.
+
+    Args:
+        half_bytes: the last so many bytes count as much as all before them.
+    """
+
     UNKNOWN_S_PER_BYTE = 1e-9
 
-    def __init__(self) -> None:
+    def __init__(self, half_bytes: int) -> None:
+        self._half_bytes = half_bytes
         self.s_per_byte = self.UNKNOWN_S_PER_BYTE
-        self._known = False
-        self._window = BusyMeter()
+        self._faded = 1.0  # the part of the estimate that was never measured
 
-    def start(self) -> None:
-        """A transfer begins."""
-        self._window.start()
+    def add(self, nbytes: float, least_s: float, most_s: float) -> None:
+        """Take a transfer into account that says no more than that its bytes take from ``least_s`` to ``most_s``.
 
-    def stop(self, nbytes: int) -> None:
-        """A transfer ends, having moved ``nbytes`` (0 if it failed)."""
-        self._window.stop(nbytes)
-        if self._window.nbytes >= self.WINDOW_BYTES:
-            self.settle()
+        Between the two the estimate stays as it is.
+        """
+        if nbytes <= 0 or most_s <= 0:
+            return
+        least, most = least_s / nbytes, most_s / nbytes
+        found = min(max(self.s_per_byte, least), most) if self.is_known else most
+        kept = 0.5 ** (nbytes / self._half_bytes)
+        self._faded *= kept
+        self.s_per_byte += (found - self.s_per_byte) * (1 - kept) / (1 - self._faded)
 
-    def settle(self) -> None:
-        """Take what was measured since the last time into account."""
-        nbytes, busy_s = self._window.lap()
-        if nbytes and busy_s > 0:
-            found = busy_s / nbytes
-            self.s_per_byte = (self.s_per_byte + found) / 2 if self._known else found
-            self._known = True
+    @property
+    def is_known(self) -> bool:
+        """Whether anything was measured."""
+        return self._faded < 1
 
     @property
     def bytes_per_s(self) -> float:
         """The estimate; 0.0 before the first measurement."""
-        return 1 / self.s_per_byte if self._known else 0.0
+        return 1 / self.s_per_byte if self.is_known else 0.0
 
 
 @dataclass
@@ -100,11 +96,18 @@ class Gauge:
     def __init__(self) -> None:
         self.now = 0
         self.peak = 0
+        self.lap_peak = 0
 
     def add(self, nbytes: int) -> None:
         """Move the level by ``nbytes``, which may be negative."""
         self.now += nbytes
         self.peak = max(self.peak, self.now)
+        self.lap_peak = max(self.lap_peak, self.now)
+
+    def lap(self) -> int:
+        """The highest level since the last lap."""
+        highest, self.lap_peak = self.lap_peak, self.now
+        return highest
 
 
 @dataclass
@@ -116,5 +119,6 @@ class CacheStats:
     deduplicated_bytes: int = 0
     kept_bytes: Counter[str] = field(default_factory=Counter)
     micro_steps: int = 0
+    moving_s: float = 0.0  # of the host, in copies, in waiting for them and for the store
     saved: Gauge = field(default_factory=Gauge)
     resident: Gauge = field(default_factory=Gauge)

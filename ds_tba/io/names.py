@@ -1,0 +1,120 @@
+"""A name on disk for the swap file, which has none: cuFile opens by its path what it was given as a descriptor.
+
+Measured with cuFile 1.15: a file made with ``O_TMPFILE`` is refused (error 5019), and so is one that was reopened
+through ``/proc`` or unlinked (5031, "failed to obtain new file descriptor"); once it is registered, the name may go.
+
+[Note: Killed runs] Whoever gives a name holds a lock on the file, which ends with the process. A named file without a
+lock is what a killed run left, and goes when the next one in that directory gives a name.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+import uuid
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from ds_tba.errors import BackendUnavailableError
+
+PREFIX = ".ds_tba-named-"
+T = TypeVar("T")
+
+
+def give_name(fd: int, backend: str) -> Path:
+    """Link a file of ``O_TMPFILE`` into its directory; the kernel allows that once.
+
+    Args:
+        backend: for the message.
+
+    Raises:
+        BackendUnavailableError: the file cannot be linked, as without ``O_TMPFILE``.
+    """
+    directory = Path(os.readlink(f"/proc/self/fd/{fd}")).parent
+    with suppress(OSError):  # no locks on this file system: then nobody can take it for left behind either
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    _remove_left_behind(directory)
+    path = directory / f"{PREFIX}{uuid.uuid4().hex}"
+    descriptors = os.open("/proc/self/fd", os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.link(str(fd), path, src_dir_fd=descriptors, follow_symlinks=True)
+    except OSError as error:
+        raise BackendUnavailableError(
+            f"io.backend {backend}: cuFile opens files by their name, and the swap file in {directory} cannot be given "
+            f"one ({error.strerror}), as on a file system without O_TMPFILE: name a directory on another one, or set "
+            '"io": {"backend": "aio"} or "posix", or leave it out.'
+        ) from error
+    finally:
+        os.close(descriptors)
+    return path
+
+
+class Shared(Generic[T]):
+    """A thing of several handles, ended with the last of them.
+
+    Args:
+        end: called once, by whichever thread closes the last handle.
+    """
+
+    def __init__(self, thing: T, end: Callable[[], object]) -> None:
+        self.thing = thing
+        self._end = end
+        self._handles = 0
+        self._lock = threading.Lock()
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a handle is left."""
+        return self._handles > 0
+
+    def join(self) -> None:
+        """One more handle."""
+        with self._lock:
+            self._handles += 1
+
+    def leave(self) -> None:
+        """One handle fewer."""
+        with self._lock:
+            self._handles -= 1
+            last = self._handles == 0
+        if last:
+            self._end()
+
+
+def lasting_name(fd: int, backend: str) -> Shared[Path]:
+    """The name until the last handle is closed, or the process ends other than by a signal; see :func:`give_name`."""
+    path = give_name(fd, backend)
+    shared = Shared(path, lambda: path.unlink(missing_ok=True))
+    weakref.finalize(shared, _unlink_of, os.getpid(), path)
+    return shared
+
+
+def _unlink_of(pid: int, path: Path) -> None:
+    if os.getpid() == pid:  # the exit of a forked child is not the end
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def named(fd: int, backend: str) -> Iterator[Path]:
+    """The name within the context; see :func:`give_name`."""
+    path = give_name(fd, backend)
+    try:
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _remove_left_behind(directory: Path) -> None:
+    """See [Note: Killed runs]."""
+    for path in directory.glob(f"{PREFIX}*"):
+        with suppress(OSError):  # alive, or another user's, or gone already
+            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+            finally:
+                os.close(fd)

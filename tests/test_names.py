@@ -1,0 +1,104 @@
+"""Names for files that have none: given in time, taken away in time, and left behind by nobody for long."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+import runs
+
+from ds_tba.errors import BackendUnavailableError
+from ds_tba.io.names import Shared, give_name, lasting_name, named
+from ds_tba.store.swap_file import SwapFile
+
+PROGRAM = f"""
+import os, signal, sys
+sys.path.insert(0, {str(runs.ROOT)!r})
+from pathlib import Path
+from ds_tba.io.names import lasting_name
+from ds_tba.store.swap_file import SwapFile
+directory = Path(sys.argv[1])
+file = SwapFile(directory, 1 << 20)
+name = lasting_name(file.fd, "gds")
+name.join()
+"""
+
+
+def python(directory: Path, ending: str) -> int:
+    return subprocess.run([sys.executable, "-c", PROGRAM + ending, str(directory)], timeout=120).returncode
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> SwapFile:
+    return SwapFile(tmp_path, 1 << 20)
+
+
+def test_a_file_has_its_name_within_the_context(file: SwapFile, tmp_path: Path) -> None:
+    file.grow(4096)
+    with named(file.fd, "kvikio") as path:
+        assert list(tmp_path.iterdir()) == [path]
+        assert os.path.samestat(path.stat(), os.fstat(file.fd)) and path.stat().st_mode & 0o777 == 0o600
+    assert list(tmp_path.iterdir()) == []
+    file.close()
+
+
+def test_a_file_that_cannot_be_named_is_told_with_the_way_out(tmp_path: Path) -> None:
+    """As the swap file where the file system has no O_TMPFILE: unlinked, and linked by no one again."""
+    fd, name = tempfile.mkstemp(dir=tmp_path)
+    Path(name).unlink()
+    with pytest.raises(BackendUnavailableError, match=r'gds: cuFile opens .*without O_TMPFILE.*"backend": "aio"'):
+        give_name(fd, "gds")
+    os.close(fd)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_run_left_goes_with_the_next_and_what_a_live_one_has_stays(
+    file: SwapFile, tmp_path: Path
+) -> None:
+    alive = lasting_name(file.fd, "gds")
+    alive.join()
+    assert python(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)") == -signal.SIGKILL
+    assert len(list(tmp_path.iterdir())) == 2
+    another = SwapFile(tmp_path, 1 << 20)
+    with named(another.fd, "kvikio") as path:
+        assert set(tmp_path.iterdir()) == {alive.thing, path}
+    alive.leave()
+    assert list(tmp_path.iterdir()) == []
+    file.close()
+    another.close()
+
+
+def test_a_process_that_ends_by_itself_leaves_nothing(tmp_path: Path) -> None:
+    assert python(tmp_path, "raise SystemExit(3)") == 3
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_end_of_a_forked_child_takes_no_name_away(tmp_path: Path) -> None:
+    ending = """
+if os.fork() == 0:
+    sys.exit(0)  # runs finalizers, as os._exit does not
+os.wait()
+sys.exit(0 if name.thing.exists() else 5)
+"""
+    assert python(tmp_path, ending) == 0
+
+
+def test_the_last_of_many_threads_ends_what_they_share() -> None:
+    ended: list[int] = []
+    shared = Shared("file", lambda: ended.append(1))
+    for _ in range(32):
+        shared.join()
+    shared.leave()
+    assert shared.in_use and not ended
+    threads = [threading.Thread(target=shared.leave) for _ in range(31)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not shared.in_use and ended == [1]
