@@ -1,0 +1,218 @@
+"""The kernels of the training device, for a forward that runs elsewhere: what they save differs from device to device.
+
+PyTorch takes plain kernels on the meta device. A CUDA device has fused ones for attention (its inputs, its output and
+a log-sum-exp for each row are saved, not the probabilities), dropout (a mask of one byte for each element) and RMS norm
+(a factor for each row); the CPU has one for attention without dropout.
+
+[Note: Which attention] PyTorch itself is asked, with small tensors of the same kind, where the device is at hand. For a
+CUDA device that is not, its rules are: flash for 16-bit numbers without a mask, the memory-efficient one for others,
+plain products where neither has the shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch.library import Library
+from torch.nn import functional
+
+_aten = torch.ops.aten
+_HALF = (torch.float16, torch.bfloat16)
+FLASH_HEAD_DIM = 256
+# Flash wants heads of a multiple of so many elements, the memory-efficient kernel rows of a mask.
+_MULTIPLE = 8
+
+
+class Attention(IntEnum):
+    """The numbers are PyTorch's (``sdp_backend``)."""
+
+    MATH = 0
+    FLASH = 1
+    EFFICIENT = 2
+    CUDNN = 3
+
+    @property
+    def words(self) -> str:
+        """What it is, and what it saves."""
+        saved = "saves its inputs, its output and a log-sum-exp for each row"
+        return {
+            Attention.MATH: "plain attention, which saves the probabilities",
+            Attention.FLASH: f"flash attention, which {saved}",
+            Attention.EFFICIENT: f"memory-efficient attention, which {saved}",
+            Attention.CUDNN: f"cuDNN's attention, which {saved}",
+        }[self]
+
+
+@contextmanager
+def device_kernels(target: str, runs_on: str) -> Iterator[set[Attention]]:
+    """What runs inside saves what the kernels of another device would save; the kernels of attention that were taken.
+
+    Changes PyTorch's dispatch table for tensors of ``runs_on`` that need a gradient, in all threads.
+
+    Args:
+        target: the training device, ``"cuda"`` or ``"cpu"``.
+        runs_on: where the tensors are, ``"meta"`` or ``"cpu"``. The CPU takes its own attention and norm.
+    """
+    taken: set[Attention] = set()
+    key = f"Autograd{'Meta' if runs_on == 'meta' else 'CPU'}"
+    library: Any = Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    try:
+        if runs_on == "meta":
+            library.impl("scaled_dot_product_attention", _Attend(target, taken), key)
+        if target == "cuda":
+            library.impl("dropout", _dropout, key)
+        if target == "cuda" and runs_on == "meta" and hasattr(_aten, "_fused_rms_norm"):
+            library.impl("_fused_rms_norm", _rms_norm, key)
+        yield taken
+    finally:
+        library._destroy()
+
+
+class _Attend:
+    """``scaled_dot_product_attention`` of a device."""
+
+    def __init__(self, target: str, taken: set[Attention]) -> None:
+        self._target = target
+        self._taken = taken
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+        chosen = attention_of(self._target, query, key, value, attn_mask, dropout_p, **options)
+        self._taken.add(chosen)
+        mask = _as_bias(attn_mask, query)
+        if chosen is Attention.FLASH and self._target == "cpu":
+            results = _aten._scaled_dot_product_flash_attention_for_cpu(
+                query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale
+            )
+        elif chosen is Attention.FLASH:
+            return _flash(query, key, value, dropout_p, is_causal, scale)
+        elif chosen is Attention.EFFICIENT:
+            bias = _padded_bias(mask, query, key)
+            results = _aten._scaled_dot_product_efficient_attention(
+                query, key, value, bias, True, dropout_p, is_causal, scale=scale
+            )
+        elif chosen is Attention.CUDNN:
+            results = _aten._scaled_dot_product_cudnn_attention(
+                query, key, value, mask, True, dropout_p, is_causal, scale=scale
+            )
+        else:
+            results = _aten._scaled_dot_product_attention_math(query, key, value, mask, dropout_p, **options)
+        return results[0]  # type: ignore[no-any-return]
+
+
+def attention_of(
+    device: str,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout_p: float,
+    **options: Any,
+) -> Attention:
+    """The kernel that a device takes for this call; see [Note: Which attention]."""
+    if device == "cpu" or torch.cuda.is_available():
+        q, k, v = (_small(one, device, one.shape[-1]) for one in (query, key, value))
+        small_mask = None if mask is None else _small(mask, device, min(mask.shape[-1], 2))
+        return Attention(torch._fused_sdp_choice(q, k, v, small_mask, dropout_p, **options))
+    if any(one.dim() != 4 or one.stride(-1) != 1 for one in (query, key, value)):
+        return Attention.MATH
+    same_width = query.shape[-1] == key.shape[-1] == value.shape[-1]
+    if mask is None and query.dtype in _HALF and same_width and query.shape[-1] <= FLASH_HEAD_DIM:
+        return Attention.FLASH
+    if query.shape[1] == key.shape[1] == value.shape[1] and query.dtype is not torch.float64:
+        return Attention.EFFICIENT
+    return Attention.MATH
+
+
+def _small(tensor: torch.Tensor, device: str, columns: int) -> torch.Tensor:
+    """A tensor of the same kind and number of heads, with two rows at most."""
+    sizes = [min(size, 2) for size in tensor.shape]
+    if tensor.dim() == 4:
+        sizes[1] = tensor.shape[1]
+    sizes[-1] = columns
+    is_dense = tensor.stride(-1) == 1
+    strides = list(torch.empty(sizes if is_dense else sizes[::-1], device="meta").stride())
+    made = torch.empty_strided(sizes, strides if is_dense else strides[::-1], dtype=tensor.dtype, device=device)
+    return made.requires_grad_(tensor.requires_grad)
+
+
+def _flash(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+) -> torch.Tensor:
+    width = query.shape[-1]
+    missing = -width % _MULTIPLE
+    if missing:
+        scale = scale or width**-0.5
+        query, key, value = (functional.pad(one, (0, missing)) for one in (query, key, value))
+    out: torch.Tensor = _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[
+        0
+    ]
+    return out[..., :width] if missing else out
+
+
+def _as_bias(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
+    """A mask of truth values as what is added to the scores, which is what is saved."""
+    if mask is None or mask.dtype is not torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=query.dtype)
+
+
+def _padded_bias(bias: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
+    if bias is None:
+        return None
+    columns = key.shape[-2]
+    missing = -columns % _MULTIPLE
+    if missing:
+        bias = functional.pad(bias.expand(*bias.shape[:-1], columns), (0, missing))[..., :columns]
+    return bias.expand(query.shape[0], query.shape[1], query.shape[-2], columns)
+
+
+def _dropout(tensor: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    if not train or p == 0.0 or not tensor.numel():
+        return tensor
+    return torch.native_dropout(tensor, p, True)[0]
+
+
+def _rms_norm(
+    tensor: torch.Tensor, normalized_shape: Any, weight: torch.Tensor | None, eps: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = [*tensor.shape[: tensor.dim() - len(normalized_shape)], *[1] * len(normalized_shape)]
+    return _FusedRmsNorm.apply(tensor, weight, rows)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _FusedRmsNorm(torch.autograd.Function):
+    """Saves what the fused kernel saves. Only for the meta device: it computes nothing."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, weight: torch.Tensor | None, rows: list[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        factors = torch.empty(rows, dtype=torch.float32, device=tensor.device)
+        ctx.save_for_backward(tensor, weight, factors)
+        ctx.mark_non_differentiable(factors)
+        return tensor.clone(), factors
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        tensor, weight, _ = ctx.saved_tensors
+        return tensor.clone(), None if weight is None else weight.clone(), None

@@ -1,0 +1,218 @@
+"""The model that is estimated, with the inputs of one micro-step: from a function of the user's, or an HF config.
+
+[Note: The contract of the function] It is called with the keyword arguments ``batch`` and ``sequence`` and returns
+``(model, inputs)``: inputs are a tuple or a dict of arguments of ``model``. What the model returns is the loss, an
+object or a dict with ``loss``, or tensors of which the first is summed. It is called on the meta device, where tensors
+have shapes and no values; what depends on values is run on the CPU instead.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_tba.errors import ModelError
+
+Recipe = Callable[[int, int], "Subject"]
+
+_CONTRACT = (
+    "it is called with the keyword arguments batch and sequence, and must return (model, inputs), inputs being a tuple "
+    "or a dict of arguments of the model"
+)
+# Whose labels are tokens, and whose are one class for each sequence.
+_TOKEN_LABELS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "ForPreTraining")
+_SEQUENCE_LABELS = ("ForSequenceClassification",)
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model, and what its forward takes.
+
+    Attributes:
+        inputs: positional arguments, or keyword arguments.
+    """
+
+    model: nn.Module
+    inputs: tuple[Any, ...] | dict[str, Any]
+
+    def forward(self) -> Any:
+        """What the model returns."""
+        if isinstance(self.inputs, dict):
+            return self.model(**self.inputs)
+        return self.model(*self.inputs)
+
+    def to(self, device: str, dtype: torch.dtype | None) -> Subject:
+        """The same in training mode on a device; what is of floats gets a dtype, if one is given."""
+        inputs = _moved(self.inputs, torch.device(device), dtype)
+        return Subject(self.model.to(device=device, dtype=dtype).train(), inputs)
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """What backward starts from; see [Note: The contract of the function].
+
+    Raises:
+        ModelError: there is no tensor in it that needs a gradient.
+    """
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if found is None:
+        found = output
+        if isinstance(found, Mapping):
+            found = list(found.values())
+        if isinstance(found, Sequence) and found:
+            found = found[0]
+    if not isinstance(found, torch.Tensor) or not found.requires_grad:
+        raise ModelError(
+            f"the model returned {type(output).__name__} without a loss: it must return a tensor that needs a "
+            "gradient, an object with .loss, or a tuple or dict that begins with such a tensor."
+        )
+    return found if found.dim() == 0 else found.sum()
+
+
+def recipe_of(text: str) -> Recipe:
+    """What makes the subject for a batch and a sequence length.
+
+    Args:
+        text: ``FILE.py:function``, or the path of an HF ``config.json``.
+
+    Raises:
+        ModelError: it is neither, or there is no such file or function.
+    """
+    if text.endswith(".json"):
+        return _from_hf_config(Path(text))
+    file, colon, name = text.rpartition(":")
+    if not colon or not file.endswith(".py"):
+        raise ModelError(f"--model {text!r}: it must be FILE.py:function, or the path of an HF config.json.")
+    return _from_function(_function(Path(file), name))
+
+
+# ---- a function -----------------------------------------------------------------------------------------------------
+
+
+def _function(path: Path, name: str) -> Callable[..., Any]:
+    if not path.is_file():
+        raise ModelError(f"--model {path}:{name}: there is no file {path}; give its path from here.")
+    module = _imported(path)
+    function = getattr(module, name, None)
+    if not callable(function):
+        functions = [one for one, value in vars(module).items() if inspect.isfunction(value)]
+        raise ModelError(
+            f"--model {path}:{name}: {path} has no function {name!r}; it has {', '.join(functions) or 'none'}."
+        )
+    try:
+        inspect.signature(function).bind(batch=1, sequence=1)
+    except TypeError as error:
+        raise ModelError(
+            f"--model {path}:{name}: {name}{inspect.signature(function)}: {error}; {_CONTRACT}."
+        ) from error
+    return function  # type: ignore[no-any-return]
+
+
+def _imported(path: Path) -> Any:
+    """The file as a module, with its directory on the path, as if it had been run."""
+    spec = importlib.util.spec_from_file_location(f"ds_tba_estimate_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise ModelError(f"--model {path}: it is not Python source; name a file that ends in .py.")
+    module = importlib.util.module_from_spec(spec)
+    directory = str(path.resolve().parent)
+    sys.path.insert(0, directory)
+    sys.modules[spec.name] = module  # dataclasses and pickle look their module up there
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # the user's file may raise anything
+        raise ModelError(f"--model {path}: importing it failed: {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.remove(directory)
+    return module
+
+
+def _from_function(function: Callable[..., Any]) -> Recipe:
+    def make(batch: int, sequence: int) -> Subject:
+        made = function(batch=batch, sequence=sequence)
+        if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
+            raise ModelError(f"{function.__name__} returned {_described(made)}: {_CONTRACT}.")
+        model, inputs = made
+        if not isinstance(inputs, (tuple, list, dict)):
+            raise ModelError(f"{function.__name__} returned inputs of class {type(inputs).__name__}: {_CONTRACT}.")
+        return Subject(model, inputs if isinstance(inputs, dict) else tuple(inputs))
+
+    return make
+
+
+def _described(made: Any) -> str:
+    if isinstance(made, tuple):
+        return f"({', '.join(type(one).__name__ for one in made)})"
+    return type(made).__name__
+
+
+# ---- an HF config ---------------------------------------------------------------------------------------------------
+
+
+def _from_hf_config(path: Path) -> Recipe:
+    try:
+        architectures = json.loads(path.read_text()).get("architectures")
+    except (OSError, ValueError, AttributeError) as error:
+        raise ModelError(f"--model {path}: it cannot be read as the config.json of an HF model: {error}") from error
+    if not architectures:
+        raise ModelError(
+            f'--model {path}: it has no "architectures", which say what to build, for example '
+            '"architectures": ["LlamaForCausalLM"]; add them.'
+        )
+    try:
+        import transformers
+    except ImportError as error:
+        raise ModelError(
+            f"--model {path}: an HF config needs transformers: pip install transformers, or name a function "
+            "(FILE.py:function)."
+        ) from error
+    architecture = architectures[0]
+    made = getattr(transformers, architecture, None)
+    if made is None:
+        raise ModelError(
+            f"--model {path}: transformers {transformers.__version__} has no {architecture!r}: install a version that "
+            "has it, or name a function (FILE.py:function)."
+        )
+    try:
+        config = transformers.AutoConfig.from_pretrained(str(path))
+    except (ValueError, KeyError, OSError) as error:
+        raise ModelError(f"--model {path}: transformers does not take it as a config: {error}") from error
+
+    def make(batch: int, sequence: int) -> Subject:
+        model = made(config)
+        return Subject(model, _hf_inputs(architecture, model, batch, sequence))
+
+    return make
+
+
+def _hf_inputs(architecture: str, model: nn.Module, batch: int, sequence: int) -> dict[str, Any]:
+    """Tokens and labels, all zero: no size depends on them."""
+    taken = inspect.signature(model.forward).parameters
+    if "input_ids" not in taken:
+        raise ModelError(
+            f"{architecture} takes no input_ids, so that its inputs cannot be made up: name a function "
+            f"(FILE.py:function); {_CONTRACT}."
+        )
+    inputs: dict[str, Any] = {"input_ids": torch.zeros(batch, sequence, dtype=torch.int64)}
+    if "labels" in taken and architecture.endswith(_TOKEN_LABELS):
+        inputs["labels"] = torch.zeros(batch, sequence, dtype=torch.int64)
+    elif "labels" in taken and architecture.endswith(_SEQUENCE_LABELS):
+        inputs["labels"] = torch.zeros(batch, dtype=torch.int64)
+    return inputs
+
+
+def _moved(value: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device, dtype if value.is_floating_point() else None)
+    if isinstance(value, dict):
+        return {key: _moved(one, device, dtype) for key, one in value.items()}
+    if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
+        return type(value)(_moved(one, device, dtype) for one in value)
+    return value
