@@ -151,6 +151,13 @@ class OffloadConfig(_Block):
                 "host_budget_needed",
                 'host_budget_bytes is 0: placement "host" needs the bytes of host memory that it may take',
             )
+        if self.ssd.min_life_days is not None and self.ssd.rated_endurance_tbw is None:
+            raise PydanticCustomError(
+                "rated_endurance_needed",
+                "ssd.min_life_days is {days} without ssd.rated_endurance_tbw: a drive's life follows from its rating; "
+                "set it from the data sheet, in terabytes written",
+                {"days": self.ssd.min_life_days},
+            )
         if self.min_tensor_bytes > self.io.staging_bytes:
             raise PydanticCustomError(
                 "min_tensor_bytes",

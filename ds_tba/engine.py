@@ -23,6 +23,7 @@ import torch
 from packaging.specifiers import SpecifierSet
 from torch import distributed
 
+from ds_tba.agreement import Agreement, Alone, Ranks
 from ds_tba.config import BLOCK, AioConfig, OffloadConfig, near_misses, parse_block
 from ds_tba.errors import ConfigError, IncompatibleError
 from ds_tba.offloader import ActivationOffloader
@@ -185,6 +186,7 @@ def _join(engine: Any, offloader: ActivationOffloader) -> None:
 
 def _tie(engine: Any, offloader: ActivationOffloader) -> None:
     _hook_methods(type(engine))
+    offloader.watch(engine.module, _agreement())
     engine.activation_offloader = offloader
     for module in engine.module.modules():
         if module._parameters or module._buffers:
@@ -237,6 +239,7 @@ def _forward(offloader: ActivationOffloader, original: Callable[[], Any], engine
 
 
 def _step(offloader: ActivationOffloader, original: Callable[[], Any], engine: Any) -> Any:
+    offloader.note_micro_step()
     before = engine.global_steps
     result = original()
     if engine.global_steps > before:  # else a micro-step inside gradient accumulation
@@ -267,6 +270,11 @@ def _rank() -> int:
 
 def _world_size_on_node() -> int:
     return int(os.environ.get("LOCAL_SIZE") or 1)
+
+
+def _agreement() -> Agreement:
+    alone = not distributed.is_initialized() or distributed.get_world_size() == 1
+    return Alone() if alone else Ranks()
 
 
 def _agree(problem: Exception | None) -> None:

@@ -3,23 +3,26 @@
     deepspeed examples/train_gpt.py --deepspeed_config ds_configs/zero3_nvme_params_activations.json
 
 Nothing here imports ds_tba: the block in the config is all it takes. Only what is *shown* at the end (the offloader's
-report) and ``--compare`` (the same training again without the block) ask for it.
+report) asks for it. ``--compare`` trains twice, without the block and with it, each in a process of its own.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import ctypes
 import gc
 import hashlib
 import json
 import math
+import os
 import random
+import subprocess
+import sys
 import sysconfig
+import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +187,13 @@ def parameters_sha256(engine: Any) -> str:
     return digest.hexdigest()
 
 
+def use_exact_kernels() -> None:
+    """Kernels that give the same bits each time: without them, equal runs on a GPU may differ in their last bits."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA's matrix library starts
+    torch.use_deterministic_algorithms(not get_accelerator().is_synchronized_device())
+    torch.utils.deterministic.fill_uninitialized_memory = False  # it would write to every tensor once more
+
+
 def reset_peak_memory() -> None:
     """Start a new peak: of the accelerator, or of this process on a CPU-only machine."""
     if get_accelerator().is_synchronized_device():
@@ -191,6 +201,11 @@ def reset_peak_memory() -> None:
         Path("/proc/self/clear_refs").write_text("5")
     else:
         get_accelerator().reset_peak_memory_stats()
+
+
+def memory_owner() -> str:
+    """Whose memory the peak is of."""
+    return "process" if get_accelerator().is_synchronized_device() else "device"
 
 
 def peak_memory_bytes() -> int:
@@ -223,7 +238,9 @@ def comparison_table(without: Run, offload: Run) -> Table:
         gib(report.get("peak_saved_bytes_without", 0)),
         gib(report.get("peak_saved_bytes", 0)),
     )
-    table.add_row("peak memory of the process", gib(without.peak_memory_bytes), gib(offload.peak_memory_bytes))
+    table.add_row(
+        f"peak memory of the {memory_owner()}", gib(without.peak_memory_bytes), gib(offload.peak_memory_bytes)
+    )
     table.add_row("median step", f"{without.step_s:.2f} s", f"{offload.step_s:.2f} s")
     table.add_row("written to NVMe", "", gib(report.get("written_bytes", 0)))
     return table
@@ -243,6 +260,8 @@ def gib(nbytes: int) -> str:
 def read_config(options: argparse.Namespace) -> dict[str, Any]:
     """The JSON, with the directories and the backend of the command line put in."""
     ds_config: dict[str, Any] = json.loads(Path(options.deepspeed_config).read_text())
+    if options.without_block:
+        ds_config.pop(BLOCK, None)
     if options.batch:
         ds_config["train_micro_batch_size_per_gpu"] = options.batch
     if options.nvme_path:
@@ -275,42 +294,87 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--backend", help="use this io.backend instead of the config's")
     parser.add_argument("--report", help="write the offloader's report to this file")
     parser.add_argument(
-        "--compare", action="store_true", help="train without the block first, then with it, and compare"
+        "--compare",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="train without the block first, then with it, and compare (with --deterministic)",
+    )
+    parser.add_argument("--without_block", action="store_true", help="as if the config had no block")
+    parser.add_argument(
+        "--deterministic", action="store_true", help="kernels that give the same bits each time, on a GPU"
     )
     parser.add_argument("--result", help="write losses, fingerprint and report of the (last) run to this JSON file")
     parser.add_argument("--local_rank", type=int, default=0, help="set by the launcher")
     return parser.parse_args(argv)
 
 
+def compare(options: argparse.Namespace, argv: list[str]) -> int:
+    """Train without the block and with it; 0 if that made no difference.
+
+    In a process each: on a GPU, the second engine of a process with ZeRO-3's parameters on NVMe starts from wrong
+    parameters (DeepSpeed 0.19.8, without the block too), and the peak memory of a fresh process is its own.
+    """
+    console = console_of(int(os.environ.get("RANK", "0")))
+    runs = []
+    for number, more in enumerate((["--without_block"], [])):
+        with tempfile.TemporaryDirectory() as directory:
+            result = Path(directory) / "result"
+            ended = subprocess.run(
+                [sys.executable, __file__, *argv, "--no-compare", "--deterministic", *more, "--result", str(result)],
+                env={**os.environ, **another_port(number)},
+            )
+            found = list(Path(directory).iterdir())
+            if ended.returncode or not found:
+                return ended.returncode or 1
+            runs.append(Run(**json.loads(found[0].read_text())))
+    without, run = runs
+    console.print(comparison_table(without, run))
+    equal = (without.losses, without.parameters_sha256) == (run.losses, run.parameters_sha256)
+    write_result(options, run, equal=equal)
+    return 0 if equal else 1
+
+
+def another_port(number: int) -> dict[str, str]:
+    """The rendezvous of one training: the ranks' processes change over at different times."""
+    port = os.environ.get("MASTER_PORT")
+    return {} if port is None else {"MASTER_PORT": str(int(port) + number)}
+
+
+def console_of(rank: int) -> Console:
+    return Console(quiet=rank != 0, width=110)
+
+
+def write_result(options: argparse.Namespace, run: Run, **more: bool) -> None:
+    """The JSON at ``--result``, of each rank."""
+    if options.result:
+        rank = int(os.environ.get("RANK", "0"))
+        path = Path(options.result if rank == 0 else f"{options.result}.rank{rank}")
+        path.write_text(json.dumps({**asdict(run), **more}))
+
+
 def main(argv: list[str] | None = None) -> int:
     """Train; 0 if all went well, 1 if ``--compare`` found a difference."""
+    argv = sys.argv[1:] if argv is None else argv
     options = parse(argv)
-    ds_config = read_config(options)
+    if options.compare:
+        return compare(options, argv)
+    if options.deterministic:
+        use_exact_kernels()
     deepspeed.init_distributed()
-    rank = deepspeed.comm.get_rank()
-    console = Console(quiet=rank != 0, width=110)
+    console = console_of(deepspeed.comm.get_rank())
     parameters = sum(p.numel() for p in GPT(options.width, options.depth, options.sequence).parameters())
     console.print(
         f"GPT of {parameters / 1e6:.1f} M parameters, {options.depth} blocks of width {options.width}, "
         f"sequences of {options.sequence} bytes, {torch.get_num_threads()} threads"
     )
-    without = None
-    if options.compare:
-        plain = {key: value for key, value in copy.deepcopy(ds_config).items() if key != BLOCK}
-        without = train(options, plain, "without the block", console)
-    run = train(options, ds_config, "training" if without is None else "with the block   ", console)
-    equal = True
-    if without is not None:
-        console.print(comparison_table(without, run))
-        equal = (without.losses, without.parameters_sha256) == (run.losses, run.parameters_sha256)
-    if options.result:
-        path = Path(options.result if rank == 0 else f"{options.result}.rank{rank}")
-        path.write_text(json.dumps({**vars(run), "equal": equal}))
+    title = "without the block" if options.without_block else "training"
+    run = train(options, read_config(options), title, console)
+    write_result(options, run)
     deepspeed.comm.destroy_process_group()
     if not all(math.isfinite(loss) for loss in run.losses):
         console.print("the loss is not finite")
         return 1
-    return 0 if equal else 1
+    return 0
 
 
 if __name__ == "__main__":

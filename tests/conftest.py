@@ -58,8 +58,14 @@ def make_store(tmp_path: Path) -> Iterator[StoreFactory]:
             directory.mkdir()
             files.append(SwapFile(directory, swap_file_bytes))
         ring = StagingRing(accelerator or CpuAccelerator(), backend, staging_bytes)
-        store = NvmeStore(files, backend, ring, lanes, integrity)
+        try:
+            store = NvmeStore(files, backend, ring, lanes, integrity)
+        except BaseException:
+            ring.close()
+            raise
         stores.append(store)
+        if paths > 1:
+            store.measure()
         return store
 
     yield make

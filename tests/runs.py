@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -74,10 +75,16 @@ def command(
         path = directory / f"ds_config_{len(list(directory.glob('ds_config_*')))}.json"
         path.write_text(json.dumps(config))
         arguments = ("--deepspeed_config", str(path), *arguments)
-    launcher, port = Path(sys.executable).with_name("deepspeed"), port or free_port()
+    launcher, port = launcher_script(), port or free_port()
     return [
         sys.executable, str(launcher), "--num_gpus", str(ranks), "--master_port", str(port), str(script), *arguments,
     ]  # fmt: skip
+
+
+def launcher_script() -> Path:
+    """The stock launcher, of this interpreter's environment or of a directory that packages were put into."""
+    beside = Path(sys.executable).with_name("deepspeed")
+    return beside if beside.exists() else Path(shutil.which("deepspeed") or beside)
 
 
 def remove_shared_memory(port: int) -> None:
@@ -115,7 +122,8 @@ def launch(
             timeout=timeout_s,
             cwd=directory,
         )
-        remove_shared_memory(port)
+        for used in (port, port + 1):  # the example's --compare meets at the second one too
+            remove_shared_memory(used)
         if last or done.returncode == 0 or EXIT_ABORT not in done.stdout:
             break
     return Result(done.returncode, done.stdout)

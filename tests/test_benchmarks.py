@@ -15,6 +15,7 @@ from typing import Any
 import gpu_suite as suite
 import pytest
 import runs
+from gpu.measure import WARM_UP_STEPS
 from gpu.models import Shape
 from soaking.meters import disk_bytes, slope
 from soaking.verdicts import memory
@@ -182,7 +183,8 @@ def test_io_roofline(tmp_path: Path) -> None:
 
 PARTS = ["limits", "tests", "step_time", "curve", "trace"]
 # What adaptive writes depends on how fast the drive is: it keeps what would have to wait.
-OURS = {"ours host": "host_bytes", "ours nvme": "written_bytes", "ours adaptive": "offloaded_bytes"}
+OURS = {"ours host": "host_bytes", "ours nvme": "written_bytes"}
+PLANNED = {"ours adaptive", "ours adaptive, host", "ours adaptive, budget"}
 
 
 def test_gpu_suite(tmp_path: Path) -> None:
@@ -203,7 +205,7 @@ def test_gpu_suite(tmp_path: Path) -> None:
     assert [len(shape["rounds"]) for shape in shapes] == [2, 2, 2, 1, 1]
     files = sorted(path.name for path in (tmp_path / "out").iterdir())
     (table,) = [name for name in files if name.endswith(".md")]
-    assert files == [table, "results.json", "trace_ours_host.json.gz", "trace_ours_nvme.json.gz"]
+    assert files == [table, "results.json", "trace_ours_adaptive_host.json.gz", "trace_ours_host.json.gz"]
     text = (tmp_path / "out" / table).read_text()
     assert re.fullmatch(r"bertgptt5_cpu\d+_\d{6}\.md", table)
     assert text.count("equal bit for bit") == 5 and "not run: no CUDA" in text and "Tiny shapes" in text
@@ -214,9 +216,10 @@ def check_gpu_shape(shape: dict[str, Any]) -> None:
     assert shape["status"] == "done" and shape["losses_equal"] is True
     ran = {name: found for one in shape["rounds"] for name, found in one.items()}
     assert set(ran) >= {"keep", "recompute", *OURS}
+    assert all(row["plan"] is not None for name, row in shape["summary"].items() if name in PLANNED)
     assert shape["not_run"] in ({}, {"deepspeed cpu checkpointing": "not run: no CUDA"})
     losses = ran["keep"]["losses"]
-    assert len(set(losses)) == len(losses) == 1 + shape["steps"], "SGD did nothing"
+    assert len(set(losses)) == len(losses) == WARM_UP_STEPS + shape["steps"], "SGD did nothing"
     estimate = Shape(**shape["shape"]).activation_bytes
     for name, row in shape["summary"].items():
         assert row["step_s"]["median"] > 0 and row["flops_per_s"] > 0
@@ -238,3 +241,13 @@ def test_gpu_suite_says_what_it_had_no_time_for(tmp_path: Path, monkeypatch: pyt
     assert [parts[name]["status"] for name in PARTS[1:]] == ["not run: out of time"] * 4
     text = next((tmp_path / "out").glob("*.md")).read_text()
     assert all(f"| {name} | not run: out of time |" in text for name in PARTS[1:])
+
+
+def test_gpu_suite_leaves_out_what_it_is_told_to(tmp_path: Path) -> None:
+    (tmp_path / "nvme").mkdir()
+    options = ["--tiny", "--device", "cpu", "--nvme_path", str(tmp_path / "nvme"), "--out", str(tmp_path / "out")]
+    for name in PARTS[2:]:
+        options += ["--skip", name]
+    assert suite.main([*options, "--minutes", "10"]) == 0
+    parts = json.loads((tmp_path / "out" / "results.json").read_text())["parts"]
+    assert [parts[name]["status"] for name in PARTS] == ["done", "not run: no CUDA", *[suite.LEFT_OUT] * 3]

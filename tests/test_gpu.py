@@ -7,6 +7,8 @@ Where it makes sense the same test also runs over the double, so that the test i
 
 from __future__ import annotations
 
+import functools
+import importlib
 import inspect
 import os
 import random
@@ -21,6 +23,7 @@ from pathlib import Path
 import hazards
 import numpy
 import pytest
+import test_controller as controlled
 import torch
 from conftest import StoreFactory, make_backend
 from gpu.device import TorchCuda
@@ -37,12 +40,18 @@ from test_ordering import (
     slow_writes,
 )
 
+from ds_tba.agreement import Alone
 from ds_tba.cache import TensorCache
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.errors import BackendUnavailableError, IncompatibleError
+from ds_tba.io import gds
+from ds_tba.io.aio import is_built
 from ds_tba.io.base import IoBackend
 from ds_tba.io.kvikio import KvikioBackend
+from ds_tba.io.posix import PosixBackend
+from ds_tba.io.select import Selection
 from ds_tba.offloader import ActivationOffloader
+from ds_tba.plan.planner import PLANNERS, Planner
 from ds_tba.store.base import Store
 from ds_tba.store.bundles import BundlingStore
 from ds_tba.store.device_checksum import DeviceChecksum
@@ -102,6 +111,25 @@ def test_gradients_are_exact(rig: Rig, make_store: StoreFactory, make: Make, sce
 
 
 @on_both
+@pytest.mark.parametrize("planner", PLANNERS.values(), ids=PLANNERS)
+def test_gradients_are_exact_under_every_plan(
+    rig: Rig, tmp_path: Path, planner: Planner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ds_tba.tiers.select_backend", lambda *_, **__: Selection(PosixBackend(), "the test's"))
+    expected = controlled.steps(controlled.model().to(rig.device), None, [controlled.ROWS] * 5)
+    block = {"nvme_path": str(tmp_path), "host_budget_bytes": 4 * MIB, "min_tensor_bytes": 4096}
+    block |= {"io": {"staging_bytes": 4 * MIB, "swap_file_bytes": 64 * MIB}, "activation_budget_bytes": 30 << 14}
+    offloader = ActivationOffloader(OffloadConfig.model_validate(block), AioConfig(), rig.accelerator)
+    ours = controlled.model().to(rig.device)
+    offloader.watch(ours, Alone(), planner)
+    found = controlled.steps(ours, offloader, [controlled.ROWS] * 5)
+    for one, other in zip(expected, found, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    assert offloader.report().plans >= 1
+    offloader.close()
+
+
+@on_both
 @mutations
 @pytest.mark.parametrize("make", [bundles, in_host_memory])
 def test_a_mutation_after_the_save_raises(
@@ -112,23 +140,61 @@ def test_a_mutation_after_the_save_raises(
     store.close()
 
 
-def backend_named(name: str) -> IoBackend:
-    if name == "aio":
+def kvikio_backend(*, from_device: bool) -> IoBackend:
+    """Without GPUDirect Storage, transfers from the device go through cuFile's own compatibility mode."""
+    defaults = pytest.importorskip("kvikio.defaults")
+    modes = importlib.import_module("kvikio").CompatMode
+    defaults.set({"compat_mode": modes.OFF if from_device else modes.ON})
+    backend = KvikioBackend(4, "cuda")
+    assert backend.stages_on_device == from_device
+    return backend
+
+
+@pytest.fixture(scope="module")
+def gds_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], IoBackend]:
+    """The backend or its refusal, once: it proves itself in a process of its own first."""
+    directory = tmp_path_factory.mktemp("proof")
+
+    @functools.cache
+    def attempt() -> IoBackend | BackendUnavailableError:
+        try:
+            return gds.GdsBackend(AioConfig(), [str(directory)], 4 * MIB, "cuda")
+        except BackendUnavailableError as error:
+            return error
+
+    def make() -> IoBackend:
         pytest.importorskip("deepspeed")
-        return make_backend("aio")
-    try:
-        return KvikioBackend(4, "cuda")
-    except BackendUnavailableError as error:
-        pytest.skip(str(error))
+        if not is_built(gds.OP):
+            pytest.skip("DeepSpeed's gds op is not built, which takes minutes")
+        found = attempt()
+        if isinstance(found, BackendUnavailableError):
+            raise found
+        return found
+
+    return make
+
+
+def aio_backend() -> IoBackend:
+    pytest.importorskip("deepspeed")
+    return make_backend("aio")
 
 
 @on_cuda
 @scenarios
-@pytest.mark.parametrize("name", ["aio", "kvikio"])
+@pytest.mark.parametrize("name", ["aio", "gds", "kvikio through the host", "kvikio from the device"])
 def test_gradients_are_exact_over_other_backends(
-    rig: Rig, make_store: StoreFactory, name: str, scenario: Scenario
+    rig: Rig, make_store: StoreFactory, gds_once: Callable[[], IoBackend], name: str, scenario: Scenario
 ) -> None:
-    store = make_store(backend_named(name), accelerator=rig.accelerator, staging_bytes=4 * MIB, integrity="full")
+    make = {
+        "aio": aio_backend,
+        "gds": gds_once,
+        "kvikio through the host": functools.partial(kvikio_backend, from_device=False),
+        "kvikio from the device": functools.partial(kvikio_backend, from_device=True),
+    }[name]
+    try:
+        store = make_store(make(), accelerator=rig.accelerator, staging_bytes=4 * MIB, integrity="full")
+    except BackendUnavailableError as error:
+        pytest.skip(str(error))
     check(rig, scenario, cache_over(rig, BundlingStore(store)))
     assert store_is_empty(store)
 

@@ -16,9 +16,11 @@ from conftest import StoreFactory
 from doubles import CpuAccelerator, Gate, ScriptedBackend, fails, slow
 from torch import Tensor, nn
 
-from ds_tba.cache import MicroStep, RecordState, SavedStorage, StorageKey, TensorCache
+from ds_tba.cache import TensorCache
 from ds_tba.errors import ActivationCorruptionError, ActivationLostError, StateError
 from ds_tba.io.base import IoBackend
+from ds_tba.micro_step import MicroStep
+from ds_tba.saved import RecordState, SavedStorage, StorageKey
 from ds_tba.store.host import HostStore
 from ds_tba.store.nvme import Lanes, NvmeStore
 
@@ -195,7 +197,7 @@ def test_backward_prefetches_in_reverse_and_within_its_bound(make_store: StoreFa
         order.clear()
         loss.backward()
         assert order == sorted(order, reverse=True) and len(order) >= 8
-    assert cache._learned[0] == len(order)
+    assert len(cache._learned) == len(order)
 
 
 def test_a_second_backward_reads_again_instead_of_holding_memory(make_store: StoreFactory) -> None:
@@ -221,10 +223,11 @@ def test_peaks_with_and_without_offload_are_counted(make_store: StoreFactory) ->
         for _ in range(10):
             y = y.sin()
         loss = y.sum()
-    assert cache.stats.saved.now == 10 * MIB and cache.stats.resident.now == 0
+    # What is offloaded counts until its memory is free, and the leaf is still there.
+    assert cache.stats.saved.now == 10 * MIB and cache.stats.resident.now == MIB
     loss.backward()
     del loss, y
-    assert cache.stats.saved.peak == 10 * MIB and MIB <= cache.stats.resident.peak <= 2 * MIB
+    assert cache.stats.saved.peak == 10 * MIB and 2 * MIB <= cache.stats.resident.peak <= 3 * MIB
     assert cache.stats.saved.now == cache.stats.resident.now == 0
 
 

@@ -13,6 +13,7 @@ from cuda_doubles import FakeGdsOp, FakeKvikio
 from doubles import CpuAccelerator
 
 from ds_tba import offloader as offloader_module
+from ds_tba.agreement import Alone
 from ds_tba.cli import main
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.errors import BackendUnavailableError, ConfigError, PathError
@@ -40,8 +41,8 @@ def step(offloader: ActivationOffloader, *, written_first: bool = False) -> None
     x = torch.randn(512, 512, requires_grad=True)
     with offloader.saving():
         loss = x.exp().sin().tanh().sum()
-    if written_first and offloader._store is not None:
-        offloader._store.wait_for_writes()
+    if written_first and offloader._tiers.nvme is not None:
+        offloader._tiers.nvme.wait_for_writes()
     loss.backward()
     offloader.note_step()
 
@@ -80,11 +81,26 @@ def test_wear_is_told_for_each_path(tmp_path: Path) -> None:
     offloader.close()
     report = offloader.report()
     assert [one["path"] for one in report.wear] == [str(tmp_path / "a"), str(tmp_path / "b")]
-    first_measurement = 3 * 8 * MIB  # of each path, by itself
-    assert sum(one["written_bytes"] for one in report.wear) == report.written_bytes + 2 * first_measurement
+    trials = [one["trial_bytes"] for one in report.bandwidth]  # not of any tensor, but wear
+    assert all(trial > 8 * MIB for trial in trials)
+    assert sum(one["written_bytes"] for one in report.wear) == report.written_bytes + sum(trials)
     assert report.written_bytes > 0
     assert any("of its rated 1 TBW, if the drive amplifies" in value for _, value in report.rows())
-    assert "not acted on" not in offloader.start_line()
+    assert "no effect" not in offloader.start_line()
+
+
+@pytest.mark.parametrize(("placement", "measures"), [("adaptive", True), ("nvme", False)])
+def test_the_drive_is_measured_at_the_start_where_a_plan_needs_it(
+    tmp_path: Path, placement: str, measures: bool
+) -> None:
+    offloader = make(tmp_path, placement=placement)
+    offloader.watch(torch.nn.Linear(1, 1), Alone())
+    (row,) = offloader.report().bandwidth
+    rates = [value for key, value in row.items() if key.endswith("bytes_per_s")]
+    assert len(rates) == 6 and all((rate > 0) is measures for rate in rates)
+    assert (row["trial_bytes"] > 0) is measures and offloader.report().written_bytes == 0
+    assert (" GB/s of writes and " in offloader.start_line()) is measures
+    offloader.close()
 
 
 def test_host_memory_as_the_tier() -> None:
@@ -137,13 +153,16 @@ def test_one_file_per_rank() -> None:
     assert rank_path("/a/report.json", 3) == Path("/a/report.json.rank3")
 
 
-def test_keys_that_have_no_effect_yet_are_named(tmp_path: Path) -> None:
-    offloader = make(tmp_path, activation_budget_bytes=1 << 30, max_step_overhead=0.1)
-    assert "not acted on in this version: activation_budget_bytes, max_step_overhead" in offloader.start_line()
+def test_keys_for_plans_are_named_where_there_is_no_plan(tmp_path: Path) -> None:
+    offloader = make(tmp_path, placement="nvme", activation_budget_bytes=1 << 30, max_step_overhead=0.1)
+    assert "no effect of activation_budget_bytes, max_step_overhead" in offloader.start_line()
     offloader.close()
-    plain = make(tmp_path)
-    assert "not acted on" not in plain.start_line()
-    plain.close()
+    planned = make(tmp_path, placement="adaptive", max_step_overhead=0.1)
+    assert "no effect" not in planned.start_line() and "within 10.0% of the step's time" in planned.start_line()
+    planned.close()
+    bounded = make(tmp_path, placement="adaptive", activation_budget_bytes=5000)
+    assert "least time within 5000 bytes" in bounded.start_line()
+    bounded.close()
 
 
 @pytest.mark.parametrize(

@@ -386,7 +386,7 @@ def _train(job: Job, offloader: Any, lines: IO[str]) -> tuple[str | None, str]:
 
 
 def _wait_for_writes(offloader: Any) -> None:
-    while offloader._store.space.writes_under_way:
+    while offloader._tiers.nvme.space.writes_under_way:
         time.sleep(0.001)
 
 

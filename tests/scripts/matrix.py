@@ -13,12 +13,13 @@ import deepspeed
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
-from train_gpt import GPT, parameters_sha256
+from train_gpt import GPT, parameters_sha256, use_exact_kernels
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--local_rank", type=int, default=0)
 parser.add_argument("--nvme_path", required=True)
 options = parser.parse_args()
+use_exact_kernels()
 deepspeed.init_distributed()
 rank = deepspeed.comm.get_rank()
 SEQUENCE = 128
@@ -32,7 +33,7 @@ def train(config, recompute):
     chance = torch.Generator().manual_seed(9 + rank)
     losses = []
     for _ in range(2 * engine.gradient_accumulation_steps()):
-        text = torch.randint(0, 256, (4, SEQUENCE + 1), generator=chance)
+        text = torch.randint(0, 256, (4, SEQUENCE + 1), generator=chance).to(engine.device)
         loss = engine(text[:, :-1].contiguous(), text[:, 1:].contiguous())
         engine.backward(loss)
         engine.step()

@@ -50,8 +50,8 @@ dtype = torch.bfloat16 if engine.bfloat16_enabled() else torch.float32
 chance = torch.Generator().manual_seed(1 + rank)
 torch.manual_seed(100 + rank)
 for _ in range(options.steps * engine.gradient_accumulation_steps()):
-    x = torch.randn(4096, 128, generator=chance).to(dtype)
-    y = torch.randn(4096, 1, generator=chance)
+    x = torch.randn(4096, 128, generator=chance).to(engine.device, dtype)
+    y = torch.randn(4096, 1, generator=chance).to(engine.device)
     loss = engine(x, y)
     time.sleep(options.pause_s)
     engine.backward(loss)
@@ -61,7 +61,7 @@ for _ in range(options.steps * engine.gradient_accumulation_steps()):
 digest = hashlib.sha256()
 for parameter in engine.module.parameters():
     with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
-        digest.update(parameter.detach().float().numpy().tobytes())
+        digest.update(parameter.detach().float().cpu().numpy().tobytes())
 sys.stdout.write(f"PARAMETERS {rank} {digest.hexdigest()}\n")
 engine.destroy()
 deepspeed.comm.destroy_process_group()

@@ -1,0 +1,433 @@
+"""Measures a few steps, plans, and has the plan followed, as long as it keeps its promises.
+
+[Note: The course] The first step runs with everything that is eligible moved, which is the safe thing to do while
+nothing is known; one micro-step of the next is recorded; from then on a plan is in force, and ``monitor.py`` looks at
+each step. Every decision falls at the end of an optimizer step, which every rank makes (a forward may be one rank's
+alone), and is one of all ranks: what one of them wants, all do.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ds_tba.agreement import Agreement
+from ds_tba.blocks import Block, Blocks
+from ds_tba.cache import TensorCache
+from ds_tba.errors import IncompatibleError, PathError, TraceError
+from ds_tba.monitor import Look, Monitor, Want
+from ds_tba.plan.layout import Layout
+from ds_tba.plan.placement import Placement
+from ds_tba.plan.trace import Resources, Trace, Traffic
+from ds_tba.planning import Machine, Planning
+from ds_tba.policy import Always, ByPlan, PlanInForce, Policy
+from ds_tba.recorder import Recorder
+from ds_tba.store.base import Store
+from ds_tba.streams import Clock
+from ds_tba.telemetry.traffic import on_another_clock
+
+logger = logging.getLogger(__name__)
+
+WARM_STEPS = 1  # allocators, compilers and caches take their time once
+MOST_ATTEMPTS = 5
+# Of a step: how far ahead of its device a host is taken to be.
+HOST_AHEAD_PART = 0.25
+
+
+class Others(Protocol):
+    """What others move on the same drives."""
+
+    def begin(self, at_s: float = 0.0) -> None: ...
+    def sample(self, at_s: float) -> None: ...
+    def traffic(self) -> tuple[Traffic, ...]: ...
+
+
+@dataclass(slots=True)
+class Step:
+    """What is known of a step.
+
+    Attributes:
+        began, ended: marks of the clock, without what comes between two steps.
+        plan: number of the plan in force; 0 for none.
+        moving_s, refusals: counted before it began.
+        refused: storages that found no room in it.
+        unplanned: saves that the plan did not know.
+        drift_bytes: by which storages differed in size from those of the plan.
+        moves: marks before and after each storage that was moved, or came back.
+    """
+
+    began: Any
+    plan: int
+    moving_s: float
+    refusals: int
+    micro_steps: int = 0
+    refused: int = 0
+    unplanned: int = 0
+    drift_bytes: int = 0
+    moves: list[tuple[Any, Any]] = field(default_factory=list)
+    ended: Any = None
+
+
+class Controller:
+    """The policy of each micro-step.
+
+    Args:
+        cache: does the moving.
+        tiers: the store of each tier there is.
+        safe: the policy while there is no plan.
+        planning: makes the plans; None records a trace, and nothing more.
+        machine: what it can move, measured already.
+        others: what others move.
+        agreement: the ranks.
+        clock: of the training device.
+        refusals: how many storages the stores have refused so far.
+        on_trace: told of each trace.
+
+    Attributes:
+        in_force: the plan that is followed.
+        plans: how many there were.
+        recomputed_bytes: what was made again in backward so far.
+        step_peak_bytes: most bytes that saved tensors held at once in the last whole step.
+    """
+
+    def __init__(
+        self,
+        cache: TensorCache,
+        tiers: Mapping[Placement, Store[Any]],
+        safe: Policy,
+        planning: Planning | None,
+        machine: Machine,
+        others: Others,
+        agreement: Agreement,
+        clock: Clock,
+        refusals: Callable[[], int],
+        on_trace: Callable[[Trace], None],
+    ) -> None:
+        self._cache = cache
+        self._tiers = dict(tiers)
+        self._safe = safe
+        self._planning = planning
+        self._machine = machine
+        self._others = others
+        self._agreement = agreement
+        self._clock = clock
+        self._refusals = refusals
+        self._on_trace = on_trace
+        self._blocks: Blocks | None = None
+        self._paths: dict[int, str] = {}
+        self._policy = safe
+        self._steps = 0
+        self._step: Step | None = None
+        self._before: Step | None = None  # the step before that
+        self._is_new_step = True
+        self._is_over = False
+        self._is_recording = False
+        self._is_broken = False  # what this step recorded is no micro-step
+        self._attempts = 0
+        self._recorder: Recorder | None = None  # of the micro-step that runs
+        self._recorded: Recorder | None = None  # of one that is over
+        self._ended: Any = None
+        self._sampled_s: list[float] = []
+        self._layout = Layout(())
+        self._trace: Trace | None = None
+        self._patience_s = 0.0
+        self.monitor = Monitor()
+        self.in_force: PlanInForce | None = None
+        self.plans = 0
+        self.recomputed_bytes = 0
+        self.step_peak_bytes = 0
+
+    def watch(self, model: nn.Module, blocks: Blocks) -> None:
+        """The model whose forward comes, and its blocks, which tell this controller of their passes."""
+        self._paths = {id(module): path for path, module in model.named_modules()}
+        self._blocks = blocks
+        # Under ZeRO-3 a recomputation gathers parameters, which takes all ranks.
+        blocks.is_strict = self._agreement.size > 1 and any(hasattr(one, "ds_id") for one in model.parameters())
+        blocks.install()
+
+    def close(self) -> None:
+        """Leave the model as it was, and decide nothing more."""
+        self._is_over, self._is_recording, self._recorder = True, False, None
+        self._cache.time_moves(None)
+        if self._blocks is not None:
+            self._blocks.uninstall()
+
+    # ---- a micro-step -------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """The forward of one micro-step."""
+        if not torch.is_grad_enabled():
+            yield
+            return
+        self._begin()
+        recorder = self._recorder
+        around = None if recorder is None else recorder.around
+        lead = self.in_force.plan.prefetch_lead if self.in_force and isinstance(self._policy, ByPlan) else ()
+        listening = nullcontext() if self._blocks is None else self._blocks.listening()
+        watching = nullcontext() if recorder is None else recorder.watching()
+        with watching, self._cache.saving(self._policy, around, lead), listening:
+            yield
+        if recorder is not None:
+            self._sample_others()
+
+    def end_micro_step(self) -> None:
+        """Backward is over."""
+        if self._recorder is not None:
+            self._recorder.end()
+            self._sample_others()
+        if self._is_recording:
+            self._ended = self._clock.mark()
+        self._cache.note_recomputation(0)
+
+    def end_step(self) -> None:
+        """The optimizer has stepped. A collective."""
+        self._is_new_step = True
+        self._end_policy()
+        self._policy = self._safe
+        step = self._step
+        if step is not None:
+            step.ended = self._clock.mark()
+            step.refused = self._refusals() - step.refusals
+            step.moves = self._cache.take_moves()
+            self._machine.note_step()
+            if Placement.HOST not in self._tiers:
+                self._machine.learn(self._cache.stats.moving_s)
+        if not self._is_over:
+            self._steps += 1
+            self._do(Want(self._agreement.highest(self._wish())))
+
+    def _begin(self) -> None:
+        self._end_policy()
+        if self._is_new_step:
+            self._is_new_step = False
+            stats = self._cache.stats
+            self.step_peak_bytes = stats.resident.lap()
+            self._before = self._step
+            self._step = Step(self._clock.mark(), self.plans, stats.moving_s, self._refusals())
+        if self._step is not None:
+            self._step.micro_steps += 1
+        self._policy = self._safe
+        if self._is_recording and self._recorded is None and not self._is_broken:
+            sees_frees = self._machine.resources().is_synchronous
+            self._recorder = Recorder(self._cache, self._clock, self._paths, sees_frees=sees_frees)
+            self._policy = self._while_recording()
+            self._sampled_s = [time.perf_counter()]
+            self._others.begin()
+        elif self.in_force is not None and not self._is_recording:
+            self._policy = ByPlan(self.in_force, self._tiers, self._may_wait)
+
+    def _while_recording(self) -> Policy:
+        """With everything moved it shows when forward is done with each storage; a slow drive has no time for that."""
+        if self.in_force is None or any(self.in_force.plan.recomputed_blocks):
+            return self._safe  # without what is recomputed, what a plan keeps may not fit
+        sizes = dict(self.in_force.bytes_by_placement)
+        kept_bytes = sizes.pop(Placement.KEEP, 0)
+        return ByPlan(self.in_force, self._tiers, self._may_wait) if kept_bytes > sum(sizes.values()) else self._safe
+
+    def _sample_others(self) -> None:
+        self._sampled_s.append(time.perf_counter())
+        self._others.sample(self._sampled_s[-1] - self._sampled_s[0])
+
+    def _end_policy(self) -> None:
+        """What the micro-step before this one has shown."""
+        if self._step is not None and isinstance(self._policy, ByPlan):
+            self._step.unplanned += self._policy.unplanned
+            self._step.drift_bytes += self._policy.drift_bytes
+        recorder, self._recorder = self._recorder, None
+        if recorder is not None:
+            recorder.end()
+            self._recorded = recorder if recorder.is_complete else None
+            # Such as two forwards before one backward: what comes of them is no trace of a micro-step.
+            self._is_broken = self._recorded is None
+
+    def _may_wait(self) -> bool:
+        """Whether this step has time left to wait for room in staging, by the host's clock.
+
+        The host of an asynchronous device may wait for as long as it would be ahead otherwise.
+        """
+        return self._step is not None and self._cache.stats.moving_s - self._step.moving_s <= self._patience_s
+
+    # ---- what blocks tell ---------------------------------------------------------------------------------------
+
+    def enter(self, block: Block, inputs: Sequence[torch.Tensor]) -> int | None:
+        """A pass through a block begins; the bytes that it will not save, if it is to be recomputed."""
+        if self._recorder is not None:
+            is_recomputable = self._blocks is not None and self._blocks.is_recomputable(block)
+            self._recorder.enter(block.path, inputs, is_recomputable=is_recomputable)
+        if not isinstance(self._policy, ByPlan) or self._blocks is None:
+            return None
+        unplanned = self._policy.unplanned
+        mark = self._policy.enter(block.path)
+        if mark is not None and not self._blocks.is_recomputable(block):
+            self._policy.unplanned += 1  # an obstacle that came up since
+            mark = None
+        if self._policy.unplanned > unplanned and self._blocks.is_strict and self._policy.recomputes:
+            raise IncompatibleError(
+                f"the block {block.path!r} does not do here what the plan of all ranks says "
+                f"({self._blocks.obstacle(block) or 'it comes at another place'}), and the others would wait for this "
+                'rank in backward: set "recompute": false.'
+            )
+        return mark
+
+    def leave(self, block: Block) -> None:
+        """The pass is over."""
+        if self._recorder is not None:
+            self._recorder.leave()
+        if isinstance(self._policy, ByPlan):
+            self._policy.leave()
+
+    def recompute(self, mark: int) -> None:
+        """Backward begins to run a pass again."""
+        self.recomputed_bytes += mark
+        self._cache.note_recomputation(mark)
+
+    def recomputed(self, mark: int) -> None:
+        """It has; what was made again is counted until the next recomputation, or the end of backward."""
+
+    # ---- a step -------------------------------------------------------------------------------------------------
+
+    def _wish(self) -> Want:
+        if self._steps < WARM_STEPS or self._step is None:
+            return Want.GO_ON
+        if self._is_recording:
+            return self._wish_after_recording()
+        if self.in_force is None:
+            return Want.RECORD
+        resources = self._machine.resources()
+        # A device is behind the host: of the step before the last it knows everything without being waited for.
+        step = self._step if resources.is_synchronous else self._before
+        if step is None or step.plan != self.plans or step.ended is None:
+            return Want.GO_ON
+        elapsed_s = self._clock.elapsed_s
+        look = Look(
+            elapsed_s(step.began, step.ended),
+            sum(elapsed_s(before, after) for before, after in step.moves),
+            step.refused,
+            step.unplanned,
+            step.drift_bytes / max(1, self.in_force.trace.saved_bytes * step.micro_steps),
+            _rates(resources),
+        )
+        return self.monitor.wish(self._steps, look)
+
+    def _wish_after_recording(self) -> Want:
+        if self._recorded is not None:
+            return Want.PLAN
+        self._attempts += 1
+        if self._attempts < MOST_ATTEMPTS:
+            return Want.RECORD
+        logger.warning(
+            "no plan: in %d steps no forward was followed by its own backward. Activations go to NVMe as far as there "
+            "is room without waiting",
+            self._attempts,
+        )
+        return Want.GIVE_UP
+
+    def _do(self, want: Want) -> None:
+        if want is Want.RECORD:
+            self._is_recording, self._is_broken, self._recorded, self._ended = True, False, None, None
+        elif want is Want.GIVE_UP:
+            self._give_up()
+        elif want is not Want.GO_ON:
+            if want is Want.PROBE:
+                self._probe()
+            if self._is_recording:
+                self._take_trace()
+            self._make_plan()
+
+    def _probe(self) -> None:
+        try:
+            self._machine.measure()
+        except (PathError, RuntimeError) as error:  # RuntimeError: no device memory for it
+            logger.warning("%s; what was measured before counts", error)
+        self.monitor.probed(self._steps)
+
+    def _give_up(self) -> None:
+        """Make no more plans; the last one stays in force."""
+        self._is_over, self._is_recording = True, False
+        self._cache.time_moves(None)
+        if self._planning is not None:
+            self._safe = Always(list(self._tiers.values()), wait=False)
+
+    # ---- a plan -------------------------------------------------------------------------------------------------
+
+    def _take_trace(self) -> None:
+        """The trace of the step before this one; none where it is not consistent."""
+        recorder, self._recorded = self._recorded, None
+        self._is_recording = False
+        if recorder is None or self._step is None:
+            return
+        try:
+            self._trace = self._traced(recorder, self._step)
+        except TraceError as error:
+            logger.warning("what was recorded is no trace: %s", error)
+            self._trace = None
+            return
+        self._layout = recorder.layout()
+        self._attempts = 0
+        self.monitor.traced(self._steps)
+        self._on_trace(self._trace)
+
+    def _traced(self, recorder: Recorder, step: Step) -> Trace:
+        rest_s = 0.0
+        if self._ended is not None and step.ended is not None:
+            rest_s = max(0.0, self._clock.elapsed_s(self._ended, step.ended))
+        resources = self._machine.resources(self._traffic_beside(recorder))
+        micro_steps = max(1, step.micro_steps)
+        recorded = recorder.trace(resources, rest_s, micro_steps)
+        return recorded.without(self._machine.taken_s() / micro_steps)
+
+    def _traffic_beside(self, recorder: Recorder) -> tuple[Traffic, ...]:
+        """What others moved beside the micro-step, sampled by the host's clock at the ends of forward and backward."""
+        if len(self._sampled_s) < 3:
+            return ()
+        moments_s = [at_s - self._sampled_s[0] for at_s in self._sampled_s[:3]]
+        return on_another_clock(self._others.traffic(), moments_s, (0.0, *recorder.forward_and_end_s()))
+
+    def _make_plan(self) -> None:
+        if self._planning is None:
+            self._give_up()
+            return
+        found = self._planning.make(self._trace, self._layout, self.monitor.safety, self._unfit_blocks())
+        if found is None:
+            self._give_up()
+            return
+        self.in_force = found
+        self._cache.forget_order()
+        self._cache.time_moves(self._clock)
+        self.plans += 1
+        limits, cost = found.limits, found.plan.prediction
+        allowed_s = max(cost.stall_s, limits.max_step_overhead * found.trace.step_s - cost.recomputed_s)
+        if limits.activation_budget_bytes is not None:
+            allowed_s = math.inf
+        ahead_s = 0.0 if found.trace.resources.is_synchronous else HOST_AHEAD_PART * found.trace.step_s
+        self._patience_s = max(allowed_s, ahead_s)
+        rates = _rates(self._machine.resources())
+        self.monitor.planned(self._steps, cost.step_s, allowed_s, cost.stall_s, rates)
+        if self._agreement.rank == 0:
+            logger.info("plan %d: %s", self.plans, found.describe(self.monitor.reason))
+
+    def _unfit_blocks(self) -> frozenset[str]:
+        """Paths of the blocks that may not be recomputed."""
+        blocks = self._blocks
+        return (
+            frozenset()
+            if blocks is None
+            else frozenset(block.path for block in blocks.all if not blocks.is_recomputable(block))
+        )
+
+    def summary(self) -> dict[str, Any] | None:
+        """The plan for the report; None without one."""
+        return None if self.in_force is None else {"reason": self.monitor.reason, **self.in_force.summary()}
+
+
+def _rates(resources: Resources) -> tuple[float, ...]:
+    return tuple(rate for path in resources.paths for rate in (path.write_bytes_per_s, path.read_bytes_per_s))

@@ -1,0 +1,183 @@
+"""Looks at each step under a plan, and says what should be done about it.
+
+[Note: Looking] A plan promises what moving will cost. A step in which it cost more than that and than what the user
+allows, or in which storages found no room, asks for a new plan from what was measured since; where the rates are still
+those of the plan, they are taken to be lower than measured, by as much as the promise was exceeded, until it holds.
+What is not moved is not measured, so that drives that are slower than they were, or are taken to be, are measured anew
+now and then. Storages that the plan does not know, or steps that take longer for no reason of ours, or less time than
+the trace says, ask for a new trace.
+
+Knows numbers only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from statistics import median
+
+# What a look takes for the noise of the machine; one step may be further off than a few.
+NOISE_S = 0.001
+NOISE_FACTOR = 1.25
+ONE_STEP_FACTOR = 2.0
+# A rate that has left this band since the plan was made asks for another plan.
+RATE_BAND = (0.67, 1.5)
+# By how much rates are trusted less at a time: where the promise was just missed, and where it was far off.
+SAFETY_STEP, LONGEST_SAFETY_STEP = 0.7, 0.5
+LEAST_SAFETY = 1e-3
+MOST_DRIFT = 0.1
+WALL_STEPS = 5
+MOVED_STEPS = 3
+# Least and most steps between two of a kind; each time twice as many.
+LATE_STEPS = (1, 1000)
+RATE_STEPS = (5, 40)
+PROBE_STEPS = (50, 1000)
+TRACE_STEPS = (10, 1000)
+QUIET_STEPS = 50
+
+
+class Want(IntEnum):
+    """What a rank would do at the beginning of a step; of several ranks' wishes the highest is done."""
+
+    GO_ON = 0
+    PLAN = 1
+    PROBE = 2  # measure the machine again, then plan
+    RECORD = 3
+    GIVE_UP = 4
+
+
+@dataclass(slots=True)
+class Backoff:
+    """How many steps must pass before something is done again."""
+
+    least: int
+    most: int
+    wait: int = 0
+    done_at: int = 0
+
+    def is_due(self, step: int) -> bool:
+        """Whether it may be done now."""
+        return step - self.done_at >= max(self.wait, self.least)
+
+    def done(self, step: int) -> None:
+        """It was done; the next time comes after twice as many steps, unless there was quiet in between."""
+        if step - self.done_at > max(QUIET_STEPS, 2 * self.wait):
+            self.wait = 0
+        self.done_at, self.wait = step, min(self.most, max(self.least, 2 * self.wait))
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What one step showed.
+
+    Attributes:
+        wall_s: from its beginning to that of the next.
+        moved_s: of the host, in moving.
+        refusals: storages that were to be moved and found no room.
+        unplanned: saves that the plan does not know.
+        drift: by which part of all saved bytes storages differ in size from those of the plan.
+        rates: of the drives as they are now.
+    """
+
+    wall_s: float
+    moved_s: float
+    refusals: int
+    unplanned: int
+    drift: float
+    rates: tuple[float, ...]
+
+
+class Monitor:
+    """See [Note: Looking].
+
+    Attributes:
+        safety: the part of the measured rates that a plan should count on.
+        reason: of the last wish.
+    """
+
+    def __init__(self) -> None:
+        self.safety = 1.0
+        self.reason = ""
+        self._late = Backoff(*LATE_STEPS)
+        self._rates_moved = Backoff(*RATE_STEPS)
+        self._probe = Backoff(*PROBE_STEPS)
+        self._again = Backoff(*TRACE_STEPS)
+        self._walls_s: list[float] = []
+        self._moved_s: list[float] = []
+        self._planned_at = 0
+        self._step_s = self._allowed_s = self._promised_s = 0.0
+        self._rates: tuple[float, ...] = ()
+        self._best_rates: tuple[float, ...] = ()
+
+    def planned(self, step: int, step_s: float, allowed_s: float, promised_s: float, rates: tuple[float, ...]) -> None:
+        """A plan is in force from this step on.
+
+        Args:
+            step_s: what it promises.
+            allowed_s: what moving may cost in a step.
+            promised_s: what the plan says that it will.
+            rates: what was measured when it was made.
+        """
+        self._planned_at, self._step_s, self._allowed_s, self._promised_s = step, step_s, allowed_s, promised_s
+        best = self._best_rates if len(self._best_rates) == len(rates) else rates
+        self._rates, self._best_rates = rates, tuple(map(max, rates, best))
+        self._walls_s, self._moved_s = [], []
+
+    def traced(self, step: int) -> None:
+        """There is a new trace."""
+        self._again.done(step)
+
+    def probed(self, step: int) -> None:
+        """The machine was measured again."""
+        self.safety = 1.0
+        self._probe.done(step)
+
+    def wish(self, step: int, look: Look) -> Want:
+        """What to do at the beginning of ``step``, after what the one before it showed."""
+        self._walls_s = [*self._walls_s[1 - WALL_STEPS :], look.wall_s]
+        if look.unplanned and self._again.is_due(step):
+            return self._because(Want.RECORD, f"{look.unplanned} saves that the plan did not know")
+        if look.drift > MOST_DRIFT and self._again.is_due(step):
+            return self._because(Want.RECORD, f"storages differ in size from those of the plan by {look.drift:.0%}")
+        self._moved_s = [*self._moved_s[1 - MOVED_STEPS :], look.moved_s]
+        is_late = look.moved_s > ONE_STEP_FACTOR * self._allowed_s + NOISE_S or (
+            len(self._moved_s) == MOVED_STEPS and median(self._moved_s) > NOISE_FACTOR * self._allowed_s + NOISE_S
+        )
+        if (is_late or look.refusals) and self._late.is_due(step):
+            self._late.done(step)
+            if self._are_as_planned(look.rates):
+                part = self._promised_s / look.moved_s if look.moved_s else SAFETY_STEP
+                fall = min(SAFETY_STEP, max(LONGEST_SAFETY_STEP, part))
+                self.safety = max(LEAST_SAFETY, self.safety * fall)
+            found = f"moving took {look.moved_s:.3g} s where {self._allowed_s:.3g} s were allowed"
+            return self._because(Want.PLAN, f"{found}, {look.refusals} storages found no room")
+        if (
+            step - self._planned_at >= WALL_STEPS
+            and not self._are_as_planned(look.rates)
+            and self._rates_moved.is_due(step)
+        ):
+            self._rates_moved.done(step)
+            return self._because(Want.PLAN, "the drives' rates have changed")
+        if (self.safety < 1.0 or self._were_better(look.rates)) and self._probe.is_due(step):
+            return self._because(Want.PROBE, "the drives may be faster again")
+        if len(self._walls_s) == WALL_STEPS and self._again.is_due(step):
+            wall_s = median(self._walls_s)
+            if wall_s and not self._step_s / NOISE_FACTOR <= wall_s <= NOISE_FACTOR * self._step_s:
+                return self._because(Want.RECORD, f"steps took {wall_s:.3g} s where {self._step_s:.3g} s were expected")
+        return Want.GO_ON
+
+    def _because(self, want: Want, reason: str) -> Want:
+        self.reason = reason
+        return want
+
+    def _were_better(self, rates: tuple[float, ...]) -> bool:
+        """Whether a drive was seen to be faster: where the plan does not use it any more, nobody notices that it is."""
+        return len(rates) == len(self._best_rates) and any(
+            now < RATE_BAND[0] * best for now, best in zip(rates, self._best_rates, strict=True)
+        )
+
+    def _are_as_planned(self, rates: tuple[float, ...]) -> bool:
+        return len(rates) == len(self._rates) and all(
+            not planned or RATE_BAND[0] <= now / planned <= RATE_BAND[1]
+            for now, planned in zip(rates, self._rates, strict=True)
+        )

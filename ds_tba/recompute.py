@@ -1,0 +1,331 @@
+"""One pass through a module whose forward runs again in backward, instead of keeping what autograd saves in it.
+
+Knows ``torch.utils.checkpoint`` and what it leaves to its caller to get every bit right; does not know who asks for it.
+
+[Note: Forward alone] What runs again is the module's ``forward`` on the arguments that it got, not ``__call__``: hooks
+of the module that change its arguments must not change them twice, and ZeRO-3's have gathered the module's own
+parameters already, because backward reaches the module's outputs first. Where it does not (a router's loss, taken
+from inside), the own parameters are not there, and only then the hooks run too.
+
+[Note: Parameters stay] The checkpoint would keep an alias of each parameter from the recomputation to its use. Under
+ZeRO-3 that is the memory of a gathered parameter, which its owner believes free and may use again; it would also keep
+all parameters of a block in memory at once. So parameters never get to the checkpoint: autograd holds them as it does
+without one. And what backward has gathered when it asks for the first saved tensor, inside a module of the block, must
+not be let go by the forward that runs again (:func:`_gathered_stay`), because backward goes on to use it.
+
+[Note: To the end] A checkpoint stops running a forward again once it has all saved tensors; the modules that run at
+that moment end with an exception, and hooks after forward (with which ZeRO-3 lets go of parameters) are not called. So
+where a module inside has such hooks, the forward runs to its end. It costs what comes after the last saved tensor: in a
+block that ends in a linear layer without dropout, that layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules import module as module_hooks
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from ds_tba.errors import ActivationModifiedError, StateError
+
+_Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+# Since PyTorch 2.8; without it nobody can tell whose hooks are the innermost.
+_innermost_hooks: Callable[[bool], _Hooks | None] | None = getattr(
+    torch._C._autograd, "_top_saved_tensors_default_hooks", None
+)
+CAN_RECOMPUTE = _innermost_hooks is not None
+
+_ABSENT = object()
+
+# Among the numbers of modules, which start at 0.
+_WE = -1
+
+
+def innermost_hooks() -> _Hooks | None:
+    """The pack and unpack functions that autograd calls at this point, if any."""
+    return _innermost_hooks(False) if _innermost_hooks is not None else None
+
+
+# ---- arguments ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    position: int
+
+
+class Arguments:
+    """The arguments of one call, taken apart into tensors and the rest.
+
+    Tuples, lists and dicts are looked into; of other objects only the reference is held. A tensor that is passed
+    twice is one tensor, also when the arguments are put together again: attention asks whether query *is* key.
+
+    Attributes:
+        tensors: in order of appearance, positional arguments first.
+        others: objects that are not plain values, of which nobody knows whether forward changes them.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.others: list[Any] = []
+        self._places: dict[int, _Place] = {}
+        self._form: tuple[tuple[Any, ...], dict[str, Any]] = self._apart((args, kwargs))
+        self._places.clear()
+
+    def together(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Args and kwargs with ``tensors`` in place of the own; containers are new ones."""
+        together: tuple[tuple[Any, ...], dict[str, Any]] = _together(self._form, tensors)
+        return together
+
+    def forget_tensors(self) -> None:
+        """Let go of the tensors, but not of their places."""
+        self.tensors = []
+
+    def _apart(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            place = self._places.get(id(value))
+            if place is None:
+                place = self._places[id(value)] = _Place(len(self.tensors))
+                self.tensors.append(value)
+            return place
+        if type(value) in (tuple, list):
+            return type(value)([self._apart(one) for one in value])
+        if type(value) is dict:
+            return {key: self._apart(one) for key, one in value.items()}
+        if not isinstance(value, _PLAIN):
+            self.others.append(value)
+        return value
+
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type)
+
+
+def _together(form: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    kind = type(form)
+    if kind is _Place:
+        return tensors[form.position]
+    if kind in (tuple, list):
+        return kind([_together(one, tensors) for one in form])
+    if kind is dict:
+        return {key: _together(one, tensors) for key, one in form.items()}
+    return form
+
+
+# ---- state ----------------------------------------------------------------------------------------------------------
+
+State = Mapping[str, tuple[int, int]]
+
+
+def state_of(module: nn.Module) -> State:
+    """What a forward of the module reads besides its arguments, by name: which tensors, and at which version."""
+    return {
+        f"{path}.{name}" if path else name: (id(tensor), version_of(tensor))
+        for path, child in module.named_modules()
+        for tensors in (child._parameters, child._buffers)
+        for name, tensor in tensors.items()
+        if tensor is not None
+    }
+
+
+def changed_name(before: State, after: State) -> str | None:
+    """The name of one tensor in which two states differ."""
+    if before == after:
+        return None
+    return next((name for name in (*before, *after) if before.get(name) != after.get(name)), None)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """The version counter; -1 for an inference tensor, which has none."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+# ---- the pass -------------------------------------------------------------------------------------------------------
+
+
+class RecomputedPass:
+    """A pass whose forward runs again when backward wants something that was saved in it.
+
+    Args:
+        path: of the module, for messages.
+        forward: the module's, as it is without us.
+        arguments: of this pass.
+        again: entered around each run in backward.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        arguments: Arguments,
+        again: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._path = path
+        self._module = module
+        self._forward = forward
+        self._arguments = arguments
+        self._again = again
+        self._is_first = True
+        self._state = state_of(module)
+        self._shapes = _own_shapes(module)
+        self._modes = [child.training for child in module.modules()]
+        self.changed: str | None = None
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The pass in forward, with the arguments as the caller gave them.
+
+        Args:
+            args, kwargs: those that ``arguments`` was made of.
+        """
+
+        def function(*tensors: torch.Tensor) -> Any:
+            if not self._is_first:
+                return self._run_again(tensors)
+            self._is_first = False
+            given = first.pop()
+            with _parameters_stay():
+                return self._forward(*given[0], **given[1])
+
+        first = [(args, kwargs)]  # popped, or the checkpoint would hold the tensors of which it saves the inputs
+        tensors = self._arguments.tensors
+        self._arguments.forget_tensors()
+        with set_checkpoint_early_stop(False) if _has_hooks_inside(self._module) else nullcontext():
+            result = checkpoint(function, *tensors, use_reentrant=False, preserve_rng_state=True)
+        self.changed = changed_name(self._state, state_of(self._module))
+        return result
+
+    def _run_again(self, tensors: Sequence[torch.Tensor]) -> Any:
+        changed = self.changed or changed_name(self._state, state_of(self._module))
+        if changed is not None:
+            raise ActivationModifiedError(
+                f"{changed!r} of the block {self._path!r} was modified after the block's forward began, so backward "
+                "cannot run that again with the same result: do not modify it between forward and backward, or set "
+                '"recompute": false.'
+            )
+        args, kwargs = self._arguments.together(tensors)
+        with self._again(), _modes(self._module, self._modes), _gathered_stay(self._module), _parameters_stay():
+            if _own_shapes(self._module) == self._shapes:
+                return self._forward(*args, **kwargs)
+            return self._through_hooks(args, kwargs)
+
+    def _through_hooks(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """For hooks that bring parameters, and with no gradient, so that nothing they save is counted."""
+
+        def forward(*_: Any, **__: Any) -> Any:
+            with torch.enable_grad():  # and not with what hooks made of the arguments, once more
+                return self._forward(*args, **kwargs)
+
+        with replaced_forward(self._module, forward), torch.no_grad():
+            return nn.Module.__call__(self._module, *args, **kwargs)
+
+
+@contextmanager
+def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Another forward for a while; afterwards the module is as it was."""
+    before = replace_forward(module, forward)
+    try:
+        yield
+    finally:
+        restore_forward(module, before)
+
+
+def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Any:
+    """Set a forward on this one module; what to give to :func:`restore_forward`."""
+    # Past __setattr__, which some modules (torch.compile's) hand on to what they wrap.
+    before = module.__dict__.get("forward", _ABSENT)
+    module.__dict__["forward"] = forward
+    return before
+
+
+def restore_forward(module: nn.Module, before: Any) -> None:
+    """Undo :func:`replace_forward`."""
+    if before is _ABSENT:
+        del module.__dict__["forward"]
+    else:
+        module.__dict__["forward"] = before
+
+
+@dataclass(frozen=True, slots=True)
+class _Parameter:
+    tensor: torch.Tensor
+    version: int
+
+
+@contextmanager
+def _parameters_stay() -> Iterator[None]:
+    """Keep parameters from the checkpoint whose hooks are the innermost; see [Note: Parameters stay]."""
+    hooks = innermost_hooks()
+    if hooks is None:
+        raise StateError("a pass is recomputed outside of a checkpoint; this is a bug in ds_tba")
+    checkpoint_pack, checkpoint_unpack = hooks
+
+    def pack(tensor: torch.Tensor) -> Any:
+        if isinstance(tensor, nn.Parameter):
+            return _Parameter(tensor, version_of(tensor))
+        return checkpoint_pack(tensor)
+
+    def unpack(held: Any) -> torch.Tensor:
+        if not isinstance(held, _Parameter):
+            return checkpoint_unpack(held)
+        if version_of(held.tensor) != held.version:
+            raise ActivationModifiedError(
+                f"a parameter of shape {tuple(held.tensor.shape)} that backward needs was modified by an in-place "
+                f"operation: it is at version {version_of(held.tensor)}, and was saved at version {held.version}."
+            )
+        return held.tensor
+
+    with saved_tensors_hooks(pack, unpack):
+        yield
+
+
+@contextmanager
+def _gathered_stay(module: nn.Module) -> Iterator[None]:
+    """Keep what backward has gathered from being let go by the forward that runs again.
+
+    ZeRO-3 notes at a parameter which modules use it, by number, and frees it after the last: we are one more user, and
+    leave the note as it was.
+    """
+    users = [users for one in module.parameters() if (users := getattr(one, "ds_active_sub_modules", None))]
+    before = [set(one) for one in users]
+    for one in users:
+        one.add(_WE)
+    try:
+        yield
+    finally:
+        for one, then in zip(users, before, strict=True):
+            one.discard(_WE)
+            one |= then
+
+
+def _own_shapes(module: nn.Module) -> list[torch.Size]:
+    return [one.shape for one in module._parameters.values() if one is not None]
+
+
+@contextmanager
+def _modes(module: nn.Module, modes: Sequence[bool]) -> Iterator[None]:
+    """Training or evaluation as it was in forward, for every module inside."""
+    other = [
+        (child, child.training)
+        for child, training in zip(module.modules(), modes, strict=True)
+        if child.training != training
+    ]
+    for child, training in other:
+        child.training = not training
+    try:
+        yield
+    finally:
+        for child, training in other:
+            child.training = training
+
+
+def _has_hooks_inside(module: nn.Module) -> bool:
+    return bool(module_hooks._global_forward_hooks) or any(
+        child._forward_hooks for child in module.modules() if child is not module
+    )

@@ -1,0 +1,19 @@
+"""``train.py`` on ranks whose drives are as slow as ``DRIVES_BYTES_PER_S`` says: one number for each rank."""
+
+import os
+import runpy
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from curves.throttled import ThrottledBackend
+
+import ds_tba.tiers
+from ds_tba.io.select import Selection
+
+rate = float(os.environ["DRIVES_BYTES_PER_S"].split(",")[int(os.environ["RANK"])])
+backend = ThrottledBackend()
+backend.throttle(rate, rate)
+ds_tba.tiers.select_backend = lambda *_, **__: Selection(backend, "the test's")
+runpy.run_path(str(Path(__file__).with_name("train.py")), run_name="__main__")

@@ -1,0 +1,165 @@
+"""The recompute-offload-keep curve: what it is measured with, what is claimed of it, and that it runs, tiny."""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rok
+import throttle
+import torch
+from curves.meter import PeakMeter
+from curves.points import PEAK_ERROR, PEAK_NOISE, STEP_ERROR, Point, Spread, point, verdict
+from curves.turns import AGAIN, PLAIN, Contender, StepTaken
+
+MIB = 1 << 20
+
+
+def test_the_meter_counts_what_is_alive_at_once_and_not_what_was_there() -> None:
+    old = torch.ones(1 << 20)
+    with PeakMeter([old.untyped_storage()]) as meter:
+        one = old + 1  # 4 MiB
+        two = one * 2  # 8 MiB
+        del one
+        three = two.t() if two.dim() == 2 else two.view(-1, 2)  # a view is no memory
+        four = three + 1  # 8 MiB
+        del two, three, four
+        torch.ones(1 << 19)
+    assert meter.peak_bytes == 8 * MIB
+
+
+def test_the_meter_sees_what_autograd_saves_and_backward_makes() -> None:
+    weight = torch.randn(64, 64, requires_grad=True)
+    weight.grad = torch.zeros_like(weight)
+    with PeakMeter([weight.untyped_storage(), weight.grad.untyped_storage()]) as meter:
+        x = torch.randn(1024, 64)
+        (x @ weight).relu().sum().backward()
+    block = 4 * 1024 * 64
+    assert 3 * block <= meter.peak_bytes <= 5 * block
+
+
+def made(name: str, planner: str, ratio: float, peak: int, noise: float = 0.0, **more: Any) -> Point:
+    step = Spread(ratio, ratio - noise, ratio + noise)
+    base = Point(name, planner, {}, 5, step, step, peak, None, None, None, 0.0, 0.0, 0.0, 0.0, None, 1)
+    return replace(base, **more)
+
+
+BASE = [made("plain", "plain", 1.0, 100), made(AGAIN.name, "plain", 1.005, 100)]
+
+
+def test_adaptive_must_be_as_small_and_as_fast_as_each_other_point_with_one_of_its_own() -> None:
+    others = [made("tba", "tba", 1.1, 40), made("recompute", "recompute", 1.3, 20)]
+    near = [made("a", "adaptive", 1.0, 101), made("b", "adaptive", 1.09, 41), made("c", "adaptive", 1.31, 20)]
+    found = verdict([*BASE, *others, *near])
+    assert found.beaten == [] and found.holds
+    assert "adaptive on or beyond every other curve: yes" in found.line("GPT")
+    slow = [near[0], near[1], made("c", "adaptive", 1.4, 20)]
+    assert verdict([*BASE, *others, *slow]).beaten == ["recompute"]
+    large = [near[0], made("b", "adaptive", 1.09, int(40 + 100 * PEAK_NOISE) + 1), near[2]]
+    found = verdict([*BASE, *others, *large])
+    assert found.beaten == ["tba"] and not found.holds and "NO: not beyond tba" in found.line("GPT")
+
+
+def test_noise_is_what_the_same_model_differs_by() -> None:
+    other, mine = made("tba", "tba", 1.0, 40), made("a", "adaptive", 1.08, 40)
+    assert verdict([*BASE, other, mine]).beaten == ["plain", "tba"] or verdict([*BASE, other, mine]).beaten == [
+        "tba",
+        "plain",
+    ]
+    noisy = [BASE[0], made(AGAIN.name, "plain", 1.09, 100)]
+    assert verdict([*noisy, other, mine]).beaten == [] and verdict([*noisy, other, mine]).holds
+    found = verdict([BASE[0], made(AGAIN.name, "plain", 1.2, 100), other, mine])
+    assert not found.holds and "TOO NOISY TO TELL" in found.line("GPT")
+    assert verdict([*BASE, made("tba", "tba", 1.0, 40, noise=0.1), mine]).beaten == ["plain"]
+
+
+@pytest.mark.parametrize(("what", "bound"), [("peak_error", PEAK_ERROR), ("step_error", STEP_ERROR)])
+def test_predictions_must_be_near(what: str, bound: float) -> None:
+    good = made("a", "adaptive", 1.0, 100, **{what: -0.99 * bound})
+    assert verdict([*BASE, good]).holds
+    bad = verdict([*BASE, good, made("b", "adaptive", 1.0, 100, **{what: 1.01 * bound})])
+    assert not bad.holds and "NOT within" in bad.line("GPT") and ": b)" in bad.line("GPT")
+
+
+def test_a_point_compares_each_turn_with_the_plain_model_of_its_round() -> None:
+    def plan(kept_s: float) -> dict[str, Any]:
+        return {"step_s": 1.2 * kept_s, "kept_step_s": kept_s, "peak_saved_bytes": 90}
+
+    tba = Contender("tba", "tba")
+    rounds = [
+        {
+            "plain": [StepTaken(s, None, 0, None)] * 3,
+            "tba": [StepTaken(1.1 * s, plan(s), 1, None, 100), StepTaken(9.0, plan(s), 1, None, 5, is_recorded=True)]
+            * 2,
+        }
+        for s in (1.0, 2.0, 4.0)
+    ]
+    rounds = [{**one, "tba": [*one["tba"], one["tba"][0]]} for one in rounds]
+    found = point(tba, rounds, 77)
+    assert found.to_plain.median == pytest.approx(1.1) and found.step_s.median == pytest.approx(2.2)
+    assert found.step_error == pytest.approx(1.2 / 1.1 - 1) and found.peak_error == pytest.approx(-0.1)
+    assert found.trace_error == pytest.approx(0.0) and found.cost_error == pytest.approx(0.1)
+    assert (found.peak_bytes, found.saved_peak_bytes, found.promised_peak_bytes) == (77, 100, 90)
+    assert point(PLAIN, rounds, 7).step_error is None
+
+
+def test_the_curve_of_a_tiny_model(tmp_path: Path) -> None:
+    (tmp_path / "nvme").mkdir()
+    out = tmp_path / "out"
+    options = ["--tiny", "--rounds", "2", "--steps", "2", "--minutes", "1", "--models", "GPT"]
+    rok.main([*options, "--nvme_path", str(tmp_path / "nvme"), "--out", str(out)])
+    assert list((tmp_path / "nvme").iterdir()) == []
+    (shape,) = json.loads((out / "rok.json").read_text())["shapes"]
+    assert shape["equal"] and shape["rounds"] == 2
+    points = {one["name"]: one for one in shape["points"]}
+    fixed = ["plain", AGAIN.name, "keep", "recompute", "tba", "teraio", "adaptive 2%", "adaptive 10%", "adaptive 50%"]
+    assert list(points)[: len(fixed)] == fixed and len(points) > len(fixed)
+    for name, one in points.items():
+        assert one["step_s"]["median"] > 0 and one["peak_bytes"] > 0
+        if one["planner"] != "plain":
+            assert (
+                one["plan"]["planner"] == one["planner"] and 0 < one["saved_peak_bytes"] <= one["peak_bytes"] * 1.01
+            ), name
+    assert points["plain"]["peak_bytes"] == points[AGAIN.name]["peak_bytes"] == points["keep"]["peak_bytes"]
+    assert points["recompute"]["plan"]["recomputed_blocks"] == 2
+    assert points["recompute"]["peak_bytes"] < points["plain"]["peak_bytes"]
+    with (out / "rok.csv").open() as file:
+        assert [row["name"] for row in csv.DictReader(file)] == list(points)
+    assert "## GPT h64 l2 b4" in (out / "rok.md").read_text()
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        return
+    assert (out / "rok.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_slower_drives_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "nvme").mkdir()
+    options = ["--tiny", "--rounds", "2", "--settle", "4", "--overhead", "1", "--nvme_path", str(tmp_path / "nvme")]
+    throttle.main([*options, "--json", str(tmp_path / "json")])
+    assert list((tmp_path / "nvme").iterdir()) == []
+    found = json.loads((tmp_path / "json").read_text())
+    assert found["equal"]
+    drives = [f"drive 1/{part}" for part in throttle.PARTS]
+    names = ["plain", AGAIN.name, *drives, "drive 1/10 in mid-run"]
+    assert [one["name"] for one in found["points"]] == names
+    output = capsys.readouterr().out
+    assert all(f"| {name} |" in output for name in names)
+
+
+def test_a_slower_drive_may_cost_what_is_allowed_and_no_more() -> None:
+    ours = [made("drive 1/1", "adaptive", 1.11, 90), made("drive 1/2", "adaptive", 1.2, 90)]
+    rows = [json.loads(json.dumps(asdict(one))) for one in [*BASE, *ours]]
+    found = {"equal": True, "noise": 0.02, "overhead": 0.1, "points": rows}
+    assert [one.split(":")[0] for one in throttle.failures(found)] == ["drive 1/2"]
+    assert throttle.failures({**found, "noise": 0.3, "points": rows[:2]})[0].startswith("too noisy to tell")
+    rows[2]["peak_bytes"] = 103
+    assert [one.split(":")[0] for one in throttle.failures({**found, "equal": False})] == [
+        "losses or gradients differ",
+        "drive 1/1",
+        "drive 1/2",
+    ]

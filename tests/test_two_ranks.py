@@ -1,0 +1,101 @@
+"""Two ranks with unequal drives, sizes and wishes: one plan, the results of the run without us, and nobody waits."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+
+FAST, SLOW = 400e6, 40e6  # as in scripts/two_ranks.py
+TIMEOUT_S = 180  # of a run of seconds: whoever waits longer waits for ever
+
+
+def train(directory: Path, case: str) -> list[dict[str, Any]]:
+    """What each rank has found."""
+    script = runs.SCRIPTS / "two_ranks.py"
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(rank), str(directory), case],
+            env=runs.environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=TIMEOUT_S)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(outputs)
+    return [json.loads((directory / f"{case}.{rank}.json").read_text()) for rank in range(2)]
+
+
+def check(directory: Path, case: str) -> list[dict[str, Any]]:
+    """Results as without us, and one plan at every step."""
+    without, found = train(directory, f"without {case}"), train(directory, case)
+    for one, other in zip(without, found, strict=True):
+        assert one["losses"] == other["losses"] and one["parameters"] == other["parameters"]
+    assert found[0]["parameters"] == found[1]["parameters"]
+    plans = [rank["plans"] for rank in found]
+    assert plans[0] == plans[1] and plans[0][-1] is not None
+    assert found[0]["report"]["plans"] == found[1]["report"]["plans"] >= 1
+    return found
+
+
+def test_the_slowest_drive_decides_for_both(tmp_path: Path) -> None:
+    found = check(tmp_path, "drives")
+    own = [rank["report"]["bandwidth"][0]["write_alone_bytes_per_s"] for rank in found]
+    assert own[0] > 3 * own[1] and own[1] < 1.2 * SLOW
+    planned = [plan["write_bytes_per_s"] for plan in found[0]["plans"] if plan is not None]
+    assert planned and max(planned) < 2 * SLOW < FAST / 2
+
+
+def test_the_rank_that_saves_most_decides_for_both(tmp_path: Path) -> None:
+    found = check(tmp_path, "sizes")
+    saved = [rank["report"]["peak_saved_bytes_without"] for rank in found]
+    assert saved[1] > 2 * saved[0]
+    assert found[0]["plans"][-1]["storages_bytes"] >= saved[1]
+
+
+def test_when_one_rank_wants_a_trace_both_take_one(tmp_path: Path) -> None:
+    found = check(tmp_path, "saves")
+    plans = [plan for plan in found[0]["plans"] if plan is not None]
+    assert len(plans[-1]["placements"]) == len(plans[0]["placements"]) + 1  # what only the other rank saves
+
+
+@pytest.mark.engine
+def test_ranks_with_unequal_drives_recompute_the_same_blocks_under_zero_3(tmp_path: Path) -> None:
+    config = runs.plain_config(3)
+    without = runs.launch(config, tmp_path, "--steps", "8", ranks=2)
+    assert without.returncode == 0, without.output
+    block = {
+        "placement": "adaptive",
+        "min_tensor_bytes": 65536,
+        "max_step_overhead": 10.0,
+        "activation_budget_bytes": 48 << 20,  # what recomputation needs, and the drives would take long for
+    }
+    with_us = runs.launch(
+        runs.with_block(config, tmp_path, **block),
+        tmp_path,
+        "--steps",
+        "8",
+        ranks=2,
+        script=runs.SCRIPTS / "unequal.py",
+        DRIVES_BYTES_PER_S="200e6,20e6",
+    )
+    assert with_us.returncode == 0, with_us.output
+    assert with_us.outcome == without.outcome
+    assert len(with_us.outcome[0]) == 16 and len(with_us.outcome[1]) == 2
+    reports = [json.loads((tmp_path / name).read_text()) for name in ("report.json", "report.json.rank1")]
+    own = [report["bandwidth"][0]["write_alone_bytes_per_s"] for report in reports]
+    assert own[0] > 3 * own[1]
+    assert all(report["plan"]["recomputed_blocks"] > 0 and report["recomputed_bytes"] > 0 for report in reports)
+    assert reports[0]["plan"] == {**reports[1]["plan"], "reason": reports[0]["plan"]["reason"]}
