@@ -1,6 +1,6 @@
 """Everything that is to be measured on a machine with a GPU, in one command that ends in time and needs no network.
 
-    python benchmarks/gpu_suite.py --nvme_path DIR --out DIR [--minutes 9] [--tiny] [--device cpu|cuda]
+    python benchmarks/gpu_suite.py --nvme_path DIR --out DIR [--minutes 9] [--skip PART] [--tiny] [--device cpu|cuda]
 
 In this order, each part with its share of the time (what one leaves over goes to the next; what does not fit is named
 as not run): the machine's own limits; ``pytest -m gpu``; step time and activation peak of BERT, GPT and T5 with each
@@ -46,12 +46,13 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 
 import torch  # noqa: E402
 from gpu import gpu_tests, limits, plan, trace, write  # noqa: E402
-from gpu.budget import Deadline, Suite  # noqa: E402
+from gpu.budget import Deadline, NotRunError, Suite  # noqa: E402
 from gpu.device import Device, free_host_bytes  # noqa: E402
 from gpu.measure import FAILED  # noqa: E402
 from gpu.variants import Sizes, Variants  # noqa: E402
 
-SHARES = {"limits": 0.10, "tests": 0.27, "step_time": 0.42, "curve": 0.13, "trace": 0.08}
+LEFT_OUT = "not run: left out (--skip)"
+SHARES = {"limits": 0.05, "tests": 0.25, "step_time": 0.40, "curve": 0.24, "trace": 0.06}
 
 
 def machine(device: Device, nvme_path: Path) -> dict[str, Any]:
@@ -95,6 +96,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--nvme_path", type=Path, required=True, help="an existing directory on the drive")
     parser.add_argument("--out", type=Path, required=True, help="directory for the results, made if need be")
     parser.add_argument("--minutes", type=float, default=9.0, help="for everything")
+    parser.add_argument("--skip", action="append", default=[], choices=tuple(SHARES), help="leave a part out")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes: shows that the suite works")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--batch", type=int, help="instead of the largest that device and drive allow")
@@ -131,7 +133,10 @@ def measure(suite: Suite, device: Device, options: argparse.Namespace) -> None:
     nvme_path, out, tiny = options.nvme_path, options.out, options.tiny
 
     def run(name: str, work: Callable[[dict[str, Any], Deadline], None]) -> dict[str, Any]:
-        return suite.run(name, SHARES[name], work)
+        if name in options.skip:
+            return suite.run(name, 0.0, left_out)
+        remaining = sum(share for part, share in SHARES.items() if part not in options.skip)
+        return suite.run(name, SHARES[name] * sum(SHARES.values()) / (remaining or 1.0), work)
 
     found = run("limits", lambda part, end: limits.measure(part, end, device, nvme_path, tiny=tiny))
     rate = limits.slowest_drive_rate(found)
@@ -153,10 +158,25 @@ def measure(suite: Suite, device: Device, options: argparse.Namespace) -> None:
         variants.close()
 
 
+def left_out(part: dict[str, Any], deadline: Deadline) -> None:
+    """Instead of a part.
+
+    Raises:
+        NotRunError: always.
+    """
+    raise NotRunError(LEFT_OUT)
+
+
+def without_tests(name: str, device: Device) -> bool:
+    """Whether a part is that of the tests, on a device that has none."""
+    return name == "tests" and not device.is_cuda
+
+
 def good(results: dict[str, Any], device: Device) -> bool:
-    """Whether every part was done (those that need a GPU: where there is one), nothing failed and no loss differed."""
+    """Whether every part was done (those that need a GPU: where there is one) but those left out, nothing failed and
+    no loss differed."""
     parts = results["parts"]
-    done = all(part["status"] == "done" or (name == "tests" and not device.is_cuda) for name, part in parts.items())
+    done = all(part["status"] in ("done", LEFT_OUT) or without_tests(name, device) for name, part in parts.items())
     shapes = [shape for name in ("step_time", "curve") for shape in parts[name].get("shapes", {}).values()]
     failed = any(reason.startswith(FAILED) for shape in shapes for reason in shape.get("not_run", {}).values())
     return done and not failed and not any(shape.get("losses_equal") is False for shape in shapes)

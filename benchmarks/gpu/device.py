@@ -48,6 +48,14 @@ class TorchCuda:
         return torch.cuda.current_stream(index)
 
     @staticmethod
+    def total_memory(index: int | None = None) -> int:
+        return torch.cuda.get_device_properties(index).total_memory
+
+    @staticmethod
+    def memory_allocated(index: int | None = None) -> int:
+        return torch.cuda.memory_allocated(index)
+
+    @staticmethod
     def stream(stream: Any) -> AbstractContextManager[Any]:
         return torch.cuda.stream(stream)
 

@@ -163,7 +163,7 @@ def measure(part: dict[str, Any], deadline: Deadline, device: Device, nvme_path:
     part["matrix_product"] = matrix_product(device, 256 if tiny else 8192)
     device.give_back(pinned=True)
     part["drive"] = {}
-    request_bytes, count = (1 << 20, 16) if tiny else (64 << 20, 64)
+    request_bytes, count = (1 << 20, 16) if tiny else (64 << 20, 24)
     with TemporaryDirectory(dir=nvme_path) as directory:
         for name, make in backends(Path(directory), device).items():
             if not deadline.has(0):

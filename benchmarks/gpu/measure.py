@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 import random
 import statistics
+import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,11 +20,11 @@ import torch
 
 from gpu.budget import OUT_OF_TIME, Deadline, NotRunError
 from gpu.device import Device
-from gpu.models import Call, Shape, Transformer, build
-from gpu.variants import VARIANTS, Variants
+from gpu.models import Shape, Transformer, build
+from gpu.variants import VARIANTS, Variants, Way
 
 LEARNING_RATE = 0.01
-WARM_UP_STEPS = 1
+WARM_UP_STEPS = 2  # in the first, and where memory comes back to the device also in the second, the allocator grows
 OUT_OF_MEMORY = "not run: out of device memory"
 FAILED = "failed"
 
@@ -49,15 +49,17 @@ class Workload:
         held = [*self.parameters, *(one.grad for one in self.parameters if one.grad is not None), *self.batch]
         return sum(one.nbytes for one in held)
 
-    def step(self, saving: Callable[[], AbstractContextManager[Any]], call: Call) -> torch.Tensor:
+    def step(self, way: Way) -> torch.Tensor:
         """The loss, on the device."""
-        with saving():
-            loss: torch.Tensor = self.model(*self.batch, call)
+        with way.saving():
+            loss: torch.Tensor = self.model(*self.batch, way.call)
         loss.backward()
+        way.after_backward()
         gradients = [one.grad for one in self.parameters if one.grad is not None]
         with torch.no_grad():
             torch._foreach_add_(self.parameters, gradients, alpha=-LEARNING_RATE)
             torch._foreach_zero_(gradients)
+        way.after_step()
         return loss.detach()
 
 
@@ -67,24 +69,31 @@ def run(workload: Workload, variant: str, variants: Variants, device: Device, st
     Raises:
         NotRunError: it cannot run here.
     """
-    saving, call = variants.prepared(variant, workload.shape)
+    started = time.monotonic()
+    way = variants.prepared(variant, workload.shape, workload.model)
+    variants.settle()
     device.give_back()  # or what another variant left in the allocator would decide what this one reserves
+    for _ in range(variants.planning_steps(variant)):
+        workload.step(way)
+    device.synchronize()
+    setup_s = time.monotonic() - started
     workload.model.reset()
     losses, times = [], []
     for _ in range(WARM_UP_STEPS):
-        losses.append(workload.step(saving, call).item())
+        losses.append(workload.step(way).item())
     device.synchronize()
     before = variants.counters(variant)
     variants.reset_peak(variant)
     device.reset_peak()
     for _ in range(steps):
         found: list[torch.Tensor] = []
-        times.append(device.time_s(lambda found=found: found.append(workload.step(saving, call))))
+        times.append(device.time_s(lambda found=found: found.append(workload.step(way))))
         losses.append(found[0].item())
     peak_bytes, reserved_bytes = device.peak_bytes()
     after = variants.counters(variant)
     saved_bytes, saved_without_bytes = variants.peaks(variant)
     return {
+        "setup_s": setup_s,
         "step_s": times,
         "losses": [loss.hex() for loss in losses],
         "state_bytes": workload.state_bytes,
@@ -92,6 +101,7 @@ def run(workload: Workload, variant: str, variants: Variants, device: Device, st
         "reserved_peak_bytes": reserved_bytes,
         "peak_saved_bytes": saved_bytes,
         "peak_saved_bytes_without": saved_without_bytes,
+        "plan": variants.plan(variant),
         "per_step": None if after is None or before is None else {k: (after[k] - before[k]) / steps for k in after},
     }
 
@@ -123,7 +133,8 @@ def compare(
     rounds: int,
     steps: int,
 ) -> dict[str, Any]:
-    """Rounds of all variants in a new random order each; as many as fit, at most ``rounds``."""
+    """Rounds of all variants, as many as fit, at most ``rounds``: the first in the order given, so that what matters
+    most is measured, the others in a new random order each."""
     result: dict[str, Any] = {"shape": vars(shape), "steps": steps, "rounds": [], "not_run": {}}
     workload = Workload.of(shape, device)
     result["flops_per_step"] = workload.model.flops
@@ -134,7 +145,7 @@ def compare(
             break
         left_s = deadline.left_s
         one: dict[str, Any] = {}
-        for variant in chance.sample(names, len(names)):
+        for variant in chance.sample(names, len(names)) if result["rounds"] else names:
             if variant in result["not_run"]:
                 continue
             found = attempt(workload, variant, variants, device, deadline, steps)
@@ -143,7 +154,9 @@ def compare(
             elif found != OUT_OF_TIME or not result["rounds"]:
                 result["not_run"][variant] = found
         result["rounds"].append(one)
-        slowest_round_s = max(slowest_round_s, left_s - deadline.left_s)
+        setup_s = sum(found["setup_s"] for found in one.values())  # once for all rounds
+        slowest_round_s = max(slowest_round_s, left_s - deadline.left_s - setup_s)
+    variants.let_go_of_models()
     del workload
     device.give_back(pinned=True)
     result["summary"] = summary(result)
@@ -175,7 +188,7 @@ def summary(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
         peaks = [(a["activation_peak_bytes"], b["activation_peak_bytes"]) for a, b in both]
         to_keep = [a / b for a, b in peaks if a is not None and b]
         row["peak_to_keep"] = spread(to_keep) if to_keep else None
-        row["per_step"] = runs[-1]["per_step"]
+        row["per_step"], row["plan"] = runs[-1]["per_step"], runs[-1]["plan"]
         found[variant] = row
     return found
 

@@ -17,7 +17,7 @@ from gpu.models import Shape
 from gpu.plan import kernels
 from gpu.variants import Variants
 
-TRACED = ("ours nvme", "ours host")
+TRACED = ("ours adaptive, host", "ours host")
 LARGEST_FILE_BYTES = 16 << 20
 LEAST_S = 5.0  # a part that has less left does not begin another trace
 Spans = list[tuple[float, float]]
@@ -38,15 +38,17 @@ def measure(
             if not deadline.has(LEAST_S):
                 part["traces"][variant] = OUT_OF_TIME
                 continue
-            saving, call = variants.prepared(variant, shape)
+            way = variants.prepared(variant, shape, workload.model)
+            for _ in range(variants.planning_steps(variant)):
+                workload.step(way)
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.is_cuda else [])]
             workload.model.reset()
-            workload.step(saving, call)
+            workload.step(way)
             device.synchronize()
             with profile(activities=activities) as profiler:
-                workload.step(saving, call)
+                workload.step(way)
                 device.synchronize()
-            path = out / f"trace_{variant.replace(' ', '_')}.json.gz"
+            path = out / f"trace_{variant.replace(',', '').replace(' ', '_')}.json.gz"
             profiler.export_chrome_trace(str(path))
             part["traces"][variant] = described(path, device)
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
+from ds_tba.agreement import Alone
 from ds_tba.config import AioConfig, IoConfig, OffloadConfig
 from ds_tba.errors import DsTbaError
 from ds_tba.offloader import ActivationOffloader
@@ -21,12 +22,56 @@ from gpu.budget import NotRunError
 from gpu.device import Device
 from gpu.models import Call, Shape
 
-OURS = {"ours host": "host", "ours nvme": "nvme", "ours adaptive": "adaptive"}
-VARIANTS = ("keep", "recompute", "save_on_cpu", "deepspeed cpu checkpointing", *OURS)
+OURS = {
+    "ours host": "host",
+    "ours nvme": "nvme",
+    "ours adaptive": "adaptive",
+    "ours adaptive, host": "adaptive",
+    "ours adaptive, budget": "adaptive",
+}
+# Steps before a plan is in force: one to warm up, one that is recorded, and one in which the plan is made.
+PLANNING_STEPS = 3
+# Of the estimate of what a shape saves, which is from above: about half of what it really does.
+BUDGET_PART = 0.35
+# And of what host memory a plan may use: pinning takes half a second for each GiB.
+HOST_PART = 0.6
+LONGEST_STAGING_BYTES = 1 << 30
+# In order of importance.
+VARIANTS = (
+    "keep",
+    "recompute",
+    "ours adaptive, host",
+    "ours adaptive, budget",
+    "ours adaptive",
+    "ours host",
+    "ours nvme",
+    "deepspeed cpu checkpointing",
+    "save_on_cpu",
+)
 COUNTED = (
     "offloaded_bytes", "written_bytes", "read_bytes", "forwarded_bytes", "cancelled_bytes", "host_bytes", "kept_bytes",
     "fallbacks", "stall_s",
 )  # fmt: skip
+
+
+def nothing() -> None:
+    """Nobody needs to be told."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a step is made.
+
+    Attributes:
+        saving: context of the forward.
+        call: how a block is called.
+        after_backward, after_step: whom to tell.
+    """
+
+    saving: Callable[[], AbstractContextManager[Any]] = nullcontext
+    call: Call = lambda block, *inputs: block(*inputs)
+    after_backward: Callable[[], None] = nothing
+    after_step: Callable[[], None] = nothing
 
 
 @dataclass(frozen=True)
@@ -54,9 +99,9 @@ class Sizes:
         )
 
     def staging_bytes(self, shape: Shape) -> int:
-        """Two of the largest tensors of a shape: more would only hold more device memory while copies wait."""
+        """Two of the largest tensors of a shape, up to 1 GiB: more would hold more device memory while copies wait."""
         wanted = 1 << (2 * shape.largest_tensor_bytes - 1).bit_length()
-        return max(min(wanted, self.longest_staging_bytes), 1 << 20)
+        return max(min(wanted, self.longest_staging_bytes, LONGEST_STAGING_BYTES), 1 << 20)
 
 
 def plain(block: nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
@@ -121,26 +166,37 @@ class Variants:
         self._nvme_path = nvme_path
         self.sizes = sizes
         self._offloaders: dict[str, ActivationOffloader] = {}
+        self._serves: dict[str, tuple[int, int]] = {}
         self.start_lines: dict[str, str] = {}
 
-    def prepared(self, variant: str, shape: Shape) -> tuple[Callable[[], AbstractContextManager[Any]], Call]:
-        """(context of the forward, how to call a block).
+    def prepared(self, variant: str, shape: Shape, model: nn.Module) -> Way:
+        """How to make a step of a variant.
 
         Raises:
             NotRunError: it cannot run here.
         """
         if variant in OURS:
-            return self.open(variant, shape).saving, plain
+            ours = self.open(variant, shape, model)
+            return Way(ours.saving, plain, ours.note_micro_step, ours.note_step)
         if variant == "save_on_cpu":
-            return lambda: save_on_cpu(pin_memory=self._device.is_cuda), plain
+            return Way(lambda: save_on_cpu(pin_memory=self._device.is_cuda), plain)
         if variant == "recompute":
-            return nullcontext, recomputed
+            return Way(call=recomputed)
         if variant == "deepspeed cpu checkpointing":
-            return nullcontext, deepspeed_checkpoint(self._device, shape)
-        return nullcontext, plain
+            return Way(call=deepspeed_checkpoint(self._device, shape))
+        return Way(call=plain)
 
-    def open(self, variant: str, shape: Shape) -> ActivationOffloader:
-        """Ours, with staging for a shape.
+    def planning_steps(self, variant: str) -> int:
+        """How many steps a variant needs before it does what it will do from then on."""
+        plans = OURS.get(variant) == "adaptive" and not self._offloaders[variant].report().plans
+        return PLANNING_STEPS if plans else 0
+
+    def plan(self, variant: str) -> dict[str, Any] | None:
+        """The plan in force; None for those without."""
+        return self._offloaders[variant].report().plan if variant in OURS else None
+
+    def open(self, variant: str, shape: Shape, model: nn.Module) -> ActivationOffloader:
+        """Ours, with staging for a shape, and for plans tied to a model.
 
         Raises:
             NotRunError: it cannot be had here.
@@ -148,23 +204,34 @@ class Variants:
         placement = OURS[variant]
         # The host tier has no staging: its bound is the default, and its memory is pinned once for all shapes.
         staging_bytes = IoConfig().staging_bytes if placement == "host" else self.sizes.staging_bytes(shape)
+        serves = (staging_bytes, id(model) if placement == "adaptive" else 0)
         present = self._offloaders.get(variant)
-        if present is not None and present.config.io.staging_bytes == staging_bytes:
+        if present is not None and self._serves[variant] == serves:
             return present
         if present is not None:
             self._offloaders.pop(variant).close()
-        io = {"backend": "posix", "staging_bytes": staging_bytes, "swap_file_bytes": self.sizes.swap_file_bytes}
-        block: dict[str, Any] = {"placement": placement, "min_tensor_bytes": self.sizes.min_tensor_bytes, "io": io}
-        block |= {"host_budget_bytes": self.sizes.host_bytes} if placement == "host" else {}
-        block |= {"nvme_path": str(self._nvme_path)} if placement != "host" else {}
-        config = OffloadConfig.model_validate(block)
+        config = OffloadConfig.model_validate(self._block(variant, shape, staging_bytes))
         try:
             opened = ActivationOffloader(config, AioConfig(), self._device.accelerator)
         except (DsTbaError, RuntimeError) as error:  # RuntimeError: CUDA cannot pin so much
             raise NotRunError(f"not run: {error}") from None
-        self._offloaders[variant] = opened
+        self._offloaders[variant], self._serves[variant] = opened, serves
+        opened.watch(model, Alone())
         self.start_lines[f"{variant}, {shape.name}"] = opened.start_line()
         return opened
+
+    def _block(self, variant: str, shape: Shape, staging_bytes: int) -> dict[str, Any]:
+        placement = OURS[variant]
+        io = {"backend": "posix", "staging_bytes": staging_bytes, "swap_file_bytes": self.sizes.swap_file_bytes}
+        block: dict[str, Any] = {"placement": placement, "min_tensor_bytes": self.sizes.min_tensor_bytes, "io": io}
+        if placement == "host":
+            return block | {"host_budget_bytes": self.sizes.host_bytes}
+        block["nvme_path"] = str(self._nvme_path)
+        if variant in ("ours adaptive, host", "ours adaptive, budget"):
+            block["host_budget_bytes"] = min(self.sizes.host_bytes, int(HOST_PART * shape.activation_bytes))
+        if variant == "ours adaptive, budget":
+            block["activation_budget_bytes"] = int(BUDGET_PART * shape.activation_bytes)
+        return block
 
     def counters(self, variant: str) -> dict[str, float] | None:
         """What ours has counted so far; None for the others."""
@@ -188,7 +255,19 @@ class Variants:
         report = self._offloaders[variant].report()
         return report.peak_saved_bytes, report.peak_saved_bytes_without
 
+    def let_go_of_models(self) -> None:
+        """Close those of ours that are tied to a model."""
+        for variant in [name for name in self._offloaders if OURS[name] == "adaptive"]:
+            self._offloaders.pop(variant).close()
+
+    def settle(self) -> None:
+        """Have all of ours let go of what their last copies held: it would count for the others."""
+        for offloader in self._offloaders.values():
+            offloader.cache.settle()
+
     def close(self) -> None:
         for offloader in self._offloaders.values():
             offloader.close()
         self._offloaders.clear()
+        if torch.distributed.is_initialized():  # by DeepSpeed's checkpointing
+            torch.distributed.destroy_process_group()

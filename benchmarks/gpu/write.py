@@ -28,7 +28,8 @@ def markdown(results: dict[str, Any]) -> str:
     lines += [
         "## Step time and activation peak", "",
         "A step is forward, backward and plain SGD on all parameters, in bf16, without dropout; warm-up is excluded. "
-        "The variants take turns in one process, in a new random order each round, from the same parameters. Cells are "
+        "The variants take turns in one process, from the same parameters: first in the order of the table, then in a "
+        "new random order each round. Cells are "
         "medians over the rounds [least-greatest]; ratios are to keep in the same round. The activation peak is the "
         "most device memory allocated in the measured steps less parameters and gradients, which stay allocated. "
         "\"Saved peak\" is the offloader's own count of the bytes that saved tensors held, and had nothing been "
@@ -81,7 +82,23 @@ def shapes(part: dict[str, Any]) -> list[str]:
         lines += [_cells(*STEP_COLUMNS), "|---" * len(STEP_COLUMNS) + "|"]
         lines += [_row(variant, row) for variant, row in found["summary"].items()]
         lines += [_cells(variant, reason) for variant, reason in found["not_run"].items()]
+        lines += ["", *plans(found["summary"])]
         lines += ["", f"Losses of all variants and rounds: {EQUAL[found['losses_equal']]}.", ""]
+    return lines
+
+
+def plans(summary: dict[str, dict[str, Any]]) -> list[str]:
+    """What each plan chose and promised."""
+    lines = []
+    for variant, row in summary.items():
+        plan = row.get("plan")
+        if plan is None:
+            continue
+        where = ", ".join(f"{place} {nbytes / GIB:.3g} GiB" for place, nbytes in plan["bytes"].items())
+        lines.append(
+            f"- {variant}: {where}; promised {plan['step_s']:.4g} s (keep {plan['kept_step_s']:.4g} s) and a saved "
+            f"peak of {plan['peak_saved_bytes'] / GIB:.4g} GiB"
+        )
     return lines
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-import ds_tba.offloader
+import ds_tba.tiers
 from ds_tba.errors import ActivationCorruptionError, ActivationLostError, StorageError, TransferError
 from ds_tba.io.base import IoBackend, IoHandle
 from ds_tba.io.memory import huge_page_memory
@@ -224,15 +224,15 @@ class Faults:
 
     def __init__(self) -> None:
         self.injector = Injector("", Rates())
-        self._select = ds_tba.offloader.select_backend
+        self._select = ds_tba.tiers.select_backend
 
     def __enter__(self) -> Faults:
         def select(*args: Any, **kwargs: Any) -> Selection:
             chosen = self._select(*args, **kwargs)
             return Selection(FaultyBackend(chosen.backend, self.injector), chosen.reason)
 
-        ds_tba.offloader.select_backend = select
+        ds_tba.tiers.select_backend = select
         return self
 
     def __exit__(self, *_: object) -> None:
-        ds_tba.offloader.select_backend = self._select
+        ds_tba.tiers.select_backend = self._select

@@ -70,7 +70,7 @@ def settled(offloader: Any, patience_s: float) -> dict[str, int]:
 def _held(offloader: Any) -> dict[str, int]:
     if offloader is None:
         return {}
-    cache, store = offloader.cache, offloader._store
+    cache, store = offloader.cache, offloader._tiers.nvme
     cache.settle()
     held = {
         "records": cache.live_records,

@@ -166,8 +166,8 @@ class Worker:
             self.result["sums"][key] += report[key]
         for key in PEAKS:
             self.result["peaks"][key] = max(self.result["peaks"][key], report[key])
-        if offloader._store is not None:
-            self.result["sums"]["rescued_bytes"] += offloader._store.stats.rescued_bytes
+        if offloader._tiers.nvme is not None:
+            self.result["sums"]["rescued_bytes"] += offloader._tiers.nvme.stats.rescued_bytes
 
     # ---- a step -------------------------------------------------------------------------------------------------
 

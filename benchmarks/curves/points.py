@@ -1,0 +1,182 @@
+"""What the rounds come to: one point of the curve for each contender, and what is claimed of them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from curves.turns import AGAIN, PLAIN, Contender, StepTaken
+
+# Peaks closer than this part of the plain model's are equal: what is read ahead then differs from step to step.
+PEAK_NOISE = 0.02
+LEAST_STEP_NOISE = 0.02
+PEAK_ERROR, STEP_ERROR = 0.05, 0.10
+# Where the same model differs from itself by more, nothing can be said of others.
+MOST_STEP_NOISE = 0.10
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Of one figure over the rounds."""
+
+    median: float
+    low: float  # a quarter of the rounds is below
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        if len(values) < 2:
+            return cls(values[0], values[0], values[0])
+        low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+        return cls(middle, low, high)
+
+    @property
+    def noise(self) -> float:
+        """Half the width of the middle half, as a part of the median."""
+        return (self.high - self.low) / 2 / self.median if self.median else 0.0
+
+
+@dataclass(frozen=True)
+class Point:
+    """One contender.
+
+    Attributes:
+        step_s: medians of the turns.
+        to_plain: the same as ratios to the plain model's turn in the same round.
+        peak_bytes: by the neutral meter.
+        saved_peak_bytes: as the offloader counts, and as the plan in force promised it.
+        step_error, peak_error: what the plan promised, as a ratio to what was measured, less 1; medians over the steps.
+        trace_error: the same for a step with everything kept, against the plain model in the same round.
+        cost_error: promised less measured overhead, as a part of the plain step: what is not the trace's error.
+    """
+
+    name: str
+    planner: str
+    limits: dict[str, Any]
+    rounds: int
+    step_s: Spread
+    to_plain: Spread
+    peak_bytes: int | None
+    saved_peak_bytes: int | None
+    promised_peak_bytes: int | None
+    promised_step_s: float | None
+    step_error: float | None
+    peak_error: float | None
+    trace_error: float | None
+    cost_error: float | None
+    plan: dict[str, Any] | None
+    plans: int
+
+
+Rounds = Sequence[dict[str, list[StepTaken]]]
+
+
+def point(contender: Contender, rounds: Rounds, peak_bytes: int | None) -> Point:
+    """What the rounds say of one contender."""
+    turns = [one[contender.name] for one in rounds]
+    plain_s = [_median([step.step_s for step in one[PLAIN.name]]) for one in rounds]
+    times_s = [_median([step.step_s for step in turn]) for turn in turns]
+    steps = [step for turn in turns for step in turn]
+    pairs = [(step, s) for turn, s in zip(turns, plain_s, strict=True) for step in turn]
+    planned = [(step, s, step.plan) for step, s in pairs if step.plan is not None and not step.is_recorded]
+    peaks = [(step.saved_peak_bytes, plan) for step, _, plan in planned if step.saved_peak_bytes]
+    device = [step.device_peak_bytes for step in steps if step.device_peak_bytes is not None]
+    return Point(
+        contender.name,
+        contender.planner or PLAIN.name,
+        dict(contender.limits),
+        len(rounds),
+        Spread.of(times_s),
+        Spread.of([mine / plain for mine, plain in zip(times_s, plain_s, strict=True)]),
+        max(device) if device else peak_bytes,
+        int(_median([peak for peak, _ in peaks])) if peaks else None,
+        int(_median([plan["peak_saved_bytes"] for *_, plan in planned])) if planned else None,
+        _median([plan["step_s"] for *_, plan in planned]) if planned else None,
+        _median([plan["step_s"] / step.step_s - 1 for step, _, plan in planned]) if planned else None,
+        _median([plan["peak_saved_bytes"] / peak - 1 for peak, plan in peaks]) if peaks else None,
+        _median([plan["kept_step_s"] / plain - 1 for _, plain, plan in planned]) if planned else None,
+        _median([_cost_error(step, plain, plan) for step, plain, plan in planned]) if planned else None,
+        steps[-1].plan,
+        steps[-1].plans,
+    )
+
+
+def _cost_error(step: StepTaken, plain_s: float, plan: dict[str, Any]) -> float:
+    return plan["step_s"] / plan["kept_step_s"] - step.step_s / plain_s
+
+
+def _median(values: Sequence[float]) -> float:
+    return statistics.median(values)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is claimed of one model at one batch, and whether it held.
+
+    Attributes:
+        beaten: points that no point of adaptive is as good as, in peak and in time.
+        step_noise: by which two turns of the same thing differ here, at least.
+    """
+
+    beaten: list[str]
+    step_noise: float
+    peak_errors: dict[str, float]
+    step_errors: dict[str, float]
+
+    @property
+    def holds(self) -> bool:
+        """Whether all of it held."""
+        if self.step_noise > MOST_STEP_NOISE:
+            return False
+        near = all(abs(one) <= PEAK_ERROR for one in self.peak_errors.values())
+        return not self.beaten and near and all(abs(one) <= STEP_ERROR for one in self.step_errors.values())
+
+    def line(self, name: str) -> str:
+        """In words."""
+        beyond = "yes" if not self.beaten else f"NO: not beyond {', '.join(self.beaten)}"
+        if self.step_noise > MOST_STEP_NOISE:
+            beyond = "TOO NOISY TO TELL"
+        return (
+            f"{name}: adaptive on or beyond every other curve: {beyond} (noise: step {self.step_noise:.1%}, peak "
+            f"{PEAK_NOISE:.0%} of the plain model's); {_worst('peak', self.peak_errors, PEAK_ERROR)}; "
+            f"{_worst('step time', self.step_errors, STEP_ERROR)}"
+        )
+
+
+def _worst(what: str, errors: dict[str, float], bound: float) -> str:
+    if not errors:
+        return f"predicted {what}: nothing to compare"
+    name = max(errors, key=lambda one: abs(errors[one]))
+    within = "within" if abs(errors[name]) <= bound else "NOT within"
+    return f"predicted {what} {within} {bound:.0%} (worst {errors[name]:+.1%}: {name})"
+
+
+def verdict(points: Sequence[Point]) -> Verdict:
+    """The claims, checked."""
+    apart = [max(abs(one.to_plain.median - 1), one.to_plain.noise) for one in points if one.name == AGAIN.name]
+    step_noise = max([LEAST_STEP_NOISE, *apart])
+    ours = [one for one in points if one.planner == "adaptive"]
+    others = [one for one in points if one.planner != "adaptive" and one.name != AGAIN.name]
+    plain_bytes = max((one.peak_bytes or 0 for one in points if one.name == PLAIN.name), default=0)
+    room_bytes = PEAK_NOISE * plain_bytes
+    return Verdict(
+        [other.name for other in others if not any(_is_as_good(one, other, step_noise, room_bytes) for one in ours)],
+        step_noise,
+        {one.name: one.peak_error for one in points if one.peak_error is not None},
+        {one.name: one.step_error for one in points if one.step_error is not None},
+    )
+
+
+def _is_as_good(one: Point, other: Point, step_noise: float, room_bytes: float) -> bool:
+    if one.peak_bytes is None or other.peak_bytes is None:
+        return False
+    noise = max(step_noise, one.to_plain.noise, other.to_plain.noise)
+    is_small = one.peak_bytes <= other.peak_bytes + room_bytes
+    return is_small and one.to_plain.median <= other.to_plain.median * (1 + noise)
+
+
+def row(point: Point) -> dict[str, Any]:
+    """For JSON and tables."""
+    return asdict(point)

@@ -1,0 +1,57 @@
+"""A drive that is slower than the one that is there, and as slow as you like at any time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+from ds_tba.io.base import IoHandle
+from ds_tba.io.posix import PosixBackend
+
+
+class _Channel:
+    """One kind of transfers: all lanes together get ``bytes_per_s``."""
+
+    def __init__(self) -> None:
+        self.bytes_per_s: float | None = None
+        self._lock = threading.Lock()
+        self._free_s = 0.0
+
+    def move(self, call: Callable[[torch.Tensor, int], None], data: torch.Tensor, offset: int) -> None:
+        rate, started_s = self.bytes_per_s, time.perf_counter()
+        if rate is not None:
+            with self._lock:
+                self._free_s = until_s = max(started_s, self._free_s) + data.numel() / rate
+        call(data, offset)
+        if rate is not None:
+            time.sleep(max(0.0, until_s - time.perf_counter()))
+
+
+class ThrottledBackend(PosixBackend):
+    """posix whose lanes sleep for as long as a slower drive would have taken."""
+
+    name = "throttled"
+
+    def __init__(self) -> None:
+        self._writes, self._reads = _Channel(), _Channel()
+
+    def throttle(self, write_bytes_per_s: float | None, read_bytes_per_s: float | None) -> None:
+        """From the next transfer on; None is as fast as the drive is."""
+        self._writes.bytes_per_s, self._reads.bytes_per_s = write_bytes_per_s, read_bytes_per_s
+
+    def open_handle(self, fd: int) -> IoHandle:
+        return _ThrottledHandle(super().open_handle(fd), self._writes, self._reads)
+
+
+class _ThrottledHandle(IoHandle):
+    def __init__(self, inner: IoHandle, writes: _Channel, reads: _Channel) -> None:
+        self._inner, self._writes, self._reads = inner, writes, reads
+
+    def write(self, data: torch.Tensor, offset: int) -> None:
+        self._writes.move(self._inner.write, data, offset)
+
+    def read(self, data: torch.Tensor, offset: int) -> None:
+        self._reads.move(self._inner.read, data, offset)

@@ -1,0 +1,234 @@
+"""Contenders that step through one model in turns: the plain model, and the model under plans of each kind.
+
+All of them are tied to one model in one process. A step is forward, backward and SGD with a learning rate of 0, so that
+every step of every contender must give the same loss and the same gradients, bit for bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from gpu.budget import Deadline
+from gpu.device import Device
+from gpu.measure import Workload
+from gpu.variants import plain
+
+from curves.meter import PeakMeter
+from ds_tba.agreement import Alone
+from ds_tba.config import AioConfig, OffloadConfig
+from ds_tba.io.base import IoBackend
+from ds_tba.io.select import Selection
+from ds_tba.offloader import ActivationOffloader
+from ds_tba.plan.planner import PLANNERS
+
+MOST_STEPS_TO_A_PLAN = 12
+STEPS_AFTER_A_PLAN = 2
+LEARNING_RATE = 0.0
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to run a step.
+
+    Attributes:
+        planner: of ``PLANNERS``; None is the model without us.
+        limits: keys of the config block.
+        drive: instead of the machine's own.
+    """
+
+    name: str
+    planner: str | None = None
+    limits: Mapping[str, Any] = field(default_factory=dict)
+    drive: IoBackend | None = None
+
+
+PLAIN = Contender("plain")
+# The plain model once more: how far two equal things are apart.
+AGAIN = Contender("plain again")
+
+
+@dataclass
+class StepTaken:
+    """One measured step.
+
+    Attributes:
+        plan: the report's, as it was in force.
+        plans: how many there were by then.
+        is_recorded: it ran without the plan, because it was to be recorded.
+        device_peak_bytes: on CUDA.
+        saved_peak_bytes: as the offloader counts.
+    """
+
+    step_s: float
+    plan: dict[str, Any] | None
+    plans: int
+    device_peak_bytes: int | None
+    saved_peak_bytes: int | None = None
+    is_recorded: bool = False
+
+
+class Runner:
+    """One contender at work.
+
+    Args:
+        block: of the config, beside what the contender wants.
+    """
+
+    def __init__(self, contender: Contender, workload: Workload, device: Device, block: Mapping[str, Any]) -> None:
+        self.contender = contender
+        self._workload = workload
+        self._device = device
+        self.offloader: ActivationOffloader | None = None
+        self._last: StepTaken | None = None
+        self.losses: set[str] = set()
+        if contender.planner is not None:
+            config = OffloadConfig.model_validate({"placement": "adaptive", **block, **contender.limits})
+            with _on(contender.drive):
+                self.offloader = ActivationOffloader(config, AioConfig(), device.accelerator)
+            self.offloader.watch(workload.model, Alone(), PLANNERS[contender.planner])
+
+    def warm_up(self) -> None:
+        """Step until there is a plan, and a little longer."""
+        for _ in range(MOST_STEPS_TO_A_PLAN):
+            self.step()
+            if self.offloader is None or self.offloader.report().plans:
+                break
+        for _ in range(STEPS_AFTER_A_PLAN):
+            self.step()
+
+    def turn(self, steps: int) -> list[StepTaken]:
+        """So many measured steps."""
+        return [self.step() for _ in range(steps)]
+
+    def step(self) -> StepTaken:
+        """One."""
+        device, offloader = self._device, self.offloader
+        device.synchronize()
+        before = device.allocated_bytes()
+        device.reset_peak()
+        started = time.perf_counter()
+        loss = self._step()
+        device.synchronize()
+        took_s = time.perf_counter() - started
+        peak, _ = device.peak_bytes()
+        self.losses.add(loss.item().hex())
+        device_peak = None if peak is None or before is None else peak - before
+        if offloader is None:
+            return StepTaken(took_s, None, 0, device_peak)
+        report = offloader.report()
+        if self._last is not None:  # its peak is known when the next step has begun
+            self._last.saved_peak_bytes = report.step_peak_saved_bytes
+        self._last = StepTaken(took_s, report.plan, report.plans, device_peak, is_recorded=self.is_recording)
+        return self._last
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether the last step was recorded instead of following a plan."""
+        controller = self.offloader._controller if self.offloader is not None else None
+        return controller is not None and controller._is_recording
+
+    def _forward_and_backward(self) -> torch.Tensor:
+        workload, offloader = self._workload, self.offloader
+        with nullcontext() if offloader is None else offloader.saving():
+            loss: torch.Tensor = workload.model(*workload.batch, plain)
+        loss.backward()
+        if offloader is not None:
+            offloader.note_micro_step()
+        return loss
+
+    def _step(self) -> torch.Tensor:
+        loss = self._forward_and_backward()
+        gradients = [one.grad for one in self._workload.parameters if one.grad is not None]
+        with torch.no_grad():
+            torch._foreach_add_(workload.parameters, gradients, alpha=-LEARNING_RATE)
+            torch._foreach_zero_(gradients)
+        if self.offloader is not None:
+            self.offloader.note_step()
+        return loss.detach()
+
+    def metered_peak_bytes(self) -> int | None:
+        """Of one more step, not timed; None on a device that counts by itself."""
+        if self._device.is_cuda:
+            return None
+        held = [*self._workload.parameters, *self._workload.batch]
+        held += [one.grad for one in self._workload.parameters if one.grad is not None]
+        for _ in range(MOST_STEPS_TO_A_PLAN):
+            with PeakMeter(_storages(held, self.offloader)) as meter:
+                self._step()
+            if not self.is_recording:
+                break
+        return meter.peak_bytes
+
+    def gradient_digest(self) -> str:
+        """Of one more step, not timed."""
+        self._forward_and_backward()
+        digest = hashlib.sha256()
+        for one in self._workload.parameters:
+            if one.grad is not None:
+                digest.update(one.grad.detach().cpu().view(torch.uint8).numpy().tobytes())
+                one.grad.zero_()
+        if self.offloader is not None:
+            self.offloader.note_step()
+        return digest.hexdigest()
+
+    def close(self) -> None:
+        if self.offloader is not None:
+            self.offloader.close()
+
+
+def _on(drive: IoBackend | None) -> AbstractContextManager[Any]:
+    """What is opened inside writes and reads with this backend."""
+    if drive is None:
+        return nullcontext()
+    return mock.patch("ds_tba.tiers.select_backend", lambda *_, **__: Selection(drive, "the benchmark's"))
+
+
+def _storages(tensors: Sequence[torch.Tensor], offloader: ActivationOffloader | None) -> list[torch.UntypedStorage]:
+    """Of tensors, and of the staging ring, which slots are cut from."""
+    found = [one.untyped_storage() for one in tensors]
+    ring = offloader._tiers.nvme.ring._memory if offloader is not None and offloader._tiers.nvme is not None else None
+    return found if ring is None else [*found, ring.untyped_storage()]
+
+
+class Race:
+    """All contenders of one model and batch.
+
+    Args:
+        block: of the config, beside what each contender wants.
+    """
+
+    def __init__(self, workload: Workload, device: Device, block: Mapping[str, Any]) -> None:
+        self._workload, self._device, self._block = workload, device, dict(block)
+        self.runners: dict[str, Runner] = {}
+
+    def enter(self, contenders: Sequence[Contender]) -> None:
+        """Add contenders, each warmed up."""
+        for contender in contenders:
+            runner = Runner(contender, self._workload, self._device, self._block)
+            self.runners[contender.name] = runner
+            runner.warm_up()
+
+    def run(self, rounds: int, steps: int, deadline: Deadline) -> list[dict[str, list[StepTaken]]]:
+        """Rounds in which each takes a turn, in a new random order each time: as many as fit, two at least."""
+        chance, done, longest_s = random.Random(0), [], 0.0
+        while len(done) < rounds and (len(done) < 2 or deadline.has(longest_s)):
+            left_s = deadline.left_s
+            names = chance.sample(list(self.runners), len(self.runners))
+            done.append({name: self.runners[name].turn(steps) for name in names})
+            longest_s = max(longest_s, left_s - deadline.left_s)
+        for runner in self.runners.values():
+            runner.step()  # tells the peak of the last one
+        return done
+
+    def close(self) -> None:
+        for runner in reversed(self.runners.values()):  # each has wrapped the blocks as the one before left them
+            runner.close()
+        self._device.give_back(pinned=True)

@@ -1,0 +1,162 @@
+"""The recompute-offload-keep curve: throughput against peak memory of BERT, GPT and T5 under every planner.
+
+    python benchmarks/rok.py --nvme_path DIR --out DIR [--minutes 12] [--device cpu|cuda] [--tiny]
+
+At each model and batch size, in one process and over one model: the plain model (twice, which shows the noise), and the
+model under the planners keep, recompute, tba, teraio and adaptive; adaptive at several limits of ``max_step_overhead``
+and at several budgets, those of the others among them, because it is a curve. All take turns in a new random order each
+round; reported are medians over the rounds. Every step of every contender must have the same loss, and the gradients
+must have the same bits.
+
+Peaks are measured by one meter for all: CUDA's allocator, or on the CPU a count of the bytes of all tensors that are
+alive (in one more step, not timed). Into ``--out`` go ``rok.csv``, ``rok.md``, ``rok.png`` (with matplotlib) and
+``rok.json``. The exit status is 0 if for every model and batch adaptive is on or beyond every other curve, predicted
+peaks are within 5 % and predicted step times within 10 % of those measured, and all results are equal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
+
+import torch  # noqa: E402
+from curves import points, write  # noqa: E402
+from curves.turns import AGAIN, PLAIN, Contender, Race  # noqa: E402
+from gpu.budget import Deadline  # noqa: E402
+from gpu.device import Device  # noqa: E402
+from gpu.measure import Workload  # noqa: E402
+from gpu.models import Shape  # noqa: E402
+
+MODELS = ("BERT", "GPT", "T5")
+OVERHEADS = (0.02, 0.1, 0.5)
+ENOUGH = 100.0  # an overhead that no plan reaches: a budget decides
+SAME_BUDGET = 0.03
+
+
+def shapes(device: Device, models: list[str], batches: list[int] | None, *, tiny: bool) -> list[Shape]:
+    """What is measured: on two CPU cores a step takes some tenths of a second, on a GPU it does as well."""
+    if tiny:
+        sizes, usual = (64, 2, 64, 256, 32), [4]
+    elif device.is_cuda:
+        sizes, usual = (8192, 4, 1024, 32768, 128), [4, 8, 16]
+    else:
+        sizes, usual = (384, 6, 256, 2048, 64), [2, 4, 8]
+    return [Shape(model, *sizes, batch) for model in models for batch in batches or usual]
+
+
+def block(options: argparse.Namespace, device: Device, shape: Shape) -> dict[str, Any]:
+    """Of the config: what all contenders have in common."""
+    # Less than what is saved: or all of it would wait in staging, and nothing would come from the drive.
+    usual_bytes = 256 << 20 if device.is_cuda else 64 << 20
+    staging_bytes = max(4 << 20, 2 * shape.largest_tensor_bytes) if options.tiny else usual_bytes
+    least = 4096 if options.tiny else 1 << 20 if device.is_cuda else 256 << 10
+    swap_file_bytes = 2 * max(shape.activation_bytes, staging_bytes)
+    io = {"backend": options.backend, "staging_bytes": staging_bytes, "swap_file_bytes": swap_file_bytes}
+    return {"nvme_path": str(options.nvme_path), "min_tensor_bytes": least, "io": io}
+
+
+def contenders() -> list[Contender]:
+    """Those that need to know nothing of the others."""
+    fixed = [Contender(name, name, {"max_step_overhead": ENOUGH}) for name in ("keep", "recompute", "tba", "teraio")]
+    limited = [Contender(f"adaptive {most:.0%}", "adaptive", {"max_step_overhead": most}) for most in OVERHEADS]
+    return [PLAIN, AGAIN, *fixed, *limited]
+
+
+def budgets(race: Race) -> list[Contender]:
+    """Adaptive with what each of the others needs, and with half way between recompute and keep."""
+    needs = {name: _saved_peak_bytes(race, name) for name in ("keep", "recompute", "tba", "teraio")}
+    needs["half way"] = (needs["keep"] + needs["recompute"]) // 2
+    chosen: list[Contender] = []
+    for name, nbytes in needs.items():
+        taken = [one.limits["activation_budget_bytes"] for one in chosen]
+        if not any(abs(nbytes - other) <= SAME_BUDGET * other for other in taken):
+            limits = {"activation_budget_bytes": nbytes, "max_step_overhead": ENOUGH}
+            chosen.append(Contender(f"adaptive in {name}'s", "adaptive", limits))
+    return chosen
+
+
+def _saved_peak_bytes(race: Race, name: str) -> int:
+    offloader = race.runners[name].offloader
+    if offloader is None:
+        raise RuntimeError(f"{name} runs without us: it has no peak of its own")
+    return offloader.report().step_peak_saved_bytes
+
+
+def measure(shape: Shape, options: argparse.Namespace, device: Device, deadline: Deadline) -> dict[str, Any]:
+    """One model at one batch size."""
+    race = Race(Workload.of(shape, device), device, block(options, device, shape))
+    try:
+        race.enter(contenders())
+        race.enter(budgets(race))
+        rounds = race.run(options.rounds, options.steps, deadline)
+        peaks = {name: runner.metered_peak_bytes() for name, runner in race.runners.items()}
+        digests = {runner.gradient_digest() for runner in race.runners.values()}
+        found = [points.point(runner.contender, rounds, peaks[name]) for name, runner in race.runners.items()]
+        losses = {loss for runner in race.runners.values() for loss in runner.losses}
+    finally:
+        race.close()
+    verdict = points.verdict(found)
+    return {
+        "name": shape.name,
+        "shape": vars(shape),
+        "rounds": len(rounds),
+        "points": [points.row(one) for one in found],
+        "equal": len(losses) == 1 and len(digests) == 1,
+        "holds": verdict.holds,
+        "verdict": verdict.line(shape.name),
+    }
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--nvme_path", type=Path, required=True, help="an existing directory on the drive")
+    parser.add_argument("--out", type=Path, required=True, help="directory for the results, made if need be")
+    parser.add_argument("--minutes", type=float, default=12.0, help="for everything; two rounds are run in any case")
+    parser.add_argument("--rounds", type=int, default=15, help="at most")
+    parser.add_argument("--steps", type=int, default=3, help="of each turn")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--backend", default="posix")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
+    parser.add_argument("--batches", nargs="+", type=int)
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes: shows that it works")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = parse(argv)
+    deadline = Deadline.after(options.minutes * 60)
+    options.out.mkdir(parents=True, exist_ok=True)
+    device = Device(options.device)
+    results: dict[str, Any] = {
+        "command": " ".join(["python benchmarks/rok.py", *(sys.argv[1:] if argv is None else argv)]),
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "device": device.name,
+        "torch": torch.__version__,
+        "shapes": [],
+    }
+    todo = shapes(device, list(options.models), options.batches, tiny=options.tiny)
+    for number, shape in enumerate(todo):
+        found = measure(shape, options, device, deadline.share(1 / (len(todo) - number)))
+        results["shapes"].append(found)
+        print(found["verdict"], "" if found["equal"] else "; RESULTS DIFFER", f"({found['rounds']} rounds)", flush=True)
+        keep(results, options.out)
+    print(f"picture: {write.plot(results['shapes'], options.out / 'rok.png')}")
+    return 0 if all(found["holds"] and found["equal"] for found in results["shapes"]) else 1
+
+
+def keep(results: dict[str, Any], out: Path) -> None:
+    """Write what there is so far."""
+    (out / "rok.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
+    read = json.loads(json.dumps(results))
+    write.write_csv(write.rows(read["shapes"]), out / "rok.csv")
+    (out / "rok.md").write_text(write.markdown(read), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

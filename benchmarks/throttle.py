@@ -1,0 +1,143 @@
+"""Step time and peak on drives of a half, a tenth and a hundredth of this machine's, from the start and in mid-run.
+
+    python benchmarks/throttle.py --nvme_path DIR [--json FILE] [--model BERT] [--batch 4] [--overhead 0.1] [--tiny]
+
+Lanes sleep for as long as a slower drive would have taken. On each drive the model trains under ``adaptive`` with
+``max_step_overhead``; one drive becomes slower by ten when it has a plan. After steps enough for new plans all take
+turns with the plain model, which runs twice to show the noise. The exit status is 0 if no median step is longer than
+what is allowed (and the noise), no peak is above the plain model's, and all results are equal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
+
+from curves import points  # noqa: E402
+from curves.throttled import ThrottledBackend  # noqa: E402
+from curves.turns import AGAIN, PLAIN, Contender, Race  # noqa: E402
+from gpu.budget import Deadline  # noqa: E402
+from gpu.device import Device  # noqa: E402
+from gpu.measure import Workload  # noqa: E402
+from gpu.models import Shape  # noqa: E402
+
+PARTS = (1, 2, 10, 100)
+IN_MID_RUN = 10
+MIB = 1 << 20
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--nvme_path", type=Path, required=True, help="an existing directory on the drive")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--model", choices=("BERT", "GPT", "T5"), default="BERT")
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--overhead", type=float, default=0.1, help="max_step_overhead")
+    parser.add_argument("--minutes", type=float, default=3.0, help="for the rounds; two are run in any case")
+    parser.add_argument("--rounds", type=int, default=15, help="at most")
+    parser.add_argument("--steps", type=int, default=3, help="of each turn")
+    parser.add_argument("--settle", type=int, default=25, help="steps before the rounds, for new plans")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model: shows that it works")
+    return parser.parse_args(argv)
+
+
+def contender(name: str, overhead: float, drive: ThrottledBackend) -> Contender:
+    """Adaptive on a drive."""
+    return Contender(name, "adaptive", {"max_step_overhead": overhead}, drive)
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Everything, as points."""
+    device = Device("cpu")
+    sizes = (64, 2, 64, 256, 32) if options.tiny else (384, 6, 256, 2048, 64)
+    shape = Shape(options.model, *sizes, options.batch)
+    staging_bytes = max(4 * MIB, 2 * shape.largest_tensor_bytes)
+    io = {"staging_bytes": staging_bytes, "swap_file_bytes": 2 * max(shape.activation_bytes, staging_bytes)}
+    block = {"nvme_path": str(options.nvme_path), "min_tensor_bytes": 4096 if options.tiny else 256 << 10, "io": io}
+    race = Race(Workload.of(shape, device), device, block)
+    drives = {part: ThrottledBackend() for part in PARTS}
+    try:
+        race.enter([PLAIN, AGAIN, contender("drive 1/1", options.overhead, drives[1])])
+        full = race.runners["drive 1/1"].offloader
+        (path,) = full.report().bandwidth if full is not None else ()
+        rates = path["write_alone_bytes_per_s"], path["read_alone_bytes_per_s"]
+        for part in PARTS[1:]:
+            drives[part].throttle(rates[0] / part, rates[1] / part)
+            race.enter([contender(f"drive 1/{part}", options.overhead, drives[part])])
+        later = ThrottledBackend()
+        race.enter([contender(f"drive 1/{IN_MID_RUN} in mid-run", options.overhead, later)])
+        later.throttle(rates[0] / IN_MID_RUN, rates[1] / IN_MID_RUN)
+        for runner in race.runners.values():
+            runner.turn(options.settle)
+        rounds = race.run(options.rounds, options.steps, Deadline.after(options.minutes * 60))
+        peaks = {name: runner.metered_peak_bytes() for name, runner in race.runners.items()}
+        digests = {runner.gradient_digest() for runner in race.runners.values()}
+        found = [points.point(runner.contender, rounds, peaks[name]) for name, runner in race.runners.items()]
+        losses = {loss for runner in race.runners.values() for loss in runner.losses}
+    finally:
+        race.close()
+    noise = points.verdict(found).step_noise
+    return {
+        "shape": shape.name,
+        "overhead": options.overhead,
+        "rates": rates,
+        "rounds": len(rounds),
+        "noise": noise,
+        "points": [points.row(one) for one in found],
+        "equal": len(losses) == 1 and len(digests) == 1,
+    }
+
+
+def failures(found: dict[str, Any]) -> list[str]:
+    """What does not hold."""
+    plain_bytes = found["points"][0]["peak_bytes"]
+    failed = [] if found["equal"] else ["losses or gradients differ"]
+    if found["noise"] > points.MOST_STEP_NOISE:
+        failed.append(f"too noisy to tell: the plain model differs from itself by {found['noise']:.0%}")
+    for one in found["points"]:
+        noise = max(found["noise"], (one["to_plain"]["high"] - one["to_plain"]["low"]) / 2)
+        if one["planner"] == "adaptive" and one["to_plain"]["median"] > 1 + found["overhead"] + noise:
+            failed.append(f"{one['name']}: a step takes {one['to_plain']['median']:.3f} of the plain model's")
+        if one["peak_bytes"] > plain_bytes * (1 + points.PEAK_NOISE):
+            failed.append(f"{one['name']}: a peak of {one['peak_bytes']} bytes, and {plain_bytes} without us")
+    return failed
+
+
+def table(found: dict[str, Any]) -> list[str]:
+    """Markdown."""
+    write, read = (rate / 1e9 for rate in found["rates"])
+    lines = [
+        f"{found['shape']}, max_step_overhead {found['overhead']}, drive {write:.2f} GB/s of writes and {read:.2f} of "
+        f"reads, {found['rounds']} rounds, noise {found['noise']:.1%}",
+        "",
+        "| contender | step s | / plain | peak MiB | NVMe MiB | recomputed | plans |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for one in found["points"]:
+        plan, ratio = one["plan"] or {}, one["to_plain"]
+        lines.append(
+            f"| {one['name']} | {one['step_s']['median']:.3f} | {ratio['median']:.3f} [{ratio['low']:.3f}-"
+            f"{ratio['high']:.3f}] | {one['peak_bytes'] / MIB:.1f} | "
+            f"{plan.get('bytes', {}).get('nvme', 0) / MIB:.1f} | {plan.get('recomputed_blocks', 0)} | {one['plans']} |"
+        )
+    return lines
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = parse(argv)
+    found = measure(options)
+    print("\n".join(table(found)))
+    failed = failures(found)
+    print("\n".join(failed) or "within what is allowed on every drive")
+    if options.json:
+        options.json.write_text(json.dumps(found | {"failures": failed}, indent=1), encoding="utf-8")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
