@@ -292,7 +292,7 @@ def test_figures_agree_with_each_other(case: tuple[Trace, Assignment]) -> None:
     assert found.step_s == pytest.approx(trace.step_s + found.stall_s + found.recomputed_s)
     assert found.stall_s == pytest.approx(sum(seconds for _, seconds in outcome.stalls) * trace.micro_steps)
     again = [
-        block.forward_s
+        block.forward_s * trace.recompute_factor
         for block, flag in zip(trace.blocks, assignment.recomputed, strict=True)
         if flag and block.is_recomputable
     ]

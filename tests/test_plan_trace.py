@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ds_tba.errors import ConfigError, TraceError
 from ds_tba.plan.limits import Limits, write_limit_bytes_per_step
-from ds_tba.plan.trace import BlockTrace, Resources, Trace, Traffic
+from ds_tba.plan.trace import LEAST_PART, BlockTrace, Resources, Trace, Traffic
 
 GOOD = traces.one_block(traces.storage(0.5, 2.0), machine=traces.resources(), inputs=(0,))
 
@@ -87,7 +87,7 @@ def test_limits_are_not_negative(name: str) -> None:
 @settings(derandomize=True, deadline=None)
 def test_a_trace_without_what_was_taken_is_shorter_and_moves_the_same(trace: Trace, part: float) -> None:
     shorter = trace.without(part * trace.end_s)
-    factor = max(0.5, 1 - part)
+    factor = max(LEAST_PART, 1 - part)
     assert shorter.end_s == pytest.approx(factor * trace.end_s)
     assert [one.nbytes for one in shorter.storages] == [one.nbytes for one in trace.storages]
     for one, other in zip(trace.resources.traffic, shorter.resources.traffic, strict=True):

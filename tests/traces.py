@@ -118,7 +118,15 @@ def traces(draw: st.DrawFn, most_storages: int = 7, most_blocks: int = 3, least_
         )
         forward_s, backward_s = forward_s + forward, max(forward_end_s, backward_s - backward)
     machine = draw(machines(end_s))
-    return Trace(tuple(storages), tuple(blocks), machine, end_s, draw(tick) * TICK_S, draw(st.integers(1, 2)))
+    return Trace(
+        tuple(storages),
+        tuple(blocks),
+        machine,
+        end_s,
+        draw(tick) * TICK_S,
+        draw(st.integers(1, 2)),
+        draw(st.sampled_from([1.0, 0.5, 2.0])),
+    )
 
 
 @st.composite

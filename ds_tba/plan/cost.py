@@ -68,4 +68,4 @@ class BlockCosts:
         pairs = np.unique(np.stack([timeline.input_storage, timeline.input_block]), axis=1)
         is_own = timeline.owner[pairs[0]] == pairs[1]
         freed -= np.bincount(pairs[1][is_own], timeline.nbytes[pairs[0][is_own]], minlength=timeline.blocks)
-        return cls(timeline.forward_s, freed.astype(np.int64))
+        return cls(timeline.recompute_s, freed.astype(np.int64))

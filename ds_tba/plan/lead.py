@@ -67,7 +67,7 @@ class Reloads:
         resources, need_s = timeline.resources, existence.need_s[order]
         again = np.flatnonzero(assignment.recomputed & (timeline.backward_start_s >= moment.at_s))
         again = again[np.argsort(timeline.backward_start_s[again], kind="stable")]
-        delays_s = np.concatenate([[0.0], np.cumsum(timeline.forward_s[again])])
+        delays_s = np.concatenate([[0.0], np.cumsum(timeline.recompute_s[again])])
         delays_s = delays_s[np.searchsorted(timeline.backward_start_s[again], need_s, "left")]
         on_drive = assignment.placements[order] == Placement.NVME
         beside = sum(path.write_beside_read_bytes_per_s for path in resources.paths)

@@ -90,6 +90,11 @@ def rank(prediction: Prediction, limits: Limits, kept_step_s: float) -> Rank:
     return refused, over, first, second, prediction.written_bytes
 
 
+def is_outside(found: Rank) -> bool:
+    """Whether a rank is that of a plan outside of the limits."""
+    return found[0] or found[1]
+
+
 def longest_step_s(limits: Limits, kept_step_s: float) -> float:
     """The step that ``max_step_overhead`` allows."""
     return kept_step_s * (1 + limits.max_step_overhead) + SAME_TIME_S

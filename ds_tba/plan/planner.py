@@ -12,9 +12,9 @@ from dataclasses import replace
 import numpy as np
 
 from ds_tba.plan.limits import Limits
-from ds_tba.plan.placement import Assignment
-from ds_tba.plan.plan import Plan, longest_step_s, make_plan, rank
-from ds_tba.plan.search import Search
+from ds_tba.plan.placement import Assignment, Placement
+from ds_tba.plan.plan import Plan, is_outside, longest_step_s, make_plan, rank
+from ds_tba.plan.search import Found, Search
 from ds_tba.plan.simulate import replay
 from ds_tba.plan.tba import tba_assignment
 from ds_tba.plan.teraio import teraio_assignment
@@ -28,6 +28,8 @@ SEARCHED_GROUPS = 700
 # What fits among groups may just not fit in full: these parts of the limits are given away then.
 MARGINS = (0.0, 0.02, 0.06)
 RELIEF_ROUNDS = 2
+# Steps closer than this part of one are equal.
+SAME_STEP_PART = 0.01
 
 
 def keep(trace: Trace, limits: Limits) -> Plan:
@@ -57,8 +59,9 @@ def teraio(trace: Trace, limits: Limits) -> Plan:
 def adaptive(trace: Trace, limits: Limits) -> Plan:
     """The lowest peak within ``max_step_overhead``, or the least time within ``activation_budget_bytes``.
 
-    Deterministic. Keeps within ``host_budget_bytes`` and ``write_limit_bytes_per_step``; where no plan fits the budget,
-    the one with the lowest peak.
+    With a budget, what the search gains by writing must be more than predictions are good for: else the best of the
+    other planners is taken. Deterministic. Keeps within ``host_budget_bytes`` and ``write_limit_bytes_per_step``; where
+    no plan fits the budget, the one with the lowest peak.
     """
     timeline = Timeline.of(trace)
     exact = Search(timeline, limits)
@@ -67,14 +70,22 @@ def adaptive(trace: Trace, limits: Limits) -> Plan:
         starts.append(_recompute_all(timeline))
     for assignment in starts:
         exact.replay_both(assignment)
+    simple = exact.found
     coarse, group = timeline.grouped(SEARCHED_GROUPS)
     if coarse is timeline:
         exact.run()
     else:
         _search_coarsely(exact, coarse, group, starts)
     exact.replay_both(exact.found[1].assignment)
-    _, outcome, cost = exact.found
+    _, outcome, cost = _worth_writing(simple, exact.found, limits, timeline.step_s)
     return make_plan("adaptive", timeline, _modules(trace), outcome, cost)
+
+
+def recompute_and_move(trace: Trace, limits: Limits) -> Plan:
+    """Every block recomputed that may be, and all else moved: what a run does once to see what recomputing takes."""
+    timeline = Timeline.of(trace)
+    moved = np.where(timeline.movable & bool(trace.resources.paths), Placement.NVME, Placement.KEEP).astype(np.int8)
+    return _planned("rehearsal", trace, limits, timeline, Assignment(moved, timeline.recomputable.copy()))
 
 
 PLANNERS: Mapping[str, Planner] = {
@@ -84,6 +95,15 @@ PLANNERS: Mapping[str, Planner] = {
     "teraio": teraio,
     "adaptive": adaptive,
 }
+
+
+def _worth_writing(simple: Found, searched: Found, limits: Limits, kept_step_s: float) -> Found:
+    """What the search has found, unless it writes more for a gain of time too small to tell."""
+    if limits.activation_budget_bytes is None or is_outside(simple[0]):
+        return searched
+    gained_s = simple[2].step_s - searched[2].step_s
+    is_worth_it = gained_s > SAME_STEP_PART * kept_step_s or searched[2].written_bytes <= simple[2].written_bytes
+    return searched if is_worth_it else simple
 
 
 def _search_coarsely(exact: Search, coarse: Timeline, group: Ints, starts: list[Assignment]) -> None:

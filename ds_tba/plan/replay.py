@@ -224,12 +224,12 @@ class Replay:
         self._prefetch(at_s)
 
     def _recompute(self, block: int, at_s: float) -> None:
-        forward_s = float(self._timeline.forward_s[block])
+        took_s = float(self._timeline.recompute_s[block])
         self._recompute_at_s[block] = at_s + self._clock.shift_s
         self._drive.advance(at_s + self._clock.shift_s)
         self._prefetch(at_s)
-        self._recomputed_s += forward_s
-        self._clock.shift_s += forward_s
+        self._recomputed_s += took_s
+        self._clock.shift_s += took_s
 
     # ---- out ----------------------------------------------------------------------------------------------------
 

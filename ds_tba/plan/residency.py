@@ -82,7 +82,7 @@ def _made_again_s(timeline: Timeline, dropped: Bools, recompute_at_s: Floats) ->
     if not dropped.any():
         return np.zeros(timeline.storages)
     into_s = timeline.pack_s - timeline.forward_start_s[owner]
-    return np.asarray(recompute_at_s[owner] + np.clip(into_s, 0.0, timeline.forward_s[owner]))
+    return np.asarray(recompute_at_s[owner] + np.clip(into_s, 0.0, timeline.recompute_s[owner]))
 
 
 def _highest(begins: Floats, ends: Floats, nbytes: Ints) -> int:

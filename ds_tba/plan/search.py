@@ -17,7 +17,7 @@ import numpy as np
 
 from ds_tba.plan.limits import Limits
 from ds_tba.plan.placement import Assignment, Placement
-from ds_tba.plan.plan import Rank, longest_step_s, rank
+from ds_tba.plan.plan import Rank, is_outside, longest_step_s, rank
 from ds_tba.plan.replay import Outcome, Pacing
 from ds_tba.plan.simulate import Prediction, replay
 from ds_tba.plan.timeline import Bools, Ints, Timeline
@@ -31,6 +31,7 @@ HALVINGS = 5
 MOST_STORAGES_FOR_PAIRS = 16
 
 Tried = tuple[Outcome, Prediction]
+Found = tuple[Rank, Outcome, Prediction]
 _KEEP, _HOST, _NVME = int(Placement.KEEP), int(Placement.HOST), int(Placement.NVME)
 
 
@@ -45,7 +46,7 @@ class Search:
         self.timeline = timeline
         self.limits = limits
         kept = replay(timeline, timeline.kept)
-        self.found: tuple[Rank, Outcome, Prediction] = (rank(kept[1], limits, timeline.step_s), *kept)
+        self.found: Found = (rank(kept[1], limits, timeline.step_s), *kept)
         self._left = min(MOST_REPLAYS, max(LEAST_REPLAYS, REPLAYED_STORAGES // max(1, timeline.storages)))
         self._starts: list[Tried] = []
         self._seen: dict[bytes, Tried] = {}
@@ -86,7 +87,7 @@ class Search:
 
     def is_within(self, cost: Prediction) -> bool:
         """Whether a cost is within the limits."""
-        return rank(cost, self.limits, self.timeline.step_s)[:2] == (False, False)
+        return not is_outside(rank(cost, self.limits, self.timeline.step_s))
 
     def relieve(self, assignment: Assignment, most_s: float, rounds: int = RELIEF_ROUNDS) -> Tried:
         """Keep of what is moved as much as it takes to end a step within ``most_s``, if that can be had so."""
@@ -141,7 +142,7 @@ class Search:
             return [[]]
         own = self.timeline.owner >= 0
         nbytes = np.bincount(self.timeline.owner[own], self.timeline.nbytes[own], minlength=self.timeline.blocks)
-        price_s = self.timeline.forward_s / np.maximum(nbytes, 1)
+        price_s = self.timeline.recompute_s / np.maximum(nbytes, 1)
         spread = sorted(blocks, key=lambda number: (_reversed_bits(number), number))
         cheapest = sorted(blocks, key=lambda number: (float(f"{price_s[number]:.2e}"), number))
         orders: list[list[int]] = []
@@ -172,7 +173,7 @@ class Search:
         """How many blocks of an order there is time for."""
         if self.limits.activation_budget_bytes is not None:
             return len(order)
-        took_s = np.cumsum(self.timeline.forward_s[order]) * self.timeline.micro_steps
+        took_s = np.cumsum(self.timeline.recompute_s[order]) * self.timeline.micro_steps
         return int(
             np.searchsorted(took_s, longest_step_s(self.limits, self.timeline.step_s) - self.timeline.step_s, "right")
         )
@@ -197,7 +198,7 @@ class Search:
         paced = replay(self.timeline, wanted, self._pacing)[0].assignment
         self._left -= 1
         kept_s = self.timeline.step_s
-        recomputing_s = float(self.timeline.forward_s[wanted.recomputed].sum()) * self.timeline.micro_steps
+        recomputing_s = float(self.timeline.recompute_s[wanted.recomputed].sum()) * self.timeline.micro_steps
         tried = self.relieve(paced, kept_s + recomputing_s)
         if self.limits.activation_budget_bytes is None:
             return min(tried, self.relieve(paced, longest_step_s(self.limits, kept_s)), key=self._rank)

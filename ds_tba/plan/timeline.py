@@ -60,7 +60,7 @@ class Timeline:
     reader_storage: Ints
     reader_block: Ints
     forward_start_s: Floats
-    forward_s: Floats
+    recompute_s: Floats
     backward_start_s: Floats
     recomputable: Bools
     resources: Resources
@@ -93,7 +93,7 @@ class Timeline:
             reader_pairs[:, 0],
             reader_pairs[:, 1],
             np.array([block.forward_start_s for block in blocks], float),
-            np.array([block.forward_s for block in blocks], float),
+            np.array([block.forward_s * trace.recompute_factor for block in blocks], float),
             np.array([block.backward_start_s for block in blocks], float),
             np.array([block.is_recomputable for block in blocks], bool),
             trace.resources,
@@ -115,7 +115,7 @@ class Timeline:
     @property
     def blocks(self) -> int:
         """How many."""
-        return len(self.forward_s)
+        return len(self.recompute_s)
 
     @property
     def kept(self) -> Assignment:
@@ -171,7 +171,7 @@ class Timeline:
             readers[0],
             readers[1],
             self.forward_start_s,
-            self.forward_s,
+            self.recompute_s,
             self.backward_start_s,
             self.recomputable,
             self.resources,

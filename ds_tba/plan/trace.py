@@ -22,7 +22,7 @@ from ds_tba.errors import TraceError
 
 FORMAT = 1
 OUTSIDE = -1
-LEAST_PART = 0.5
+LEAST_PART = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class BlockTrace:
 
     @property
     def forward_s(self) -> float:
-        """What one more forward costs, in seconds."""
+        """What its forward took, in seconds."""
         return self.forward_end_s - self.forward_start_s
 
 
@@ -142,6 +142,7 @@ class Trace:
         end_s: the end of backward.
         rest_s: what a step takes beside its micro-steps (the optimizer).
         micro_steps: of one step.
+        recompute_factor: what recomputing a block takes, as a part of its forward: as measured, else 1.
 
     Raises:
         TraceError: times out of order, or an index that is not there.
@@ -153,11 +154,14 @@ class Trace:
     end_s: float
     rest_s: float = 0.0
     micro_steps: int = 1
+    recompute_factor: float = 1.0
 
     def __post_init__(self) -> None:
         _check_resources(self.resources)
         if self.micro_steps < 1:
             raise TraceError(f"micro_steps is {self.micro_steps}: a step has one at least")
+        if not 0 < self.recompute_factor < math.inf:
+            raise TraceError(f"recompute_factor is {self.recompute_factor}: it must be a number above 0")
         _check_order("the step", 0.0, self.end_s, math.inf)
         _check_order("the rest of the step", 0.0, self.rest_s, math.inf)
         for number, block in enumerate(self.blocks):
@@ -178,7 +182,10 @@ class Trace:
         return sum(storage.nbytes for storage in self.storages)
 
     def without(self, taken_s: float) -> Trace:
-        """The same micro-step without ``taken_s``, which something beside it took evenly; half of it stays at least."""
+        """The same micro-step without ``taken_s``, which something beside it took evenly.
+
+        A small part of it stays in any case. Negative for what comes on top, evenly.
+        """
         factor = max(LEAST_PART, 1 - taken_s / self.end_s) if self.end_s else 1.0
         storages = tuple(_scaled(one, factor) for one in self.storages)
         blocks = tuple(_scaled(one, factor) for one in self.blocks)
@@ -202,6 +209,7 @@ class Trace:
                 "end_s": self.end_s,
                 "rest_s": self.rest_s,
                 "micro_steps": self.micro_steps,
+                "recompute_factor": self.recompute_factor,
                 "resources": asdict(self.resources),
                 "blocks": _table(self.blocks, BlockTrace),
                 "storages": _table(self.storages, StorageTrace),
@@ -236,6 +244,7 @@ class Trace:
             data["end_s"],
             data["rest_s"],
             data["micro_steps"],
+            data["recompute_factor"],
         )
 
 
