@@ -1,20 +1,20 @@
 """Measures a few steps, plans, and has the plan followed, as long as it keeps its promises.
 
 [Note: The course] The first step runs with everything that is eligible moved, which is the safe thing to do while
-nothing is known; one micro-step of the next is recorded; from then on a plan is in force, and ``monitor.py`` looks at
-each step. Every decision falls at the end of an optimizer step, which every rank makes (a forward may be one rank's
-alone), and is one of all ranks: what one of them wants, all do.
+nothing is known; two micro-steps of the next (or of the next two) are recorded; three more recompute every block
+that may be (``survey.py``); from then on a plan is in force, and ``monitor.py`` looks at each step. Every
+decision falls at the end of an optimizer step, which every rank makes (a forward may be one rank's alone), and is one
+of all ranks: what one of them wants, all do.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,32 +22,22 @@ from torch import nn
 from ds_tba.agreement import Agreement
 from ds_tba.blocks import Block, Blocks
 from ds_tba.cache import TensorCache
-from ds_tba.errors import IncompatibleError, PathError, TraceError
+from ds_tba.errors import IncompatibleError, PathError
 from ds_tba.monitor import Look, Monitor, Want
-from ds_tba.plan.layout import Layout
 from ds_tba.plan.placement import Placement
-from ds_tba.plan.trace import Resources, Trace, Traffic
+from ds_tba.plan.trace import Resources, Trace
 from ds_tba.planning import Machine, Planning
 from ds_tba.policy import Always, ByPlan, PlanInForce, Policy
-from ds_tba.recorder import Recorder
+from ds_tba.recording import Others
 from ds_tba.store.base import Store
 from ds_tba.streams import Clock
-from ds_tba.telemetry.traffic import on_another_clock
+from ds_tba.survey import Survey
 
 logger = logging.getLogger(__name__)
 
 WARM_STEPS = 1  # allocators, compilers and caches take their time once
-MOST_ATTEMPTS = 5
 # Of a step: how far ahead of its device a host is taken to be.
 HOST_AHEAD_PART = 0.25
-
-
-class Others(Protocol):
-    """What others move on the same drives."""
-
-    def begin(self, at_s: float = 0.0) -> None: ...
-    def sample(self, at_s: float) -> None: ...
-    def traffic(self) -> tuple[Traffic, ...]: ...
 
 
 @dataclass(slots=True)
@@ -116,28 +106,17 @@ class Controller:
         self._safe = safe
         self._planning = planning
         self._machine = machine
-        self._others = others
+        self._survey = Survey(cache, clock, machine, others, planning, on_trace)
         self._agreement = agreement
         self._clock = clock
         self._refusals = refusals
-        self._on_trace = on_trace
         self._blocks: Blocks | None = None
-        self._paths: dict[int, str] = {}
         self._policy = safe
         self._steps = 0
         self._step: Step | None = None
         self._before: Step | None = None  # the step before that
         self._is_new_step = True
         self._is_over = False
-        self._is_recording = False
-        self._is_broken = False  # what this step recorded is no micro-step
-        self._attempts = 0
-        self._recorder: Recorder | None = None  # of the micro-step that runs
-        self._recorded: Recorder | None = None  # of one that is over
-        self._ended: Any = None
-        self._sampled_s: list[float] = []
-        self._layout = Layout(())
-        self._trace: Trace | None = None
         self._patience_s = 0.0
         self.monitor = Monitor()
         self.in_force: PlanInForce | None = None
@@ -147,7 +126,7 @@ class Controller:
 
     def watch(self, model: nn.Module, blocks: Blocks) -> None:
         """The model whose forward comes, and its blocks, which tell this controller of their passes."""
-        self._paths = {id(module): path for path, module in model.named_modules()}
+        self._survey.paths = {id(module): path for path, module in model.named_modules()}
         self._blocks = blocks
         # Under ZeRO-3 a recomputation gathers parameters, which takes all ranks.
         blocks.is_strict = self._agreement.size > 1 and any(hasattr(one, "ds_id") for one in model.parameters())
@@ -155,7 +134,8 @@ class Controller:
 
     def close(self) -> None:
         """Leave the model as it was, and decide nothing more."""
-        self._is_over, self._is_recording, self._recorder = True, False, None
+        self._is_over = True
+        self._survey.stop()
         self._cache.time_moves(None)
         if self._blocks is not None:
             self._blocks.uninstall()
@@ -169,23 +149,18 @@ class Controller:
             yield
             return
         self._begin()
-        recorder = self._recorder
+        recorder = self._survey.recorder
         around = None if recorder is None else recorder.around
-        lead = self.in_force.plan.prefetch_lead if self.in_force and isinstance(self._policy, ByPlan) else ()
+        lead = self._policy.prefetch_lead if isinstance(self._policy, ByPlan) else ()
         listening = nullcontext() if self._blocks is None else self._blocks.listening()
         watching = nullcontext() if recorder is None else recorder.watching()
         with watching, self._cache.saving(self._policy, around, lead), listening:
             yield
-        if recorder is not None:
-            self._sample_others()
+        self._survey.end_forward()
 
     def end_micro_step(self) -> None:
         """Backward is over."""
-        if self._recorder is not None:
-            self._recorder.end()
-            self._sample_others()
-        if self._is_recording:
-            self._ended = self._clock.mark()
+        self._survey.end_micro_step()
         self._cache.note_recomputation(0)
 
     def end_step(self) -> None:
@@ -200,7 +175,8 @@ class Controller:
             step.moves = self._cache.take_moves()
             self._machine.note_step()
             if Placement.HOST not in self._tiers:
-                self._machine.learn(self._cache.stats.moving_s)
+                self._machine.learn(self._cache.stats.moving_s, is_usual=self._survey.plan is None)
+            self._survey.end_step(step.began, step.ended, step.moves)
         if not self._is_over:
             self._steps += 1
             self._do(Want(self._agreement.highest(self._wish())))
@@ -216,13 +192,12 @@ class Controller:
         if self._step is not None:
             self._step.micro_steps += 1
         self._policy = self._safe
-        if self._is_recording and self._recorded is None and not self._is_broken:
-            sees_frees = self._machine.resources().is_synchronous
-            self._recorder = Recorder(self._cache, self._clock, self._paths, sees_frees=sees_frees)
-            self._policy = self._while_recording()
-            self._sampled_s = [time.perf_counter()]
-            self._others.begin()
-        elif self.in_force is not None and not self._is_recording:
+        if self._survey.is_recording:
+            if self._survey.begin() is not None:
+                self._policy = self._while_recording()
+        elif self._survey.plan is not None:
+            self._policy = ByPlan(self._survey.plan, self._tiers, lambda: True)
+        elif self.in_force is not None:
             self._policy = ByPlan(self.in_force, self._tiers, self._may_wait)
 
     def _while_recording(self) -> Policy:
@@ -233,21 +208,12 @@ class Controller:
         kept_bytes = sizes.pop(Placement.KEEP, 0)
         return ByPlan(self.in_force, self._tiers, self._may_wait) if kept_bytes > sum(sizes.values()) else self._safe
 
-    def _sample_others(self) -> None:
-        self._sampled_s.append(time.perf_counter())
-        self._others.sample(self._sampled_s[-1] - self._sampled_s[0])
-
     def _end_policy(self) -> None:
         """What the micro-step before this one has shown."""
         if self._step is not None and isinstance(self._policy, ByPlan):
             self._step.unplanned += self._policy.unplanned
             self._step.drift_bytes += self._policy.drift_bytes
-        recorder, self._recorder = self._recorder, None
-        if recorder is not None:
-            recorder.end()
-            self._recorded = recorder if recorder.is_complete else None
-            # Such as two forwards before one backward: what comes of them is no trace of a micro-step.
-            self._is_broken = self._recorded is None
+        self._survey.settle()
 
     def _may_wait(self) -> bool:
         """Whether this step has time left to wait for room in staging, by the host's clock.
@@ -260,9 +226,10 @@ class Controller:
 
     def enter(self, block: Block, inputs: Sequence[torch.Tensor]) -> int | None:
         """A pass through a block begins; the bytes that it will not save, if it is to be recomputed."""
-        if self._recorder is not None:
+        recorder = self._survey.recorder
+        if recorder is not None:
             is_recomputable = self._blocks is not None and self._blocks.is_recomputable(block)
-            self._recorder.enter(block.path, inputs, is_recomputable=is_recomputable)
+            recorder.enter(block.path, inputs, is_recomputable=is_recomputable)
         if not isinstance(self._policy, ByPlan) or self._blocks is None:
             return None
         unplanned = self._policy.unplanned
@@ -280,8 +247,9 @@ class Controller:
 
     def leave(self, block: Block) -> None:
         """The pass is over."""
-        if self._recorder is not None:
-            self._recorder.leave()
+        recorder = self._survey.recorder
+        if recorder is not None:
+            recorder.leave()
         if isinstance(self._policy, ByPlan):
             self._policy.leave()
 
@@ -289,17 +257,19 @@ class Controller:
         """Backward begins to run a pass again."""
         self.recomputed_bytes += mark
         self._cache.note_recomputation(mark)
+        self._survey.note_recomputation()
 
     def recomputed(self, mark: int) -> None:
         """It has; what was made again is counted until the next recomputation, or the end of backward."""
+        self._survey.note_recomputation()
 
     # ---- a step -------------------------------------------------------------------------------------------------
 
     def _wish(self) -> Want:
         if self._steps < WARM_STEPS or self._step is None:
             return Want.GO_ON
-        if self._is_recording:
-            return self._wish_after_recording()
+        if self._survey.is_running:
+            return self._survey.wish()
         if self.in_force is None:
             return Want.RECORD
         resources = self._machine.resources()
@@ -318,30 +288,16 @@ class Controller:
         )
         return self.monitor.wish(self._steps, look)
 
-    def _wish_after_recording(self) -> Want:
-        if self._recorded is not None:
-            return Want.PLAN
-        self._attempts += 1
-        if self._attempts < MOST_ATTEMPTS:
-            return Want.RECORD
-        logger.warning(
-            "no plan: in %d steps no forward was followed by its own backward. Activations go to NVMe as far as there "
-            "is room without waiting",
-            self._attempts,
-        )
-        return Want.GIVE_UP
-
     def _do(self, want: Want) -> None:
         if want is Want.RECORD:
-            self._is_recording, self._is_broken, self._recorded, self._ended = True, False, None, None
+            self._survey.record()
         elif want is Want.GIVE_UP:
             self._give_up()
         elif want is not Want.GO_ON:
             if want is Want.PROBE:
                 self._probe()
-            if self._is_recording:
-                self._take_trace()
-            self._make_plan()
+            if not (self._survey.is_running and self._advance()):
+                self._make_plan()
 
     def _probe(self) -> None:
         try:
@@ -352,51 +308,31 @@ class Controller:
 
     def _give_up(self) -> None:
         """Make no more plans; the last one stays in force."""
-        self._is_over, self._is_recording = True, False
+        self._is_over = True
+        self._survey.stop()
         self._cache.time_moves(None)
         if self._planning is not None:
             self._safe = Always(list(self._tiers.values()), wait=False)
 
     # ---- a plan -------------------------------------------------------------------------------------------------
 
-    def _take_trace(self) -> None:
-        """The trace of the step before this one; none where it is not consistent."""
-        recorder, self._recorded = self._recorded, None
-        self._is_recording = False
-        if recorder is None or self._step is None:
-            return
-        try:
-            self._trace = self._traced(recorder, self._step)
-        except TraceError as error:
-            logger.warning("what was recorded is no trace: %s", error)
-            self._trace = None
-            return
-        self._layout = recorder.layout()
-        self._attempts = 0
-        self.monitor.traced(self._steps)
-        self._on_trace(self._trace)
-
-    def _traced(self, recorder: Recorder, step: Step) -> Trace:
-        rest_s = 0.0
-        if self._ended is not None and step.ended is not None:
-            rest_s = max(0.0, self._clock.elapsed_s(self._ended, step.ended))
-        resources = self._machine.resources(self._traffic_beside(recorder))
-        micro_steps = max(1, step.micro_steps)
-        recorded = recorder.trace(resources, rest_s, micro_steps)
-        return recorded.without(self._machine.taken_s() / micro_steps)
-
-    def _traffic_beside(self, recorder: Recorder) -> tuple[Traffic, ...]:
-        """What others moved beside the micro-step, sampled by the host's clock at the ends of forward and backward."""
-        if len(self._sampled_s) < 3:
-            return ()
-        moments_s = [at_s - self._sampled_s[0] for at_s in self._sampled_s[:3]]
-        return on_another_clock(self._others.traffic(), moments_s, (0.0, *recorder.forward_and_end_s()))
+    def _advance(self) -> bool:
+        """Whether the survey needs more steps."""
+        if self._survey.is_recording:
+            self.monitor.traced(self._steps)
+        micro_steps = 1 if self._step is None else max(1, self._step.micro_steps)
+        # Where others would wait for a recomputation, none is tried that no plan asks for.
+        may_rehearse = self._blocks is not None and not self._blocks.is_strict
+        return self._survey.advance(micro_steps, self._unfit_blocks(), may_rehearse=may_rehearse)
 
     def _make_plan(self) -> None:
         if self._planning is None:
             self._give_up()
             return
-        found = self._planning.make(self._trace, self._layout, self.monitor.safety, self._unfit_blocks())
+        survey = self._survey
+        found = self._planning.make(
+            survey.trace, survey.layout, self.monitor.safety, self._unfit_blocks(), survey.hooks_part
+        )
         if found is None:
             self._give_up()
             return

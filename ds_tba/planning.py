@@ -13,7 +13,7 @@ from typing import Protocol
 from ds_tba.agreement import Agreement
 from ds_tba.plan.layout import Layout
 from ds_tba.plan.limits import Limits
-from ds_tba.plan.planner import Planner
+from ds_tba.plan.planner import Planner, recompute_and_move
 from ds_tba.plan.resources import scaled, slowest
 from ds_tba.plan.trace import Resources, Trace, Traffic
 from ds_tba.policy import PlanInForce
@@ -34,12 +34,20 @@ class Machine(Protocol):
         """A step is over."""
         ...
 
-    def taken_s(self) -> float:
-        """What moving has taken, in the last step, of the processor on which the kernels run."""
+    def moved_bytes(self) -> int:
+        """By the lanes in the last step, either way."""
         ...
 
-    def learn(self, moving_s: float) -> None:
+    def taken_s(self, moved_bytes: int) -> float:
+        """What moving so many bytes takes of the processor on which the kernels run."""
+        ...
+
+    def learn(self, moving_s: float, *, is_usual: bool) -> None:
         """Take into account what moving has taken of the training thread so far."""
+        ...
+
+    def learn_taken(self, taken_s: float, moved_bytes: int) -> None:
+        """Take into account what moving so many bytes has taken of the kernels."""
         ...
 
     def resources(self, traffic: tuple[Traffic, ...] = ()) -> Resources:
@@ -57,6 +65,7 @@ class Offer:
         room_bytes: for activations, on its device.
         unfit_blocks: paths of those that it cannot recompute.
         resources: its machine.
+        hooks_part: see :meth:`Planning.make`.
     """
 
     saved_bytes: int
@@ -64,6 +73,7 @@ class Offer:
     room_bytes: float
     unfit_blocks: frozenset[str]
     resources: Resources
+    hooks_part: float
 
 
 class Planning:
@@ -92,7 +102,12 @@ class Planning:
         self._agreement = agreement
 
     def make(
-        self, trace: Trace | None, layout: Layout, safety: float, unfit_blocks: frozenset[str]
+        self,
+        trace: Trace | None,
+        layout: Layout,
+        safety: float,
+        unfit_blocks: frozenset[str],
+        hooks_part: float = 0.0,
     ) -> PlanInForce | None:
         """The plan that all ranks follow; None (and an error in the log) if there can be none. A collective.
 
@@ -100,36 +115,65 @@ class Planning:
             trace, layout: what this rank recorded; without a trace there is no plan for anyone.
             safety: the part of its measured rates to count on.
             unfit_blocks: paths of blocks that it cannot recompute.
+            hooks_part: of the step, what autograd's hooks take whatever moves: it counts as overhead, too.
         """
-        saved_bytes = NOTHING if trace is None else trace.saved_bytes
-        mine = self._machine.resources(() if trace is None else trace.resources.traffic)
-        offers: list[Offer] = self._agreement.gather(Offer(saved_bytes, safety, self._room_bytes(), unfit_blocks, mine))
-        if trace is None or any(offer.saved_bytes == NOTHING for offer in offers):
-            logger.error("no plan, because a rank has no trace: activations go where there is room without waiting")
-            return None
-        leader = max(range(len(offers)), key=lambda rank: offers[rank].saved_bytes)
-        found: PlanInForce | str = ""
-        if leader == self._agreement.rank:
-            found = self._planned(_for_all(trace, offers), layout, min(offer.room_bytes for offer in offers))
-        found = self._agreement.share(found, leader)
+        found = self._agreed(self._planner, trace, layout, safety, unfit_blocks, hooks_part)
         if isinstance(found, str):
-            logger.error(
-                "rank %d could not plan (%s): activations go where there is room without waiting", leader, found
-            )
+            logger.error("no plan, because %s: activations go where there is room without waiting", found)
             return None
         if self._agreement.rank == 0:
             self._warn_of_budget(found)
         return found
 
-    def _planned(self, trace: Trace, layout: Layout, room_bytes: float) -> PlanInForce | str:
+    def rehearsal(self, trace: Trace | None, layout: Layout, unfit_blocks: frozenset[str]) -> PlanInForce | None:
+        """A plan that recomputes all blocks that may be; None if there is none, or none can be. A collective.
+
+        Args:
+            trace, layout, unfit_blocks: see :meth:`make`.
+        """
+        if not self._limits(0.0).recompute:
+            return None
+        found = self._agreed(recompute_and_move, trace, layout, 1.0, unfit_blocks, 0.0)
+        return None if isinstance(found, str) or not any(found.plan.recomputed_blocks) else found
+
+    def _agreed(
+        self,
+        planner: Planner,
+        trace: Trace | None,
+        layout: Layout,
+        safety: float,
+        unfit_blocks: frozenset[str],
+        hooks_part: float,
+    ) -> PlanInForce | str:
+        """The plan, or why there is none: the same for every rank."""
+        saved_bytes = NOTHING if trace is None else trace.saved_bytes
+        mine = self._machine.resources(() if trace is None else trace.resources.traffic)
+        offers: list[Offer] = self._agreement.gather(
+            Offer(saved_bytes, safety, self._room_bytes(), unfit_blocks, mine, hooks_part)
+        )
+        if trace is None or any(offer.saved_bytes == NOTHING for offer in offers):
+            return "a rank has no trace"
+        part = max(offer.hooks_part for offer in offers)
+        leader = max(range(len(offers)), key=lambda rank: offers[rank].saved_bytes)
+        found: PlanInForce | str = ""
+        if leader == self._agreement.rank:
+            found = self._planned(
+                planner, _for_all(trace, offers), layout, min(offer.room_bytes for offer in offers), part
+            )
+        found = self._agreement.share(found, leader)
+        return f"rank {leader} could not plan ({found})" if isinstance(found, str) else found
+
+    def _planned(
+        self, planner: Planner, trace: Trace, layout: Layout, room_bytes: float, hooks_part: float
+    ) -> PlanInForce | str:
         """A plan within the limits, and within the device's memory whatever they are."""
         try:
-            limits = self._limits(trace.step_s)
-            plan = self._planner(trace, limits)
+            limits = _beside_hooks(self._limits(trace.step_s), hooks_part)
+            plan = planner(trace, limits)
             peak_bytes = plan.prediction.peak_saved_bytes
             if limits.activation_budget_bytes is None and peak_bytes > room_bytes:
                 limits = replace(limits, activation_budget_bytes=int(room_bytes))
-                plan = self._planner(trace, limits)
+                plan = planner(trace, limits)
             return PlanInForce.of(plan, trace, layout, limits)
         except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer, and training can go on without
             return f"{type(error).__name__}: {error}"
@@ -153,6 +197,11 @@ class Planning:
                 "least time that fits",
                 budget_bytes,
             )
+
+
+def _beside_hooks(limits: Limits, hooks_part: float) -> Limits:
+    """What is left for moving and recomputing: ``max_step_overhead`` is of a step without hooks."""
+    return replace(limits, max_step_overhead=max(0.0, (1 + limits.max_step_overhead) * (1 - hooks_part) - 1))
 
 
 def _for_all(trace: Trace, offers: Sequence[Offer]) -> Trace:

@@ -151,6 +151,11 @@ class ByPlan:
         """Whether the plan has any block recomputed."""
         return any(self._plan.plan.recomputed_blocks)
 
+    @property
+    def prefetch_lead(self) -> tuple[int, ...]:
+        """See ``Plan.prefetch_lead``."""
+        return self._plan.plan.prefetch_lead
+
     def enter(self, module: str) -> int | None:
         """A pass through a block begins: the bytes that it will not save if it is to be recomputed, else None."""
         self._depth += 1

@@ -10,10 +10,10 @@ which may not be moved: their bytes count, and go with a block that is recompute
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -27,6 +27,10 @@ from ds_tba.saved import PassedThrough, SavedSmall, SavedView, StorageKey
 from ds_tba.streams import Clock
 from ds_tba.tensors import Eligibility
 
+# Two recordings of the same gap that are further apart than this show something that is not of the micro-step.
+APART_S, APART_FACTOR = 0.001, 1.5
+# Of the time since the pause before.
+HAIR = 2.0**-10
 _NOTHING = -1
 _WATCH = "_ds_tba_watch"
 
@@ -121,6 +125,9 @@ class Recorder:
         self._depth = 0
         self._forward_end = 0
         self._ended: Any = None
+        self._alike: list[Recorder] = []
+        self._hooks: list[tuple[Any, Any]] = []  # marks around the cache's own, within the pauses
+        self._moves: list[tuple[Any, Any]] = []
 
     # ---- while the micro-step runs ------------------------------------------------------------------------------
 
@@ -129,6 +136,7 @@ class Recorder:
         """The forward that is recorded."""
         before = register_module_forward_pre_hook(self._enter_module)
         after = register_module_forward_hook(self._leave_module, always_call=True)
+        self._cache.take_moves()
         self._pause(lambda: self._open_scope(""))
         try:
             yield
@@ -158,6 +166,7 @@ class Recorder:
         """Autograd's pack hook."""
         before = self._clock.mark()
         held = self._pack(tensor)
+        self._hooks.append((before, self._clock.mark()))
         scope = self._scopes[-1]
         recorded = Recorded(self, held, self._saved(held, tensor, scope), scope.number)
         self._pauses.append((before, self._clock.mark()))
@@ -169,6 +178,7 @@ class Recorder:
             return self._unpack(recorded.held)
         before = self._clock.mark()
         tensor = self._unpack(recorded.held)
+        self._hooks.append((before, self._clock.mark()))
         at = len(self._pauses)
         self._uses.append((at, recorded.scope))
         if recorded.index != _NOTHING and self._storages[recorded.index].unpacked is None:
@@ -190,6 +200,7 @@ class Recorder:
         """Backward is over. Idempotent."""
         if self._ended is None:
             self._ended = self._clock.mark()
+            self._moves = self._cache.take_moves()
 
     @property
     def is_complete(self) -> bool:
@@ -217,23 +228,41 @@ class Recorder:
         storages = [self._storage(index, blocks, times) for index in range(len(self._storages))]
         return Trace(tuple(storages), tuple(blocks), resources, end_s, rest_s, micro_steps)
 
+    def confirm(self, earlier: Recorder) -> bool:
+        """Have times come from both; False, and nothing changes, if ``earlier`` was of another kind of micro-step."""
+        is_alike = len(earlier._pauses) == len(self._pauses) and self._shape() == earlier._shape()
+        if is_alike:
+            self._alike.append(earlier)
+        return is_alike
+
     def forward_and_end_s(self) -> tuple[float, float]:
         """When forward ended and when backward did, on the trace's clock; blocks as :meth:`trace` does."""
         times, end_s = self._times()
         return times[min(self._forward_end, len(times) - 1)], end_s
 
+    def hooks_s(self) -> float:
+        """What the cache's hooks took beside moving, if the cache times its moves; blocks as :meth:`trace` does."""
+        took_s = sum(self._clock.elapsed_s(*hook) for hook in self._hooks)
+        return max(0.0, took_s - sum(self._clock.elapsed_s(*move) for move in self._moves))
+
+    def _shape(self) -> list[tuple[int, str]]:
+        return [(storage.nbytes, storage.module) for storage in self._storages]
+
     def _times(self) -> tuple[list[float], float]:
         """When each pause began, on the trace's clock, with the end of the micro-step as the last; and that end."""
-        now_s, times = 0.0, []
+        all_gaps = zip(self._gaps_s(), *(earlier._gaps_s() for earlier in self._alike), strict=True)
+        times = list(accumulate(usual_s(gaps) for gaps in all_gaps))
+        return times, times[-1]
+
+    def _gaps_s(self) -> list[float]:
+        """What the clock counts: before each pause, and after the last."""
         # The first pause opens the first scope: there the clock starts.
-        last = self._pauses[0][0]
+        last, gaps = self._pauses[0][0], []
         for before, after in self._pauses:
-            now_s += max(0.0, self._clock.elapsed_s(last, before))
-            times.append(now_s)
+            gaps.append(max(0.0, self._clock.elapsed_s(last, before)))
             last = after
-        if self._ended is not None:
-            now_s += max(0.0, self._clock.elapsed_s(last, self._ended))
-        return [*times, now_s], now_s
+        gaps.append(0.0 if self._ended is None else max(0.0, self._clock.elapsed_s(last, self._ended)))
+        return gaps
 
     def _block(self, scope: _Scope, span: tuple[int, int] | None, times: list[float]) -> BlockTrace:
         """A pass; ``span`` are the places in ``_uses`` of the first and the last unpack of what it saved."""
@@ -333,8 +362,16 @@ class Recorder:
             self._modules.pop()
 
 
+def usual_s(times_s: Sequence[float]) -> float:
+    """One time for several of the same thing: their mean, or the least where they are far apart."""
+    least, most = min(times_s), max(times_s)
+    is_apart = most - least > APART_S and most > APART_FACTOR * least
+    return least if is_apart else sum(times_s) / len(times_s)
+
+
 def _before(times: list[float], moment: int | None) -> float:
     """Just before the pause of that number, and not with it: what is freed there is gone by then. None is the end."""
     if moment is None or moment >= len(times):
         return times[-1]
-    return max(times[max(0, moment - 1)], math.nextafter(times[moment], -math.inf))
+    at_s, before_s = times[moment], times[max(0, moment - 1)]
+    return at_s - (at_s - before_s) * HAIR  # not the next smaller number: that is the same number after scaling

@@ -116,13 +116,13 @@ def test_gradients_are_exact_under_every_plan(
     rig: Rig, tmp_path: Path, planner: Planner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ds_tba.tiers.select_backend", lambda *_, **__: Selection(PosixBackend(), "the test's"))
-    expected = controlled.steps(controlled.model().to(rig.device), None, [controlled.ROWS] * 5)
+    expected = controlled.steps(controlled.model().to(rig.device), None, [controlled.ROWS] * controlled.STEPS)
     block = {"nvme_path": str(tmp_path), "host_budget_bytes": 4 * MIB, "min_tensor_bytes": 4096}
     block |= {"io": {"staging_bytes": 4 * MIB, "swap_file_bytes": 64 * MIB}, "activation_budget_bytes": 30 << 14}
     offloader = ActivationOffloader(OffloadConfig.model_validate(block), AioConfig(), rig.accelerator)
     ours = controlled.model().to(rig.device)
     offloader.watch(ours, Alone(), planner)
-    found = controlled.steps(ours, offloader, [controlled.ROWS] * 5)
+    found = controlled.steps(ours, offloader, [controlled.ROWS] * controlled.STEPS)
     for one, other in zip(expected, found, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
     assert offloader.report().plans >= 1

@@ -42,6 +42,8 @@ LEVELS = [
     ["saved"],
     ["cache", "tiers"],
     ["recorder"],
+    ["recording", "rehearsal"],
+    ["survey"],
     ["controller"],
     ["offloader"],
     ["engine"],

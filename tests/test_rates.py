@@ -248,9 +248,35 @@ def test_what_lanes_take_of_the_processor_counts_where_kernels_run_on_it(make_st
     rates._lane_s_per_byte = 1e-8
     assert rates.resources().copy_out_bytes_per_s == pytest.approx(1 / (alone_s + 2e-8))
     rates.note_step()
-    assert rates.taken_s() == pytest.approx(1e-8 * rates._moved_bytes())
+    assert rates.moved_bytes() == rates._moved_bytes() > 0
+    assert rates.taken_s(rates.moved_bytes()) == pytest.approx(1e-8 * rates.moved_bytes())
     rates.note_step()
-    assert rates.taken_s() == 0.0
+    assert rates.moved_bytes() == 0
+
+
+def test_what_steps_show_of_the_lanes_counts_instead_of_what_was_measured_alone(make_store: StoreFactory) -> None:
+    store = make_store()
+    rates = measured_rates(store, CpuAccelerator())
+    alone_s = 1 / rates.resources().copy_out_bytes_per_s
+    rates.learn_taken(0.2, 1000)  # too few to tell
+    assert 1 / rates.resources().copy_out_bytes_per_s == pytest.approx(alone_s)
+    rates._lane_s_per_byte = 0.02 / MIB
+    rates.learn_taken(0.2, 20 * MIB)
+    assert rates.taken_s(10 * MIB) == pytest.approx(0.1)
+    rates._lane_s_per_byte = 0.001 / MIB
+    rates.learn_taken(0.2, 20 * MIB)
+    assert rates.taken_s(10 * MIB) == pytest.approx(0.03)  # what is more is something else's
+    rates._lane_s_per_byte = 0.02 / MIB
+    rates.learn_taken(0.2, 20 * MIB)
+    assert 1 / rates.resources().copy_out_bytes_per_s == pytest.approx(alone_s + 2 * 0.01 / MIB)
+    rates.learn_taken(-1.0, 20 * MIB)
+    assert rates.taken_s(10 * MIB) == 0.0
+
+
+def test_on_a_device_lanes_take_nothing_of_the_kernels(make_store: StoreFactory) -> None:
+    rates = measured_rates(make_store(accelerator=EventAccelerator()), EventAccelerator())
+    rates.learn_taken(0.2, 20 * MIB)
+    assert rates.taken_s(10 * MIB) == 0.0
 
 
 def test_the_lanes_share_is_measured_on_a_cpu_and_nothing_on_a_device(make_store: StoreFactory) -> None:

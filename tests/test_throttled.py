@@ -140,7 +140,7 @@ def test_a_drive_that_is_fast_again_is_used_again(make: Make) -> None:
     backend.throttle(FULL / 100, FULL / 100)
     train(ours, offloader, ENOUGH_STEPS)
     slow, peak = moved_bytes(offloader), offloader.report().step_peak_saved_bytes
-    assert slow < fast / 2
+    assert slow < 0.8 * fast  # what staging holds may still go there
     backend.throttle(FULL, FULL)
     for _ in range(4 * PROBE_STEPS[0]):
         train(ours, offloader, 1)

@@ -26,6 +26,8 @@ from ds_tba.telemetry.path_meter import KindMeter
 # So many bytes and more in a step tell what moving costs; of so many steps.
 LEARN_BYTES = 4 << 20
 LEARN_STEPS = 5
+# Kernels lose more to lanes than these take of the processor (caches, memory, threads that wait for each other).
+MOST_SHOWN = 3.0
 
 
 class Rates:
@@ -33,8 +35,8 @@ class Rates:
 
     [Note: What moving costs] Where the training thread itself copies, moving takes more of it than the copies alone,
     which run here from warm caches with nothing beside them: what steps show (:meth:`learn`) counts where it is more.
-    There the lanes take processor time from the kernels, too: what a byte's write and read take of it is added, and
-    :meth:`taken_s` says what a recorded step has lost that way.
+    There the lanes take processor time from the kernels, too: what a byte's write and read take of it is added. That is
+    what steps have shown (:meth:`learn_taken`), and before that the processor time of the lanes, measured alone.
 
     Args:
         store: None where nothing goes to NVMe.
@@ -50,6 +52,7 @@ class Rates:
         self._learned_until = (0, 0.0, 0.0)
         self._s_per_byte: deque[float] = deque(maxlen=LEARN_STEPS)
         self._lane_s_per_byte = 0.0
+        self._shown_s_per_byte: float | None = None
         self._moved_until = 0
         self._moved_in_step = 0
 
@@ -72,15 +75,31 @@ class Rates:
         before, self._moved_until = self._moved_until, self._moved_bytes()
         self._moved_in_step = self._moved_until - before
 
-    def taken_s(self) -> float:
-        """What the lanes took of the processor in the last step, where kernels run on it as well; else 0."""
-        return self._lane_s_per_byte * self._moved_in_step
+    def moved_bytes(self) -> int:
+        """By the lanes in the last step, either way."""
+        return self._moved_in_step
 
-    def learn(self, moving_s: float) -> None:
+    def taken_s(self, moved_bytes: int) -> float:
+        """What moving so many bytes takes of the processor on which the kernels run; 0 where they run on a device."""
+        return moved_bytes * (self._lane_s_per_byte if self._shown_s_per_byte is None else self._shown_s_per_byte)
+
+    def learn_taken(self, taken_s: float, moved_bytes: int) -> None:
+        """Take into account what moving has taken of the kernels. See [Note: What moving costs].
+
+        Args:
+            taken_s: by which steps that moved so many bytes more were longer, without the training thread's own part.
+            moved_bytes: by the lanes, either way.
+        """
+        if moved_bytes >= LEARN_BYTES and self._accelerator.is_synchronized_device():
+            most_s = MOST_SHOWN * self._lane_s_per_byte  # more is not theirs: kernels start slowly after a long wait
+            self._shown_s_per_byte = min(most_s, max(0.0, taken_s) / moved_bytes)
+
+    def learn(self, moving_s: float, *, is_usual: bool = True) -> None:
         """Take into account what a step has shown. See [Note: What moving costs].
 
         Args:
             moving_s: all that the training thread has taken so far for storages that go to this store and come back.
+            is_usual: False for a step that moved little of what a plan may move, which takes more for each byte.
         """
         if self._store is None or not self._accelerator.is_synchronized_device():
             return
@@ -88,7 +107,7 @@ class Rates:
             now = (self._store.stats.offloaded_bytes, moving_s, self._store.stats.stall_s)
         before, self._learned_until = self._learned_until, now
         nbytes, took_s, waited_s = (late - early for late, early in zip(now, before, strict=True))
-        if nbytes >= LEARN_BYTES and took_s > waited_s:
+        if is_usual and nbytes >= LEARN_BYTES and took_s > waited_s:
             self._s_per_byte.append((took_s - waited_s) / nbytes)
 
     def resources(self, traffic: tuple[Traffic, ...] = ()) -> Resources:
@@ -111,7 +130,7 @@ class Rates:
         s_per_byte = 1 / self.copies.out_bytes_per_s
         if self._s_per_byte:
             s_per_byte = max(s_per_byte, median_low(self._s_per_byte))
-        s_per_byte += 2 * self._lane_s_per_byte  # it is written and read
+        s_per_byte += self.taken_s(2)  # it is written and read
         return 1 / s_per_byte if s_per_byte else math.inf
 
     def _moved_bytes(self) -> int:
