@@ -116,7 +116,8 @@ class Verdict:
     """What is claimed of one model at one batch, and whether it held.
 
     Attributes:
-        beaten: points that no point of adaptive is as good as, in peak and in time.
+        beaten: points that no point of adaptive is as good as, in peak and in time. The plain model is not among them:
+            as all planners, adaptive has hooks, and ``hooks`` says what they cost.
         step_noise: by which two turns of the same thing differ here, at least.
     """
 
@@ -124,6 +125,7 @@ class Verdict:
     step_noise: float
     peak_errors: dict[str, float]
     step_errors: dict[str, float]
+    hooks: float | None = None  # of the plain step: by how much it is longer with everything kept by us
 
     @property
     def holds(self) -> bool:
@@ -142,6 +144,7 @@ class Verdict:
             f"{name}: adaptive on or beyond every other curve: {beyond} (noise: step {self.step_noise:.1%}, peak "
             f"{PEAK_NOISE:.0%} of the plain model's); {_worst('peak', self.peak_errors, PEAK_ERROR)}; "
             f"{_worst('step time', self.step_errors, STEP_ERROR)}"
+            + ("" if self.hooks is None else f"; the hooks alone: {self.hooks:+.1%} of the plain step")
         )
 
 
@@ -158,7 +161,7 @@ def verdict(points: Sequence[Point]) -> Verdict:
     apart = [max(abs(one.to_plain.median - 1), one.to_plain.noise) for one in points if one.name == AGAIN.name]
     step_noise = max([LEAST_STEP_NOISE, *apart])
     ours = [one for one in points if one.planner == "adaptive"]
-    others = [one for one in points if one.planner != "adaptive" and one.name != AGAIN.name]
+    others = [one for one in points if one.planner not in ("adaptive", PLAIN.name)]
     plain_bytes = max((one.peak_bytes or 0 for one in points if one.name == PLAIN.name), default=0)
     room_bytes = PEAK_NOISE * plain_bytes
     return Verdict(
@@ -166,6 +169,7 @@ def verdict(points: Sequence[Point]) -> Verdict:
         step_noise,
         {one.name: one.peak_error for one in points if one.peak_error is not None},
         {one.name: one.step_error for one in points if one.step_error is not None},
+        next((one.to_plain.median - 1 for one in points if one.planner == "keep"), None),
     )
 
 

@@ -29,7 +29,7 @@ from ds_tba.io.select import Selection
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.plan.planner import PLANNERS
 
-MOST_STEPS_TO_A_PLAN = 12
+MOST_STEPS_TO_A_PLAN = 20
 STEPS_AFTER_A_PLAN = 2
 LEARNING_RATE = 0.0
 
@@ -133,7 +133,7 @@ class Runner:
     def is_recording(self) -> bool:
         """Whether the last step was recorded instead of following a plan."""
         controller = self.offloader._controller if self.offloader is not None else None
-        return controller is not None and controller._is_recording
+        return controller is not None and controller._survey.is_running
 
     def _forward_and_backward(self) -> torch.Tensor:
         workload, offloader = self._workload, self.offloader
@@ -148,7 +148,7 @@ class Runner:
         loss = self._forward_and_backward()
         gradients = [one.grad for one in self._workload.parameters if one.grad is not None]
         with torch.no_grad():
-            torch._foreach_add_(workload.parameters, gradients, alpha=-LEARNING_RATE)
+            torch._foreach_add_(self._workload.parameters, gradients, alpha=-LEARNING_RATE)
             torch._foreach_zero_(gradients)
         if self.offloader is not None:
             self.offloader.note_step()
@@ -227,6 +227,13 @@ class Race:
         for runner in self.runners.values():
             runner.step()  # tells the peak of the last one
         return done
+
+    def outcome(self) -> tuple[dict[str, int | None], bool]:
+        """The peak of one more step of each, and whether all losses and all gradients were the same."""
+        peaks = {name: runner.metered_peak_bytes() for name, runner in self.runners.items()}
+        digests = {runner.gradient_digest() for runner in self.runners.values()}
+        losses = {loss for runner in self.runners.values() for loss in runner.losses}
+        return peaks, len(losses) == 1 and len(digests) == 1
 
     def close(self) -> None:
         for runner in reversed(self.runners.values()):  # each has wrapped the blocks as the one before left them
