@@ -1,8 +1,8 @@
 """Measures a few steps, plans, and has the plan followed, as long as it keeps its promises.
 
 [Note: The course] The first step runs with everything that is eligible moved, which is the safe thing to do while
-nothing is known; two micro-steps of the next (or of the next two) are recorded; three more recompute every block
-that may be (``survey.py``); from then on a plan is in force, and ``monitor.py`` looks at each step. Every
+nothing is known; two micro-steps of the next ones are recorded; three more recompute every block that may be, where
+there is one rank (``survey.py``); from then on a plan is in force, and ``monitor.py`` looks at each step. Every
 decision falls at the end of an optimizer step, which every rank makes (a forward may be one rank's alone), and is one
 of all ranks: what one of them wants, all do.
 """
@@ -176,7 +176,7 @@ class Controller:
             self._machine.note_step()
             if Placement.HOST not in self._tiers:
                 self._machine.learn(self._cache.stats.moving_s, is_usual=self._survey.plan is None)
-            self._survey.end_step(step.began, step.ended, step.moves)
+            self._survey.end_step(step.began, step.ended, step.moves, is_planned=not step.unplanned)
         if not self._is_over:
             self._steps += 1
             self._do(Want(self._agreement.highest(self._wish())))
@@ -321,8 +321,8 @@ class Controller:
         if self._survey.is_recording:
             self.monitor.traced(self._steps)
         micro_steps = 1 if self._step is None else max(1, self._step.micro_steps)
-        # Where others would wait for a recomputation, none is tried that no plan asks for.
-        may_rehearse = self._blocks is not None and not self._blocks.is_strict
+        # Blocks may communicate: where other ranks could wait for a recomputation, none is tried that no plan asks for.
+        may_rehearse = self._blocks is not None and self._agreement.size == 1
         return self._survey.advance(micro_steps, self._unfit_blocks(), may_rehearse=may_rehearse)
 
     def _make_plan(self) -> None:

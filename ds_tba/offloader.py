@@ -241,7 +241,7 @@ class ActivationOffloader:
                 if config.activation_budget_bytes is not None
                 else f"lowest peak within {config.max_step_overhead:.1%} of the step's time"
             )
-            return f"the first steps are measured with everything moved, then planned for the {least}"
+            return f"the first steps are measured with everything moved or recomputed, then planned for the {least}"
         ignored = [key for key in _FOR_PLANS if getattr(config, key) != OffloadConfig.model_fields[key].default]
         ignored += ["ssd.min_life_days"] if config.ssd.min_life_days else []
         rule = f'placement "{config.placement}" is a rule, not a plan'

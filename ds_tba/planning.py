@@ -117,7 +117,7 @@ class Planning:
             unfit_blocks: paths of blocks that it cannot recompute.
             hooks_part: of the step, what autograd's hooks take whatever moves: it counts as overhead, too.
         """
-        found = self._agreed(self._planner, trace, layout, safety, unfit_blocks, hooks_part)
+        found = self._agreed(self._planner, self._limits, trace, layout, safety, unfit_blocks, hooks_part)
         if isinstance(found, str):
             logger.error("no plan, because %s: activations go where there is room without waiting", found)
             return None
@@ -126,19 +126,26 @@ class Planning:
         return found
 
     def rehearsal(self, trace: Trace | None, layout: Layout, unfit_blocks: frozenset[str]) -> PlanInForce | None:
-        """A plan that recomputes all blocks that may be; None if there is none, or none can be. A collective.
+        """A plan that recomputes all blocks that may be; None if none can be, or it would not fit. A collective.
 
         Args:
             trace, layout, unfit_blocks: see :meth:`make`.
         """
         if not self._limits(0.0).recompute:
             return None
-        found = self._agreed(recompute_and_move, trace, layout, 1.0, unfit_blocks, 0.0)
-        return None if isinstance(found, str) or not any(found.plan.recomputed_blocks) else found
+        found = self._agreed(recompute_and_move, self._unbounded, trace, layout, 1.0, unfit_blocks, 0.0)
+        if isinstance(found, str) or not any(found.plan.recomputed_blocks):
+            return None
+        return found if found.limits.activation_budget_bytes is None else None
+
+    def _unbounded(self, step_s: float) -> Limits:
+        """Without a budget: then a plan has one only if it would not fit the device."""
+        return replace(self._limits(step_s), activation_budget_bytes=None)
 
     def _agreed(
         self,
         planner: Planner,
+        limits: Callable[[float], Limits],
         trace: Trace | None,
         layout: Layout,
         safety: float,
@@ -157,18 +164,20 @@ class Planning:
         leader = max(range(len(offers)), key=lambda rank: offers[rank].saved_bytes)
         found: PlanInForce | str = ""
         if leader == self._agreement.rank:
+            room_bytes = min(offer.room_bytes for offer in offers)
             found = self._planned(
-                planner, _for_all(trace, offers), layout, min(offer.room_bytes for offer in offers), part
+                planner, lambda step_s: _beside_hooks(limits(step_s), part), _for_all(trace, offers), layout, room_bytes
             )
         found = self._agreement.share(found, leader)
         return f"rank {leader} could not plan ({found})" if isinstance(found, str) else found
 
+    @staticmethod
     def _planned(
-        self, planner: Planner, trace: Trace, layout: Layout, room_bytes: float, hooks_part: float
+        planner: Planner, limits_of: Callable[[float], Limits], trace: Trace, layout: Layout, room_bytes: float
     ) -> PlanInForce | str:
         """A plan within the limits, and within the device's memory whatever they are."""
         try:
-            limits = _beside_hooks(self._limits(trace.step_s), hooks_part)
+            limits = limits_of(trace.step_s)
             plan = planner(trace, limits)
             peak_bytes = plan.prediction.peak_saved_bytes
             if limits.activation_budget_bytes is None and peak_bytes > room_bytes:

@@ -61,6 +61,7 @@ class Recording:
         self._rests: list[tuple[Any, Any]] = []
         self._moved_bytes: list[int] = []
         self._sampled_s: list[float] = []
+        self._beside: tuple[list[float], tuple[Traffic, ...]] = ([], ())  # when, and what others moved by then
         self.running: Recorder | None = None
         self.steps = 0
 
@@ -103,6 +104,7 @@ class Recording:
         recorder.end()
         if recorder.is_complete:
             self._done.append(recorder)
+            self._beside = (self._sampled_s, self._others.traffic())
         else:  # such as two forwards before one backward: what comes of them is no trace of a micro-step
             self._is_broken = True
 
@@ -155,7 +157,8 @@ class Recording:
 
     def _traffic_beside(self, recorder: Recorder) -> tuple[Traffic, ...]:
         """What others moved beside the micro-step, sampled by the host's clock at the ends of forward and backward."""
-        if len(self._sampled_s) < 3:
+        sampled_s, traffic = self._beside
+        if len(sampled_s) < 3:
             return ()
-        moments_s = [at_s - self._sampled_s[0] for at_s in self._sampled_s[:3]]
-        return on_another_clock(self._others.traffic(), moments_s, (0.0, *recorder.forward_and_end_s()))
+        moments_s = [at_s - sampled_s[0] for at_s in sampled_s[:3]]
+        return on_another_clock(traffic, moments_s, (0.0, *recorder.forward_and_end_s()))

@@ -19,7 +19,7 @@ from ds_tba.planning import Machine, Planning
 from ds_tba.policy import PlanInForce
 from ds_tba.recorder import Recorder
 from ds_tba.recording import Others, Recording
-from ds_tba.rehearsal import Rehearsal
+from ds_tba.rehearsal import Rehearsal, Rehearsed
 from ds_tba.streams import Clock
 
 logger = logging.getLogger(__name__)
@@ -115,17 +115,18 @@ class Survey:
         if self._rehearsal is not None:
             self._rehearsal.mark()
 
-    def end_step(self, began: Any, ended: Any, moves: Sequence[tuple[Any, Any]]) -> None:
+    def end_step(self, began: Any, ended: Any, moves: Sequence[tuple[Any, Any]], *, is_planned: bool) -> None:
         """The optimizer has stepped.
 
         Args:
             began, ended: marks of the clock.
             moves: marks before and after each storage that was moved, or came back, in no recorded micro-step.
+            is_planned: whether it saved what the rehearsal's plan knows.
         """
         if self._recording is not None:
             self._recording.end_step(ended, self._machine.moved_bytes())
         if self._rehearsal is not None:
-            self._rehearsal.end_step(began, ended, moves, self._machine.moved_bytes())
+            self._rehearsal.end_step(began, ended, moves, self._machine.moved_bytes(), is_planned=is_planned)
 
     # ---- between steps ------------------------------------------------------------------------------------------
 
@@ -163,7 +164,7 @@ class Survey:
         Args:
             micro_steps: of a step.
             unfit_blocks: paths of blocks that cannot be recomputed.
-            may_rehearse: whether a pass that is not as it was recorded may be left as it is.
+            may_rehearse: whether nobody would wait for a pass that is not recomputed after all.
         """
         recording, self._recording = self._recording, None
         rehearsal, self._rehearsal = self._rehearsal, None
@@ -198,16 +199,23 @@ class Survey:
         if plan is not None:
             self._rehearsal = Rehearsal(plan, self._clock)
             self._cache.forget_order()
+            self._on_trace(plan.trace)  # for runs that end before there is a better one
         return plan is not None
 
     def _corrected(self, trace: Trace, rehearsal: Rehearsal | None) -> Trace:
-        """Without what lanes took of the kernels, with the hooks, which are there in every step."""
-        taken_s = self._machine.taken_s(self._recorded_bytes)
-        if rehearsal is not None:
-            taken_s = trace.step_s + trace.micro_steps * self._hooks_s - rehearsal.kept_s
-            self._machine.learn_taken(taken_s, self._recorded_bytes - rehearsal.moved_bytes)
-        trace = trace.without(max(0.0, taken_s) / trace.micro_steps - self._hooks_s)
-        if rehearsal is not None:
-            self._recompute_factor = rehearsal.recompute_factor(trace)
+        """With what rehearsals have shown; without what lanes took of the kernels, with the hooks of every step."""
+        rehearsed = None if rehearsal is None else rehearsal.result()
+        if trace.resources.is_synchronous:
+            trace = trace.without(self._taken_s(trace, rehearsed) / trace.micro_steps - self._hooks_s)
+        if rehearsal is not None and rehearsed is not None:
+            self._recompute_factor = rehearsal.recompute_factor(trace, rehearsed.recomputed_s)
         self.hooks_part = min(1.0, trace.micro_steps * self._hooks_s / trace.step_s) if trace.step_s else 0.0
         return trace if self._recompute_factor is None else replace(trace, recompute_factor=self._recompute_factor)
+
+    def _taken_s(self, trace: Trace, rehearsed: Rehearsed | None) -> float:
+        """By lanes, of the kernels of a recorded step."""
+        if rehearsed is None:
+            return self._machine.taken_s(self._recorded_bytes)
+        taken_s = trace.step_s + trace.micro_steps * self._hooks_s - rehearsed.kept_s
+        self._machine.learn_taken(taken_s, self._recorded_bytes - rehearsed.moved_bytes)
+        return max(0.0, taken_s)

@@ -358,6 +358,22 @@ def test_a_forward_of_one_rank_alone_waits_for_nobody(make: Make) -> None:
         assert agreement.calls > before
 
 
+class AsOfTwo(Alone):
+    """One of two ranks, and the other is like this one."""
+
+    size = 2
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, value]
+
+
+def test_with_several_ranks_nothing_is_recomputed_that_no_plan_asks_for(make: Make) -> None:
+    ours = model()
+    offloader = make(ours, planner=PLANNERS["keep"], agreement=AsOfTwo())
+    steps(ours, offloader, [ROWS] * 3)
+    assert offloader.report().plans == 1 and offloader.report().recomputed_bytes == 0
+
+
 def test_without_optimizer_steps_nothing_piles_up(make: Make) -> None:
     ours = model()
     offloader = make(ours)

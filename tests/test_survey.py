@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +22,7 @@ from ds_tba.planning import Planning
 from ds_tba.policy import PlanInForce
 from ds_tba.recorder import APART_FACTOR, Recorder, usual_s
 from ds_tba.recording import RECORDINGS, Recording
-from ds_tba.rehearsal import MOST_FACTOR, REHEARSALS, Rehearsal
+from ds_tba.rehearsal import LEAST_REHEARSED, MOST_FACTOR, REHEARSALS, Rehearsal, Rehearsed
 from ds_tba.survey import Survey
 
 
@@ -164,23 +163,27 @@ def test_two_forwards_before_a_backward_are_no_recording(cache: TensorCache) -> 
 
 # ---- rehearsals ---------------------------------------------------------------------------------------------------
 
-Stepped = Callable[..., Rehearsal]
 
-
-def rehearsed(*steps: tuple[float, float], trace: Trace = TRACE) -> Rehearsal:
-    """After steps of so many seconds, with two recomputations that took so long together, and a move of 0.25 s."""
+def rehearsed(*steps: tuple[float, float], trace: Trace = TRACE, is_planned: bool = True, passes: int = 2) -> Rehearsal:
+    """After steps of so many seconds, with recomputations that took so long together, and a move of 0.25 s."""
     plan = PlanInForce.of(recompute_and_move(trace, Limits()), trace, LAYOUT, Limits())
     ticks = Ticks()
     rehearsal = Rehearsal(plan, ticks)
     for step_s, recomputed_s in steps:
         began = ticks.mark()
-        for _ in range(2):
+        for _ in range(passes):
             rehearsal.mark()
-            ticks.now_s += recomputed_s / 2
+            ticks.now_s += recomputed_s / passes
             rehearsal.mark()
         ticks.now_s = began + step_s
-        rehearsal.end_step(began, ticks.mark(), [(0.0, 0.25)], 1000)
+        rehearsal.end_step(began, ticks.mark(), [(0.0, 0.25)], 1000, is_planned=is_planned)
     return rehearsal
+
+
+def shown(rehearsal: Rehearsal) -> Rehearsed:
+    found = rehearsal.result()
+    assert found is not None
+    return found
 
 
 def test_all_blocks_are_recomputed_and_all_else_that_may_be_is_moved() -> None:
@@ -193,16 +196,24 @@ def test_all_blocks_are_recomputed_and_all_else_that_may_be_is_moved() -> None:
 
 
 def test_recomputing_takes_what_it_took_in_the_rehearsals() -> None:
-    rehearsal = rehearsed((2.0, 0.6), (9.0, 5.0), (2.0, 0.8))  # the forward of both blocks took 1 s
-    assert rehearsal.is_enough and rehearsal.recompute_factor(TRACE) == pytest.approx(0.7)  # the longest does not count
-    assert rehearsed((9.0, 8.0), (9.0, 8.0), (9.0, 8.0)).recompute_factor(TRACE) == MOST_FACTOR
-    assert rehearsed((9.0, 0.0), (9.0, 0.0), (9.0, 0.0)).recompute_factor(TRACE) == 1 / MOST_FACTOR
+    rehearsal = rehearsed((2.0, 0.6), (9.0, 5.0), (2.0, 0.8))  # the longest does not count
+    assert shown(rehearsal).recomputed_s == pytest.approx(0.7)
+    assert rehearsal.recompute_factor(TRACE, 0.7) == pytest.approx(0.7)  # the forward of both blocks took 1 s
+    for absurd_s in (1.01 * MOST_FACTOR, 0.99 / MOST_FACTOR, 0.0):
+        assert rehearsal.recompute_factor(TRACE, absurd_s) == 1.0
+    assert rehearsal.recompute_factor(replace(TRACE, storages=(), blocks=()), 1.0) == 1.0
 
 
 def test_a_step_without_its_recomputations_and_moves_is_one_that_keeps_all() -> None:
-    rehearsal = rehearsed((2.25, 0.5), (2.25, 0.5), (2.25, 0.5))
-    assert rehearsal.kept_s == pytest.approx(1.5)
-    assert rehearsal.moved_bytes == 1000
+    found = shown(rehearsed((2.25, 0.5), (2.25, 0.5), (2.25, 0.5)))
+    assert found.kept_s == pytest.approx(1.5) and found.moved_bytes == 1000
+
+
+@pytest.mark.parametrize("odd", [{"is_planned": False}, {"passes": 1}])
+def test_steps_that_did_not_go_as_planned_show_nothing(odd: dict[str, Any]) -> None:
+    rehearsal = rehearsed(*[(2.0, 0.5)] * REHEARSALS, **odd)
+    assert rehearsal.is_enough and rehearsal.result() is None
+    assert rehearsed(*[(2.0, 0.5)] * (LEAST_REHEARSED - 1)).result() is None
 
 
 def test_rehearsals_come_to_an_end() -> None:
@@ -238,15 +249,21 @@ def test_the_hooks_count_as_overhead(overhead: float, hooks_part: float, expecte
     assert seen[0].max_step_overhead == pytest.approx(expected)
 
 
-def test_nothing_is_rehearsed_where_no_block_may_be_recomputed() -> None:
-    def planning(*, recompute: bool) -> Planning:
-        limits = Limits(recompute=recompute)
-        return Planning(PLANNERS["keep"], lambda _: limits, FixedMachine(), lambda: float("inf"), Alone())
+def rehearsing(limits: Limits, room_bytes: float = float("inf")) -> Planning:
+    return Planning(PLANNERS["keep"], lambda _: limits, FixedMachine(), lambda: room_bytes, Alone())
 
-    assert planning(recompute=True).rehearsal(TRACE, LAYOUT, frozenset()) is not None
-    assert planning(recompute=True).rehearsal(TRACE, LAYOUT, frozenset({"a", "b"})) is None
-    assert planning(recompute=True).rehearsal(None, LAYOUT, frozenset()) is None
-    assert planning(recompute=False).rehearsal(TRACE, LAYOUT, frozenset()) is None
+
+def test_nothing_is_rehearsed_where_no_block_may_be_recomputed() -> None:
+    assert rehearsing(Limits()).rehearsal(TRACE, LAYOUT, frozenset()) is not None
+    assert rehearsing(Limits()).rehearsal(TRACE, LAYOUT, frozenset({"a", "b"})) is None
+    assert rehearsing(Limits()).rehearsal(None, LAYOUT, frozenset()) is None
+    assert rehearsing(Limits(recompute=False)).rehearsal(TRACE, LAYOUT, frozenset()) is None
+
+
+def test_nothing_is_rehearsed_that_would_not_fit_the_device() -> None:
+    needs_bytes = recompute_and_move(TRACE, Limits()).prediction.peak_saved_bytes
+    assert rehearsing(Limits(), needs_bytes - 1).rehearsal(TRACE, LAYOUT, frozenset()) is None
+    assert rehearsing(Limits(activation_budget_bytes=0), needs_bytes).rehearsal(TRACE, LAYOUT, frozenset()) is not None
 
 
 class Learning(FixedMachine):
@@ -262,7 +279,12 @@ class Learning(FixedMachine):
         return 0.5
 
 
-def corrected(rehearsal: Rehearsal | None, hooks_s: float, trace: Trace = TRACE) -> tuple[Survey, Learning, Trace]:
+SYNCHRONOUS = replace(TRACE, resources=replace(TRACE.resources, is_synchronous=True))
+
+
+def corrected(
+    rehearsal: Rehearsal | None, hooks_s: float, trace: Trace = SYNCHRONOUS
+) -> tuple[Survey, Learning, Trace]:
     machine = Learning()
     survey = Survey(
         TensorCache([], "cpu", 1, wait_for_staging=True), Ticks(), machine, NoOthers(), None, lambda _: None
@@ -287,3 +309,14 @@ def test_after_rehearsals_a_kept_step_is_what_they_had_of_it() -> None:
 def test_rehearsals_slower_than_what_was_recorded_show_nothing_that_lanes_took() -> None:
     _, machine, trace = corrected(rehearsed(*[(5.75, 0.5)] * 3), 0.1)
     assert machine.learned[0][0] < 0 and trace.step_s == pytest.approx(2.1)
+
+
+def test_rehearsals_that_show_nothing_change_nothing() -> None:
+    _, machine, trace = corrected(rehearsed(*[(1.75, 0.5)] * 3, is_planned=False), 0.1)
+    assert trace.step_s == pytest.approx(1.6) and not machine.learned and trace.recompute_factor == 1.0
+
+
+def test_on_a_device_the_times_are_those_of_its_own_clock() -> None:
+    _, machine, trace = corrected(rehearsed(*[(1.75, 0.5)] * 3), 0.0, TRACE)
+    assert trace.step_s == TRACE.step_s and not machine.learned
+    assert trace.recompute_factor == pytest.approx(0.5)

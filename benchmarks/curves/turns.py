@@ -111,6 +111,8 @@ class Runner:
     def step(self) -> StepTaken:
         """One."""
         device, offloader = self._device, self.offloader
+        before_it = None if offloader is None else offloader.report()  # at its end there may be another plan
+        is_recorded = self.is_measuring
         device.synchronize()
         before = device.allocated_bytes()
         device.reset_peak()
@@ -121,17 +123,17 @@ class Runner:
         peak, _ = device.peak_bytes()
         self.losses.add(loss.item().hex())
         device_peak = None if peak is None or before is None else peak - before
-        if offloader is None:
+        if offloader is None or before_it is None:
             return StepTaken(took_s, None, 0, device_peak)
         report = offloader.report()
         if self._last is not None:  # its peak is known when the next step has begun
             self._last.saved_peak_bytes = report.step_peak_saved_bytes
-        self._last = StepTaken(took_s, report.plan, report.plans, device_peak, is_recorded=self.is_recording)
+        self._last = StepTaken(took_s, before_it.plan, before_it.plans, device_peak, is_recorded=is_recorded)
         return self._last
 
     @property
-    def is_recording(self) -> bool:
-        """Whether the last step was recorded instead of following a plan."""
+    def is_measuring(self) -> bool:
+        """Whether the next step is recorded, or rehearses, instead of following a plan."""
         controller = self.offloader._controller if self.offloader is not None else None
         return controller is not None and controller._survey.is_running
 
@@ -161,9 +163,10 @@ class Runner:
         held = [*self._workload.parameters, *self._workload.batch]
         held += [one.grad for one in self._workload.parameters if one.grad is not None]
         for _ in range(MOST_STEPS_TO_A_PLAN):
+            is_measured = self.is_measuring
             with PeakMeter(_storages(held, self.offloader)) as meter:
                 self._step()
-            if not self.is_recording:
+            if not is_measured:
                 break
         return meter.peak_bytes
 

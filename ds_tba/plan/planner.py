@@ -1,7 +1,8 @@
 """The planners, all of one signature: ``tba`` and ``teraio`` as published, ``adaptive`` by default.
 
 ``adaptive`` replays, on the trace itself, what the others choose, everything kept and every block recomputed, and
-beside them what its own search finds; it returns the best by the limits, so that it is never worse than any of them.
+beside them what its own search finds; it returns the best by the limits, so that it is never worse than any of them
+(what the search gains by writing must be enough to tell).
 """
 
 from __future__ import annotations

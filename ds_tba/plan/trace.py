@@ -244,7 +244,7 @@ class Trace:
             data["end_s"],
             data["rest_s"],
             data["micro_steps"],
-            data["recompute_factor"],
+            data.get("recompute_factor", 1.0),
         )
 
 
