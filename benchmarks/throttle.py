@@ -1,6 +1,6 @@
 """Step time and peak on drives of a half, a tenth and a hundredth of this machine's, from the start and in mid-run.
 
-    python benchmarks/throttle.py --nvme_path DIR [--json FILE] [--model BERT] [--batch 4] [--overhead 0.2] [--tiny]
+    python benchmarks/throttle.py --nvme_path DIR [--json FILE] [--overhead 0.2] [--drive_only] [--model BERT] [--tiny]
 
 Lanes sleep for as long as a slower drive would have taken. On each drive the model trains under ``adaptive`` with
 ``max_step_overhead``; one drive becomes slower by ten when it has a plan. After steps enough for new plans all take
@@ -39,6 +39,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", choices=("BERT", "GPT", "T5"), default="BERT")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--overhead", type=float, default=0.2, help="max_step_overhead")
+    parser.add_argument("--drive_only", action="store_true", help="recompute nothing: what is not moved is kept")
     parser.add_argument("--minutes", type=float, default=3.0, help="for the rounds; two are run in any case")
     parser.add_argument("--rounds", type=int, default=15, help="at most")
     parser.add_argument("--steps", type=int, default=3, help="of each turn")
@@ -47,9 +48,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def contender(name: str, overhead: float, drive: ThrottledBackend) -> Contender:
+def contender(name: str, options: argparse.Namespace, drive: ThrottledBackend) -> Contender:
     """Adaptive on a drive."""
-    return Contender(name, "adaptive", {"max_step_overhead": overhead}, drive)
+    limits = {"max_step_overhead": options.overhead, "recompute": not options.drive_only}
+    return Contender(name, "adaptive", limits, drive)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -63,15 +65,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     race = Race(Workload.of(shape, device), device, block)
     drives = {part: ThrottledBackend() for part in PARTS}
     try:
-        race.enter([PLAIN, AGAIN, contender("drive 1/1", options.overhead, drives[1])])
+        race.enter([PLAIN, AGAIN, contender("drive 1/1", options, drives[1])])
         full = race.runners["drive 1/1"].offloader
         (path,) = full.report().bandwidth if full is not None else ()
         rates = path["write_alone_bytes_per_s"], path["read_alone_bytes_per_s"]
         for part in PARTS[1:]:
             drives[part].throttle(rates[0] / part, rates[1] / part)
-            race.enter([contender(f"drive 1/{part}", options.overhead, drives[part])])
+            race.enter([contender(f"drive 1/{part}", options, drives[part])])
         later = ThrottledBackend()
-        race.enter([contender(f"drive 1/{IN_MID_RUN} in mid-run", options.overhead, later)])
+        race.enter([contender(f"drive 1/{IN_MID_RUN} in mid-run", options, later)])
         later.throttle(rates[0] / IN_MID_RUN, rates[1] / IN_MID_RUN)
         for runner in race.runners.values():
             runner.turn(options.settle)
@@ -84,6 +86,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "shape": shape.name,
         "overhead": options.overhead,
+        "drive_only": options.drive_only,
         "rates": rates,
         "rounds": len(rounds),
         "noise": noise,
@@ -111,7 +114,8 @@ def table(found: dict[str, Any]) -> list[str]:
     """Markdown."""
     write, read = (rate / 1e9 for rate in found["rates"])
     lines = [
-        f"{found['shape']}, max_step_overhead {found['overhead']}, drive {write:.2f} GB/s of writes and {read:.2f} of "
+        f"{found['shape']}, max_step_overhead {found['overhead']}{', nothing recomputed' * found['drive_only']}, "
+        f"drive {write:.2f} GB/s of writes and {read:.2f} of "
         f"reads, {found['rounds']} rounds, noise {found['noise']:.1%}",
         "",
         "| contender | step s | / plain | peak MiB | NVMe MiB | recomputed | plans |",
