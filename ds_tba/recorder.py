@@ -242,7 +242,14 @@ class Recorder:
 
     def hooks_s(self) -> float:
         """What the cache's hooks took beside moving, if the cache times its moves; blocks as :meth:`trace` does."""
-        took_s = sum(self._clock.elapsed_s(*hook) for hook in self._hooks)
+        return self._beside_moves_s(self._hooks)
+
+    def pauses_s(self) -> float:
+        """The same with what the recorder itself took in them."""
+        return self._beside_moves_s(self._pauses)
+
+    def _beside_moves_s(self, spans: Sequence[tuple[Any, Any]]) -> float:
+        took_s = sum(self._clock.elapsed_s(*span) for span in spans)
         return max(0.0, took_s - sum(self._clock.elapsed_s(*move) for move in self._moves))
 
     def _shape(self) -> list[tuple[int, str]]:

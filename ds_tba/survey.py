@@ -63,6 +63,7 @@ class Survey:
         self._rehearsal: Rehearsal | None = None
         self._recorded_bytes = 0  # moved in each step of the last recording
         self._hooks_s = 0.0  # in each of its micro-steps, beside moving
+        self._pauses_s = 0.0  # the same with the recorder's own work
         self._recompute_factor: float | None = None
         self.paths: dict[int, str] = {}
         self.trace: Trace | None = None
@@ -189,7 +190,9 @@ class Survey:
         self.layout = recording.layout()
         self._recorded_bytes = recording.moved_bytes
         # The host of an asynchronous device runs ahead of it: there hooks cost nothing.
-        self._hooks_s = recording.hooks_s() if self.trace.resources.is_synchronous else 0.0
+        is_synchronous = self.trace.resources.is_synchronous
+        self._hooks_s = recording.hooks_s() if is_synchronous else 0.0
+        self._pauses_s = recording.pauses_s() if is_synchronous else 0.0
 
     def _begin_rehearsing(self, unfit_blocks: frozenset[str]) -> bool:
         if self._planning is None or self._recompute_factor is not None:
@@ -216,6 +219,7 @@ class Survey:
         """By lanes, of the kernels of a recorded step."""
         if rehearsed is None:
             return self._machine.taken_s(self._recorded_bytes)
-        taken_s = trace.step_s + trace.micro_steps * self._hooks_s - rehearsed.kept_s
+        # A rehearsed step has work of checkpoints outside of its recomputations: about as much as a recorder's own.
+        taken_s = trace.step_s + trace.micro_steps * self._pauses_s - rehearsed.kept_s
         self._machine.learn_taken(taken_s, self._recorded_bytes - rehearsed.moved_bytes)
         return max(0.0, taken_s)

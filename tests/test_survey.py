@@ -283,13 +283,13 @@ SYNCHRONOUS = replace(TRACE, resources=replace(TRACE.resources, is_synchronous=T
 
 
 def corrected(
-    rehearsal: Rehearsal | None, hooks_s: float, trace: Trace = SYNCHRONOUS
+    rehearsal: Rehearsal | None, hooks_s: float, trace: Trace = SYNCHRONOUS, pauses_s: float = 0.0
 ) -> tuple[Survey, Learning, Trace]:
     machine = Learning()
     survey = Survey(
         TensorCache([], "cpu", 1, wait_for_staging=True), Ticks(), machine, NoOthers(), None, lambda _: None
     )
-    survey._recorded_bytes, survey._hooks_s = 5000, hooks_s
+    survey._recorded_bytes, survey._hooks_s, survey._pauses_s = 5000, hooks_s, hooks_s + pauses_s
     return survey, machine, survey._corrected(trace, rehearsal)
 
 
@@ -320,3 +320,9 @@ def test_on_a_device_the_times_are_those_of_its_own_clock() -> None:
     _, machine, trace = corrected(rehearsed(*[(1.75, 0.5)] * 3), 0.0, TRACE)
     assert trace.step_s == TRACE.step_s and not machine.learned
     assert trace.recompute_factor == pytest.approx(0.5)
+
+
+def test_what_a_recorder_takes_stands_for_what_checkpoints_take_outside_of_recomputations() -> None:
+    _, machine, trace = corrected(rehearsed(*[(1.75, 0.5)] * 3), 0.1, pauses_s=0.2)
+    assert trace.step_s == pytest.approx(1.0 - 0.2)
+    assert machine.learned == [(pytest.approx(2.0 + 0.3 - 1.0), 4000)]

@@ -30,7 +30,7 @@ SEARCHED_GROUPS = 700
 MARGINS = (0.0, 0.02, 0.06)
 RELIEF_ROUNDS = 2
 # Steps closer than this part of one are equal.
-SAME_STEP_PART = 0.01
+SAME_STEP_PART = 0.02
 
 
 def keep(trace: Trace, limits: Limits) -> Plan:
