@@ -338,7 +338,6 @@ class Controller:
             return
         self.in_force = found
         self._cache.forget_order()
-        self._cache.time_moves(self._clock)
         self.plans += 1
         limits, cost = found.limits, found.plan.prediction
         allowed_s = max(cost.stall_s, limits.max_step_overhead * found.trace.step_s - cost.recomputed_s)

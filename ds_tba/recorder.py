@@ -105,17 +105,17 @@ class Recorder:
         cache: does the saving.
         clock: of the training device.
         paths: for each module (by ``id``) its path in the model.
-        sees_frees: whether memory that was moved is free as soon as forward lets go of it. On an asynchronous device a
-            copy holds it until the host sees that it is done, which says nothing about forward.
+        is_synchronous: whether the device is the host. Elsewhere a copy holds what was moved until the host sees that
+            it is done, which says nothing about when forward lets go of it; and hooks take no time of the device.
     """
 
-    def __init__(self, cache: TensorCache, clock: Clock, paths: dict[int, str], *, sees_frees: bool = True) -> None:
+    def __init__(self, cache: TensorCache, clock: Clock, paths: dict[int, str], *, is_synchronous: bool = True) -> None:
         self._cache = cache
         self._pack: Callable[[torch.Tensor], Any] = cache.pack
         self._unpack: Callable[[Any], torch.Tensor] = cache.unpack
         self._clock = clock
         self._paths = paths
-        self._sees_frees = sees_frees
+        self._is_synchronous = is_synchronous
         self._modules: list[str] = [""]
         self._pauses: list[tuple[Any, Any]] = []
         self._storages: list[_Storage] = []
@@ -166,7 +166,7 @@ class Recorder:
         """Autograd's pack hook."""
         before = self._clock.mark()
         held = self._pack(tensor)
-        self._hooks.append((before, self._clock.mark()))
+        self._note_hook(before)
         scope = self._scopes[-1]
         recorded = Recorded(self, held, self._saved(held, tensor, scope), scope.number)
         self._pauses.append((before, self._clock.mark()))
@@ -178,7 +178,7 @@ class Recorder:
             return self._unpack(recorded.held)
         before = self._clock.mark()
         tensor = self._unpack(recorded.held)
-        self._hooks.append((before, self._clock.mark()))
+        self._note_hook(before)
         at = len(self._pauses)
         self._uses.append((at, recorded.scope))
         if recorded.index != _NOTHING and self._storages[recorded.index].unpacked is None:
@@ -241,7 +241,7 @@ class Recorder:
         return times[min(self._forward_end, len(times) - 1)], end_s
 
     def hooks_s(self) -> float:
-        """What the cache's hooks took beside moving, if the cache times its moves; blocks as :meth:`trace` does."""
+        """What the cache's hooks took of the device beside moving; the cache must time its moves."""
         return self._beside_moves_s(self._hooks)
 
     def pauses_s(self) -> float:
@@ -249,6 +249,8 @@ class Recorder:
         return self._beside_moves_s(self._pauses)
 
     def _beside_moves_s(self, spans: Sequence[tuple[Any, Any]]) -> float:
+        if not self._is_synchronous:
+            return 0.0
         took_s = sum(self._clock.elapsed_s(*span) for span in spans)
         return max(0.0, took_s - sum(self._clock.elapsed_s(*move) for move in self._moves))
 
@@ -305,6 +307,11 @@ class Recorder:
 
     # ---- what the marks are of ----------------------------------------------------------------------------------
 
+    def _note_hook(self, before: Any) -> None:
+        """The cache's own part of a hook that began at that mark is over."""
+        if self._is_synchronous:
+            self._hooks.append((before, self._clock.mark()))
+
     def _pause(self, work: Callable[[], object]) -> None:
         """Do something of ours while the trace's clock stands still."""
         before = self._clock.mark()
@@ -337,7 +344,7 @@ class Recorder:
             scope.members[index] = None
         storage = self._storages[index]
         storage.left = len(self._pauses)
-        if self._sees_frees and isinstance(held, SavedView) and held.is_offloaded:
+        if self._is_synchronous and isinstance(held, SavedView) and held.is_offloaded:
             storage.left = None
             setattr(tensor.untyped_storage(), _WATCH, _Watch(self, index))
         if scope.pass_number not in storage.passes:

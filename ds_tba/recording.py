@@ -40,7 +40,7 @@ class Recording:
         clock: of the training device.
         paths: for each module (by ``id``) its path in the model.
         others: what others move.
-        sees_frees: see :class:`ds_tba.recorder.Recorder`.
+        is_synchronous: see :class:`ds_tba.recorder.Recorder`.
 
     Attributes:
         running: the recorder of the micro-step that runs, if it is recorded.
@@ -48,13 +48,13 @@ class Recording:
     """
 
     def __init__(
-        self, cache: TensorCache, clock: Clock, paths: dict[int, str], others: Others, *, sees_frees: bool
+        self, cache: TensorCache, clock: Clock, paths: dict[int, str], others: Others, *, is_synchronous: bool
     ) -> None:
         self._cache = cache
         self._clock = clock
         self._paths = paths
         self._others = others
-        self._sees_frees = sees_frees
+        self._is_synchronous = is_synchronous
         self._done: list[Recorder] = []
         self._is_broken = False  # what this step recorded is no micro-step
         self._backward_ended: Any = None
@@ -79,7 +79,7 @@ class Recording:
         """A forward begins: what records it, if it is to be."""
         if self.is_enough or self._is_broken:
             return None
-        self.running = Recorder(self._cache, self._clock, self._paths, sees_frees=self._sees_frees)
+        self.running = Recorder(self._cache, self._clock, self._paths, is_synchronous=self._is_synchronous)
         self._sampled_s = [time.perf_counter()]
         self._others.begin()
         return self.running
@@ -144,7 +144,7 @@ class Recording:
         return last.trace(resources(self._traffic_beside(last)), rest_s, micro_steps)
 
     def hooks_s(self) -> float:
-        """What the hooks took in a micro-step beside moving, which the trace does not count."""
+        """What the hooks took of the device in a micro-step beside moving, which the trace does not count."""
         return sum(recorder.hooks_s() for recorder in self._done) / len(self._done)
 
     def pauses_s(self) -> float:

@@ -134,9 +134,11 @@ class Survey:
     def record(self) -> None:
         """Record the micro-steps of the next step, too."""
         if self._recording is None:
-            sees_frees = self._machine.resources().is_synchronous
+            is_synchronous = self._machine.resources().is_synchronous
             self._cache.time_moves(self._clock)
-            self._recording = Recording(self._cache, self._clock, self.paths, self._others, sees_frees=sees_frees)
+            self._recording = Recording(
+                self._cache, self._clock, self.paths, self._others, is_synchronous=is_synchronous
+            )
 
     def stop(self) -> None:
         """Record nothing more."""
@@ -189,10 +191,7 @@ class Survey:
             return
         self.layout = recording.layout()
         self._recorded_bytes = recording.moved_bytes
-        # The host of an asynchronous device runs ahead of it: there hooks cost nothing.
-        is_synchronous = self.trace.resources.is_synchronous
-        self._hooks_s = recording.hooks_s() if is_synchronous else 0.0
-        self._pauses_s = recording.pauses_s() if is_synchronous else 0.0
+        self._hooks_s, self._pauses_s = recording.hooks_s(), recording.pauses_s()
 
     def _begin_rehearsing(self, unfit_blocks: frozenset[str]) -> bool:
         if self._planning is None or self._recompute_factor is not None:

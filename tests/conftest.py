@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from disks import EXT4, MIB, Disk, mounted, run, until
 from doubles import CpuAccelerator
 from fault_table import FaultTable
@@ -35,6 +36,15 @@ def make_backend(name: str) -> IoBackend:
 @pytest.fixture(params=["posix", pytest.param("aio", marks=pytest.mark.aio)])
 def backend(request: pytest.FixtureRequest) -> IoBackend:
     return make_backend(request.param)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For tensors so small: several threads mostly wait for one another, and for a machine that others use too."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from ds_tba.blocks import Block, Blocks, find_blocks
 from ds_tba.cache import TensorCache
 from ds_tba.errors import ActivationModifiedError, IncompatibleError
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 WIDTH, LENGTH, BATCH = 16, 8, 4
 Event = tuple[str, int]
 
@@ -107,15 +108,6 @@ class Bench:
         ours = self.micro_step(*wanted, **more)
         more.pop("around", None)
         assert_same(ours, run(self.twin, **{"seed": 7, **more}))
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """For tensors so small, several threads mostly wait for one another."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def run(

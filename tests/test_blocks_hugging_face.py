@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_blocks import Listener, assert_same, one_thread  # noqa: F401 - a fixture
+from test_blocks import Listener, assert_same
 from torch import Tensor, nn
 
 from ds_tba.blocks import Blocks, find_blocks
 
 transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 LAYERS, WORDS = 3, 64
 WIDTHS: dict[str, Any] = {

@@ -58,7 +58,7 @@ LEVELS = [
     ["estimate.dry_run", "estimate.footprint"],
     ["estimate.outlook"],
     ["estimate.estimate"],
-    ["cli.table"],
+    ["cli.numbers", "cli.table"],
     ["cli.doctor", "cli.estimate", "cli.report", "cli.tune"],
     ["cli", "autoload", "__init__", "__main__"],
 ]

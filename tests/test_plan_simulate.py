@@ -300,6 +300,16 @@ def test_figures_agree_with_each_other(case: tuple[Trace, Assignment]) -> None:
     assert found.peak_staging_bytes <= trace.resources.staging_bytes
 
 
+@pytest.mark.parametrize("factor", [1.0, 0.25])
+def test_a_recomputation_makes_storages_again_as_fast_as_it_runs(factor: float) -> None:
+    trace = replace(
+        one_block(storage(0.0, 2.0), storage(0.5, 1.5), machine=traces.resources()), recompute_factor=factor
+    )
+    start_s = trace.blocks[0].forward_start_s
+    again_s = [(row.pack_s - start_s) * factor for row in trace.storages]
+    assert any(again_s) and Timeline.of(trace).made_again_s.tolist() == pytest.approx(again_s)
+
+
 @given(cases())
 @ANY
 def test_what_goes_to_nvme_is_written_or_handed_over(case: tuple[Trace, Assignment]) -> None:

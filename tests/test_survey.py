@@ -129,7 +129,7 @@ def test_hooks_are_what_they_take_beside_moving() -> None:
 
 def test_a_recording_is_enough_when_it_has_two_and_counts_what_moved(cache: TensorCache) -> None:
     ticks = Ticks()
-    recording, model = Recording(cache, ticks, {}, NoOthers(), sees_frees=True), Stack(ticks)
+    recording, model = Recording(cache, ticks, {}, NoOthers(), is_synchronous=True), Stack(ticks)
     for number in range(RECORDINGS):
         assert not recording.is_enough
         recorder = recording.begin()
@@ -149,7 +149,7 @@ def test_a_recording_is_enough_when_it_has_two_and_counts_what_moved(cache: Tens
 
 def test_two_forwards_before_a_backward_are_no_recording(cache: TensorCache) -> None:
     ticks = Ticks()
-    recording, model = Recording(cache, ticks, {}, NoOthers(), sees_frees=True), Stack(ticks)
+    recording, model = Recording(cache, ticks, {}, NoOthers(), is_synchronous=True), Stack(ticks)
     for _ in range(2):
         recorder = recording.begin()
         if recorder is not None:

@@ -18,21 +18,13 @@ from ds_tba.io.select import Selection
 from ds_tba.monitor import NOISE_FACTOR, NOISE_S, PROBE_STEPS
 from ds_tba.offloader import ActivationOffloader
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 ROWS = 2048  # 0.5 MiB, and 2 MiB in the middle of a block: too large to share a request
 FULL = 800e6  # bytes per second, whatever the machine's drive can do
 PARTS = (1, 2, 10, 100)
 OVERHEAD = 0.5
 ENOUGH_STEPS = 24  # for the monitor to have come to an end
 Make = Callable[[ThrottledBackend], tuple[Model, ActivationOffloader]]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Or steps of milliseconds would be as long as the pauses of a machine that others use too."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

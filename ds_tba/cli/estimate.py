@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ds_tba.cli.numbers import above_0, count
 from ds_tba.cli.table import table
 from ds_tba.errors import DsTbaError
 
@@ -47,16 +48,16 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--config", type=Path, required=True, help="ds_config.json")
     parser.add_argument("--model", required=True, help="FILE.py:function, or an HF config.json")
-    parser.add_argument("--batch", type=_count, help="sequences of a micro-step and rank (default: the config's)")
-    parser.add_argument("--seq", type=_count, required=True, help="tokens of a sequence")
+    parser.add_argument("--batch", type=count, help="sequences of a micro-step and rank (default: the config's)")
+    parser.add_argument("--seq", type=count, required=True, help="tokens of a sequence")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="that will train (default: cuda)")
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="of the parameters (default: the config's)")
-    parser.add_argument("--tflops", type=_rate, help="that products reach (default: 400, in fp32 50; CPU: measured)")
-    parser.add_argument("--memory-gbps", type=_rate, help="GB/s of device memory (default: 3350; CPU: measured)")
-    parser.add_argument("--copy-gbps", type=_rate, help="GB/s between device and host (default: 50; CPU: measured)")
-    parser.add_argument("--write-gbps", type=_rate, help="GB/s that all drives write (default: measured, else 4.2)")
-    parser.add_argument("--read-gbps", type=_rate, help="GB/s that all drives read (default: measured, else 7.1)")
-    parser.add_argument("--longest-seq", type=_count, default=1 << 20, help="end of the search (default: 1048576)")
+    parser.add_argument("--tflops", type=above_0, help="that products reach (default: 400, in fp32 50; CPU: measured)")
+    parser.add_argument("--memory-gbps", type=above_0, help="GB/s of device memory (default: 3350; CPU: measured)")
+    parser.add_argument("--copy-gbps", type=above_0, help="GB/s between device and host (default: 50; CPU: measured)")
+    parser.add_argument("--write-gbps", type=above_0, help="GB/s that all drives write (default: measured, else 4.2)")
+    parser.add_argument("--read-gbps", type=above_0, help="GB/s that all drives read (default: measured, else 7.1)")
+    parser.add_argument("--longest-seq", type=count, default=1 << 20, help="end of the search (default: 1048576)")
     parser.add_argument("--json", type=Path, help="write everything to this file, too")
     parser.set_defaults(run=run)
 
@@ -291,23 +292,3 @@ def _longer(part: float) -> str:
 
 def _scaled(value: float | None, unit: float) -> float | None:
     return None if value is None else value * unit
-
-
-def _count(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: it must be a whole number of 1 or more")
-    return value
-
-
-def _rate(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r}: it must be a number above 0, in the unit that the option names")
-    return value

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ds_tba.cli.numbers import above_0
 from ds_tba.cli.table import table
 from ds_tba.errors import DsTbaError
 
@@ -36,8 +37,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--nvme_path", "--nvme-path", action="append", required=True, help="a directory on a drive (may be repeated)"
     )
-    parser.add_argument("--seconds", type=_above_0, default=20.0, help="of measuring, about (default: 20)")
-    parser.add_argument("--most-gib", type=_above_0, default=32.0, help="to write at most, about (default: 32)")
+    parser.add_argument("--seconds", type=above_0, default=20.0, help="of measuring, about (default: 20)")
+    parser.add_argument("--most-gib", type=above_0, default=32.0, help="to write at most, about (default: 32)")
     parser.add_argument("--backend", action="append", choices=("posix", "aio"), help="only this one (may be repeated)")
     parser.add_argument("--json", type=Path, help="write everything to this file, too")
     parser.set_defaults(run=run)
@@ -186,13 +187,3 @@ def to_dict(tuned: Tuned) -> dict[str, Any]:
             for one, found in tuned.found.items()
         ],
     }
-
-
-def _above_0(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r}: it must be a number above 0")
-    return value

@@ -81,8 +81,7 @@ def _made_again_s(timeline: Timeline, dropped: Bools, recompute_at_s: Floats) ->
     owner = np.where(dropped, timeline.owner, 0)
     if not dropped.any():
         return np.zeros(timeline.storages)
-    into_s = timeline.pack_s - timeline.forward_start_s[owner]
-    return np.asarray(recompute_at_s[owner] + np.clip(into_s, 0.0, timeline.recompute_s[owner]))
+    return np.asarray(recompute_at_s[owner] + np.minimum(timeline.made_again_s, timeline.recompute_s[owner]))
 
 
 def _highest(begins: Floats, ends: Floats, nbytes: Ints) -> int:

@@ -41,6 +41,7 @@ class Timeline:
     Attributes:
         padded_bytes: sizes as they count in staging and on the drive.
         owner: the block whose recomputation makes a storage again; -1 where several blocks saved it, or none.
+        made_again_s: how far into that recomputation; 0 without an owner.
         unsaved: nobody saves it unless a block that reads it is recomputed.
         input_storage, input_block: one entry for each input of each block.
         reader_storage, reader_block: the same, and one for each block that saved the storage.
@@ -59,7 +60,7 @@ class Timeline:
     input_block: Ints
     reader_storage: Ints
     reader_block: Ints
-    forward_start_s: Floats
+    made_again_s: Floats
     recompute_s: Floats
     backward_start_s: Floats
     recomputable: Bools
@@ -74,6 +75,9 @@ class Timeline:
         rows, blocks = trace.storages, trace.blocks
         nbytes = np.array([row.nbytes for row in rows], np.int64)
         owners = [row.blocks[0] if len(row.blocks) == 1 else OUTSIDE for row in rows]
+        into_s = [
+            0.0 if n == OUTSIDE else row.pack_s - blocks[n].forward_start_s for n, row in zip(owners, rows, strict=True)
+        ]
         inputs = [(index, number) for number, block in enumerate(blocks) for index in block.inputs]
         savers = [(index, number) for index, row in enumerate(rows) for number in row.blocks if number != OUTSIDE]
         input_pairs = np.array(inputs, np.int64).reshape(-1, 2)
@@ -92,7 +96,7 @@ class Timeline:
             input_pairs[:, 1],
             reader_pairs[:, 0],
             reader_pairs[:, 1],
-            np.array([block.forward_start_s for block in blocks], float),
+            np.maximum(0.0, np.array(into_s, float)) * trace.recompute_factor,
             np.array([block.forward_s * trace.recompute_factor for block in blocks], float),
             np.array([block.backward_start_s for block in blocks], float),
             np.array([block.is_recomputable for block in blocks], bool),
@@ -170,7 +174,7 @@ class Timeline:
             inputs[1],
             readers[0],
             readers[1],
-            self.forward_start_s,
+            mean(self.made_again_s),
             self.recompute_s,
             self.backward_start_s,
             self.recomputable,
