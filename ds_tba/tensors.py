@@ -124,9 +124,12 @@ def eligibility(tensor: torch.Tensor, device_type: str, min_tensor_bytes: int) -
         device_type: the training device, such as ``"cuda"``; a tensor elsewhere costs no device memory.
         min_tensor_bytes: storages smaller than this are kept.
     """
-    if is_parameter(tensor):
+    if type(tensor) is not torch.Tensor:
+        return Eligibility.PARAMETER if is_parameter(tensor) else Eligibility.SUBCLASS
+    base = tensor._base  # autograd calls this for all it saves: what is usual is told without the costly checks
+    if base is not None and isinstance(base, torch.nn.Parameter):
         return Eligibility.PARAMETER
-    if type(tensor) is not torch.Tensor or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return Eligibility.SUBCLASS
     if tensor.layout is not torch.strided or tensor.is_quantized:
         return Eligibility.NOT_DENSE
@@ -149,6 +152,8 @@ def eligibility(tensor: torch.Tensor, device_type: str, min_tensor_bytes: int) -
 
 def span_bytes(tensor: torch.Tensor) -> int:
     """Bytes of storage between the first and the last element of a view, both included."""
+    if tensor.is_contiguous():
+        return tensor.numel() * tensor.element_size()
     last = 0
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         if size == 0:
