@@ -361,7 +361,10 @@ class Controller:
 
     def summary(self) -> dict[str, Any] | None:
         """The plan for the report; None without one."""
-        return None if self.in_force is None else {"reason": self.monitor.reason, **self.in_force.summary()}
+        if self.in_force is None:
+            return None
+        monitor = self.monitor
+        return {"reason": monitor.reason, "measured_step_s": monitor.measured_step_s, **self.in_force.summary()}
 
 
 def _rates(resources: Resources) -> tuple[float, ...]:

@@ -123,6 +123,11 @@ class Monitor:
         self._rates, self._best_rates = rates, tuple(map(max, rates, best))
         self._walls_s, self._moved_s = [], []
 
+    @property
+    def measured_step_s(self) -> float | None:
+        """What steps under the plan take: the median of the last few; None before the first."""
+        return median(self._walls_s) if self._walls_s else None
+
     def traced(self, step: int) -> None:
         """There is a new trace."""
         self._again.done(step)

@@ -34,6 +34,15 @@ def monitor() -> Monitor:
     return monitor
 
 
+def test_what_steps_take_is_the_median_of_the_last_few_under_the_plan(monitor: Monitor) -> None:
+    assert monitor.measured_step_s is None
+    for step, wall_s in enumerate([9.0, 9.0, 1.0, 2.0, 3.0, 4.0, 5.0], 3):
+        monitor.wish(step, replace(GOOD, wall_s=wall_s))
+    assert monitor.measured_step_s == 3.0
+    monitor.planned(10, step_s=1.02, allowed_s=0.02, promised_s=0.02, rates=RATES)
+    assert monitor.measured_step_s is None
+
+
 def test_a_promise_that_is_kept_is_no_reason(monitor: Monitor) -> None:
     assert {monitor.wish(step, GOOD) for step in range(3, 500)} == {Want.GO_ON}
     assert monitor.safety == 1.0

@@ -34,7 +34,8 @@ class OffloadReport:
         recomputed_bytes: made again in backward instead of being saved.
         step_peak_saved_bytes: ``peak_saved_bytes`` of the last whole step alone (with placement "adaptive").
         plans: how many plans there were.
-        plan: the one in force: planner, reason, bytes of each placement, and what it promises; None without one.
+        plan: the one in force: planner, reason, bytes of each placement, what it promises, and ``measured_step_s``, the
+            median of the last steps under it (None before the first); None without one.
         bandwidth: for each path its written bytes and its rates of late, as measured.
         wear: for each path the fields of :class:`ds_tba.telemetry.wear.PathWear`.
     """
@@ -125,10 +126,7 @@ class OffloadReport:
                     "  plan: peak saved",
                     f"{_size(self.plan['peak_saved_bytes'])} ({_size(self.step_peak_saved_bytes)} found)",
                 ),
-                (
-                    "  plan: step",
-                    f"{self.plan['step_s']:.3g} s, {self.plan['step_s'] / self.plan['kept_step_s'] - 1:+.1%}",
-                ),
+                ("  plan: step", _step(self.plan)),
                 ("made again in backward", _size(self.recomputed_bytes)),
             ]
         rows += [(f"  fallback: {reason}", str(count)) for reason, count in self.fallbacks_by_reason.items()]
@@ -139,6 +137,12 @@ class OffloadReport:
 def rank_path(path: str, rank: int) -> Path:
     """Where a rank writes its report: ``path`` for rank 0, ``path.rankN`` beyond."""
     return Path(path).expanduser() if rank == 0 else Path(f"{path}.rank{rank}").expanduser()
+
+
+def _step(plan: dict[str, Any]) -> str:
+    text = f"{plan['step_s']:.3g} s, {plan['step_s'] / plan['kept_step_s'] - 1:+.1%}"
+    measured_s = plan.get("measured_step_s")  # a file may be older
+    return text if measured_s is None else f"{text} ({measured_s:.3g} s found)"
 
 
 def _wear(path: dict[str, Any]) -> str:
