@@ -98,4 +98,5 @@ def test_ranks_with_unequal_drives_recompute_the_same_blocks_under_zero_3(tmp_pa
     own = [report["bandwidth"][0]["write_alone_bytes_per_s"] for report in reports]
     assert own[0] > 3 * own[1]
     assert all(report["plan"]["recomputed_blocks"] > 0 and report["recomputed_bytes"] > 0 for report in reports)
-    assert reports[0]["plan"] == {**reports[1]["plan"], "reason": reports[0]["plan"]["reason"]}
+    plans = [{**report["plan"], "reason": "", "measured_step_s": None} for report in reports]  # those are a rank's own
+    assert plans[0] == plans[1]
