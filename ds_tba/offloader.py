@@ -108,6 +108,11 @@ class ActivationOffloader:
         )
         atexit.register(self.close)
 
+    def _room_bytes(self) -> float:
+        """For activations, on the device; the memory of a CPU is that of all ranks of its machine."""
+        ranks = self._ranks_on_node if self._accelerator.is_synchronized_device() else 1
+        return self._accelerator.free_bytes() / ranks
+
     def watch(self, model: nn.Module, agreement: Agreement, planner: Planner = adaptive) -> None:
         """Plan for a model, where the placement is "adaptive", and record a trace where ``report.trace_path`` is set.
 
@@ -128,7 +133,7 @@ class ActivationOffloader:
             self.cache,
             self._tiers.by_placement,
             Always(list(self._tiers.by_placement.values()), wait=True),
-            Planning(planner, self._limits, rates, self._accelerator.free_bytes, agreement) if plans else None,
+            Planning(planner, self._limits, rates, self._room_bytes, agreement) if plans else None,
             rates,
             OthersTraffic([(path.file.directory, path.meter) for path in self._tiers.paths], self._ranks_on_node),
             agreement,
@@ -241,7 +246,9 @@ class ActivationOffloader:
                 if config.activation_budget_bytes is not None
                 else f"lowest peak within {config.max_step_overhead:.1%} of the step's time"
             )
-            return f"the first steps are measured with everything moved or recomputed, then planned for the {least}"
+            return (
+                f"the first steps are measured with everything moved, recomputed or kept, then planned for the {least}"
+            )
         ignored = [key for key in _FOR_PLANS if getattr(config, key) != OffloadConfig.model_fields[key].default]
         ignored += ["ssd.min_life_days"] if config.ssd.min_life_days else []
         rule = f'placement "{config.placement}" is a rule, not a plan'

@@ -9,7 +9,6 @@ neither.
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -19,7 +18,9 @@ from typing import Any, Protocol
 import numpy
 import torch
 
-# Of device memory: for temporaries, fragments and what others hold, where nobody told a budget.
+from ds_tba.host_memory import available_bytes, give_back_freed_memory
+
+# Of a device's memory: for temporaries, fragments and what others hold, where nobody told a budget.
 TEMPORARY_PART = 0.1
 
 
@@ -106,8 +107,9 @@ class CpuAccelerator:
         return seconds
 
     def free_bytes(self) -> float:
-        """Memory for activations; nobody knows."""
-        return math.inf
+        """Memory of the machine that nobody holds now, less a part as on a device; all its processes share it."""
+        give_back_freed_memory()
+        return (1 - TEMPORARY_PART) * available_bytes()
 
 
 class DeviceAccelerator:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 from ds_tba.config import BLOCK, AioConfig, OffloadConfig
 from ds_tba.errors import BackendUnavailableError, ConfigError
+from ds_tba.host_memory import available_bytes
 from ds_tba.io.select import Selection, select_backend
 from ds_tba.plan.limits import TERABYTE
 from ds_tba.plan.placement import Placement
@@ -222,8 +222,7 @@ def _check_direct(file: SwapFile, selection: Selection) -> None:
 
 def _check_host_memory(budget_bytes: int, ranks_on_node: int) -> None:
     """Refuse a budget that the machine's free memory cannot hold, before taking it page by page."""
-    meminfo = Path("/proc/meminfo").read_text()
-    free_bytes = int(meminfo.partition("MemAvailable:")[2].split()[0]) * 1024
+    free_bytes = available_bytes()
     if budget_bytes * ranks_on_node > free_bytes:
         raise ConfigError(
             f'"{BLOCK}.host_budget_bytes" is {budget_bytes} for each of {ranks_on_node} rank(s) of this machine, with '

@@ -10,7 +10,8 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "ds_tba"
 LEVELS = [
     ["errors"],
-    ["config", "tensors", "spans", "notes", "states", "streams", "agreement", "monitor"],
+    ["config", "tensors", "spans", "notes", "states", "host_memory", "agreement", "monitor"],
+    ["streams"],
     ["layers", "recompute"],
     ["blocks"],
     ["telemetry.stats", "telemetry.report", "telemetry.drive"],
