@@ -73,8 +73,7 @@ def run(workload: Workload, variant: str, variants: Variants, device: Device, st
     way = variants.prepared(variant, workload.shape, workload.model)
     variants.settle()
     device.give_back()  # or what another variant left in the allocator would decide what this one reserves
-    for _ in range(variants.planning_steps(variant)):
-        workload.step(way)
+    variants.get_ready(variant, lambda: workload.step(way))
     device.synchronize()
     setup_s = time.monotonic() - started
     workload.model.reset()

@@ -39,8 +39,7 @@ def measure(
                 part["traces"][variant] = OUT_OF_TIME
                 continue
             way = variants.prepared(variant, shape, workload.model)
-            for _ in range(variants.planning_steps(variant)):
-                workload.step(way)
+            variants.get_ready(variant, lambda way=way: workload.step(way))
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.is_cuda else [])]
             workload.model.reset()
             workload.step(way)

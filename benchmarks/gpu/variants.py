@@ -29,8 +29,8 @@ OURS = {
     "ours adaptive, host": "adaptive",
     "ours adaptive, budget": "adaptive",
 }
-# Steps before a plan is in force: one to warm up, one that is recorded, and one in which the plan is made.
-PLANNING_STEPS = 3
+# One to warm up, two that are recorded, three rehearsals, or nine on a CPU: more are not waited for.
+MOST_STEPS_TO_A_PLAN = 20
 # Of the estimate of what a shape saves, which is from above: about half of what it really does.
 BUDGET_PART = 0.35
 # And of what host memory a plan may use: pinning takes half a second for each GiB.
@@ -186,10 +186,14 @@ class Variants:
             return Way(call=deepspeed_checkpoint(self._device, shape))
         return Way(call=plain)
 
-    def planning_steps(self, variant: str) -> int:
-        """How many steps a variant needs before it does what it will do from then on."""
-        plans = OURS.get(variant) == "adaptive" and not self._offloaders[variant].report().plans
-        return PLANNING_STEPS if plans else 0
+    def get_ready(self, variant: str, step: Callable[[], Any]) -> None:
+        """Step until a variant does what it will do from then on."""
+        if OURS.get(variant) != "adaptive":
+            return
+        for _ in range(MOST_STEPS_TO_A_PLAN):
+            if self._offloaders[variant].report().plans:
+                return
+            step()
 
     def plan(self, variant: str) -> dict[str, Any] | None:
         """The plan in force; None for those without."""
