@@ -44,7 +44,8 @@ def test_the_meter_sees_what_autograd_saves_and_backward_makes() -> None:
 
 def made(name: str, planner: str, ratio: float, peak: int, noise: float = 0.0, **more: Any) -> Point:
     step = Spread(ratio, ratio - noise, ratio + noise)
-    base = Point(name, planner, {}, 5, step, step, peak, None, None, None, 0.0, 0.0, 0.0, 0.0, None, 1)
+    turns_s = (ratio - noise, ratio, ratio + noise)
+    base = Point(name, planner, {}, 3, turns_s, step, step, peak, None, None, None, 0.0, 0.0, 0.0, 0.0, None, 1)
     return replace(base, **more)
 
 
@@ -71,7 +72,15 @@ def test_noise_is_what_the_same_model_differs_by() -> None:
     assert verdict([*noisy, other, mine]).beaten == [] and verdict([*noisy, other, mine]).holds
     found = verdict([BASE[0], made(AGAIN.name, "plain", 1.2, 100), other, mine])
     assert not found.holds and "TOO NOISY TO TELL" in found.line("GPT")
-    assert verdict([*BASE, made("tba", "tba", 1.0, 40, noise=0.1), mine]).beaten == []
+    assert verdict([*BASE, made("tba", "tba", 1.0, 40, noise=0.2), mine]).beaten == []
+
+
+def test_turns_are_compared_with_those_of_the_same_round() -> None:
+    slow_twice = (1.0, 2.0, 2.0, 1.0, 1.0)
+    other = made("tba", "tba", 1.0, 40, turns_s=slow_twice)
+    mine = made("a", "adaptive", 1.0, 40, turns_s=tuple(1.01 * s for s in slow_twice))
+    assert verdict([*BASE, other, mine]).beaten == []
+    assert verdict([*BASE, other, replace(mine, turns_s=tuple(1.03 * s for s in slow_twice))]).beaten == ["tba"]
 
 
 def test_what_the_hooks_cost_is_said() -> None:

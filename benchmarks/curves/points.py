@@ -43,7 +43,8 @@ class Point:
     """One contender.
 
     Attributes:
-        step_s: medians of the turns.
+        turns_s: the median step of each turn.
+        step_s: the same over the rounds.
         to_plain: the same as ratios to the plain model's turn in the same round.
         peak_bytes: by the neutral meter.
         saved_peak_bytes: as the offloader counts, and as the plan in force promised it.
@@ -56,6 +57,7 @@ class Point:
     planner: str
     limits: dict[str, Any]
     rounds: int
+    turns_s: tuple[float, ...]
     step_s: Spread
     to_plain: Spread
     peak_bytes: int | None
@@ -88,6 +90,7 @@ def point(contender: Contender, rounds: Rounds, peak_bytes: int | None) -> Point
         contender.planner or PLAIN.name,
         dict(contender.limits),
         len(rounds),
+        tuple(times_s),
         Spread.of(times_s),
         Spread.of([mine / plain for mine, plain in zip(times_s, plain_s, strict=True)]),
         max(device) if device else peak_bytes,
@@ -118,7 +121,8 @@ class Verdict:
     Attributes:
         beaten: points that no point of adaptive is as good as, in peak and in time. The plain model is not among them:
             as all planners, adaptive has hooks, and ``hooks`` says what they cost.
-        step_noise: by which two turns of the same thing differ here, at least.
+        step_noise: by which two turns of the same thing differ here, at least; half of what the middle half of the
+            rounds spans where two are compared, if that is more.
     """
 
     beaten: list[str]
@@ -176,9 +180,10 @@ def verdict(points: Sequence[Point]) -> Verdict:
 def _is_as_good(one: Point, other: Point, step_noise: float, room_bytes: float) -> bool:
     if one.peak_bytes is None or other.peak_bytes is None:
         return False
-    noise = max(step_noise, one.to_plain.noise, other.to_plain.noise)
+    # Of the same round: what slows the machine for some seconds slows both.
+    ratio = Spread.of([mine / its for mine, its in zip(one.turns_s, other.turns_s, strict=True)])
     is_small = one.peak_bytes <= other.peak_bytes + room_bytes
-    return is_small and one.to_plain.median <= other.to_plain.median * (1 + noise)
+    return is_small and ratio.median <= 1 + max(step_noise, ratio.noise)
 
 
 def row(point: Point) -> dict[str, Any]:

@@ -31,6 +31,8 @@ from ds_tba.plan.planner import PLANNERS
 
 MOST_STEPS_TO_A_PLAN = 20
 STEPS_AFTER_A_PLAN = 2
+# The plan of one that may choose is made again from what its steps take: it has come to rest after so many of them.
+STEPS_AT_REST, MOST_STEPS_TO_REST = 17, 80
 LEARNING_RATE = 0.0
 
 
@@ -103,6 +105,16 @@ class Runner:
                 break
         for _ in range(STEPS_AFTER_A_PLAN):
             self.step()
+        if self.offloader is not None and self.contender.planner == "adaptive":
+            self._come_to_rest()
+
+    def _come_to_rest(self) -> None:
+        plans, since = 0, 0
+        for _ in range(MOST_STEPS_TO_REST):
+            now = self.step().plans
+            plans, since = now, since + 1 if now == plans else 0
+            if since == STEPS_AT_REST:
+                return
 
     def turn(self, steps: int) -> list[StepTaken]:
         """So many measured steps."""
