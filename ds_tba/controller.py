@@ -1,8 +1,8 @@
 """Measures a few steps, plans, and has the plan followed, as long as it keeps its promises.
 
 [Note: The course] The first step runs with everything that is eligible moved, which is the safe thing to do while
-nothing is known; two micro-steps of the next ones are recorded; three more recompute every block that may be, where
-there is one rank (``survey.py``); from then on a plan is in force, and ``monitor.py`` looks at each step. Every
+nothing is known; two micro-steps of the next ones are recorded; more recompute every block that may be, where there is
+one rank (``survey.py``); from then on a plan is in force, and ``monitor.py`` looks at each step. Every
 decision falls at the end of an optimizer step, which every rank makes (a forward may be one rank's alone), and is one
 of all ranks: what one of them wants, all do.
 """
@@ -285,8 +285,12 @@ class Controller:
             step.unplanned,
             step.drift_bytes / max(1, self.in_force.trace.saved_bytes * step.micro_steps),
             _rates(resources),
+            self._machine.moved_bytes() if resources.is_synchronous else 0,
         )
-        return self.monitor.wish(self._steps, look)
+        want = self.monitor.wish(self._steps, look)
+        if self.monitor.excess_s:
+            self._machine.learn_excess(self.monitor.excess_s, look.lane_bytes)
+        return want
 
     def _do(self, want: Want) -> None:
         if want is Want.RECORD:

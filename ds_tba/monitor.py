@@ -3,9 +3,10 @@
 [Note: Looking] A plan promises what moving will cost. A step in which it cost more than that and than what the user
 allows, or in which storages found no room, asks for a new plan from what was measured since; where the rates are still
 those of the plan, they are taken to be lower than measured, by as much as the promise was exceeded, until it holds.
-What is not moved is not measured, so that drives that are slower than they were, or are taken to be, are measured anew
-now and then. Storages that the plan does not know, or steps that take longer for no reason of ours, or less time than
-the trace says, ask for a new trace.
+Steps in which lanes moved much on the processor of the kernels, and which are longer than promised one and all, ask for
+a plan that counts that as taken by the lanes. What is not moved is not measured, so that drives that are slower than
+they were, or are taken to be, and lanes that were blamed, are measured anew now and then. Storages that the plan does
+not know, or steps that take longer for no reason of ours, or less time than the trace says, ask for a new trace.
 
 Knows numbers only.
 """
@@ -28,9 +29,15 @@ LEAST_SAFETY = 1e-3
 MOST_DRIFT = 0.1
 WALL_STEPS = 5
 MOVED_STEPS = 3
+# Of so many steps all but the shortest ones are longer than promised by more than this part, and not by more than
+# moving can explain: then lanes that moved so much in a step are said to have taken it.
+LONG_STEPS, SHORTEST_STEPS = 8, 2
+LONG_PART = 0.03
+LEAST_LANE_BYTES = 4 << 20
 # Least and most steps between two of a kind; each time twice as many.
 LATE_STEPS = (1, 1000)
 RATE_STEPS = (5, 40)
+TAKEN_STEPS = (8, 1000)
 PROBE_STEPS = (50, 1000)
 TRACE_STEPS = (10, 1000)
 QUIET_STEPS = 50
@@ -77,6 +84,7 @@ class Look:
         unplanned: saves that the plan does not know.
         drift: by which part of all saved bytes storages differ in size from those of the plan.
         rates: of the drives as they are now.
+        lane_bytes: moved by lanes beside kernels that run on the same processor; 0 where they run on a device.
     """
 
     wall_s: float
@@ -85,6 +93,7 @@ class Look:
     unplanned: int
     drift: float
     rates: tuple[float, ...]
+    lane_bytes: int = 0
 
 
 class Monitor:
@@ -93,13 +102,17 @@ class Monitor:
     Attributes:
         safety: the part of the measured rates that a plan should count on.
         reason: of the last wish.
+        excess_s: by which steps are longer than promised, if that is why the last look asked for a plan; else 0.
     """
 
     def __init__(self) -> None:
         self.safety = 1.0
         self.reason = ""
+        self.excess_s = 0.0
+        self._has_blamed = False
         self._late = Backoff(*LATE_STEPS)
         self._rates_moved = Backoff(*RATE_STEPS)
+        self._taken = Backoff(*TAKEN_STEPS)
         self._probe = Backoff(*PROBE_STEPS)
         self._again = Backoff(*TRACE_STEPS)
         self._walls_s: list[float] = []
@@ -126,7 +139,7 @@ class Monitor:
     @property
     def measured_step_s(self) -> float | None:
         """What steps under the plan take: the median of the last few; None before the first."""
-        return median(self._walls_s) if self._walls_s else None
+        return median(self._walls_s[-WALL_STEPS:]) if self._walls_s else None
 
     def traced(self, step: int) -> None:
         """There is a new trace."""
@@ -135,11 +148,13 @@ class Monitor:
     def probed(self, step: int) -> None:
         """The machine was measured again."""
         self.safety = 1.0
+        self._has_blamed = False
         self._probe.done(step)
 
     def wish(self, step: int, look: Look) -> Want:
         """What to do at the beginning of ``step``, after what the one before it showed."""
-        self._walls_s = [*self._walls_s[1 - WALL_STEPS :], look.wall_s]
+        self._walls_s = [*self._walls_s[1 - LONG_STEPS :], look.wall_s]
+        self.excess_s = 0.0
         if look.unplanned and self._again.is_due(step):
             return self._because(Want.RECORD, f"{look.unplanned} saves that the plan did not know")
         if look.drift > MOST_DRIFT and self._again.is_due(step):
@@ -163,10 +178,14 @@ class Monitor:
         ):
             self._rates_moved.done(step)
             return self._because(Want.PLAN, "the drives' rates have changed")
-        if (self.safety < 1.0 or self._were_better(look.rates)) and self._probe.is_due(step):
+        if look.lane_bytes >= LEAST_LANE_BYTES and self._are_long() and self._taken.is_due(step):
+            self._taken.done(step)
+            self.excess_s, self._has_blamed = self._longer_s(), True
+            return self._because(Want.PLAN, f"moving makes steps {self.excess_s:.3g} s longer than was expected")
+        if (self.safety < 1.0 or self._has_blamed or self._were_better(look.rates)) and self._probe.is_due(step):
             return self._because(Want.PROBE, "the drives may be faster again")
-        if len(self._walls_s) == WALL_STEPS and self._again.is_due(step):
-            wall_s = median(self._walls_s)
+        if len(self._walls_s) >= WALL_STEPS and self._again.is_due(step):
+            wall_s = self.measured_step_s or 0.0
             if wall_s and not self._step_s / NOISE_FACTOR <= wall_s <= NOISE_FACTOR * self._step_s:
                 return self._because(Want.RECORD, f"steps took {wall_s:.3g} s where {self._step_s:.3g} s were expected")
         return Want.GO_ON
@@ -174,6 +193,14 @@ class Monitor:
     def _because(self, want: Want, reason: str) -> Want:
         self.reason = reason
         return want
+
+    def _are_long(self) -> bool:
+        """Whether steps are longer than promised, one and all, by what moving may well have taken."""
+        is_known = len(self._walls_s) == LONG_STEPS
+        return is_known and LONG_PART * self._step_s + NOISE_S < self._longer_s() < (NOISE_FACTOR - 1) * self._step_s
+
+    def _longer_s(self) -> float:
+        return sorted(self._walls_s)[SHORTEST_STEPS] - self._step_s
 
     def _were_better(self, rates: tuple[float, ...]) -> bool:
         """Whether a drive was seen to be faster: where the plan does not use it any more, nobody notices that it is."""

@@ -13,7 +13,7 @@ from typing import Protocol
 from ds_tba.agreement import Agreement
 from ds_tba.plan.layout import Layout
 from ds_tba.plan.limits import Limits
-from ds_tba.plan.planner import Planner, recompute_and_move
+from ds_tba.plan.planner import Planner, keep, recompute, recompute_and_move
 from ds_tba.plan.resources import scaled, slowest
 from ds_tba.plan.trace import Resources, Trace, Traffic
 from ds_tba.policy import PlanInForce
@@ -46,8 +46,12 @@ class Machine(Protocol):
         """Take into account what moving has taken of the training thread so far."""
         ...
 
-    def learn_taken(self, taken_s: float, moved_bytes: int) -> None:
-        """Take into account what moving so many bytes has taken of the kernels."""
+    def learn_taken(self, taken_s: float, error_s: float, moved_bytes: int) -> None:
+        """Take into account what moving so many bytes has taken of the kernels, and how well that is known."""
+        ...
+
+    def learn_excess(self, excess_s: float, moved_bytes: int) -> None:
+        """Take into account that moving so many bytes has taken so much more of the kernels than was known."""
         ...
 
     def resources(self, traffic: tuple[Traffic, ...] = ()) -> Resources:
@@ -83,7 +87,7 @@ class Planning:
         planner: chooses the placements.
         limits: what a plan may cost, given the seconds of a step.
         machine: what this rank can move.
-        room_bytes: device memory that is free for activations at the beginning of a step; infinite if nobody knows.
+        room_bytes: device memory that is free for activations at the beginning of a step.
         agreement: the ranks.
     """
 
@@ -126,17 +130,31 @@ class Planning:
         return found
 
     def rehearsal(self, trace: Trace | None, layout: Layout, unfit_blocks: frozenset[str]) -> PlanInForce | None:
-        """A plan that recomputes all blocks that may be; None if none can be, or it would not fit. A collective.
+        """A plan for steps that show what recomputing takes, or what a step takes without lanes. A collective.
+
+        It recomputes all blocks that may be. On a CPU, where lanes would disturb what is measured, it moves nothing
+        unless that would be too much for the budget or the memory, and is one that keeps everything where nothing may
+        be recomputed; on a device it moves everything else.
 
         Args:
             trace, layout, unfit_blocks: see :meth:`make`.
+
+        Returns:
+            None if it would show nothing, or not fit the device.
         """
-        if not self._limits(0.0).recompute:
-            return None
-        found = self._agreed(recompute_and_move, self._unbounded, trace, layout, 1.0, unfit_blocks, 0.0)
-        if isinstance(found, str) or not any(found.plan.recomputed_blocks):
-            return None
-        return found if found.limits.activation_budget_bytes is None else None
+        is_cpu = self._machine.resources().is_synchronous
+        planners = [recompute, recompute_and_move] if self._limits(0.0).recompute else [keep]
+        for planner in planners if is_cpu else [one for one in planners if one is recompute_and_move]:
+            found = self._agreed(planner, self._unbounded, trace, layout, 1.0, unfit_blocks, 0.0)
+            if isinstance(found, str):
+                return None
+            if planner is recompute_and_move and not any(found.plan.recomputed_blocks):
+                return None
+            budget_bytes = self._limits(found.trace.step_s).activation_budget_bytes
+            is_small = budget_bytes is None or found.plan.prediction.peak_saved_bytes <= budget_bytes
+            if found.limits.activation_budget_bytes is None and (is_small or planner is recompute_and_move):
+                return found
+        return None
 
     def _unbounded(self, step_s: float) -> Limits:
         """Without a budget: then a plan has one only if it would not fit the device."""

@@ -242,16 +242,9 @@ class Recorder:
 
     def hooks_s(self) -> float:
         """What the cache's hooks took of the device beside moving; the cache must time its moves."""
-        return self._beside_moves_s(self._hooks)
-
-    def pauses_s(self) -> float:
-        """The same with what the recorder itself took in them."""
-        return self._beside_moves_s(self._pauses)
-
-    def _beside_moves_s(self, spans: Sequence[tuple[Any, Any]]) -> float:
-        if not self._is_synchronous:
+        if not self._hooks:  # a device has none: its moves are not waited for
             return 0.0
-        took_s = sum(self._clock.elapsed_s(*span) for span in spans)
+        took_s = sum(self._clock.elapsed_s(*hook) for hook in self._hooks)
         return max(0.0, took_s - sum(self._clock.elapsed_s(*move) for move in self._moves))
 
     def _shape(self) -> list[tuple[int, str]]:

@@ -147,10 +147,6 @@ class Recording:
         """What the hooks took of the device in a micro-step beside moving, which the trace does not count."""
         return sum(recorder.hooks_s() for recorder in self._done) / len(self._done)
 
-    def pauses_s(self) -> float:
-        """The same with what the recorders took."""
-        return sum(recorder.pauses_s() for recorder in self._done) / len(self._done)
-
     def layout(self) -> Layout:
         """The places of the trace's storages."""
         return self._done[-1].layout()

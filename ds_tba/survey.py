@@ -63,7 +63,6 @@ class Survey:
         self._rehearsal: Rehearsal | None = None
         self._recorded_bytes = 0  # moved in each step of the last recording
         self._hooks_s = 0.0  # in each of its micro-steps, beside moving
-        self._pauses_s = 0.0  # the same with the recorder's own work
         self._recompute_factor: float | None = None
         self.paths: dict[int, str] = {}
         self.trace: Trace | None = None
@@ -87,7 +86,7 @@ class Survey:
 
     @property
     def plan(self) -> PlanInForce | None:
-        """Of the rehearsal, if there is one."""
+        """Of the rehearsal, if this step is one."""
         return None if self._rehearsal is None else self._rehearsal.plan
 
     # ---- while a step runs --------------------------------------------------------------------------------------
@@ -128,6 +127,7 @@ class Survey:
             self._recording.end_step(ended, self._machine.moved_bytes())
         if self._rehearsal is not None:
             self._rehearsal.end_step(began, ended, moves, self._machine.moved_bytes(), is_planned=is_planned)
+            self._cache.forget_order()  # the next step may move other storages
 
     # ---- between steps ------------------------------------------------------------------------------------------
 
@@ -191,7 +191,7 @@ class Survey:
             return
         self.layout = recording.layout()
         self._recorded_bytes = recording.moved_bytes
-        self._hooks_s, self._pauses_s = recording.hooks_s(), recording.pauses_s()
+        self._hooks_s = recording.hooks_s()
 
     def _begin_rehearsing(self, unfit_blocks: frozenset[str]) -> bool:
         if self._planning is None or self._recompute_factor is not None:
@@ -199,7 +199,7 @@ class Survey:
         self._recompute_factor = 1.0
         plan = self._planning.rehearsal(self.trace, self.layout, unfit_blocks)
         if plan is not None:
-            self._rehearsal = Rehearsal(plan, self._clock)
+            self._rehearsal = Rehearsal(plan, self._clock, in_turns=plan.trace.resources.is_synchronous)
             self._cache.forget_order()
             self._on_trace(plan.trace)  # for runs that end before there is a better one
         return plan is not None
@@ -208,17 +208,17 @@ class Survey:
         """With what rehearsals have shown; without what lanes took of the kernels, with the hooks of every step."""
         rehearsed = None if rehearsal is None else rehearsal.result()
         if trace.resources.is_synchronous:
-            trace = trace.without(self._taken_s(trace, rehearsed) / trace.micro_steps - self._hooks_s)
+            trace = trace.without((trace.step_s - self._kept_step_s(trace, rehearsed)) / trace.micro_steps)
         if rehearsal is not None and rehearsed is not None:
             self._recompute_factor = rehearsal.recompute_factor(trace, rehearsed.recomputed_s)
         self.hooks_part = min(1.0, trace.micro_steps * self._hooks_s / trace.step_s) if trace.step_s else 0.0
         return trace if self._recompute_factor is None else replace(trace, recompute_factor=self._recompute_factor)
 
-    def _taken_s(self, trace: Trace, rehearsed: Rehearsed | None) -> float:
-        """By lanes, of the kernels of a recorded step."""
+    def _kept_step_s(self, trace: Trace, rehearsed: Rehearsed | None) -> float:
+        """A step with everything kept, hooks included: as rehearsals had it, else without what lanes take elsewhere."""
         if rehearsed is None:
-            return self._machine.taken_s(self._recorded_bytes)
-        # A rehearsed step has work of checkpoints outside of its recomputations: about as much as a recorder's own.
-        taken_s = trace.step_s + trace.micro_steps * self._pauses_s - rehearsed.kept_s
-        self._machine.learn_taken(taken_s, self._recorded_bytes - rehearsed.moved_bytes)
-        return max(0.0, taken_s)
+            lanes_s = self._machine.taken_s(self._recorded_bytes)
+            return trace.step_s + trace.micro_steps * self._hooks_s - lanes_s
+        if rehearsed.taken_s is not None:
+            self._machine.learn_taken(rehearsed.taken_s, rehearsed.taken_error_s, rehearsed.moved_bytes)
+        return rehearsed.kept_s

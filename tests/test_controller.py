@@ -20,16 +20,18 @@ from ds_tba.errors import PathError, TraceError
 from ds_tba.io.base import IoBackend
 from ds_tba.io.posix import PosixBackend
 from ds_tba.io.select import Selection
-from ds_tba.monitor import Want
+from ds_tba.monitor import Look, Want
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.plan.planner import PLANNERS, adaptive
 from ds_tba.plan.trace import Trace
+from ds_tba.profile.rates import Rates
 from ds_tba.recompute import innermost_hooks
+from ds_tba.rehearsal import TURNS
 
 WIDTH, ROWS, DEPTH = 64, 64, 4
 NARROW_BYTES = 4 * ROWS * WIDTH
-# One to warm up, two that are recorded, three rehearsals: at their end there is a plan.
-FIRST_PLAN = 6
+# One to warm up, two that are recorded, nine of rehearsals in turns: at their end there is a plan.
+FIRST_PLAN = 12
 STEPS = FIRST_PLAN + 3
 Make = Callable[..., ActivationOffloader]
 
@@ -77,12 +79,16 @@ def make(tmp_path: Path, backend: dict[str, IoBackend]) -> Iterator[Make]:
         planner: Any = adaptive,
         accelerator: CpuAccelerator | None = None,
         agreement: Agreement | None = None,
+        ranks_on_node: int = 1,
         **block: Any,
     ) -> ActivationOffloader:
         io = {"staging_bytes": 4 << 20, "swap_file_bytes": 64 << 20}
         config = {"nvme_path": str(tmp_path), "io": io, "min_tensor_bytes": 4096, "max_step_overhead": 10.0, **block}
         offloader = ActivationOffloader(
-            OffloadConfig.model_validate(config), AioConfig(), accelerator or CpuAccelerator()
+            OffloadConfig.model_validate(config),
+            AioConfig(),
+            accelerator or CpuAccelerator(),
+            ranks_on_node=ranks_on_node,
         )
         offloader.watch(model, agreement or Alone(), planner)
         made.append(offloader)
@@ -210,10 +216,36 @@ class SmallDevice(CpuAccelerator):
         return self.room_bytes
 
 
-def test_what_would_not_fit_the_device_is_moved_whatever_it_costs(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+def test_steps_that_are_longer_than_promised_have_the_lanes_cost_more(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = model()
+    offloader = make(ours, planner=PLANNERS["tba"])
+    steps(ours, offloader, [ROWS] * (FIRST_PLAN + 1))
+    controller = offloader._controller
+    assert controller is not None and isinstance(controller._machine, Rates)
+    looks: list[Look] = []
+
+    def wish(step: int, look: Look) -> Want:
+        looks.append(look)
+        controller.monitor.excess_s = 0.5
+        return Want.GO_ON
+
+    monkeypatch.setattr(controller.monitor, "wish", wish)
+    steps(ours, offloader, [ROWS])
+    assert looks[0].lane_bytes == controller._machine.moved_bytes() > 0
+    assert controller._machine._excess_s_per_byte == pytest.approx(0.5 / looks[0].lane_bytes)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_would_not_fit_the_device_is_moved_whatever_it_costs(
+    make: Make, caplog: pytest.LogCaptureFixture, ranks: int
+) -> None:
     room_bytes = 30 * NARROW_BYTES
     ours = model()
-    offloader = make(ours, accelerator=SmallDevice(room_bytes), max_step_overhead=0.0)
+    offloader = make(
+        ours, accelerator=SmallDevice(ranks * room_bytes), ranks_on_node=ranks, max_step_overhead=0.0
+    )  # the ranks of a CPU share its memory
     steps(ours, offloader, [ROWS] * (FIRST_PLAN + 3))
     report = offloader.report()
     assert 0 < report.step_peak_saved_bytes <= room_bytes < report.peak_saved_bytes_without
@@ -230,8 +262,9 @@ def test_recomputed_blocks_save_their_inputs_only_and_are_counted(make: Make) ->
     offloader = check(make, planner=PLANNERS["recompute"])
     report = offloader.report()
     assert report.plan is not None and report.plan["recomputed_blocks"] == DEPTH
-    # In the rehearsals, too.
-    assert report.recomputed_bytes == (STEPS - 3) * report.plan["bytes"]["recompute"] > 0
+    # In every other rehearsal, too.
+    steps_recomputed = len(range(0, TURNS, 2)) + STEPS - FIRST_PLAN
+    assert report.recomputed_bytes == steps_recomputed * report.plan["bytes"]["recompute"] > 0
 
 
 def test_recompute_can_be_forbidden(make: Make) -> None:

@@ -8,12 +8,19 @@ from itertools import pairwise
 import pytest
 
 from ds_tba.monitor import (
+    LEAST_LANE_BYTES,
     LEAST_SAFETY,
+    LONG_PART,
+    LONG_STEPS,
     LONGEST_SAFETY_STEP,
+    NOISE_FACTOR,
+    NOISE_S,
     PROBE_STEPS,
     RATE_BAND,
     RATE_STEPS,
     SAFETY_STEP,
+    SHORTEST_STEPS,
+    TAKEN_STEPS,
     TRACE_STEPS,
     WALL_STEPS,
     Backoff,
@@ -32,6 +39,62 @@ def monitor() -> Monitor:
     monitor.traced(2)
     monitor.planned(2, step_s=1.02, allowed_s=0.02, promised_s=0.02, rates=RATES)
     return monitor
+
+
+EXPECTED_S = 1.02
+JUST_LONG_S = (1 + LONG_PART) * EXPECTED_S + NOISE_S + 1e-6
+MOVING = replace(GOOD, lane_bytes=LEAST_LANE_BYTES)
+
+
+def asked(monitor: Monitor, looks: list[Look], step: int = 20) -> list[Want]:
+    return [monitor.wish(step + number, look) for number, look in enumerate(looks)]
+
+
+def test_steps_that_are_longer_one_and_all_have_the_lanes_to_blame(monitor: Monitor) -> None:
+    wants = asked(monitor, [replace(MOVING, wall_s=JUST_LONG_S)] * LONG_STEPS)
+    assert wants == [Want.GO_ON] * (LONG_STEPS - 1) + [Want.PLAN]
+    assert monitor.excess_s == pytest.approx(JUST_LONG_S - EXPECTED_S)
+    assert "longer than was expected" in monitor.reason and monitor.safety == 1.0
+    assert monitor.wish(40, GOOD) is Want.GO_ON and monitor.excess_s == 0.0
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        replace(MOVING, wall_s=JUST_LONG_S - 2e-6),
+        replace(MOVING, wall_s=1.01 * NOISE_FACTOR * EXPECTED_S),  # moving does not explain so much
+        replace(MOVING, wall_s=JUST_LONG_S, lane_bytes=LEAST_LANE_BYTES - 1),
+    ],
+)
+def test_lanes_are_not_blamed_for_all_that_is_long(monitor: Monitor, look: Look) -> None:
+    assert Want.PLAN not in asked(monitor, [look] * LONG_STEPS) and monitor.excess_s == 0.0
+
+
+@pytest.mark.parametrize(("shorter", "expected"), [(SHORTEST_STEPS, Want.PLAN), (SHORTEST_STEPS + 1, Want.GO_ON)])
+def test_lanes_are_not_blamed_where_some_steps_are_as_promised(monitor: Monitor, shorter: int, expected: Want) -> None:
+    looks = [MOVING] * shorter + [replace(MOVING, wall_s=JUST_LONG_S)] * (LONG_STEPS - shorter)
+    assert asked(monitor, looks)[-1] is expected
+
+
+def test_lanes_that_were_blamed_are_measured_again(monitor: Monitor) -> None:
+    asked(monitor, [replace(MOVING, wall_s=JUST_LONG_S)] * LONG_STEPS, step=3)
+    wants = [monitor.wish(step, GOOD) for step in range(3 + LONG_STEPS, PROBE_STEPS[0] + 1)]
+    assert (set(wants[:-1]), wants[-1]) == ({Want.GO_ON}, Want.PROBE)
+    monitor.probed(PROBE_STEPS[0])
+    assert {monitor.wish(step, GOOD) for step in range(PROBE_STEPS[0] + 1, 300)} == {Want.GO_ON}
+
+
+def test_lanes_are_blamed_less_and_less_often(monitor: Monitor) -> None:
+    asked_at = []
+    for step in range(3, 300):
+        want = monitor.wish(step, replace(MOVING, wall_s=JUST_LONG_S))
+        if want is Want.PROBE:
+            monitor.probed(step)
+        if want is Want.PLAN:
+            asked_at.append(step)
+            monitor.planned(step, EXPECTED_S, 0.02, 0.02, RATES)
+    assert asked_at[0] == 2 + LONG_STEPS
+    assert [later - earlier for earlier, later in pairwise(asked_at)] == [TAKEN_STEPS[0] * 2**n for n in range(5)]
 
 
 def test_what_steps_take_is_the_median_of_the_last_few_under_the_plan(monitor: Monitor) -> None:

@@ -15,7 +15,7 @@ from ds_tba.errors import StateError, TraceError
 from ds_tba.plan.resources import scaled, slowest
 from ds_tba.plan.trace import PathRates, Resources, Trace, Traffic
 from ds_tba.profile.copies import COPY_BYTES, TIMES, measure_copies
-from ds_tba.profile.rates import Rates
+from ds_tba.profile.rates import MOST_SHOWN, PART_TAKES_MORE, Rates
 from ds_tba.store.nvme import NvmeStore
 from ds_tba.telemetry.path_meter import Kind, PathMeter
 from ds_tba.transfer import StagingRing
@@ -254,29 +254,56 @@ def test_what_lanes_take_of_the_processor_counts_where_kernels_run_on_it(make_st
     assert rates.moved_bytes() == 0
 
 
+def out_s_per_byte(rates: Rates) -> float:
+    return 1 / rates.resources().copy_out_bytes_per_s
+
+
 def test_what_steps_show_of_the_lanes_counts_instead_of_what_was_measured_alone(make_store: StoreFactory) -> None:
-    store = make_store()
-    rates = measured_rates(store, CpuAccelerator())
-    alone_s = 1 / rates.resources().copy_out_bytes_per_s
-    rates.learn_taken(0.2, 1000)  # too few to tell
-    assert 1 / rates.resources().copy_out_bytes_per_s == pytest.approx(alone_s)
+    rates = measured_rates(make_store(), CpuAccelerator())
     rates._lane_s_per_byte = 0.02 / MIB
-    rates.learn_taken(0.2, 20 * MIB)
+    rates.learn_taken(0.2, 0.0, 1000)  # too few to tell
+    assert rates.taken_s(10 * MIB) == pytest.approx(0.2)
+    rates.learn_taken(0.2, 0.1, 20 * MIB)
     assert rates.taken_s(10 * MIB) == pytest.approx(0.1)
     rates._lane_s_per_byte = 0.001 / MIB
-    rates.learn_taken(0.2, 20 * MIB)
-    assert rates.taken_s(10 * MIB) == pytest.approx(0.03)  # what is more is something else's
-    rates._lane_s_per_byte = 0.02 / MIB
-    rates.learn_taken(0.2, 20 * MIB)
-    assert 1 / rates.resources().copy_out_bytes_per_s == pytest.approx(alone_s + 2 * 0.01 / MIB)
-    rates.learn_taken(-1.0, 20 * MIB)
+    assert rates.taken_s(10 * MIB) == pytest.approx(10 * MOST_SHOWN * 0.001)  # what is more is something else's
+    rates.learn_taken(-1.0, 0.0, 20 * MIB)
     assert rates.taken_s(10 * MIB) == 0.0
+
+
+def test_a_plan_is_made_for_what_lanes_may_take_at_most(make_store: StoreFactory) -> None:
+    rates = measured_rates(make_store(), CpuAccelerator())
+    alone_s = out_s_per_byte(rates)
+    rates._lane_s_per_byte = 0.02 / MIB
+    assert out_s_per_byte(rates) == pytest.approx(alone_s + 2 * 0.02 / MIB)
+    rates.learn_taken(0.2, 0.1, 20 * MIB)
+    assert out_s_per_byte(rates) == pytest.approx(alone_s + 2 * PART_TAKES_MORE * 0.015 / MIB)
+    rates._lane_s_per_byte = 0.001 / MIB
+    assert out_s_per_byte(rates) == pytest.approx(alone_s + 2 * MOST_SHOWN * 0.001 / MIB)
+
+
+def test_what_steps_under_a_plan_show_of_the_lanes_counts_in_plans_until_drives_are_measured(
+    make_store: StoreFactory,
+) -> None:
+    rates = measured_rates(make_store(), CpuAccelerator())
+    alone_s = out_s_per_byte(rates)
+    rates._lane_s_per_byte = 0.01 / MIB
+    for count, more_s in enumerate((0.005, 0.01, 0.015, 0.02, 0.02), 1):
+        rates.learn_excess(0.1, 20 * MIB)
+        assert out_s_per_byte(rates) == pytest.approx(alone_s + 2 * (0.01 + more_s) / MIB), count
+    assert rates.taken_s(MIB) == pytest.approx(0.01)  # a step that moves all takes what it took
+    rates.measure()
+    rates._lane_s_per_byte = 0.01 / MIB
+    assert rates._excess_s_per_byte == 0.0 and rates._planned_s_per_byte() == pytest.approx(0.01 / MIB)
 
 
 def test_on_a_device_lanes_take_nothing_of_the_kernels(make_store: StoreFactory) -> None:
     rates = measured_rates(make_store(accelerator=EventAccelerator()), EventAccelerator())
-    rates.learn_taken(0.2, 20 * MIB)
-    assert rates.taken_s(10 * MIB) == 0.0
+    rates.measure()
+    before_s = out_s_per_byte(rates)
+    rates.learn_taken(0.2, 0.1, 20 * MIB)
+    rates.learn_excess(0.2, 20 * MIB)
+    assert rates.taken_s(10 * MIB) == 0.0 and out_s_per_byte(rates) == before_s
 
 
 def test_the_lanes_share_is_measured_on_a_cpu_and_nothing_on_a_device(make_store: StoreFactory) -> None:

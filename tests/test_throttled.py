@@ -10,7 +10,7 @@ import pytest
 import torch
 from curves.throttled import ThrottledBackend
 from doubles import CpuAccelerator
-from test_controller import WIDTH, Model, model, steps
+from test_controller import FIRST_PLAN, WIDTH, Model, model, steps
 
 from ds_tba.agreement import Alone
 from ds_tba.config import AioConfig, OffloadConfig
@@ -23,7 +23,7 @@ ROWS = 2048  # 0.5 MiB, and 2 MiB in the middle of a block: too large to share a
 FULL = 800e6  # bytes per second, whatever the machine's drive can do
 PARTS = (1, 2, 10, 100)
 OVERHEAD = 0.5
-ENOUGH_STEPS = 24  # for the monitor to have come to an end
+ENOUGH_STEPS = FIRST_PLAN + 20  # for the monitor to have come to an end
 Make = Callable[[ThrottledBackend], tuple[Model, ActivationOffloader]]
 
 
@@ -98,7 +98,7 @@ def test_the_slower_the_drive_the_less_goes_to_it(make: Make) -> None:
 
 @pytest.mark.parametrize("part", PARTS[1:])
 def test_a_drive_that_becomes_slower_in_mid_run_is_used_less_and_results_are_exact(make: Make, part: int) -> None:
-    count = 4 + ENOUGH_STEPS
+    count = FIRST_PLAN + ENOUGH_STEPS
     expected = train(model(), None, count)
     backend = ThrottledBackend()
     backend.throttle(FULL, FULL)
@@ -108,7 +108,7 @@ def test_a_drive_that_becomes_slower_in_mid_run_is_used_less_and_results_are_exa
 
     def counted(x: torch.Tensor) -> torch.Tensor:
         seen.append(x.shape)
-        if len(seen) == 5:
+        if len(seen) == FIRST_PLAN + 1:
             backend.throttle(FULL / part, FULL / part)
         return forward(x)
 
@@ -127,7 +127,7 @@ def test_a_drive_that_is_fast_again_is_used_again(make: Make) -> None:
     backend = ThrottledBackend()
     backend.throttle(FULL, FULL)
     ours, offloader = make(backend)
-    train(ours, offloader, 5)
+    train(ours, offloader, FIRST_PLAN + 1)
     fast = moved_bytes(offloader)
     backend.throttle(FULL / 100, FULL / 100)
     train(ours, offloader, ENOUGH_STEPS)

@@ -83,7 +83,7 @@ def adaptive(trace: Trace, limits: Limits) -> Plan:
 
 
 def recompute_and_move(trace: Trace, limits: Limits) -> Plan:
-    """Every block recomputed that may be, and all else moved: what a run does once to see what recomputing takes."""
+    """Every block recomputed that may be, and all else moved: with it a run may see what recomputing takes."""
     timeline = Timeline.of(trace)
     moved = np.where(timeline.movable & bool(trace.resources.paths), Placement.NVME, Placement.KEEP).astype(np.int8)
     return _planned("rehearsal", trace, limits, timeline, Assignment(moved, timeline.recomputable.copy()))

@@ -26,8 +26,12 @@ from ds_tba.telemetry.path_meter import KindMeter
 # So many bytes and more in a step tell what moving costs; of so many steps.
 LEARN_BYTES = 4 << 20
 LEARN_STEPS = 5
-# Kernels lose more to lanes than these take of the processor (caches, memory, threads that wait for each other).
+# Kernels lose more to lanes than these take of the processor (caches, memory, threads that wait for each other), but
+# not more than so many times: kernels that start slowly after a long wait are another matter.
 MOST_SHOWN = 3.0
+# For each byte, steps that move a part of it all lose more than those that move all: a lane that works while the others
+# rest stops all threads of a kernel, which wait for each other. Measured on two cores: up to 1.6 for half of it.
+PART_TAKES_MORE = 1.25
 
 
 class Rates:
@@ -36,7 +40,9 @@ class Rates:
     [Note: What moving costs] Where the training thread itself copies, moving takes more of it than the copies alone,
     which run here from warm caches with nothing beside them: what steps show (:meth:`learn`) counts where it is more.
     There the lanes take processor time from the kernels, too: what a byte's write and read take of it is added. That is
-    what steps have shown (:meth:`learn_taken`), and before that the processor time of the lanes, measured alone.
+    what steps that move everything have shown (:meth:`learn_taken`), and before that the processor time of the lanes,
+    measured alone. A plan is made for more than that, as much as it may be, and as steps under a plan have shown since
+    the drives were last measured (:meth:`learn_excess`): what it promises is to be kept.
 
     Args:
         store: None where nothing goes to NVMe.
@@ -53,6 +59,8 @@ class Rates:
         self._s_per_byte: deque[float] = deque(maxlen=LEARN_STEPS)
         self._lane_s_per_byte = 0.0
         self._shown_s_per_byte: float | None = None
+        self._error_s_per_byte = 0.0
+        self._excess_s_per_byte = 0.0
         self._moved_until = 0
         self._moved_in_step = 0
 
@@ -69,6 +77,7 @@ class Rates:
             if moved and self._accelerator.is_synchronized_device():
                 self._lane_s_per_byte = (time.process_time() - began_s) / moved
         self.copies = self._measure_copies()
+        self._excess_s_per_byte = 0.0  # was it these drives, or something that has passed?
 
     def note_step(self) -> None:
         """A step is over."""
@@ -81,18 +90,37 @@ class Rates:
 
     def taken_s(self, moved_bytes: int) -> float:
         """What moving so many bytes takes of the processor on which the kernels run; 0 where they run on a device."""
-        return moved_bytes * (self._lane_s_per_byte if self._shown_s_per_byte is None else self._shown_s_per_byte)
+        shown = self._lane_s_per_byte if self._shown_s_per_byte is None else self._shown_s_per_byte
+        return moved_bytes * min(MOST_SHOWN * self._lane_s_per_byte, shown)
 
-    def learn_taken(self, taken_s: float, moved_bytes: int) -> None:
+    def learn_taken(self, taken_s: float, error_s: float, moved_bytes: int) -> None:
         """Take into account what moving has taken of the kernels. See [Note: What moving costs].
 
         Args:
-            taken_s: by which steps that moved so many bytes more were longer, without the training thread's own part.
+            taken_s: by which steps that moved all, so many bytes more, were longer, without the training thread's part.
+            error_s: the standard error of that.
             moved_bytes: by the lanes, either way.
         """
-        if moved_bytes >= LEARN_BYTES and self._accelerator.is_synchronized_device():
-            most_s = MOST_SHOWN * self._lane_s_per_byte  # more is not theirs: kernels start slowly after a long wait
-            self._shown_s_per_byte = min(most_s, max(0.0, taken_s) / moved_bytes)
+        if moved_bytes >= LEARN_BYTES:
+            self._shown_s_per_byte = max(0.0, taken_s) / moved_bytes
+            self._error_s_per_byte = error_s / moved_bytes
+
+    def learn_excess(self, excess_s: float, moved_bytes: int) -> None:
+        """Take into account that steps under a plan were longer than promised. See [Note: What moving costs].
+
+        Args:
+            excess_s: by so much.
+            moved_bytes: by the lanes, either way.
+        """
+        if moved_bytes:
+            self._excess_s_per_byte += excess_s / moved_bytes
+
+    def _planned_s_per_byte(self) -> float:
+        """What a byte's way takes of the kernels in a step that moves a part of all there is, at most."""
+        known = self._lane_s_per_byte
+        if self._shown_s_per_byte is not None:
+            known = PART_TAKES_MORE * (self._shown_s_per_byte + self._error_s_per_byte)
+        return min(MOST_SHOWN * self._lane_s_per_byte, known + self._excess_s_per_byte)
 
     def learn(self, moving_s: float, *, is_usual: bool = True) -> None:
         """Take into account what a step has shown. See [Note: What moving costs].
@@ -130,7 +158,7 @@ class Rates:
         s_per_byte = 1 / self.copies.out_bytes_per_s
         if self._s_per_byte:
             s_per_byte = max(s_per_byte, median_low(self._s_per_byte))
-        s_per_byte += self.taken_s(2)  # it is written and read
+        s_per_byte += 2 * self._planned_s_per_byte()  # it is written and read
         return 1 / s_per_byte if s_per_byte else math.inf
 
     def _moved_bytes(self) -> int:
