@@ -3,10 +3,11 @@
 [Note: Looking] A plan promises what moving will cost. A step in which it cost more than that and than what the user
 allows, or in which storages found no room, asks for a new plan from what was measured since; where the rates are still
 those of the plan, they are taken to be lower than measured, by as much as the promise was exceeded, until it holds.
-Steps in which lanes moved much on the processor of the kernels, and which are longer than promised one and all, ask for
-a plan that counts that as taken by the lanes. What is not moved is not measured, so that drives that are slower than
-they were, or are taken to be, and lanes that were blamed, are measured anew now and then. Storages that the plan does
-not know, or steps that take longer for no reason of ours, or less time than the trace says, ask for a new trace.
+Steps in which lanes moved much on the processor of the kernels, and which are longer than promised one and all (or
+shorter), ask for a plan that counts that as taken by the lanes (or less). What is not moved is not measured, so that
+drives that are slower than they were, or are taken to be, and lanes that were blamed, are measured anew now and then.
+Storages that the plan does not know, or steps that take longer for no reason of ours, or less time than the trace says,
+ask for a new trace.
 
 Knows numbers only.
 """
@@ -29,10 +30,10 @@ LEAST_SAFETY = 1e-3
 MOST_DRIFT = 0.1
 WALL_STEPS = 5
 MOVED_STEPS = 3
-# Of so many steps all but the shortest ones are longer than promised by more than this part, and not by more than
-# moving can explain: then lanes that moved so much in a step are said to have taken it.
-LONG_STEPS, SHORTEST_STEPS = 8, 2
-LONG_PART = 0.03
+# Of so many steps all but a few are longer than promised by more than this part (or all but a few shorter), and not by
+# more than moving can explain: then lanes that moved so much in a step are said to have taken it.
+OFF_STEPS, FEW_STEPS = 8, 2
+OFF_PART = 0.03
 LEAST_LANE_BYTES = 4 << 20
 # Least and most steps between two of a kind; each time twice as many.
 LATE_STEPS = (1, 1000)
@@ -102,7 +103,8 @@ class Monitor:
     Attributes:
         safety: the part of the measured rates that a plan should count on.
         reason: of the last wish.
-        excess_s: by which steps are longer than promised, if that is why the last look asked for a plan; else 0.
+        excess_s: by which steps are longer than promised (or shorter: below 0), if the last look asked for a plan for
+            that reason; else 0.
     """
 
     def __init__(self) -> None:
@@ -153,7 +155,7 @@ class Monitor:
 
     def wish(self, step: int, look: Look) -> Want:
         """What to do at the beginning of ``step``, after what the one before it showed."""
-        self._walls_s = [*self._walls_s[1 - LONG_STEPS :], look.wall_s]
+        self._walls_s = [*self._walls_s[1 - OFF_STEPS :], look.wall_s]
         self.excess_s = 0.0
         if look.unplanned and self._again.is_due(step):
             return self._because(Want.RECORD, f"{look.unplanned} saves that the plan did not know")
@@ -178,10 +180,12 @@ class Monitor:
         ):
             self._rates_moved.done(step)
             return self._because(Want.PLAN, "the drives' rates have changed")
-        if look.lane_bytes >= LEAST_LANE_BYTES and self._are_long() and self._taken.is_due(step):
+        excess_s = self._found_excess_s() if look.lane_bytes >= LEAST_LANE_BYTES else 0.0
+        if excess_s and self._taken.is_due(step):
             self._taken.done(step)
-            self.excess_s, self._has_blamed = self._longer_s(), True
-            return self._because(Want.PLAN, f"moving makes steps {self.excess_s:.3g} s longer than was expected")
+            self.excess_s, self._has_blamed = excess_s, self._has_blamed or excess_s > 0
+            apart = f"{abs(excess_s):.3g} s {'longer' if excess_s > 0 else 'shorter'} than was expected"
+            return self._because(Want.PLAN, f"steps that move are {apart}")
         if (self.safety < 1.0 or self._has_blamed or self._were_better(look.rates)) and self._probe.is_due(step):
             return self._because(Want.PROBE, "the drives may be faster again")
         if len(self._walls_s) >= WALL_STEPS and self._again.is_due(step):
@@ -194,13 +198,15 @@ class Monitor:
         self.reason = reason
         return want
 
-    def _are_long(self) -> bool:
-        """Whether steps are longer than promised, one and all, by what moving may well have taken."""
-        is_known = len(self._walls_s) == LONG_STEPS
-        return is_known and LONG_PART * self._step_s + NOISE_S < self._longer_s() < (NOISE_FACTOR - 1) * self._step_s
-
-    def _longer_s(self) -> float:
-        return sorted(self._walls_s)[SHORTEST_STEPS] - self._step_s
+    def _found_excess_s(self) -> float:
+        """By which steps are longer than promised, or shorter, one and all, as moving may well explain; else 0."""
+        if len(self._walls_s) < OFF_STEPS:
+            return 0.0
+        *_, longer_s = sorted(self._walls_s, reverse=True)[: OFF_STEPS - FEW_STEPS]
+        *_, shorter_s = sorted(self._walls_s)[: OFF_STEPS - FEW_STEPS]
+        excess_s = max(0.0, longer_s - self._step_s) or min(0.0, shorter_s - self._step_s)
+        is_off = OFF_PART * self._step_s + NOISE_S < abs(excess_s) < (NOISE_FACTOR - 1) * self._step_s
+        return excess_s if is_off else 0.0
 
     def _were_better(self, rates: tuple[float, ...]) -> bool:
         """Whether a drive was seen to be faster: where the plan does not use it any more, nobody notices that it is."""

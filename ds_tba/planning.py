@@ -51,7 +51,7 @@ class Machine(Protocol):
         ...
 
     def learn_excess(self, excess_s: float, moved_bytes: int) -> None:
-        """Take into account that moving so many bytes has taken so much more of the kernels than was known."""
+        """Take into account that moving so many bytes has taken so much more of the kernels than a plan counted."""
         ...
 
     def resources(self, traffic: tuple[Traffic, ...] = ()) -> Resources:

@@ -8,18 +8,18 @@ from itertools import pairwise
 import pytest
 
 from ds_tba.monitor import (
+    FEW_STEPS,
     LEAST_LANE_BYTES,
     LEAST_SAFETY,
-    LONG_PART,
-    LONG_STEPS,
     LONGEST_SAFETY_STEP,
     NOISE_FACTOR,
     NOISE_S,
+    OFF_PART,
+    OFF_STEPS,
     PROBE_STEPS,
     RATE_BAND,
     RATE_STEPS,
     SAFETY_STEP,
-    SHORTEST_STEPS,
     TAKEN_STEPS,
     TRACE_STEPS,
     WALL_STEPS,
@@ -42,7 +42,7 @@ def monitor() -> Monitor:
 
 
 EXPECTED_S = 1.02
-JUST_LONG_S = (1 + LONG_PART) * EXPECTED_S + NOISE_S + 1e-6
+JUST_LONG_S = (1 + OFF_PART) * EXPECTED_S + NOISE_S + 1e-6
 MOVING = replace(GOOD, lane_bytes=LEAST_LANE_BYTES)
 
 
@@ -51,10 +51,10 @@ def asked(monitor: Monitor, looks: list[Look], step: int = 20) -> list[Want]:
 
 
 def test_steps_that_are_longer_one_and_all_have_the_lanes_to_blame(monitor: Monitor) -> None:
-    wants = asked(monitor, [replace(MOVING, wall_s=JUST_LONG_S)] * LONG_STEPS)
-    assert wants == [Want.GO_ON] * (LONG_STEPS - 1) + [Want.PLAN]
+    wants = asked(monitor, [replace(MOVING, wall_s=JUST_LONG_S)] * OFF_STEPS)
+    assert wants == [Want.GO_ON] * (OFF_STEPS - 1) + [Want.PLAN]
     assert monitor.excess_s == pytest.approx(JUST_LONG_S - EXPECTED_S)
-    assert "longer than was expected" in monitor.reason and monitor.safety == 1.0
+    assert "s longer than was expected" in monitor.reason and monitor.safety == 1.0
     assert monitor.wish(40, GOOD) is Want.GO_ON and monitor.excess_s == 0.0
 
 
@@ -67,18 +67,30 @@ def test_steps_that_are_longer_one_and_all_have_the_lanes_to_blame(monitor: Moni
     ],
 )
 def test_lanes_are_not_blamed_for_all_that_is_long(monitor: Monitor, look: Look) -> None:
-    assert Want.PLAN not in asked(monitor, [look] * LONG_STEPS) and monitor.excess_s == 0.0
+    assert Want.PLAN not in asked(monitor, [look] * OFF_STEPS) and monitor.excess_s == 0.0
 
 
-@pytest.mark.parametrize(("shorter", "expected"), [(SHORTEST_STEPS, Want.PLAN), (SHORTEST_STEPS + 1, Want.GO_ON)])
+@pytest.mark.parametrize(("shorter", "expected"), [(FEW_STEPS, Want.PLAN), (FEW_STEPS + 1, Want.GO_ON)])
 def test_lanes_are_not_blamed_where_some_steps_are_as_promised(monitor: Monitor, shorter: int, expected: Want) -> None:
-    looks = [MOVING] * shorter + [replace(MOVING, wall_s=JUST_LONG_S)] * (LONG_STEPS - shorter)
+    looks = [MOVING] * shorter + [replace(MOVING, wall_s=JUST_LONG_S)] * (OFF_STEPS - shorter)
     assert asked(monitor, looks)[-1] is expected
 
 
+def test_steps_that_are_shorter_one_and_all_are_to_the_lanes_credit(monitor: Monitor) -> None:
+    wall_s = 2 * EXPECTED_S - JUST_LONG_S
+    wants = asked(monitor, [replace(MOVING, wall_s=wall_s + 2e-6)] * OFF_STEPS)
+    assert set(wants) == {Want.GO_ON} and monitor.excess_s == 0.0
+    looks = [replace(MOVING, wall_s=1.1)] * FEW_STEPS + [replace(MOVING, wall_s=wall_s)] * (OFF_STEPS - FEW_STEPS)
+    wants = asked(monitor, looks, step=28)
+    assert wants == [Want.GO_ON] * (OFF_STEPS - 1) + [Want.PLAN]
+    assert monitor.excess_s == pytest.approx(EXPECTED_S - JUST_LONG_S)
+    assert "s shorter than was expected" in monitor.reason
+    assert {monitor.wish(step, GOOD) for step in range(36, 300)} == {Want.GO_ON}  # nothing is to be measured
+
+
 def test_lanes_that_were_blamed_are_measured_again(monitor: Monitor) -> None:
-    asked(monitor, [replace(MOVING, wall_s=JUST_LONG_S)] * LONG_STEPS, step=3)
-    wants = [monitor.wish(step, GOOD) for step in range(3 + LONG_STEPS, PROBE_STEPS[0] + 1)]
+    asked(monitor, [replace(MOVING, wall_s=JUST_LONG_S)] * OFF_STEPS, step=3)
+    wants = [monitor.wish(step, GOOD) for step in range(3 + OFF_STEPS, PROBE_STEPS[0] + 1)]
     assert (set(wants[:-1]), wants[-1]) == ({Want.GO_ON}, Want.PROBE)
     monitor.probed(PROBE_STEPS[0])
     assert {monitor.wish(step, GOOD) for step in range(PROBE_STEPS[0] + 1, 300)} == {Want.GO_ON}
@@ -93,7 +105,7 @@ def test_lanes_are_blamed_less_and_less_often(monitor: Monitor) -> None:
         if want is Want.PLAN:
             asked_at.append(step)
             monitor.planned(step, EXPECTED_S, 0.02, 0.02, RATES)
-    assert asked_at[0] == 2 + LONG_STEPS
+    assert asked_at[0] == 2 + OFF_STEPS
     assert [later - earlier for earlier, later in pairwise(asked_at)] == [TAKEN_STEPS[0] * 2**n for n in range(5)]
 
 

@@ -297,6 +297,19 @@ def test_what_steps_under_a_plan_show_of_the_lanes_counts_in_plans_until_drives_
     assert rates._excess_s_per_byte == 0.0 and rates._planned_s_per_byte() == pytest.approx(0.01 / MIB)
 
 
+def test_plans_count_no_less_than_what_steps_that_move_everything_have_shown(make_store: StoreFactory) -> None:
+    rates = measured_rates(make_store(), CpuAccelerator())
+    rates._lane_s_per_byte = 0.01 / MIB
+    rates.learn_excess(-0.1, 20 * MIB)
+    assert rates._planned_s_per_byte() == pytest.approx(0.01 / MIB)  # nothing was shown: there is no margin
+    rates.learn_taken(0.2, 0.1, 20 * MIB)
+    for excess_s in (-0.05, -0.1, -0.1):
+        rates.learn_excess(excess_s, 20 * MIB)
+    assert rates._planned_s_per_byte() == pytest.approx(0.01 / MIB)
+    rates.learn_excess(0.02, 20 * MIB)
+    assert rates._planned_s_per_byte() == pytest.approx(0.011 / MIB)
+
+
 def test_on_a_device_lanes_take_nothing_of_the_kernels(make_store: StoreFactory) -> None:
     rates = measured_rates(make_store(accelerator=EventAccelerator()), EventAccelerator())
     rates.measure()

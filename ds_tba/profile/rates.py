@@ -41,8 +41,8 @@ class Rates:
     which run here from warm caches with nothing beside them: what steps show (:meth:`learn`) counts where it is more.
     There the lanes take processor time from the kernels, too: what a byte's write and read take of it is added. That is
     what steps that move everything have shown (:meth:`learn_taken`), and before that the processor time of the lanes,
-    measured alone. A plan is made for more than that, as much as it may be, and as steps under a plan have shown since
-    the drives were last measured (:meth:`learn_excess`): what it promises is to be kept.
+    measured alone. A plan is made for more than that, as much as it may be: what it promises is to be kept. Steps under
+    a plan that are off correct that (:meth:`learn_excess`), until the drives are measured again.
 
     Args:
         store: None where nothing goes to NVMe.
@@ -109,18 +109,24 @@ class Rates:
         """Take into account that steps under a plan were longer than promised. See [Note: What moving costs].
 
         Args:
-            excess_s: by so much.
+            excess_s: by so much; below 0 if they were shorter.
             moved_bytes: by the lanes, either way.
         """
         if moved_bytes:
-            self._excess_s_per_byte += excess_s / moved_bytes
+            least, known = self._bounds_s_per_byte()
+            self._excess_s_per_byte = max(least - known, self._excess_s_per_byte + excess_s / moved_bytes)
 
     def _planned_s_per_byte(self) -> float:
-        """What a byte's way takes of the kernels in a step that moves a part of all there is, at most."""
-        known = self._lane_s_per_byte
-        if self._shown_s_per_byte is not None:
-            known = PART_TAKES_MORE * (self._shown_s_per_byte + self._error_s_per_byte)
+        """What a byte's way takes of the kernels in a step that moves a part of all there is, as plans count it."""
+        _, known = self._bounds_s_per_byte()
         return min(MOST_SHOWN * self._lane_s_per_byte, known + self._excess_s_per_byte)
+
+    def _bounds_s_per_byte(self) -> tuple[float, float]:
+        """The same: at least, and at most, as far as steps without a plan tell."""
+        if self._shown_s_per_byte is None:
+            return self._lane_s_per_byte, self._lane_s_per_byte
+        most = PART_TAKES_MORE * (self._shown_s_per_byte + self._error_s_per_byte)
+        return self._shown_s_per_byte, most
 
     def learn(self, moving_s: float, *, is_usual: bool = True) -> None:
         """Take into account what a step has shown. See [Note: What moving costs].
