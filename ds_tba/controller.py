@@ -288,8 +288,8 @@ class Controller:
             self._machine.moved_bytes() if resources.is_synchronous else 0,
         )
         want = self.monitor.wish(self._steps, look)
-        if self.monitor.excess_s:
-            self._machine.learn_excess(self.monitor.excess_s, look.lane_bytes)
+        if self.monitor.excess_s and not self._machine.learn_excess(self.monitor.excess_s, look.lane_bytes):
+            return Want.GO_ON
         return want
 
     def _do(self, want: Want) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+from contextlib import suppress
 from pathlib import Path
 
 PROC, GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
-MEMORY_FILES = ("memory.max", "memory.current", "memory.stat")
 
 
 def available_bytes(proc: Path = PROC, groups: Path = GROUPS) -> int:
@@ -22,17 +22,18 @@ def available_bytes(proc: Path = PROC, groups: Path = GROUPS) -> int:
 
 def _left_bytes(proc: Path, groups: Path) -> list[int]:
     """Of each limited group from this process's own up. What a group has cached can be dropped."""
-    path = proc / "self/cgroup"  # a kernel may be without them
-    memberships = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    own = next((line.removeprefix("0::/") for line in memberships if line.startswith("0::/")), "")
+    own = ""
+    with suppress(OSError):  # a kernel may be without them, a sandbox may hide them
+        memberships = (proc / "self/cgroup").read_text(encoding="utf-8").splitlines()
+        own = next((line.removeprefix("0::/") for line in memberships if line.startswith("0::/")), "")
     found = []
     for group in [groups / own, *(groups / own).parents]:
-        if group.is_relative_to(groups) and all((group / name).is_file() for name in MEMORY_FILES):
-            limit = (group / "memory.max").read_text(encoding="ascii").strip()
-            if limit != "max":
+        if group.is_relative_to(groups):
+            with suppress(OSError, ValueError):  # "max", too: no limit
+                limit_bytes = int((group / "memory.max").read_text(encoding="ascii"))
                 held_bytes = int((group / "memory.current").read_text(encoding="ascii"))
                 stat = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
-                found.append(int(limit) - held_bytes + int(stat.get("inactive_file", 0)))
+                found.append(limit_bytes - held_bytes + int(stat.get("inactive_file", 0)))
     return found
 
 

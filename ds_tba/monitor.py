@@ -183,7 +183,9 @@ class Monitor:
         excess_s = self._found_excess_s() if look.lane_bytes >= LEAST_LANE_BYTES else 0.0
         if excess_s and self._taken.is_due(step):
             self._taken.done(step)
-            self.excess_s, self._has_blamed = excess_s, self._has_blamed or excess_s > 0
+            self.excess_s = excess_s
+            if excess_s > 0 and not self._has_blamed:
+                self._has_blamed, self._probe.done_at = True, step  # the plan that comes has its time first
             apart = f"{abs(excess_s):.3g} s {'longer' if excess_s > 0 else 'shorter'} than was expected"
             return self._because(Want.PLAN, f"steps that move are {apart}")
         if (self.safety < 1.0 or self._has_blamed or self._were_better(look.rates)) and self._probe.is_due(step):

@@ -52,7 +52,7 @@ class Rehearsed:
     Attributes:
         recomputed_s: of a step, in recomputations.
         kept_s: the rest of a step without what it moved: what it takes with everything kept.
-        taken_s: by lanes, of the kernels of a step that moves everything; None where there were no turns.
+        taken_s: by lanes, of the kernels of a step that moves everything; None where fewer than two tell.
         taken_error_s: the standard error of that.
         moved_bytes: by the lanes in such a step, either way, more than in a rehearsal.
     """
@@ -123,8 +123,9 @@ class Rehearsal:
         recomputed_s = {number: self._recomputed_s(step) for number, step in self._rehearsed.items()}
         kept_s = {number: self._rest_s(step) - recomputed_s[number] for number, step in self._rehearsed.items()}
         found_s = self._taken_s(kept_s)
-        taken_s = median(found_s) if found_s else None
-        error_s = DEVIATION * _median_deviation(found_s) / math.sqrt(len(found_s)) if found_s else 0.0
+        is_known = len(found_s) > 1
+        taken_s = median(found_s) if is_known else None
+        error_s = DEVIATION * _median_deviation(found_s) / math.sqrt(len(found_s)) if is_known else 0.0
         moved_bytes = median_low(step.moved_bytes for step in self._moving.values()) if self._moving else 0
         more_bytes = moved_bytes - min(step.moved_bytes for step in self._rehearsed.values())
         return Rehearsed(median_low(recomputed_s.values()), median_low(kept_s.values()), taken_s, error_s, more_bytes)

@@ -229,12 +229,18 @@ def test_steps_that_are_longer_than_promised_have_the_lanes_cost_more(
     def wish(step: int, look: Look) -> Want:
         looks.append(look)
         controller.monitor.excess_s = 0.5
-        return Want.GO_ON
+        return Want.PLAN
 
     monkeypatch.setattr(controller.monitor, "wish", wish)
+    controller._machine._lane_s_per_byte = 1.0  # so much may be theirs
+    before, plans = controller._machine._planned_s_per_byte(), controller.plans
     steps(ours, offloader, [ROWS])
     assert looks[0].lane_bytes == controller._machine.moved_bytes() > 0
-    assert controller._machine._excess_s_per_byte == pytest.approx(0.5 / looks[0].lane_bytes)
+    assert controller._machine._planned_s_per_byte() == pytest.approx(before + 0.5 / looks[0].lane_bytes)
+    assert controller.plans == plans + 1
+    controller._machine._lane_s_per_byte = 0.0  # none of it can be theirs: another plan would be the same
+    steps(ours, offloader, [ROWS])
+    assert controller.plans == plans + 1
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -50,6 +50,8 @@ def test_without_limits_it_is_the_machine_s(machine: Path) -> None:
     assert found_bytes(machine) == 1000 << 10
     (machine / "groups/memory.max").write_text("1\n")  # nobody knows what is held
     assert found_bytes(machine) == 1000 << 10
+    (machine / "groups/memory.current").mkdir()
+    assert found_bytes(machine) == 1000 << 10
     (machine / "proc/self/cgroup").unlink()
     assert found_bytes(machine) == 1000 << 10
 

@@ -88,12 +88,14 @@ def test_steps_that_are_shorter_one_and_all_are_to_the_lanes_credit(monitor: Mon
     assert {monitor.wish(step, GOOD) for step in range(36, 300)} == {Want.GO_ON}  # nothing is to be measured
 
 
-def test_lanes_that_were_blamed_are_measured_again(monitor: Monitor) -> None:
-    asked(monitor, [replace(MOVING, wall_s=JUST_LONG_S)] * OFF_STEPS, step=3)
-    wants = [monitor.wish(step, GOOD) for step in range(3 + OFF_STEPS, PROBE_STEPS[0] + 1)]
+@pytest.mark.parametrize("first", [3, 200])
+def test_lanes_that_were_blamed_are_measured_again_in_time(monitor: Monitor, first: int) -> None:
+    asked(monitor, [replace(MOVING, wall_s=JUST_LONG_S)] * OFF_STEPS, step=first)
+    blamed_at = first + OFF_STEPS - 1
+    wants = [monitor.wish(step, GOOD) for step in range(blamed_at + 1, blamed_at + PROBE_STEPS[0] + 1)]
     assert (set(wants[:-1]), wants[-1]) == ({Want.GO_ON}, Want.PROBE)
-    monitor.probed(PROBE_STEPS[0])
-    assert {monitor.wish(step, GOOD) for step in range(PROBE_STEPS[0] + 1, 300)} == {Want.GO_ON}
+    monitor.probed(blamed_at + PROBE_STEPS[0])
+    assert {monitor.wish(step, GOOD) for step in range(blamed_at + PROBE_STEPS[0] + 1, 500)} == {Want.GO_ON}
 
 
 def test_lanes_are_blamed_less_and_less_often(monitor: Monitor) -> None:

@@ -70,6 +70,7 @@ class Rates:
         Raises:
             PathError: a write or a read failed.
         """
+        self._excess_s_per_byte = 0.0  # was it these drives, or something that has passed?
         if self._store is not None:
             began_s, before = time.process_time(), self._moved_bytes()
             self._store.measure()
@@ -77,7 +78,6 @@ class Rates:
             if moved and self._accelerator.is_synchronized_device():
                 self._lane_s_per_byte = (time.process_time() - began_s) / moved
         self.copies = self._measure_copies()
-        self._excess_s_per_byte = 0.0  # was it these drives, or something that has passed?
 
     def note_step(self) -> None:
         """A step is over."""
@@ -105,16 +105,22 @@ class Rates:
             self._shown_s_per_byte = max(0.0, taken_s) / moved_bytes
             self._error_s_per_byte = error_s / moved_bytes
 
-    def learn_excess(self, excess_s: float, moved_bytes: int) -> None:
+    def learn_excess(self, excess_s: float, moved_bytes: int) -> bool:
         """Take into account that steps under a plan were longer than promised. See [Note: What moving costs].
 
         Args:
             excess_s: by so much; below 0 if they were shorter.
             moved_bytes: by the lanes, either way.
+
+        Returns:
+            Whether plans count anything else now.
         """
+        before = self._planned_s_per_byte()
+        least, known = self._bounds_s_per_byte()
         if moved_bytes:
-            least, known = self._bounds_s_per_byte()
-            self._excess_s_per_byte = max(least - known, self._excess_s_per_byte + excess_s / moved_bytes)
+            wanted = max(least, before + excess_s / moved_bytes)
+            self._excess_s_per_byte = min(MOST_SHOWN * self._lane_s_per_byte, wanted) - known
+        return self._planned_s_per_byte() != before
 
     def _planned_s_per_byte(self) -> float:
         """What a byte's way takes of the kernels in a step that moves a part of all there is, as plans count it."""
@@ -125,8 +131,8 @@ class Rates:
         """The same: at least, and at most, as far as steps without a plan tell."""
         if self._shown_s_per_byte is None:
             return self._lane_s_per_byte, self._lane_s_per_byte
-        most = PART_TAKES_MORE * (self._shown_s_per_byte + self._error_s_per_byte)
-        return self._shown_s_per_byte, most
+        least = max(0.0, self._shown_s_per_byte - self._error_s_per_byte)
+        return least, PART_TAKES_MORE * (self._shown_s_per_byte + self._error_s_per_byte)
 
     def learn(self, moving_s: float, *, is_usual: bool = True) -> None:
         """Take into account what a step has shown. See [Note: What moving costs].
