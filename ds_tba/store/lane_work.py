@@ -13,7 +13,7 @@ from ds_tba.store.integrity import Integrity
 from ds_tba.store.swap_space import SwapSpace
 from ds_tba.store.ticket import SwapTicket, TicketState
 from ds_tba.streams import Arrival
-from ds_tba.telemetry.path_meter import Kind
+from ds_tba.telemetry.path_meter import Kind, Transfer
 
 _S = TicketState
 
@@ -56,25 +56,27 @@ class LaneWork:
             self._end_without_bytes(ticket, ActivationLostError(f"an activation could not leave the device: {error}"))
             return
         staged = space.ring.view(ticket.held_slot)
-        failure = None if broken else self._write_out(ticket, staged, handle)
-        if failure is None and not broken:
-            self._end_write(ticket, staged)
-        else:
-            self._rescue(ticket, staged, failure)
+        if broken:
+            self._rescue(ticket, staged, None)
+            return
+        with space.changed:  # the copy before was not the drive's time
+            transfer = ticket.path.meter.start(Kind.WRITE, ticket.extent.nbytes)
+        failure = self._write_out(ticket, staged, handle)
+        if failure is None:
+            self._end_write(ticket, staged, transfer)
+            return
+        with space.changed:
+            ticket.path.meter.stop(transfer, moved=False)
+        self._rescue(ticket, staged, failure)
 
     def _write_out(self, ticket: SwapTicket, staged: torch.Tensor, handle: IoHandle) -> Exception | None:
-        """Write what is staged; what went wrong. Metered: the copy before it was not the drive's time."""
-        failure: Exception | None = None
-        with self._space.changed:
-            transfer = ticket.path.meter.start(Kind.WRITE, ticket.extent.nbytes)
+        """Write what is staged; what went wrong."""
         try:
             ticket.checksums = self._integrity.digest(staged)
             handle.write(staged, ticket.extent.offset)
         except Exception as error:  # noqa: BLE001 - a lane must survive anything, or backward would wait for ever
-            failure = error
-        with self._space.changed:
-            ticket.path.meter.stop(transfer, moved=failure is None)
-        return failure
+            return error
+        return None
 
     def _count_write(self, ticket: SwapTicket, nbytes: int) -> None:
         self._space.stats.writes.stop(nbytes)
@@ -91,9 +93,10 @@ class LaneWork:
                 space.stats.cancelled_bytes += ticket.nbytes
                 space.give_up(ticket)
 
-    def _end_write(self, ticket: SwapTicket, staged: torch.Tensor) -> None:
+    def _end_write(self, ticket: SwapTicket, staged: torch.Tensor, transfer: Transfer) -> None:
         space = self._space
         with space.changed:
+            ticket.path.meter.stop(transfer)
             self._count_write(ticket, ticket.extent.nbytes)
             stays = ticket.wanted and not ticket.released
             if stays:
@@ -168,10 +171,14 @@ class LaneWork:
             transfer = ticket.path.meter.start(Kind.READ, ticket.extent.nbytes)
         target = ticket.host if ticket.host is not None else space.ring.view(ticket.held_slot)
         failure = ticket.path.read_checked(ticket, target, handle, self._integrity)
-        with space.changed:  # before the copy onto the device, which is not the drive's time
-            ticket.path.meter.stop(transfer, moved=failure is None)
-        arrival = self._onto_device(ticket, target) if failure is None else None
+        arrival = None
+        if not space.ring.lends:
+            with space.changed:  # before the copy onto the device, which is not the drive's time
+                ticket.path.meter.stop(transfer, moved=failure is None)
+            arrival = self._onto_device(ticket, target) if failure is None else None
         with space.changed:
+            if space.ring.lends:
+                ticket.path.meter.stop(transfer, moved=failure is None)
             moved = ticket.extent.nbytes if failure is None else 0
             space.stats.reads.stop(moved)
             ticket.error = failure

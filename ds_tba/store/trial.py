@@ -23,6 +23,7 @@ from ds_tba.errors import PathError
 from ds_tba.io.base import IoHandle
 from ds_tba.spans import Span
 from ds_tba.store.integrity import Integrity
+from ds_tba.store.lanes import Errand
 from ds_tba.store.swap_path import SwapPath
 from ds_tba.store.swap_space import SwapSpace
 from ds_tba.telemetry.path_meter import Kind
@@ -142,7 +143,7 @@ class PathPhase:
 
 
 @dataclass(eq=False)
-class LaneTrial:
+class LaneTrial(Errand):
     """What one lane does in a trial.
 
     Attributes:
