@@ -46,7 +46,7 @@ def test_without_limits_it_is_the_machine_s(machine: Path) -> None:
     assert found_bytes(machine) == 1000 << 10
     limit(machine / "groups/job/step", "max", 100, 0)
     assert found_bytes(machine) == 1000 << 10
-    (machine / "proc/self/cgroup").write_text("4:memory:/version/one\n")
+    (machine / "proc/self/cgroup").write_text("4:memory:/not/mounted\n")
     assert found_bytes(machine) == 1000 << 10
     (machine / "groups/memory.max").write_text("1\n")  # nobody knows what is held
     assert found_bytes(machine) == 1000 << 10
@@ -64,6 +64,19 @@ def test_a_group_that_has_less_left_counts(machine: Path, group: str) -> None:
     assert found_bytes(machine) == 1000 << 10
     limit(machine / "groups" / group, "5000", held_bytes=6000, cached_bytes=0)
     assert found_bytes(machine) == 0
+
+
+@pytest.mark.parametrize("group", ["job/step", "job", "."])
+def test_a_group_of_version_1_counts(machine: Path, group: str) -> None:
+    (machine / "proc/self/cgroup").write_text("5:cpu,cpuacct:/elsewhere\n4:hugetlb,memory:/job/step\n0::/job\n")
+    limited = machine / "groups/memory" / group
+    limited.mkdir(parents=True)
+    (limited / "memory.limit_in_bytes").write_text("5000\n")
+    (limited / "memory.usage_in_bytes").write_text("3000\n")
+    (limited / "memory.stat").write_text("inactive_file 1\ntotal_inactive_file 500\n")
+    assert found_bytes(machine) == 2500
+    (limited / "memory.limit_in_bytes").write_text("9223372036854771712\n")  # no limit
+    assert found_bytes(machine) == 1000 << 10
 
 
 def test_the_room_of_a_cpu_is_memory_less_a_part_for_temporaries(monkeypatch: pytest.MonkeyPatch) -> None:
