@@ -28,6 +28,8 @@ from ds_tba.streams import Clock
 
 # Steps, of which the first does not count: it has much to set up. In turns the odd ones move everything.
 REHEARSALS, TURNS = 3, 9
+# Of a step that moves everything: where the training thread moves or waits for more, there are no more such steps.
+MOST_MOVING_PART = 0.5
 # Of a normal distribution: the standard deviation as a multiple of the median absolute deviation.
 DEVIATION = 1.4826
 # A recomputation that took so many times more or less than its forward was measured wrong.
@@ -111,7 +113,7 @@ class Rehearsal:
         step, number = _Step(began, ended, marks, moves, moved_bytes), self._count
         if self.plan is None:
             self._moving[number] = step
-            self._in_turns = 2 * self._rest_s(step) > self._clock.elapsed_s(began, ended)
+            self._in_turns = self._rest_s(step) > (1 - MOST_MOVING_PART) * self._clock.elapsed_s(began, ended)
         elif number and is_planned and len(marks) == 2 * self._recomputations:
             self._rehearsed[number] = step
         self._count += 1
