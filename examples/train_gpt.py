@@ -38,6 +38,7 @@ from torch.utils.checkpoint import checkpoint
 
 BLOCK = "activation_nvme_offload"
 VOCABULARY = 256
+WIDTH, DEPTH, SEQUENCE = 384, 6, 512
 GIB = 1 << 30
 
 
@@ -92,6 +93,12 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
         return functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), targets.flatten())
+
+
+def make_model(batch: int, sequence: int) -> tuple[GPT, tuple[torch.Tensor, torch.Tensor]]:
+    """The model of the defaults and its inputs, for ``ds_tba estimate --model examples/train_gpt.py:make_model``."""
+    inputs = torch.zeros(batch, sequence, dtype=torch.int64)
+    return GPT(WIDTH, DEPTH, sequence), (inputs, inputs)
 
 
 # ---- the data -------------------------------------------------------------------------------------------------------
@@ -282,9 +289,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--deepspeed_config", required=True, help="the ds_config.json")
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps")
-    parser.add_argument("--width", type=int, default=384)
-    parser.add_argument("--depth", type=int, default=6)
-    parser.add_argument("--sequence", type=int, default=512, help="bytes per sequence")
+    parser.add_argument("--width", type=int, default=WIDTH)
+    parser.add_argument("--depth", type=int, default=DEPTH)
+    parser.add_argument("--sequence", type=int, default=SEQUENCE, help="bytes per sequence")
     parser.add_argument(
         "--batch", type=int, default=0, help="sequences per micro-batch and rank (default: the config's)"
     )

@@ -203,3 +203,12 @@ def test_an_hf_config_is_estimated(directory: Path) -> None:
     found = json.loads(out.read_text())
     assert found["ran_on"] == "meta" and [one["count"] for one in found["groups"]][:2] == [1, 1]
     assert torch.bfloat16.itemsize * found["parameters"] == found["parameter_bytes"]
+
+
+def test_the_example_of_the_readme_is_estimated(capsys: pytest.CaptureFixture[str]) -> None:
+    root = Path(__file__).parents[1]
+    model = f"{root / 'examples/train_gpt.py'}:make_model"
+    given = ["--batch", "8", "--seq", "512", "--tflops", "0.2", "--write-gbps", "2", "--read-gbps", "2"]
+    main(["estimate", "--config", str(root / "ds_configs/minimal.json"), "--model", model, *given])
+    told = capsys.readouterr().out
+    assert "blocks.0-5" in told and "the plan" in told

@@ -75,6 +75,17 @@ def test_noise_is_what_the_same_model_differs_by() -> None:
     assert verdict([*BASE, made("tba", "tba", 1.0, 40, noise=0.2), mine]).beaten == []
 
 
+def test_contenders_under_equal_plans_show_the_noise_too() -> None:
+    plan = {"bytes": {"keep": 5, "recompute": 7}, "recomputed_blocks": 2, "written_bytes": 0, "step_s": 1.0}
+    other, mine = made("recompute", "recompute", 1.0, 40, plan=plan), made("a", "adaptive", 1.04, 40)
+    assert verdict([*BASE, other, mine]).beaten == ["recompute"]
+    found = verdict([*BASE, other, replace(mine, plan={**plan, "step_s": 1.1})])
+    assert found.beaten == [] and found.step_noise == pytest.approx(0.04)
+    for more in ({"bytes": {"keep": 12}}, {"recomputed_blocks": 1}, {"written_bytes": 1}):
+        assert verdict([*BASE, other, replace(mine, plan={**plan, **more})]).beaten == ["recompute"]
+    assert verdict([*BASE, other, replace(mine, plan=plan, peak_bytes=39)]).beaten == ["recompute"]
+
+
 def test_turns_are_compared_with_those_of_the_same_round() -> None:
     slow_twice = (1.0, 2.0, 2.0, 1.0, 1.0)
     other = made("tba", "tba", 1.0, 40, turns_s=slow_twice)

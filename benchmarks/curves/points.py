@@ -121,8 +121,9 @@ class Verdict:
     Attributes:
         beaten: points that no point of adaptive is as good as, in peak and in time. The plain model is not among them:
             as all planners, adaptive has hooks, and ``hooks`` says what they cost.
-        step_noise: by which two turns of the same thing differ here, at least; half of what the middle half of the
-            rounds spans where two are compared, if that is more.
+        step_noise: by which the same thing differs from itself here, at least: the plain model twice, and contenders
+            under equal plans, of which none can be behind the other; half of what the middle half of the rounds spans
+            where two are compared, if that is more.
     """
 
     beaten: list[str]
@@ -163,9 +164,10 @@ def _worst(what: str, errors: dict[str, float], bound: float) -> str:
 def verdict(points: Sequence[Point]) -> Verdict:
     """The claims, checked."""
     apart = [max(abs(one.to_plain.median - 1), one.to_plain.noise) for one in points if one.name == AGAIN.name]
-    step_noise = max([LEAST_STEP_NOISE, *apart])
     ours = [one for one in points if one.planner == "adaptive"]
     others = [one for one in points if one.planner not in ("adaptive", PLAIN.name)]
+    pairs = [(one, other) for one in ours for other in others if _does_the_same(one, other)]
+    step_noise = max([LEAST_STEP_NOISE, *apart, *(abs(_ratio(*pair).median - 1) for pair in pairs)])
     plain_bytes = max((one.peak_bytes or 0 for one in points if one.name == PLAIN.name), default=0)
     room_bytes = PEAK_NOISE * plain_bytes
     return Verdict(
@@ -180,10 +182,21 @@ def verdict(points: Sequence[Point]) -> Verdict:
 def _is_as_good(one: Point, other: Point, step_noise: float, room_bytes: float) -> bool:
     if one.peak_bytes is None or other.peak_bytes is None:
         return False
-    # Of the same round: what slows the machine for some seconds slows both.
-    ratio = Spread.of([mine / its for mine, its in zip(one.turns_s, other.turns_s, strict=True)])
+    ratio = _ratio(one, other)
     is_small = one.peak_bytes <= other.peak_bytes + room_bytes
     return is_small and ratio.median <= 1 + max(step_noise, ratio.noise)
+
+
+def _ratio(one: Point, other: Point) -> Spread:
+    """Of steps in the same round: what slows the machine for some seconds slows both."""
+    return Spread.of([mine / its for mine, its in zip(one.turns_s, other.turns_s, strict=True)])
+
+
+def _does_the_same(one: Point, other: Point) -> bool:
+    """Whether their plans have the same work in a step, whatever they promise."""
+    if one.plan is None or other.plan is None or one.peak_bytes != other.peak_bytes:
+        return False
+    return all(one.plan[what] == other.plan[what] for what in ("bytes", "recomputed_blocks", "written_bytes"))
 
 
 def row(point: Point) -> dict[str, Any]:
