@@ -288,8 +288,11 @@ class Controller:
             self._machine.moved_bytes() if resources.is_synchronous else 0,
         )
         want = self.monitor.wish(self._steps, look)
-        if self.monitor.excess_s and not self._machine.learn_excess(self.monitor.excess_s, look.lane_bytes):
-            return Want.GO_ON
+        if excess_s := self.monitor.excess_s:
+            left_s = self._machine.learn_excess(excess_s, look.lane_bytes)
+            if left_s == excess_s > 0:
+                return Want.GO_ON  # moving cannot have taken more, and another plan would be the same
+            self._survey.shorten(max(0.0, -left_s))
         return want
 
     def _do(self, want: Want) -> None:

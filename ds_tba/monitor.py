@@ -4,10 +4,10 @@
 allows, or in which storages found no room, asks for a new plan from what was measured since; where the rates are still
 those of the plan, they are taken to be lower than measured, by as much as the promise was exceeded, until it holds.
 Steps in which lanes moved much on the processor of the kernels, and which are longer than promised one and all (or
-shorter), ask for a plan that counts that as taken by the lanes (or less). What is not moved is not measured, so that
-drives that are slower than they were, or are taken to be, and lanes that were blamed, are measured anew now and then.
-Storages that the plan does not know, or steps that take longer for no reason of ours, or less time than the trace says,
-ask for a new trace.
+shorter), ask for a plan that counts that as taken by the lanes (or less), and what is shorter than that as not taken by
+the step. What is not moved is not measured, so that drives that are slower than they were, or are taken to be, and
+lanes that were blamed, are measured anew now and then. Storages that the plan does not know, or steps that take longer
+for no reason of ours, or less time than the trace says, ask for a new trace.
 
 Knows numbers only.
 """

@@ -50,8 +50,8 @@ class Machine(Protocol):
         """Take into account what moving so many bytes has taken of the kernels, and how well that is known."""
         ...
 
-    def learn_excess(self, excess_s: float, moved_bytes: int) -> bool:
-        """Moving so many bytes has taken so much more of the kernels than a plan counted: whether that is news."""
+    def learn_excess(self, excess_s: float, moved_bytes: int) -> float:
+        """Moving so many bytes may have taken so much more of the kernels than a plan counted: what it cannot have."""
         ...
 
     def resources(self, traffic: tuple[Traffic, ...] = ()) -> Resources:

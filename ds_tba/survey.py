@@ -140,6 +140,14 @@ class Survey:
                 self._cache, self._clock, self.paths, self._others, is_synchronous=is_synchronous
             )
 
+    def shorten(self, shorter_s: float) -> None:
+        """Steps are so much shorter than was found, whatever is moved or recomputed.
+
+        The steps before a plan are few, and all of them may fall into a slow second.
+        """
+        if self.trace is not None and shorter_s:
+            self.trace = self.trace.without(shorter_s / self.trace.micro_steps)
+
     def stop(self) -> None:
         """Record nothing more."""
         self._recording = self._rehearsal = None

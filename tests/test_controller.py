@@ -246,6 +246,28 @@ def test_steps_that_are_longer_than_promised_have_the_lanes_cost_more(
     assert controller.plans == plans + 1
 
 
+def test_steps_that_are_shorter_than_lanes_can_explain_shorten_the_trace(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = model()
+    offloader = make(ours, planner=PLANNERS["tba"])
+    steps(ours, offloader, [ROWS] * (FIRST_PLAN + 1))
+    controller = offloader._controller
+    assert controller is not None and controller.in_force is not None and isinstance(controller._machine, Rates)
+    plans, kept_s = controller.plans, controller.in_force.trace.step_s
+    controller._machine._lane_s_per_byte = controller._machine._error_s_per_byte = 0.0
+    controller._machine._shown_s_per_byte = controller._machine._excess_s_per_byte = 0.0
+
+    def wish(step: int, look: Look) -> Want:
+        controller.monitor.excess_s = -0.25 * kept_s
+        return Want.PLAN
+
+    monkeypatch.setattr(controller.monitor, "wish", wish)
+    steps(ours, offloader, [ROWS])
+    assert controller.plans == plans + 1
+    assert controller.in_force.trace.step_s == pytest.approx(0.75 * kept_s)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_what_would_not_fit_the_device_is_moved_whatever_it_costs(
     make: Make, caplog: pytest.LogCaptureFixture, ranks: int

@@ -291,7 +291,8 @@ def test_what_steps_under_a_plan_show_of_the_lanes_counts_in_plans_until_drives_
     for count, more_s in enumerate((0.005, 0.01, 0.015, 0.02, 0.02), 1):
         rates.learn_excess(0.1, 20 * MIB)
         assert out_s_per_byte(rates) == pytest.approx(alone_s + 2 * (0.01 + more_s) / MIB), count
-    assert not rates.learn_excess(0.1, 20 * MIB) and rates.learn_excess(-0.1, 20 * MIB)  # what is no news, and what is
+    assert rates.learn_excess(0.1, 20 * MIB) == pytest.approx(0.1)  # lanes cannot have taken more
+    assert rates.learn_excess(-0.1, 20 * MIB) == pytest.approx(0.0)
     assert out_s_per_byte(rates) == pytest.approx(alone_s + 2 * 0.025 / MIB)
     assert rates.taken_s(MIB) == pytest.approx(0.01)  # a step that moves all takes what it took
     rates.measure()
@@ -306,8 +307,9 @@ def test_plans_count_no_less_than_what_steps_that_move_everything_have_shown(mak
     assert rates._planned_s_per_byte() == pytest.approx(0.01 / MIB)  # nothing was shown: there is no margin
     rates.learn_taken(0.2, 0.1, 20 * MIB)
     for excess_s in (-0.05, -0.1, -0.1, -0.1):
-        assert rates.learn_excess(excess_s, 20 * MIB)
-    assert not rates.learn_excess(-0.1, 20 * MIB)
+        left_s = rates.learn_excess(excess_s, 20 * MIB)
+    assert left_s == pytest.approx(-0.075)  # (0.01 + 0.005) * 1.25 less 0.35 / 20, and no less than 0.005
+    assert rates.learn_excess(-0.1, 20 * MIB) == pytest.approx(-0.1) and rates.learn_excess(-0.1, 0) == -0.1
     assert rates._planned_s_per_byte() == pytest.approx(0.005 / MIB)  # less the error of what was shown
     rates.learn_excess(0.02, 20 * MIB)
     assert rates._planned_s_per_byte() == pytest.approx(0.006 / MIB)

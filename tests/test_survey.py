@@ -34,8 +34,8 @@ class FixedMachine:
     def learn(self, moving_s: float, *, is_usual: bool) -> None: ...
     def learn_taken(self, taken_s: float, error_s: float, moved_bytes: int) -> None: ...
 
-    def learn_excess(self, excess_s: float, moved_bytes: int) -> bool:
-        return False
+    def learn_excess(self, excess_s: float, moved_bytes: int) -> float:
+        return excess_s
 
     def moved_bytes(self) -> int:
         return 0

@@ -105,7 +105,7 @@ class Rates:
             self._shown_s_per_byte = max(0.0, taken_s) / moved_bytes
             self._error_s_per_byte = error_s / moved_bytes
 
-    def learn_excess(self, excess_s: float, moved_bytes: int) -> bool:
+    def learn_excess(self, excess_s: float, moved_bytes: int) -> float:
         """Take into account that steps under a plan were longer than promised. See [Note: What moving costs].
 
         Args:
@@ -113,14 +113,15 @@ class Rates:
             moved_bytes: by the lanes, either way.
 
         Returns:
-            Whether plans count anything else now.
+            What of it lanes cannot have taken, in seconds.
         """
+        if not moved_bytes:
+            return excess_s
         before = self._planned_s_per_byte()
         least, known = self._bounds_s_per_byte()
-        if moved_bytes:
-            wanted = max(least, before + excess_s / moved_bytes)
-            self._excess_s_per_byte = min(MOST_SHOWN * self._lane_s_per_byte, wanted) - known
-        return self._planned_s_per_byte() != before
+        wanted = max(least, before + excess_s / moved_bytes)
+        self._excess_s_per_byte = min(MOST_SHOWN * self._lane_s_per_byte, wanted) - known
+        return excess_s - (self._planned_s_per_byte() - before) * moved_bytes
 
     def _planned_s_per_byte(self) -> float:
         """What a byte's way takes of the kernels in a step that moves a part of all there is, as plans count it."""
