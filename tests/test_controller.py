@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from ds_tba.agreement import Agreement, Alone
 from ds_tba.config import AioConfig, OffloadConfig
+from ds_tba.controller import Controller
 from ds_tba.errors import PathError, TraceError
 from ds_tba.io.base import IoBackend
 from ds_tba.io.posix import PosixBackend
@@ -219,14 +220,21 @@ class SmallDevice(CpuAccelerator):
         return self.room_bytes
 
 
-def test_steps_that_are_longer_than_promised_have_the_lanes_cost_more(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def under_a_plan_that_moves(make: Make) -> tuple[Model, ActivationOffloader, Controller]:
+    """A step after the first plan."""
     ours = model()
     offloader = make(ours, planner=PLANNERS["tba"])
     steps(ours, offloader, [ROWS] * (FIRST_PLAN + 1))
     controller = offloader._controller
-    assert controller is not None and isinstance(controller._machine, Rates)
+    assert controller is not None
+    return ours, offloader, controller
+
+
+def test_steps_that_are_longer_than_promised_have_the_lanes_cost_more(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, offloader, controller = under_a_plan_that_moves(make)
+    assert isinstance(controller._machine, Rates)
     looks: list[Look] = []
 
     def wish(step: int, look: Look) -> Want:
@@ -249,11 +257,8 @@ def test_steps_that_are_longer_than_promised_have_the_lanes_cost_more(
 def test_steps_that_are_shorter_than_lanes_can_explain_shorten_the_trace(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ours = model()
-    offloader = make(ours, planner=PLANNERS["tba"])
-    steps(ours, offloader, [ROWS] * (FIRST_PLAN + 1))
-    controller = offloader._controller
-    assert controller is not None and controller.in_force is not None and isinstance(controller._machine, Rates)
+    ours, offloader, controller = under_a_plan_that_moves(make)
+    assert controller.in_force is not None and isinstance(controller._machine, Rates)
     plans, kept_s = controller.plans, controller.in_force.trace.step_s
     controller._machine._lane_s_per_byte = controller._machine._error_s_per_byte = 0.0
     controller._machine._shown_s_per_byte = controller._machine._excess_s_per_byte = 0.0
