@@ -22,12 +22,12 @@ from pathlib import Path
 
 import torch
 
-from ds_tba.cache import TensorCache
-from ds_tba.io.posix import PosixBackend
-from ds_tba.store.nvme import Lanes, NvmeStore
-from ds_tba.store.swap_file import SwapFile
-from ds_tba.streams import CpuAccelerator
-from ds_tba.transfer import StagingRing
+from ds_tba.autograd.cache import TensorCache
+from ds_tba.device.accelerator import CpuAccelerator
+from ds_tba.storage.backends.posix import PosixBackend
+from ds_tba.storage.nvme import Lanes, NvmeStore
+from ds_tba.storage.staging import StagingRing
+from ds_tba.storage.swap_file import SwapFile
 
 COUNTS = (10, 100, 1000, 10_000)
 ELEMENTS = 4096  # 16 KiB of float32

@@ -33,15 +33,15 @@ from typing import Any
 import torch
 
 from ds_tba.config import AioConfig
-from ds_tba.io import aio
-from ds_tba.io.base import IoBackend
-from ds_tba.io.posix import PosixBackend
-from ds_tba.store.base import Refusal, Ticket
+from ds_tba.device.accelerator import CpuAccelerator
+from ds_tba.storage.backends import aio
+from ds_tba.storage.backends.base import IoBackend
+from ds_tba.storage.backends.posix import PosixBackend
+from ds_tba.storage.base import Refusal, Ticket
+from ds_tba.storage.nvme import Lanes, NvmeStore
+from ds_tba.storage.staging import StagingRing
+from ds_tba.storage.swap_file import SwapFile
 from ds_tba.store.bundles import BundlingStore
-from ds_tba.store.nvme import Lanes, NvmeStore
-from ds_tba.store.swap_file import SwapFile
-from ds_tba.streams import CpuAccelerator
-from ds_tba.transfer import StagingRing
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 HUGE_PAGES = Path("/proc/sys/vm/nr_hugepages")

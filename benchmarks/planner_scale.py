@@ -29,9 +29,9 @@ from pathlib import Path
 import numpy as np
 
 from ds_tba.plan.limits import Limits
-from ds_tba.plan.plan import Plan
 from ds_tba.plan.planner import PLANNERS
-from ds_tba.plan.trace import OUTSIDE, BlockTrace, PathRates, Resources, StorageTrace, Trace
+from ds_tba.planner.plan import Plan
+from ds_tba.planner.trace import OUTSIDE, BlockTrace, PathRates, Resources, StorageTrace, Trace
 
 COUNTS = (1000, 10_000, 100_000)
 RATES_GB_S = (8, 16, 32)

@@ -23,12 +23,12 @@ import torch
 from packaging.specifiers import SpecifierSet
 from torch import distributed
 
-from ds_tba.agreement import Agreement, Alone, Ranks
+from ds_tba.adaptive.ranks import Agreement, Alone, Ranks
+from ds_tba.autograd.tensors import mark_owned
 from ds_tba.config import BLOCK, AioConfig, OffloadConfig, near_misses, parse_block
+from ds_tba.device.accelerator import adapted
 from ds_tba.errors import ConfigError, IncompatibleError
 from ds_tba.offloader import ActivationOffloader
-from ds_tba.streams import adapted
-from ds_tba.tensors import mark_owned
 
 logger = logging.getLogger("ds_tba")
 

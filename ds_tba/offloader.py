@@ -17,23 +17,23 @@ from pathlib import Path
 
 from torch import nn
 
-from ds_tba.agreement import Agreement
-from ds_tba.blocks import Blocks, find_blocks
-from ds_tba.cache import TensorCache
+from ds_tba.adaptive.consensus import Planning
+from ds_tba.adaptive.controller import Controller
+from ds_tba.adaptive.policy import Always
+from ds_tba.adaptive.ranks import Agreement
+from ds_tba.autograd.blocks import Blocks, find_blocks
+from ds_tba.autograd.cache import TensorCache
 from ds_tba.config import BLOCK, AioConfig, OffloadConfig
-from ds_tba.controller import Controller
+from ds_tba.device.accelerator import Accelerator
 from ds_tba.errors import ConfigError, IncompatibleError, PathError
 from ds_tba.plan.limits import Limits, write_limit_bytes_per_step
 from ds_tba.plan.planner import Planner, adaptive
-from ds_tba.plan.trace import Trace
-from ds_tba.planning import Planning
-from ds_tba.policy import Always
+from ds_tba.planner.trace import Trace
 from ds_tba.profile.rates import Rates
-from ds_tba.streams import Accelerator
+from ds_tba.storage.tiers import Tiers
 from ds_tba.telemetry.report import OffloadReport, rank_path
 from ds_tba.telemetry.stats import StoreStats
 from ds_tba.telemetry.traffic import OthersTraffic
-from ds_tba.tiers import Tiers
 
 logger = logging.getLogger(__name__)
 

@@ -22,9 +22,9 @@ from itertools import pairwise
 from statistics import fmean, median, median_low
 from typing import Any
 
-from ds_tba.plan.trace import Trace
-from ds_tba.policy import PlanInForce
-from ds_tba.streams import Clock
+from ds_tba.adaptive.policy import PlanInForce
+from ds_tba.device.accelerator import Clock
+from ds_tba.planner.trace import Trace
 
 # Steps, of which the first does not count: it has much to set up. In turns the odd ones move everything.
 REHEARSALS, TURNS = 3, 9

@@ -10,17 +10,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ds_tba.cache import TensorCache
+from ds_tba.adaptive.consensus import Machine, Planning
+from ds_tba.adaptive.policy import PlanInForce
+from ds_tba.adaptive.recorder import Recorder
+from ds_tba.adaptive.recording import Others, Recording
+from ds_tba.autograd.cache import TensorCache
+from ds_tba.device.accelerator import Clock
 from ds_tba.errors import TraceError
 from ds_tba.monitor import Want
 from ds_tba.plan.layout import Layout
-from ds_tba.plan.trace import Trace
-from ds_tba.planning import Machine, Planning
-from ds_tba.policy import PlanInForce
-from ds_tba.recorder import Recorder
-from ds_tba.recording import Others, Recording
+from ds_tba.planner.trace import Trace
 from ds_tba.rehearsal import Rehearsal, Rehearsed
-from ds_tba.streams import Clock
 
 logger = logging.getLogger(__name__)
 

@@ -15,12 +15,12 @@ from fault_table import FaultTable
 from victims import NoVictims, Victims, serving
 
 from ds_tba.config import AioConfig
-from ds_tba.io import aio
-from ds_tba.io.base import IoBackend
-from ds_tba.io.posix import PosixBackend
-from ds_tba.store.nvme import Lanes, NvmeStore
-from ds_tba.store.swap_file import SwapFile
-from ds_tba.transfer import StagingRing
+from ds_tba.storage.backends import aio
+from ds_tba.storage.backends.base import IoBackend
+from ds_tba.storage.backends.posix import PosixBackend
+from ds_tba.storage.nvme import Lanes, NvmeStore
+from ds_tba.storage.staging import StagingRing
+from ds_tba.storage.swap_file import SwapFile
 
 StoreFactory = Callable[..., NvmeStore]
 

@@ -21,9 +21,9 @@ from typing import Any
 import pytest
 import torch
 
-from ds_tba.io import gds as gds_backend
-from ds_tba.io import kvikio as kvikio_backend
-from ds_tba.io.memory import aligned_memory
+from ds_tba.device.memory import aligned_memory
+from ds_tba.storage.backends import gds as gds_backend
+from ds_tba.storage.backends import kvikio as kvikio_backend
 
 Script = Callable[[str, int], str | None]
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
+from ds_tba.device.accelerator import CpuAccelerator
+from ds_tba.device.memory import aligned_memory, huge_page_memory
 from ds_tba.errors import TransferError
-from ds_tba.io.base import IoBackend, IoHandle
-from ds_tba.io.memory import aligned_memory, huge_page_memory
-from ds_tba.io.posix import PosixBackend
-from ds_tba.streams import CpuAccelerator
+from ds_tba.storage.backends.base import IoBackend, IoHandle
+from ds_tba.storage.backends.posix import PosixBackend
 
 
 class EventAccelerator(CpuAccelerator):

@@ -16,7 +16,7 @@ import torch
 from gpu.device import Device
 from late_device import LateDevice
 
-from ds_tba.streams import Accelerator
+from ds_tba.device.accelerator import Accelerator
 
 # Read when CUDA's matrix library starts: without it equal products on several streams may differ in their last bits.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

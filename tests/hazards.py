@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from ds_tba.cache import TensorCache
+from ds_tba.autograd.cache import TensorCache
+from ds_tba.device.accelerator import Accelerator
 from ds_tba.errors import ActivationModifiedError
-from ds_tba.io.posix import PosixBackend
-from ds_tba.store.nvme import Lanes, NvmeStore
-from ds_tba.store.swap_file import SwapFile
-from ds_tba.streams import Accelerator
-from ds_tba.transfer import StagingRing
+from ds_tba.storage.backends.posix import PosixBackend
+from ds_tba.storage.nvme import Lanes, NvmeStore
+from ds_tba.storage.staging import StagingRing
+from ds_tba.storage.swap_file import SwapFile
 
 Saving = Callable[[], AbstractContextManager[Any]]
 LEAST_BYTES = 4096  # so that small tensors are offloaded too

@@ -31,9 +31,9 @@ class Mutant:
 
 
 STREAMS, SPACE, LANES, NVME = (
-    "ds_tba/streams.py", "ds_tba/store/swap_space.py", "ds_tba/store/lane_work.py", "ds_tba/store/nvme.py"
+    "ds_tba/device/accelerator.py", "ds_tba/storage/space.py", "ds_tba/storage/worker.py", "ds_tba/storage/nvme.py"
 )  # fmt: skip
-HOST = "ds_tba/store/host.py"
+HOST = "ds_tba/storage/host.py"
 MUTANTS = [
     Mutant("a copy out does not wait for the kernels that make the tensor", STREAMS,
            "            self._out_stream.wait_event(produced)\n", ""),
@@ -76,7 +76,7 @@ MUTANTS = [
     Mutant("host memory is closed while copies out of it run", HOST, "            self._retirement.finish()\n", ""),
     Mutant("the members of a bundle do not wait for its copy in", "ds_tba/store/bundles.py",
            "bundle.arrival.join()[", "bundle.arrival._data["),
-    Mutant("pieces are put together before they came", "ds_tba/store/pieces.py",
+    Mutant("pieces are put together before they came", "ds_tba/storage/chunked.py",
            "self._copies.copy(loaded.data, ", "self._copies.copy(loaded.arrival._data, "),
     Mutant("host memory does not bound what waits for its copy out", HOST,
            "            self._copies.hold_at_most(max(0, self._ahead_limit_bytes - data.numel()))\n", "",

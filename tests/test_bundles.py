@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from test_hazards import Scenario, scenarios, store_is_empty
 from test_store import CPU, noise, until
 
-from ds_tba.cache import TensorCache
+from ds_tba.autograd.cache import TensorCache
 from ds_tba.errors import ActivationLostError, StateError
-from ds_tba.io.base import IoBackend
-from ds_tba.store.base import Refusal
+from ds_tba.storage.backends.base import IoBackend
+from ds_tba.storage.base import Refusal
+from ds_tba.storage.nvme import NvmeStore
 from ds_tba.store.bundles import BundlingStore, MemberTicket
-from ds_tba.store.nvme import NvmeStore
 
 KIB, MIB = 1 << 10, 1 << 20
 

@@ -14,15 +14,15 @@ import pytest
 import runs
 
 from ds_tba.errors import BackendUnavailableError
-from ds_tba.io.names import Shared, give_name, lasting_name, named
-from ds_tba.store.swap_file import SwapFile
+from ds_tba.storage.backends.cufile import Shared, give_name, lasting_name, named
+from ds_tba.storage.swap_file import SwapFile
 
 PROGRAM = f"""
 import os, signal, sys
 sys.path.insert(0, {str(runs.ROOT)!r})
 from pathlib import Path
-from ds_tba.io.names import lasting_name
-from ds_tba.store.swap_file import SwapFile
+from ds_tba.storage.backends.cufile import lasting_name
+from ds_tba.storage.swap_file import SwapFile
 directory = Path(sys.argv[1])
 file = SwapFile(directory, 1 << 20)
 name = lasting_name(file.fd, "gds")

@@ -12,16 +12,16 @@ from test_policy import LAYOUT, TRACE
 from test_recorder import LEAST_BYTES, MACHINE, ROWS, WIDTH, Stack, Ticks, record
 from traces import resources
 
-from ds_tba.agreement import Alone
-from ds_tba.cache import TensorCache
+from ds_tba.adaptive.consensus import Planning
+from ds_tba.adaptive.policy import PlanInForce
+from ds_tba.adaptive.ranks import Alone
+from ds_tba.adaptive.recorder import APART_FACTOR, Recorder, usual_s
+from ds_tba.adaptive.recording import RECORDINGS, Recording
+from ds_tba.autograd.cache import TensorCache
 from ds_tba.plan.limits import Limits
 from ds_tba.plan.placement import Placement
 from ds_tba.plan.planner import PLANNERS, recompute_and_move
-from ds_tba.plan.trace import Resources, Trace
-from ds_tba.planning import Planning
-from ds_tba.policy import PlanInForce
-from ds_tba.recorder import APART_FACTOR, Recorder, usual_s
-from ds_tba.recording import RECORDINGS, Recording
+from ds_tba.planner.trace import Resources, Trace
 from ds_tba.rehearsal import DEVIATION, MOST_FACTOR, REHEARSALS, TURNS, Rehearsal, Rehearsed
 from ds_tba.survey import Survey
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from ds_tba.errors import StateError
-from ds_tba.plan.trace import Traffic
+from ds_tba.planner.trace import Traffic
 from ds_tba.telemetry import traffic as traffic_module
-from ds_tba.telemetry.drive import sysfs_device
-from ds_tba.telemetry.path_meter import Kind, PathMeter, Transfer
+from ds_tba.telemetry.bandwidth import Kind, PathMeter, Transfer
+from ds_tba.telemetry.drive_health import sysfs_device
 from ds_tba.telemetry.traffic import OthersTraffic
 
 MIB = 1 << 20

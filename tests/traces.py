@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from ds_tba.plan.limits import Limits
-from ds_tba.plan.trace import OUTSIDE, BlockTrace, PathRates, Resources, StorageTrace, Trace, Traffic
+from ds_tba.planner.trace import OUTSIDE, BlockTrace, PathRates, Resources, StorageTrace, Trace, Traffic
 
 SIZE = 4096 * 1000
 TICK_S = 2.0**-10

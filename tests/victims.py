@@ -252,7 +252,7 @@ def serve(name: str) -> None:
 
     import ds_tba.offloader  # noqa: F401
     from ds_tba.config import AioConfig
-    from ds_tba.io import aio
+    from ds_tba.storage.backends import aio
 
     if aio.is_built():
         aio.AioBackend(AioConfig())  # loads the op
@@ -314,10 +314,10 @@ class _Log(logging.Handler):
 
 def _outcome(job: Job, lines: IO[str]) -> Outcome:
     from ds_tba.config import BLOCK, AioConfig, parse_block
+    from ds_tba.device.accelerator import CpuAccelerator
     from ds_tba.errors import DsTbaError
     from ds_tba.offloader import ActivationOffloader
-    from ds_tba.store import swap_file
-    from ds_tba.streams import CpuAccelerator
+    from ds_tba.storage import swap_file
 
     log = _Log()
     logging.getLogger("ds_tba").addHandler(log)

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import torch
 
-from ds_tba.io.base import IoHandle
-from ds_tba.io.posix import PosixBackend
+from ds_tba.storage.backends.base import IoHandle
+from ds_tba.storage.backends.posix import PosixBackend
 
 
 class _Channel:

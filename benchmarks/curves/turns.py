@@ -22,12 +22,12 @@ from gpu.measure import Workload
 from gpu.variants import plain
 
 from curves.meter import PeakMeter
-from ds_tba.agreement import Alone
+from ds_tba.adaptive.ranks import Alone
 from ds_tba.config import AioConfig, OffloadConfig
-from ds_tba.io.base import IoBackend
-from ds_tba.io.select import Selection
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.plan.planner import PLANNERS
+from ds_tba.storage.backends.base import IoBackend
+from ds_tba.storage.backends.select import Selection
 
 MOST_STEPS_TO_A_PLAN = 20
 STEPS_AFTER_A_PLAN = 2
@@ -203,7 +203,7 @@ def _on(drive: IoBackend | None) -> AbstractContextManager[Any]:
     """What is opened inside writes and reads with this backend."""
     if drive is None:
         return nullcontext()
-    return mock.patch("ds_tba.tiers.select_backend", lambda *_, **__: Selection(drive, "the benchmark's"))
+    return mock.patch("ds_tba.storage.tiers.select_backend", lambda *_, **__: Selection(drive, "the benchmark's"))
 
 
 def _storages(tensors: Sequence[torch.Tensor], offloader: ActivationOffloader | None) -> list[torch.UntypedStorage]:

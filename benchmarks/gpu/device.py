@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ds_tba.streams import Accelerator, CpuAccelerator, DeviceAccelerator
+from ds_tba.device.accelerator import Accelerator, CpuAccelerator, DeviceAccelerator
 
 GIB = 1 << 30
 

@@ -13,12 +13,12 @@ import torch
 
 from ds_tba.config import AioConfig
 from ds_tba.errors import BackendUnavailableError
-from ds_tba.io.base import IoBackend
-from ds_tba.io.posix import PosixBackend
-from ds_tba.store.base import Refusal, Ticket
-from ds_tba.store.nvme import Lanes, NvmeStore
-from ds_tba.store.swap_file import SwapFile
-from ds_tba.transfer import StagingRing
+from ds_tba.storage.backends.base import IoBackend
+from ds_tba.storage.backends.posix import PosixBackend
+from ds_tba.storage.base import Refusal, Ticket
+from ds_tba.storage.nvme import Lanes, NvmeStore
+from ds_tba.storage.staging import StagingRing
+from ds_tba.storage.swap_file import SwapFile
 from gpu.budget import OUT_OF_TIME, Deadline
 from gpu.device import Device
 
@@ -76,12 +76,12 @@ def backends(directory: Path, device: Device) -> dict[str, Callable[[], IoBacken
     """What may move bytes here."""
 
     def aio() -> IoBackend:
-        from ds_tba.io.aio import AioBackend
+        from ds_tba.storage.backends.aio import AioBackend
 
         return AioBackend(AioConfig())
 
     def kvikio() -> IoBackend:
-        from ds_tba.io.kvikio import KvikioBackend
+        from ds_tba.storage.backends.kvikio import KvikioBackend
 
         return KvikioBackend(LANES.write + LANES.read, device.kind)
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ds_tba.tensors import mark_owned
+from ds_tba.autograd.tensors import mark_owned
 
 # How a block is called: plainly, or by something that checkpoints it.
 Call = Callable[..., torch.Tensor]

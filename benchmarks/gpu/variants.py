@@ -14,7 +14,7 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
-from ds_tba.agreement import Alone
+from ds_tba.adaptive.ranks import Alone
 from ds_tba.config import AioConfig, IoConfig, OffloadConfig
 from ds_tba.errors import DsTbaError
 from ds_tba.offloader import ActivationOffloader

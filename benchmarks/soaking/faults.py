@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
-import ds_tba.tiers
+import ds_tba.storage.tiers
+from ds_tba.device.memory import huge_page_memory
 from ds_tba.errors import ActivationCorruptionError, ActivationLostError, StorageError, TransferError
-from ds_tba.io.base import IoBackend, IoHandle
-from ds_tba.io.memory import huge_page_memory
-from ds_tba.io.select import Selection
+from ds_tba.storage.backends.base import IoBackend, IoHandle
+from ds_tba.storage.backends.select import Selection
 
 BAD_WRITES = ("dropped write", "short write", "stale write")
 LOST_READ = "read error twice"
@@ -224,15 +224,15 @@ class Faults:
 
     def __init__(self) -> None:
         self.injector = Injector("", Rates())
-        self._select = ds_tba.tiers.select_backend
+        self._select = ds_tba.storage.tiers.select_backend
 
     def __enter__(self) -> Faults:
         def select(*args: Any, **kwargs: Any) -> Selection:
             chosen = self._select(*args, **kwargs)
             return Selection(FaultyBackend(chosen.backend, self.injector), chosen.reason)
 
-        ds_tba.tiers.select_backend = select
+        ds_tba.storage.tiers.select_backend = select
         return self
 
     def __exit__(self, *_: object) -> None:
-        ds_tba.tiers.select_backend = self._select
+        ds_tba.storage.tiers.select_backend = self._select

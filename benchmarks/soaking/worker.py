@@ -24,7 +24,7 @@ import deepspeed
 import torch
 
 from ds_tba.errors import StorageError
-from ds_tba.io import aio
+from ds_tba.storage.backends import aio
 from ds_tba.store.integrity import Integrity
 from soaking import steps
 from soaking.faults import Faults, Injector

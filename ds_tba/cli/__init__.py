@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from ds_tba.cli import doctor, estimate, report, tune
+from ds_tba.cli import doctor, report, tune
+from ds_tba.cli.estimate import text as estimate
 
 
 def main(argv: Sequence[str] | None = None) -> int:

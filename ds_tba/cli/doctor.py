@@ -43,10 +43,10 @@ def run(options: argparse.Namespace) -> int:
 
 def checks(options: argparse.Namespace) -> Iterator[tuple[bool, str]]:
     """(good, line) for every check."""
+    from ds_tba.device.memory import can_lock
     from ds_tba.engine import SUPPORTED_DEEPSPEED
     from ds_tba.errors import PathError
-    from ds_tba.io import aio
-    from ds_tba.io.memory import can_lock
+    from ds_tba.storage.backends import aio
     from ds_tba.store.paths import check_directories
 
     yield _version("deepspeed", SUPPORTED_DEEPSPEED)
@@ -83,7 +83,7 @@ def checks(options: argparse.Namespace) -> Iterator[tuple[bool, str]]:
 
 def backends() -> Iterator[tuple[str, str]]:
     """Each backend, and whether it can run here."""
-    from ds_tba.io import aio, gds, kvikio
+    from ds_tba.storage.backends import aio, gds, kvikio
 
     yield "posix", "can run here"
     yield "aio", "can run here" if aio.is_built() else "can run here once DeepSpeed's op is built"
@@ -95,7 +95,7 @@ def backends() -> Iterator[tuple[str, str]]:
 
 def build_aio() -> int:
     """Build the op in a process of its own, showing ninja's steps as one line; the process's exit status."""
-    from ds_tba.io import aio
+    from ds_tba.storage.backends import aio
 
     what = "building DeepSpeed's aio op (once; minutes on few cores)"
     if aio.is_built():

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_tba.cli.numbers import above_0
+from ds_tba.cli.format import above_0
 from ds_tba.cli.table import table
 from ds_tba.errors import DsTbaError
 
 if TYPE_CHECKING:
-    from ds_tba.profile.tuning import Candidate, Measured, Tuned
+    from ds_tba.cli.tuning import Candidate, Measured, Tuned
 
 _DESCRIPTION = """\
 Writes and reads noise with every backend that runs here, with 1, 2 and 4 lanes of each kind, and prints the "io" block
@@ -61,12 +61,12 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _tuned(options: argparse.Namespace) -> tuple[Tuned, list[str]]:
+    from ds_tba.cli.opened_store import flow, probe
+    from ds_tba.cli.tuning import Measured, Tuning, candidates_of, default_of
     from ds_tba.config import AioConfig, IoConfig
-    from ds_tba.io.base import IoBackend
-    from ds_tba.io.posix import PosixBackend
-    from ds_tba.profile.probe import flow, probe
-    from ds_tba.profile.tuning import Measured, Tuning, candidates_of, default_of
-    from ds_tba.store.nvme import Lanes
+    from ds_tba.storage.backends.base import IoBackend
+    from ds_tba.storage.backends.posix import PosixBackend
+    from ds_tba.storage.nvme import Lanes
 
     paths, integrity = tuple(options.nvme_path), IoConfig().integrity
     backends, remarks = _backends(options.backend)
@@ -74,7 +74,7 @@ def _tuned(options: argparse.Namespace) -> tuple[Tuned, list[str]]:
     def backend_of(one: Candidate) -> IoBackend:
         if one.backend == "posix":
             return PosixBackend()
-        from ds_tba.io.aio import AioBackend
+        from ds_tba.storage.backends.aio import AioBackend
 
         return AioBackend(one.aio)
 
@@ -99,10 +99,10 @@ def _tuned(options: argparse.Namespace) -> tuple[Tuned, list[str]]:
 
 def _backends(named: list[str] | None) -> tuple[list[str], list[str]]:
     """Those that run here, the one that a run takes by itself first; and what is left out, and why."""
+    from ds_tba.cli.tuning import LANES, STAGING_BYTES
     from ds_tba.config import AioConfig, IoConfig
-    from ds_tba.io import aio
-    from ds_tba.io.memory import can_lock
-    from ds_tba.profile.tuning import LANES, STAGING_BYTES
+    from ds_tba.device.memory import can_lock
+    from ds_tba.storage.backends import aio
 
     remarks = []
     backends = ["posix"]

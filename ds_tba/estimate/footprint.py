@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from ds_tba.plan.trace import OUTSIDE, StorageTrace, Trace
+from ds_tba.planner.trace import OUTSIDE, StorageTrace, Trace
 
 _LAST_NUMBER = re.compile(r"\d+(?!.*\d)")
 

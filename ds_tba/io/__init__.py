@@ -1,1 +1,1 @@
-"""How bytes reach a file: the contract and one backend per file."""
+"""Part of the package."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ds_tba.plan.timeline import Floats, Ints, Timeline
+from ds_tba.planner.timeline import Floats, Ints, Timeline
 
 
 @dataclass(frozen=True, slots=True)

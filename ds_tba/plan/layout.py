@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ds_tba.plan.trace import Trace
+from ds_tba.planner.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,15 +12,15 @@ from dataclasses import replace
 
 import numpy as np
 
+from benchmarks.planners.tba import tba_assignment
+from benchmarks.planners.teraio import teraio_assignment
 from ds_tba.plan.limits import Limits
 from ds_tba.plan.placement import Assignment, Placement
-from ds_tba.plan.plan import Plan, is_outside, longest_step_s, make_plan, rank
-from ds_tba.plan.search import Found, Search
 from ds_tba.plan.simulate import replay
-from ds_tba.plan.tba import tba_assignment
-from ds_tba.plan.teraio import teraio_assignment
-from ds_tba.plan.timeline import Ints, Timeline
-from ds_tba.plan.trace import Trace
+from ds_tba.planner.plan import Plan, is_outside, longest_step_s, make_plan, rank
+from ds_tba.planner.search import Found, Search
+from ds_tba.planner.timeline import Ints, Timeline
+from ds_tba.planner.trace import Trace
 
 Planner = Callable[[Trace, Limits], Plan]
 

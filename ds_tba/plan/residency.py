@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ds_tba.plan.placement import Placement, Places
-from ds_tba.plan.timeline import Bools, Existence, Floats, Ints, Timeline
+from ds_tba.planner.timeline import Bools, Existence, Floats, Ints, Timeline
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 
 from ds_tba.errors import TraceError
-from ds_tba.plan.trace import PathRates, Resources, Traffic
+from ds_tba.planner.trace import PathRates, Resources, Traffic
 
 
 def slowest(machines: Sequence[Resources]) -> Resources:

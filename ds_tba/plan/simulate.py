@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ds_tba.plan.placement import Assignment
-from ds_tba.plan.replay import Outcome, Pacing, Replay
-from ds_tba.plan.timeline import Timeline
+from ds_tba.planner.simulator import Outcome, Pacing, Replay
+from ds_tba.planner.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)

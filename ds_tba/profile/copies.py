@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ds_tba.streams import Accelerator, Copies
-from ds_tba.transfer import wait_for_stream
+from ds_tba.device.accelerator import Accelerator, Copies
+from ds_tba.storage.staging import wait_for_stream
 
 COPY_BYTES = 16 << 20  # about the size of a storage
 TIMES = 5

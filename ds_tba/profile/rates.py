@@ -14,14 +14,14 @@ from statistics import median_low
 
 import torch
 
+from ds_tba.device.accelerator import Accelerator, pins_memory
+from ds_tba.device.memory import huge_page_memory
 from ds_tba.errors import StateError
-from ds_tba.io.memory import huge_page_memory
-from ds_tba.plan.trace import PathRates, Resources, Traffic
+from ds_tba.planner.trace import PathRates, Resources, Traffic
 from ds_tba.profile.copies import COPY_BYTES, CopyRates, measure_copies
-from ds_tba.store.nvme import NvmeStore
-from ds_tba.store.swap_path import SwapPath
-from ds_tba.streams import Accelerator, pins_memory
-from ds_tba.telemetry.path_meter import KindMeter
+from ds_tba.storage.nvme import NvmeStore
+from ds_tba.storage.swap_path import SwapPath
+from ds_tba.telemetry.bandwidth import KindMeter
 
 # So many bytes and more in a step tell what moving costs; of so many steps.
 LEARN_BYTES = 4 << 20

@@ -1,1 +1,1 @@
-"""Where bytes live: the contract, spans, the swap file, integrity, and the NVMe store."""
+"""Part of the package."""

@@ -13,12 +13,12 @@ import threading
 
 import torch
 
+from ds_tba.device.accelerator import Arrival
 from ds_tba.errors import StateError
-from ds_tba.notes import FinalizerNotes
-from ds_tba.store.base import Loaded, Refusal, Store, Ticket
-from ds_tba.store.nvme import NvmeStore
-from ds_tba.store.ticket import SwapTicket
-from ds_tba.streams import Arrival
+from ds_tba.storage.base import Loaded, Refusal, Store, Ticket
+from ds_tba.storage.finalizers import FinalizerNotes
+from ds_tba.storage.nvme import NvmeStore
+from ds_tba.storage.ticket import SwapTicket
 
 BUNDLE_BYTES = 4 << 20
 BUNDLE_PART_OF_STAGING = 0.125

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 import xxhash
 
-from ds_tba.store.device_checksum import DeviceChecksum
-from ds_tba.tensors import host_view
+from ds_tba.autograd.tensors import host_view
+from ds_tba.storage.integrity import DeviceChecksum
 
 SAMPLE_BYTES = 4096
 

@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 
 from ds_tba.errors import StateError
-from ds_tba.plan.trace import Traffic
-from ds_tba.telemetry.drive import sysfs_device
-from ds_tba.telemetry.path_meter import PathMeter
+from ds_tba.planner.trace import Traffic
+from ds_tba.telemetry.bandwidth import PathMeter
+from ds_tba.telemetry.drive_health import sysfs_device
 
 SECTOR_BYTES = 512  # the unit of the kernel's counters, whatever the drive's own
 LEAST_S = 0.005  # shorter intervals become one

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ds_tba.telemetry.drive import Drive
+from ds_tba.telemetry.drive_health import Drive
 
 TERABYTE = 10**12
 DAY_S = 86400.0
@@ -26,7 +26,7 @@ class PathWear:
         written_bytes_per_day: at the rate since the engine was built, pauses included.
         life_days: rated endurance over this rate; None without ``ssd.rated_endurance_tbw`` or before the first write.
         rotational, percentage_used, drive_written_bytes: as the drive told when the run started; see
-            :class:`ds_tba.telemetry.drive.Drive`. None where it did not.
+            :class:`ds_tba.telemetry.drive_health.Drive`. None where it did not.
     """
 
     path: str

@@ -23,12 +23,12 @@ import torch.distributed as dist  # noqa: E402
 from curves.throttled import ThrottledBackend  # noqa: E402
 from test_controller import ROWS, WIDTH, Model  # noqa: E402
 
-import ds_tba.tiers  # noqa: E402
-from ds_tba.agreement import Ranks  # noqa: E402
+import ds_tba.storage.tiers  # noqa: E402
+from ds_tba.adaptive.ranks import Ranks  # noqa: E402
 from ds_tba.config import AioConfig, OffloadConfig  # noqa: E402
-from ds_tba.io.select import Selection  # noqa: E402
+from ds_tba.device.accelerator import CpuAccelerator  # noqa: E402
 from ds_tba.offloader import ActivationOffloader  # noqa: E402
-from ds_tba.streams import CpuAccelerator  # noqa: E402
+from ds_tba.storage.backends.select import Selection  # noqa: E402
 
 FAST, SLOW = 400e6, 40e6  # bytes per second
 STEPS = 18
@@ -40,7 +40,7 @@ def offloader_of(model: torch.nn.Module, rank: int, directory: Path, case: str) 
     backend = ThrottledBackend()
     rate = SLOW if rank == 1 and case == "drives" else FAST
     backend.throttle(rate, rate)
-    ds_tba.tiers.select_backend = lambda *_, **__: Selection(backend, "the test's")
+    ds_tba.storage.tiers.select_backend = lambda *_, **__: Selection(backend, "the test's")
     own = directory / f"{case}{rank}"
     own.mkdir()
     io = {"staging_bytes": 16 * MIB, "swap_file_bytes": 64 * MIB}

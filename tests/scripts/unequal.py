@@ -9,11 +9,11 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from curves.throttled import ThrottledBackend
 
-import ds_tba.tiers
-from ds_tba.io.select import Selection
+import ds_tba.storage.tiers
+from ds_tba.storage.backends.select import Selection
 
 rate = float(os.environ["DRIVES_BYTES_PER_S"].split(",")[int(os.environ["RANK"])])
 backend = ThrottledBackend()
 backend.throttle(rate, rate)
-ds_tba.tiers.select_backend = lambda *_, **__: Selection(backend, "the test's")
+ds_tba.storage.tiers.select_backend = lambda *_, **__: Selection(backend, "the test's")
 runpy.run_path(str(Path(__file__).with_name("train.py")), run_name="__main__")

@@ -1,0 +1,101 @@
+"""One micro-step as the cache sees it: what its forward moved, and how far reading ahead has come in its backward.
+
+[Note: Reading ahead] It begins with the first unpack, of whatever kind, after the forward of a micro-step: each forward
+has an unpack hook of its own, so that it is known which of several it was. It goes in the order in which an earlier
+backward of as many records wanted them, else in reverse. Without a plan it goes as far as the stores' bounds allow;
+with one no further than ``lead`` says, so that what is reloaded does not lie in device memory long before its use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from ds_tba.storage.base import Ticket
+
+
+class Moved(Protocol):
+    """A saved storage that is in a store."""
+
+    ticket: Ticket | None
+    data: torch.Tensor | None
+    pending: int
+
+
+class MicroStep:
+    """The moved records of one forward in pack order. Changed only under the cache's lock.
+
+    Attributes:
+        lead: see ``Plan.prefetch_lead``; empty is no limit. To be set before backward.
+        is_forward: more may be packed, so that there is no order yet.
+        is_asleep: forward is over, and nothing was unpacked since.
+    """
+
+    def __init__(self) -> None:
+        self.lead: Sequence[int] = ()
+        self.is_forward = True
+        self.is_asleep = False
+        self._records: list[Moved | None] = []
+        self._order: Sequence[int] = ()
+        self._position: dict[int, int] = {}
+        self._used = 0  # how far backward has come in the order
+        self._cursor = 0  # how far reading ahead has
+        self._unpacked: list[int] = []
+        self._live = 0
+
+    def add(self, record: Moved) -> int:
+        """Append a record; its index."""
+        self._records.append(record)
+        self._live += 1
+        return len(self._records) - 1
+
+    def end_forward(self) -> None:
+        """Nothing more will be packed: reading ahead may begin."""
+        self.is_forward = False
+        self.is_asleep = bool(self._records)
+
+    def note_reload(self, index: int) -> None:
+        """A record's bytes were asked for."""
+        self._unpacked.append(index)
+
+    def remove(self, index: int) -> list[int] | None:
+        """A record is gone; with the last of them the order of first uses, if every one was used."""
+        self._records[index] = None
+        self._live -= 1
+        if self._live:
+            return None
+        order = list(dict.fromkeys(self._unpacked))  # a second backward unpacks again
+        return order if len(order) == len(self._records) else None
+
+    def read_ahead(self, learned: Sequence[int], after: int | None = None) -> None:
+        """Ask for what backward will want next; see [Note: Reading ahead].
+
+        Args:
+            learned: the order of an earlier micro-step.
+            after: the record that backward wants now.
+        """
+        if self.is_forward:
+            return
+        self.is_asleep = False
+        if not self._order:
+            count = len(self._records)
+            self._order = learned if len(learned) == count else range(count - 1, -1, -1)
+            self._position = {index: place for place, index in enumerate(self._order)}
+        if after is not None:
+            self._used = max(self._used, self._position.get(after, -1) + 1)
+            self._cursor = max(self._cursor, self._used)
+        while self._cursor < self._reach:
+            ahead = self._records[self._order[self._cursor]]
+            wanted = ahead is not None and ahead.data is None and ahead.pending > 0
+            ticket = ahead.ticket if ahead is not None and wanted else None
+            if ticket is not None and not ticket.store.prefetch(ticket):
+                return
+            self._cursor += 1
+
+    @property
+    def _reach(self) -> int:
+        """How far in the order reading ahead may have come by now."""
+        count = len(self._order)
+        return min(count, self._used + self.lead[self._used]) if self._used < len(self.lead) else count

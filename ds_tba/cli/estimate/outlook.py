@@ -1,0 +1,242 @@
+"""What the placements would make of a trace: the peak, the time, the wear, and what stands in offload's way. Pure.
+
+[Note: What holds the peak] Where offload lowers the peak little, each group is taken out of the replay in its turn: the
+one without which the peak falls most is what holds it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ds_tba.config import OffloadConfig
+from ds_tba.estimate.footprint import Group, groups_of
+from ds_tba.plan.limits import DAY_S, TERABYTE, Limits, write_limit_bytes_per_step
+from ds_tba.plan.placement import Assignment, Placement
+from ds_tba.plan.planner import adaptive
+from ds_tba.plan.planner import recompute as plan_recompute
+from ds_tba.plan.simulate import Prediction, replay
+from ds_tba.planner.plan import Plan, longest_step_s
+from ds_tba.planner.timeline import Timeline
+from ds_tba.planner.trace import Trace
+
+# A peak that is lower by less than this part has not moved to speak of.
+LEAST_GAIN = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """The bandwidth at which offload would cost no time, had it nothing else in its way.
+
+    Attributes:
+        moved_bytes: all that may be moved.
+        write_s, read_s: from the first save to the end of forward, and the rest of the micro-step.
+    """
+
+    moved_bytes: int
+    write_s: float
+    read_s: float
+
+    @property
+    def write_bytes_per_s(self) -> float:
+        """To have written everything when forward ends."""
+        return self.moved_bytes / self.write_s if self.write_s else 0.0
+
+    @property
+    def read_bytes_per_s(self) -> float:
+        """To have read everything by the time backward ends."""
+        return self.moved_bytes / self.read_s if self.read_s else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Wear:
+    """What writing costs the drives.
+
+    Attributes:
+        life_days: at the rating, if it is known and anything is written.
+    """
+
+    written_bytes_per_step: int
+    steps_per_day: float
+    written_bytes_per_day: float
+    life_days: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What to expect.
+
+    Attributes:
+        costs: of ``keep``, ``recompute``, ``offload`` (everything to NVMe) and ``plan`` (the planner's).
+        plan: the planner's.
+        plan_bytes: saved bytes by placement.
+        is_within: the plan keeps the limits.
+        limits: what it was made for.
+        holder: what holds the peak under offload, and by how many bytes it falls without; see [Note: What holds the
+            peak].
+        too_large_bytes: saved in storages above ``io.staging_bytes``, which stay.
+    """
+
+    groups: list[Group]
+    costs: dict[str, Prediction]
+    plan: Plan
+    plan_bytes: dict[str, int]
+    limits: Limits
+    is_within: bool
+    holder: tuple[str, int] | None
+    need: Need
+    wear: dict[str, Wear]
+    too_large_bytes: int
+
+    @property
+    def offload_gain(self) -> float:
+        """The part of keep's peak that offload takes away."""
+        return _gain(self.costs["keep"], self.costs["offload"])
+
+    @property
+    def plan_gain(self) -> float:
+        """The part of keep's peak that the plan takes away."""
+        return _gain(self.costs["keep"], self.costs["plan"])
+
+    @property
+    def pays(self) -> bool:
+        """Whether the plan lowers the peak to speak of, within the limits, with bytes on NVMe or host memory."""
+        moved_bytes = self.plan_bytes.get("nvme", 0) + self.plan_bytes.get("host", 0)
+        return self.is_within and self.plan_gain >= LEAST_GAIN and moved_bytes > 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "groups": [
+                {
+                    "name": group.name,
+                    "count": group.count,
+                    "saved_bytes": group.nbytes,
+                    "movable_bytes": group.movable_bytes,
+                    "forward_s": group.forward_s,
+                }
+                for group in self.groups
+            ],
+            "predictions": {name: asdict(cost) for name, cost in self.costs.items()},
+            "plan_bytes": self.plan_bytes,
+            "recomputed_blocks": sum(self.plan.recomputed_blocks),
+            "is_within_limits": self.is_within,
+            "offload_gain": self.offload_gain,
+            "plan_gain": self.plan_gain,
+            "pays": self.pays,
+            "peak_holder": None if self.holder is None else {"name": self.holder[0], "bytes": self.holder[1]},
+            "needed_write_bytes_per_s": self.need.write_bytes_per_s,
+            "needed_read_bytes_per_s": self.need.read_bytes_per_s,
+            "wear": {name: asdict(one) for name, one in self.wear.items()},
+            "larger_than_staging_bytes": self.too_large_bytes,
+        }
+
+
+def outlook(trace: Trace, config: OffloadConfig) -> Outlook:
+    """What the placements would make of a trace under a config's limits."""
+    timeline = Timeline.of(trace)
+    limits = limits_of(config, trace.step_s)
+    plan, everything = adaptive(trace, limits), _everything(timeline)
+    costs = {
+        "keep": replay(timeline, timeline.kept)[1],
+        "recompute": plan_recompute(trace, limits).prediction,
+        "offload": replay(timeline, everything)[1],
+        "plan": plan.prediction,
+    }
+    groups = groups_of(trace)
+    rated = config.ssd.rated_endurance_tbw
+    holder = None
+    if _gain(costs["keep"], costs["offload"]) < LEAST_GAIN:
+        holder = _holder(trace, groups, costs["offload"].peak_saved_bytes)
+    too_large = timeline.movable & ~timeline.can_go_to_nvme()
+    return Outlook(
+        groups,
+        costs,
+        plan,
+        _bytes_by_placement(trace, plan),
+        limits,
+        _is_within(plan.prediction, limits, trace.step_s),
+        holder,
+        _need(trace, timeline),
+        {name: wear_of(costs[name], rated) for name in ("offload", "plan")},
+        int(timeline.nbytes[too_large & ~timeline.unsaved].sum()),
+    )
+
+
+def limits_of(config: OffloadConfig, step_s: float) -> Limits:
+    """What a plan may cost under a config.
+
+    Raises:
+        ConfigError: a life is asked for and the drives' rating is not known.
+    """
+    return Limits(
+        config.max_step_overhead,
+        config.activation_budget_bytes,
+        config.host_budget_bytes,
+        write_limit_bytes_per_step(config.ssd.rated_endurance_tbw, config.ssd.min_life_days, step_s),
+        config.recompute,
+    )
+
+
+def wear_of(cost: Prediction, rated_endurance_tbw: float | None) -> Wear:
+    """What a day of such steps writes."""
+    steps = DAY_S / cost.step_s if cost.step_s else 0.0
+    per_day = cost.written_bytes * steps
+    life = rated_endurance_tbw * TERABYTE / per_day if rated_endurance_tbw and per_day else None
+    return Wear(cost.written_bytes, steps, per_day, life)
+
+
+def _everything(timeline: Timeline) -> Assignment:
+    """All that the store would take to NVMe."""
+    placements = np.where(timeline.can_go_to_nvme(), int(Placement.NVME), int(Placement.KEEP)).astype(np.int8)
+    return Assignment(placements, timeline.kept.recomputed)
+
+
+def _gain(keep: Prediction, other: Prediction) -> float:
+    if not keep.peak_saved_bytes:
+        return 0.0
+    return 1 - other.peak_saved_bytes / keep.peak_saved_bytes
+
+
+def _is_within(cost: Prediction, limits: Limits, kept_step_s: float) -> bool:
+    if cost.host_bytes > limits.host_budget_bytes or cost.written_bytes > limits.write_limit_bytes_per_step:
+        return False
+    if limits.activation_budget_bytes is not None:
+        return cost.peak_saved_bytes <= limits.activation_budget_bytes
+    return cost.step_s <= longest_step_s(limits, kept_step_s)
+
+
+def _bytes_by_placement(trace: Trace, plan: Plan) -> dict[str, int]:
+    found: Counter[str] = Counter()
+    for storage, placement in zip(trace.storages, plan.placements, strict=True):
+        if storage.blocks:
+            found[placement.word] += storage.nbytes
+    return dict(found)
+
+
+def _holder(trace: Trace, groups: list[Group], peak_bytes: int) -> tuple[str, int] | None:
+    falls = []
+    for group in groups:
+        members = set(group.members)
+        storages = tuple(
+            replace(storage, nbytes=1) if index in members else storage for index, storage in enumerate(trace.storages)
+        )
+        timeline = Timeline.of(replace(trace, storages=storages))
+        without = replay(timeline, _everything(timeline))[1]
+        falls.append((peak_bytes - without.peak_saved_bytes, group.name))
+    if not falls:
+        return None
+    fall_bytes, name = max(falls, key=lambda fall: fall[0])
+    return (name, fall_bytes) if fall_bytes > 0 else None
+
+
+def _need(trace: Trace, timeline: Timeline) -> Need:
+    moved = timeline.movable & ~timeline.unsaved
+    if not moved.any():
+        return Need(0, 0.0, 0.0)
+    starts_s = float(timeline.pack_s[moved].min())
+    turn_s = float(timeline.first_backward_use_s[moved].min())
+    return Need(int(timeline.nbytes[moved].sum()), turn_s - starts_s, trace.end_s - turn_s)

@@ -1,0 +1,136 @@
+"""How far ahead of its use each storage is to be asked for, so that it is back just in time.
+
+[Note: Latest starts] The first uses are walked backwards: each copy in ends before its use and before the copy after it
+begins, each read ends before its copy in begins and before the read after it begins. Everything is taken to last
+``SLOWER`` times as long as measured, reads as slow as writes beside them and the traffic of others make them, and each
+storage is asked for at the use before the one that its start allows: a plan is made of averages, and to come too late
+costs time, where to come too early costs only memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ds_tba.plan.placement import Assignment, Placement
+from ds_tba.planner.drive import shares
+from ds_tba.planner.timeline import Existence, Floats, Ints, Timeline
+from ds_tba.planner.trace import Resources
+
+SLOWER = 1.25
+LEAST_LEAD = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """When backward begins.
+
+    Attributes:
+        at_s: by the trace's clock.
+        shift_s: by how much the replay is later.
+        unwritten_bytes: that are still to be written.
+    """
+
+    at_s: float
+    shift_s: float
+    unwritten_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reloads:
+    """What backward brings back, in the order of first uses, by the replay's clock.
+
+    Attributes:
+        begin_s: when the first of them can be asked for.
+        written_s: when the last write ends.
+        use_s: first uses.
+        read_s: on the drives, with nothing beside; 0 for host memory.
+        copy_s: onto the device, where that is done ahead.
+    """
+
+    begin_s: float
+    written_s: float
+    use_s: Floats
+    read_s: Floats
+    copy_s: Floats
+
+    @classmethod
+    def of(
+        cls, timeline: Timeline, existence: Existence, assignment: Assignment, order: Ints, moment: Moment
+    ) -> Reloads:
+        """What is to be expected when backward begins.
+
+        Args:
+            order: of the first uses of what was moved.
+        """
+        resources, need_s = timeline.resources, existence.need_s[order]
+        again = np.flatnonzero(assignment.recomputed & (timeline.backward_start_s >= moment.at_s))
+        again = again[np.argsort(timeline.backward_start_s[again], kind="stable")]
+        delays_s = np.concatenate([[0.0], np.cumsum(timeline.recompute_s[again])])
+        delays_s = delays_s[np.searchsorted(timeline.backward_start_s[again], need_s, "left")]
+        on_drive = assignment.placements[order] == Placement.NVME
+        beside = sum(path.write_beside_read_bytes_per_s for path in resources.paths)
+        begin_s = moment.at_s + moment.shift_s
+        ahead = np.zeros(len(order)) if resources.is_synchronous else timeline.nbytes[order]
+        return cls(
+            begin_s,
+            begin_s + (moment.unwritten_bytes / beside if moment.unwritten_bytes else 0.0),
+            need_s + moment.shift_s + delays_s,
+            np.where(on_drive, timeline.padded_bytes[order], 0) / (resources.read_bytes_per_s or 1.0),
+            ahead / resources.copy_in_bytes_per_s,
+        )
+
+
+def prefetch_lead(reloads: Reloads, resources: Resources) -> list[int]:
+    """After so many first uses (none at first), how many of the next are to have been asked for; see ``Plan``."""
+    count = len(reloads.use_s)
+    copy_start_s = _latest_starts(reloads.use_s, reloads.copy_s * SLOWER)
+    is_read = reloads.read_s > 0
+    pace = _Pace.of(reloads, resources)
+    # A read's deadline counts in seconds of an undisturbed drive.
+    deadlines = np.where(is_read, pace.work_at(copy_start_s), np.inf)
+    read_start_s = pace.time_of(_latest_starts(deadlines, reloads.read_s * SLOWER))
+    start_s = np.where(is_read, read_start_s, copy_start_s)
+    start_s = np.minimum.accumulate(start_s[::-1])[::-1]  # they are asked for in order
+    asked_after = np.searchsorted(reloads.use_s, start_s, "right")
+    asked_after = np.clip(asked_after, 0, np.maximum(np.arange(count) - (LEAST_LEAD - 1), 0))
+    reached = np.searchsorted(asked_after, np.arange(count), "right")
+    return (reached - np.arange(count)).tolist()  # type: ignore[no-any-return]
+
+
+def _latest_starts(ends: Floats, durations: Floats) -> Floats:
+    """When each must begin to end by its end and before the next begins."""
+    before = np.concatenate([[0.0], np.cumsum(durations)])
+    slack = np.minimum.accumulate((ends - before[1:])[::-1])[::-1]
+    return np.asarray(before[:-1] + slack)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pace:
+    """How much a drive that also writes and serves others reads: work over time, in pieces."""
+
+    times_s: Floats
+    work_s: Floats
+
+    @classmethod
+    def of(cls, reloads: Reloads, resources: Resources) -> _Pace:
+        """From the begin to the last use."""
+        begin_s, end_s = reloads.begin_s, max(reloads.begin_s, float(reloads.use_s[-1]))
+        bounds = [until_s for until_s, _ in shares(resources)]
+        inner = [at_s for at_s in (*bounds, reloads.written_s) if begin_s < at_s < end_s]
+        times = np.unique(np.array([begin_s, *inner, end_s]))
+        beside = sum(path.read_beside_write_bytes_per_s for path in resources.paths)
+        slowed = beside / resources.read_bytes_per_s if 0 < resources.read_bytes_per_s < np.inf else 1.0
+        share = np.array([part for _, part in shares(resources)])
+        speeds = share[np.searchsorted(bounds, times[:-1], "right")]
+        speeds = speeds * np.where(times[:-1] < reloads.written_s, slowed, 1.0)
+        return cls(times, np.concatenate([[0.0], np.cumsum(np.diff(times) * speeds)]))
+
+    def work_at(self, at_s: Floats) -> Floats:
+        """Work done from the begin to a time."""
+        return np.interp(at_s, self.times_s, self.work_s)
+
+    def time_of(self, work_s: Floats) -> Floats:
+        """When so much work is done; the begin for what should have begun before."""
+        return np.interp(work_s, self.work_s, self.times_s)

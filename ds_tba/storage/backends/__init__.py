@@ -1,0 +1,1 @@
+"""How bytes reach a file: the contract and one backend per file."""

@@ -1,0 +1,195 @@
+"""NVIDIA's kvikio: from device memory straight to the file where GPUDirect Storage is, else through host memory.
+
+References are to kvikio 26.10. It opens files by path, so the swap file is given as ``/proc/self/fd/N``; cuFile wants a
+real name (``io/names.py``), which a file can be given once, so that the lanes share one ``CuFile``. The thread pool is
+one for the process, first in first out: a request of host memory is cut short, so that a read never waits behind more
+than a few tasks of each writing lane. A request of device memory is not: each one first waits for the default stream
+(``sync_default_stream`` in ``file_handle.hpp``, which Python cannot turn off).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from packaging.version import Version
+
+from ds_tba.autograd.tensors import host_view
+from ds_tba.config import IO_ALIGNMENT_BYTES
+from ds_tba.device.memory import aligned_memory, huge_page_memory
+from ds_tba.errors import BackendUnavailableError, TransferError
+from ds_tba.io.cuda import driver_obstacle, imported, move_cufile_log
+from ds_tba.storage.backends.base import IoBackend, IoHandle
+from ds_tba.storage.backends.cufile import Shared, named
+
+logger = logging.getLogger(__name__)
+
+# The first whose future ends only when every task has left the buffer, also after an error (parallel_operation.hpp).
+LEAST_VERSION = Version("26.10")
+TASK_BYTES = 4 << 20
+LEAST_THREADS = 4  # measured to reach fio's rate
+HOST_REQUEST_BYTES = LEAST_THREADS * TASK_BYTES
+_EXPANDABLE = re.compile(r"expandable_segments\s*:\s*true", re.IGNORECASE)
+_ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_INSTEAD = 'set "io": {"backend": "aio"} or "posix", or leave it out'
+
+
+class KvikioBackend(IoBackend):
+    """kvikio's ``CuFile``.
+
+    Args:
+        lanes: lanes of all paths together, for the size of the thread pool.
+        device: the training device, such as ``"cuda"``.
+
+    Raises:
+        BackendUnavailableError: no driver, no kvikio, or one that is too old.
+    """
+
+    name = "kvikio"
+    alignment_bytes = IO_ALIGNMENT_BYTES
+    block_bytes = TASK_BYTES
+    descriptors_per_handle = 2  # it opens the file with and without O_DIRECT
+
+    def __init__(self, lanes: int, device: str) -> None:
+        problem = obstacle()
+        if problem is not None:
+            raise BackendUnavailableError(f"io.backend kvikio: {problem}; or {_INSTEAD}.")
+        move_cufile_log()
+        self._kvikio = imported("kvikio")
+        self._device = device
+        self._shared: dict[int, Shared[Any]] = {}
+        why_not = _why_not_direct(self._kvikio.CompatMode, device)
+        self.stages_on_device = why_not is None
+        self.remark = (
+            "GPUDirect Storage, from device memory straight to the file"
+            if why_not is None
+            else f"compatibility mode, through host memory: {why_not}"
+        )
+        modes, defaults = self._kvikio.CompatMode, imported("kvikio.defaults")
+        defaults.set(
+            {
+                # Never AUTO, which falls back for each file by itself and says nothing.
+                "compat_mode": modes.OFF if self.stages_on_device else modes.ON,
+                "num_threads": max(LEAST_THREADS, lanes, defaults.get("num_threads")),
+                "task_size": TASK_BYTES,
+                "auto_direct_io_read": True,
+                "auto_direct_io_write": True,
+            }
+        )
+
+    def open_handle(self, fd: int) -> IoHandle:
+        if not self.stages_on_device:
+            file = self._open(f"/proc/self/fd/{fd}")
+            return _KvikioHandle(file, file.close, on_device=False)
+        shared = self._shared.get(fd)
+        if shared is None or not shared.in_use:
+            with named(fd, self.name) as path:
+                file = self._open(str(path))
+            shared = self._shared[fd] = Shared(file, file.close)
+        shared.join()
+        return _KvikioHandle(shared.thing, shared.leave, on_device=True)
+
+    def _open(self, path: str) -> Any:
+        try:
+            return self._kvikio.CuFile(path, "r+")
+        except (RuntimeError, OSError) as error:
+            raise BackendUnavailableError(
+                f"io.backend kvikio cannot open the swap file ({self.remark}): {error}. "
+                f"Set the environment variable KVIKIO_COMPAT_MODE=ON to go through host memory; or {_INSTEAD}."
+            ) from error
+
+    def allocate_staging(self, nbytes: int) -> torch.Tensor:
+        if not self.stages_on_device:
+            return huge_page_memory(nbytes, forked=False)
+        staging = aligned_memory(nbytes, self._device)
+        try:
+            self._kvikio.memory_register(staging)
+        except (RuntimeError, OSError) as error:
+            raise BackendUnavailableError(
+                f"io.backend kvikio: io.staging_bytes ({nbytes} bytes of device memory) cannot be registered with "
+                f"cuFile: {error}. Lower io.staging_bytes, or set KVIKIO_COMPAT_MODE=ON; or {_INSTEAD}."
+            ) from error
+        return staging
+
+    def free_staging(self, staging: torch.Tensor) -> None:
+        if not self.stages_on_device:
+            return
+        try:
+            self._kvikio.memory_deregister(staging)
+        except (RuntimeError, OSError) as error:  # at the end of a run: the process gives it back
+            logger.warning("cuFile did not give up staging: %s", error)
+
+
+class _KvikioHandle(IoHandle):
+    def __init__(self, file: Any, close: Callable[[], None], *, on_device: bool) -> None:
+        self._file = file
+        self._close = close
+        self._on_device = on_device
+
+    def write(self, data: torch.Tensor, offset: int) -> None:
+        self._move("write", self._file.pwrite, data, offset)
+
+    def read(self, data: torch.Tensor, offset: int) -> None:
+        self._move("read", self._file.pread, data, offset)
+
+    def close(self) -> None:
+        self._close()
+
+    def _move(self, verb: str, submit: Callable[..., Any], data: torch.Tensor, offset: int) -> None:
+        request_bytes = data.numel() if self._on_device else HOST_REQUEST_BYTES
+        for start in range(0, data.numel(), request_bytes):
+            # The future holds neither memory nor file; both live until it is done because this frame does.
+            piece = data[start : start + request_bytes]
+            self._request(verb, submit, piece, offset + start)
+
+    def _request(self, verb: str, submit: Callable[..., Any], piece: torch.Tensor, offset: int) -> None:
+        # kvikio takes objects with a buffer or with __cuda_array_interface__.
+        memory = piece if self._on_device else host_view(piece)
+        wanted = piece.numel()
+        try:
+            moved = submit(memory, wanted, offset, TASK_BYTES).get()
+        except (RuntimeError, OSError) as error:  # RuntimeError with the kernel's words and without its number
+            raise TransferError(f"kvikio's {verb} of {wanted} bytes at offset {offset} failed: {error}") from error
+        if moved != wanted:
+            raise TransferError(f"kvikio's {verb} at offset {offset} was short: {moved} of {wanted} bytes")
+
+
+def obstacle() -> str | None:
+    """What keeps kvikio from running here, with the repair; None if nothing does. Does no I/O through it."""
+    problem = driver_obstacle()
+    if problem is not None:
+        return f"{problem}: install the driver"
+    try:
+        kvikio = imported("kvikio")
+    except (ImportError, OSError, RuntimeError) as error:  # it loads libcufile and others by hand
+        return f"kvikio is installed but does not load ({' '.join(str(error).split())}): install it anew"
+    if kvikio is None:
+        return 'kvikio is not installed: pip install "ds_tba[gds]"'
+    if Version(kvikio.__version__) < LEAST_VERSION:
+        return f'kvikio {kvikio.__version__} is older than {LEAST_VERSION}: pip install -U "ds_tba[gds]"'
+    return None
+
+
+def _why_not_direct(modes: Any, device: str) -> str | None:
+    """Why transfers go through host memory; None where GPUDirect Storage serves them."""
+    if device != "cuda":
+        return f"the training device is {device}"
+    if any(_EXPANDABLE.search(os.environ.get(name, "")) for name in _ALLOCATOR_SETTINGS):
+        return "torch allocates in expandable segments, of which cuFile registers one piece only"
+    defaults = imported("kvikio.defaults")
+    asked = defaults.get("compat_mode")
+    if asked == modes.ON:
+        return "kvikio's compat_mode was ON already (environment variable KVIKIO_COMPAT_MODE)"
+    if asked == modes.OFF:
+        return None
+    if defaults.is_compat_mode_preferred():
+        return "cuFile is not there, or /run/udev is not (mount it into a container), or this is WSL"
+    # cuFile has a compatibility mode of its own, for a missing module and for single file systems, and is silent too.
+    os.environ.setdefault("CUFILE_ALLOW_COMPAT_MODE", "false")
+    if not imported("kvikio.cufile_driver").get("is_gds_available"):
+        return "the kernel module nvidia-fs is not loaded (KVIKIO_COMPAT_MODE=OFF insists)"
+    return None

@@ -1,0 +1,117 @@
+"""Which backend serves this run, and why."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+from dataclasses import dataclass
+
+from ds_tba.config import AioConfig, OffloadConfig
+from ds_tba.device.memory import can_lock
+from ds_tba.errors import BackendUnavailableError, ConfigError
+from ds_tba.storage.backends import aio
+from ds_tba.storage.backends.base import IoBackend
+from ds_tba.storage.backends.gds import GdsBackend
+from ds_tba.storage.backends.kvikio import KvikioBackend
+from ds_tba.storage.backends.posix import PosixBackend
+
+SPARE_DESCRIPTORS = 32  # for what else opens files later: the report, the data loader, libraries
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """A backend and the reason for it, for the start-up line."""
+
+    backend: IoBackend
+    reason: str
+
+
+def select_backend(
+    config: OffloadConfig, aio_config: AioConfig, *, zero_uses_nvme: bool, pinned: bool, device: str = "cpu"
+) -> Selection:
+    """The backend that the config names, or for ``null`` the one of the design.
+
+    Args:
+        zero_uses_nvme: ZeRO's own NVMe offload is on, so that DeepSpeed builds its aio op anyway.
+        pinned: the accelerator pins staging, so that aio need not lock it.
+        device: the training device, such as ``"cuda"``.
+
+    Raises:
+        BackendUnavailableError: the named backend cannot run on this machine; says what to install or to set.
+        ConfigError: the process may not open as many files as the lanes need.
+    """
+    selection = _select(config, aio_config, zero_uses_nvme, pinned, device)
+    _check_descriptors(config, selection.backend)
+    return selection
+
+
+def _select(config: OffloadConfig, aio_config: AioConfig, zero_uses_nvme: bool, pinned: bool, device: str) -> Selection:
+    obstacle = _aio_obstacle(config, aio_config, pinned)
+    if config.io.backend is not None:
+        backend = _named(config, aio_config, obstacle, device)
+        return Selection(backend, "; ".join(filter(None, ["named in io.backend", backend.remark])))
+    if obstacle is not None:
+        return Selection(PosixBackend(), obstacle)
+    if zero_uses_nvme:
+        return Selection(aio.AioBackend(aio_config), "ZeRO's NVMe offload uses DeepSpeed's aio op too")
+    if aio.is_built():
+        return Selection(aio.AioBackend(aio_config), "DeepSpeed's aio op is built")
+    return Selection(PosixBackend(), "DeepSpeed's aio op is not built, and building it takes minutes")
+
+
+def _lanes(config: OffloadConfig) -> int:
+    return (config.io.write_lanes + config.io.read_lanes) * len(config.nvme_paths)
+
+
+def _check_descriptors(config: OffloadConfig, backend: IoBackend) -> None:
+    """Refuse what would run into ``RLIMIT_NOFILE``, in mid-run and in whoever opens a file then."""
+    needed = len(config.nvme_paths) + _lanes(config) * backend.descriptors_per_handle + SPARE_DESCRIPTORS
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    present = _open_descriptors(limit)
+    paths, write, read = len(config.nvme_paths), config.io.write_lanes, config.io.read_lanes
+    if limit != resource.RLIM_INFINITY and present + needed > limit:
+        raise ConfigError(
+            f"{paths} path(s) with {write} write and {read} read lanes need up to {needed} file descriptors (backend "
+            f"{backend.name}, {SPARE_DESCRIPTORS} to spare), {present} are open, and this process may have {limit}: "
+            f"raise the limit (ulimit -n {present + needed}) or lower io.write_lanes and io.read_lanes."
+        )
+
+
+def _open_descriptors(limit: int) -> int:
+    try:
+        return len(os.listdir("/proc/self/fd"))
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+        return limit  # not even the one to count them with is left
+
+
+def _aio_obstacle(config: OffloadConfig, aio_config: AioConfig, pinned: bool) -> str | None:
+    """A limit of this process or machine that aio would run into, with the repair; None if there is none."""
+    if not (pinned or can_lock(config.io.staging_bytes)):
+        return (
+            f"aio locks io.staging_bytes ({config.io.staging_bytes} bytes) in memory, above this process's limit: "
+            "raise it (ulimit -l unlimited) or lower io.staging_bytes"
+        )
+    needed = aio.requests_needed(aio_config, _lanes(config))
+    free = aio.requests_free()
+    if free is not None and needed > free:
+        return (
+            f"aio needs {needed} kernel requests per rank and fs.aio-max-nr leaves {free}: raise it (sysctl "
+            "fs.aio-max-nr=1048576) or lower the lanes or the aio block's queue_depth"
+        )
+    return None
+
+
+def _named(config: OffloadConfig, aio_config: AioConfig, obstacle: str | None, device: str) -> IoBackend:
+    match config.io.backend:
+        case "kvikio":
+            return KvikioBackend(_lanes(config), device)
+        case "gds":
+            return GdsBackend(aio_config, config.nvme_paths, config.io.staging_bytes, device)
+        case "aio" if obstacle is not None:
+            raise BackendUnavailableError(f'io.backend: {obstacle}, or set "backend": "posix".')
+        case "aio":
+            return aio.AioBackend(aio_config)
+    return PosixBackend()

@@ -1,0 +1,108 @@
+"""Large storages in pieces: what is larger than staging passes through it, and one storage is spread over all paths.
+
+A storage of more than one piece is put, read ahead and brought back piece by piece, so that its copies, writes and
+reads overlap with each other, whatever its size.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+from ds_tba.device.accelerator import Arrival
+from ds_tba.storage.base import Loaded, Refusal, Store, Ticket
+from ds_tba.storage.nvme import NvmeStore
+
+PIECE_PART_OF_STAGING = 0.25
+
+
+class PiecesTicket(Ticket):
+    """One large storage, as the tickets of its pieces."""
+
+    __slots__ = ("brought_back", "is_stored", "pieces", "whole")
+
+    def __init__(self, nbytes: int, store: PiecesStore, pieces: list[Ticket]) -> None:
+        super().__init__(nbytes, store)
+        self.pieces = pieces
+        self.whole: torch.Tensor | None = None  # being put together
+        self.brought_back = 0  # pieces in it
+        self.is_stored = True
+
+
+class PiecesStore(Store[PiecesTicket]):
+    """Cuts large storages into pieces, and passes all others on.
+
+    Args:
+        inner: takes the pieces and the other storages; closed with this store.
+        nvme: where they end up.
+    """
+
+    def __init__(self, inner: Store[Any], nvme: NvmeStore) -> None:
+        self._inner = inner
+        self._nvme = nvme
+        self._copies = nvme.ring.copies
+        slots = nvme.ring.slots
+        part = int(slots.capacity_bytes * PIECE_PART_OF_STAGING)
+        self._piece_bytes = max(part - part % slots.alignment_bytes, slots.alignment_bytes)
+        # Where a slot can be the tensor's memory, putting pieces together is a copy that whole storages do not need.
+        self._largest_whole_bytes = slots.capacity_bytes if nvme.ring.lends else self._piece_bytes
+        self._lock = threading.Lock()
+
+    def put(self, data: torch.Tensor, *, wait: bool) -> Ticket | Refusal:  # type: ignore[override]
+        """As :meth:`Store.put`; the ticket of a storage that is not cut is the inner store's own."""
+        if data.numel() <= self._largest_whole_bytes:
+            taken: Ticket | Refusal = self._inner.put(data, wait=wait)
+            return taken
+        if not wait and self._nvme.staging_is_short_of(data.numel()):
+            return self._nvme.refuse(data.numel())
+        pieces: list[Ticket] = []
+        try:
+            for part in torch.split(data, self._piece_bytes):
+                piece = self._inner.put(part, wait=wait)
+                if isinstance(piece, Refusal):
+                    _release(pieces)
+                    return piece
+                pieces.append(piece)
+        except BaseException:
+            _release(pieces)
+            raise
+        return PiecesTicket(data.numel(), self, pieces)
+
+    def prefetch(self, ticket: PiecesTicket) -> bool:
+        with self._lock:
+            return self._prefetch(ticket)
+
+    def get(self, ticket: PiecesTicket, device: torch.device) -> Loaded:
+        with self._lock:
+            if ticket.whole is None:
+                ticket.whole = self._copies.allocate(ticket.nbytes, device)
+            # What fails half-way, for want of device memory say, may be tried again: the pieces that came stay.
+            for piece in ticket.pieces[ticket.brought_back :]:
+                self._prefetch(ticket)
+                loaded = piece.store.get(piece, device)
+                ticket.is_stored = ticket.is_stored and loaded.stored
+                offset = ticket.brought_back * self._piece_bytes
+                self._copies.copy(loaded.data, ticket.whole[offset : offset + piece.nbytes])
+                ticket.brought_back += 1
+            whole, ticket.whole, ticket.brought_back = ticket.whole, None, 0
+        return Loaded(Arrival.done(whole), stored=ticket.is_stored)
+
+    def release(self, ticket: PiecesTicket) -> None:
+        _release(ticket.pieces)
+
+    def settle(self) -> None:
+        self._inner.settle()
+
+    def close(self) -> None:
+        self._inner.close()
+
+    @staticmethod
+    def _prefetch(ticket: PiecesTicket) -> bool:
+        return all(piece.store.prefetch(piece) for piece in ticket.pieces[ticket.brought_back :])
+
+
+def _release(pieces: list[Ticket]) -> None:
+    for piece in pieces:
+        piece.store.release(piece)

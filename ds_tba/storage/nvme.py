@@ -1,0 +1,336 @@
+"""The NVMe tier: storages in extents of anonymous swap files, one file per directory.
+
+[Note: The way of a ticket] ``put`` reserves an extent and a staging slot, copies the device bytes into the slot and
+queues a write. A write lane writes it and frees the slot. ``prefetch`` queues a read into a new slot, or lets bytes
+that are still to be written stay when their write ends; ``get`` hands over what is still in staging (cancelling a write
+that has not begun), else waits for the read, else queues one that overtakes the others. ``release`` only leaves a note,
+because it is called by finalizers; see ``ds_tba/notes.py``.
+
+[Note: Degrading] A failed write leaves the bytes in staging, from where they are copied to plain host memory; its path
+takes no more tensors. A failed read is tried once more and then raises: those bytes are gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ds_tba.device.accelerator import Arrival
+from ds_tba.errors import StateError
+from ds_tba.storage.backends.base import IoBackend
+from ds_tba.storage.bandwidth_probe import Trial
+from ds_tba.storage.base import Loaded, Refusal, Store
+from ds_tba.storage.lanes import AHEAD, URGENT, Lane
+from ds_tba.storage.space import SLOW_WAIT_S, SwapSpace
+from ds_tba.storage.staging import StagingRing
+from ds_tba.storage.swap_file import SwapFile
+from ds_tba.storage.swap_path import SwapPath
+from ds_tba.storage.ticket import SwapTicket, TicketState
+from ds_tba.storage.worker import LaneWork
+from ds_tba.store.integrity import Integrity
+
+logger = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S = 60.0
+_CLOSED = "the activation offloader was closed before backward: keep the engine until then"
+_S = TicketState
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """How many lanes each path has."""
+
+    write: int
+    read: int
+
+
+class NvmeStore(Store[SwapTicket]):
+    """Storages on NVMe.
+
+    Args:
+        files: one swap file per directory, already of their first size; closed with the store.
+        backend: moves bytes between staging and the files.
+        ring: staging; closed with the store.
+        lanes: threads per file.
+        integrity: checksum mode.
+    """
+
+    def __init__(
+        self, files: Sequence[SwapFile], backend: IoBackend, ring: StagingRing, lanes: Lanes, integrity: str
+    ) -> None:
+        self.ring = ring
+        self.paths = [SwapPath(file, backend, lanes.write, lanes.read) for file in files]
+        self.space = SwapSpace(self.paths, ring)
+        self.stats = self.space.stats
+        # Every handle before any thread: a handle that cannot be had must leave no thread behind.
+        handles = [
+            ([backend.open_handle(file.fd) for _ in range(lanes.write)],
+             [backend.open_handle(file.fd) for _ in range(lanes.read)])
+            for file in files
+        ]  # fmt: skip
+        self._integrity = Integrity(integrity, backend.blocks, on_device=backend.stages_on_device)
+        work = LaneWork(self.space, self._integrity)
+        for index, (path, (write, read)) in enumerate(zip(self.paths, handles, strict=True)):
+            path.write_lanes = [Lane(f"ds_tba-write-{index}", path.writes, one, work.write) for one in write]
+            path.read_lanes = [Lane(f"ds_tba-read-{index}", path.reads, one, work.read) for one in read]
+
+    def measure(self) -> None:
+        """Have the lanes find the rates of all paths, with noise in room that is free; blocks for a moment.
+
+        A path whose file has no room yet is left out. What is written counts as wear (``SwapPath.written_bytes``), not
+        in ``stats``, which are about tensors.
+
+        Raises:
+            PathError: a write or a read failed.
+        """
+        Trial(self.space, self._integrity).run([path for path in self.paths if path.failure is None])
+
+    # ---- the contract -------------------------------------------------------------------------------------------
+
+    def put(self, data: torch.Tensor, *, wait: bool) -> SwapTicket | Refusal:
+        space = self.space
+        with space.changed:
+            ticket = self._new_ticket(data.numel(), wait, data.device)
+            if isinstance(ticket, Refusal):
+                return ticket
+            space.begin_write(ticket)
+        try:
+            self._copy_out(ticket, 0, data)
+        except BaseException:
+            with space.changed:
+                space.end_write(ticket)
+                ticket.move(_S.RELEASED)
+                space.free(ticket)
+            raise
+        self._queue(ticket)
+        return ticket
+
+    def prefetch(self, ticket: SwapTicket) -> bool:
+        with self.space.changed:
+            self.space.notes.act()
+            if ticket.state in (_S.QUEUED, _S.WRITING):
+                return self.space.want(ticket)
+            if ticket.state is not _S.STORED or self.space.closed:
+                return True  # in memory already, or nothing to do
+            if not self.space.begin_prefetch(ticket):
+                return False
+            ticket.move(_S.READ_QUEUED)
+        ticket.path.reads.put(ticket, AHEAD)
+        return True
+
+    def get(self, ticket: SwapTicket, device: torch.device) -> Loaded:
+        with self.space.changed:
+            self.space.notes.act()
+            self.space.settle_copies()  # backward needs the memory of what forward has finished copying
+            state = ticket.state
+            if state is _S.QUEUED:
+                self.space.end_prefetch(ticket)
+                ticket.move(_S.FORWARDING)  # the lane skips it: the write is cancelled
+            elif state is _S.WRITING:
+                self.space.end_prefetch(ticket)
+                ticket.forwarding = True
+            elif state is _S.RELEASED:
+                raise StateError("bytes were asked for after they were given up; this is a bug in ds_tba")
+        if state is _S.QUEUED:
+            return self._forward_instead_of_write(ticket, device)
+        if state is _S.WRITING:
+            return self._forward_beside_write(ticket, device)
+        return self._load(ticket, device)
+
+    def release(self, ticket: SwapTicket) -> None:
+        self.space.notes.leave(ticket)
+
+    def settle(self) -> None:
+        with self.space.changed:
+            self.space.notes.act()
+            self.space.settle_copies()
+
+    def close(self) -> None:
+        with self.space.changed:
+            if self.space.closed:
+                return
+            self.space.closed = True
+            self.space.notes.act()
+        stopped = True
+        for path in self.paths:
+            path.writes.stop(len(path.write_lanes))
+            path.reads.stop(len(path.read_lanes))
+        deadline = time.monotonic() + CLOSE_TIMEOUT_S
+        for path in self.paths:
+            for lane in path.write_lanes + path.read_lanes:
+                lane.join(max(0.0, deadline - time.monotonic()))
+                stopped = stopped and not lane.is_alive()
+        if not stopped:
+            logger.error(
+                "an I/O request did not end within %.0f s; its memory is left to process exit", CLOSE_TIMEOUT_S
+            )
+            return
+        self.space.finish_copies()
+        for path in self.paths:
+            path.file.close()
+        self.ring.close()
+
+    # ---- for several storages in one ticket ---------------------------------------------------------------------
+
+    def open(self, nbytes: int, device: torch.device, *, wait: bool) -> SwapTicket | Refusal:
+        """A ticket to be filled piece by piece with :meth:`fill` and then queued by :meth:`commit`."""
+        with self.space.changed:
+            return self._new_ticket(nbytes, wait, device)
+
+    def fill(self, ticket: SwapTicket, offset: int, data: torch.Tensor) -> None:
+        """Copy a storage into an open ticket at byte ``offset``."""
+        self._copy_out(ticket, offset, data)
+        with self.space.changed:
+            self.stats.coalesced_bytes += data.numel()
+
+    def peek(self, ticket: SwapTicket, offset: int, nbytes: int, device: torch.device) -> Arrival:
+        """A copy of ``nbytes`` of an open ticket, on the device."""
+        if self.space.closed:
+            raise StateError(_CLOSED)
+        arrival = self._copy_staged(ticket, nbytes, device, offset)
+        with self.space.changed:
+            self.stats.forwarded_bytes += nbytes
+        return arrival
+
+    def commit(self, ticket: SwapTicket, nbytes: int) -> None:
+        """Queue the write of the first ``nbytes`` of an open ticket and give the rest of its room back."""
+        with self.space.changed:
+            self.space.trim(ticket, nbytes)
+            self.space.begin_write(ticket)
+        self._queue(ticket)
+
+    def wait_for_writes(self) -> None:
+        """Block until no write is queued or under way."""
+        with self.space.changed:
+            while self.space.writes_under_way and not self.space.closed:
+                self.space.changed.wait(SLOW_WAIT_S)
+
+    def refuse(self, nbytes: int) -> Refusal:
+        """The reason why staging has no room for ``nbytes``, counted."""
+        with self.space.changed:
+            return self.space.refuse(nbytes)
+
+    def staging_is_short_of(self, nbytes: int) -> bool:
+        """Whether a storage of ``nbytes`` would have to wait for staging."""
+        slots = self.ring.slots
+        return slots.padded(nbytes) > slots.capacity_bytes - slots.used_bytes
+
+    # ---- taking -------------------------------------------------------------------------------------------------
+
+    def _new_ticket(self, nbytes: int, wait: bool, device: torch.device) -> SwapTicket | Refusal:
+        self.space.notes.act()
+        reserved = self.space.reserve(nbytes, wait)
+        if isinstance(reserved, Refusal):
+            return reserved
+        slot, path, extent = reserved
+        return SwapTicket(nbytes, self, path, extent, slot, device)
+
+    def _copy_out(self, ticket: SwapTicket, offset: int, data: torch.Tensor) -> None:
+        slot = ticket.held_slot
+        copy = self.ring.copies.out(data, self.ring.view(slot)[offset:])
+        if copy is not None:
+            ticket.copies.append(copy)
+        with self.space.changed:
+            self.stats.offloaded_bytes += data.numel()
+
+    def _queue(self, ticket: SwapTicket) -> None:
+        with self.space.changed:
+            ticket.move(_S.QUEUED)
+        ticket.path.writes.put(ticket)
+
+    # ---- handing over -------------------------------------------------------------------------------------------
+
+    def _forward_instead_of_write(self, ticket: SwapTicket, device: torch.device) -> Loaded:
+        try:
+            arrival = self._lent(ticket) if self.ring.lends else self._copy_staged(ticket, ticket.nbytes, device)
+        except BaseException:  # such as no device memory: the script may catch that and go on
+            with self.space.changed:
+                ticket.move(_S.QUEUED)
+            ticket.path.writes.put(ticket)
+            raise
+        with self.space.changed:
+            self.stats.forwarded_bytes += ticket.nbytes
+            self.stats.cancelled_bytes += ticket.nbytes
+            self.space.end_write(ticket)
+            ticket.move(_S.RELEASED)
+            self.space.free(ticket)
+        return Loaded(arrival, stored=False)
+
+    def _forward_beside_write(self, ticket: SwapTicket, device: torch.device) -> Loaded:
+        try:
+            arrival = self._copy_staged(ticket, ticket.nbytes, device)
+        finally:
+            with self.space.changed:
+                ticket.forwarding = False
+                if ticket.state is _S.STORED or ticket.host is not None:
+                    self.space.free_slot(ticket)  # the write ended meanwhile and left the slot to us
+        with self.space.changed:
+            self.stats.forwarded_bytes += ticket.nbytes
+        return Loaded(arrival, stored=True)
+
+    def _copy_staged(self, ticket: SwapTicket, nbytes: int, device: torch.device, offset: int = 0) -> Arrival:
+        staged = self.ring.view(ticket.held_slot)[offset:]
+        arrival = self.ring.copies.into(staged, nbytes, device, after=ticket.copies)
+        ticket.uses.append(arrival.event)
+        return arrival
+
+    def _lent(self, ticket: SwapTicket) -> Arrival:
+        """The slot itself as the tensor's memory."""
+        data = self.ring.lend(ticket.held_slot, ticket.nbytes, self.space.notes.leave)
+        ticket.slot = None
+        return Arrival.done(data)
+
+    def _load(self, ticket: SwapTicket, device: torch.device) -> Loaded:
+        with self.space.changed:
+            started = time.perf_counter()
+            self._wait_until_loaded(ticket)
+            self.stats.stall_s += time.perf_counter() - started
+            if ticket.error is not None:
+                # A new exception each time: one that is kept would keep the frames it passed through.
+                raise type(ticket.error)(str(ticket.error)) from ticket.error
+        arrival = self._arrival(ticket, device)
+        if ticket.state is _S.RESCUED:
+            return Loaded(arrival, stored=True)
+        with self.space.changed:
+            self.space.end_prefetch(ticket)
+            self.stats.forwarded_bytes += ticket.nbytes if ticket.stayed else 0
+            ticket.stayed = False
+            ticket.host = ticket.arrival = None
+            ticket.move(_S.STORED)
+            self.space.free_slot(ticket)
+        return Loaded(arrival, stored=True)
+
+    def _arrival(self, ticket: SwapTicket, device: torch.device) -> Arrival:
+        if ticket.arrival is not None:
+            return ticket.arrival
+        if ticket.host is None:
+            lends = self.ring.lends and ticket.state is _S.LOADED
+            return self._lent(ticket) if lends else self._copy_staged(ticket, ticket.nbytes, device)
+        if self.ring.lends and ticket.state is _S.LOADED:
+            return Arrival.done(self.ring.as_tensor(ticket.host, ticket.nbytes))
+        arrival = self.ring.copies.into(ticket.host, ticket.nbytes, device)
+        arrival.wait()  # that memory may go now
+        return arrival
+
+    def _wait_until_loaded(self, ticket: SwapTicket) -> None:
+        warned = False
+        if ticket.state is _S.STORED:
+            ticket.slot = self.ring.slots.allocate(ticket.extent.nbytes)
+            if ticket.slot is None:
+                ticket.host = self.ring.overflow(ticket.extent.nbytes)
+            ticket.move(_S.READ_QUEUED)
+        if ticket.state is _S.READ_QUEUED:
+            ticket.path.reads.put(ticket, URGENT)
+        while ticket.state not in (_S.LOADED, _S.RESCUED, _S.LOST):
+            if self.space.closed:
+                break
+            notified = self.space.changed.wait(SLOW_WAIT_S)
+            if not notified and not warned:
+                warned = True
+                logger.warning("backward has waited %.0f s for a read at %s", SLOW_WAIT_S, ticket.path.file.directory)
+        if self.space.closed and ticket.host is None and ticket.arrival is None and ticket.error is None:
+            raise StateError(_CLOSED)

@@ -1,0 +1,230 @@
+"""The tiers of one rank: opens the stores that the config asks for, knows what is behind them, closes them.
+
+Knows stores, backends and drives; does not know the cache nor what is decided.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from ds_tba.config import BLOCK, AioConfig, OffloadConfig
+from ds_tba.device.accelerator import Accelerator, pins_memory
+from ds_tba.errors import BackendUnavailableError, ConfigError
+from ds_tba.host_memory import available_bytes
+from ds_tba.plan.limits import TERABYTE
+from ds_tba.plan.placement import Placement
+from ds_tba.storage.backends.select import Selection, select_backend
+from ds_tba.storage.base import Store
+from ds_tba.storage.chunked import PiecesStore
+from ds_tba.storage.host import HostStore
+from ds_tba.storage.nvme import Lanes, NvmeStore
+from ds_tba.storage.staging import StagingRing
+from ds_tba.storage.swap_file import SwapFile
+from ds_tba.storage.swap_path import SwapPath
+from ds_tba.store.bundles import BundlingStore
+from ds_tba.store.paths import SwapDirectory, check_directories
+from ds_tba.telemetry.drive_health import Drive, examine
+from ds_tba.telemetry.wear import PathWear, path_wear
+
+logger = logging.getLogger(__name__)
+
+# Without io.swap_file_bytes: this part of the free space, shared by the ranks of the machine.
+FREE_SPACE_PART = 0.9
+
+
+class Tiers:
+    """NVMe and host memory, as far as the config wants them.
+
+    Args:
+        config: the block.
+        aio_config: DeepSpeed's ``"aio"`` block.
+        accelerator: the training device.
+        zero_uses_nvme: ZeRO's own NVMe offload is on.
+        rank: this process's rank.
+        ranks_on_node: ranks that share this machine's directories.
+
+    Attributes:
+        nvme: the store of swap files; None where nothing goes there.
+        host: the store in host memory; None likewise.
+        by_placement: where the cache puts things, in order of preference.
+        selection: the backend, and why; None without swap files.
+
+    Raises:
+        PathError, ConfigError, BackendUnavailableError: what stands in the way of training, with the repair; nothing is
+            left open.
+    """
+
+    def __init__(
+        self,
+        config: OffloadConfig,
+        aio_config: AioConfig,
+        accelerator: Accelerator,
+        *,
+        zero_uses_nvme: bool,
+        rank: int,
+        ranks_on_node: int,
+    ) -> None:
+        self._config = config
+        self._rank = rank
+        self._ranks_on_node = ranks_on_node
+        self.selection: Selection | None = None
+        self.directories: list[SwapDirectory] = []
+        self._drives: list[Drive] = []
+        uses_host = config.host_budget_bytes > 0 and config.placement != "keep"
+        if uses_host:
+            _check_host_memory(config.host_budget_bytes, ranks_on_node)
+        self.nvme: NvmeStore | None = (
+            self._open_nvme(aio_config, accelerator, zero_uses_nvme) if config.uses_nvme else None
+        )
+        self.host: HostStore | None = self._open_host(accelerator) if uses_host else None
+        self.by_placement: dict[Placement, Store[Any]] = {}
+        if self.nvme is not None:
+            self.by_placement[Placement.NVME] = PiecesStore(BundlingStore(self.nvme), self.nvme)
+        if self.host is not None:
+            self.by_placement[Placement.HOST] = self.host
+
+    @property
+    def paths(self) -> list[SwapPath]:
+        """The directories at work."""
+        return self.nvme.paths if self.nvme is not None else []
+
+    @property
+    def refusals(self) -> int:
+        """How many storages found no room so far."""
+        return sum(store.stats.fallbacks.total() for store in (self.nvme, self.host) if store is not None)
+
+    def wear(self, elapsed_s: float) -> list[PathWear]:
+        """Of each path, after so many seconds."""
+        rated = self._config.ssd.rated_endurance_tbw
+        return [
+            path_wear(path.file.directory, drive, path.written_bytes, elapsed_s, rated)
+            for path, drive in zip(self.paths, self._drives, strict=True)
+        ]
+
+    def endurance_left_tbw(self) -> float | None:
+        """Of all drives together, as one rank's share; a drive that tells what it wrote before has less left."""
+        rated = self._config.ssd.rated_endurance_tbw
+        if rated is None:
+            return None
+        drives = {drive.device or str(number): drive for number, drive in enumerate(self._drives)}
+        left = [max(0.0, rated - (drive.drive_written_bytes or 0) / TERABYTE) for drive in drives.values()]
+        return sum(left) / self._ranks_on_node
+
+    def describe(self) -> list[str]:
+        """Parts of the line that says at the start what will run; empty without swap files."""
+        config, files = self._config, [path.file for path in self.paths]
+        if self.selection is None:
+            return []
+        parts = [
+            f"activations go to {', '.join(self._places())}",
+            f"backend {self.selection.backend.name} ({self.selection.reason})",
+            f"up to {sum(file.limit_bytes for file in files) / 2**30:.1f} GiB per rank",
+            f"eligible: saved storages of {config.min_tensor_bytes} bytes and more, up to io.staging_bytes "
+            f"{config.io.staging_bytes}",
+            f"{config.io.write_lanes} write and {config.io.read_lanes} read lanes, integrity {config.io.integrity}",
+        ]
+        if self.host is not None:
+            parts.append(f"what NVMe cannot take goes to host memory, up to {config.host_budget_bytes} bytes per rank")
+        if not all(file.direct for file in files):
+            parts.append("no O_DIRECT on this file system: I/O goes through the page cache and is slower")
+        return parts + _measured(self.paths)
+
+    def close(self) -> None:
+        """Give everything back. Idempotent."""
+        for store in self.by_placement.values():
+            store.close()
+
+    def _places(self) -> list[str]:
+        """Each directory with its file system and drive: an empty mount point would be on the wrong one."""
+        return [
+            f"{directory.path} ({' on '.join(filter(None, (directory.file_system, drive.device)))})"
+            for directory, drive in zip(self.directories, self._drives, strict=True)
+        ]
+
+    def _open_host(self, accelerator: Accelerator) -> HostStore:
+        try:
+            return HostStore(accelerator, self._config.host_budget_bytes, self._config.io.staging_bytes)
+        except BaseException:
+            if self.nvme is not None:
+                self.nvme.close()
+            raise
+
+    def _warn_of_spinning_disks(self) -> None:
+        for directory, drive in zip(self.directories, self._drives, strict=True):
+            if drive.rotational and self._rank == 0:
+                logger.warning(
+                    "nvme_path %s is on %s, which the system takes for a spinning disk: activations would wait for it. "
+                    "Name a directory on an NVMe drive",
+                    directory.path,
+                    drive.device,
+                )
+
+    def _open_nvme(self, aio_config: AioConfig, accelerator: Accelerator, zero_uses_nvme: bool) -> NvmeStore:
+        config = self._config
+        needed = config.io.swap_file_bytes or config.io.staging_bytes
+        self.directories = check_directories(config.nvme_paths, needed, self._ranks_on_node)
+        self._drives = [examine(directory.path) for directory in self.directories]
+        self._warn_of_spinning_disks()
+        self.selection = select_backend(
+            config,
+            aio_config,
+            zero_uses_nvme=zero_uses_nvme,
+            pinned=pins_memory(accelerator),
+            device=accelerator.device_name(),
+        )
+        with ExitStack() as undo:
+            files = []
+            for directory in self.directories:
+                share = int(directory.free_bytes * FREE_SPACE_PART) // self._ranks_on_node
+                file = SwapFile(directory.path, config.io.swap_file_bytes or max(share, needed))
+                undo.callback(file.close)
+                _check_direct(file, self.selection)
+                file.reserve_first(min(needed, config.io.staging_bytes))
+                files.append(file)
+            ring = StagingRing(accelerator, self.selection.backend, config.io.staging_bytes)
+            undo.callback(ring.close)
+            lanes = Lanes(config.io.write_lanes, config.io.read_lanes)
+            store = NvmeStore(files, self.selection.backend, ring, lanes, config.io.integrity)
+            undo.callback(store.close)
+            if len(files) > 1:  # to divide the bytes by
+                store.measure()
+            undo.pop_all()
+        return store
+
+
+def _measured(paths: Sequence[SwapPath]) -> list[str]:
+    """The rates of all paths together for the start-up line, where they were measured."""
+    rows = [path.bandwidth() for path in paths]
+    if not all(path.trial_bytes for path in paths):
+        return []
+    write, read, write_beside, read_beside = (
+        f"{sum(row[f'{key}_bytes_per_s'] for row in rows) / 1e9:.2f}"
+        for key in ("write_alone", "read_alone", "write_beside_read", "read_beside_write")
+    )
+    return [f"measured {write} GB/s of writes and {read} of reads, at the same time {write_beside} and {read_beside}"]
+
+
+def _check_direct(file: SwapFile, selection: Selection) -> None:
+    """Refuse all but posix where the file system has no O_DIRECT.
+
+    DeepSpeed's ops ask for it at every request and report no error; kvikio would silently fill the page cache.
+    """
+    name = selection.backend.name
+    if not file.direct and name != "posix":
+        raise BackendUnavailableError(
+            f"io.backend {name}: the file system of {file.directory} has no O_DIRECT, which {name} needs: set "
+            '"io": {"backend": "posix"}, or name another directory.'
+        )
+
+
+def _check_host_memory(budget_bytes: int, ranks_on_node: int) -> None:
+    """Refuse a budget that the machine's free memory cannot hold, before taking it page by page."""
+    free_bytes = available_bytes()
+    if budget_bytes * ranks_on_node > free_bytes:
+        raise ConfigError(
+            f'"{BLOCK}.host_budget_bytes" is {budget_bytes} for each of {ranks_on_node} rank(s) of this machine, with '
+            f"{free_bytes} bytes of memory available: lower it to {free_bytes // ranks_on_node} at most."
+        )

@@ -1,0 +1,196 @@
+"""What the lanes do with a ticket: write it, keep it where it cannot be written, read it back."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import torch
+
+from ds_tba.device.accelerator import Arrival
+from ds_tba.errors import ActivationLostError, StorageError
+from ds_tba.storage.backends.base import IoHandle
+from ds_tba.storage.base import Refusal
+from ds_tba.storage.space import SwapSpace
+from ds_tba.storage.ticket import SwapTicket, TicketState
+from ds_tba.store.integrity import Integrity
+from ds_tba.telemetry.bandwidth import Kind, Transfer
+
+_S = TicketState
+
+
+class LaneWork:
+    """Writes and reads of tickets, in whatever lane takes them.
+
+    Args:
+        space: holds the bytes, and the lock.
+        integrity: takes and compares the checksums.
+    """
+
+    def __init__(self, space: SwapSpace, integrity: Integrity) -> None:
+        self._space = space
+        self._integrity = integrity
+
+    def write(self, ticket: SwapTicket, handle: IoHandle) -> None:
+        """Write a queued ticket, unless it was taken back."""
+        with self._space.ring.beside_compute():
+            self._write(ticket, handle)
+        self._space.notes.act_if_free()
+
+    def read(self, ticket: SwapTicket, handle: IoHandle) -> None:
+        """Read a ticket into its slot, unless nobody wants it any more."""
+        with self._space.ring.beside_compute():
+            self._read(ticket, handle)
+        self._space.notes.act_if_free()
+
+    def _write(self, ticket: SwapTicket, handle: IoHandle) -> None:
+        space = self._space
+        with space.changed:
+            if ticket.state is not _S.QUEUED:
+                return  # cancelled
+            ticket.move(_S.WRITING)
+            broken = ticket.path.failure is not None
+            space.stats.writes.start()
+        try:
+            ticket.wait_for_copies()
+        except Exception as error:  # noqa: BLE001 - the copy out failed, so staging does not hold the bytes
+            self._end_without_bytes(ticket, ActivationLostError(f"an activation could not leave the device: {error}"))
+            return
+        staged = space.ring.view(ticket.held_slot)
+        if broken:
+            self._rescue(ticket, staged, None)
+            return
+        with space.changed:  # the copy before was not the drive's time
+            transfer = ticket.path.meter.start(Kind.WRITE, ticket.extent.nbytes)
+        failure = self._write_out(ticket, staged, handle)
+        if failure is None:
+            self._end_write(ticket, staged, transfer)
+            return
+        with space.changed:
+            ticket.path.meter.stop(transfer, moved=False)
+        self._rescue(ticket, staged, failure)
+
+    def _write_out(self, ticket: SwapTicket, staged: torch.Tensor, handle: IoHandle) -> Exception | None:
+        """Write what is staged; what went wrong."""
+        try:
+            ticket.checksums = self._integrity.digest(staged)
+            handle.write(staged, ticket.extent.offset)
+        except Exception as error:  # noqa: BLE001 - a lane must survive anything, or backward would wait for ever
+            return error
+        return None
+
+    def _count_write(self, ticket: SwapTicket, nbytes: int) -> None:
+        self._space.stats.writes.stop(nbytes)
+        self._space.end_write(ticket)
+
+    def _end_without_bytes(self, ticket: SwapTicket, error: StorageError) -> None:
+        space = self._space
+        with space.changed:
+            self._count_write(ticket, 0)
+            ticket.error = error
+            ticket.move(_S.LOST)
+            space.end_prefetch(ticket)
+            if ticket.released:
+                space.stats.cancelled_bytes += ticket.nbytes
+                space.give_up(ticket)
+
+    def _end_write(self, ticket: SwapTicket, staged: torch.Tensor, transfer: Transfer) -> None:
+        space = self._space
+        with space.changed:
+            ticket.path.meter.stop(transfer)
+            self._count_write(ticket, ticket.extent.nbytes)
+            stays = ticket.wanted and not ticket.released
+            if stays:
+                space.stay(ticket)
+                ticket.move(_S.LOADED if space.ring.lends else _S.RETURNING)
+            else:
+                ticket.move(_S.STORED)
+                if not ticket.forwarding:
+                    space.free_slot(ticket)
+            if ticket.released:
+                space.give_up(ticket)
+            space.notes.act()
+            space.settle_copies()
+        if stays and not space.ring.lends:
+            self._return(ticket, staged)
+
+    def _return(self, ticket: SwapTicket, staged: torch.Tensor) -> None:
+        """Bring to the device what was wanted while it was written, so that its slot is free for others."""
+        space = self._space
+        arrival = self._onto_device(ticket, staged)
+        with space.changed:
+            ticket.move(_S.LOADED)
+            ticket.arrival, arrival = arrival, None  # as in _read
+            if ticket.arrival is not None:
+                space.free_slot(ticket)
+            if ticket.released:
+                space.give_up(ticket)
+            space.notes.act()
+            space.settle_copies()
+            space.changed.notify_all()
+
+    def _rescue(self, ticket: SwapTicket, staged: torch.Tensor, failure: Exception | None) -> None:
+        """Keep in host memory what cannot be written, or in its slot where there is no host memory left."""
+        space = self._space
+        host: torch.Tensor | None = None
+        with suppress(MemoryError, RuntimeError):
+            host = space.ring.rescue(staged, ticket.nbytes)
+        with space.changed:
+            self._count_write(ticket, 0)
+            ticket.move(_S.RESCUED)
+            ticket.host = host
+            space.end_prefetch(ticket)
+            space.stats.rescued_bytes += ticket.nbytes
+            space.stats.fallbacks[Refusal.PATH_FAILED.value] += 1
+            if failure is not None:
+                ticket.path.fail(failure)
+            if host is not None and not ticket.forwarding:
+                space.free_slot(ticket)
+            if ticket.released:
+                space.give_up(ticket)
+            space.notes.act()
+            space.settle_copies()
+
+    def _onto_device(self, ticket: SwapTicket, source: torch.Tensor) -> Arrival | None:
+        """What was read, in device memory, so that backward need not wait for the copy; None where it stays staged."""
+        if self._space.ring.lends or ticket.released:
+            return None
+        try:
+            arrival = self._space.ring.copies.into(source, ticket.nbytes, ticket.device)
+            arrival.wait()
+        except RuntimeError:  # no device memory: backward tries again, and tells the user if there is none then
+            return None
+        return arrival
+
+    def _read(self, ticket: SwapTicket, handle: IoHandle) -> None:
+        space = self._space
+        with space.changed:
+            if ticket.state is not _S.READ_QUEUED:
+                return  # given up, or read by an urgent request
+            ticket.move(_S.READING)
+            space.stats.reads.start()
+            transfer = ticket.path.meter.start(Kind.READ, ticket.extent.nbytes)
+        target = ticket.host if ticket.host is not None else space.ring.view(ticket.held_slot)
+        failure = ticket.path.read_checked(ticket, target, handle, self._integrity)
+        arrival = None
+        if not space.ring.lends:
+            with space.changed:  # before the copy onto the device, which is not the drive's time
+                ticket.path.meter.stop(transfer, moved=failure is None)
+            arrival = self._onto_device(ticket, target) if failure is None else None
+        with space.changed:
+            if space.ring.lends:
+                ticket.path.meter.stop(transfer, moved=failure is None)
+            moved = ticket.extent.nbytes if failure is None else 0
+            space.stats.reads.stop(moved)
+            ticket.error = failure
+            ticket.move(_S.LOADED if failure is None else _S.LOST)
+            ticket.arrival, arrival = arrival, None  # this frame must not hold it when backward has let go of it
+            if failure is not None:
+                space.end_prefetch(ticket)
+            if failure is not None or ticket.arrival is not None:
+                ticket.host = None
+                space.free_slot(ticket)
+            if ticket.released:
+                space.give_up(ticket)
+            space.notes.act()
+            space.settle_copies()
+            space.changed.notify_all()

@@ -1,0 +1,531 @@
+"""Plans in a run: measured, made, followed, made again; and gradients that are the same bits all the while."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from doubles import CpuAccelerator, ScriptedBackend
+from torch import nn
+from torch.nn import functional
+
+from ds_tba.adaptive.controller import Controller
+from ds_tba.adaptive.ranks import Agreement, Alone
+from ds_tba.autograd.recompute.checkpoint import innermost_hooks
+from ds_tba.config import AioConfig, OffloadConfig
+from ds_tba.errors import PathError, TraceError
+from ds_tba.monitor import Look, Want
+from ds_tba.offloader import ActivationOffloader
+from ds_tba.plan.planner import PLANNERS, adaptive
+from ds_tba.planner.trace import Trace
+from ds_tba.profile.rates import Rates
+from ds_tba.rehearsal import TURNS
+from ds_tba.storage.backends.base import IoBackend
+from ds_tba.storage.backends.posix import PosixBackend
+from ds_tba.storage.backends.select import Selection
+
+WIDTH, ROWS, DEPTH = 64, 64, 4
+NARROW_BYTES = 4 * ROWS * WIDTH
+# One to warm up, two that are recorded, nine of rehearsals in turns: at their end there is a plan.
+FIRST_PLAN = 12
+STEPS = FIRST_PLAN + 3
+Make = Callable[..., ActivationOffloader]
+
+
+class Block(nn.Module):
+    """Residual MLP with dropout; saves eight storages of a width and two of four."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inside = functional.gelu(self.up(self.norm(x)))
+        return x + functional.dropout(self.down(inside), 0.1)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(DEPTH))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        loss: torch.Tensor = self.head(x).square().mean()
+        return loss
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, IoBackend]]:
+    """What every offloader made in the test writes and reads with."""
+    chosen: dict[str, IoBackend] = {"it": PosixBackend()}
+    monkeypatch.setattr("ds_tba.storage.tiers.select_backend", lambda *_, **__: Selection(chosen["it"], "the test's"))
+    yield chosen
+
+
+@pytest.fixture
+def make(tmp_path: Path, backend: dict[str, IoBackend], monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    # On a busy machine a step may mostly wait, and the first plan come sooner than tests count on.
+    monkeypatch.setattr("ds_tba.rehearsal.MOST_MOVING_PART", math.inf)
+    made = []
+
+    def make(
+        model: nn.Module,
+        planner: Any = adaptive,
+        accelerator: CpuAccelerator | None = None,
+        agreement: Agreement | None = None,
+        ranks_on_node: int = 1,
+        **block: Any,
+    ) -> ActivationOffloader:
+        io = {"staging_bytes": 4 << 20, "swap_file_bytes": 64 << 20}
+        config = {"nvme_path": str(tmp_path), "io": io, "min_tensor_bytes": 4096, "max_step_overhead": 10.0, **block}
+        offloader = ActivationOffloader(
+            OffloadConfig.model_validate(config),
+            AioConfig(),
+            accelerator or CpuAccelerator(),
+            ranks_on_node=ranks_on_node,
+        )
+        offloader.watch(model, agreement or Alone(), planner)
+        made.append(offloader)
+        return offloader
+
+    yield make
+    for offloader in made:
+        offloader.close()
+
+
+def steps(model: nn.Module, offloader: ActivationOffloader | None, rows: list[int], micro_steps: int = 1) -> list[Any]:
+    """The loss and the gradients of each step; one optimizer step after each."""
+    found = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    torch.manual_seed(7)
+    for count in rows:
+        for _ in range(micro_steps):
+            x = torch.randn(count, WIDTH).to(next(model.parameters()).device)
+            if offloader is None:
+                loss = model(x)
+            else:
+                with offloader.saving():
+                    loss = model(x)
+            loss.backward()
+            if offloader is not None:
+                offloader.note_micro_step()
+        found.append([loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())])
+        optimizer.step()
+        optimizer.zero_grad()
+        if offloader is not None:
+            offloader.note_step()
+    return found
+
+
+def model() -> Model:
+    torch.manual_seed(0)
+    return Model()
+
+
+def check(make: Make, rows: list[int] | None = None, micro_steps: int = 1, **block: Any) -> ActivationOffloader:
+    """Train with and without; every loss and gradient must be the same."""
+    rows = rows or [ROWS] * STEPS
+    expected = steps(model(), None, rows, micro_steps)
+    ours = model()
+    offloader = make(ours, **block)
+    found = steps(ours, offloader, rows, micro_steps)
+    for step, (one, other) in enumerate(zip(expected, found, strict=True)):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True)), f"step {step}"
+    return offloader
+
+
+@pytest.mark.parametrize("micro_steps", [1, 3])
+@pytest.mark.parametrize("planner", PLANNERS.values(), ids=PLANNERS)
+def test_gradients_are_exact_under_every_plan(make: Make, planner: Any, micro_steps: int) -> None:
+    report = check(make, micro_steps=micro_steps, planner=planner).report()
+    assert report.plans >= 1 and report.plan is not None and report.plan["planner"] == planner.__name__
+
+
+def test_everything_is_moved_until_there_is_a_plan_which_is_then_followed(make: Make) -> None:
+    ours = model()
+    offloader = make(ours, planner=PLANNERS["keep"])
+    steps(ours, offloader, [ROWS] * (FIRST_PLAN - 1))
+    assert offloader.report().plans == 0
+    steps(ours, offloader, [ROWS])
+    before = offloader.report()
+    assert before.plans == 1 and before.offloaded_bytes > 0
+    steps(ours, offloader, [ROWS] * 3)
+    after = offloader.report()
+    assert after.plans == 1 and after.offloaded_bytes == before.offloaded_bytes
+    assert after.kept_bytes_by_reason["plan"] > 0
+
+
+def test_a_plan_moves_what_it_says(make: Make) -> None:
+    ours = model()
+    offloader = make(ours)
+    steps(ours, offloader, [ROWS] * (FIRST_PLAN + 1))
+    before = offloader.report()
+    steps(ours, offloader, [ROWS])
+    report = offloader.report()
+    assert report.plan is not None and report.plan["bytes"]["nvme"] > 0
+    assert report.offloaded_bytes - before.offloaded_bytes == report.plan["bytes"]["nvme"]
+
+
+def test_the_report_says_what_steps_take_beside_what_was_promised(make: Make) -> None:
+    ours = model()
+    offloader = make(ours)
+    steps(ours, offloader, [ROWS] * FIRST_PLAN)
+    promised = offloader.report()
+    assert promised.plan is not None and promised.plan["measured_step_s"] is None
+    assert dict(promised.rows())["  plan: step"].endswith("%")
+    began_s = time.perf_counter()
+    steps(ours, offloader, [ROWS] * 3)
+    took_s = time.perf_counter() - began_s
+    found = offloader.report()
+    assert found.plan is not None and 0 < found.plan["measured_step_s"] < took_s
+    assert dict(found.rows())["  plan: step"].endswith(f"({found.plan['measured_step_s']:.3g} s found)")
+
+
+def test_the_peak_is_what_the_plan_promised(make: Make) -> None:
+    ours = model()
+    offloader = make(ours)
+    steps(ours, offloader, [ROWS] * (FIRST_PLAN + 3))
+    report = offloader.report()
+    assert report.plan is not None
+    # It may be less: in steps of a millisecond reads come in the order in which threads are woken.
+    assert report.step_peak_saved_bytes <= 1.05 * report.plan["peak_saved_bytes"]
+    assert report.plan["peak_saved_bytes"] < report.peak_saved_bytes_without
+
+
+def test_a_budget_is_kept(make: Make) -> None:
+    ours = model()
+    offloader = make(ours, activation_budget_bytes=30 * NARROW_BYTES)
+    steps(ours, offloader, [ROWS] * (FIRST_PLAN + 3))
+    report = offloader.report()
+    assert 0 < report.step_peak_saved_bytes <= 30 * NARROW_BYTES < report.peak_saved_bytes_without
+
+
+class SmallDevice(CpuAccelerator):
+    """With room for so many bytes of activations."""
+
+    def __init__(self, room_bytes: int) -> None:
+        self.room_bytes = room_bytes
+
+    def free_bytes(self) -> float:
+        return self.room_bytes
+
+
+def under_a_plan_that_moves(make: Make) -> tuple[Model, ActivationOffloader, Controller]:
+    """A step after the first plan."""
+    ours = model()
+    offloader = make(ours, planner=PLANNERS["tba"])
+    steps(ours, offloader, [ROWS] * (FIRST_PLAN + 1))
+    controller = offloader._controller
+    assert controller is not None
+    return ours, offloader, controller
+
+
+def test_steps_that_are_longer_than_promised_have_the_lanes_cost_more(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, offloader, controller = under_a_plan_that_moves(make)
+    assert isinstance(controller._machine, Rates)
+    looks: list[Look] = []
+
+    def wish(step: int, look: Look) -> Want:
+        looks.append(look)
+        controller.monitor.excess_s = 0.5
+        return Want.PLAN
+
+    monkeypatch.setattr(controller.monitor, "wish", wish)
+    controller._machine._lane_s_per_byte = 1.0  # so much may be theirs
+    before, plans = controller._machine._planned_s_per_byte(), controller.plans
+    steps(ours, offloader, [ROWS])
+    assert looks[0].lane_bytes == controller._machine.moved_bytes() > 0
+    assert controller._machine._planned_s_per_byte() == pytest.approx(before + 0.5 / looks[0].lane_bytes)
+    assert controller.plans == plans + 1
+    controller._machine._lane_s_per_byte = 0.0  # none of it can be theirs: another plan would be the same
+    steps(ours, offloader, [ROWS])
+    assert controller.plans == plans + 1
+
+
+def test_steps_that_are_shorter_than_lanes_can_explain_shorten_the_trace(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, offloader, controller = under_a_plan_that_moves(make)
+    assert controller.in_force is not None and isinstance(controller._machine, Rates)
+    plans, kept_s = controller.plans, controller.in_force.trace.step_s
+    controller._machine._lane_s_per_byte = controller._machine._error_s_per_byte = 0.0
+    controller._machine._shown_s_per_byte = controller._machine._excess_s_per_byte = 0.0
+
+    def wish(step: int, look: Look) -> Want:
+        controller.monitor.excess_s = -0.25 * kept_s
+        return Want.PLAN
+
+    monkeypatch.setattr(controller.monitor, "wish", wish)
+    steps(ours, offloader, [ROWS])
+    assert controller.plans == plans + 1
+    assert controller.in_force.trace.step_s == pytest.approx(0.75 * kept_s)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_would_not_fit_the_device_is_moved_whatever_it_costs(
+    make: Make, caplog: pytest.LogCaptureFixture, ranks: int
+) -> None:
+    room_bytes = 30 * NARROW_BYTES
+    ours = model()
+    offloader = make(
+        ours, accelerator=SmallDevice(ranks * room_bytes), ranks_on_node=ranks, max_step_overhead=0.0
+    )  # the ranks of a CPU share its memory
+    steps(ours, offloader, [ROWS] * (FIRST_PLAN + 3))
+    report = offloader.report()
+    assert 0 < report.step_peak_saved_bytes <= room_bytes < report.peak_saved_bytes_without
+    assert any("would not fit the device" in record.message for record in caplog.records)
+
+
+def test_a_budget_that_nothing_fits_is_said(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    ours = model()
+    steps(ours, make(ours, activation_budget_bytes=1), [ROWS] * (FIRST_PLAN + 2))
+    assert any("no plan fits 1 bytes" in record.message for record in caplog.records)
+
+
+def test_recomputed_blocks_save_their_inputs_only_and_are_counted(make: Make) -> None:
+    offloader = check(make, planner=PLANNERS["recompute"])
+    report = offloader.report()
+    assert report.plan is not None and report.plan["recomputed_blocks"] == DEPTH
+    # In every other rehearsal, too.
+    steps_recomputed = len(range(0, TURNS, 2)) + STEPS - FIRST_PLAN
+    assert report.recomputed_bytes == steps_recomputed * report.plan["bytes"]["recompute"] > 0
+
+
+def test_recompute_can_be_forbidden(make: Make) -> None:
+    report = check(make, recompute=False, activation_budget_bytes=0).report()
+    assert report.plan is not None and report.plan["recomputed_blocks"] == 0
+
+
+def test_host_memory_is_used_within_its_budget(make: Make) -> None:
+    report = check(make, placement="adaptive", host_budget_bytes=1 << 20).report()
+    assert report.plan is not None
+
+
+def test_shapes_that_change_all_the_time_are_exact(make: Make) -> None:
+    check(make, [ROWS] * (FIRST_PLAN + 2) + [2 * ROWS, 3 * ROWS] * 3 + [ROWS // 2] * 3)
+
+
+def test_another_shape_asks_for_another_trace(make: Make) -> None:
+    ours = model()
+    offloader = make(ours)
+    steps(ours, offloader, [ROWS] * (FIRST_PLAN + 2))
+    before = offloader.report()
+    steps(ours, offloader, [2 * ROWS] * 14)
+    after = offloader.report()
+    assert before.plan is not None and after.plan is not None and after.plans > before.plans
+    assert sum(after.plan["bytes"].values()) > 1.9 * sum(before.plan["bytes"].values())
+
+
+def test_other_blocks_than_planned_ask_for_another_trace(make: Make) -> None:
+    ours = model()
+    offloader = make(ours)
+    steps(ours, offloader, [ROWS] * (FIRST_PLAN + 2))
+    ours.blocks = nn.ModuleList([*ours.blocks, *list(ours.blocks)[:2]])  # two of them are called twice from now on
+    steps(ours, offloader, [ROWS] * 14)
+    report = offloader.report()
+    assert report.plans >= 2 and report.plan is not None and report.plan["blocks"] == DEPTH + 2
+
+
+def test_a_drive_that_becomes_slow_is_used_less(make: Make, backend: dict[str, IoBackend]) -> None:
+    delay = {"s": 0.0}
+
+    def script(verb: str, number: int) -> None:
+        time.sleep(delay["s"])
+
+    backend["it"] = ScriptedBackend(script)
+    ours, rows = model(), 64 * ROWS  # too large to share a request
+    # Much may be added, and nothing recomputed: the first plan uses the drive, however busy the machine is.
+    io = {"staging_bytes": 16 << 20, "swap_file_bytes": 256 << 20}
+    offloader = make(ours, max_step_overhead=2.0, recompute=False, io=io)
+    steps(ours, offloader, [rows] * (FIRST_PLAN + 2))
+    planned = offloader.report()
+    delay["s"] = 0.5  # longer than a step of this model, also where others use the cores
+    steps(ours, offloader, [rows] * 12)
+    report = offloader.report()
+    assert planned.plan is not None and report.plan is not None
+    assert report.plans > planned.plans
+    assert report.plan["bytes"].get("nvme", 0) < planned.plan["bytes"]["nvme"]
+
+
+def test_drives_that_cannot_be_measured_again_do_not_end_the_training(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(self: Any) -> None:
+        raise PathError("the drive is gone")
+
+    ours = model()
+    offloader = make(ours)
+    steps(ours, offloader, [ROWS] * (FIRST_PLAN + 2))
+    before = offloader.report().plans
+    monkeypatch.setattr("ds_tba.profile.rates.Rates.measure", fails)
+    monkeypatch.setattr("ds_tba.monitor.Monitor.wish", lambda *_: Want.PROBE)
+    steps(ours, offloader, [ROWS])
+    assert offloader.report().plans == before + 1
+    assert any("the drive is gone; what was measured before" in record.message for record in caplog.records)
+
+
+def test_forwards_without_their_backward_end_the_attempts_to_plan(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    ours = model()
+    offloader = make(ours)
+    for _ in range(10):
+        with offloader.saving():
+            losses = [ours(torch.randn(ROWS, WIDTH))]
+        with offloader.saving():
+            losses.append(ours(torch.randn(ROWS, WIDTH)))
+        sum(losses).backward()
+        offloader.note_micro_step()
+        offloader.note_step()
+    assert offloader.report().plans == 0
+    assert sum("no plan" in record.message for record in caplog.records) == 1
+
+
+def test_a_trace_that_cannot_be_had_changes_no_rule(make: Make) -> None:
+    ours = model()
+    offloader = make(ours, placement="nvme", report={"trace_path": "/dev/null"})
+    for _ in range(8):
+        with offloader.saving():
+            first = ours(torch.randn(ROWS, WIDTH))
+        with offloader.saving():
+            (first + ours(torch.randn(ROWS, WIDTH))).backward()
+        offloader.note_step()
+    with offloader.saving():
+        pass
+    assert offloader._controller is not None
+    assert offloader._controller._policy.choose("key", 1).wait is True
+
+
+def test_a_recording_that_is_no_trace_ends_the_plans_and_not_the_training(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def inconsistent(*_: Any) -> Any:
+        raise TraceError("times out of order")
+
+    monkeypatch.setattr("ds_tba.adaptive.recorder.Recorder.trace", inconsistent)
+    report = check(make).report()
+    assert report.plans == 0 and report.offloaded_bytes > 0
+
+
+class Counting(Alone):
+    """Counts the collectives."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def highest(self, value: int) -> int:
+        self.calls += 1
+        return value
+
+    def gather(self, value: Any) -> list[Any]:
+        self.calls += 1
+        return [value]
+
+
+def test_a_forward_of_one_rank_alone_waits_for_nobody(make: Make) -> None:
+    ours, agreement = model(), Counting()
+    offloader = make(ours, agreement=agreement)
+    for _ in range(4):
+        before = agreement.calls
+        with offloader.saving():
+            ours(torch.randn(ROWS, WIDTH))
+        assert agreement.calls == before
+        steps(ours, offloader, [ROWS])
+        assert agreement.calls > before
+
+
+class AsOfTwo(Alone):
+    """One of two ranks, and the other is like this one."""
+
+    size = 2
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, value]
+
+
+def test_with_several_ranks_nothing_is_recomputed_that_no_plan_asks_for(make: Make) -> None:
+    ours = model()
+    offloader = make(ours, planner=PLANNERS["keep"], agreement=AsOfTwo())
+    steps(ours, offloader, [ROWS] * 3)
+    assert offloader.report().plans == 1 and offloader.report().recomputed_bytes == 0
+
+
+def test_without_optimizer_steps_nothing_piles_up(make: Make) -> None:
+    ours = model()
+    offloader = make(ours)
+    for _ in range(5):
+        with offloader.saving():
+            loss = ours(torch.randn(ROWS, WIDTH))
+        loss.backward()
+        offloader.note_micro_step()
+    assert offloader.cache.take_moves() == [] and offloader.report().plans == 0
+
+
+def test_a_forked_child_saves_as_without_us(make: Make) -> None:
+    offloader = make(model(), placement="nvme")
+    child = os.fork()
+    if child == 0:  # no operation of torch's: their threads are not there after a fork
+        with offloader.saving():
+            hooks = innermost_hooks()
+        offloader.note_micro_step()
+        offloader.note_step()
+        os._exit(7 if hooks is None else 8)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    with offloader.saving():
+        assert innermost_hooks() is not None
+
+
+def test_after_the_end_no_plan_is_made(make: Make) -> None:
+    ours = model()
+    offloader = make(ours)
+    steps(ours, offloader, [ROWS] * (FIRST_PLAN + 2))
+    offloader.close()
+    found = steps(ours, offloader, [ROWS] * 3)
+    assert len(found) == 3 and offloader.report().plans == 1
+
+
+def test_a_planner_that_fails_does_not_end_the_training(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    def failing(trace: Any, limits: Any) -> Any:
+        raise ZeroDivisionError("a bug")
+
+    report = check(make, planner=failing).report()
+    assert report.plans == 0 and report.offloaded_bytes > 0
+    assert any("could not plan" in record.message for record in caplog.records)
+
+
+@pytest.mark.parametrize("placement", ["adaptive", "nvme", "keep"])
+def test_a_trace_is_written_and_can_be_read(make: Make, tmp_path: Path, placement: str) -> None:
+    path = tmp_path / "trace.json"
+    check(make, placement=placement, report={"trace_path": str(path)})
+    trace = Trace.from_json(path.read_text())
+    assert [block.module for block in trace.blocks] == [f"blocks.{number}" for number in range(DEPTH)]
+    assert all(block.is_recomputable for block in trace.blocks) and trace.end_s > 0 and trace.rest_s > 0
+
+
+def test_evaluation_in_between_changes_nothing(make: Make) -> None:
+    ours = model()
+    offloader = make(ours)
+    for _ in range(FIRST_PLAN + 3):
+        steps(ours, offloader, [ROWS])
+        with torch.no_grad(), offloader.saving():
+            ours(torch.randn(3, WIDTH))
+    assert offloader.report().plans == 1
+
+
+def test_the_model_is_left_as_it_was(make: Make) -> None:
+    ours = model()
+    before = [dict(block.__dict__) for block in ours.blocks]
+    offloader = make(ours)
+    steps(ours, offloader, [ROWS] * (FIRST_PLAN + 2))
+    offloader.close()
+    assert [block.__dict__.keys() for block in ours.blocks] == [attributes.keys() for attributes in before]

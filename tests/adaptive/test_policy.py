@@ -1,0 +1,121 @@
+"""A plan's choices, storage by storage, also where a micro-step is not the one that was planned."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+from traces import SIZE, resources
+
+from ds_tba.adaptive.policy import Always, ByPlan, PlanInForce
+from ds_tba.plan.layout import Layout
+from ds_tba.plan.limits import Limits
+from ds_tba.plan.placement import Placement
+from ds_tba.planner.plan import Plan
+from ds_tba.planner.trace import OUTSIDE, BlockTrace, StorageTrace, Trace
+from ds_tba.storage.base import Store
+
+KEEP, HOST, NVME, RECOMPUTE = Placement
+NVME_STORE, HOST_STORE = cast("Store[Any]", "nvme"), cast("Store[Any]", "host")
+
+
+def storage(*blocks: int) -> StorageTrace:
+    return StorageTrace(SIZE, "", blocks, 0.0, 0.0, 1.0, 1.0)
+
+
+# 0: before the first block, which takes it; 1, 2: saved in it, 2 in the second block too, which takes it; 3: in that;
+# 4: behind both.
+TRACE = Trace(
+    (storage(OUTSIDE), storage(0), storage(0, 1), storage(1), storage(OUTSIDE)),
+    (BlockTrace("a", 0.0, 0.5, 1.0, 1.5, (0,)), BlockTrace("b", 0.5, 1.0, 1.0, 1.5, (2,))),
+    resources(),
+    2.0,
+)
+LAYOUT = Layout(((0,), (1, 2), (), (2, 3), (4,)))
+
+
+def by_plan(*placements: Placement, recomputed: tuple[bool, bool] = (False, False), may_wait: bool = True) -> ByPlan:
+    plan = Plan("test", placements, recomputed, (), (), (), cast("Any", None))
+    stores = {NVME: NVME_STORE, HOST: HOST_STORE}
+    return ByPlan(PlanInForce.of(plan, TRACE, LAYOUT, Limits()), stores, lambda: may_wait)
+
+
+def chosen(policy: ByPlan, *keys: str, nbytes: int = SIZE) -> list[tuple[Any, ...]]:
+    return [policy.choose(key, nbytes).stores for key in keys]
+
+
+def test_each_storage_goes_where_the_plan_says_scope_by_scope() -> None:
+    policy = by_plan(NVME, KEEP, HOST, NVME, KEEP)
+    assert chosen(policy, "x0") == [("nvme", "host")]  # what NVMe has no room for may go to host memory
+    assert policy.enter("a") is None
+    assert chosen(policy, "x1", "x2", "x1") == [(), ("host",), ()]  # x1 has its place already
+    policy.leave()
+    assert policy.enter("b") is None
+    assert chosen(policy, "x2", "x3") == [("host",), ("nvme", "host")]
+    policy.leave()
+    assert chosen(policy, "x4") == [()]
+    assert (policy.unplanned, policy.drift_bytes) == (0, 0)
+
+
+def test_a_recomputed_block_saves_its_inputs_and_shifts_nobody() -> None:
+    policy = by_plan(NVME, RECOMPUTE, HOST, NVME, KEEP, recomputed=(True, False))
+    policy.choose("x0", SIZE)
+    assert policy.enter("a") == SIZE  # storage 1 is made again; 2 is an input of the other block
+    assert chosen(policy, "x0") == [("nvme", "host")]
+    policy.leave()
+    policy.enter("b")
+    assert chosen(policy, "x2", "x3") == [("host",), ("nvme", "host")]
+    policy.leave()
+    assert chosen(policy, "x4") == [()]
+    assert policy.unplanned == 0
+
+
+def test_what_the_plan_does_not_know_goes_where_there_is_room_without_waiting() -> None:
+    policy = by_plan(NVME, KEEP, KEEP, KEEP, KEEP)
+    choices = [policy.choose(key, SIZE) for key in ("x0", "new")]
+    assert [choice.wait for choice in choices] == [True, False]
+    assert choices[1].stores == ("nvme", "host") and policy.unplanned == 1
+
+
+def test_a_block_that_was_not_planned_is_not_recomputed() -> None:
+    policy = by_plan(NVME, RECOMPUTE, HOST, NVME, KEEP, recomputed=(True, True))
+    assert policy.enter("c") is None
+    policy.leave()
+    assert policy.enter("b") is not None
+    policy.leave()
+    assert policy.enter("a") is None  # the plan has two passes
+    assert policy.unplanned == 2
+
+
+def test_a_storage_that_was_to_be_made_again_with_a_block_that_is_not_is_unplanned() -> None:
+    policy = by_plan(NVME, RECOMPUTE, HOST, NVME, KEEP)
+    policy.enter("a")
+    assert chosen(policy, "x1") == [("nvme", "host")]
+    assert policy.unplanned == 1
+
+
+def test_passes_inside_passes_are_part_of_them() -> None:
+    policy = by_plan(NVME, KEEP, HOST, NVME, KEEP)
+    policy.enter("a")
+    assert policy.enter("inside") is None
+    chosen(policy, "x1")
+    policy.leave()
+    assert chosen(policy, "x2") == [("host",)]
+    policy.leave()
+    assert policy.unplanned == 0
+
+
+def test_other_sizes_are_counted_and_followed_all_the_same() -> None:
+    policy = by_plan(NVME, KEEP, HOST, NVME, KEEP)
+    assert chosen(policy, "x0", nbytes=2 * SIZE) == [("nvme", "host")]
+    assert (policy.unplanned, policy.drift_bytes) == (0, SIZE)
+
+
+@pytest.mark.parametrize("may_wait", [True, False])
+def test_waiting_is_up_to_the_time_that_is_left(may_wait: bool) -> None:
+    assert by_plan(NVME, KEEP, KEEP, KEEP, KEEP, may_wait=may_wait).choose("x0", SIZE).wait is may_wait
+
+
+def test_always_is_always_the_same() -> None:
+    policy = Always([NVME_STORE], wait=True)
+    assert {policy.choose(key, 1) for key in ("a", "a", "b")} == {policy.choose("c", 2)}

@@ -1,0 +1,134 @@
+"""The recorder: what one micro-step of a real model looks like as a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from conftest import StoreFactory
+from torch import nn
+
+from ds_tba.adaptive.recorder import Recorder
+from ds_tba.autograd.cache import TensorCache
+from ds_tba.planner.trace import OUTSIDE, PathRates, Resources, StorageTrace, Trace
+
+WIDTH, ROWS = 64, 32
+LEAST_BYTES = 4096
+MACHINE = Resources((PathRates(1e9, 1e9, 1e9, 1e9),), 1e9, 1e9, 1 << 24)
+
+
+class Ticks:
+    """A clock on which only ``tick`` lets time pass."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def mark(self) -> float:
+        return self.now_s
+
+    def elapsed_s(self, earlier: float, later: float) -> float:
+        return later - earlier
+
+
+class Block(nn.Module):
+    """Saves its input, the inside of its MLP (4 wide) and a small tensor."""
+
+    def __init__(self, ticks: Ticks) -> None:
+        super().__init__()
+        self.ticks = ticks
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.ticks.now_s += 1.0
+        small = torch.tanh(self.scale * 2.0)
+        y: torch.Tensor = x + self.down(torch.relu(self.up(x))) * small
+        self.ticks.now_s += 1.0
+        return y
+
+
+class Stack(nn.Module):
+    def __init__(self, ticks: Ticks, depth: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(ticks) for _ in range(depth))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: torch.Tensor, recorder: Recorder | None = None) -> torch.Tensor:
+        for number, block in enumerate(self.blocks):
+            if recorder is not None:
+                recorder.enter(f"blocks.{number}", [x], is_recomputable=True)
+            x = block(x)
+            if recorder is not None:
+                recorder.leave()
+        return self.head(x).square().mean()
+
+
+@contextmanager
+def recorded(cache: TensorCache, ticks: Any, model: nn.Module) -> Iterator[Recorder]:
+    recorder = Recorder(cache, ticks, {id(module): path for path, module in model.named_modules()})
+    with recorder.watching(), cache.saving(around=recorder.around):
+        yield recorder
+
+
+def record(cache: TensorCache, ticks: Ticks, model: Stack, x: torch.Tensor) -> Recorder:
+    with recorded(cache, ticks, model) as recorder:
+        loss = model(x, recorder)
+    ticks.now_s += 1.0
+    loss.backward()
+    recorder.end()
+    return recorder
+
+
+@pytest.fixture
+def ticks() -> Ticks:
+    return Ticks()
+
+
+@pytest.fixture(params=["keep", "nvme"])
+def cache(request: pytest.FixtureRequest, make_store: StoreFactory) -> TensorCache:
+    stores = [] if request.param == "keep" else [make_store()]
+    return TensorCache(stores, "cpu", LEAST_BYTES, wait_for_staging=True)
+
+
+@pytest.fixture
+def trace(cache: TensorCache, ticks: Ticks) -> Trace:
+    torch.manual_seed(0)
+    return record(cache, ticks, Stack(ticks), torch.randn(ROWS, WIDTH)).trace(MACHINE, rest_s=0.5)
+
+
+def movable(trace: Trace) -> list[StorageTrace]:
+    return [storage for storage in trace.storages if storage.is_movable]
+
+
+def test_every_storage_is_there_once_with_its_size_and_its_module(trace: Trace) -> None:
+    narrow, wide = 4 * ROWS * WIDTH, 16 * ROWS * WIDTH
+    found = [(storage.nbytes, storage.module, storage.blocks) for storage in movable(trace)]
+    assert found[:2] == [(narrow, "", (0,)), (wide, "blocks.0", (0,))]  # the input, and what relu returns
+    assert found[-1] == (narrow, "head", (OUTSIDE,))
+    # Beside four of these inputs (the head's too) and three insides: what down returns, saved by the product.
+    assert sum(storage.nbytes for storage in movable(trace)) == 4 * narrow + 3 * wide + 3 * narrow
+
+
+def test_blocks_run_when_the_clock_says(trace: Trace) -> None:
+    assert [(block.module, block.forward_start_s, block.forward_end_s) for block in trace.blocks] == [
+        ("blocks.0", 0.0, 2.0), ("blocks.1", 2.0, 4.0), ("blocks.2", 4.0, 6.0),
+    ]  # fmt: skip
+    assert all(block.backward_start_s == 7.0 and block.is_recomputable for block in trace.blocks)
+    assert (trace.end_s, trace.step_s) == (7.0, 7.5)
+
+
+def test_small_tensors_are_one_storage_of_their_scope_that_stays(trace: Trace) -> None:
+    small = [storage for storage in trace.storages if not storage.is_movable]
+    assert [storage.blocks for storage in small[:3]] == [(0,), (1,), (2,)]
+    assert all(0 < storage.nbytes < LEAST_BYTES for storage in small)
+
+
+def test_inputs_of_blocks_are_known_by_their_storage(trace: Trace) -> None:
+    for number, block in enumerate(trace.blocks):
+        (index,) = block.inputs
+        assert trace.storages[index].nbytes == 4 * ROWS * WIDTH
+        assert trace.storages[index].blocks == (number,)  # up's weight needs a gradient, so that its input is saved
+    assert len({block.inputs for block in trace.blocks}) == 3

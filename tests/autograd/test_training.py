@@ -1,0 +1,161 @@
+"""Unmodified scripts under the stock launcher: losses and parameters bit for bit those of the run without the block."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+
+from ds_tba.storage.backends import aio
+
+pytestmark = pytest.mark.engine
+needs_aio = pytest.mark.aio
+
+
+def aio_built() -> None:
+    if not aio.is_built():
+        pytest.skip("DeepSpeed's aio op is not built: make aio")
+
+
+def report_of(directory: Path, rank: int = 0) -> dict[str, Any]:
+    path = directory / ("report.json" if rank == 0 else f"report.json.rank{rank}")
+    report: dict[str, Any] = json.loads(path.read_text())
+    return report
+
+
+@needs_aio
+def test_two_ranks_with_parameters_and_activations_on_nvme(tmp_path: Path) -> None:
+    """The acceptance run: ZeRO-3, parameters on NVMe, one script, both backends."""
+    aio_built()
+    config = runs.nvme_parameters(tmp_path)
+    without = runs.launch(config, tmp_path, ranks=2)
+    assert without.returncode == 0, without.output
+    assert len(without.outcome[0]) == 6 and len(without.outcome[1]) == 2
+    for backend in ("aio", "posix"):
+        # An overhead at which the plan moves what it can: at the usual one a loaded machine may keep everything.
+        block = runs.with_block(config, tmp_path, io={"backend": backend}, max_step_overhead=100.0)
+        result = runs.launch(block, tmp_path, ranks=2)
+        assert result.returncode == 0, result.output
+        assert result.outcome == without.outcome
+        for rank in range(2):
+            report = report_of(tmp_path, rank)
+            assert (report["backend"], report["rank"], report["state"]) == (backend, rank, "finished")
+            assert report["steps"] == 3 and report["fallbacks"] == 0
+            assert report["written_bytes"] > 0 and report["read_bytes"] > 0
+            assert report["peak_saved_bytes"] < report["peak_saved_bytes_without"] / 2
+    leftovers = [path for path in tmp_path.iterdir() if path.suffix not in (".json", ".rank1")]
+    assert [path.name for path in leftovers] == ["zero_stage_3"]  # ZeRO's own
+
+
+def test_every_stage_in_fp32_and_bf16_with_gradient_accumulation(tmp_path: Path) -> None:
+    result = runs.launch(
+        None, tmp_path, "--nvme_path", str(tmp_path), ranks=2, script=runs.SCRIPTS / "matrix.py", timeout_s=500
+    )
+    assert result.returncode == 0, result.output
+    lines = [line.split() for line in result.lines("MATRIX")]
+    assert len(lines) == 4 * 2 * 2 * 2, result.output
+    assert [line for line in lines if line[5] != "EQUAL" or int(line[6]) == 0] == []
+
+
+def test_the_start_line_and_the_end_line_say_what_ran(tmp_path: Path) -> None:
+    result = runs.launch(runs.with_block(runs.plain_config(), tmp_path), tmp_path)
+    assert result.returncode == 0, result.output
+    assert "backend posix (named in io.backend)" in result.output and f"activations go to {tmp_path} (" in result.output
+    assert "3 steps: offloaded" in result.output and "GB/s" in result.output
+
+
+def test_without_the_block_nothing_of_ours_runs(tmp_path: Path) -> None:
+    for config in (runs.plain_config(), runs.with_block(runs.plain_config(), tmp_path, enabled=False)):
+        result = runs.launch(config, tmp_path)
+        assert result.returncode == 0, result.output
+        assert "ds_tba" not in result.output.replace(str(runs.ROOT), "").replace(str(runs.SCRIPTS), "")
+        assert not (tmp_path / "report.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("block", "words"),
+    [
+        ({"placment": "nvme"}, "did you mean `placement`?"),
+        ({"nvme_path": "/nowhere"}, "nvme_path /nowhere does not exist"),
+        ({"placement": "host"}, "host_budget_bytes is 0"),
+        ({"io": {"backend": "kvikio"}}, "io.backend kvikio: there is no NVIDIA driver here"),
+        ({"io": {"swap_file_bytes": 1 << 50}}, "free, but 2 rank(s) on this machine need"),
+        ({"report": {"path": "/nowhere/report.json"}}, "directory is missing or not writable"),
+    ],
+)
+def test_a_bad_config_ends_every_rank_before_training(tmp_path: Path, block: dict[str, Any], words: str) -> None:
+    config = runs.with_block(runs.plain_config(), tmp_path, **block)
+    result = runs.launch(config, tmp_path, ranks=2, timeout_s=120)
+    assert result.returncode != 0 and words in result.output
+    assert not result.lines("LOSS")
+
+
+def test_deepcompile_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    config = runs.with_block(runs.plain_config(), tmp_path)
+    result = runs.launch({**config, "compile": {"deepcompile": True}}, tmp_path)
+    assert result.returncode != 0 and '"deepcompile": false' in result.output
+
+
+def test_a_near_miss_of_the_name_is_reported(tmp_path: Path) -> None:
+    result = runs.launch({**runs.plain_config(), "activation_nvme_ofload": {"enabled": True}}, tmp_path)
+    assert result.returncode == 0
+    assert (
+        'has a key "activation_nvme_ofload", which nobody reads; did you mean "activation_nvme_offload"?'
+        in result.output
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)
+def test_a_killed_run_leaves_a_report_and_nothing_else(tmp_path: Path, number: signal.Signals) -> None:
+    nvme = tmp_path / "nvme"
+    nvme.mkdir()
+    config = runs.with_block(runs.plain_config(), nvme, report={"path": str(tmp_path / "report.json")})
+    port = runs.free_port()
+    argv = runs.command(runs.SCRIPTS / "train.py", config, tmp_path, "--steps", "10000", "--pause_s", "0.2", port=port)
+    with subprocess.Popen(
+        argv,
+        env=runs.environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        # Tests started in the background of a shell inherit an ignored SIGINT, and so would the ranks.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    ) as launcher:
+        for line in launcher.stdout or ():
+            if line.startswith("LOSS") and (tmp_path / "report.json").exists() and report_of(tmp_path)["steps"] > 1:
+                break
+        ranks = pids_running("train.py", str(tmp_path))
+        assert ranks
+        for pid in ranks:
+            os.kill(pid, number)
+        launcher.communicate(timeout=60)
+    deadline = time.monotonic() + 30
+    while pids_running("train.py", str(tmp_path)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not pids_running("train.py", str(tmp_path))
+    runs.remove_shared_memory(port)
+    assert list(nvme.iterdir()) == []
+    report = report_of(tmp_path)
+    assert report["written_bytes"] > 0
+    assert report["state"] == ("finished" if number == signal.SIGINT else "running")
+
+
+def pids_running(script: str, *words: str) -> list[int]:
+    """Processes of the ranks themselves: python running ``script``, not the launcher."""
+    found = []
+    for directory in Path("/proc").glob("[0-9]*"):
+        try:
+            argv = (directory / "cmdline").read_bytes().decode().split("\0")
+        except OSError:
+            continue
+        is_rank = len(argv) > 2 and argv[1] == "-u" and argv[2].endswith(script)
+        if is_rank and all(any(word in argument for argument in argv) for word in words):
+            found.append(int(directory.name))
+    return found

@@ -1,0 +1,231 @@
+"""What ``ds_tba estimate`` says of bytes, against runs of the same models with values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from estimate_models import ALL
+
+from ds_tba.adaptive.recorder import Recorder
+from ds_tba.autograd.blocks import Block, Blocks, find_blocks
+from ds_tba.autograd.cache import TensorCache
+from ds_tba.autograd.tensors import mark_owned
+from ds_tba.cli.estimate.dry_run import DryRun, Settings, dry_run
+from ds_tba.cli.estimate.kernels import Attention
+from ds_tba.cli.estimate.model import Subject, loss_of
+from ds_tba.config import AioConfig, OffloadConfig
+from ds_tba.device.accelerator import CpuAccelerator
+from ds_tba.offloader import ActivationOffloader
+from ds_tba.planner.trace import PathRates, Resources, Trace
+
+BATCH, SEQUENCE = 4, 96
+LEAST_BYTES = 16384
+MACHINE = Resources((PathRates(1e9, 1e9, 1e9, 1e9),), 1e10, 1e10, 1 << 24)
+TOLERANCE = 0.02
+
+Make = Callable[[int, int], Any]
+
+
+def settings(device: str, dtype: torch.dtype | None = None, **others: Any) -> Settings:
+    return Settings(device, dtype, None, LEAST_BYTES, None, 1e12, 1e11, **others)
+
+
+def estimated(make: Make, device: str, dtype: torch.dtype | None = None) -> DryRun:
+    return dry_run(
+        lambda batch, sequence: Subject(*make(batch, sequence)), BATCH, SEQUENCE, settings(device, dtype), MACHINE
+    )
+
+
+@dataclass
+class Real:
+    trace: Trace
+    peak_saved_bytes: int
+    packed_tensors: int
+
+
+class Passes:
+    """Tells a recorder of the passes through blocks."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+
+    def enter(self, block: Block, inputs: Sequence[torch.Tensor]) -> None:
+        self.recorder.enter(block.path, inputs, is_recomputable=True)
+
+    def leave(self, block: Block) -> None:
+        self.recorder.leave()
+
+    def recompute(self, mark: Any) -> None: ...
+    def recomputed(self, mark: Any) -> None: ...
+
+
+class NoClock:
+    def mark(self) -> float:
+        return 0.0
+
+    def elapsed_s(self, earlier: float, later: float) -> float:
+        return 0.0
+
+
+def ready(make: Make, device: str, dtype: torch.dtype) -> tuple[torch.nn.Module, Any]:
+    torch.manual_seed(0)
+    model, inputs = make(BATCH, SEQUENCE)
+    model = model.to(device=device, dtype=dtype).train()
+    for module in model.modules():
+        mark_owned(module)
+
+    def moved(one: torch.Tensor) -> torch.Tensor:
+        return one.to(device, dtype if one.is_floating_point() else None)
+
+    if isinstance(inputs, dict):
+        return model, lambda: model(**{name: moved(one) for name, one in inputs.items()})
+    return model, lambda: model(*[moved(one) for one in inputs])
+
+
+def trained(make: Make, device: str, dtype: torch.dtype) -> Real:
+    """The model really run, with values, its saved tensors kept."""
+    model, forward = ready(make, device, dtype)
+    cache = TensorCache([], device, LEAST_BYTES)
+    recorder = Recorder(cache, NoClock(), {id(module): path for path, module in model.named_modules()})
+    blocks = Blocks(find_blocks(model, None), Passes(recorder))
+    blocks.install()
+    with recorder.watching(), cache.saving(around=recorder.around), blocks.listening():
+        output = forward()
+    loss_of(output).backward()
+    recorder.end()
+    cache.settle()
+    return Real(recorder.trace(MACHINE), cache.stats.saved.peak, cache.stats.packed_tensors)
+
+
+def bytes_by_block(trace: Trace) -> list[int]:
+    """Outside first, then pass by pass; what several save counts in each of them."""
+    found = [0] * (1 + len(trace.blocks))
+    for storage in trace.storages:
+        for block in storage.blocks:
+            found[block + 1] += storage.nbytes
+    return found
+
+
+def assert_alike(found: DryRun, real: Real) -> None:
+    assert found.packed_tensors == real.packed_tensors
+    assert found.peak_saved_bytes == pytest.approx(real.peak_saved_bytes, rel=TOLERANCE)
+    assert bytes_by_block(found.trace) == pytest.approx(bytes_by_block(real.trace), rel=TOLERANCE)
+    assert [block.module for block in found.trace.blocks] == [block.module for block in real.trace.blocks]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", list(ALL))
+def test_bytes_are_those_of_a_run_on_the_cpu(name: str, dtype: torch.dtype) -> None:
+    found, real = estimated(ALL[name], "cpu", dtype), trained(ALL[name], "cpu", dtype)
+    assert found.runs_on == "meta"
+    assert not [note for note in found.notes if "recomputed" in note]
+    assert len(found.trace.blocks) == (6 if name == "t5" else 3)
+    assert sum(bytes_by_block(real.trace)) > 20 * LEAST_BYTES
+    assert_alike(found, real)
+
+
+@pytest.mark.parametrize("name", list(ALL))
+def test_totals_are_those_of_the_offloader_s_report(name: str) -> None:
+    found = estimated(ALL[name], "cpu", torch.bfloat16)
+    _, forward = ready(ALL[name], "cpu", torch.bfloat16)
+    config = OffloadConfig.model_validate({"placement": "keep", "min_tensor_bytes": LEAST_BYTES})
+    offloader = ActivationOffloader(config, AioConfig(), CpuAccelerator())
+    with offloader.saving():
+        output = forward()
+    loss_of(output).backward()
+    report = offloader.report()
+    offloader.close()
+    assert found.packed_tensors == report.packed_tensors
+    assert found.peak_saved_bytes == pytest.approx(report.peak_saved_bytes_without, rel=TOLERANCE)
+
+
+def attention_s_bytes(run: DryRun) -> int:
+    """Storages of one number for each pair of tokens."""
+    pairs = BATCH * 4 * SEQUENCE * SEQUENCE
+    return sum(one.nbytes for one in run.trace.storages if one.nbytes in (2 * pairs, 4 * pairs))
+
+
+def test_dropout_and_attention_are_the_training_device_s() -> None:
+    cpu, cuda = (estimated(ALL["bert"], device, torch.bfloat16) for device in ("cpu", "cuda"))
+    assert cpu.attention == {Attention.MATH} and cuda.attention == {
+        Attention.EFFICIENT
+    }  # the mask; the dropout on the CPU
+    assert attention_s_bytes(cpu) > 0 and attention_s_bytes(cuda) == 0
+    masks = [one for one in cuda.trace.storages if one.nbytes == BATCH * SEQUENCE * 64]
+    assert len(masks) == 1 + 2 * 3  # one byte for each element
+    gpt = estimated(ALL["gpt"], "cuda", torch.bfloat16)
+    assert gpt.attention == {Attention.FLASH}
+
+
+def test_what_needs_values_runs_on_the_cpu_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    def make(batch: int, sequence: int) -> Any:
+        model, inputs = ALL["gpt"](batch, sequence)
+
+        class Peeking(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.inner = model
+
+            def forward(self, *given: torch.Tensor) -> torch.Tensor:
+                return self.inner(*given) * (1.0 if given[0].sum().item() >= 0 else 2.0)
+
+        return Peeking(), inputs
+
+    found = estimated(make, "cpu", torch.float32)
+    assert found.runs_on == "cpu"
+    (note,) = found.notes
+    assert "runs on the CPU" in note and "meta tensors" in note and note in caplog.text
+    assert found.peak_saved_bytes == pytest.approx(trained(make, "cpu", torch.float32).peak_saved_bytes, rel=TOLERANCE)
+
+
+def test_autocast_runs_on_the_cpu() -> None:
+    def made(batch: int, sequence: int) -> Subject:
+        return Subject(*ALL["gpt"](batch, sequence))
+
+    cast = Settings("cpu", None, torch.bfloat16, LEAST_BYTES, None, 1e12, 1e11)
+    plain = dry_run(made, BATCH, SEQUENCE, settings("cpu"), MACHINE)
+    found = dry_run(made, BATCH, SEQUENCE, cast, MACHINE)
+    assert found.runs_on == "cpu" and "torch_autocast" in found.notes[0]
+    assert found.saved_bytes < 0.9 * plain.saved_bytes
+
+
+def test_buffers_are_the_model_s_and_not_saved_bytes() -> None:
+    class Scaled(torch.nn.Module):
+        def __init__(self, sequence: int) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.ones(sequence, 4096))
+            self.inner = torch.nn.Linear(64, 4096)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x) * self.scale
+
+    def make(batch: int, sequence: int) -> Any:
+        return Scaled(sequence), (torch.zeros(batch, sequence, 64),)
+
+    found = estimated(make, "cpu", torch.float32)
+    assert found.saved_bytes == BATCH * SEQUENCE * 64 * 4  # the input of the product; the buffer is larger
+
+
+def test_checkpointed_blocks_save_their_inputs_only() -> None:
+    from train_gpt import GPT
+
+    def make(batch: int, sequence: int) -> Any:
+        _, inputs = ALL["gpt"](batch, sequence)
+        again = GPT(64, 3, sequence, recompute=True)
+        return again, inputs
+
+    found, real = estimated(make, "cpu", torch.float32), trained(make, "cpu", torch.float32)
+    assert_alike(found, real)
+    assert found.saved_bytes < 0.3 * estimated(ALL["gpt"], "cpu", torch.float32).saved_bytes
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", list(ALL))
+def test_bytes_are_those_of_a_run_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+    assert_alike(estimated(ALL[name], "cuda", dtype), trained(ALL[name], "cuda", dtype))

@@ -1,0 +1,96 @@
+"""What memory the machine has left."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from ds_tba.device.accelerator import TEMPORARY_PART, CpuAccelerator
+from ds_tba.host_memory import available_bytes
+
+MIB = 1 << 20
+
+
+def test_what_is_taken_is_not_available() -> None:
+    before = available_bytes()
+    assert 0 < before < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    taken = torch.ones(512 * MIB // 4)
+    assert available_bytes() < before - 256 * MIB, taken.shape  # others may give some back in the meantime
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Path:
+    """With 1000 KiB available, and this process in a group within a group."""
+    proc, own = tmp_path / "proc", tmp_path / "groups/job/step"
+    (proc / "self").mkdir(parents=True)
+    own.mkdir(parents=True)
+    (proc / "meminfo").write_text("MemTotal: 9000 kB\nMemFree: 10 kB\nMemAvailable:   1000 kB\n")
+    (proc / "self/cgroup").write_text("1:name=systemd:/other\n0::/job/step\n")
+    return tmp_path
+
+
+def limit(group: Path, most: str, held_bytes: int, cached_bytes: int) -> None:
+    (group / "memory.max").write_text(f"{most}\n")
+    (group / "memory.current").write_text(f"{held_bytes}\n")
+    (group / "memory.stat").write_text(f"anon 5\ninactive_file {cached_bytes}\nactive_file 7\n")
+
+
+def found_bytes(machine: Path) -> int:
+    return available_bytes(machine / "proc", machine / "groups")
+
+
+def test_without_limits_it_is_the_machine_s(machine: Path) -> None:
+    assert found_bytes(machine) == 1000 << 10
+    limit(machine / "groups/job/step", "max", 100, 0)
+    assert found_bytes(machine) == 1000 << 10
+    (machine / "proc/self/cgroup").write_text("4:memory:/not/mounted\n")
+    assert found_bytes(machine) == 1000 << 10
+    (machine / "groups/memory.max").write_text("1\n")  # nobody knows what is held
+    assert found_bytes(machine) == 1000 << 10
+    (machine / "groups/memory.current").mkdir()
+    assert found_bytes(machine) == 1000 << 10
+    (machine / "proc/self/cgroup").unlink()
+    assert found_bytes(machine) == 1000 << 10
+
+
+@pytest.mark.parametrize("group", ["job/step", "job", "."])
+def test_a_group_that_has_less_left_counts(machine: Path, group: str) -> None:
+    limit(machine / "groups" / group, "5000", held_bytes=3000, cached_bytes=500)
+    assert found_bytes(machine) == 2500
+    limit(machine / "groups" / group, str(5 << 20), held_bytes=3000, cached_bytes=500)
+    assert found_bytes(machine) == 1000 << 10
+    limit(machine / "groups" / group, "5000", held_bytes=6000, cached_bytes=0)
+    assert found_bytes(machine) == 0
+
+
+@pytest.mark.parametrize("group", ["job/step", "job", "."])
+def test_a_group_of_version_1_counts(machine: Path, group: str) -> None:
+    (machine / "proc/self/cgroup").write_text("5:cpu,cpuacct:/elsewhere\n4:hugetlb,memory:/job/step\n0::/job\n")
+    limited = machine / "groups/memory" / group
+    limited.mkdir(parents=True)
+    (limited / "memory.limit_in_bytes").write_text("5000\n")
+    (limited / "memory.usage_in_bytes").write_text("3000\n")
+    (limited / "memory.stat").write_text("inactive_file 1\ntotal_inactive_file 500\n")
+    assert found_bytes(machine) == 2500
+    (limited / "memory.limit_in_bytes").write_text("9223372036854771712\n")  # no limit
+    assert found_bytes(machine) == 1000 << 10
+
+
+def test_the_room_of_a_cpu_is_memory_less_a_part_for_temporaries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ds_tba.device.accelerator.available_bytes", lambda: 1000)
+    assert CpuAccelerator().free_bytes() == pytest.approx((1 - TEMPORARY_PART) * 1000)
+
+
+def test_what_the_c_library_keeps_of_freed_memory_is_available() -> None:
+    def resident_bytes() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    torch.ones(16 * MIB // 4)  # when it is freed, glibc takes smaller ones from its heap
+    held = [torch.ones(size // 4) for _ in range(100) for size in (2 * MIB, 4096)]
+    before = resident_bytes()
+    del held[::2]
+    CpuAccelerator().free_bytes()
+    assert resident_bytes() < before - 150 * MIB

@@ -1,0 +1,250 @@
+"""The hook on the engine class, without launching anything: agreement of ranks, attach, refusals, finalizers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import runs
+import torch
+from torch import distributed
+
+from ds_tba import engine
+from ds_tba.errors import ConfigError, IncompatibleError, PathError
+
+
+@pytest.fixture
+def two_ranks(monkeypatch: pytest.MonkeyPatch) -> distributed.Store:
+    """This process as rank 0 of 2, with a key-value store to answer for rank 1."""
+    store = distributed.HashStore()
+    fake = SimpleNamespace(
+        is_initialized=lambda: True,
+        get_world_size=lambda: 2,
+        get_rank=lambda: 0,
+        distributed_c10d=SimpleNamespace(_get_default_store=lambda: store),
+        DistError=distributed.DistError,
+    )
+    monkeypatch.setattr(engine, "distributed", fake)
+    monkeypatch.setattr(engine, "AGREEMENT_TIMEOUT", timedelta(seconds=1))
+    monkeypatch.setattr(engine, "GOODBYE_TIMEOUT", timedelta(seconds=1))
+    return store
+
+
+def test_ranks_that_agree_go_on(two_ranks: distributed.Store) -> None:
+    two_ranks.set("ds_tba/1/1", '{"problem": null}')
+    engine._agree(None)
+
+
+def test_the_problem_of_another_rank_is_raised_with_its_name(two_ranks: distributed.Store) -> None:
+    two_ranks.set("ds_tba/1/1", '{"problem": "PathError: nvme_path /x does not exist"}')
+    with pytest.raises(ConfigError, match="rank 1 cannot offload activations, so no rank trains: PathError"):
+        engine._agree(None)
+
+
+def test_the_own_problem_is_told_to_the_others_and_raised(two_ranks: distributed.Store) -> None:
+    with pytest.raises(PathError, match="mine"):
+        engine._agree(PathError("mine"))
+    assert b"PathError: mine" in two_ranks.get("ds_tba/0/1")
+
+
+def test_a_disabled_block_asks_no_other_rank(two_ranks: distributed.Store) -> None:
+    assert engine._build({"activation_nvme_offload": {"enabled": False}}, SimpleNamespace()) is None
+
+
+def test_an_error_that_is_not_ours_reaches_the_others_too(
+    two_ranks: distributed.Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def out_of_memory(*_: Any, **__: Any) -> Any:
+        raise MemoryError("no memory for staging")
+
+    monkeypatch.setattr(engine, "_new_offloader", out_of_memory)
+    with pytest.raises(MemoryError):
+        engine._build(runs.with_block(runs.plain_config(), tmp_path), SimpleNamespace())
+    assert b"MemoryError: no memory for staging" in two_ranks.get("ds_tba/0/1")
+
+
+def test_a_rank_without_the_block_is_named_instead_of_waited_for(two_ranks: distributed.Store) -> None:
+    with pytest.raises(ConfigError, match=r'rank 1 did not take part.*the same "activation_nvme_offload" block'):
+        engine._agree(None)
+
+
+@pytest.mark.parametrize(
+    ("version", "good"), [("0.19.4", False), ("0.19.5", True), ("0.19.8+abc", True), ("0.20.0", False)]
+)
+def test_deepspeed_outside_the_supported_range_is_refused(
+    monkeypatch: pytest.MonkeyPatch, version: str, good: bool
+) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(__version__=version))
+    if good:
+        engine._refuse_incompatible(SimpleNamespace())
+        return
+    with pytest.raises(IncompatibleError, match=r'DeepSpeed 0\.\d+\.\d is not supported.*pip install "deepspeed'):
+        engine._refuse_incompatible(SimpleNamespace())
+
+
+def test_pipeline_parallelism_is_refused() -> None:
+    with pytest.raises(IncompatibleError, match="PipelineModule"):
+        engine._refuse_engine(SimpleNamespace(pipeline_parallelism=True))
+
+
+def test_a_torch_func_transform_in_forward_names_the_way_out() -> None:
+    def forward() -> torch.Tensor:
+        inner: torch.Tensor = torch.func.grad(lambda a: a.sin().sum())(torch.ones(3))
+        return inner
+
+    from ds_tba.autograd.cache import TensorCache
+
+    offloader = SimpleNamespace(saving=TensorCache([], "cpu", 0).saving)
+    with pytest.raises(IncompatibleError, match=r"torch\.func"):
+        engine._forward(offloader, forward, None)  # type: ignore[arg-type]
+
+
+PROGRAM = """
+import gc, os, sys, weakref
+os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="{port}")
+import torch, deepspeed
+from deepspeed.runtime.engine import DeepSpeedEngine
+config = {config}
+def build(config):
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.GELU(), torch.nn.Linear(512, 64))
+    return deepspeed.initialize(model=net, model_parameters=net.parameters(), config=dict(config))[0]
+def step(engine):
+    loss = engine(torch.ones(2048, 64)).float().pow(2).mean()
+    engine.backward(loss)
+    engine.step()
+    return loss.item()
+{body}
+print("good")
+"""
+
+
+def program(body: str, directory: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = probe.getsockname()[1]
+    config = runs.with_block(runs.plain_config(), directory)
+    code = PROGRAM.format(port=port, config=config, body=textwrap.dedent(body))
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "DS_ACCELERATOR": "cpu", **variables},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.mark.engine
+def test_attach_does_explicitly_what_the_entry_point_does(tmp_path: Path) -> None:
+    body = """
+    engine = build(config)
+    assert not hasattr(engine, "activation_offloader")
+    import ds_tba
+    offloader = ds_tba.attach(engine)
+    assert ds_tba.attach(engine) is offloader is engine.activation_offloader
+    step(engine)
+    assert offloader.report().written_bytes > 0 and offloader.report().steps == 1
+    assert "ds_tba" in repr(type(build(config).activation_offloader)), "the next engine attaches by itself"
+    plain = {key: value for key, value in config.items() if key != "activation_nvme_offload"}
+    other = build(plain)
+    assert not hasattr(other, "activation_offloader")
+    step(other)
+    try:
+        ds_tba.attach(other)
+    except ds_tba.ConfigError as error:
+        assert 'no "activation_nvme_offload" block' in str(error)
+    else:
+        raise SystemExit("attach took an engine without the block")
+    """
+    done = program(body, tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert done.stdout.endswith("good\n"), done.stdout + done.stderr
+
+
+@pytest.mark.engine
+def test_engines_that_go_in_every_way_leave_nothing(tmp_path: Path) -> None:
+    body = """
+    import threading, time
+    def lanes():
+        return [thread for thread in threading.enumerate() if thread.name.startswith("ds_tba")]
+    def wait_for_no_lanes(what):
+        deadline = time.monotonic() + 30
+        while lanes():
+            if time.monotonic() > deadline:
+                raise SystemExit(f"{what}: {lanes()}")
+            time.sleep(0.01)
+    engine = build(config)
+    step(engine)
+    engine.destroy()
+    assert not lanes()
+    engine.destroy()
+    # An engine in a cycle, with a graph that is dropped after it, under a collector that runs all the time.
+    gc.set_threshold(1)
+    def scope():
+        engine = build(config)
+        engine.itself = engine
+        loss = engine(torch.ones(2048, 64)).pow(2).mean()
+        step(engine)
+        return loss
+    loss = scope()
+    del loss
+    gc.set_threshold(700)
+    gc.collect()
+    wait_for_no_lanes("collected")
+    # Two at once, left to interpreter exit.
+    engines = [build(config), build(config)]
+    a, b = step(engines[0]), step(engines[1])
+    assert a == b
+    """
+    done = program(body, tmp_path)
+    assert done.returncode == 0 and done.stdout.endswith("good\n"), done.stdout + done.stderr
+    assert "Exception" not in done.stderr and "Error" not in done.stderr, done.stderr
+    assert done.stderr.count("1 steps: offloaded") >= 3
+
+
+@pytest.mark.engine
+def test_a_compiled_engine_is_exact(tmp_path: Path) -> None:
+    """With one thread: with several, code compiled for the CPU differs from run to run without us, too."""
+    body = """
+    def train(config):
+        torch._dynamo.reset()
+        engine = build(config)
+        engine.compile()
+        losses = [step(engine) for _ in range(3)]
+        parameters = torch.cat([parameter.detach().flatten() for parameter in engine.module.parameters()])
+        offloader = getattr(engine, "activation_offloader", None)
+        engine.destroy()
+        return losses, parameters, offloader
+    plain = {key: value for key, value in config.items() if key != "activation_nvme_offload"}
+    without, offload, again = train(plain), train(config), train(plain)
+    for other in (offload, again):
+        assert without[0] == other[0] and torch.equal(without[1], other[1])
+    assert offload[2].report().offloaded_bytes > 0
+    """
+    done = program(body, tmp_path, OMP_NUM_THREADS="1")
+    assert done.stdout.endswith("good\n"), done.stdout + done.stderr
+
+
+@pytest.mark.engine
+def test_an_engine_that_cannot_be_built_closes_its_offloader(tmp_path: Path) -> None:
+    body = """
+    import threading
+    bad = dict(config, optimizer={"type": "NoSuchOptimizer"})
+    try:
+        build(bad)
+    except Exception as error:
+        assert "NoSuchOptimizer" in str(error) or "nosuchoptimizer" in str(error), error
+    else:
+        raise SystemExit("it was built")
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("ds_tba")]
+    """
+    done = program(body, tmp_path)
+    assert done.stdout.endswith("good\n"), done.stdout + done.stderr

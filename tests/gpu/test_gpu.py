@@ -1,0 +1,359 @@
+"""A real device: what the double of ``late_device.py`` stands for elsewhere, checked on CUDA through the real classes.
+
+    python -m pytest -m gpu tests/test_gpu.py
+
+Where it makes sense the same test also runs over the double, so that the test itself is known to work.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import os
+import random
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
+
+import hazards
+import numpy
+import pytest
+import test_controller as controlled
+import torch
+from conftest import StoreFactory, make_backend
+from gpu.device import TorchCuda
+from gpu_rig import Rig
+from test_hazards import Scenario, mutations, scenarios, store_is_empty
+from test_ordering import (
+    Make,
+    bundles,
+    bundles_with_slow_writes,
+    failing_writes,
+    in_host_memory,
+    over_nvme,
+    slow_reads,
+    slow_writes,
+)
+
+from ds_tba.adaptive.ranks import Alone
+from ds_tba.autograd.cache import TensorCache
+from ds_tba.config import AioConfig, OffloadConfig
+from ds_tba.device.accelerator import DeviceAccelerator
+from ds_tba.errors import BackendUnavailableError, IncompatibleError
+from ds_tba.offloader import ActivationOffloader
+from ds_tba.plan.planner import PLANNERS, Planner
+from ds_tba.storage.backends import gds
+from ds_tba.storage.backends.aio import is_built
+from ds_tba.storage.backends.base import IoBackend
+from ds_tba.storage.backends.kvikio import KvikioBackend
+from ds_tba.storage.backends.posix import PosixBackend
+from ds_tba.storage.backends.select import Selection
+from ds_tba.storage.base import Store
+from ds_tba.storage.host import HostStore
+from ds_tba.storage.integrity import DeviceChecksum
+from ds_tba.storage.nvme import NvmeStore
+from ds_tba.store.bundles import BundlingStore
+
+MIB = 1 << 20
+TESTS = Path(__file__).parent
+has_cuda = torch.cuda.is_available()
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not has_cuda, reason="no CUDA device")]
+CUDA = pytest.param("cuda", marks=gpu)
+on_both = pytest.mark.parametrize("rig", ["late", CUDA], indirect=True)
+on_cuda = pytest.mark.parametrize("rig", [CUDA], indirect=True)
+
+
+@pytest.fixture
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    """Named before ``make_store`` in a test, so that stores are closed before their device ends."""
+    rig = Rig(request.param)
+    with rig.exact():
+        yield rig
+    rig.end()
+
+
+def cache_over(rig: Rig, *stores: Store) -> TensorCache:  # type: ignore[type-arg]
+    return TensorCache(stores, rig.accelerator.device_name(), hazards.LEAST_BYTES, wait_for_staging=True)
+
+
+def check(rig: Rig, scenario: Scenario, cache: TensorCache) -> None:
+    one, other = (hazards.run(scenario, nullcontext, rig.device) for _ in range(2))
+    if not all(torch.equal(hazards._bits(a), hazards._bits(b)) for a, b in zip(one, other, strict=True)):
+        pytest.skip("without the cache, too, two runs differ on this device")
+    hazards.check(scenario, cache, rig.device)
+
+
+# ---- gradients ------------------------------------------------------------------------------------------------------
+
+
+@scenarios
+@pytest.mark.parametrize(
+    ("rig", "make"),
+    [("late", over_nvme)]
+    + [
+        pytest.param("cuda", make, marks=gpu)
+        for make in (
+            over_nvme, slow_writes, slow_reads, failing_writes, bundles, bundles_with_slow_writes, in_host_memory
+        )
+    ],
+    indirect=["rig"],
+)  # fmt: skip
+def test_gradients_are_exact(rig: Rig, make_store: StoreFactory, make: Make, scenario: Scenario) -> None:
+    store, nvme = make(make_store, rig.accelerator)  # type: ignore[arg-type]
+    check(rig, scenario, cache_over(rig, store))
+    assert nvme is None or store_is_empty(nvme)
+    store.close()
+
+
+@on_both
+@pytest.mark.parametrize("planner", PLANNERS.values(), ids=PLANNERS)
+def test_gradients_are_exact_under_every_plan(
+    rig: Rig, tmp_path: Path, planner: Planner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ds_tba.storage.tiers.select_backend", lambda *_, **__: Selection(PosixBackend(), "the test's"))
+    expected = controlled.steps(controlled.model().to(rig.device), None, [controlled.ROWS] * controlled.STEPS)
+    block = {"nvme_path": str(tmp_path), "host_budget_bytes": 4 * MIB, "min_tensor_bytes": 4096}
+    block |= {"io": {"staging_bytes": 4 * MIB, "swap_file_bytes": 64 * MIB}, "activation_budget_bytes": 30 << 14}
+    offloader = ActivationOffloader(OffloadConfig.model_validate(block), AioConfig(), rig.accelerator)
+    ours = controlled.model().to(rig.device)
+    offloader.watch(ours, Alone(), planner)
+    found = controlled.steps(ours, offloader, [controlled.ROWS] * controlled.STEPS)
+    for one, other in zip(expected, found, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    assert offloader.report().plans >= 1
+    offloader.close()
+
+
+@on_both
+@mutations
+@pytest.mark.parametrize("make", [bundles, in_host_memory])
+def test_a_mutation_after_the_save_raises(
+    rig: Rig, make_store: StoreFactory, make: Make, mutation: Callable[[hazards.Saving], torch.Tensor]
+) -> None:
+    store, _ = make(make_store, rig.accelerator)  # type: ignore[arg-type]
+    hazards.check_mutation(mutation, cache_over(rig, store), rig.device)
+    store.close()
+
+
+def kvikio_backend(*, from_device: bool) -> IoBackend:
+    """Without GPUDirect Storage, transfers from the device go through cuFile's own compatibility mode."""
+    defaults = pytest.importorskip("kvikio.defaults")
+    modes = importlib.import_module("kvikio").CompatMode
+    defaults.set({"compat_mode": modes.OFF if from_device else modes.ON})
+    backend = KvikioBackend(4, "cuda")
+    assert backend.stages_on_device == from_device
+    return backend
+
+
+@pytest.fixture(scope="module")
+def gds_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], IoBackend]:
+    """The backend or its refusal, once: it proves itself in a process of its own first."""
+    directory = tmp_path_factory.mktemp("proof")
+
+    @functools.cache
+    def attempt() -> IoBackend | BackendUnavailableError:
+        try:
+            return gds.GdsBackend(AioConfig(), [str(directory)], 4 * MIB, "cuda")
+        except BackendUnavailableError as error:
+            return error
+
+    def make() -> IoBackend:
+        pytest.importorskip("deepspeed")
+        if not is_built(gds.OP):
+            pytest.skip("DeepSpeed's gds op is not built, which takes minutes")
+        found = attempt()
+        if isinstance(found, BackendUnavailableError):
+            raise found
+        return found
+
+    return make
+
+
+def aio_backend() -> IoBackend:
+    pytest.importorskip("deepspeed")
+    return make_backend("aio")
+
+
+@on_cuda
+@scenarios
+@pytest.mark.parametrize("name", ["aio", "gds", "kvikio through the host", "kvikio from the device"])
+def test_gradients_are_exact_over_other_backends(
+    rig: Rig, make_store: StoreFactory, gds_once: Callable[[], IoBackend], name: str, scenario: Scenario
+) -> None:
+    make = {
+        "aio": aio_backend,
+        "gds": gds_once,
+        "kvikio through the host": functools.partial(kvikio_backend, from_device=False),
+        "kvikio from the device": functools.partial(kvikio_backend, from_device=True),
+    }[name]
+    try:
+        store = make_store(make(), accelerator=rig.accelerator, staging_bytes=4 * MIB, integrity="full")
+    except BackendUnavailableError as error:
+        pytest.skip(str(error))
+    check(rig, scenario, cache_over(rig, BundlingStore(store)))
+    assert store_is_empty(store)
+
+
+@on_both
+def test_gradients_are_exact_in_a_process_with_expandable_segments(rig: Rig) -> None:
+    """The setting counts before CUDA starts; the double has no such allocator, but the same program."""
+    here = [str(TESTS), str(TESTS.parent / "benchmarks"), str(TESTS.parent)]
+    paths = os.pathsep.join([*here, os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, str(TESTS / "gpu_rig.py"), "cuda" if rig.is_cuda else "late"],
+        env={**os.environ, "PYTHONPATH": paths, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"{len(hazards.SCENARIOS)} scenarios and {len(hazards.MUTATIONS)} mutations are exact" in done.stdout
+
+
+# ---- ordering -------------------------------------------------------------------------------------------------------
+
+
+def one_step(rig: Rig, saving: hazards.Saving, seed: int) -> list[torch.Tensor]:
+    """Several forwards, each in a stream of its own, and their backwards at once, each in a thread of its own."""
+    chance, leaves, losses = random.Random(seed), [], []
+    torch.manual_seed(seed)
+    side = hazards.SIDE
+    for stream in rig.streams():
+        with stream:
+            x = torch.randn(chance.choice((16, 200, 1000, 4000)), side, device=rig.device, requires_grad=True)
+            weight = (torch.randn(side, side, device=rig.device) / 8).requires_grad_()
+            with saving():
+                y = x
+                for _ in range(chance.randrange(2, 7)):
+                    y = (y @ weight).tanh() + y.sin()
+                losses.append(y.pow(2).sum())
+            leaves += [x, weight]
+            del y
+    rig.join()
+    with ThreadPoolExecutor(len(losses)) as threads:
+        list(threads.map(lambda loss: loss.backward(), losses))
+    rig.synchronize()
+    return [leaf.grad.cpu() for leaf in leaves if leaf.grad is not None]
+
+
+@on_both
+def test_many_steps_of_random_sizes_on_several_streams_and_threads(rig: Rig, make_store: StoreFactory) -> None:
+    store = make_store(accelerator=rig.accelerator, staging_bytes=8 * MIB)
+    cache = cache_over(rig, BundlingStore(store))
+    for seed in range(500 if rig.is_cuda else 12):
+        expected, got = (one_step(rig, saving, seed) for saving in (nullcontext, cache.saving))
+        assert len(got) == 6
+        for index, (one, other) in enumerate(zip(expected, got, strict=True)):
+            assert torch.equal(one, other), f"step {seed}: gradient {index} differs"
+    assert store.stats.reads.nbytes > 0 and store.stats.offloaded_bytes > 12 * MIB
+    hazards.check_nothing_is_left(cache, "the soak")
+    assert store_is_empty(store)
+
+
+@on_cuda
+def test_the_host_waits_for_nothing_on_the_device(rig: Rig, make_store: StoreFactory) -> None:
+    store = make_store(accelerator=rig.accelerator, staging_bytes=64 * MIB)
+    cache = cache_over(rig, store)
+    x = torch.randn(512, 512, device="cuda", requires_grad=True)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with cache.saving():
+            y = x
+            for _ in range(20):
+                y = (y @ y).tanh()
+            loss = y.sum()
+        torch.cuda.set_sync_debug_mode("default")
+        store.wait_for_writes()
+        torch.cuda.set_sync_debug_mode("error")
+        loss.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert store.stats.reads.nbytes > 0
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+
+
+@on_cuda
+@pytest.mark.parametrize("tier", ["nvme", "host"])
+def test_device_memory_is_free_within_the_forward(rig: Rig, make_store: StoreFactory, tier: str) -> None:
+    """16 tensors of 8 MiB; at most 16 MiB of them may be on their way at once."""
+    if tier == "nvme":
+        store: NvmeStore | HostStore = make_store(accelerator=rig.accelerator, staging_bytes=16 * MIB)
+    else:
+        store = HostStore(rig.accelerator, 256 * MIB, ahead_bytes=16 * MIB)
+    cache = cache_over(rig, store)
+    x = torch.randn(2 * MIB, device="cuda", requires_grad=True)
+
+    def forward() -> torch.Tensor:
+        y = x
+        for _ in range(17):
+            y = y.sin()
+        return y.sum()
+
+    found = []
+    for saving in (nullcontext, cache.saving):
+        rest = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        with saving():
+            loss = forward()
+        found.append(torch.cuda.max_memory_allocated() - rest)
+        if saving is not nullcontext:
+            torch.cuda.synchronize()
+            store.put(torch.zeros(4096, dtype=torch.uint8, device="cuda"), wait=True)  # lets go of what was copied
+            assert torch.cuda.memory_allocated() - rest <= MIB
+        loss.backward()
+        found.append(x.grad.cpu())  # type: ignore[union-attr]
+        x.grad, loss = None, None
+    kept, expected, offloaded, got = found
+    assert kept >= 16 * 8 * MIB and offloaded <= (16 + 3 * 8) * MIB and torch.equal(expected, got)
+    store.close()
+
+
+# ---- the rest -------------------------------------------------------------------------------------------------------
+
+
+@on_cuda
+def test_a_capture_into_a_graph_is_refused(rig: Rig, tmp_path: Path) -> None:
+    io = {"backend": "posix", "staging_bytes": MIB, "swap_file_bytes": 4 * MIB}
+    config = OffloadConfig.model_validate({"nvme_path": str(tmp_path), "io": io, "min_tensor_bytes": 4096})
+    offloader = ActivationOffloader(config, AioConfig(), rig.accelerator)
+    x = torch.zeros(1, device="cuda")
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        x.add_(1)
+        with pytest.raises(IncompatibleError, match="captured into a graph"):
+            offloader.saving()
+    with offloader.saving():
+        x.add_(1)
+    offloader.close()
+
+
+def splitmix(words: numpy.ndarray) -> numpy.ndarray:
+    """MurmurHash3's finalizer, on unsigned numbers."""
+    for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
+        words = (words ^ words >> numpy.uint64(33)) * numpy.uint64(factor)
+    return words ^ words >> numpy.uint64(33)
+
+
+@on_both
+@pytest.mark.parametrize("pages", [1, 3, 2500])
+def test_the_checksum_of_the_device_is_that_of_the_host(rig: Rig, pages: int) -> None:
+    data = torch.randint(0, 256, (pages * 4096,), dtype=torch.uint8)
+    place = numpy.uint64(0x9E3779B97F4A7C15)
+    places = [numpy.arange(1, count + 1, dtype=numpy.uint64) * place for count in (512, pages)]
+    sums = splitmix(data.numpy().view(numpy.uint64).reshape(pages, 512) + places[0]).sum(1, dtype=numpy.uint64)
+    expected = int(splitmix(sums + places[1]).sum(dtype=numpy.uint64))
+    samples = [(0, data.numel())]
+    assert DeviceChecksum().digest(data.to(rig.device), samples) == (expected,)
+
+
+def test_the_api_without_deepspeed_has_all_that_is_asked_of_it() -> None:
+    asked = set(re.findall(r"self\._api\.(\w+)", inspect.getsource(DeviceAccelerator)))
+    assert len(asked) >= 7 and asked | {"is_synchronized_device"} <= set(dir(TorchCuda))
+    abstract = pytest.importorskip("deepspeed.accelerator.abstract_accelerator")
+    assert asked <= set(dir(abstract.DeepSpeedAccelerator))

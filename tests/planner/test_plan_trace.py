@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import traces
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_tba.errors import ConfigError, TraceError
+from ds_tba.plan.limits import Limits, write_limit_bytes_per_step
+from ds_tba.planner.trace import LEAST_PART, BlockTrace, Resources, Trace, Traffic
+
+GOOD = traces.one_block(traces.storage(0.5, 2.0), machine=traces.resources(), inputs=(0,))
+
+
+@given(traces.traces())
+@settings(derandomize=True, deadline=None)
+def test_a_trace_comes_back_from_its_text(trace: Trace) -> None:
+    assert Trace.from_json(trace.to_json()) == trace
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"storages": (traces.storage(2.0, 1.0),)}, "storage 0 .* out of order"),
+        ({"storages": (traces.storage(0.5, float("nan")),)}, "storage 0 .* out of order"),
+        ({"storages": (traces.storage(0.5, 2.0), traces.storage(0.4, 2.0))}, "storage 1 .* out of order"),
+        ({"storages": (traces.storage(0.5, 4.0),)}, "storage 0 .* out of order"),
+        ({"storages": (replace(traces.storage(0.5, 2.0), nbytes=0),)}, "storage 0 has 0 bytes"),
+        ({"storages": (traces.storage(0.5, 2.0, blocks=(1,)),)}, r"names blocks \(1,\): there are 1"),
+        ({"blocks": (BlockTrace("b", 0.0, 1.0, 0.5, 3.0),)}, "block 0 .* out of order"),
+        ({"blocks": (BlockTrace("b", 0.0, 1.0, 1.0, 3.0, inputs=(7,)),)}, r"names inputs \(7,\)"),
+        ({"resources": traces.resources(write=0.0)}, "must all be above 0"),
+        ({"resources": replace(traces.resources(), staging_bytes=0)}, "staging_bytes is 0"),
+        ({"resources": replace(traces.resources(), traffic=(Traffic(1.0, 0.0),))}, "traffic of others .* out of order"),
+        ({"resources": replace(traces.resources(), traffic=(Traffic(0.0, 1.0, -1.0),))}, "rates of 0 or more"),
+        (
+            {"resources": replace(traces.resources(), traffic=(Traffic(0.0, 2.0), Traffic(1.0, 3.0)))},
+            "traffic of others .* out of order",
+        ),
+        ({"micro_steps": 0}, "micro_steps is 0"),
+        ({"rest_s": -1.0}, "rest of the step has times out of order"),
+        ({"end_s": float("nan")}, "out of order"),
+    ],
+)
+def test_what_is_not_consistent_is_refused(change: dict[str, object], message: str) -> None:
+    with pytest.raises(TraceError, match=message):
+        replace(GOOD, **change)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": 99}', "null"])
+def test_what_is_no_trace_is_refused(text: str) -> None:
+    with pytest.raises(TraceError, match="format"):
+        Trace.from_json(text)
+
+
+def test_a_trace_with_a_column_too_short_is_refused() -> None:
+    data = json.loads(GOOD.to_json())
+    data["storages"]["nbytes"] = []
+    with pytest.raises(TraceError, match="not a trace"):
+        Trace.from_json(json.dumps(data))
+
+
+def test_rates_of_several_paths_add_up() -> None:
+    path = traces.resources(write=3.0, read=2.0).paths[0]
+    both = Resources((path, path), 1.0, 1.0, 1)
+    assert (both.write_bytes_per_s, both.read_bytes_per_s) == (6.0, 4.0)
+
+
+def test_the_wear_limit_is_the_rating_spread_over_the_life() -> None:
+    # 864 TB over 1000 days are 10 MB a second.
+    assert write_limit_bytes_per_step(864.0, 1000.0, 2.0) == pytest.approx(20e6)
+    assert write_limit_bytes_per_step(None, None, 2.0) == float("inf")
+    with pytest.raises(ConfigError, match="rated_endurance_tbw"):
+        write_limit_bytes_per_step(None, 1000.0, 2.0)
+
+
+@pytest.mark.parametrize("name", ["max_step_overhead", "activation_budget_bytes", "host_budget_bytes"])
+def test_limits_are_not_negative(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is -1"):
+        Limits(**{name: -1})
+
+
+@given(traces.traces(), st.floats(0.0, 1.0))
+@settings(derandomize=True, deadline=None)
+def test_a_trace_without_what_was_taken_is_shorter_and_moves_the_same(trace: Trace, part: float) -> None:
+    shorter = trace.without(part * trace.end_s)
+    factor = max(LEAST_PART, 1 - part)
+    assert shorter.end_s == pytest.approx(factor * trace.end_s)
+    assert [one.nbytes for one in shorter.storages] == [one.nbytes for one in trace.storages]
+    for one, other in zip(trace.resources.traffic, shorter.resources.traffic, strict=True):
+        moved = (one.end_s - one.start_s) * one.write_bytes_per_s
+        assert (other.end_s - other.start_s) * other.write_bytes_per_s == pytest.approx(moved)

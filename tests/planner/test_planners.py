@@ -1,0 +1,327 @@
+"""The planners: the published rules by hand, ours against them and against the optimum."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import runs
+import traces
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from traces import SIZE, UNLIMITED, storage
+
+from ds_tba.plan.limits import Limits
+from ds_tba.plan.placement import Assignment, Placement
+from ds_tba.plan.planner import PLANNERS, SAME_STEP_PART, adaptive, teraio
+from ds_tba.plan.simulate import Prediction, replay
+from ds_tba.planner.plan import Plan, simulate
+from ds_tba.planner.timeline import Timeline
+from ds_tba.planner.trace import BlockTrace, StorageTrace, Trace
+
+K, H, N, R = Placement.KEEP, Placement.HOST, Placement.NVME, Placement.RECOMPUTE
+BASELINES = ("keep", "recompute", "tba", "teraio")
+GRACE_S = 2e-9
+
+
+def is_allowed(found: Prediction, limits: Limits) -> bool:
+    return found.host_bytes <= limits.host_budget_bytes and found.written_bytes <= limits.write_limit_bytes_per_step
+
+
+def is_no_worse(ours: Prediction, theirs: Prediction, limits: Limits, trace: Trace, grace_s: float = GRACE_S) -> bool:
+    """In the sense of the contract, told again without the planner's own ranking."""
+    budget = limits.activation_budget_bytes
+    longest_s = trace.step_s * (1 + limits.max_step_overhead) + GRACE_S
+    if not is_allowed(ours, limits):
+        return False
+    if not is_allowed(theirs, limits):
+        return True
+    if budget is None:
+        if theirs.step_s > longest_s:
+            return True
+        figures = (ours.peak_saved_bytes, ours.step_s), (theirs.peak_saved_bytes, theirs.step_s + GRACE_S)
+        return ours.step_s <= longest_s and figures[0] <= figures[1]
+    if theirs.peak_saved_bytes > budget:
+        return ours.peak_saved_bytes <= theirs.peak_saved_bytes
+    return ours.peak_saved_bytes <= budget and ours.step_s <= theirs.step_s + grace_s
+
+
+def long_traces() -> st.SearchStrategy[Trace]:
+    return traces.traces(most_storages=24, most_blocks=5)
+
+
+# ---- ours -----------------------------------------------------------------------------------------------------------
+
+
+@given(traces.traces() | long_traces(), traces.limits())
+@settings(derandomize=True, deadline=None, max_examples=400)
+def test_adaptive_is_never_worse_than_any_other_and_keeps_within_its_limits(trace: Trace, limits: Limits) -> None:
+    ours = adaptive(trace, limits)
+    assert is_allowed(ours.prediction, limits)
+    if not limits.recompute:
+        assert not any(ours.recomputed_blocks)
+    for name in BASELINES:
+        theirs = PLANNERS[name](trace, limits)
+        if limits.recompute or not any(theirs.recomputed_blocks):
+            assert is_no_worse(ours.prediction, theirs.prediction, limits, trace), name
+
+
+def every_cost(trace: Trace, limits: Limits) -> list[Prediction]:
+    """Of all assignments there are."""
+    timeline = Timeline.of(trace)
+    places = [[K, H, N] if one.is_movable else [K] for one in trace.storages]
+    flags = [[False, True] if block.is_recomputable and limits.recompute else [False] for block in trace.blocks]
+    return [
+        replay(timeline, Assignment(np.array(chosen, np.int8), np.array(again, bool)))[1]
+        for chosen in itertools.product(*places)
+        for again in itertools.product(*flags)
+    ]
+
+
+@given(traces.traces(most_storages=4, most_blocks=2), traces.limits())
+@settings(derandomize=True, deadline=None, max_examples=100)
+def test_adaptive_finds_the_optimum_of_small_traces(trace: Trace, limits: Limits) -> None:
+    ours, grace_s = adaptive(trace, limits).prediction, GRACE_S + SAME_STEP_PART * trace.step_s
+    assert all(is_no_worse(ours, theirs, limits, trace, grace_s) for theirs in every_cost(trace, limits))
+
+
+@given(traces.traces(most_storages=6, most_blocks=2, least_storages=6), traces.limits())
+@settings(derandomize=True, deadline=None, max_examples=50)
+def test_adaptive_is_within_a_quarter_of_the_optimum_where_it_cannot_try_everything(
+    trace: Trace, limits: Limits
+) -> None:
+    ours = adaptive(trace, limits).prediction
+    better = [one for one in every_cost(trace, limits) if not is_no_worse(ours, one, limits, trace)]
+    for theirs in better:
+        assert ours.peak_saved_bytes <= 1.25 * theirs.peak_saved_bytes
+        assert ours.step_s <= 1.25 * theirs.step_s
+
+
+@given(traces.traces() | long_traces(), traces.limits())
+@settings(derandomize=True, deadline=None, max_examples=100)
+def test_a_plan_says_what_a_replay_of_it_finds(trace: Trace, limits: Limits) -> None:
+    for planner in PLANNERS.values():
+        plan = planner(trace, limits)
+        assert simulate(trace, plan) == plan.prediction
+        assert plan == planner(trace, limits)
+
+
+@given(long_traces(), traces.limits())
+@settings(derandomize=True, deadline=None, max_examples=100)
+def test_every_choice_has_a_reason_that_begins_with_its_name(trace: Trace, limits: Limits) -> None:
+    plan = adaptive(trace, limits)
+    assert len(plan.placements) == len(plan.reasons) == len(trace.storages)
+    assert len(plan.recomputed_blocks) == len(plan.block_reasons) == len(trace.blocks)
+    for placement, reason in zip(plan.placements, plan.reasons, strict=True):
+        assert reason.startswith(f"{placement.word}: ")
+    for flag, reason in zip(plan.recomputed_blocks, plan.block_reasons, strict=True):
+        assert reason.startswith("recompute: ") is flag
+
+
+def layers(count: int, per_layer: int, rate: float, staging_bytes: int = 4 * SIZE) -> Trace:
+    """A chain: each block takes 1 s forward and 2 s backward, and saves so many storages; the first is its input."""
+    storages, blocks = [], []
+    for number in range(count):
+        backward_s = count + 2.0 * (count - 1 - number)
+        blocks.append(
+            BlockTrace(f"layers.{number}", number, number + 1.0, backward_s, backward_s + 2.0, (number * per_layer,))
+        )
+        for index in range(per_layer):
+            pack_s = number + index / per_layer
+            use_s = backward_s + 2.0 * (per_layer - 1 - index) / per_layer
+            freed_s = use_s + 2.0 / per_layer
+            module = f"layers.{number}.part{index}"
+            storages.append(StorageTrace(SIZE, module, (number,), pack_s, pack_s, use_s, freed_s))
+    machine = traces.resources(rate * SIZE, rate * SIZE, 100 * SIZE, staging_bytes)
+    return Trace(tuple(storages), tuple(blocks), machine, 3.0 * count)
+
+
+def test_with_a_fast_drive_nearly_everything_goes_at_no_cost() -> None:
+    plan = adaptive(layers(8, 4, rate=20.0), Limits(max_step_overhead=0.02))
+    assert plan.prediction.step_s <= 24.0 * 1.02
+    assert plan.prediction.peak_saved_bytes <= 8 * SIZE  # of 32
+    assert plan.placements.count(N) >= 20
+
+
+def test_with_a_slow_drive_and_time_to_spend_blocks_are_recomputed() -> None:
+    plan = adaptive(layers(8, 4, rate=0.01), Limits(max_step_overhead=0.35))
+    assert sum(plan.recomputed_blocks) >= 7 and plan.prediction.peak_saved_bytes <= 12 * SIZE
+    assert plan.placements.count(R) == 3 * sum(plan.recomputed_blocks)
+
+
+def test_both_together_are_better_than_either_alone() -> None:
+    trace = layers(8, 4, rate=1.5)
+    limits = Limits(activation_budget_bytes=12 * SIZE)
+    best, alone = adaptive(trace, limits), adaptive(trace, replace(limits, recompute=False))
+    only_again = PLANNERS["recompute"](trace, limits)
+    assert best.prediction.peak_saved_bytes <= 12 * SIZE and any(best.recomputed_blocks) and N in best.placements
+    assert best.prediction.step_s < min(alone.prediction.step_s, only_again.prediction.step_s)
+
+
+def test_choices_of_single_neighbours_are_improved() -> None:
+    trace = layers(4, 4, rate=1.0, staging_bytes=2 * SIZE)
+    mixed = adaptive(trace, Limits(max_step_overhead=0.1, host_budget_bytes=3 * SIZE)).prediction
+    assert mixed.peak_saved_bytes <= 8 * SIZE  # 10 by the search's families alone
+    trace = layers(4, 4, rate=0.5, staging_bytes=2 * SIZE)
+    fitted = adaptive(trace, Limits(activation_budget_bytes=6 * SIZE)).prediction
+    assert fitted.peak_saved_bytes <= 6 * SIZE and fitted.step_s < 15.5  # 17 by the families alone
+
+
+def test_a_larger_budget_or_more_time_is_never_worse() -> None:
+    trace = layers(6, 3, rate=1.0)
+    steps = [adaptive(trace, Limits(activation_budget_bytes=n * SIZE)).prediction.step_s for n in range(6, 19, 3)]
+    assert steps == sorted(steps, reverse=True) and steps[0] > steps[-1]
+    peaks = [adaptive(trace, Limits(max_step_overhead=part)).prediction.peak_saved_bytes for part in (0, 0.1, 0.3, 1)]
+    assert peaks == sorted(peaks, reverse=True) and peaks[0] > peaks[-1]
+
+
+@pytest.mark.parametrize("rate", [0.5, 2.0, 20.0])
+@pytest.mark.parametrize("budget", [None, 10 * SIZE, 20 * SIZE])
+def test_adaptive_is_never_worse_also_where_its_search_finds_nothing(
+    rate: float, budget: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ds_tba.planner.search.Search.run", lambda self: None)
+    trace, limits = layers(8, 4, rate), Limits(max_step_overhead=0.5, activation_budget_bytes=budget)
+    ours = adaptive(trace, limits).prediction
+    for name in BASELINES:
+        assert is_no_worse(ours, PLANNERS[name](trace, limits).prediction, limits, trace), name
+
+
+@pytest.mark.parametrize(("factor", "writes"), [(1.0, True), (0.2, True), (0.1, False)])
+def test_nothing_is_written_for_a_gain_too_small_to_tell(factor: float, writes: bool) -> None:
+    trace = replace(layers(8, 4, rate=0.5), recompute_factor=factor)
+    whole = PLANNERS["recompute"](trace, Limits()).prediction
+    plan = adaptive(trace, Limits(activation_budget_bytes=whole.peak_saved_bytes))
+    assert plan.prediction.step_s <= whole.step_s
+    assert (plan.prediction.written_bytes > 0) is writes
+
+
+def test_the_wear_limit_bounds_what_is_written() -> None:
+    trace = layers(8, 4, rate=20.0)
+    plan = adaptive(trace, Limits(write_limit_bytes_per_step=5 * SIZE))
+    assert 4 * SIZE <= plan.prediction.written_bytes <= 5 * SIZE
+    assert adaptive(trace, Limits(write_limit_bytes_per_step=0)).prediction.written_bytes == 0
+
+
+def test_host_memory_is_used_as_far_as_its_budget_goes() -> None:
+    trace = replace(layers(8, 4, rate=20.0), resources=replace(layers(8, 4, 20.0).resources, paths=()))
+    plan = adaptive(trace, Limits(host_budget_bytes=10 * SIZE))
+    assert plan.placements.count(H) == 10 and plan.prediction.host_bytes == 10 * SIZE
+    assert H not in adaptive(trace, Limits()).placements
+
+
+def test_many_storages_are_searched_in_groups_and_the_limits_hold_in_full() -> None:
+    trace = layers(30, 40, rate=40.0, staging_bytes=100 * SIZE)
+    assert len(trace.storages) == 1200 and Timeline.of(trace).grouped(700)[0].storages < 1200
+    limits = Limits()
+    plan = adaptive(trace, limits)
+    assert plan.prediction.step_s <= trace.step_s * 1.02 + GRACE_S
+    for name in BASELINES:
+        assert is_no_worse(plan.prediction, PLANNERS[name](trace, limits).prediction, limits, trace)
+    assert plan.prediction.peak_saved_bytes < 0.4 * 1200 * SIZE
+
+
+def test_what_just_does_not_fit_in_full_is_searched_again_within_narrower_limits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(runs.ROOT / "benchmarks"))
+    shapes = importlib.import_module("planner_scale")
+    trace = shapes.model_trace(shapes.SHAPES["Granite-8B"], shapes.REGIMES[0], 8e9)
+    limits = Limits(activation_budget_bytes=PLANNERS["keep"](trace, Limits()).prediction.peak_saved_bytes // 8)
+    monkeypatch.setattr("ds_tba.plan.planner.SEARCHED_GROUPS", 200)
+    best = adaptive(trace, limits).prediction
+    monkeypatch.setattr("ds_tba.plan.planner.MARGINS", (0.0,))
+    assert best.step_s < adaptive(trace, limits).prediction.step_s
+    assert best.peak_saved_bytes <= limits.activation_budget_bytes
+
+
+@given(long_traces(), st.integers(1, 8))
+@settings(derandomize=True, deadline=None, max_examples=100)
+def test_groups_have_all_bytes_and_the_same_readers(trace: Trace, most: int) -> None:
+    assume(trace.storages)
+    timeline = Timeline.of(trace)
+    coarse, group = timeline.grouped(most)
+    assert coarse.nbytes.sum() == timeline.nbytes.sum() and coarse.padded_bytes.sum() == timeline.padded_bytes.sum()
+    assert np.all(np.diff(group) >= 0) and group[-1] + 1 == coarse.storages
+    for column in ("owner", "movable", "unsaved"):
+        assert np.array_equal(getattr(coarse, column)[group], getattr(timeline, column))
+    expected = {
+        (int(group[one]), int(block)) for one, block in zip(timeline.reader_storage, timeline.reader_block, strict=True)
+    }
+    assert set(zip(coarse.reader_storage.tolist(), coarse.reader_block.tolist(), strict=True)) == expected
+
+
+@pytest.mark.parametrize("name", sorted(PLANNERS))
+def test_an_empty_trace_has_an_empty_plan(name: str) -> None:
+    trace = Trace((), (), traces.resources(), 0.0)
+    plan = PLANNERS[name](trace, Limits(activation_budget_bytes=0))
+    assert (plan.placements, plan.recomputed_blocks) == ((), ())
+    assert plan.prediction == Prediction(0, 0.0, 0.0, 0.0, 0, 0, 0, 0, 0)
+
+
+# ---- as published ---------------------------------------------------------------------------------------------------
+
+
+def tba(rate: float) -> list[Placement]:
+    """Four blocks of one storage each: forward 4 s, so that T is 12, 10, 8, 6 s and V is 2, 3, 4, 5 storages."""
+    return list(PLANNERS["tba"](layers(4, 1, rate), Limits()).placements)
+
+
+@pytest.mark.parametrize(
+    ("rate", "moved"),
+    [(0.16, 0), (0.17, 1), (0.29, 1), (0.31, 2), (0.49, 2), (0.51, 3), (100.0, 3)],
+)
+def test_tba_moves_the_prefix_that_the_drive_has_time_for_and_keeps_the_last(rate: float, moved: int) -> None:
+    # V / T is 0.167, 0.3, 0.5 storages per second; the last is kept whatever the drive.
+    assert tba(rate) == [N] * moved + [K] * (4 - moved)
+
+
+def test_tba_cuts_between_the_scopes_of_a_block() -> None:
+    trace = layers(1, 4, rate=0.9)
+    names = ("attention.q", "attention.k", "mlp.up", "mlp.down")
+    storages = tuple(replace(one, module=f"layers.0.{name}") for one, name in zip(trace.storages, names, strict=True))
+    # Attention: V = 4 storages in T = 3 s.
+    assert list(PLANNERS["tba"](replace(trace, storages=storages), Limits()).placements) == [K] * 4
+    fast = replace(trace, storages=storages, resources=traces.resources(write=1.5 * SIZE))
+    assert list(PLANNERS["tba"](fast, Limits()).placements) == [N, N, K, K]
+
+
+def of_lifetimes(*idle: tuple[float, float], machine: object = None) -> Trace:
+    storages = tuple(storage(pack_s, use_s, use_s, (-1,)) for pack_s, use_s in idle)
+    return Trace(storages, (), machine or traces.resources(write=UNLIMITED, read=UNLIMITED), 100.0)  # type: ignore[arg-type]
+
+
+def test_teraio_moves_the_longest_idle_first_until_the_peak_fits() -> None:
+    trace = of_lifetimes(
+        (10.0, 60.0), (20.0, 90.0), (30.0, 50.0), machine=traces.resources(write=100 * SIZE, read=100 * SIZE)
+    )
+    assert teraio(trace, Limits(activation_budget_bytes=3 * SIZE)).placements == (K, K, K)
+    # Above two storages there is memory between 30 and 50 only, which each of them would take off.
+    two = teraio(trace, Limits(activation_budget_bytes=2 * SIZE)).placements
+    assert two.count(N) == 1
+    assert teraio(trace, Limits(activation_budget_bytes=SIZE)).placements.count(N) == 2
+    assert teraio(trace, Limits()).placements == (N, N, N)
+
+
+def test_teraio_prefers_what_takes_off_most_above_capacity() -> None:
+    trace = of_lifetimes((10.0, 90.0), (45.0, 55.0), machine=traces.resources(write=100 * SIZE, read=100 * SIZE))
+    # Both would free 45 to 55; the first is idle for longer, and with no budget that counts.
+    slow = traces.resources(write=SIZE / 30, read=SIZE / 30)
+    assert teraio(replace(trace, resources=slow), Limits()).placements == (N, K)  # the other has no time
+
+
+def test_teraio_uses_host_memory_where_the_drive_has_no_time_and_up_to_its_budget() -> None:
+    slow = traces.resources(write=SIZE / 30, read=SIZE / 30, copy=10 * SIZE)
+    trace = of_lifetimes((10.0, 90.0), (11.0, 80.0), (12.0, 70.0), machine=slow)
+    assert teraio(trace, Limits(host_budget_bytes=SIZE)).placements == (N, K, H)
+    assert teraio(trace, Limits(host_budget_bytes=2 * SIZE)).placements == (N, H, H)
+    assert teraio(trace, Limits()).placements == (N, K, K)
+
+
+def test_plans_are_values() -> None:
+    trace = layers(4, 2, rate=2.0)
+    one, other = adaptive(trace, Limits()), adaptive(trace, Limits())
+    assert isinstance(one, Plan) and one == other and hash(one) == hash(other)

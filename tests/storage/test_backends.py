@@ -1,0 +1,333 @@
+"""The contract of an I/O backend: one class, every backend."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from cuda_doubles import FakeGdsOp, FakeKvikio
+
+from ds_tba.config import AioConfig, OffloadConfig
+from ds_tba.device.memory import huge_page_memory
+from ds_tba.errors import BackendUnavailableError, ConfigError, TransferError
+from ds_tba.storage.backends import aio
+from ds_tba.storage.backends.base import IoBackend
+from ds_tba.storage.backends.kvikio import KvikioBackend
+from ds_tba.storage.backends.posix import PosixBackend
+from ds_tba.storage.backends.select import select_backend
+from ds_tba.storage.swap_file import SwapFile
+
+MIB = 1 << 20
+
+
+class BackendContract:
+    """What the store relies on. Subclasses give ``backend``."""
+
+    @pytest.fixture
+    def file(self, tmp_path: Path) -> Iterator[SwapFile]:
+        file = SwapFile(tmp_path, 64 * MIB)
+        file.grow(64 * MIB)
+        yield file
+        file.close()
+
+    @pytest.fixture
+    def staging(self, backend: IoBackend) -> Iterator[torch.Tensor]:
+        staging = backend.allocate_staging(16 * MIB)
+        yield staging
+        backend.free_staging(staging)
+
+    def test_staging_is_aligned_touched_and_exact(self, staging: torch.Tensor) -> None:
+        assert staging.data_ptr() % 4096 == 0
+        assert staging.dtype is torch.uint8 and staging.numel() == 16 * MIB
+        assert not staging.any()
+
+    @pytest.mark.parametrize("nbytes", [4096, 12288, MIB, 5 * MIB + 4096])
+    @pytest.mark.parametrize("offset", [0, 4096, 32 * MIB])
+    def test_bytes_come_back(
+        self, backend: IoBackend, file: SwapFile, staging: torch.Tensor, nbytes: int, offset: int
+    ) -> None:
+        handle = backend.open_handle(file.fd)
+        data = staging[:nbytes]
+        data.copy_(torch.randint(0, 256, (nbytes,), dtype=torch.uint8))
+        wanted = data.clone()
+        handle.write(data, offset)
+        data.zero_()
+        handle.read(data, offset)
+        assert torch.equal(data, wanted)
+        handle.close()
+
+    def test_staging_is_kept_from_forked_children_only_while_it_is_staging(self, backend: IoBackend) -> None:
+        """Direct I/O needs the first half; malloc, which gets the op's memory back, needs the second."""
+
+        def kept_from_children() -> int:
+            flags = [line for line in Path("/proc/self/smaps").read_text().splitlines() if line.startswith("VmFlags")]
+            return sum(" dc" in line for line in flags)
+
+        gc.collect()
+        before = kept_from_children()
+        staging = backend.allocate_staging(65536)  # small enough that malloc keeps it at free
+        assert kept_from_children() > before
+        backend.free_staging(staging)
+        del staging
+        assert kept_from_children() == before
+
+    def test_neighbours_are_left_alone(self, backend: IoBackend, file: SwapFile, staging: torch.Tensor) -> None:
+        handle = backend.open_handle(file.fd)
+        staging[: 3 * MIB].fill_(7)
+        handle.write(staging[: 3 * MIB], 0)
+        staging[:MIB].fill_(9)
+        handle.write(staging[:MIB], MIB)
+        handle.read(staging[: 3 * MIB], 0)
+        assert [int(staging[at]) for at in (MIB - 1, MIB, 2 * MIB - 1, 2 * MIB)] == [7, 9, 9, 7]
+        handle.close()
+
+    def test_memory_outside_staging_can_be_read_into(
+        self, backend: IoBackend, file: SwapFile, staging: torch.Tensor
+    ) -> None:
+        handle = backend.open_handle(file.fd)
+        staging[:MIB].fill_(5)
+        handle.write(staging[:MIB], 0)
+        target = huge_page_memory(MIB)
+        handle.read(target, 0)
+        assert bool((target == 5).all())
+        handle.close()
+
+    def test_blocks_cover_a_transfer(self, backend: IoBackend) -> None:
+        blocks = backend.blocks(5 * MIB + 4096 * 4)
+        assert blocks[0][0] == 0 and blocks[-1][1] == 5 * MIB + 4096 * 4
+        assert all(before[1] == after[0] for before, after in itertools.pairwise(blocks))
+
+
+class TestPosix(BackendContract):
+    @pytest.fixture
+    def backend(self) -> IoBackend:
+        return PosixBackend()
+
+    def test_the_kernels_error_is_told(self, backend: IoBackend, file: SwapFile, staging: torch.Tensor) -> None:
+        read_only = os.open(file.name, os.O_RDONLY | os.O_DIRECT)
+        try:
+            with pytest.raises(TransferError, match="write of 4096 bytes at offset 8192 failed"):
+                backend.open_handle(read_only).write(staging[:4096], 8192)
+        finally:
+            os.close(read_only)
+
+    def test_a_short_read_is_an_error_with_both_counts(
+        self, backend: IoBackend, file: SwapFile, staging: torch.Tensor
+    ) -> None:
+        with pytest.raises(TransferError, match="short: 4096 of 8192 bytes"):
+            backend.open_handle(file.fd).read(staging[:8192], 64 * MIB - 4096)
+
+    def test_without_o_direct_nothing_stays_in_the_page_cache(
+        self, backend: IoBackend, staging: torch.Tensor, tmp_path: Path
+    ) -> None:
+        fd = os.open(tmp_path / "buffered", os.O_RDWR | os.O_CREAT)
+        handle = backend.open_handle(fd)
+        staging[:MIB].fill_(3)
+        handle.write(staging[:MIB], 0)
+        staging[:MIB].zero_()
+        handle.read(staging[:MIB], 0)
+        assert bool((staging[:MIB] == 3).all())
+        os.close(fd)
+
+
+@pytest.mark.aio
+class TestAio(BackendContract):
+    @pytest.fixture(params=[1, 2])
+    def backend(self, request: pytest.FixtureRequest) -> IoBackend:
+        if not aio.is_built():
+            pytest.skip("DeepSpeed's aio op is not built: make aio")
+        return aio.AioBackend(AioConfig(intra_op_parallelism=request.param))
+
+    # Lengths must suit the alignment that the backend asks for.
+    @pytest.mark.parametrize("nbytes", [8192, MIB, 5 * MIB + 8192])
+    @pytest.mark.parametrize("offset", [0, 8192, 32 * MIB])
+    def test_bytes_come_back(
+        self, backend: IoBackend, file: SwapFile, staging: torch.Tensor, nbytes: int, offset: int
+    ) -> None:
+        super().test_bytes_come_back(backend, file, staging, nbytes, offset)
+
+    def test_what_the_op_cannot_begin_plain_calls_do(
+        self, backend: IoBackend, file: SwapFile, staging: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        handle = backend.open_handle(file.fd)
+        monkeypatch.setattr(handle, "_name", "/nowhere/file")  # the op opens by name; at the limit of files it cannot
+        staging[:MIB].fill_(4)
+        handle.write(staging[:MIB], MIB)
+        staging[:MIB].zero_()
+        handle.read(staging[:MIB], MIB)
+        assert bool((staging[:MIB] == 4).all())
+        with pytest.raises(TransferError, match="short: 4096 of 8192 bytes"):
+            handle.read(staging[:8192], 64 * MIB - 4096)
+        handle.close()
+
+    def test_a_first_write_that_cannot_begin_is_told(self, backend: IoBackend) -> None:
+        with pytest.raises(BackendUnavailableError, match=r"cannot open the swap file.*ulimit -n.*posix"):
+            backend.open_handle(1 << 20)
+
+
+@pytest.mark.aio
+def test_the_first_writes_of_two_lanes_do_not_deadlock(tmp_path: Path) -> None:
+    """DeepSpeed's op logs a warning under a once flag at the first write; see AioBackend._write_once."""
+    if not aio.is_built():
+        pytest.skip("DeepSpeed's aio op is not built: make aio")
+    code = f"""
+import logging, sys, threading, time
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from pathlib import Path
+import torch
+from deepspeed.utils import logger
+class Slow(logging.Handler):
+    def emit(self, record):
+        time.sleep(1.0)  # lets the GIL go, as every handler may
+logger.addHandler(Slow())
+from ds_tba.config import AioConfig
+from ds_tba.storage.backends.aio import AioBackend
+from ds_tba.storage.swap_file import SwapFile
+backend, file = AioBackend(AioConfig()), SwapFile(Path({str(tmp_path)!r}), 1 << 20)
+file.grow(1 << 20)
+staging = backend.allocate_staging(1 << 20)
+handles = [backend.open_handle(file.fd) for _ in range(2)]
+threads = [threading.Thread(target=one.write, args=(staging[:8192], 8192 * i)) for i, one in enumerate(handles)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print("good")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "DS_ACCELERATOR": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.endswith("good\n"), done.stdout + done.stderr
+
+
+class TestSelection:
+    def config(self, **io: object) -> OffloadConfig:
+        return OffloadConfig.model_validate({"nvme_path": "/x", "io": {"staging_bytes": 1 << 20, **io}})
+
+    def test_null_is_posix_where_the_op_is_not_built(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(aio, "is_built", lambda: False)
+        chosen = select_backend(self.config(), AioConfig(), zero_uses_nvme=False, pinned=False)
+        assert chosen.backend.name == "posix" and "not built" in chosen.reason
+
+    def test_null_is_aio_where_zero_uses_it_or_it_is_built(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(aio, "AioBackend", lambda config: PosixBackend())
+        monkeypatch.setattr(aio, "is_built", lambda: False)
+        assert "ZeRO" in select_backend(self.config(), AioConfig(), zero_uses_nvme=True, pinned=False).reason
+        monkeypatch.setattr(aio, "is_built", lambda: True)
+        assert "is built" in select_backend(self.config(), AioConfig(), zero_uses_nvme=False, pinned=False).reason
+
+    def test_memory_that_cannot_be_locked_rules_aio_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("ds_tba.storage.backends.select.can_lock", lambda nbytes: False)
+        chosen = select_backend(self.config(), AioConfig(), zero_uses_nvme=True, pinned=False)
+        assert chosen.backend.name == "posix" and "1048576 bytes" in chosen.reason
+        with pytest.raises(BackendUnavailableError, match="ulimit -l unlimited"):
+            select_backend(self.config(backend="aio"), AioConfig(), zero_uses_nvme=True, pinned=False)
+
+    def test_too_few_kernel_requests_rule_aio_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(aio, "requests_free", lambda: 79)
+        with pytest.raises(
+            BackendUnavailableError, match=r"needs 80 kernel requests .* leaves 79.*fs.aio-max-nr=1048576"
+        ):
+            select_backend(self.config(backend="aio"), AioConfig(), zero_uses_nvme=False, pinned=True)
+        chosen = select_backend(self.config(), AioConfig(), zero_uses_nvme=True, pinned=True)
+        assert chosen.backend.name == "posix" and "leaves 79" in chosen.reason
+
+    def test_kernel_requests_are_read_from_proc(self, tmp_path: Path) -> None:
+        (tmp_path / "aio-max-nr").write_text("65536\n")
+        assert aio.requests_free(tmp_path) is None
+        (tmp_path / "aio-nr").write_text("5536\n")
+        assert aio.requests_free(tmp_path) == 60000
+
+    @pytest.mark.parametrize("name", ["gds", "kvikio"])
+    def test_without_a_driver_the_cuda_backends_are_refused(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(f"ds_tba.io.{name}.driver_obstacle", lambda: "there is no NVIDIA driver here")
+        with pytest.raises(
+            BackendUnavailableError,
+            match=f'^io.backend {name}: there is no NVIDIA driver here: install the driver; or set "io": .*"posix"',
+        ):
+            select_backend(self.config(backend=name), AioConfig(), zero_uses_nvme=False, pinned=False, device="cuda")
+
+    def test_the_reason_tells_the_mode(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        FakeKvikio(nvidia_fs=False).install(monkeypatch)
+        chosen = select_backend(
+            self.config(backend="kvikio"), AioConfig(), zero_uses_nvme=False, pinned=True, device="cuda"
+        )
+        assert chosen.backend.name == "kvikio" and not chosen.backend.stages_on_device
+        assert chosen.reason.startswith("named in io.backend; compatibility mode, through host memory: ")
+
+    def test_gds_says_what_an_error_will_do(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        FakeGdsOp().install(monkeypatch)
+        config = self.config(backend="gds").model_copy(update={"nvme_path": str(tmp_path)})
+        chosen = select_backend(config, AioConfig(), zero_uses_nvme=False, pinned=True, device="cuda")
+        assert chosen.backend.name == "gds" and "ends the process when a transfer fails" in chosen.reason
+
+    @pytest.mark.parametrize(
+        ("backend", "lanes", "needed"), [("posix", 64, 34), ("kvikio", 1, 42), ("kvikio", 64, 546)]
+    )
+    def test_descriptors_are_counted_beforehand(
+        self, monkeypatch: pytest.MonkeyPatch, backend: str, lanes: int, needed: int
+    ) -> None:
+        FakeKvikio().install(monkeypatch)
+        config = self.config(backend=backend, write_lanes=lanes, read_lanes=lanes)
+        config = config.model_copy(update={"nvme_path": ["/x", "/y"]})
+        present = len(os.listdir("/proc/self/fd"))
+        limits = [present + needed - 1, 1 << 20]
+        monkeypatch.setattr("ds_tba.storage.backends.select.resource.getrlimit", lambda which: tuple(limits))
+
+        def select() -> IoBackend:
+            return select_backend(config, AioConfig(), zero_uses_nvme=False, pinned=True, device="cuda").backend
+
+        with pytest.raises(
+            ConfigError,
+            match=rf"2 path\(s\) with {lanes} write and {lanes} read lanes need up to {needed} file descriptors \("
+            rf"backend {backend}, .*{present} are open, .*may have {limits[0]}: .*ulimit -n {present + needed}\)",
+        ):
+            select()
+        limits[0] += 1
+        assert select().name == backend
+        limits[0] = resource.RLIM_INFINITY
+        assert select().name == backend
+
+    @pytest.mark.parametrize(("name", "backend"), [("posix", PosixBackend), ("kvikio", None), ("aio", None)])
+    def test_a_handle_takes_no_more_descriptors_than_are_counted(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, backend: type[IoBackend] | None
+    ) -> None:
+        if name == "kvikio":
+            FakeKvikio().install(monkeypatch)
+            made: IoBackend = KvikioBackend(4, "cuda")
+        elif backend is None:
+            if not aio.is_built():
+                pytest.skip("DeepSpeed's aio op is not built: make aio")
+            made = aio.AioBackend(AioConfig())
+        else:
+            made = backend()
+        file = SwapFile(tmp_path, MIB)
+        file.grow(MIB)
+        first = SwapFile(tmp_path, MIB)
+        first.grow(MIB)
+        made.open_handle(first.fd).close()  # whatever is opened once
+        before = len(os.listdir("/proc/self/fd"))
+        handles = [made.open_handle(file.fd) for _ in range(3)]
+        assert len(os.listdir("/proc/self/fd")) - before <= 3 * made.descriptors_per_handle
+        for handle in handles:
+            handle.close()
+        assert len(os.listdir("/proc/self/fd")) == before
+        first.close()
+        file.close()
+
+    def test_an_op_that_does_not_build_names_the_way_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(aio, "_installed_or_compatible", lambda builder: False)
+        with pytest.raises(BackendUnavailableError, match=r'libaio-dev.*"backend": "posix"'):
+            select_backend(self.config(backend="aio"), AioConfig(), zero_uses_nvme=False, pinned=False)

@@ -1,0 +1,225 @@
+"""The first measurement of the paths: its phases, bounds, rates, and what it leaves."""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections.abc import Callable
+
+import numpy
+import pytest
+import torch
+from conftest import StoreFactory
+from doubles import CpuAccelerator, ScriptedBackend, fails
+
+from ds_tba.errors import PathError
+from ds_tba.profile.rates import Rates
+from ds_tba.storage import bandwidth_probe as trial_module
+from ds_tba.storage.allocator import SpanAllocator
+from ds_tba.storage.backends.base import IoBackend, IoHandle
+from ds_tba.storage.backends.posix import PosixBackend
+from ds_tba.storage.bandwidth_probe import LARGEST_REQUEST_BYTES, PHASE_BYTES, REGION_BYTES, Trial
+from ds_tba.storage.nvme import Lanes, NvmeStore
+from ds_tba.telemetry.bandwidth import PathMeter
+
+MIB = 1 << 20
+
+
+class SlowDrive(PosixBackend):
+    """Moves nothing, and has a clock of its own: one request after the other, at the rate of its verb."""
+
+    def __init__(self, write_bytes_per_s: float, read_bytes_per_s: float) -> None:
+        self._s_per_byte = {"write": 1 / write_bytes_per_s, "read": 1 / read_bytes_per_s}
+        self._lock = threading.Lock()
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def open_handle(self, fd: int) -> IoHandle:
+        return _Head(self)
+
+    def serve(self, verb: str, nbytes: int) -> None:
+        with self._lock:
+            self.now_s += nbytes * self._s_per_byte[verb]
+
+
+class _Head(IoHandle):
+    def __init__(self, drive: SlowDrive) -> None:
+        self._drive = drive
+
+    def write(self, data: torch.Tensor, offset: int) -> None:
+        self._drive.serve("write", data.numel())
+
+    def read(self, data: torch.Tensor, offset: int) -> None:
+        self._drive.serve("read", data.numel())
+
+
+def with_room(store: NvmeStore, nbytes: int = 64 * MIB) -> NvmeStore:
+    for path in store.paths:
+        path.file.reserve_first(nbytes)
+        path.extents.grow(path.file.size_bytes)
+    return store
+
+
+def nothing_is_held(store: NvmeStore) -> bool:
+    return store.ring.slots.used_bytes == 0 and all(path.extents.used_bytes == 0 for path in store.paths)
+
+
+@pytest.mark.parametrize("read_part", [1.0, 0.25])
+@pytest.mark.parametrize("write_rate", [1e7, 1e8, 5e9])
+def test_it_finds_the_rates(
+    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch, write_rate: float, read_part: float
+) -> None:
+    """Without the last phase, in which this drive serves its lanes in an order of chance."""
+    monkeypatch.setattr(trial_module, "PHASES", trial_module.PHASES[:2])
+    drive = SlowDrive(write_rate, write_rate * read_part)
+    store = with_room(make_store(drive, lanes=Lanes(1, 1), staging_bytes=64 * MIB))
+    (path,) = store.paths
+    path.meter = PathMeter(1, 1, drive)
+    Trial(store.space, store._integrity, drive).run(store.paths)
+    assert path.meter.writes.alone.bytes_per_s == pytest.approx(write_rate)
+    assert path.meter.reads.alone.bytes_per_s == pytest.approx(write_rate * read_part)
+    assert not path.meter.writes.beside.is_known and not path.meter.reads.beside.is_known
+
+
+@pytest.mark.parametrize("read_part", [1.0, 0.25])
+@pytest.mark.parametrize("write_rate", [1e7, 1e8, 5e9])
+def test_its_time_and_its_bytes_are_bounded(make_store: StoreFactory, write_rate: float, read_part: float) -> None:
+    drive = SlowDrive(write_rate, write_rate * read_part)
+    store = with_room(make_store(drive, lanes=Lanes(1, 1), staging_bytes=64 * MIB))
+    (path,) = store.paths
+    path.meter = PathMeter(1, 1, drive)
+    Trial(store.space, store._integrity, drive).run(store.paths)
+    assert drive.now_s < (2.2 if write_rate < 1e9 else 0.3)
+    assert 0 < path.trial_bytes <= REGION_BYTES + 2 * PHASE_BYTES + 2 * LARGEST_REQUEST_BYTES
+    assert path.written_bytes == path.trial_bytes
+    assert store.stats.writes.nbytes == store.stats.offloaded_bytes == 0
+    assert nothing_is_held(store)
+
+
+class Phases:
+    """Knows how often the lanes met."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.number = -1
+        real = threading.Barrier
+
+        def barrier(parties: int) -> threading.Barrier:
+            return real(parties, action=self._next)
+
+        monkeypatch.setattr(trial_module.threading, "Barrier", barrier)
+
+    def _next(self) -> None:
+        self.number += 1
+
+
+PREPARE, WRITE, READ, BOTH = range(4)
+
+
+def test_every_lane_works_at_the_same_time_and_each_kind_alone_and_beside(
+    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first requests of a phase wait for those of all its lanes, of both paths."""
+    meeting = {WRITE: threading.Barrier(4), READ: threading.Barrier(4), BOTH: threading.Barrier(8)}
+    phases = Phases(monkeypatch)
+    met: dict[int, set[int]] = {}
+    verbs: dict[int, set[str]] = {}
+    lock = threading.Lock()
+
+    def script(verb: str, number: int) -> None:
+        phase, lane = phases.number, threading.get_ident()
+        with lock:
+            verbs.setdefault(phase, set()).add(verb)
+            is_first = lane not in met.setdefault(phase, set())
+            met[phase].add(lane)
+        if is_first and phase in meeting:
+            meeting[phase].wait(30)
+
+    store = make_store(ScriptedBackend(script), paths=2)  # without room, so that nothing is measured
+    with_room(store).measure()
+    assert verbs == {PREPARE: {"write"}, WRITE: {"write"}, READ: {"read"}, BOTH: {"write", "read"}}
+    assert [len(met[phase]) for phase in (PREPARE, WRITE, READ, BOTH)] == [4, 4, 4, 8]
+    for path in store.paths:
+        row = path.bandwidth()
+        assert all(row[key] > 0 for key in row if key.endswith("bytes_per_s"))
+    assert nothing_is_held(store)
+
+
+@pytest.mark.parametrize("verb", ["write", "read"])
+@pytest.mark.parametrize("first", [0, 5, 12])
+def test_a_failed_request_is_refused_with_the_path_and_nobody_waits_for_ever(
+    make_store: StoreFactory, verb: str, first: int
+) -> None:
+    store = with_room(make_store(ScriptedBackend(fails(verb, first=first))))
+    with pytest.raises(PathError, match=rf"nvme_path {store.paths[0].file.directory}: {verb} failed.*dmesg"):
+        store.measure()
+    assert nothing_is_held(store)
+    assert store.paths[0].failure is None
+
+
+def test_it_works_with_every_backend_and_what_was_stored_before_is_left_alone(
+    make_store: StoreFactory, backend: IoBackend
+) -> None:
+    store = with_room(make_store(backend))
+    data = torch.randint(0, 256, (MIB,), dtype=torch.uint8)
+    ticket = store.put(data, wait=True)
+    store.wait_for_writes()
+    store.measure()
+    assert torch.equal(store.get(ticket, torch.device("cpu")).data, data)  # type: ignore[arg-type]
+    (found,) = Rates(store, CpuAccelerator(), MIB).resources().paths
+    assert 0 < found.write_beside_read_bytes_per_s <= found.write_bytes_per_s
+    assert 0 < found.read_beside_write_bytes_per_s <= found.read_bytes_per_s
+
+
+def in_crumbs(spans: SpanAllocator) -> int:
+    """Leave eight pages free, none beside another; the bytes in use."""
+    crumbs = [spans.allocate(4096) for _ in range(16)]
+    spans.allocate(spans.capacity_bytes - spans.used_bytes)
+    for crumb in crumbs[::2]:
+        spans.free(crumb)  # type: ignore[arg-type]
+    return spans.used_bytes
+
+
+@pytest.mark.parametrize("where", ["staging", "file"])
+def test_room_in_crumbs_is_given_back_and_nothing_is_measured(make_store: StoreFactory, where: str) -> None:
+    store = with_room(make_store())
+    (path,) = store.paths
+    used_bytes = in_crumbs(store.ring.slots if where == "staging" else path.extents)
+    store.measure()
+    assert path.trial_bytes == 0
+    assert store.ring.slots.used_bytes + path.extents.used_bytes == used_bytes
+
+
+def test_without_a_file_nothing_is_measured(make_store: StoreFactory) -> None:
+    without_file = make_store()
+    without_file.measure()
+    assert without_file.paths[0].bandwidth()["write_bytes_per_s"] == 0.0
+
+
+def test_what_is_written_cannot_be_shortened_and_no_random_state_changes(make_store: StoreFactory) -> None:
+    seen: list[bytes] = []
+
+    class Backend(PosixBackend):
+        def open_handle(self, fd: int) -> IoHandle:
+            return _Spy(super().open_handle(fd), lambda data: seen.append(data[: 64 << 10].numpy().tobytes()))
+
+    store = with_room(make_store(Backend()))
+    states = torch.get_rng_state(), numpy.random.get_state()[1].copy()  # type: ignore[index]
+    store.measure()
+    assert torch.equal(states[0], torch.get_rng_state())
+    assert numpy.array_equal(states[1], numpy.random.get_state()[1])  # type: ignore[arg-type]
+    assert seen and all(len(zlib.compress(one)) > 0.99 * len(one) for one in set(seen))
+
+
+class _Spy(IoHandle):
+    def __init__(self, inner: IoHandle, look: Callable[[torch.Tensor], None]) -> None:
+        self._inner = inner
+        self._look = look
+
+    def write(self, data: torch.Tensor, offset: int) -> None:
+        self._look(data)
+        self._inner.write(data, offset)
+
+    def read(self, data: torch.Tensor, offset: int) -> None:
+        self._inner.read(data, offset)

@@ -1,0 +1,165 @@
+"""Staging on the device: the store over a backend that reaches files from device memory, which host memory plays here.
+
+The accelerator looks asynchronous, as every device with such a backend is.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+
+import hazards
+import pytest
+import torch
+from conftest import StoreFactory
+from doubles import CpuAccelerator, DeviceBackend, EventAccelerator, Gate, fails, slow
+from test_hazards import Scenario, cache_over, mutations, scenarios, store_is_empty
+from test_store import CPU, MIB, noise, nothing_is_held, put, stored, until
+
+from ds_tba.autograd.cache import TensorCache
+from ds_tba.errors import ActivationCorruptionError
+from ds_tba.storage.host import HostStore
+from ds_tba.storage.nvme import Lanes
+from ds_tba.storage.staging import StagingRing
+from ds_tba.storage.ticket import TicketState
+
+Script = Callable[[str, int], str | None]
+
+
+@scenarios
+@pytest.mark.parametrize("integrity", ["sampled", "full"])
+def test_gradients_are_exact(make_store: StoreFactory, scenario: Scenario, integrity: str) -> None:
+    backend = DeviceBackend()
+    store = make_store(backend, staging_bytes=8 * MIB, accelerator=EventAccelerator(), integrity=integrity)
+    hazards.check(scenario, cache_over(store, wait=True))
+    assert store.stats.offloaded_bytes > 0 or scenario.__name__ == "sparse_tensors"
+    assert store_is_empty(store)
+    store.close()
+    assert backend.staging == []
+
+
+@scenarios
+@pytest.mark.parametrize(
+    "script", [slow(0.02), slow(0.002, "read"), fails("write", first=3)], ids=["slow writes", "slow reads", "failing"]
+)
+def test_gradients_are_exact_when_the_drive_is_not_well(
+    make_store: StoreFactory, scenario: Scenario, script: Script
+) -> None:
+    store = make_store(DeviceBackend(script), staging_bytes=MIB, accelerator=EventAccelerator())
+    hazards.check(scenario, cache_over(store))
+    assert store_is_empty(store)
+
+
+@scenarios
+def test_gradients_are_exact_when_it_degrades_to_host_memory(make_store: StoreFactory, scenario: Scenario) -> None:
+    store = make_store(DeviceBackend(fails("write", first=3)), staging_bytes=8 * MIB, accelerator=EventAccelerator())
+    hazards.check(scenario, TensorCache([store, HostStore(CpuAccelerator(), 4 * MIB)], "cpu", hazards.LEAST_BYTES))
+    assert store_is_empty(store)
+
+
+@mutations
+def test_a_mutation_after_the_save_raises(
+    make_store: StoreFactory, mutation: Callable[[hazards.Saving], torch.Tensor]
+) -> None:
+    hazards.check_mutation(mutation, cache_over(make_store(DeviceBackend(), accelerator=EventAccelerator())))
+
+
+def test_nothing_is_lent(make_store: StoreFactory) -> None:
+    accelerator = EventAccelerator()
+    store = make_store(DeviceBackend(), accelerator=accelerator)
+    assert not store.ring.lends and len(accelerator.waited) == 1  # the zeroing of staging
+    data = noise(MIB)
+    loaded = store.get(stored(store, data), CPU).data
+    assert torch.equal(loaded, data)
+    until(lambda: store.ring.slots.used_bytes == 0, "the slot")
+
+
+def test_each_lane_computes_in_a_stream_of_its_own(make_store: StoreFactory) -> None:
+    accelerator = EventAccelerator()
+    store = make_store(DeviceBackend(), accelerator=accelerator, lanes=Lanes(1, 1))
+    copies = (store.ring.copies._out_stream, store.ring.copies._in_stream)
+    for _ in range(2):
+        store.get(stored(store, noise(MIB)), CPU)
+    write, read, *again = [stream for stream in accelerator.entered if stream not in copies]
+    assert write is not read and again == [write, read]
+
+
+def test_a_lane_survives_a_device_without_streams(make_store: StoreFactory) -> None:
+    def no_stream() -> object:
+        raise RuntimeError("CUDA error: out of memory")
+
+    accelerator = EventAccelerator()
+    store = make_store(DeviceBackend(), accelerator=accelerator)
+    accelerator.new_stream = no_stream  # type: ignore[assignment]
+    data = noise(MIB)
+    assert torch.equal(store.get(stored(store, data), CPU).data, data)
+
+
+def test_a_read_without_room_goes_around_staging_once_its_memory_is_idle(
+    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, accelerator = Gate(), EventAccelerator()
+    store = make_store(DeviceBackend(gate), staging_bytes=4 * MIB, accelerator=accelerator)
+    gate.opened.set()
+    data = noise(3 * MIB)
+    ticket = stored(store, data)
+    gate.opened.clear()
+    filler = [put(store, noise(MIB)) for _ in range(4)]
+    waits: list[int] = []
+    overflow = store.ring.overflow
+
+    def watched(nbytes: int) -> torch.Tensor:
+        before = len(accelerator.waited)
+        memory = overflow(nbytes)
+        waits.append(len(accelerator.waited) - before)
+        return memory
+
+    monkeypatch.setattr(store.ring, "overflow", watched)
+    assert torch.equal(store.get(ticket, CPU).data, data) and waits == [1]
+    gate.opened.set()
+    until(lambda: all(one.state is TicketState.STORED for one in filler), "the writes")
+
+
+def test_a_failed_write_is_rescued_to_the_host(make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stays on the device would take the very memory that offloading is meant to free."""
+    places: list[tuple[torch.device, int]] = []
+    rescue = StagingRing.rescue
+
+    def watched(self: StagingRing, staged: torch.Tensor, nbytes: int) -> torch.Tensor:
+        host = rescue(self, staged, nbytes)
+        places.append((host.device, host.untyped_storage().nbytes()))
+        assert host.untyped_storage().data_ptr() != staged.untyped_storage().data_ptr()
+        return host
+
+    monkeypatch.setattr(StagingRing, "rescue", watched)
+    store = make_store(DeviceBackend(fails("write", errno.EIO)), accelerator=EventAccelerator())
+    data = noise(MIB + 5)
+    ticket = put(store, data)
+    until(lambda: ticket.state is TicketState.RESCUED, "the failure")
+    for _ in range(2):
+        assert torch.equal(store.get(ticket, CPU).data, data)
+    store.release(ticket)
+    nothing_is_held(store)
+    assert places == [(CPU, MIB + 5)]
+
+
+@pytest.mark.parametrize("loss", ["drop", "half"])
+@pytest.mark.parametrize("integrity", ["sampled", "full"])
+@pytest.mark.parametrize("verb", ["write", "read"])
+def test_a_lost_or_short_transfer_is_seen(make_store: StoreFactory, loss: str, integrity: str, verb: str) -> None:
+    backend = DeviceBackend(lambda what, number: loss if what == verb else None)
+    store = make_store(backend, integrity=integrity, accelerator=EventAccelerator())
+    ticket = stored(store, noise(8 * MIB))
+    store.ring._memory.random_(0, 256)  # type: ignore[union-attr]  # or the slot would still hold the right bytes
+    with pytest.raises(ActivationCorruptionError, match=r"offset \d+ have checksum 0x[0-9a-f]{16}, expected 0x"):
+        store.get(ticket, CPU)
+
+
+def test_staging_is_given_back_at_close(make_store: StoreFactory) -> None:
+    backend = DeviceBackend()
+    store = make_store(backend, accelerator=EventAccelerator())
+    stored(store, noise(MIB))
+    assert len(backend.staging) == 1
+    store.close()
+    store.close()
+    assert backend.staging == []

@@ -1,0 +1,321 @@
+"""The backend ``kvikio`` over stand-ins of its modules, from device memory and from host memory."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import hazards
+import pytest
+import torch
+from conftest import StoreFactory
+from cuda_doubles import CompatMode, FakeKvikio
+from doubles import EventAccelerator
+from test_backends import MIB, BackendContract
+from test_hazards import Scenario, cache_over, scenarios, store_is_empty
+from test_store import CPU, noise, put, stored, until
+
+from ds_tba.errors import BackendUnavailableError, TransferError
+from ds_tba.io import cuda
+from ds_tba.storage.backends import kvikio as module
+from ds_tba.storage.backends.base import IoBackend
+from ds_tba.storage.backends.kvikio import KvikioBackend
+from ds_tba.storage.base import Refusal
+from ds_tba.storage.swap_file import SwapFile
+from ds_tba.storage.ticket import TicketState
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeKvikio:
+    fake = FakeKvikio()
+    fake.install(monkeypatch)
+    return fake
+
+
+class TestFromDeviceMemory(BackendContract):
+    @pytest.fixture
+    def backend(self, fake: FakeKvikio) -> IoBackend:
+        backend = KvikioBackend(4, "cuda")
+        assert backend.stages_on_device
+        return backend
+
+    # Device memory is no memory of the process, so there is nothing to keep from its children.
+    test_staging_is_kept_from_forked_children_only_while_it_is_staging = None  # type: ignore[assignment]
+
+    def test_staging_is_registered_as_long_as_it_is_staging(self, backend: IoBackend, fake: FakeKvikio) -> None:
+        staging = backend.allocate_staging(MIB)
+        assert fake.registered == {staging.data_ptr(): MIB}
+        backend.free_staging(staging)
+        assert not fake.registered
+
+    def test_a_transfer_is_one_request(
+        self, backend: IoBackend, fake: FakeKvikio, file: SwapFile, staging: torch.Tensor
+    ) -> None:
+        """Each request waits for the default stream before it begins."""
+        handle = backend.open_handle(file.fd)
+        handle.write(staging, 0)
+        handle.read(staging, 0)
+        handle.close()
+        assert fake.requests == [("write", 16 * MIB), ("read", 16 * MIB)] and fake.open_files == 0
+
+
+class TestFromHostMemory(BackendContract):
+    @pytest.fixture
+    def backend(self, fake: FakeKvikio) -> IoBackend:
+        fake.change({"compat_mode": CompatMode.ON})
+        backend = KvikioBackend(4, "cuda")
+        assert not backend.stages_on_device
+        return backend
+
+    def test_a_long_transfer_is_cut_so_that_reads_can_overtake_it(
+        self, backend: IoBackend, fake: FakeKvikio, file: SwapFile
+    ) -> None:
+        staging = backend.allocate_staging(40 * MIB)
+        staging[:] = torch.randint(0, 256, (40 * MIB,), dtype=torch.uint8)
+        wanted = staging.clone()
+        handle = backend.open_handle(file.fd)
+        handle.write(staging, 4096)
+        assert fake.requests == [("write", 16 * MIB), ("write", 16 * MIB), ("write", 8 * MIB)]
+        staging.zero_()
+        handle.read(staging, 4096)
+        assert torch.equal(staging, wanted)
+        handle.close()
+
+
+# ---- errors ---------------------------------------------------------------------------------------------------------
+
+
+def transfer(fake: FakeKvikio, tmp_path: Path, verb: str) -> None:
+    backend = KvikioBackend(4, "cuda")
+    file = SwapFile(tmp_path, MIB)
+    file.grow(MIB)
+    staging = backend.allocate_staging(MIB)
+    handle = backend.open_handle(file.fd)
+    try:
+        getattr(handle, verb)(staging, 0)
+    finally:
+        assert fake.busy == 0, "the memory is still being used"
+        handle.close()
+        file.close()
+
+
+@pytest.mark.parametrize("verb", ["write", "read"])
+def test_a_short_transfer_is_an_error_with_both_counts(fake: FakeKvikio, tmp_path: Path, verb: str) -> None:
+    fake.script = lambda what, number: "short"
+    with pytest.raises(TransferError, match=f"{verb} at offset 0 was short: 524288 of 1048576 bytes"):
+        transfer(fake, tmp_path, verb)
+
+
+@pytest.mark.parametrize("verb", ["write", "read"])
+def test_kvikios_words_are_told(fake: FakeKvikio, tmp_path: Path, verb: str) -> None:
+    def script(what: str, number: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    fake.script = script
+    with pytest.raises(TransferError, match=f"{verb} of 1048576 bytes at offset 0 failed: .*Input/output error"):
+        transfer(fake, tmp_path, verb)
+
+
+def test_a_file_that_cannot_be_opened_names_the_mode_and_the_way_out(
+    fake: FakeKvikio, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = KvikioBackend(4, "cuda")
+    file = SwapFile(tmp_path, MIB)
+
+    def refuse(path: str, flags: str) -> None:
+        raise RuntimeError("cuFile error: file descriptor is not registered")
+
+    monkeypatch.setattr(backend._kvikio, "CuFile", refuse)
+    with pytest.raises(BackendUnavailableError, match=r"GPUDirect Storage.*not registered.*KVIKIO_COMPAT_MODE=ON"):
+        backend.open_handle(file.fd)
+    assert list(tmp_path.iterdir()) == []
+    file.close()
+
+
+def test_staging_that_cannot_be_registered_names_the_number(fake: FakeKvikio) -> None:
+    fake.registrable_bytes = MIB
+    with pytest.raises(BackendUnavailableError, match=r"io.staging_bytes \(2097152 bytes .*Lower io.staging_bytes"):
+        KvikioBackend(4, "cuda").allocate_staging(2 * MIB)
+
+
+def test_a_library_that_does_not_let_go_is_no_error_at_the_end(
+    fake: FakeKvikio, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = KvikioBackend(4, "cuda")
+    staging = backend.allocate_staging(MIB)
+
+    def refuse(memory: torch.Tensor) -> None:
+        raise RuntimeError("cuFile error")
+
+    monkeypatch.setattr(backend._kvikio, "memory_deregister", refuse)
+    backend.free_staging(staging)
+    assert "cuFile did not give up staging: cuFile error" in caplog.text
+
+
+# ---- which mode, and why --------------------------------------------------------------------------------------------
+
+
+def test_real_gds_is_demanded_and_not_hoped_for(fake: FakeKvikio, monkeypatch: pytest.MonkeyPatch) -> None:
+    """AUTO falls back for each file by itself, cuFile for each file system, and both say nothing."""
+    backend = KvikioBackend(4, "cuda")
+    assert backend.stages_on_device and "straight to the file" in backend.remark
+    assert fake.settings["compat_mode"] is CompatMode.OFF
+    assert os.environ["CUFILE_ALLOW_COMPAT_MODE"] == "false"
+    assert fake.settings["auto_direct_io_read"] and fake.settings["auto_direct_io_write"]
+
+
+@pytest.mark.parametrize(
+    ("device", "environment", "settings", "hidden", "words"),
+    [
+        ("cuda", {}, {}, {"nvidia_fs": False}, "the kernel module nvidia-fs is not loaded"),
+        ("cuda", {}, {}, {"udev": False}, "/run/udev is not"),
+        ("cuda", {}, {"compat_mode": CompatMode.ON}, {}, "KVIKIO_COMPAT_MODE"),
+        ("cuda", {"PYTORCH_CUDA_ALLOC_CONF": "a:1,expandable_segments:True"}, {}, {}, "expandable segments"),
+        ("cpu", {}, {}, {}, "the training device is cpu"),
+    ],
+)
+def test_compatibility_mode_says_that_it_is_and_why(
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    environment: dict[str, str],
+    settings: dict[str, object],
+    hidden: dict[str, bool],
+    words: str,
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    fake = FakeKvikio(**hidden)
+    fake.install(monkeypatch)
+    fake.change(settings)
+    backend = KvikioBackend(4, device)
+    assert not backend.stages_on_device and fake.settings["compat_mode"] is CompatMode.ON
+    assert backend.remark.startswith("compatibility mode, through host memory: ") and words in backend.remark
+
+
+def test_what_the_user_chose_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeKvikio(nvidia_fs=False)
+    fake.install(monkeypatch)
+    monkeypatch.setenv("CUFILE_ALLOW_COMPAT_MODE", "true")
+    fake.change({"compat_mode": CompatMode.OFF, "num_threads": 64})
+    assert KvikioBackend(4, "cuda").stages_on_device
+    assert fake.settings["num_threads"] == 64 and os.environ["CUFILE_ALLOW_COMPAT_MODE"] == "true"
+
+
+def test_there_are_as_many_threads_as_lanes_and_at_least_four(fake: FakeKvikio) -> None:
+    KvikioBackend(2, "cuda")
+    assert fake.settings["num_threads"] == 4
+    KvikioBackend(9, "cuda")
+    assert fake.settings["num_threads"] == 9
+
+
+# ---- what is missing ------------------------------------------------------------------------------------------------
+
+
+def test_without_a_driver_kvikio_is_not_even_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "driver_obstacle", lambda: cuda.driver_obstacle("libnothing.so.1"))
+    monkeypatch.setattr(module, "imported", lambda name: pytest.fail(f"{name} was imported"))
+    with pytest.raises(
+        BackendUnavailableError,
+        match=r"kvikio: there is no NVIDIA driver here \(libnothing.so.1 does not load\).*posix",
+    ):
+        KvikioBackend(4, "cuda")
+
+
+def test_a_driver_without_a_device_is_told() -> None:
+    assert "finds no device" in str(cuda.driver_obstacle(str(driver(devices=0))))
+    assert "CUDA error 100" in str(cuda.driver_obstacle(str(driver(devices=0, code=100))))
+    assert cuda.driver_obstacle(str(driver(devices=2))) is None
+
+
+def driver(devices: int, code: int = 0) -> Path:
+    """A library with the two functions that are asked, compiled once for each answer."""
+    path = Path(tempfile.mkdtemp()) / "libcuda.so.1"
+    source = path.with_suffix(".c")
+    source.write_text(
+        f"int cuInit(unsigned f) {{ return {code}; }} int cuDeviceGetCount(int *n) {{ *n = {devices}; return 0; }}"
+    )
+    if os.system(f"cc -shared -fPIC -o {path} {source} 2>/dev/null"):
+        pytest.skip("no C compiler")
+    return path
+
+
+def test_kvikio_that_is_not_installed_or_too_old_or_broken(
+    fake: FakeKvikio, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(module.imported("kvikio"), "__version__", "26.8.0")
+        assert module.obstacle() == 'kvikio 26.8.0 is older than 26.10: pip install -U "ds_tba[gds]"'
+    with monkeypatch.context() as patch:
+        patch.delitem(sys.modules, "kvikio")
+        patch.syspath_prepend(str(tmp_path))
+        assert module.obstacle() == 'kvikio is not installed: pip install "ds_tba[gds]"'
+        (tmp_path / "kvikio.py").write_text("raise RuntimeError('Failure finding\\n libcufile.so.0')")
+        assert "does not load (Failure finding libcufile.so.0)" in str(module.obstacle())
+    assert module.obstacle() is None
+
+
+# ---- cuFile's log ---------------------------------------------------------------------------------------------------
+
+
+def test_cufiles_log_goes_to_the_temporary_directory(fake: FakeKvikio, monkeypatch: pytest.MonkeyPatch) -> None:
+    KvikioBackend(4, "cuda")
+    path = Path(os.environ["CUFILE_LOGFILE_PATH"])
+    assert path.parent == Path(tempfile.gettempdir()) and str(os.getpid()) in path.name
+
+
+@pytest.mark.parametrize(
+    ("config", "moved"), [('{"logging": {\n // "dir": "/x",\n}}', True), ('{\n "dir": "/x"}', False)]
+)
+def test_the_place_that_the_user_chose_for_the_log_is_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: str, moved: bool
+) -> None:
+    (tmp_path / "cufile.json").write_text(config)
+    monkeypatch.setenv("CUFILE_ENV_PATH_JSON", str(tmp_path / "cufile.json"))
+    monkeypatch.setenv("CUFILE_LOGFILE_PATH", "/my/cufile.log")
+    cuda.move_cufile_log()
+    assert os.environ["CUFILE_LOGFILE_PATH"] == "/my/cufile.log"
+    monkeypatch.delenv("CUFILE_LOGFILE_PATH")
+    cuda.move_cufile_log()
+    assert ("CUFILE_LOGFILE_PATH" in os.environ) is moved
+
+
+# ---- under the store ------------------------------------------------------------------------------------------------
+
+
+@scenarios
+@pytest.mark.parametrize("mode", [CompatMode.OFF, CompatMode.ON], ids=["device", "host"])
+def test_gradients_are_exact(make_store: StoreFactory, fake: FakeKvikio, scenario: Scenario, mode: CompatMode) -> None:
+    fake.change({"compat_mode": mode})
+    store = make_store(KvikioBackend(4, "cuda"), staging_bytes=8 * MIB, accelerator=EventAccelerator())
+    hazards.check(scenario, cache_over(store, wait=True))
+    assert store_is_empty(store)
+    store.close()
+    assert not fake.registered and fake.open_files == fake.busy == 0
+
+
+def test_the_swap_file_has_a_name_only_while_cufile_opens_it(
+    make_store: StoreFactory, fake: FakeKvikio, tmp_path: Path
+) -> None:
+    store = make_store(KvikioBackend(4, "cuda"), accelerator=EventAccelerator(), paths=2)
+    assert fake.open_files == 2 and not [path for path in tmp_path.rglob("*") if path.is_file()]
+    data = noise(MIB)
+    assert torch.equal(store.get(stored(store, data), CPU).data, data)
+    store.close()
+    assert fake.open_files == 0
+
+
+def test_a_drive_that_fails_means_keep_in_memory(make_store: StoreFactory, fake: FakeKvikio) -> None:
+    def script(verb: str, number: int) -> str | None:
+        return "short" if (verb, number) == ("write", 1) else None
+
+    fake.script = script
+    store = make_store(KvikioBackend(4, "cuda"), accelerator=EventAccelerator())
+    first = stored(store, noise(MIB))
+    data = noise(MIB)
+    second = put(store, data)
+    until(lambda: second.state is TicketState.RESCUED, "the failure")
+    assert torch.equal(store.get(second, CPU).data, data) and store.get(first, CPU).stored
+    assert store.put(noise(MIB), wait=False) is Refusal.PATH_FAILED

@@ -1,0 +1,265 @@
+"""Copies on streams of their own, on a device that is as late and as hostile as the rules of streams allow."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import hazards
+import pytest
+import torch
+from conftest import StoreFactory
+from doubles import DeviceBackend, Gate, ScriptedBackend, fails, slow
+from late_device import LateDevice
+from test_hazards import Scenario, scenarios, store_is_empty
+from test_store import CPU, until
+
+from ds_tba.autograd.cache import TensorCache
+from ds_tba.config import AioConfig, OffloadConfig
+from ds_tba.errors import IncompatibleError
+from ds_tba.offloader import ActivationOffloader
+from ds_tba.storage.base import Refusal, Store, Ticket
+from ds_tba.storage.chunked import PiecesStore
+from ds_tba.storage.host import HostStore
+from ds_tba.storage.nvme import NvmeStore
+from ds_tba.store.bundles import BundlingStore
+
+KIB, MIB = 1 << 10, 1 << 20
+Make = Callable[[StoreFactory, LateDevice], tuple[Store, NvmeStore | None]]  # type: ignore[type-arg]
+DeviceFactory = Callable[..., LateDevice]
+
+
+@pytest.fixture
+def make_device() -> Iterator[DeviceFactory]:
+    """Named before ``make_store`` in a test, so that stores are closed before their device ends."""
+    devices: list[LateDevice] = []
+
+    def make(**options: object) -> LateDevice:
+        devices.append(LateDevice(**options))  # type: ignore[arg-type]
+        return devices[-1]
+
+    yield make
+    for device in devices:
+        device.end()
+
+
+def over_nvme(make_store: StoreFactory, device: LateDevice) -> tuple[NvmeStore, NvmeStore]:
+    store = make_store(accelerator=device, staging_bytes=MIB)
+    return store, store
+
+
+def slow_writes(make_store: StoreFactory, device: LateDevice) -> tuple[NvmeStore, NvmeStore]:
+    """Most is handed over from staging, beside the write or instead of it."""
+    store = make_store(ScriptedBackend(slow(0.01)), accelerator=device, staging_bytes=2 * MIB)
+    return store, store
+
+
+def slow_reads(make_store: StoreFactory, device: LateDevice) -> tuple[NvmeStore, NvmeStore]:
+    store = make_store(ScriptedBackend(slow(0.003, "read")), accelerator=device, staging_bytes=MIB)
+    return store, store
+
+
+def failing_writes(make_store: StoreFactory, device: LateDevice) -> tuple[NvmeStore, NvmeStore]:
+    store = make_store(ScriptedBackend(fails("write", first=20)), accelerator=device, staging_bytes=2 * MIB)
+    return store, store
+
+
+def device_staging(make_store: StoreFactory, device: LateDevice) -> tuple[NvmeStore, NvmeStore]:
+    store = make_store(DeviceBackend(), accelerator=device, staging_bytes=MIB)
+    return store, store
+
+
+def bundles(make_store: StoreFactory, device: LateDevice) -> tuple[BundlingStore, NvmeStore]:
+    store = make_store(accelerator=device, staging_bytes=2 * MIB)
+    return BundlingStore(store), store
+
+
+def bundles_with_slow_writes(make_store: StoreFactory, device: LateDevice) -> tuple[BundlingStore, NvmeStore]:
+    store = make_store(ScriptedBackend(slow(0.01)), accelerator=device, staging_bytes=4 * MIB)
+    return BundlingStore(store), store
+
+
+def pieces(make_store: StoreFactory, device: LateDevice) -> tuple[PiecesStore, NvmeStore]:
+    store = make_store(accelerator=device, staging_bytes=256 * KIB)
+    return PiecesStore(store, store), store
+
+
+def in_host_memory(make_store: StoreFactory, device: LateDevice) -> tuple[HostStore, None]:
+    return HostStore(device, 2 * MIB, ahead_bytes=256 * KIB), None
+
+
+stores = pytest.mark.parametrize(
+    "make",
+    [over_nvme, slow_writes, slow_reads, failing_writes, device_staging, bundles, bundles_with_slow_writes, pieces,
+     in_host_memory],
+    ids=lambda make: make.__name__,
+)  # fmt: skip
+
+
+@scenarios
+@stores
+def test_gradients_are_exact(
+    make_device: DeviceFactory, make_store: StoreFactory, make: Make, scenario: Scenario
+) -> None:
+    store, nvme = make(make_store, make_device(longest_pause_s=0.001))
+    hazards.check(scenario, TensorCache([store], "cpu", hazards.LEAST_BYTES, wait_for_staging=True))
+    assert nvme is None or store_is_empty(nvme)
+    store.close()
+
+
+@stores
+@pytest.mark.parametrize("count", [1, 3], ids=["one stream", "three streams"])
+def test_late_kernels_see_the_right_bytes(
+    make_device: DeviceFactory, make_store: StoreFactory, make: Make, count: int
+) -> None:
+    """Kernels write late what is saved, and read late what comes back; the host lets go of both at once."""
+    device, chance = make_device(late_compute=True), random.Random(0)
+    streams = [device.current_stream(), *(device.new_stream() for _ in range(count - 1))]
+    store, nvme = make(make_store, device)
+    exact: list[bool] = []
+    for _ in range(6):
+        saved: list[tuple[Ticket, torch.Tensor]] = []
+        for _ in range(chance.randrange(8, 16)):
+            expected = torch.randint(0, 256, (chance.choice((4 * KIB, 60_000, 128 * KIB)),), dtype=torch.uint8)
+            with device.on(chance.choice(streams)):
+                data = device.allocate(expected.numel(), CPU)
+                device.launch(lambda to, source=expected: to.copy_(source), data)
+                ticket = store.put(data, wait=True)
+            del data
+            if not isinstance(ticket, Refusal):
+                saved.append((ticket, expected))
+        if not saved:  # the late device still uses all the room there is
+            device.synchronize()
+        saved.reverse()
+        for index, (ticket, expected) in enumerate(saved):
+            for ahead, _ in saved[index + 1 : index + 3]:
+                ahead.store.prefetch(ahead)
+            for _ in range(chance.choice((1, 1, 2))):
+                with device.on(chance.choice(streams)):
+                    loaded = ticket.store.get(ticket, CPU)
+                    device.launch(lambda found, wanted=expected: exact.append(torch.equal(found, wanted)), loaded.data)
+                again, loaded = loaded.stored, None
+                if not again:
+                    break
+            ticket.store.release(ticket)
+    device.synchronize()
+    assert len(exact) > 50 and all(exact), f"{exact.count(False)} of {len(exact)} kernels saw wrong bytes"
+    store.close()
+    del ticket, ahead, saved, loaded
+    assert device.allocated_bytes == 0
+    assert nvme is None or nvme.ring.copies.pending_bytes == 0
+
+
+@pytest.mark.parametrize("handed_over", [False, True], ids=["given up", "handed over"])
+@pytest.mark.parametrize("make", [slow_writes, in_host_memory], ids=["nvme", "host"])
+def test_memory_is_not_given_back_under_copies(
+    make_device: DeviceFactory, make_store: StoreFactory, make: Make, handed_over: bool
+) -> None:
+    device = make_device(longest_pause_s=0.1)
+    store, _ = make(make_store, device)
+    for _ in range(4):
+        ticket = store.put(torch.zeros(256 * KIB, dtype=torch.uint8), wait=False)
+        assert not isinstance(ticket, Refusal)
+        if handed_over:
+            store.get(ticket, CPU)  # its copy in is for nobody to wait for
+        store.release(ticket)
+    store.close()
+    assert device.copies_under_way == []
+
+
+def test_device_memory_goes_as_soon_as_its_copy_is_done(make_device: DeviceFactory, make_store: StoreFactory) -> None:
+    device = make_device(late_compute=True)
+    store = make_store(ScriptedBackend(slow(0.2)), accelerator=device)  # the writes have nothing to do with it
+    tickets = [store.put(device.allocate(MIB, CPU), wait=False) for _ in range(8)]
+    assert device.allocated_bytes == store.ring.copies.pending_bytes > 0
+    device.synchronize()
+    tickets.append(store.put(device.allocate(MIB, CPU), wait=False))
+    assert device.allocated_bytes <= MIB
+    assert not any(isinstance(ticket, Refusal) for ticket in tickets)
+
+
+def test_backward_lets_go_of_what_forward_has_copied(make_device: DeviceFactory, make_store: StoreFactory) -> None:
+    device, gate = make_device(late_compute=True), Gate()
+    store = make_store(ScriptedBackend(gate), accelerator=device)
+    tickets = [store.put(device.allocate(MIB, CPU), wait=False) for _ in range(4)]  # more than there are lanes
+    device.synchronize()
+    assert device.allocated_bytes > 0
+    loaded = store.get(tickets[-1], CPU)  # type: ignore[arg-type]
+    assert device.allocated_bytes == loaded.data.numel() == MIB
+    gate.opened.set()
+
+
+def test_device_memory_that_waits_for_its_copy_is_bounded_by_staging(
+    make_device: DeviceFactory, make_store: StoreFactory
+) -> None:
+    """The host waits for a device that is behind, though it may not wait for the drive."""
+    device = make_device(late_compute=True, longest_pause_s=0.02)
+    store = make_store(accelerator=device, staging_bytes=4 * MIB)
+    for _ in range(12):
+        assert not isinstance(store.put(device.allocate(MIB, CPU), wait=False), Refusal)
+        assert device.allocated_bytes <= 4 * MIB
+    assert store.stats.fallbacks.total() == 0
+
+
+def test_device_memory_on_its_way_to_host_memory_is_bounded(make_device: DeviceFactory) -> None:
+    device = make_device(late_compute=True, longest_pause_s=0.02)
+    store = HostStore(device, 8 * MIB, ahead_bytes=MIB)
+    for _ in range(12):
+        store.put(device.allocate(512 * KIB, CPU), wait=False)
+        assert device.allocated_bytes <= MIB
+    store.close()
+
+
+def test_what_a_failed_write_left_in_host_memory_is_there_until_it_was_copied(
+    make_device: DeviceFactory, make_store: StoreFactory
+) -> None:
+    device = make_device(longest_pause_s=0.05)
+    store = make_store(ScriptedBackend(fails("write")), accelerator=device)
+    data = torch.randint(0, 256, (MIB,), dtype=torch.uint8)
+    ticket = store.put(data.clone(), wait=False)
+    store.wait_for_writes()
+    loaded = store.get(ticket, CPU)  # type: ignore[arg-type]
+    assert device.copies_under_way == []
+    assert torch.equal(loaded.data, data)
+
+
+def test_a_drive_that_is_behind_means_keep(make_device: DeviceFactory, make_store: StoreFactory) -> None:
+    device, gate = make_device(late_compute=True), Gate()
+    store = make_store(ScriptedBackend(gate), accelerator=device, staging_bytes=4 * MIB)
+    taken = [store.put(device.allocate(MIB, CPU), wait=False) for _ in range(10)]
+    assert taken.count(Refusal.STAGING_FULL) == 6 == store.stats.fallbacks["staging full"]
+    gate.opened.set()
+
+
+def test_what_is_read_ahead_waits_in_device_memory_within_the_bound(
+    make_device: DeviceFactory, make_store: StoreFactory
+) -> None:
+    device = make_device(late_compute=True, longest_pause_s=0.0)
+    store = make_store(accelerator=device, staging_bytes=4 * MIB)
+    tickets = [store.put(device.allocate(MIB, CPU), wait=True) for _ in range(12)]
+    store.wait_for_writes()
+    device.synchronize()
+    for _ in range(100):
+        for ticket in tickets:
+            store.prefetch(ticket)  # type: ignore[arg-type]
+        until(lambda: not store.ring.slots.used_bytes, "the copies")
+    assert device.allocated_bytes == store.space.prefetched_bytes == 4 * MIB
+    for ticket in tickets:
+        store.release(ticket)  # type: ignore[arg-type]
+    assert device.allocated_bytes == store.space.prefetched_bytes == 0
+
+
+def test_a_capture_is_refused(tmp_path: Path) -> None:
+    class Capturing(LateDevice):
+        def is_capturing(self) -> bool:
+            return True
+
+    device = Capturing()
+    io = {"backend": "posix", "staging_bytes": MIB, "swap_file_bytes": 4 * MIB}
+    config = OffloadConfig.model_validate({"nvme_path": str(tmp_path), "io": io, "min_tensor_bytes": 4096})
+    offloader = ActivationOffloader(config, AioConfig(), device)
+    with pytest.raises(IncompatibleError, match="captured into a graph"):
+        offloader.saving()
+    offloader.close()
+    device.end()

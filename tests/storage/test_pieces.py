@@ -1,0 +1,155 @@
+"""Pieces: storages larger than a part of staging, or than all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import hazards
+import pytest
+import torch
+from conftest import StoreFactory
+from doubles import CpuAccelerator, EventAccelerator, Gate, ScriptedBackend, fails
+from test_hazards import Scenario, scenarios, store_is_empty
+from test_store import CPU, noise
+
+from ds_tba.autograd.cache import TensorCache
+from ds_tba.errors import ActivationLostError
+from ds_tba.storage.backends.base import IoBackend
+from ds_tba.storage.base import Refusal, Ticket
+from ds_tba.storage.chunked import PiecesStore, PiecesTicket
+from ds_tba.storage.nvme import NvmeStore
+from ds_tba.store.bundles import BundlingStore
+from ds_tba.telemetry.bandwidth import PathMeter
+
+KIB, MIB = 1 << 10, 1 << 20
+
+
+def over(nvme: NvmeStore) -> PiecesStore:
+    return PiecesStore(BundlingStore(nvme), nvme)
+
+
+def put(store: PiecesStore, data: torch.Tensor) -> PiecesTicket:
+    ticket = store.put(data, wait=True)
+    assert isinstance(ticket, PiecesTicket), ticket
+    return ticket
+
+
+@scenarios
+@pytest.mark.parametrize("accelerator", [CpuAccelerator, EventAccelerator], ids=["synchronous", "asynchronous"])
+def test_gradients_are_exact(
+    make_store: StoreFactory, accelerator: Callable[[], CpuAccelerator], scenario: Scenario
+) -> None:
+    """Pieces are of 4 KiB; whole storages of 16 KiB pass only on a synchronous device."""
+    nvme = make_store(staging_bytes=16 * KIB, accelerator=accelerator())
+    hazards.check(scenario, TensorCache([over(nvme)], "cpu", hazards.LEAST_BYTES, wait_for_staging=True))
+    assert store_is_empty(nvme)
+
+
+@pytest.mark.parametrize("nbytes", [4 * MIB + 1, 5 * MIB + 4097, 40 * MIB + 3])
+def test_what_is_larger_than_staging_comes_back(make_store: StoreFactory, backend: IoBackend, nbytes: int) -> None:
+    nvme = make_store(backend, staging_bytes=4 * MIB)
+    store, data = over(nvme), noise(nbytes)
+    ticket = put(store, data.clone())
+    nvme.wait_for_writes()
+    for _ in range(2):
+        loaded = store.get(ticket, CPU)
+        assert loaded.stored and torch.equal(loaded.data, data)
+        loaded.data.zero_()
+    assert nvme.stats.offloaded_bytes == nbytes and nvme.ring.slots.peak_used_bytes <= 4 * MIB
+    store.release(ticket)
+    assert store_is_empty(nvme)
+
+
+def test_one_storage_is_spread_over_all_paths(make_store: StoreFactory) -> None:
+    nvme = make_store(paths=3, staging_bytes=8 * MIB)
+    for path in nvme.paths:
+        path.meter = PathMeter(2, 2, lambda: 0.0)  # none is faster than another
+    ticket = put(over(nvme), noise(24 * MIB))
+    assert [path.extents.used_bytes for path in nvme.paths] == [8 * MIB] * 3
+    assert len(ticket.pieces) == 12
+
+
+def test_what_was_only_in_staging_is_handed_over_as_the_only_copy(make_store: StoreFactory) -> None:
+    gate = Gate()
+    nvme = make_store(ScriptedBackend(gate), staging_bytes=8 * MIB, accelerator=EventAccelerator())
+    store, data = over(nvme), noise(6 * MIB)
+    ticket = put(store, data.clone())
+    loaded = store.get(ticket, CPU)
+    assert not loaded.stored and torch.equal(loaded.data, data)
+    gate.opened.set()
+    store.release(ticket)
+    assert store_is_empty(nvme)
+
+
+def test_without_waiting_it_is_refused_before_a_byte_is_copied(make_store: StoreFactory) -> None:
+    nvme = make_store(staging_bytes=4 * MIB, accelerator=EventAccelerator())
+    store = over(nvme)
+    assert store.put(noise(5 * MIB), wait=False) is Refusal.LARGER_THAN_STAGING
+    held = nvme.open(2 * MIB, CPU, wait=False)
+    assert store.put(noise(3 * MIB), wait=False) is Refusal.STAGING_FULL
+    assert nvme.stats.fallbacks == {"larger than io.staging_bytes": 1, "staging full": 1}
+    assert nvme.stats.offloaded_bytes == 0 and not isinstance(held, Refusal)
+
+
+def test_a_swap_file_without_room_gives_the_pieces_back(make_store: StoreFactory) -> None:
+    nvme = make_store(staging_bytes=4 * MIB, swap_file_bytes=6 * MIB)
+    assert over(nvme).put(noise(8 * MIB), wait=True) is Refusal.NO_SPACE
+    assert store_is_empty(nvme)
+
+
+def test_a_copy_that_fails_gives_the_pieces_back(make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvme = make_store(staging_bytes=8 * MIB, accelerator=EventAccelerator())
+    monkeypatch.setattr(nvme.ring.copies, "out", _fails_after(2, nvme.ring.copies.out))
+    with pytest.raises(MemoryError):
+        over(nvme).put(noise(8 * MIB), wait=True)
+    assert store_is_empty(nvme)
+
+
+def test_a_get_that_fails_half_way_may_be_tried_again(
+    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the pieces that came were the only copies."""
+    gate = Gate()
+    nvme = make_store(ScriptedBackend(gate), staging_bytes=8 * MIB, accelerator=EventAccelerator())
+    store, data = over(nvme), noise(8 * MIB)
+    ticket = put(store, data.clone())
+    with monkeypatch.context() as patch:
+        patch.setattr(nvme, "get", _fails_after(3, nvme.get))
+        with pytest.raises(MemoryError):
+            store.get(ticket, CPU)
+    assert torch.equal(store.get(ticket, CPU).data, data)
+    gate.opened.set()
+
+
+def test_a_lost_piece_raises(make_store: StoreFactory) -> None:
+    nvme = make_store(ScriptedBackend(fails("read", first=3)), staging_bytes=4 * MIB)
+    store = over(nvme)
+    ticket = put(store, noise(6 * MIB))
+    nvme.wait_for_writes()
+    with pytest.raises(ActivationLostError):
+        store.get(ticket, CPU)
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "largest"), [(CpuAccelerator, 4 * MIB), (EventAccelerator, MIB)], ids=["lent", "copied"]
+)
+def test_smaller_storages_pass_by(
+    make_store: StoreFactory, accelerator: Callable[[], CpuAccelerator], largest: int
+) -> None:
+    """Where a slot becomes the tensor's memory, whatever fits into staging is not cut."""
+    store = over(make_store(staging_bytes=4 * MIB, accelerator=accelerator()))
+    whole, cut = (store.put(noise(nbytes), wait=True) for nbytes in (largest, largest + 1))
+    assert isinstance(whole, Ticket) and not isinstance(whole, PiecesTicket)
+    assert isinstance(cut, PiecesTicket)
+
+
+def _fails_after(calls: int, original: Callable[..., object]) -> Callable[..., object]:
+    left = [calls]
+
+    def call(*arguments: object, **more: object) -> object:
+        left[0] -= 1
+        if left[0] < 0:
+            raise MemoryError
+        return original(*arguments, **more)
+
+    return call

@@ -1,0 +1,591 @@
+"""The NVMe store: the way of a ticket, bounds, forwarding, and what happens when a drive fails."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import StoreFactory
+from doubles import EventAccelerator, Gate, ScriptedBackend, fails, slow
+
+from ds_tba.errors import ActivationCorruptionError, ActivationLostError, PathError, StateError
+from ds_tba.storage.backends.base import IoBackend, IoHandle
+from ds_tba.storage.backends.posix import PosixBackend
+from ds_tba.storage.base import Refusal
+from ds_tba.storage.nvme import Lanes, NvmeStore
+from ds_tba.storage.swap_file import SwapFile
+from ds_tba.storage.ticket import SwapTicket, TicketState
+from ds_tba.telemetry import bandwidth as path_meter
+
+MIB = 1 << 20
+CPU = torch.device("cpu")
+
+
+def noise(nbytes: int) -> torch.Tensor:
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
+
+
+def slots_in_use(store: NvmeStore) -> int:
+    with store.space.changed:
+        store.space.settle_copies()
+        return store.ring.slots.used_bytes
+
+
+def put(store: NvmeStore, data: torch.Tensor, *, wait: bool = False) -> SwapTicket:
+    ticket = store.put(data, wait=wait)
+    assert isinstance(ticket, SwapTicket), ticket
+    return ticket
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain for: {what}"
+        time.sleep(0.001)
+
+
+def stored(store: NvmeStore, data: torch.Tensor) -> SwapTicket:
+    ticket = put(store, data)
+    until(lambda: ticket.state is TicketState.STORED, "stored")
+    return ticket
+
+
+def nothing_is_held(store: NvmeStore) -> None:
+    until(lambda: slots_in_use(store) == 0, "staging to be free")
+    until(lambda: not any(path.extents.used_bytes for path in store.paths), "extents to be free")
+    assert all(path.extents.used_bytes == 0 and path.queued_bytes == 0 for path in store.paths)
+    assert store.space.prefetched_bytes == store.space.wanted_bytes == store.space.writes_under_way == 0
+
+
+@pytest.mark.parametrize("nbytes", [1, 4095, 4096, 4097, 3 * MIB + 17])
+def test_bytes_come_back_and_nothing_is_held(make_store: StoreFactory, backend: IoBackend, nbytes: int) -> None:
+    store = make_store(backend)
+    data = noise(nbytes)
+    ticket = stored(store, data.clone())
+    for _ in range(2):
+        loaded = store.get(ticket, CPU)
+        assert loaded.stored and torch.equal(loaded.data, data)
+        del loaded  # its memory is a staging slot
+    store.release(ticket)
+    nothing_is_held(store)
+    padded = -(-nbytes // 4096) * 4096
+    assert (store.stats.writes.nbytes, store.stats.reads.nbytes) == (padded, 2 * padded)
+
+
+def test_prefetched_bytes_come_back(make_store: StoreFactory, backend: IoBackend) -> None:
+    store = make_store(backend)
+    pieces = [noise(MIB + index) for index in range(8)]
+    tickets = [stored(store, piece) for piece in pieces]
+    assert all(store.prefetch(ticket) for ticket in tickets)
+    for ticket, piece in zip(tickets, pieces, strict=True):
+        assert torch.equal(store.get(ticket, CPU).data, piece)
+        store.release(ticket)
+    nothing_is_held(store)
+    assert store.stats.reads.nbytes == sum(ticket.extent.nbytes for ticket in tickets)
+
+
+def test_prefetch_is_bounded_and_what_is_not_wanted_is_given_back(make_store: StoreFactory) -> None:
+    gate = Gate()
+    store = make_store(ScriptedBackend(gate), staging_bytes=8 * MIB)
+    gate.opened.set()
+    tickets = [stored(store, noise(MIB)) for _ in range(10)]
+    gate.opened.clear()
+    write = put(store, noise(MIB))
+    assert [store.prefetch(ticket) for ticket in tickets] == [True] * 4 + [False] * 6  # half, beside writes
+    gate.opened.set()
+    until(lambda: write.state is TicketState.STORED, "the write")
+    assert [store.prefetch(ticket) for ticket in tickets] == [True] * 8 + [False] * 2  # all of staging
+    for ticket in [*tickets, write]:
+        store.release(ticket)
+    nothing_is_held(store)
+
+
+def test_a_tensor_larger_than_half_of_staging_is_read_ahead_too(make_store: StoreFactory) -> None:
+    store = make_store(staging_bytes=4 * MIB)
+    ticket = stored(store, noise(3 * MIB))
+    assert store.prefetch(ticket)
+
+
+def test_an_unfinished_write_is_handed_over_from_memory(make_store: StoreFactory) -> None:
+    gate = Gate()
+    store = make_store(ScriptedBackend(gate), lanes=Lanes(1, 1))
+    data = noise(2 * MIB)
+    ticket = put(store, data)
+    gate.arrived.acquire()
+    loaded = store.get(ticket, CPU)
+    assert loaded.stored and torch.equal(loaded.data, data)
+    gate.opened.set()
+    until(lambda: ticket.state is TicketState.STORED, "the write to go on")
+    assert torch.equal(store.get(ticket, CPU).data, data)
+    assert store.stats.forwarded_bytes == 2 * MIB and store.stats.reads.nbytes == 2 * MIB
+    store.release(ticket)
+    nothing_is_held(store)
+
+
+def test_a_write_not_begun_is_cancelled(make_store: StoreFactory) -> None:
+    gate = Gate()
+    store = make_store(ScriptedBackend(gate), lanes=Lanes(1, 1))
+    blocker, data = put(store, noise(MIB)), noise(MIB)
+    gate.arrived.acquire()
+    forwarded, dropped = put(store, data), put(store, noise(MIB))
+    loaded = store.get(forwarded, CPU)
+    assert not loaded.stored and torch.equal(loaded.data, data)
+    del loaded  # its memory is a staging slot
+    store.release(dropped)
+    gate.opened.set()
+    until(lambda: blocker.state is TicketState.STORED, "the blocker")
+    assert store.stats.cancelled_bytes == 2 * MIB and store.stats.writes.nbytes == MIB
+    store.release(forwarded)
+    store.release(blocker)
+    nothing_is_held(store)
+
+
+def test_asked_for_after_it_was_given_up(make_store: StoreFactory) -> None:
+    store = make_store()
+    ticket = stored(store, noise(MIB))
+    store.release(ticket)
+    with pytest.raises(StateError, match="given up"):
+        store.get(ticket, CPU)
+
+
+def test_full_staging_refuses_instead_of_waiting(make_store: StoreFactory) -> None:
+    gate = Gate()
+    store = make_store(ScriptedBackend(gate), staging_bytes=4 * MIB)
+    tickets = [put(store, noise(MIB)) for _ in range(4)]
+    assert store.put(noise(MIB), wait=False) is Refusal.STAGING_FULL
+    assert store.put(noise(5 * MIB), wait=True) is Refusal.LARGER_THAN_STAGING
+    assert store.stats.fallbacks == {"staging full": 1, "larger than io.staging_bytes": 1}
+    gate.opened.set()
+    until(lambda: store.ring.slots.used_bytes == 0, "the writes to drain")
+    assert all(ticket.state is TicketState.STORED for ticket in tickets)
+    assert store.ring.slots.peak_used_bytes == 4 * MIB
+
+
+def test_waiting_for_staging_waits_only_for_writes(make_store: StoreFactory) -> None:
+    store = make_store(ScriptedBackend(slow(0.02)), staging_bytes=4 * MIB)
+    pieces = [noise(MIB) for _ in range(12)]  # made beforehand, or making them might take as long as the writes
+    tickets = [put(store, piece, wait=True) for piece in pieces]
+    until(lambda: all(ticket.state is TicketState.STORED for ticket in tickets), "the writes")
+    assert store.stats.stall_s > 0 and not store.stats.fallbacks
+    assert all(store.prefetch(ticket) for ticket in tickets[:2])
+    until(lambda: all(ticket.state is TicketState.LOADED for ticket in tickets[:2]), "the reads")
+    assert store.put(noise(3 * MIB), wait=True) is Refusal.STAGING_FULL  # and not a hang
+
+
+def test_a_read_without_room_in_staging_goes_around_it(make_store: StoreFactory, backend: IoBackend) -> None:
+    gate = Gate()
+    store = make_store(ScriptedBackend(gate), staging_bytes=4 * MIB)
+    gate.opened.set()
+    data = noise(3 * MIB)
+    ticket = stored(store, data)
+    gate.opened.clear()
+    filler = [put(store, noise(MIB)) for _ in range(4)]
+    assert torch.equal(store.get(ticket, CPU).data, data)
+    gate.opened.set()
+    until(lambda: all(one.state is TicketState.STORED for one in filler), "the writes")
+
+
+def test_reads_overtake_queued_writes(make_store: StoreFactory) -> None:
+    gate = Gate()
+    store = make_store(ScriptedBackend(gate), lanes=Lanes(1, 1))
+    gate.opened.set()
+    data = noise(MIB)
+    ticket = stored(store, data)
+    gate.opened.clear()
+    writes = [put(store, noise(MIB)) for _ in range(8)]
+    assert torch.equal(store.get(ticket, CPU).data, data)  # while no write can end
+    assert all(write.state in (TicketState.QUEUED, TicketState.WRITING) for write in writes)
+    gate.opened.set()
+
+
+def test_the_limit_of_the_swap_file_means_keep(make_store: StoreFactory) -> None:
+    store = make_store(swap_file_bytes=2 * MIB)
+    tickets = [put(store, noise(MIB)) for _ in range(2)]
+    assert store.put(noise(MIB), wait=True) is Refusal.NO_SPACE
+    store.release(tickets[0])
+    until(lambda: store.paths[0].extents.used_bytes == MIB, "the release")
+    put(store, noise(MIB))
+
+
+def test_two_paths_share_the_bytes(make_store: StoreFactory) -> None:
+    gate = Gate()
+    store = make_store(ScriptedBackend(gate), paths=2)
+    pieces = [noise(MIB) for _ in range(8)]
+    tickets = [put(store, piece) for piece in pieces]
+    gate.opened.set()
+    assert {ticket.path.file.directory for ticket in tickets} == {path.file.directory for path in store.paths}
+    assert [path.extents.used_bytes for path in store.paths] == [4 * MIB, 4 * MIB]
+    for ticket, piece in zip(tickets, pieces, strict=True):
+        until(lambda ticket=ticket: ticket.state is TicketState.STORED, "stored")  # type: ignore[misc]
+        assert torch.equal(store.get(ticket, CPU).data, piece)
+
+
+def test_paths_hold_bytes_in_proportion_to_their_bandwidth(make_store: StoreFactory) -> None:
+    gate = Gate()
+    store = make_store(ScriptedBackend(gate), paths=3, staging_bytes=64 * MIB)
+    for path, factor in zip(store.paths, (1, 2, 5), strict=True):
+        for rate in (path.write_rate, path.read_rate):
+            rate.s_per_byte = 1e-9 * 10 / factor
+    tickets = [put(store, noise(MIB)) for _ in range(32)]
+    assert [path.extents.used_bytes // MIB for path in store.paths] == [4, 8, 20]
+    gate.opened.set()
+    for ticket in tickets:
+        store.release(ticket)
+
+
+def test_bandwidth_is_measured_at_the_start_and_corrected_as_it_runs(
+    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(path_meter, "STEADY_BYTES", 4 * MIB)
+    monkeypatch.setattr(SwapFile, "__init__", _already_reserved(SwapFile.__init__, 8 * MIB))
+    slow_files: set[int] = set()
+
+    class UnequalBackend(PosixBackend):
+        """A drive is slow while its descriptor is in the set: 4 ms for a MiB."""
+
+        def open_handle(self, fd: int) -> IoHandle:
+            return _Delayed(super().open_handle(fd), lambda nbytes: 4e-9 * nbytes if fd in slow_files else 0.0)
+
+    store = make_store(UnequalBackend(), paths=2, lanes=Lanes(1, 1))
+    first, second = store.paths
+    assert first.write_rate.bytes_per_s > 0 and second.read_rate.bytes_per_s > 0
+    before = first.busy_s(MIB)
+    slow_files.add(first.file.fd)
+    for _ in range(6):
+        for ticket in [stored(store, noise(MIB)) for _ in range(8)]:
+            store.get(ticket, CPU)
+            store.release(ticket)
+    assert first.busy_s(MIB) > 2 * before and first.busy_s(MIB) > 2 * second.busy_s(MIB)
+    for ticket in (tickets := [put(store, noise(MIB)) for _ in range(9)]):
+        assert ticket.extent.nbytes == MIB
+    assert first.extents.used_bytes < second.extents.used_bytes
+    assert len(tickets) == 9
+
+
+def _already_reserved(init: Callable[..., None], nbytes: int) -> Callable[..., None]:
+    def __init__(self: SwapFile, directory: Path, limit_bytes: int) -> None:
+        init(self, directory, limit_bytes)
+        self.reserve_first(nbytes)
+
+    return __init__
+
+
+class _Delayed(IoHandle):
+    def __init__(self, inner: IoHandle, delay_s: Callable[[int], float]) -> None:
+        self._inner = inner
+        self._delay_s = delay_s
+
+    def write(self, data: torch.Tensor, offset: int) -> None:
+        time.sleep(self._delay_s(data.numel()))
+        self._inner.write(data, offset)
+
+    def read(self, data: torch.Tensor, offset: int) -> None:
+        time.sleep(self._delay_s(data.numel()))
+        self._inner.read(data, offset)
+
+
+def test_a_path_that_fails_its_first_transfer_is_refused(
+    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SwapFile, "__init__", _already_reserved(SwapFile.__init__, MIB))
+    with pytest.raises(PathError, match=r"Input/output error.*or name another directory"):
+        make_store(ScriptedBackend(fails("write")), paths=2)
+
+
+# ---- faults ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EDQUOT])
+def test_a_failed_write_keeps_the_bytes_and_says_so_once(
+    make_store: StoreFactory, code: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate, failing = Gate(), fails("write", code, first=1)
+
+    def script(verb: str, number: int) -> None:
+        gate(verb, number)
+        failing(verb, number)
+
+    store = make_store(ScriptedBackend(script), lanes=Lanes(1, 1))
+    pieces = [noise(MIB) for _ in range(6)]
+    tickets = [put(store, piece) for piece in pieces]
+    gate.opened.set()
+    until(lambda: store.space.writes_under_way == 0, "the writes")
+    assert [ticket.state for ticket in tickets] == [TicketState.STORED] + [TicketState.RESCUED] * 5
+    for ticket, piece in zip(tickets, pieces, strict=True):
+        assert torch.equal(store.get(ticket, CPU).data, piece)
+    assert store.put(noise(MIB), wait=False) is Refusal.PATH_FAILED
+    assert store.stats.fallbacks == {"path failed": 6}
+    assert len(caplog.records) == 1 and "stay in memory" in caplog.text
+    for ticket in tickets:
+        store.release(ticket)
+    nothing_is_held(store)
+
+
+def test_a_path_that_fails_leaves_the_set(make_store: StoreFactory) -> None:
+    backend = ScriptedBackend(fails("write", first=0, last=0))
+    store = make_store(backend, lanes=Lanes(1, 1), paths=2)
+    first = put(store, noise(MIB))
+    until(lambda: first.state is TicketState.RESCUED, "the failure")
+    broken = first.path
+    later = [stored(store, noise(MIB)) for _ in range(4)]
+    assert all(ticket.path is not broken for ticket in later)
+
+
+def test_a_write_that_fails_while_it_is_handed_over(make_store: StoreFactory) -> None:
+    arrived, go = threading.Semaphore(0), threading.Event()
+
+    def script(verb: str, number: int) -> None:
+        if verb == "write":
+            arrived.release()
+            go.wait(30)
+            raise OSError(errno.EIO, "Input/output error")
+
+    store = make_store(ScriptedBackend(script), lanes=Lanes(1, 1))
+    data = noise(MIB)
+    ticket = put(store, data)
+    arrived.acquire()
+    assert torch.equal(store.get(ticket, CPU).data, data)
+    go.set()
+    until(lambda: ticket.state is TicketState.RESCUED, "the failure")
+    assert torch.equal(store.get(ticket, CPU).data, data)
+    store.release(ticket)
+    nothing_is_held(store)
+
+
+def test_a_failed_read_is_tried_once_more(make_store: StoreFactory) -> None:
+    store = make_store(ScriptedBackend(fails("read", last=0)))
+    data = noise(MIB)
+    assert torch.equal(store.get(stored(store, data), CPU).data, data)
+
+
+def test_bytes_that_came_wrong_are_read_once_more(make_store: StoreFactory, caplog: pytest.LogCaptureFixture) -> None:
+    store = make_store(ScriptedBackend(lambda verb, number: "drop" if (verb, number) == ("read", 0) else None))
+    data = noise(MIB)
+    ticket = stored(store, data)
+    store.ring._memory.random_(0, 256)  # type: ignore[union-attr]  # or the slot would still hold the right bytes
+    assert torch.equal(store.get(ticket, CPU).data, data)
+    assert caplog.text.count("bytes read back are not the bytes written; trying once more") == 1
+
+
+def test_bytes_that_cannot_be_read_back_raise_with_the_place(make_store: StoreFactory) -> None:
+    store = make_store(ScriptedBackend(fails("read")))
+    ticket = stored(store, noise(MIB))
+    for _ in range(2):
+        with pytest.raises(ActivationLostError, match=r"offset 0, 1048576 bytes.*Input/output error.*checkpoint"):
+            store.get(ticket, CPU)
+    store.release(ticket)
+    nothing_is_held(store)
+
+
+def test_a_failed_prefetch_raises_when_its_bytes_are_wanted(make_store: StoreFactory) -> None:
+    store = make_store(ScriptedBackend(fails("read")))
+    ticket = stored(store, noise(MIB))
+    assert store.prefetch(ticket)
+    until(lambda: ticket.state is TicketState.LOST, "the read")
+    with pytest.raises(ActivationLostError):
+        store.get(ticket, CPU)
+    store.release(ticket)
+    nothing_is_held(store)
+
+
+@pytest.mark.parametrize("loss", ["drop", "half"])
+@pytest.mark.parametrize("integrity", ["sampled", "full"])
+@pytest.mark.parametrize("verb", ["write", "read"])
+def test_a_lost_or_short_transfer_is_seen(make_store: StoreFactory, loss: str, integrity: str, verb: str) -> None:
+    store = make_store(ScriptedBackend(lambda what, number: loss if what == verb else None), integrity=integrity)
+    ticket = stored(store, noise(8 * MIB))
+    store.ring._memory.random_(0, 256)  # type: ignore[union-attr]  # or the slot would still hold the right bytes
+    with pytest.raises(
+        ActivationCorruptionError, match=r"offset \d+ have checksum 0x[0-9a-f]{16}, expected 0x[0-9a-f]{16}"
+    ):
+        store.get(ticket, CPU)
+
+
+@pytest.mark.parametrize("block", range(8))
+def test_every_single_block_is_sampled(make_store: StoreFactory, block: int) -> None:
+    store = make_store()
+    ticket = stored(store, noise(8 * MIB))
+    stale = noise(MIB)
+    handle = store.paths[0].write_lanes[0]._handle
+    buffer = store.ring.view(store.ring.slots.allocate(MIB))  # type: ignore[arg-type]
+    buffer.copy_(stale)
+    handle.write(buffer, ticket.extent.offset + block * MIB)
+    with pytest.raises(ActivationCorruptionError, match=f"file offset {block * MIB} "):
+        store.get(ticket, CPU)
+
+
+def test_stale_bytes_after_a_lost_rewrite_are_seen(make_store: StoreFactory) -> None:
+    store = make_store(ScriptedBackend(lambda verb, number: "drop" if (verb, number) == ("write", 1) else None))
+    first = stored(store, noise(MIB))
+    store.release(first)
+    second = stored(store, noise(MIB))
+    assert second.extent == first.extent
+    with pytest.raises(ActivationCorruptionError):
+        store.get(second, CPU)
+
+
+def test_a_lane_survives_what_no_backend_should_raise(make_store: StoreFactory) -> None:
+    def script(verb: str, number: int) -> None:
+        if number == 0:
+            raise ZeroDivisionError("a bug in a backend")
+
+    store = make_store(ScriptedBackend(script), lanes=Lanes(1, 1))
+    data = noise(MIB)
+    ticket = put(store, data)
+    until(lambda: ticket.state is TicketState.RESCUED, "the rescue")
+    assert torch.equal(store.get(ticket, CPU).data, data)
+
+
+def test_a_lent_slot_comes_back_with_its_tensor_and_not_before(make_store: StoreFactory, backend: IoBackend) -> None:
+    store = make_store(backend, staging_bytes=2 * MIB)
+    pieces = [noise(2 * MIB), noise(2 * MIB)]
+    tickets = [stored(store, piece) for piece in pieces]
+    first = store.get(tickets[0], CPU).data
+    view = first[MIB:].view(torch.int32)
+    assert store.ring.slots.used_bytes == 2 * MIB
+    assert torch.equal(store.get(tickets[1], CPU).data, pieces[1])  # around staging, which the first one holds
+    assert torch.equal(first, pieces[0])
+    del first
+    assert store.ring.slots.used_bytes == 2 * MIB
+    del view
+    assert store.ring.slots.used_bytes == 0
+    kept = store.get(tickets[0], CPU).data
+    store.close()
+    assert torch.equal(kept, pieces[0])  # memory outlives the store while someone holds it
+    assert store.ring._closed_memory is not None
+    del kept
+    assert store.ring._closed_memory is None
+
+
+class NoMemory(Exception):
+    pass
+
+
+def test_a_hand_over_without_device_memory_may_be_tried_again(
+    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The script may catch an out-of-memory error and skip the batch; nothing may leak, nothing be lost."""
+    gate = Gate()
+    store = make_store(ScriptedBackend(gate), lanes=Lanes(1, 1))
+    pieces = [noise(MIB) for _ in range(3)]
+    tickets = [put(store, piece) for piece in pieces]
+    gate.arrived.acquire()
+
+    def no_memory(*_: object, **__: object) -> torch.Tensor:
+        raise NoMemory
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store.ring.copies, "into", no_memory)
+        patch.setattr(store.ring, "lend", no_memory)
+        for ticket in tickets:
+            with pytest.raises(NoMemory):
+                store.get(ticket, CPU)
+    assert torch.equal(store.get(tickets[1], CPU).data, pieces[1])
+    gate.opened.set()
+    until(lambda: tickets[2].state is TicketState.STORED, "the writes")
+    with monkeypatch.context() as patch:
+        patch.setattr(store.ring.copies, "into", no_memory)
+        patch.setattr(store.ring, "lend", no_memory)
+        with pytest.raises(NoMemory):
+            store.get(tickets[0], CPU)
+    for index in (0, 2):
+        assert torch.equal(store.get(tickets[index], CPU).data, pieces[index])
+    for ticket in tickets:
+        store.release(ticket)
+    nothing_is_held(store)
+
+
+def test_without_host_memory_a_failed_write_stays_in_its_slot(
+    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make_store(ScriptedBackend(fails("write")), lanes=Lanes(1, 1))
+    data = noise(MIB)
+
+    def no_memory(self: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "clone", no_memory)
+        ticket = put(store, data)
+        until(lambda: ticket.state is TicketState.RESCUED, "the failure")
+    assert ticket.host is None and ticket.slot is not None
+    for _ in range(2):
+        assert torch.equal(store.get(ticket, CPU).data, data)
+    store.release(ticket)
+    nothing_is_held(store)
+
+
+def test_a_handle_that_cannot_be_had_leaves_no_thread(make_store: StoreFactory) -> None:
+    class FewHandles(ScriptedBackend):
+        opened = 0
+
+        def open_handle(self, fd: int) -> object:  # type: ignore[override]
+            self.opened += 1
+            if self.opened == 3:
+                raise OSError(errno.EAGAIN, "fs.aio-max-nr reached")
+            return super().open_handle(fd)
+
+    before = threading.active_count()
+    with pytest.raises(OSError, match="aio-max-nr"):
+        make_store(FewHandles(fails("none")))
+    assert threading.active_count() == before
+
+
+def test_a_slot_is_not_used_again_while_the_device_still_copies_into_it(make_store: StoreFactory) -> None:
+    gate, copied = Gate(), threading.Event()
+    store = make_store(ScriptedBackend(gate), lanes=Lanes(1, 1), accelerator=EventAccelerator(copied))
+    for ticket in [put(store, noise(MIB)) for _ in range(2)]:
+        store.release(ticket)
+    assert store.ring.slots.used_bytes == 2 * MIB
+    gate.opened.set()
+    copied.set()
+    nothing_is_held(store)
+    assert store.stats.writes.nbytes <= MIB
+
+
+# ---- ending ---------------------------------------------------------------------------------------------------------
+
+
+def test_close_stops_the_lanes_and_gives_everything_back(make_store: StoreFactory, backend: IoBackend) -> None:
+    before = threading.active_count()
+    store = make_store(backend)
+    assert threading.active_count() == before + 4
+    ticket = stored(store, noise(MIB))
+    store.close()
+    store.close()
+    assert threading.active_count() == before
+    assert all(path.file.fd == -1 for path in store.paths)
+    assert store.put(noise(MIB), wait=True) is Refusal.CLOSED
+    with pytest.raises(StateError, match="closed before backward"):
+        store.get(ticket, CPU)
+
+
+def test_release_from_a_finalizer_inside_a_critical_section(make_store: StoreFactory) -> None:
+    """The garbage collector may run a finalizer while this very thread holds the store's lock."""
+    store = make_store()
+    ticket = stored(store, noise(MIB))
+
+    class Cycle:
+        def __del__(self) -> None:
+            store.release(ticket)
+
+    cycle = Cycle()
+    cycle.itself = cycle  # type: ignore[attr-defined]
+    del cycle
+    with store.space.changed:
+        gc.collect()
+        assert ticket.state is TicketState.STORED
+    stored(store, noise(MIB))
+    assert ticket.state is TicketState.RELEASED
+
+
+def test_illegal_moves_raise() -> None:
+    ticket = SwapTicket(1, None, None, None, None, CPU)  # type: ignore[arg-type]
+    with pytest.raises(StateError, match="illegal move of a ticket from 'being copied into staging' to 'in the swap"):
+        ticket.move(TicketState.STORED)

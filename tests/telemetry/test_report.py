@@ -1,0 +1,273 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from cuda_doubles import FakeGdsOp, FakeKvikio
+from doubles import CpuAccelerator
+
+from ds_tba import offloader as offloader_module
+from ds_tba.adaptive.ranks import Alone
+from ds_tba.cli import main
+from ds_tba.config import AioConfig, OffloadConfig
+from ds_tba.errors import BackendUnavailableError, ConfigError, PathError
+from ds_tba.offloader import ActivationOffloader
+from ds_tba.storage.backends import aio
+from ds_tba.telemetry.report import rank_path
+
+CONTRACT = {
+    "backend", "steps", "packed_tensors", "offloaded_bytes", "written_bytes", "read_bytes", "forwarded_bytes",
+    "deduplicated_bytes", "kept_bytes", "host_bytes", "recomputed_bytes", "peak_staging_bytes", "peak_saved_bytes",
+    "fallbacks", "write_bytes_per_s", "read_bytes_per_s", "stall_s",
+}  # fmt: skip
+
+
+MIB = 1 << 20
+
+
+def make(directory: Path, **block: object) -> ActivationOffloader:
+    io = {"backend": "posix", "staging_bytes": 8 << 20, "swap_file_bytes": 64 << 20}
+    config = {"nvme_path": str(directory), "io": io, "min_tensor_bytes": 4096, **block}
+    return ActivationOffloader(OffloadConfig.model_validate(config), AioConfig(), CpuAccelerator())
+
+
+def step(offloader: ActivationOffloader, *, written_first: bool = False) -> None:
+    x = torch.randn(512, 512, requires_grad=True)
+    with offloader.saving():
+        loss = x.exp().sin().tanh().sum()
+    if written_first and offloader._tiers.nvme is not None:
+        offloader._tiers.nvme.wait_for_writes()
+    loss.backward()
+    offloader.note_step()
+
+
+def test_the_contract_and_the_sums(tmp_path: Path) -> None:
+    offloader = make(tmp_path)
+    for _ in range(3):
+        step(offloader)
+    offloader.close()
+    report = offloader.report().to_dict()
+    assert report.keys() >= CONTRACT
+    assert report["steps"] == report["micro_steps"] == 3 and report["state"] == "finished"
+    assert report["offloaded_bytes"] == 3 * 2 * 512 * 512 * 4
+    assert report["written_bytes"] + report["cancelled_bytes"] == report["offloaded_bytes"]
+    assert report["read_bytes"] + report["forwarded_bytes"] == report["offloaded_bytes"]
+    assert report["deduplicated_bytes"] == 3 * 512 * 512 * 4
+    assert 0 < report["peak_staging_bytes"] <= 8 << 20
+
+
+def test_keep_measures_only() -> None:
+    config = OffloadConfig.model_validate({"placement": "keep", "min_tensor_bytes": 4096})
+    offloader = ActivationOffloader(config, AioConfig(), CpuAccelerator())
+    step(offloader)
+    offloader.close()
+    report = offloader.report()
+    assert report.offloaded_bytes == 0 and report.backend == "none"
+    assert report.peak_saved_bytes == report.peak_saved_bytes_without == 2 * 512 * 512 * 4
+    assert "measured, not moved" in offloader.start_line()
+
+
+def test_wear_is_told_for_each_path(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    offloader = make(tmp_path, nvme_path=[str(tmp_path / "a"), str(tmp_path / "b")], ssd={"rated_endurance_tbw": 1.0})
+    step(offloader, written_first=True)
+    offloader.close()
+    report = offloader.report()
+    assert [one["path"] for one in report.wear] == [str(tmp_path / "a"), str(tmp_path / "b")]
+    trials = [one["trial_bytes"] for one in report.bandwidth]  # not of any tensor, but wear
+    assert all(trial > 8 * MIB for trial in trials)
+    assert sum(one["written_bytes"] for one in report.wear) == report.written_bytes + sum(trials)
+    assert report.written_bytes > 0
+    assert any("of its rated 1 TBW, if the drive amplifies" in value for _, value in report.rows())
+    assert "no effect" not in offloader.start_line()
+
+
+@pytest.mark.parametrize(("placement", "measures"), [("adaptive", True), ("nvme", False)])
+def test_the_drive_is_measured_at_the_start_where_a_plan_needs_it(
+    tmp_path: Path, placement: str, measures: bool
+) -> None:
+    offloader = make(tmp_path, placement=placement)
+    offloader.watch(torch.nn.Linear(1, 1), Alone())
+    (row,) = offloader.report().bandwidth
+    rates = [value for key, value in row.items() if key.endswith("bytes_per_s")]
+    assert len(rates) == 6 and all((rate > 0) is measures for rate in rates)
+    assert (row["trial_bytes"] > 0) is measures and offloader.report().written_bytes == 0
+    assert (" GB/s of writes and " in offloader.start_line()) is measures
+    offloader.close()
+
+
+def test_host_memory_as_the_tier() -> None:
+    config = {"placement": "host", "host_budget_bytes": 3 << 20, "min_tensor_bytes": 4096}
+    offloader = ActivationOffloader(OffloadConfig.model_validate(config), AioConfig(), CpuAccelerator())
+    step(offloader)
+    offloader.close()
+    report = offloader.report()
+    assert report.host_bytes == report.offloaded_bytes == 2 * 512 * 512 * 4 and report.written_bytes == 0
+    assert report.fallbacks == 0 and "host memory, up to 3145728 bytes" in offloader.start_line()
+
+
+def test_host_memory_behind_a_full_drive(tmp_path: Path) -> None:
+    io = {"backend": "posix", "staging_bytes": 1 << 20, "swap_file_bytes": 1 << 20}
+    offloader = make(tmp_path, io=io, placement="nvme", host_budget_bytes=1 << 20)
+    x = torch.randn(1024, 256, requires_grad=True)  # 1 MiB
+    with offloader.saving():
+        loss = x.exp().sin().tanh().sum()
+    assert offloader.report().host_bytes == 1 << 20
+    loss.backward()
+    offloader.close()
+    report = offloader.report()
+    assert report.fallbacks == 1 and report.kept_bytes == 0
+
+
+def test_the_json_is_there_while_training_and_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offloader_module, "REPORT_AGE_S", 0.0)
+    path = tmp_path / "report.json"
+    offloader = make(tmp_path, report={"path": str(path)})
+    for steps in (1, 2):
+        step(offloader)
+        written = json.loads(path.read_text())
+        assert written["steps"] == steps and written["state"] == "running"
+    offloader.close()
+    assert json.loads(path.read_text()) == json.loads(json.dumps(offloader.report().to_dict()))
+    assert [one.name for one in tmp_path.iterdir()] == ["report.json"]
+
+
+def test_every_steps_logs_and_writes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "ds_tba")
+    offloader = make(tmp_path, report={"every_steps": 2})
+    for _ in range(4):
+        step(offloader)
+    assert [record.getMessage().split(":")[1].strip() for record in caplog.records] == ["2 steps", "4 steps"]
+    offloader.close()
+
+
+def test_one_file_per_rank() -> None:
+    assert rank_path("/a/report.json", 0) == Path("/a/report.json")
+    assert rank_path("/a/report.json", 3) == Path("/a/report.json.rank3")
+
+
+def test_keys_for_plans_are_named_where_there_is_no_plan(tmp_path: Path) -> None:
+    offloader = make(tmp_path, placement="nvme", activation_budget_bytes=1 << 30, max_step_overhead=0.1)
+    assert "no effect of activation_budget_bytes, max_step_overhead" in offloader.start_line()
+    offloader.close()
+    planned = make(tmp_path, placement="adaptive", max_step_overhead=0.1)
+    assert "no effect" not in planned.start_line() and "within 10.0% of the step's time" in planned.start_line()
+    planned.close()
+    bounded = make(tmp_path, placement="adaptive", activation_budget_bytes=5000)
+    assert "least time within 5000 bytes" in bounded.start_line()
+    bounded.close()
+
+
+@pytest.mark.parametrize(
+    ("block", "error"),
+    [
+        ({"nvme_path": "/nowhere"}, PathError),
+        ({"report": {"path": "/nowhere/report.json"}}, ConfigError),
+        ({"report": {"path": "/tmp"}}, ConfigError),
+        ({"host_budget_bytes": 1 << 50}, ConfigError),
+        ({"io": {"backend": "gds"}}, BackendUnavailableError),
+        ({"io": {"backend": "posix", "swap_file_bytes": 1 << 55}}, PathError),
+    ],
+)
+def test_what_stands_in_the_way_raises_and_leaves_nothing(
+    tmp_path: Path, block: dict[str, object], error: type[Exception]
+) -> None:
+    files, threads = os.listdir("/proc/self/fd"), threading.active_count()
+    with pytest.raises(error):
+        make(tmp_path, **block)
+    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == (len(files), threads)
+
+
+@pytest.mark.aio
+def test_aio_without_o_direct_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not aio.is_built():
+        pytest.skip("DeepSpeed's aio op is not built: make aio")
+    real = os.open
+
+    def without_o_direct(path: object, flags: int, *rest: int, **more: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(22, "Invalid argument")
+        return real(path, flags, *rest, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "open", without_o_direct)
+    FakeKvikio().install(monkeypatch)
+    for name in ("aio", "kvikio"):
+        with pytest.raises(BackendUnavailableError, match=rf"{name}: .*has no O_DIRECT.*posix"):
+            make(tmp_path, io={"backend": name, "staging_bytes": 8 << 20})
+    offloader = make(tmp_path)
+    assert "no O_DIRECT on this file system" in offloader.start_line()
+    step(offloader)
+    offloader.close()
+    assert offloader.report().fallbacks == 0
+
+
+def test_a_report_that_cannot_be_written_does_not_stop_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "reports").mkdir()
+    offloader = make(tmp_path, report={"path": str(tmp_path / "reports" / "report.json")})
+    (tmp_path / "reports").rmdir()
+    step(offloader)
+    offloader.close()
+    assert "cannot be written" in caplog.text
+
+
+def test_a_forked_child_touches_neither_the_report_nor_the_lanes(tmp_path: Path) -> None:
+    code = f"""
+import os, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from pathlib import Path
+from test_report import make, step
+offloader = make(Path({str(tmp_path)!r}), report={{"path": {str(tmp_path / "report.json")!r}}})
+step(offloader)
+if os.fork() == 0:
+    sys.exit(0)
+os.wait()
+assert offloader.report().state == "running"
+step(offloader)
+offloader.close()
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=60)
+    assert json.loads((tmp_path / "report.json").read_text())["steps"] == 2
+
+
+def test_the_command_shows_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    offloader = make(tmp_path, report={"path": str(tmp_path / "report.json")})
+    step(offloader)
+    offloader.close()
+    assert main(["report", str(tmp_path / "report.json")]) == 0
+    assert "peak saved, without" in capsys.readouterr().out
+    (tmp_path / "other.json").write_text("{}")
+    assert main(["report", str(tmp_path / "other.json")]) == 2
+
+
+def test_the_doctor_names_what_is_wrong(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["doctor", "--nvme-path", str(tmp_path)]) == 0
+    assert main(["doctor", "--nvme-path", "/nowhere"]) == 1
+    assert "FAIL  nvme_path /nowhere does not exist" in capsys.readouterr().out
+
+
+def test_the_doctor_tells_of_each_backend(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aio, "is_built", lambda: False)
+    for name in ("kvikio", "gds"):
+        monkeypatch.setattr(f"ds_tba.io.{name}.driver_obstacle", lambda: "there is no NVIDIA driver here")
+    assert main(["doctor"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "io.backend" in line and "means" not in line]
+    assert lines == [
+        "ok    io.backend posix can run here",
+        "ok    io.backend aio can run here once DeepSpeed's op is built",
+        "ok    io.backend kvikio cannot run here: there is no NVIDIA driver here: install the driver",
+        "ok    io.backend gds cannot run here: there is no NVIDIA driver here: install the driver",
+    ]
+    FakeKvikio().install(monkeypatch)
+    FakeGdsOp().install(monkeypatch)
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert "io.backend kvikio can run here" in out and "io.backend gds may run here" in out

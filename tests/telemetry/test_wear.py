@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from ds_tba.cli import main
+from ds_tba.telemetry import drive_health as drive_module
+from ds_tba.telemetry.drive_health import Drive, examine
+from ds_tba.telemetry.report import OffloadReport
+from ds_tba.telemetry.wear import path_wear
+
+HEALTH = {"percentage_used": 7, "data_units_written": 20_000_000}
+SMART = {"model_name": "Example 990 PRO", "nvme_smart_health_information_log": HEALTH}
+
+
+def test_life_is_rated_endurance_over_the_measured_rate(tmp_path: Path) -> None:
+    wear = path_wear(tmp_path, Drive(), written_bytes=10**12, elapsed_s=43200.0, rated_endurance_tbw=600)
+    assert wear.written_bytes_per_day == pytest.approx(2e12) and wear.life_days == pytest.approx(300)
+
+
+@pytest.mark.parametrize(("written", "elapsed_s", "rated"), [(0, 10.0, 600.0), (10, 0.0, 600.0), (10, 10.0, None)])
+def test_life_is_unknown_without_a_rating_or_a_write(
+    tmp_path: Path, written: int, elapsed_s: float, rated: float | None
+) -> None:
+    assert path_wear(tmp_path, Drive(), written, elapsed_s, rated).life_days is None
+
+
+# ---- the drive ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sysfs(tmp_path: Path) -> Path:
+    """A tree in which ``tmp_path`` is on the second partition of nvme0n1, without a model."""
+    number = os.stat(tmp_path).st_dev
+    drive = tmp_path / "devices" / "nvme0n1"
+    (drive / "nvme0n1p2").mkdir(parents=True)
+    (drive / "nvme0n1p2" / "partition").touch()
+    (drive / "device").mkdir()
+    (drive / "queue").mkdir()
+    (tmp_path / "dev" / "block").mkdir(parents=True)
+    (tmp_path / "dev" / "block" / f"{os.major(number)}:{os.minor(number)}").symlink_to(drive / "nvme0n1p2")
+    return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def no_smartctl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+
+
+def smartctl(directory: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> Path:
+    """Put a program of that name on PATH; it notes its arguments."""
+    program = directory / "bin" / "smartctl"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\necho "$@" >> {directory}/asked\n{script}\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
+    return directory / "asked"
+
+
+def test_the_drive_behind_a_partition_is_named(sysfs: Path) -> None:
+    (sysfs / "devices" / "nvme0n1" / "device" / "model").write_text("Example 990 PRO  \n")
+    assert examine(sysfs, sysfs) == Drive("nvme0n1", "Example 990 PRO")
+
+
+def test_an_unknown_drive_is_no_error(tmp_path: Path) -> None:
+    assert examine(tmp_path, tmp_path) == Drive()
+    assert examine(tmp_path / "missing") == Drive()
+
+
+@pytest.mark.parametrize(("content", "rotational"), [("0\n", False), ("1\n", True), ("", None)])
+def test_a_spinning_disk_is_known(sysfs: Path, content: str, rotational: bool | None) -> None:
+    (sysfs / "devices" / "nvme0n1" / "queue" / "rotational").write_text(content)
+    assert examine(sysfs, sysfs).rotational is rotational
+
+
+def test_of_a_virtual_drive_nothing_is_believed(sysfs: Path) -> None:
+    (sysfs / "devices" / "nvme0n1").rename(sysfs / "devices" / "vda")
+    (link,) = (sysfs / "dev" / "block").iterdir()
+    link.unlink()
+    link.symlink_to(sysfs / "devices" / "vda" / "nvme0n1p2")
+    (sysfs / "devices" / "vda" / "queue" / "rotational").write_text("1\n")
+    assert examine(sysfs, sysfs) == Drive("vda")
+
+
+def test_smartctl_tells_model_and_life(sysfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with an exit status that speaks of the drive and not of the question."""
+    asked = smartctl(sysfs, monkeypatch, f"echo '{json.dumps(SMART)}'; exit 8")
+    expected = Drive("nvme0n1", "Example 990 PRO", None, 7, 20_000_000 * 512_000)
+    assert examine(sysfs, sysfs) == expected
+    assert asked.read_text() == "-j -a /dev/nvme0n1\n"
+    (sysfs / "devices" / "nvme0n1" / "device" / "model").write_text("What sysfs says\n")
+    assert examine(sysfs, sysfs).model == "What sysfs says"
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "echo 'Permission denied' >&2; exit 2",
+        "echo '[1]'",
+        'echo \'{"nvme_smart_health_information_log": 3, "model_name": null}\'',
+        'echo \'{"nvme_smart_health_information_log": {"percentage_used": "7", "data_units_written": true}}\'',
+        "printf '\\377\\376'",
+        "kill -9 $$",
+    ],
+)
+def test_a_smartctl_that_does_not_answer_is_no_error(sysfs: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    asked = smartctl(sysfs, monkeypatch, script)
+    assert examine(sysfs, sysfs) == Drive("nvme0n1")
+    assert asked.exists()
+
+
+def test_a_slow_smartctl_is_not_waited_for(sysfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = sysfs / "ended"
+    code = f"import time; time.sleep(20); open('{ended}', 'w')"
+    smartctl(sysfs, monkeypatch, f'exec {sys.executable} -S -c "{code}"')
+    monkeypatch.setattr(drive_module, "SMARTCTL_LIMIT_S", 0.2)
+    assert examine(sysfs, sysfs) == Drive("nvme0n1")
+    assert not ended.exists()
+
+
+# ---- in the report --------------------------------------------------------------------------------------------------
+
+
+def test_the_report_tells_what_the_drive_told_once_at_the_start(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from test_report import make, step
+
+    looks: list[Path] = []
+
+    def spinning(path: Path) -> Drive:
+        looks.append(path)
+        return Drive("sda", "Example Disk", True, 7, 10**13)
+
+    monkeypatch.setattr("ds_tba.storage.tiers.examine", spinning)
+    offloader = make(tmp_path, report={"path": str(tmp_path / "report.json")})
+    for _ in range(3):
+        step(offloader)
+        offloader.report()
+    offloader.close()
+    assert looks == [tmp_path]
+    assert f"nvme_path {tmp_path} is on sda, which the system takes for a spinning disk" in caplog.text
+    (wear,) = json.loads((tmp_path / "report.json").read_text())["wear"]
+    assert (wear["rotational"], wear["percentage_used"], wear["drive_written_bytes"]) == (True, 7, 10**13)
+    assert main(["report", str(tmp_path / "report.json")]) == 0
+    assert "at the start 7 % of its life was used, 10.0 TB written in all" in capsys.readouterr().out
+
+
+def test_a_report_of_before_still_shows(tmp_path: Path) -> None:
+    from test_report import make
+
+    offloader = make(tmp_path)
+    offloader.close()
+    old = offloader.report().to_dict()
+    for name in ("rotational", "percentage_used", "drive_written_bytes"):
+        del old["wear"][0][name]
+    assert any(name.startswith("wear of") for name, _ in OffloadReport(**old).rows())
