@@ -2,7 +2,7 @@
 
     python benchmarks/io_roofline.py --nvme_path /local_nvme [--rounds 6] [--gib 4] [--json FILE]
 
-The bytes go through the whole store: bundles, staging, lanes, sampled integrity. fio (Debian package ``fio``) issues
+The bytes go through the whole store: staging, lanes, sampled integrity. fio (Debian package ``fio``) issues
 requests of the same size at the same depth: one synchronous O_DIRECT request in each of as many jobs as there are
 lanes, from huge pages. Files are overwritten, not fresh. Every round runs all variants in a new random order; reported
 are medians over the rounds of each variant's rate over fio's in the same round, and CPU seconds (user and system) per
@@ -41,7 +41,6 @@ from ds_tba.storage.base import Refusal, Ticket
 from ds_tba.storage.nvme import Lanes, NvmeStore
 from ds_tba.storage.staging import StagingRing
 from ds_tba.storage.swap_file import SwapFile
-from ds_tba.store.bundles import BundlingStore
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 HUGE_PAGES = Path("/proc/sys/vm/nr_hugepages")
@@ -81,7 +80,6 @@ class StoreVariant:
         ring = make_ring(CpuAccelerator(), backend, options.staging_mib * MIB)
         file = SwapFile(Path(options.nvme_path), options.gib * GIB)
         self.nvme = NvmeStore([file], backend, ring, Lanes(options.lanes, options.lanes), "sampled")
-        self.store = BundlingStore(self.nvme)
         self.total = options.gib * GIB
 
     def run(self, sizes: list[int]) -> dict[int, tuple[Rate, Rate]]:
@@ -93,7 +91,6 @@ class StoreVariant:
         count = nbytes // size
         cpu, started = cpu_s(), time.perf_counter()
         tickets = [self._put(source) for _ in range(count)]
-        self.store.commit()
         self.nvme.wait_for_writes()
         written, cpu_written = time.perf_counter(), cpu_s()
         ahead = 0
@@ -112,13 +109,13 @@ class StoreVariant:
         )
 
     def _put(self, source: torch.Tensor) -> Ticket:
-        ticket = self.store.put(source, wait=True)
+        ticket = self.nvme.put(source, wait=True)
         if isinstance(ticket, Refusal):
             raise SystemExit(f"the store refused {source.numel()} bytes: {ticket.value}")
         return ticket
 
     def close(self) -> None:
-        self.store.close()
+        self.nvme.close()
 
 
 class FioVariant:

@@ -27,10 +27,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+from planners import PLANNERS
 
-from ds_tba.plan.limits import Limits
-from ds_tba.plan.planner import PLANNERS
-from ds_tba.planner.plan import Plan
+from ds_tba.planner.plan import Limits, Plan
 from ds_tba.planner.trace import OUTSIDE, BlockTrace, PathRates, Resources, StorageTrace, Trace
 
 COUNTS = (1000, 10_000, 100_000)
@@ -38,9 +37,9 @@ RATES_GB_S = (8, 16, 32)
 PLANNERS_SHOWN = ("recompute", "tba", "teraio", "adaptive")
 SEQUENCE = 8192
 STAGING_BYTES = 2 << 30
-LEAST_MOVED_BYTES = 1 << 20
-BUDGET_PART = 0.25
-BESIDE_PART = 0.6
+MIN_MOVED_BYTES = 1 << 20
+BUDGET_FRACTION = 0.25
+BESIDE_FRACTION = 0.6
 COPY_BYTES_PER_S = 50e9
 PUBLISHED_FRACTION = 0.807  # TERAIO, average over its models, 16 GB/s per GPU
 PUBLISHED_S = "31.2 (Llama-3-8B), 37.9 (Granite-8B), 396.6 (Llama-3-70B)"
@@ -134,7 +133,7 @@ def model_trace(shape: Shape, regime: Regime, bytes_per_s: float, pieces: int = 
         use_s, freed_s = end_s - 2 * (start_s + seconds), min(end_s, end_s - 2 * start_s)
         for nbytes in saved:
             piece = max(1, nbytes // pieces)
-            least = LEAST_MOVED_BYTES / pieces
+            least = MIN_MOVED_BYTES / pieces
             storages += [
                 StorageTrace(
                     piece, module, (number,), start_s, min(start_s + seconds, use_s), use_s, freed_s, piece >= least
@@ -148,7 +147,7 @@ def model_trace(shape: Shape, regime: Regime, bytes_per_s: float, pieces: int = 
         for number, (begin, end, first) in bounds.items()
         if number != OUTSIDE
     ]
-    rates = PathRates(bytes_per_s, bytes_per_s, bytes_per_s * BESIDE_PART, bytes_per_s * BESIDE_PART)
+    rates = PathRates(bytes_per_s, bytes_per_s, bytes_per_s * BESIDE_FRACTION, bytes_per_s * BESIDE_FRACTION)
     machine = Resources((rates,), COPY_BYTES_PER_S, COPY_BYTES_PER_S, STAGING_BYTES)
     return Trace(tuple(storages), tuple(blocks), machine, end_s)
 
@@ -168,7 +167,7 @@ def planning_times(rounds: int, counts: list[int]) -> list[dict[str, object]]:
         peak = PLANNERS["keep"](trace, Limits()).prediction.peak_saved_bytes
         for goal, limits in (
             ("overhead", Limits()),
-            ("budget", Limits(activation_budget_bytes=int(peak * BUDGET_PART))),
+            ("budget", Limits(activation_budget_bytes=int(peak * BUDGET_FRACTION))),
         ):
             for name in PLANNERS_SHOWN:
                 took = [timed(name, trace, limits) for _ in range(rounds)]
@@ -198,7 +197,7 @@ def fractions(models: list[str]) -> list[dict[str, object]]:
             for rate in RATES_GB_S:
                 trace = model_trace(SHAPES[model], regime, rate * 1e9)
                 kept = PLANNERS["keep"](trace, Limits()).prediction
-                limits = Limits(activation_budget_bytes=int(kept.peak_saved_bytes * BUDGET_PART))
+                limits = Limits(activation_budget_bytes=int(kept.peak_saved_bytes * BUDGET_FRACTION))
                 row: dict[str, object] = {
                     "regime": regime.name,
                     "model": model,
@@ -229,7 +228,10 @@ def show(times: list[dict[str, object]], parts: list[dict[str, object]]) -> None
     for storages, goal in dict.fromkeys((row["storages"], row["goal"]) for row in times):
         cells = [f"{row['median_s']:.2f}" for row in times if (row["storages"], row["goal"]) == (storages, goal)]
         print(f"| {storages} | {goal} | " + " | ".join(cells) + " |")
-    print(f"\nIdeal step / step under the plan, and (peak / kept peak); budget {BUDGET_PART} of the kept peak, * fits.")
+    print(
+        "\nIdeal step / step under the plan, and (peak / kept peak); "
+        f"budget {BUDGET_FRACTION} of the kept peak, * fits."
+    )
     print(f"TERAIO's published average at 16 GB/s: {PUBLISHED_FRACTION:.3f}\n")
     print("| regime | model | kept GB | GB/s | " + " | ".join(PLANNERS_SHOWN) + " |")
     print("|---|---|---|---|" + "---|" * len(PLANNERS_SHOWN))
@@ -240,7 +242,7 @@ def show(times: list[dict[str, object]], parts: list[dict[str, object]]) -> None
 
 
 def cell(found: dict[str, float]) -> str:
-    fits = "*" if found["peak_part"] <= BUDGET_PART else ""
+    fits = "*" if found["peak_part"] <= BUDGET_FRACTION else ""
     return f"{found['of_ideal']:.3f} ({found['peak_part']:.2f}{fits})"
 
 

@@ -99,7 +99,7 @@ def failures(found: dict[str, Any]) -> list[str]:
     """What does not hold."""
     plain_bytes = found["points"][0]["peak_bytes"]
     failed = [] if found["equal"] else ["losses or gradients differ"]
-    if found["noise"] > points.MOST_STEP_NOISE:
+    if found["noise"] > points.MAX_STEP_NOISE:
         failed.append(f"too noisy to tell: the plain model differs from itself by {found['noise']:.0%}")
     for one in found["points"]:
         noise = max(found["noise"], (one["to_plain"]["high"] - one["to_plain"]["low"]) / 2)

@@ -1,14 +1,16 @@
 """The ``"activation_nvme_offload"`` block as pydantic models, and every rule that needs no look at the machine.
 
-Knows JSON and the rules; does not know DeepSpeed, torch or the file system (see ``store/paths.py`` for the latter).
+Knows JSON and the rules; does not know DeepSpeed, torch or the file system (see ``storage/paths.py`` for the latter).
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
+from enum import IntEnum
 from typing import Annotated, Any, Literal
 
+from packaging.specifiers import SpecifierSet
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -24,12 +26,32 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from ds_tba.errors import ConfigError
 
 BLOCK = "activation_nvme_offload"
+SUPPORTED_DEEPSPEED = SpecifierSet(">=0.19.5,<0.20", prereleases=True)
 NEAR_MISS_RATIO = 0.8
 IO_ALIGNMENT_BYTES = 4096
+# Of staging: what may be read ahead while there are writes.
+PREFETCH_FRACTION_OF_STAGING = 0.5
+# Of staging where the config has null: at least, on a device at most, and of the host memory available to a rank.
+MIN_STAGING_BYTES, MAX_STAGING_BYTES = 256 << 20, 1 << 30
+STAGING_FRACTION = 1 / 16
 
-Placement = Literal["adaptive", "nvme", "host", "keep"]
+PlacementMode = Literal["adaptive", "nvme", "host", "keep"]
 BackendName = Literal["aio", "gds", "kvikio", "posix"]
 Integrity = Literal["off", "sampled", "full"]
+
+
+class Placement(IntEnum):
+    """The four choices. The numbers are for arrays of them only."""
+
+    KEEP = 0
+    HOST = 1
+    NVME = 2
+    RECOMPUTE = 3
+
+    @property
+    def word(self) -> str:
+        """As in the config and in reports."""
+        return self.name.lower()
 
 
 def _number(value: Any) -> Any:
@@ -61,14 +83,24 @@ class _Block(BaseModel):
 
 
 class IoConfig(_Block):
-    """``io``: how bytes reach the swap file."""
+    """``io``: how bytes reach the swap file.
+
+    ``integrity``: ``sampled`` finds I/O blocks that were lost, cut short at either end, or are older bytes throughout.
+    A hole inside of a block, as a kernel or a drive may leave that splits it, is found by ``full`` only.
+    ``staging_bytes``: null is derived when a run starts; see :func:`with_staging`.
+    """
 
     backend: BackendName | None = None
     write_lanes: Lanes = 2
     read_lanes: Lanes = 2
-    staging_bytes: Annotated[int, BeforeValidator(_number), Field(ge=1 << 20)] = 256 << 20
+    staging_bytes: Annotated[int, BeforeValidator(_number), Field(ge=1 << 20)] | None = None
     swap_file_bytes: Annotated[int, BeforeValidator(_number), Field(ge=1 << 20)] | None = None
     integrity: Integrity = "sampled"
+
+    @property
+    def ring_bytes(self) -> int:
+        """Of staging: as it was set or derived."""
+        return MIN_STAGING_BYTES if self.staging_bytes is None else self.staging_bytes
 
 
 class SsdConfig(_Block):
@@ -96,7 +128,6 @@ class AioConfig(BaseModel):
     intra_op_parallelism: Annotated[int, BeforeValidator(_number), Field(ge=1, le=64)] = 1
     single_submit: StrictBool = False
     overlap_events: StrictBool = True
-    use_gds: StrictBool = False
 
     @model_validator(mode="after")
     def _aligned(self) -> AioConfig:
@@ -114,11 +145,11 @@ class OffloadConfig(_Block):
 
     enabled: StrictBool = True
     nvme_path: Annotated[str | list[str], BeforeValidator(_path_or_paths)] | None = None
-    placement: Placement = "adaptive"
+    placement: PlacementMode = "adaptive"
     min_tensor_bytes: Bytes = 1 << 20
     max_step_overhead: Fraction = 0.02
     activation_budget_bytes: Bytes | None = None
-    recompute: StrictBool = True
+    recompute: StrictBool = False
     blocks: list[NonEmptyStr] | None = None
     host_budget_bytes: Bytes = 0
     io: IoConfig = IoConfig()
@@ -151,6 +182,13 @@ class OffloadConfig(_Block):
                 "host_budget_needed",
                 'host_budget_bytes is 0: placement "host" needs the bytes of host memory that it may take',
             )
+        repeated = sorted({path for path in self.blocks or () if (self.blocks or []).count(path) > 1})
+        if repeated:
+            raise PydanticCustomError(
+                "blocks_repeated",
+                "blocks names {repeated} more than once; name each layer once",
+                {"repeated": ", ".join(repeated)},
+            )
         if self.ssd.min_life_days is not None and self.ssd.rated_endurance_tbw is None:
             raise PydanticCustomError(
                 "rated_endurance_needed",
@@ -158,14 +196,34 @@ class OffloadConfig(_Block):
                 "set it from the data sheet, in terabytes written",
                 {"days": self.ssd.min_life_days},
             )
-        if self.min_tensor_bytes > self.io.staging_bytes:
+        if self.min_tensor_bytes > self.io.ring_bytes:
             raise PydanticCustomError(
                 "min_tensor_bytes",
                 "min_tensor_bytes {least} is above io.staging_bytes {staging}, so that no tensor could ever be staged; "
                 "lower the first or raise the second",
-                {"least": self.min_tensor_bytes, "staging": self.io.staging_bytes},
+                {"least": self.min_tensor_bytes, "staging": self.io.ring_bytes},
             )
         return self
+
+
+def with_staging(config: OffloadConfig, host_bytes: float, *, is_host: bool) -> OffloadConfig:
+    """The same with ``io.staging_bytes`` derived where it is null.
+
+    Forward saves in bursts, which staging takes up while the drives write: what finds no room in it is kept. On a CPU,
+    whose own memory it takes, and with GPUDirect Storage, where it is device memory, it stays small; so it does without
+    a plan, where its size bounds what is read ahead onto the device.
+
+    Args:
+        host_bytes: of host memory that are available to this rank.
+        is_host: the training device is a CPU.
+    """
+    if config.io.staging_bytes is not None:
+        return config
+    is_small = is_host or config.io.backend in ("gds", "kvikio") or config.placement != "adaptive"
+    most_bytes = MIN_STAGING_BYTES if is_small else MAX_STAGING_BYTES
+    share_bytes = int(min(most_bytes, host_bytes * STAGING_FRACTION)) // IO_ALIGNMENT_BYTES * IO_ALIGNMENT_BYTES
+    nbytes = max(share_bytes, MIN_STAGING_BYTES)
+    return config.model_copy(update={"io": config.io.model_copy(update={"staging_bytes": nbytes})})
 
 
 def parse_block(ds_config: Mapping[str, Any]) -> tuple[OffloadConfig, AioConfig] | None:
@@ -236,12 +294,14 @@ def _explain(model: type[BaseModel], detail: ErrorDetails, at: str) -> str:
     key = ".".join([at, *map(str, steps)])
     value = detail["input"]
     if detail["type"] == "extra_forbidden":
-        return f'"{key}": {value!r} is not a key of this block{_did_you_mean(str(steps[-1]), _keys_at(model, steps))}'
+        keys = _keys_at(model, steps)
+        closest = _did_you_mean(str(steps[-1]), keys) or f". The choices are {', '.join(keys)}."
+        return f'"{key}": {value!r} is not a key of this block{closest}'
     if detail["type"] == "literal_error":
         expected = str(detail.get("ctx", {}).get("expected", ""))
         choices = [choice.strip("'\" ") for choice in expected.replace(" or ", ",").split(",")]
         allowed = ", ".join(f'"{choice}"' for choice in choices)
-        return f'"{key}" is {value!r}: it must be one of {allowed}{_did_you_mean(str(value), choices)}'
+        return f'"{key}" is {value!r}: it must be one of {allowed}{_did_you_mean(str(value), choices) or "."}'
     if not steps:
         return f'"{key}": {_rule(detail)}.'
     return f'"{key}" is {value!r}: {_rule(detail)}{_bytes_hint(key, value)}.'
@@ -276,4 +336,4 @@ def _keys_at(model: type[BaseModel], steps: list[Any]) -> list[str]:
 
 def _did_you_mean(word: str, choices: list[str]) -> str:
     close = difflib.get_close_matches(word.lower(), choices, n=1, cutoff=0.6)
-    return f"; did you mean `{close[0]}`?" if close else f". The choices are {', '.join(choices)}."
+    return f"; did you mean `{close[0]}`?" if close else ""

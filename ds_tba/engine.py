@@ -20,19 +20,17 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from packaging.specifiers import SpecifierSet
 from torch import distributed
 
 from ds_tba.adaptive.ranks import Agreement, Alone, Ranks
 from ds_tba.autograd.tensors import mark_owned
-from ds_tba.config import BLOCK, AioConfig, OffloadConfig, near_misses, parse_block
+from ds_tba.config import BLOCK, SUPPORTED_DEEPSPEED, AioConfig, OffloadConfig, near_misses, parse_block
 from ds_tba.device.accelerator import adapted
 from ds_tba.errors import ConfigError, IncompatibleError
 from ds_tba.offloader import ActivationOffloader
 
 logger = logging.getLogger("ds_tba")
 
-SUPPORTED_DEEPSPEED = SpecifierSet(">=0.19.5,<0.20", prereleases=True)
 ATTRIBUTE = "activation_offloader"
 _HOOKED = "_ds_tba_hooked"
 _NO_HOOKS = "support saved tensor hooks"  # in the message of torch/_functorch/eager_transforms.py
@@ -191,7 +189,7 @@ def _tie(engine: Any, offloader: ActivationOffloader) -> None:
     for module in engine.module.modules():
         if module._parameters or module._buffers:
             # After ZeRO-3's own pre-forward hooks, which gather the parameters into new storage.
-            module.register_forward_pre_hook(_mark_owned)
+            offloader.on_close(module.register_forward_pre_hook(_mark_owned).remove)
             mark_owned(module)
     # HF and Accelerate never call destroy(). At interpreter exit the offloader closes by itself.
     weakref.finalize(engine, offloader.close_soon).atexit = False

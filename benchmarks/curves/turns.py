@@ -20,19 +20,19 @@ from gpu.budget import Deadline
 from gpu.device import Device
 from gpu.measure import Workload
 from gpu.variants import plain
+from planners import PLANNERS
 
-from curves.meter import PeakMeter
 from ds_tba.adaptive.ranks import Alone
+from ds_tba.cli.estimate.device_memory import PeakMeter
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.offloader import ActivationOffloader
-from ds_tba.plan.planner import PLANNERS
 from ds_tba.storage.backends.base import IoBackend
 from ds_tba.storage.backends.select import Selection
 
-MOST_STEPS_TO_A_PLAN = 20
+MAX_STEPS_TO_A_PLAN = 20
 STEPS_AFTER_A_PLAN = 2
 # The plan of one that may choose is made again from what its steps take: it has come to rest after so many of them.
-STEPS_AT_REST, MOST_STEPS_TO_REST = 17, 80
+STEPS_AT_REST, MAX_STEPS_TO_REST = 17, 80
 LEARNING_RATE = 0.0
 
 
@@ -99,7 +99,7 @@ class Runner:
 
     def warm_up(self) -> None:
         """Step until there is a plan, and a little longer."""
-        for _ in range(MOST_STEPS_TO_A_PLAN):
+        for _ in range(MAX_STEPS_TO_A_PLAN):
             self.step()
             if self.offloader is None or self.offloader.report().plans:
                 break
@@ -110,7 +110,7 @@ class Runner:
 
     def _come_to_rest(self) -> None:
         plans, since = 0, 0
-        for _ in range(MOST_STEPS_TO_REST):
+        for _ in range(MAX_STEPS_TO_REST):
             now = self.step().plans
             plans, since = now, since + 1 if now == plans else 0
             if since == STEPS_AT_REST:
@@ -145,9 +145,9 @@ class Runner:
 
     @property
     def is_measuring(self) -> bool:
-        """Whether the next step is recorded, or rehearses, instead of following a plan."""
+        """Whether the next step is recorded, instead of following a plan."""
         controller = self.offloader._controller if self.offloader is not None else None
-        return controller is not None and controller._survey.is_running
+        return controller is not None and controller.is_recording
 
     def _forward_and_backward(self) -> torch.Tensor:
         workload, offloader = self._workload, self.offloader
@@ -174,7 +174,7 @@ class Runner:
             return None
         held = [*self._workload.parameters, *self._workload.batch]
         held += [one.grad for one in self._workload.parameters if one.grad is not None]
-        for _ in range(MOST_STEPS_TO_A_PLAN):
+        for _ in range(MAX_STEPS_TO_A_PLAN):
             is_measured = self.is_measuring
             with PeakMeter(_storages(held, self.offloader)) as meter:
                 self._step()

@@ -56,6 +56,10 @@ class TorchCuda:
         return torch.cuda.memory_allocated(index)
 
     @staticmethod
+    def max_memory_allocated(index: int | None = None) -> int:
+        return torch.cuda.max_memory_allocated(index)
+
+    @staticmethod
     def stream(stream: Any) -> AbstractContextManager[Any]:
         return torch.cuda.stream(stream)
 

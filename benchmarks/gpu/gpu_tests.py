@@ -18,7 +18,7 @@ from gpu.device import Device
 
 ROOT = Path(__file__).resolve().parents[2]
 TAIL_CHARACTERS = 4000
-MOST_WORKERS = 8  # each has a CUDA context of its own
+MAX_WORKERS = 8  # each has a CUDA context of its own
 _COUNT = re.compile(r"(\d+) (passed|failed|skipped|error|errors|deselected)")
 
 
@@ -34,9 +34,15 @@ class Tests:
             raise NotRunError("not run: no CUDA")
         scratch = nvme_path / ".gpu_suite_tests"
         command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-ra", "--tb=short", "--maxfail=20"]
-        command += ["-p", "no:cacheprovider", f"--basetemp={scratch}", "tests/test_gpu.py", "tests/test_gpu_engine.py"]
+        command += [
+            "-p",
+            "no:cacheprovider",
+            f"--basetemp={scratch}",
+            "tests/gpu/test_gpu.py",
+            "tests/gpu/test_gpu_engine.py",
+        ]
         if importlib.util.find_spec("xdist") is not None:
-            command += ["-n", str(max(1, min(MOST_WORKERS, (os.cpu_count() or 1) // 2)))]
+            command += ["-n", str(max(1, min(MAX_WORKERS, (os.cpu_count() or 1) // 2)))]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
         with log.open("w", encoding="utf-8") as file:
             self._process = subprocess.Popen(

@@ -22,7 +22,7 @@ ROK_BATCHES = (4, 8, 16, 32)
 ROK_VARIANTS = ("keep", "recompute", "ours adaptive, host", "ours adaptive, budget", "ours host", "ours nvme")
 # "ours nvme" writes and reads every activation; a drive that makes a step longer than this would take all the time.
 LONGEST_NVME_STEP_S = 8.0
-USABLE_PART_OF_DEVICE = 0.85
+USABLE_FRACTION_OF_DEVICE = 0.85
 PROBE = Shape("T5", 256, 2, 128, 512, 128, 1)
 KERNELS = (
     (True, True, "flash attention, deterministic algorithms in every variant"),
@@ -63,7 +63,7 @@ def largest_batch(shape: Shape, device: Device, drive_bytes_per_s: float | None)
     for batch in BATCHES:
         one = replace(shape, batch=batch)
         room = device.total_bytes
-        fits = room is None or one.activation_bytes + one.state_bytes < USABLE_PART_OF_DEVICE * room
+        fits = room is None or one.activation_bytes + one.state_bytes < USABLE_FRACTION_OF_DEVICE * room
         if fits and nvme_in_time(one, drive_bytes_per_s):
             return batch
     return BATCHES[-1]

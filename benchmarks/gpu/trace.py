@@ -19,7 +19,7 @@ from gpu.variants import Variants
 
 TRACED = ("ours adaptive, host", "ours host")
 LARGEST_FILE_BYTES = 16 << 20
-LEAST_S = 5.0  # a part that has less left does not begin another trace
+MIN_S = 5.0  # a part that has less left does not begin another trace
 Spans = list[tuple[float, float]]
 
 
@@ -35,7 +35,7 @@ def measure(
             part["traces"] = dict.fromkeys(TRACED, OUT_OF_MEMORY)
             return
         for variant in TRACED:
-            if not deadline.has(LEAST_S):
+            if not deadline.has(MIN_S):
                 part["traces"][variant] = OUT_OF_TIME
                 continue
             way = variants.prepared(variant, shape, workload.model)

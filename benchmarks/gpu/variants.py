@@ -29,12 +29,12 @@ OURS = {
     "ours adaptive, host": "adaptive",
     "ours adaptive, budget": "adaptive",
 }
-# One to warm up, two that are recorded, three rehearsals, or nine on a CPU: more are not waited for.
-MOST_STEPS_TO_A_PLAN = 20
+# One to warm up, four to prove blocks, two that are recorded: more are not waited for.
+MAX_STEPS_TO_A_PLAN = 20
 # Of the estimate of what a shape saves, which is from above: about half of what it really does.
-BUDGET_PART = 0.35
+BUDGET_FRACTION = 0.35
 # And of what host memory a plan may use: pinning takes half a second for each GiB.
-HOST_PART = 0.6
+HOST_FRACTION = 0.6
 LONGEST_STAGING_BYTES = 1 << 30
 # In order of importance.
 VARIANTS = (
@@ -190,7 +190,7 @@ class Variants:
         """Step until a variant does what it will do from then on."""
         if OURS.get(variant) != "adaptive":
             return
-        for _ in range(MOST_STEPS_TO_A_PLAN):
+        for _ in range(MAX_STEPS_TO_A_PLAN):
             if self._offloaders[variant].report().plans:
                 return
             step()
@@ -231,10 +231,11 @@ class Variants:
         if placement == "host":
             return block | {"host_budget_bytes": self.sizes.host_bytes}
         block["nvme_path"] = str(self._nvme_path)
+        block["recompute"] = placement == "adaptive"
         if variant in ("ours adaptive, host", "ours adaptive, budget"):
-            block["host_budget_bytes"] = min(self.sizes.host_bytes, int(HOST_PART * shape.activation_bytes))
+            block["host_budget_bytes"] = min(self.sizes.host_bytes, int(HOST_FRACTION * shape.activation_bytes))
         if variant == "ours adaptive, budget":
-            block["activation_budget_bytes"] = int(BUDGET_PART * shape.activation_bytes)
+            block["activation_budget_bytes"] = int(BUDGET_FRACTION * shape.activation_bytes)
         return block
 
     def counters(self, variant: str) -> dict[str, float] | None:

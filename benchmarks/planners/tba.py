@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import groupby
 
-from ds_tba.plan.placement import Assignment, Placement
-from ds_tba.planner.timeline import Timeline
+from ds_tba.config import Placement
+from ds_tba.planner.timeline import Assignment, Timeline
 from ds_tba.planner.trace import StorageTrace, Trace
 
 

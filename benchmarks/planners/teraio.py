@@ -13,16 +13,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ds_tba.plan.cost import StorageCosts
-from ds_tba.plan.limits import Limits
-from ds_tba.plan.placement import Assignment, Placement
-from ds_tba.planner.timeline import Floats, Timeline
+from ds_tba.config import Placement
+from ds_tba.planner.plan import Limits, StorageCosts
+from ds_tba.planner.timeline import Assignment, Floats, Timeline
 
 SLICES = 1024
-MOST_GROUPS = 1024
+MAX_GROUPS = 1024
 # A move whose ratio is within this part of the next one's is taken before that one is looked at again.
 NEAR_ENOUGH = 0.9
-MOST_BYTES = 2.0**60  # in a slice: sums of infinities are not numbers
+MAX_BYTES = 2.0**60  # in a slice: sums of infinities are not numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +42,8 @@ class Channel:
     """
 
     def __init__(self, out_bytes: float, in_bytes: float) -> None:
-        self._out = np.full(SLICES, min(out_bytes, MOST_BYTES))
-        self._in = np.full(SLICES, min(in_bytes, MOST_BYTES))
+        self._out = np.full(SLICES, min(out_bytes, MAX_BYTES))
+        self._in = np.full(SLICES, min(in_bytes, MAX_BYTES))
 
     def find(self, nbytes: int, packed: int, used: int) -> Reservation | None:
         """The earliest way out after slice ``packed`` and the latest way back before slice ``used``."""
@@ -151,5 +150,5 @@ def teraio_assignment(timeline: Timeline, limits: Limits) -> Assignment:
     """TERAIO's choice; neighbours are moved together where there are very many storages."""
     if not timeline.storages or timeline.end_s <= 0:
         return timeline.kept
-    coarse, group = timeline.grouped(MOST_GROUPS)
+    coarse, group = timeline.grouped(MAX_GROUPS)
     return Assignment(Greedy(coarse, limits).choose().placements[group], timeline.kept.recomputed)

@@ -29,7 +29,7 @@ BAD_WRITES = ("dropped write", "short write", "stale write")
 LOST_READ = "read error twice"
 WRITE_ERRORS = {"write error EIO": errno.EIO, "write error ENOSPC": errno.ENOSPC}
 KINDS = ("slow write", "slow read", *WRITE_ERRORS, "read error once", LOST_READ, *BAD_WRITES)
-ARMED_PART = 0.3
+ARMED_FRACTION = 0.3
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Injector:
         """What happens to a read."""
         rates, roll = self._rates, chance.random()
         kind = ""
-        if self._armed == LOST_READ and chance.random() < ARMED_PART:
+        if self._armed == LOST_READ and chance.random() < ARMED_FRACTION:
             kind = LOST_READ
         elif roll < rates.read_error:
             kind = "read error once"
@@ -126,7 +126,7 @@ class Injector:
 
     def _write_kind(self, chance: random.Random) -> str:
         rates, roll = self._rates, chance.random()
-        if self._armed in BAD_WRITES and chance.random() < ARMED_PART:
+        if self._armed in BAD_WRITES and chance.random() < ARMED_FRACTION:
             return "" if self._armed == "stale write" and self._previous is None else self._armed
         if roll < rates.write_error:
             return chance.choice(list(WRITE_ERRORS))

@@ -11,7 +11,7 @@ from soaking.faults import BAD_WRITES, LOST_READ, Rates
 
 MIB = 1 << 20
 PATHS = 4
-HARD_FAULT_PART = 0.25
+HARD_FAULT_FRACTION = 0.25
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from soaking.model import DEPTH, LONGEST, TWICE_DIFFERENTIABLE, TWISTS, ForwardP
 
 # Few enough for the caches of kernels in torch, one per shape, to fill up in the warm-up.
 LENGTHS = (32, 64, 96, 128, 192, 256, LONGEST)
-MOST_TOKENS = 1024
+MAX_TOKENS = 1024
 MODIFIED = "modified by an inplace operation"
 
 
@@ -49,7 +49,7 @@ def plan_of(seed: int, number: int, stage: int) -> StepPlan:
 
 def _forward_plan(chance: random.Random, mode: str) -> ForwardPlan:
     batch = chance.randint(1, 4)
-    lengths = [length for length in LENGTHS if batch * length <= MOST_TOKENS]
+    lengths = [length for length in LENGTHS if batch * length <= MAX_TOKENS]
     twice = mode == "double backward"
     styles = [""] if twice or mode == "mutation" else ["", "", "not reentrant", "reentrant"]
     return ForwardPlan(

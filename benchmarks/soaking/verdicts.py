@@ -15,7 +15,7 @@ MEMORY_BYTES_PER_1000_STEPS = 16 * MIB
 MEMORY_NOISE_BYTES = 24 * MIB
 # From so many steps on each kind of fault must have struck, and each error of ours must have come.
 STEPS_FOR_ALL_FAULTS = 1000
-WARM_UP_PART = 0.1
+WARM_UP_FRACTION = 0.1
 
 Run = dict[str, Any]
 
@@ -98,7 +98,7 @@ def memory(check: str, plain: Run, offload: Run, steps: int, *, at_rest: bool) -
 def _measured(run: Run, steps: int) -> list[dict[str, Any]]:
     """Samples after the warm-up, which is over with the first engine at the earliest."""
     first = min((one["step"] for one in run["samples"] if one["segment"] == -1), default=0)
-    return [one for one in run["samples"] if one["step"] >= max(first, steps * WARM_UP_PART)]
+    return [one for one in run["samples"] if one["step"] >= max(first, steps * WARM_UP_FRACTION)]
 
 
 def _at_rest(run: Run, steps: int, key: str) -> list[int]:

@@ -25,12 +25,12 @@ import torch
 
 from ds_tba.errors import StorageError
 from ds_tba.storage.backends import aio
-from ds_tba.store.integrity import Integrity
+from ds_tba.storage.integrity import Integrity
 from soaking import steps
 from soaking.faults import Faults, Injector
 from soaking.meters import take
 from soaking.model import Model, tokens_of
-from soaking.segments import HARD_FAULT_PART, PATHS, Segment, segment_of
+from soaking.segments import HARD_FAULT_FRACTION, PATHS, Segment, segment_of
 
 SUMS = ("offloaded_bytes", "written_bytes", "read_bytes", "forwarded_bytes", "cancelled_bytes", "kept_bytes",
         "deduplicated_bytes", "host_bytes", "fallbacks", "packed_tensors")  # fmt: skip
@@ -115,7 +115,7 @@ class Worker:
         """Every how many reads a bit flips (0: never), and in which part of the steps a hard fault is armed."""
         sabotage = self._options.sabotage
         if segment.block is None or sabotage not in ("flip", "deaf"):
-            return 0, HARD_FAULT_PART
+            return 0, HARD_FAULT_FRACTION
         segment.block["placement"] = "nvme"
         segment.block["io"]["integrity"] = "off" if sabotage == "flip" else "full"
         return (FLIP_READS, 0.0) if sabotage == "flip" else (0, 1.0)

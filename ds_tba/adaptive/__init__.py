@@ -1,1 +1,1 @@
-"""Part of the package."""
+"""Measures, has plans made, and watches that they keep their promises."""

@@ -1,5 +1,9 @@
 """Makes one plan for all ranks: by the one that saves most, for the slowest drives that any has.
 
+[Note: A new plan] What steps cost is fitted anew at every look. A plan takes the place of the one in force only if it
+differs by more than ``SAME_FRACTION`` in time or peak, as the new fit has it, or in whether it is within the limits. A
+smaller difference is noise, and a change of plans has its price.
+
 Knows planners and ranks; does not know the cache.
 """
 
@@ -10,51 +14,40 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from ds_tba.adaptive.calibration import Fit
 from ds_tba.adaptive.policy import PlanInForce
 from ds_tba.adaptive.ranks import Agreement
-from ds_tba.plan.layout import Layout
-from ds_tba.plan.limits import Limits
-from ds_tba.plan.planner import Planner, keep, recompute, recompute_and_move
-from ds_tba.plan.resources import scaled, slowest
-from ds_tba.planner.trace import Resources, Trace, Traffic
+from ds_tba.planner.plan import Limits, Plan, is_outside, rank, simulate
+from ds_tba.planner.search import Planner
+from ds_tba.planner.trace import MIN_FRACTION, Layout, Resources, Trace, slowest
 
 logger = logging.getLogger(__name__)
 
 NOTHING = -1
+SAME_FRACTION = 0.02
 
 
 class Machine(Protocol):
     """What the machine can move."""
 
+    @property
+    def compute_error_s_per_byte(self) -> float:
+        """How far ``compute_s_per_byte`` of its resources may be off."""
+        ...
+
     def measure(self) -> None:
         """Measure the drives and the copies now."""
         ...
 
-    def note_step(self) -> None:
-        """A step is over."""
+    def note_copies(self, nbytes: int, took_s: float) -> None:
+        """So much was copied to the host in so much time of the training thread."""
         ...
 
-    def moved_bytes(self) -> int:
-        """By the lanes in the last step, either way."""
+    def should_measure(self) -> bool:
+        """Whether its rates may be out of date, because nothing was written or read since the last call."""
         ...
 
-    def taken_s(self, moved_bytes: int) -> float:
-        """What moving so many bytes takes of the processor on which the kernels run."""
-        ...
-
-    def learn(self, moving_s: float, *, is_usual: bool) -> None:
-        """Take into account what moving has taken of the training thread so far."""
-        ...
-
-    def learn_taken(self, taken_s: float, error_s: float, moved_bytes: int) -> None:
-        """Take into account what moving so many bytes has taken of the kernels, and how well that is known."""
-        ...
-
-    def learn_excess(self, excess_s: float, moved_bytes: int) -> float:
-        """Moving so many bytes may have taken so much more of the kernels than a plan counted: what it cannot have."""
-        ...
-
-    def resources(self, traffic: tuple[Traffic, ...] = ()) -> Resources:
+    def resources(self) -> Resources:
         """The rates as they are now."""
         ...
 
@@ -65,19 +58,17 @@ class Offer:
 
     Attributes:
         saved_bytes: of its trace (NOTHING without one); who has most makes the plan.
-        safety: see ``Monitor``.
         room_bytes: for activations, on its device.
-        unfit_blocks: paths of those that it cannot recompute.
-        resources: its machine.
-        hooks_part: see :meth:`Planning.make`.
+        non_recomputable: paths of the blocks that it cannot recompute.
+        resources: its machine, with what moving takes of the kernels as it was fitted.
+        fit: what its steps cost; None without a trace.
     """
 
     saved_bytes: int
-    safety: float
     room_bytes: float
-    unfit_blocks: frozenset[str]
+    non_recomputable: frozenset[str]
     resources: Resources
-    hooks_part: float
+    fit: Fit | None
 
 
 class Planning:
@@ -109,99 +100,77 @@ class Planning:
         self,
         trace: Trace | None,
         layout: Layout,
-        safety: float,
-        unfit_blocks: frozenset[str],
-        hooks_part: float = 0.0,
+        fit: Fit | None,
+        non_recomputable: frozenset[str],
+        current: PlanInForce | None = None,
     ) -> PlanInForce | None:
         """The plan that all ranks follow; None (and an error in the log) if there can be none. A collective.
 
         Args:
             trace, layout: what this rank recorded; without a trace there is no plan for anyone.
-            safety: the part of its measured rates to count on.
-            unfit_blocks: paths of blocks that it cannot recompute.
-            hooks_part: of the step, what autograd's hooks take whatever moves: it counts as overhead, too.
+            fit: what its steps cost; None without a trace.
+            non_recomputable: paths of the blocks that it cannot recompute.
+            current: the plan in force, if it is for this layout; see [Note: A new plan].
         """
-        found = self._agreed(self._planner, self._limits, trace, layout, safety, unfit_blocks, hooks_part)
+        found = self._agreed(trace, layout, fit, non_recomputable, current)
         if isinstance(found, str):
             logger.error("no plan, because %s: activations go where there is room without waiting", found)
             return None
-        if self._agreement.rank == 0:
+        if self._agreement.rank == 0 and not found.is_same_as(current):
             self._warn_of_budget(found)
         return found
 
-    def rehearsal(self, trace: Trace | None, layout: Layout, unfit_blocks: frozenset[str]) -> PlanInForce | None:
-        """A plan for steps that show what recomputing takes, or what a step takes without lanes. A collective.
-
-        It recomputes all blocks that may be. On a CPU, where lanes would disturb what is measured, it moves nothing
-        unless that would be too much for the budget or the memory, and is one that keeps everything where nothing may
-        be recomputed; on a device it moves everything else.
-
-        Args:
-            trace, layout, unfit_blocks: see :meth:`make`.
-
-        Returns:
-            None if it would show nothing, or not fit the device.
-        """
-        is_cpu = self._machine.resources().is_synchronous
-        planners = [recompute, recompute_and_move] if self._limits(0.0).recompute else [keep]
-        for planner in planners if is_cpu else [one for one in planners if one is recompute_and_move]:
-            found = self._agreed(planner, self._unbounded, trace, layout, 1.0, unfit_blocks, 0.0)
-            if isinstance(found, str):
-                return None
-            if planner is recompute_and_move and not any(found.plan.recomputed_blocks):
-                return None
-            budget_bytes = self._limits(found.trace.step_s).activation_budget_bytes
-            is_small = budget_bytes is None or found.plan.prediction.peak_saved_bytes <= budget_bytes
-            if found.limits.activation_budget_bytes is None and (is_small or planner is recompute_and_move):
-                return found
-        return None
-
-    def _unbounded(self, step_s: float) -> Limits:
-        """Without a budget: then a plan has one only if it would not fit the device."""
-        return replace(self._limits(step_s), activation_budget_bytes=None)
-
     def _agreed(
         self,
-        planner: Planner,
-        limits: Callable[[float], Limits],
         trace: Trace | None,
         layout: Layout,
-        safety: float,
-        unfit_blocks: frozenset[str],
-        hooks_part: float,
+        fit: Fit | None,
+        non_recomputable: frozenset[str],
+        current: PlanInForce | None,
     ) -> PlanInForce | str:
         """The plan, or why there is none: the same for every rank."""
-        saved_bytes = NOTHING if trace is None else trace.saved_bytes
-        mine = self._machine.resources(() if trace is None else trace.resources.traffic)
-        offers: list[Offer] = self._agreement.gather(
-            Offer(saved_bytes, safety, self._room_bytes(), unfit_blocks, mine, hooks_part)
+        resources = self._machine.resources()
+        if fit is not None:
+            resources = replace(resources, compute_s_per_byte=fit.compute_s_per_byte)
+        saved_bytes = NOTHING if trace is None or fit is None else trace.saved_bytes
+        offers: list[Offer] = self._agreement.all_gather(
+            Offer(saved_bytes, self._room_bytes(), non_recomputable, resources, fit)
         )
-        if trace is None or any(offer.saved_bytes == NOTHING for offer in offers):
+        if trace is None or fit is None or any(offer.saved_bytes == NOTHING for offer in offers):
             return "a rank has no trace"
-        part = max(offer.hooks_part for offer in offers)
         leader = max(range(len(offers)), key=lambda rank: offers[rank].saved_bytes)
         found: PlanInForce | str = ""
         if leader == self._agreement.rank:
-            room_bytes = min(offer.room_bytes for offer in offers)
-            found = self._planned(
-                planner, lambda step_s: _beside_hooks(limits(step_s), part), _for_all(trace, offers), layout, room_bytes
-            )
-        found = self._agreement.share(found, leader)
+            found = self._planned(trace, fit, layout, offers, current)
+        found = self._agreement.broadcast(found, leader)
         return f"rank {leader} could not plan ({found})" if isinstance(found, str) else found
 
-    @staticmethod
     def _planned(
-        planner: Planner, limits_of: Callable[[float], Limits], trace: Trace, layout: Layout, room_bytes: float
+        self,
+        recorded: Trace,
+        fit: Fit,
+        layout: Layout,
+        offers: Sequence[Offer],
+        current: PlanInForce | None,
     ) -> PlanInForce | str:
         """A plan within the limits, and within the device's memory whatever they are."""
         try:
-            limits = limits_of(trace.step_s)
-            plan = planner(trace, limits)
-            peak_bytes = plan.prediction.peak_saved_bytes
-            if limits.activation_budget_bytes is None and peak_bytes > room_bytes:
+            room_bytes = min(offer.room_bytes for offer in offers)
+            fits = [offer.fit for offer in offers if offer.fit is not None]
+            feared_s_per_byte = max(one.compute_error_s_per_byte + one.feared_wait_s_per_byte for one in fits)
+            trace = _for_all(recorded, fit, offers)
+            careful = _dearer(trace, max(one.recompute_error for one in fits), feared_s_per_byte)
+            wait_s_per_byte = 0.0 if current is None else max(one.wait_s_per_byte for one in fits)
+            expected = _dearer(trace, 0.0, wait_s_per_byte)
+            limits = self._limits(trace.step_s)
+            plan = self._planner(careful, limits)
+            if limits.activation_budget_bytes is None and plan.prediction.peak_saved_bytes > room_bytes:
                 limits = replace(limits, activation_budget_bytes=int(room_bytes))
-                plan = planner(trace, limits)
-            return PlanInForce.of(plan, trace, layout, limits)
+                plan = self._planner(careful, limits)
+            plan = replace(plan, prediction=simulate(expected, plan))
+            if current is not None:
+                plan = _old_or_new(current.plan, plan, expected, limits)
+            return PlanInForce.of(plan, trace, layout, limits, wait_s_per_byte)
         except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer, and training can go on without
             return f"{type(error).__name__}: {error}"
 
@@ -226,16 +195,41 @@ class Planning:
             )
 
 
-def _beside_hooks(limits: Limits, hooks_part: float) -> Limits:
-    """What is left for moving and recomputing: ``max_step_overhead`` is of a step without hooks."""
-    return replace(limits, max_step_overhead=max(0.0, (1 + limits.max_step_overhead) * (1 - hooks_part) - 1))
-
-
-def _for_all(trace: Trace, offers: Sequence[Offer]) -> Trace:
-    """A trace on a machine that is no faster than any rank's, with no block recomputed that some rank cannot."""
-    resources = scaled(slowest([offer.resources for offer in offers]), min(offer.safety for offer in offers))
-    unfit = frozenset[str]().union(*(offer.unfit_blocks for offer in offers))
-    blocks = tuple(
-        replace(block, is_recomputable=block.is_recomputable and block.module not in unfit) for block in trace.blocks
+def _old_or_new(old: Plan, new: Plan, trace: Trace, limits: Limits) -> Plan:
+    """The plan in force, as it is predicted now, unless the new one makes a difference."""
+    before, after = simulate(trace, old), new.prediction
+    is_same = (
+        abs(after.step_s - before.step_s) <= SAME_FRACTION * before.step_s
+        and abs(after.peak_saved_bytes - before.peak_saved_bytes) <= SAME_FRACTION * before.peak_saved_bytes
+        and is_outside(rank(after, limits, trace.step_s)) == is_outside(rank(before, limits, trace.step_s))
+        and all(trace.blocks[n].is_recomputable for n, again in enumerate(old.recomputed_blocks) if again)
     )
-    return replace(trace, resources=resources, blocks=blocks)
+    return replace(old, prediction=before) if is_same else new
+
+
+def _for_all(trace: Trace, fit: Fit, offers: Sequence[Offer]) -> Trace:
+    """A trace as long as it was fitted, on the slowest machine, with no block recomputed that some rank cannot."""
+    non_recomputable = frozenset[str]().union(*(offer.non_recomputable for offer in offers))
+    fitted = calibrated(trace, fit)
+    blocks = tuple(
+        replace(block, is_recomputable=block.is_recomputable and block.module not in non_recomputable)
+        for block in fitted.blocks
+    )
+    return replace(fitted, resources=slowest([offer.resources for offer in offers]), blocks=blocks)
+
+
+def calibrated(trace: Trace, fit: Fit) -> Trace:
+    """A trace as long as it was fitted, with what recomputing takes of it."""
+    scale = max(MIN_FRACTION, fit.kept_s / trace.step_s) if trace.step_s else 1.0
+    found = trace.without((1 - scale) * trace.end_s)
+    return replace(found, rest_s=trace.rest_s * scale, recompute_factor=fit.recompute_factor)
+
+
+def _dearer(trace: Trace, more_for_recomputing: float, more_s_per_byte: float) -> Trace:
+    """Where recomputing and moving cost so much more."""
+    resources = trace.resources
+    return replace(
+        trace,
+        recompute_factor=trace.recompute_factor + more_for_recomputing,
+        resources=replace(resources, compute_s_per_byte=resources.compute_s_per_byte + more_s_per_byte),
+    )

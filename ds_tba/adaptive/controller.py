@@ -1,10 +1,11 @@
-"""Measures a few steps, plans, and has the plan followed, as long as it keeps its promises.
+"""Records a few steps, plans, and has the plan followed and looked at again.
 
 [Note: The course] The first step runs with everything that is eligible moved, which is the safe thing to do while
-nothing is known; two micro-steps of the next ones are recorded; more recompute every block that may be, where there is
-one rank (``survey.py``); from then on a plan is in force, and ``monitor.py`` looks at each step. Every
-decision falls at the end of an optimizer step, which every rank makes (a forward may be one rank's alone), and is one
-of all ranks: what one of them wants, all do.
+nothing is known. Where the config lets blocks be recomputed, the next one or two prove which can be (``proving.py``).
+Two micro-steps of the next ones are recorded (``recording.py``). From then on a plan is in force. Its steps show what
+recomputing and moving cost (``calibration.py``), and ``monitor.py`` says when to look at the plan again. Every decision
+falls at the end of an optimizer step, which every rank makes (a forward may be one rank's alone), and is one of all
+ranks: what one of them wants, all do.
 """
 
 from __future__ import annotations
@@ -13,57 +14,35 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from ds_tba.adaptive.consensus import Machine, Planning
-from ds_tba.adaptive.policy import Always, ByPlan, PlanInForce, Policy
+from ds_tba.adaptive.calibration import Calibration, Fit, Observation
+from ds_tba.adaptive.consensus import Machine, Planning, calibrated
+from ds_tba.adaptive.monitor import Action, Monitor, StepMetrics
+from ds_tba.adaptive.policy import ByPlan, PlanInForce
+from ds_tba.adaptive.proving import Proving
 from ds_tba.adaptive.ranks import Agreement
-from ds_tba.adaptive.recording import Others
+from ds_tba.adaptive.recorder import Recorder
+from ds_tba.adaptive.recording import MAX_RECORDED_STEPS, RecordedTrace, Recording
+from ds_tba.adaptive.step import Counts, Step
 from ds_tba.autograd.blocks import Block, Blocks
 from ds_tba.autograd.cache import TensorCache
+from ds_tba.autograd.policy import Always, Policy
+from ds_tba.config import Placement
 from ds_tba.device.accelerator import Clock
-from ds_tba.errors import IncompatibleError, PathError
-from ds_tba.monitor import Look, Monitor, Want
-from ds_tba.plan.placement import Placement
-from ds_tba.planner.trace import Resources, Trace
+from ds_tba.device.memory_meter import MemoryMeter
+from ds_tba.errors import IncompatibleError, PathError, TraceError
+from ds_tba.planner.trace import Layout, Resources, Trace
 from ds_tba.storage.base import Store
-from ds_tba.survey import Survey
 
 logger = logging.getLogger(__name__)
 
 WARM_STEPS = 1  # allocators, compilers and caches take their time once
 # Of a step: how far ahead of its device a host is taken to be.
-HOST_AHEAD_PART = 0.25
-
-
-@dataclass(slots=True)
-class Step:
-    """What is known of a step.
-
-    Attributes:
-        began, ended: marks of the clock, without what comes between two steps.
-        plan: number of the plan in force; 0 for none.
-        moving_s, refusals: counted before it began.
-        refused: storages that found no room in it.
-        unplanned: saves that the plan did not know.
-        drift_bytes: by which storages differed in size from those of the plan.
-        moves: marks before and after each storage that was moved, or came back.
-    """
-
-    began: Any
-    plan: int
-    moving_s: float
-    refusals: int
-    micro_steps: int = 0
-    refused: int = 0
-    unplanned: int = 0
-    drift_bytes: int = 0
-    moves: list[tuple[Any, Any]] = field(default_factory=list)
-    ended: Any = None
+HOST_AHEAD_FRACTION = 0.25
 
 
 class Controller:
@@ -75,11 +54,12 @@ class Controller:
         safe: the policy while there is no plan.
         planning: makes the plans; None records a trace, and nothing more.
         machine: what it can move, measured already.
-        others: what others move.
         agreement: the ranks.
         clock: of the training device.
-        refusals: how many storages the stores have refused so far.
+        counts: what moving has come to so far.
         on_trace: told of each trace.
+        memory: what everything but saved tensors takes of the device.
+        budget_bytes: bound of the saved tensors in device memory, as the user set it.
 
     Attributes:
         in_force: the plan that is followed.
@@ -95,26 +75,36 @@ class Controller:
         safe: Policy,
         planning: Planning | None,
         machine: Machine,
-        others: Others,
         agreement: Agreement,
         clock: Clock,
-        refusals: Callable[[], int],
+        counts: Callable[[], Counts],
         on_trace: Callable[[Trace], None],
+        memory: MemoryMeter,
+        budget_bytes: int | None = None,
     ) -> None:
         self._cache = cache
         self._tiers = dict(tiers)
         self._safe = safe
         self._planning = planning
         self._machine = machine
-        self._survey = Survey(cache, clock, machine, others, planning, on_trace)
+        self._memory = memory
+        self._budget_bytes = budget_bytes
         self._agreement = agreement
         self._clock = clock
-        self._refusals = refusals
+        self._counts = counts
+        self._on_trace = on_trace
+        self._paths: dict[int, str] = {}  # of each module, by id
+        self._calibration = Calibration()
+        self._recording: Recording | None = None
+        self._recorded: RecordedTrace | None = None
+        self._is_other_trace = False  # than that of the plan in force
         self._blocks: Blocks | None = None
+        self._proving: Proving | None = None
         self._policy = safe
         self._steps = 0
         self._step: Step | None = None
         self._before: Step | None = None  # the step before that
+        self._looked_at: Step | None = None  # of these, for the decision
         self._is_new_step = True
         self._is_over = False
         self._patience_s = 0.0
@@ -126,17 +116,20 @@ class Controller:
 
     def watch(self, model: nn.Module, blocks: Blocks) -> None:
         """The model whose forward comes, and its blocks, which tell this controller of their passes."""
-        self._survey.paths = {id(module): path for path, module in model.named_modules()}
+        self._paths = {id(module): path for path, module in model.named_modules()}
         self._blocks = blocks
         # Under ZeRO-3 a recomputation gathers parameters, which takes all ranks.
         blocks.is_strict = self._agreement.size > 1 and any(hasattr(one, "ds_id") for one in model.parameters())
+        if blocks.is_watching:
+            self._proving = Proving(blocks, self._agreement)
         blocks.install()
+        if self._budget_bytes is not None:
+            self._cache.limit_resident(self._budget_bytes, "activation_budget_bytes")
 
     def close(self) -> None:
         """Leave the model as it was, and decide nothing more."""
         self._is_over = True
-        self._survey.stop()
-        self._cache.time_moves(None)
+        self._stop_recording()
         if self._blocks is not None:
             self._blocks.uninstall()
 
@@ -144,61 +137,71 @@ class Controller:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """The forward of one micro-step."""
+        """A forward: of a micro-step of its own, or one more before the backward of the last one."""
         if not torch.is_grad_enabled():
             yield
             return
-        self._begin()
-        recorder = self._survey.recorder
+        continues = not self._is_new_step and self._cache.is_waiting_for_backward
+        if not continues:
+            self._begin()
+        recorder = self._recorder
         around = None if recorder is None else recorder.around
         lead = self._policy.prefetch_lead if isinstance(self._policy, ByPlan) else ()
         listening = nullcontext() if self._blocks is None else self._blocks.listening()
         watching = nullcontext() if recorder is None else recorder.watching()
-        with watching, self._cache.saving(self._policy, around, lead), listening:
+        with watching, self._cache.saving(self._policy, around, lead, continues=continues), listening:
             yield
-        self._survey.end_forward()
 
     def end_micro_step(self) -> None:
         """Backward is over."""
-        self._survey.end_micro_step()
+        if self._recording is not None:
+            self._recording.end_micro_step()
         self._cache.note_recomputation(0)
+        self._cache.end_micro_step()
 
     def end_step(self) -> None:
         """The optimizer has stepped. A collective."""
-        self._is_new_step = True
+        has_run, self._is_new_step = not self._is_new_step, True
         self._end_policy()
         self._policy = self._safe
         step = self._step
-        if step is not None:
-            step.ended = self._clock.mark()
-            step.refused = self._refusals() - step.refusals
-            step.moves = self._cache.take_moves()
-            self._machine.note_step()
-            if Placement.HOST not in self._tiers:
-                self._machine.learn(self._cache.stats.moving_s, is_usual=self._survey.plan is None)
-            self._survey.end_step(step.began, step.ended, step.moves, is_planned=not step.unplanned)
+        if has_run and step is not None:
+            step.end(self._clock.mark(), self._counts(), self._cache.take_moves())
+            self._machine.note_copies(step.moved_bytes, step.moving_s - step.stall_s)
+            if self._recording is not None:
+                self._recording.end_step(step.ended, step.moved_bytes)
+            if self.in_force is None:
+                self._memory.sample()
         if not self._is_over:
+            if self._proving is not None:
+                self._proving.end_step()
             self._steps += 1
-            self._do(Want(self._agreement.highest(self._wish())))
+            self._do(Action(self._agreement.all_reduce_max(self._decide() if has_run else Action.GO_ON)))
 
     def _begin(self) -> None:
         self._end_policy()
+        self._cache.note_recomputation(0)  # a backward that raised has left its own
         if self._is_new_step:
             self._is_new_step = False
+            if self.in_force is None:
+                self._memory.sample()
             stats = self._cache.stats
             self.step_peak_bytes = stats.resident.lap()
             self._before = self._step
-            self._step = Step(self._clock.mark(), self.plans, stats.moving_s, self._refusals())
+            plan = 0 if self._is_proving or self._recording is not None else self.plans
+            self._step = Step(self._clock.mark(), plan, self._counts())
         if self._step is not None:
             self._step.micro_steps += 1
         self._policy = self._safe
-        if self._survey.is_recording:
-            if self._survey.begin() is not None:
-                self._policy = self._while_recording()
-        elif self._survey.plan is not None:
-            self._policy = ByPlan(self._survey.plan, self._tiers, lambda: True)
-        elif self.in_force is not None:
+        if self._recording is not None and self._recording.begin() is not None:
+            self._policy = self._while_recording()
+        elif self.in_force is not None and not self._is_proving:
             self._policy = ByPlan(self.in_force, self._tiers, self._may_wait)
+
+    @property
+    def _is_proving(self) -> bool:
+        """Whether blocks are tried in this step: no plan foresees what that saves, or how long it takes."""
+        return self._proving is not None and self._proving.is_running
 
     def _while_recording(self) -> Policy:
         """With everything moved it shows when forward is done with each storage; a slow drive has no time for that."""
@@ -213,28 +216,31 @@ class Controller:
         if self._step is not None and isinstance(self._policy, ByPlan):
             self._step.unplanned += self._policy.unplanned
             self._step.drift_bytes += self._policy.drift_bytes
-        self._survey.settle()
+            if self._policy.grown_bytes > self._step.grown_bytes:
+                self._step.grown_bytes, self._step.grown = self._policy.grown_bytes, self._policy.grown
+        if self._recording is not None:
+            self._recording.settle()
 
     def _may_wait(self) -> bool:
         """Whether this step has time left to wait for room in staging, by the host's clock.
 
         The host of an asynchronous device may wait for as long as it would be ahead otherwise.
         """
-        return self._step is not None and self._cache.stats.moving_s - self._step.moving_s <= self._patience_s
+        return self._step is not None and self._cache.stats.moving_s - self._step.before.moving_s <= self._patience_s
 
     # ---- what blocks tell ---------------------------------------------------------------------------------------
 
     def enter(self, block: Block, inputs: Sequence[torch.Tensor]) -> int | None:
         """A pass through a block begins; the bytes that it will not save, if it is to be recomputed."""
-        recorder = self._survey.recorder
+        recorder = self._recorder
         if recorder is not None:
-            is_recomputable = self._blocks is not None and self._blocks.is_recomputable(block)
+            is_recomputable = self._blocks is not None and self._blocks.leaves_no_trace(block)
             recorder.enter(block.path, inputs, is_recomputable=is_recomputable)
         if not isinstance(self._policy, ByPlan) or self._blocks is None:
             return None
         unplanned = self._policy.unplanned
         mark = self._policy.enter(block.path)
-        if mark is not None and not self._blocks.is_recomputable(block):
+        if mark is not None and not self._blocks.is_proven(block):
             self._policy.unplanned += 1  # an obstacle that came up since
             mark = None
         if self._policy.unplanned > unplanned and self._blocks.is_strict and self._policy.recomputes:
@@ -247,7 +253,7 @@ class Controller:
 
     def leave(self, block: Block) -> None:
         """The pass is over."""
-        recorder = self._survey.recorder
+        recorder = self._recorder
         if recorder is not None:
             recorder.leave()
         if isinstance(self._policy, ByPlan):
@@ -257,114 +263,191 @@ class Controller:
         """Backward begins to run a pass again."""
         self.recomputed_bytes += mark
         self._cache.note_recomputation(mark)
-        self._survey.note_recomputation()
 
     def recomputed(self, mark: int) -> None:
         """It has; what was made again is counted until the next recomputation, or the end of backward."""
-        self._survey.note_recomputation()
 
     # ---- a step -------------------------------------------------------------------------------------------------
 
-    def _wish(self) -> Want:
-        if self._steps < WARM_STEPS or self._step is None:
-            return Want.GO_ON
-        if self._survey.is_running:
-            return self._survey.wish()
+    @property
+    def is_recording(self) -> bool:
+        """Whether micro-steps of this step are recorded."""
+        return self._recording is not None
+
+    @property
+    def _recorder(self) -> Recorder | None:
+        """Of the micro-step that runs, if it is recorded."""
+        return None if self._recording is None else self._recording.running
+
+    def _decide(self) -> Action:
+        if self._steps < WARM_STEPS or self._step is None or self._is_proving:
+            return Action.GO_ON
+        if self._recording is not None:
+            return self._decide_recording(self._recording)
         if self.in_force is None:
-            return Want.RECORD
+            return Action.RECORD if self.monitor.may_record(self._steps) else Action.GO_ON
         resources = self._machine.resources()
         # A device is behind the host: of the step before the last it knows everything without being waited for.
         step = self._step if resources.is_synchronous else self._before
+        self._looked_at = None
         if step is None or step.plan != self.plans or step.ended is None:
-            return Want.GO_ON
-        elapsed_s = self._clock.elapsed_s
-        look = Look(
-            elapsed_s(step.began, step.ended),
-            sum(elapsed_s(before, after) for before, after in step.moves),
-            step.refused,
+            return Action.GO_ON
+        self._looked_at = step
+        seen = StepMetrics(
+            step.time_s(self._clock),
+            step.refusals,
             step.unplanned,
-            step.drift_bytes / max(1, self.in_force.trace.saved_bytes * step.micro_steps),
+            step.drift(self.in_force),
             _rates(resources),
-            self._machine.moved_bytes() if resources.is_synchronous else 0,
+            step.grown_bytes / max(1, self.in_force.trace.saved_bytes),
+            step.micro_steps - self.in_force.trace.micro_steps,
         )
-        want = self.monitor.wish(self._steps, look)
-        if excess_s := self.monitor.excess_s:
-            left_s = self._machine.learn_excess(excess_s, look.lane_bytes)
-            if left_s == excess_s > 0:
-                return Want.GO_ON  # moving cannot have taken more, and another plan would be the same
-            self._survey.shorten(max(0.0, -left_s))
-        return want
+        if self._recorded is not None and (shown := step.observation(self._recorded.trace, self.in_force, self._clock)):
+            self._calibration.add(shown)
+        return self.monitor.decide(self._steps, seen)
 
-    def _do(self, want: Want) -> None:
-        if want is Want.RECORD:
-            self._survey.record()
-        elif want is Want.GIVE_UP:
-            self._give_up()
-        elif want is not Want.GO_ON:
-            if want is Want.PROBE:
-                self._probe()
-            if not (self._survey.is_running and self._advance()):
-                self._make_plan()
+    def _decide_recording(self, recording: Recording) -> Action:
+        if recording.is_enough:
+            return Action.PLAN
+        if recording.steps < MAX_RECORDED_STEPS:
+            return Action.RECORD
+        if recording.has_any:
+            return Action.PLAN
+        logger.warning(
+            "no plan yet: no complete forward and backward in %d steps. Activations are offloaded without a plan, and "
+            "steps are recorded again later",
+            recording.steps,
+        )
+        return Action.REST
 
-    def _probe(self) -> None:
+    def _do(self, action: Action) -> None:
+        if action is Action.RECORD:
+            if self._recording is None and (self._proving is None or not self._proving.begin()):
+                self._record()
+        elif action is Action.REST:
+            self._recording = None
+            self.monitor.looked(self._steps)
+            if self._planning is not None:
+                self._safe = Always(list(self._tiers.values()), wait=False)
+        elif action is Action.PLAN:
+            recording, self._recording = self._recording, None
+            if recording is not None:
+                self._take(recording)
+            elif self._agreement.all_reduce_max(int(self._machine.should_measure())):  # together: they share drives
+                self._measure()
+            self._make_plan()
+
+    def _record(self) -> None:
+        self._cache.time_moves(self._clock)
+        is_synchronous = self._machine.resources().is_synchronous
+        self._recording = Recording(
+            self._cache, self._clock, self._paths, is_synchronous=is_synchronous, look=self._memory.sample
+        )
+
+    def _stop_recording(self) -> None:
+        self._recording = None
+        self._cache.time_moves(None)
+
+    def _take(self, recording: Recording) -> None:
+        """Go on from what was recorded; where one rank's recording is broken, no rank has a plan."""
+        micro_steps = 1 if self._step is None else max(1, self._step.micro_steps)
+        earlier, self._recorded = self._recorded, None
+        if not recording.has_any:
+            return
+        try:
+            self._recorded = recording.recorded(self._machine.resources(), micro_steps).at_least(earlier)
+        except TraceError as error:
+            logger.warning("discarding an inconsistent trace: %s", error)
+            return
+        self._calibration.begin(self._recorded.observation, self._recorded.trace.recompute_factor)
+        self._is_other_trace = True
+        self._on_trace(calibrated(self._recorded.trace, self._fit()))
+
+    def _measure(self) -> None:
+        """What is not used is not measured, and may have become faster."""
         try:
             self._machine.measure()
         except (PathError, RuntimeError) as error:  # RuntimeError: no device memory for it
             logger.warning("%s; what was measured before counts", error)
-        self.monitor.probed(self._steps)
 
     def _give_up(self) -> None:
         """Make no more plans; the last one stays in force."""
         self._is_over = True
-        self._survey.stop()
-        self._cache.time_moves(None)
+        self._stop_recording()
         if self._planning is not None:
             self._safe = Always(list(self._tiers.values()), wait=False)
 
     # ---- a plan -------------------------------------------------------------------------------------------------
 
-    def _advance(self) -> bool:
-        """Whether the survey needs more steps."""
-        if self._survey.is_recording:
-            self.monitor.traced(self._steps)
-        micro_steps = 1 if self._step is None else max(1, self._step.micro_steps)
-        # Blocks may communicate: where other ranks could wait for a recomputation, none is tried that no plan asks for.
-        may_rehearse = self._blocks is not None and self._agreement.size == 1
-        return self._survey.advance(micro_steps, self._unfit_blocks(), may_rehearse=may_rehearse)
+    def _fit(self) -> Fit:
+        return self._calibration.fit(
+            self._machine.resources().compute_s_per_byte, self._machine.compute_error_s_per_byte
+        )
 
     def _make_plan(self) -> None:
         if self._planning is None:
             self._give_up()
             return
-        survey = self._survey
-        found = self._planning.make(
-            survey.trace, survey.layout, self.monitor.safety, self._unfit_blocks(), survey.hooks_part
-        )
+        followed, step = self.in_force, self._looked_at
+        if followed is not None and step is not None and step.grown:
+            self._grow(followed, step.grown)
+        self._looked_at = None
+        if self._recorded is None:
+            trace, layout, fit = None, Layout(()), None
+        else:
+            trace, layout, fit = self._recorded.trace, self._recorded.layout, self._fit()
+        current = None if self._is_other_trace else followed
+        self._is_other_trace = False
+        found = self._planning.make(trace, layout, fit, self._non_recomputable(), current)
+        self.monitor.looked(self._steps)
         if found is None:
             self._give_up()
-            return
+        else:
+            self._follow(found)
+
+    def _follow(self, found: PlanInForce) -> None:
+        is_new = not found.is_same_as(self.in_force)  # on every rank alike
         self.in_force = found
-        self._cache.forget_order()
-        self.plans += 1
         limits, cost = found.limits, found.plan.prediction
+        if self._budget_bytes is None:  # what the device has room for, where the plan had to be made for that
+            self._cache.limit_resident(limits.activation_budget_bytes)
         allowed_s = max(cost.stall_s, limits.max_step_overhead * found.trace.step_s - cost.recomputed_s)
         if limits.activation_budget_bytes is not None:
             allowed_s = math.inf
-        ahead_s = 0.0 if found.trace.resources.is_synchronous else HOST_AHEAD_PART * found.trace.step_s
+        ahead_s = 0.0 if found.trace.resources.is_synchronous else HOST_AHEAD_FRACTION * found.trace.step_s
         self._patience_s = max(allowed_s, ahead_s)
-        rates = _rates(self._machine.resources())
-        self.monitor.planned(self._steps, cost.step_s, allowed_s, cost.stall_s, rates)
+        if not any(place is Placement.NVME for place, _ in found.bytes_by_placement) and Placement.NVME in self._tiers:
+            self._tiers[Placement.NVME].trim()
+        self.monitor.planned(cost.step_s, _rates(self._machine.resources()), is_new=is_new)
+        self._calibration.age()
+        if is_new or self._calibration.is_beginning:
+            self._calibration.begin_plan()
+        if not is_new:
+            return
+        self._cache.forget_order()
+        self.plans += 1
         if self._agreement.rank == 0:
             logger.info("plan %d: %s", self.plans, found.describe(self.monitor.reason))
 
-    def _unfit_blocks(self) -> frozenset[str]:
+    def _grow(self, followed: PlanInForce, sizes: Mapping[int, int]) -> None:
+        """Go on from a trace of larger storages than those that were recorded."""
+        trace = followed.trace.grown(sizes)
+        self._recorded = RecordedTrace(trace, followed.layout, Observation(trace.step_s, 0.0, 0))
+        self._calibration.begin(self._recorded.observation, trace.recompute_factor)
+        self._is_other_trace = True
+
+    def _non_recomputable(self) -> frozenset[str]:
         """Paths of the blocks that may not be recomputed."""
         blocks = self._blocks
         return (
             frozenset()
             if blocks is None
-            else frozenset(block.path for block in blocks.all if not blocks.is_recomputable(block))
+            else frozenset(block.path for block in blocks.all if not blocks.is_proven(block))
         )
+
+    def unproven_blocks(self) -> list[dict[str, str]]:
+        """For the report: blocks that are not recomputed, with the reason."""
+        return [] if self._proving is None else self._proving.unproven()
 
     def summary(self) -> dict[str, Any] | None:
         """The plan for the report; None without one."""

@@ -5,52 +5,17 @@ Knows stores, and plans where there is one; does not know the cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from ds_tba.plan.layout import Layout
-from ds_tba.plan.limits import Limits
-from ds_tba.plan.placement import Placement
-from ds_tba.planner.plan import Plan
-from ds_tba.planner.trace import Trace
+from ds_tba.autograd.policy import Choice
+from ds_tba.config import Placement
+from ds_tba.planner.plan import Limits, Plan
+from ds_tba.planner.trace import Layout, Trace
 from ds_tba.storage.base import Store
 
 MIB = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What to do with a storage.
-
-    Attributes:
-        stores: which may have it, in order of preference; none means that it is kept.
-        wait: for room in staging.
-        reason: why it is kept, where there is no store.
-    """
-
-    stores: tuple[Store[Any], ...]
-    wait: bool
-    reason: str = ""
-
-
-class Policy(Protocol):
-    """The choices for one micro-step."""
-
-    def choose(self, key: Hashable, nbytes: int) -> Choice:
-        """Where the storage goes; asked at every save, also of what has its place already."""
-        ...
-
-
-class Always:
-    """The same for every storage."""
-
-    def __init__(self, stores: Sequence[Store[Any]], *, wait: bool, reason: str = "placement keep") -> None:
-        self._choice = Choice(tuple(stores), wait, reason)
-
-    def choose(self, key: Hashable, nbytes: int) -> Choice:
-        """That one choice."""
-        return self._choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +27,7 @@ class PlanInForce:
         layout: of that trace.
         limits: what it may cost.
         dropped_bytes: for each pass through a block what it does not save if it is recomputed.
+        wait_s_per_byte: that no replay foresees, in the prediction; see ``calibration.py``.
     """
 
     plan: Plan
@@ -69,15 +35,35 @@ class PlanInForce:
     layout: Layout
     limits: Limits
     dropped_bytes: tuple[int, ...]
+    wait_s_per_byte: float = 0.0
 
     @classmethod
-    def of(cls, plan: Plan, trace: Trace, layout: Layout, limits: Limits) -> PlanInForce:
+    def of(cls, plan: Plan, trace: Trace, layout: Layout, limits: Limits, wait_s_per_byte: float = 0.0) -> PlanInForce:
         """A plan for ``trace``."""
         dropped = [0] * len(trace.blocks)
         for storage, placement in zip(trace.storages, plan.placements, strict=True):
             if placement is Placement.RECOMPUTE:
                 dropped[storage.blocks[0]] += storage.nbytes
-        return cls(plan, trace, layout, limits, tuple(dropped))
+        return cls(plan, trace, layout, limits, tuple(dropped), wait_s_per_byte)
+
+    def is_same_as(self, other: PlanInForce | None) -> bool:
+        """Whether both have the same done with every storage and block."""
+        return other is not None and self._work == other._work
+
+    @property
+    def _work(self) -> tuple[Any, ...]:
+        return self.layout, self.trace.saved_bytes, self.plan.placements, self.plan.recomputed_blocks
+
+    @property
+    def foreseen_wait_s(self) -> float:
+        """What a step is to wait for lanes and copies, without what moving takes of compute in any case."""
+        resources = self.trace.resources
+        s_per_byte = resources.compute_s_per_byte + self.wait_s_per_byte
+        s_per_byte += 1 / resources.copy_out_bytes_per_s if resources.is_synchronous else 0.0
+        moved_bytes = self.trace.micro_steps * sum(
+            nbytes for place, nbytes in self.bytes_by_placement if place in (Placement.NVME, Placement.HOST)
+        )
+        return max(0.0, self.plan.prediction.stall_s - moved_bytes * s_per_byte)
 
     @property
     def bytes_by_placement(self) -> list[tuple[Placement, int]]:
@@ -124,6 +110,7 @@ class ByPlan:
     Attributes:
         unplanned: saves that the plan does not know.
         drift_bytes: by which storages differ in size from those of the trace.
+        grown: sizes of storages that are larger than in the trace, by their number there.
     """
 
     def __init__(
@@ -143,6 +130,7 @@ class ByPlan:
         self._depth = 0
         self.unplanned = 0
         self.drift_bytes = 0
+        self.grown: dict[int, int] = {}
         self._scope = -1
         self._next_scope()
 
@@ -155,6 +143,11 @@ class ByPlan:
     def prefetch_lead(self) -> tuple[int, ...]:
         """See ``Plan.prefetch_lead``."""
         return self._plan.plan.prefetch_lead
+
+    @property
+    def grown_bytes(self) -> int:
+        """By which storages are larger than in the trace."""
+        return sum(nbytes - self._storages[index].nbytes for index, nbytes in self.grown.items())
 
     def enter(self, module: str) -> int | None:
         """A pass through a block begins: the bytes that it will not save if it is to be recomputed, else None."""
@@ -185,7 +178,10 @@ class ByPlan:
             return self._unplanned
         index = self._expected[self._position]
         self._position += 1
-        self.drift_bytes += abs(nbytes - self._storages[index].nbytes)
+        if nbytes != self._storages[index].nbytes:
+            self.drift_bytes += abs(nbytes - self._storages[index].nbytes)
+            if nbytes > self._storages[index].nbytes:
+                self.grown[index] = nbytes
         placement = self._placements[index]
         if placement is Placement.KEEP:
             return self._kept

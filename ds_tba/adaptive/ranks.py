@@ -18,15 +18,15 @@ class Agreement(Protocol):
     rank: int
     size: int
 
-    def highest(self, value: int) -> int:
+    def all_reduce_max(self, value: int) -> int:
         """The highest value that any rank has."""
         ...
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """The values of all ranks."""
         ...
 
-    def share(self, value: Any, leader: int) -> Any:
+    def broadcast(self, value: Any, leader: int) -> Any:
         """The value that ``leader`` has."""
         ...
 
@@ -37,15 +37,15 @@ class Alone:
     rank = 0
     size = 1
 
-    def highest(self, value: int) -> int:
+    def all_reduce_max(self, value: int) -> int:
         """That value."""
         return value
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """That value."""
         return [value]
 
-    def share(self, value: Any, leader: int) -> Any:
+    def broadcast(self, value: Any, leader: int) -> Any:
         """That value."""
         return value
 
@@ -61,19 +61,19 @@ class Ranks:
         self._group = distributed.new_group(backend="gloo")
         self.size = distributed.get_world_size()
 
-    def highest(self, value: int) -> int:
+    def all_reduce_max(self, value: int) -> int:
         """The highest value that any rank has."""
         numbers = torch.tensor([value], device="cpu")
         distributed.all_reduce(numbers, distributed.ReduceOp.MAX, group=self._group)
         return int(numbers.item())
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """The values of all ranks, which must be picklable."""
         found: list[Any] = [None] * self.size
         distributed.all_gather_object(found, value, group=self._group)
         return found
 
-    def share(self, value: Any, leader: int) -> Any:
+    def broadcast(self, value: Any, leader: int) -> Any:
         """The value that ``leader`` has, which must be picklable."""
         box = [value if self.rank == leader else None]
         distributed.broadcast_object_list(box, src=leader, group=self._group, device=torch.device("cpu"))

@@ -10,6 +10,7 @@ which may not be moved: their bytes count, and go with a block that is recompute
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,11 +22,10 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from ds_tba.autograd.cache import Hooks, TensorCache
-from ds_tba.autograd.saved import PassedThrough, SavedSmall, SavedView, StorageKey
+from ds_tba.autograd.saved import PassedThrough, ResidencyGuard, SavedCounted, SavedView, StorageKey
 from ds_tba.autograd.tensors import Eligibility
 from ds_tba.device.accelerator import Clock
-from ds_tba.plan.layout import Layout
-from ds_tba.planner.trace import OUTSIDE, BlockTrace, Resources, StorageTrace, Trace
+from ds_tba.planner.trace import OUTSIDE, BlockTrace, Layout, Resources, StorageTrace, Trace
 
 # Two recordings of the same gap that are further apart than this show something that is not of the micro-step.
 APART_S, APART_FACTOR = 0.001, 1.5
@@ -51,7 +51,7 @@ class _Storage:
 
 @dataclass(slots=True)
 class _Scope:
-    """See [Note: Scopes] in ``ds_tba/plan/layout.py``."""
+    """See [Note: Scopes] in ``ds_tba/planner/trace.py``."""
 
     number: int
     entered: int
@@ -74,7 +74,7 @@ class Recorded:
     __slots__ = ("_recorder", "held", "index", "scope")
 
     def __init__(
-        self, recorder: Recorder, held: PassedThrough | SavedSmall | SavedView, index: int, scope: int
+        self, recorder: Recorder, held: PassedThrough | SavedCounted | SavedView, index: int, scope: int
     ) -> None:
         self._recorder = recorder
         self.held = held
@@ -107,10 +107,20 @@ class Recorder:
         paths: for each module (by ``id``) its path in the model.
         is_synchronous: whether the device is the host. Elsewhere a copy holds what was moved until the host sees that
             it is done, which says nothing about when forward lets go of it; and hooks take no time of the device.
+        look: called at each hook, while the trace's clock stands still.
     """
 
-    def __init__(self, cache: TensorCache, clock: Clock, paths: dict[int, str], *, is_synchronous: bool = True) -> None:
+    def __init__(
+        self,
+        cache: TensorCache,
+        clock: Clock,
+        paths: dict[int, str],
+        *,
+        is_synchronous: bool = True,
+        look: Callable[[], None] = lambda: None,
+    ) -> None:
         self._cache = cache
+        self._look = look
         self._pack: Callable[[torch.Tensor], Any] = cache.pack
         self._unpack: Callable[[Any], torch.Tensor] = cache.unpack
         self._clock = clock
@@ -121,9 +131,9 @@ class Recorder:
         self._storages: list[_Storage] = []
         self._index: dict[StorageKey, int] = {}
         self._scopes: list[_Scope] = []
+        self._counted: weakref.WeakKeyDictionary[ResidencyGuard, int] = weakref.WeakKeyDictionary()
         self._uses: list[tuple[int, int]] = []  # (pause, scope) of each unpack
         self._depth = 0
-        self._forward_end = 0
         self._ended: Any = None
         self._alike: list[Recorder] = []
         self._hooks: list[tuple[Any, Any]] = []  # marks around the cache's own, within the pauses
@@ -133,17 +143,17 @@ class Recorder:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """The forward that is recorded."""
+        """A forward that is recorded: the first of the micro-step, or one more before its backward."""
         before = register_module_forward_pre_hook(self._enter_module)
         after = register_module_forward_hook(self._leave_module, always_call=True)
         self._cache.take_moves()
-        self._pause(lambda: self._open_scope(""))
+        if not self._scopes:  # else one more forward of the same micro-step
+            self._pause(lambda: self._open_scope(""))
         try:
             yield
         finally:
             before.remove()
             after.remove()
-            self._forward_end = len(self._pauses)
 
     def around(self, hooks: Hooks) -> Hooks:
         """The hooks that record what those of the cache do."""
@@ -167,6 +177,7 @@ class Recorder:
         before = self._clock.mark()
         held = self._pack(tensor)
         self._note_hook(before)
+        self._look()
         scope = self._scopes[-1]
         recorded = Recorded(self, held, self._saved(held, tensor, scope), scope.number)
         self._pauses.append((before, self._clock.mark()))
@@ -179,6 +190,7 @@ class Recorder:
         before = self._clock.mark()
         tensor = self._unpack(recorded.held)
         self._note_hook(before)
+        self._look()
         at = len(self._pauses)
         self._uses.append((at, recorded.scope))
         if recorded.index != _NOTHING and self._storages[recorded.index].unpacked is None:
@@ -203,8 +215,13 @@ class Recorder:
             self._moves = self._cache.take_moves()
 
     @property
+    def saved_bytes(self) -> int:
+        """Of all storages together."""
+        return sum(storage.nbytes for storage in self._storages)
+
+    @property
     def is_complete(self) -> bool:
-        """Whether there was one forward, and then its backward."""
+        """Whether there was a forward, and then its backward."""
         return bool(self._uses) and self._ended is not None
 
     # ---- afterwards ---------------------------------------------------------------------------------------------
@@ -234,11 +251,6 @@ class Recorder:
         if is_alike:
             self._alike.append(earlier)
         return is_alike
-
-    def forward_and_end_s(self) -> tuple[float, float]:
-        """When forward ended and when backward did, on the trace's clock; blocks as :meth:`trace` does."""
-        times, end_s = self._times()
-        return times[min(self._forward_end, len(times) - 1)], end_s
 
     def hooks_s(self) -> float:
         """What the cache's hooks took of the device beside moving; the cache must time its moves."""
@@ -326,12 +338,12 @@ class Recorder:
             if why in (Eligibility.ELIGIBLE, Eligibility.SPARSE_VIEW):
                 scope.inputs.append(self._known(StorageKey.of(tensor), why is Eligibility.ELIGIBLE))
 
-    def _saved(self, held: PassedThrough | SavedSmall | SavedView, tensor: torch.Tensor, scope: _Scope) -> int:
+    def _saved(self, held: PassedThrough | SavedCounted | SavedView, tensor: torch.Tensor, scope: _Scope) -> int:
         """The index of the storage behind a saved tensor."""
         if isinstance(held, PassedThrough):
             return _NOTHING
-        if isinstance(held, SavedSmall):
-            index = self._small(tensor.untyped_storage().nbytes(), scope)
+        if isinstance(held, SavedCounted):
+            index = self._small(held, scope)
         else:
             index = self._known(held.record.key, self._cache.eligibility_of(tensor) is Eligibility.ELIGIBLE)
             scope.members[index] = None
@@ -350,10 +362,14 @@ class Recorder:
             index = self._index[key] = self._add(key.nbytes, is_movable)
         return index
 
-    def _small(self, nbytes: int, scope: _Scope) -> int:
+    def _small(self, held: SavedCounted, scope: _Scope) -> int:
+        index = self._counted.get(held.present)  # a storage that is saved many times takes its memory once
+        if index is not None:
+            return index
         if scope.small == _NOTHING:
             scope.small = self._add(0, False)
-        self._storages[scope.small].nbytes += nbytes
+        self._counted[held.present] = scope.small
+        self._storages[scope.small].nbytes += max(1, held.nbytes)
         return scope.small
 
     def _add(self, nbytes: int, is_movable: bool) -> int:

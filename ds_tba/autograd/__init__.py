@@ -1,1 +1,1 @@
-"""Part of the package."""
+"""What autograd holds in place of saved tensors, and how blocks run again."""

@@ -3,12 +3,10 @@
 Knows torch only; does not know what is done with the passes, nor why one is to be recomputed.
 
 [Note: What can be recomputed] A forward that runs a second time must neither change anything nor find anything changed.
-The passes of the first forward are therefore never recomputed but watched, and so are later ones of another kind (in
-training or evaluation, with objects of other classes among the arguments): for tensors of its own that a block changes
-(the statistics of batch norm), arguments that it changes or that change before forward is over (``relu_``, a KV cache),
-and saved tensors that somebody else takes (a checkpoint of the user's around the block). What is found in two forwards
-is the block's obstacle from then on. A count kept in a Python attribute is not seen; it counts the second run too, as
-under any checkpoint.
+So a pass of a kind not seen before (in training or evaluation, with objects of other classes among the arguments) is
+never recomputed but watched, and what left no trace is tried before it is relied on: see ``proof.py``. What is found in
+two forwards is the block's obstacle from then on. Saved tensors that somebody else takes (a checkpoint of the user's
+around the block) are another. Every recomputation looks again whether the state is that of forward.
 
 [Note: Compiled models] What ``torch.compile`` compiles runs without us: a model compiled as a whole tells of no pass,
 and its code is what it is without us. Blocks that were compiled one by one before they were found (``layers[i] =
@@ -19,35 +17,33 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from ds_tba.autograd.discovery import named_layers, repeated_layers
+from ds_tba.autograd.pass_hooks import CallHook, PassHooks
 from ds_tba.autograd.recompute.checkpoint import (
-    CAN_RECOMPUTE,
     Arguments,
     RecomputedPass,
-    changed_name,
     innermost_hooks,
     replace_forward,
     restore_forward,
-    state_of,
-    version_of,
 )
-from ds_tba.autograd.tensors import VersionWitness
+from ds_tba.autograd.recompute.forward_state import StateReader, UnreadableError
+from ds_tba.autograd.recompute.proof import Evidence, Kind, Trial, Watch, kind_of, name_of, watched
 from ds_tba.errors import IncompatibleError
-
-# How deep an object among the arguments is looked into for changes.
-_DEPTH = 6
 
 # What autograd calls the backward that runs in this thread when there is none.
 _NO_BACKWARD = -1
+# What a bound method has, and inspect and torch.jit ask for.
+_OF_METHODS = frozenset({"__code__", "__defaults__", "__func__", "__globals__", "__kwdefaults__", "__self__"})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,8 +73,8 @@ class PassListener(Protocol):
 
         Returns:
             Anything but None to have the pass recomputed in backward; :meth:`recompute` gets it. Nothing comes of it
-            while ``Blocks.is_recomputable`` is False for the block, nor in passes of a kind not seen before; see
-            [Note: What can be recomputed].
+            while ``Blocks.is_proven`` is False for the block, nor in passes of a kind that is not; see [Note: What can
+            be recomputed].
         """
 
     def leave(self, block: Block) -> None:
@@ -110,20 +106,34 @@ class Blocks:
     Args:
         blocks: from :func:`find_blocks`.
         listener: is told of each pass inside :meth:`listening`.
+        is_watching: whether passes are watched. Without that none is ever recomputed.
+
+    Attributes:
+        to_try: paths of the blocks whose passes are tried from now on, each kind once in a step. Every rank has the
+            same: under ZeRO-3 a trial gathers parameters.
+        is_strict: whether a pass that is to run again and cannot must end the run: other ranks would wait in backward.
     """
 
-    def __init__(self, blocks: Sequence[Block], listener: PassListener) -> None:
+    def __init__(self, blocks: Sequence[Block], listener: PassListener, *, is_watching: bool = True) -> None:
         self.all: tuple[Block, ...] = tuple(blocks)
+        self.is_watching = is_watching
+        self.to_try: frozenset[str] = frozenset()
+        self.is_strict = False
         self._listener = listener
         self._thread = _Thread()
-        self._known = [_Known() for _ in self.all]
+        self._known = [Evidence(StateReader(block.module, block.module.forward)) for block in self.all]
         self._ties: list[tuple[_Forward, Any]] = []
-        # Whether a pass that is to be recomputed and cannot be must end the run: other ranks would wait in backward.
-        self.is_strict = False
+        self._hooks: list[PassHooks] = []
 
     def install(self) -> None:
-        """Take the place of each block's ``forward``. Nothing else of the model changes."""
-        if self._ties:
+        """Be told of passes: by forward hooks, or in the place of each block's ``forward`` if it may run again."""
+        if self._ties or self._hooks:
+            return
+        if not self.is_watching:
+            self._hooks = [
+                PassHooks(block.module, functools.partial(self._enter, block), functools.partial(self._leave, block))
+                for block in self.all
+            ]
             return
         for block in self.all:
             forward = _Forward(self, block, block.module.forward)
@@ -132,10 +142,13 @@ class Blocks:
     def uninstall(self) -> None:
         """Give every block its own ``forward`` back, also where backward has yet to recompute it."""
         for forward, before in self._ties:
-            forward.is_tied = False
+            forward.untie()
             if forward.block.module.__dict__.get("forward") is forward:  # else another has wrapped us: pass through
                 restore_forward(forward.block.module, before)
         self._ties.clear()
+        for hooks in self._hooks:
+            hooks.remove()
+        self._hooks.clear()
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -150,45 +163,105 @@ class Blocks:
             yield
         finally:
             self._thread.session = before
+            for block in reversed(session.inside):  # of passes that an interrupt has ended, without hooks after them
+                self._listener.leave(block)
         session.end()  # what a forward that raised has shown is nothing
 
-    def is_recomputable(self, block: Block) -> bool:
-        """Whether passes through the block can be recomputed.
-
-        False before the first forward inside :meth:`listening`, and settled after the second.
-        """
+    def leaves_no_trace(self, block: Block) -> bool:
+        """Whether passes through the block were watched, and nothing stands in the way of recomputing them."""
         known = self._known[block.index]
-        return bool(known.kinds) and known.obstacle is None
+        return bool(known.traceless) and known.obstacle is None
+
+    def is_proven(self, block: Block) -> bool:
+        """Whether passes through the block can be recomputed, as far as passes have come and been tried."""
+        known = self._known[block.index]
+        return bool(known.proven) and known.obstacle is None
+
+    def untried(self, block: Block) -> frozenset[str]:
+        """The kinds of its passes that left no trace and have not been tried, by names that all ranks give them."""
+        return frozenset(name_of(kind) for kind in self._known[block.index].untried)
 
     def obstacle(self, block: Block) -> str | None:
         """Why passes through the block are not recomputed, as far as is known."""
         return self._known[block.index].obstacle
 
+    def is_settled(self, block: Block) -> bool:
+        """Whether there is an obstacle for good."""
+        return self._known[block.index].is_settled
+
+    def settle(self, block: Block, obstacle: str) -> None:
+        """Never recompute passes through the block."""
+        self._known[block.index].settle(obstacle)
+
+    def end_trials(self) -> None:
+        """A step is over, and what was tried in it was compared."""
+        for known in self._known:
+            known.end_trials()
+
     # ---- one pass -----------------------------------------------------------------------------------------------
 
-    def _pass(self, block: Block, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _session(self) -> _Session | None:
+        """The one that passes belong to now, if any."""
+        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != _NO_BACKWARD:
+            return None
+        return self._thread.session
+
+    def _enter(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        session = self._session()
+        if session is not None:
+            session.inside.append(block)
+            self._listener.enter(block, tuple(Arguments(args, kwargs).tensors))
+
+    def _leave(self, block: Block) -> None:
         session = self._thread.session
-        if session is None or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != _NO_BACKWARD:
+        if session is not None and session.inside and session.inside[-1] is block:
+            session.inside.pop()
+            self._listener.leave(block)
+
+    def _pass(self, block: Block, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        session = self._session()
+        if session is None:
             return forward(*args, **kwargs)
         arguments = Arguments(args, kwargs)
         mark = self._listener.enter(block, tuple(arguments.tensors))
         try:
             known = self._known[block.index]
-            kind = _kind_of(block.module, arguments)
+            if known.is_settled:
+                return forward(*args, **kwargs)
             if innermost_hooks() != session.hooks:
                 known.settle("a checkpoint, or other hooks around it, take its saved tensors")
-            if known.is_to_be_watched(kind):
-                if mark is not None and self.is_strict:
-                    raise IncompatibleError(
-                        f"the block {block.path!r} is to be recomputed by every rank, and here it got arguments of a "
-                        'kind not seen before, with which that may be wrong: set "recompute": false.'
-                    )
-                return _watched(block.module, forward, arguments, session.watch(known, kind), args, kwargs)
-            if mark is None or known.obstacle is not None:
                 return forward(*args, **kwargs)
-            return self._recomputed(block, forward, arguments, mark, args, kwargs)
+            kind = kind_of(block.module, arguments)
+            if mark is not None and kind in known.proven and known.obstacle is None:
+                return self._recomputed(block, forward, arguments, mark, args, kwargs)
+            if mark is not None:
+                self._deviates(block, "it got arguments of a kind not seen before, with which that may be wrong")
+            if block.path in self.to_try and known.is_to_be_tried(kind):
+                return self._tried(block, forward, arguments, session.watch(known, arguments, kind), args, kwargs)
+            if known.is_to_be_watched(kind):
+                return watched(session.watch(known, arguments, kind), forward, arguments, args, kwargs)
+            return forward(*args, **kwargs)
         finally:
             self._listener.leave(block)
+
+    def _tried(
+        self,
+        block: Block,
+        forward: Callable[..., Any],
+        arguments: Arguments,
+        watch: Watch,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        known = self._known[block.index]
+        try:
+            trial = Trial(block.path, block.module, forward, arguments, watch, known, is_strict=self.is_strict)
+        except UnreadableError as error:
+            known.settle(f"it refers to {error}")
+            self._deviates(block, f"it refers to {error}")
+            return forward(*args, **kwargs)
+        known.begin_trial(watch.kind, trial)
+        return trial.run(args, kwargs)
 
     def _recomputed(
         self,
@@ -199,11 +272,24 @@ class Blocks:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        one = RecomputedPass(block.path, block.module, forward, arguments, functools.partial(self._again, mark))
+        known, again = self._known[block.index], functools.partial(self._again, mark)
+        try:
+            one = RecomputedPass(block.path, block.module, forward, arguments, again, known.reader)
+        except UnreadableError as error:
+            known.settle(f"it refers to {error}")
+            self._deviates(block, f"it refers to {error}")
+            return forward(*args, **kwargs)
         result = one.run(args, kwargs)
         if one.changed is not None:
-            self._known[block.index].settle(f"its forward changes its {one.changed!r}")
+            known.settle(f"its forward changes {one.changed}")
         return result
+
+    def _deviates(self, block: Block, why: str) -> None:
+        """The pass is not recomputed, though it was to be."""
+        if self.is_strict:
+            raise IncompatibleError(
+                f'the block {block.path!r} is to be recomputed by every rank, and here {why}: set "recompute": false.'
+            )
 
     @contextmanager
     def _again(self, mark: Any) -> Iterator[None]:
@@ -217,20 +303,49 @@ class Blocks:
 class _Forward:
     """What stands in a block's place of ``forward``.
 
-    A copy of the module, or a pickled one, gets the forward of its class: ours is tied to this very module.
+    A deep copy of the module, or a pickled one, gets the forward of its class: ours is tied to this very module. A
+    shallow copy has ours, too, and shares the hooks: one of them tells for which module the forward is called.
     """
 
     def __init__(self, blocks: Blocks, block: Block, forward: Callable[..., Any]) -> None:
         functools.update_wrapper(self, forward, updated=())  # whoever inspects the signature sees the module's own
         self._blocks = blocks
         self._forward = forward
+        self._is_of_class = "forward" not in block.module.__dict__
+        self._calls = threading.local()
+        self._hook = block.module.register_forward_pre_hook(CallHook(self._note_call))
         self.block = block
         self.is_tied = True
 
+    def untie(self) -> None:
+        """Do nothing from now on but call the module's own forward."""
+        self.is_tied = False
+        self._hook.remove()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OF_METHODS:  # whoever inspects the block's forward finds that of its class
+            return getattr(self._current(self.block.module), name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or not self.is_tied:
-            return self._forward(*args, **kwargs)
-        return self._blocks._pass(self.block, self._forward, args, kwargs)
+        module = self._calls.__dict__.pop("module", self.block.module)
+        forward = self._current(module)
+        if module is not self.block.module or torch.compiler.is_compiling() or not self.is_tied:
+            return forward(*args, **kwargs)
+        if forward != self._forward:  # what was proven is not what runs now
+            self._blocks.settle(self.block, "the forward of its class was replaced")
+        return self._blocks._pass(self.block, forward, args, kwargs)
+
+    def _note_call(self, module: nn.Module) -> None:
+        self._calls.module = module
+
+    def _current(self, module: nn.Module) -> Callable[..., Any]:
+        """The own forward of the block's module or a copy of it: that of its class may be another by now."""
+        if not self._is_of_class:
+            return self._forward
+        found: Any = inspect.getattr_static(type(module), "forward")
+        method: Callable[..., Any] = found.__get__(module, type(module)) if hasattr(found, "__get__") else found
+        return method
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self._forward, memo)
@@ -240,51 +355,7 @@ class _Forward:
         return getattr, (self.block.module, "forward")
 
 
-# ---- what is known of a block ---------------------------------------------------------------------------------------
-
-_Kind = tuple[bool, frozenset[type]]
-
-# Forwards whose passes are watched where the first one found something: it may have been what a first forward sets up.
-_ENOUGH = 2
-
-
-@dataclass(eq=False)
-class _Known:
-    """What the passes through one block have shown."""
-
-    kinds: set[_Kind] = field(default_factory=set)
-    obstacle: str | None = None if CAN_RECOMPUTE else "PyTorch before 2.8 does not tell whose saved-tensor hooks are on"
-    watches: int = 0 if CAN_RECOMPUTE else _ENOUGH
-
-    def is_to_be_watched(self, kind: _Kind) -> bool:
-        if self.obstacle is None:
-            return kind not in self.kinds
-        return self.watches < _ENOUGH
-
-    def learn(self, kinds: set[_Kind], obstacle: str | None) -> None:
-        """Take over what one forward has shown."""
-        self.kinds |= kinds
-        if self.obstacle is None or self.watches < _ENOUGH:
-            self.obstacle = obstacle
-        self.watches += 1
-
-    def settle(self, obstacle: str) -> None:
-        """For good."""
-        self.obstacle, self.watches = obstacle, _ENOUGH
-
-
-@dataclass(eq=False)
-class _Watch:
-    """What the passes through one block show in one forward of the model."""
-
-    kinds: set[_Kind] = field(default_factory=set)
-    inputs: list[VersionWitness] = field(default_factory=list)
-    obstacle: str | None = None
-
-    def found(self) -> str | None:
-        if self.obstacle is None and any(one.current != one.version for one in self.inputs):
-            return "an input of it is changed in place later in the model's forward"
-        return self.obstacle
+# ---- one forward of the model ---------------------------------------------------------------------------------------
 
 
 class _Session:
@@ -292,73 +363,28 @@ class _Session:
 
     Args:
         hooks: of saved tensors, those outside of all passes.
+
+    Attributes:
+        inside: blocks whose hooks have told of a pass that is not over.
     """
 
     def __init__(self, hooks: Any) -> None:
         self.hooks = hooks
-        self._watches: dict[_Known, _Watch] = {}
+        self.inside: list[Block] = []
+        self._watches: dict[Evidence, list[Watch]] = {}
 
-    def watch(self, known: _Known, kind: _Kind) -> _Watch:
-        watch = self._watches.setdefault(known, _Watch())
-        watch.kinds.add(kind)
+    def watch(self, known: Evidence, arguments: Arguments, kind: Kind) -> Watch:
+        watch = Watch(known, arguments, kind)
+        self._watches.setdefault(known, []).append(watch)
         return watch
 
     def end(self) -> None:
         """Take over what was seen, now that forward can change no input any more."""
-        for known, watch in self._watches.items():
-            known.learn(watch.kinds, watch.found())
+        for known, watches in self._watches.items():
+            for watch in watches:
+                watch.end_forward()
+            known.learn(watches)
 
 
 class _Thread(threading.local):
     session: _Session | None = None
-
-
-def _kind_of(module: nn.Module, arguments: Arguments) -> _Kind:
-    return module.training, frozenset(type(one) for one in arguments.others)
-
-
-def _watched(
-    module: nn.Module,
-    forward: Callable[..., Any],
-    arguments: Arguments,
-    watch: _Watch,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    """A pass that shows whether its forward could run again."""
-    state = state_of(module)
-    versions = [version_of(one) for one in arguments.tensors]
-    others = [_fingerprint(one, _DEPTH) for one in arguments.others]
-    result = forward(*args, **kwargs)
-    name = changed_name(state, state_of(module))
-    if name is not None:
-        watch.obstacle = f"its forward changes its {name!r}"
-    if [version_of(one) for one in arguments.tensors] != versions:
-        watch.obstacle = "its forward changes an input in place"
-    for other, before in zip(arguments.others, others, strict=True):
-        if _fingerprint(other, _DEPTH) != before:
-            watch.obstacle = f"its forward changes its argument of class {type(other).__name__}"
-    watch.inputs += [_witness(one) for one in arguments.tensors if _is_plain(one)]
-    return result
-
-
-def _witness(tensor: torch.Tensor) -> VersionWitness:
-    return VersionWitness(tensor, torch.empty(0, dtype=tensor.dtype, device=tensor.device))
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_inference()
-
-
-def _fingerprint(value: Any, depth: int) -> Any:
-    """Equal as long as no tensor and no plain value inside is changed or replaced."""
-    if isinstance(value, torch.Tensor):
-        return id(value), version_of(value)
-    if isinstance(value, (list, tuple)):
-        return tuple(_fingerprint(one, depth - 1) for one in value) if depth else len(value)
-    if isinstance(value, dict):
-        return tuple((key, _fingerprint(one, depth - 1)) for key, one in value.items()) if depth else len(value)
-    if isinstance(value, (bool, int, float, str)):
-        return value
-    inside = None if isinstance(value, (nn.Module, type)) else getattr(value, "__dict__", None)
-    return id(value), _fingerprint(inside, depth - 1) if isinstance(inside, dict) and depth else None

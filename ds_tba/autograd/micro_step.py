@@ -1,18 +1,20 @@
-"""One micro-step as the cache sees it: what its forward moved, and how far reading ahead has come in its backward.
+"""One micro-step as the cache sees it: what its forwards moved, and how far reading ahead has come in its backward.
 
-[Note: Reading ahead] It begins with the first unpack, of whatever kind, after the forward of a micro-step: each forward
-has an unpack hook of its own, so that it is known which of several it was. It goes in the order in which an earlier
-backward of as many records wanted them, else in reverse. Without a plan it goes as far as the stores' bounds allow;
-with one no further than ``lead`` says, so that what is reloaded does not lie in device memory long before its use.
+[Note: Micro-steps] A micro-step has one forward as a rule. Several forwards before the first backward (a contrastive
+pair, two outputs in one loss) are one micro-step to a plan: what they save lies in memory together.
+
+[Note: Reading ahead] It begins with the first unpack, of whatever kind, after forward: each forward has an unpack hook
+of its own, so that it is known which micro-step it belongs to. It goes in the order in which an earlier backward of as
+many records wanted them, else in reverse. Without a plan it goes as far as the stores' bounds allow. With a plan it
+goes no further than ``lead`` says, so that what is reloaded does not lie in device memory long before its use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
-import torch
-
+from ds_tba.device.accelerator import Arrival
 from ds_tba.storage.base import Ticket
 
 
@@ -20,21 +22,24 @@ class Moved(Protocol):
     """A saved storage that is in a store."""
 
     ticket: Ticket | None
-    data: torch.Tensor | None
+    arrival: Arrival | None
+    nbytes: int
     pending: int
 
 
 class MicroStep:
-    """The moved records of one forward in pack order. Changed only under the cache's lock.
+    """The moved records of one micro-step in pack order. Changed only under the cache's lock.
 
     Attributes:
         lead: see ``Plan.prefetch_lead``; empty is no limit. To be set before backward.
+        saved: records of it that are alive, moved or not.
         is_forward: more may be packed, so that there is no order yet.
         is_asleep: forward is over, and nothing was unpacked since.
     """
 
     def __init__(self) -> None:
         self.lead: Sequence[int] = ()
+        self.saved = 0
         self.is_forward = True
         self.is_asleep = False
         self._records: list[Moved | None] = []
@@ -45,16 +50,24 @@ class MicroStep:
         self._unpacked: list[int] = []
         self._live = 0
 
+    def begin_forward(self) -> None:
+        """A forward begins: the first, or one more before backward."""
+        self.is_forward, self.is_asleep = True, False
+
+    def end_forward(self) -> None:
+        """Nothing more will be packed in this forward: reading ahead may begin."""
+        self.is_forward, self.is_asleep = False, True
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether backward is yet to come: something that was saved is alive, and nothing was unpacked."""
+        return self.is_asleep and self.saved > 0
+
     def add(self, record: Moved) -> int:
         """Append a record; its index."""
         self._records.append(record)
         self._live += 1
         return len(self._records) - 1
-
-    def end_forward(self) -> None:
-        """Nothing more will be packed: reading ahead may begin."""
-        self.is_forward = False
-        self.is_asleep = bool(self._records)
 
     def note_reload(self, index: int) -> None:
         """A record's bytes were asked for."""
@@ -69,11 +82,12 @@ class MicroStep:
         order = list(dict.fromkeys(self._unpacked))  # a second backward unpacks again
         return order if len(order) == len(self._records) else None
 
-    def read_ahead(self, learned: Sequence[int], after: int | None = None) -> None:
+    def read_ahead(self, learned: Sequence[int], prefetch: Callable[[Moved], bool], after: int | None = None) -> None:
         """Ask for what backward will want next; see [Note: Reading ahead].
 
         Args:
             learned: the order of an earlier micro-step.
+            prefetch: asks for a record; False where there is no room for it now.
             after: the record that backward wants now.
         """
         if self.is_forward:
@@ -88,9 +102,8 @@ class MicroStep:
             self._cursor = max(self._cursor, self._used)
         while self._cursor < self._reach:
             ahead = self._records[self._order[self._cursor]]
-            wanted = ahead is not None and ahead.data is None and ahead.pending > 0
-            ticket = ahead.ticket if ahead is not None and wanted else None
-            if ticket is not None and not ticket.store.prefetch(ticket):
+            wanted = ahead is not None and ahead.arrival is None and ahead.pending > 0
+            if ahead is not None and wanted and not prefetch(ahead):
                 return
             self._cursor += 1
 

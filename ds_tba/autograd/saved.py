@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import weakref
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from ds_tba.autograd.micro_step import MicroStep
 from ds_tba.autograd.tensors import Stamp, VersionWitness, ViewSpec, kept, lineage_of, stamp_of
-from ds_tba.errors import ActivationModifiedError, StateError
-from ds_tba.states import StateMachine
-from ds_tba.storage.base import Ticket
+from ds_tba.device.accelerator import Arrival
+from ds_tba.errors import ActivationModifiedError
+from ds_tba.storage.base import StateMachine, Ticket
+
+NO_INDEX = -1  # of a record that was not moved when it was saved
 
 
 class Keeper(Protocol):
@@ -23,8 +25,8 @@ class Keeper(Protocol):
 
     def load(self, record: SavedStorage, *, first_time: bool) -> torch.Tensor: ...
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor: ...
-    def count_small(self, nbytes: int) -> None: ...
-    def small_freed(self, nbytes: int) -> None: ...
+    def count_kept(self, tensor: torch.Tensor, nbytes: int, reason: str) -> ResidencyGuard: ...
+    def kept_freed(self, present: ResidencyGuard, nbytes: int) -> None: ...
     def drop(self, record: SavedStorage, *, pending: bool) -> None: ...
     def freed(self, nbytes: int) -> None: ...
 
@@ -41,10 +43,10 @@ class RecordState(Enum):
 
 _R = RecordState
 _MOVES: dict[RecordState, tuple[RecordState, ...]] = {
-    _R.KEPT: (_R.DROPPED,),
+    _R.KEPT: (_R.OFFLOADED, _R.DROPPED),
     _R.OFFLOADED: (_R.RELOADED, _R.FORWARDED, _R.DROPPED),
     _R.RELOADED: (_R.OFFLOADED, _R.DROPPED),
-    _R.FORWARDED: (_R.DROPPED,),
+    _R.FORWARDED: (_R.OFFLOADED, _R.DROPPED),
     _R.DROPPED: (),
 }
 
@@ -64,13 +66,22 @@ class StorageKey(NamedTuple):
 
 
 class SavedStorage(StateMachine):
-    """One storage saved for backward. Changed only under the cache's lock."""
+    """One storage saved for backward. Changed only under the cache's lock.
+
+    Attributes:
+        arrival: the bytes in device memory again, after they were in a store.
+        kept_at: event of the stream on which it was kept; only where it may be moved later from another one.
+        kept_views: views that hold the bytes; filled only where the cache may have to move them later.
+        present: what lies on the storage that was saved, and counts its memory.
+        views: how many are alive.
+        pending: of those, how many have no bytes and were not unpacked yet.
+    """
 
     noun = "a saved storage"
     moves = _MOVES
 
-    __slots__ = ("data", "data_version", "device", "index", "key", "micro_step", "nbytes", "pending", "present",
-                 "state", "ticket", "views")  # fmt: skip
+    __slots__ = ("arrival", "data_version", "device", "index", "kept_at", "kept_views", "key", "micro_step", "nbytes",
+                 "pending", "present", "state", "ticket", "views")  # fmt: skip
 
     def __init__(self, key: StorageKey, device: torch.device) -> None:
         self.key = key
@@ -78,92 +89,144 @@ class SavedStorage(StateMachine):
         self.device = device
         self.state = RecordState.KEPT
         self.ticket: Ticket | None = None
-        self.data: torch.Tensor | None = None
+        self.arrival: Arrival | None = None
         self.data_version = 0
-        self.present: weakref.ref[Present] | None = None  # what lies on the storage that was saved
+        self.kept_at: Any = None
+        self.kept_views: list[weakref.ref[SavedView]] = []
+        self.present: weakref.ref[ResidencyGuard] | None = None
         self.micro_step: MicroStep | None = None
-        self.index = 0
-        self.views = 0  # alive
-        self.pending = 0  # alive and not yet unpacked
+        self.index = NO_INDEX
+        self.views = 0
+        self.pending = 0
 
 
 class PassedThrough:
     """A parameter, or a view of one, in autograd's hands as it is: its bytes are not ours to keep or move."""
 
-    __slots__ = ("_tensor", "_version")
+    __slots__ = ("_version", "held")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._version = -1 if tensor.is_inference() else tensor._version
         # The parameter itself must be held: under ZeRO-3 backward reads what was gathered into it again.
-        self._tensor = kept(tensor)
+        self.held = kept(tensor)
 
     def restore(self) -> torch.Tensor:
         """The tensor, if it was not modified since."""
-        return self._tensor if self._version < 0 else unmodified(self._tensor, self._version)
+        return self.held if self._version < 0 else unmodified(self.held, self._version)
 
 
-class SavedSmall:
-    """A tensor too small to move, kept; without a record, because most saved tensors are of this kind."""
+class SavedCounted:
+    """A tensor that is kept and cannot be moved, because it is too small, say; without a record of its own.
 
-    __slots__ = ("_alias", "_cache", "_nbytes", "_version")
+    Attributes:
+        held: the tensor, or an alias of it.
+        nbytes: of it, as far as they are counted.
+        present: counts them.
+    """
 
-    def __init__(self, cache: Keeper, tensor: torch.Tensor) -> None:
+    __slots__ = ("_cache", "_version", "held", "nbytes", "present")
+
+    def __init__(self, cache: Keeper, tensor: torch.Tensor, nbytes: int, reason: str) -> None:
         self._cache = cache
-        self._version = tensor._version
-        self._alias = kept(tensor)
-        self._nbytes = tensor.untyped_storage().nbytes()
-        cache.count_small(self._nbytes)
+        self._version = -1 if tensor.is_inference() else tensor._version
+        self.held = kept(tensor)
+        self.nbytes = nbytes
+        self.present = cache.count_kept(tensor, nbytes, reason)
 
     def restore(self) -> torch.Tensor:
         """The tensor, if it was not modified since."""
-        return unmodified(self._alias, self._version)
+        return self.held if self._version < 0 else unmodified(self.held, self._version)
 
     def __del__(self) -> None:
-        self._cache.small_freed(self._nbytes)
+        present = getattr(self, "present", None)
+        if present is not None:  # else something was raised before it was counted
+            self._cache.kept_freed(present, self.nbytes)
 
 
 class SavedView:
-    """What autograd holds in place of one saved tensor."""
+    """What autograd holds in place of one saved tensor.
 
-    __slots__ = ("_alias", "_cache", "_spec", "_unpacked", "_witness", "record")
+    Attributes:
+        held: the tensor, or an alias of it, while its bytes stay in memory; else None.
+    """
+
+    __slots__ = ("__weakref__", "_cache", "_spec", "_witness", "held", "is_unpacked", "record")
 
     def __init__(self, cache: Keeper, record: SavedStorage, tensor: torch.Tensor, *, offloaded: bool) -> None:
+        self.held: torch.Tensor | None = None
+        self.is_unpacked = False
         self._cache = cache
         self.record = record
-        self._unpacked = False
-        self._alias = None if offloaded else kept(tensor)
-        self._spec = ViewSpec.of(tensor) if offloaded else None
-        self._witness = VersionWitness(tensor, cache.empty_like(tensor)) if offloaded else None
+        if offloaded:
+            self._spec = ViewSpec.of(tensor)
+            self._witness = VersionWitness(tensor, cache.empty_like(tensor))
+        else:
+            self.held = kept(tensor)
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether the store has its bytes."""
-        return self._alias is None
+        """Whether a store has its bytes."""
+        return self.held is None
 
     def restore(self) -> torch.Tensor:
         """The saved tensor, if it was not modified since."""
-        if self._alias is not None:
-            return unmodified(self._alias, self.record.key.version)
-        if self._witness is None or self._spec is None:
-            raise StateError("a saved view has neither bytes nor a way to them; this is a bug in ds_tba")
+        held = self.held  # read once: another thread may let it go
+        if held is not None:
+            self.is_unpacked = True
+            return unmodified(held, self.record.key.version)
         if self._witness.current != self._witness.version:
             raise _modified(self._spec.shape, self._spec.dtype, self._witness.version, self._witness.current)
-        data = self._cache.load(self.record, first_time=not self._unpacked)
-        self._unpacked = True
+        data = self._cache.load(self.record, first_time=not self.is_unpacked)
+        self.is_unpacked = True
         return self._spec.rebuild(data)
 
+    def let_go(self) -> None:
+        """Hold the bytes no longer: the record's store has them from now on."""
+        if self.held is None:
+            return
+        self._spec = ViewSpec.of(self.held)
+        self._witness = VersionWitness(self.held, self._cache.empty_like(self.held), self.record.key.version)
+        self.held = None  # last: see restore()
+
     def __del__(self) -> None:
-        self._cache.drop(self.record, pending=not self._unpacked and self._alias is None)
+        self._cache.drop(self.record, pending=not self.is_unpacked and self.held is None)
 
 
-class Present:
-    """Lies on a storage that the store has, or that came back from it, and tells when its memory is free."""
+class ResidencyGuard:
+    """Lies on a storage with saved bytes in device memory, and tells when that memory is free.
 
-    __slots__ = ("__weakref__", "_bytes", "_cache")
+    Attributes:
+        users: records and tensors that have its memory counted. Changed only under the cache's lock.
+    """
 
-    def __init__(self, cache: Keeper, nbytes: int) -> None:
+    __slots__ = ("__weakref__", "_bytes", "_cache", "users")
+
+    def __init__(self, cache: Keeper) -> None:
+        self.users = 0
         self._cache = cache
-        self._bytes = [nbytes]
+        self._bytes: list[int] = []
+
+    def counts_for(self, cache: Keeper) -> bool:
+        """Whether it tells this cache: a storage that two engines save has one of these for each."""
+        return self._cache is cache
+
+    def count(self, nbytes: int) -> int:
+        """Have at least ``nbytes`` counted, with one user more; by how many bytes more there are.
+
+        The largest user counts: one may have a slice of the storage, another all of it.
+        """
+        self.users += 1
+        if not self._bytes:
+            self._bytes.append(nbytes)
+            return nbytes
+        added_bytes = max(nbytes - self._bytes[0], 0)
+        self._bytes[0] += added_bytes
+        return added_bytes
+
+    def leave(self) -> int:
+        """A user is gone; with the last one, the bytes that need not be counted any more."""
+        self.users -= 1
+        return 0 if self.users else self.take()
 
     def take(self) -> int:
         """The bytes that are still counted; from now on none. Whoever comes first gets them."""

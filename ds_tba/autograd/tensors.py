@@ -13,14 +13,16 @@ from enum import Enum
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 _STAMP = "_ds_tba_stamp"
 _LINEAGE = "_ds_tba_lineage"
 _OWNED = "_ds_tba_owned"
+_COMPILED = "torch._functorch._aot_autograd"
 
 # A view that spans less than this part of its storage is kept: writing the storage would move many bytes for few, as
 # with a batch that is a slice of the whole data set.
-LEAST_SPAN_OF_STORAGE = 0.25
+MIN_SPAN_OF_STORAGE = 0.25
 
 
 # The generation of one storage or version counter, never issued twice in a process. A plain number, because it lies in
@@ -40,6 +42,7 @@ class Eligibility(Enum):
     SUBCLASS = "tensor subclass"
     OTHER_DEVICE = "not on the training device"
     NO_STORAGE = "no storage"
+    UNDER_A_MODE = "under a dispatch mode of the user"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +90,6 @@ def _stamped(holder: Any, attribute: str) -> Stamp:
     return stamp
 
 
-def host_view(data: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous host tensor (uint8), sharing its memory."""
-    array: Any = data.numpy()
-    return memoryview(array)
-
-
 def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The whole storage of a tensor as uint8, 1-D, sharing its memory."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
@@ -117,11 +114,11 @@ def is_parameter(tensor: torch.Tensor) -> bool:
     return base is not None and isinstance(base, torch.nn.Parameter)
 
 
-def eligibility(tensor: torch.Tensor, device_type: str, min_tensor_bytes: int) -> Eligibility:
+def eligibility(tensor: torch.Tensor, device: torch.device, min_tensor_bytes: int) -> Eligibility:
     """Whether a tensor handed to the pack hook may be offloaded.
 
     Args:
-        device_type: the training device, such as ``"cuda"``; a tensor elsewhere costs no device memory.
+        device: the training device, with its index; a tensor elsewhere costs none of its memory.
         min_tensor_bytes: storages smaller than this are kept.
     """
     if type(tensor) is not torch.Tensor:
@@ -131,11 +128,13 @@ def eligibility(tensor: torch.Tensor, device_type: str, min_tensor_bytes: int) -
         return Eligibility.PARAMETER
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return Eligibility.SUBCLASS
-    if tensor.layout is not torch.strided or tensor.is_quantized:
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         return Eligibility.NOT_DENSE
     if tensor.is_inference() or tensor.is_conj() or tensor.is_neg():
         return Eligibility.NOT_DENSE
-    if tensor.device.type != device_type:
+    if tensor._is_zerotensor():
+        return Eligibility.NO_STORAGE  # forward-mode AD's zeros: the storage claims bytes, and there is no memory
+    if tensor.device != device:
         return Eligibility.OTHER_DEVICE
     storage = tensor.untyped_storage()
     if getattr(storage, _OWNED, False):
@@ -145,9 +144,40 @@ def eligibility(tensor: torch.Tensor, device_type: str, min_tensor_bytes: int) -
         return Eligibility.NO_STORAGE
     if nbytes < min_tensor_bytes:
         return Eligibility.SMALL
-    if span_bytes(tensor) < LEAST_SPAN_OF_STORAGE * nbytes:
+    if span_bytes(tensor) < MIN_SPAN_OF_STORAGE * nbytes:
         return Eligibility.SPARSE_VIEW
     return Eligibility.ELIGIBLE
+
+
+def is_under_a_mode() -> bool:
+    """Whether a ``TorchDispatchMode`` would see what we do with a tensor now, and perhaps not know what to do with it.
+
+    Compiled code runs under a mode of its own, which looks at custom operators only. A mode that changes and records
+    nothing, and is to see what a run without it does, says so with the attribute ``observes_only``.
+    """
+    return not all(
+        type(mode).__module__.startswith(_COMPILED) or getattr(mode, "observes_only", False)
+        for mode in _get_current_dispatch_mode_stack()
+    )
+
+
+def has_plain_storage(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a dense view of a storage of its own kind."""
+    return type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested
+
+
+def held_bytes(tensor: torch.Tensor, device: torch.device) -> int:
+    """Device memory that a tensor holds which is kept.
+
+    Of a part of a storage that part, unless it was computed from parameters: then nobody but autograd has the rest. A
+    slice of a data set is the user's.
+    """
+    if tensor.device != device or tensor.layout is not torch.strided:
+        return 0
+    if not has_plain_storage(tensor):
+        return tensor.numel() * tensor.element_size()
+    nbytes = tensor.untyped_storage().nbytes()
+    return nbytes if tensor.requires_grad else min(nbytes, max(span_bytes(tensor), 1))
 
 
 def span_bytes(tensor: torch.Tensor) -> int:
@@ -182,8 +212,8 @@ class VersionWitness:
 
     __slots__ = ("_alias", "version")
 
-    def __init__(self, tensor: torch.Tensor, empty: torch.Tensor) -> None:
-        self.version: int = tensor._version
+    def __init__(self, tensor: torch.Tensor, empty: torch.Tensor, version: int | None = None) -> None:
+        self.version: int = tensor._version if version is None else version
         self._alias: Any = tensor.detach()
         self._alias.data = empty
 

@@ -43,11 +43,11 @@ def run(options: argparse.Namespace) -> int:
 
 def checks(options: argparse.Namespace) -> Iterator[tuple[bool, str]]:
     """(good, line) for every check."""
+    from ds_tba.config import SUPPORTED_DEEPSPEED
     from ds_tba.device.memory import can_lock
-    from ds_tba.engine import SUPPORTED_DEEPSPEED
     from ds_tba.errors import PathError
     from ds_tba.storage.backends import aio
-    from ds_tba.store.paths import check_directories
+    from ds_tba.storage.swap_file import check_directories
 
     yield _version("deepspeed", SUPPORTED_DEEPSPEED)
     yield _version("torch", SpecifierSet(">=2.5"))
@@ -64,6 +64,9 @@ def checks(options: argparse.Namespace) -> Iterator[tuple[bool, str]]:
         if aio.is_built()
         else ("DeepSpeed's aio op is not built, so io.backend null means posix (build it: ds_tba doctor --build)"),
     )
+    abandoned = aio.abandoned_build()
+    if abandoned is not None:
+        yield False, abandoned
     lockable = can_lock(options.staging_bytes)
     yield (
         True,

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_tba.cli.format import above_0
-from ds_tba.cli.table import table
+from ds_tba.cli.format import above_0, table
 from ds_tba.errors import DsTbaError
 
 if TYPE_CHECKING:
@@ -110,7 +109,7 @@ def _backends(named: list[str] | None) -> tuple[list[str], list[str]]:
     free = aio.requests_free()
     if not aio.is_built():
         remarks.append("not measured: aio, because DeepSpeed's op is not built (ds_tba doctor --build)")
-    elif not can_lock(max(IoConfig().staging_bytes, *STAGING_BYTES)):
+    elif not can_lock(max(IoConfig().ring_bytes, *STAGING_BYTES)):
         remarks.append("not measured: aio, because this process may not lock its staging (ulimit -l unlimited)")
     elif free is not None and needed > free:
         remarks.append(f"not measured: aio, because fs.aio-max-nr leaves {free} requests of {needed}")

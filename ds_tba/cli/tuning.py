@@ -20,14 +20,14 @@ from typing import Any
 from ds_tba.config import AioConfig, IoConfig
 
 # Parts of the time: for all candidates, for the pairs with the best of them; the rest is for staging.
-EXPLORED_PART, PAIRED_PART = 0.35, 0.65
-LEAST_PAIRS = 3
+EXPLORED_FRACTION, PAIRED_FRACTION = 0.35, 0.65
+MIN_PAIRS = 3
 LANES = (1, 2, 4)
 STAGING_BYTES = (64 << 20, 128 << 20)
 DEEP_QUEUE = 32
 # What flows through the store at once: about so long, within bounds.
 FLOW_S = 0.3
-LEAST_FLOW_BYTES, MOST_FLOW_BYTES = 64 << 20, 192 << 20
+MIN_FLOW_BYTES, MAX_FLOW_BYTES = 64 << 20, 192 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,17 +88,17 @@ class Ratios:
     @property
     def is_faster(self) -> bool:
         """In every pair, of which there are enough."""
-        return len(self.values) >= LEAST_PAIRS and min(self.values) > 1.0
+        return len(self.values) >= MIN_PAIRS and min(self.values) > 1.0
 
     @property
     def is_slower(self) -> bool:
         """In every pair, of which there are enough."""
-        return len(self.values) >= LEAST_PAIRS and max(self.values) < 1.0
+        return len(self.values) >= MIN_PAIRS and max(self.values) < 1.0
 
     @property
     def words(self) -> str:
         """Median, range and verdict."""
-        if len(self.values) < LEAST_PAIRS:
+        if len(self.values) < MIN_PAIRS:
             return f"{len(self.values)} pairs measured, too few to tell: give it more seconds"
         verdict = "faster" if self.is_faster else "slower" if self.is_slower else "no difference"
         return f"{self.median:.2f} [{min(self.values):.2f}-{max(self.values):.2f}], {verdict}"
@@ -185,17 +185,17 @@ class Tuning:
         default, found = self.tuned.default, self.tuned.found
         found[default] = [self._counted(self._measure, default)]  # however little time there is
         order = list(self._others)
-        while self._has_time(EXPLORED_PART):
+        while self._has_time(EXPLORED_FRACTION):
             self._order.shuffle(order)
             for candidate in order:
-                if not self._has_time(EXPLORED_PART):
+                if not self._has_time(EXPLORED_FRACTION):
                     return
                 found.setdefault(candidate, []).append(self._counted(self._measure, candidate))
             order = [default, *self._others]
 
     def _pairs(self, best: Candidate) -> list[float]:
         ratios: list[float] = []
-        while self._has_time(PAIRED_PART):
+        while self._has_time(PAIRED_FRACTION):
             pair = [self.tuned.default, best]
             scores = {one: self._counted(self._measure, one).score for one in self._order.sample(pair, 2)}
             ratios.append(scores[best] / scores[self.tuned.default])
@@ -206,7 +206,7 @@ class Tuning:
         sizes = sorted({*STAGING_BYTES, usual})
         ratios: dict[int, list[float]] = {size: [] for size in sizes if size != usual}
         rate = statistics.median(measured.write for measured in self.tuned.found[self.tuned.default])
-        nbytes = int(min(MOST_FLOW_BYTES, max(LEAST_FLOW_BYTES, rate * FLOW_S)))
+        nbytes = int(min(MAX_FLOW_BYTES, max(MIN_FLOW_BYTES, rate * FLOW_S)))
         while self._has_time(1.0):
             scores = {}
             for size in self._order.sample(sizes, len(sizes)):
@@ -246,4 +246,4 @@ def candidates_of(backends: Sequence[str], aio: AioConfig, staging_bytes: int) -
 def default_of(backend: str) -> Candidate:
     """What a run takes without an ``"io"`` and an ``"aio"`` block, with the backend it would find."""
     io = IoConfig()
-    return Candidate(backend, io.write_lanes, AioConfig(), io.staging_bytes)
+    return Candidate(backend, io.write_lanes, AioConfig(), io.ring_bytes)

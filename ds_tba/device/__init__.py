@@ -1,1 +1,1 @@
-"""Part of the package."""
+"""The accelerator: copies and events, pinned and huge-page memory."""

@@ -9,19 +9,19 @@ neither.
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections import deque
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
-import numpy
 import torch
 
-from ds_tba.host_memory import available_bytes, give_back_freed_memory
+from ds_tba.device.memory import available_bytes, give_back_freed_memory, peak_resident_set_bytes, resident_set_bytes
 
 # Of a device's memory: for temporaries, fragments and what others hold, where nobody told a budget.
-TEMPORARY_PART = 0.1
+TEMPORARY_FRACTION = 0.1
 
 
 class Clock(Protocol):
@@ -35,6 +35,7 @@ class Accelerator(Clock, Protocol):
     """What is needed of a device. Streams and events are those of torch."""
 
     def device_name(self) -> str: ...
+    def device(self) -> torch.device: ...
     def is_synchronized_device(self) -> bool: ...
     def is_capturing(self) -> bool: ...
     def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor: ...
@@ -46,6 +47,8 @@ class Accelerator(Clock, Protocol):
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None: ...
     def share(self, tensor: torch.Tensor, stream: Any) -> None: ...
     def free_bytes(self) -> float: ...
+    def in_use_bytes(self) -> int: ...
+    def peak_in_use_bytes(self) -> int: ...
 
 
 class CpuAccelerator:
@@ -54,6 +57,10 @@ class CpuAccelerator:
     def device_name(self) -> str:
         """As torch names the device."""
         return "cpu"
+
+    def device(self) -> torch.device:
+        """The device."""
+        return torch.device("cpu")
 
     def is_synchronized_device(self) -> bool:
         """There are neither streams nor events."""
@@ -91,8 +98,15 @@ class CpuAccelerator:
         """Copy bytes, on one thread.
 
         Those of ``Tensor.copy_`` would take the cores from the lanes, and cost a small copy more than they save it.
+
+        Raises:
+            TypeError: one of them is not host memory, or they differ in size.
         """
-        numpy.copyto(target.numpy(), source.numpy())
+        nbytes = source.numel()
+        if (source.device.type, target.device.type, target.numel()) != ("cpu", "cpu", nbytes):
+            raise TypeError(f"{nbytes} bytes on {source.device} do not fit {target.numel()} bytes on {target.device}")
+        # Not through NumPy: a tensor that it has seen can never be resized again, and the source is the user's.
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), nbytes)
 
     def share(self, tensor: torch.Tensor, stream: Any) -> None:
         """Nothing."""
@@ -109,7 +123,15 @@ class CpuAccelerator:
     def free_bytes(self) -> float:
         """Memory of the machine that nobody holds now, less a part as on a device; all its processes share it."""
         give_back_freed_memory()
-        return (1 - TEMPORARY_PART) * available_bytes()
+        return (1 - TEMPORARY_FRACTION) * available_bytes()
+
+    def in_use_bytes(self) -> int:
+        """Memory of this process."""
+        return resident_set_bytes()
+
+    def peak_in_use_bytes(self) -> int:
+        """The most that it ever was."""
+        return peak_resident_set_bytes()
 
 
 class DeviceAccelerator:
@@ -129,6 +151,10 @@ class DeviceAccelerator:
         """As torch names the device, such as ``"cuda"``."""
         name: str = self._api.device_name()
         return name
+
+    def device(self) -> torch.device:
+        """The one that is this rank's, with its index."""
+        return torch.device(self.device_name(), self._index)
 
     def is_synchronized_device(self) -> bool:
         """It is not."""
@@ -190,7 +216,17 @@ class DeviceAccelerator:
         """Memory that tensors do not hold now, less a part for what is made and dropped between activations."""
         total_bytes: int = self._api.total_memory(self._index)
         held_bytes: int = self._api.memory_allocated(self._index)
-        return max(0.0, (1 - TEMPORARY_PART) * total_bytes - held_bytes)
+        return max(0.0, (1 - TEMPORARY_FRACTION) * total_bytes - held_bytes)
+
+    def in_use_bytes(self) -> int:
+        """Memory that tensors hold now."""
+        allocated_bytes: int = self._api.memory_allocated(self._index)
+        return allocated_bytes
+
+    def peak_in_use_bytes(self) -> int:
+        """The most that they held since somebody last reset it."""
+        peak_bytes: int = self._api.max_memory_allocated(self._index)
+        return peak_bytes
 
 
 def adapted(api: Any) -> Accelerator:
@@ -259,6 +295,15 @@ class Arrival:
             self.event.synchronize()
 
 
+def moment(accelerator: Accelerator) -> Any:
+    """An event of the calling thread's current stream; None where everything is done at once."""
+    if accelerator.is_synchronized_device():
+        return None
+    event = accelerator.new_event()
+    event.record(accelerator.current_stream())
+    return event
+
+
 class Copies:
     """The copies between one store and the device. See [Note: Ordering]."""
 
@@ -308,11 +353,9 @@ class Copies:
             event.record(self._in_stream)
         return Arrival(accelerator, data, event)
 
-    def clone(self, part: torch.Tensor) -> torch.Tensor:
-        """Device bytes in a storage of their own, copied on the current stream."""
-        data = self.allocate(part.numel(), part.device)
-        self.copy(part, data)
-        return data
+    def arrived(self, data: torch.Tensor) -> Arrival:
+        """Device memory for any stream, which this thread's current stream has filled."""
+        return Arrival(self._accelerator, data, moment(self._accelerator))
 
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """Device memory of the current stream's pool (uint8, 1-D)."""

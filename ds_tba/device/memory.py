@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
+import xxhash
 
 PAGE_BYTES = 4096
 HUGE_PAGE_BYTES = 2 << 20
 _MADV_HUGEPAGE = 14
 _MADV_COLLAPSE = 25  # Linux 6.1
+_MADV_DONTNEED_LOCKED = 24  # Linux 5.18
 
 
 def huge_page_memory(nbytes: int, *, forked: bool = True) -> torch.Tensor:
@@ -53,10 +59,20 @@ def show_to_children(memory: torch.Tensor) -> None:
     _madvise(memory, mmap.MADV_DOFORK)
 
 
-def _madvise(memory: torch.Tensor, advice: int) -> None:
+def give_pages_back(memory: torch.Tensor) -> None:
+    """Have the kernel take back the pages of page-aligned host memory: touched again, they are there, and zero.
+
+    A kernel that does not do so for locked memory (before Linux 5.18) keeps that. A page that is in it in part stays.
+    """
+    memory = memory[: memory.numel() // PAGE_BYTES * PAGE_BYTES]
+    if _madvise(memory, _MADV_DONTNEED_LOCKED) != 0:
+        _madvise(memory, mmap.MADV_DONTNEED)
+
+
+def _madvise(memory: torch.Tensor, advice: int) -> int:
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    madvise(memory.data_ptr(), memory.numel(), advice)
+    return int(madvise(memory.data_ptr(), memory.numel(), advice))
 
 
 def advise_huge_pages(memory: torch.Tensor, *, collapse: bool = False) -> None:
@@ -87,3 +103,102 @@ def can_lock(nbytes: int) -> bool:
     if locked:
         libc.munlock(address, nbytes)
     return locked
+
+
+def digest_of(data: torch.Tensor) -> int:
+    """XXH3 of a contiguous host tensor (uint8). Leaves it resizable, which a tensor that NumPy has seen is not."""
+    size = data.numel()
+    return xxhash.xxh3_64_intdigest((ctypes.c_char * size).from_address(data.data_ptr()) if size else b"")
+
+
+def host_view(data: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous host tensor (uint8), sharing its memory."""
+    array: Any = data.numpy()
+    return memoryview(array)
+
+
+# The memory of this machine, as far as this process may have it.
+
+
+PROC, GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, slots=True)
+class _Version:
+    """Of control groups: where the groups are mounted, who rules memory, and the files of a group."""
+
+    mount: str
+    controller: str
+    limit: str
+    held: str
+    cached: str
+
+    def own(self, memberships: list[str]) -> str:
+        """The path of the process's group, from lines of ``hierarchy:controllers:/path``."""
+        for line in memberships:
+            _, controllers, path = line.split(":", 2)
+            if self.controller in controllers.split(","):
+                return path.lstrip("/")
+        return ""
+
+    def left_bytes(self, group: Path) -> int:
+        """Until the limit of a group."""
+        limit_bytes = int((group / self.limit).read_text(encoding="ascii"))
+        held_bytes = int((group / self.held).read_text(encoding="ascii"))
+        stat = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
+        return limit_bytes - held_bytes + int(stat.get(self.cached, 0))
+
+
+_VERSIONS = (
+    _Version("", "", "memory.max", "memory.current", "inactive_file"),
+    _Version("memory", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
+def available_bytes(proc: Path = PROC, groups: Path = GROUPS) -> int:
+    """What can be taken without swapping, by all processes together that share it.
+
+    That is ``MemAvailable`` of proc(5), or what is left to a control group (cgroups(7)) that this process is in, as
+    containers and batch systems have them; 0 where a limit is exceeded.
+    """
+    meminfo = (proc / "meminfo").read_text(encoding="ascii")
+    machine_bytes = int(meminfo.partition("MemAvailable:")[2].split()[0]) * 1024
+    return max(0, min([machine_bytes, *_left_bytes(proc, groups)]))
+
+
+def _left_bytes(proc: Path, groups: Path) -> list[int]:
+    """Of each limited group from this process's own up. What a group has cached can be dropped."""
+    memberships: list[str] = []
+    with suppress(OSError):  # a kernel may be without them, a sandbox may hide them
+        memberships = (proc / "self/cgroup").read_text(encoding="utf-8").splitlines()
+    found = []
+    for version in _VERSIONS:
+        root = groups / version.mount
+        own = root / version.own(memberships)
+        for group in [own, *own.parents]:
+            if group.is_relative_to(root):
+                with suppress(OSError, ValueError):  # "max", too: no limit
+                    found.append(version.left_bytes(group))
+    return found
+
+
+def resident_set_bytes(proc: Path = PROC) -> int:
+    """Memory of this process (``VmRSS`` of proc(5))."""
+    return _status_bytes(proc, "VmRSS:")
+
+
+def peak_resident_set_bytes(proc: Path = PROC) -> int:
+    """The most that it ever was (``VmHWM``)."""
+    return _status_bytes(proc, "VmHWM:")
+
+
+def _status_bytes(proc: Path, key: str) -> int:
+    status = (proc / "self/status").read_text(encoding="ascii", errors="replace")
+    return int(status.partition(key)[2].split()[0]) * 1024
+
+
+def give_back_freed_memory() -> None:
+    """Have the C library give the system what it holds of freed memory, where it can: glibc keeps much of it."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

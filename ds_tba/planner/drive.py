@@ -9,8 +9,6 @@ from collections.abc import Callable
 from ds_tba.planner.trace import Resources
 
 NOBODY = -1
-# However much others move, the drive still takes our requests in their turn.
-LEAST_SHARE = 0.05
 
 # The states of a storage's bytes, as far as a replay needs them (compare ds_tba/storage/ticket.py).
 UNSEEN, QUEUED, WRITING, STORED, READ_QUEUED, READING, LOADED, FORWARDED = range(8)
@@ -44,8 +42,6 @@ class DriveQueues:
         self._read_rate = resources.read_bytes_per_s
         self._write_rate_beside = sum(path.write_beside_read_bytes_per_s for path in resources.paths)
         self._read_rate_beside = sum(path.read_beside_write_bytes_per_s for path in resources.paths)
-        self._shares = shares(resources)
-        self._share = self._shares.popleft()
         self._writes: deque[tuple[int, float]] = deque()
         self._reads: deque[int] = deque()
         self._urgent: deque[int] = deque()
@@ -104,11 +100,10 @@ class DriveQueues:
                 self.now_s = max(self.now_s, until_s)
                 return
             now_s, end_s, ended = self.now_s, until_s, ""
-            share_end_s, share = self._share
             is_writing = self._writing != NOBODY and self._ready_s <= now_s
             is_reading = self._reading != NOBODY
-            write_rate = share * (self._write_rate_beside if is_reading else self._write_rate)
-            read_rate = share * (self._read_rate_beside if is_writing else self._read_rate)
+            write_rate = self._write_rate_beside if is_reading else self._write_rate
+            read_rate = self._read_rate_beside if is_writing else self._read_rate
             if is_writing:
                 if now_s + self._write_left / write_rate <= end_s:
                     end_s, ended = now_s + self._write_left / write_rate, "write"
@@ -116,8 +111,6 @@ class DriveQueues:
                 end_s, ended = self._ready_s, "copy"
             if is_reading and now_s + self._read_left / read_rate <= end_s:
                 end_s, ended = now_s + self._read_left / read_rate, "read"
-            if share_end_s < end_s:
-                end_s, ended = share_end_s, "share"
             if end_s > now_s:
                 if is_writing:
                     self._write_left = max(0.0, self._write_left - (end_s - now_s) * write_rate)
@@ -126,9 +119,7 @@ class DriveQueues:
                 self.now_s = end_s
             if not ended:
                 return
-            if ended == "share":
-                self._share = self._shares.popleft()
-            elif ended == "write":
+            if ended == "write":
                 self._end_write()
                 if stop_at_write:
                     return
@@ -147,17 +138,3 @@ class DriveQueues:
         self._state[storage] = LOADED
         self._on_read(storage)
         return storage
-
-
-def shares(resources: Resources) -> deque[tuple[float, float]]:
-    """Until when, and which part of the drives' time is ours."""
-    found: deque[tuple[float, float]] = deque()
-    for one in resources.traffic:
-        taken = (
-            one.write_bytes_per_s / resources.write_bytes_per_s if one.write_bytes_per_s and resources.paths else 0.0
-        )
-        taken += one.read_bytes_per_s / resources.read_bytes_per_s if one.read_bytes_per_s and resources.paths else 0.0
-        found.append((one.start_s, 1.0))
-        found.append((one.end_s, max(LEAST_SHARE, 1.0 - taken)))
-    found.append((math.inf, 1.0))
-    return found

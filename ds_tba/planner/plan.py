@@ -2,23 +2,49 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from ds_tba.errors import TraceError
-from ds_tba.plan.cost import BlockCosts, StorageCosts
-from ds_tba.plan.limits import Limits
-from ds_tba.plan.placement import Assignment, Placement
-from ds_tba.plan.simulate import Prediction, replay
-from ds_tba.planner.simulator import Outcome
-from ds_tba.planner.timeline import Timeline
+from ds_tba.config import Placement
+from ds_tba.errors import ConfigError, TraceError
+from ds_tba.planner.simulator import Outcome, Pacing, Replay
+from ds_tba.planner.timeline import Assignment, Floats, Ints, Timeline
 from ds_tba.planner.trace import Trace
 
 MIB = 1 << 20
 # Shorter differences are the rounding of sums, not time.
 SAME_TIME_S = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a plan may cost.
+
+    Attributes:
+        max_step_overhead: part of the step's time that may be added, where there is no budget.
+        activation_budget_bytes: bound of the saved bytes in device memory; with it, time is what is made least.
+        host_budget_bytes: bound of the host tier.
+        write_limit_bytes_per_step: bound of what one step writes; see :func:`write_limit_bytes_per_step`.
+        recompute: whether blocks may be recomputed.
+
+    Raises:
+        ConfigError: a limit is negative.
+    """
+
+    max_step_overhead: float = 0.02
+    activation_budget_bytes: int | None = None
+    host_budget_bytes: int = 0
+    write_limit_bytes_per_step: float = math.inf
+    recompute: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("max_step_overhead", "activation_budget_bytes", "host_budget_bytes", "write_limit_bytes_per_step"):
+            value = getattr(self, name)
+            if value is not None and not value >= 0:
+                raise ConfigError(f"{name} is {value}: it must be 0 or more")
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,3 +180,113 @@ def _reasons(timeline: Timeline, outcome: Outcome, modules: Sequence[str]) -> li
         else:
             reasons.append(f"keep: idle for {idle_s:.3g} s, but others gain more from the same bandwidth")
     return reasons
+
+
+@dataclass(frozen=True, slots=True)
+class StorageCosts:
+    """Columns, one entry for each storage.
+
+    Attributes:
+        idle_s: between forward's last and backward's first use.
+        copy_out_s, copy_in_s: of either tier, on the link to the host.
+        write_s, read_s: of NVMe, on the drives; infinite without any.
+    """
+
+    idle_s: Floats
+    copy_out_s: Floats
+    copy_in_s: Floats
+    write_s: Floats
+    read_s: Floats
+
+    @classmethod
+    def of(cls, timeline: Timeline) -> StorageCosts:
+        """Those of every storage."""
+        resources, nowhere = timeline.resources, np.full(timeline.storages, np.inf)
+        return cls(
+            timeline.first_backward_use_s - timeline.last_forward_use_s,
+            timeline.nbytes / resources.copy_out_bytes_per_s,
+            timeline.nbytes / resources.copy_in_bytes_per_s,
+            timeline.padded_bytes / resources.write_bytes_per_s if resources.paths else nowhere,
+            timeline.padded_bytes / resources.read_bytes_per_s if resources.paths else nowhere,
+        )
+
+    @property
+    def nvme_s(self) -> Floats:
+        """There and back over copy engine and drive."""
+        return self.copy_out_s + self.write_s + self.read_s + self.copy_in_s
+
+    @property
+    def host_s(self) -> Floats:
+        """There and back over the copy engine."""
+        return self.copy_out_s + self.copy_in_s
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCosts:
+    """Columns, one entry for each block.
+
+    Attributes:
+        compute_s: of one more forward.
+        freed_bytes: what is dropped where it alone is recomputed.
+    """
+
+    compute_s: Floats
+    freed_bytes: Ints
+
+    @classmethod
+    def of(cls, timeline: Timeline) -> BlockCosts:
+        """Those of every block."""
+        own = timeline.owner >= 0
+        freed = np.bincount(timeline.owner[own], timeline.nbytes[own], minlength=timeline.blocks)
+        pairs = np.unique(np.stack([timeline.input_storage, timeline.input_block]), axis=1)
+        is_own = timeline.owner[pairs[0]] == pairs[1]
+        freed -= np.bincount(pairs[1][is_own], timeline.nbytes[pairs[0][is_own]], minlength=timeline.blocks)
+        return cls(timeline.recompute_s, freed.astype(np.int64))
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What one step of ``micro_steps`` micro-steps would cost.
+
+    Attributes:
+        peak_saved_bytes: most device bytes that saved storages hold at once, with what is read ahead and what a copy
+            out still holds.
+        step_s: with the rest of the step; ``stall_s`` and ``recomputed_s`` are what it has more than the trace.
+        written_bytes, read_bytes: what the drives move, padded.
+        forwarded_bytes: handed over from staging instead of read.
+        host_bytes: most bytes that the host tier holds at once.
+    """
+
+    peak_saved_bytes: int
+    step_s: float
+    stall_s: float
+    recomputed_s: float
+    written_bytes: int
+    read_bytes: int
+    forwarded_bytes: int
+    host_bytes: int
+    peak_staging_bytes: int
+
+
+def predict(timeline: Timeline, outcome: Outcome) -> Prediction:
+    """A replay's outcome as figures of a step."""
+    times = timeline.micro_steps
+    return Prediction(
+        outcome.peak_saved_bytes,
+        outcome.end_s * times + timeline.rest_s,
+        outcome.stall_s * times,
+        outcome.recomputed_s * times,
+        outcome.written_bytes * times,
+        outcome.read_bytes * times,
+        outcome.forwarded_bytes * times,
+        outcome.host_bytes,
+        outcome.peak_staging_bytes,
+    )
+
+
+def replay(
+    timeline: Timeline, assignment: Assignment, pacing: Pacing | None = None, lead: Sequence[int] | None = ()
+) -> tuple[Outcome, Prediction]:
+    """What happens under an assignment, and its cost; see :class:`Replay`."""
+    outcome = Replay(timeline, assignment, pacing, lead).run()
+    return outcome, predict(timeline, outcome)

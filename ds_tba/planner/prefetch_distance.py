@@ -2,7 +2,7 @@
 
 [Note: Latest starts] The first uses are walked backwards: each copy in ends before its use and before the copy after it
 begins, each read ends before its copy in begins and before the read after it begins. Everything is taken to last
-``SLOWER`` times as long as measured, reads as slow as writes beside them and the traffic of others make them, and each
+``SLOWER`` times as long as measured, reads as slow as writes beside them make them, and each
 storage is asked for at the use before the one that its start allows: a plan is made of averages, and to come too late
 costs time, where to come too early costs only memory.
 """
@@ -13,13 +13,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ds_tba.plan.placement import Assignment, Placement
-from ds_tba.planner.drive import shares
-from ds_tba.planner.timeline import Existence, Floats, Ints, Timeline
+from ds_tba.config import Placement
+from ds_tba.planner.timeline import Assignment, Existence, Floats, Ints, Timeline
 from ds_tba.planner.trace import Resources
 
 SLOWER = 1.25
-LEAST_LEAD = 2
+MIN_LEAD = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +93,7 @@ def prefetch_lead(reloads: Reloads, resources: Resources) -> list[int]:
     start_s = np.where(is_read, read_start_s, copy_start_s)
     start_s = np.minimum.accumulate(start_s[::-1])[::-1]  # they are asked for in order
     asked_after = np.searchsorted(reloads.use_s, start_s, "right")
-    asked_after = np.clip(asked_after, 0, np.maximum(np.arange(count) - (LEAST_LEAD - 1), 0))
+    asked_after = np.clip(asked_after, 0, np.maximum(np.arange(count) - (MIN_LEAD - 1), 0))
     reached = np.searchsorted(asked_after, np.arange(count), "right")
     return (reached - np.arange(count)).tolist()  # type: ignore[no-any-return]
 
@@ -108,7 +107,7 @@ def _latest_starts(ends: Floats, durations: Floats) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class _Pace:
-    """How much a drive that also writes and serves others reads: work over time, in pieces."""
+    """How much a drive that also writes reads: work over time, in pieces."""
 
     times_s: Floats
     work_s: Floats
@@ -117,14 +116,11 @@ class _Pace:
     def of(cls, reloads: Reloads, resources: Resources) -> _Pace:
         """From the begin to the last use."""
         begin_s, end_s = reloads.begin_s, max(reloads.begin_s, float(reloads.use_s[-1]))
-        bounds = [until_s for until_s, _ in shares(resources)]
-        inner = [at_s for at_s in (*bounds, reloads.written_s) if begin_s < at_s < end_s]
+        inner = [reloads.written_s] if begin_s < reloads.written_s < end_s else []
         times = np.unique(np.array([begin_s, *inner, end_s]))
         beside = sum(path.read_beside_write_bytes_per_s for path in resources.paths)
         slowed = beside / resources.read_bytes_per_s if 0 < resources.read_bytes_per_s < np.inf else 1.0
-        share = np.array([part for _, part in shares(resources)])
-        speeds = share[np.searchsorted(bounds, times[:-1], "right")]
-        speeds = speeds * np.where(times[:-1] < reloads.written_s, slowed, 1.0)
+        speeds = np.where(times[:-1] < reloads.written_s, slowed, 1.0)
         return cls(times, np.concatenate([[0.0], np.cumsum(np.diff(times) * speeds)]))
 
     def work_at(self, at_s: Floats) -> Floats:

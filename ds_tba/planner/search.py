@@ -12,23 +12,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 
-from ds_tba.plan.limits import Limits
-from ds_tba.plan.placement import Assignment, Placement
-from ds_tba.plan.simulate import Prediction, replay
-from ds_tba.planner.plan import Rank, is_outside, longest_step_s, rank
+from ds_tba.config import Placement
+from ds_tba.planner.plan import Limits, Plan, Prediction, Rank, is_outside, longest_step_s, make_plan, rank, replay
 from ds_tba.planner.simulator import Outcome, Pacing
-from ds_tba.planner.timeline import Bools, Ints, Timeline
+from ds_tba.planner.timeline import Assignment, Bools, Ints, Timeline
+from ds_tba.planner.trace import Trace
 
 REPLAYED_STORAGES = 100_000
-LEAST_REPLAYS = 60
-MOST_REPLAYS = 1500
+MIN_REPLAYS = 60
+MAX_REPLAYS = 1500
 ENUMERATED = 600
 RELIEF_ROUNDS = 4
 HALVINGS = 5
-MOST_STORAGES_FOR_PAIRS = 16
+MAX_STORAGES_FOR_PAIRS = 16
 
 Tried = tuple[Outcome, Prediction]
 Found = tuple[Rank, Outcome, Prediction]
@@ -47,7 +47,7 @@ class Search:
         self.limits = limits
         kept = replay(timeline, timeline.kept)
         self.found: Found = (rank(kept[1], limits, timeline.step_s), *kept)
-        self._left = min(MOST_REPLAYS, max(LEAST_REPLAYS, REPLAYED_STORAGES // max(1, timeline.storages)))
+        self._left = min(MAX_REPLAYS, max(MIN_REPLAYS, REPLAYED_STORAGES // max(1, timeline.storages)))
         self._starts: list[Tried] = []
         self._seen: dict[bytes, Tried] = {}
         self._may_recompute: Bools = timeline.recomputable & limits.recompute
@@ -267,10 +267,11 @@ class Search:
         for start, end in _runs(blocks):
             for again in (True, False):
                 yield lambda old, a=start, b=end, again=again: self._with_blocks(old, a, b, again)  # type: ignore[misc]
+            yield lambda old, a=start, b=end: self._with_blocks_moved(old, a, b)  # type: ignore[misc]
         for start, end in _runs(storages):
             for place in self._places():
                 yield lambda old, a=start, b=end, place=place: self._with_run(old, a, b, place)  # type: ignore[misc]
-        if storages <= MOST_STORAGES_FOR_PAIRS:
+        if storages <= MAX_STORAGES_FOR_PAIRS:
             yield from self._pairs()
 
     def _pairs(self) -> Iterator[Callable[[Assignment], Assignment]]:
@@ -297,6 +298,13 @@ class Search:
         recomputed = old.recomputed.copy()
         recomputed[start:end] = again & self._may_recompute[start:end]
         return Assignment(old.placements, recomputed)
+
+    def _with_blocks_moved(self, old: Assignment, start: int, end: int) -> Assignment:
+        """Blocks not recomputed, and what they save moved instead: each of the two alone may make it worse."""
+        new = self._with_blocks(old, start, end, False)
+        placements = old.placements.copy()
+        placements[(self.timeline.owner >= start) & (self.timeline.owner < end) & self._to_nvme] = _NVME
+        return Assignment(placements, new.recomputed)
 
 
 def _runs(count: int) -> Iterator[tuple[int, int]]:
@@ -339,3 +347,102 @@ def _with_less_moved(timeline: Timeline, tried: Tried, most_s: float) -> Assignm
         if excess_s <= 0:
             break
     return Assignment(placements, outcome.assignment.recomputed)
+
+
+# Planners, all of one signature: from a trace and limits to a plan. ``adaptive`` is the one of the runtime.
+#
+# ``benchmarks/planners/`` has those of the papers, and a test holds ``adaptive`` against them.
+
+
+Planner = Callable[[Trace, Limits], Plan]
+
+# The search works on groups of neighbours where there are more storages than this.
+SEARCHED_GROUPS = 700
+# What fits among groups may just not fit in full: these parts of the limits are given away then.
+MARGINS = (0.0, 0.02, 0.06)
+RELIEF_ROUNDS = 2
+# Steps closer than this part of one are equal.
+SAME_STEP_FRACTION = 0.02
+
+
+def keep(trace: Trace, limits: Limits) -> Plan:
+    """Everything kept."""
+    timeline = Timeline.of(trace)
+    return planned("keep", trace, limits, timeline, timeline.kept)
+
+
+def recompute(trace: Trace, limits: Limits) -> Plan:
+    """Every block recomputed that may be, nothing moved."""
+    timeline = Timeline.of(trace)
+    return planned("recompute", trace, limits, timeline, _recompute_all(timeline))
+
+
+def adaptive(trace: Trace, limits: Limits) -> Plan:
+    """The lowest peak within ``max_step_overhead``, or the least time within ``activation_budget_bytes``.
+
+    With a budget, what writing gains over recomputing must be more than predictions are good for. Deterministic. Keeps
+    within ``host_budget_bytes`` and ``write_limit_bytes_per_step``; where no plan fits the budget, the one with the
+    lowest peak.
+    """
+    timeline = Timeline.of(trace)
+    exact = Search(timeline, limits)
+    start = _recompute_all(timeline) if limits.recompute else timeline.kept
+    exact.replay_both(start)
+    simple = exact.found
+    coarse, group = timeline.grouped(SEARCHED_GROUPS)
+    if coarse is timeline:
+        exact.run()
+    else:
+        _search_coarsely(exact, coarse, group, start)
+    exact.replay_both(exact.found[1].assignment)
+    _, outcome, cost = _worth_writing(simple, exact.found, limits, timeline.step_s)
+    return make_plan("adaptive", timeline, _modules(trace), outcome, cost)
+
+
+def _worth_writing(simple: Found, searched: Found, limits: Limits, kept_step_s: float) -> Found:
+    """What the search has found, unless it writes more for a gain of time too small to tell."""
+    if limits.activation_budget_bytes is None or is_outside(simple[0]):
+        return searched
+    gained_s = simple[2].step_s - searched[2].step_s
+    is_worth_it = gained_s > SAME_STEP_FRACTION * kept_step_s or searched[2].written_bytes <= simple[2].written_bytes
+    return searched if is_worth_it else simple
+
+
+def _search_coarsely(exact: Search, coarse: Timeline, group: Ints, start: Assignment) -> None:
+    """Search among groups; where the best of them is not within the limits in full, again within narrower ones."""
+    firsts = np.flatnonzero(np.diff(group, prepend=-1))
+    for margin in MARGINS:
+        search = Search(coarse, _narrowed(exact.limits, margin))
+        search.replay(Assignment(start.placements[firsts], start.recomputed))
+        search.run()
+        _, outcome, cost = search.found
+        found = outcome.assignment
+        is_timed = exact.limits.activation_budget_bytes is None
+        most_s = longest_step_s(exact.limits, exact.timeline.step_s) if is_timed else cost.step_s
+        full = exact.relieve(Assignment(found.placements[group], found.recomputed), most_s, RELIEF_ROUNDS)
+        if exact.is_within(full[1]):
+            return
+
+
+def _narrowed(limits: Limits, margin: float) -> Limits:
+    budget_bytes = limits.activation_budget_bytes
+    return replace(
+        limits,
+        max_step_overhead=limits.max_step_overhead * (1 - margin),
+        activation_budget_bytes=None if budget_bytes is None else int(budget_bytes * (1 - margin)),
+    )
+
+
+def _recompute_all(timeline: Timeline) -> Assignment:
+    return Assignment(timeline.kept.placements, timeline.recomputable.copy())
+
+
+def planned(name: str, trace: Trace, limits: Limits, timeline: Timeline, assignment: Assignment) -> Plan:
+    """The plan of an assignment: reading ahead just in time or as far as the bounds allow, what is better."""
+    both = [replay(timeline, assignment, lead=lead) for lead in ((), None)]
+    best = min(both, key=lambda tried: rank(tried[1], limits, timeline.step_s))
+    return make_plan(name, timeline, _modules(trace), *best)
+
+
+def _modules(trace: Trace) -> list[str]:
+    return [block.module for block in trace.blocks]

@@ -8,6 +8,7 @@ staging (a write that has not begun is cancelled), is there already, or is read 
 compute waits.
 A storage on its way to host memory is copied out, and copied in ahead of its use as far as the bound of what is ahead.
 With a lead, nothing is asked for earlier than that says; see ``ds_tba/planner/prefetch_distance.py``.
+Lanes and copies may slow the kernels: what a storage's way takes of them (``compute_s_per_byte``) counts at its pack.
 A block that is recomputed gets its inputs, runs its forward again, and its other storages are made anew.
 
 [Note: Synchronous devices] There the training thread does the copies and compute waits for them; what was read, or
@@ -23,8 +24,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ds_tba.plan.placement import Assignment, Placement, Places
-from ds_tba.plan.residency import Clock, Moves, peak_host_bytes, peak_saved_bytes
+from ds_tba.config import PREFETCH_FRACTION_OF_STAGING, Placement
 from ds_tba.planner.drive import (
     FORWARDED,
     LOADED,
@@ -36,9 +36,17 @@ from ds_tba.planner.drive import (
     DriveQueues,
 )
 from ds_tba.planner.prefetch_distance import Moment, Reloads, prefetch_lead
-from ds_tba.planner.timeline import Existence, Timeline
+from ds_tba.planner.timeline import (
+    Assignment,
+    Clock,
+    Existence,
+    Moves,
+    Places,
+    Timeline,
+    peak_host_bytes,
+    peak_saved_bytes,
+)
 
-PREFETCH_PART_OF_STAGING = 0.5  # as in ds_tba/storage/space.py
 _KEEP, _HOST, _NVME = int(Placement.KEEP), int(Placement.HOST), int(Placement.NVME)
 # In this order where they happen at the same time.
 _PACK, _BEGIN, _USE, _RECOMPUTE = range(4)
@@ -234,12 +242,14 @@ class Replay:
     # ---- out ----------------------------------------------------------------------------------------------------
 
     def _copy_out(self, storage: int, now_s: float) -> float:
-        """Copy device bytes to the host; when that is done."""
+        """Copy device bytes to the host; when that is done. Compute pays here for the way back, too."""
         took_s = self._nbytes[storage] / self._resources.copy_out_bytes_per_s
+        of_compute_s = self._nbytes[storage] * self._resources.compute_s_per_byte
+        of_compute_s += took_s if self._resources.is_synchronous else 0.0
+        if of_compute_s:
+            self._stall(storage, of_compute_s)
         if self._resources.is_synchronous:
-            if took_s:
-                self._stall(storage, took_s)
-            return now_s + took_s
+            return now_s + of_compute_s
         self._out_free_s = max(now_s, self._out_free_s) + took_s
         return self._out_free_s
 
@@ -429,7 +439,7 @@ class Replay:
 
     def _may_read_ahead(self, padded: int) -> bool:
         capacity, ahead = self._resources.staging_bytes, self._prefetched_bytes + padded
-        part = PREFETCH_PART_OF_STAGING if self._drive.writes_under_way else 1.0
+        part = PREFETCH_FRACTION_OF_STAGING if self._drive.writes_under_way else 1.0
         return not self._prefetched_bytes or (ahead <= capacity * part and ahead + self._wanted_bytes <= capacity)
 
     def _want(self, storage: int) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -22,7 +22,7 @@ from ds_tba.errors import TraceError
 
 FORMAT = 1
 OUTSIDE = -1
-LEAST_PART = 0.05
+MIN_FRACTION = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +90,6 @@ class PathRates:
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
-    """What something else, such as ZeRO's own swapping, moves on the same drives from ``start_s`` to ``end_s``."""
-
-    start_s: float
-    end_s: float
-    write_bytes_per_s: float = 0.0
-    read_bytes_per_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class Resources:
     """What the machine can move.
 
@@ -110,7 +100,7 @@ class Resources:
         is_synchronous: the device copies in the training thread, which waits for it (a CPU).
         prefetches_from_backward_start: reading ahead begins with the first unpack of the micro-step, whatever it is of;
             else with the first unpack of something that was moved.
-        traffic: of others on the same drives, in order of time, not overlapping.
+        compute_s_per_byte: what moving a storage out and back takes of the kernels that run meanwhile.
     """
 
     paths: tuple[PathRates, ...]
@@ -119,7 +109,7 @@ class Resources:
     staging_bytes: int
     is_synchronous: bool = False
     prefetches_from_backward_start: bool = True
-    traffic: tuple[Traffic, ...] = ()
+    compute_s_per_byte: float = 0.0
 
     @property
     def write_bytes_per_s(self) -> float:
@@ -186,20 +176,30 @@ class Trace:
 
         A small part of it stays in any case. Negative for what comes on top, evenly.
         """
-        factor = max(LEAST_PART, 1 - taken_s / self.end_s) if self.end_s else 1.0
+        factor = max(MIN_FRACTION, 1 - taken_s / self.end_s) if self.end_s else 1.0
         storages = tuple(_scaled(one, factor) for one in self.storages)
         blocks = tuple(_scaled(one, factor) for one in self.blocks)
-        traffic = tuple(
-            Traffic(
-                one.start_s * factor,
-                one.end_s * factor,
-                one.write_bytes_per_s / factor,
-                one.read_bytes_per_s / factor,
-            )
-            for one in self.resources.traffic
+        return replace(self, storages=storages, blocks=blocks, end_s=self.end_s * factor)
+
+    def grown(self, sizes: Mapping[int, int]) -> Trace:
+        """The same micro-step with larger storages, and longer by as much as all of them together are larger.
+
+        Args:
+            sizes: of the larger storages, by number, in bytes. What cannot be moved grows in proportion: it may stand
+                for many small tensors, whose size nobody tells.
+        """
+        added_bytes = sum(nbytes - self.storages[index].nbytes for index, nbytes in sizes.items())
+        if added_bytes <= 0:
+            return self
+        factor = 1 + added_bytes / max(1, self.saved_bytes)
+        longer = self.without((1 - factor) * self.end_s)
+        storages = tuple(
+            one
+            if index not in sizes and one.is_movable
+            else replace(one, nbytes=sizes.get(index, math.ceil(one.nbytes * factor)))
+            for index, one in enumerate(longer.storages)
         )
-        resources = replace(self.resources, traffic=traffic)
-        return replace(self, storages=storages, blocks=blocks, resources=resources, end_s=self.end_s * factor)
+        return replace(longer, storages=storages)
 
     def to_json(self) -> str:
         """As text; times and rates come back exactly."""
@@ -236,7 +236,7 @@ class Trace:
             raise TraceError(f"the trace is of format {data['format']!r}: this version reads {FORMAT}; record it again")
         machine = dict(data["resources"])
         machine["paths"] = tuple(PathRates(**path) for path in machine["paths"])
-        machine["traffic"] = tuple(Traffic(**one) for one in machine["traffic"])
+        machine.pop("traffic", None)  # of earlier versions
         return cls(
             tuple(StorageTrace(**row) for row in _rows(data["storages"], "blocks")),
             tuple(BlockTrace(**row) for row in _rows(data["blocks"], "inputs")),
@@ -296,11 +296,69 @@ def _check_resources(resources: Resources) -> None:
         rates += [getattr(path, field.name) for field in fields(PathRates)]
     if not all(rate > 0 for rate in rates):
         raise TraceError(f"the rates {rates} must all be above 0 bytes per second: measure them again")
+    if not 0 <= resources.compute_s_per_byte < math.inf:
+        raise TraceError(f"compute_s_per_byte is {resources.compute_s_per_byte}: it must be a number of 0 or more")
     if resources.staging_bytes < 1:
         raise TraceError(f"staging_bytes is {resources.staging_bytes}: one at least is needed")
-    ended_s = 0.0
-    for one in resources.traffic:
-        _check_order("the traffic of others", ended_s, one.start_s, one.end_s)
-        if not (0 <= one.write_bytes_per_s < math.inf and 0 <= one.read_bytes_per_s < math.inf):
-            raise TraceError(f"the traffic {one} must have rates of 0 or more")
-        ended_s = one.end_s
+
+
+def slowest(machines: Sequence[Resources]) -> Resources:
+    """Each rate as it is where it is lowest, and the least staging.
+
+    Paths are compared one by one where all machines have as many, else by their sums; where one machine has none,
+    nothing can go to NVMe.
+
+    Raises:
+        TraceError: there is no machine.
+    """
+    if not machines:
+        raise TraceError("there are no resources to take the slowest of: every rank has its own")
+    return Resources(
+        _paths([machine.paths for machine in machines]),
+        min(machine.copy_out_bytes_per_s for machine in machines),
+        min(machine.copy_in_bytes_per_s for machine in machines),
+        min(machine.staging_bytes for machine in machines),
+        is_synchronous=any(machine.is_synchronous for machine in machines),
+        prefetches_from_backward_start=all(machine.prefetches_from_backward_start for machine in machines),
+        compute_s_per_byte=max(machine.compute_s_per_byte for machine in machines),
+    )
+
+
+def _paths(machines: Sequence[tuple[PathRates, ...]]) -> tuple[PathRates, ...]:
+    if not all(machines):
+        return ()
+    if len({len(paths) for paths in machines}) > 1:
+        machines = [(_combined(sum, paths),) for paths in machines]
+    return tuple(_combined(min, paths) for paths in zip(*machines, strict=True))
+
+
+def _combined(how: Callable[[Sequence[float]], float], paths: Sequence[PathRates]) -> PathRates:
+    return PathRates(*(how([getattr(path, field.name) for path in paths]) for field in fields(PathRates)))
+
+
+# Which storage of a trace is which in another micro-step of the same model.
+#
+# [Note: Scopes] A micro-step is cut where passes through blocks begin and end: what lies before the first pass, the
+# first pass, what lies between it and the second, ... In each scope the storages are known by the order in which they
+# are first saved *there*, so that a block which is recomputed (and saves its inputs only) shifts nobody else's place.
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The places of a trace's storages.
+
+    Attributes:
+        scopes: for each scope the storages in the order in which they were first saved in it; pass ``n`` through a
+            block is scope ``2 * n + 1``.
+    """
+
+    scopes: tuple[tuple[int, ...], ...]
+
+    def expected(self, scope: int, trace: Trace, recomputed: tuple[bool, ...]) -> tuple[int, ...]:
+        """The storages that a scope saves when these blocks are recomputed."""
+        if scope >= len(self.scopes):
+            return ()
+        number = scope // 2
+        if scope % 2 and recomputed[number]:
+            return trace.blocks[number].inputs
+        return self.scopes[scope]

@@ -15,10 +15,6 @@ class Span:
     offset: int
     nbytes: int
 
-    def split(self, nbytes: int) -> tuple[Span, Span]:
-        """The first ``nbytes``, and the rest (which may be empty)."""
-        return Span(self.offset, nbytes), Span(self.offset + nbytes, self.nbytes - nbytes)
-
 
 class SpanAllocator:
     """First fit by address, neighbours merged on free.
@@ -36,8 +32,9 @@ class SpanAllocator:
         self.capacity_bytes = 0
         self.used_bytes = 0
         self.peak_used_bytes = 0
-        self._offsets: list[int] = []
-        self._sizes: list[int] = []
+        # Free ranges as (offset, length), by offset. Each change of it is one statement: the exception of a signal
+        # handler, as that of Ctrl-C, comes between two, and a range half changed would be handed out twice.
+        self._free: list[tuple[int, int]] = []
         self.grow(capacity_bytes)
 
     def grow(self, capacity_bytes: int) -> None:
@@ -52,17 +49,17 @@ class SpanAllocator:
         """``nbytes`` rounded up to the alignment."""
         return -(-nbytes // self.alignment_bytes) * self.alignment_bytes
 
+    @property
+    def is_unused(self) -> bool:
+        """Whether all of the region is free; true of the ranges themselves, whatever interrupted the counting."""
+        return self._free == [(0, self.capacity_bytes)]
+
     def allocate(self, nbytes: int) -> Span | None:
         """A span of at least ``nbytes``, or None where no free range is long enough."""
         nbytes = self.padded(max(nbytes, 1))
-        for index, size in enumerate(self._sizes):
-            if size >= nbytes:
-                offset = self._offsets[index]
-                if size == nbytes:
-                    del self._offsets[index], self._sizes[index]
-                else:
-                    self._offsets[index] += nbytes
-                    self._sizes[index] -= nbytes
+        for index, (offset, length) in enumerate(self._free):
+            if length >= nbytes:
+                self._free[index : index + 1] = [(offset + nbytes, length - nbytes)] if length > nbytes else []
                 self.used_bytes += nbytes
                 self.peak_used_bytes = max(self.peak_used_bytes, self.used_bytes)
                 return Span(offset, nbytes)
@@ -78,22 +75,16 @@ class SpanAllocator:
         self.used_bytes -= span.nbytes
 
     def _insert(self, span: Span) -> None:
-        index = bisect_left(self._offsets, span.offset)
-        end = span.offset + span.nbytes
-        overlaps_next = index < len(self._offsets) and self._offsets[index] < end
-        overlaps_previous = index > 0 and self._offsets[index - 1] + self._sizes[index - 1] > span.offset
-        if overlaps_next or overlaps_previous or end > self.capacity_bytes:
-            raise StateError(f"bytes {span.offset}..{end} were given back twice or never handed out")
-        joins_next = index < len(self._offsets) and self._offsets[index] == end
-        joins_previous = index > 0 and self._offsets[index - 1] + self._sizes[index - 1] == span.offset
-        if joins_previous:
-            self._sizes[index - 1] += span.nbytes
-            if joins_next:
-                self._sizes[index - 1] += self._sizes[index]
-                del self._offsets[index], self._sizes[index]
-        elif joins_next:
-            self._offsets[index] = span.offset
-            self._sizes[index] += span.nbytes
-        else:
-            self._offsets.insert(index, span.offset)
-            self._sizes.insert(index, span.nbytes)
+        start, end = span.offset, span.offset + span.nbytes
+        first = last = bisect_left(self._free, (start, 0))
+        previous_end = sum(self._free[first - 1]) if first > 0 else -1
+        next_start = self._free[last][0] if last < len(self._free) else self.capacity_bytes + 1
+        if previous_end > start or next_start < end or end > self.capacity_bytes:
+            raise StateError(f"bytes {start}..{end} were given back twice or never handed out")
+        if previous_end == start:
+            first -= 1
+            start = self._free[first][0]
+        if next_start == end:
+            end += self._free[last][1]
+            last += 1
+        self._free[first:last] = [(start, end - start)]

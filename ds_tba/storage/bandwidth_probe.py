@@ -1,6 +1,6 @@
 """The first measurement of all paths: their lanes write, then read, then both, for a moment and within few bytes.
 
-[Note: The trial] Every lane of every path takes part, with an extent and a slot of its own, so that a rate is that of
+[Note: The probe] Every lane of every path takes part, with an extent and a slot of its own, so that a rate is that of
 a path with its lanes, beside the other paths. First the extents are written, because fresh ones are written slower and
 read at once; that is not measured. A request grows while it is done quickly, up to the size of storages, so that a slow
 drive ends in time: at 10 MB/s after about 2 s, of which a drive of some GB/s needs a tenth. What is written is noise,
@@ -22,10 +22,10 @@ import torch
 from ds_tba.errors import PathError
 from ds_tba.storage.allocator import Span
 from ds_tba.storage.backends.base import IoHandle
-from ds_tba.storage.lanes import Errand
+from ds_tba.storage.integrity import Integrity
+from ds_tba.storage.lanes import Task
 from ds_tba.storage.space import SwapSpace
 from ds_tba.storage.swap_path import SwapPath
-from ds_tba.store.integrity import Integrity
 from ds_tba.telemetry.bandwidth import Kind
 
 REGION_BYTES = 32 << 20  # of each path
@@ -39,8 +39,8 @@ PHASES = (frozenset({Kind.WRITE}), frozenset({Kind.READ}), frozenset(Kind))
 Clock = Callable[[], float]
 
 
-class Trial:
-    """One measurement; see [Note: The trial].
+class BandwidthProbe:
+    """One measurement; see [Note: The probe].
 
     Args:
         space: has the lock, and staging.
@@ -62,7 +62,7 @@ class Trial:
         Raises:
             PathError: a transfer failed; the first bytes of that path's file are not to be relied upon.
         """
-        with self.space.changed:
+        with self.space.lock:
             parts = self._parts(paths)
         self.together = threading.Barrier(sum(len(part) for part in parts) or 1)
         for part in parts:
@@ -71,7 +71,7 @@ class Trial:
         for part in parts:
             for _ in part:
                 self.ended.acquire()
-        with self.space.changed:
+        with self.space.lock:
             for shift in (shift for part in parts for shift in part):
                 self.space.ring.slots.free(shift.slot)
                 shift.path.extents.free(shift.extent)
@@ -82,7 +82,7 @@ class Trial:
                 "directory."
             ) from error
 
-    def _parts(self, paths: Sequence[SwapPath]) -> list[list[LaneTrial]]:
+    def _parts(self, paths: Sequence[SwapPath]) -> list[list[LaneProbe]]:
         """For each path with room what its lanes have to do."""
         lanes = sum(len(path.write_lanes) + len(path.read_lanes) for path in paths)
         slots = self.space.ring.slots
@@ -90,7 +90,7 @@ class Trial:
         noise = torch.from_numpy(numpy.random.default_rng(0).integers(0, 256, slot_bytes, numpy.uint8))
         return [part for path in paths if (part := self._part(path, slot_bytes, noise))]
 
-    def _part(self, path: SwapPath, slot_bytes: int, noise: torch.Tensor) -> list[LaneTrial]:
+    def _part(self, path: SwapPath, slot_bytes: int, noise: torch.Tensor) -> list[LaneProbe]:
         slots, extents = self.space.ring.slots, path.extents
         kinds = [Kind.WRITE] * len(path.write_lanes) + [Kind.READ] * len(path.read_lanes)
         slot_bytes -= slot_bytes % slots.alignment_bytes
@@ -98,20 +98,20 @@ class Trial:
         extent_bytes = region_bytes // len(kinds)
         extent_bytes -= extent_bytes % extents.alignment_bytes
         phase = PathPhase(min(PHASE_BYTES, 2 * region_bytes), self.clock)
-        part: list[LaneTrial] = []
+        part: list[LaneProbe] = []
         for kind in kinds if slot_bytes and extent_bytes else ():
             slot, extent = slots.allocate(slot_bytes), extents.allocate(extent_bytes)
             if slot is None or extent is None:  # pieces of the room are in use
                 self._give_back(part, path, slot, extent)
                 return []
             self.space.ring.fill(slot, noise[:slot_bytes])
-            part.append(LaneTrial(self, path, kind, slot, extent, phase))
+            part.append(LaneProbe(self, path, kind, slot, extent, phase))
         writers = [shift for shift in part if shift.kind is Kind.WRITE]
         for shift, writer in zip(part, cycle(writers), strict=False):
             writer.to_prepare.append(shift)
         return part
 
-    def _give_back(self, part: list[LaneTrial], path: SwapPath, slot: Span | None, extent: Span | None) -> None:
+    def _give_back(self, part: list[LaneProbe], path: SwapPath, slot: Span | None, extent: Span | None) -> None:
         slots, extents = [shift.slot for shift in part], [shift.extent for shift in part]
         for one in [*slots, slot] if slot is not None else slots:
             self.space.ring.slots.free(one)
@@ -143,15 +143,15 @@ class PathPhase:
 
 
 @dataclass(eq=False)
-class LaneTrial(Errand):
-    """What one lane does in a trial.
+class LaneProbe(Task):
+    """What one lane does in a probe.
 
     Attributes:
         slot, extent: its own.
         phase: shared by the lanes of the path.
     """
 
-    trial: Trial
+    probe: BandwidthProbe
     path: SwapPath
     kind: Kind
     slot: Span
@@ -161,7 +161,7 @@ class LaneTrial(Errand):
     request_bytes: int = 0
 
     def __post_init__(self) -> None:
-        self.to_prepare: list[LaneTrial] = []
+        self.to_prepare: list[LaneProbe] = []
         alignment_bytes = self.path.extents.alignment_bytes
         first = -(-FIRST_REQUEST_BYTES // alignment_bytes) * alignment_bytes
         self.request_bytes = min(first, self.slot.nbytes, self.extent.nbytes)
@@ -169,26 +169,26 @@ class LaneTrial(Errand):
     def run_in_lane(self, handle: IoHandle) -> None:
         """Take part in every phase. Waits for the other lanes between them."""
         try:
-            with self.trial.space.ring.beside_compute():
-                self.trial.together.wait()
+            with self.probe.space.ring.beside_compute():
+                self.probe.together.wait()
                 if self.kind is Kind.WRITE:
                     self._attempt(self._prepare, 0, handle)
                 for number, kinds in enumerate(PHASES, 1):
-                    self.trial.together.wait()
+                    self.probe.together.wait()
                     if self.kind in kinds:
                         self._attempt(self._repeat, number, handle)
         finally:
-            self.trial.ended.release()
+            self.probe.ended.release()
 
     def _attempt(self, phase: Callable[[int, IoHandle], None], number: int, handle: IoHandle) -> None:
-        if self.trial.failure is not None:
+        if self.probe.failure is not None:
             return
-        with self.trial.space.changed:
+        with self.probe.space.lock:
             self.phase.begin(number)
         try:
             phase(number, handle)
         except Exception as error:  # noqa: BLE001 - the other lanes wait for this one
-            self.trial.failure = (self.path, error)
+            self.probe.failure = (self.path, error)
 
     def _prepare(self, number: int, handle: IoHandle) -> None:
         """Write the extents, each a little at least."""
@@ -197,42 +197,42 @@ class LaneTrial(Errand):
                 nbytes = min(self.request_bytes, shift.extent.nbytes - shift.written_bytes)
                 self._move(handle, shift.extent.offset + shift.written_bytes, nbytes, is_typical=False)
                 shift.written_bytes += nbytes
-            if self.trial.failure is not None or self.phase.is_late(number):
+            if self.probe.failure is not None or self.phase.is_late(number):
                 return
 
     def _repeat(self, number: int, handle: IoHandle) -> None:
         """Move what was written of the extent again and again, once at least, until the phase ends."""
         position, is_over = 0, False
-        while not is_over and self.trial.failure is None:
+        while not is_over and self.probe.failure is None:
             nbytes = min(self.request_bytes, self.written_bytes - position)
             if self._move(handle, self.extent.offset + position, nbytes):
-                with self.trial.space.changed:
+                with self.probe.space.lock:
                     is_over = self.phase.add(number, self.kind, nbytes)
             position = (position + nbytes) % self.written_bytes
 
     def _move(self, handle: IoHandle, offset: int, nbytes: int, *, is_typical: bool = True) -> bool:
         """One request; False where it was so quick that the next one is larger, and this one is not measured."""
-        space, meter = self.trial.space, self.path.meter
+        space, meter = self.probe.space, self.path.meter
         staged = space.ring.view(self.slot)[:nbytes]
-        with space.changed:
+        with space.lock:
             transfer = meter.start(self.kind, nbytes)
-        started_s, moved, grows = self.trial.clock(), False, False
+        started_s, moved, grows = self.probe.clock(), False, False
         try:
             self._transfer(handle, staged, offset)
-            moved, grows = True, self._grow(nbytes, self.trial.clock() - started_s)
+            moved, grows = True, self._grow(nbytes, self.probe.clock() - started_s)
         finally:
-            with space.changed:
+            with space.lock:
                 meter.stop(transfer, moved=moved, is_typical=is_typical and not grows)
                 self.path.trial_bytes += nbytes if moved and self.kind is Kind.WRITE else 0
         return not grows
 
     def _transfer(self, handle: IoHandle, staged: torch.Tensor, offset: int) -> None:
         if self.kind is Kind.WRITE:
-            self.trial.integrity.digest(staged)
+            self.probe.integrity.digest(staged)
             handle.write(staged, offset)
         else:
             handle.read(staged, offset)
-            self.trial.integrity.digest(staged)
+            self.probe.integrity.digest(staged)
 
     def _grow(self, nbytes: int, took_s: float) -> bool:
         before = self.request_bytes

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
 from ds_tba.device.accelerator import Arrival
+from ds_tba.errors import StateError
 
 
 class Refusal(Enum):
@@ -24,13 +26,18 @@ class Refusal(Enum):
 
 
 class Ticket:
-    """One storage in a store's care; each store has its own kind."""
+    """One storage in a store's care; each store has its own kind.
 
-    __slots__ = ("nbytes", "store")
+    Attributes:
+        passing_bytes: device memory, beside that of the storage, that bringing it back may take.
+    """
 
-    def __init__(self, nbytes: int, store: Store[Any]) -> None:
+    __slots__ = ("nbytes", "passing_bytes", "store")
+
+    def __init__(self, nbytes: int, store: Store[Any], passing_bytes: int = 0) -> None:
         self.nbytes = nbytes
         self.store = store
+        self.passing_bytes = passing_bytes
 
 
 OwnTicket = TypeVar("OwnTicket", bound=Ticket)
@@ -91,5 +98,43 @@ class Store(ABC, Generic[OwnTicket]):
         """Let go of what copies that are done still hold. Never blocks on the device."""
 
     @abstractmethod
+    def cancel_prefetch(self, ticket: OwnTicket) -> bool:
+        """Give up what was read ahead, or is about to be, and its memory; the store still has the bytes.
+
+        False where there is nothing to give up now.
+        """
+
+    @abstractmethod
+    def finish_copies(self) -> None:
+        """Block until no copy out of device memory is under way, and let go of that memory."""
+
+    def trim(self) -> None:
+        """Give back what memory can be had again, while nothing goes to this store."""
+
+    @abstractmethod
     def close(self) -> None:
         """Give everything back. Idempotent."""
+
+
+class StateMachine:
+    """Something whose ``state`` changes along ``moves`` only.
+
+    Attributes:
+        noun: what it is, for the error.
+        moves: for each state those that may follow.
+    """
+
+    __slots__ = ()
+    noun: ClassVar[str]
+    moves: ClassVar[Mapping[Any, tuple[Any, ...]]]
+    state: Any
+
+    def move(self, state: Enum) -> None:
+        """Go to ``state``.
+
+        Raises:
+            StateError: the move is illegal.
+        """
+        if state not in self.moves[self.state]:
+            raise StateError(f"illegal move of {self.noun} from '{self.state.value}' to '{state.value}'")
+        self.state = state

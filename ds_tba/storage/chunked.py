@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 
-from ds_tba.device.accelerator import Arrival
 from ds_tba.storage.base import Loaded, Refusal, Store, Ticket
 from ds_tba.storage.nvme import NvmeStore
 
-PIECE_PART_OF_STAGING = 0.25
+PIECE_FRACTION_OF_STAGING = 0.25
 
 
 class PiecesTicket(Ticket):
@@ -23,8 +22,8 @@ class PiecesTicket(Ticket):
 
     __slots__ = ("brought_back", "is_stored", "pieces", "whole")
 
-    def __init__(self, nbytes: int, store: PiecesStore, pieces: list[Ticket]) -> None:
-        super().__init__(nbytes, store)
+    def __init__(self, nbytes: int, store: PiecesStore, pieces: list[Ticket], passing_bytes: int) -> None:
+        super().__init__(nbytes, store, passing_bytes)
         self.pieces = pieces
         self.whole: torch.Tensor | None = None  # being put together
         self.brought_back = 0  # pieces in it
@@ -44,7 +43,7 @@ class PiecesStore(Store[PiecesTicket]):
         self._nvme = nvme
         self._copies = nvme.ring.copies
         slots = nvme.ring.slots
-        part = int(slots.capacity_bytes * PIECE_PART_OF_STAGING)
+        part = int(slots.capacity_bytes * PIECE_FRACTION_OF_STAGING)
         self._piece_bytes = max(part - part % slots.alignment_bytes, slots.alignment_bytes)
         # Where a slot can be the tensor's memory, putting pieces together is a copy that whole storages do not need.
         self._largest_whole_bytes = slots.capacity_bytes if nvme.ring.lends else self._piece_bytes
@@ -68,7 +67,7 @@ class PiecesStore(Store[PiecesTicket]):
         except BaseException:
             _release(pieces)
             raise
-        return PiecesTicket(data.numel(), self, pieces)
+        return PiecesTicket(data.numel(), self, pieces, min(data.numel(), self._nvme.ring.slots.capacity_bytes))
 
     def prefetch(self, ticket: PiecesTicket) -> bool:
         with self._lock:
@@ -87,13 +86,25 @@ class PiecesStore(Store[PiecesTicket]):
                 self._copies.copy(loaded.data, ticket.whole[offset : offset + piece.nbytes])
                 ticket.brought_back += 1
             whole, ticket.whole, ticket.brought_back = ticket.whole, None, 0
-        return Loaded(Arrival.done(whole), stored=ticket.is_stored)
+        return Loaded(self._copies.arrived(whole), stored=ticket.is_stored)
 
     def release(self, ticket: PiecesTicket) -> None:
         _release(ticket.pieces)
 
     def settle(self) -> None:
         self._inner.settle()
+
+    def cancel_prefetch(self, ticket: PiecesTicket) -> bool:
+        with self._lock:
+            waiting = ticket.pieces[ticket.brought_back :]
+            cancelled = sum(piece.store.cancel_prefetch(piece) for piece in waiting)
+        return cancelled == len(waiting)
+
+    def finish_copies(self) -> None:
+        self._inner.finish_copies()
+
+    def trim(self) -> None:
+        self._inner.trim()
 
     def close(self) -> None:
         self._inner.close()

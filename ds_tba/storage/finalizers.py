@@ -8,23 +8,21 @@ happens to be free.
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Callable
+from functools import partial
+from typing import Generic, Protocol, TypeVar
 
 Note = TypeVar("Note")
 
 
 class Lock(Protocol):
-    """A lock that is not reentrant, or a condition over one."""
+    """A lock that is not reentrant."""
 
     def acquire(self, blocking: bool = ...) -> bool: ...
     def release(self) -> None: ...
-    def __enter__(self) -> bool: ...
-    def __exit__(self, *exception: Any) -> None: ...
 
 
-class FinalizerNotes(Generic[Note]):
+class DeferredFinalizers(Generic[Note]):
     """Notes for the holder of a lock.
 
     Args:
@@ -34,6 +32,7 @@ class FinalizerNotes(Generic[Note]):
 
     def __init__(self, lock: Lock, act: Callable[[Note], None]) -> None:
         self._lock = lock
+        self._take_if_free = partial(lock.acquire, False)
         self._act = act
         self._left: queue.SimpleQueue[Note] = queue.SimpleQueue()
 
@@ -42,26 +41,20 @@ class FinalizerNotes(Generic[Note]):
         self._left.put(note)
         self.act_if_free()
 
-    def leave_for_later(self, note: Note) -> None:
-        """Leave a note for the next holder of the lock, where acting on it may block."""
-        self._left.put(note)
-
     def act_if_free(self) -> None:
         """Act on the notes unless somebody holds the lock; whoever lets go of the lock calls this."""
-        # Again after letting go: a note that came in the meantime found the lock taken.
-        while not self._left.empty() and self._lock.acquire(blocking=False):
+        if self._left.empty():
+            return
+        # A `for`, not `while acquire(): try`: a signal handler that raises, as that of Ctrl-C does, may come between a
+        # call and what follows it, and nobody would let go. Between an iterator and the body of its loop none comes.
+        for _ in iter(self._take_if_free, False):
             try:
                 self.act()
             finally:
                 self._lock.release()
-
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """The lock, with the notes left so far acted on at the beginning, and those left meanwhile at the end."""
-        with self._lock:
-            self.act()
-            yield
-        self.act_if_free()
+            # Again after letting go: a note that came in the meantime found the lock taken.
+            if self._left.empty():
+                return
 
     def act(self) -> None:
         """Act on every note; call it under the lock."""

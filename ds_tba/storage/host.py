@@ -12,16 +12,16 @@ from typing import Any
 
 import torch
 
+from ds_tba.config import IO_ALIGNMENT_BYTES
 from ds_tba.device.accelerator import Accelerator, Arrival, Copies, PendingCopy, Retirement, pins_memory
 from ds_tba.device.memory import huge_page_memory
 from ds_tba.errors import StateError
 from ds_tba.storage.allocator import Span, SpanAllocator
 from ds_tba.storage.base import Loaded, Refusal, Store, Ticket
-from ds_tba.storage.finalizers import FinalizerNotes
+from ds_tba.storage.finalizers import DeferredFinalizers
 from ds_tba.telemetry.stats import StoreStats
 
-ALIGNMENT_BYTES = 4096
-LEAST_SEGMENT_BYTES = 1 << 20
+MIN_SEGMENT_BYTES = 1 << 20
 
 
 class HostTicket(Ticket):
@@ -44,7 +44,7 @@ class Segment:
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
-        self.spans = SpanAllocator(memory.numel(), ALIGNMENT_BYTES)
+        self.spans = SpanAllocator(memory.numel(), IO_ALIGNMENT_BYTES)
 
     def view(self, span: Span) -> torch.Tensor:
         """The bytes of a span."""
@@ -69,56 +69,85 @@ class HostStore(Store[HostTicket]):
         self._ahead_bytes = 0
         self._ahead_limit_bytes = ahead_bytes
         self._lock = threading.Lock()
-        self._notes: FinalizerNotes[HostTicket] = FinalizerNotes(self._lock, self._act_on_release)
+        self._notes: DeferredFinalizers[HostTicket] = DeferredFinalizers(self._lock, self._act_on_release)
         self._retirement = Retirement()
         self._segments = [Segment(self._allocate(nbytes)) for nbytes in segment_sizes(budget_bytes)]
         self._closed = False
 
     def put(self, data: torch.Tensor, *, wait: bool) -> HostTicket | Refusal:
-        with self._notes.locked():
-            self._settle_copies()
-            self._copies.hold_at_most(max(0, self._ahead_limit_bytes - data.numel()))
+        with self._lock:
+            self._notes.act()
             ticket = self._reserve(data.numel(), data.device)
-            if isinstance(ticket, Refusal):
-                self.stats.fallbacks[ticket.value] += 1
-                return ticket
-            self.stats.offloaded_bytes += ticket.nbytes
-        ticket.copy = self._copies.out(data, self._view(ticket))
+        if isinstance(ticket, HostTicket):
+            self._copy_out(ticket, data)
+        self._notes.act_if_free()
         return ticket
 
     def prefetch(self, ticket: HostTicket) -> bool:
-        with self._notes.locked():
-            self._copies.settle()
-            if self._accelerator.is_synchronized_device() or ticket.arrival is not None or self._closed:
-                return True
-            if self._ahead_bytes and self._ahead_bytes + ticket.nbytes > self._ahead_limit_bytes:
-                return False
-            with suppress(RuntimeError):  # no device memory: not ahead, then
-                ticket.arrival = self._copy_in(ticket, ticket.device)
-                self._ahead_bytes += ticket.nbytes
-            return True
+        with self._lock:
+            self._notes.act()
+            is_ahead = self._prefetch(ticket)
+        self._notes.act_if_free()
+        return is_ahead
 
     def get(self, ticket: HostTicket, device: torch.device) -> Loaded:
-        with self._notes.locked():
+        with self._lock:
+            self._notes.act()
             if self._closed:
                 raise StateError("the activation offloader was closed before backward: keep the engine until then")
             self._copies.settle()
             arrival = self._take_arrival(ticket) or self._copy_in(ticket, device)
+        self._notes.act_if_free()
         return Loaded(arrival, stored=True)
 
     def release(self, ticket: HostTicket) -> None:
         self._notes.leave(ticket)
 
     def settle(self) -> None:
-        with self._notes.locked():
+        with self._lock:
+            self._notes.act()
             self._settle_copies()
+        self._notes.act_if_free()
+
+    def cancel_prefetch(self, ticket: HostTicket) -> bool:
+        with self._lock:
+            return self._take_arrival(ticket) is not None
+
+    def finish_copies(self) -> None:
+        with self._lock:
+            self._copies.finish()
+            self._notes.act()
+            self._settle_copies()
+        self._notes.act_if_free()
 
     def close(self) -> None:
-        with self._notes.locked():
+        with self._lock:
+            self._notes.act()
             self._closed = True
             self._copies.finish()
             self._retirement.finish()
             self._segments.clear()
+        self._notes.act_if_free()
+
+    def _copy_out(self, ticket: HostTicket, data: torch.Tensor) -> None:
+        try:
+            ticket.copy = self._copies.out(data, self._view(ticket))
+        except BaseException:
+            self.release(ticket)
+            raise
+        with self._lock:
+            self.stats.offloaded_bytes += ticket.nbytes
+
+    def _prefetch(self, ticket: HostTicket) -> bool:
+        self._copies.settle()
+        if self._accelerator.is_synchronized_device() or ticket.arrival is not None or self._closed:
+            return True
+        if self._ahead_bytes and self._ahead_bytes + ticket.nbytes > self._ahead_limit_bytes:
+            return False
+        with suppress(RuntimeError):  # no device memory: not ahead, then
+            ticket.arrival = self._copy_in(ticket, ticket.device)
+            self._ahead_bytes += ticket.nbytes
+        return True
 
     def _copy_in(self, ticket: HostTicket, device: torch.device) -> Arrival:
         after = [ticket.copy] if ticket.copy is not None else []
@@ -140,13 +169,16 @@ class HostStore(Store[HostTicket]):
             segment.spans.free(span)
 
     def _reserve(self, nbytes: int, device: torch.device) -> HostTicket | Refusal:
-        if self._closed:
-            return Refusal.CLOSED
+        """Room for a storage, once copies hold less device memory; a refusal is counted."""
+        self._settle_copies()
+        self._copies.hold_at_most(max(0, self._ahead_limit_bytes - nbytes))
         for segment in self._segments:
             span = segment.spans.allocate(nbytes)
             if span is not None:
                 return HostTicket(nbytes, self, segment, span, device)
-        return Refusal.HOST_FULL
+        refusal = Refusal.CLOSED if self._closed else Refusal.HOST_FULL
+        self.stats.fallbacks[refusal.value] += 1
+        return refusal
 
     def _act_on_release(self, ticket: HostTicket) -> None:
         self._take_arrival(ticket)
@@ -171,5 +203,5 @@ class HostStore(Store[HostTicket]):
 
 def segment_sizes(budget_bytes: int) -> list[int]:
     """The powers of two, largest first, that sum up to the budget less what is below 1 MiB."""
-    bits = range(budget_bytes.bit_length() - 1, LEAST_SEGMENT_BYTES.bit_length() - 2, -1)
+    bits = range(budget_bytes.bit_length() - 1, MIN_SEGMENT_BYTES.bit_length() - 2, -1)
     return [1 << bit for bit in bits if budget_bytes >> bit & 1]

@@ -1,20 +1,92 @@
-"""Checksums of memory that the host does not see: computed where it lies, in one small copy back.
+"""Checksums taken when bytes leave memory and compared when they come back.
 
-Knows tensors of any device and pages of 4 KiB; does not know files or tickets. [Note: What it finds] Every 64-bit word
-of a page goes through ``_mix(word + its place)``, which is one-to-one and spreads each bit over all others; the sums
-over a page, then over the pages of a sample, wrap around. So one changed word always changes the checksum, and changes
-of many words (swapped, zeroed, stale) pass unseen with the odds of a random 64-bit number, about 5e-20. A plain
-weighted sum would not do: two words that differ in their top bit only, as numbers of opposite sign do, cancel out.
+DeepSpeed's aio op reports no errors (``csrc/aio/common/deepspeed_aio_common.cpp`` never reads the result of a
+completion), so a dropped or short block is seen here or nowhere.
+
+[Note: What sampling finds] An I/O block is what a backend may lose without the others: 1 MiB, or as
+``IoBackend.blocks`` says. Its first and its last 4 KiB are sampled. That finds a block that was not moved, one whose
+beginning or end was not, and one that has other bytes throughout. Below the backend the kernel splits requests again
+(``max_sectors_kb``, ``chunk_sectors``, the stripes of a RAID), and a drive has pages of its own. What is lost there in
+the middle of a block is found by ``full`` only: no sampling covers units of 4 KiB.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
+import xxhash
 
-from ds_tba.device.memory import PAGE_BYTES
+from ds_tba.device.memory import PAGE_BYTES, host_view
+
+SAMPLE_BYTES = PAGE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """The first differing sample of a transfer, offsets relative to its start."""
+
+    offset: int
+    nbytes: int
+    expected: int
+    found: int
+
+
+class Integrity:
+    """Checksums by mode.
+
+    Args:
+        mode: ``off``, ``sampled`` (the first and the last 4 KiB of every I/O block; see [Note: What sampling finds]) or
+            ``full``.
+        blocks: how the backend splits a transfer of so many bytes; one block may be lost without the others.
+        on_device: staging is device memory, so the checksums are computed there (:class:`DeviceChecksum`) instead of
+            with XXH3 on the host. One store never mixes the two.
+    """
+
+    def __init__(self, mode: str, blocks: Callable[[int], list[tuple[int, int]]], *, on_device: bool = False) -> None:
+        self.mode = mode
+        self._blocks = blocks
+        self._device = DeviceChecksum() if on_device else None
+
+    def digest(self, data: torch.Tensor) -> tuple[int, ...]:
+        """A 64-bit checksum of every sample of ``data`` (uint8, 1-D, where staging is)."""
+        samples = self._samples(data.numel())
+        if self._device is not None:
+            return self._device.digest(data, samples)
+        view = host_view(data)
+        return tuple(xxhash.xxh3_64_intdigest(view[start:end]) for start, end in samples)
+
+    def compare(self, data: torch.Tensor, expected: tuple[int, ...]) -> Mismatch | None:
+        """The first sample of ``data`` that differs from the digest taken at write, or None."""
+        samples = self._samples(data.numel())
+        for (start, end), found, wanted in zip(samples, self.digest(data), expected, strict=True):
+            if found != wanted:
+                return Mismatch(start, end - start, wanted, found)
+        return None
+
+    def _samples(self, nbytes: int) -> list[tuple[int, int]]:
+        if self.mode == "off":
+            return []
+        samples = []
+        for start, end in self._blocks(nbytes):
+            if self.mode == "full" or end - start <= 2 * SAMPLE_BYTES:
+                samples.append((start, end))
+            else:
+                samples += [(start, start + SAMPLE_BYTES), (end - SAMPLE_BYTES, end)]
+        return samples
+
+
+# Checksums of memory that the host does not see: computed where it lies, in one small copy back.
+#
+# Knows tensors of any device and pages of 4 KiB; does not know files or tickets. [Note: What it finds] Every 64-bit
+# word of a page goes through ``_mix(word + its place)``, which is one-to-one and spreads each bit over all others; the
+# sums over a page, then over the pages of a sample, wrap around. So one changed word always changes the checksum, and
+# changes of many words (swapped, zeroed, stale) pass unseen with the odds of a random 64-bit number, about 5e-20. A
+# plain weighted sum would not do: two words that differ in their top bit only, as numbers of opposite sign do, cancel
+# out.
+
 
 WORDS_PER_PAGE = PAGE_BYTES // 8
 PAGES_PER_CHUNK = (4 << 20) // PAGE_BYTES  # bounds the working memory of each lane to about three times 4 MiB

@@ -4,7 +4,7 @@
 queues a write. A write lane writes it and frees the slot. ``prefetch`` queues a read into a new slot, or lets bytes
 that are still to be written stay when their write ends; ``get`` hands over what is still in staging (cancelling a write
 that has not begun), else waits for the read, else queues one that overtakes the others. ``release`` only leaves a note,
-because it is called by finalizers; see ``ds_tba/notes.py``.
+because it is called by finalizers; see ``ds_tba/storage/finalizers.py``.
 
 [Note: Degrading] A failed write leaves the bytes in staging, from where they are copied to plain host memory; its path
 takes no more tensors. A failed read is tried once more and then raises: those bytes are gone.
@@ -22,8 +22,9 @@ import torch
 from ds_tba.device.accelerator import Arrival
 from ds_tba.errors import StateError
 from ds_tba.storage.backends.base import IoBackend
-from ds_tba.storage.bandwidth_probe import Trial
+from ds_tba.storage.bandwidth_probe import BandwidthProbe
 from ds_tba.storage.base import Loaded, Refusal, Store
+from ds_tba.storage.integrity import Integrity
 from ds_tba.storage.lanes import AHEAD, URGENT, Lane
 from ds_tba.storage.space import SLOW_WAIT_S, SwapSpace
 from ds_tba.storage.staging import StagingRing
@@ -31,7 +32,6 @@ from ds_tba.storage.swap_file import SwapFile
 from ds_tba.storage.swap_path import SwapPath
 from ds_tba.storage.ticket import SwapTicket, TicketState
 from ds_tba.storage.worker import LaneWork
-from ds_tba.store.integrity import Integrity
 
 logger = logging.getLogger(__name__)
 
@@ -66,17 +66,13 @@ class NvmeStore(Store[SwapTicket]):
         self.paths = [SwapPath(file, backend, lanes.write, lanes.read) for file in files]
         self.space = SwapSpace(self.paths, ring)
         self.stats = self.space.stats
-        # Every handle before any thread: a handle that cannot be had must leave no thread behind.
-        handles = [
-            ([backend.open_handle(file.fd) for _ in range(lanes.write)],
-             [backend.open_handle(file.fd) for _ in range(lanes.read)])
-            for file in files
-        ]  # fmt: skip
         self._integrity = Integrity(integrity, backend.blocks, on_device=backend.stages_on_device)
         work = LaneWork(self.space, self._integrity)
-        for index, (path, (write, read)) in enumerate(zip(self.paths, handles, strict=True)):
-            path.write_lanes = [Lane(f"ds_tba-write-{index}", path.writes, one, work.write) for one in write]
-            path.read_lanes = [Lane(f"ds_tba-read-{index}", path.reads, one, work.read) for one in read]
+        try:
+            self._open_lanes(backend, lanes, work)
+        except BaseException:
+            self._stop_lanes()
+            raise
 
     def measure(self) -> None:
         """Have the lanes find the rates of all paths, with noise in room that is free; blocks for a moment.
@@ -87,21 +83,26 @@ class NvmeStore(Store[SwapTicket]):
         Raises:
             PathError: a write or a read failed.
         """
-        Trial(self.space, self._integrity).run([path for path in self.paths if path.failure is None])
+        BandwidthProbe(self.space, self._integrity).run([path for path in self.paths if path.failure is None])
+
+    def trim(self) -> None:
+        with self.space.lock:
+            if self.ring.slots.is_unused:
+                self.ring.trim()
 
     # ---- the contract -------------------------------------------------------------------------------------------
 
     def put(self, data: torch.Tensor, *, wait: bool) -> SwapTicket | Refusal:
         space = self.space
-        with space.changed:
+        with space.lock:
             ticket = self._new_ticket(data.numel(), wait, data.device)
             if isinstance(ticket, Refusal):
                 return ticket
             space.begin_write(ticket)
         try:
-            self._copy_out(ticket, 0, data)
+            self._copy_out(ticket, data)
         except BaseException:
-            with space.changed:
+            with space.lock:
                 space.end_write(ticket)
                 ticket.move(_S.RELEASED)
                 space.free(ticket)
@@ -110,7 +111,7 @@ class NvmeStore(Store[SwapTicket]):
         return ticket
 
     def prefetch(self, ticket: SwapTicket) -> bool:
-        with self.space.changed:
+        with self.space.lock:
             self.space.notes.act()
             if ticket.state in (_S.QUEUED, _S.WRITING):
                 return self.space.want(ticket)
@@ -123,7 +124,7 @@ class NvmeStore(Store[SwapTicket]):
         return True
 
     def get(self, ticket: SwapTicket, device: torch.device) -> Loaded:
-        with self.space.changed:
+        with self.space.lock:
             self.space.notes.act()
             self.space.settle_copies()  # backward needs the memory of what forward has finished copying
             state = ticket.state
@@ -145,79 +146,80 @@ class NvmeStore(Store[SwapTicket]):
         self.space.notes.leave(ticket)
 
     def settle(self) -> None:
-        with self.space.changed:
+        with self.space.lock:
             self.space.notes.act()
             self.space.settle_copies()
 
+    def cancel_prefetch(self, ticket: SwapTicket) -> bool:
+        with self.space.lock:
+            self.space.notes.act()
+            cancelled = self.space.cancel_prefetch(ticket)
+        self.space.notes.act_if_free()
+        return cancelled
+
+    def finish_copies(self) -> None:
+        with self.space.lock:
+            self.space.finish_copies()
+            self.space.notes.act()
+            self.space.settle_copies()
+        self.space.notes.act_if_free()
+
     def close(self) -> None:
-        with self.space.changed:
-            if self.space.closed:
-                return
+        with self.space.lock:
             self.space.closed = True
             self.space.notes.act()
-        stopped = True
-        for path in self.paths:
-            path.writes.stop(len(path.write_lanes))
-            path.reads.stop(len(path.read_lanes))
-        deadline = time.monotonic() + CLOSE_TIMEOUT_S
-        for path in self.paths:
-            for lane in path.write_lanes + path.read_lanes:
-                lane.join(max(0.0, deadline - time.monotonic()))
-                stopped = stopped and not lane.is_alive()
-        if not stopped:
+        if not self._stop_lanes():
             logger.error(
                 "an I/O request did not end within %.0f s; its memory is left to process exit", CLOSE_TIMEOUT_S
             )
             return
-        self.space.finish_copies()
-        for path in self.paths:
-            path.file.close()
+        try:
+            self.space.finish_copies()
+        finally:
+            for path in self.paths:
+                path.file.close()
         self.ring.close()
-
-    # ---- for several storages in one ticket ---------------------------------------------------------------------
-
-    def open(self, nbytes: int, device: torch.device, *, wait: bool) -> SwapTicket | Refusal:
-        """A ticket to be filled piece by piece with :meth:`fill` and then queued by :meth:`commit`."""
-        with self.space.changed:
-            return self._new_ticket(nbytes, wait, device)
-
-    def fill(self, ticket: SwapTicket, offset: int, data: torch.Tensor) -> None:
-        """Copy a storage into an open ticket at byte ``offset``."""
-        self._copy_out(ticket, offset, data)
-        with self.space.changed:
-            self.stats.coalesced_bytes += data.numel()
-
-    def peek(self, ticket: SwapTicket, offset: int, nbytes: int, device: torch.device) -> Arrival:
-        """A copy of ``nbytes`` of an open ticket, on the device."""
-        if self.space.closed:
-            raise StateError(_CLOSED)
-        arrival = self._copy_staged(ticket, nbytes, device, offset)
-        with self.space.changed:
-            self.stats.forwarded_bytes += nbytes
-        return arrival
-
-    def commit(self, ticket: SwapTicket, nbytes: int) -> None:
-        """Queue the write of the first ``nbytes`` of an open ticket and give the rest of its room back."""
-        with self.space.changed:
-            self.space.trim(ticket, nbytes)
-            self.space.begin_write(ticket)
-        self._queue(ticket)
 
     def wait_for_writes(self) -> None:
         """Block until no write is queued or under way."""
-        with self.space.changed:
+        with self.space.lock:
             while self.space.writes_under_way and not self.space.closed:
                 self.space.changed.wait(SLOW_WAIT_S)
 
     def refuse(self, nbytes: int) -> Refusal:
         """The reason why staging has no room for ``nbytes``, counted."""
-        with self.space.changed:
+        with self.space.lock:
             return self.space.refuse(nbytes)
 
     def staging_is_short_of(self, nbytes: int) -> bool:
         """Whether a storage of ``nbytes`` would have to wait for staging."""
         slots = self.ring.slots
         return slots.padded(nbytes) > slots.capacity_bytes - slots.used_bytes
+
+    # ---- lanes --------------------------------------------------------------------------------------------------
+
+    def _open_lanes(self, backend: IoBackend, lanes: Lanes, work: LaneWork) -> None:
+        """Every handle before any thread: one that cannot be had must leave no thread behind."""
+        for index, path in enumerate(self.paths):
+            for _ in range(lanes.write):
+                handle = backend.open_handle(path.file.fd)
+                path.write_lanes.append(Lane(f"ds_tba-write-{index}", path.writes, handle, work.write))
+            for _ in range(lanes.read):
+                handle = backend.open_handle(path.file.fd)
+                path.read_lanes.append(Lane(f"ds_tba-read-{index}", path.reads, handle, work.read))
+        for path in self.paths:
+            for lane in path.write_lanes + path.read_lanes:
+                lane.start()
+
+    def _stop_lanes(self) -> bool:
+        """Let the lanes do what is queued and end; whether all of them did within the time for that."""
+        for path in self.paths:
+            path.writes.stop(len(path.write_lanes))
+            path.reads.stop(len(path.read_lanes))
+        deadline_s = time.monotonic() + CLOSE_TIMEOUT_S
+        lanes = [lane for path in self.paths for lane in path.write_lanes + path.read_lanes]
+        ended = [lane.end(max(0.0, deadline_s - time.monotonic())) for lane in lanes]
+        return all(ended)
 
     # ---- taking -------------------------------------------------------------------------------------------------
 
@@ -229,16 +231,15 @@ class NvmeStore(Store[SwapTicket]):
         slot, path, extent = reserved
         return SwapTicket(nbytes, self, path, extent, slot, device)
 
-    def _copy_out(self, ticket: SwapTicket, offset: int, data: torch.Tensor) -> None:
-        slot = ticket.held_slot
-        copy = self.ring.copies.out(data, self.ring.view(slot)[offset:])
+    def _copy_out(self, ticket: SwapTicket, data: torch.Tensor) -> None:
+        copy = self.ring.copies.out(data, self.ring.view(ticket.held_slot))
         if copy is not None:
             ticket.copies.append(copy)
-        with self.space.changed:
+        with self.space.lock:
             self.stats.offloaded_bytes += data.numel()
 
     def _queue(self, ticket: SwapTicket) -> None:
-        with self.space.changed:
+        with self.space.lock:
             ticket.move(_S.QUEUED)
         ticket.path.writes.put(ticket)
 
@@ -246,13 +247,13 @@ class NvmeStore(Store[SwapTicket]):
 
     def _forward_instead_of_write(self, ticket: SwapTicket, device: torch.device) -> Loaded:
         try:
-            arrival = self._lent(ticket) if self.ring.lends else self._copy_staged(ticket, ticket.nbytes, device)
+            arrival = self._lent(ticket) if self.ring.lends else self._copy_staged(ticket, device)
         except BaseException:  # such as no device memory: the script may catch that and go on
-            with self.space.changed:
+            with self.space.lock:
                 ticket.move(_S.QUEUED)
             ticket.path.writes.put(ticket)
             raise
-        with self.space.changed:
+        with self.space.lock:
             self.stats.forwarded_bytes += ticket.nbytes
             self.stats.cancelled_bytes += ticket.nbytes
             self.space.end_write(ticket)
@@ -262,19 +263,19 @@ class NvmeStore(Store[SwapTicket]):
 
     def _forward_beside_write(self, ticket: SwapTicket, device: torch.device) -> Loaded:
         try:
-            arrival = self._copy_staged(ticket, ticket.nbytes, device)
+            arrival = self._copy_staged(ticket, device)
         finally:
-            with self.space.changed:
+            with self.space.lock:
                 ticket.forwarding = False
                 if ticket.state is _S.STORED or ticket.host is not None:
                     self.space.free_slot(ticket)  # the write ended meanwhile and left the slot to us
-        with self.space.changed:
+        with self.space.lock:
             self.stats.forwarded_bytes += ticket.nbytes
         return Loaded(arrival, stored=True)
 
-    def _copy_staged(self, ticket: SwapTicket, nbytes: int, device: torch.device, offset: int = 0) -> Arrival:
-        staged = self.ring.view(ticket.held_slot)[offset:]
-        arrival = self.ring.copies.into(staged, nbytes, device, after=ticket.copies)
+    def _copy_staged(self, ticket: SwapTicket, device: torch.device) -> Arrival:
+        staged = self.ring.view(ticket.held_slot)
+        arrival = self.ring.copies.into(staged, ticket.nbytes, device, after=ticket.copies)
         ticket.uses.append(arrival.event)
         return arrival
 
@@ -285,8 +286,9 @@ class NvmeStore(Store[SwapTicket]):
         return Arrival.done(data)
 
     def _load(self, ticket: SwapTicket, device: torch.device) -> Loaded:
-        with self.space.changed:
+        with self.space.lock:
             started = time.perf_counter()
+            self.space.end_prefetch(ticket)  # from here on it is ours, and cannot be given up
             self._wait_until_loaded(ticket)
             self.stats.stall_s += time.perf_counter() - started
             if ticket.error is not None:
@@ -295,7 +297,7 @@ class NvmeStore(Store[SwapTicket]):
         arrival = self._arrival(ticket, device)
         if ticket.state is _S.RESCUED:
             return Loaded(arrival, stored=True)
-        with self.space.changed:
+        with self.space.lock:
             self.space.end_prefetch(ticket)
             self.stats.forwarded_bytes += ticket.nbytes if ticket.stayed else 0
             ticket.stayed = False
@@ -309,7 +311,7 @@ class NvmeStore(Store[SwapTicket]):
             return ticket.arrival
         if ticket.host is None:
             lends = self.ring.lends and ticket.state is _S.LOADED
-            return self._lent(ticket) if lends else self._copy_staged(ticket, ticket.nbytes, device)
+            return self._lent(ticket) if lends else self._copy_staged(ticket, device)
         if self.ring.lends and ticket.state is _S.LOADED:
             return Arrival.done(self.ring.as_tensor(ticket.host, ticket.nbytes))
         arrival = self.ring.copies.into(ticket.host, ticket.nbytes, device)

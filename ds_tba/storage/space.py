@@ -1,6 +1,6 @@
 """The room of the NVMe store: staging slots and extents, who holds them, and the lock over both.
 
-Every method is called under ``changed``, except where it says otherwise.
+Every method is called under ``lock``, except where it says otherwise.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ import threading
 import time
 from collections.abc import Sequence
 
+from ds_tba.config import PREFETCH_FRACTION_OF_STAGING
 from ds_tba.device.accelerator import Retirement
 from ds_tba.storage.allocator import Span
 from ds_tba.storage.base import Refusal
-from ds_tba.storage.finalizers import FinalizerNotes
+from ds_tba.storage.finalizers import DeferredFinalizers
 from ds_tba.storage.staging import StagingRing
 from ds_tba.storage.swap_path import SwapPath
 from ds_tba.storage.ticket import SwapTicket, TicketState
 from ds_tba.telemetry.stats import StoreStats
 
-PREFETCH_PART_OF_STAGING = 0.5
 SLOW_WAIT_S = 30.0
 COPY_POLL_S = 0.001
 _S = TicketState
@@ -38,12 +38,15 @@ class SwapSpace:
         self.stats = StoreStats()
         self.paths = paths
         self.ring = ring
-        # Not reentrant on purpose: see ds_tba/notes.py.
-        self.changed = threading.Condition(threading.Lock())
-        self.notes: FinalizerNotes[SwapTicket | Span] = FinalizerNotes(self.changed, self._act_on_release)
+        # Not reentrant on purpose: see finalizers.py. A `with` takes the lock itself, not the condition: a signal
+        # handler that raises, as that of Ctrl-C does, may come after a condition's taking it and before the body.
+        self.lock = threading.Lock()
+        self.changed = threading.Condition(self.lock)
+        self.notes: DeferredFinalizers[SwapTicket | Span] = DeferredFinalizers(self.lock, self._act_on_release)
         self._retirement = Retirement()
         self.prefetched_bytes = 0
         self.wanted_bytes = 0
+        self._read_ahead: dict[SwapTicket, None] = {}  # prefetched, in the order in which they were asked for
         self.writes_under_way = 0
         self.closed = False
 
@@ -77,8 +80,21 @@ class SwapSpace:
         ticket.slot = self.ring.slots.allocate(ticket.extent.nbytes)
         if ticket.slot is None:
             return False
-        ticket.prefetched = True
-        self.prefetched_bytes += ticket.extent.nbytes
+        self._count_prefetch(ticket)
+        return True
+
+    def cancel_prefetch(self, ticket: SwapTicket) -> bool:
+        """Give up what was read ahead of a ticket, or is about to be; False where there is nothing to give up now."""
+        if ticket.wanted:  # still to be written: it does not stay when its write ends
+            self.end_prefetch(ticket)
+            return True
+        if not ticket.prefetched or ticket.state not in (_S.READ_QUEUED, _S.LOADED):
+            return False
+        self.end_prefetch(ticket)
+        ticket.stayed = False
+        ticket.host = ticket.arrival = None
+        ticket.move(_S.STORED)
+        self.free_slot(ticket)
         return True
 
     def want(self, ticket: SwapTicket) -> bool:
@@ -116,19 +132,31 @@ class SwapSpace:
         """A slot, once there is one: while writes drain, or without ``wait`` while the device is behind the host.
 
         The host queues kernels far ahead of the device. It may wait for tensors that do not exist yet: that keeps
-        nobody from working, and says nothing about the drive.
+        nobody from working, and says nothing about the drive. Slots of what was read ahead would be freed by the
+        thread that would be waiting here, so these are given up.
         """
         started = time.perf_counter()
         slot = None
-        # What reads hold is freed by the thread that would be waiting here.
-        while slot is None and not self.closed and (self.ring.copies.pending or (wait and self._is_draining)):
-            self.changed.wait(COPY_POLL_S if self.ring.copies.pending or self._retirement else SLOW_WAIT_S)
+        while slot is None and not self.closed:
+            if self.ring.copies.pending or (wait and self._is_draining):
+                self.changed.wait(COPY_POLL_S if self.ring.copies.pending or self._retirement else SLOW_WAIT_S)
+            elif not (wait and self._give_up_read_ahead()):
+                break
             self.notes.act()
             self.settle_copies()
             if not self.closed:
                 slot = self.ring.slots.allocate(nbytes)
         self.stats.stall_s += time.perf_counter() - started
         return slot
+
+    def _give_up_read_ahead(self) -> bool:
+        """Give up what was asked for last, as backward wants it last, or wait for a read; False if there is neither."""
+        if any(self.cancel_prefetch(ticket) for ticket in reversed(list(self._read_ahead))):
+            return True
+        if self._read_ahead:
+            self.changed.wait(SLOW_WAIT_S)
+            return True
+        return False
 
     @property
     def _is_draining(self) -> bool:
@@ -141,20 +169,12 @@ class SwapSpace:
         will what is wanted and still to be written.
         """
         capacity_bytes = self.ring.slots.capacity_bytes
-        part = PREFETCH_PART_OF_STAGING if self.writes_under_way else 1.0
+        part = PREFETCH_FRACTION_OF_STAGING if self.writes_under_way else 1.0
         ahead_bytes = self.prefetched_bytes + nbytes
         fits = ahead_bytes <= capacity_bytes * part and ahead_bytes + self.wanted_bytes <= capacity_bytes
         return not self.prefetched_bytes or fits
 
     # ---- giving back --------------------------------------------------------------------------------------------
-
-    def trim(self, ticket: SwapTicket, nbytes: int) -> None:
-        """Give back what a ticket holds beyond ``nbytes``."""
-        padded_bytes = self.ring.slots.padded(nbytes)
-        if padded_bytes < ticket.extent.nbytes:
-            slot_tail, extent_tail = ticket.trim(nbytes, padded_bytes)
-            self.ring.slots.free(slot_tail)
-            ticket.path.extents.free(extent_tail)
 
     def end_write(self, ticket: SwapTicket) -> None:
         """The write of a ticket has ended, or will not be."""
@@ -165,8 +185,8 @@ class SwapSpace:
     def stay(self, ticket: SwapTicket) -> None:
         """The write of a wanted ticket has ended: from now on its bytes are as if read ahead."""
         self.end_prefetch(ticket)
-        ticket.stayed = ticket.prefetched = True
-        self.prefetched_bytes += ticket.extent.nbytes
+        ticket.stayed = True
+        self._count_prefetch(ticket)
 
     def end_prefetch(self, ticket: SwapTicket) -> None:
         """A ticket no longer counts as read ahead, or as wanted."""
@@ -176,6 +196,12 @@ class SwapSpace:
         if ticket.prefetched:
             ticket.prefetched = False
             self.prefetched_bytes -= ticket.extent.nbytes
+            del self._read_ahead[ticket]
+
+    def _count_prefetch(self, ticket: SwapTicket) -> None:
+        ticket.prefetched = True
+        self.prefetched_bytes += ticket.extent.nbytes
+        self._read_ahead[ticket] = None
 
     def free_slot(self, ticket: SwapTicket) -> None:
         """Give back the slot of a ticket, if it has one."""

@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
-from ds_tba.autograd.tensors import host_view
 from ds_tba.device.accelerator import Accelerator, Copies
-from ds_tba.device.memory import aligned_memory, huge_page_memory
+from ds_tba.device.memory import aligned_memory, give_pages_back, host_view, huge_page_memory
 from ds_tba.storage.allocator import Span, SpanAllocator
 from ds_tba.storage.backends.base import IoBackend
 
@@ -136,6 +135,14 @@ class StagingRing:
         # The allocator hands out what kernels in this stream may still be using; the drive knows no streams.
         wait_for_stream(self._accelerator)
         return memory
+
+    def trim(self) -> None:
+        """Give the memory's pages back until they are touched again; no slot may be in use.
+
+        On a CPU only: elsewhere staging is pinned, or on the device.
+        """
+        if self._memory is not None and self._synchronous and not self._on_device:
+            give_pages_back(self._memory)
 
     def close(self) -> None:
         """Give the memory back, or let the return of the last lent slot do so. Idempotent."""

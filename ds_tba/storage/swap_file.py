@@ -5,12 +5,16 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import secrets
 import struct
-import tempfile
+import weakref
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ds_tba.errors import PathError
+from ds_tba.telemetry.stats import readable
 
 GROW_STEP_BYTES = 1 << 30
 # linux/fs.h: FS_IOC_GETFLAGS, FS_IOC_SETFLAGS (their size field says long, their argument is an int), FS_NOCOW_FL.
@@ -34,10 +38,12 @@ class SwapFile:
         self.limit_bytes = limit_bytes
         self.size_bytes = 0
         self.direct = True
+        self.fd = -1
         try:
             self.fd = self._open()
             _write_in_place(self.fd)
         except OSError as error:
+            self._close()
             repair = (
                 "Raise the limit of open files (ulimit -n)"
                 if error.errno in (errno.EMFILE, errno.ENFILE)
@@ -46,6 +52,8 @@ class SwapFile:
             raise PathError(
                 f"nvme_path {directory}: cannot make a swap file there ({error.strerror}). {repair}."
             ) from error
+        # A child that outlives this process would keep the disk space of a file that it does not use.
+        os.register_at_fork(after_in_child=partial(_close_if_alive, weakref.ref(self)))
 
     @property
     def name(self) -> str:
@@ -84,7 +92,13 @@ class SwapFile:
         return True
 
     def close(self) -> None:
-        """Close the file, which gives its space back. Idempotent."""
+        """Close the file and give its space back, also where somebody else still has it open. Idempotent."""
+        if self.fd >= 0:
+            with suppress(OSError):  # the kernel gives it back with the last descriptor
+                os.ftruncate(self.fd, 0)
+            self._close()
+
+    def _close(self) -> None:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -113,13 +127,21 @@ class SwapFile:
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
                 raise
-        # No O_TMPFILE on this file system: a private name, taken away before the first byte is written.
-        fd, name = tempfile.mkstemp(prefix=".ds_tba-", dir=self.directory)
+        return self._open_and_unlink(flags)
+
+    def _open_and_unlink(self, flags: int) -> int:
+        """Without O_TMPFILE on this file system: a name for a moment, opened once because a link may replace it."""
+        name = self.directory / f".ds_tba-{secrets.token_hex(16)}"
         try:
-            os.close(fd)
-            return os.open(name, flags)
+            return os.open(name, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         finally:
-            Path(name).unlink()
+            name.unlink(missing_ok=True)  # there also where the kernel made it and then refused O_DIRECT
+
+
+def _close_if_alive(file: weakref.ref[SwapFile]) -> None:
+    alive = file()
+    if alive is not None:
+        alive._close()
 
 
 def _write_in_place(fd: int) -> None:
@@ -130,3 +152,89 @@ def _write_in_place(fd: int) -> None:
     with suppress(OSError):  # a file system without such flags
         (flags,) = struct.unpack("i", fcntl.ioctl(fd, _GET_FLAGS, struct.pack("i", 0)))
         fcntl.ioctl(fd, _SET_FLAGS, struct.pack("i", flags | _NOCOW))
+
+
+# Whether a directory can hold a swap file, told before training and with numbers.
+
+
+MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
+
+
+@dataclass(frozen=True, slots=True)
+class SwapDirectory:
+    """A directory that passed every check."""
+
+    path: Path
+    file_system: str
+    free_bytes: int
+
+
+def check_directories(paths: tuple[str, ...], needed_bytes: int, ranks_on_node: int) -> list[SwapDirectory]:
+    """Check every directory of ``nvme_path``.
+
+    Args:
+        needed_bytes: room that each rank must find in each directory.
+        ranks_on_node: ranks that share the directories of this machine.
+
+    Raises:
+        PathError: naming the directory, the rule, the numbers and the repair.
+    """
+    directories = [_checked(Path(path).expanduser(), needed_bytes, ranks_on_node) for path in paths]
+    seen: dict[Path, Path] = {}
+    for directory in directories:
+        other = seen.setdefault(directory.path.resolve(), directory.path)
+        if other is not directory.path:
+            raise PathError(f"nvme_path names {other} and {directory.path}, which are one directory: list it once.")
+    return directories
+
+
+def _checked(path: Path, needed_bytes: int, ranks_on_node: int) -> SwapDirectory:
+    try:
+        return _check(path, needed_bytes, ranks_on_node)
+    except OSError as error:
+        raise PathError(f"nvme_path {path} cannot be examined ({error.strerror}): check it and its parents.") from error
+
+
+def _check(path: Path, needed_bytes: int, ranks_on_node: int) -> SwapDirectory:
+    if not path.exists():
+        raise PathError(f"nvme_path {path} does not exist: create it (mkdir -p {path}) or name another directory.")
+    if not path.is_dir():
+        raise PathError(f"nvme_path {path} is a file: name a directory on an NVMe drive.")
+    file_system = file_system_of(path)
+    if file_system in MEMORY_FILE_SYSTEMS:
+        raise PathError(
+            f"nvme_path {path} is on {file_system}, which is memory: activations would not leave RAM. "
+            "Name a directory on an NVMe drive."
+        )
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise PathError(f"nvme_path {path} is not writable by user {os.geteuid()}: chown it or name another directory.")
+    usage = os.statvfs(path)
+    free_bytes = usage.f_bavail * usage.f_frsize
+    if free_bytes < needed_bytes * ranks_on_node:
+        free, needed, missing = map(_exactly, (free_bytes, needed_bytes, needed_bytes * ranks_on_node - free_bytes))
+        raise PathError(
+            f"nvme_path {path} has {free} free, but {ranks_on_node} rank(s) on this machine need {needed} each: free "
+            f"{missing}, lower io.swap_file_bytes, or name another directory."
+        )
+    return SwapDirectory(path, file_system, free_bytes)
+
+
+def file_system_of(path: Path) -> str:
+    """The file system type of a path, from ``/proc/self/mountinfo``; ``"unknown"`` where that cannot be read."""
+    resolved = str(path.resolve())
+    best, kind = "", "unknown"
+    try:
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return kind
+    for line in lines:
+        fields, _, rest = line.partition(" - ")
+        mount_point = fields.split()[4].encode().decode("unicode_escape")
+        inside = resolved == mount_point or resolved.startswith(mount_point.rstrip("/") + "/")
+        if inside and len(mount_point) >= len(best):
+            best, kind = mount_point, rest.split()[0]
+    return kind
+
+
+def _exactly(nbytes: int) -> str:
+    return f"{readable(nbytes)} ({nbytes} bytes)"

@@ -11,10 +11,10 @@ import torch
 from ds_tba.errors import ActivationCorruptionError, ActivationLostError, StorageError, TransferError
 from ds_tba.storage.allocator import Span, SpanAllocator
 from ds_tba.storage.backends.base import IoBackend, IoHandle
+from ds_tba.storage.integrity import Integrity, Mismatch
 from ds_tba.storage.lanes import Lane, LaneQueue
 from ds_tba.storage.swap_file import SwapFile
 from ds_tba.storage.ticket import SwapTicket
-from ds_tba.store.integrity import Integrity, Mismatch
 from ds_tba.telemetry.bandwidth import PathMeter
 from ds_tba.telemetry.stats import RollingRate
 

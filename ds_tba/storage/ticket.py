@@ -9,9 +9,8 @@ import torch
 
 from ds_tba.device.accelerator import Arrival, PendingCopy
 from ds_tba.errors import StateError, StorageError
-from ds_tba.states import StateMachine
 from ds_tba.storage.allocator import Span
-from ds_tba.storage.base import Store, Ticket
+from ds_tba.storage.base import StateMachine, Store, Ticket
 
 
 class TicketState(Enum):
@@ -98,14 +97,6 @@ class SwapTicket(Ticket, StateMachine):
         """Block until the device has written its bytes into the slot."""
         for copy in self.copies:
             copy.wait()
-
-    def trim(self, nbytes: int, padded_bytes: int) -> tuple[Span, Span]:
-        """Keep only the first ``padded_bytes`` of slot and extent; the tails, to be freed."""
-        slot, extent = self.held_slot, self.extent
-        self.nbytes = nbytes
-        self.slot, slot_tail = slot.split(padded_bytes)
-        self.extent, extent_tail = extent.split(padded_bytes)
-        return slot_tail, extent_tail
 
     @property
     def held_slot(self) -> Span:

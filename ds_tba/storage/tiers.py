@@ -10,29 +10,24 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from ds_tba.config import BLOCK, AioConfig, OffloadConfig
+from ds_tba.config import BLOCK, AioConfig, OffloadConfig, Placement
 from ds_tba.device.accelerator import Accelerator, pins_memory
+from ds_tba.device.memory import available_bytes
 from ds_tba.errors import BackendUnavailableError, ConfigError
-from ds_tba.host_memory import available_bytes
-from ds_tba.plan.limits import TERABYTE
-from ds_tba.plan.placement import Placement
 from ds_tba.storage.backends.select import Selection, select_backend
 from ds_tba.storage.base import Store
 from ds_tba.storage.chunked import PiecesStore
 from ds_tba.storage.host import HostStore
 from ds_tba.storage.nvme import Lanes, NvmeStore
 from ds_tba.storage.staging import StagingRing
-from ds_tba.storage.swap_file import SwapFile
+from ds_tba.storage.swap_file import SwapDirectory, SwapFile, check_directories
 from ds_tba.storage.swap_path import SwapPath
-from ds_tba.store.bundles import BundlingStore
-from ds_tba.store.paths import SwapDirectory, check_directories
-from ds_tba.telemetry.drive_health import Drive, examine
-from ds_tba.telemetry.wear import PathWear, path_wear
+from ds_tba.telemetry.drive_health import TERABYTE, Drive, PathWear, examine, path_wear
 
 logger = logging.getLogger(__name__)
 
 # Without io.swap_file_bytes: this part of the free space, shared by the ranks of the machine.
-FREE_SPACE_PART = 0.9
+FREE_SPACE_FRACTION = 0.9
 
 
 class Tiers:
@@ -82,7 +77,7 @@ class Tiers:
         self.host: HostStore | None = self._open_host(accelerator) if uses_host else None
         self.by_placement: dict[Placement, Store[Any]] = {}
         if self.nvme is not None:
-            self.by_placement[Placement.NVME] = PiecesStore(BundlingStore(self.nvme), self.nvme)
+            self.by_placement[Placement.NVME] = PiecesStore(self.nvme, self.nvme)
         if self.host is not None:
             self.by_placement[Placement.HOST] = self.host
 
@@ -122,8 +117,8 @@ class Tiers:
             f"activations go to {', '.join(self._places())}",
             f"backend {self.selection.backend.name} ({self.selection.reason})",
             f"up to {sum(file.limit_bytes for file in files) / 2**30:.1f} GiB per rank",
-            f"eligible: saved storages of {config.min_tensor_bytes} bytes and more, up to io.staging_bytes "
-            f"{config.io.staging_bytes}",
+            f"eligible: saved storages of {config.min_tensor_bytes} bytes and more; io.staging_bytes "
+            f"{config.io.ring_bytes}",
             f"{config.io.write_lanes} write and {config.io.read_lanes} read lanes, integrity {config.io.integrity}",
         ]
         if self.host is not None:
@@ -134,8 +129,9 @@ class Tiers:
 
     def close(self) -> None:
         """Give everything back. Idempotent."""
-        for store in self.by_placement.values():
-            store.close()
+        with ExitStack() as closing:  # each of them, whatever becomes of the others
+            for store in self.by_placement.values():
+                closing.callback(store.close)
 
     def _places(self) -> list[str]:
         """Each directory with its file system and drive: an empty mount point would be on the wrong one."""
@@ -146,7 +142,7 @@ class Tiers:
 
     def _open_host(self, accelerator: Accelerator) -> HostStore:
         try:
-            return HostStore(accelerator, self._config.host_budget_bytes, self._config.io.staging_bytes)
+            return HostStore(accelerator, self._config.host_budget_bytes, self._config.io.ring_bytes)
         except BaseException:
             if self.nvme is not None:
                 self.nvme.close()
@@ -164,7 +160,7 @@ class Tiers:
 
     def _open_nvme(self, aio_config: AioConfig, accelerator: Accelerator, zero_uses_nvme: bool) -> NvmeStore:
         config = self._config
-        needed = config.io.swap_file_bytes or config.io.staging_bytes
+        needed = config.io.swap_file_bytes or config.io.ring_bytes
         self.directories = check_directories(config.nvme_paths, needed, self._ranks_on_node)
         self._drives = [examine(directory.path) for directory in self.directories]
         self._warn_of_spinning_disks()
@@ -178,13 +174,13 @@ class Tiers:
         with ExitStack() as undo:
             files = []
             for directory in self.directories:
-                share = int(directory.free_bytes * FREE_SPACE_PART) // self._ranks_on_node
+                share = int(directory.free_bytes * FREE_SPACE_FRACTION) // self._ranks_on_node
                 file = SwapFile(directory.path, config.io.swap_file_bytes or max(share, needed))
                 undo.callback(file.close)
                 _check_direct(file, self.selection)
-                file.reserve_first(min(needed, config.io.staging_bytes))
+                file.reserve_first(min(needed, config.io.ring_bytes))
                 files.append(file)
-            ring = StagingRing(accelerator, self.selection.backend, config.io.staging_bytes)
+            ring = StagingRing(accelerator, self.selection.backend, config.io.ring_bytes)
             undo.callback(ring.close)
             lanes = Lanes(config.io.write_lanes, config.io.read_lanes)
             store = NvmeStore(files, self.selection.backend, ring, lanes, config.io.integrity)

@@ -10,9 +10,9 @@ from ds_tba.device.accelerator import Arrival
 from ds_tba.errors import ActivationLostError, StorageError
 from ds_tba.storage.backends.base import IoHandle
 from ds_tba.storage.base import Refusal
+from ds_tba.storage.integrity import Integrity
 from ds_tba.storage.space import SwapSpace
 from ds_tba.storage.ticket import SwapTicket, TicketState
-from ds_tba.store.integrity import Integrity
 from ds_tba.telemetry.bandwidth import Kind, Transfer
 
 _S = TicketState
@@ -44,7 +44,7 @@ class LaneWork:
 
     def _write(self, ticket: SwapTicket, handle: IoHandle) -> None:
         space = self._space
-        with space.changed:
+        with space.lock:
             if ticket.state is not _S.QUEUED:
                 return  # cancelled
             ticket.move(_S.WRITING)
@@ -59,13 +59,13 @@ class LaneWork:
         if broken:
             self._rescue(ticket, staged, None)
             return
-        with space.changed:  # the copy before was not the drive's time
+        with space.lock:  # the copy before was not the drive's time
             transfer = ticket.path.meter.start(Kind.WRITE, ticket.extent.nbytes)
         failure = self._write_out(ticket, staged, handle)
         if failure is None:
             self._end_write(ticket, staged, transfer)
             return
-        with space.changed:
+        with space.lock:
             ticket.path.meter.stop(transfer, moved=False)
         self._rescue(ticket, staged, failure)
 
@@ -84,7 +84,7 @@ class LaneWork:
 
     def _end_without_bytes(self, ticket: SwapTicket, error: StorageError) -> None:
         space = self._space
-        with space.changed:
+        with space.lock:
             self._count_write(ticket, 0)
             ticket.error = error
             ticket.move(_S.LOST)
@@ -95,7 +95,7 @@ class LaneWork:
 
     def _end_write(self, ticket: SwapTicket, staged: torch.Tensor, transfer: Transfer) -> None:
         space = self._space
-        with space.changed:
+        with space.lock:
             ticket.path.meter.stop(transfer)
             self._count_write(ticket, ticket.extent.nbytes)
             stays = ticket.wanted and not ticket.released
@@ -117,7 +117,7 @@ class LaneWork:
         """Bring to the device what was wanted while it was written, so that its slot is free for others."""
         space = self._space
         arrival = self._onto_device(ticket, staged)
-        with space.changed:
+        with space.lock:
             ticket.move(_S.LOADED)
             ticket.arrival, arrival = arrival, None  # as in _read
             if ticket.arrival is not None:
@@ -134,7 +134,7 @@ class LaneWork:
         host: torch.Tensor | None = None
         with suppress(MemoryError, RuntimeError):
             host = space.ring.rescue(staged, ticket.nbytes)
-        with space.changed:
+        with space.lock:
             self._count_write(ticket, 0)
             ticket.move(_S.RESCUED)
             ticket.host = host
@@ -163,7 +163,7 @@ class LaneWork:
 
     def _read(self, ticket: SwapTicket, handle: IoHandle) -> None:
         space = self._space
-        with space.changed:
+        with space.lock:
             if ticket.state is not _S.READ_QUEUED:
                 return  # given up, or read by an urgent request
             ticket.move(_S.READING)
@@ -173,10 +173,10 @@ class LaneWork:
         failure = ticket.path.read_checked(ticket, target, handle, self._integrity)
         arrival = None
         if not space.ring.lends:
-            with space.changed:  # before the copy onto the device, which is not the drive's time
+            with space.lock:  # before the copy onto the device, which is not the drive's time
                 ticket.path.meter.stop(transfer, moved=failure is None)
             arrival = self._onto_device(ticket, target) if failure is None else None
-        with space.changed:
+        with space.lock:
             if space.ring.lends:
                 ticket.path.meter.stop(transfer, moved=failure is None)
             moved = ticket.extent.nbytes if failure is None else 0

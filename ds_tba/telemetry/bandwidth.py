@@ -48,7 +48,6 @@ class KindMeter:
         of_late: its rate, whatever else was under way; steadier, because the bytes are divided among paths by it.
         alone, beside: its rate without and with the other kind.
         moved_bytes: in transfers that ended well.
-        under_way_bytes: in transfers that have not ended; a part of them may be moved already.
     """
 
     def __init__(self, lanes: int) -> None:
@@ -56,7 +55,6 @@ class KindMeter:
         self.alone = RollingRate(QUICK_BYTES)
         self.beside = RollingRate(QUICK_BYTES)
         self.moved_bytes = 0
-        self.under_way_bytes = 0
         self.active = 0
         self.alone_times = _Times()
         self.beside_times = _Times()
@@ -118,7 +116,6 @@ class PathMeter:
         self._pass_by()
         one = self.of(kind)
         one.active += 1
-        one.under_way_bytes += nbytes
         return Transfer(kind, nbytes, one.alone_times, one.beside_times)
 
     def stop(self, transfer: Transfer, *, moved: bool = True, is_typical: bool = True) -> None:
@@ -131,9 +128,7 @@ class PathMeter:
         self._pass_by()
         one = self.of(transfer.kind)
         one.active -= 1
-        # In this order for whoever reads both without the lock: never less than what was begun.
         one.moved_bytes += transfer.nbytes if moved else 0
-        one.under_way_bytes -= transfer.nbytes
         if moved and is_typical:
             one.learn(transfer.nbytes, one.alone_times - transfer.alone_times, one.beside_times - transfer.beside_times)
 

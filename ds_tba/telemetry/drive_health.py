@@ -6,6 +6,7 @@ Looked at once, when a run starts. Nothing here is ever an error: a drive that c
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 from collections.abc import Mapping
@@ -13,6 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ds_tba.errors import ConfigError
+
+TERABYTE = 10**12  # as drives are rated
+DAY_S = 86400.0
 SMARTCTL = "smartctl"
 SMARTCTL_LIMIT_S = 2.0
 VIRTUAL = ("vd", "xvd", "loop", "nbd")  # names of virtio, Xen, loop and network drives
@@ -98,3 +103,88 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 def _number(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+# What the writes cost the drive: bytes per day for each path, the drive behind it, and its projected life.
+#
+# Knows arithmetic. A rated endurance (TBW) counts bytes written by the host under the rating's own workload, so
+# the projection assumes that our large sequential writes amplify no worse than that. TBA's multi-year figure multiplies
+# the rating by 215 for relaxed retention and an amplification of 1; this one does not.
+
+
+@dataclass(frozen=True, slots=True)
+class PathWear:
+    """One directory of ``nvme_path``.
+
+    Attributes:
+        device, model: the block device behind it, empty where sysfs does not tell (network and overlay file systems).
+        written_bytes: what this rank wrote there.
+        written_bytes_per_day: at the rate since the engine was built, pauses included.
+        life_days: rated endurance over this rate; None without ``ssd.rated_endurance_tbw`` or before the first write.
+        rotational, percentage_used, drive_written_bytes: as the drive told when the run started; see
+            :class:`ds_tba.telemetry.drive_health.Drive`. None where it did not.
+    """
+
+    path: str
+    device: str
+    model: str
+    written_bytes: int
+    written_bytes_per_day: float
+    rated_endurance_tbw: float | None
+    life_days: float | None
+    rotational: bool | None = None
+    percentage_used: int | None = None
+    drive_written_bytes: int | None = None
+
+
+def life_days(rated_endurance_tbw: float | None, written_bytes_per_day: float) -> float | None:
+    """How long drives rated for so many terabytes live; None without a rating, or where nothing is written."""
+    if not rated_endurance_tbw or not written_bytes_per_day:
+        return None
+    return rated_endurance_tbw * TERABYTE / written_bytes_per_day
+
+
+def path_wear(
+    path: Path, drive: Drive, written_bytes: int, elapsed_s: float, rated_endurance_tbw: float | None
+) -> PathWear:
+    """The wear of one path.
+
+    Args:
+        drive: what is behind it.
+        written_bytes: bytes written so far.
+        elapsed_s: seconds in which they were written.
+        rated_endurance_tbw: terabytes (10^12 bytes) that the drive is rated for.
+    """
+    per_day = written_bytes / elapsed_s * DAY_S if elapsed_s > 0 else 0.0
+    return PathWear(
+        str(path),
+        drive.device,
+        drive.model,
+        written_bytes,
+        per_day,
+        rated_endurance_tbw,
+        life_days(rated_endurance_tbw, per_day),
+        drive.rotational,
+        drive.percentage_used,
+        drive.drive_written_bytes,
+    )
+
+
+def write_limit_bytes_per_step(rated_endurance_tbw: float | None, min_life_days: float | None, step_s: float) -> float:
+    """What a step of ``step_s`` may write so that drives rated for so many terabytes live for ``min_life_days``.
+
+    Args:
+        rated_endurance_tbw: terabytes (10^12 bytes) that all drives together are rated for, less what was written
+            before, divided by the ranks that share them.
+
+    Raises:
+        ConfigError: a life is asked for and the rating is not known.
+    """
+    if min_life_days is None:
+        return math.inf
+    if rated_endurance_tbw is None:
+        raise ConfigError(
+            f'"ssd.min_life_days" is {min_life_days} without "ssd.rated_endurance_tbw": a life follows from the rating '
+            "only; set it from the drive's data sheet."
+        )
+    return rated_endurance_tbw * TERABYTE / (min_life_days * DAY_S) * step_s

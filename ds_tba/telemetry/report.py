@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-GIB = 1 << 30
-MIB = 1 << 20
+from ds_tba.telemetry.stats import readable
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,6 @@ class OffloadReport:
         packed_tensors: tensors that autograd saved, parameters included.
         passed_through_tensors: of those, parameters and their views, left alone.
         offloaded_bytes: storages handed to the store, each once.
-        coalesced_bytes: of those, small ones that shared an I/O request with others.
         written_bytes, read_bytes: what the drive moved, padded to the alignment.
         forwarded_bytes: handed over from memory because their write had not finished.
         cancelled_bytes: offloaded, but taken back or given up before their write began.
@@ -29,6 +28,7 @@ class OffloadReport:
         peak_saved_bytes: most bytes that saved tensors held in device memory at once (a storage below min_tensor_bytes
             counts for each of its saves).
         peak_saved_bytes_without: the same, had nothing been offloaded.
+        budget_excess_bytes: by which ``peak_saved_bytes`` is above ``activation_budget_bytes``.
         fallbacks: tensors that were eligible and stayed in memory because the store could not take or write them.
         stall_s: time that forward and backward waited for the store.
         recomputed_bytes: made again in backward instead of being saved.
@@ -36,8 +36,9 @@ class OffloadReport:
         plans: how many plans there were.
         plan: the one in force: planner, reason, bytes of each placement, what it promises, and ``measured_step_s``, the
             median of the last steps under it (None before the first); None without one.
+        unproven_blocks: ``path`` and ``reason`` of each block that is not recomputed, with ``"recompute": true``.
         bandwidth: for each path its written bytes and its rates of late, as measured.
-        wear: for each path the fields of :class:`ds_tba.telemetry.wear.PathWear`.
+        wear: for each path the fields of :class:`ds_tba.telemetry.drive_health.PathWear`.
     """
 
     state: str
@@ -64,11 +65,11 @@ class OffloadReport:
     swap_file_bytes: int
     peak_saved_bytes: int
     peak_saved_bytes_without: int
+    budget_excess_bytes: int
     fallbacks: int
     write_bytes_per_s: float
     read_bytes_per_s: float
     stall_s: float
-    coalesced_bytes: int = 0
     kept_bytes_by_reason: dict[str, int] = field(default_factory=dict)
     fallbacks_by_reason: dict[str, int] = field(default_factory=dict)
     bandwidth: list[dict[str, Any]] = field(default_factory=list)
@@ -76,6 +77,7 @@ class OffloadReport:
     step_peak_saved_bytes: int = 0
     plans: int = 0
     plan: dict[str, Any] | None = None
+    unproven_blocks: list[dict[str, str]] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """Every field, ready for JSON."""
@@ -90,11 +92,11 @@ class OffloadReport:
     def summary(self) -> str:
         """One line for the log."""
         return (
-            f"{self.steps} steps: offloaded {_size(self.offloaded_bytes)}, wrote {_size(self.written_bytes)} at "
-            f"{self.write_bytes_per_s / 1e9:.2f} GB/s, read {_size(self.read_bytes)} at "
-            f"{self.read_bytes_per_s / 1e9:.2f} GB/s, forwarded {_size(self.forwarded_bytes)}, kept "
-            f"{_size(self.kept_bytes)}; peak saved {_size(self.peak_saved_bytes)} instead of "
-            f"{_size(self.peak_saved_bytes_without)}; {self.fallbacks} fallbacks, {self.stall_s:.2f} s stalled"
+            f"{self.steps} steps: offloaded {readable(self.offloaded_bytes)}, wrote {readable(self.written_bytes)} at "
+            f"{self.write_bytes_per_s / 1e9:.2f} GB/s, read {readable(self.read_bytes)} at "
+            f"{self.read_bytes_per_s / 1e9:.2f} GB/s, forwarded {readable(self.forwarded_bytes)}, kept "
+            f"{readable(self.kept_bytes)}; peak saved {readable(self.peak_saved_bytes)} instead of "
+            f"{readable(self.peak_saved_bytes_without)}; {self.fallbacks} fallbacks, {self.stall_s:.2f} s stalled"
         )
 
     def rows(self) -> list[tuple[str, str]]:
@@ -103,32 +105,35 @@ class OffloadReport:
             ("backend", f"{self.backend} ({self.backend_reason})"),
             ("paths", ", ".join(self.paths)),
             ("steps / micro-steps", f"{self.steps} / {self.micro_steps}"),
-            ("offloaded", _size(self.offloaded_bytes)),
-            ("written", f"{_size(self.written_bytes)} at {self.write_bytes_per_s / 1e9:.2f} GB/s"),
-            ("read", f"{_size(self.read_bytes)} at {self.read_bytes_per_s / 1e9:.2f} GB/s"),
-            ("forwarded from memory", _size(self.forwarded_bytes)),
-            ("coalesced into larger requests", _size(self.coalesced_bytes)),
-            ("deduplicated", _size(self.deduplicated_bytes)),
-            ("kept", _size(self.kept_bytes)),
+            ("offloaded", readable(self.offloaded_bytes)),
+            ("written", f"{readable(self.written_bytes)} at {self.write_bytes_per_s / 1e9:.2f} GB/s"),
+            ("read", f"{readable(self.read_bytes)} at {self.read_bytes_per_s / 1e9:.2f} GB/s"),
+            ("forwarded from memory", readable(self.forwarded_bytes)),
+            ("deduplicated", readable(self.deduplicated_bytes)),
+            ("kept", readable(self.kept_bytes)),
         ]
-        rows += [(f"  kept: {reason}", _size(nbytes)) for reason, nbytes in self.kept_bytes_by_reason.items()]
+        rows += [(f"  kept: {reason}", readable(nbytes)) for reason, nbytes in self.kept_bytes_by_reason.items()]
         rows += [
-            ("peak saved, with offload", _size(self.peak_saved_bytes)),
-            ("peak saved, without", _size(self.peak_saved_bytes_without)),
-            ("peak staging", _size(self.peak_staging_bytes)),
+            ("peak saved, with offload", readable(self.peak_saved_bytes)),
+            ("peak saved, without", readable(self.peak_saved_bytes_without)),
+            ("peak staging", readable(self.peak_staging_bytes)),
             ("fallbacks", str(self.fallbacks)),
         ]
+        if self.budget_excess_bytes:
+            rows.append(("above activation_budget_bytes", readable(self.budget_excess_bytes)))
         if self.plan is not None:
             rows += [("plan", f"{self.plan['planner']}, the {_ordinal(self.plans)}")]
-            rows += [(f"  plan: {where}", _size(nbytes)) for where, nbytes in self.plan["bytes"].items()]
+            rows += [(f"  plan: {where}", readable(nbytes)) for where, nbytes in self.plan["bytes"].items()]
             rows += [
                 (
                     "  plan: peak saved",
-                    f"{_size(self.plan['peak_saved_bytes'])} ({_size(self.step_peak_saved_bytes)} found)",
+                    f"{readable(self.plan['peak_saved_bytes'])} ({readable(self.step_peak_saved_bytes)} found)",
                 ),
                 ("  plan: step", _step(self.plan)),
-                ("made again in backward", _size(self.recomputed_bytes)),
+                ("made again in backward", readable(self.recomputed_bytes)),
             ]
+        reasons = Counter(one["reason"] for one in self.unproven_blocks)
+        rows += [("blocks not recomputed", f"{count}: {reason}") for reason, count in reasons.items()]
         rows += [(f"  fallback: {reason}", str(count)) for reason, count in self.fallbacks_by_reason.items()]
         rows += [(f"wear of {path['path']}", _wear(path)) for path in self.wear]
         return [*rows, ("stalled", f"{self.stall_s:.2f} s")]
@@ -165,7 +170,3 @@ def _wear(path: dict[str, Any]) -> str:
 def _ordinal(number: int) -> str:
     ending = "th" if 10 <= number % 100 <= 20 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
     return f"{number}{ending}"
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB else f"{nbytes / MIB:.1f} MiB"

@@ -82,7 +82,6 @@ class StoreStats:
     writes: BusyMeter = field(default_factory=BusyMeter)
     reads: BusyMeter = field(default_factory=BusyMeter)
     offloaded_bytes: int = 0
-    coalesced_bytes: int = 0
     cancelled_bytes: int = 0
     forwarded_bytes: int = 0
     rescued_bytes: int = 0
@@ -122,3 +121,11 @@ class CacheStats:
     moving_s: float = 0.0  # of the host, in copies, in waiting for them and for the store
     saved: Gauge = field(default_factory=Gauge)
     resident: Gauge = field(default_factory=Gauge)
+
+
+def readable(nbytes: float) -> str:
+    """Bytes in the largest unit of which there is one."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= size:
+            return f"{nbytes / size:.2f} {unit}"
+    return f"{nbytes:.0f} B"

@@ -21,11 +21,11 @@ dist.init_process_group("gloo", init_method="file://" + meeting, rank=rank, worl
 ranks = Ranks()
 found = [
     ranks.rank,
-    ranks.highest([1, 4, 2][rank]),
-    ranks.highest([3, 0, 0][rank]),
-    ranks.gather({"rank": rank, "of": "x" * (1000 * rank)}),
-    ranks.share([rank, None], 2),
-    ranks.share("from 0" if rank == 0 else "from another", 0),
+    ranks.all_reduce_max([1, 4, 2][rank]),
+    ranks.all_reduce_max([3, 0, 0][rank]),
+    ranks.all_gather({"rank": rank, "of": "x" * (1000 * rank)}),
+    ranks.broadcast([rank, None], 2),
+    ranks.broadcast("from 0" if rank == 0 else "from another", 0),
 ]
 print(json.dumps(found), flush=True)
 dist.barrier()
@@ -57,4 +57,9 @@ def test_all_ranks_have_the_highest_value_every_value_and_the_leaders_value(tmp_
 @pytest.mark.parametrize("value", [0, 3])
 def test_one_alone_agrees_with_itself(value: int) -> None:
     alone = Alone()
-    assert (alone.rank, alone.highest(value), alone.gather(value), alone.share(value, 0)) == (0, value, [value], value)
+    assert (alone.rank, alone.all_reduce_max(value), alone.all_gather(value), alone.broadcast(value, 0)) == (
+        0,
+        value,
+        [value],
+        value,
+    )

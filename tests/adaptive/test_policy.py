@@ -7,12 +7,11 @@ from typing import Any, cast
 import pytest
 from traces import SIZE, resources
 
-from ds_tba.adaptive.policy import Always, ByPlan, PlanInForce
-from ds_tba.plan.layout import Layout
-from ds_tba.plan.limits import Limits
-from ds_tba.plan.placement import Placement
-from ds_tba.planner.plan import Plan
-from ds_tba.planner.trace import OUTSIDE, BlockTrace, StorageTrace, Trace
+from ds_tba.adaptive.policy import ByPlan, PlanInForce
+from ds_tba.autograd.policy import Always
+from ds_tba.config import Placement
+from ds_tba.planner.plan import Limits, Plan
+from ds_tba.planner.trace import OUTSIDE, BlockTrace, Layout, StorageTrace, Trace
 from ds_tba.storage.base import Store
 
 KEEP, HOST, NVME, RECOMPUTE = Placement

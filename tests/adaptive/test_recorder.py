@@ -16,7 +16,7 @@ from ds_tba.autograd.cache import TensorCache
 from ds_tba.planner.trace import OUTSIDE, PathRates, Resources, StorageTrace, Trace
 
 WIDTH, ROWS = 64, 32
-LEAST_BYTES = 4096
+MIN_BYTES = 4096
 MACHINE = Resources((PathRates(1e9, 1e9, 1e9, 1e9),), 1e9, 1e9, 1 << 24)
 
 
@@ -90,7 +90,7 @@ def ticks() -> Ticks:
 @pytest.fixture(params=["keep", "nvme"])
 def cache(request: pytest.FixtureRequest, make_store: StoreFactory) -> TensorCache:
     stores = [] if request.param == "keep" else [make_store()]
-    return TensorCache(stores, "cpu", LEAST_BYTES, wait_for_staging=True)
+    return TensorCache(stores, "cpu", MIN_BYTES, wait_for_staging=True)
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_blocks_run_when_the_clock_says(trace: Trace) -> None:
 def test_small_tensors_are_one_storage_of_their_scope_that_stays(trace: Trace) -> None:
     small = [storage for storage in trace.storages if not storage.is_movable]
     assert [storage.blocks for storage in small[:3]] == [(0,), (1,), (2,)]
-    assert all(0 < storage.nbytes < LEAST_BYTES for storage in small)
+    assert all(0 < storage.nbytes < MIN_BYTES for storage in small)
 
 
 def test_inputs_of_blocks_are_known_by_their_storage(trace: Trace) -> None:
@@ -132,3 +132,32 @@ def test_inputs_of_blocks_are_known_by_their_storage(trace: Trace) -> None:
         assert trace.storages[index].nbytes == 4 * ROWS * WIDTH
         assert trace.storages[index].blocks == (number,)  # up's weight needs a gradient, so that its input is saved
     assert len({block.inputs for block in trace.blocks}) == 3
+
+
+def test_a_small_tensor_that_every_block_saves_counts_once(make_store: StoreFactory) -> None:
+    """As T5's position bias or rotary tables: a trace with a storage of no bytes would be refused."""
+    shared = torch.randn(ROWS, 1)
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(WIDTH))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * shared) * self.weight
+
+    model = nn.Sequential(Scaled(), Scaled(), Scaled())
+    cache = TensorCache([make_store()], "cpu", MIN_BYTES, wait_for_staging=True)
+    recorder = Recorder(cache, Ticks(), {id(one): path for path, one in model.named_modules()})
+    inputs = torch.randn(ROWS, WIDTH, requires_grad=True)
+    with recorder.watching(), cache.saving(around=recorder.around):
+        x = inputs
+        for number, block in enumerate(model):
+            recorder.enter(str(number), [x], is_recomputable=True)
+            x = block(x)
+            recorder.leave()
+        loss = x.sum()
+    loss.backward()
+    recorder.end()
+    trace = recorder.trace(MACHINE)
+    assert sum(one.nbytes for one in trace.storages if not one.is_movable) == shared.nbytes

@@ -14,7 +14,6 @@ from test_controller import FIRST_PLAN, WIDTH, Model, model, steps
 
 from ds_tba.adaptive.ranks import Alone
 from ds_tba.config import AioConfig, OffloadConfig
-from ds_tba.monitor import NOISE_FACTOR, NOISE_S, PROBE_STEPS
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.storage.backends.select import Selection
 
@@ -23,6 +22,7 @@ ROWS = 2048  # 0.5 MiB, and 2 MiB in the middle of a block: too large to share a
 FULL = 800e6  # bytes per second, whatever the machine's drive can do
 PARTS = (1, 2, 10, 100)
 OVERHEAD = 0.5
+NOISE_FACTOR, NOISE_S = 1.25, 0.001
 ENOUGH_STEPS = FIRST_PLAN + 20  # for the monitor to have come to an end
 Make = Callable[[ThrottledBackend], tuple[Model, ActivationOffloader]]
 
@@ -127,14 +127,14 @@ def test_a_drive_that_is_fast_again_is_used_again(make: Make) -> None:
     backend = ThrottledBackend()
     backend.throttle(FULL, FULL)
     ours, offloader = make(backend)
-    train(ours, offloader, FIRST_PLAN + 1)
+    train(ours, offloader, ENOUGH_STEPS)
     fast = moved_bytes(offloader)
     backend.throttle(FULL / 100, FULL / 100)
     train(ours, offloader, ENOUGH_STEPS)
     slow, peak = moved_bytes(offloader), offloader.report().step_peak_saved_bytes
     assert slow < 0.8 * fast  # what staging holds may still go there
     backend.throttle(FULL, FULL)
-    for _ in range(4 * PROBE_STEPS[0]):
+    for _ in range(1500):  # looks come ever more rarely, and what was feared of the drive fades with each
         train(ours, offloader, 1)
         if moved_bytes(offloader) > (slow + fast) / 2:
             break

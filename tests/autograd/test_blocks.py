@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,8 @@ from torch.autograd.graph import save_on_cpu
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from ds_tba.adaptive.proving import Proving
+from ds_tba.adaptive.ranks import Alone
 from ds_tba.autograd.blocks import Block, Blocks, find_blocks
 from ds_tba.autograd.cache import TensorCache
 from ds_tba.errors import ActivationModifiedError, IncompatibleError
@@ -90,13 +93,17 @@ class Bench:
         self.twin = copy.deepcopy(self.model)
         self.listener = Listener()
         self.blocks = Blocks(find_blocks(self.model, None), self.listener)
+        self.proving = Proving(self.blocks, Alone())
         self.blocks.install()
 
     def micro_step(
         self, *wanted: int, seed: int = 7, around: Callable[[], AbstractContextManager[Any]] = nullcontext, **more: Any
     ) -> Any:
+        """One step; blocks are watched in the first and tried in the second."""
         self.listener.wanted = set(wanted)
-        return run(self.model, seed, around=lambda: self.listening(around), **more)
+        found = run(self.model, seed, around=lambda: self.listening(around), **more)
+        self.proving.end_step()
+        return found
 
     @contextmanager
     def listening(self, around: Callable[[], AbstractContextManager[Any]] = nullcontext) -> Iterator[None]:
@@ -135,8 +142,9 @@ def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
 
 
 def settled(make: Callable[[], nn.Module] = Layer, **more: Any) -> Bench:
-    """A bench after the forward in which all passes are watched."""
+    """A bench after the steps in which all passes are watched and tried."""
     bench = Bench(make, **more)
+    bench.check()
     bench.check()
     bench.listener.events.clear()
     return bench
@@ -201,12 +209,14 @@ def test_the_cache_sees_the_inputs_of_a_recomputed_pass_and_nothing_inside(
             super().leave(block)
 
     bench.listener = bench.blocks._listener = Between()
-    for micro_step in range(3):
+    for step in range(4):
         before = store.stats.offloaded_bytes
-        bench.check(*(wanted if micro_step else ()), around=cache.saving)
+        bench.check(*(wanted if step > 1 else ()), around=cache.saving)
         offloaded_bytes = store.stats.offloaded_bytes - before
-        if micro_step == 0:
+        if step == 0:
             all_bytes, many = offloaded_bytes, seen[0][0]
+        elif step == 1:  # the trial saves as usual, beside the inputs of its checkpoint, which are saved already
+            assert offloaded_bytes == all_bytes and seen[0][0] == many + 1
     assert many > 10
     for index in range(4):
         assert seen[index] == ((1, True) if index in wanted else (many, False))
@@ -317,13 +327,11 @@ def test_a_forward_that_raises_is_left() -> None:
     bench.check(1)
 
 
-def test_an_error_in_a_recomputation_reaches_backward() -> None:
+def test_an_error_in_a_recomputation_reaches_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     class Fails(Layer):
-        broken = False
-
         def forward(self, x: Tensor) -> Tensor:
             x = super().forward(x)
-            if self.broken:
+            if "BROKEN" in os.environ:
                 raise ArithmeticError("in forward")
             return x.tanh()
 
@@ -331,11 +339,11 @@ def test_an_error_in_a_recomputation_reaches_backward() -> None:
     bench.listener.wanted = {1}
     with bench.blocks.listening():
         loss = bench.model(torch.ones(1, LENGTH, WIDTH))
-    bench.model.layers[1].broken = True
+    monkeypatch.setenv("BROKEN", "1")
     with pytest.raises(ArithmeticError):
         loss.backward()
     assert bench.listener.events[-2:] == [("recompute", 1), ("recomputed", 1)]
-    bench.model.layers[1].broken = False
+    monkeypatch.delenv("BROKEN")
     bench.check(1)
 
 
@@ -444,7 +452,7 @@ def test_arguments_of_every_kind() -> None:
     bench = settled(Odd, net=OddNet)
     bench.check(0, 1, 2, 3)
     assert bench.listener.count("recomputed") == 4
-    assert [len(given) for given in bench.model.lists] == [2] * 8
+    assert [len(given) for given in bench.model.lists] == [2] * 12
     assert [tensor.shape for tensor in bench.listener.inputs[-1]] == [
         *[(BATCH, LENGTH, WIDTH)] * 3, (LENGTH, 1)
     ]  # fmt: skip
@@ -585,7 +593,7 @@ def test_one_pass_that_the_user_takes_is_enough() -> None:
             return x.pow(2).mean()
 
     bench = settled(net=Twice)
-    assert not any(bench.blocks.is_recomputable(block) for block in bench.blocks.all)
+    assert not any(bench.blocks.is_proven(block) for block in bench.blocks.all)
     bench.check(0, 1, 2, 3)
     assert bench.listener.count("recompute") == 0
 
@@ -711,14 +719,14 @@ def test_what_a_second_run_would_change_is_left_alone(make: Any, net: Any, words
         bench.check(0, 1, 2, 3, seed=seed)
     assert bench.listener.count("enter") == 16 and bench.listener.count("recompute") == 0
     for block in bench.blocks.all:
-        assert words in str(bench.blocks.obstacle(block)) and not bench.blocks.is_recomputable(block)
+        assert words in str(bench.blocks.obstacle(block)) and not bench.blocks.is_proven(block)
 
 
 def test_in_evaluation_the_same_block_can_be_recomputed() -> None:
     """A forward of another kind is watched by itself; in evaluation batch norm changes nothing."""
     bench = Bench(Normed)
     bench.model.eval(), bench.twin.eval()
-    for _ in range(3):
+    for _ in range(4):
         bench.check(0, 1, 2, 3)
     assert bench.listener.count("recomputed") == 8
     bench.model.train(), bench.twin.train()
@@ -749,7 +757,7 @@ def test_a_forward_that_raises_shows_nothing() -> None:
     for _ in range(3):
         with pytest.raises(MemoryError):
             bench.micro_step()
-    assert not any(bench.blocks.is_recomputable(block) for block in bench.blocks.all)
+    assert not any(bench.blocks.is_proven(block) for block in bench.blocks.all)
     bench.model.layers[-1].fails = False
     bench.micro_step(0, 1, 2, 3)
     assert all("changes its 'passes'" in (bench.blocks.obstacle(block) or "") for block in bench.blocks.all)
@@ -779,18 +787,19 @@ def test_what_the_first_forward_sets_up_is_no_obstacle() -> None:
             return (self.linear(x) * self.table).tanh()
 
     bench = Bench(Lazy)
-    for _ in range(3):
+    for _ in range(4):
         bench.check(0, 1, 2, 3)
     assert bench.listener.count("recomputed") == 4
-    assert all(bench.blocks.is_recomputable(block) and not bench.blocks.obstacle(block) for block in bench.blocks.all)
+    assert all(bench.blocks.is_proven(block) and not bench.blocks.obstacle(block) for block in bench.blocks.all)
 
 
-def test_nothing_is_recomputable_before_it_was_watched() -> None:
+def test_nothing_is_proven_before_it_was_watched_and_tried() -> None:
     bench = Bench(Layer)
-    assert not any(bench.blocks.is_recomputable(block) for block in bench.blocks.all)
-    bench.check(0, 1, 2, 3)
+    for _ in range(2):
+        assert not any(bench.blocks.is_proven(block) for block in bench.blocks.all)
+        bench.check(0, 1, 2, 3)
     assert bench.listener.count("recompute") == 0
-    assert all(bench.blocks.is_recomputable(block) for block in bench.blocks.all)
+    assert all(bench.blocks.is_proven(block) for block in bench.blocks.all)
 
 
 class Counts(nn.Module):
@@ -812,7 +821,7 @@ def test_a_change_seen_too_late_raises_instead_of_giving_a_wrong_gradient() -> N
     bench = settled(Counts)
     for model in (bench.model, bench.twin):
         model.layers[1].counting = True
-    with pytest.raises(ActivationModifiedError, match=r"'count' of the block 'layers\.1' was modified.*\"recompute\""):
+    with pytest.raises(ActivationModifiedError, match=r"'layers\.1'.*its 'count' was modified.*\"recompute\""):
         bench.micro_step(0, 1, 2, 3)
     assert "its 'count'" in str(bench.blocks.obstacle(bench.blocks.all[1]))
     run(bench.twin, 7)
@@ -829,7 +838,7 @@ def test_a_change_between_forward_and_backward_raises(what: str) -> None:
             changed.add_(1)
         loss.backward()
 
-    with pytest.raises(ActivationModifiedError, match=f"'{what}' of the block 'layers.2' was modified"):
+    with pytest.raises(ActivationModifiedError, match=f"'layers.2'.*its '{what}' was modified"):
         bench.micro_step(0, 1, 2, 3, backward=backward)
 
 
@@ -872,18 +881,24 @@ def test_hooks_of_a_block_run_once() -> None:
 
 
 @pytest.mark.parametrize("hooked", [False, True])
-def test_a_forward_runs_again_to_its_end_where_hooks_wait_for_it(hooked: bool) -> None:
-    bench = settled()
-    ended: list[int] = []
-    if hooked:
-        for layer in bench.model.layers:
-            layer.down.register_forward_hook(lambda *_: ended.append(1))
-    else:
-        for layer in bench.model.layers:
+def test_a_forward_runs_again_to_its_end_where_hooks_wait_for_it(monkeypatch: pytest.MonkeyPatch, hooked: bool) -> None:
+    monkeypatch.setenv("ENDED", "")  # a place that is none of the block's state
+
+    def ended(*_: Any) -> None:
+        os.environ["ENDED"] += "x"
+
+    bench = Bench(Layer)
+    for layer in bench.model.layers:
+        if hooked:
+            layer.down.register_forward_hook(ended)
+        else:
             plain = layer.down.forward
-            layer.down.forward = lambda x, plain=plain: (plain(x), ended.append(1))[0]
+            layer.down.forward = lambda x, plain=plain: (plain(x), ended())[0]
+    bench.check(), bench.check()
+    os.environ["ENDED"] = ""
     bench.check(0, 1, 2, 3)
-    assert len(ended) == (8 if hooked else 4)  # a linear layer is not run once its input is there
+    assert bench.listener.count("recomputed") == 4
+    assert len(os.environ["ENDED"]) == (8 if hooked else 4)  # a linear layer is not run once its input is there
 
 
 def gather(module: nn.Module) -> None:
@@ -1005,13 +1020,15 @@ def test_blocks_compiled_one_by_one(backend: str) -> None:
             one.layers[index] = torch.compile(one.layers[index], backend=backend)
     listener = Listener()
     blocks = Blocks(find_blocks(model, None), listener)
+    proving = Proving(blocks, Alone())
     blocks.install()
-    for wanted in ((), (0, 1, 2, 3)):
+    for wanted in ((), (), (0, 1, 2, 3)):
         listener.wanted = set(wanted)
         with blocks.listening():
             ours = run(model, 7)
+        proving.end_step()
         assert_same(ours, run(twin, 7))
-    assert listener.count("enter") == 8 and listener.count("recomputed") == 4
+    assert listener.count("enter") == 12 and listener.count("recomputed") == 4
 
 
 def test_blocks_compiled_in_place_tell_of_nothing() -> None:

@@ -31,12 +31,12 @@ Scenario = Callable[[hazards.Saving], list[Tensor]]
 
 
 def cache_over(store: NvmeStore | None, *, wait: bool = False) -> TensorCache:
-    return TensorCache([] if store is None else [store], "cpu", hazards.LEAST_BYTES, wait_for_staging=wait)
+    return TensorCache([] if store is None else [store], "cpu", hazards.MIN_BYTES, wait_for_staging=wait)
 
 
 def store_is_empty(store: NvmeStore) -> bool:
     for _ in range(10_000):  # lanes may still be busy with what nobody wants any more
-        with store.space.changed:
+        with store.space.lock:
             store.space.settle_copies()
             if not any(path.extents.used_bytes for path in store.paths) and not store.ring.slots.used_bytes:
                 return True
@@ -81,7 +81,7 @@ def test_kept_gradients_are_exact(scenario: Scenario) -> None:
 @scenarios
 def test_gradients_are_exact_in_host_memory(scenario: Scenario) -> None:
     host = HostStore(CpuAccelerator(), 32 * MIB)
-    cache = TensorCache([host], "cpu", hazards.LEAST_BYTES)
+    cache = TensorCache([host], "cpu", hazards.MIN_BYTES)
     hazards.check(scenario, cache)
     host.put(torch.zeros(1, dtype=torch.uint8), wait=False)  # acts on the notes of finalizers
     assert sum(segment.spans.used_bytes for segment in host._segments) == 4096
@@ -91,7 +91,7 @@ def test_gradients_are_exact_in_host_memory(scenario: Scenario) -> None:
 @scenarios
 def test_gradients_are_exact_when_nvme_degrades_to_host_memory(make_store: StoreFactory, scenario: Scenario) -> None:
     store = make_store(ScriptedBackend(fails("write", first=3)), staging_bytes=8 * MIB)
-    hazards.check(scenario, TensorCache([store, HostStore(CpuAccelerator(), 4 * MIB)], "cpu", hazards.LEAST_BYTES))
+    hazards.check(scenario, TensorCache([store, HostStore(CpuAccelerator(), 4 * MIB)], "cpu", hazards.MIN_BYTES))
     assert store_is_empty(store)
 
 
@@ -104,7 +104,7 @@ def test_a_mutation_after_the_save_raises(
 
 
 def test_the_same_under_python_o() -> None:
-    here = Path(__file__).parent
+    here = Path(__file__).parents[1]
     paths = os.pathsep.join([str(here), str(here.parent)])
     done = subprocess.run(
         [sys.executable, "-O", str(here / "hazards.py")],
@@ -209,7 +209,7 @@ def test_a_second_backward_reads_again_instead_of_holding_memory(make_store: Sto
     while store.space.writes_under_way:
         threading.Event().wait(0.001)
     loss.backward(retain_graph=True)
-    assert all(record.data is None for record in cache._records.values())
+    assert all(record.arrival is None for record in cache._records.values())
     once = store.stats.reads.nbytes
     loss.backward()
     assert store.stats.reads.nbytes >= 2 * once > 0

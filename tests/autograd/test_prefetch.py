@@ -19,7 +19,6 @@ from ds_tba.errors import ActivationLostError, StateError, TransferError
 from ds_tba.storage.chunked import PiecesStore, PiecesTicket
 from ds_tba.storage.nvme import Lanes, NvmeStore
 from ds_tba.storage.ticket import SwapTicket, TicketState
-from ds_tba.store.bundles import BundlingStore
 
 KIB = 1 << 10
 ONE_LANE = Lanes(1, 1)
@@ -280,27 +279,6 @@ def test_what_is_on_its_way_back_from_staging_may_be_asked_for_or_given_up(
         assert store.stats.reads.nbytes == 0
     finally:
         store.close()  # before its device ends
-
-
-@devices
-def test_the_members_of_a_bundle_under_write_are_wanted_once(make_store: StoreFactory, accelerator: MakeDevice) -> None:
-    gate = Gate()
-    nvme = make_store(ScriptedBackend(gate), lanes=ONE_LANE, accelerator=accelerator())
-    store = BundlingStore(nvme)
-    data = [noise(64 * KIB) for _ in range(3)]
-    tickets = [store.put(one.clone(), wait=False) for one in data]
-    store.commit()
-    gate.arrived.acquire()
-    assert all(ticket.store.prefetch(ticket) for ticket in tickets)  # type: ignore[union-attr]
-    assert nvme.space.wanted_bytes == 3 * 64 * KIB
-    gate.opened.set()
-    nvme.wait_for_writes()
-    for ticket, one in zip(tickets, data, strict=True):
-        assert torch.equal(store.get(ticket, CPU).data, one)  # type: ignore[arg-type]
-    assert nvme.stats.reads.nbytes == 0 and nvme.stats.forwarded_bytes == 3 * 64 * KIB
-    for ticket in tickets:
-        store.release(ticket)  # type: ignore[arg-type]
-    nothing_is_held(nvme)
 
 
 def test_pieces_under_write_are_wanted_and_handed_over(make_store: StoreFactory) -> None:

@@ -40,11 +40,6 @@ class Stack(nn.Module):
 def stack(batch, sequence):
     return Stack(256, 32), (torch.zeros(batch, sequence, 256),)
 
-def short(batch, sequence):
-    if sequence > 256:
-        raise ValueError("no more than 256 positions")
-    return stack(batch, sequence)
-
 def failing(batch, sequence):
     return Stack(256, 32), (torch.zeros(batch, sequence, 63),)
 """
@@ -93,7 +88,7 @@ def saved_bytes(batch: int, sequence: int) -> int:
 
 def test_everything_is_told(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_config(directory, gradient_accumulation_steps=3, optimizer={"type": "AdamW"}, zero_optimization={"stage": 1})
-    found = estimate(directory, *GIVEN, "--longest-seq", "1024")
+    found = estimate(directory, *GIVEN)
     text = capsys.readouterr().out
     (group,) = [one for one in found["groups"] if one["count"]]
     assert (group["name"], group["count"]) == ("layers.0-31", 32)
@@ -101,6 +96,10 @@ def test_everything_is_told(directory: Path, capsys: pytest.CaptureFixture[str])
     assert found["saved_bytes"] == found["peak_saved_bytes"] == found["predictions"]["keep"]["peak_saved_bytes"]
     assert found["ran_on"] == "meta" and found["attention"] == ["flash"] and found["batch"] == 2
     offload, plan = found["predictions"]["offload"], found["predictions"]["plan"]
+    budgets = found["budgets"]
+    assert [one["fraction"] for one in budgets] == [0.75, 0.5, 0.25] and budgets[0]["is_within"]
+    assert budgets[0]["budget_bytes"] == int(0.75 * found["peak_saved_bytes"])
+    assert str(budgets[0]["budget_bytes"]) in text
     assert offload["step_s"] > 10 * plan["step_s"] and not found["pays"]  # at 1 MB/s
     for words in ("3 micro-steps", "ZeRO stage 1 divides the states", "flash attention", "layers.0-31", "the plan",
                   "set ssd.rated_endurance_tbw", "write as given, read as given", "1 TFLOP/s"):  # fmt: skip
@@ -108,14 +107,31 @@ def test_everything_is_told(directory: Path, capsys: pytest.CaptureFixture[str])
     assert all(len(line) == len(line.rstrip()) for line in text.splitlines())
 
 
-def test_a_model_that_cannot_be_longer_ends_the_search(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = estimate(directory, *GIVEN, model="short", sequence=128)
-    assert [one["sequence"] for one in found["lengths"]] == [128, 256]
-    assert "no more than 256 positions" in capsys.readouterr().out
+def test_what_fits_the_gpu_is_said_with_everything_that_it_must_hold(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_config(directory, optimizer={"type": "AdamW"}, zero_optimization={"stage": 2})
+    found = estimate(directory, *GIVEN, "--gpu-memory", "1000")
+    need, keep = found["device_need"], found["predictions"]["keep"]["peak_saved_bytes"]
+    assert need["parameter_bytes"] == need["gradient_bytes"] == found["parameter_bytes"]
+    assert need["states_bytes"] == 12 * found["parameters"] and need["temporary_bytes"] > 0
+    assert set(found["fits"].values()) == {True}
+    needed_bytes = sum(need.values()) + keep
+    for gib, fits in ((1.001 * needed_bytes / 2**30, True), (0.999 * needed_bytes / 2**30, False)):
+        assert estimate(directory, *GIVEN, "--gpu-memory", str(gib))["fits"]["keep"] is fits
+    assert "keep all" in capsys.readouterr().out
+    divided = estimate(directory, *GIVEN, "--ranks", "4")
+    assert divided["device_need"]["gradient_bytes"] == need["gradient_bytes"] // 4
+    assert divided["device_need"]["parameter_bytes"] == need["parameter_bytes"]
+    assert divided["fits"]["keep"] is None and "--gpu-memory GIB says what fits" in capsys.readouterr().out
+    offloading = {"stage": 3, "offload_param": {"device": "nvme"}, "offload_optimizer": {"device": "cpu"}}
+    write_config(directory, optimizer={"type": "AdamW"}, zero_optimization=offloading)
+    beside = estimate(directory, *GIVEN)["device_need"]
+    assert beside["parameter_bytes"] == beside["states_bytes"] == 0
 
 
 def test_batch_dtype_and_device_may_be_given(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = (*GIVEN, "--memory-gbps", "100", "--longest-seq", "256")
+    given = (*GIVEN, "--memory-gbps", "100")
     half = estimate(directory, *given)
     full = estimate(directory, *given, "--dtype", "fp32", "--batch", "4", "--device", "cpu")
     assert (
@@ -127,7 +143,7 @@ def test_batch_dtype_and_device_may_be_given(directory: Path, capsys: pytest.Cap
 
 def test_without_rates_the_drive_of_the_config_is_measured(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_config(directory, activation_nvme_offload={**BLOCK, "nvme_path": str(directory), "io": {"backend": "posix"}})
-    found = estimate(directory, "--tflops", "1", "--longest-seq", "256")
+    found = estimate(directory, "--tflops", "1")
     text = capsys.readouterr().out
     assert f"measured here at {directory}" in found["drives"] and found["write_bytes_per_s"] > 0
     assert "measuring them wrote" in text
@@ -135,15 +151,15 @@ def test_without_rates_the_drive_of_the_config_is_measured(directory: Path, caps
 
 
 def test_a_drive_that_is_not_here_has_the_data_sheet_s_rates(directory: Path) -> None:
-    found = estimate(directory, "--tflops", "1", "--longest-seq", "256")
+    found = estimate(directory, "--tflops", "1")
     assert "data sheet" in found["drives"] and "/nowhere does not exist" in found["drives"]
-    one = estimate(directory, "--tflops", "1", "--longest-seq", "256", "--write-gbps", "3")
+    one = estimate(directory, "--tflops", "1", "--write-gbps", "3")
     assert one["write_bytes_per_s"] == 3e9 and "write as given" in one["drives"]
 
 
 def test_without_the_block_the_defaults_are_taken(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (directory / "ds_config.json").write_text("{}")
-    found = estimate(directory, *GIVEN, "--batch", "2", "--longest-seq", "256")
+    found = estimate(directory, *GIVEN, "--batch", "2")
     assert found["parameter_bytes"] == 4 * found["parameters"]
     assert "the defaults of the block are taken" in capsys.readouterr().out
 
@@ -151,7 +167,7 @@ def test_without_the_block_the_defaults_are_taken(directory: Path, capsys: pytes
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--model", "{0}/models.py:absent"), "has no function 'absent'; it has stack, short, failing"),
+        (("--model", "{0}/models.py:absent"), "has no function 'absent'; it has stack, failing"),
         (("--model", "{0}/models.py:failing"), "forward and backward failed in aten."),
         (("--config", "{0}/absent.json"), "cannot be read as ds_config.json"),
         (("--json", "{0}/absent/out.json"), "cannot be written"),
@@ -160,7 +176,7 @@ def test_without_the_block_the_defaults_are_taken(directory: Path, capsys: pytes
 def test_what_is_wrong_is_named(
     directory: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, str], says: str
 ) -> None:
-    given = {"--config": "{0}/ds_config.json", "--model": "{0}/models.py:stack", "--seq": "128", "--longest-seq": "128"}
+    given = {"--config": "{0}/ds_config.json", "--model": "{0}/models.py:stack", "--seq": "128"}
     given |= dict([arguments])
     text = [part.format(directory) for pair in given.items() for part in pair]
     assert main(["estimate", *text, *GIVEN]) == 2
@@ -199,14 +215,14 @@ def test_an_hf_config_is_estimated(directory: Path) -> None:
     (directory / "config.json").write_text(json.dumps(config))
     given = ["--config", f"{directory}/ds_config.json", "--model", f"{directory}/config.json", "--seq", "128"]
     out = directory / "out.json"
-    assert main(["estimate", *given, *GIVEN, "--longest-seq", "128", "--json", str(out)]) == 0
+    assert main(["estimate", *given, *GIVEN, "--json", str(out)]) == 0
     found = json.loads(out.read_text())
     assert found["ran_on"] == "meta" and [one["count"] for one in found["groups"]][:2] == [1, 1]
     assert torch.bfloat16.itemsize * found["parameters"] == found["parameter_bytes"]
 
 
 def test_the_example_of_the_readme_is_estimated(capsys: pytest.CaptureFixture[str]) -> None:
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     model = f"{root / 'examples/train_gpt.py'}:make_model"
     given = ["--batch", "8", "--seq", "512", "--tflops", "0.2", "--write-gbps", "2", "--read-gbps", "2"]
     main(["estimate", "--config", str(root / "ds_configs/minimal.json"), "--model", model, *given])

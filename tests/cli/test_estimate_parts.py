@@ -14,18 +14,14 @@ from torch import nn
 from torch.nn import functional
 from traces import SIZE, one_block, resources, storage
 
-from ds_tba.cli.estimate.dry_run import DryRun
+from ds_tba.cli.estimate.dry_run import Answers
 from ds_tba.cli.estimate.ds_config import read_training
-from ds_tba.cli.estimate.hardware import compute_of, drive_of
+from ds_tba.cli.estimate.hardware import OpClock, compute_of, drive_of
 from ds_tba.cli.estimate.kernels import Attention, attention_of, device_kernels
 from ds_tba.cli.estimate.model import Subject, loss_of, recipe_of
-from ds_tba.cli.estimate.outlook import outlook
-from ds_tba.cli.estimate.summary import Request, search_lengths
+from ds_tba.cli.estimate.outlook import groups_of, outlook
 from ds_tba.config import OffloadConfig
 from ds_tba.errors import ConfigError, ModelError
-from ds_tba.estimate.answers import Answers
-from ds_tba.estimate.footprint import groups_of
-from ds_tba.estimate.op_clock import OpClock
 from ds_tba.planner.trace import OUTSIDE, BlockTrace, StorageTrace, Trace
 
 GOOD = """
@@ -136,7 +132,12 @@ def test_the_config_tells_how_it_is_trained(tmp_path: Path) -> None:
         },
     )
     assert (found.micro_batch, found.micro_steps, found.dtype, found.zero_stage) == (4, 2, torch.bfloat16, 3)
-    assert found.zero_uses_nvme and found.offload.min_tensor_bytes == 5 and not found.notes
+    assert (
+        found.offloads_parameters
+        and not found.offloads_optimizer
+        and found.offload.min_tensor_bytes == 5
+        and not found.notes
+    )
     assert found.states(2**30) == (
         "AdamW's states 12.00 GiB; ZeRO stage 3 divides parameters, gradients and states by the number of ranks"
     )
@@ -371,33 +372,3 @@ def test_rates_have_their_source() -> None:
 def test_a_subject_is_put_into_training_mode() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout()).eval()
     assert Subject(model, ({"x": torch.ones(2)},)).to("meta", None).model.training
-
-
-# ---- the search for the length --------------------------------------------------------------------------------------
-
-
-def looked_at(sequence: int, pays_from: int, runs_on: str = "meta") -> tuple[list[tuple[int, bool]], str]:
-    """The lengths that the search looks at, with drives that are fast enough from a length on."""
-
-    def run(length: int) -> DryRun:
-        if length > 8192:
-            raise ModelError("no more positions")
-        trace = stack(40, rate=FAST if length >= pays_from else SLOW, staging_bytes=2 * SIZE)
-        return DryRun(trace, runs_on, 0, 0, 0, 0, frozenset())
-
-    asked, request = run(sequence), Request(Path(), "", 1, sequence, longest_sequence=1 << 20)
-    found, note = search_lengths(run, config(), request, asked, outlook(asked.trace, config()))
-    return [(length, one.pays) for length, one in found], note
-
-
-def test_lengths_are_doubled_until_it_pays_or_halved_until_it_does_not() -> None:
-    assert looked_at(512, pays_from=2048) == ([(1024, False), (2048, True)], "")
-    assert looked_at(8192, pays_from=2048) == ([(4096, True), (2048, True), (1024, False)], "")
-    assert looked_at(256, pays_from=1) == ([(128, True)], "")
-
-
-def test_the_search_ends_where_the_model_does() -> None:
-    found, note = looked_at(4096, pays_from=1 << 30)
-    assert found == [(8192, False)] and "16384" in note and "no more positions" in note
-    found, note = looked_at(4096, pays_from=1 << 30, runs_on="cpu")
-    assert not found and "CPU" in note

@@ -8,17 +8,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_tba.device.accelerator import TEMPORARY_PART, CpuAccelerator
-from ds_tba.host_memory import available_bytes
+from ds_tba.device.accelerator import TEMPORARY_FRACTION, CpuAccelerator
+from ds_tba.device.memory import available_bytes
 
 MIB = 1 << 20
 
 
 def test_what_is_taken_is_not_available() -> None:
-    before = available_bytes()
-    assert 0 < before < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    taken = torch.ones(512 * MIB // 4)
-    assert available_bytes() < before - 256 * MIB, taken.shape  # others may give some back in the meantime
+    def is_missing() -> bool:
+        before = available_bytes()
+        assert 0 < before < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        taken = torch.ones(512 * MIB // 4)
+        return available_bytes() < before - 256 * MIB and taken.numel() > 0
+
+    assert any(is_missing() for _ in range(5))  # others may give some back in the meantime
 
 
 @pytest.fixture
@@ -81,7 +84,7 @@ def test_a_group_of_version_1_counts(machine: Path, group: str) -> None:
 
 def test_the_room_of_a_cpu_is_memory_less_a_part_for_temporaries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ds_tba.device.accelerator.available_bytes", lambda: 1000)
-    assert CpuAccelerator().free_bytes() == pytest.approx((1 - TEMPORARY_PART) * 1000)
+    assert CpuAccelerator().free_bytes() == pytest.approx((1 - TEMPORARY_FRACTION) * 1000)
 
 
 def test_what_the_c_library_keeps_of_freed_memory_is_available() -> None:

@@ -183,8 +183,13 @@ def test_engines_that_go_in_every_way_leave_nothing(tmp_path: Path) -> None:
             time.sleep(0.01)
     engine = build(config)
     step(engine)
+    def ours(module):
+        hooks = [*module._forward_pre_hooks.values(), module.__dict__.get("forward")]
+        return [hook for hook in hooks if "ds_tba" in str(getattr(hook, "__module__", "")) + str(type(hook))]
+    assert any(ours(module) for module in engine.module.modules())
     engine.destroy()
     assert not lanes()
+    assert not any(ours(module) for module in engine.module.modules())
     engine.destroy()
     # An engine in a cycle, with a graph that is dropped after it, under a collector that runs all the time.
     gc.set_threshold(1)

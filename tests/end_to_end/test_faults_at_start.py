@@ -16,8 +16,7 @@ from victims import Fault, Job, Outcome, Victims
 
 from ds_tba.config import BLOCK, OffloadConfig, parse_block
 from ds_tba.errors import ConfigError, PathError
-from ds_tba.storage.swap_file import SwapFile
-from ds_tba.store.paths import check_directories
+from ds_tba.storage.swap_file import SwapFile, check_directories
 
 Sees = Callable[[str], None]
 
@@ -156,7 +155,7 @@ def test_a_path_on_a_drive_that_is_not_mounted(disk: Disk, victims: Victims, use
     outcome="refused before training, with the numbers; no space is lost",
 )
 def test_a_full_drive_is_refused_with_the_numbers(small_disk: Disk, user_sees: Sees) -> None:
-    with pytest.raises(PathError, match=r"has 0\.0\d GiB \(\d+ bytes\) free, but 2 rank") as caught:
+    with pytest.raises(PathError, match=r"has \d\d\.\d\d MiB \(\d+ bytes\) free, but 2 rank") as caught:
         check_directories((str(small_disk.path),), 48 * MIB, 2)
     user_sees(str(caught.value))
     file = SwapFile(small_disk.path, 1 << 30)

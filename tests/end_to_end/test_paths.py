@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ds_tba.errors import PathError
-from ds_tba.store.paths import check_directories, file_system_of
+from ds_tba.storage.swap_file import check_directories, file_system_of
 
 
 def refusal(*paths: object, needed_bytes: int = 1, ranks: int = 1) -> str:

@@ -8,8 +8,8 @@ import pytest
 from conftest import TABLE
 from fault_table import faults_in, normalised
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "reliability.md"
-TESTS = Path(__file__).parent
+DOCUMENT = Path(__file__).parents[2] / "docs" / "reliability.md"
+TESTS = Path(__file__).parents[1]
 
 
 def test_every_fault_is_in_the_table(request: pytest.FixtureRequest) -> None:

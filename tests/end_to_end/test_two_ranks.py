@@ -71,6 +71,20 @@ def test_when_one_rank_wants_a_trace_both_take_one(tmp_path: Path) -> None:
     assert len(plans[-1]["placements"]) == len(plans[0]["placements"]) + 1  # what only the other rank saves
 
 
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [("counts", "its forward changes its 'calls'"), ("raises", "run again, its forward raised ArithmeticError")],
+)
+def test_a_block_that_is_unfit_on_one_rank_is_left_out_on_both(tmp_path: Path, case: str, reason: str) -> None:
+    found = check(tmp_path, case)
+    for rank in found:
+        (left_out,) = rank["report"]["unproven_blocks"]
+        assert left_out["path"] == "blocks.2" and reason in left_out["reason"]
+        assert rank["plans"][-1]["recomputed"] == [True, True, False, True]
+        assert rank["report"]["recomputed_bytes"] > 0
+    assert found[0]["report"]["unproven_blocks"][0]["reason"].startswith("on rank 1 ")
+
+
 @pytest.mark.engine
 def test_ranks_with_unequal_drives_recompute_the_same_blocks_under_zero_3(tmp_path: Path) -> None:
     config = runs.plain_config(3)
@@ -81,6 +95,7 @@ def test_ranks_with_unequal_drives_recompute_the_same_blocks_under_zero_3(tmp_pa
         "min_tensor_bytes": 65536,
         "max_step_overhead": 10.0,
         "activation_budget_bytes": 48 << 20,  # what recomputation needs, and the drives would take long for
+        "recompute": True,
     }
     with_us = runs.launch(
         runs.with_block(config, tmp_path, **block),

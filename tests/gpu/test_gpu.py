@@ -1,6 +1,6 @@
 """A real device: what the double of ``late_device.py`` stands for elsewhere, checked on CUDA through the real classes.
 
-    python -m pytest -m gpu tests/test_gpu.py
+    python -m pytest -m gpu tests/gpu/test_gpu.py
 
 Where it makes sense the same test also runs over the double, so that the test itself is known to work.
 """
@@ -28,11 +28,10 @@ import torch
 from conftest import StoreFactory, make_backend
 from gpu.device import TorchCuda
 from gpu_rig import Rig
+from planners import PLANNERS
 from test_hazards import Scenario, mutations, scenarios, store_is_empty
 from test_ordering import (
     Make,
-    bundles,
-    bundles_with_slow_writes,
     failing_writes,
     in_host_memory,
     over_nvme,
@@ -46,7 +45,7 @@ from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.device.accelerator import DeviceAccelerator
 from ds_tba.errors import BackendUnavailableError, IncompatibleError
 from ds_tba.offloader import ActivationOffloader
-from ds_tba.plan.planner import PLANNERS, Planner
+from ds_tba.planner.search import Planner
 from ds_tba.storage.backends import gds
 from ds_tba.storage.backends.aio import is_built
 from ds_tba.storage.backends.base import IoBackend
@@ -57,10 +56,9 @@ from ds_tba.storage.base import Store
 from ds_tba.storage.host import HostStore
 from ds_tba.storage.integrity import DeviceChecksum
 from ds_tba.storage.nvme import NvmeStore
-from ds_tba.store.bundles import BundlingStore
 
 MIB = 1 << 20
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 has_cuda = torch.cuda.is_available()
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not has_cuda, reason="no CUDA device")]
 CUDA = pytest.param("cuda", marks=gpu)
@@ -78,7 +76,7 @@ def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
 
 
 def cache_over(rig: Rig, *stores: Store) -> TensorCache:  # type: ignore[type-arg]
-    return TensorCache(stores, rig.accelerator.device_name(), hazards.LEAST_BYTES, wait_for_staging=True)
+    return TensorCache(stores, rig.accelerator.device_name(), hazards.MIN_BYTES, wait_for_staging=True)
 
 
 def check(rig: Rig, scenario: Scenario, cache: TensorCache) -> None:
@@ -98,7 +96,7 @@ def check(rig: Rig, scenario: Scenario, cache: TensorCache) -> None:
     + [
         pytest.param("cuda", make, marks=gpu)
         for make in (
-            over_nvme, slow_writes, slow_reads, failing_writes, bundles, bundles_with_slow_writes, in_host_memory
+            over_nvme, slow_writes, slow_reads, failing_writes, in_host_memory
         )
     ],
     indirect=["rig"],
@@ -119,6 +117,7 @@ def test_gradients_are_exact_under_every_plan(
     expected = controlled.steps(controlled.model().to(rig.device), None, [controlled.ROWS] * controlled.STEPS)
     block = {"nvme_path": str(tmp_path), "host_budget_bytes": 4 * MIB, "min_tensor_bytes": 4096}
     block |= {"io": {"staging_bytes": 4 * MIB, "swap_file_bytes": 64 * MIB}, "activation_budget_bytes": 30 << 14}
+    block |= {"recompute": True}
     offloader = ActivationOffloader(OffloadConfig.model_validate(block), AioConfig(), rig.accelerator)
     ours = controlled.model().to(rig.device)
     offloader.watch(ours, Alone(), planner)
@@ -131,7 +130,7 @@ def test_gradients_are_exact_under_every_plan(
 
 @on_both
 @mutations
-@pytest.mark.parametrize("make", [bundles, in_host_memory])
+@pytest.mark.parametrize("make", [over_nvme, in_host_memory])
 def test_a_mutation_after_the_save_raises(
     rig: Rig, make_store: StoreFactory, make: Make, mutation: Callable[[hazards.Saving], torch.Tensor]
 ) -> None:
@@ -195,7 +194,7 @@ def test_gradients_are_exact_over_other_backends(
         store = make_store(make(), accelerator=rig.accelerator, staging_bytes=4 * MIB, integrity="full")
     except BackendUnavailableError as error:
         pytest.skip(str(error))
-    check(rig, scenario, cache_over(rig, BundlingStore(store)))
+    check(rig, scenario, cache_over(rig, store))
     assert store_is_empty(store)
 
 
@@ -244,7 +243,7 @@ def one_step(rig: Rig, saving: hazards.Saving, seed: int) -> list[torch.Tensor]:
 @on_both
 def test_many_steps_of_random_sizes_on_several_streams_and_threads(rig: Rig, make_store: StoreFactory) -> None:
     store = make_store(accelerator=rig.accelerator, staging_bytes=8 * MIB)
-    cache = cache_over(rig, BundlingStore(store))
+    cache = cache_over(rig, store)
     for seed in range(500 if rig.is_cuda else 12):
         expected, got = (one_step(rig, saving, seed) for saving in (nullcontext, cache.saving))
         assert len(got) == 6

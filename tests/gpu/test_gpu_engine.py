@@ -1,6 +1,6 @@
 """DeepSpeed's engine on a real device: with the block, losses and parameters bit for bit those without it.
 
-    python -m pytest -m gpu tests/test_gpu_engine.py
+    python -m pytest -m gpu tests/gpu/test_gpu_engine.py
 
 What ``test_training.py`` and ``test_example.py`` run on the CPU, here with the accelerator that DeepSpeed finds.
 """

@@ -12,9 +12,10 @@ import pytest
 import rok
 import throttle
 import torch
-from curves.meter import PeakMeter
 from curves.points import PEAK_ERROR, PEAK_NOISE, STEP_ERROR, Point, Spread, point, verdict
 from curves.turns import AGAIN, PLAIN, Contender, StepTaken
+
+from ds_tba.cli.estimate.device_memory import PeakMeter
 
 MIB = 1 << 20
 

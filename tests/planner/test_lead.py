@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,19 +12,20 @@ import traces
 from conftest import StoreFactory
 from doubles import EventAccelerator
 from hypothesis import given
+from planners import PLANNERS
 from test_plan_simulate import ANY, cases, run
 from test_planners import layers
 from test_prefetch import KIB, Spy, cache_over, chain
 from traces import SIZE, UNLIMITED, storage
 
 from ds_tba.autograd.micro_step import MicroStep
-from ds_tba.plan.limits import Limits
-from ds_tba.plan.placement import Assignment, Placement
-from ds_tba.plan.planner import PLANNERS, adaptive
-from ds_tba.plan.simulate import Prediction, replay
+from ds_tba.config import Placement
+from ds_tba.device.accelerator import Arrival
+from ds_tba.planner.plan import Limits, Prediction, replay
+from ds_tba.planner.search import adaptive
 from ds_tba.planner.simulator import Outcome
-from ds_tba.planner.timeline import Timeline
-from ds_tba.planner.trace import BlockTrace, PathRates, Resources, Trace, Traffic
+from ds_tba.planner.timeline import Assignment, Timeline
+from ds_tba.planner.trace import BlockTrace, PathRates, Resources, Trace
 from ds_tba.storage.base import Store, Ticket
 
 K, H, N = Placement.KEEP, Placement.HOST, Placement.NVME
@@ -75,13 +77,6 @@ def test_what_is_kept_or_refused_has_no_part_in_it() -> None:
     assert lead_of(evenly(6, machine(read=2.5)), N, K, N, K, N, K, K) == (2, 2, 1)
     assert lead_of(evenly(6, machine(read=2.5)), *[K] * 7) == ()
     assert lead_of(evenly(6, machine(read=2.5, staging_bytes=SIZE - 1)), *[N] * 6, K) == ()
-
-
-def test_the_traffic_of_others_makes_reads_slower_while_it_lasts() -> None:
-    trace = evenly(6, machine(read=2.5))
-    # To them a quarter is left until 14: 2 s each instead of 0.5. The begins: 15.5, 14.5, 12, 10, 8, 6.
-    busy = replace(trace.resources, traffic=(Traffic(0.0, 14.0, 0.0, 1.875 * SIZE),))
-    assert lead_of(replace(trace, resources=busy), *[N] * 6, K) == (3, 2, 2, 2, 2, 1)
 
 
 def test_writes_make_reads_slower_while_they_last() -> None:
@@ -179,14 +174,19 @@ class Asked(Store[Ticket]):
             return True
         return False
 
-    put = get = release = settle = close = None  # type: ignore[assignment]
+    put = get = release = settle = close = cancel_prefetch = finish_copies = None  # type: ignore[assignment]
 
 
 class Record:
     def __init__(self, store: Asked) -> None:
         self.ticket: Ticket | None = Ticket(1, store)
-        self.data: torch.Tensor | None = None
+        self.arrival: Arrival | None = None
+        self.nbytes = 1
         self.pending = 1
+
+
+def prefetched(record: Any) -> bool:
+    return bool(record.ticket.store.prefetch(record.ticket))
 
 
 def five(store: Asked, lead: tuple[int, ...]) -> tuple[MicroStep, list[Record]]:
@@ -201,10 +201,10 @@ def five(store: Asked, lead: tuple[int, ...]) -> tuple[MicroStep, list[Record]]:
 def test_the_cache_asks_for_no_more_than_the_lead_says() -> None:
     store = Asked()
     step, records = five(store, (1, 1, 3, 2, 1))
-    step.read_ahead([])
+    step.read_ahead([], prefetched)
     counts = [len(store.tickets)]
     for used in (4, 3, 2, 1, 0):
-        step.read_ahead([], after=used)
+        step.read_ahead([], prefetched, after=used)
         counts.append(len(store.tickets))
     # Of those after the first use only the next; after the second, all three that are left.
     assert counts == [1, 2, 5, 5, 5, 5]
@@ -217,7 +217,7 @@ def test_without_a_lead_and_beyond_its_end_the_cache_asks_for_all(lead: tuple[in
     step, _ = five(store, lead)
     found = []
     for after in (None, 4):
-        step.read_ahead([], after)
+        step.read_ahead([], prefetched, after)
         found.append(len(store.tickets))
     assert found == counts
 
@@ -225,10 +225,10 @@ def test_without_a_lead_and_beyond_its_end_the_cache_asks_for_all(lead: tuple[in
 def test_the_bounds_of_the_store_hold_with_a_lead_too() -> None:
     store = Asked(room=2)
     step, _ = five(store, (5, 4, 3, 2, 1))
-    step.read_ahead([])
+    step.read_ahead([], prefetched)
     assert len(store.tickets) == 2
     store.room = 3
-    step.read_ahead([], after=4)
+    step.read_ahead([], prefetched, after=4)
     assert len(store.tickets) == 3
 
 
@@ -236,7 +236,7 @@ def test_nothing_is_asked_for_while_forward_runs() -> None:
     store = Asked()
     step = MicroStep()
     step.add(Record(store))
-    step.read_ahead([])
+    step.read_ahead([], prefetched)
     assert not store.tickets
 
 

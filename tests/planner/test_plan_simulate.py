@@ -11,16 +11,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from traces import SIZE, UNLIMITED, one_block, storage
 
+from ds_tba.config import Placement
 from ds_tba.errors import TraceError
-from ds_tba.plan.limits import Limits
-from ds_tba.plan.placement import Assignment, Placement
-from ds_tba.plan.planner import keep
-from ds_tba.plan.simulate import Prediction, replay
 from ds_tba.planner.drive import STORED, DriveQueues
-from ds_tba.planner.plan import simulate
+from ds_tba.planner.plan import Limits, Prediction, replay, simulate
+from ds_tba.planner.search import keep
 from ds_tba.planner.simulator import Outcome, Pacing
-from ds_tba.planner.timeline import Timeline
-from ds_tba.planner.trace import BlockTrace, PathRates, Trace, Traffic
+from ds_tba.planner.timeline import Assignment, Timeline
+from ds_tba.planner.trace import BlockTrace, PathRates, Trace
 
 K, H, N = Placement.KEEP, Placement.HOST, Placement.NVME
 ANY = settings(derandomize=True, deadline=None, max_examples=300)
@@ -229,14 +227,6 @@ def test_a_storage_that_two_blocks_share_is_not_dropped() -> None:
     assert not outcome.existence.dropped.any() and found.peak_saved_bytes == SIZE
 
 
-def test_traffic_of_others_slows_the_drive_while_it_lasts() -> None:
-    trace = one_block(storage(0.0, 2.0), machine=traces.resources(staging_bytes=SIZE))
-    second = one_block(storage(0.0, 2.0), storage(0.0, 1.9), machine=trace.resources)
-    busy = replace(second, resources=replace(second.resources, traffic=(Traffic(0.0, 1.0, SIZE / 2),)))
-    assert run(second, N, N)[0].stalls[0] == (1, 1.0)
-    assert run(busy, N, N)[0].stalls[0] == (1, 1.5)  # half by 1.0, the rest by 1.5
-
-
 def test_a_write_and_a_read_at_once_slow_each_other() -> None:
     path = PathRates(SIZE, SIZE, SIZE / 2, SIZE / 2)
     machine = replace(traces.resources(), paths=(path,))
@@ -336,6 +326,7 @@ def test_nothing_waits_where_everything_is_unlimited(case: tuple[Trace, Assignme
     trace, assignment = case
     paths = (PathRates(UNLIMITED, UNLIMITED, UNLIMITED, UNLIMITED),)
     machine = replace(trace.resources, paths=paths, copy_out_bytes_per_s=UNLIMITED, copy_in_bytes_per_s=UNLIMITED)
+    machine = replace(machine, compute_s_per_byte=0.0)
     assert both(replace(trace, resources=machine), assignment)[1].stall_s == 0.0
 
 
@@ -366,7 +357,7 @@ def slowed(trace: Trace, factor: float) -> Trace:
         end_s=trace.end_s * factor,
         rest_s=trace.rest_s * factor,
     )
-    return with_traffic(traces.with_rates(slow, 1 / factor, 1 / factor, 1 / factor), factor)
+    return traces.with_rates(slow, 1 / factor, 1 / factor, 1 / factor)
 
 
 @given(cases(), st.sampled_from([0.25, 0.5, 2.0, 8.0]), st.sampled_from([(), None]))
@@ -385,14 +376,6 @@ def test_a_slower_clock_changes_times_and_nothing_else(
         stall_s=before.stall_s * factor,
         recomputed_s=before.recomputed_s * factor,
     )
-
-
-def with_traffic(trace: Trace, factor: float) -> Trace:
-    traffic = tuple(
-        Traffic(one.start_s * factor, one.end_s * factor, one.write_bytes_per_s / factor, one.read_bytes_per_s / factor)
-        for one in trace.resources.traffic
-    )
-    return replace(trace, resources=replace(trace.resources, traffic=traffic))
 
 
 @given(cases(), st.sampled_from([1.5, 4.0, UNLIMITED]))

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_tba.errors import ConfigError, TraceError
-from ds_tba.plan.limits import Limits, write_limit_bytes_per_step
-from ds_tba.planner.trace import LEAST_PART, BlockTrace, Resources, Trace, Traffic
+from ds_tba.planner.plan import Limits
+from ds_tba.planner.trace import MIN_FRACTION, BlockTrace, Resources, Trace
+from ds_tba.telemetry.drive_health import write_limit_bytes_per_step
 
 GOOD = traces.one_block(traces.storage(0.5, 2.0), machine=traces.resources(), inputs=(0,))
 
@@ -34,12 +35,7 @@ def test_a_trace_comes_back_from_its_text(trace: Trace) -> None:
         ({"blocks": (BlockTrace("b", 0.0, 1.0, 1.0, 3.0, inputs=(7,)),)}, r"names inputs \(7,\)"),
         ({"resources": traces.resources(write=0.0)}, "must all be above 0"),
         ({"resources": replace(traces.resources(), staging_bytes=0)}, "staging_bytes is 0"),
-        ({"resources": replace(traces.resources(), traffic=(Traffic(1.0, 0.0),))}, "traffic of others .* out of order"),
-        ({"resources": replace(traces.resources(), traffic=(Traffic(0.0, 1.0, -1.0),))}, "rates of 0 or more"),
-        (
-            {"resources": replace(traces.resources(), traffic=(Traffic(0.0, 2.0), Traffic(1.0, 3.0)))},
-            "traffic of others .* out of order",
-        ),
+        ({"resources": replace(traces.resources(), compute_s_per_byte=-1.0)}, "compute_s_per_byte is -1"),
         ({"micro_steps": 0}, "micro_steps is 0"),
         ({"rest_s": -1.0}, "rest of the step has times out of order"),
         ({"end_s": float("nan")}, "out of order"),
@@ -87,9 +83,6 @@ def test_limits_are_not_negative(name: str) -> None:
 @settings(derandomize=True, deadline=None)
 def test_a_trace_without_what_was_taken_is_shorter_and_moves_the_same(trace: Trace, part: float) -> None:
     shorter = trace.without(part * trace.end_s)
-    factor = max(LEAST_PART, 1 - part)
+    factor = max(MIN_FRACTION, 1 - part)
     assert shorter.end_s == pytest.approx(factor * trace.end_s)
     assert [one.nbytes for one in shorter.storages] == [one.nbytes for one in trace.storages]
-    for one, other in zip(trace.resources.traffic, shorter.resources.traffic, strict=True):
-        moved = (one.end_s - one.start_s) * one.write_bytes_per_s
-        assert (other.end_s - other.start_s) * other.write_bytes_per_s == pytest.approx(moved)

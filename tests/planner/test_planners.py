@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import random
 from dataclasses import replace
 
 import numpy as np
@@ -12,14 +13,13 @@ import runs
 import traces
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from planners import PLANNERS, teraio
 from traces import SIZE, UNLIMITED, storage
 
-from ds_tba.plan.limits import Limits
-from ds_tba.plan.placement import Assignment, Placement
-from ds_tba.plan.planner import PLANNERS, SAME_STEP_PART, adaptive, teraio
-from ds_tba.plan.simulate import Prediction, replay
-from ds_tba.planner.plan import Plan, simulate
-from ds_tba.planner.timeline import Timeline
+from ds_tba.config import Placement
+from ds_tba.planner.plan import Limits, Plan, Prediction, replay, simulate
+from ds_tba.planner.search import SAME_STEP_FRACTION, adaptive
+from ds_tba.planner.timeline import Assignment, Timeline
 from ds_tba.planner.trace import BlockTrace, StorageTrace, Trace
 
 K, H, N, R = Placement.KEEP, Placement.HOST, Placement.NVME, Placement.RECOMPUTE
@@ -29,6 +29,30 @@ GRACE_S = 2e-9
 
 def is_allowed(found: Prediction, limits: Limits) -> bool:
     return found.host_bytes <= limits.host_budget_bytes and found.written_bytes <= limits.write_limit_bytes_per_step
+
+
+def uneven_layers(seed: int, count: int, per_layer: int, spread: float, rate: float) -> Trace:
+    """A chain as ``layers``, of blocks whose sizes and times are up to ``spread`` times smaller or larger."""
+    chance = random.Random(seed)
+    sizes = [
+        (int(SIZE * spread ** chance.uniform(-1, 1)) // 4096 * 4096 + 4096, spread ** chance.uniform(-1, 1))
+        for _ in range(count)
+    ]
+    forward_s = sum(took_s for _, took_s in sizes)
+    storages, blocks, start_s = [], [], 0.0
+    for number, (nbytes, took_s) in enumerate(sizes):
+        backward_s = forward_s + 2 * sum(later_s for _, later_s in sizes[number + 1 :])
+        module = f"layers.{number}"
+        times = (start_s, start_s + took_s, backward_s, backward_s + 2 * took_s)
+        blocks.append(BlockTrace(module, *times, (number * per_layer,)))
+        for index in range(per_layer):
+            pack_s = start_s + took_s * index / per_layer
+            use_s = backward_s + 2 * took_s * (per_layer - 1 - index) / per_layer
+            freed_s = use_s + 2 * took_s / per_layer
+            storages.append(StorageTrace(nbytes, f"{module}.part{index}", (number,), pack_s, pack_s, use_s, freed_s))
+        start_s += took_s
+    machine = traces.resources(rate * SIZE * per_layer, rate * SIZE * per_layer, 100 * SIZE, 8 * SIZE)
+    return Trace(tuple(storages), tuple(blocks), machine, 3 * forward_s + 1e-6)
 
 
 def is_no_worse(ours: Prediction, theirs: Prediction, limits: Limits, trace: Trace, grace_s: float = GRACE_S) -> bool:
@@ -84,7 +108,7 @@ def every_cost(trace: Trace, limits: Limits) -> list[Prediction]:
 @given(traces.traces(most_storages=4, most_blocks=2), traces.limits())
 @settings(derandomize=True, deadline=None, max_examples=100)
 def test_adaptive_finds_the_optimum_of_small_traces(trace: Trace, limits: Limits) -> None:
-    ours, grace_s = adaptive(trace, limits).prediction, GRACE_S + SAME_STEP_PART * trace.step_s
+    ours, grace_s = adaptive(trace, limits).prediction, GRACE_S + SAME_STEP_FRACTION * trace.step_s
     assert all(is_no_worse(ours, theirs, limits, trace, grace_s) for theirs in every_cost(trace, limits))
 
 
@@ -178,18 +202,6 @@ def test_a_larger_budget_or_more_time_is_never_worse() -> None:
     assert peaks == sorted(peaks, reverse=True) and peaks[0] > peaks[-1]
 
 
-@pytest.mark.parametrize("rate", [0.5, 2.0, 20.0])
-@pytest.mark.parametrize("budget", [None, 10 * SIZE, 20 * SIZE])
-def test_adaptive_is_never_worse_also_where_its_search_finds_nothing(
-    rate: float, budget: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ds_tba.planner.search.Search.run", lambda self: None)
-    trace, limits = layers(8, 4, rate), Limits(max_step_overhead=0.5, activation_budget_bytes=budget)
-    ours = adaptive(trace, limits).prediction
-    for name in BASELINES:
-        assert is_no_worse(ours, PLANNERS[name](trace, limits).prediction, limits, trace), name
-
-
 @pytest.mark.parametrize(("factor", "writes"), [(1.0, True), (0.2, True), (0.1, False)])
 def test_nothing_is_written_for_a_gain_too_small_to_tell(factor: float, writes: bool) -> None:
     trace = replace(layers(8, 4, rate=0.5), recompute_factor=factor)
@@ -197,6 +209,13 @@ def test_nothing_is_written_for_a_gain_too_small_to_tell(factor: float, writes: 
     plan = adaptive(trace, Limits(activation_budget_bytes=whole.peak_saved_bytes))
     assert plan.prediction.step_s <= whole.step_s
     assert (plan.prediction.written_bytes > 0) is writes
+
+
+def test_blocks_of_widely_differing_sizes_are_moved_where_that_is_better_than_recomputing_them() -> None:
+    """Neither change alone makes a plan better: the block is saved again, or what it saves is moved and dropped."""
+    trace = uneven_layers(seed=2, count=12, per_layer=6, spread=2.0, rate=0.6)
+    kept_bytes = PLANNERS["keep"](trace, Limits()).prediction.peak_saved_bytes
+    assert adaptive(trace, Limits(max_step_overhead=0.1)).prediction.peak_saved_bytes < 0.2 * kept_bytes
 
 
 def test_the_wear_limit_bounds_what_is_written() -> None:
@@ -231,9 +250,11 @@ def test_what_just_does_not_fit_in_full_is_searched_again_within_narrower_limits
     shapes = importlib.import_module("planner_scale")
     trace = shapes.model_trace(shapes.SHAPES["Granite-8B"], shapes.REGIMES[0], 8e9)
     limits = Limits(activation_budget_bytes=PLANNERS["keep"](trace, Limits()).prediction.peak_saved_bytes // 8)
-    monkeypatch.setattr("ds_tba.plan.planner.SEARCHED_GROUPS", 200)
+    monkeypatch.setattr("ds_tba.planner.search.SEARCHED_GROUPS", 200)
+    # With this change the first search fits.
+    monkeypatch.setattr("ds_tba.planner.search.Search._with_blocks_moved", lambda self, old, start, end: old)
     best = adaptive(trace, limits).prediction
-    monkeypatch.setattr("ds_tba.plan.planner.MARGINS", (0.0,))
+    monkeypatch.setattr("ds_tba.planner.search.MARGINS", (0.0,))
     assert best.step_s < adaptive(trace, limits).prediction.step_s
     assert best.peak_saved_bytes <= limits.activation_budget_bytes
 

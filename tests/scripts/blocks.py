@@ -19,6 +19,8 @@ from deepspeed.runtime.zero import parameter_offload
 from torch import nn
 from torch.nn import functional
 
+from ds_tba.adaptive.proving import Proving
+from ds_tba.adaptive.ranks import Alone, Ranks
 from ds_tba.autograd.blocks import Blocks, find_blocks
 
 parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
@@ -27,8 +29,8 @@ options = parser.parse_args()
 deepspeed.init_distributed()
 rank = deepspeed.comm.get_rank()
 WIDTH, LAYERS = 64, 4
-# By step: the first forward is watched.
-PLANS = [(), (0, 1, 2, 3), (0, 1, 2, 3), (0, 1, 2, 3), (0, 2), (0, 2), (), (1,), (0, 1, 2, 3), (0, 1, 2, 3)]
+# By step: the first forward is watched, and in the second step the blocks are tried.
+PLANS = [(), (), (0, 1, 2, 3), (0, 1, 2, 3), (0, 2), (0, 2), (), (1,), (0, 1, 2, 3), (0, 1, 2, 3)]
 
 
 class Layer(nn.Module):
@@ -39,9 +41,9 @@ class Layer(nn.Module):
         self.router = nn.Linear(WIDTH, 4)
         self.drop = nn.Dropout(0.1)
 
-    def forward(self, x, *, scale):
+    def forward(self, x, side, *, scale):
         h = self.norm(x * self.gain) @ self.mix
-        self.side = self.router(h)
+        side.append(self.router(h))
         return x + self.down(self.drop(functional.gelu(self.up(h))) * scale)
 
 
@@ -54,10 +56,11 @@ class Net(nn.Module):
     def forward(self, x, y):
         x = self.first(x)
         scale = x.detach().std()
+        routed = []
         for layer in self.layers:
-            x = layer(x, scale=scale)
+            x = layer(x, routed, scale=scale)
         # Backward reaches the routers before the outputs of their layers.
-        side = sum(layer.side.float().logsumexp(-1).mean() for layer in self.layers)
+        side = sum(one.float().logsumexp(-1).mean() for one in routed)
         return functional.mse_loss(self.last(x).float(), y) + 0.1 * side
 
 
@@ -109,8 +112,11 @@ def train(config, recompute):
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=copy.deepcopy(config))
     listener = Planned()
     blocks = Blocks(find_blocks(engine.module, None), listener)
+    proving = None
     if recompute:
         blocks.install()
+        blocks.is_strict = deepspeed.comm.get_world_size() > 1 and hasattr(next(model.parameters()), "ds_id")
+        proving = Proving(blocks, Ranks() if deepspeed.comm.get_world_size() > 1 else Alone())
     dtype = torch.bfloat16 if engine.bfloat16_enabled() else torch.float32
     chance = torch.Generator().manual_seed(1 + rank)
     torch.manual_seed(100 + rank)
@@ -123,6 +129,8 @@ def train(config, recompute):
             loss = engine(x, y)
         engine.backward(loss)
         engine.step()
+        if proving is not None:
+            proving.end_step()
         losses.append(loss.item())
     held = held_by_zero_3(engine.module)
     digest = hashlib.sha256(torch.get_rng_state().numpy().tobytes())
@@ -130,7 +138,7 @@ def train(config, recompute):
         with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
             digest.update(parameter.detach().float().numpy().tobytes())
     for block in blocks.all:
-        if recompute and not blocks.is_recomputable(block):
+        if recompute and not blocks.is_proven(block):
             raise SystemExit(f"{block.path}: {blocks.obstacle(block)}")
     offloader = getattr(engine, "activation_offloader", None)
     if offloader is not None and not offloader.report().written_bytes:

@@ -58,7 +58,6 @@ for stage in range(4):
             "zero_optimization": {"stage": stage},
         }
         block = {"enabled": True, "nvme_path": options.nvme_path, "min_tensor_bytes": 16384, "placement": "nvme"}
-        # Small bundles, so that the few tensors of a checkpointed run are written too.
         block["io"] = {"backend": "posix", "staging_bytes": 1 << 20}
         for recompute in (False, True):
             plain, _ = train(config, recompute)

@@ -16,12 +16,17 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "benchmarks")]
+sys.path[:0] = [
+    str(Path(__file__).parents[1]),
+    str(Path(__file__).parents[1] / "adaptive"),
+    str(Path(__file__).parents[2] / "benchmarks"),
+]
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from curves.throttled import ThrottledBackend  # noqa: E402
-from test_controller import ROWS, WIDTH, Model  # noqa: E402
+from planners import PLANNERS  # noqa: E402
+from test_controller import DEPTH, ROWS, WIDTH, Block, Model  # noqa: E402
 
 import ds_tba.storage.tiers  # noqa: E402
 from ds_tba.adaptive.ranks import Ranks  # noqa: E402
@@ -36,6 +41,32 @@ CHANGE = 5  # the step from which on a rank does what the other does not
 MIB = 1 << 20
 
 
+class Reads(Block):
+    """On the rank whose blocks do, its forward leaves a trace, or raises in backward."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.what == "counts":
+            self.calls += 1
+        if self.what == "raises" and torch._C._current_graph_task_id() != -1:
+            raise ArithmeticError("on this rank alone")
+        return super().forward(x) * (1 + self.calls / 100)
+
+
+def model_of(rank: int, case: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    model = Model()
+    for what in ("counts", "raises"):
+        if case.endswith(what):
+            torch.manual_seed(0)
+            model.blocks = torch.nn.ModuleList(Reads(what if rank == 1 and at == 2 else "") for at in range(DEPTH))
+    return model
+
+
 def offloader_of(model: torch.nn.Module, rank: int, directory: Path, case: str) -> ActivationOffloader:
     backend = ThrottledBackend()
     rate = SLOW if rank == 1 and case == "drives" else FAST
@@ -45,8 +76,11 @@ def offloader_of(model: torch.nn.Module, rank: int, directory: Path, case: str) 
     own.mkdir()
     io = {"staging_bytes": 16 * MIB, "swap_file_bytes": 64 * MIB}
     block = {"nvme_path": str(own), "io": io, "min_tensor_bytes": 4096, "max_step_overhead": 10.0}
+    if case in ("counts", "raises"):
+        block |= {"recompute": True}
     offloader = ActivationOffloader(OffloadConfig.model_validate(block), AioConfig(), CpuAccelerator(), rank=rank)
-    offloader.watch(model, Ranks())
+    # The plan recomputes whatever is proven, or what is best.
+    offloader.watch(model, Ranks(), PLANNERS["recompute" if case in ("counts", "raises") else "adaptive"])
     return offloader
 
 
@@ -68,8 +102,7 @@ def in_force(offloader: ActivationOffloader) -> dict[str, Any] | None:
 
 
 def train(rank: int, directory: Path, case: str) -> dict[str, Any]:
-    torch.manual_seed(0)
-    model = Model()
+    model = model_of(rank, case)
     offloader = None if case.startswith("without") else offloader_of(model, rank, directory, case)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     chance = torch.Generator().manual_seed(rank)

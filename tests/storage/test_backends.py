@@ -8,6 +8,8 @@ import os
 import resource
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -180,7 +182,7 @@ def test_the_first_writes_of_two_lanes_do_not_deadlock(tmp_path: Path) -> None:
         pytest.skip("DeepSpeed's aio op is not built: make aio")
     code = f"""
 import logging, sys, threading, time
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 from pathlib import Path
 import torch
 from deepspeed.utils import logger
@@ -212,6 +214,19 @@ print("good")
     assert done.stdout.endswith("good\n"), done.stdout + done.stderr
 
 
+def build_lock(monkeypatch: pytest.MonkeyPatch, root: Path, *, unchanged_s: float) -> Path:
+    """The lock of a just-in-time build of the op, as old as what is beside it."""
+    directory = root / aio.OP
+    directory.mkdir()
+    for file in (directory / "lock", directory / "build.ninja"):
+        file.touch()
+        written = time.time() - unchanged_s
+        os.utime(file, (written, written))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(root))
+    monkeypatch.setattr(aio, "_is_installed", lambda op: False)
+    return directory / "lock"
+
+
 class TestSelection:
     def config(self, **io: object) -> OffloadConfig:
         return OffloadConfig.model_validate({"nvme_path": "/x", "io": {"staging_bytes": 1 << 20, **io}})
@@ -227,6 +242,47 @@ class TestSelection:
         assert "ZeRO" in select_backend(self.config(), AioConfig(), zero_uses_nvme=True, pinned=False).reason
         monkeypatch.setattr(aio, "is_built", lambda: True)
         assert "is built" in select_backend(self.config(), AioConfig(), zero_uses_nvme=False, pinned=False).reason
+
+    def test_the_lock_of_a_build_that_was_killed_rules_aio_out(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """torch waits for it for ever, and says nothing."""
+        lock = build_lock(monkeypatch, tmp_path, unchanged_s=3600)
+        chosen = select_backend(self.config(), AioConfig(), zero_uses_nvme=False, pinned=True)
+        assert chosen.backend.name == "posix" and str(lock) in chosen.reason and "60 minutes" in chosen.reason
+        with pytest.raises(BackendUnavailableError, match=rf"{lock} is there.* Delete it if no other process"):
+            select_backend(self.config(backend="aio"), AioConfig(), zero_uses_nvme=False, pinned=True)
+        assert not caplog.messages
+        select_backend(self.config(), AioConfig(), zero_uses_nvme=True, pinned=True)
+        (said,) = caplog.messages
+        assert "ZeRO" in said and str(lock) in said
+
+    def test_a_build_that_still_writes_files_is_waited_for_and_said(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        lock = build_lock(monkeypatch, tmp_path, unchanged_s=3600)
+        (lock.parent / "deepspeed_aio_common.o").touch()
+        assert aio.abandoned_build() is None
+        aio._warn_of_build()
+        (said,) = caplog.messages
+        assert said.startswith(f"{lock} has been there for 3600 s") and "delete that file" in said
+
+    def test_another_rank_that_only_loads_is_not_worth_a_word(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        lock = build_lock(monkeypatch, tmp_path, unchanged_s=0)
+        loaded = threading.Timer(0.3, lock.unlink)
+        loaded.start()
+        aio._warn_of_build()
+        assert not caplog.messages and not lock.exists()
+        loaded.join()
+
+    def test_an_op_that_came_with_the_installation_has_no_locks(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        build_lock(monkeypatch, tmp_path, unchanged_s=3600)
+        monkeypatch.setattr(aio, "_is_installed", lambda op: True)
+        assert aio.abandoned_build() is None and aio.build_locks() == []
 
     def test_memory_that_cannot_be_locked_rules_aio_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("ds_tba.storage.backends.select.can_lock", lambda nbytes: False)
@@ -252,7 +308,7 @@ class TestSelection:
 
     @pytest.mark.parametrize("name", ["gds", "kvikio"])
     def test_without_a_driver_the_cuda_backends_are_refused(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(f"ds_tba.io.{name}.driver_obstacle", lambda: "there is no NVIDIA driver here")
+        monkeypatch.setattr(f"ds_tba.storage.backends.{name}.driver_obstacle", lambda: "there is no NVIDIA driver here")
         with pytest.raises(
             BackendUnavailableError,
             match=f'^io.backend {name}: there is no NVIDIA driver here: install the driver; or set "io": .*"posix"',

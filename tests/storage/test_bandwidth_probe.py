@@ -12,13 +12,13 @@ import torch
 from conftest import StoreFactory
 from doubles import CpuAccelerator, ScriptedBackend, fails
 
+from ds_tba.adaptive.rates import Rates
 from ds_tba.errors import PathError
-from ds_tba.profile.rates import Rates
-from ds_tba.storage import bandwidth_probe as trial_module
+from ds_tba.storage import bandwidth_probe as probe_module
 from ds_tba.storage.allocator import SpanAllocator
 from ds_tba.storage.backends.base import IoBackend, IoHandle
 from ds_tba.storage.backends.posix import PosixBackend
-from ds_tba.storage.bandwidth_probe import LARGEST_REQUEST_BYTES, PHASE_BYTES, REGION_BYTES, Trial
+from ds_tba.storage.bandwidth_probe import LARGEST_REQUEST_BYTES, PHASE_BYTES, REGION_BYTES, BandwidthProbe
 from ds_tba.storage.nvme import Lanes, NvmeStore
 from ds_tba.telemetry.bandwidth import PathMeter
 
@@ -72,12 +72,12 @@ def test_it_finds_the_rates(
     make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch, write_rate: float, read_part: float
 ) -> None:
     """Without the last phase, in which this drive serves its lanes in an order of chance."""
-    monkeypatch.setattr(trial_module, "PHASES", trial_module.PHASES[:2])
+    monkeypatch.setattr(probe_module, "PHASES", probe_module.PHASES[:2])
     drive = SlowDrive(write_rate, write_rate * read_part)
     store = with_room(make_store(drive, lanes=Lanes(1, 1), staging_bytes=64 * MIB))
     (path,) = store.paths
     path.meter = PathMeter(1, 1, drive)
-    Trial(store.space, store._integrity, drive).run(store.paths)
+    BandwidthProbe(store.space, store._integrity, drive).run(store.paths)
     assert path.meter.writes.alone.bytes_per_s == pytest.approx(write_rate)
     assert path.meter.reads.alone.bytes_per_s == pytest.approx(write_rate * read_part)
     assert not path.meter.writes.beside.is_known and not path.meter.reads.beside.is_known
@@ -90,7 +90,7 @@ def test_its_time_and_its_bytes_are_bounded(make_store: StoreFactory, write_rate
     store = with_room(make_store(drive, lanes=Lanes(1, 1), staging_bytes=64 * MIB))
     (path,) = store.paths
     path.meter = PathMeter(1, 1, drive)
-    Trial(store.space, store._integrity, drive).run(store.paths)
+    BandwidthProbe(store.space, store._integrity, drive).run(store.paths)
     assert drive.now_s < (2.2 if write_rate < 1e9 else 0.3)
     assert 0 < path.trial_bytes <= REGION_BYTES + 2 * PHASE_BYTES + 2 * LARGEST_REQUEST_BYTES
     assert path.written_bytes == path.trial_bytes
@@ -108,7 +108,7 @@ class Phases:
         def barrier(parties: int) -> threading.Barrier:
             return real(parties, action=self._next)
 
-        monkeypatch.setattr(trial_module.threading, "Barrier", barrier)
+        monkeypatch.setattr(probe_module.threading, "Barrier", barrier)
 
     def _next(self) -> None:
         self.number += 1

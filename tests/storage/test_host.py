@@ -62,6 +62,16 @@ def test_room_is_used_again_only_when_the_device_has_stopped_writing_into_it() -
     store.close()
 
 
+def test_a_copy_that_fails_gives_its_room_back_and_does_not_count() -> None:
+    store = HostStore(CpuAccelerator(), MIB)
+    with pytest.raises(TypeError):
+        store.put(torch.empty(MIB, dtype=torch.uint8, device="meta"), wait=False)
+    assert store.stats.offloaded_bytes == 0
+    put(store, torch.zeros(MIB, dtype=torch.uint8))
+    assert store.stats.offloaded_bytes == MIB
+    store.close()
+
+
 def test_what_is_copied_ahead_is_bounded_and_given_back() -> None:
     store = HostStore(EventAccelerator(), 8 * MIB, ahead_bytes=2 * MIB)
     data = [torch.full((MIB,), index, dtype=torch.uint8) for index in range(4)]

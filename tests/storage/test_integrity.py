@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_tba.storage import integrity as device_checksum
-from ds_tba.storage.integrity import DeviceChecksum
-from ds_tba.store.integrity import Integrity
+from ds_tba.storage.integrity import DeviceChecksum, Integrity
 
 PAGE = 4096
 BLOCK = 5 * PAGE

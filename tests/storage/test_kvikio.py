@@ -19,7 +19,7 @@ from test_hazards import Scenario, cache_over, scenarios, store_is_empty
 from test_store import CPU, noise, put, stored, until
 
 from ds_tba.errors import BackendUnavailableError, TransferError
-from ds_tba.io import cuda
+from ds_tba.storage.backends import cufile as cuda
 from ds_tba.storage.backends import kvikio as module
 from ds_tba.storage.backends.base import IoBackend
 from ds_tba.storage.backends.kvikio import KvikioBackend

@@ -23,7 +23,6 @@ from ds_tba.storage.base import Refusal, Store, Ticket
 from ds_tba.storage.chunked import PiecesStore
 from ds_tba.storage.host import HostStore
 from ds_tba.storage.nvme import NvmeStore
-from ds_tba.store.bundles import BundlingStore
 
 KIB, MIB = 1 << 10, 1 << 20
 Make = Callable[[StoreFactory, LateDevice], tuple[Store, NvmeStore | None]]  # type: ignore[type-arg]
@@ -70,16 +69,6 @@ def device_staging(make_store: StoreFactory, device: LateDevice) -> tuple[NvmeSt
     return store, store
 
 
-def bundles(make_store: StoreFactory, device: LateDevice) -> tuple[BundlingStore, NvmeStore]:
-    store = make_store(accelerator=device, staging_bytes=2 * MIB)
-    return BundlingStore(store), store
-
-
-def bundles_with_slow_writes(make_store: StoreFactory, device: LateDevice) -> tuple[BundlingStore, NvmeStore]:
-    store = make_store(ScriptedBackend(slow(0.01)), accelerator=device, staging_bytes=4 * MIB)
-    return BundlingStore(store), store
-
-
 def pieces(make_store: StoreFactory, device: LateDevice) -> tuple[PiecesStore, NvmeStore]:
     store = make_store(accelerator=device, staging_bytes=256 * KIB)
     return PiecesStore(store, store), store
@@ -91,8 +80,7 @@ def in_host_memory(make_store: StoreFactory, device: LateDevice) -> tuple[HostSt
 
 stores = pytest.mark.parametrize(
     "make",
-    [over_nvme, slow_writes, slow_reads, failing_writes, device_staging, bundles, bundles_with_slow_writes, pieces,
-     in_host_memory],
+    [over_nvme, slow_writes, slow_reads, failing_writes, device_staging, pieces, in_host_memory],
     ids=lambda make: make.__name__,
 )  # fmt: skip
 
@@ -103,7 +91,7 @@ def test_gradients_are_exact(
     make_device: DeviceFactory, make_store: StoreFactory, make: Make, scenario: Scenario
 ) -> None:
     store, nvme = make(make_store, make_device(longest_pause_s=0.001))
-    hazards.check(scenario, TensorCache([store], "cpu", hazards.LEAST_BYTES, wait_for_staging=True))
+    hazards.check(scenario, TensorCache([store], "cpu", hazards.MIN_BYTES, wait_for_staging=True))
     assert nvme is None or store_is_empty(nvme)
     store.close()
 
@@ -149,6 +137,42 @@ def test_late_kernels_see_the_right_bytes(
     del ticket, ahead, saved, loaded
     assert device.allocated_bytes == 0
     assert nvme is None or nvme.ring.copies.pending_bytes == 0
+
+
+@stores
+def test_every_stream_that_unpacks_waits_for_the_copy(
+    make_device: DeviceFactory, make_store: StoreFactory, make: Make
+) -> None:
+    """The first consumer of a storage is not the only one that has to wait, nor the only one that uses its memory."""
+    device, chance = make_device(late_compute=True), random.Random(0)
+    streams = [device.new_stream() for _ in range(3)]
+    store, _ = make(make_store, device)
+    cache = TensorCache([store], "cpu", KIB, wait_for_staging=True, accelerator=device)
+    exact: list[bool] = []
+    for _ in range(12):
+        held, wanted = [], []
+        with cache.saving():
+            for _ in range(3):
+                expected = torch.randint(0, 256, (chance.choice((4 * KIB, 60_000, 128 * KIB)),), dtype=torch.uint8)
+                data = device.allocate(expected.numel(), CPU)
+                device.launch(lambda to, source=expected: to.copy_(source), data)
+                half = expected.numel() // 2
+                for part in (slice(None), slice(half), slice(half, None)):
+                    held.append(cache.pack(data[part]))
+                    wanted.append(expected[part])
+                del data
+        if chance.random() < 0.5:
+            device.synchronize()
+        while held:
+            one, expected = held.pop(), wanted.pop()
+            with device.on(streams[len(held) % 3]):
+                tensor = cache.unpack(one)
+                device.launch(lambda found, wanted=expected: exact.append(torch.equal(found, wanted)), tensor)
+            del tensor, one
+    device.synchronize()
+    assert len(exact) == 108 and all(exact), f"{exact.count(False)} of {len(exact)} kernels saw wrong bytes"
+    cache.settle()
+    store.close()
 
 
 @pytest.mark.parametrize("handed_over", [False, True], ids=["given up", "handed over"])

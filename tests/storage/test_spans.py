@@ -1,9 +1,17 @@
 from __future__ import annotations
 
+import itertools
+import sys
+from collections.abc import Callable
+from functools import partial
+from types import FrameType
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import ds_tba.storage.allocator as spans_module
 from ds_tba.errors import StateError
 from ds_tba.storage.allocator import Span, SpanAllocator
 
@@ -69,3 +77,56 @@ def test_spans_never_overlap_and_nothing_is_lost(steps: list[tuple[bool, int]]) 
     for span in held:
         spans.free(span)
     assert spans.allocate(1 << 18) == Span(0, 1 << 18)
+
+
+def interrupted(work: Callable[[], object], line: int) -> bool:
+    """Run ``work`` and raise before its line number ``line``, as a signal handler may; whether it had so many."""
+    left = iter(range(line))
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        if event == "line" and frame.f_code.co_filename == spans_module.__file__ and next(left, None) is None:
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+@pytest.mark.parametrize("given_back", range(4))
+@pytest.mark.parametrize("frees", [False, True])
+def test_an_interrupt_may_lose_a_span_but_hands_none_out_twice(frees: bool, given_back: int) -> None:
+    for line in itertools.count():
+        spans = SpanAllocator(1 << 16, 4096)
+        held = [spans.allocate(4096 * (1 + number % 3)) for number in range(6)]
+        taken = [span for span in held if span is not None]
+        for _ in range(given_back):
+            spans.free(taken.pop(len(taken) // 2))
+        work = partial(spans.free, taken.pop(1)) if frees else partial(spans.allocate, 4096)
+        was_interrupted = interrupted(work, line)
+        while (span := spans.allocate(4096)) is not None:
+            taken.append(span)
+        taken.sort(key=lambda span: span.offset)
+        assert all(one.offset + one.nbytes <= other.offset for one, other in itertools.pairwise(taken)), line
+        assert taken[-1].offset + taken[-1].nbytes <= 1 << 16
+        if not was_interrupted:
+            return
+
+
+def test_unused_is_what_the_ranges_say_and_not_the_counter() -> None:
+    spans = SpanAllocator(64 << 10, 4096)
+    assert spans.is_unused
+    one, other = spans.allocate(4096), spans.allocate(8192)
+    assert one is not None and other is not None
+    spans.used_bytes = 0  # as an interrupt between two statements may leave it
+    assert not spans.is_unused
+    spans.free(one)
+    assert not spans.is_unused
+    spans.free(other)
+    assert spans.is_unused

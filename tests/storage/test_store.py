@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import gc
 import threading
@@ -16,7 +17,7 @@ from doubles import EventAccelerator, Gate, ScriptedBackend, fails, slow
 
 from ds_tba.errors import ActivationCorruptionError, ActivationLostError, PathError, StateError
 from ds_tba.storage.backends.base import IoBackend, IoHandle
-from ds_tba.storage.backends.posix import PosixBackend
+from ds_tba.storage.backends.posix import PosixBackend, PosixHandle
 from ds_tba.storage.base import Refusal
 from ds_tba.storage.nvme import Lanes, NvmeStore
 from ds_tba.storage.swap_file import SwapFile
@@ -32,7 +33,7 @@ def noise(nbytes: int) -> torch.Tensor:
 
 
 def slots_in_use(store: NvmeStore) -> int:
-    with store.space.changed:
+    with store.space.lock:
         store.space.settle_copies()
         return store.ring.slots.used_bytes
 
@@ -167,7 +168,7 @@ def test_full_staging_refuses_instead_of_waiting(make_store: StoreFactory) -> No
     assert store.ring.slots.peak_used_bytes == 4 * MIB
 
 
-def test_waiting_for_staging_waits_only_for_writes(make_store: StoreFactory) -> None:
+def test_waiting_for_staging_waits_for_writes_and_gives_up_what_was_read_ahead(make_store: StoreFactory) -> None:
     store = make_store(ScriptedBackend(slow(0.02)), staging_bytes=4 * MIB)
     pieces = [noise(MIB) for _ in range(12)]  # made beforehand, or making them might take as long as the writes
     tickets = [put(store, piece, wait=True) for piece in pieces]
@@ -175,7 +176,21 @@ def test_waiting_for_staging_waits_only_for_writes(make_store: StoreFactory) -> 
     assert store.stats.stall_s > 0 and not store.stats.fallbacks
     assert all(store.prefetch(ticket) for ticket in tickets[:2])
     until(lambda: all(ticket.state is TicketState.LOADED for ticket in tickets[:2]), "the reads")
+    assert store.put(noise(3 * MIB), wait=False) is Refusal.STAGING_FULL
+    larger = noise(3 * MIB)
+    put(store, larger, wait=True)
+    # The one that was asked for last had to go; its bytes are in the file.
+    assert [ticket.state for ticket in tickets[:2]] == [TicketState.LOADED, TicketState.STORED]
+    assert all(torch.equal(store.get(ticket, CPU).data, piece) for ticket, piece in zip(tickets, pieces, strict=True))
+
+
+def test_what_backward_holds_of_staging_is_not_waited_for(make_store: StoreFactory) -> None:
+    store = make_store(staging_bytes=4 * MIB)
+    tickets = [put(store, noise(MIB)) for _ in range(2)]
+    until(lambda: all(ticket.state is TicketState.STORED for ticket in tickets), "the writes")
+    lent = [store.get(ticket, CPU).data for ticket in tickets]
     assert store.put(noise(3 * MIB), wait=True) is Refusal.STAGING_FULL  # and not a hang
+    del lent
 
 
 def test_a_read_without_room_in_staging_goes_around_it(make_store: StoreFactory, backend: IoBackend) -> None:
@@ -420,6 +435,49 @@ def test_every_single_block_is_sampled(make_store: StoreFactory, block: int) -> 
         store.get(ticket, CPU)
 
 
+# By place and length within an I/O block of 1 MiB; its first and last 4 KiB are sampled.
+LOSSES = {
+    "the block": (0, MIB),
+    "its first half": (0, MIB // 2),
+    "its second half": (MIB // 2, MIB // 2),
+    "its first 4 KiB": (0, 4096),
+    "its last 4 KiB": (MIB - 4096, 4096),
+}
+HOLES = {"128 KiB inside of it": (384 << 10, 128 << 10), "4 KiB inside of it": (MIB // 2, 4096),
+         "all but what is sampled": (4096, MIB - 8192)}  # fmt: skip
+
+
+def lose(store: NvmeStore, ticket: SwapTicket, start: int, nbytes: int) -> None:
+    """Have older bytes in the third I/O block of what is stored, as where a part of a write was lost."""
+    stale = store.ring.view(store.ring.slots.allocate(nbytes))  # type: ignore[arg-type]
+    stale.copy_(noise(nbytes))
+    store.paths[0].write_lanes[0]._handle.write(stale, ticket.extent.offset + 2 * MIB + start)
+
+
+@pytest.mark.parametrize("integrity", ["sampled", "full"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_what_sampling_finds(make_store: StoreFactory, integrity: str, loss: str) -> None:
+    store = make_store(integrity=integrity)
+    ticket = stored(store, noise(4 * MIB))
+    lose(store, ticket, *LOSSES[loss])
+    with pytest.raises(ActivationCorruptionError):
+        store.get(ticket, CPU)
+
+
+@pytest.mark.parametrize("hole", HOLES)
+def test_a_hole_inside_of_a_block_is_found_by_full_only(make_store: StoreFactory, hole: str) -> None:
+    """Such as where a kernel or a drive splits a request and loses a part."""
+    store, data = make_store(integrity="sampled"), noise(4 * MIB)
+    ticket = stored(store, data.clone())
+    lose(store, ticket, *HOLES[hole])
+    assert not torch.equal(store.get(ticket, CPU).data, data)
+    store = make_store(integrity="full")
+    ticket = stored(store, data.clone())
+    lose(store, ticket, *HOLES[hole])
+    with pytest.raises(ActivationCorruptionError):
+        store.get(ticket, CPU)
+
+
 def test_stale_bytes_after_a_lost_rewrite_are_seen(make_store: StoreFactory) -> None:
     store = make_store(ScriptedBackend(lambda verb, number: "drop" if (verb, number) == ("write", 1) else None))
     first = stored(store, noise(MIB))
@@ -521,20 +579,40 @@ def test_without_host_memory_a_failed_write_stays_in_its_slot(
     nothing_is_held(store)
 
 
-def test_a_handle_that_cannot_be_had_leaves_no_thread(make_store: StoreFactory) -> None:
-    class FewHandles(ScriptedBackend):
-        opened = 0
+@pytest.mark.parametrize("last", ["handle", "thread"])
+def test_a_lane_that_cannot_be_had_leaves_nothing(
+    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch, last: str
+) -> None:
+    """No thread, and no handle: kvikio's and gds' hold descriptors, and a name of the swap file."""
+    opened: list[CountedHandle] = []
 
-        def open_handle(self, fd: int) -> object:  # type: ignore[override]
-            self.opened += 1
-            if self.opened == 3:
+    class CountedHandle(PosixHandle):
+        is_open = True
+
+        def close(self) -> None:
+            self.is_open = False
+
+    class FewHandles(PosixBackend):
+        def open_handle(self, fd: int) -> IoHandle:
+            if last == "handle" and len(opened) == 3:
                 raise OSError(errno.EAGAIN, "fs.aio-max-nr reached")
-            return super().open_handle(fd)
+            opened.append(CountedHandle(fd))
+            return opened[-1]
 
-    before = threading.active_count()
-    with pytest.raises(OSError, match="aio-max-nr"):
-        make_store(FewHandles(fails("none")))
-    assert threading.active_count() == before
+    started: list[threading.Thread] = []
+    start = threading.Thread.start
+
+    def start_few(thread: threading.Thread) -> None:
+        if last == "thread" and len(started) == 3:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_few)
+    with pytest.raises((OSError, RuntimeError), match=r"aio-max-nr|new thread"):
+        make_store(FewHandles())
+    assert len(opened) >= 3 and not any(handle.is_open for handle in opened)
+    assert not any(thread.is_alive() for thread in started)
 
 
 def test_a_slot_is_not_used_again_while_the_device_still_copies_into_it(make_store: StoreFactory) -> None:
@@ -578,7 +656,7 @@ def test_release_from_a_finalizer_inside_a_critical_section(make_store: StoreFac
     cycle = Cycle()
     cycle.itself = cycle  # type: ignore[attr-defined]
     del cycle
-    with store.space.changed:
+    with store.space.lock:
         gc.collect()
         assert ticket.state is TicketState.STORED
     stored(store, noise(MIB))
@@ -589,3 +667,33 @@ def test_illegal_moves_raise() -> None:
     ticket = SwapTicket(1, None, None, None, None, CPU)  # type: ignore[arg-type]
     with pytest.raises(StateError, match="illegal move of a ticket from 'being copied into staging' to 'in the swap"):
         ticket.move(TicketState.STORED)
+
+
+def resident_bytes(memory: torch.Tensor) -> int:
+    """Of pages that are in memory, by mincore(2)."""
+    pages = -(-memory.numel() // 4096)
+    found = (ctypes.c_ubyte * pages)()
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.numel()), found) == 0
+    return 4096 * sum(page & 1 for page in found)
+
+
+def test_staging_that_nobody_uses_gives_its_pages_back_and_takes_them_again(make_store: StoreFactory) -> None:
+    store = make_store()
+    memory = store.ring._memory
+    assert memory is not None and resident_bytes(memory) == memory.numel()
+    data = torch.arange(MIB // 8).view(torch.uint8)
+    ticket = store.put(data, wait=True)
+    assert isinstance(ticket, SwapTicket)
+    loaded = store.get(ticket, CPU).data
+    store.trim()  # a slot is in use: nothing happens
+    assert torch.equal(loaded, data) and resident_bytes(memory) == memory.numel()
+    store.release(ticket)
+    del loaded
+    store.wait_for_writes()
+    store.settle()
+    store.trim()
+    assert resident_bytes(memory) == 0
+    again = store.put(data, wait=True)
+    assert isinstance(again, SwapTicket)
+    store.wait_for_writes()
+    assert torch.equal(store.get(again, CPU).data, data)

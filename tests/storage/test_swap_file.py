@@ -1,10 +1,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from test_store import until
 
 from ds_tba.errors import PathError
 from ds_tba.storage import swap_file
@@ -61,6 +65,92 @@ def test_without_o_tmpfile_the_name_is_gone_before_the_first_byte(
     assert list(tmp_path.iterdir()) == []
     assert file.grow(4096)
     file.close()
+
+
+def test_without_o_tmpfile_nobody_can_put_a_link_in_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody who may write into the directory swaps the file for a link whenever it is opened by its name."""
+    directory, precious, real = tmp_path / "nvme", tmp_path / "precious", os.open
+    directory.mkdir()
+    precious.touch()
+
+    def with_an_attacker(path: object, flags: int, *rest: int) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(95, "Operation not supported")
+        if str(path).startswith(str(directory)):
+            Path(str(path)).unlink(missing_ok=True)
+            if not flags & os.O_EXCL:
+                Path(str(path)).symlink_to(precious)
+        return real(path, flags, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "open", with_an_attacker)
+    file = SwapFile(directory, 1 << 20)
+    assert not os.path.samestat(os.fstat(file.fd), precious.stat())
+    file.close()
+
+
+def test_a_file_that_cannot_be_opened_leaves_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without O_DIRECT a file system makes the file, and then refuses to open it."""
+    real = os.open
+
+    def without_o_direct(path: object, flags: int, *rest: int) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(95, "Operation not supported")
+        fd = real(path, flags, *rest)  # type: ignore[arg-type]
+        if flags & os.O_DIRECT:
+            os.close(fd)
+            raise OSError(22, "Invalid argument")
+        return fd
+
+    monkeypatch.setattr(os, "open", without_o_direct)
+    file = SwapFile(tmp_path, 1 << 20)
+    assert list(tmp_path.iterdir()) == [] and not file.direct
+    file.close()
+
+
+@contextmanager
+def forked_child() -> Iterator[int]:
+    """A child that waits, as a worker of a data loader does."""
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+        os._exit(0)
+    try:
+        yield child
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_a_forked_child_does_not_hold_the_room_after_close(tmp_path: Path) -> None:
+    """Even one that kept its descriptor, as where a library forks in its own way."""
+    file = SwapFile(tmp_path, 64 << 20)
+    file.reserve_first(64 << 20)
+    kept = os.dup(file.fd)
+    file.close()
+    assert os.fstat(kept).st_blocks == 0
+    os.close(kept)
+
+
+def test_a_forked_child_closes_its_descriptor(tmp_path: Path) -> None:
+    """So that it does not hold the room of a parent that was killed."""
+    file, other = SwapFile(tmp_path, 1 << 20), SwapFile(tmp_path, 1 << 20)
+    inode = os.fstat(file.fd).st_ino
+    other.close()
+    with forked_child() as child:
+        until(lambda: inode not in inodes_of(child), "the child to close it")
+        assert inode in inodes_of(os.getpid())
+    assert file.grow(4096)
+    file.close()
+
+
+def inodes_of(process: int) -> set[int]:
+    return {found.st_ino for found in map(stat_or_none, Path(f"/proc/{process}/fd").iterdir()) if found is not None}
+
+
+def stat_or_none(path: Path) -> os.stat_result | None:
+    with suppress(FileNotFoundError):  # the one with which the directory was read
+        return path.stat()
+    return None
 
 
 def test_a_directory_that_takes_no_file_is_refused(tmp_path: Path) -> None:

@@ -222,7 +222,7 @@ def test_a_report_that_cannot_be_written_does_not_stop_training(
 def test_a_forked_child_touches_neither_the_report_nor_the_lanes(tmp_path: Path) -> None:
     code = f"""
 import os, sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parents[1])!r}]
 from pathlib import Path
 from test_report import make, step
 offloader = make(Path({str(tmp_path)!r}), report={{"path": {str(tmp_path / "report.json")!r}}})
@@ -257,7 +257,7 @@ def test_the_doctor_names_what_is_wrong(capsys: pytest.CaptureFixture[str], tmp_
 def test_the_doctor_tells_of_each_backend(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aio, "is_built", lambda: False)
     for name in ("kvikio", "gds"):
-        monkeypatch.setattr(f"ds_tba.io.{name}.driver_obstacle", lambda: "there is no NVIDIA driver here")
+        monkeypatch.setattr(f"ds_tba.storage.backends.{name}.driver_obstacle", lambda: "there is no NVIDIA driver here")
     assert main(["doctor"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if "io.backend" in line and "means" not in line]
     assert lines == [

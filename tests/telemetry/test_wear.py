@@ -9,9 +9,8 @@ import pytest
 
 from ds_tba.cli import main
 from ds_tba.telemetry import drive_health as drive_module
-from ds_tba.telemetry.drive_health import Drive, examine
+from ds_tba.telemetry.drive_health import Drive, examine, path_wear
 from ds_tba.telemetry.report import OffloadReport
-from ds_tba.telemetry.wear import path_wear
 
 HEALTH = {"percentage_used": 7, "data_units_written": 20_000_000}
 SMART = {"model_name": "Example 990 PRO", "nvme_smart_health_information_log": HEALTH}

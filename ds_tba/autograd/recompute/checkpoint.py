@@ -1,6 +1,7 @@
 """One pass through a module whose forward runs again in backward, instead of keeping what autograd saves in it.
 
-Knows ``torch.utils.checkpoint`` and what it leaves to its caller to get every bit right; does not know who asks for it.
+Knows ``torch.utils.checkpoint`` and what it leaves to its caller to get every bit right; does not know who asks for it,
+nor whether the module was found fit for it.
 
 [Note: Forward alone] What runs again is the module's ``forward`` on the arguments that it got, not ``__call__``: hooks
 of the module that change its arguments must not change them twice, and ZeRO-3's have gathered the module's own
@@ -21,7 +22,7 @@ block that ends in a linear layer without dropout, that layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -30,14 +31,18 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules import module as module_hooks
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_early_stop
 
-from ds_tba.errors import ActivationModifiedError, StateError
+from ds_tba.autograd import originals
+from ds_tba.autograd.recompute.content_mark import version_of
+from ds_tba.autograd.recompute.forward_state import StateReader
+from ds_tba.autograd.recompute.process_state import drawn_from, python_chance, set_python_chance
+from ds_tba.errors import ActivationModifiedError, RecomputationError, StateError
 
-_Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 # Since PyTorch 2.8; without it nobody can tell whose hooks are the innermost.
-_innermost_hooks: Callable[[bool], _Hooks | None] | None = getattr(
+_innermost_hooks: Callable[[bool], Hooks | None] | None = getattr(
     torch._C._autograd, "_top_saved_tensors_default_hooks", None
 )
 CAN_RECOMPUTE = _innermost_hooks is not None
@@ -48,7 +53,7 @@ _ABSENT = object()
 _WE = -1
 
 
-def innermost_hooks() -> _Hooks | None:
+def innermost_hooks() -> Hooks | None:
     """The pack and unpack functions that autograd calls at this point, if any."""
     return _innermost_hooks(False) if _innermost_hooks is not None else None
 
@@ -118,34 +123,6 @@ def _together(form: Any, tensors: Sequence[torch.Tensor]) -> Any:
     return form
 
 
-# ---- state ----------------------------------------------------------------------------------------------------------
-
-State = Mapping[str, tuple[int, int]]
-
-
-def state_of(module: nn.Module) -> State:
-    """What a forward of the module reads besides its arguments, by name: which tensors, and at which version."""
-    return {
-        f"{path}.{name}" if path else name: (id(tensor), version_of(tensor))
-        for path, child in module.named_modules()
-        for tensors in (child._parameters, child._buffers)
-        for name, tensor in tensors.items()
-        if tensor is not None
-    }
-
-
-def changed_name(before: State, after: State) -> str | None:
-    """The name of one tensor in which two states differ."""
-    if before == after:
-        return None
-    return next((name for name in (*before, *after) if before.get(name) != after.get(name)), None)
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """The version counter; -1 for an inference tensor, which has none."""
-    return -1 if tensor.is_inference() else tensor._version
-
-
 # ---- the pass -------------------------------------------------------------------------------------------------------
 
 
@@ -157,6 +134,13 @@ class RecomputedPass:
         forward: the module's, as it is without us.
         arguments: of this pass.
         again: entered around each run in backward.
+        reader: of the module's state.
+
+    Raises:
+        UnreadableError: nobody could tell whether the state changes until backward.
+
+    Attributes:
+        changed: what its forward has changed, in words.
     """
 
     def __init__(
@@ -166,14 +150,17 @@ class RecomputedPass:
         forward: Callable[..., Any],
         arguments: Arguments,
         again: Callable[[], AbstractContextManager[None]],
+        reader: StateReader,
     ) -> None:
         self._path = path
         self._module = module
         self._forward = forward
         self._arguments = arguments
         self._again = again
+        self._reader = reader
         self._is_first = True
-        self._state = state_of(module)
+        self._state = reader.read(arguments.others)
+        self._chance: tuple[Any, Any] | None = python_chance()
         self._shapes = _own_shapes(module)
         self._modes = [child.training for child in module.modules()]
         self.changed: str | None = None
@@ -190,7 +177,7 @@ class RecomputedPass:
                 return self._run_again(tensors)
             self._is_first = False
             given = first.pop()
-            with _parameters_stay():
+            with self._saving():
                 return self._forward(*given[0], **given[1])
 
         first = [(args, kwargs)]  # popped, or the checkpoint would hold the tensors of which it saves the inputs
@@ -198,22 +185,40 @@ class RecomputedPass:
         self._arguments.forget_tensors()
         with set_checkpoint_early_stop(False) if _has_hooks_inside(self._module) else nullcontext():
             result = checkpoint(function, *tensors, use_reentrant=False, preserve_rng_state=True)
-        self.changed = changed_name(self._state, state_of(self._module))
+        self.changed = self._changed()
+        if self._chance is not None and drawn_from(self._chance, python_chance()) is None:
+            self._chance = None
         return result
 
+    def _saving(self) -> AbstractContextManager[None]:
+        """Entered around the first forward and each other, inside the hooks of the checkpoint."""
+        return parameters_stay(self._path)
+
+    def _changed(self) -> str | None:
+        return self._reader.changed_since(self._state, self._arguments.others)
+
     def _run_again(self, tensors: Sequence[torch.Tensor]) -> Any:
-        changed = self.changed or changed_name(self._state, state_of(self._module))
+        changed = self.changed or self._changed()
         if changed is not None:
             raise ActivationModifiedError(
-                f"{changed!r} of the block {self._path!r} was modified after the block's forward began, so backward "
-                "cannot run that again with the same result: do not modify it between forward and backward, or set "
+                f"the block {self._path!r} cannot run again with the same result, because {changed} was modified after "
+                "the block's forward began: do not modify it between forward and backward, or set "
                 '"recompute": false.'
             )
+        with self._as_in_forward(), self._saving():
+            return self._forward_again(tensors)
+
+    @contextmanager
+    def _as_in_forward(self) -> Iterator[None]:
+        """What the forward found, beside what the checkpoint brings back."""
+        with self._again(), _modes(self._module, self._modes), _gathered_stay(self._module), _chance(self._chance):
+            yield
+
+    def _forward_again(self, tensors: Sequence[torch.Tensor]) -> Any:
         args, kwargs = self._arguments.together(tensors)
-        with self._again(), _modes(self._module, self._modes), _gathered_stay(self._module), _parameters_stay():
-            if _own_shapes(self._module) == self._shapes:
-                return self._forward(*args, **kwargs)
-            return self._through_hooks(args, kwargs)
+        if _own_shapes(self._module) == self._shapes:
+            return self._forward(*args, **kwargs)
+        return self._through_hooks(args, kwargs)
 
     def _through_hooks(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """For hooks that bring parameters, and with no gradient, so that nothing they save is counted."""
@@ -259,12 +264,14 @@ class _Parameter:
 
 
 @contextmanager
-def _parameters_stay() -> Iterator[None]:
-    """Keep parameters from the checkpoint whose hooks are the innermost; see [Note: Parameters stay]."""
-    hooks = innermost_hooks()
-    if hooks is None:
-        raise StateError("a pass is recomputed outside of a checkpoint; this is a bug in ds_tba")
-    checkpoint_pack, checkpoint_unpack = hooks
+def parameters_stay(path: str) -> Iterator[None]:
+    """Keep parameters from the checkpoint whose hooks are the innermost; see [Note: Parameters stay].
+
+    Args:
+        path: of the block, for messages.
+    """
+    checkpoint_pack, checkpoint_unpack = hooks_of_checkpoint()
+    saved_tensors = originals.install()
 
     def pack(tensor: torch.Tensor) -> Any:
         if isinstance(tensor, nn.Parameter):
@@ -273,16 +280,54 @@ def _parameters_stay() -> Iterator[None]:
 
     def unpack(held: Any) -> torch.Tensor:
         if not isinstance(held, _Parameter):
-            return checkpoint_unpack(held)
+            return _recomputed(path, checkpoint_unpack, held)
         if version_of(held.tensor) != held.version:
             raise ActivationModifiedError(
                 f"a parameter of shape {tuple(held.tensor.shape)} that backward needs was modified by an in-place "
                 f"operation: it is at version {version_of(held.tensor)}, and was saved at version {held.version}."
             )
+        saved_tensors.note(held.tensor, is_held=True)
         return held.tensor
 
     with saved_tensors_hooks(pack, unpack):
         yield
+
+
+def hooks_of_checkpoint() -> Hooks:
+    """The innermost hooks, inside a checkpoint of ours."""
+    hooks = innermost_hooks()
+    if hooks is None:
+        raise StateError("a pass is recomputed outside of a checkpoint; this is a bug in ds_tba")
+    return hooks
+
+
+def _recomputed(path: str, unpack: Callable[[Any], torch.Tensor], held: Any) -> torch.Tensor:
+    try:
+        return unpack(held)
+    except CheckpointError as error:
+        raise RecomputationError(
+            f"the forward of the block {path!r} saved other tensors when it ran again in backward than the first time, "
+            "though it gave the same bytes when that was tried: what it does depends on something that changed since, "
+            f'such as a context that it entered or a setting. Set "recompute": false. ({_first_line(error)})'
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+@contextmanager
+def _chance(states: tuple[Any, Any] | None) -> Iterator[None]:
+    """Python's and NumPy's random numbers as forward found them, if it has drawn any; afterwards they go on."""
+    if states is None:
+        yield
+        return
+    now = python_chance()
+    set_python_chance(states)
+    try:
+        yield
+    finally:
+        set_python_chance(now)
 
 
 @contextmanager

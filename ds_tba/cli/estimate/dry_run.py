@@ -1,33 +1,31 @@
 """One micro-step of a model without its memory: on the meta device, through the real cache and the real recorder.
 
 Eligibility, views, deduplication and blocks are those of a run, because the same code decides them. The clock is one of
-operations (``op_clock.py``). What cannot run without values runs on the CPU, with the memory that this takes; the
-subject's notes say so.
+operations (``OpClock``). Only a model under ``torch_autocast`` runs on the CPU, with the memory that this takes: the
+meta device casts nothing.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_tba.adaptive.recorder import Recorder
 from ds_tba.autograd.blocks import Block, Blocks, find_blocks
 from ds_tba.autograd.cache import TensorCache
 from ds_tba.autograd.tensors import mark_owned
+from ds_tba.cli.estimate.device_memory import PeakMeter
+from ds_tba.cli.estimate.hardware import OpClock
 from ds_tba.cli.estimate.kernels import Attention, device_kernels
 from ds_tba.cli.estimate.model import Recipe, Subject, loss_of
 from ds_tba.errors import ModelError
-from ds_tba.estimate.answers import Answers
-from ds_tba.estimate.op_clock import OpClock
 from ds_tba.planner.trace import Resources, Trace
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +59,7 @@ class DryRun:
         runs_on: ``"meta"`` or ``"cpu"``.
         peak_saved_bytes: most bytes of saved tensors at once, as the cache counts them.
         parameters, parameter_bytes: how many, and how large.
+        temporary_bytes: see ``ds_tba/cli/estimate/device_memory.py``.
         attention: the kernels it took.
         notes: what the reader must know.
     """
@@ -71,6 +70,7 @@ class DryRun:
     packed_tensors: int
     parameters: int
     parameter_bytes: int
+    temporary_bytes: int
     attention: frozenset[Attention]
     notes: tuple[str, ...] = ()
 
@@ -81,27 +81,19 @@ class DryRun:
 
 
 def dry_run(recipe: Recipe, batch: int, sequence: int, settings: Settings, resources: Resources) -> DryRun:
-    """Run one micro-step, on the meta device if that is possible.
+    """Run one micro-step.
 
     Args:
         resources: for the trace.
 
     Raises:
-        ModelError: it cannot be run on the CPU either.
+        ModelError: it does not run, or needs values, which the meta device does not have.
     """
     if settings.autocast is not None:
         note = "torch_autocast: the model runs on the CPU, which casts nearly the same operations as CUDA does"
-        return _noted(_run(recipe, batch, sequence, settings, resources, "cpu"), note)
-    try:
-        return _run(recipe, batch, sequence, settings, resources, "meta")
-    except ModelError as error:
-        note = f"it runs on the CPU, with all of its memory and time, because the meta device failed: {error}"
-        logger.warning("ds_tba estimate: %s", note)  # now: it may take long, or more memory than there is
-    return _noted(_run(recipe, batch, sequence, settings, resources, "cpu"), note)
-
-
-def _noted(run: DryRun, note: str) -> DryRun:
-    return replace(run, notes=(note, *run.notes))
+        run = _run(recipe, batch, sequence, settings, resources, "cpu")
+        return replace(run, notes=(note, *run.notes))
+    return _run(recipe, batch, sequence, settings, resources, "meta")
 
 
 def _run(recipe: Recipe, batch: int, sequence: int, settings: Settings, resources: Resources, runs_on: str) -> DryRun:
@@ -119,7 +111,10 @@ def _run(recipe: Recipe, batch: int, sequence: int, settings: Settings, resource
         raise
     except Exception as error:  # the user's model may raise anything
         where = f" in {clock.last_operation}" if clock.last_operation else ""
-        raise ModelError(f"{doing} failed{where}: {type(error).__name__}: {_first_line(error)}") from error
+        what = f"{doing} failed{where}: {type(error).__name__}: {_first_line(error)}"
+        if runs_on == "meta":
+            what += ". It runs on shapes alone here: its forward may not ask for the values of tensors"
+        raise ModelError(what) from error
     stats, notes = micro_step.cache.stats, tuple(micro_step.notes())
     trace = recorder.trace(resources, micro_steps=settings.micro_steps)
     parameters = list(subject.model.parameters())
@@ -130,6 +125,7 @@ def _run(recipe: Recipe, batch: int, sequence: int, settings: Settings, resource
         stats.packed_tensors,
         sum(one.numel() for one in parameters),
         sum(one.numel() * one.element_size() for one in parameters),
+        micro_step.temporary_bytes,
         frozenset(attention),
         notes,
     )
@@ -150,6 +146,7 @@ class _MicroStep:
         self._answers = Answers()
         self._paths = {id(module): path for path, module in subject.model.named_modules()}
         self._blocks = Blocks(find_blocks(subject.model, settings.blocks), self)
+        self.temporary_bytes = 0
         self._new_recording()
 
     def _new_recording(self) -> None:
@@ -159,11 +156,15 @@ class _MicroStep:
     def run(self) -> Recorder:
         """One forward, one backward."""
         self._new_recording()
-        recorder = self._recorder
-        _mark_owned(self._subject.model)
+        recorder, model = self._recorder, self._subject.model
+        _mark_owned(model)
+        model.zero_grad(set_to_none=False)  # gradients are there, as in all micro-steps but the first
+        gradients = [one.grad for one in model.parameters() if one.grad is not None]
+        held = [one.untyped_storage() for one in (*model.parameters(), *gradients)]
+        temporaries = PeakMeter(held, lambda: self.cache.stats.saved.now)
         self._blocks.install()
         try:
-            with self._clock, self._answers if self._runs_on == "meta" else nullcontext():
+            with self._clock, self._answers if self._runs_on == "meta" else nullcontext(), temporaries:
                 with (
                     recorder.watching(),
                     self.cache.saving(around=recorder.around),
@@ -177,7 +178,7 @@ class _MicroStep:
                 recorder.end()
         finally:
             self._blocks.uninstall()
-        self._subject.model.zero_grad()
+        self.temporary_bytes = temporaries.peak_bytes
         self.cache.settle()
         return recorder
 
@@ -195,7 +196,7 @@ class _MicroStep:
                 obstacles.setdefault(why, block.path)
         return notes + [
             f"{path} and others like it are not recomputed: {why}"
-            + ('; for a model of transformers set "use_cache": false in its config' if "Cache" in why else "")
+            + ("; for a model of transformers set use_cache to False in its config" if "Cache" in why else "")
             for why, path in obstacles.items()
         ]
 
@@ -206,7 +207,7 @@ class _MicroStep:
 
     def enter(self, block: Block, inputs: Sequence[torch.Tensor]) -> None:
         """A pass begins; none is recomputed."""
-        self._recorder.enter(block.path, inputs, is_recomputable=self._blocks.is_recomputable(block))
+        self._recorder.enter(block.path, inputs, is_recomputable=self._blocks.leaves_no_trace(block))
 
     def leave(self, block: Block) -> None:
         """The pass is over."""
@@ -222,3 +223,33 @@ class _MicroStep:
 def _mark_owned(model: nn.Module) -> None:
     for module in model.modules():
         mark_owned(module)
+
+
+_ANSWER = "_ds_tba_answer"
+_OF_ALL = {"aten::all": True, "aten::any": False}
+
+
+class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """For meta tensors inside.
+
+    Attributes:
+        given: how many.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.given = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = func._schema.name
+        if name == "aten::_local_scalar_dense":
+            answer = getattr(args[0], _ANSWER, None)
+            if answer is not None:
+                self.given += 1
+                return answer
+        result = func(*args, **(kwargs or {}))
+        if name in _OF_ALL and isinstance(result, torch.Tensor):
+            setattr(result, _ANSWER, _OF_ALL[name])
+        return result

@@ -29,7 +29,7 @@ class Training:
         autocast: the dtype of ``torch_autocast``, if it is on.
         micro_batch: of one rank, if the config has a number.
         micro_steps: of one step.
-        zero_uses_nvme: ZeRO's own NVMe offload is on.
+        offloads_parameters, offloads_optimizer: ZeRO has them off the device.
         notes: what was assumed.
     """
 
@@ -40,16 +40,23 @@ class Training:
     micro_batch: int | None
     micro_steps: int
     zero_stage: int
-    zero_uses_nvme: bool
+    offloads_parameters: bool
+    offloads_optimizer: bool
     optimizer: str
     notes: tuple[str, ...]
 
+    @property
+    def state_bytes(self) -> int | None:
+        """Of the optimizer, for each parameter; None where it is not known."""
+        if "adam" not in self.optimizer.lower():
+            return None
+        return _MOMENTS_BYTES + (_MASTER_BYTES if self.dtype is not None else 0)
+
     def states(self, parameters: int) -> str:
         """What else a rank holds, in words; empty where the optimizer is not known."""
-        if "adam" not in self.optimizer.lower():
+        if self.state_bytes is None:
             return ""
-        each = _MOMENTS_BYTES + (_MASTER_BYTES if self.dtype is not None else 0)
-        what = f"{self.optimizer}'s states {parameters * each / 2**30:.2f} GiB"
+        what = f"{self.optimizer}'s states {parameters * self.state_bytes / 2**30:.2f} GiB"
         divided = {1: "the states", 2: "gradients and states", 3: "parameters, gradients and states"}
         if self.zero_stage in divided:
             what += f"; ZeRO stage {self.zero_stage} divides {divided[self.zero_stage]} by the number of ranks"
@@ -81,7 +88,8 @@ def read_training(path: Path) -> Training:
         _number(found, "train_micro_batch_size_per_gpu"),
         _number(found, "gradient_accumulation_steps") or 1,
         _number(zero, "stage") or 0,
-        any(_section(zero, key).get("device") == "nvme" for key in ("offload_param", "offload_optimizer")),
+        _section(zero, "offload_param").get("device", "none") != "none",
+        _section(zero, "offload_optimizer").get("device", "none") != "none",
         str(_section(found, "optimizer").get("type", "")),
         tuple(notes),
     )

@@ -184,6 +184,7 @@ def _from_hf_config(path: Path) -> Recipe:
         config = transformers.AutoConfig.from_pretrained(str(path))
     except (ValueError, KeyError, OSError) as error:
         raise ModelError(f"--model {path}: transformers does not take it as a config: {error}") from error
+    config.use_cache = False  # as Trainer trains: a cache that forward fills keeps blocks from being recomputed
 
     def make(batch: int, sequence: int) -> Subject:
         model = made(config)

@@ -1,31 +1,26 @@
-"""The whole estimate: a config, a model and a machine put together, and the sequence length from which offload pays.
-
-[Note: The search for the length] The estimate is made again for sequences of twice the length, up to a limit, until the
-plan lowers the peak to speak of; where it does so at once, for halves of the length, until it no longer does.
-"""
+"""The whole estimate: a config, a model and a machine put together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import math
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ds_tba.cli.estimate.device_memory import DeviceNeed
 from ds_tba.cli.estimate.dry_run import DryRun, Settings, dry_run
 from ds_tba.cli.estimate.ds_config import Training, read_training
 from ds_tba.cli.estimate.hardware import Compute, compute_of, drive_of, resources_of
 from ds_tba.cli.estimate.model import recipe_of
 from ds_tba.cli.estimate.outlook import Outlook, outlook
 from ds_tba.cli.opened_store import Probed, probe
-from ds_tba.config import OffloadConfig
-from ds_tba.errors import BackendUnavailableError, ConfigError, ModelError
+from ds_tba.config import with_staging
+from ds_tba.errors import BackendUnavailableError, ConfigError
 from ds_tba.planner.trace import PathRates
 from ds_tba.storage.backends.select import select_backend
 from ds_tba.storage.nvme import Lanes
-
-SHORTEST_SEQUENCE = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +30,8 @@ class Request:
     Attributes:
         batch: of a micro-step and rank; None takes the config's.
         dtype: instead of the config's.
-        longest_sequence: the limit of the search.
+        gpu_memory_bytes: of the device that will train, for a verdict.
+        ranks: that ZeRO divides among.
     """
 
     config: Path
@@ -49,7 +45,8 @@ class Request:
     copy_bytes: float | None = None
     write_bytes: float | None = None
     read_bytes: float | None = None
-    longest_sequence: int = 1 << 20
+    gpu_memory_bytes: float | None = None
+    ranks: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +60,7 @@ class Drives:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """The answer.
-
-    Attributes:
-        lengths: the sequences that were looked at beside the one asked for, in order.
-        length_note: why the search ended early.
-    """
+    """The answer."""
 
     request: Request
     batch: int
@@ -77,18 +69,25 @@ class Estimate:
     drives: Drives
     run: DryRun
     outlook: Outlook
-    lengths: list[tuple[int, Outlook]]
-    length_note: str
 
     @property
-    def pays_from(self) -> int | None:
-        """The shortest sequence looked at from which on offload pays."""
-        return min((length for length, found in self.all_lengths if found.pays), default=None)
+    def need(self) -> DeviceNeed:
+        """What a rank needs of the device, beside saved tensors."""
+        run = self.run
+        return DeviceNeed.of(
+            self.training, run.parameters, run.parameter_bytes, run.temporary_bytes, self.request.ranks
+        )
 
-    @property
-    def all_lengths(self) -> list[tuple[int, Outlook]]:
-        """With the one asked for, the shortest first."""
-        return sorted([(self.request.sequence, self.outlook), *self.lengths], key=lambda one: one[0])
+    def fits(self, placement: str) -> bool | None:
+        """Whether a micro-step fits the device; None where its memory was not given.
+
+        Args:
+            placement: a key of ``outlook.costs``.
+        """
+        if self.request.gpu_memory_bytes is None:
+            return None
+        needed_bytes = self.need.with_saved(self.outlook.costs[placement].peak_saved_bytes)
+        return needed_bytes <= self.request.gpu_memory_bytes
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -100,6 +99,8 @@ class Estimate:
             "ran_on": self.run.runs_on,
             "parameters": self.run.parameters,
             "parameter_bytes": self.run.parameter_bytes,
+            "device_need": asdict(self.need),
+            "fits": {name: self.fits(name) for name in self.outlook.costs},
             "saved_bytes": self.run.saved_bytes,
             "peak_saved_bytes": self.run.peak_saved_bytes,
             "attention": sorted(one.name.lower() for one in self.run.attention),
@@ -110,16 +111,6 @@ class Estimate:
             "read_bytes_per_s": trace.resources.read_bytes_per_s,
             "drives": self.drives.source,
             **self.outlook.to_dict(),
-            "pays_from_sequence": self.pays_from,
-            "lengths": [
-                {
-                    "sequence": length,
-                    "keep_peak_bytes": found.costs["keep"].peak_saved_bytes,
-                    "plan_peak_bytes": found.costs["plan"].peak_saved_bytes,
-                    "pays": found.pays,
-                }
-                for length, found in self.all_lengths
-            ],
             "notes": [*self.training.notes, *self.run.notes],
         }
 
@@ -144,16 +135,13 @@ def estimate(request: Request) -> Estimate:
     rates = (request.flops, request.memory_bytes, request.copy_bytes)
     compute = compute_of(request.device, training.autocast or training.dtype or torch.float32, *rates)
     drives = _drives(request, training)
-    resources = resources_of(drives.paths, compute, training.offload.io.staging_bytes, request.device)
+    offload = with_staging(training.offload, math.inf, is_host=request.device == "cpu")
+    training = replace(training, offload=offload)
+    resources = resources_of(drives.paths, compute, offload.io.ring_bytes, request.device)
     settings = _settings(request, training, compute)
 
-    def run(sequence: int) -> DryRun:
-        return dry_run(recipe, batch, sequence, settings, resources)
-
-    asked = run(request.sequence)
-    found = outlook(asked.trace, training.offload)
-    lengths, note = search_lengths(run, training.offload, request, asked, found)
-    return Estimate(request, batch, training, compute, drives, asked, found, lengths, note)
+    run = dry_run(recipe, batch, request.sequence, settings, resources)
+    return Estimate(request, batch, training, compute, drives, run, outlook(run.trace, training.offload))
 
 
 def _settings(request: Request, training: Training, compute: Compute) -> Settings:
@@ -199,34 +187,3 @@ def _probed(training: Training) -> Probed:
     selection = select_backend(config, training.aio, zero_uses_nvme=False, pinned=False)
     lanes = Lanes(config.io.write_lanes, config.io.read_lanes)
     return probe(config.nvme_paths, selection.backend, lanes, config.io.integrity)
-
-
-# ---- the search for the length --------------------------------------------------------------------------------------
-
-
-def search_lengths(
-    run: Callable[[int], DryRun], config: OffloadConfig, request: Request, asked: DryRun, found: Outlook
-) -> tuple[list[tuple[int, Outlook]], str]:
-    """What was found at other lengths, and why it was not looked further; see [Note: The search for the length].
-
-    Args:
-        asked, found: at ``request.sequence``.
-    """
-    if asked.runs_on != "meta":
-        return [], "other sequence lengths are not looked at, because the model runs on the CPU"
-    looked: list[tuple[int, Outlook]] = []
-    pays = found.pays
-    sequence = request.sequence
-    while True:
-        sequence = sequence // 2 if pays else sequence * 2
-        if not SHORTEST_SEQUENCE <= sequence <= request.longest_sequence:
-            return looked, ""
-        try:
-            again = run(sequence)
-        except ModelError as error:
-            return looked, f"the model does not run with a sequence of {sequence}: {error}"
-        if again.runs_on != "meta":
-            return looked, f"with a sequence of {sequence} the model needs the CPU"
-        looked.append((sequence, outlook(again.trace, config)))
-        if looked[-1][1].pays != pays:
-            return looked, ""

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_tba.cli.format import above_0, count
-from ds_tba.cli.table import table
+from ds_tba.cli.format import above_0, count, table
 from ds_tba.errors import DsTbaError
+from ds_tba.telemetry.stats import readable
 
 if TYPE_CHECKING:
     from ds_tba.cli.estimate.outlook import Outlook
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _DESCRIPTION = """\
 Runs one forward and backward of the model on PyTorch's meta device (shapes without values), through the cache and the
 recorder of a real run, and plans for what it saw: saved bytes for each block, the predicted peak and step time of
-keep, recompute, offload and the plan, the bandwidth needed, the sequence length from which offload pays, SSD life.
+keep, recompute, offload and the plan, what smaller budgets would cost, the bandwidth needed, SSD life.
 """
 _EPILOG = """\
 --model FILE.py:function
@@ -57,7 +57,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--copy-gbps", type=above_0, help="GB/s between device and host (default: 50; CPU: measured)")
     parser.add_argument("--write-gbps", type=above_0, help="GB/s that all drives write (default: measured, else 4.2)")
     parser.add_argument("--read-gbps", type=above_0, help="GB/s that all drives read (default: measured, else 7.1)")
-    parser.add_argument("--longest-seq", type=count, default=1 << 20, help="end of the search (default: 1048576)")
+    parser.add_argument("--gpu-memory", type=above_0, metavar="GIB", help="of the device, to hear what fits it")
+    parser.add_argument("--ranks", type=count, default=1, help="that ZeRO divides among (default: 1)")
     parser.add_argument("--json", type=Path, help="write everything to this file, too")
     parser.set_defaults(run=run)
 
@@ -81,7 +82,8 @@ def run(options: argparse.Namespace) -> int:
         _scaled(options.copy_gbps, 1e9),
         _scaled(options.write_gbps, 1e9),
         _scaled(options.read_gbps, 1e9),
-        options.longest_seq,
+        _scaled(options.gpu_memory, 2**30),
+        options.ranks,
     )
     try:
         found = estimate(request)
@@ -105,6 +107,8 @@ def lines(found: Estimate) -> Iterator[str]:
     yield ""
     yield from _predictions(found.outlook)
     yield ""
+    yield from _budgets(found.outlook)
+    yield ""
     yield from _verdicts(found)
     yield ""
     yield "assumed"
@@ -122,7 +126,7 @@ def _subject(found: Estimate) -> Iterator[str]:
     yield f"model       {request.model}, batch {found.batch} x {request.sequence} tokens, {kind}"
     if steps > 1:
         yield f"step        {steps} micro-steps; saved bytes are of one"
-    line = f"parameters  {run.parameters / 1e6:,.1f} M, {gib(run.parameter_bytes)}; gradients come on top"
+    line = f"parameters  {run.parameters / 1e6:,.1f} M, {readable(run.parameter_bytes)}; gradients come on top"
     states = found.training.states(run.parameters)
     yield f"{line}, {states}" if states else line
 
@@ -133,15 +137,17 @@ def _footprint(outlook: Outlook) -> Iterator[str]:
     outside = [group for group in outlook.groups if not group.count]
     for group in blocks:
         movable = group.movable_bytes * group.count
-        rows.append((group.name, str(group.count), gib(group.nbytes), gib(group.total_bytes), gib(movable)))
+        rows.append(
+            (group.name, str(group.count), readable(group.nbytes), readable(group.total_bytes), readable(movable))
+        )
     for group in outside[:_SHOWN_OUTSIDE]:
-        rows.append((f"outside: {group.name}", "", "", gib(group.nbytes), gib(group.movable_bytes)))
+        rows.append((f"outside: {group.name}", "", "", readable(group.nbytes), readable(group.movable_bytes)))
     if rest := outside[_SHOWN_OUTSIDE:]:
         total, movable = sum(group.nbytes for group in rest), sum(group.movable_bytes for group in rest)
-        rows.append((f"outside: {len(rest)} others", "", "", gib(total), gib(movable)))
+        rows.append((f"outside: {len(rest)} others", "", "", readable(total), readable(movable)))
     total = sum(group.total_bytes for group in outlook.groups)
     movable = sum(group.movable_bytes * max(1, group.count) for group in outlook.groups)
-    rows.append(("all", "", "", gib(total), gib(movable)))
+    rows.append(("all", "", "", readable(total), readable(movable)))
     yield from table(rows)
 
 
@@ -150,18 +156,29 @@ def _predictions(outlook: Outlook) -> Iterator[str]:
     keep = outlook.costs["keep"]
     for name, cost in outlook.costs.items():
         part = cost.peak_saved_bytes / keep.peak_saved_bytes if keep.peak_saved_bytes else 1.0
-        longer = cost.step_s / keep.step_s - 1 if keep.step_s else 0.0
-        peak = gib(cost.peak_saved_bytes)
-        rows.append(
-            (_WORDS[name], peak, f"{part:.2f}", duration(cost.step_s), _longer(longer), gib(cost.written_bytes))
-        )
+        longer = _longer(cost.step_s, keep.step_s)
+        peak = readable(cost.peak_saved_bytes)
+        rows.append((_WORDS[name], peak, f"{part:.2f}", duration(cost.step_s), longer, readable(cost.written_bytes)))
     yield from table(rows)
-    shares = [f"{name} {gib(nbytes)}" for name, nbytes in sorted(outlook.plan_bytes.items())]
+    shares = [f"{name} {readable(nbytes)}" for name, nbytes in sorted(outlook.plan_bytes.items())]
     blocks = outlook.plan.recomputed_blocks
     again = f"; {sum(blocks)} of {len(blocks)} passes are recomputed" if any(blocks) else ""
+    if blocks and not outlook.limits.recompute:
+        again = '; nothing is recomputed, because "recompute" is false'
     yield f"the plan    {', '.join(shares) or 'nothing is saved'}{again}"
     if not outlook.is_within:
         yield f"            no placement was found within {_asked(outlook)}: this is the nearest"
+
+
+def _budgets(outlook: Outlook) -> Iterator[str]:
+    """What each budget would cost."""
+    rows = [("activation_budget_bytes", "of keep", "step", "longer by", "written in a step")]
+    keep_s = outlook.costs["keep"].step_s
+    for one in outlook.budgets:
+        longer = _longer(one.cost.step_s, keep_s)
+        times = (duration(one.cost.step_s), longer) if one.is_within else ("cannot be held", "")
+        rows.append((str(one.budget_bytes), f"{one.fraction:.2f}", *times, readable(one.cost.written_bytes)))
+    yield from table(rows)
 
 
 def _asked(outlook: Outlook) -> str:
@@ -177,17 +194,35 @@ def _verdicts(found: Estimate) -> Iterator[str]:
     yield f"the peak    {_about_peak(outlook, machine.staging_bytes)}"
     if outlook.too_large_bytes:
         yield (
-            f"            {gib(outlook.too_large_bytes)} are in storages above io.staging_bytes "
-            f"({found.training.offload.io.staging_bytes}), and stay: raise it"
+            f"            {readable(outlook.too_large_bytes)} are in storages above io.staging_bytes "
+            f"({found.training.offload.io.ring_bytes}), and stay: raise it"
         )
     yield (
-        f"bandwidth   so that moving all {gib(need.moved_bytes)} takes no time of its own: "
+        f"bandwidth   so that moving all {readable(need.moved_bytes)} takes no time of its own: "
         f"{need.write_bytes_per_s / 1e9:.1f} GB/s written during forward, {need.read_bytes_per_s / 1e9:.1f} GB/s read "
         f"during backward; the drives have {machine.write_bytes_per_s / 1e9:.3g} and "
         f"{machine.read_bytes_per_s / 1e9:.3g}"
     )
-    yield f"sequence    {_about_length(found)}"
+    yield from _about_device(found)
     yield from _about_wear(found)
+
+
+def _about_device(found: Estimate) -> Iterator[str]:
+    """What fits the device."""
+    need, memory_bytes = found.need, found.request.gpu_memory_bytes
+    states = "states not known" if need.states_bytes is None else f"states {readable(need.states_bytes)}"
+    parts = f"parameters {readable(need.parameter_bytes)}, gradients {readable(need.gradient_bytes)}, {states}"
+    yield (
+        f"GPU memory  {parts}, temporary {readable(need.temporary_bytes)} (logits and gradients of activations are in "
+        "it), and what is saved"
+    )
+    if memory_bytes is None:
+        yield "            --gpu-memory GIB says what fits"
+        return
+    for name, cost in found.outlook.costs.items():
+        needed_bytes = need.with_saved(cost.peak_saved_bytes)
+        verdict = "fits" if found.fits(name) else "DOES NOT FIT"
+        yield f"            {_WORDS[name]}: {readable(needed_bytes)} of {readable(int(memory_bytes))}, {verdict}"
 
 
 def _about_peak(outlook: Outlook, staging_bytes: int) -> str:
@@ -201,29 +236,9 @@ def _about_peak(outlook: Outlook, staging_bytes: int) -> str:
         )
     name, nbytes = outlook.holder
     return (
-        f"offload moves it by {gain} only: {name} holds it (without what that saves it would be {gib(nbytes)} lower); "
-        f"the plan lowers it by {outlook.plan_gain:.0%}"
+        f"offload moves it by {gain} only: {name} holds it (without what that saves it would be {readable(nbytes)} "
+        f"lower); the plan lowers it by {outlook.plan_gain:.0%}"
     )
-
-
-def _about_length(found: Estimate) -> str:
-    lengths, note = found.all_lengths, f" ({found.length_note})" if found.length_note else ""
-    pays = found.pays_from
-    what = "the plan moves bytes and lowers the peak by a tenth or more within the limits"
-    if pays is None:
-        first, last = lengths[0][0], lengths[-1][0]
-        looked = f"not at {first}" if first == last else f"at no doubling from {first} to {last}"
-        return f"{looked}: {what}{_about_size(found)}{note}"
-    shorter = [length for length, _ in lengths if length < pays]
-    return f"from {pays} on {what}{f', at {max(shorter)} not' if shorter else ''}{note}"
-
-
-def _about_size(found: Estimate) -> str:
-    staging_bytes = found.training.offload.io.staging_bytes
-    too_long = [length for length, one in found.all_lengths if one.too_large_bytes > one.need.moved_bytes / 2]
-    if not too_long:
-        return ""
-    return f"; from {min(too_long)} on most storages are larger than io.staging_bytes ({staging_bytes}), and stay"
 
 
 def _about_wear(found: Estimate) -> Iterator[str]:
@@ -236,8 +251,8 @@ def _about_wear(found: Estimate) -> Iterator[str]:
         if wear.life_days is not None:
             life = f"drives rated for {rated:g} TBW last {wear.life_days:.1f} days"
         yield (
-            f"SSD life    {_WORDS[name]}: {gib(wear.written_bytes_per_step)} a step, {wear.steps_per_day:,.0f} steps "
-            f"and {wear.written_bytes_per_day / 1e12:.1f} TB a day; {life}"
+            f"SSD life    {_WORDS[name]}: {readable(wear.written_bytes_per_step)} a step, "
+            f"{wear.steps_per_day:,.0f} steps and {wear.written_bytes_per_day / 1e12:.1f} TB a day; {life}"
         )
 
 
@@ -260,7 +275,7 @@ def assumptions(found: Estimate) -> Iterator[str]:
     )
     for one in sorted(found.run.attention):
         yield f"on {request.device}: {one.words}"
-    if found.run.runs_on == "cpu" and request.device == "cuda":
+    if found.run.runs_on == "cpu" and request.device == "cuda":  # under autocast
         yield "attention and norms are those of the CPU, which may save more than those of CUDA"
     if request.device == "cuda":
         yield "dropout saves a mask of one byte for each element, and RMS norm a factor for each row, as on CUDA"
@@ -273,20 +288,13 @@ def assumptions(found: Estimate) -> Iterator[str]:
 # ---- formats --------------------------------------------------------------------------------------------------------
 
 
-def gib(nbytes: float) -> str:
-    """Bytes to read."""
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes >= size:
-            return f"{nbytes / size:.2f} {unit}"
-    return f"{nbytes:.0f} B"
-
-
 def duration(seconds: float) -> str:
     """Seconds to read."""
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
-def _longer(part: float) -> str:
+def _longer(step_s: float, kept_step_s: float) -> str:
+    part = step_s / kept_step_s - 1 if kept_step_s else 0.0
     return f"{part:.1%}" if part < 10 else f"{part:,.0f} times"
 
 

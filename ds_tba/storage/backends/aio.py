@@ -7,8 +7,11 @@ accelerator or locked by itself (``deepspeed_cpu_op.cpp``), so without a GPU sta
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,14 @@ from ds_tba.errors import BackendUnavailableError
 from ds_tba.storage.backends.base import IoBackend, IoHandle
 from ds_tba.storage.backends.posix import PosixHandle
 
+logger = logging.getLogger(__name__)
+
 OP = "async_io"
+NEEDED_OPS = (OP, "pin_memory")
+# A build that has not written a file for so long was killed: no file of these ops takes that long to compile.
+ABANDONED_AFTER_S = 900.0
+# A rank that only loads what is built holds the lock for less.
+LOADING_S = 3.0
 _COMPLETED = 1  # what the op returns for one request; -1 where it did not begin, never an error of the drive
 
 
@@ -128,16 +138,58 @@ class _AioHandle(IoHandle):
 
 def is_built(op: str = OP) -> bool:
     """Whether an op was built before, with DeepSpeed's installation or just in time, so that loading takes seconds."""
-    from deepspeed.git_version_info import installed_ops
-
-    if installed_ops.get(op):
+    if _is_installed(op):
         return True
     return any((directory / f"{op}.so").is_file() for directory in _build_directories(op))
 
 
 def build_locks() -> list[Path]:
     """Lock files of builds under way, or of builds that were killed: for the latter everyone waits for ever."""
-    return [one / "lock" for op in (OP, "pin_memory") for one in _build_directories(op) if (one / "lock").exists()]
+    just_in_time = [op for op in NEEDED_OPS if not _is_installed(op)]
+    return [one / "lock" for op in just_in_time for one in _build_directories(op) if (one / "lock").exists()]
+
+
+def abandoned_build() -> str | None:
+    """The lock of a build that was killed, for which the op's loading would wait, and the repair; None without one."""
+    for lock in build_locks():
+        quiet_s = _unchanged_s(lock.parent)
+        if quiet_s > ABANDONED_AFTER_S:
+            return (
+                f"a build of DeepSpeed's aio op seems to have been killed, and its lock would be waited for for ever: "
+                f"{lock} is there, and nothing beside it has changed for {quiet_s / 60:.0f} minutes. Delete it if no "
+                "other process is building"
+            )
+    return None
+
+
+def _warn_of_build() -> None:
+    """Say what loading is about to wait for, unless that is another rank's loading."""
+    while (locks := build_locks()) and max(map(_unchanged_s, locks)) < LOADING_S:
+        time.sleep(0.1)
+    for lock in locks:
+        logger.warning(
+            "%s has been there for %.0f s: another process builds DeepSpeed's aio op, and this one waits. If none "
+            "is building, a build was killed: delete that file",
+            lock,
+            _unchanged_s(lock),
+        )
+
+
+def _unchanged_s(path: Path) -> float:
+    """Seconds since a file, or the newest one in a directory, was written."""
+    written = []
+    for file in path.iterdir() if path.is_dir() else [path]:
+        with suppress(FileNotFoundError):  # a build makes and removes files
+            written.append(file.stat().st_mtime)
+    now = time.time()
+    return now - max(written, default=now)
+
+
+def _is_installed(op: str) -> bool:
+    """Whether the op came with DeepSpeed's installation, so that nothing is built nor locked."""
+    from deepspeed.git_version_info import installed_ops
+
+    return bool(installed_ops.get(op))
 
 
 def _build_directories(op: str) -> list[Path]:
@@ -176,6 +228,7 @@ def _load_op() -> Any:
     )
     if not _installed_or_compatible(builder):
         raise BackendUnavailableError(f"io.backend aio: DeepSpeed's {OP} op cannot be built here. {repair}.")
+    _warn_of_build()
     try:
         return builder.load(verbose=False)
     except (RuntimeError, ImportError, OSError) as error:

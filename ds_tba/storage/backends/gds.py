@@ -9,7 +9,7 @@ References are to ``csrc/gds/py_lib`` of DeepSpeed 0.19.8. What stands in the wa
   also points ``CUFILE_ENV_PATH_JSON`` at the literal name ``$PWD/local_cufile.json``, which cuFile does not find: only
   ``/etc/cufile.json`` counts.
 - Memory is found by the nearest registered address below it, so memory beside staging is registered for its transfer.
-- cuFile wants a name on disk for each transfer (``io/names.py``), so that the swap file has one as long as its handles
+- cuFile wants a name on disk for each transfer (``names.py``), so that the swap file has one as long as its handles
   are open, also beyond a process that was killed: the next run takes that file away.
 - Short transfers are not seen, except by ``io.integrity``.
 """
@@ -32,10 +32,9 @@ import torch
 from ds_tba.config import IO_ALIGNMENT_BYTES, AioConfig
 from ds_tba.device.memory import aligned_memory
 from ds_tba.errors import BackendUnavailableError, TransferError
-from ds_tba.io.cuda import driver_obstacle, move_cufile_log
 from ds_tba.storage.backends import aio
 from ds_tba.storage.backends.base import IoBackend, IoHandle
-from ds_tba.storage.backends.cufile import Shared, lasting_name, named
+from ds_tba.storage.backends.cufile import Shared, driver_obstacle, lasting_name, move_cufile_log, named
 
 OP = "gds"
 PROOF_LIMIT_S = 120.0
@@ -43,7 +42,7 @@ BUILD_LIMIT_S = 1800.0
 LONGEST_REQUEST_BYTES = 16 << 20  # a few milliseconds without the GIL
 _PROVEN = "ds_tba: gds wrote and read every directory"
 _INSTEAD = 'set "io": {"backend": "kvikio"}, "aio" or "posix", or leave it out'
-_PROOF = "import sys; sys.path.append(sys.argv[1]); from ds_tba.io import gds; gds.main(sys.argv[2])"
+_PROOF = "import sys; sys.path.append(sys.argv[1]); from ds_tba.storage.backends import gds; gds.main(sys.argv[2])"
 
 
 class GdsBackend(IoBackend):

@@ -1,7 +1,7 @@
 """NVIDIA's kvikio: from device memory straight to the file where GPUDirect Storage is, else through host memory.
 
 References are to kvikio 26.10. It opens files by path, so the swap file is given as ``/proc/self/fd/N``; cuFile wants a
-real name (``io/names.py``), which a file can be given once, so that the lanes share one ``CuFile``. The thread pool is
+real name (``names.py``), which a file can be given once, so that the lanes share one ``CuFile``. The thread pool is
 one for the process, first in first out: a request of host memory is cut short, so that a read never waits behind more
 than a few tasks of each writing lane. A request of device memory is not: each one first waits for the default stream
 (``sync_default_stream`` in ``file_handle.hpp``, which Python cannot turn off).
@@ -18,21 +18,19 @@ from typing import Any
 import torch
 from packaging.version import Version
 
-from ds_tba.autograd.tensors import host_view
 from ds_tba.config import IO_ALIGNMENT_BYTES
-from ds_tba.device.memory import aligned_memory, huge_page_memory
+from ds_tba.device.memory import aligned_memory, host_view, huge_page_memory
 from ds_tba.errors import BackendUnavailableError, TransferError
-from ds_tba.io.cuda import driver_obstacle, imported, move_cufile_log
 from ds_tba.storage.backends.base import IoBackend, IoHandle
-from ds_tba.storage.backends.cufile import Shared, named
+from ds_tba.storage.backends.cufile import Shared, driver_obstacle, imported, move_cufile_log, named
 
 logger = logging.getLogger(__name__)
 
 # The first whose future ends only when every task has left the buffer, also after an error (parallel_operation.hpp).
-LEAST_VERSION = Version("26.10")
+MIN_VERSION = Version("26.10")
 TASK_BYTES = 4 << 20
-LEAST_THREADS = 4  # measured to reach fio's rate
-HOST_REQUEST_BYTES = LEAST_THREADS * TASK_BYTES
+MIN_THREADS = 4  # measured to reach fio's rate
+HOST_REQUEST_BYTES = MIN_THREADS * TASK_BYTES
 _EXPANDABLE = re.compile(r"expandable_segments\s*:\s*true", re.IGNORECASE)
 _ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _INSTEAD = 'set "io": {"backend": "aio"} or "posix", or leave it out'
@@ -74,7 +72,7 @@ class KvikioBackend(IoBackend):
             {
                 # Never AUTO, which falls back for each file by itself and says nothing.
                 "compat_mode": modes.OFF if self.stages_on_device else modes.ON,
-                "num_threads": max(LEAST_THREADS, lanes, defaults.get("num_threads")),
+                "num_threads": max(MIN_THREADS, lanes, defaults.get("num_threads")),
                 "task_size": TASK_BYTES,
                 "auto_direct_io_read": True,
                 "auto_direct_io_write": True,
@@ -169,8 +167,8 @@ def obstacle() -> str | None:
         return f"kvikio is installed but does not load ({' '.join(str(error).split())}): install it anew"
     if kvikio is None:
         return 'kvikio is not installed: pip install "ds_tba[gds]"'
-    if Version(kvikio.__version__) < LEAST_VERSION:
-        return f'kvikio {kvikio.__version__} is older than {LEAST_VERSION}: pip install -U "ds_tba[gds]"'
+    if Version(kvikio.__version__) < MIN_VERSION:
+        return f'kvikio {kvikio.__version__} is older than {MIN_VERSION}: pip install -U "ds_tba[gds]"'
     return None
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ds_tba.autograd.tensors import host_view
-from ds_tba.device.memory import huge_page_memory
+from ds_tba.config import IO_ALIGNMENT_BYTES
+from ds_tba.device.memory import host_view, huge_page_memory
 from ds_tba.errors import TransferError
 from ds_tba.storage.backends.base import IoBackend, IoHandle
 
@@ -21,7 +21,7 @@ class PosixBackend(IoBackend):
     """The backend without dependencies: one blocking call per transfer, from as many threads as there are lanes."""
 
     name = "posix"
-    alignment_bytes = 4096
+    alignment_bytes = IO_ALIGNMENT_BYTES
     block_bytes = 1 << 20
 
     def open_handle(self, fd: int) -> IoHandle:

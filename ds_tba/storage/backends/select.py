@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import resource
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from ds_tba.storage.backends.base import IoBackend
 from ds_tba.storage.backends.gds import GdsBackend
 from ds_tba.storage.backends.kvikio import KvikioBackend
 from ds_tba.storage.backends.posix import PosixBackend
+
+logger = logging.getLogger(__name__)
 
 SPARE_DESCRIPTORS = 32  # for what else opens files later: the report, the data loader, libraries
 
@@ -48,6 +51,11 @@ def select_backend(
 
 def _select(config: OffloadConfig, aio_config: AioConfig, zero_uses_nvme: bool, pinned: bool, device: str) -> Selection:
     obstacle = _aio_obstacle(config, aio_config, pinned)
+    if zero_uses_nvme or config.io.backend in (None, "aio"):
+        abandoned = aio.abandoned_build()
+        if abandoned is not None and zero_uses_nvme:
+            logger.warning("ZeRO's NVMe offload needs DeepSpeed's aio op, and will wait for ever: %s", abandoned)
+        obstacle = obstacle or abandoned
     if config.io.backend is not None:
         backend = _named(config, aio_config, obstacle, device)
         return Selection(backend, "; ".join(filter(None, ["named in io.backend", backend.remark])))
@@ -89,9 +97,9 @@ def _open_descriptors(limit: int) -> int:
 
 def _aio_obstacle(config: OffloadConfig, aio_config: AioConfig, pinned: bool) -> str | None:
     """A limit of this process or machine that aio would run into, with the repair; None if there is none."""
-    if not (pinned or can_lock(config.io.staging_bytes)):
+    if not (pinned or can_lock(config.io.ring_bytes)):
         return (
-            f"aio locks io.staging_bytes ({config.io.staging_bytes} bytes) in memory, above this process's limit: "
+            f"aio locks io.staging_bytes ({config.io.ring_bytes} bytes) in memory, above this process's limit: "
             "raise it (ulimit -l unlimited) or lower io.staging_bytes"
         )
     needed = aio.requests_needed(aio_config, _lanes(config))
@@ -109,7 +117,7 @@ def _named(config: OffloadConfig, aio_config: AioConfig, obstacle: str | None, d
         case "kvikio":
             return KvikioBackend(_lanes(config), device)
         case "gds":
-            return GdsBackend(aio_config, config.nvme_paths, config.io.staging_bytes, device)
+            return GdsBackend(aio_config, config.nvme_paths, config.io.ring_bytes, device)
         case "aio" if obstacle is not None:
             raise BackendUnavailableError(f'io.backend: {obstacle}, or set "backend": "posix".')
         case "aio":

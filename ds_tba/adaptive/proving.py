@@ -1,0 +1,115 @@
+"""Has the blocks of a model proven fit to be recomputed: the same blocks, in the same steps, on every rank.
+
+Knows blocks and ranks; does not know how a block is proven.
+
+[Note: The course] Blocks are watched in the first step, and those that left no trace on any rank are tried in the next;
+what a first forward has set up is forgiven, so there may be another such pair of steps. It ends when every block is
+proven or left out on all ranks, and begins again before a new plan if passes of another kind have come by then.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from ds_tba.adaptive.ranks import Agreement
+from ds_tba.autograd.blocks import Block, Blocks
+
+logger = logging.getLogger(__name__)
+
+MAX_STEPS = 5
+_NO_TRIAL = f"in {MAX_STEPS} steps backward did not come to it, or ranks gave it arguments of other kinds"
+
+
+@dataclass(frozen=True, slots=True)
+class _Finding:
+    """What one rank knows of one block."""
+
+    untried: frozenset[str]
+    obstacle: str | None
+    is_settled: bool
+
+
+class Proving:
+    """The steps in which blocks are watched and tried.
+
+    Args:
+        agreement: the ranks; all of them call the same methods at the same steps.
+
+    Attributes:
+        is_running: whether this step is one of them; the same on all ranks.
+    """
+
+    def __init__(self, blocks: Blocks, agreement: Agreement) -> None:
+        self._blocks = blocks
+        self._agreement = agreement
+        self._steps = 0
+        self._told: set[str] = set()
+        self.is_running = bool(blocks.all)
+
+    def begin(self) -> bool:
+        """Whether passes have come since that are to be proven; the next steps do so. A collective."""
+        self._steps = 0
+        self.is_running = bool(self._blocks.all)
+        self.end_step()
+        return self.is_running
+
+    def end_step(self) -> None:
+        """The optimizer has stepped. A collective while this is running."""
+        if self.is_running:
+            self._steps += 1
+            self._blocks.end_trials()
+            self._agree()
+        if self._agreement.rank == 0 or not self.is_running:
+            self._tell()
+
+    def unproven(self) -> list[dict[str, str]]:
+        """For the report: the blocks that are left out, with the reason."""
+        return [
+            {"path": block.path, "reason": self._blocks.obstacle(block) or ""}
+            for block in self._blocks.all
+            if self._blocks.is_settled(block)
+        ]
+
+    def _agree(self) -> None:
+        """What all ranks try next; what one leaves out, all do."""
+        blocks = self._blocks
+        mine = [
+            _Finding(blocks.untried(block), blocks.obstacle(block), blocks.is_settled(block)) for block in blocks.all
+        ]
+        of_ranks: list[list[_Finding]] = self._agreement.all_gather(mine)
+        to_try, is_waiting = set(), False
+        for block, findings in zip(blocks.all, zip(*of_ranks, strict=True), strict=True):
+            settled = next((rank for rank, one in enumerate(findings) if one.is_settled), None)
+            if settled is not None:
+                self._leave_out(block, settled, findings[settled].obstacle or "")
+            elif any(one.obstacle is not None or one.untried != findings[0].untried for one in findings):
+                is_waiting = True
+            elif findings[0].untried:
+                to_try.add(block.path)
+        blocks.to_try = frozenset(to_try)
+        if self._steps >= MAX_STEPS:
+            self._give_up()
+        self.is_running = self._steps < MAX_STEPS and (bool(to_try) or is_waiting)
+
+    def _leave_out(self, block: Block, rank: int, obstacle: str) -> None:
+        own = self._agreement.size == 1 or obstacle.startswith("on rank")
+        self._blocks.settle(block, obstacle if own else f"on rank {rank} {obstacle}")
+
+    def _give_up(self) -> None:
+        self._blocks.to_try = frozenset()
+        for block in self._blocks.all:
+            obstacle = self._blocks.obstacle(block)
+            if obstacle is not None or self._blocks.untried(block):
+                self._blocks.settle(block, obstacle or _NO_TRIAL)
+
+    def _tell(self) -> None:
+        """One line for each new reason."""
+        of_reason: dict[str, list[str]] = {}
+        for one in self.unproven():
+            of_reason.setdefault(one["reason"], []).append(one["path"])
+        for reason, paths in of_reason.items():
+            if reason not in self._told:
+                self._told.add(reason)
+                others = f" and {len(paths) - 1} more blocks are" if len(paths) > 1 else " is"
+                logger.warning("%s%s not recomputed: %s", paths[0], others, reason)

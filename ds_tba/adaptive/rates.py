@@ -1,0 +1,220 @@
+"""The rates of this machine as a plan needs them: of the copies as last measured, of the drives as they are now.
+
+They are what this rank got: ranks that share drives have to measure at the same time.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+from ds_tba.device.accelerator import Accelerator, Copies, pins_memory
+from ds_tba.device.memory import huge_page_memory
+from ds_tba.errors import StateError
+from ds_tba.planner.trace import PathRates, Resources
+from ds_tba.storage.nvme import NvmeStore
+from ds_tba.storage.staging import wait_for_stream
+from ds_tba.storage.swap_path import SwapPath
+from ds_tba.telemetry.bandwidth import KindMeter
+
+# What copies by an engine of their own take of the kernels, as a part of the copies' time: the link has about so much
+# of a device memory's bandwidth.
+LINK_FRACTION = 0.02
+# Of so many steps the median tells what copies take.
+SEEN_STEPS = 5
+# Of a run: so much may be spent on measuring drives that nothing is moved to.
+MEASURING_FRACTION = 0.01
+
+
+class Rates:
+    """What can be moved by a store and its device. Call :meth:`measure` before anything else.
+
+    [Note: What moving takes of the kernels] On a device the lanes and the copy engine work beside the kernels, and take
+    next to nothing from them. On a CPU they share processor and memory: there a byte's write and read are taken to cost
+    the kernels as much time as they took of the processor when they were measured alone, until steps have shown what it
+    is (``calibration.py``).
+
+    Args:
+        store: None where nothing goes to NVMe.
+        accelerator: the device.
+        staging_bytes: bound of what is between device and file.
+    """
+
+    def __init__(self, store: NvmeStore | None, accelerator: Accelerator, staging_bytes: int) -> None:
+        self._store = store
+        self._accelerator = accelerator
+        self._staging_bytes = staging_bytes
+        self.copies = CopyRates(math.inf, math.inf)
+        self._compute_s_per_byte = 0.0
+        self._seen_bytes_per_s: deque[float] = deque(maxlen=SEEN_STEPS)
+        self._moved_until = 0
+        self._measured_at_s = self._measuring_s = 0.0
+
+    def measure(self) -> None:
+        """Measure drives and copies; blocks for a moment.
+
+        Raises:
+            PathError: a write or a read failed.
+        """
+        started_s = time.monotonic()
+        if self._store is not None:
+            began_s, before = time.process_time(), self._moved_bytes()
+            self._store.measure()
+            moved_bytes = self._moved_bytes() - before
+            if moved_bytes and self._accelerator.is_synchronized_device():
+                # Either way was counted; a storage goes both.
+                self._compute_s_per_byte = 2 * (time.process_time() - began_s) / moved_bytes
+        self.copies = self._measure_copies()
+        self._moved_until = self._moved_bytes()
+        self._measured_at_s = time.monotonic()
+        self._measuring_s = self._measured_at_s - started_s
+
+    @property
+    def compute_error_s_per_byte(self) -> float:
+        """How far ``compute_s_per_byte`` may be off. See [Note: What moving takes of the kernels]."""
+        return self._compute_s_per_byte + LINK_FRACTION / self.copies.out_bytes_per_s
+
+    def note_copies(self, nbytes: int, took_s: float) -> None:
+        """On a CPU, what copies took of steps: there they find colder caches than where they are measured alone."""
+        if self._accelerator.is_synchronized_device() and nbytes and took_s > 0:
+            self._seen_bytes_per_s.append(nbytes / took_s)
+
+    def should_measure(self) -> bool:
+        """Whether the rates may be out of date, because nothing was written or read since the last call.
+
+        Measuring takes ``MEASURING_FRACTION`` of a run at most.
+        """
+        before, self._moved_until = self._moved_until, self._moved_bytes()
+        is_affordable = (time.monotonic() - self._measured_at_s) * MEASURING_FRACTION >= self._measuring_s
+        return self._store is not None and self._moved_until == before and is_affordable
+
+    def resources(self) -> Resources:
+        """As it is now; a path that failed takes no more and is left out.
+
+        Raises:
+            StateError: a path was never measured and has moved nothing.
+        """
+        return Resources(
+            self._paths(),
+            min([self.copies.out_bytes_per_s, *([median(self._seen_bytes_per_s)] if self._seen_bytes_per_s else [])]),
+            self.copies.in_bytes_per_s,
+            self._staging_bytes,
+            is_synchronous=self._accelerator.is_synchronized_device(),
+            compute_s_per_byte=self._compute_s_per_byte,
+        )
+
+    def _moved_bytes(self) -> int:
+        """By the lanes, either way, since the beginning."""
+        if self._store is None:
+            return 0
+        with self._store.space.lock:
+            meters = [path.meter for path in self._store.paths]
+            return sum(meter.writes.moved_bytes + meter.reads.moved_bytes for meter in meters)
+
+    def _paths(self) -> tuple[PathRates, ...]:
+        if self._store is None:
+            return ()
+        with self._store.space.lock:
+            return tuple(path_rates(path) for path in self._store.paths if path.failure is None)
+
+    def _measure_copies(self) -> CopyRates:
+        with self._staged() as staged:
+            return measure_copies(self._accelerator, staged)
+
+    @contextmanager
+    def _staged(self) -> Iterator[torch.Tensor]:
+        """Memory that copies go through: of the ring where there is one, else pinned as the host tier's is."""
+        nbytes = min(COPY_BYTES, self._staging_bytes)
+        slot = None
+        if self._store is not None:
+            with self._store.space.lock:
+                slot = self._store.ring.slots.allocate(nbytes)
+        if self._store is None or slot is None:
+            if pins_memory(self._accelerator):
+                yield self._accelerator.pin_memory(torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
+            else:
+                yield huge_page_memory(nbytes)
+            return
+        try:
+            yield self._store.ring.view(slot)
+        finally:
+            with self._store.space.lock:
+                self._store.ring.slots.free(slot)
+                self._store.space.changed.notify_all()
+
+
+def path_rates(path: SwapPath) -> PathRates:
+    """The rates of a path. Call it under the store's lock.
+
+    Raises:
+        StateError: one kind was never measured.
+    """
+    write, write_beside = _of_kind(path, path.meter.writes)
+    read, read_beside = _of_kind(path, path.meter.reads)
+    return PathRates(write, read, write_beside, read_beside)
+
+
+def _of_kind(path: SwapPath, kind: KindMeter) -> tuple[float, float]:
+    alone = kind.alone if kind.alone.is_known else kind.beside
+    if not alone.is_known:
+        raise StateError(f"{path.file.directory} was not measured before a plan was asked for; this is a bug in ds_tba")
+    # What was not seen of late stays as it was, but nothing is faster for having company.
+    beside_bytes_per_s = min(kind.beside.bytes_per_s or alone.bytes_per_s, alone.bytes_per_s)
+    return alone.bytes_per_s, beside_bytes_per_s
+
+
+# How fast bytes go between device memory and staging, and back.
+
+
+COPY_BYTES = 16 << 20  # about the size of a storage
+TIMES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class CopyRates:
+    """Of one copy at a time, in bytes per second."""
+
+    out_bytes_per_s: float
+    in_bytes_per_s: float
+
+
+def measure_copies(
+    accelerator: Accelerator, staged: torch.Tensor, clock: Callable[[], float] = time.perf_counter
+) -> CopyRates:
+    """The best of a few copies each way, done as the stores do them; takes some tens of milliseconds.
+
+    Args:
+        staged: staging memory of the size to be copied; overwritten.
+        clock: seconds.
+    """
+    device = torch.device(accelerator.device_name())
+    data = accelerator.allocate(staged.numel(), device)
+    accelerator.copy(staged, data)  # or the first copy out would find pages that nobody has touched
+    wait_for_stream(accelerator)
+    copies = Copies(accelerator)
+
+    def copy_out() -> None:
+        copies.out(data, staged)
+        copies.finish()
+
+    def copy_in() -> None:
+        copies.into(staged, staged.numel(), device).wait()
+
+    out_s, in_s = _best_s(copy_out, clock), _best_s(copy_in, clock)
+    return CopyRates(staged.numel() / out_s, staged.numel() / in_s)
+
+
+def _best_s(copy: Callable[[], None], clock: Callable[[], float]) -> float:
+    took: list[float] = []
+    for _ in range(TIMES):
+        started_s = clock()
+        copy()
+        took.append(clock() - started_s)
+    return min(took)

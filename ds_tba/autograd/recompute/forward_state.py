@@ -1,0 +1,464 @@
+"""What a module's forward can read and change besides its tensors' values, by name, to be compared before and after.
+
+Knows modules, Python objects and random-number generators; does not know passes, nor what a difference means.
+
+[Note: What is looked at] Parameters and buffers; attributes of the module, of the modules inside and of their classes;
+objects in them, in containers and among the arguments; and what their methods refer to by name: closures, defaults,
+globals, classes, modules, a few calls deep. Of a tensor its identity, version and place are compared, and its bytes
+where it is small or where asked; of a generator its state; of a ``ContextVar`` its value; of anything else its content
+as far as Python shows it. Classes and functions of PyTorch, NumPy, DeepSpeed and the standard library are not looked
+into; nor are objects of PyTorch and DeepSpeed. Objects of the standard library are, but for those without state.
+
+[Note: No user code] What a class of the user's says about its length, its items or its attributes is not asked: content
+is read as the built-in class that is below it has it. Where reading raises all the same, the state is unreadable.
+
+[Note: What is not] Modules know whether they train, and recomputing restores that. What ZeRO notes at a module is its
+own business; hooks of the whole block do not run again. PyTorch's default generators are restored by recomputing.
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+import threading
+import types
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+from torch.nn.modules import module as module_hooks
+
+from ds_tba.autograd.recompute.content_mark import content_mark, tensor_mark
+from ds_tba.autograd.recompute.process_state import Held, settings
+
+State = Mapping[str, Any]
+
+# A state of more values than this is not compared: reading it would take longer than a block's forward.
+MAX_VALUES = 20_000
+# Calls that are followed from a method to what other functions refer to.
+MAX_CALLS = 3
+# Calls after which a class that is named is looked at for its values, and no more for its methods.
+_MAX_CALLS_TO_METHODS = 2
+# Modules in modules that are followed, as in ``package.module.name``.
+MAX_MODULES = 3
+
+_LIBRARIES = sys.stdlib_module_names | {"ds_tba", "deepspeed", "numpy", "torch", "triton"}
+
+# Modules of the standard library whose objects hold no state of a forward.
+_STATELESS = frozenset(
+    {"_abc", "abc", "ast", "asyncio", "builtins", "concurrent", "contextvars", "_contextvars", "datetime", "decimal",
+     "enum", "fractions", "importlib", "inspect", "_frozen_importlib", "_frozen_importlib_external", "ipaddress",
+     "logging", "_operator", "operator", "pathlib", "re", "_sre", "_thread", "typing", "uuid", "warnings", "zoneinfo"}
+)  # fmt: skip
+# Modules of the standard library whose classes without ``__dict__`` hold no state, or are read in another way.
+_WITHOUT_DICT = frozenset({"_collections", "_functools", "_weakref", "collections", "functools", "types", "weakref"})
+
+_PLAIN = frozenset(
+    {type(None), bool, int, str, bytes, torch.dtype, torch.device, torch.memory_format, torch.layout}
+)  # fmt: skip
+_CONTAINERS = (list, tuple, set, frozenset, deque)
+# Of a tensor's attributes, those that are looked at; not what DeepSpeed, torch.compile and we note there.
+_VALUES = frozenset({*_PLAIN, *_CONTAINERS, float, complex, dict})
+_OF_TENSORS_BY_FRAMEWORKS = ("ds_", "_ds_", "_z3_", "_dynamo_")
+# Py_TPFLAGS_HEAPTYPE of CPython: set for every class that is made while Python runs.
+_HEAP_TYPE = 1 << 9
+_METHODS = (types.FunctionType, staticmethod, classmethod, property)
+_WITHOUT_ATTRIBUTES = frozenset({*_CONTAINERS, dict, types.MappingProxyType, types.BuiltinFunctionType})
+# Methods that do not run in a forward, unless it makes an object of the class.
+_OF_MAKING = frozenset({"__init__", "__new__", "__post_init__"})
+_NEVER_RUN = frozenset({"__init_subclass__", "__class_getitem__", "__repr__", "__str__", "__reduce__", "__reduce_ex__",
+                        "__getstate__", "__setstate__", "__del__", "__deepcopy__", "__copy__"})  # fmt: skip
+
+# Of a module's own attributes, those that every module has; what is in _parameters, _buffers and _modules is looked at.
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
+# What DeepSpeed notes at modules while forward and backward run.
+_OF_FRAMEWORKS = frozenset(
+    {"applied_pre_backward_ref_cnt", "pre_bwd_fn", "post_bwd_fn", "all_parameters", "_external_params",
+     "_original_parameters", "to_empty"}
+)  # fmt: skip
+
+
+class StateReader:
+    """Reads the state of one module again and again.
+
+    Args:
+        forward: the module's, as it is without us.
+
+    Attributes:
+        is_compiled: whether something compiled by ``torch.compile`` was found.
+    """
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self._module = module
+        self._forward = forward
+        self._names: dict[types.CodeType, tuple[str, ...]] = {}
+        self.is_compiled = False
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Of the module."""
+        return list(self._module.parameters())
+
+    def read(self, arguments: Sequence[Any] = (), *, with_bytes: bool = False) -> State:
+        """The state now.
+
+        Args:
+            arguments: objects among the arguments that are neither tensors nor containers of them.
+            with_bytes: read the bytes of tensors, too, which takes as long as a pass over them.
+
+        Raises:
+            UnreadableError: nobody could tell whether it changes.
+        """
+        walk = _Walk(self._names, with_bytes=with_bytes)
+        walk.add("", self._module, 0)
+        walk.add("forward", self._forward, 0)
+        for argument in arguments:
+            walk.add(f"{_ARGUMENT}{type(argument).__name__}", argument, 0)
+        walk.add("hooks before every module", _not_ours(module_hooks._global_forward_pre_hooks), 0)
+        walk.add("hooks after every module", _not_ours(module_hooks._global_forward_hooks), 0)
+        walk.run()
+        walk.found[_SETTINGS_NAME] = settings()
+        self.is_compiled = self.is_compiled or walk.is_compiled
+        return walk.found
+
+    def changed_since(self, before: State, arguments: Sequence[Any] = (), *, with_bytes: bool = False) -> str | None:
+        """What is not as it was, in words; None if everything is."""
+        try:
+            return changed_name(before, self.read(arguments, with_bytes=with_bytes))
+        except UnreadableError as error:
+            return str(error)
+
+
+class UnreadableError(Exception):
+    """A state that cannot be compared, and why; never leaves the package."""
+
+
+def changed_name(before: State, after: State) -> str | None:
+    """One value in which two states differ, in words that go after "changes"."""
+    if before == after:
+        return None
+    name = next((name for name in (*before, *after) if before.get(name, _NONE) != after.get(name, _NONE)), "state")
+    if name == _SETTINGS_NAME:
+        return name
+    return f"its {name}" if name.startswith(_ARGUMENT) else f"its {name!r}"
+
+
+_NONE = object()
+_ARGUMENT = "argument of class "
+_SETTINGS_NAME = "a global setting of PyTorch"
+
+
+class _Walk:
+    """One reading of a state."""
+
+    def __init__(self, names: dict[types.CodeType, tuple[str, ...]], *, with_bytes: bool) -> None:
+        self._names = names
+        self._with_bytes = with_bytes
+        self._to_do: deque[tuple[str, Any, int]] = deque()
+        self._seen: dict[int, str] = {}
+        self._held: list[Any] = []  # what was seen: no other object may get its id
+        self.found: dict[str, Any] = {}
+        self.is_compiled = False
+
+    def add(self, name: str, value: Any, calls: int) -> None:
+        self._to_do.append((name, value, calls))
+
+    def run(self) -> None:
+        while self._to_do:
+            name, value, calls = self._to_do.popleft()
+            while name in self.found:
+                name += "'"
+            try:
+                self._one(name, value, calls)
+            except UnreadableError:
+                raise
+            except Exception as error:  # objects of the user's may raise anything when they are looked at
+                raise UnreadableError(f"{name!r}, which cannot be read ({type(error).__name__})") from error
+            if len(self.found) > MAX_VALUES:
+                raise UnreadableError(f"more than {MAX_VALUES} values, too many to compare")
+
+    def _one(self, name: str, value: Any, calls: int) -> None:
+        if type(value) in _PLAIN:
+            self.found[name] = type(value), value
+        elif type(value) in (float, complex):
+            self.found[name] = repr(value)  # tells zeros by their signs, and not-a-number is itself
+        elif isinstance(value, torch.Tensor):
+            self.found[name] = tensor_mark(value, with_bytes=self._with_bytes)
+            self._attributes_of_tensor(name, value, calls)
+        elif id(value) in self._seen:
+            self.found[name] = ("as", self._seen[id(value)])
+        else:
+            self._seen[id(value)] = name
+            self._held.append(value)
+            self._read(name, value, calls)
+
+    def _read(self, name: str, value: Any, calls: int) -> None:
+        if isinstance(value, type):
+            self._class(name, value, calls)
+        elif isinstance(value, nn.Module):
+            self._module(name, value, calls)
+        elif isinstance(value, (dict, types.MappingProxyType)):
+            self._dict(name, value, calls)
+        elif isinstance(value, _CONTAINERS):
+            self._sequence(name, value, calls)
+        elif isinstance(value, types.FunctionType):
+            self._function(name, value, calls)
+        elif isinstance(value, (types.MethodType, partial)):
+            self._bound(name, value, calls)
+        elif isinstance(value, property):
+            self._parts(name, (value.fget, value.fset, value.fdel), calls)
+        elif isinstance(value, (staticmethod, classmethod)):
+            self.add(name, value.__func__, calls)
+        elif isinstance(value, ContextVar):
+            self.add(f"{name} (a ContextVar)", value.get(None), calls)
+        elif isinstance(value, (enum.Enum, types.ModuleType)):
+            self.found[name] = Held(value)
+        elif type(value) is threading.local:
+            self.found[name] = Held(value)
+            self._attributes_of(name, value, calls)
+        elif isinstance(value, weakref.ref):
+            self.add(f"{name} (a weak reference)", value(), calls)
+        elif isinstance(value, numpy.ndarray) and value.dtype.hasobject:
+            self._sequence(name, numpy.ndarray.tolist(value.reshape(-1)), calls)
+        elif (mark := content_mark(value)) is not None:
+            self.found[name] = mark
+            if not _is_of_library(type(value)):
+                self._attributes_of(name, value, calls)
+        elif _is_of_library(type(value)):
+            self._library_object(name, value, calls)
+        else:
+            self._object(name, value, calls)
+
+    def _library_object(self, name: str, value: Any, calls: int) -> None:
+        """Content where there may be state, or else identity."""
+        self.found[name] = Held(value)
+        if isinstance(value, Iterator):
+            raise UnreadableError(f"{name!r}, an iterator whose place cannot be compared")
+        owner = getattr(value, "__self__", None)
+        if owner is not None and not isinstance(owner, (type, types.ModuleType)):
+            self.add(f"{name} (a method)", owner, calls)  # a method that is not written in Python
+        root = _root_of(type(value))
+        if root not in sys.stdlib_module_names or root in _STATELESS:
+            return
+        if not hasattr(value, "__dict__") and root not in _WITHOUT_DICT and not _has_members(type(value)):
+            raise UnreadableError(f"{name!r}, of the class {root}.{type(value).__name__}, which shows no content")
+        self._attributes_of(name, value, calls)
+
+    # ---- one kind each ------------------------------------------------------------------------------------------
+
+    def _module(self, name: str, module: nn.Module, calls: int) -> None:
+        self.is_compiled = self.is_compiled or _is_compiled(module)
+        for tensors in (module._parameters, module._buffers):
+            for key, tensor in tensors.items():
+                self.add(_dotted(name, key), tensor, calls)
+        for key, child in module._modules.items():
+            self.add(_dotted(name, key), child, calls)
+        if _is_wrapper_of_compiled(module):
+            return
+        if name:  # those of the whole block run once, outside of its forward
+            for key in ("_forward_pre_hooks", "_forward_hooks"):
+                self.add(_dotted(name, key), getattr(module, key), calls)
+        for key, value in vars(module).items():
+            if key == "forward" and (not name or _is_of_library(type(value))):
+                continue  # the block's own is read by itself; ours is none of its state
+            if key not in _OF_EVERY_MODULE and key not in _OF_FRAMEWORKS and not key.startswith("ds_"):
+                self.add(_dotted(name, key), value, calls)
+        self._class_of(name, module, calls)
+
+    def _object(self, name: str, value: Any, calls: int) -> None:
+        self.found[name] = type(value).__qualname__
+        self._attributes_of(name, value, calls)
+        self._class_of(name, value, calls + 1)
+
+    def _class_of(self, name: str, value: Any, calls: int) -> None:
+        for one in type(value).__mro__:
+            if id(one) not in self._seen and not _is_of_library(one):
+                self._seen[id(one)] = name
+                self._namespace(one, calls)
+
+    def _class(self, name: str, value: type, calls: int) -> None:
+        """One that is referred to by name: a forward may read and set its attributes, and make objects of it."""
+        self.found[name] = Held(value)
+        if isinstance(value, enum.EnumMeta):
+            return
+        for one in value.__mro__:
+            if (one is value or id(one) not in self._seen) and not _is_of_library(one):
+                self._seen[id(one)] = name
+                self._namespace(one, calls + 1, is_making=True)
+
+    def _namespace(self, one: type, calls: int, *, is_making: bool = False) -> None:
+        for key, inside in list(vars(one).items()):
+            is_special = key.startswith("__") and key.endswith("__")
+            if is_special and not (isinstance(inside, types.FunctionType) and key not in _NEVER_RUN):
+                continue
+            if is_making and calls > _MAX_CALLS_TO_METHODS and isinstance(inside, _METHODS):
+                continue
+            if is_making or key not in _OF_MAKING:
+                self.add(f"{one.__name__}.{key}", inside, calls)
+
+    def _dict(self, name: str, value: Any, calls: int) -> None:
+        items = list(_items(value))
+        words = [key if type(key) in (str, int) else f"key {number}" for number, (key, _) in enumerate(items)]
+        self.found[name] = tuple(words)
+        for word, (key, inside) in zip(words, items, strict=True):
+            self.add(f"{name}[{word}]", inside, calls)
+            if type(key) not in (str, int):
+                self.add(f"{name}, {word}", key, calls)
+        self._attributes_of(name, value, calls)
+
+    def _sequence(self, name: str, value: Iterable[Any], calls: int) -> None:
+        inside = _values(value)
+        self.found[name] = len(inside)
+        for number, one in enumerate(inside):
+            self.add(f"{name}[{number}]", one, calls)
+        self._attributes_of(name, value, calls)
+
+    def _attributes_of(self, name: str, value: Any, calls: int) -> None:
+        for key, inside in _attributes(value):
+            self.add(_dotted(name, key), inside, calls)
+
+    def _attributes_of_tensor(self, name: str, tensor: torch.Tensor, calls: int) -> None:
+        """Values only: frameworks put their methods on parameters, too."""
+        for key, inside in vars(tensor).items():
+            if type(inside) in _VALUES and not key.startswith(_OF_TENSORS_BY_FRAMEWORKS):
+                self.add(_dotted(name, key), inside, calls)
+
+    def _bound(self, name: str, value: Any, calls: int) -> None:
+        if isinstance(value, partial):
+            self._parts(name, (value.func, value.args, value.keywords), calls)
+        else:
+            self._parts(name, (value.__func__, value.__self__), calls)
+
+    def _parts(self, name: str, parts: Iterable[Any], calls: int) -> None:
+        for part in parts:
+            self.add(name, part, calls)
+
+    def _function(self, name: str, function: types.FunctionType, calls: int) -> None:
+        original = getattr(function, "_torchdynamo_orig_callable", None)
+        if original is not None:
+            self.is_compiled = True
+            self.add(name, original, calls)
+            return
+        self.found[name] = Held(function)
+        if _is_of_library(function) or calls > MAX_CALLS:
+            return
+        for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+            if cell != types.CellType():  # an empty one has no content to ask for
+                self.add(_dotted(function.__name__, key), cell.cell_contents, calls + 1)
+        for key, value in (function.__kwdefaults__ or {}).items():
+            self.add(_dotted(function.__name__, key), value, calls + 1)
+        for number, value in enumerate(function.__defaults__ or ()):
+            self.add(f"{function.__name__}, default {number}", value, calls + 1)
+        for key, value in vars(function).items():
+            self.add(_dotted(function.__name__, key), value, calls + 1)
+        self._globals(function, calls)
+
+    def _globals(self, function: types.FunctionType, calls: int) -> None:
+        names = self._names.get(function.__code__)
+        if names is None:
+            names = self._names[function.__code__] = tuple(dict.fromkeys(_names_in(function.__code__)))
+        inside = function.__globals__
+        place, package = str(inside.get("__name__", "")), str(inside.get("__package__", ""))
+        if place.partition(".")[0] in _LIBRARIES:  # a wrapper that goes by the name of what it wraps
+            return
+        for key in names:
+            value = inside.get(key, _NONE)
+            if value is _NONE:  # imported inside the function
+                value = sys.modules.get(key) or sys.modules.get(f"{package}.{key}", _NONE)
+            if isinstance(value, types.ModuleType):
+                self._of_module(value, names, calls, MAX_MODULES)
+            elif value is not _NONE and not _is_library_class(value):
+                self.add(_dotted(place, key), value, calls + 1)
+
+    def _of_module(self, module: types.ModuleType, names: Sequence[str], calls: int, depth: int) -> None:
+        if module.__name__.partition(".")[0] in _LIBRARIES:
+            return
+        for key in names:
+            value = vars(module).get(key, _NONE)
+            if isinstance(value, types.ModuleType):
+                if depth > 1:
+                    self._of_module(value, names, calls, depth - 1)
+            elif value is not _NONE and not _is_library_class(value):
+                self.add(_dotted(module.__name__, key), value, calls + 1)
+
+
+def _not_ours(hooks: Mapping[int, Any]) -> list[Any]:
+    """Without those that record a micro-step, which come and go, and change nothing."""
+    return [hook for hook in hooks.values() if not str(getattr(hook, "__module__", "")).startswith("ds_tba.")]
+
+
+def _dotted(name: str, key: str) -> str:
+    return f"{name}.{key}" if name else key
+
+
+def _root_of(one: Any) -> str:
+    return str(getattr(one, "__module__", None) or "builtins").partition(".")[0]
+
+
+def _is_of_library(one: Any) -> bool:
+    return _root_of(one) in _LIBRARIES
+
+
+def _is_library_class(value: Any) -> bool:
+    return isinstance(value, type) and _is_of_library(value)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return module._compiled_call_impl is not None or _is_wrapper_of_compiled(module)
+
+
+def _is_wrapper_of_compiled(module: nn.Module) -> bool:
+    """Whether it is an ``OptimizedModule``, whose own attributes are the compiler's."""
+    return "dynamo_ctx" in vars(module) and "_orig_mod" in module._modules
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    """What a function refers to by name, with the functions that are written inside it."""
+    yield from code.co_names
+    for one in code.co_consts:
+        if isinstance(one, types.CodeType):
+            yield from _names_in(one)
+
+
+def _items(value: Any) -> Iterable[tuple[Any, Any]]:
+    """Of a dict, in its order; an ``OrderedDict`` keeps one that the dict below it does not know."""
+    if isinstance(value, OrderedDict):
+        return OrderedDict.items(value)
+    return dict.items(value) if isinstance(value, dict) else value.items()
+
+
+def _values(value: Any) -> list[Any]:
+    kind: Any = next(one for one in _CONTAINERS if isinstance(value, one))
+    return list(kind.__iter__(value))
+
+
+def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    if type(value) in _WITHOUT_ATTRIBUTES:
+        return
+    inside = getattr(value, "__dict__", None)
+    if isinstance(inside, dict):
+        yield from list(dict.items(inside))
+    for key, member in _members(type(value)):
+        try:
+            yield key, member.__get__(value)
+        except AttributeError:  # a slot that is empty
+            continue
+
+
+def _members(kind: type) -> Iterator[tuple[str, Any]]:
+    """Slots, by the names under which the class has them."""
+    for one in kind.__mro__:
+        if not one.__flags__ & _HEAP_TYPE:  # written in C, and without slots
+            continue
+        for key, member in vars(one).items():
+            if type(member) is types.MemberDescriptorType:
+                yield key, member
+
+
+def _has_members(kind: type) -> bool:
+    return next(_members(kind), None) is not None

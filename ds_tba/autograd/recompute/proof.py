@@ -1,0 +1,465 @@
+"""Whether a block's forward may run a second time: proven in the run, before that is relied on.
+
+Knows single passes; does not know models, ranks, nor who wants to know.
+
+[Note: Two proofs] First passes are *watched*: a forward that leaves a trace (``forward_state.py``), or whose state is
+changed by others until backward, is never run again. Then passes that left none are *tried*: they save as usual, and
+run inside a checkpoint, too, which is the one of a recomputation; when backward first wants something of the pass, it
+runs the forward again, to its end. Each tensor is compared with what was saved, which is what backward gets; and what
+the forward returns with digests of what it returned. What that holds is one block's activations, each until it is
+compared. The checkpoint's inputs are saved through the hooks around the pass,
+as those of a recomputation are; what is made again never reaches these hooks.
+
+[Note: Random numbers] A checkpoint puts PyTorch's default generators back. That does not help a forward which puts
+another state into them (``fork_rng``, the trackers of tensor-parallel training) or draws from a generator that is
+hidden, and whose second run would take numbers that the training has not drawn yet. So a trial begins with a run under
+a dispatch mode, which stops *before* an operation that would draw such numbers. It is not used in a forward of the
+training: PyTorch computes some operations in another way under a mode. Nor is it used where ``torch.compile`` is found
+inside, which must not run under one; there the bytes alone decide.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import CheckpointError, set_checkpoint_early_stop
+
+from ds_tba.autograd.recompute.checkpoint import (
+    CAN_RECOMPUTE,
+    Arguments,
+    RecomputedPass,
+    hooks_of_checkpoint,
+    innermost_hooks,
+)
+from ds_tba.autograd.recompute.comparison import LeavesTraceError, Outputs, RandomGuard, difference, outputs_of
+from ds_tba.autograd.recompute.content_mark import gradient_mark, hooks_of, version_of
+from ds_tba.autograd.recompute.forward_state import State, StateReader, UnreadableError
+from ds_tba.autograd.recompute.process_state import drawn_from, modes, python_chance, set_python_chance
+from ds_tba.autograd.tensors import VersionWitness
+from ds_tba.errors import IncompatibleError
+
+# Forwards whose passes are watched where the first one found something: it may have been what a first forward sets up.
+_ENOUGH = 2
+
+Kind = tuple[bool, frozenset[type]]
+"""Of a pass: whether the module trains, and the classes of the objects among its arguments and of PyTorch's modes."""
+
+
+def kind_of(module: nn.Module, arguments: Arguments) -> Kind:
+    """The kind of a pass; each is proven by itself."""
+    return module.training, frozenset(type(one) for one in (*arguments.others, *modes()))
+
+
+def name_of(kind: Kind) -> str:
+    """The same on every rank."""
+    training, classes = kind
+    return f"{'training' if training else 'evaluation'}({', '.join(sorted(one.__qualname__ for one in classes))})"
+
+
+# ---- what is known of a block ---------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Evidence:
+    """What the passes through one block have shown.
+
+    Attributes:
+        reader: of the block's state.
+        traceless: kinds of passes that left no trace.
+        proven: of those, kinds that gave the same bytes in a trial.
+        obstacle: why it cannot be run again, as far as is known.
+    """
+
+    reader: StateReader
+    traceless: set[Kind] = field(default_factory=set)
+    proven: set[Kind] = field(default_factory=set)
+    obstacle: str | None = None if CAN_RECOMPUTE else "PyTorch before 2.8 does not tell whose saved-tensor hooks are on"
+    _watches: int = 0 if CAN_RECOMPUTE else _ENOUGH
+    _trials: dict[Kind, Trial] = field(default_factory=dict)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the obstacle is there for good."""
+        return self.obstacle is not None and self._watches >= _ENOUGH
+
+    @property
+    def untried(self) -> set[Kind]:
+        """Kinds of passes that are to be tried."""
+        return self.traceless - self.proven if self.obstacle is None else set()
+
+    def is_to_be_watched(self, kind: Kind) -> bool:
+        """Whether a pass of that kind has something to show."""
+        return not self.is_settled and (self.obstacle is not None or kind not in self.traceless)
+
+    def is_to_be_tried(self, kind: Kind) -> bool:
+        """Whether it may be tried, which each kind is once in a step."""
+        return kind in self.untried and kind not in self._trials
+
+    def learn(self, watches: Sequence[Watch]) -> None:
+        """Take over what one forward of the model has shown."""
+        found = next((watch.obstacle for watch in watches if watch.obstacle is not None), None)
+        if not self.is_settled:
+            self.obstacle = found
+        self._watches += 1
+        if found is None:
+            self.traceless |= {watch.kind for watch in watches}
+
+    def note(self, obstacle: str) -> None:
+        """Found after the forward in which it was watched."""
+        if self.obstacle is None:
+            self.obstacle = obstacle
+
+    def settle(self, obstacle: str) -> None:
+        """For good, unless there is one already."""
+        if not self.is_settled:
+            self.obstacle, self._watches = obstacle, _ENOUGH
+
+    def begin_trial(self, kind: Kind, trial: Trial) -> None:
+        """A pass is tried in this step."""
+        self._trials[kind] = trial
+
+    def end_trials(self) -> None:
+        """The step is over: what was compared without a difference is proven."""
+        if self.obstacle is None:
+            self.proven |= {kind for kind, trial in self._trials.items() if trial.has_run}
+        self._trials.clear()
+
+
+# ---- a pass that is watched -----------------------------------------------------------------------------------------
+
+
+class Watch:
+    """What one pass shows about whether its forward could run again.
+
+    Args:
+        evidence: on the block.
+        arguments: of the pass.
+        kind: of the pass.
+
+    Attributes:
+        obstacle: what was found.
+    """
+
+    def __init__(self, evidence: Evidence, arguments: Arguments, kind: Kind) -> None:
+        self._evidence = evidence
+        self._others = arguments.others
+        self._inputs: list[VersionWitness] = []
+        self._state: State | None = None
+        self.kind = kind
+        self.obstacle: str | None = None
+
+    @contextmanager
+    def forward(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Around the pass in forward.
+
+        Args:
+            tensors: among its arguments.
+        """
+        reader = self._evidence.reader
+        try:
+            state = reader.read(self._others, with_bytes=True)
+        except UnreadableError as error:
+            self.obstacle = f"it refers to {error}"
+            yield
+            return
+        chance, versions = python_chance(), [version_of(one) for one in tensors]
+        touched = (*tensors, *reader.parameters())
+        hooks, gradients = [hooks_of(one) for one in touched], [gradient_mark(one) for one in touched]
+        yield
+        changed = reader.changed_since(state, self._others, with_bytes=True)
+        drawn = drawn_from(chance, python_chance())
+        if changed is not None:
+            self.obstacle = f"its forward changes {changed}"
+        elif drawn is not None:
+            self.obstacle = f"its forward draws numbers from {drawn}"
+        elif [version_of(one) for one in tensors] != versions:
+            self.obstacle = "its forward changes an input in place"
+        elif [hooks_of(one) for one in touched] != hooks:
+            self.obstacle = "its forward registers a hook on an input or a parameter"
+        elif [gradient_mark(one) for one in touched] != gradients:
+            self.obstacle = "its forward changes a gradient"
+        else:
+            self._state = state
+        self._inputs = [_witness(one) for one in tensors if _is_plain(one)]
+
+    def end_forward(self) -> None:
+        """The forward of the whole model is over."""
+        if self.obstacle is None and self._is_input_changed():
+            self.obstacle = "an input of it is changed in place later in the model's forward"
+
+    def backward(self) -> None:
+        """Backward first wants something of the pass."""
+        state, self._state = self._state, None
+        if state is None:
+            return
+        changed = self._evidence.reader.changed_since(state, self._others, with_bytes=True)
+        if changed is not None:
+            self.note(f"{changed} is changed between forward and backward")
+        elif self._is_input_changed():
+            self.note("an input of it is changed in place between forward and backward")
+
+    def note(self, obstacle: str) -> None:
+        """Something was found in backward."""
+        self.obstacle = self.obstacle or obstacle
+        self._evidence.note(obstacle)
+
+    def _is_input_changed(self) -> bool:
+        return any(one.current != one.version for one in self._inputs)
+
+
+def _witness(tensor: torch.Tensor) -> VersionWitness:
+    return VersionWitness(tensor, torch.empty(0, dtype=tensor.dtype, device=tensor.device))
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_inference()
+
+
+def watched(
+    watch: Watch, forward: Callable[..., Any], arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """A pass that runs and saves as usual, and is watched.
+
+    Args:
+        args, kwargs: those that ``arguments`` was made of.
+    """
+    with watch.forward(arguments.tensors), _telling(watch):
+        return forward(*args, **kwargs)
+
+
+@contextmanager
+def _telling(watch: Watch) -> Iterator[None]:
+    """Tell of the first unpack."""
+    outer = innermost_hooks()
+    if outer is None:  # autograd holds what is saved
+        yield
+        return
+    pack, outer_unpack = outer
+
+    def unpack(held: Any) -> torch.Tensor:
+        tensor = outer_unpack(held)
+        watch.backward()
+        return tensor
+
+    with saved_tensors_hooks(pack, unpack):
+        yield
+
+
+# ---- a pass that is tried -------------------------------------------------------------------------------------------
+
+
+class Trial(RecomputedPass):
+    """A pass that saves as usual, and whose forward also runs again in backward, to be compared.
+
+    Args:
+        path, module, forward, arguments: see :class:`RecomputedPass`.
+        watch: of this pass.
+        evidence: on the block.
+        is_strict: other ranks may wait for the forward in backward.
+
+    Attributes:
+        has_run: whether its forward ran again.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        arguments: Arguments,
+        watch: Watch,
+        evidence: Evidence,
+        *,
+        is_strict: bool,
+    ) -> None:
+        super().__init__(path, module, forward, arguments, nullcontext, evidence.reader)
+        self._watch = watch
+        self._evidence = evidence
+        self._is_strict = is_strict
+        self._outer = innermost_hooks() or (_as_it_is, _as_it_is)
+        self._unpack_again: Callable[[Any], torch.Tensor] = _as_it_is
+        self._saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
+        self._order: list[int | None] = []  # of what was saved: the parameters, and None for anything else
+        self._order_again: list[int | None] = []
+        self._outputs: Outputs | None = None
+        self._outputs_again: Outputs | None = None
+        self._is_over = False
+        self.has_run = False
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The pass in forward."""
+        with self._watch.forward(self._arguments.tensors), set_checkpoint_early_stop(False):
+            result = super().run(args, kwargs)
+            self._outputs = outputs_of(result)
+        return result
+
+    def _saving(self) -> Any:
+        return self._saving_both() if not self._order else self._counting()
+
+    @contextmanager
+    def _saving_both(self) -> Iterator[None]:
+        """Save what backward gets as usual, and let the checkpoint count it."""
+        checkpoint_pack, self._unpack_again = hooks_of_checkpoint()
+        outer_pack, _ = self._outer
+        self._order.append(None)  # from here on this is not the first run
+
+        def pack(tensor: torch.Tensor) -> _Saved:
+            is_own = isinstance(tensor, nn.Parameter)
+            self._order.append(id(tensor) if is_own else None)
+            saved = _Saved(outer_pack(tensor))
+            saved.is_parameter = is_own
+            if not (is_own or self._is_over):
+                try:
+                    saved.holder = checkpoint_pack(tensor)
+                except Exception as error:  # noqa: BLE001 - a checkpoint cannot hold every tensor; forward goes on
+                    self._stop(f"a checkpoint cannot hold what its forward saves: {_first_line(error)}")
+            self._saved.add(saved)
+            return saved
+
+        with saved_tensors_hooks(pack, self._unpack):
+            yield
+
+    @contextmanager
+    def _counting(self) -> Iterator[None]:
+        """The order in which the second run saves; of parameters the checkpoint knows nothing."""
+        checkpoint_pack, checkpoint_unpack = hooks_of_checkpoint()
+        self._order_again.append(None)
+
+        def pack(tensor: torch.Tensor) -> Any:
+            is_own = isinstance(tensor, nn.Parameter)
+            self._order_again.append(id(tensor) if is_own else None)
+            return tensor if is_own else checkpoint_pack(tensor)
+
+        with saved_tensors_hooks(pack, checkpoint_unpack):
+            yield
+
+    # ---- in backward --------------------------------------------------------------------------------------------
+
+    def _unpack(self, saved: _Saved) -> torch.Tensor:
+        tensor: torch.Tensor = self._outer[1](saved.held)
+        if saved.is_parameter or self._is_over:
+            return tensor
+        if not self.has_run:
+            self._watch.backward()
+            if self._watch.obstacle is not None:
+                self._stop(self._watch.obstacle)
+                return tensor
+        task = torch._C._current_graph_task_id()
+        if saved.holder is None:
+            if saved.task == task:
+                self._stop("its backward takes a saved tensor twice, which a checkpoint does not allow")
+            return tensor  # in another backward through the same graph
+        saved.task = task
+        self._compare(saved, tensor)
+        return tensor
+
+    def _compare(self, saved: _Saved, tensor: torch.Tensor) -> None:
+        holder, saved.holder = saved.holder, None
+        try:
+            again = self._unpack_again(holder) if self.has_run else self._first_again(holder)
+            different = difference(tensor, again)
+        except Exception as error:  # noqa: BLE001 - a forward may raise anything, and backward has what it needs
+            self._fail(_reason(error))
+            return
+        if different is not None:
+            self._fail(f"run again, its forward gave {different}")
+
+    def _first_again(self, holder: Any) -> torch.Tensor:
+        """Run the forward again; and look whether that left a trace."""
+        self.has_run = True
+        state, chance = self._reader.read(self._arguments.others, with_bytes=True), python_chance()
+        try:
+            again = self._unpack_again(holder)
+        finally:
+            drawn = drawn_from(chance, python_chance())
+            if drawn is not None:
+                set_python_chance(chance)
+        changed = self._reader.changed_since(state, self._arguments.others, with_bytes=True)
+        if changed is not None:
+            raise LeavesTraceError(f"run again, its forward changed {changed}")
+        if drawn is not None:
+            raise LeavesTraceError(f"run again, its forward drew numbers from {drawn}")
+        if self._order_again != self._order[: len(self._order_again)]:
+            raise LeavesTraceError("run again, its forward used other parameters")
+        if self._outputs is None or self._outputs_again is None:
+            raise LeavesTraceError("its forward returns something that cannot be compared")
+        if self._outputs != self._outputs_again:
+            raise LeavesTraceError("run again, its forward returned other bytes")
+        return again
+
+    def _run_again(self, tensors: Sequence[torch.Tensor]) -> Any:
+        with self._as_in_forward():
+            if not self._reader.is_compiled:
+                with _nothing_saved(), RandomGuard():
+                    self._forward_again(tensors)
+            with self._saving():
+                result = self._forward_again(tensors)
+            self._outputs_again = outputs_of(result)
+            return result
+
+    def _fail(self, reason: str) -> None:
+        self._evidence.settle(reason)
+        self._end()
+
+    def _stop(self, reason: str) -> None:
+        """There is a trace, so the forward must not run again; other ranks may run it now, and wait for this one."""
+        if self._is_strict and not self.has_run:
+            raise IncompatibleError(
+                f"every rank is to run the block {self._path!r} again here, to try whether it can be recomputed, and "
+                f'on this rank it cannot, which it did not show before: {reason}. Set "recompute": false.'
+            )
+        self._fail(reason)
+
+    def _end(self) -> None:
+        """Free what was made again."""
+        self._is_over = True
+        for saved in list(self._saved):
+            saved.holder = None
+        self._unpack_again = _as_it_is
+
+
+class _Saved:
+    """What autograd holds in place of one tensor of a trial."""
+
+    __slots__ = ("__weakref__", "held", "holder", "is_parameter", "task")
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+        self.holder: Any = None  # of the checkpoint, until it was compared
+        self.is_parameter = False
+        self.task = -1
+
+
+def _as_it_is(one: Any) -> Any:
+    return one
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, LeavesTraceError):
+        return str(error)
+    if isinstance(error, CheckpointError):
+        return "run again, its forward saved other tensors"
+    return f"run again, its forward raised {_first_line(error)}"
+
+
+def _first_line(error: Exception) -> str:
+    line = next((line for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {line}"
+
+
+@contextmanager
+def _nothing_saved() -> Iterator[None]:
+    """What autograd saves inside is dropped at once."""
+    with saved_tensors_hooks(lambda _: None, _no_backward):
+        yield
+
+
+def _no_backward(_: Any) -> torch.Tensor:
+    raise LeavesTraceError("its forward runs a backward of its own")

@@ -1,1 +1,0 @@
-"""What the machine can move, measured: the rates that plans are made from."""

@@ -1,0 +1,152 @@
+"""When a step under a plan asks for a look at the plan, or for another recording."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from ds_tba.adaptive.monitor import (
+    COMPARED_STEPS,
+    MAX_STEPS,
+    MIN_STEPS,
+    QUIET_STEPS,
+    RATE_BAND,
+    SURPRISE_FACTOR,
+    Action,
+    Monitor,
+    StepMetrics,
+)
+
+RATES = (100.0, 200.0)
+EXPECTED_S = 1.02
+PLANNED_AT = 2
+GOOD = StepMetrics(time_s=1.0, refusals=0, unplanned=0, drift=0.0, rates=RATES)
+
+
+@pytest.fixture
+def monitor() -> Monitor:
+    monitor = Monitor()
+    monitor.looked(PLANNED_AT)
+    monitor.planned(EXPECTED_S, RATES, is_new=True)
+    return monitor
+
+
+def looks(monitor: Monitor, seen: StepMetrics, steps: range, expected_s: float = EXPECTED_S) -> list[int]:
+    """The steps after which it asks to look, each look finding that steps take so long."""
+    found = []
+    for step in steps:
+        if monitor.decide(step, seen) is not Action.GO_ON:
+            found.append(step)
+            monitor.looked(step)
+            monitor.planned(expected_s, seen.rates, is_new=False)
+    return found
+
+
+def test_looks_come_ever_more_rarely(monitor: Monitor) -> None:
+    asked = [PLANNED_AT, *looks(monitor, GOOD, range(PLANNED_AT + 1, 2000))]
+    waits = [later - earlier for earlier, later in pairwise(asked)]
+    assert waits[:6] == [MIN_STEPS * 2**n for n in range(6)] and set(waits[6:]) == {MAX_STEPS}
+    assert "steps have shown more" in monitor.reason
+
+
+@pytest.mark.parametrize(
+    ("seen", "reason"),
+    [
+        (replace(GOOD, refusals=3), "3 storages found no room"),
+        (replace(GOOD, rates=(RATES[0] * RATE_BAND[1] * 1.01, RATES[1])), "rates have changed"),
+        (replace(GOOD, rates=(RATES[0], RATES[1] * RATE_BAND[0] * 0.99)), "rates have changed"),
+        (replace(GOOD, time_s=EXPECTED_S * SURPRISE_FACTOR * 1.01), "were expected"),
+        (replace(GOOD, time_s=EXPECTED_S / SURPRISE_FACTOR * 0.99), "were expected"),
+    ],
+)
+def test_a_surprise_after_quiet_has_the_next_look_come_soon_and_is_none_afterwards(
+    monitor: Monitor, seen: StepMetrics, reason: str
+) -> None:
+    looks(monitor, GOOD, range(PLANNED_AT + 1, 700))
+    asked = looks(monitor, seen, range(700, 700 + MIN_STEPS), expected_s=seen.time_s)
+    assert len(asked) == 1 and asked[0] < 700 + MIN_STEPS
+    assert reason in monitor.reason
+    again = looks(monitor, seen, range(700 + MIN_STEPS, 1000), expected_s=seen.time_s)
+    assert [later - earlier for earlier, later in pairwise([*asked, *again])] == [10, 20, 40, 80]  # as after any look
+
+
+def test_a_machine_that_surprises_all_the_time_is_not_looked_at_all_the_time(monitor: Monitor) -> None:
+    asked = []
+    for step in range(3, 1000):
+        now = tuple(rate * (4 if (step // 5) % 2 else 1) for rate in RATES)
+        if monitor.decide(step, replace(GOOD, rates=now)) is Action.PLAN:
+            asked.append(step)
+            monitor.looked(step)
+            monitor.planned(EXPECTED_S, now, is_new=True)
+    assert len(asked) <= 9
+    assert asked[0] <= 3 + MIN_STEPS
+
+
+def test_small_surprises_do_not_hide_a_large_one(monitor: Monitor) -> None:
+    for step in range(3, 900):
+        seen = replace(GOOD, refusals=step // 40)
+        if monitor.decide(step, seen) is not Action.GO_ON:
+            monitor.looked(step)
+            monitor.planned(EXPECTED_S, RATES, is_new=False)
+    slow = replace(GOOD, time_s=2.1 * EXPECTED_S, refusals=900 // 40)
+    asked = looks(monitor, slow, range(900, 1000), expected_s=slow.time_s)
+    assert asked and asked[0] < 900 + COMPARED_STEPS + MIN_STEPS
+
+
+def test_a_step_that_took_long_is_no_surprise_but_several_are(monitor: Monitor) -> None:
+    looks(monitor, GOOD, range(PLANNED_AT + 1, 700))
+    long = replace(GOOD, time_s=3.0)
+    assert looks(monitor, long, range(700, 701)) == looks(monitor, GOOD, range(701, 720)) == []
+    assert looks(monitor, long, range(720, 730), expected_s=3.0) == [720 + COMPARED_STEPS // 2]
+
+
+def test_a_rate_never_measured_says_nothing(monitor: Monitor) -> None:
+    monitor.planned(EXPECTED_S, (0.0, 200.0), is_new=True)
+    looks(monitor, GOOD, range(PLANNED_AT + 1, 700))
+    monitor.planned(EXPECTED_S, (0.0, 200.0), is_new=True)
+    assert looks(monitor, replace(GOOD, rates=(50.0, 200.0)), range(700, 700 + QUIET_STEPS)) == []
+
+
+def test_other_storages_than_planned_ask_for_a_recording(monitor: Monitor) -> None:
+    seen = replace(GOOD, unplanned=2)
+    assert [monitor.decide(step, seen) for step in range(3, 8)] == [Action.GO_ON] * 4 + [Action.RECORD]
+    assert "2 saves that the plan did not know" in monitor.reason
+
+
+def test_other_micro_steps_in_a_step_ask_for_a_recording_and_their_time_is_no_surprise(monitor: Monitor) -> None:
+    seen = replace(GOOD, more_micro_steps=3, time_s=4.0)
+    assert [monitor.decide(step, seen) for step in range(3, 8)] == [Action.GO_ON] * 4 + [Action.RECORD]
+    assert "+3 micro-steps" in monitor.reason and monitor.measured_step_s is None
+
+
+def test_larger_storages_than_planned_ask_for_a_plan_at_once_and_smaller_ones_for_none(monitor: Monitor) -> None:
+    assert monitor.decide(3, replace(GOOD, drift=0.2, growth=0.2)) is Action.PLAN
+    assert "larger than those of the plan by 20%" in monitor.reason
+    monitor.looked(3)
+    looks(monitor, GOOD, range(4, 700))
+    smaller = replace(GOOD, time_s=0.1, drift=0.5)  # nor is the time of such a step held against the plan
+    assert looks(monitor, smaller, range(700, 700 + QUIET_STEPS)) == []
+
+
+def test_what_steps_take_is_the_median_of_the_last_few_under_the_plan(monitor: Monitor) -> None:
+    assert monitor.measured_step_s is None
+    for step, time_s in enumerate([9.0, 9.0, 1.0, 2.0, 3.0, 4.0, 5.0], 3):
+        monitor.decide(step, replace(GOOD, time_s=time_s))
+    assert monitor.measured_step_s == 3.0
+    monitor.planned(EXPECTED_S, RATES, is_new=False)
+    assert monitor.measured_step_s == 3.0
+    monitor.planned(EXPECTED_S, RATES, is_new=True)
+    assert monitor.measured_step_s is None
+
+
+def test_where_nothing_could_be_recorded_it_is_tried_again_later() -> None:
+    monitor = Monitor()
+    assert monitor.may_record(1)
+    monitor.looked(7)
+    assert [monitor.may_record(step) for step in range(8, 13)] == [False] * 4 + [True]
+
+
+def test_of_several_wishes_the_highest_is_done() -> None:
+    assert sorted(Action) == [Action.GO_ON, Action.PLAN, Action.RECORD, Action.REST]

@@ -1,0 +1,95 @@
+"""Random models in random training loops are the same bits with us as without; see ``fuzz.py``."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import fuzz
+import pytest
+import runs
+from fuzz_programs import draw, smaller
+
+CHUNKS, CHUNK_DRAWS = 6, 50
+JOBS = 2
+ENGINE_SEEDS = range(6)
+
+HANG = """
+import time
+
+import torch
+
+torch.Tensor.backward = lambda *args, **options: time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_random_programs_are_exact_and_bounded(chunk: int, tmp_path: Path) -> None:
+    seeds = range(chunk * CHUNK_DRAWS, (chunk + 1) * CHUNK_DRAWS)
+    failed = [result for result in fuzz.run(seeds, str(tmp_path), JOBS) if result.failures]
+    assert not failed, "\n\n".join(["", *map(str, failed), fuzz.summary(failed, 0)])
+
+
+@pytest.mark.engine
+def test_random_programs_are_exact_under_an_engine(tmp_path: Path) -> None:
+    port = runs.free_port()
+    here = Path(__file__).parents[1]
+    launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    paths = os.pathsep.join([str(here), str(here.parent)])
+    done = subprocess.run(
+        [sys.executable, str(runs.SCRIPTS / "fuzzed.py"), str(tmp_path), *map(str, ENGINE_SEEDS)],
+        env=runs.environment(PYTHONPATH=paths, **launched),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=240,
+    )
+    runs.remove_shared_memory(port)
+    told = [line for line in done.stdout.splitlines() if line.startswith("SEED ")]
+    assert told == [f"SEED {seed} is exact" for seed in ENGINE_SEEDS], done.stdout[-6000:]
+
+
+def test_a_seed_draws_one_program() -> None:
+    programs = [draw(seed) for seed in range(50)]
+    assert programs == [draw(seed) for seed in range(50)]
+    assert len({program.describe() for program in programs}) == 50
+
+
+def test_smaller_programs_are_others() -> None:
+    program = draw(0)
+    assert all(one != program and one.steps for one in smaller(program))
+
+
+def test_a_wrong_gradient_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One byte of one reloaded storage is enough."""
+    from fuzz_training import check
+
+    from ds_tba.autograd.cache import TensorCache
+
+    load, loaded = TensorCache.load, []
+
+    def wrong(self: TensorCache, *args: object, **options: object) -> object:
+        data = load(self, *args, **options)  # type: ignore[arg-type]
+        loaded.append(data.numel())
+        if len(loaded) == 20:
+            data.numpy()[3] ^= 1
+        return data
+
+    monkeypatch.setattr(TensorCache, "load", wrong)
+    usual = replace(draw(0).steps[0], kind="usual", rows=64, micro_steps=1)
+    program = replace(
+        draw(0), blocks=(("Mlp",),) * 2, width=64, stem="linear", steps=(usual,) * 4, batches="fresh", device="cpu",
+        placement="nvme", planner="adaptive", budget_part=None, host_bytes=0, collector="usual",
+    )  # fmt: skip
+    failures = check(program, str(tmp_path)).failures
+    assert [one.kind for one in failures] == ["difference"], failures
+
+
+def test_a_draw_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sitecustomize.py").write_text(HANG)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    [result] = fuzz.run([7], str(tmp_path), jobs=1, limit_s=10)
+    assert result.kinds == "hang" and "seed 7" in str(result) and "fuzz_training.py" in str(result)

@@ -1,0 +1,744 @@
+"""What the models of the fuzz are made of: small pieces of networks, each with a habit that has cost a gradient before.
+
+A part maps (rows, width) to (rows, width). Those in ``STATEFUL`` do something else when their forward runs a second
+time. Everything is small, and finite over some thirty steps.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy
+import torch
+import torch.autograd.forward_ad
+from late_device import LateDevice, LateEvent
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+KERNEL_S = 0.002  # that a late kernel takes to begin
+CAPACITY = 128  # rows of the longest batch
+
+
+class State:
+    """An argument of every block, which the model changes from block to block."""
+
+    scale = 1.0
+
+
+class Part(nn.Module):
+    """One piece; ``scale`` keeps its output of the size of its input."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+
+    def forward(self, x: Tensor, state: State | None = None) -> Tensor:
+        return self.run(x)
+
+    def run(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+def weight(width: int, other: int | None = None) -> nn.Parameter:
+    return nn.Parameter(torch.randn(width, other or width) / width**0.5)
+
+
+# ---- what networks are usually made of ------------------------------------------------------------------------------
+
+
+class Mlp(Part):
+    """Linear, GELU, linear."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def run(self, x: Tensor) -> Tensor:
+        return self.down(functional.gelu(self.up(x)))
+
+
+class ReluMlp(Mlp):
+    """With an activation in place."""
+
+    def run(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu_(self.up(x)))
+
+
+class Dropout(Mlp):
+    """With random numbers of torch's own generator."""
+
+    def run(self, x: Tensor) -> Tensor:
+        return functional.dropout(super().run(x), 0.2)
+
+
+class Attention(Part):
+    """Two sequences and heads of 16."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def run(self, x: Tensor) -> Tensor:
+        heads = self.qkv(x).view(2, x.shape[0] // 2, 3, self.width // 16, 16).permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(*heads.unbind(0))
+        return self.out(mixed.transpose(1, 2).reshape(x.shape))
+
+
+class Norm(Part):
+    """LayerNorm."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.norm = nn.LayerNorm(width)
+
+    def run(self, x: Tensor) -> Tensor:
+        return self.norm(x)
+
+
+class WrittenNorm(Part):
+    """RMSNorm written out: many saved tensors, some tiny."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.gain = nn.Parameter(torch.ones(width))
+
+    def run(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * self.gain
+
+
+class Conv(Part):
+    """A convolution along the rows."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.conv = nn.Conv1d(width, width, 3, padding=1)
+
+    def run(self, x: Tensor) -> Tensor:
+        return self.conv(x.t().unsqueeze(0)).squeeze(0).t()
+
+
+class BatchNorm(Part):
+    """Statistics in buffers, changed in forward."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.norm = nn.BatchNorm1d(width)
+
+    def run(self, x: Tensor) -> Tensor:
+        return self.norm(x)
+
+
+class Tied(Part):
+    """One weight and its transpose."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.weight = weight(width)
+
+    def run(self, x: Tensor) -> Tensor:
+        return functional.linear(torch.tanh(functional.linear(x, self.weight)), self.weight.t())
+
+
+class Shuffled(Part):
+    """Indices and masks among the saved tensors."""
+
+    def run(self, x: Tensor) -> Tensor:
+        order = torch.randperm(x.shape[0])
+        return torch.where(x > 0, x, 0.3 * x)[order] * torch.sigmoid(x)
+
+
+# ---- in place, and views --------------------------------------------------------------------------------------------
+
+
+class InPlace(Part):
+    """Fresh tensors changed before they are saved."""
+
+    def run(self, x: Tensor) -> Tensor:
+        h = x * 1.1
+        h.add_(0.1).mul_(0.9)
+        return torch.relu_(h) * h.sigmoid()
+
+
+class ChangesInput(Part):
+    """Changes what it was given, in place."""
+
+    def run(self, x: Tensor) -> Tensor:
+        return x.mul_(0.9).sin()
+
+
+class Gates(Part):
+    """Chunks that share bytes and count their versions apart, as in PyTorch's own LSTM cells."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.all = nn.Linear(width, 4 * width)
+
+    def run(self, x: Tensor) -> Tensor:
+        i, f, g, o = self.all(x).unsafe_chunk(4, 1)
+        i.sigmoid_()
+        f.sigmoid_()
+        g.tanh_()
+        o.sigmoid_()
+        return o * (f * x + i * g).tanh()
+
+
+class Chunks(Part):
+    """Views of one storage with equal shape and stride."""
+
+    def run(self, x: Tensor) -> Tensor:
+        left, right = (x * 1.2).chunk(2, 1)
+        return torch.cat([left * right.sigmoid(), right * left.sigmoid()], 1)
+
+
+class Broadcast(Part):
+    """Strides of 0."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.row = nn.Parameter(torch.ones(1, width))
+
+    def run(self, x: Tensor) -> Tensor:
+        return x * x.mean(1, keepdim=True).expand_as(x) + x * (self.row * 0.5).expand_as(x)
+
+
+class Strided(Part):
+    """Overlapping views, from ``as_strided``."""
+
+    def run(self, x: Tensor) -> Tensor:
+        h = x * 1.1
+        rows, half = x.shape[0], self.width // 2
+        even = h.as_strided((rows, half), (self.width, 2), 0)
+        odd = h.as_strided((rows, half), (self.width, 2), 1)
+        return torch.cat([even * odd.sigmoid(), odd.sin()], 1)
+
+
+class Transposed(Part):
+    """``x`` and ``x.t()``."""
+
+    def run(self, x: Tensor) -> Tensor:
+        return x @ (x.t() @ x) / x.shape[0]
+
+
+# ---- kinds of tensors -----------------------------------------------------------------------------------------------
+
+
+class Complex(Part):
+    """Complex numbers and their conjugates."""
+
+    def run(self, x: Tensor) -> Tensor:
+        z = torch.complex(x, x.roll(1, 0))
+        return (z * z.conj()).real.sqrt() * 0.5 + (z * z).imag.tanh()
+
+
+class Bf16(Part):
+    """Half of the bytes."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.weight = weight(width)
+
+    def run(self, x: Tensor) -> Tensor:
+        return (x.bfloat16() @ self.weight.bfloat16()).tanh().float()
+
+
+class SliceFirst(Part):
+    """Saves a small slice of an activation before all of it."""
+
+    def run(self, x: Tensor) -> Tensor:
+        h = x * 1.1
+        return h[:1] * h[:1] + h.sin()
+
+
+class ForwardAd(Part):
+    """A derivative in forward mode, whose rules save zero tensors, which have no storage."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def run(self, x: Tensor) -> Tensor:
+        ad = torch.autograd.forward_ad
+        with ad.dual_level():
+            h = ad.make_dual(x * 1.0, torch.ones_like(x)) * (x.sigmoid() * self.weight)
+            both = ad.unpack_dual(h.sin())
+            return both.primal + 0.5 * both.tangent * self.weight
+
+
+class Nested(Part):
+    """Nested tensors, of the strided layout."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.linear = nn.Linear(width, width)
+
+    def run(self, x: Tensor) -> Tensor:
+        several = torch.nested.as_nested_tensor([x[: x.shape[0] // 4], x[x.shape[0] // 4 :]])
+        h = self.linear(several).relu()
+        return torch.cat((h * h * 0.5).unbind())
+
+
+# ---- functions of the user's own ------------------------------------------------------------------------------------
+
+
+class _SavesViews(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor) -> Tensor:
+        ctx.save_for_backward(a.t(), a[1:], a[:, ::2])
+        return a.sin()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        turned, tail, _ = ctx.saved_tensors
+        return grad * turned.t().cos() + torch.cat([tail.new_zeros(1, tail.shape[1]), tail * 1e-3])
+
+
+class _Doubles(torch.autograd.Function):
+    """Its backward reuses the buffer it saved."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor) -> Tensor:
+        ctx.save_for_backward(a.clone())
+        return a * a
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return ctx.saved_tensors[0].mul_(2).mul_(grad)
+
+
+class _ReturnsSaved(torch.autograd.Function):
+    """The gradient of the first argument is the second one, itself."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, constant: Tensor) -> Tensor:
+        ctx.save_for_backward(constant)
+        return (a * constant).sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.saved_tensors[0], None
+
+
+class SavesViews(Part):
+    """A function that saves three views of its input."""
+
+    def run(self, x: Tensor) -> Tensor:
+        return _SavesViews.apply(x)
+
+
+class ReusesBuffer(Part):
+    """A function whose backward changes what it unpacks."""
+
+    def run(self, x: Tensor) -> Tensor:
+        return _Doubles.apply(x * 0.7)
+
+
+class _Returning(Part):
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.weight = nn.Parameter(torch.randn(CAPACITY, width) * 0.1)
+
+    def constant(self) -> Tensor:
+        raise NotImplementedError
+
+    def run(self, x: Tensor) -> Tensor:
+        return x + 0.01 * _ReturnsSaved.apply(self.weight, self.constant()).tanh()
+
+
+class ReturnsLeaf(_Returning):
+    """A backward that returns a leaf it saved: a constant of the module, not registered."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.held = torch.randn(CAPACITY, width) * 0.01
+
+    def constant(self) -> Tensor:
+        return self.held
+
+
+class ReturnsParameter(_Returning):
+    """A backward that returns a parameter it saved."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.other = nn.Parameter(torch.randn(CAPACITY, width) * 0.01)
+
+    def constant(self) -> Tensor:
+        return self.other
+
+
+class ReturnsBuffer(_Returning):
+    """A backward that returns a buffer it saved."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.register_buffer("held", torch.randn(CAPACITY, width) * 0.01)
+
+    def constant(self) -> Tensor:
+        return self.held
+
+
+class ReturnsFresh(_Returning):
+    """A backward that returns a tensor nobody else has."""
+
+    def constant(self) -> Tensor:
+        return torch.full((CAPACITY, self.width), 0.01)
+
+
+# ---- more than one stream -------------------------------------------------------------------------------------------
+
+_playing: LateDevice | None = None
+_streams: list[Any] = []
+
+
+@contextmanager
+def playing(device: LateDevice | None) -> Iterator[None]:
+    """Parts with streams of their own run them on this device; without one, on the host."""
+    global _playing
+    _playing = device
+    _streams[:] = [] if device is None else [device.new_stream() for _ in range(2)]
+    try:
+        yield
+    finally:
+        _playing = None
+        _streams.clear()
+
+
+def _read_late(holder: list[Tensor], number: int) -> Tensor:
+    """The tensor's values as a kernel of a stream sees them, which runs after the host has let go of the tensor."""
+    tensor = holder.pop()
+    if _playing is None:
+        return tensor.detach().clone()  # the bytes that a kernel reads have no graph
+    bytes_of = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    found = torch.empty(bytes_of.numel(), dtype=torch.uint8)
+    view = (tensor.shape, tensor.stride(), tensor.storage_offset())
+    dtype = tensor.dtype
+    stream = _streams[number]
+    with _playing.on(stream):
+        _playing.launch(lambda memory: (time.sleep(KERNEL_S), found.copy_(memory)), bytes_of)
+        event = LateEvent(_playing)
+        event.record(stream)
+    del tensor, bytes_of
+    event.synchronize()
+    return found.view(dtype).as_strided(*view).clone()
+
+
+class _ReadsLate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, number: int) -> Tensor:
+        ctx.save_for_backward(a)
+        ctx.number = number
+        return a * a * 0.5
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _on_stream(ctx) * grad, None
+
+
+def _on_stream(ctx: Any) -> Tensor:
+    """What the function saved, unpacked and read while its stream is the current one."""
+    if _playing is None:
+        return _read_late([*ctx.saved_tensors], ctx.number)
+    with _playing.on(_streams[ctx.number]):
+        return _read_late([*ctx.saved_tensors], ctx.number)
+
+
+class TwoStreams(Part):
+    """One saved storage that two streams of backward read."""
+
+    def run(self, x: Tensor) -> Tensor:
+        h = x * 1.1
+        return _ReadsLate.apply(h, 0) + _ReadsLate.apply(h, 1)
+
+
+class SecondStream(Part):
+    """One saved storage that the usual stream reads first, or last, and another one too."""
+
+    def run(self, x: Tensor) -> Tensor:
+        h = x * 1.1
+        return h.sin() + _ReadsLate.apply(h, 0) + h.cos() * h
+
+
+class _WritesLate(torch.autograd.Function):
+    """Saves a tensor that a kernel on a stream has yet to fill."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, number: int) -> Tensor:
+        ctx.number = number
+        ctx.save_for_backward(_written_late(a.detach(), number))
+        return a * a * 0.5
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _on_stream(ctx) * grad, None
+
+
+def _written_late(source: Tensor, number: int) -> Tensor:
+    if _playing is None:
+        return source.clone(memory_format=torch.contiguous_format)  # as below: sums depend on strides
+    wanted = source.contiguous().view(torch.uint8).flatten().clone()
+    data = _playing.allocate(wanted.numel(), source.device)
+    _playing.launch(lambda memory: (time.sleep(KERNEL_S), memory.copy_(wanted)), data)
+    return data.view(source.dtype).view(source.shape)
+
+
+class LateWriter(Part):
+    """Forward makes on another stream what it saves."""
+
+    def run(self, x: Tensor) -> Tensor:
+        if _playing is None:
+            return _WritesLate.apply(x, 1)
+        with _playing.on(_streams[1]):
+            return _WritesLate.apply(x, 1)
+
+
+# ---- what is not the same the second time ---------------------------------------------------------------------------
+
+
+class Counter(Part):
+    """A count in a Python attribute."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.count = 0
+
+    def run(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return x.sin() * (1 + 0.1 * (self.count % 7))
+
+
+class RunningMean(Part):
+    """A statistic in a plain attribute, replaced by every forward."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.mean = torch.zeros(width)
+
+    def run(self, x: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return (x - self.mean).sin() * (1 + self.mean)
+
+
+class Memory(Part):
+    """The last segment, held in an attribute as in Transformer-XL."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.memory = torch.zeros(1, width)
+
+    def run(self, x: Tensor) -> Tensor:
+        h = x.sin() * (1 + 0.3 * self.memory.mean(0))
+        self.memory = x.detach()
+        return h
+
+
+class OwnGenerator(Part):
+    """A ``torch.Generator`` of the module's own."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.generator = torch.Generator().manual_seed(width)
+
+    def run(self, x: Tensor) -> Tensor:
+        return x.sin() * (torch.rand(x.shape, generator=self.generator) > 0.2)
+
+
+class PythonRandom(Part):
+    """Python's random numbers: layer drop, as it is often written."""
+
+    def run(self, x: Tensor) -> Tensor:
+        return x.sin() * random.choice((0.5, 1.0, 1.5))
+
+
+class NumpyRandom(Part):
+    """numpy's random numbers."""
+
+    def run(self, x: Tensor) -> Tensor:
+        return x.sin() * float(numpy.random.uniform(0.5, 1.5))
+
+
+_tracked: dict[str, Tensor] = {}
+
+
+class Tracker(Part):
+    """Random states in a global dict, swapped in and out as in Megatron."""
+
+    def run(self, x: Tensor) -> Tensor:
+        before = torch.get_rng_state()
+        torch.set_rng_state(_tracked["model-parallel"])
+        h = functional.dropout(x.sin(), 0.2)
+        _tracked["model-parallel"] = torch.get_rng_state()
+        torch.set_rng_state(before)
+        return h
+
+
+class HooksInput(Part):
+    """Scales the gradient of its input."""
+
+    def run(self, x: Tensor) -> Tensor:
+        if x.requires_grad:
+            x.register_hook(lambda gradient: gradient * 0.5)
+        return x.sin()
+
+
+class NotesAtWeight(Part):
+    """A count in an attribute of a parameter."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def run(self, x: Tensor) -> Tensor:
+        weight: Any = self.weight
+        weight.count = getattr(weight, "count", 0) + 1
+        return x.sin() * self.weight * (1 + 0.1 * (weight.count % 7))
+
+
+class RunsBackward(Part):
+    """Adds to a gradient in forward."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.bias = nn.Parameter(torch.zeros(width))
+
+    def run(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            self.bias.mean().backward()
+        return x.sin() + self.bias
+
+
+class LateArgument(Part):
+    """Reads an object among the arguments that changes after the block."""
+
+    def forward(self, x: Tensor, state: State | None = None) -> Tensor:
+        return x.sin() * (1.0 if state is None else state.scale)
+
+
+FACTOR: contextvars.ContextVar[float] = contextvars.ContextVar("factor", default=1.0)
+
+
+class Context(Part):
+    """Reads a context variable that is set in forward only."""
+
+    def run(self, x: Tensor) -> Tensor:
+        return x.sin() * FACTOR.get()
+
+
+class ThreadLocal(Part):
+    """Reads an attribute of a ``threading.local`` that is set in forward only."""
+
+    there = threading.local()
+
+    def run(self, x: Tensor) -> Tensor:
+        return x.sin() * getattr(self.there, "factor", 1.0)
+
+
+# ---- the model ------------------------------------------------------------------------------------------------------
+
+USUAL = (Mlp, ReluMlp, Dropout, Attention, Norm, WrittenNorm, Conv, BatchNorm, Tied, Shuffled)
+CHANGES = (InPlace, ChangesInput, Gates, Chunks, Broadcast, Strided, Transposed, SliceFirst)
+KINDS = (Complex, Bf16, ForwardAd, Nested)
+FUNCTIONS = (SavesViews, ReusesBuffer, ReturnsLeaf, ReturnsParameter, ReturnsBuffer, ReturnsFresh)
+STREAMS = (TwoStreams, SecondStream, LateWriter)
+STATEFUL = (Counter, RunningMean, Memory, OwnGenerator, PythonRandom, NumpyRandom, Tracker, LateArgument, Context,
+            ThreadLocal, HooksInput, NotesAtWeight, RunsBackward)  # fmt: skip
+PARTS: dict[str, Callable[[int], Part]] = {
+    kind.__name__: kind for kind in (*USUAL, *CHANGES, *KINDS, *FUNCTIONS, *STREAMS, *STATEFUL)
+}
+
+
+class Checkpointed(nn.Module):
+    """A part under a checkpoint of the user's."""
+
+    def __init__(self, part: Part, *, reentrant: bool) -> None:
+        super().__init__()
+        self.part = part
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor, state: State | None = None) -> Tensor:
+        return checkpoint(self.part, x, state, use_reentrant=self.reentrant)
+
+
+def make_part(name: str, width: int) -> nn.Module:
+    """A part by name; after a colon, the checkpoint around it."""
+    name, _, around = name.partition(":")
+    part = PARTS[name](width)
+    return Checkpointed(part, reentrant=around == "reentrant") if around else part
+
+
+class Block(nn.Module):
+    """The repeated layer: its parts in a row, beside a residual."""
+
+    def __init__(self, names: tuple[str, ...], width: int) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(make_part(name, width) for name in names)
+        self.last = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, state: State | None = None) -> Tensor:
+        h = x
+        for part in self.parts:
+            h = part(h, state)
+        return x + 0.5 * torch.tanh(self.last(h))
+
+
+class Failure(Exception):
+    """Raised in the middle of a forward, on demand."""
+
+
+class Net(nn.Module):
+    """Stem, blocks, head; returns the loss.
+
+    Attributes:
+        tap: which tensor to hold in ``tapped``: 0 for the stem's output, n for that of the n-th block.
+        fails: raise before the head.
+    """
+
+    def __init__(self, stem: str, blocks: tuple[tuple[str, ...], ...], width: int, tokens: int) -> None:
+        super().__init__()
+        self.stem = nn.Embedding(tokens, width) if stem == "embedding" else nn.Linear(width, width)
+        self.blocks = nn.ModuleList(Block(names, width) for names in blocks)
+        self.head = nn.Linear(width, 4)
+        self.passes_state = any(name.startswith("LateArgument") for names in blocks for name in names)
+        self.tap: int | None = None
+        self.tapped: Tensor | None = None
+        self.fails = False
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        x = self.stem(inputs)
+        self._offer(0, x)
+        state = State()
+        for number, block in enumerate(self.blocks):
+            x = block(x, state) if self.passes_state else block(x)
+            state.scale += 0.1
+            self._offer(number + 1, x)
+        if self.fails:
+            raise Failure("in forward")
+        return self.head(x).square().mean()
+
+    def _offer(self, number: int, x: Tensor) -> None:
+        if self.tap == number:
+            self.tapped = x
+
+
+def reset_states(seed: int) -> None:
+    """Every random state there is, and those of the tracker."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    _tracked["model-parallel"] = torch.Generator().manual_seed(seed + 1).get_state()
+
+
+def states() -> dict[str, Any]:
+    """The same, to be compared."""
+    return {
+        "torch's generator": torch.get_rng_state(),
+        "Python's generator": random.getstate(),
+        "numpy's generator": repr(numpy.random.get_state()),
+        "the tracker": _tracked["model-parallel"],
+    }

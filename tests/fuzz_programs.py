@@ -1,0 +1,289 @@
+"""Programs for the fuzz: what one seed draws, from the model to the block of ``ds_config.json``."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any
+
+import fuzz_parts as parts
+
+MIB = 1 << 20
+MIN_BYTES = 4096
+DYING_FRACTION = 0.04
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of the training.
+
+    Attributes:
+        kind: a method of ``fuzz_training.Training``.
+        rows: of the batch, a multiple of 8.
+        micro_steps: forwards, each with its backward, or that many before one backward.
+        how: which variant of its kind.
+        pick: a number to choose by, where the kind needs one.
+    """
+
+    kind: str
+    rows: int
+    micro_steps: int = 1
+    how: str = ""
+    pick: int = 0
+
+    def __str__(self) -> str:
+        how = f"/{self.how}" if self.how else ""
+        times = f" x{self.micro_steps}" if self.micro_steps > 1 else ""
+        return f"{self.kind}{how} {self.rows}{times}"
+
+
+@dataclass(frozen=True)
+class Program:
+    """All that one draw runs; see :func:`draw` for what each may be.
+
+    Attributes:
+        blocks: the names of the parts of each block.
+        batches: "fresh" tensors, or one buffer for each length, refilled past its version counter ("numpy", "data").
+        device: "cpu", or "late" for the asynchronous double.
+        planner: the planner's name where it is not the usual one.
+        budget_part: of the kept peak, as ``activation_budget_bytes``.
+        collector: when garbage is collected: as "usual", "often" or "in lanes" only.
+    """
+
+    seed: int
+    width: int
+    stem: str
+    blocks: tuple[tuple[str, ...], ...]
+    steps: tuple[Step, ...]
+    optimizer: str
+    set_to_none: bool
+    batches: str
+    input_grad: bool
+    device: str
+    placement: str
+    recompute: bool
+    planner: str
+    max_step_overhead: float
+    budget_part: float | None
+    host_bytes: int
+    staging_bytes: int
+    lanes: int
+    integrity: str
+    collector: str
+
+    def block(self, directory: str, budget_bytes: int | None) -> dict[str, Any]:
+        """``activation_nvme_offload`` of this program."""
+        io = {"backend": "posix", "staging_bytes": self.staging_bytes, "swap_file_bytes": 128 * MIB,
+              "write_lanes": self.lanes, "read_lanes": self.lanes, "integrity": self.integrity}  # fmt: skip
+        return {
+            "nvme_path": directory,
+            "placement": self.placement,
+            "min_tensor_bytes": MIN_BYTES,
+            "max_step_overhead": self.max_step_overhead,
+            "activation_budget_bytes": budget_bytes,
+            "recompute": self.recompute,
+            "host_budget_bytes": self.host_bytes,
+            "io": io,
+        }
+
+    def describe(self) -> str:
+        """In a few lines."""
+        same = len(set(self.blocks)) == 1
+        blocks = f"{len(self.blocks)} x [{', '.join(self.blocks[0])}]" if same else str([list(b) for b in self.blocks])
+        budget = "" if self.budget_part is None else f", budget {self.budget_part} of the kept peak"
+        planner = "" if self.planner == "adaptive" else f", planner {self.planner}"
+        collector = f", garbage {self.collector}" if self.collector != "usual" else ""
+        return (
+            f"seed {self.seed}: {self.stem} of width {self.width}, {blocks}, head; {self.optimizer}, "
+            f"set_to_none {self.set_to_none}, batches {self.batches}{', input.grad' if self.input_grad else ''}\n"
+            f"  {self.device}: {self.placement}{planner}, recompute {self.recompute}, max_step_overhead "
+            f"{self.max_step_overhead}{budget}, host {self.host_bytes // 1024} KiB, staging "
+            f"{self.staging_bytes // MIB} MiB, {self.lanes} + {self.lanes} lanes, integrity {self.integrity}{collector}"
+            "\n"
+            f"  {len(self.steps)} steps: {_in_short(self.steps)}"
+        )
+
+
+def _in_short(steps: tuple[Step, ...]) -> str:
+    """Equal neighbours once."""
+    found: list[list[Any]] = []
+    for step in steps:
+        text = str(step)
+        if found and found[-1][0] == text:
+            found[-1][1] += 1
+        else:
+            found.append([text, 1])
+    return ", ".join(text if count == 1 else f"{count} * ({text})" for text, count in found)
+
+
+# ---- drawing --------------------------------------------------------------------------------------------------------
+
+
+def draw(seed: int) -> Program:
+    """The program of a seed: always the same one."""
+    chance = random.Random(f"program {seed}")
+    placement = _weighed(chance, adaptive=11, nvme=5, host=2, keep=2)
+    device = _weighed(chance, cpu=3, late=1) if placement != "keep" else "cpu"
+    stem = _weighed(chance, linear=3, embedding=1)
+    blocks = _draw_blocks(chance, device)
+    batches = _weighed(chance, fresh=3, numpy=1, data=1) if stem == "linear" else "fresh"
+    steps = _draw_steps(chance, placement, batches, blocks)
+    recompute = chance.random() < 0.5
+    if recompute:  # any checkpoint hands out an alias of what a Function saved, which ``.grad`` may then share
+        blocks = tuple(
+            tuple(
+                name.replace("ReturnsLeaf", "ReturnsFresh").replace("ReturnsBuffer", "ReturnsFresh") for name in names
+            )
+            for names in blocks
+        )
+    if recompute and placement == "adaptive":  # a block that runs again needs its inputs unchanged, as any checkpoint
+        steps = tuple(replace(step, kind="usual", how="") if step.kind == "mutate" else step for step in steps)
+    budget_part = chance.choice((0.9, 0.5, 0.25, 0.125)) if placement == "adaptive" and chance.random() < 0.45 else None
+    planners = ("recompute", "tba", "keep") if recompute else ("tba", "keep")
+    forced = placement == "adaptive" and budget_part is None and chance.random() < 0.4
+    uses_host = placement == "host" or (placement == "adaptive" and chance.random() < 0.25)
+    program = Program(
+        seed=seed,
+        width=chance.choice((16, 32, 32, 64, 64, 128)),
+        stem=stem,
+        blocks=blocks,
+        steps=steps,
+        optimizer=_weighed(chance, SGD=1, AdamW=1),
+        set_to_none=chance.random() < 0.6,
+        batches=batches,
+        input_grad=stem == "linear" and chance.random() < 0.4,
+        device=device,
+        placement=placement,
+        recompute=recompute,
+        planner=chance.choice(planners) if forced else "adaptive",
+        max_step_overhead=chance.choice((10.0, 10.0, 0.02)),
+        budget_part=budget_part,
+        host_bytes=chance.choice((128 << 10, MIB, 16 * MIB)) if uses_host else 0,
+        staging_bytes=chance.choice((MIB, 4 * MIB, 4 * MIB, 16 * MIB)),
+        lanes=chance.choice((1, 2, 2)),
+        integrity=_weighed(chance, sampled=2, full=2, off=1),
+        collector=chance.choice(("usual", "usual", "often", "in lanes")),
+    )
+    dying = (
+        random.Random(f"dying {seed}").random() < DYING_FRACTION
+        and device == "cpu"
+        and placement in ("nvme", "adaptive")
+    )
+    return _dying(program) if dying else program
+
+
+def _dying(program: Program) -> Program:
+    """After every step a graph dies in a lane, which is a matter of luck: so it has more than one chance."""
+    steps = (Step("after", parts.CAPACITY, 1, "cycle"),) * len(program.steps)
+    return replace(program, steps=steps, width=64, staging_bytes=MIB, collector="in lanes")
+
+
+def _draw_blocks(chance: random.Random, device: str) -> tuple[tuple[str, ...], ...]:
+    """Two to five blocks, mostly alike."""
+    depth = chance.randint(2, 5)
+    first = _draw_parts(chance, device)
+    if chance.random() < 0.75:
+        return (first,) * depth
+    return tuple(_draw_parts(chance, device) for _ in range(depth))
+
+
+def _draw_parts(chance: random.Random, device: str) -> tuple[str, ...]:
+    """One to three parts; those that change their input come first, where it is nobody else's."""
+    names = []
+    for number in range(chance.choice((1, 2, 2, 3))):
+        groups = {parts.USUAL: 8, parts.CHANGES: 5, parts.KINDS: 3, parts.FUNCTIONS: 4, parts.STATEFUL: 7,
+                  parts.STREAMS: 6 if device == "late" else 0}  # fmt: skip
+        kind = chance.choice(chance.choices([*groups], [*groups.values()])[0])
+        if kind is parts.ChangesInput and number:
+            kind = parts.InPlace
+        around = _weighed(chance, none=8, non_reentrant=1, reentrant=1)
+        # The kernels of usual operations run on the host: under a checkpoint they would run while another stream is on.
+        may_run_again = kind is not parts.ChangesInput and kind not in parts.STREAMS
+        names.append(kind.__name__ + (f":{around}" if around != "none" and may_run_again else ""))
+    return tuple(names)
+
+
+def _draw_steps(
+    chance: random.Random, placement: str, batches: str, blocks: tuple[tuple[str, ...], ...]
+) -> tuple[Step, ...]:
+    """A course of one kind, of random lengths, of several forwards before a backward, or of a bit of everything."""
+    count = chance.randint(12, 25) if placement == "adaptive" else chance.randint(8, 14)
+    course = _weighed(chance, steady=8, lengths=3, several=3, mixed=6)
+    rows = 8 * chance.choice((2, 4, 8, 8, 16))
+    micro_steps = chance.choice((1, 1, 2, 3))
+    reuses = any(name.startswith("ReusesBuffer") for names in blocks for name in names)
+    several = Step("several", rows, chance.choice((2, 2, 3)), _order(chance))
+    steps = []
+    for _ in range(count):
+        step = Step("usual", rows, micro_steps)
+        if course == "several":
+            step = several
+        if course == "lengths" or (course == "mixed" and chance.random() < 0.3):
+            step = replace(step, rows=8 * chance.randint(1, parts.CAPACITY // 8))
+        if (course == "mixed" and chance.random() < 0.5) or chance.random() < 0.06:
+            step = _draw_special(chance, step, batches, len(blocks), reuses)
+        steps.append(step)
+    return tuple(steps)
+
+
+def _draw_special(chance: random.Random, step: Step, batches: str, depth: int, reuses: bool) -> Step:
+    kind = _weighed(chance, several=2, dropped=2, between=1, after=2, retain=1, double=1, evaluate=1, raises=1, fails=1,
+                    inputs=1, mutate=1, refill=3 if batches != "fresh" else 0)  # fmt: skip
+    if reuses and kind in ("retain", "double"):  # autograd refuses these, once the buffer has changed
+        kind = "usual"
+    how = {
+        "several": lambda: _order(chance),
+        "dropped": lambda: chance.choice(("at once", "held", "cycle")),
+        "after": lambda: chance.choice(("at once", "held", "cycle", "cycle")),
+        "between": lambda: chance.choice(("at once", "held", "cycle", "cycle")),
+        "double": lambda: chance.choice(("inside", "outside")),
+        "inputs": lambda: chance.choice(("grad", "backward")),
+        "refill": lambda: chance.choice(("at once", "held", "cycle")),
+    }.get(kind, str)()
+    times = chance.choice((2, 3)) if kind == "several" else 1
+    return Step(kind, step.rows, times, how, chance.randint(0, depth))
+
+
+def _order(chance: random.Random) -> str:
+    return chance.choice(("sum", "in order", "reversed"))
+
+
+def _weighed(chance: random.Random, **weights: int) -> str:
+    return chance.choices([*weights], [*weights.values()])[0]
+
+
+# ---- making smaller -------------------------------------------------------------------------------------------------
+
+
+def smaller(program: Program) -> list[Program]:
+    """Programs that do a bit less than this one."""
+    found = []
+    count = len(program.steps)
+    for fewer in sorted({count // 2, count - 4, count - 1}):
+        if 0 < fewer < count:
+            found.append(replace(program, steps=program.steps[:fewer]))
+    usual, _ = Counter(Step("usual", step.rows) for step in program.steps).most_common(1)[0]
+    if any(step != usual for step in program.steps):
+        found.append(replace(program, steps=(usual,) * count))
+        for number, step in enumerate(program.steps):
+            if step != usual:
+                found.append(replace(program, steps=(*program.steps[:number], usual, *program.steps[number + 1 :])))
+    if len(set(program.blocks)) > 1:
+        found += [replace(program, blocks=(one,) * len(program.blocks)) for one in dict.fromkeys(program.blocks)]
+    if len(program.blocks) > 2:
+        found.append(replace(program, blocks=program.blocks[:-1]))
+    if len(set(program.blocks)) == 1:
+        names = program.blocks[0]
+        for number in range(len(names)):
+            fewer = (*names[:number], *names[number + 1 :])
+            found.append(replace(program, blocks=(fewer,) * len(program.blocks)))
+        plain = tuple(name.partition(":")[0] for name in names)
+        found.append(replace(program, blocks=(plain,) * len(program.blocks)))
+    simple = {"optimizer": "SGD", "set_to_none": True, "batches": "fresh", "input_grad": False, "device": "cpu",
+              "planner": "adaptive", "host_bytes": 0, "lanes": 1, "integrity": "sampled", "collector": "usual",
+              "stem": "linear", "recompute": False, "budget_part": None}  # fmt: skip
+    if program.placement == "host":
+        del simple["host_bytes"]
+    found += [replace(program, **{key: value}) for key, value in simple.items()]  # type: ignore[arg-type]
+    return [one for one in found if one != program]

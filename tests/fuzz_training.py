@@ -1,0 +1,609 @@
+"""Runs one program of the fuzz with and without us, and tells every difference."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import random
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import fuzz_parts as parts
+import torch
+import xxhash
+from doubles import CpuAccelerator
+from fuzz_programs import Program, Step
+from late_device import LateDevice
+from torch import Tensor, nn
+
+from ds_tba.adaptive.ranks import Alone
+from ds_tba.config import AioConfig, OffloadConfig
+from ds_tba.errors import ActivationModifiedError, DsTbaError
+from ds_tba.offloader import ActivationOffloader
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # has the planners of the papers
+
+TOKENS = 100
+HELD_STEPS = 3  # for which a graph without a backward is held
+SETTLE_S = 3.0
+LATE_S = 0.0002
+COLLECT_EVENTS = 7
+BUDGET = "activation_budget_bytes"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What went wrong in a draw.
+
+    Attributes:
+        kind: one word to sort by.
+        text: the rest.
+    """
+
+    kind: str
+    text: str
+
+
+# ---- what is compared -----------------------------------------------------------------------------------------------
+
+
+class Tape:
+    """What a training was seen to do, in order: labels and fingerprints of all bits."""
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[str, str]] = []
+        self.messages: dict[int, str] = {}  # of errors, by the number of their entry
+        self.ours: list[str] = []  # errors that only we raise
+        self.is_finite = True
+
+    def note(self, label: str, value: Any) -> None:
+        """A tensor's bits, or anything else by its text."""
+        self.entries.append((label, _fingerprint(value)))
+
+    @contextmanager
+    def guarded(self, label: str) -> Iterator[None]:
+        """Errors are part of what a program does: the family counts, not the words."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - compared with those of the other side
+            family = RuntimeError if isinstance(error, RuntimeError) else type(error)
+            self.messages[len(self.entries)] = f"{type(error).__name__}: {str(error)[:400]}"
+            self.note(f"{label} raises", family.__name__)
+            if isinstance(error, DsTbaError) and not isinstance(error, ActivationModifiedError):
+                self.ours.append("".join(traceback.format_exception(error))[-1500:])
+
+    def difference(self, other: Tape) -> str | None:
+        """Of another training from this one, in words."""
+        pairs = list(zip(self.entries, other.entries, strict=False))
+        different = [number for number, (one, two) in enumerate(pairs) if one != two]
+        if not different and len(self.entries) == len(other.entries):
+            return None
+        if not different:
+            return f"{len(other.entries)} observations instead of {len(self.entries)}"
+        first = different[0]
+        labels = ", ".join(dict.fromkeys(pairs[number][0][0] for number in different[:4]))
+        found = f"first at: {labels}; {len(different)} of {len(pairs)} observations"
+        for tape, whose in ((self, "the reference"), (other, "ours")):
+            if first in tape.messages:
+                found += f"; {whose} raises {tape.messages[first]}"
+        return found
+
+
+def _fingerprint(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return str(value)
+    plain = value.detach().contiguous().flatten()
+    bits = plain.view(torch.uint8).numpy() if plain.numel() else b""
+    return f"{value.dtype} {tuple(value.shape)} {xxhash.xxh3_64_hexdigest(bits)}"
+
+
+# ---- the two sides --------------------------------------------------------------------------------------------------
+
+
+class Plain:
+    """Training without us."""
+
+    device: LateDevice | None = None
+
+    def watch(self, net: nn.Module) -> None:
+        """The model is made."""
+
+    def saving(self) -> AbstractContextManager[Any]:
+        """Around a forward."""
+        return nullcontext()
+
+    def note_micro_step(self) -> None:
+        """After a backward."""
+
+    def note_step(self) -> None:
+        """After an optimizer step."""
+
+    def end(self) -> list[Failure]:
+        """All graphs are gone."""
+        return []
+
+
+class Counted(Plain):
+    """Without us, but with hooks that refuse what was modified, and tell which saved tensors are never let go.
+
+    Autograd leaks some itself: where an operator's backward cannot be differentiated, or a hook has raised.
+    """
+
+    def __init__(self) -> None:
+        self._held: weakref.WeakSet[_Held] = weakref.WeakSet()
+
+    def saving(self) -> AbstractContextManager[Any]:
+        return torch.autograd.graph.saved_tensors_hooks(self._hold, _Held.restore)
+
+    def _hold(self, tensor: Tensor) -> _Held:
+        self._held.add(held := _Held(tensor))
+        return held
+
+    @property
+    def left(self) -> int:
+        """Saved tensors that are still there."""
+        gc.collect()
+        return len(self._held)
+
+
+class _Held:
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor if tensor.grad_fn is None else tensor.detach()
+        self._version = tensor._version
+
+    def restore(self) -> Tensor:
+        if self._tensor._version != self._version:
+            raise RuntimeError("modified by an inplace operation")
+        return self._tensor
+
+
+class Warnings(logging.Handler):
+    """Keeps what our loggers warn of."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+class Ours(Plain):
+    """Training with an offloader, as an engine would drive it."""
+
+    def __init__(self, program: Program, directory: str, budget_bytes: int | None = None) -> None:
+        self._program = program
+        self._budget_bytes = budget_bytes
+        self._failures: list[Failure] = []
+        self._step = 0
+        self.warnings = Warnings()
+        logging.getLogger("ds_tba").addHandler(self.warnings)
+        self.device = LateDevice(longest_pause_s=LATE_S) if program.device == "late" else None
+        config = OffloadConfig.model_validate(program.block(directory, budget_bytes))
+        self.offloader = ActivationOffloader(config, AioConfig(), self.device or CpuAccelerator())
+
+    def watch(self, net: nn.Module) -> None:
+        from planners import PLANNERS
+
+        self.offloader.watch(net, Alone(), PLANNERS[self._program.planner])
+
+    def saving(self) -> AbstractContextManager[Any]:
+        return self.offloader.saving()
+
+    def note_micro_step(self) -> None:
+        self.offloader.note_micro_step()
+
+    def note_step(self) -> None:
+        self.offloader.note_step()
+        if self._budget_bytes is not None and not self._failures:
+            self._check_budget(self._budget_bytes)
+        self._step += 1
+
+    def _check_budget(self, budget_bytes: int) -> None:
+        """Kept so far, or a warning has said why not."""
+        peak_bytes = self.offloader.report().peak_saved_bytes
+        if peak_bytes > budget_bytes and not any(BUDGET in text for text in self.warnings.texts):
+            self._failures.append(
+                Failure("budget", f"step {self._step}: {peak_bytes} bytes of activations, budget {budget_bytes}, and "
+                                  f"no warning; plans so far: {self.offloader.report().plans}")
+            )  # fmt: skip
+
+    def end(self) -> list[Failure]:
+        """What is left, now that the training is over."""
+        try:
+            left = self._left()
+            if left:
+                self._failures.append(Failure("left", left))
+        finally:
+            self.offloader.close()
+            if self.device is not None:
+                self.device.end()
+            logging.getLogger("ds_tba").removeHandler(self.warnings)
+        alive = _until_empty(lambda: [one.name for one in threading.enumerate() if one.name.startswith("ds_tba")])
+        if alive:
+            self._failures.append(Failure("threads", f"alive after close: {', '.join(alive)}"))
+        return self._failures
+
+    def _left(self) -> str:
+        def left() -> list[str]:
+            gc.collect()
+            cache = self.offloader.cache
+            cache.settle()
+            tiers = self.offloader._tiers
+            nvme = tiers.nvme
+            counts = {
+                "records": cache.live_records,
+                "saved bytes": cache.stats.saved.now,
+                "resident bytes": cache.stats.resident.now,
+            }
+            if nvme is not None:
+                nvme.settle()
+                counts["bytes of staging"] = nvme.ring.slots.used_bytes
+                counts["bytes of swap files"] = sum(path.extents.used_bytes for path in nvme.paths)
+            return [f"{count} {name}" for name, count in counts.items() if count]
+
+        return ", ".join(_until_empty(left))
+
+
+def _until_empty(look: Callable[[], list[str]]) -> list[str]:
+    """What is still there after a while: lanes and late devices may be busy with what nobody wants any more."""
+    deadline = time.monotonic() + SETTLE_S
+    while (found := look()) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return found
+
+
+# ---- the training ---------------------------------------------------------------------------------------------------
+
+
+class Training:
+    """A program's steps, on one side. Each kind of step is a method, with the step as its argument."""
+
+    def __init__(self, program: Program, side: Plain, tape: Tape) -> None:
+        self._program = program
+        self._side = side
+        self._tape = tape
+        parts.reset_states(program.seed)
+        self._data = torch.Generator().manual_seed(program.seed + 2)
+        self._net = parts.Net(program.stem, program.blocks, program.width, TOKENS)
+        side.watch(self._net)
+        kind = torch.optim.AdamW if program.optimizer == "AdamW" else torch.optim.SGD
+        self._optimizer = kind(self._net.parameters(), lr=1e-3)
+        self._buffers: dict[int, tuple[Tensor, Any]] = {}
+        self._held: list[tuple[int, Tensor]] = []
+        self._inputs: list[Tensor] = []
+        self._grads: dict[str, Tensor | None] = {}
+
+    def run(self) -> None:
+        """All steps, then what has become of the model."""
+        for number, step in enumerate(self._program.steps):
+            self._held = [held for held in self._held if held[0] > number]
+            errors = len(self._tape.messages)
+            with self._tape.guarded(f"step {number}"):
+                self._inputs = []
+                getattr(self, step.kind)(step, number)
+            if len(self._tape.messages) > errors:  # how far a backward comes that fails is nobody's business
+                self._net.tap, self._net.fails, self._net.tapped = None, False, None
+                self._optimizer.zero_grad()
+                continue
+            self._note_grads(number)
+            self._optimizer.step()
+            self._optimizer.zero_grad(set_to_none=self._program.set_to_none)
+            self._side.note_step()
+        self._note_states()
+        # What is left after this is left by us: gradients and states of the model may hold memory that we handed out.
+        self._optimizer.zero_grad(set_to_none=True)
+        for module in self._net.modules():
+            if isinstance(module, parts.Memory):
+                module.memory = torch.zeros(1)
+
+    # ---- kinds of steps -----------------------------------------------------------------------------------------
+
+    def usual(self, step: Step, number: int) -> None:
+        """Micro-batches, each with its backward."""
+        for _ in range(step.micro_steps):
+            self._backward(self._forward(self._batch(step.rows)))
+
+    def several(self, step: Step, number: int) -> None:
+        """Several forwards before a backward of their sum, or one of each."""
+        losses = [self._forward(self._fresh(step.rows)) for _ in range(step.micro_steps)]
+        if step.how == "sum":
+            self._backward(sum(losses[1:], losses[0]))
+            return
+        while losses:
+            self._backward(losses.pop(0 if step.how == "in order" else -1))
+
+    def dropped(self, step: Step, number: int) -> None:
+        """A graph without a backward, before the usual one."""
+        self._drop(self._forward(self._fresh(step.rows)), step.how, number)
+        self.usual(step, number)
+
+    def between(self, step: Step, number: int) -> None:
+        """A graph without a backward, between the forward and the backward of another."""
+        loss = self._forward(self._batch(step.rows))
+        self._drop(self._forward(self._fresh(step.rows)), step.how, number)
+        self._backward(loss)
+
+    def after(self, step: Step, number: int) -> None:
+        """A graph without a backward, after the usual one; what it moves may still be under way when it dies."""
+        self.usual(step, number)
+        self._drop(self._forward(self._fresh(step.rows)), step.how, number)
+
+    def refill(self, step: Step, number: int) -> None:
+        """A buffer filled anew, past its version counter, while an older graph still has it saved."""
+        self._drop(self._forward(self._batch(step.rows)), step.how, number, least_steps=1)
+        self._backward(self._forward(self._batch(step.rows)))
+
+    def retain(self, step: Step, number: int) -> None:
+        """Two backwards through one graph."""
+        loss = self._forward(self._batch(step.rows))
+        self._backward(loss, retain_graph=True)
+        self._backward(loss)
+
+    def double(self, step: Step, number: int) -> None:
+        """A penalty on gradients."""
+        loss = self._forward(self._batch(step.rows))
+        wanted = self._wanted(step.pick)
+        with self._side.saving() if step.how == "inside" else nullcontext():
+            found = torch.autograd.grad(loss, wanted, create_graph=True, allow_unused=True)
+            penalty = sum(one.square().sum() for one in found if one is not None)
+        self._backward(loss + 0.01 * penalty)
+
+    def evaluate(self, step: Step, number: int) -> None:
+        """Passes without gradients in between."""
+        loss = self._forward(self._batch(step.rows))
+        with torch.no_grad():
+            self._forward(self._fresh(24))
+        self._net.eval()
+        with torch.no_grad():
+            self._forward(self._fresh(step.rows))
+        self._net.train()
+        self._backward(loss)
+
+    def raises(self, step: Step, number: int) -> None:
+        """Something else fails between forward and backward; the script goes on."""
+        try:
+            loss = self._forward(self._batch(step.rows))
+            raise KeyError("between forward and backward")
+        except KeyError:
+            del loss
+        self.usual(step, number)
+
+    def fails(self, step: Step, number: int) -> None:
+        """A forward ends in an error; the script goes on."""
+        self._net.fails = True
+        try:
+            self._forward(self._batch(step.rows))
+        except parts.Failure:
+            self._net.fails = False
+        self.usual(step, number)
+
+    def inputs(self, step: Step, number: int) -> None:
+        """Gradients of a few tensors only."""
+        loss = self._forward(self._batch(step.rows))
+        wanted = self._wanted(step.pick)
+        if step.how == "grad":
+            found = torch.autograd.grad(loss, wanted, allow_unused=True)
+            self._side.note_micro_step()
+            for one in found:
+                self._tape.note(f"step {number} autograd.grad", one)
+        else:
+            self._backward(loss, inputs=wanted)
+
+    def mutate(self, step: Step, number: int) -> None:
+        """A tensor inside the model changes before backward, which autograd refuses if it was saved."""
+        self._net.tap = min(step.pick, len(self._net.blocks))
+        loss = self._forward(self._batch(step.rows))
+        tapped, self._net.tapped, self._net.tap = self._net.tapped, None, None
+        with torch.no_grad():
+            tapped.add_(1)  # type: ignore[union-attr]
+        del tapped
+        self._backward(loss)
+
+    # ---- their parts --------------------------------------------------------------------------------------------
+
+    def _forward(self, batch: Tensor) -> Tensor:
+        token = parts.FACTOR.set(1.5)
+        parts.ThreadLocal.there.factor = 1.5
+        try:
+            with self._side.saving():
+                loss: Tensor = self._net(batch)
+        finally:
+            parts.FACTOR.reset(token)
+            del parts.ThreadLocal.there.factor
+        self._tape.note("loss", loss)
+        self._tape.is_finite = bool(loss.isfinite())
+        return loss
+
+    def _backward(self, loss: Tensor, **options: Any) -> None:
+        loss.backward(**options)
+        self._side.note_micro_step()
+
+    def _fresh(self, rows: int) -> Tensor:
+        if self._program.stem == "embedding":
+            return torch.randint(0, TOKENS, (rows,), generator=self._data)
+        batch = torch.randn(rows, self._program.width, generator=self._data)
+        return self._as_input(batch)
+
+    def _batch(self, rows: int) -> Tensor:
+        """The next batch: fresh, or in the buffer of its length, whose version counter does not move."""
+        if self._program.batches == "fresh":
+            return self._fresh(rows)
+        values = torch.randn(rows, self._program.width, generator=self._data)
+        if rows not in self._buffers:
+            memory = values.clone().numpy()
+            self._buffers[rows] = (torch.from_numpy(memory), memory)
+        buffer, memory = self._buffers[rows]
+        if self._program.batches == "numpy":
+            memory[:] = values.numpy()
+        else:
+            buffer.data.copy_(values)
+        return self._as_input(buffer)
+
+    def _as_input(self, batch: Tensor) -> Tensor:
+        if self._program.input_grad:
+            batch.requires_grad_()
+            self._inputs.append(batch)
+        return batch
+
+    def _wanted(self, pick: int) -> list[Tensor]:
+        """A few parameters, of one block, and an input."""
+        block = self._net.blocks[pick % len(self._net.blocks)]
+        return [*block.parameters()][:3] + self._inputs[:1]
+
+    def _drop(self, loss: Tensor, how: str, number: int, least_steps: int = 0) -> None:
+        if how == "cycle":
+            cycle: list[Any] = [loss]
+            cycle.append(cycle)
+        elif how == "held" or least_steps:
+            steps = HELD_STEPS if how == "held" else least_steps
+            self._held.append((number + steps, loss))
+
+    # ---- what is noted ------------------------------------------------------------------------------------------
+
+    def _note_grads(self, number: int) -> None:
+        owned = {tensor.data_ptr(): name for name, tensor in self._tensors()}
+        for name, parameter in self._net.named_parameters():
+            grad = parameter.grad
+            self._tape.note(f"step {number} grad of {name}", grad)
+            if grad is not None and grad.data_ptr() in owned:
+                self._tape.note(f"step {number} grad of {name} is", owned[grad.data_ptr()])
+            if not self._program.set_to_none:
+                same = grad is not None and grad is self._grads.get(name)
+                self._tape.note(f"step {number} grad of {name} is the same tensor", same)
+                self._grads[name] = grad
+        for batch in self._inputs:
+            self._tape.note(f"step {number} grad of the input", batch.grad)
+            batch.grad = None
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """All of the model: parameters, buffers and plain attributes; and the inputs."""
+        yield from self._net.named_parameters()
+        yield from self._net.named_buffers()
+        for path, module in self._net.named_modules():
+            for name, value in vars(module).items():
+                if isinstance(value, Tensor):
+                    yield f"{path}.{name}", value
+        for batch in self._inputs:
+            yield "the input", batch
+
+    def _note_states(self) -> None:
+        self._inputs = []
+        for name, tensor in self._tensors():
+            self._tape.note(f"at the end {name}", tensor)
+        for path, module in self._net.named_modules():
+            if isinstance(module, parts.Counter):
+                self._tape.note(f"at the end {path}.count", module.count)
+            if isinstance(module, parts.OwnGenerator):
+                self._tape.note(f"at the end {path}.generator", module.generator.get_state())
+        for name, value in parts.states().items():
+            self._tape.note(f"at the end {name}", value)
+
+
+def train(program: Program, side: Plain) -> Tape:
+    """What a program does on one side; nothing of it is left but the tape."""
+    tape = Tape()
+    with parts.playing(side.device):
+        Training(program, side, tape).run()
+    return tape
+
+
+@contextmanager
+def collecting(how: str) -> Iterator[None]:
+    """When garbage is collected: as usual, often, or in no other thread than those that begin inside."""
+    thresholds = gc.get_threshold()
+    if how == "often":
+        gc.set_threshold(20, 5, 5)
+    if how == "in lanes":
+        gc.disable()
+        threading.setprofile(_Collecting())
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.enable()
+        threading.setprofile(None)
+
+
+class _Collecting:
+    """A profiler that collects garbage at one of so many events of a thread, whatever that is doing then."""
+
+    def __init__(self) -> None:
+        self._chance = random.Random(0)
+
+    def __call__(self, *_: Any) -> None:
+        if self._chance.random() * COLLECT_EVENTS < 1:
+            gc.collect(1)
+
+
+# ---- one draw -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Outcome:
+    """Of one draw.
+
+    Attributes:
+        seconds: that it took.
+        errors: how many steps of the reference ended in an error.
+        plans: how many there were.
+        is_finite: whether the last loss of the reference was a number.
+    """
+
+    failures: list[Failure] = field(default_factory=list)
+    seconds: float = 0.0
+    errors: int = 0
+    plans: int = 0
+    is_finite: bool = True
+
+
+def check(program: Program, directory: str) -> Outcome:
+    """Run a program without us, with us, and where it has a budget with everything kept before that."""
+    started_s = time.perf_counter()
+    outcome = Outcome()
+    reference = train(program, Plain())
+    outcome.errors, outcome.is_finite = len(reference.messages), reference.is_finite
+    budget_bytes = None
+    if program.budget_part is not None:
+        kept = replace(program, placement="keep", device="cpu", host_bytes=0, planner="adaptive")
+        side = Ours(kept, directory)
+        _compare(outcome, reference, kept, side, "kept: ")
+        budget_bytes = int(program.budget_part * side.offloader.report().peak_saved_bytes)
+    with collecting(program.collector):
+        side = Ours(program, directory, budget_bytes)
+        _compare(outcome, reference, program, side, "")
+    if any(one.kind == "difference" for one in outcome.failures):
+        again = reference.difference(train(program, Plain()))
+        if again is not None:
+            outcome.failures.append(Failure("harness", f"the reference differs from itself, {again}"))
+    if any(one.kind == "left" for one in outcome.failures):
+        train(program, counted := Counted())
+        if counted.left:
+            outcome.failures = [one for one in outcome.failures if one.kind != "left"]
+    outcome.plans = side.offloader.report().plans
+    outcome.seconds = time.perf_counter() - started_s
+    return outcome
+
+
+def _compare(outcome: Outcome, reference: Tape, program: Program, side: Ours, prefix: str) -> None:
+    tape: Tape | None = None
+    try:
+        tape = train(program, side)
+    except Exception as error:  # noqa: BLE001 - a failure like others
+        where = "".join(traceback.format_exception(error))[-1500:]
+        outcome.failures.append(Failure("error", f"{prefix}{where}"))
+    if tape is not None:
+        difference = reference.difference(tape)
+        if difference is not None:
+            outcome.failures.append(Failure("difference", prefix + difference))
+        outcome.failures += [Failure("error", prefix + text) for text in tape.ours]
+    del tape
+    outcome.failures += [Failure(one.kind, prefix + one.text) for one in side.end()]

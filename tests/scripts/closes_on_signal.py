@@ -1,0 +1,123 @@
+"""Trainings that a signal ends at random moments: its handler closes the offloader and exits, or only closes it.
+
+    python tests/scripts/closes_on_signal.py DIRECTORY RUNS
+
+Each run is a forked process, and prints one line: its end, how long that took, whether the signal came in the middle of
+ds_tba, and the state in its report. A run that hangs prints where.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from ds_tba import offloader as offloading
+from ds_tba.config import AioConfig, OffloadConfig
+from ds_tba.device.accelerator import CpuAccelerator
+from ds_tba.errors import StateError
+from ds_tba.offloader import ActivationOffloader
+
+LATEST_S = 0.15
+HUNG_S = 20.0
+HANDLER_LIMIT_S = 0.1  # instead of seconds, or the runs would mostly wait
+ENDS = ("exit", "return", "raise")
+
+
+class Interrupted(Exception):
+    """What the user's handler raises, for his training loop to catch."""
+
+
+def is_in_package(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).startswith("ds_tba."):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def new_offloader(directory: Path, report: Path, placement: str) -> ActivationOffloader:
+    config = OffloadConfig(
+        nvme_path=str(directory),
+        placement=placement,
+        min_tensor_bytes=4096,
+        host_budget_bytes=4 << 20 if placement == "host" else 0,
+        io={"backend": "posix", "staging_bytes": 1 << 20, "swap_file_bytes": 64 << 20},
+        report={"path": str(report)},
+    )
+    return ActivationOffloader(config, AioConfig(), CpuAccelerator())
+
+
+def step(offloader: ActivationOffloader, x: torch.Tensor) -> None:
+    with offloader.saving():
+        y = x
+        for _ in range(10):
+            y = (y * 1.01).sin()
+        loss = y.sum()
+    loss.backward()
+    offloader.note_step()
+
+
+def train(directory: Path, report: Path, chance: random.Random) -> None:
+    placement, end = chance.choice(("nvme", "nvme", "nvme", "host")), chance.choice(ENDS)
+    offloader = new_offloader(directory, report, placement)
+    seen: list[str] = []
+
+    def on_signal(_signum: int, frame: FrameType | None) -> None:
+        started_s = time.monotonic()
+        offloader.close()
+        inside = "inside" if is_in_package(frame) else "outside"
+        seen.append(f"{end} {time.monotonic() - started_s:.2f} {inside}")
+        if end == "exit":
+            sys.exit(0)
+        if end == "raise":
+            raise Interrupted
+
+    signal.signal(signal.SIGALRM, on_signal)
+    x = torch.randn(16, 64, requires_grad=True)
+    signal.setitimer(signal.ITIMER_REAL, chance.uniform(0.001, LATEST_S))
+    try:
+        while not seen:
+            step(offloader, x)
+    except Interrupted as raised:
+        offloader.close()  # while the exception, and with it every frame it passed, is alive
+        del raised
+    except (StateError, RuntimeError):
+        # A handler that returns has closed what the step goes on with. So has one whose exception Python ignored,
+        # because it came in the middle of a finalizer.
+        if not seen:
+            raise
+    finally:
+        if end != "exit":
+            offloader.close()
+        sys.stdout.write(f"RUN {' '.join(seen)} {report.name}\n")
+        sys.stdout.flush()
+
+
+def main(directory: str, runs: str) -> int:
+    torch.set_num_threads(1)
+    offloading.INTERRUPTED_CLOSE_LIMIT_S = HANDLER_LIMIT_S
+    for number in range(int(runs)):
+        report = Path(directory) / f"report{number}.json"
+        child = os.fork()
+        if child == 0:
+            faulthandler.dump_traceback_later(HUNG_S, exit=True)
+            train(Path(directory), report, random.Random(number))
+            return 0
+        _, status = os.waitpid(child, 0)
+        state = json.loads(report.read_text())["state"] if report.exists() else "no report"
+        sys.stdout.write(f"END {number} {os.waitstatus_to_exitcode(status)} {state}\n")
+        sys.stdout.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1], sys.argv[2]))
