@@ -154,9 +154,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--zero", type=int, default=0)
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--backend", default="posix", help="io.backend of nvme")
-    parser.add_argument(
-        "--placement", default="nvme", help="adaptive has no plan before its 7th step, on a CPU its 13th"
-    )
+    parser.add_argument("--placement", default="nvme", help="adaptive has no plan before its 4th step")
     parser.add_argument("--staging_mib", type=int, default=48)
     parser.add_argument("--nvme_path", default=".")
     parser.add_argument("--variants", nargs="+", default=VARIANTS, choices=VARIANTS)

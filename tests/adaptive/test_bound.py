@@ -268,13 +268,11 @@ def test_a_kept_tensor_that_was_moved_later_still_raises_if_it_was_changed(make_
         loss.backward()
 
 
-def test_what_a_retained_graph_forwarded_goes_back(make_store: StoreFactory) -> None:
-    cache = TensorCache([make_store()], "cpu", KIB, wait_for_staging=True)
-    cache.limit_resident(4 * 64 * KIB)
-    x = torch.randn(128, 128, requires_grad=True)
+def two_backwards_give_twice_the_gradient(cache: TensorCache, x: Tensor, length: int) -> None:
+    """Through one graph of so many operations, which is gone afterwards."""
     with cache.saving():
         y = x
-        for _ in range(30):
+        for _ in range(length):
             y = y.sin()
         loss = y.sum()
     del y
@@ -282,6 +280,13 @@ def test_what_a_retained_graph_forwarded_goes_back(make_store: StoreFactory) -> 
     once = x.grad.clone()
     loss.backward()
     assert torch.equal(x.grad, 2 * once)
+
+
+def test_what_a_retained_graph_forwarded_goes_back(make_store: StoreFactory) -> None:
+    cache = TensorCache([make_store()], "cpu", KIB, wait_for_staging=True)
+    cache.limit_resident(4 * 64 * KIB)
+    x = torch.randn(128, 128, requires_grad=True)
+    two_backwards_give_twice_the_gradient(cache, x, 30)
     assert cache.stats.resident.peak <= 4 * 64 * KIB
 
 
@@ -416,17 +421,8 @@ def test_what_was_partly_forwarded_leaves_nothing_when_it_is_moved_again(make_st
     cache = TensorCache([PiecesStore(nvme, nvme)], "cpu", KIB, wait_for_staging=True)
     cache.limit_resident(4 * MIB)
     x = torch.randn(384 * KIB, requires_grad=True)
-    with cache.saving():
-        y = x
-        for _ in range(6):
-            y = y.sin()
-        loss = y.sum()
-    del y
-    loss.backward(retain_graph=True)
-    once = x.grad.clone()
-    loss.backward()
-    assert torch.equal(x.grad, 2 * once)
-    del loss, x
+    two_backwards_give_twice_the_gradient(cache, x, 6)
+    del x
     cache.settle()
     assert store_is_empty(nvme)
 
