@@ -21,16 +21,16 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_tba.adaptive.ranks import Alone
-from ds_tba.autograd.cache import Hooks, TensorCache
-from ds_tba.autograd.policy import Choice
-from ds_tba.autograd.saved import RecordState
+from ds_tba.autograd.budget import MemoryMeter
+from ds_tba.autograd.cache import TensorCache
+from ds_tba.autograd.saved import Hooks, RecordState
 from ds_tba.autograd.tensors import Eligibility
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.device.accelerator import CpuAccelerator
-from ds_tba.device.memory_meter import MemoryMeter
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.storage.backends.posix import PosixBackend
 from ds_tba.storage.backends.select import Selection
+from ds_tba.storage.base import Choice
 from ds_tba.storage.chunked import PiecesStore
 from ds_tba.storage.nvme import Lanes
 from ds_tba.telemetry.stats import Gauge

@@ -18,7 +18,7 @@ from torch.nn import functional
 from ds_tba.adaptive.calibration import Observation
 from ds_tba.adaptive.monitor import MIN_STEPS, Action
 from ds_tba.adaptive.ranks import Agreement, Alone
-from ds_tba.autograd.recompute.checkpoint import innermost_hooks
+from ds_tba.autograd.checkpoint import innermost_hooks
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.errors import PathError, TraceError
 from ds_tba.offloader import ActivationOffloader

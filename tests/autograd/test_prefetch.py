@@ -16,9 +16,9 @@ from test_store import CPU, MIB, noise, nothing_is_held, put, slots_in_use, stor
 
 from ds_tba.autograd.cache import TensorCache
 from ds_tba.errors import ActivationLostError, StateError, TransferError
+from ds_tba.storage.base import SwapTicket, TicketState
 from ds_tba.storage.chunked import PiecesStore, PiecesTicket
 from ds_tba.storage.nvme import Lanes, NvmeStore
-from ds_tba.storage.ticket import SwapTicket, TicketState
 
 KIB = 1 << 10
 ONE_LANE = Lanes(1, 1)

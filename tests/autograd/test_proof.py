@@ -37,8 +37,8 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 
 from ds_tba.adaptive.ranks import Alone
-from ds_tba.autograd.recompute.comparison import difference
-from ds_tba.autograd.recompute.forward_state import StateReader, UnreadableError
+from ds_tba.autograd.comparison import difference
+from ds_tba.autograd.forward_state import StateReader, UnreadableError
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.errors import ActivationModifiedError, RecomputationError
 from ds_tba.offloader import ActivationOffloader
