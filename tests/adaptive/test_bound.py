@@ -395,7 +395,7 @@ class Original:
 def test_a_device_really_holds_no_more_than_the_bound(make_store: StoreFactory, size: int, staging: int) -> None:
     device = TruthfulDevice()
     nvme = make_store(accelerator=device, staging_bytes=staging)
-    store = PiecesStore(nvme, nvme)
+    store = PiecesStore(nvme, nvme.space)
     cache = TensorCache([store], "cpu", KIB, wait_for_staging=True, accelerator=device)
     cache.limit_resident(5 * size)
     x = torch.randn(size // 4, requires_grad=True)
@@ -418,7 +418,7 @@ def test_a_device_really_holds_no_more_than_the_bound(make_store: StoreFactory, 
 
 def test_what_was_partly_forwarded_leaves_nothing_when_it_is_moved_again(make_store: StoreFactory) -> None:
     nvme = make_store(ScriptedBackend(slow(0.02)), staging_bytes=MIB, lanes=Lanes(1, 1))
-    cache = TensorCache([PiecesStore(nvme, nvme)], "cpu", KIB, wait_for_staging=True)
+    cache = TensorCache([PiecesStore(nvme, nvme.space)], "cpu", KIB, wait_for_staging=True)
     cache.limit_resident(4 * MIB)
     x = torch.randn(384 * KIB, requires_grad=True)
     two_backwards_give_twice_the_gradient(cache, x, 6)

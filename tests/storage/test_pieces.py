@@ -24,7 +24,7 @@ KIB, MIB = 1 << 10, 1 << 20
 
 
 def over(nvme: NvmeStore) -> PiecesStore:
-    return PiecesStore(nvme, nvme)
+    return PiecesStore(nvme, nvme.space)
 
 
 def put(store: PiecesStore, data: torch.Tensor) -> PiecesTicket:
