@@ -23,7 +23,7 @@ from gpu.variants import plain
 from planners import PLANNERS
 
 from ds_tba.adaptive.ranks import Alone
-from ds_tba.cli.estimate.hardware import PeakMeter
+from ds_tba.cli.estimate.dry_run import PeakMeter
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.storage.backends.base import IoBackend

@@ -123,7 +123,7 @@ def test_what_fits_the_gpu_is_said_with_everything_that_it_must_hold(
     divided = estimate(directory, *GIVEN, "--ranks", "4")
     assert divided["device_need"]["gradient_bytes"] == need["gradient_bytes"] // 4
     assert divided["device_need"]["parameter_bytes"] == need["parameter_bytes"]
-    assert divided["fits"]["keep"] is None and "--gpu-memory GIB says what fits" in capsys.readouterr().out
+    assert divided["fits"]["keep"] is None and "--gpu-memory GIB shows what fits" in capsys.readouterr().out
     offloading = {"stage": 3, "offload_param": {"device": "nvme"}, "offload_optimizer": {"device": "cpu"}}
     write_config(directory, optimizer={"type": "AdamW"}, zero_optimization=offloading)
     beside = estimate(directory, *GIVEN)["device_need"]
@@ -146,7 +146,7 @@ def test_without_rates_the_drive_of_the_config_is_measured(directory: Path, caps
     found = estimate(directory, "--tflops", "1")
     text = capsys.readouterr().out
     assert f"measured here at {directory}" in found["drives"] and found["write_bytes_per_s"] > 0
-    assert "measuring them wrote" in text
+    assert "measuring the drives wrote" in text
     assert sorted(path.name for path in directory.iterdir()) == ["ds_config.json", "models.py", "out.json"]
 
 
@@ -161,7 +161,7 @@ def test_without_the_block_the_defaults_are_taken(directory: Path, capsys: pytes
     (directory / "ds_config.json").write_text("{}")
     found = estimate(directory, *GIVEN, "--batch", "2")
     assert found["parameter_bytes"] == 4 * found["parameters"]
-    assert "the defaults of the block are taken" in capsys.readouterr().out
+    assert "the defaults of the block are used" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The parts of the dry run one by one: the model's source, the clock, the kernels, the footprint, the outlook."""
+"""The parts of the dry run one by one: the model's source, the clock, the kernels, the summary."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torch.nn import functional
 from traces import SIZE, one_block, resources, storage
 
 from ds_tba.cli.estimate.dry_run import Answers
-from ds_tba.cli.estimate.hardware import OpClock, compute_of, drive_of
+from ds_tba.cli.estimate.hardware import GivenRates, OpClock, compute_of, drives_of
 from ds_tba.cli.estimate.kernels import Attention, attention_of, device_kernels
-from ds_tba.cli.estimate.outlook import groups_of, outlook
 from ds_tba.cli.estimate.subject import Subject, loss_of, read_training, recipe_of
+from ds_tba.cli.estimate.summary import breakdown_of, summarize
 from ds_tba.config import OffloadConfig
 from ds_tba.errors import ConfigError, ModelError
 from ds_tba.planner.trace import OUTSIDE, BlockTrace, StorageTrace, Trace
@@ -130,10 +130,10 @@ def test_the_config_tells_how_it_is_trained(tmp_path: Path) -> None:
             "activation_nvme_offload": {"placement": "keep", "min_tensor_bytes": 5},
         },
     )
-    assert (found.micro_batch, found.micro_steps, found.dtype, found.zero_stage) == (4, 2, torch.bfloat16, 3)
+    assert (found.micro_batch, found.micro_steps, found.dtype, found.zero.stage) == (4, 2, torch.bfloat16, 3)
     assert (
-        found.offloads_parameters
-        and not found.offloads_optimizer
+        found.zero.offloads_parameters
+        and not found.zero.offloads_optimizer
         and found.offload.min_tensor_bytes == 5
         and not found.notes
     )
@@ -297,7 +297,7 @@ def config(**block: Any) -> OffloadConfig:
 def test_equal_blocks_are_one_group_and_the_rest_is_outside() -> None:
     trace = stack(4)
     larger = (replace(trace.storages[0], nbytes=2 * SIZE), *trace.storages[1:])
-    first, others, head = groups_of(replace(trace, storages=larger))
+    first, others, head = breakdown_of(replace(trace, storages=larger))
     assert (first.name, first.count, first.nbytes, first.movable_bytes) == ("layers.0", 1, 2 * SIZE + 8, 2 * SIZE)
     assert (others.name, others.count, others.nbytes, others.total_bytes) == ("layers.1-3", 3, SIZE + 8, 3 * SIZE + 24)
     assert (head.name, head.count, head.total_bytes, others.forward_s) == ("head", 0, SIZE, 1.0)
@@ -306,66 +306,70 @@ def test_equal_blocks_are_one_group_and_the_rest_is_outside() -> None:
 def test_a_storage_of_several_blocks_counts_once() -> None:
     trace = stack(2)
     shared = (replace(trace.storages[0], blocks=(0, 1, OUTSIDE)), *trace.storages[1:])
-    groups = groups_of(replace(trace, storages=shared))
+    groups = breakdown_of(replace(trace, storages=shared))
     assert sum(group.total_bytes for group in groups) == sum(one.nbytes for one in trace.storages)
     assert (groups[0].name, groups[0].count) == ("layers.0-1", 2)  # the first has it, as if it were its own
 
 
 def test_fast_drives_lower_the_peak_within_the_limits() -> None:
-    found = outlook(stack(8, staging_bytes=2 * SIZE), config(ssd={"rated_endurance_tbw": 1.0}))
-    assert found.costs["keep"].peak_saved_bytes == 8 * (SIZE + 8) + SIZE
-    assert found.costs["offload"].peak_saved_bytes < 5 * SIZE and found.offload_gain > 0.5
-    assert found.is_within and found.pays and found.holder is None
+    found = summarize(stack(8, staging_bytes=2 * SIZE), config(ssd={"rated_endurance_tbw": 1.0}))
+    assert found.predictions["keep"].peak_saved_bytes == 8 * (SIZE + 8) + SIZE
+    assert found.predictions["offload"].peak_saved_bytes < 5 * SIZE and found.offload_gain > 0.5
+    assert found.chosen.is_within and found.pays and found.peak_holder is None
     wear = found.wear["offload"]
     assert wear.written_bytes_per_day == pytest.approx(
-        wear.written_bytes_per_step * 86400 / found.costs["offload"].step_s
+        wear.written_bytes_per_step * 86400 / found.predictions["offload"].step_s
     )
     assert wear.life_days == pytest.approx(1e12 / wear.written_bytes_per_day)
 
 
 def test_slow_drives_do_not_pay() -> None:
-    found = outlook(stack(40, rate=SLOW, staging_bytes=2 * SIZE), config())
-    assert found.is_within and not found.pays and found.plan_gain < 0.1
-    assert found.costs["offload"].step_s > 1000
+    found = summarize(stack(40, rate=SLOW, staging_bytes=2 * SIZE), config())
+    assert found.chosen.is_within and not found.pays and found.plan_gain < 0.1
+    assert found.predictions["offload"].step_s > 1000
 
 
 def test_the_head_that_holds_the_peak_is_named() -> None:
-    found = outlook(stack(2, head_bytes=90 * SIZE), config())
-    assert found.offload_gain < 0.1 and found.holder is not None
-    name, nbytes = found.holder
+    found = summarize(stack(2, head_bytes=90 * SIZE), config())
+    assert found.offload_gain < 0.1 and found.peak_holder is not None
+    name, nbytes = found.peak_holder
     assert name == "head" and nbytes > 80 * SIZE
 
 
 def test_the_bandwidth_needed_is_bytes_over_time() -> None:
-    found = outlook(stack(4), config())
-    assert found.need.moved_bytes == 5 * SIZE
-    assert found.need.write_bytes_per_s == pytest.approx(5 * SIZE / 4.0)
-    assert found.need.read_bytes_per_s == pytest.approx(5 * SIZE / 8.0)
+    found = summarize(stack(4), config())
+    assert found.bandwidth.moved_bytes == 5 * SIZE
+    assert found.bandwidth.write_bytes_per_s == pytest.approx(5 * SIZE / 4.0)
+    assert found.bandwidth.read_bytes_per_s == pytest.approx(5 * SIZE / 8.0)
 
 
 def test_what_staging_cannot_hold_is_counted() -> None:
     trace = stack(2)
     small = replace(trace, resources=replace(trace.resources, staging_bytes=SIZE // 2))
-    found = outlook(small, config())
+    found = summarize(small, config())
     assert found.too_large_bytes == 3 * SIZE and found.offload_gain == 0.0
 
 
 def test_nothing_saved_is_no_error() -> None:
-    found = outlook(one_block(machine=resources()), config())
-    assert found.costs["keep"].peak_saved_bytes == 0 and found.offload_gain == 0.0 and not found.pays
-    assert outlook(one_block(storage(0.5, 2.0), machine=resources()), config()).costs["keep"].peak_saved_bytes == SIZE
+    found = summarize(one_block(machine=resources()), config())
+    assert found.predictions["keep"].peak_saved_bytes == 0 and found.offload_gain == 0.0 and not found.pays
+    assert (
+        summarize(one_block(storage(0.5, 2.0), machine=resources()), config()).predictions["keep"].peak_saved_bytes
+        == SIZE
+    )
 
 
 def test_rates_have_their_source() -> None:
-    given = compute_of("cpu", torch.float32, 1e12, 2e9, 3e9)
+    given = compute_of("cpu", torch.float32, GivenRates(1e12, 2e9, 3e9))
     assert [one.value for one in (given.flops, given.memory, given.copy)] == [1e12, 2e9, 3e9]
     assert {one.source for one in (given.flops, given.memory, given.copy)} == {"as given"}
-    half, full = (compute_of("cuda", dtype, None, None, None).flops for dtype in (torch.bfloat16, torch.float32))
+    half, full = (compute_of("cuda", dtype, GivenRates()).flops for dtype in (torch.bfloat16, torch.float32))
     assert half.value > full.value and "documented" in half.source
-    measured = compute_of("cpu", torch.float32, None, None, None)
+    measured = compute_of("cpu", torch.float32, GivenRates())
     assert measured.flops.value > 0 and measured.copy.source == "measured here"
-    (path,), source = drive_of(5e9, None)
-    assert path.write_bytes_per_s == 5e9 and "write as given" in source and "read of the data sheet" in source
+    drives = drives_of(5e9, None)
+    assert [path.write_bytes_per_s for path in drives.paths] == [5e9]
+    assert "write as given" in drives.source and "read of the data sheet" in drives.source
 
 
 def test_a_subject_is_put_into_training_mode() -> None:

@@ -1,13 +1,14 @@
-"""One micro-step of a model without its memory: on the meta device, through the real cache and the real recorder.
+"""One micro-step of a model without its memory: on the meta device, through the cache and the recorder of a real run.
 
-Eligibility, views, deduplication and blocks are those of a run, because the same code decides them. The clock is one of
-operations (``OpClock``). Only a model under ``torch_autocast`` runs on the CPU, with the memory that this takes: the
-meta device casts nothing.
+The same code as in a run decides eligibility, views, deduplication and blocks. Time is that of ``OpClock``. A model
+under ``torch_autocast`` runs on the CPU instead, and takes its memory there: the meta device casts nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,12 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ds_tba.adaptive.recorder import Recorder
 from ds_tba.autograd.blocks import Block, Blocks, find_blocks
 from ds_tba.autograd.cache import TensorCache
 from ds_tba.autograd.tensors import mark_owned
-from ds_tba.cli.estimate.hardware import OpClock, PeakMeter
+from ds_tba.cli.estimate.hardware import OpClock
 from ds_tba.cli.estimate.kernels import Attention, device_kernels
 from ds_tba.cli.estimate.subject import Recipe, Subject, loss_of
 from ds_tba.errors import ModelError
@@ -29,14 +31,14 @@ from ds_tba.planner.trace import Resources, Trace
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How a model is trained.
+    """How the model is trained.
 
     Attributes:
         device: the training device, ``"cuda"`` or ``"cpu"``.
         dtype: of parameters and buffers; None leaves them as the model has them.
-        autocast: the dtype of ``torch.autocast``, where it is on.
+        autocast: the dtype of ``torch.autocast``, if it is on.
         min_tensor_bytes, blocks: of the config's block.
-        flops_per_s, memory_bytes_per_s: what the device reaches.
+        flops_per_s, memory_bytes_per_s: rates of the device.
         micro_steps: of one step.
     """
 
@@ -52,15 +54,15 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """What one micro-step showed.
+    """The result of one micro-step.
 
     Attributes:
         runs_on: ``"meta"`` or ``"cpu"``.
-        peak_saved_bytes: most bytes of saved tensors at once, as the cache counts them.
-        parameters, parameter_bytes: how many, and how large.
-        temporary_bytes: see ``ds_tba/cli/estimate/hardware.py``.
-        attention: the kernels it took.
-        notes: what the reader must know.
+        peak_saved_bytes: peak of saved tensors, as the cache counts them.
+        parameters, parameter_bytes: number and size of all parameters.
+        temporary_bytes: peak of other tensors; see :class:`PeakMeter`.
+        attention: the attention kernels that ran.
+        notes: limitations of this result, for the reader.
     """
 
     trace: Trace
@@ -75,7 +77,7 @@ class DryRun:
 
     @property
     def saved_bytes(self) -> int:
-        """Of all saved storages."""
+        """Bytes of all saved storages."""
         return sum(storage.nbytes for storage in self.trace.storages if storage.blocks)
 
 
@@ -86,10 +88,10 @@ def dry_run(recipe: Recipe, batch: int, sequence: int, settings: Settings, resou
         resources: for the trace.
 
     Raises:
-        ModelError: it does not run, or needs values, which the meta device does not have.
+        ModelError: the model does not run, or needs values, which the meta device does not have.
     """
     if settings.autocast is not None:
-        note = "torch_autocast: the model runs on the CPU, which casts nearly the same operations as CUDA does"
+        note = "torch_autocast: the model ran on the CPU, which casts nearly the same operations as CUDA"
         run = _run(recipe, batch, sequence, settings, resources, "cpu")
         return replace(run, notes=(note, *run.notes))
     return _run(recipe, batch, sequence, settings, resources, "meta")
@@ -104,7 +106,7 @@ def _run(recipe: Recipe, batch: int, sequence: int, settings: Settings, resource
         doing = "forward and backward"
         with device_kernels(settings.device, runs_on) as attention:
             micro_step = _MicroStep(subject, settings, runs_on, clock)
-            micro_step.run()  # blocks show in a first forward whether they can be recomputed
+            micro_step.run()  # a first forward shows which blocks can be recomputed
             recorder = micro_step.run()
     except ModelError:
         raise
@@ -112,7 +114,7 @@ def _run(recipe: Recipe, batch: int, sequence: int, settings: Settings, resource
         where = f" in {clock.last_operation}" if clock.last_operation else ""
         what = f"{doing} failed{where}: {type(error).__name__}: {_first_line(error)}"
         if runs_on == "meta":
-            what += ". It runs on shapes alone here: its forward may not ask for the values of tensors"
+            what += ". The model runs on shapes alone here: its forward may not read the values of tensors"
         raise ModelError(what) from error
     stats, notes = micro_step.cache.stats, tuple(micro_step.notes())
     trace = recorder.trace(resources, micro_steps=settings.micro_steps)
@@ -135,7 +137,7 @@ def _first_line(error: Exception) -> str:
 
 
 class _MicroStep:
-    """Runs a subject, and has its passes recorded."""
+    """Runs a subject and records its passes through blocks."""
 
     def __init__(self, subject: Subject, settings: Settings, runs_on: str, clock: OpClock) -> None:
         self._subject = subject
@@ -157,7 +159,7 @@ class _MicroStep:
         self._new_recording()
         recorder, model = self._recorder, self._subject.model
         _mark_owned(model)
-        model.zero_grad(set_to_none=False)  # gradients are there, as in all micro-steps but the first
+        model.zero_grad(set_to_none=False)  # gradients exist, as in all micro-steps but the first
         gradients = [one.grad for one in model.parameters() if one.grad is not None]
         held = [one.untyped_storage() for one in (*model.parameters(), *gradients)]
         temporaries = PeakMeter(held, lambda: self.cache.stats.saved.now)
@@ -182,12 +184,14 @@ class _MicroStep:
         return recorder
 
     def notes(self) -> list[str]:
-        """What the passes showed."""
+        """Limitations that the passes showed."""
         notes = []
         if self._answers.given:
-            notes.append("where the model asks whether all or any elements of a mask are true: all are, none is")
+            notes.append(
+                "where the model asks whether all or any elements of a mask are true: all() is true, any() is false"
+            )
         if not self._blocks.all:
-            return [*notes, 'no repeated layers were found, so that nothing is recomputed: name them in "blocks"']
+            return [*notes, 'no repeated layers were found, so nothing is recomputed: name the layers in "blocks"']
         obstacles: dict[str, str] = {}
         for block in self._blocks.all:
             why = self._blocks.obstacle(block)
@@ -202,21 +206,21 @@ class _MicroStep:
     def _autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast("cpu", self._settings.autocast) if self._settings.autocast else nullcontext()
 
-    # ---- what blocks tell ---------------------------------------------------------------------------------------
+    # ---- called by the blocks -----------------------------------------------------------------------------------
 
     def enter(self, block: Block, inputs: Sequence[torch.Tensor]) -> None:
-        """A pass begins; none is recomputed."""
+        """Record that a pass begins; no pass is recomputed here."""
         self._recorder.enter(block.path, inputs, is_recomputable=self._blocks.leaves_no_trace(block))
 
     def leave(self, block: Block) -> None:
-        """The pass is over."""
+        """Record that the pass is over."""
         self._recorder.leave()
 
     def recompute(self, mark: Any) -> None:
-        """Never called, because :meth:`enter` asks for nothing."""
+        """Never called: :meth:`enter` asks for no recomputation."""
 
     def recomputed(self, mark: Any) -> None:
-        """Never called either."""
+        """Never called, like :meth:`recompute`."""
 
 
 def _mark_owned(model: nn.Module) -> None:
@@ -224,15 +228,63 @@ def _mark_owned(model: nn.Module) -> None:
         mark_owned(module)
 
 
+class PeakMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Peak bytes of the storages that the operations inside read or make, as an allocator counts them.
+
+    Takes time at every operation, so a step under this meter must not be timed. On a CPU a tensor that was read back
+    lies in a slot of staging; its storage counts, as it would in device memory.
+
+    Args:
+        ignored: storages that existed before.
+        excluded_bytes: bytes that do not count at this moment, such as those of saved tensors. Then inputs, buffers,
+            logits and the gradients of logits and activations are left.
+
+    Attributes:
+        peak_bytes: the peak so far.
+        observes_only: activations go where they go without the meter; see ``ds_tba.autograd.tensors.is_under_a_mode``.
+    """
+
+    observes_only = True
+
+    def __init__(self, ignored: Iterable[torch.UntypedStorage], excluded_bytes: Callable[[], int] = lambda: 0) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak_bytes = 0
+        self._excluded_bytes = excluded_bytes
+        self._now_bytes = 0
+        self._freed: deque[tuple[int, int]] = deque()  # left by finalizers, which run in any thread
+        self._ignored = list(ignored)
+        self._seen: dict[int, weakref.ref[torch.UntypedStorage] | None] = {id(one): None for one in self._ignored}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        while self._freed:
+            key, nbytes = self._freed.popleft()
+            del self._seen[key]
+            self._now_bytes -= nbytes
+        for one in tree_leaves((args, kwargs, result)):
+            if isinstance(one, torch.Tensor):
+                self._see(one.untyped_storage())
+        self.peak_bytes = max(self.peak_bytes, self._now_bytes - self._excluded_bytes())
+        return result
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        key, nbytes = id(storage), storage.nbytes()
+        if key not in self._seen:
+            self._seen[key] = weakref.ref(storage, lambda _: self._freed.append((key, nbytes)))
+            self._now_bytes += nbytes
+
+
 _ANSWER = "_ds_tba_answer"
 _OF_ALL = {"aten::all": True, "aten::any": False}
 
 
 class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """For meta tensors inside.
+    """Answers ``all()`` with true and ``any()`` with false for meta tensors inside, so that masks do not stop a model.
 
     Attributes:
-        given: how many.
+        given: number of answers so far.
     """
 
     def __init__(self) -> None:

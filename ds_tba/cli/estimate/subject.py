@@ -1,9 +1,11 @@
-"""The model that is estimated, with the inputs of one micro-step: from a function of the user's, or an HF config.
+"""The subject of an estimate: the model with its inputs, and how ``ds_config.json`` has it trained. No DeepSpeed here.
 
-[Note: The contract of the function] It is called with the keyword arguments ``batch`` and ``sequence`` and returns
-``(model, inputs)``: inputs are a tuple or a dict of arguments of ``model``. What the model returns is the loss, an
-object or a dict with ``loss``, or tensors of which the first is summed. It is called on the meta device, where tensors
-have shapes and no values; what depends on values is run on the CPU instead.
+The model comes from a function of the user, or from an HF config.
+
+[Note: The contract of the function] The function is called with the keyword arguments ``batch`` and ``sequence`` and
+returns ``(model, inputs)``: inputs are a tuple or a dict of arguments of ``model``. The model returns the loss, an
+object or a dict with ``loss``, or tensors of which the first is summed. The call is made on the meta device, where
+tensors have shapes and no values (under ``torch_autocast`` on the CPU).
 """
 
 from __future__ import annotations
@@ -29,39 +31,35 @@ _CONTRACT = (
     "it is called with the keyword arguments batch and sequence, and must return (model, inputs), inputs being a tuple "
     "or a dict of arguments of the model"
 )
-# Whose labels are tokens, and whose are one class for each sequence.
+# Architectures whose labels are tokens, and those whose labels are one class for each sequence.
 _TOKEN_LABELS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "ForPreTraining")
 _SEQUENCE_LABELS = ("ForSequenceClassification",)
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model, and what its forward takes.
-
-    Attributes:
-        inputs: positional arguments, or keyword arguments.
-    """
+    """A model and the positional or keyword arguments of its forward."""
 
     model: nn.Module
     inputs: tuple[Any, ...] | dict[str, Any]
 
     def forward(self) -> Any:
-        """What the model returns."""
+        """Call the model."""
         if isinstance(self.inputs, dict):
             return self.model(**self.inputs)
         return self.model(*self.inputs)
 
     def to(self, device: str, dtype: torch.dtype | None) -> Subject:
-        """The same in training mode on a device; what is of floats gets a dtype, if one is given."""
+        """The subject in training mode on a device; floating-point tensors are cast if a dtype is given."""
         inputs = _moved(self.inputs, torch.device(device), dtype)
         return Subject(self.model.to(device=device, dtype=dtype).train(), inputs)
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """What backward starts from; see [Note: The contract of the function].
+    """The scalar that backward starts from; see [Note: The contract of the function].
 
     Raises:
-        ModelError: there is no tensor in it that needs a gradient.
+        ModelError: the output has no tensor that needs a gradient.
     """
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if found is None:
@@ -79,13 +77,13 @@ def loss_of(output: Any) -> torch.Tensor:
 
 
 def recipe_of(text: str) -> Recipe:
-    """What makes the subject for a batch and a sequence length.
+    """The function that makes the subject for a batch and a sequence length.
 
     Args:
         text: ``FILE.py:function``, or the path of an HF ``config.json``.
 
     Raises:
-        ModelError: it is neither, or there is no such file or function.
+        ModelError: ``text`` is neither, or there is no such file or function.
     """
     if text.endswith(".json"):
         return _from_hf_config(Path(text))
@@ -118,7 +116,7 @@ def _function(path: Path, name: str) -> Callable[..., Any]:
 
 
 def _imported(path: Path) -> Any:
-    """The file as a module, with its directory on the path, as if it had been run."""
+    """The file as a module, imported with its directory on the path, as if run as a script."""
     spec = importlib.util.spec_from_file_location(f"ds_tba_estimate_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise ModelError(f"--model {path}: it is not Python source; name a file that ends in .py.")
@@ -185,7 +183,7 @@ def _from_hf_config(path: Path) -> Recipe:
         config = transformers.AutoConfig.from_pretrained(str(path))
     except (ValueError, KeyError, OSError) as error:
         raise ModelError(f"--model {path}: transformers does not take it as a config: {error}") from error
-    config.use_cache = False  # as Trainer trains: a cache that forward fills keeps blocks from being recomputed
+    config.use_cache = False  # as in Trainer: blocks that fill a cache in forward cannot be recomputed
 
     def make(batch: int, sequence: int) -> Subject:
         model = made(config)
@@ -195,11 +193,11 @@ def _from_hf_config(path: Path) -> Recipe:
 
 
 def _hf_inputs(architecture: str, model: nn.Module, batch: int, sequence: int) -> dict[str, Any]:
-    """Tokens and labels, all zero: no size depends on them."""
+    """Tokens and labels, all zero: no size depends on their values."""
     taken = inspect.signature(model.forward).parameters
     if "input_ids" not in taken:
         raise ModelError(
-            f"{architecture} takes no input_ids, so that its inputs cannot be made up: name a function "
+            f"{architecture} takes no input_ids, so its inputs cannot be made up: name a function "
             f"(FILE.py:function); {_CONTRACT}."
         )
     inputs: dict[str, Any] = {"input_ids": torch.zeros(batch, sequence, dtype=torch.int64)}
@@ -220,13 +218,22 @@ def _moved(value: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
     return value
 
 
-# What ``ds_config.json`` says about training, as far as it matters for what is saved. Knows JSON; not DeepSpeed.
+# ---- ds_config.json --------------------------------------------------------------------------------------------------
 
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-# Bytes for each parameter of Adam's two moments, and of the FP32 copy beside 16-bit parameters.
+# Bytes per parameter: Adam's two moments, and the FP32 copy of a 16-bit parameter.
 _MOMENTS_BYTES, _MASTER_BYTES = 8, 4
+
+
+@dataclass(frozen=True, slots=True)
+class Zero:
+    """ZeRO's stage, and whether it keeps parameters and optimizer states off the device."""
+
+    stage: int
+    offloads_parameters: bool
+    offloads_optimizer: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,8 +246,8 @@ class Training:
         autocast: the dtype of ``torch_autocast``, if it is on.
         micro_batch: of one rank, if the config has a number.
         micro_steps: of one step.
-        offloads_parameters, offloads_optimizer: ZeRO has them off the device.
-        notes: what was assumed.
+        optimizer: its type; empty where the config names none.
+        notes: assumptions, for the reader.
     """
 
     offload: OffloadConfig
@@ -249,35 +256,33 @@ class Training:
     autocast: torch.dtype | None
     micro_batch: int | None
     micro_steps: int
-    zero_stage: int
-    offloads_parameters: bool
-    offloads_optimizer: bool
+    zero: Zero
     optimizer: str
     notes: tuple[str, ...]
 
     @property
     def state_bytes(self) -> int | None:
-        """Of the optimizer, for each parameter; None where it is not known."""
+        """Bytes of optimizer states per parameter; None where the optimizer is not known."""
         if "adam" not in self.optimizer.lower():
             return None
         return _MOMENTS_BYTES + (_MASTER_BYTES if self.dtype is not None else 0)
 
     def states(self, parameters: int) -> str:
-        """What else a rank holds, in words; empty where the optimizer is not known."""
+        """The optimizer's states in words; empty where the optimizer is not known."""
         if self.state_bytes is None:
             return ""
         what = f"{self.optimizer}'s states {parameters * self.state_bytes / 2**30:.2f} GiB"
         divided = {1: "the states", 2: "gradients and states", 3: "parameters, gradients and states"}
-        if self.zero_stage in divided:
-            what += f"; ZeRO stage {self.zero_stage} divides {divided[self.zero_stage]} by the number of ranks"
+        if self.zero.stage in divided:
+            what += f"; ZeRO stage {self.zero.stage} divides {divided[self.zero.stage]} by the number of ranks"
         return what
 
 
 def read_training(path: Path) -> Training:
-    """What a ``ds_config.json`` says.
+    """Read how a ``ds_config.json`` has the model trained.
 
     Raises:
-        ConfigError: it cannot be read, or its block is wrong.
+        ConfigError: the file cannot be read, or its block is wrong.
     """
     try:
         found = json.loads(path.read_text())
@@ -288,7 +293,7 @@ def read_training(path: Path) -> Training:
     notes: list[str] = []
     parsed = parse_block(found)
     if parsed is None:
-        notes.append(f'{path} has no enabled "{BLOCK}" block: the defaults of the block are taken')
+        notes.append(f'{path} has no enabled "{BLOCK}" block: the defaults of the block are used')
         parsed = OffloadConfig(enabled=False), AioConfig()
     zero = _section(found, "zero_optimization")
     return Training(
@@ -297,9 +302,11 @@ def read_training(path: Path) -> Training:
         _autocast(found),
         _number(found, "train_micro_batch_size_per_gpu"),
         _number(found, "gradient_accumulation_steps") or 1,
-        _number(zero, "stage") or 0,
-        _section(zero, "offload_param").get("device", "none") != "none",
-        _section(zero, "offload_optimizer").get("device", "none") != "none",
+        Zero(
+            _number(zero, "stage") or 0,
+            _section(zero, "offload_param").get("device", "none") != "none",
+            _section(zero, "offload_optimizer").get("device", "none") != "none",
+        ),
         str(_section(found, "optimizer").get("type", "")),
         tuple(notes),
     )
@@ -321,9 +328,7 @@ def _dtype(config: Mapping[str, Any], notes: list[str]) -> torch.dtype | None:
         if enabled is True:
             return dtype
         if enabled == "auto":
-            notes.append(
-                f'"{name}.enabled" is "auto", which the trainer decides: it is taken for off (--dtype sets it)'
-            )
+            notes.append(f'"{name}.enabled" is "auto", which the trainer decides: taken as off here (set --dtype)')
     return None
 
 

@@ -1,4 +1,4 @@
-"""``ds_tba estimate``: what activation offload would do for a model, without the memory that training it takes."""
+"""``ds_tba estimate``: predicts peak memory, step time and SSD wear for a model, without the memory of training it."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from ds_tba.errors import DsTbaError
 from ds_tba.telemetry.stats import readable
 
 if TYPE_CHECKING:
-    from ds_tba.cli.estimate.outlook import Outlook
-    from ds_tba.cli.estimate.summary import Estimate
+    from ds_tba.cli.estimate.estimate import Estimate
+    from ds_tba.cli.estimate.summary import Summary
 
 _DESCRIPTION = """\
 Runs one forward and backward of the model on PyTorch's meta device (shapes without values), through the cache and the
-recorder of a real run, and plans for what it saw: saved bytes for each block, the predicted peak and step time of
-keep, recompute, offload and the plan, what smaller budgets would cost, the bandwidth needed, SSD life.
+recorder of a real run, and plans for the recorded trace. Prints the saved bytes of each block, the predicted peak and
+step time of keep, recompute, offload and the plan, the cost of smaller budgets, the bandwidth needed, and SSD life.
 """
 _EPILOG = """\
 --model FILE.py:function
-    is called with the keyword arguments batch and sequence, and returns (model, inputs): inputs are a tuple or a dict
-    of arguments of the model. The model returns the loss, an object or dict with "loss", or tensors of which the first
-    is summed. Tensors made inside are on the meta device.
+    a function that is called with the keyword arguments batch and sequence, and returns (model, inputs): inputs are a
+    tuple or a dict of arguments of the model. The model returns the loss, an object or dict with "loss", or tensors of
+    which the first is summed. Tensors made in the function are on the meta device.
 --model config.json
-    is an HF config with "architectures" (needs transformers); tokens and labels are made up.
+    an HF config with "architectures" (needs transformers); tokens and labels are made up.
 
 example:
     ds_tba estimate --config ds_config.json --model train.py:make_model --batch 8 --seq 4096 --tflops 400
@@ -48,26 +48,31 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--config", type=Path, required=True, help="ds_config.json")
     parser.add_argument("--model", required=True, help="FILE.py:function, or an HF config.json")
-    parser.add_argument("--batch", type=count, help="sequences of a micro-step and rank (default: the config's)")
-    parser.add_argument("--seq", type=count, required=True, help="tokens of a sequence")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="that will train (default: cuda)")
-    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="of the parameters (default: the config's)")
-    parser.add_argument("--tflops", type=above_0, help="that products reach (default: 400, in fp32 50; CPU: measured)")
+    parser.add_argument("--batch", type=count, help="sequences per micro-step and rank (default: the config's)")
+    parser.add_argument("--seq", type=count, required=True, help="tokens per sequence")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="training device (default: cuda)")
+    parser.add_argument(
+        "--dtype", choices=("fp32", "bf16", "fp16"), help="dtype of the parameters (default: the config's)"
+    )
+    parser.add_argument(
+        "--tflops", type=above_0, help="TFLOP/s of matrix products (default: 400, in fp32 50; CPU: measured)"
+    )
     parser.add_argument("--memory-gbps", type=above_0, help="GB/s of device memory (default: 3350; CPU: measured)")
     parser.add_argument("--copy-gbps", type=above_0, help="GB/s between device and host (default: 50; CPU: measured)")
-    parser.add_argument("--write-gbps", type=above_0, help="GB/s that all drives write (default: measured, else 4.2)")
-    parser.add_argument("--read-gbps", type=above_0, help="GB/s that all drives read (default: measured, else 7.1)")
-    parser.add_argument("--gpu-memory", type=above_0, metavar="GIB", help="of the device, to hear what fits it")
-    parser.add_argument("--ranks", type=count, default=1, help="that ZeRO divides among (default: 1)")
-    parser.add_argument("--json", type=Path, help="write everything to this file, too")
+    parser.add_argument("--write-gbps", type=above_0, help="GB/s written by all drives (default: measured, else 4.2)")
+    parser.add_argument("--read-gbps", type=above_0, help="GB/s read by all drives (default: measured, else 7.1)")
+    parser.add_argument("--gpu-memory", type=above_0, metavar="GIB", help="memory of the GPU, to see what fits")
+    parser.add_argument("--ranks", type=count, default=1, help="ranks that ZeRO divides among (default: 1)")
+    parser.add_argument("--json", type=Path, help="also write everything to this file")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the estimate; 2 if something that was given is wrong."""
+    """Print the estimate; 2 if an argument, the config or the model is wrong."""
     import torch
 
-    from ds_tba.cli.estimate.summary import Request, estimate
+    from ds_tba.cli.estimate.estimate import Request, estimate
+    from ds_tba.cli.estimate.hardware import GivenRates
 
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
     request = Request(
@@ -77,11 +82,13 @@ def run(options: argparse.Namespace) -> int:
         options.seq,
         options.device,
         dtypes[options.dtype],
-        _scaled(options.tflops, 1e12),
-        _scaled(options.memory_gbps, 1e9),
-        _scaled(options.copy_gbps, 1e9),
-        _scaled(options.write_gbps, 1e9),
-        _scaled(options.read_gbps, 1e9),
+        GivenRates(
+            _scaled(options.tflops, 1e12),
+            _scaled(options.memory_gbps, 1e9),
+            _scaled(options.copy_gbps, 1e9),
+            _scaled(options.write_gbps, 1e9),
+            _scaled(options.read_gbps, 1e9),
+        ),
         _scaled(options.gpu_memory, 2**30),
         options.ranks,
     )
@@ -100,41 +107,33 @@ def run(options: argparse.Namespace) -> int:
 
 
 def lines(found: Estimate) -> Iterator[str]:
-    """What is printed."""
-    yield from _subject(found)
-    yield ""
-    yield from _footprint(found.outlook)
-    yield ""
-    yield from _predictions(found.outlook)
-    yield ""
-    yield from _budgets(found.outlook)
-    yield ""
-    yield from _verdicts(found)
-    yield ""
+    """The text of an estimate."""
+    summary = found.summary
+    for part in (_subject(found), _breakdown(summary), _predictions(summary), _budgets(summary), _verdicts(found)):
+        yield from part
+        yield ""
     yield "assumed"
-    yield from (f"  {line}" for line in assumptions(found))
+    yield from (f"  {line}" for line in _assumptions(found))
 
 
 # ---- parts ----------------------------------------------------------------------------------------------------------
 
 
 def _subject(found: Estimate) -> Iterator[str]:
-    run, request = found.run, found.request
-    dtype = found.training.dtype
-    kind = "the numbers that the model has" if dtype is None else str(dtype).removeprefix("torch.")
-    steps = found.training.micro_steps
-    yield f"model       {request.model}, batch {found.batch} x {request.sequence} tokens, {kind}"
-    if steps > 1:
-        yield f"step        {steps} micro-steps; saved bytes are of one"
+    run, request, training = found.run, found.request, found.training
+    dtype = "dtypes of the model" if training.dtype is None else str(training.dtype).removeprefix("torch.")
+    yield f"model       {request.model}, batch {found.batch} x {request.sequence} tokens, {dtype}"
+    if training.micro_steps > 1:
+        yield f"step        {training.micro_steps} micro-steps; saved bytes are of one micro-step"
     line = f"parameters  {run.parameters / 1e6:,.1f} M, {readable(run.parameter_bytes)}; gradients come on top"
-    states = found.training.states(run.parameters)
+    states = training.states(run.parameters)
     yield f"{line}, {states}" if states else line
 
 
-def _footprint(outlook: Outlook) -> Iterator[str]:
+def _breakdown(summary: Summary) -> Iterator[str]:
     rows = [("saved for backward", "passes", "each", "all", "may be moved")]
-    blocks = [group for group in outlook.groups if group.count]
-    outside = [group for group in outlook.groups if not group.count]
+    blocks = [group for group in summary.breakdown if group.count]
+    outside = [group for group in summary.breakdown if not group.count]
     for group in blocks:
         movable = group.movable_bytes * group.count
         rows.append(
@@ -145,62 +144,60 @@ def _footprint(outlook: Outlook) -> Iterator[str]:
     if rest := outside[_SHOWN_OUTSIDE:]:
         total, movable = sum(group.nbytes for group in rest), sum(group.movable_bytes for group in rest)
         rows.append((f"outside: {len(rest)} others", "", "", readable(total), readable(movable)))
-    total = sum(group.total_bytes for group in outlook.groups)
-    movable = sum(group.movable_bytes * max(1, group.count) for group in outlook.groups)
+    total = sum(group.total_bytes for group in summary.breakdown)
+    movable = sum(group.movable_bytes * max(1, group.count) for group in summary.breakdown)
     rows.append(("all", "", "", readable(total), readable(movable)))
     yield from table(rows)
 
 
-def _predictions(outlook: Outlook) -> Iterator[str]:
-    rows = [("predicted", "peak saved", "of keep", "step", "longer by", "written in a step")]
-    keep = outlook.costs["keep"]
-    for name, cost in outlook.costs.items():
+def _predictions(summary: Summary) -> Iterator[str]:
+    rows = [("predicted", "peak saved", "of keep", "step", "longer by", "written per step")]
+    keep, chosen = summary.predictions["keep"], summary.chosen
+    for name, cost in summary.predictions.items():
         part = cost.peak_saved_bytes / keep.peak_saved_bytes if keep.peak_saved_bytes else 1.0
         longer = _longer(cost.step_s, keep.step_s)
         peak = readable(cost.peak_saved_bytes)
-        rows.append((_WORDS[name], peak, f"{part:.2f}", duration(cost.step_s), longer, readable(cost.written_bytes)))
+        rows.append((_WORDS[name], peak, f"{part:.2f}", _duration(cost.step_s), longer, readable(cost.written_bytes)))
     yield from table(rows)
-    shares = [f"{name} {readable(nbytes)}" for name, nbytes in sorted(outlook.plan_bytes.items())]
-    blocks = outlook.plan.recomputed_blocks
+    shares = [f"{name} {readable(nbytes)}" for name, nbytes in sorted(chosen.saved_bytes.items())]
+    blocks = chosen.plan.recomputed_blocks
     again = f"; {sum(blocks)} of {len(blocks)} passes are recomputed" if any(blocks) else ""
-    if blocks and not outlook.limits.recompute:
+    if blocks and not chosen.limits.recompute:
         again = '; nothing is recomputed, because "recompute" is false'
     yield f"the plan    {', '.join(shares) or 'nothing is saved'}{again}"
-    if not outlook.is_within:
-        yield f"            no placement was found within {_asked(outlook)}: this is the nearest"
+    if not chosen.is_within:
+        budget_bytes = chosen.limits.activation_budget_bytes
+        limit = (
+            f"max_step_overhead {chosen.limits.max_step_overhead:g}"
+            if budget_bytes is None
+            else f"activation_budget_bytes {budget_bytes}"
+        )
+        yield f"            NO PLAN KEEPS TO {limit}: this one comes closest"
 
 
-def _budgets(outlook: Outlook) -> Iterator[str]:
-    """What each budget would cost."""
-    rows = [("activation_budget_bytes", "of keep", "step", "longer by", "written in a step")]
-    keep_s = outlook.costs["keep"].step_s
-    for one in outlook.budgets:
+def _budgets(summary: Summary) -> Iterator[str]:
+    """The cost of each budget."""
+    rows = [("activation_budget_bytes", "of keep", "step", "longer by", "written per step")]
+    keep_s = summary.predictions["keep"].step_s
+    for one in summary.budgets:
         longer = _longer(one.cost.step_s, keep_s)
-        times = (duration(one.cost.step_s), longer) if one.is_within else ("cannot be held", "")
+        times = (_duration(one.cost.step_s), longer) if one.is_within else ("cannot be held", "")
         rows.append((str(one.budget_bytes), f"{one.fraction:.2f}", *times, readable(one.cost.written_bytes)))
     yield from table(rows)
 
 
-def _asked(outlook: Outlook) -> str:
-    limits = outlook.limits
-    if limits.activation_budget_bytes is not None:
-        return f"activation_budget_bytes {limits.activation_budget_bytes}"
-    return f"max_step_overhead {limits.max_step_overhead:g}"
-
-
 def _verdicts(found: Estimate) -> Iterator[str]:
-    outlook = found.outlook
-    need, machine = outlook.need, found.run.trace.resources
-    yield f"the peak    {_about_peak(outlook, machine.staging_bytes)}"
-    if outlook.too_large_bytes:
+    summary, bandwidth, machine = found.summary, found.summary.bandwidth, found.run.trace.resources
+    yield f"the peak    {_about_peak(summary, machine.staging_bytes)}"
+    if summary.too_large_bytes:
         yield (
-            f"            {readable(outlook.too_large_bytes)} are in storages above io.staging_bytes "
-            f"({found.training.offload.io.ring_bytes}), and stay: raise it"
+            f"            {readable(summary.too_large_bytes)} stay in device memory, in storages larger than "
+            f"io.staging_bytes ({found.training.offload.io.ring_bytes}): raise io.staging_bytes to move them"
         )
     yield (
-        f"bandwidth   so that moving all {readable(need.moved_bytes)} takes no time of its own: "
-        f"{need.write_bytes_per_s / 1e9:.1f} GB/s written during forward, {need.read_bytes_per_s / 1e9:.1f} GB/s read "
-        f"during backward; the drives have {machine.write_bytes_per_s / 1e9:.3g} and "
+        f"bandwidth   to move all {readable(bandwidth.moved_bytes)} at no cost in time, the drives must write "
+        f"{bandwidth.write_bytes_per_s / 1e9:.1f} GB/s during forward and read {bandwidth.read_bytes_per_s / 1e9:.1f} "
+        f"GB/s during backward; they write {machine.write_bytes_per_s / 1e9:.3g} and read "
         f"{machine.read_bytes_per_s / 1e9:.3g}"
     )
     yield from _about_device(found)
@@ -208,42 +205,42 @@ def _verdicts(found: Estimate) -> Iterator[str]:
 
 
 def _about_device(found: Estimate) -> Iterator[str]:
-    """What fits the device."""
+    """The placements that fit the device."""
     need, memory_bytes = found.need, found.request.gpu_memory_bytes
     states = "states not known" if need.states_bytes is None else f"states {readable(need.states_bytes)}"
-    parts = f"parameters {readable(need.parameter_bytes)}, gradients {readable(need.gradient_bytes)}, {states}"
     yield (
-        f"GPU memory  {parts}, temporary {readable(need.temporary_bytes)} (logits and gradients of activations are in "
-        "it), and what is saved"
+        f"GPU memory  parameters {readable(need.parameter_bytes)}, gradients {readable(need.gradient_bytes)}, "
+        f"{states}, temporary {readable(need.temporary_bytes)} (with logits and gradients of activations), and the "
+        "saved tensors"
     )
     if memory_bytes is None:
-        yield "            --gpu-memory GIB says what fits"
+        yield "            --gpu-memory GIB shows what fits"
         return
-    for name, cost in found.outlook.costs.items():
+    for name, cost in found.summary.predictions.items():
         needed_bytes = need.with_saved(cost.peak_saved_bytes)
         verdict = "fits" if found.fits(name) else "DOES NOT FIT"
         yield f"            {_WORDS[name]}: {readable(needed_bytes)} of {readable(int(memory_bytes))}, {verdict}"
 
 
-def _about_peak(outlook: Outlook, staging_bytes: int) -> str:
-    gain = f"{outlook.offload_gain:.0%}"
-    if outlook.holder is None:
-        return f"offload of all lowers it by {gain}, the plan by {outlook.plan_gain:.0%}"
-    if outlook.need.moved_bytes <= staging_bytes:
+def _about_peak(summary: Summary, staging_bytes: int) -> str:
+    gain, plan_gain = f"{summary.offload_gain:.0%}", f"the plan lowers it by {summary.plan_gain:.0%}"
+    if summary.peak_holder is None:
+        return f"offload all lowers it by {gain}, {plan_gain}"
+    if summary.bandwidth.moved_bytes <= staging_bytes:
         return (
-            f"offload moves it by {gain} only: all that may be moved fits into io.staging_bytes ({staging_bytes}), and "
-            f"is read ahead when backward begins; the plan lowers it by {outlook.plan_gain:.0%}"
+            f"offload all lowers it by {gain} only: everything that may be moved fits into io.staging_bytes "
+            f"({staging_bytes}), and is read back as soon as backward begins; {plan_gain}"
         )
-    name, nbytes = outlook.holder
+    name, nbytes = summary.peak_holder
     return (
-        f"offload moves it by {gain} only: {name} holds it (without what that saves it would be {readable(nbytes)} "
-        f"lower); the plan lowers it by {outlook.plan_gain:.0%}"
+        f"offload all lowers it by {gain} only: {name} holds the peak, which would be {readable(nbytes)} lower without "
+        f"the tensors saved there; {plan_gain}"
     )
 
 
 def _about_wear(found: Estimate) -> Iterator[str]:
     rated = found.training.offload.ssd.rated_endurance_tbw
-    for name, wear in found.outlook.wear.items():
+    for name, wear in found.summary.wear.items():
         if not wear.written_bytes_per_step:
             yield f"SSD life    {_WORDS[name]}: nothing is written"
             continue
@@ -251,12 +248,12 @@ def _about_wear(found: Estimate) -> Iterator[str]:
         if wear.life_days is not None:
             life = f"drives rated for {rated:g} TBW last {wear.life_days:.1f} days"
         yield (
-            f"SSD life    {_WORDS[name]}: {readable(wear.written_bytes_per_step)} a step, "
-            f"{wear.steps_per_day:,.0f} steps and {wear.written_bytes_per_day / 1e12:.1f} TB a day; {life}"
+            f"SSD life    {_WORDS[name]}: {readable(wear.written_bytes_per_step)} per step, "
+            f"{wear.steps_per_day:,.0f} steps and {wear.written_bytes_per_day / 1e12:.1f} TB per day; {life}"
         )
 
 
-def assumptions(found: Estimate) -> Iterator[str]:
+def _assumptions(found: Estimate) -> Iterator[str]:
     """Everything that the figures rest on."""
     compute, request = found.compute, found.request
     yield from found.training.notes
@@ -268,28 +265,27 @@ def assumptions(found: Estimate) -> Iterator[str]:
     )
     yield f"the drives: {found.drives.source}"
     if found.drives.written_bytes:
-        yield f"measuring them wrote {found.drives.written_bytes / 1e6:.0f} MB"
+        yield f"measuring the drives wrote {found.drives.written_bytes / 1e6:.0f} MB"
     yield (
-        "an operation takes as long as its FLOPs (causal attention counts in full) or its bytes, whichever is more; "
-        "not in it: launching and fusing kernels, communication, the optimizer"
+        "an operation takes the time of its FLOPs (causal attention counts in full) or of its bytes, whichever is "
+        "longer; kernel launches, kernel fusion, communication and the optimizer are left out"
     )
     for one in sorted(found.run.attention):
         yield f"on {request.device}: {one.words}"
     if found.run.runs_on == "cpu" and request.device == "cuda":  # under autocast
         yield "attention and norms are those of the CPU, which may save more than those of CUDA"
     if request.device == "cuda":
-        yield "dropout saves a mask of one byte for each element, and RMS norm a factor for each row, as on CUDA"
-    yield "inputs of floats have the dtype of the parameters; the model is in training mode"
-    yield "peak saved: of what autograd saves; weights, gradients, states and temporary memory come on top"
+        yield "dropout saves a mask of one byte per element, and RMS norm a factor per row, as on CUDA"
+    yield "floating-point inputs have the dtype of the parameters; the model is in training mode"
+    yield "peak saved counts what autograd saves; weights, gradients, states and temporary memory come on top"
     if found.training.offload.placement != "adaptive":
-        yield f'the config has "placement": "{found.training.offload.placement}"; the plan is that of "adaptive"'
+        yield f'the config has "placement": "{found.training.offload.placement}"; the plan shown is that of "adaptive"'
 
 
 # ---- formats --------------------------------------------------------------------------------------------------------
 
 
-def duration(seconds: float) -> str:
-    """Seconds to read."""
+def _duration(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
