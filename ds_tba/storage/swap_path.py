@@ -138,13 +138,13 @@ class SwapPath:
 
     @property
     def write_rate(self) -> RollingRate:
-        """Of late, whatever else was under way."""
-        return self.meter.writes.of_late
+        """The recent rate, whatever else was under way."""
+        return self.meter.writes.recent
 
     @property
     def read_rate(self) -> RollingRate:
-        """Of late, whatever else was under way."""
-        return self.meter.reads.of_late
+        """The recent rate, whatever else was under way."""
+        return self.meter.reads.recent
 
     def busy_s(self, more_bytes: int) -> float:
         """How long the path is busy with writing and reading back what it holds, and ``more_bytes``.
@@ -159,12 +159,12 @@ class SwapPath:
         writes, reads = self.meter.writes, self.meter.reads
         return {
             "path": str(self.file.directory),
-            "write_bytes_per_s": writes.of_late.bytes_per_s,
-            "read_bytes_per_s": reads.of_late.bytes_per_s,
+            "write_bytes_per_s": writes.recent.bytes_per_s,
+            "read_bytes_per_s": reads.recent.bytes_per_s,
             "write_alone_bytes_per_s": writes.alone.bytes_per_s,
             "read_alone_bytes_per_s": reads.alone.bytes_per_s,
-            "write_beside_read_bytes_per_s": writes.beside.bytes_per_s,
-            "read_beside_write_bytes_per_s": reads.beside.bytes_per_s,
+            "write_beside_read_bytes_per_s": writes.concurrent.bytes_per_s,
+            "read_beside_write_bytes_per_s": reads.concurrent.bytes_per_s,
             "trial_bytes": self.trial_bytes,
             "failure": self.failure,
         }
@@ -180,11 +180,11 @@ class SwapPath:
         return write, read, write_beside, read_beside
 
     def _rates_of(self, kind: KindMeter) -> tuple[float, float]:
-        alone = kind.alone if kind.alone.is_known else kind.beside
+        alone = kind.alone if kind.alone.is_known else kind.concurrent
         if not alone.is_known:
             raise StateError(f"{self.file.directory} was not measured before its rates were asked for; this is a bug")
         # A rate without recent transfers stays as it was, but no kind is faster beside the other.
-        return alone.bytes_per_s, min(kind.beside.bytes_per_s or alone.bytes_per_s, alone.bytes_per_s)
+        return alone.bytes_per_s, min(kind.concurrent.bytes_per_s or alone.bytes_per_s, alone.bytes_per_s)
 
     def reserve(self, nbytes: int) -> Span | None:
         """An extent, growing the file if it must; None where there is no room."""

@@ -37,7 +37,7 @@ class OffloadReport:
         plan: the one in force: planner, reason, bytes of each placement, what it promises, and ``measured_step_s``, the
             median of the last steps under it (None before the first); None without one.
         unproven_blocks: ``path`` and ``reason`` of each block that is not recomputed, with ``"recompute": true``.
-        bandwidth: for each path its written bytes and its rates of late, as measured.
+        bandwidth: for each path its written bytes and its recent rates, as measured.
         wear: for each path the fields of :class:`ds_tba.telemetry.drive_health.PathWear`.
     """
 

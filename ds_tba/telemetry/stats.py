@@ -1,4 +1,15 @@
-"""Counters, kept by whoever holds the lock of the part that is counted."""
+"""Counters of the stores and of the cache, and the rates of each path. The lock of the part that is counted guards
+them.
+
+A path has rates of writes and of reads, each alone and concurrent with the other kind.
+
+[Note: Whose time] While several transfers of a kind are under way, each is charged its share of the time. Bytes over
+charged time are then the rate of the path and not of one lane, in whatever order the transfers end. Idle time is
+charged to none. Where a lane had nothing to do, the path could have been faster, by at most the ratio of lanes to
+transfers: the estimate moves only if it is outside of that range. A transfer that ran partly alone and partly
+concurrent with the other kind counts for both estimates; its bytes are divided in the proportion that the estimates so
+far predict.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +19,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
+# Bytes that count as much as all before them: in the rates alone and concurrent, and in the recent rate.
+QUICK_BYTES = 16 << 20
+STEADY_BYTES = 64 << 20
+
 
 class BusyMeter:
-    """Bytes and the time during which at least one transfer was under way, for a bandwidth without idle time."""
+    """Bytes, and the time in which at least one transfer was under way: a bandwidth without idle time."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -19,13 +34,13 @@ class BusyMeter:
         self._since = 0.0
 
     def start(self) -> None:
-        """A transfer begins."""
+        """Record that a transfer begins."""
         if self._active == 0:
             self._since = time.perf_counter()
         self._active += 1
 
     def stop(self, nbytes: int) -> None:
-        """A transfer ends, having moved ``nbytes`` (0 if it failed)."""
+        """Record that a transfer ends, having moved ``nbytes`` (0 if it failed)."""
         self._active -= 1
         self.nbytes += nbytes
         if self._active == 0:
@@ -37,49 +52,9 @@ class BusyMeter:
         return self.nbytes / self.busy_s if self.busy_s > 0 else 0.0
 
 
-class RollingRate:
-    """The bandwidth of late.
-
-    It fades by bytes and not by time, so that without new data it stays.
-
-    Args:
-        half_bytes: the last so many bytes count as much as all before them.
-    """
-
-    UNKNOWN_S_PER_BYTE = 1e-9
-
-    def __init__(self, half_bytes: int) -> None:
-        self._half_bytes = half_bytes
-        self.s_per_byte = self.UNKNOWN_S_PER_BYTE
-        self._faded = 1.0  # the part of the estimate that was never measured
-
-    def add(self, nbytes: float, least_s: float, most_s: float) -> None:
-        """Take a transfer into account that says no more than that its bytes take from ``least_s`` to ``most_s``.
-
-        Between the two the estimate stays as it is.
-        """
-        if nbytes <= 0 or most_s <= 0:
-            return
-        least, most = least_s / nbytes, most_s / nbytes
-        found = min(max(self.s_per_byte, least), most) if self.is_known else most
-        kept = 0.5 ** (nbytes / self._half_bytes)
-        self._faded *= kept
-        self.s_per_byte += (found - self.s_per_byte) * (1 - kept) / (1 - self._faded)
-
-    @property
-    def is_known(self) -> bool:
-        """Whether anything was measured."""
-        return self._faded < 1
-
-    @property
-    def bytes_per_s(self) -> float:
-        """The estimate; 0.0 before the first measurement."""
-        return 1 / self.s_per_byte if self.is_known else 0.0
-
-
 @dataclass
 class StoreStats:
-    """What the store did. Bytes are those of the tensors, except where a meter says what the drive moved."""
+    """Counters of a store. Bytes are those of tensors, except in the meters, which count what the drive moved."""
 
     writes: BusyMeter = field(default_factory=BusyMeter)
     reads: BusyMeter = field(default_factory=BusyMeter)
@@ -92,7 +67,7 @@ class StoreStats:
 
 
 class Gauge:
-    """A level and the highest it ever was, in bytes."""
+    """A level in bytes, and its peak."""
 
     def __init__(self) -> None:
         self.now = 0
@@ -100,51 +75,78 @@ class Gauge:
         self.lap_peak = 0
 
     def add(self, nbytes: int) -> None:
-        """Move the level by ``nbytes``, which may be negative."""
+        """Change the level by ``nbytes``, which may be negative."""
         self.now += nbytes
         self.peak = max(self.peak, self.now)
         self.lap_peak = max(self.lap_peak, self.now)
 
     def lap(self) -> int:
-        """The highest level since the last lap."""
-        highest, self.lap_peak = self.lap_peak, self.now
-        return highest
+        """The peak since the last lap."""
+        peak, self.lap_peak = self.lap_peak, self.now
+        return peak
 
 
 @dataclass
 class CacheStats:
-    """What the tensor cache saw."""
+    """Counters of the tensor cache."""
 
     packed_tensors: int = 0
     passed_through_tensors: int = 0
     deduplicated_bytes: int = 0
     kept_bytes: Counter[str] = field(default_factory=Counter)
     micro_steps: int = 0
-    moving_s: float = 0.0  # of the host, in copies, in waiting for them and for the store
+    moving_s: float = 0.0  # host time in copies, and in waiting for copies and stores
     saved: Gauge = field(default_factory=Gauge)
     resident: Gauge = field(default_factory=Gauge)
 
 
 def readable(nbytes: float) -> str:
-    """Bytes in the largest unit of which there is one."""
+    """Bytes in the largest unit that gives 1 or more."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes >= size:
             return f"{nbytes / size:.2f} {unit}"
     return f"{nbytes:.0f} B"
 
 
-# The rates of one path, for writes and for reads, alone and while the other kind is under way.
-#
-# [Note: Whose time] While several transfers of a kind are under way, each is charged its part of the time, so that
-# bytes over time is the rate of the path and not of one lane, whatever the order in which they end; time in which
-# none is under way is charged to nobody. Where a lane had nothing to do, the path could have been faster, by as much
-# as the lanes are more than the transfers: then the estimate moves only if it is out of that range. A transfer that
-# was for a part of its time beside the other kind counts for both estimates, its bytes divided as the estimates so
-# far would have it.
+# ---- rates of a path ------------------------------------------------------------------------------------------------
 
 
-QUICK_BYTES = 16 << 20
-STEADY_BYTES = 64 << 20
+class RollingRate:
+    """A recent bandwidth: a mean that fades with bytes and not with time, so that it stays while nothing is measured.
+
+    Args:
+        half_bytes: the last so many bytes count as much as all before them.
+    """
+
+    UNKNOWN_S_PER_BYTE = 1e-9
+
+    def __init__(self, half_bytes: int) -> None:
+        self._half_bytes = half_bytes
+        self.s_per_byte = self.UNKNOWN_S_PER_BYTE
+        self._unmeasured = 1.0  # weight of the initial value, which was never measured
+
+    def add(self, nbytes: float, min_s: float, max_s: float) -> None:
+        """Add a transfer of which is known only that its bytes take from ``min_s`` to ``max_s``.
+
+        An estimate within that range stays as it is.
+        """
+        if nbytes <= 0 or max_s <= 0:
+            return
+        low, high = min_s / nbytes, max_s / nbytes
+        found = min(max(self.s_per_byte, low), high) if self.is_known else high
+        kept = 0.5 ** (nbytes / self._half_bytes)
+        self._unmeasured *= kept
+        self.s_per_byte += (found - self.s_per_byte) * (1 - kept) / (1 - self._unmeasured)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether anything was measured."""
+        return self._unmeasured < 1
+
+    @property
+    def bytes_per_s(self) -> float:
+        """The estimate; 0.0 before the first measurement."""
+        return 1 / self.s_per_byte if self.is_known else 0.0
 
 
 class Kind(Enum):
@@ -156,7 +158,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class _Times:
-    """Seconds in which a kind was busy, and the part of them that each of its transfers is charged."""
+    """Seconds in which a kind was busy, and the share of them that each of its transfers is charged."""
 
     busy_s: float = 0.0
     charged_s: float = 0.0
@@ -169,42 +171,42 @@ class _Times:
 
 
 class KindMeter:
-    """What one kind of transfers did on a path.
+    """The transfers of one kind on a path.
 
     Attributes:
-        of_late: its rate, whatever else was under way; steadier, because the bytes are divided among paths by it.
-        alone, beside: its rate without and with the other kind.
-        moved_bytes: in transfers that ended well.
+        recent: the rate, whatever else was under way; steadier, because bytes are divided among paths by it.
+        alone, concurrent: the rate without and with transfers of the other kind.
+        moved_bytes: of transfers that succeeded.
     """
 
     def __init__(self, lanes: int) -> None:
-        self.of_late = RollingRate(STEADY_BYTES)
+        self.recent = RollingRate(STEADY_BYTES)
         self.alone = RollingRate(QUICK_BYTES)
-        self.beside = RollingRate(QUICK_BYTES)
+        self.concurrent = RollingRate(QUICK_BYTES)
         self.moved_bytes = 0
         self.active = 0
         self.alone_times = _Times()
-        self.beside_times = _Times()
+        self.concurrent_times = _Times()
         self._lanes = lanes
 
-    def pass_by(self, passed_s: float, *, is_beside: bool) -> None:
-        """So much time went by with the transfers that are under way."""
-        if self.active and is_beside:
-            self.beside_times = self.beside_times.after(passed_s, self.active)
+    def charge(self, passed_s: float, *, is_concurrent: bool) -> None:
+        """Charge ``passed_s`` to the transfers under way."""
+        if self.active and is_concurrent:
+            self.concurrent_times = self.concurrent_times.after(passed_s, self.active)
         elif self.active:
             self.alone_times = self.alone_times.after(passed_s, self.active)
 
-    def learn(self, nbytes: int, alone: _Times, beside: _Times) -> None:
-        """Take into account that a transfer of ``nbytes`` took so long. See [Note: Whose time]."""
-        alone_part = alone.charged_s / _known(self.alone, self.beside).s_per_byte
-        beside_part = beside.charged_s / _known(self.beside, self.alone).s_per_byte
-        if alone_part + beside_part <= 0:
+    def learn(self, nbytes: int, alone: _Times, concurrent: _Times) -> None:
+        """Add a transfer to the estimates. See [Note: Whose time]."""
+        alone_part = alone.charged_s / _known(self.alone, self.concurrent).s_per_byte
+        concurrent_part = concurrent.charged_s / _known(self.concurrent, self.alone).s_per_byte
+        if alone_part + concurrent_part <= 0:
             return
-        alone_bytes = nbytes * alone_part / (alone_part + beside_part)
+        alone_bytes = nbytes * alone_part / (alone_part + concurrent_part)
         self._add(self.alone, alone_bytes, alone)
-        self._add(self.beside, nbytes - alone_bytes, beside)
-        both = _Times(alone.busy_s + beside.busy_s, alone.charged_s + beside.charged_s)
-        self._add(self.of_late, nbytes, both)
+        self._add(self.concurrent, nbytes - alone_bytes, concurrent)
+        both = _Times(alone.busy_s + concurrent.busy_s, alone.charged_s + concurrent.charged_s)
+        self._add(self.recent, nbytes, both)
 
     def _add(self, rate: RollingRate, nbytes: float, times: _Times) -> None:
         rate.add(nbytes, times.busy_s / self._lanes, times.charged_s)
@@ -212,19 +214,19 @@ class KindMeter:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A transfer under way."""
+    """A transfer under way, with the times of its kind when it began."""
 
     kind: Kind
     nbytes: int
     alone_times: _Times
-    beside_times: _Times
+    concurrent_times: _Times
 
 
 class PathMeter:
-    """Told of every transfer of a path, under one lock.
+    """Measures the transfers of a path. All calls are made under one lock.
 
     Args:
-        write_lanes, read_lanes: how many transfers of each kind can be under way.
+        write_lanes, read_lanes: maximum number of transfers of each kind at once.
         clock: seconds.
     """
 
@@ -239,32 +241,33 @@ class PathMeter:
         return self.writes if kind is Kind.WRITE else self.reads
 
     def start(self, kind: Kind, nbytes: int) -> Transfer:
-        """A transfer begins."""
-        self._pass_by()
+        """Record that a transfer begins."""
+        self._charge()
         one = self.of(kind)
         one.active += 1
-        return Transfer(kind, nbytes, one.alone_times, one.beside_times)
+        return Transfer(kind, nbytes, one.alone_times, one.concurrent_times)
 
     def stop(self, transfer: Transfer, *, moved: bool = True, is_typical: bool = True) -> None:
-        """A transfer ends.
+        """Record that a transfer ends.
 
         Args:
-            moved: it did not fail.
-            is_typical: its time tells the rate of the path.
+            moved: whether it succeeded.
+            is_typical: whether its time shows the rate of the path.
         """
-        self._pass_by()
+        self._charge()
         one = self.of(transfer.kind)
         one.active -= 1
         one.moved_bytes += transfer.nbytes if moved else 0
         if moved and is_typical:
-            one.learn(transfer.nbytes, one.alone_times - transfer.alone_times, one.beside_times - transfer.beside_times)
+            alone = one.alone_times - transfer.alone_times
+            one.learn(transfer.nbytes, alone, one.concurrent_times - transfer.concurrent_times)
 
-    def _pass_by(self) -> None:
+    def _charge(self) -> None:
         now_s = self._clock()
         passed_s, self._now_s = now_s - self._now_s, now_s
-        is_beside = self.writes.active > 0 and self.reads.active > 0
-        self.writes.pass_by(passed_s, is_beside=is_beside)
-        self.reads.pass_by(passed_s, is_beside=is_beside)
+        is_concurrent = self.writes.active > 0 and self.reads.active > 0
+        self.writes.charge(passed_s, is_concurrent=is_concurrent)
+        self.reads.charge(passed_s, is_concurrent=is_concurrent)
 
 
 def _known(rate: RollingRate, other: RollingRate) -> RollingRate:

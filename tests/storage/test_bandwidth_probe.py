@@ -80,7 +80,7 @@ def test_it_finds_the_rates(
     BandwidthProbe(store.space, store._integrity, drive).run(store.paths)
     assert path.meter.writes.alone.bytes_per_s == pytest.approx(write_rate)
     assert path.meter.reads.alone.bytes_per_s == pytest.approx(write_rate * read_part)
-    assert not path.meter.writes.beside.is_known and not path.meter.reads.beside.is_known
+    assert not path.meter.writes.concurrent.is_known and not path.meter.reads.concurrent.is_known
 
 
 @pytest.mark.parametrize("read_part", [1.0, 0.25])

@@ -1,4 +1,4 @@
-"""The rates of a path: whose time counts, alone and beside, fading, and what a lane without work says."""
+"""The rates of a path: whose time counts, alone and concurrent, fading, and what a lane without work says."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class Drive:
     def wait(self, seconds: float) -> None:
         self.clock.now_s += seconds
 
-    def move(self, kind: Kind, mib: float, seconds: float, *, beside: bool = False, times: int = 1) -> None:
-        """One transfer after the other, beside a transfer of the other kind that never ends well."""
-        other = self.meter.start(R if kind is W else W, MIB) if beside else None
+    def move(self, kind: Kind, mib: float, seconds: float, *, concurrent: bool = False, times: int = 1) -> None:
+        """One transfer after the other, concurrent with a transfer of the other kind that never ends well."""
+        other = self.meter.start(R if kind is W else W, MIB) if concurrent else None
         for _ in range(times):
             transfer = self.meter.start(kind, int(mib * MIB))
             self.wait(seconds)
@@ -48,9 +48,9 @@ class Drive:
         if other is not None:
             self.meter.stop(other, moved=False)
 
-    def mib_per_s(self, kind: Kind, *, beside: bool = False) -> float:
+    def mib_per_s(self, kind: Kind, *, concurrent: bool = False) -> float:
         one = self.meter.of(kind)
-        return (one.beside if beside else one.alone).bytes_per_s / MIB
+        return (one.concurrent if concurrent else one.alone).bytes_per_s / MIB
 
 
 def test_idle_time_does_not_count_and_failures_are_no_rate() -> None:
@@ -63,7 +63,7 @@ def test_idle_time_does_not_count_and_failures_are_no_rate() -> None:
     drive.wait(1e-6)
     drive.meter.stop(failed, moved=False)
     assert drive.mib_per_s(W) == pytest.approx(4.0) and drive.meter.writes.moved_bytes == 10 * MIB
-    assert not drive.meter.writes.beside.is_known and not drive.meter.reads.alone.is_known
+    assert not drive.meter.writes.concurrent.is_known and not drive.meter.reads.alone.is_known
 
 
 def test_what_is_not_typical_counts_as_bytes_only() -> None:
@@ -71,7 +71,7 @@ def test_what_is_not_typical_counts_as_bytes_only() -> None:
     transfer = drive.meter.start(R, MIB)
     drive.wait(1.0)
     drive.meter.stop(transfer, is_typical=False)
-    assert drive.meter.reads.moved_bytes == MIB and not drive.meter.reads.of_late.is_known
+    assert drive.meter.reads.moved_bytes == MIB and not drive.meter.reads.recent.is_known
 
 
 @pytest.mark.parametrize("lag_s", [0.0, 1.0])
@@ -89,22 +89,22 @@ def test_the_rate_is_that_of_all_lanes_whatever_the_order_in_which_they_end(lag_
     assert drive.mib_per_s(W) == pytest.approx(8.0, rel=0.01)
 
 
-def test_alone_and_beside_are_told_apart() -> None:
+def test_alone_and_concurrent_rates_are_told_apart() -> None:
     drive = Drive()
     for kind in (W, R):
         drive.move(kind, 1, 0.1, times=20)
-        drive.move(kind, 1, 0.25, beside=True, times=20)
+        drive.move(kind, 1, 0.25, concurrent=True, times=20)
     for kind in (W, R):
         assert drive.mib_per_s(kind) == pytest.approx(10.0)
-        assert drive.mib_per_s(kind, beside=True) == pytest.approx(4.0)
-    assert 4.0 < drive.meter.writes.of_late.bytes_per_s / MIB < 10.0
+        assert drive.mib_per_s(kind, concurrent=True) == pytest.approx(4.0)
+    assert 4.0 < drive.meter.writes.recent.bytes_per_s / MIB < 10.0
 
 
 @pytest.mark.parametrize("slower", [1.0, 10.0])
-def test_a_transfer_that_is_beside_for_a_part_of_its_time_counts_for_both(slower: float) -> None:
+def test_a_transfer_that_is_concurrent_for_a_part_of_its_time_counts_for_both(slower: float) -> None:
     drive = Drive()
     drive.move(W, 1, 0.1, times=20)
-    drive.move(W, 1, 0.2, beside=True, times=20)
+    drive.move(W, 1, 0.2, concurrent=True, times=20)
     for _ in range(100):  # 1 s at 10 MiB/s, and 1 s at 5 MiB/s
         write = drive.meter.start(W, int(15 * MIB / slower))
         drive.wait(1.0)
@@ -112,21 +112,21 @@ def test_a_transfer_that_is_beside_for_a_part_of_its_time_counts_for_both(slower
         drive.wait(1.0)
         drive.meter.stop(write)
         drive.meter.stop(read, moved=False)
-    alone, beside = drive.mib_per_s(W), drive.mib_per_s(W, beside=True)
-    assert alone + beside == pytest.approx(15.0 / slower, rel=0.05)
+    alone, concurrent = drive.mib_per_s(W), drive.mib_per_s(W, concurrent=True)
+    assert alone + concurrent == pytest.approx(15.0 / slower, rel=0.05)
     assert alone == pytest.approx(10.0 / slower, rel=0.25)  # one such transfer says little about which was slow
 
 
 def test_a_drive_that_gets_slower_is_seen_within_tens_of_mib_and_what_is_not_measured_stays() -> None:
     drive = Drive()
     drive.move(W, 1, 0.001, times=1000)
-    drive.move(W, 1, 0.002, beside=True, times=1000)
+    drive.move(W, 1, 0.002, concurrent=True, times=1000)
     drive.move(R, 1, 0.001, times=1000)
     drive.move(W, 1, 0.010, times=32)
     assert 100.0 < drive.mib_per_s(W) < 150.0
     drive.move(W, 1, 0.010, times=32)
     assert drive.mib_per_s(W) == pytest.approx(100.0, rel=0.1)
-    assert drive.mib_per_s(W, beside=True) == pytest.approx(500.0)
+    assert drive.mib_per_s(W, concurrent=True) == pytest.approx(500.0)
     assert drive.mib_per_s(R) == pytest.approx(1000.0)
     drive.move(W, 1, 0.001, times=128)
     assert drive.mib_per_s(W) == pytest.approx(1000.0, rel=0.1)
