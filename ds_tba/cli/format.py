@@ -1,39 +1,44 @@
-"""Numbers on the command line, checked as they are read."""
+"""Input and output of the commands: numbers checked as they are read, tables, results."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from ds_tba.errors import DsTbaError
 
 
 def count(text: str) -> int:
-    """A whole number of 1 or more.
+    """Parse a whole number of 1 or more.
 
     Raises:
-        argparse.ArgumentTypeError: it is not.
+        argparse.ArgumentTypeError: ``text`` is not one.
     """
     try:
         value = int(text)
     except ValueError:
         value = 0
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: it must be a whole number of 1 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of 1 or more")
     return value
 
 
 def above_0(text: str) -> float:
-    """A finite number above 0.
+    """Parse a finite number above 0.
 
     Raises:
-        argparse.ArgumentTypeError: it is not.
+        argparse.ArgumentTypeError: ``text`` is not one.
     """
     try:
         value = float(text)
     except ValueError:
         value = 0.0
     if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r}: it must be a number above 0, in the unit that the option names")
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number above 0, in the unit that the option names")
     return value
 
 
@@ -43,3 +48,24 @@ def table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
     for row in rows:
         cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
         yield "  ".join(cells).rstrip()
+
+
+def show(
+    command: str,
+    options: argparse.Namespace,
+    make: Callable[[argparse.Namespace], tuple[list[str], dict[str, Any]]],
+) -> int:
+    """Make a result, print its lines, and write its dict to ``--json`` if that is given; 2 on an error of the user."""
+    try:
+        lines, found = make(options)
+    except DsTbaError as error:
+        sys.stderr.write(f"ds_tba {command}: {error}\n")
+        return 2
+    if options.json is not None:
+        try:
+            options.json.write_text(json.dumps(found, indent=2))
+        except OSError as error:
+            sys.stderr.write(f"ds_tba {command}: --json {options.json} cannot be written: {error.strerror}\n")
+            return 2
+    sys.stdout.writelines(f"{line}\n" for line in lines)
+    return 0

@@ -1,5 +1,4 @@
-"""Counters of the stores and of the cache, and the rates of each path. The lock of the part that is counted guards
-them.
+"""Counters of the stores and the cache, and the rates of each path; the lock of the part that is counted guards them.
 
 A path has rates of writes and of reads, each alone and concurrent with the other kind.
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_tba.cli.format import above_0, count, table
-from ds_tba.errors import DsTbaError
+from ds_tba.cli.format import above_0, count, show, table
 from ds_tba.telemetry.stats import readable
 
 if TYPE_CHECKING:
@@ -69,6 +66,10 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the estimate; 2 if an argument, the config or the model is wrong."""
+    return show("estimate", options, _estimate)
+
+
+def _estimate(options: argparse.Namespace) -> tuple[list[str], dict[str, Any]]:
     import torch
 
     from ds_tba.cli.estimate.estimate import Request, estimate
@@ -92,18 +93,8 @@ def run(options: argparse.Namespace) -> int:
         _scaled(options.gpu_memory, 2**30),
         options.ranks,
     )
-    try:
-        found = estimate(request)
-        if options.json is not None:
-            options.json.write_text(json.dumps(found.to_dict(), indent=2))
-    except DsTbaError as error:
-        sys.stderr.write(f"ds_tba estimate: {error}\n")
-        return 2
-    except OSError as error:
-        sys.stderr.write(f"ds_tba estimate: --json {options.json} cannot be written: {error.strerror}\n")
-        return 2
-    sys.stdout.writelines(f"{line}\n" for line in lines(found))
-    return 0
+    found = estimate(request)
+    return list(lines(found)), found.to_dict()
 
 
 def lines(found: Estimate) -> Iterator[str]:
