@@ -1,6 +1,7 @@
 """The ``"activation_nvme_offload"`` block as pydantic models, and every rule that needs no look at the machine.
 
-Knows JSON and the rules; does not know DeepSpeed, torch or the file system (see ``storage/paths.py`` for the latter).
+Knows JSON and the rules; does not know DeepSpeed, torch or the file system (``storage/swap_file.py`` checks
+directories).
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ BLOCK = "activation_nvme_offload"
 SUPPORTED_DEEPSPEED = SpecifierSet(">=0.19.5,<0.20", prereleases=True)
 NEAR_MISS_RATIO = 0.8
 IO_ALIGNMENT_BYTES = 4096
-# Of staging: what may be read ahead while there are writes.
+# Part of staging that reading ahead may use while there are writes.
 PREFETCH_FRACTION_OF_STAGING = 0.5
-# Of staging where the config has null: at least, on a device at most, and of the host memory available to a rank.
+# Staging where the config has null: bounds (the upper one for a GPU), and the part of the rank's available host memory.
 MIN_STAGING_BYTES, MAX_STAGING_BYTES = 256 << 20, 1 << 30
 STAGING_FRACTION = 1 / 16
 
@@ -41,7 +42,7 @@ Integrity = Literal["off", "sampled", "full"]
 
 
 class Placement(IntEnum):
-    """The four choices. The numbers are for arrays of them only."""
+    """Where a saved storage goes. The numbers serve arrays of placements only."""
 
     KEEP = 0
     HOST = 1
@@ -85,8 +86,8 @@ class _Block(BaseModel):
 class IoConfig(_Block):
     """``io``: how bytes reach the swap file.
 
-    ``integrity``: ``sampled`` finds I/O blocks that were lost, cut short at either end, or are older bytes throughout.
-    A hole inside of a block, as a kernel or a drive may leave that splits it, is found by ``full`` only.
+    ``integrity``: ``sampled`` finds I/O blocks that were lost, cut short at either end, or hold older bytes throughout.
+    Only ``full`` finds a hole inside of a block, which a kernel or a drive that splits requests may leave.
     ``staging_bytes``: null is derived when a run starts; see :func:`with_staging`.
     """
 
@@ -99,7 +100,7 @@ class IoConfig(_Block):
 
     @property
     def ring_bytes(self) -> int:
-        """Of staging: as it was set or derived."""
+        """Bytes of staging, as set or derived."""
         return MIN_STAGING_BYTES if self.staging_bytes is None else self.staging_bytes
 
 
@@ -199,23 +200,23 @@ class OffloadConfig(_Block):
         if self.min_tensor_bytes > self.io.ring_bytes:
             raise PydanticCustomError(
                 "min_tensor_bytes",
-                "min_tensor_bytes {least} is above io.staging_bytes {staging}, so that no tensor could ever be staged; "
-                "lower the first or raise the second",
+                "min_tensor_bytes {least} is above io.staging_bytes {staging}, so no tensor could ever be staged; "
+                "lower min_tensor_bytes or raise io.staging_bytes",
                 {"least": self.min_tensor_bytes, "staging": self.io.ring_bytes},
             )
         return self
 
 
 def with_staging(config: OffloadConfig, host_bytes: float, *, is_host: bool) -> OffloadConfig:
-    """The same with ``io.staging_bytes`` derived where it is null.
+    """The config with ``io.staging_bytes`` derived where it is null.
 
-    Forward saves in bursts, which staging takes up while the drives write: what finds no room in it is kept. On a CPU,
-    whose own memory it takes, and with GPUDirect Storage, where it is device memory, it stays small; so it does without
-    a plan, where its size bounds what is read ahead onto the device.
+    Forward saves in bursts, which staging buffers while the drives write; a tensor that finds no room in staging is
+    kept. Staging stays small on a CPU, whose own memory it takes, and with GPUDirect Storage, where it is device
+    memory; also without a plan, where its size bounds what is read ahead onto the device.
 
     Args:
-        host_bytes: of host memory that are available to this rank.
-        is_host: the training device is a CPU.
+        host_bytes: host memory that is available to this rank.
+        is_host: whether the training device is a CPU.
     """
     if config.io.staging_bytes is not None:
         return config

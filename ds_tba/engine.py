@@ -1,8 +1,8 @@
-"""The only room that knows ``DeepSpeedEngine``: finds the block, builds the offloader, hooks the class.
+"""The only module that knows ``DeepSpeedEngine``: finds the block, builds the offloader, hooks the class.
 
-DeepSpeed has no plugin mechanism, so methods of the class are wrapped: ``__init__`` always (it looks up one key of the
-config), ``forward``, ``step`` and ``destroy`` only from the first engine on whose config has the block. References are
-to ``deepspeed/runtime/engine.py`` of 0.19.8.
+DeepSpeed has no plugin mechanism, so methods of the class are wrapped: ``__init__`` always (to look up one key of the
+config); ``forward``, ``step`` and ``destroy`` once there is an engine whose config has the block. References are to
+``deepspeed/runtime/engine.py`` of 0.19.8.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ATTRIBUTE = "activation_offloader"
 _HOOKED = "_ds_tba_hooked"
 _NO_HOOKS = "support saved tensor hooks"  # in the message of torch/_functorch/eager_transforms.py
 _KNOWN_KEYS = frozenset({"activation_checkpointing", "aio"})
-# Ranks may come minutes apart: one of them builds DeepSpeed's aio op while the others wait for it.
+# Ranks may arrive minutes apart: one of them builds DeepSpeed's aio op while the others wait for it.
 AGREEMENT_TIMEOUT = timedelta(minutes=30)
 GOODBYE_TIMEOUT = timedelta(seconds=20)
 
@@ -66,17 +66,17 @@ def hook(engine_class: type) -> None:
 
 
 def attach(engine: Any) -> ActivationOffloader:
-    """Attach an offloader to an engine that is built already.
+    """Attach an offloader to an engine that exists already.
 
     Args:
         engine: a ``DeepSpeedEngine`` whose config has the block.
 
     Returns:
-        The engine's offloader: the one it has, if it has one already.
+        The engine's offloader; the present one, if it has one.
 
     Raises:
         ConfigError: the engine's config has no enabled block, or a bad one.
-        IncompatibleError: what the engine uses cannot be combined with activation offload.
+        IncompatibleError: the engine uses a feature that cannot be combined with activation offload.
     """
     present: ActivationOffloader | None = getattr(engine, ATTRIBUTE, None)
     if present is not None:

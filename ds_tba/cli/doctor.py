@@ -1,6 +1,6 @@
-"""``ds_tba doctor``: what on this machine stands in the way of a run, and the repair, before the run.
+"""``ds_tba doctor``: checks this machine before a run, and names the repair for each problem.
 
-``--build`` also builds DeepSpeed's aio op, once, with every core and a line that says how far it is.
+``--build`` also builds DeepSpeed's aio op, once, with every core and a progress line.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def checks(options: argparse.Namespace) -> Iterator[tuple[bool, str]]:
     autoload = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1"
     yield (
         autoload,
-        "torch calls the entry point"
+        "torch loads ds_tba by its entry point"
         if autoload
         else ('TORCH_DEVICE_BACKEND_AUTOLOAD=0 is set: unset it, or put "import ds_tba" into the training script'),
     )
@@ -70,9 +70,9 @@ def checks(options: argparse.Namespace) -> Iterator[tuple[bool, str]]:
     lockable = can_lock(options.staging_bytes)
     yield (
         True,
-        f"{options.staging_bytes} bytes can be locked, as aio wants without a GPU"
+        f"{options.staging_bytes} bytes can be locked, as aio needs without a GPU"
         if lockable
-        else (f"{options.staging_bytes} bytes cannot be locked: aio needs a GPU or ulimit -l unlimited, posix neither"),
+        else f"{options.staging_bytes} bytes cannot be locked: aio needs a GPU or ulimit -l unlimited; posix does not",
     )
     yield from ((True, f"io.backend {name} {state}") for name, state in backends())
     for path in options.nvme_path:
@@ -91,13 +91,13 @@ def backends() -> Iterator[tuple[str, str]]:
     yield "posix", "can run here"
     yield "aio", "can run here" if aio.is_built() else "can run here once DeepSpeed's op is built"
     problem = kvikio.obstacle()
-    yield "kvikio", f"cannot run here: {problem}" if problem else "can run here; the start-up line tells its mode"
+    yield "kvikio", f"cannot run here: {problem}" if problem else "can run here; the start-up line shows its mode"
     problem = gds.obstacle("cuda")
-    yield "gds", f"cannot run here: {problem}" if problem else "may run here; it is tried when a run names it"
+    yield "gds", f"cannot run here: {problem}" if problem else "may run here; a run that names gds tries it"
 
 
 def build_aio() -> int:
-    """Build the op in a process of its own, showing ninja's steps as one line; the process's exit status."""
+    """Build the op in a child process, showing ninja's steps as one line; returns the child's exit status."""
     from ds_tba.storage.backends import aio
 
     what = "building DeepSpeed's aio op (once; minutes on few cores)"
@@ -106,7 +106,8 @@ def build_aio() -> int:
     environment = {"MAX_JOBS": str(os.cpu_count() or 1), **os.environ}
     for lock in aio.build_locks():
         sys.stdout.write(
-            f"{lock} exists: another build runs, or one was killed; if none runs, remove it, or this waits for ever\n"
+            f"{lock} exists: another build is running, or was killed. If none is running, remove the lock, or this "
+            "build waits for ever\n"
         )
     started, output = time.monotonic(), []
     with subprocess.Popen(

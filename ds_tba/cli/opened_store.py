@@ -1,4 +1,4 @@
-"""A store that is opened for a moment, to see what the drives and a way to them can do. Leaves nothing behind."""
+"""A store that is opened for a moment, to measure drives and a backend. Leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -20,17 +20,12 @@ from ds_tba.storage.nvme import Lanes, NvmeStore
 from ds_tba.storage.staging import StagingRing
 from ds_tba.storage.swap_file import SwapFile, check_directories
 
-STORAGE_BYTES = 16 << 20  # a typical one
+STORAGE_BYTES = 16 << 20  # of a typical activation
 
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """What a store's paths did in one trial.
-
-    Attributes:
-        paths: the rates of each.
-        written_bytes: what that cost the drives.
-    """
+    """The rates of each path, and the bytes written to measure them."""
 
     paths: tuple[PathRates, ...]
     written_bytes: int
@@ -43,7 +38,7 @@ def opened(
     """A store on directories, closed at the end.
 
     Args:
-        file_bytes: of each directory's swap file, reserved at once.
+        file_bytes: size of each directory's swap file, reserved at once.
 
     Raises:
         PathError: a directory cannot hold the file.
@@ -66,7 +61,7 @@ def opened(
 
 
 def probe(paths: Sequence[str], backend: IoBackend, lanes: Lanes, integrity: str) -> Probed:
-    """The rates of directories, found by the lanes as at the start of a run; takes a moment.
+    """Measure the rates of directories with the lanes, as at the start of a run; takes a moment.
 
     Raises:
         PathError: a directory cannot hold a swap file, or a transfer failed.
@@ -81,7 +76,7 @@ def probe(paths: Sequence[str], backend: IoBackend, lanes: Lanes, integrity: str
 
 @dataclass(frozen=True, slots=True)
 class Flowed:
-    """What went through a store, in bytes per second, and what that cost the drives."""
+    """The rates of a whole store, and the bytes written to measure them."""
 
     write_bytes_per_s: float
     read_bytes_per_s: float
@@ -97,10 +92,10 @@ def flow(
     nbytes: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Flowed:
-    """Storages of a typical size go through the whole store and come back, as fast as they can.
+    """Send storages of a typical size through the whole store and read them back, as fast as possible.
 
     Args:
-        nbytes: of all of them; written twice, because fresh room in a file is slower at first.
+        nbytes: of all storages; written twice, because the first write to an extent is slower.
         clock: seconds.
 
     Raises:

@@ -1,6 +1,10 @@
-"""The drive behind a directory: what sysfs tells everyone, and what ``smartctl`` tells those who may ask.
+"""The drive behind a directory, as sysfs and (with permission) ``smartctl`` describe it; its wear and projected life.
 
-Looked at once, when a run starts. Nothing here is ever an error: a drive that cannot be asked is a drive not known.
+Drives are examined once, when a run starts. Nothing here is ever an error: a drive that does not answer is unknown.
+
+[Note: Projected life] A rated endurance (TBW) counts bytes written by the host under the rating's own workload, so the
+projection assumes that our large sequential writes amplify no worse than that workload. TBA's multi-year figure
+multiplies the rating by 215 for relaxed retention and an amplification of 1; the projection here does not.
 """
 
 from __future__ import annotations
@@ -30,10 +34,10 @@ class Drive:
 
     Attributes:
         device, model: empty where they are not known (network and overlay file systems).
-        rotational: whether the kernel takes it for a spinning disk; None where it does not tell, and for drives that
-            are not real, of which it always says so.
-        percentage_used: NVMe's own estimate of the life that is used up; above 100 it has outlived its rating.
-        drive_written_bytes: what hosts wrote to it in its whole life, to the half megabyte (NVMe).
+        rotational: whether the kernel takes the drive for a spinning disk; None where it does not tell, and for virtual
+            drives, which it always calls spinning.
+        percentage_used: NVMe's own estimate of the life that is used up; above 100 the drive has outlived its rating.
+        drive_written_bytes: written by hosts in the drive's whole life, to the half megabyte (NVMe).
     """
 
     device: str = ""
@@ -44,7 +48,7 @@ class Drive:
 
 
 def sysfs_device(path: Path, sysfs: Path = Path("/sys")) -> Path | None:
-    """Where sysfs has the whole drive that holds a directory; None where there is none (memory, network, overlay)."""
+    """The sysfs directory of the whole drive that holds a directory; None without one (memory, network, overlay)."""
     try:
         number = os.stat(path).st_dev
         device = (sysfs / "dev" / "block" / f"{os.major(number)}:{os.minor(number)}").resolve(strict=True)
@@ -74,10 +78,10 @@ def examine(path: Path, sysfs: Path = Path("/sys")) -> Drive:
 
 
 def _smart(device: str) -> Mapping[str, Any]:
-    """What ``smartctl`` says of a device; empty where it is missing, not permitted, slow, or says something else."""
+    """The answer of ``smartctl`` for a device; empty where it is missing, not permitted, slow, or answers otherwise."""
     try:
         done = subprocess.run(
-            # Its exit status counts the drive's own troubles too, so only what it says is looked at.
+            # Its exit status counts the drive's own troubles too, so only its output is used.
             [SMARTCTL, "-j", "-a", f"/dev/{device}"],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -105,24 +109,17 @@ def _number(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-# What the writes cost the drive: bytes per day for each path, the drive behind it, and its projected life.
-#
-# Knows arithmetic. A rated endurance (TBW) counts bytes written by the host under the rating's own workload, so
-# the projection assumes that our large sequential writes amplify no worse than that. TBA's multi-year figure multiplies
-# the rating by 215 for relaxed retention and an amplification of 1; this one does not.
-
-
 @dataclass(frozen=True, slots=True)
 class PathWear:
-    """One directory of ``nvme_path``.
+    """Wear of one directory of ``nvme_path``.
 
     Attributes:
         device, model: the block device behind it, empty where sysfs does not tell (network and overlay file systems).
-        written_bytes: what this rank wrote there.
+        written_bytes: written there by this rank.
         written_bytes_per_day: at the rate since the engine was built, pauses included.
         life_days: rated endurance over this rate; None without ``ssd.rated_endurance_tbw`` or before the first write.
-        rotational, percentage_used, drive_written_bytes: as the drive told when the run started; see
-            :class:`ds_tba.telemetry.drive_health.Drive`. None where it did not.
+            See [Note: Projected life].
+        rotational, percentage_used, drive_written_bytes: see :class:`Drive`; as of the start of the run.
     """
 
     path: str
@@ -138,7 +135,7 @@ class PathWear:
 
 
 def life_days(rated_endurance_tbw: float | None, written_bytes_per_day: float) -> float | None:
-    """How long drives rated for so many terabytes live; None without a rating, or where nothing is written."""
+    """Days until drives of this rating (in terabytes) reach it; None without a rating, or if nothing is written."""
     if not rated_endurance_tbw or not written_bytes_per_day:
         return None
     return rated_endurance_tbw * TERABYTE / written_bytes_per_day
@@ -150,7 +147,7 @@ def path_wear(
     """The wear of one path.
 
     Args:
-        drive: what is behind it.
+        drive: the drive behind the path.
         written_bytes: bytes written so far.
         elapsed_s: seconds in which they were written.
         rated_endurance_tbw: terabytes (10^12 bytes) that the drive is rated for.
@@ -171,7 +168,7 @@ def path_wear(
 
 
 def write_limit_bytes_per_step(rated_endurance_tbw: float | None, min_life_days: float | None, step_s: float) -> float:
-    """What a step of ``step_s`` may write so that drives rated for so many terabytes live for ``min_life_days``.
+    """Bytes that a step of ``step_s`` may write so that the drives last for ``min_life_days``.
 
     Args:
         rated_endurance_tbw: terabytes (10^12 bytes) that all drives together are rated for, less what was written
@@ -185,6 +182,6 @@ def write_limit_bytes_per_step(rated_endurance_tbw: float | None, min_life_days:
     if rated_endurance_tbw is None:
         raise ConfigError(
             f'"ssd.min_life_days" is {min_life_days} without "ssd.rated_endurance_tbw": a life follows from the rating '
-            "only; set it from the drive's data sheet."
+            "only; set the rating from the drive's data sheet."
         )
     return rated_endurance_tbw * TERABYTE / (min_life_days * DAY_S) * step_s

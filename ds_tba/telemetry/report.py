@@ -1,4 +1,4 @@
-"""The report: what went where, how much, and how fast; as a dict, as JSON and as lines to read."""
+"""The report: bytes per tier, why, and at which rate; as a dict, as JSON and as text."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ class OffloadReport:
 
     Attributes:
         packed_tensors: tensors that autograd saved, parameters included.
-        passed_through_tensors: of those, parameters and their views, left alone.
+        passed_through_tensors: parameters and their views among the packed tensors, left alone.
         offloaded_bytes: storages handed to the store, each once.
-        written_bytes, read_bytes: what the drive moved, padded to the alignment.
+        written_bytes, read_bytes: moved by the drive, padded to the alignment.
         forwarded_bytes: handed over from memory because their write had not finished.
-        cancelled_bytes: offloaded, but taken back or given up before their write began.
+        cancelled_bytes: offloaded, but read back or dropped before their write began.
         deduplicated_bytes: saved again as views of a storage that was written already.
         kept_bytes: left in device memory; ``kept_bytes_by_reason`` says why.
-        peak_saved_bytes: most bytes that saved tensors held in device memory at once (a storage below min_tensor_bytes
-            counts for each of its saves).
+        peak_saved_bytes: peak of saved tensors in device memory (a storage below min_tensor_bytes counts once per
+            save).
         peak_saved_bytes_without: the same, had nothing been offloaded.
-        budget_excess_bytes: by which ``peak_saved_bytes`` is above ``activation_budget_bytes``.
+        budget_excess_bytes: ``peak_saved_bytes`` in excess of ``activation_budget_bytes``.
         fallbacks: tensors that were eligible and stayed in memory because the store could not take or write them.
         stall_s: time that forward and backward waited for the store.
-        recomputed_bytes: made again in backward instead of being saved.
+        recomputed_bytes: recomputed in backward instead of being saved.
         step_peak_saved_bytes: ``peak_saved_bytes`` of the last whole step alone (with placement "adaptive").
-        plans: how many plans there were.
-        plan: the one in force: planner, reason, bytes of each placement, what it promises, and ``measured_step_s``, the
-            median of the last steps under it (None before the first); None without one.
+        plans: number of plans so far.
+        plan: the plan in force: planner, reason, bytes of each placement, its predictions, and ``measured_step_s``, the
+            median of the last steps under it (None before the first); None without a plan.
         unproven_blocks: ``path`` and ``reason`` of each block that is not recomputed, with ``"recompute": true``.
         bandwidth: for each path its written bytes and its recent rates, as measured.
         wear: for each path the fields of :class:`ds_tba.telemetry.drive_health.PathWear`.
@@ -84,7 +84,7 @@ class OffloadReport:
         return asdict(self)
 
     def write_json(self, path: Path) -> None:
-        """Write the report to ``path``, replacing it at once so that a reader never sees half of it."""
+        """Write the report to ``path`` atomically: a reader never sees half of it."""
         unfinished = path.with_name(f".{path.name}.tmp")
         unfinished.write_text(json.dumps(self.to_dict(), indent=2) + "\n")
         os.replace(unfinished, path)
@@ -100,7 +100,7 @@ class OffloadReport:
         )
 
     def rows(self) -> list[tuple[str, str]]:
-        """Name and value of each line of the table that a person reads."""
+        """Name and value of each line of the table for people."""
         rows = [
             ("backend", f"{self.backend} ({self.backend_reason})"),
             ("paths", ", ".join(self.paths)),
@@ -127,10 +127,10 @@ class OffloadReport:
             rows += [
                 (
                     "  plan: peak saved",
-                    f"{readable(self.plan['peak_saved_bytes'])} ({readable(self.step_peak_saved_bytes)} found)",
+                    f"{readable(self.plan['peak_saved_bytes'])} ({readable(self.step_peak_saved_bytes)} measured)",
                 ),
                 ("  plan: step", _step(self.plan)),
-                ("made again in backward", readable(self.recomputed_bytes)),
+                ("recomputed in backward", readable(self.recomputed_bytes)),
             ]
         reasons = Counter(one["reason"] for one in self.unproven_blocks)
         rows += [("blocks not recomputed", f"{count}: {reason}") for reason, count in reasons.items()]
@@ -140,14 +140,14 @@ class OffloadReport:
 
 
 def rank_path(path: str, rank: int) -> Path:
-    """Where a rank writes its report: ``path`` for rank 0, ``path.rankN`` beyond."""
+    """The path at which a rank writes its report: ``path`` for rank 0, ``path.rankN`` for others."""
     return Path(path).expanduser() if rank == 0 else Path(f"{path}.rank{rank}").expanduser()
 
 
 def _step(plan: dict[str, Any]) -> str:
     text = f"{plan['step_s']:.3g} s, {plan['step_s'] / plan['kept_step_s'] - 1:+.1%}"
     measured_s = plan.get("measured_step_s")  # a file may be older
-    return text if measured_s is None else f"{text} ({measured_s:.3g} s found)"
+    return text if measured_s is None else f"{text} ({measured_s:.3g} s measured)"
 
 
 def _wear(path: dict[str, Any]) -> str:

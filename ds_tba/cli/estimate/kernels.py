@@ -1,12 +1,12 @@
-"""The kernels of the training device, for a forward that runs elsewhere: what they save differs from device to device.
+"""The kernels of the training device, for a forward that runs elsewhere: which tensors are saved depends on the kernel.
 
-PyTorch takes plain kernels on the meta device. A CUDA device has fused ones for attention (its inputs, its output and
-a log-sum-exp for each row are saved, not the probabilities), dropout (a mask of one byte for each element) and RMS norm
-(a factor for each row); the CPU has one for attention without dropout.
+PyTorch runs plain kernels on the meta device. A CUDA device has fused kernels for attention (which save the inputs, the
+output and a log-sum-exp per row, not the probabilities), dropout (a mask of one byte per element) and RMS norm (a
+factor per row); the CPU has one for attention without dropout.
 
-[Note: Which attention] PyTorch itself is asked, with small tensors of the same kind, where the device is at hand. For a
-CUDA device that is not, its rules are: flash for 16-bit numbers without a mask, the memory-efficient one for others,
-plain products where neither has the shape.
+[Note: Which attention] Where the device is at hand, PyTorch itself chooses, for small tensors of the same kind. For a
+CUDA device that is absent, its rules are applied: flash for 16-bit dtypes without a mask, memory-efficient for others,
+plain products for shapes that neither supports.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.nn import functional
 _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
 FLASH_HEAD_DIM = 256
-# Flash wants heads of a multiple of so many elements, the memory-efficient kernel rows of a mask.
+# The flash kernel pads heads to a multiple of so many elements, the memory-efficient kernel the rows of a mask.
 _MULTIPLE = 8
 
 
@@ -37,8 +37,8 @@ class Attention(IntEnum):
 
     @property
     def words(self) -> str:
-        """What it is, and what it saves."""
-        saved = "saves its inputs, its output and a log-sum-exp for each row"
+        """The kernel in words, with the tensors that it saves."""
+        saved = "saves its inputs, its output and a log-sum-exp per row"
         return {
             Attention.MATH: "plain attention, which saves the probabilities",
             Attention.FLASH: f"flash attention, which {saved}",
@@ -49,13 +49,13 @@ class Attention(IntEnum):
 
 @contextmanager
 def device_kernels(target: str, runs_on: str) -> Iterator[set[Attention]]:
-    """What runs inside saves what the kernels of another device would save; the kernels of attention that were taken.
+    """Have operations inside save what the kernels of another device would save; yields the attention kernels that ran.
 
     Changes PyTorch's dispatch table for tensors of ``runs_on`` that need a gradient, in all threads.
 
     Args:
         target: the training device, ``"cuda"`` or ``"cpu"``.
-        runs_on: where the tensors are, ``"meta"`` or ``"cpu"``. The CPU takes its own attention and norm.
+        runs_on: device of the tensors, ``"meta"`` or ``"cpu"``. The CPU runs its own attention and norm.
     """
     taken: set[Attention] = set()
     key = f"Autograd{'Meta' if runs_on == 'meta' else 'CPU'}"
@@ -124,7 +124,7 @@ def attention_of(
     dropout_p: float,
     **options: Any,
 ) -> Attention:
-    """The kernel that a device takes for this call; see [Note: Which attention]."""
+    """The kernel that a device runs for this call; see [Note: Which attention]."""
     if device == "cpu" or torch.cuda.is_available():
         q, k, v = (_small(one, device, one.shape[-1]) for one in (query, key, value))
         small_mask = None if mask is None else _small(mask, device, min(mask.shape[-1], 2))
@@ -171,7 +171,7 @@ def _flash(
 
 
 def _as_bias(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
-    """A mask of truth values as what is added to the scores, which is what is saved."""
+    """A boolean mask as the bias that is added to the scores: the kernels save the bias."""
     if mask is None or mask.dtype is not torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=query.dtype)
@@ -201,7 +201,7 @@ def _rms_norm(
 
 
 class _FusedRmsNorm(torch.autograd.Function):
-    """Saves what the fused kernel saves. Only for the meta device: it computes nothing."""
+    """Saves the tensors that the fused kernel saves. For the meta device only: computes nothing."""
 
     @staticmethod
     def forward(
