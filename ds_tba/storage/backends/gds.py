@@ -9,7 +9,7 @@ References are to ``csrc/gds/py_lib`` of DeepSpeed 0.19.8. What stands in the wa
   also points ``CUFILE_ENV_PATH_JSON`` at the literal name ``$PWD/local_cufile.json``, which cuFile does not find: only
   ``/etc/cufile.json`` counts.
 - Memory is found by the nearest registered address below it, so memory beside staging is registered for its transfer.
-- cuFile wants a name on disk for each transfer (``names.py``), so that the swap file has one as long as its handles
+- cuFile wants a name on disk for each transfer (``cufile.py``), so that the swap file has one as long as its handles
   are open, also beyond a process that was killed: the next run takes that file away.
 - Short transfers are not seen, except by ``io.integrity``.
 """
