@@ -79,8 +79,8 @@ def _measure_together(rates: Rates, agreement: Agreement) -> None:
 class Process:
     """The process that built the offloader, and its rank among those of the run and of the machine."""
 
-    rank: int = 0
-    ranks_on_node: int = 1
+    rank: int
+    ranks_on_node: int
     pid: int = field(default_factory=os.getpid)
 
     def is_forked(self) -> bool:
@@ -119,12 +119,13 @@ class Reporter:
 
     def report(self) -> OffloadReport:
         """The counters of all parts as they are now."""
+        # Takes no lock: training calls this, and the closer's thread after a lane has hung with its lock held.
         cache = self._cache.stats
         config, tiers, controller = self._config, self._tiers, self.controller
         budget_bytes = config.activation_budget_bytes if config.placement == "adaptive" else None
         store = tiers.nvme.stats if tiers.nvme is not None else StoreStats()
         host = tiers.host.stats if tiers.host is not None else StoreStats()
-        # What NVMe refuses and the host tier refuses too is one fallback.
+        # A tensor that both NVMe and the host tier refuse is one fallback.
         kept, fallbacks = Counter(cache.kept_bytes), Counter((store if tiers.nvme else host).fallbacks)
         return OffloadReport(
             state="running" if self._ended_at is None else "finished",
@@ -368,7 +369,7 @@ class ActivationOffloader:
         if not self._process.is_forked():
             self._closer.ask()
 
-    def _close(self) -> None:
+    def _close(self) -> None:  # in the closer's thread
         try:
             for undo in self._undo:
                 undo()

@@ -2,8 +2,8 @@
 
     deepspeed examples/train_gpt.py --deepspeed_config ds_configs/zero3_nvme_params_activations.json
 
-Nothing here imports ds_tba: the block in the config is all it takes. Only what is *shown* at the end (the offloader's
-report) asks for it. ``--compare`` trains twice, without the block and with it, each in a process of its own.
+Nothing here imports ds_tba: the block in the config is enough. Only the report that is shown at the end uses the
+offloader. ``--compare`` trains twice, without the block and with the block, each time in a fresh process.
 """
 
 from __future__ import annotations
@@ -104,12 +104,12 @@ def make_model(batch: int, sequence: int) -> tuple[GPT, tuple[torch.Tensor, torc
 # ---- the data -------------------------------------------------------------------------------------------------------
 
 
-def standard_library_bytes(least_bytes: int = 4 << 20) -> torch.Tensor:
+def standard_library_bytes(min_bytes: int = 4 << 20) -> torch.Tensor:
     """Sources of Python's standard library, in a fixed order, as one uint8 tensor."""
     text = bytearray()
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         text += path.read_bytes()
-        if len(text) >= least_bytes:
+        if len(text) >= min_bytes:
             break
     return torch.frombuffer(text, dtype=torch.uint8)
 
@@ -129,7 +129,7 @@ def batches(batch: int, sequence: int, rank: int) -> Iterator[tuple[torch.Tensor
 
 @dataclass
 class Run:
-    """What one training run left behind."""
+    """The results of one training run."""
 
     losses: list[float]
     parameters_sha256: str
@@ -186,7 +186,7 @@ def one_step(engine: Any, data: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> 
 
 
 def parameters_sha256(engine: Any) -> str:
-    """A fingerprint of every parameter, gathered where ZeRO-3 has partitioned it."""
+    """Hash of all parameters, gathered where ZeRO-3 has partitioned them."""
     digest = hashlib.sha256()
     for parameter in engine.module.parameters():
         with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
@@ -195,23 +195,23 @@ def parameters_sha256(engine: Any) -> str:
 
 
 def use_exact_kernels() -> None:
-    """Kernels that give the same bits each time: without them, equal runs on a GPU may differ in their last bits."""
+    """Select kernels that give the same bits each time; with others, equal runs on a GPU may differ in last bits."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA's matrix library starts
     torch.use_deterministic_algorithms(not get_accelerator().is_synchronized_device())
-    torch.utils.deterministic.fill_uninitialized_memory = False  # it would write to every tensor once more
+    torch.utils.deterministic.fill_uninitialized_memory = False  # filling would write to every tensor once more
 
 
 def reset_peak_memory() -> None:
     """Start a new peak: of the accelerator, or of this process on a CPU-only machine."""
     if get_accelerator().is_synchronized_device():
-        ctypes.CDLL(None).malloc_trim(0)  # or what an earlier run freed would count for this one
+        ctypes.CDLL(None).malloc_trim(0)  # or memory that an earlier run freed would count for this one
         Path("/proc/self/clear_refs").write_text("5")
     else:
         get_accelerator().reset_peak_memory_stats()
 
 
 def memory_owner() -> str:
-    """Whose memory the peak is of."""
+    """The owner of the peak memory, in words."""
     return "process" if get_accelerator().is_synchronized_device() else "device"
 
 
@@ -223,7 +223,7 @@ def peak_memory_bytes() -> int:
     return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
 
-# ---- what is shown --------------------------------------------------------------------------------------------------
+# ---- output ---------------------------------------------------------------------------------------------------------
 
 
 def report_table(rows: list[tuple[str, str]]) -> Table:
@@ -316,9 +316,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def compare(options: argparse.Namespace, argv: list[str]) -> int:
-    """Train without the block and with it; 0 if that made no difference.
+    """Train without and with the block; 0 if the block made no difference.
 
-    In a process each: on a GPU, the second engine of a process with ZeRO-3's parameters on NVMe starts from wrong
+    Each in a fresh process: on a GPU, the second engine of a process with ZeRO-3's parameters on NVMe starts from wrong
     parameters (DeepSpeed 0.19.8, without the block too), and the peak memory of a fresh process is its own.
     """
     console = console_of(int(os.environ.get("RANK", "0")))
@@ -342,7 +342,7 @@ def compare(options: argparse.Namespace, argv: list[str]) -> int:
 
 
 def another_port(number: int) -> dict[str, str]:
-    """The rendezvous of one training: the ranks' processes change over at different times."""
+    """A rendezvous port per training: some ranks start the second one while others still end the first."""
     port = os.environ.get("MASTER_PORT")
     return {} if port is None else {"MASTER_PORT": str(int(port) + number)}
 
