@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -156,29 +155,6 @@ def test_step_time(tmp_path: Path) -> None:
     ]  # fmt: skip
     (only,) = json.loads((tmp_path / "json").read_text())["rounds"]
     assert only["nvme"]["report"]["steps"] == 2
-
-
-def test_io_roofline(tmp_path: Path) -> None:
-    if shutil.which("fio") is None:
-        pytest.skip("fio is not installed")
-    size = (
-        "--gib",
-        "1",
-        "--sizes_kib",
-        "16384",
-        "--rounds",
-        "1",
-        "--backends",
-        "posix",
-        "posix-nocopy",
-        "--staging_mib",
-        "64",
-    )
-    output = benchmark("io_roofline.py", *size, "--nvme_path", str(tmp_path), "--json", str(tmp_path / "json"))
-    assert "| write | 16 MiB |" in output and "| read | all |" in output
-    (only,) = json.loads((tmp_path / "json").read_text())["rounds"]
-    assert all(rate["bytes_per_s"] > 0 for pairs in only.values() for pair in pairs.values() for rate in pair)
-    assert [path.name for path in tmp_path.iterdir()] == ["json"]
 
 
 PARTS = ["limits", "tests", "step_time", "curve", "trace"]
