@@ -16,6 +16,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from alternating import rounds_of
 from planners import PLANNERS
 
 from curves.device import Device
@@ -232,12 +233,8 @@ class Race:
     def run(self, rounds: int, steps: int, ends_s: float) -> list[dict[str, list[StepTaken]]]:
         """Rounds in which each takes a turn, in a new random order each time: as many as fit before ``ends_s`` on
         the monotonic clock, two at least."""
-        chance, done, longest_s = random.Random(0), [], 0.0
-        while len(done) < rounds and (len(done) < 2 or time.monotonic() + longest_s < ends_s):
-            began_s = time.monotonic()
-            names = chance.sample(list(self.runners), len(self.runners))
-            done.append({name: self.runners[name].turn(steps) for name in names})
-            longest_s = max(longest_s, time.monotonic() - began_s)
+        names, chance = list(self.runners), random.Random(0)
+        done = list(rounds_of(names, lambda name: self.runners[name].turn(steps), rounds, ends_s, chance))
         for runner in self.runners.values():
             runner.step()  # tells the peak of the last one
         return done
