@@ -30,6 +30,7 @@ import pytest
 import torch
 from doubles import CpuAccelerator
 from planners import PLANNERS
+from stepping import end_step, forward, note_backward
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -760,20 +761,12 @@ def steps(model: Net, offloader: ActivationOffloader | None, count: int = STEPS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for _ in range(count):
         x = torch.randn(ROWS, WIDTH)
-        if offloader is None:
-            loss = model(x)
-        else:
-            with offloader.saving():
-                loss = model(x)
+        loss = forward(model, x, offloader)
         model.between()
         loss.backward()
-        if offloader is not None:
-            offloader.note_micro_step()
+        note_backward(offloader)
         gradients = [parameter.grad.clone() for parameter in model.parameters()]
-        optimizer.step()
-        optimizer.zero_grad()
-        if offloader is not None:
-            offloader.note_step()
+        end_step(optimizer, offloader)
         yield [loss.detach(), *gradients, torch.get_rng_state(), torch.tensor(random.getstate()[1])]
 
 
