@@ -51,8 +51,7 @@ def measure(cache: TensorCache, store: NvmeStore, make: Maker, count: int) -> tu
         started = time.perf_counter()
         held = [pack(tensor) for tensor in tensors]
         packed = time.perf_counter()
-    while store.space.writes_under_way:
-        time.sleep(0.001)
+    store.wait_for_writes()
     unpacking = time.perf_counter()
     while held:
         unpack(held.pop())

@@ -19,7 +19,7 @@ from typing import Any
 import fuzz_parts as parts
 import torch
 import xxhash
-from doubles import CpuAccelerator
+from doubles import CpuAccelerator, Warnings
 from fuzz_programs import Program, Step
 from late_device import LateDevice
 from torch import Tensor, nn
@@ -163,17 +163,6 @@ class _Held:
         if self._tensor._version != self._version:
             raise RuntimeError("modified by an inplace operation")
         return self._tensor
-
-
-class Warnings(logging.Handler):
-    """Keeps what our loggers warn of."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
 
 
 class Ours(Plain):
