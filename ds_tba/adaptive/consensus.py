@@ -17,7 +17,8 @@ from typing import Protocol
 from ds_tba.adaptive.calibration import Fit
 from ds_tba.adaptive.policy import PlanInForce
 from ds_tba.adaptive.ranks import Agreement
-from ds_tba.planner.plan import Limits, Plan, is_outside, rank, simulate
+from ds_tba.planner.plan import Limits, Plan, is_outside, rank
+from ds_tba.planner.simulator import simulate
 from ds_tba.planner.search import Planner
 from ds_tba.planner.trace import MIN_FRACTION, Layout, Resources, Trace, slowest
 

@@ -21,7 +21,8 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from ds_tba.autograd.cache import Hooks, TensorCache
+from ds_tba.autograd.cache import TensorCache
+from ds_tba.autograd.saved import Hooks
 from ds_tba.autograd.saved import PassedThrough, ResidencyGuard, SavedCounted, SavedView, StorageKey
 from ds_tba.autograd.tensors import Eligibility
 from ds_tba.device.accelerator import Clock

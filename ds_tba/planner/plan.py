@@ -10,7 +10,8 @@ import numpy as np
 
 from ds_tba.config import Placement
 from ds_tba.errors import ConfigError, TraceError
-from ds_tba.planner.simulator import Outcome, Pacing, Replay
+from ds_tba.planner.simulator import Pacing, Replay
+from ds_tba.planner.plan import Outcome
 from ds_tba.planner.timeline import Assignment, Floats, Ints, Timeline
 from ds_tba.planner.trace import Trace
 

@@ -22,16 +22,16 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_tba.adaptive.ranks import Alone
-from ds_tba.autograd.cache import Hooks, TensorCache
-from ds_tba.autograd.policy import Choice
-from ds_tba.autograd.saved import RecordState
+from ds_tba.autograd.budget import MemoryMeter
+from ds_tba.autograd.cache import TensorCache
+from ds_tba.autograd.saved import Hooks, RecordState
 from ds_tba.autograd.tensors import Eligibility
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.device.accelerator import CpuAccelerator
-from ds_tba.device.memory_meter import MemoryMeter
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.storage.backends.posix import PosixBackend
 from ds_tba.storage.backends.select import Selection
+from ds_tba.storage.base import Choice
 from ds_tba.storage.chunked import PiecesStore
 from ds_tba.storage.nvme import Lanes
 from ds_tba.telemetry.stats import Gauge
@@ -388,7 +388,7 @@ class Original:
 def test_a_device_really_holds_no_more_than_the_bound(make_store: StoreFactory, size: int, staging: int) -> None:
     device = TruthfulDevice()
     nvme = make_store(accelerator=device, staging_bytes=staging)
-    store = PiecesStore(nvme, nvme)
+    store = PiecesStore(nvme, nvme.space)
     cache = TensorCache([store], "cpu", KIB, wait_for_staging=True, accelerator=device)
     cache.limit_resident(5 * size)
     x = torch.randn(size // 4, requires_grad=True)
@@ -411,7 +411,7 @@ def test_a_device_really_holds_no_more_than_the_bound(make_store: StoreFactory, 
 
 def test_what_was_partly_forwarded_leaves_nothing_when_it_is_moved_again(make_store: StoreFactory) -> None:
     nvme = make_store(ScriptedBackend(slow(0.02)), staging_bytes=MIB, lanes=Lanes(1, 1))
-    cache = TensorCache([PiecesStore(nvme, nvme)], "cpu", KIB, wait_for_staging=True)
+    cache = TensorCache([PiecesStore(nvme, nvme.space)], "cpu", KIB, wait_for_staging=True)
     cache.limit_resident(4 * MIB)
     x = torch.randn(384 * KIB, requires_grad=True)
     two_backwards_give_twice_the_gradient(cache, x, 6)

@@ -8,11 +8,10 @@ import pytest
 from traces import SIZE, resources
 
 from ds_tba.adaptive.policy import ByPlan, PlanInForce
-from ds_tba.autograd.policy import Always
 from ds_tba.config import Placement
 from ds_tba.planner.plan import Limits, Plan
 from ds_tba.planner.trace import OUTSIDE, BlockTrace, Layout, StorageTrace, Trace
-from ds_tba.storage.base import Store
+from ds_tba.storage.base import Always, Store
 
 KEEP, HOST, NVME, RECOMPUTE = Placement
 NVME_STORE, HOST_STORE = cast("Store[Any]", "nvme"), cast("Store[Any]", "host")

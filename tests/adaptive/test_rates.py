@@ -11,20 +11,12 @@ from doubles import CpuAccelerator, EventAccelerator
 from late_device import LateDevice
 from test_path_meter import Clock
 
-from ds_tba.adaptive.rates import (
-    COPY_BYTES,
-    LINK_FRACTION,
-    MEASURING_FRACTION,
-    SEEN_STEPS,
-    TIMES,
-    Rates,
-    measure_copies,
-)
+from ds_tba.adaptive.rates import LINK_FRACTION, MEASURING_FRACTION, SEEN_STEPS, Rates
 from ds_tba.errors import StateError, TraceError
 from ds_tba.planner.trace import PathRates, Resources, Trace, slowest
 from ds_tba.storage.nvme import NvmeStore
-from ds_tba.storage.staging import StagingRing
-from ds_tba.telemetry.bandwidth import Kind, PathMeter
+from ds_tba.storage.staging import COPY_BYTES, TIMES, StagingRing, measure_copies
+from ds_tba.telemetry.stats import Kind, PathMeter
 
 MIB = 1 << 20
 

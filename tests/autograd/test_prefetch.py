@@ -15,9 +15,9 @@ from test_store import CPU, MIB, noise, nothing_is_held, put, slots_in_use, stor
 
 from ds_tba.autograd.cache import TensorCache
 from ds_tba.errors import ActivationLostError, StateError
+from ds_tba.storage.base import SwapTicket, TicketState
 from ds_tba.storage.chunked import PiecesStore, PiecesTicket
 from ds_tba.storage.nvme import Lanes, NvmeStore
-from ds_tba.storage.ticket import SwapTicket, TicketState
 
 KIB = 1 << 10
 ONE_LANE = Lanes(1, 1)
@@ -285,7 +285,7 @@ def test_what_is_on_its_way_back_from_staging_may_be_asked_for_or_given_up(
 def test_pieces_under_write_are_wanted_and_handed_over(make_store: StoreFactory) -> None:
     gate = Gate()
     nvme = make_store(ScriptedBackend(gate), lanes=ONE_LANE, accelerator=EventAccelerator(), staging_bytes=8 * MIB)
-    store, data = PiecesStore(nvme, nvme), noise(6 * MIB)
+    store, data = PiecesStore(nvme, nvme.space), noise(6 * MIB)
     ticket = store.put(data.clone(), wait=False)
     assert isinstance(ticket, PiecesTicket) and len(ticket.pieces) == 3
     gate.arrived.acquire()

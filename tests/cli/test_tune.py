@@ -11,7 +11,7 @@ import pytest
 
 from ds_tba.cli import main
 from ds_tba.cli.opened_store import flow, probe
-from ds_tba.cli.tuning import Candidate, Measured, Ratios, Tuned, Tuning, candidates_of, default_of
+from ds_tba.cli.tune import Candidate, Measured, Ratios, Tuned, Tuning, candidates_of, default_of
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.storage.backends.posix import PosixBackend
 from ds_tba.storage.nvme import Lanes

@@ -18,12 +18,12 @@ from test_planners import layers
 from test_prefetch import KIB, Spy, cache_over, chain
 from traces import SIZE, UNLIMITED, storage
 
-from ds_tba.autograd.micro_step import MicroStep
+from ds_tba.autograd.saved import MicroStep
 from ds_tba.config import Placement
 from ds_tba.device.accelerator import Arrival
-from ds_tba.planner.plan import Limits, Prediction, replay
+from ds_tba.planner.plan import Limits, Outcome, Prediction
 from ds_tba.planner.search import adaptive
-from ds_tba.planner.simulator import Outcome
+from ds_tba.planner.simulator import replay
 from ds_tba.planner.timeline import Assignment, Timeline
 from ds_tba.planner.trace import BlockTrace, PathRates, Resources, Trace
 from ds_tba.storage.base import Store, Ticket

@@ -15,9 +15,9 @@ from traces import SIZE, UNLIMITED, one_block, storage
 from ds_tba.config import Placement
 from ds_tba.errors import TraceError
 from ds_tba.planner.drive import STORED, DriveQueues
-from ds_tba.planner.plan import Limits, Prediction, replay, simulate
+from ds_tba.planner.plan import Limits, Outcome, Prediction
 from ds_tba.planner.search import keep
-from ds_tba.planner.simulator import Outcome, Pacing
+from ds_tba.planner.simulator import Pacing, replay, simulate
 from ds_tba.planner.timeline import Assignment, Timeline
 from ds_tba.planner.trace import BlockTrace, PathRates, StorageTrace, Trace
 

@@ -17,8 +17,9 @@ from planners import PLANNERS, teraio
 from traces import SIZE, UNLIMITED, storage
 
 from ds_tba.config import Placement
-from ds_tba.planner.plan import Limits, Plan, Prediction, replay, simulate
+from ds_tba.planner.plan import Limits, Plan, Prediction
 from ds_tba.planner.search import SAME_STEP_FRACTION, adaptive
+from ds_tba.planner.simulator import replay, simulate
 from ds_tba.planner.timeline import Assignment, Timeline
 from ds_tba.planner.trace import BlockTrace, StorageTrace, Trace
 

@@ -20,7 +20,7 @@ from ds_tba.storage.backends.base import IoBackend, IoHandle
 from ds_tba.storage.backends.posix import PosixBackend
 from ds_tba.storage.bandwidth_probe import LARGEST_REQUEST_BYTES, PHASE_BYTES, REGION_BYTES, BandwidthProbe
 from ds_tba.storage.nvme import Lanes, NvmeStore
-from ds_tba.telemetry.bandwidth import PathMeter
+from ds_tba.telemetry.stats import PathMeter
 
 MIB = 1 << 20
 

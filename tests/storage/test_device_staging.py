@@ -18,10 +18,10 @@ from test_store import CPU, MIB, noise, nothing_is_held, put, stored, until
 
 from ds_tba.autograd.cache import TensorCache
 from ds_tba.errors import ActivationCorruptionError
+from ds_tba.storage.base import TicketState
 from ds_tba.storage.host import HostStore
 from ds_tba.storage.nvme import Lanes
 from ds_tba.storage.staging import StagingRing
-from ds_tba.storage.ticket import TicketState
 
 Script = Callable[[str, int], str | None]
 

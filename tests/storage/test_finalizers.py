@@ -19,7 +19,7 @@ from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.storage.finalizers import DeferredFinalizers
-from ds_tba.storage.lanes import LaneQueue
+from ds_tba.storage.swap_path import LaneQueue
 
 HERE = Path(__file__).parents[1]
 

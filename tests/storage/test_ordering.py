@@ -71,7 +71,7 @@ def device_staging(make_store: StoreFactory, device: LateDevice) -> tuple[NvmeSt
 
 def pieces(make_store: StoreFactory, device: LateDevice) -> tuple[PiecesStore, NvmeStore]:
     store = make_store(accelerator=device, staging_bytes=256 * KIB)
-    return PiecesStore(store, store), store
+    return PiecesStore(store, store.space), store
 
 
 def in_host_memory(make_store: StoreFactory, device: LateDevice) -> tuple[HostStore, None]:

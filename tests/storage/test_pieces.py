@@ -18,13 +18,13 @@ from ds_tba.storage.backends.base import IoBackend
 from ds_tba.storage.base import Refusal, Ticket
 from ds_tba.storage.chunked import PiecesStore, PiecesTicket
 from ds_tba.storage.nvme import NvmeStore
-from ds_tba.telemetry.bandwidth import PathMeter
+from ds_tba.telemetry.stats import PathMeter
 
 KIB, MIB = 1 << 10, 1 << 20
 
 
 def over(nvme: NvmeStore) -> PiecesStore:
-    return PiecesStore(nvme, nvme)
+    return PiecesStore(nvme, nvme.space)
 
 
 def put(store: PiecesStore, data: torch.Tensor) -> PiecesTicket:

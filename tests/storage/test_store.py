@@ -19,11 +19,10 @@ from doubles import EventAccelerator, Gate, ScriptedBackend, fails, slow
 from ds_tba.errors import ActivationCorruptionError, ActivationLostError, PathError, StateError
 from ds_tba.storage.backends.base import IoBackend, IoHandle
 from ds_tba.storage.backends.posix import PosixBackend, PosixHandle
-from ds_tba.storage.base import Refusal
+from ds_tba.storage.base import Refusal, SwapTicket, TicketState
 from ds_tba.storage.nvme import Lanes, NvmeStore
 from ds_tba.storage.swap_file import SwapFile
-from ds_tba.storage.ticket import SwapTicket, TicketState
-from ds_tba.telemetry import bandwidth as path_meter
+from ds_tba.telemetry import stats as path_meter
 
 MIB = 1 << 20
 CPU = torch.device("cpu")

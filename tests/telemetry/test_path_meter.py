@@ -10,10 +10,9 @@ import torch
 from conftest import StoreFactory
 from doubles import EventAccelerator, ScriptedBackend
 
+from ds_tba.storage.base import SwapTicket
 from ds_tba.storage.nvme import Lanes, NvmeStore
-from ds_tba.storage.ticket import SwapTicket
-from ds_tba.telemetry.bandwidth import Kind, PathMeter, Transfer
-from ds_tba.telemetry.stats import RollingRate
+from ds_tba.telemetry.stats import Kind, PathMeter, RollingRate, Transfer
 
 MIB = 1 << 20
 W, R = Kind.WRITE, Kind.READ

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from ds_tba.adaptive.rates import COPY_BYTES, measure_copies
+from ds_tba.storage.staging import COPY_BYTES, measure_copies
 from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.device.memory import huge_page_memory
 from ds_tba.planner.trace import PathRates, Resources

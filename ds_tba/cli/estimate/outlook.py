@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from ds_tba.config import OffloadConfig, Placement
-from ds_tba.planner.plan import Limits, Plan, Prediction, longest_step_s, replay
+from ds_tba.planner.plan import Limits, Plan, Prediction, longest_step_s
+from ds_tba.planner.simulator import replay
 from ds_tba.planner.search import adaptive
 from ds_tba.planner.search import recompute as plan_recompute
 from ds_tba.planner.timeline import Assignment, Timeline
