@@ -19,21 +19,21 @@ from torch import nn
 
 from ds_tba.adaptive.consensus import Planning
 from ds_tba.adaptive.controller import Controller
+from ds_tba.adaptive.monitor import Counts
 from ds_tba.adaptive.ranks import Agreement
 from ds_tba.adaptive.rates import Rates
-from ds_tba.adaptive.step import Counts
 from ds_tba.autograd.blocks import Blocks, find_blocks
+from ds_tba.autograd.budget import MemoryMeter
 from ds_tba.autograd.cache import TensorCache
-from ds_tba.autograd.policy import Always
 from ds_tba.config import BLOCK, AioConfig, OffloadConfig, with_staging
 from ds_tba.device.accelerator import Accelerator
 from ds_tba.device.memory import available_bytes
-from ds_tba.device.memory_meter import MemoryMeter
 from ds_tba.errors import ConfigError, IncompatibleError, PathError
 from ds_tba.planner.plan import Limits
 from ds_tba.planner.search import Planner, adaptive
 from ds_tba.planner.trace import Trace
-from ds_tba.storage.closing import Closer, interrupts_us
+from ds_tba.storage.base import Always
+from ds_tba.storage.finalizers import Closer, interrupts_us
 from ds_tba.storage.tiers import Tiers
 from ds_tba.telemetry.drive_health import write_limit_bytes_per_step
 from ds_tba.telemetry.report import OffloadReport, rank_path

@@ -21,22 +21,20 @@ from torch import nn
 
 from ds_tba.adaptive.calibration import Calibration, Fit, Observation
 from ds_tba.adaptive.consensus import Machine, Planning, calibrated
-from ds_tba.adaptive.monitor import Action, Monitor, StepMetrics
+from ds_tba.adaptive.monitor import Action, Counts, Monitor, Step, StepMetrics
 from ds_tba.adaptive.policy import ByPlan, PlanInForce
 from ds_tba.adaptive.proving import Proving
 from ds_tba.adaptive.ranks import Agreement
 from ds_tba.adaptive.recorder import Recorder
 from ds_tba.adaptive.recording import MAX_RECORDED_STEPS, RecordedTrace, Recording
-from ds_tba.adaptive.step import Counts, Step
 from ds_tba.autograd.blocks import Block, Blocks
+from ds_tba.autograd.budget import MemoryMeter
 from ds_tba.autograd.cache import TensorCache
-from ds_tba.autograd.policy import Always, Policy
 from ds_tba.config import Placement
 from ds_tba.device.accelerator import Clock
-from ds_tba.device.memory_meter import MemoryMeter
 from ds_tba.errors import IncompatibleError, PathError, TraceError
 from ds_tba.planner.trace import Layout, Resources, Trace
-from ds_tba.storage.base import Store
+from ds_tba.storage.base import Always, Policy, Store
 
 logger = logging.getLogger(__name__)
 

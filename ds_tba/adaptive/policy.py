@@ -9,11 +9,10 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ds_tba.autograd.policy import Choice
 from ds_tba.config import Placement
 from ds_tba.planner.plan import Limits, Plan
 from ds_tba.planner.trace import Layout, Trace
-from ds_tba.storage.base import Store
+from ds_tba.storage.base import Choice, Store
 
 MIB = 1 << 20
 

@@ -8,21 +8,17 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from statistics import median
 
 import torch
 
-from ds_tba.device.accelerator import Accelerator, Copies, pins_memory
+from ds_tba.device.accelerator import Accelerator, pins_memory
 from ds_tba.device.memory import huge_page_memory
-from ds_tba.errors import StateError
 from ds_tba.planner.trace import PathRates, Resources
 from ds_tba.storage.nvme import NvmeStore
-from ds_tba.storage.staging import wait_for_stream
-from ds_tba.storage.swap_path import SwapPath
-from ds_tba.telemetry.bandwidth import KindMeter
+from ds_tba.storage.staging import COPY_BYTES, CopyRates, measure_copies
 
 # What copies by an engine of their own take of the kernels, as a part of the copies' time: the link has about so much
 # of a device memory's bandwidth.
@@ -122,7 +118,7 @@ class Rates:
         if self._store is None:
             return ()
         with self._store.space.lock:
-            return tuple(path_rates(path) for path in self._store.paths if path.failure is None)
+            return tuple(PathRates(*path.rates()) for path in self._store.paths if path.failure is None)
 
     def _measure_copies(self) -> CopyRates:
         with self._staged() as staged:
@@ -148,73 +144,3 @@ class Rates:
             with self._store.space.lock:
                 self._store.ring.slots.free(slot)
                 self._store.space.changed.notify_all()
-
-
-def path_rates(path: SwapPath) -> PathRates:
-    """The rates of a path. Call it under the store's lock.
-
-    Raises:
-        StateError: one kind was never measured.
-    """
-    write, write_beside = _of_kind(path, path.meter.writes)
-    read, read_beside = _of_kind(path, path.meter.reads)
-    return PathRates(write, read, write_beside, read_beside)
-
-
-def _of_kind(path: SwapPath, kind: KindMeter) -> tuple[float, float]:
-    alone = kind.alone if kind.alone.is_known else kind.beside
-    if not alone.is_known:
-        raise StateError(f"{path.file.directory} was not measured before a plan was asked for; this is a bug in ds_tba")
-    # What was not seen of late stays as it was, but nothing is faster for having company.
-    beside_bytes_per_s = min(kind.beside.bytes_per_s or alone.bytes_per_s, alone.bytes_per_s)
-    return alone.bytes_per_s, beside_bytes_per_s
-
-
-# How fast bytes go between device memory and staging, and back.
-
-
-COPY_BYTES = 16 << 20  # about the size of a storage
-TIMES = 5
-
-
-@dataclass(frozen=True, slots=True)
-class CopyRates:
-    """Of one copy at a time, in bytes per second."""
-
-    out_bytes_per_s: float
-    in_bytes_per_s: float
-
-
-def measure_copies(
-    accelerator: Accelerator, staged: torch.Tensor, clock: Callable[[], float] = time.perf_counter
-) -> CopyRates:
-    """The best of a few copies each way, done as the stores do them; takes some tens of milliseconds.
-
-    Args:
-        staged: staging memory of the size to be copied; overwritten.
-        clock: seconds.
-    """
-    device = torch.device(accelerator.device_name())
-    data = accelerator.allocate(staged.numel(), device)
-    accelerator.copy(staged, data)  # or the first copy out would find pages that nobody has touched
-    wait_for_stream(accelerator)
-    copies = Copies(accelerator)
-
-    def copy_out() -> None:
-        copies.out(data, staged)
-        copies.finish()
-
-    def copy_in() -> None:
-        copies.into(staged, staged.numel(), device).wait()
-
-    out_s, in_s = _best_s(copy_out, clock), _best_s(copy_in, clock)
-    return CopyRates(staged.numel() / out_s, staged.numel() / in_s)
-
-
-def _best_s(copy: Callable[[], None], clock: Callable[[], float]) -> float:
-    took: list[float] = []
-    for _ in range(TIMES):
-        started_s = clock()
-        copy()
-        took.append(clock() - started_s)
-    return min(took)

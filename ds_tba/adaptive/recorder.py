@@ -21,9 +21,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from ds_tba.autograd.cache import TensorCache
-from ds_tba.autograd.saved import Hooks
-from ds_tba.autograd.saved import PassedThrough, ResidencyGuard, SavedCounted, SavedView, StorageKey
+from ds_tba.autograd.saved import Hooks, Keeper, PassedThrough, ResidencyGuard, SavedCounted, SavedView, StorageKey
 from ds_tba.autograd.tensors import Eligibility
 from ds_tba.device.accelerator import Clock
 from ds_tba.planner.trace import OUTSIDE, BlockTrace, Layout, Resources, StorageTrace, Trace
@@ -113,7 +111,7 @@ class Recorder:
 
     def __init__(
         self,
-        cache: TensorCache,
+        cache: Keeper,
         clock: Clock,
         paths: dict[int, str],
         *,
@@ -122,8 +120,8 @@ class Recorder:
     ) -> None:
         self._cache = cache
         self._look = look
-        self._pack: Callable[[torch.Tensor], Any] = cache.pack
-        self._unpack: Callable[[Any], torch.Tensor] = cache.unpack
+        self._pack: Callable[[torch.Tensor], Any]  # set by around()
+        self._unpack: Callable[[Any], torch.Tensor]
         self._clock = clock
         self._paths = paths
         self._is_synchronous = is_synchronous

@@ -27,17 +27,16 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ds_tba.autograd.discovery import named_layers, repeated_layers
-from ds_tba.autograd.pass_hooks import CallHook, PassHooks
-from ds_tba.autograd.recompute.checkpoint import (
+from ds_tba.autograd.checkpoint import (
     Arguments,
     RecomputedPass,
     innermost_hooks,
     replace_forward,
     restore_forward,
 )
-from ds_tba.autograd.recompute.forward_state import StateReader, UnreadableError
-from ds_tba.autograd.recompute.proof import Evidence, Kind, Trial, Watch, kind_of, name_of, watched
+from ds_tba.autograd.discovery import CallHook, PassHooks, named_layers, repeated_layers
+from ds_tba.autograd.forward_state import StateReader, UnreadableError
+from ds_tba.autograd.proof import Evidence, Kind, Trial, Watch, kind_of, name_of, watched
 from ds_tba.errors import IncompatibleError
 
 # What autograd calls the backward that runs in this thread when there is none.

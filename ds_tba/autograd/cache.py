@@ -30,12 +30,11 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from ds_tba.autograd import originals
 from ds_tba.autograd.budget import Resident
-from ds_tba.autograd.micro_step import MicroStep
-from ds_tba.autograd.policy import Always, Choice, Policy
 from ds_tba.autograd.saved import (
     NO_INDEX,
+    Hooks,
+    MicroStep,
     PassedThrough,
     RecordState,
     ResidencyGuard,
@@ -53,19 +52,17 @@ from ds_tba.autograd.tensors import (
     held_bytes,
     is_parameter,
     is_under_a_mode,
+    keep_originals,
     storage_bytes,
 )
 from ds_tba.device.accelerator import Accelerator, Arrival, Clock
 from ds_tba.errors import StateError
-from ds_tba.storage.base import Refusal, Store, Ticket
+from ds_tba.storage.base import Always, Choice, Policy, Refusal, Store, Ticket
 from ds_tba.storage.finalizers import DeferredFinalizers
 from ds_tba.telemetry.stats import CacheStats
 
 # Passed through: they hold no memory of the training device.
 _FOREIGN = frozenset({Eligibility.NO_STORAGE, Eligibility.OTHER_DEVICE})
-
-Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
-
 
 # What a finalizer leaves: a view of a record is gone (and was it pending), a small tensor of so many bytes is gone, or
 # so many reloaded bytes are free again (as a negative number).
@@ -98,7 +95,7 @@ class TensorCache:
         self._stores = tuple(stores)
         self._device = torch.device(device)
         self._min_tensor_bytes = min_tensor_bytes
-        self._originals = originals.install()
+        self._originals = keep_originals()
         self._usual_policy: Policy = Always(stores, wait=wait_for_staging)
         self._policy: Policy = self._usual_policy
         self._lock = threading.Lock()

@@ -1,20 +1,46 @@
-"""The command ``ds_tba``: one module per subcommand, each with ``add_parser`` and ``run(options) -> int``."""
+"""The command ``ds_tba``: each subcommand has ``add_parser`` and ``run(options) -> int``. ``report`` itself is here."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
-from ds_tba.cli import doctor, report, tune
+from ds_tba.cli import doctor, tune
 from ds_tba.cli.estimate import text as estimate
+from ds_tba.telemetry.report import OffloadReport
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; its exit status."""
     parser = argparse.ArgumentParser(prog="ds_tba", description="Activations on NVMe for DeepSpeed training.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (doctor, estimate, report, tune):
-        command.add_parser(commands)
+    doctor.add_parser(commands)
+    estimate.add_parser(commands)
+    _add_report_parser(commands)
+    tune.add_parser(commands)
     options = parser.parse_args(argv)
     status: int = options.run(options)
     return status
+
+
+def _add_report_parser(commands: Any) -> None:
+    parser = commands.add_parser("report", help="show the JSON at report.path as a table")
+    parser.add_argument("file", type=Path, help="the JSON that report.path named")
+    parser.set_defaults(run=_print_report)
+
+
+def _print_report(options: argparse.Namespace) -> int:
+    """Print the table; 2 if the file is not a report."""
+    try:
+        report = OffloadReport(**json.loads(options.file.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        sys.stderr.write(f"ds_tba report: {options.file} is not a report that this version wrote: {error}\n")
+        return 2
+    rows = [("state", report.state), *report.rows()]
+    width = max(len(name) for name, _ in rows)
+    sys.stdout.writelines(f"{name:<{width}}  {value}\n" for name, value in rows)
+    return 0

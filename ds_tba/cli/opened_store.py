@@ -10,17 +10,15 @@ from pathlib import Path
 
 import torch
 
-from ds_tba.adaptive.rates import path_rates
 from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.errors import PathError
 from ds_tba.planner.trace import PathRates
 from ds_tba.storage.backends.base import IoBackend
 from ds_tba.storage.bandwidth_probe import LARGEST_REQUEST_BYTES, REGION_BYTES
-from ds_tba.storage.base import Refusal
+from ds_tba.storage.base import Refusal, SwapTicket
 from ds_tba.storage.nvme import Lanes, NvmeStore
 from ds_tba.storage.staging import StagingRing
 from ds_tba.storage.swap_file import SwapFile, check_directories
-from ds_tba.storage.ticket import SwapTicket
 
 STORAGE_BYTES = 16 << 20  # a typical one
 
@@ -77,7 +75,7 @@ def probe(paths: Sequence[str], backend: IoBackend, lanes: Lanes, integrity: str
     with opened(paths, backend, lanes, staging_bytes, REGION_BYTES, integrity) as store:
         store.measure()
         with store.space.lock:
-            rates = tuple(path_rates(path) for path in store.paths)
+            rates = tuple(PathRates(*path.rates()) for path in store.paths)
             return Probed(rates, sum(path.written_bytes for path in store.paths))
 
 

@@ -10,7 +10,7 @@ from ds_tba.planner.trace import Resources
 
 NOBODY = -1
 
-# The states of a storage's bytes, as far as a replay needs them (compare ds_tba/storage/ticket.py).
+# The states of a storage's bytes, as far as a replay needs them (compare ds_tba/storage/base.py).
 UNSEEN, QUEUED, WRITING, STORED, READ_QUEUED, READING, LOADED, FORWARDED = range(8)
 
 

@@ -9,11 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ds_tba.config import Placement
-from ds_tba.errors import ConfigError, TraceError
-from ds_tba.planner.simulator import Pacing, Replay
-from ds_tba.planner.plan import Outcome
-from ds_tba.planner.timeline import Assignment, Floats, Ints, Timeline
-from ds_tba.planner.trace import Trace
+from ds_tba.errors import ConfigError
+from ds_tba.planner.timeline import Assignment, Existence, Floats, Ints, Timeline
 
 MIB = 1 << 20
 # Shorter differences are the rounding of sums, not time.
@@ -49,6 +46,33 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a replay found; bytes and times of one micro-step.
+
+    Attributes:
+        assignment: where each storage really was, KEEP for those that do not exist or were refused.
+        order: of the first uses of what was moved.
+        lead: that was kept to, as in ``Plan.prefetch_lead``.
+        stalls: of each storage for which compute waited, the seconds.
+    """
+
+    assignment: Assignment
+    existence: Existence
+    peak_saved_bytes: int
+    end_s: float
+    stall_s: float
+    recomputed_s: float
+    written_bytes: int
+    read_bytes: int
+    forwarded_bytes: int
+    host_bytes: int
+    peak_staging_bytes: int
+    stalls: list[tuple[int, float]]
+    order: list[int]
+    lead: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """The placements chosen for the next steps.
 
@@ -77,21 +101,6 @@ class Plan:
         placements = np.array(self.placements, np.int8)
         placements[placements == Placement.RECOMPUTE] = Placement.KEEP
         return Assignment(placements, np.array(self.recomputed_blocks, bool))
-
-
-def simulate(trace: Trace, plan: Plan) -> Prediction:
-    """What a step of ``trace`` would cost under ``plan``.
-
-    Raises:
-        TraceError: the plan is for a trace with other storages or blocks.
-    """
-    sizes = (len(plan.placements), len(plan.recomputed_blocks))
-    if sizes != (len(trace.storages), len(trace.blocks)):
-        raise TraceError(
-            f"a plan for {sizes[0]} storages and {sizes[1]} blocks cannot be replayed on a trace of "
-            f"{len(trace.storages)} and {len(trace.blocks)}: plan again"
-        )
-    return replay(Timeline.of(trace), plan.assignment, lead=plan.prefetch_lead)[1]
 
 
 Rank = tuple[bool, bool, float, float, int]
@@ -283,11 +292,3 @@ def predict(timeline: Timeline, outcome: Outcome) -> Prediction:
         outcome.host_bytes,
         outcome.peak_staging_bytes,
     )
-
-
-def replay(
-    timeline: Timeline, assignment: Assignment, pacing: Pacing | None = None, lead: Sequence[int] | None = ()
-) -> tuple[Outcome, Prediction]:
-    """What happens under an assignment, and its cost; see :class:`Replay`."""
-    outcome = Replay(timeline, assignment, pacing, lead).run()
-    return outcome, predict(timeline, outcome)

@@ -17,10 +17,8 @@ from dataclasses import replace
 import numpy as np
 
 from ds_tba.config import Placement
-from ds_tba.planner.plan import Limits, Plan, Prediction, Rank, is_outside, longest_step_s, make_plan, rank
-from ds_tba.planner.simulator import replay
-from ds_tba.planner.simulator import Pacing
-from ds_tba.planner.plan import Outcome
+from ds_tba.planner.plan import Limits, Outcome, Plan, Prediction, Rank, is_outside, longest_step_s, make_plan, rank
+from ds_tba.planner.simulator import Pacing, replay
 from ds_tba.planner.timeline import Assignment, Bools, Ints, Timeline
 from ds_tba.planner.trace import Trace
 

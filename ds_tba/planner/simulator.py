@@ -25,6 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ds_tba.config import PREFETCH_FRACTION_OF_STAGING, Placement
+from ds_tba.errors import TraceError
 from ds_tba.planner.drive import (
     FORWARDED,
     LOADED,
@@ -35,17 +36,18 @@ from ds_tba.planner.drive import (
     WRITING,
     DriveQueues,
 )
+from ds_tba.planner.plan import Outcome, Plan, Prediction, predict
 from ds_tba.planner.prefetch_distance import Moment, Reloads, prefetch_lead
 from ds_tba.planner.timeline import (
     Assignment,
     Clock,
-    Existence,
     Moves,
     Places,
     Timeline,
     peak_host_bytes,
     peak_saved_bytes,
 )
+from ds_tba.planner.trace import Trace
 
 _KEEP, _HOST, _NVME = int(Placement.KEEP), int(Placement.HOST), int(Placement.NVME)
 # In this order where they happen at the same time.
@@ -62,33 +64,6 @@ class Pacing:
 
     host_budget_bytes: float
     write_limit_bytes: float
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a replay found; bytes and times of one micro-step.
-
-    Attributes:
-        assignment: where each storage really was, KEEP for those that do not exist or were refused.
-        order: of the first uses of what was moved.
-        lead: that was kept to, as in ``Plan.prefetch_lead``.
-        stalls: of each storage for which compute waited, the seconds.
-    """
-
-    assignment: Assignment
-    existence: Existence
-    peak_saved_bytes: int
-    end_s: float
-    stall_s: float
-    recomputed_s: float
-    written_bytes: int
-    read_bytes: int
-    forwarded_bytes: int
-    host_bytes: int
-    peak_staging_bytes: int
-    stalls: list[tuple[int, float]]
-    order: list[int]
-    lead: tuple[int, ...]
 
 
 class Replay:
@@ -475,3 +450,26 @@ class Replay:
         self._stalls.append((storage, seconds))
         self._stall_s += seconds
         self._clock.shift_s += seconds
+
+
+def replay(
+    timeline: Timeline, assignment: Assignment, pacing: Pacing | None = None, lead: Sequence[int] | None = ()
+) -> tuple[Outcome, Prediction]:
+    """What happens under an assignment, and its cost; see :class:`Replay`."""
+    outcome = Replay(timeline, assignment, pacing, lead).run()
+    return outcome, predict(timeline, outcome)
+
+
+def simulate(trace: Trace, plan: Plan) -> Prediction:
+    """What a step of ``trace`` would cost under ``plan``.
+
+    Raises:
+        TraceError: the plan is for a trace with other storages or blocks.
+    """
+    sizes = (len(plan.placements), len(plan.recomputed_blocks))
+    if sizes != (len(trace.storages), len(trace.blocks)):
+        raise TraceError(
+            f"a plan for {sizes[0]} storages and {sizes[1]} blocks cannot be replayed on a trace of "
+            f"{len(trace.storages)} and {len(trace.blocks)}: plan again"
+        )
+    return replay(Timeline.of(trace), plan.assignment, lead=plan.prefetch_lead)[1]

@@ -23,10 +23,9 @@ from ds_tba.errors import PathError
 from ds_tba.storage.allocator import Span
 from ds_tba.storage.backends.base import IoHandle
 from ds_tba.storage.integrity import Integrity
-from ds_tba.storage.lanes import Task
 from ds_tba.storage.space import SwapSpace
-from ds_tba.storage.swap_path import SwapPath
-from ds_tba.telemetry.bandwidth import Kind
+from ds_tba.storage.swap_path import SwapPath, Task
+from ds_tba.telemetry.stats import Kind
 
 REGION_BYTES = 32 << 20  # of each path
 PHASE_BYTES = 2 * REGION_BYTES  # of each kind, path and phase; less where the region is smaller

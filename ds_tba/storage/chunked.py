@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ds_tba.storage.base import Loaded, Refusal, Store, Ticket
-from ds_tba.storage.nvme import NvmeStore
+from ds_tba.storage.space import SwapSpace
 
 PIECE_FRACTION_OF_STAGING = 0.25
 
@@ -35,18 +35,18 @@ class PiecesStore(Store[PiecesTicket]):
 
     Args:
         inner: takes the pieces and the other storages; closed with this store.
-        nvme: where they end up.
+        space: of the store in which they end up.
     """
 
-    def __init__(self, inner: Store[Any], nvme: NvmeStore) -> None:
+    def __init__(self, inner: Store[Any], space: SwapSpace) -> None:
         self._inner = inner
-        self._nvme = nvme
-        self._copies = nvme.ring.copies
-        slots = nvme.ring.slots
+        self._space = space
+        self._copies = space.ring.copies
+        slots = space.ring.slots
         part = int(slots.capacity_bytes * PIECE_FRACTION_OF_STAGING)
         self._piece_bytes = max(part - part % slots.alignment_bytes, slots.alignment_bytes)
         # Where a slot can be the tensor's memory, putting pieces together is a copy that whole storages do not need.
-        self._largest_whole_bytes = slots.capacity_bytes if nvme.ring.lends else self._piece_bytes
+        self._largest_whole_bytes = slots.capacity_bytes if space.ring.lends else self._piece_bytes
         self._lock = threading.Lock()
 
     def put(self, data: torch.Tensor, *, wait: bool) -> Ticket | Refusal:  # type: ignore[override]
@@ -54,8 +54,9 @@ class PiecesStore(Store[PiecesTicket]):
         if data.numel() <= self._largest_whole_bytes:
             taken: Ticket | Refusal = self._inner.put(data, wait=wait)
             return taken
-        if not wait and self._nvme.staging_is_short_of(data.numel()):
-            return self._nvme.refuse(data.numel())
+        if not wait and self._space.is_short_of(data.numel()):
+            with self._space.lock:
+                return self._space.refuse(data.numel())
         pieces: list[Ticket] = []
         try:
             for part in torch.split(data, self._piece_bytes):
@@ -67,7 +68,7 @@ class PiecesStore(Store[PiecesTicket]):
         except BaseException:
             _release(pieces)
             raise
-        return PiecesTicket(data.numel(), self, pieces, min(data.numel(), self._nvme.ring.slots.capacity_bytes))
+        return PiecesTicket(data.numel(), self, pieces, min(data.numel(), self._space.ring.slots.capacity_bytes))
 
     def prefetch(self, ticket: PiecesTicket) -> bool:
         with self._lock:

@@ -23,14 +23,12 @@ from ds_tba.device.accelerator import Arrival
 from ds_tba.errors import StateError
 from ds_tba.storage.backends.base import IoBackend
 from ds_tba.storage.bandwidth_probe import BandwidthProbe
-from ds_tba.storage.base import Loaded, Refusal, Store
+from ds_tba.storage.base import Loaded, Refusal, Store, SwapTicket, TicketState
 from ds_tba.storage.integrity import Integrity
-from ds_tba.storage.lanes import AHEAD, URGENT, Lane
 from ds_tba.storage.space import SLOW_WAIT_S, SwapSpace
 from ds_tba.storage.staging import StagingRing
 from ds_tba.storage.swap_file import SwapFile
-from ds_tba.storage.swap_path import SwapPath
-from ds_tba.storage.ticket import SwapTicket, TicketState
+from ds_tba.storage.swap_path import AHEAD, URGENT, Lane, SwapPath
 from ds_tba.storage.worker import LaneWork
 
 logger = logging.getLogger(__name__)
@@ -185,16 +183,6 @@ class NvmeStore(Store[SwapTicket]):
         with self.space.lock:
             while self.space.writes_under_way and not self.space.closed:
                 self.space.changed.wait(SLOW_WAIT_S)
-
-    def refuse(self, nbytes: int) -> Refusal:
-        """The reason why staging has no room for ``nbytes``, counted."""
-        with self.space.lock:
-            return self.space.refuse(nbytes)
-
-    def staging_is_short_of(self, nbytes: int) -> bool:
-        """Whether a storage of ``nbytes`` would have to wait for staging."""
-        slots = self.ring.slots
-        return slots.padded(nbytes) > slots.capacity_bytes - slots.used_bytes
 
     # ---- lanes --------------------------------------------------------------------------------------------------
 

@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from ds_tba.config import PREFETCH_FRACTION_OF_STAGING
 from ds_tba.device.accelerator import Retirement
 from ds_tba.storage.allocator import Span
-from ds_tba.storage.base import Refusal
+from ds_tba.storage.base import Refusal, SwapTicket, TicketState
 from ds_tba.storage.finalizers import DeferredFinalizers
 from ds_tba.storage.staging import StagingRing
 from ds_tba.storage.swap_path import SwapPath
-from ds_tba.storage.ticket import SwapTicket, TicketState
 from ds_tba.telemetry.stats import StoreStats
 
 SLOW_WAIT_S = 30.0
@@ -66,6 +65,11 @@ class SwapSpace:
         reason = Refusal.LARGER_THAN_STAGING if too_large else Refusal.STAGING_FULL
         self.stats.fallbacks[reason.value] += 1
         return reason
+
+    def is_short_of(self, nbytes: int) -> bool:
+        """Whether a storage of ``nbytes`` would have to wait for staging. Needs no lock."""
+        slots = self.ring.slots
+        return slots.padded(nbytes) > slots.capacity_bytes - slots.used_bytes
 
     def begin_write(self, ticket: SwapTicket) -> None:
         """A write of the ticket will come: whoever waits for a slot may count on it."""

@@ -3,20 +3,106 @@
 from __future__ import annotations
 
 import errno
+import heapq
+import itertools
 import logging
+import queue
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
-import torch
-
-from ds_tba.errors import ActivationCorruptionError, ActivationLostError, StorageError, TransferError
+from ds_tba.errors import StateError, TransferError
 from ds_tba.storage.allocator import Span, SpanAllocator
 from ds_tba.storage.backends.base import IoBackend, IoHandle
-from ds_tba.storage.integrity import Integrity, Mismatch
-from ds_tba.storage.lanes import Lane, LaneQueue
 from ds_tba.storage.swap_file import SwapFile
-from ds_tba.storage.ticket import SwapTicket
-from ds_tba.telemetry.bandwidth import PathMeter
-from ds_tba.telemetry.stats import RollingRate
+from ds_tba.telemetry.stats import KindMeter, PathMeter, RollingRate
+
+# A lane: one thread with its own I/O handle, for writes or for reads of one swap file, never for both.
+
+URGENT = 0
+AHEAD = 1
+_STOP = 2
+
+
+class Task(ABC):
+    """A task that is not of the everyday kind; to be inherited, since to tell a protocol costs microseconds a task."""
+
+    @abstractmethod
+    def run_in_lane(self, handle: IoHandle) -> None:
+        """Do it; as ``work`` of :class:`Lane`, it handles its own errors."""
+
+
+class LaneQueue:
+    """Tasks in order of priority, then of arrival.
+
+    Not :class:`queue.PriorityQueue`, whose lock a signal handler that raises can leave locked.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._tasks: list[tuple[int, int, Any]] = []
+        self._arrivals = itertools.count()
+        self._arrived: queue.SimpleQueue[None] = queue.SimpleQueue()  # one for each task
+
+    def put(self, task: Any, priority: int = AHEAD) -> None:
+        """Add a task: ``URGENT`` for bytes that backward waits for, ``AHEAD`` for all else."""
+        with self._lock:
+            heapq.heappush(self._tasks, (priority, next(self._arrivals), task))
+        self._arrived.put(None)
+
+    def get(self) -> Any:
+        """The next task; None when the lane is to stop."""
+        self._arrived.get()
+        with self._lock:
+            return heapq.heappop(self._tasks)[2]
+
+    def stop(self, lanes: int) -> None:
+        """Let ``lanes`` lanes stop once the tasks before are done."""
+        for _ in range(lanes):
+            self.put(None, _STOP)
+
+
+class Lane:
+    """A thread that runs ``work(task, handle)`` for every task of a queue that is no :class:`Task`, once it is started.
+
+    Args:
+        work: handles its own errors; what escapes it is a bug and ends the thread loudly.
+    """
+
+    def __init__(self, name: str, tasks: LaneQueue, handle: IoHandle, work: Callable[[Any, IoHandle], None]) -> None:
+        # Not a subclass: what Python itself keeps in a Thread differs from version to version.
+        # A daemon: interpreter exit must reach our own atexit hook, which stops the lanes in order.
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._tasks = tasks
+        self._handle = handle
+        self._work = work
+
+    def start(self) -> None:
+        """Begin with what is queued."""
+        self._thread.start()
+
+    def is_alive(self) -> bool:
+        """Whether it has been started and has not stopped."""
+        return self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            if isinstance(task, Task):
+                task.run_in_lane(self._handle)
+            else:
+                self._work(task, self._handle)
+            del task  # or an idle lane would keep the last ticket alive
+        self._handle.close()
+
+    def end(self, limit_s: float) -> bool:
+        """Wait until it has stopped, as its queue has told it to; False where that takes longer than ``limit_s``."""
+        if self._thread.ident is None:  # never started
+            self._handle.close()
+        else:
+            self._thread.join(limit_s)
+        return not self.is_alive()
+
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +169,23 @@ class SwapPath:
             "failure": self.failure,
         }
 
+    def rates(self) -> tuple[float, float, float, float]:
+        """Bytes per second of writes, reads, writes beside reads, and reads beside writes. Call it under the lock.
+
+        Raises:
+            StateError: one kind was never measured.
+        """
+        write, write_beside = self._rates_of(self.meter.writes)
+        read, read_beside = self._rates_of(self.meter.reads)
+        return write, read, write_beside, read_beside
+
+    def _rates_of(self, kind: KindMeter) -> tuple[float, float]:
+        alone = kind.alone if kind.alone.is_known else kind.beside
+        if not alone.is_known:
+            raise StateError(f"{self.file.directory} was not measured before its rates were asked for; this is a bug")
+        # A rate without recent transfers stays as it was, but no kind is faster beside the other.
+        return alone.bytes_per_s, min(kind.beside.bytes_per_s or alone.bytes_per_s, alone.bytes_per_s)
+
     def reserve(self, nbytes: int) -> Span | None:
         """An extent, growing the file if it must; None where there is no room."""
         extent = self.extents.allocate(nbytes)
@@ -117,42 +220,3 @@ class SwapPath:
             "the drive is full" if full else "a write failed",
             failure,
         )
-
-    def read_checked(
-        self, ticket: SwapTicket, target: torch.Tensor, handle: IoHandle, integrity: Integrity
-    ) -> StorageError | None:
-        """Read a ticket's bytes into ``target``; what stands against using them, or None."""
-        where = f"{self.file.directory}, offset {ticket.extent.offset}, {ticket.extent.nbytes} bytes"
-        try:
-            mismatch = _read_up_to_twice(ticket, target, handle, integrity, where)
-        except Exception as error:  # noqa: BLE001 - a lane must survive anything, or backward would wait for ever
-            lost = ActivationLostError(
-                f"{where}: the activation cannot be read back ({error}). Stop, check the drive (dmesg, smartctl), and "
-                "resume from the last checkpoint."
-            )
-            lost.__cause__ = error
-            return lost
-        if mismatch is None:
-            return None
-        return ActivationCorruptionError(
-            f"{where}: bytes read back are not the bytes written: {mismatch.nbytes} bytes at file offset "
-            f"{ticket.extent.offset + mismatch.offset} have checksum {mismatch.found:#018x}, expected "
-            f"{mismatch.expected:#018x}. A write was lost, short or stale: check the drive (dmesg, smartctl), and "
-            "resume from the last checkpoint."
-        )
-
-
-def _read_up_to_twice(
-    ticket: SwapTicket, target: torch.Tensor, handle: IoHandle, integrity: Integrity, where: str
-) -> Mismatch | None:
-    """Read, and once more if that failed or brought other bytes: DeepSpeed's op tells no error of a read."""
-    try:
-        handle.read(target, ticket.extent.offset)
-        if integrity.compare(target, ticket.checksums) is None:
-            return None
-        why = "bytes read back are not the bytes written"
-    except TransferError as error:
-        why = str(error)
-    logger.warning("%s: %s; trying once more", where, why)
-    handle.read_again(target, ticket.extent.offset)
-    return integrity.compare(target, ticket.checksums)

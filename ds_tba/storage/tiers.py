@@ -77,7 +77,7 @@ class Tiers:
         self.host: HostStore | None = self._open_host(accelerator) if uses_host else None
         self.by_placement: dict[Placement, Store[Any]] = {}
         if self.nvme is not None:
-            self.by_placement[Placement.NVME] = PiecesStore(self.nvme, self.nvme)
+            self.by_placement[Placement.NVME] = PiecesStore(self.nvme, self.nvme.space)
         if self.host is not None:
             self.by_placement[Placement.HOST] = self.host
 

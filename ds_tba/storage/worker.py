@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import suppress
 
 import torch
 
 from ds_tba.device.accelerator import Arrival
-from ds_tba.errors import ActivationLostError, StorageError
+from ds_tba.errors import ActivationCorruptionError, ActivationLostError, StorageError, TransferError
 from ds_tba.storage.backends.base import IoHandle
-from ds_tba.storage.base import Refusal
-from ds_tba.storage.integrity import Integrity
+from ds_tba.storage.base import Refusal, SwapTicket, TicketState
+from ds_tba.storage.integrity import Integrity, Mismatch
 from ds_tba.storage.space import SwapSpace
-from ds_tba.storage.ticket import SwapTicket, TicketState
-from ds_tba.telemetry.bandwidth import Kind, Transfer
+from ds_tba.telemetry.stats import Kind, Transfer
+
+logger = logging.getLogger(__name__)
 
 _S = TicketState
 
@@ -170,7 +172,7 @@ class LaneWork:
             space.stats.reads.start()
             transfer = ticket.path.meter.start(Kind.READ, ticket.extent.nbytes)
         target = ticket.host if ticket.host is not None else space.ring.view(ticket.held_slot)
-        failure = ticket.path.read_checked(ticket, target, handle, self._integrity)
+        failure = _read_checked(ticket, target, handle, self._integrity)
         arrival = None
         if not space.ring.lends:
             with space.lock:  # before the copy onto the device, which is not the drive's time
@@ -194,3 +196,43 @@ class LaneWork:
             space.notes.act()
             space.settle_copies()
             space.changed.notify_all()
+
+
+def _read_checked(
+    ticket: SwapTicket, target: torch.Tensor, handle: IoHandle, integrity: Integrity
+) -> StorageError | None:
+    """Read a ticket's bytes into ``target``; what stands against using them, or None."""
+    where = f"{ticket.path.file.directory}, offset {ticket.extent.offset}, {ticket.extent.nbytes} bytes"
+    try:
+        mismatch = _read_up_to_twice(ticket, target, handle, integrity, where)
+    except Exception as error:  # noqa: BLE001 - a lane must survive anything, or backward would wait for ever
+        lost = ActivationLostError(
+            f"{where}: the activation cannot be read back ({error}). Stop, check the drive (dmesg, smartctl), and "
+            "resume from the last checkpoint."
+        )
+        lost.__cause__ = error
+        return lost
+    if mismatch is None:
+        return None
+    return ActivationCorruptionError(
+        f"{where}: bytes read back are not the bytes written: {mismatch.nbytes} bytes at file offset "
+        f"{ticket.extent.offset + mismatch.offset} have checksum {mismatch.found:#018x}, expected "
+        f"{mismatch.expected:#018x}. A write was lost, short or stale: check the drive (dmesg, smartctl), and "
+        "resume from the last checkpoint."
+    )
+
+
+def _read_up_to_twice(
+    ticket: SwapTicket, target: torch.Tensor, handle: IoHandle, integrity: Integrity, where: str
+) -> Mismatch | None:
+    """Read, and once more if that failed or brought other bytes: DeepSpeed's op tells no error of a read."""
+    try:
+        handle.read(target, ticket.extent.offset)
+        if integrity.compare(target, ticket.checksums) is None:
+            return None
+        why = "bytes read back are not the bytes written"
+    except TransferError as error:
+        why = str(error)
+    logger.warning("%s: %s; trying once more", where, why)
+    handle.read_again(target, ticket.extent.offset)
+    return integrity.compare(target, ticket.checksums)

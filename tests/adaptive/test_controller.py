@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from doubles import CpuAccelerator, EventAccelerator, ScriptedBackend
-from ds_tba.autograd.checkpoint import innermost_hooks
 from planners import PLANNERS
 from stepping import end_step, forward, note_backward
 from torch import nn
@@ -21,6 +20,7 @@ from ds_tba.adaptive.calibration import Observation
 from ds_tba.adaptive.controller import Controller
 from ds_tba.adaptive.monitor import MIN_STEPS, Action
 from ds_tba.adaptive.ranks import Agreement, Alone
+from ds_tba.autograd.checkpoint import innermost_hooks
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.errors import PathError, TraceError
 from ds_tba.offloader import ActivationOffloader

@@ -29,8 +29,6 @@ import numpy
 import pytest
 import torch
 from doubles import CpuAccelerator
-from ds_tba.autograd.comparison import difference
-from ds_tba.autograd.forward_state import StateReader, UnreadableError
 from planners import PLANNERS
 from stepping import end_step, forward, note_backward
 from torch import Tensor, nn
@@ -40,6 +38,8 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 
 from ds_tba.adaptive.ranks import Alone
+from ds_tba.autograd.comparison import difference
+from ds_tba.autograd.forward_state import StateReader, UnreadableError
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.errors import ActivationModifiedError, RecomputationError
 from ds_tba.offloader import ActivationOffloader

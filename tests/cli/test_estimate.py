@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from ds_tba.cli.estimate.subject import Subject, loss_of
 from estimate_models import ALL
 
 from ds_tba.adaptive.recorder import Recorder
@@ -17,6 +16,7 @@ from ds_tba.autograd.cache import TensorCache
 from ds_tba.autograd.tensors import mark_owned
 from ds_tba.cli.estimate.dry_run import DryRun, Settings, dry_run
 from ds_tba.cli.estimate.kernels import Attention
+from ds_tba.cli.estimate.subject import Subject, loss_of
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.errors import ModelError

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from ds_tba.cli.estimate.subject import Subject, loss_of, read_training, recipe_of
 from torch import nn
 from torch.nn import functional
 from traces import SIZE, one_block, resources, storage
@@ -19,6 +18,7 @@ from ds_tba.cli.estimate.dry_run import Answers
 from ds_tba.cli.estimate.hardware import OpClock, compute_of, drive_of
 from ds_tba.cli.estimate.kernels import Attention, attention_of, device_kernels
 from ds_tba.cli.estimate.outlook import groups_of, outlook
+from ds_tba.cli.estimate.subject import Subject, loss_of, read_training, recipe_of
 from ds_tba.config import OffloadConfig
 from ds_tba.errors import ConfigError, ModelError
 from ds_tba.planner.trace import OUTSIDE, BlockTrace, StorageTrace, Trace

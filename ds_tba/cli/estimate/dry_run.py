@@ -20,10 +20,9 @@ from ds_tba.adaptive.recorder import Recorder
 from ds_tba.autograd.blocks import Block, Blocks, find_blocks
 from ds_tba.autograd.cache import TensorCache
 from ds_tba.autograd.tensors import mark_owned
-from ds_tba.cli.estimate.device_memory import PeakMeter
-from ds_tba.cli.estimate.hardware import OpClock
+from ds_tba.cli.estimate.hardware import OpClock, PeakMeter
 from ds_tba.cli.estimate.kernels import Attention, device_kernels
-from ds_tba.cli.estimate.model import Recipe, Subject, loss_of
+from ds_tba.cli.estimate.subject import Recipe, Subject, loss_of
 from ds_tba.errors import ModelError
 from ds_tba.planner.trace import Resources, Trace
 
@@ -59,7 +58,7 @@ class DryRun:
         runs_on: ``"meta"`` or ``"cpu"``.
         peak_saved_bytes: most bytes of saved tensors at once, as the cache counts them.
         parameters, parameter_bytes: how many, and how large.
-        temporary_bytes: see ``ds_tba/cli/estimate/device_memory.py``.
+        temporary_bytes: see ``ds_tba/cli/estimate/hardware.py``.
         attention: the kernels it took.
         notes: what the reader must know.
     """

@@ -17,9 +17,9 @@ import numpy as np
 
 from ds_tba.config import OffloadConfig, Placement
 from ds_tba.planner.plan import Limits, Plan, Prediction, longest_step_s
-from ds_tba.planner.simulator import replay
 from ds_tba.planner.search import adaptive
 from ds_tba.planner.search import recompute as plan_recompute
+from ds_tba.planner.simulator import replay
 from ds_tba.planner.timeline import Assignment, Timeline
 from ds_tba.planner.trace import OUTSIDE, StorageTrace, Trace
 from ds_tba.telemetry.drive_health import DAY_S, life_days, write_limit_bytes_per_step

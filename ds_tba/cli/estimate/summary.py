@@ -9,12 +9,10 @@ from typing import Any
 
 import torch
 
-from ds_tba.cli.estimate.device_memory import DeviceNeed
 from ds_tba.cli.estimate.dry_run import DryRun, Settings, dry_run
-from ds_tba.cli.estimate.ds_config import Training, read_training
-from ds_tba.cli.estimate.hardware import Compute, compute_of, drive_of, resources_of
-from ds_tba.cli.estimate.model import recipe_of
+from ds_tba.cli.estimate.hardware import Compute, DeviceNeed, compute_of, drive_of, resources_of
 from ds_tba.cli.estimate.outlook import Outlook, outlook
+from ds_tba.cli.estimate.subject import Training, read_training, recipe_of
 from ds_tba.cli.opened_store import Probed, probe
 from ds_tba.config import with_staging
 from ds_tba.errors import BackendUnavailableError, ConfigError

@@ -31,17 +31,28 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointError, set_checkpoint_early_stop
 
-from ds_tba.autograd.recompute.checkpoint import (
+from ds_tba.autograd.checkpoint import (
     CAN_RECOMPUTE,
     Arguments,
     RecomputedPass,
     hooks_of_checkpoint,
     innermost_hooks,
 )
-from ds_tba.autograd.recompute.comparison import LeavesTraceError, Outputs, RandomGuard, difference, outputs_of
-from ds_tba.autograd.recompute.content_mark import gradient_mark, hooks_of, version_of
-from ds_tba.autograd.recompute.forward_state import State, StateReader, UnreadableError
-from ds_tba.autograd.recompute.process_state import drawn_from, modes, python_chance, set_python_chance
+from ds_tba.autograd.comparison import (
+    LeavesTraceError,
+    Outputs,
+    RandomGuard,
+    difference,
+    drawn_from,
+    gradient_mark,
+    hooks_of,
+    modes,
+    outputs_of,
+    python_chance,
+    set_python_chance,
+    version_of,
+)
+from ds_tba.autograd.forward_state import State, StateReader, UnreadableError
 from ds_tba.autograd.tensors import VersionWitness
 from ds_tba.errors import IncompatibleError
 

@@ -34,8 +34,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as module_hooks
 
-from ds_tba.autograd.recompute.content_mark import content_mark, tensor_mark
-from ds_tba.autograd.recompute.process_state import Held, settings
+from ds_tba.autograd.comparison import Held, content_mark, settings, tensor_mark
 
 State = Mapping[str, Any]
 

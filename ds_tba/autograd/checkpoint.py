@@ -33,10 +33,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules import module as module_hooks
 from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_early_stop
 
-from ds_tba.autograd import originals
-from ds_tba.autograd.recompute.content_mark import version_of
-from ds_tba.autograd.recompute.forward_state import StateReader
-from ds_tba.autograd.recompute.process_state import drawn_from, python_chance, set_python_chance
+from ds_tba.autograd.comparison import drawn_from, python_chance, set_python_chance, version_of
+from ds_tba.autograd.forward_state import StateReader
+from ds_tba.autograd.tensors import keep_originals
 from ds_tba.errors import ActivationModifiedError, RecomputationError, StateError
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
@@ -271,7 +270,7 @@ def parameters_stay(path: str) -> Iterator[None]:
         path: of the block, for messages.
     """
     checkpoint_pack, checkpoint_unpack = hooks_of_checkpoint()
-    saved_tensors = originals.install()
+    saved_tensors = keep_originals()
 
     def pack(tensor: torch.Tensor) -> Any:
         if isinstance(tensor, nn.Parameter):
