@@ -96,7 +96,9 @@ def attach(engine: Any) -> ActivationOffloader:
 
 def _build(param_dict: Mapping[str, Any], ds_config: Any) -> ActivationOffloader | None:
     """The offloader for a config, or None without an enabled block; ranks succeed or fail together."""
-    _report_near_misses(param_dict)
+    for key in near_misses(param_dict, _KNOWN_KEYS):
+        _show_log()
+        logger.warning('ds_config.json has a key "%s", which nobody reads; did you mean "%s"?', key, BLOCK)
     if BLOCK not in param_dict:
         return None
     offloader: ActivationOffloader | None = None
@@ -122,19 +124,17 @@ def _build(param_dict: Mapping[str, Any], ds_config: Any) -> ActivationOffloader
 def _new_offloader(config: OffloadConfig, aio_config: AioConfig, param_dict: Mapping[str, Any]) -> ActivationOffloader:
     from deepspeed.accelerator import get_accelerator
 
+    zero = param_dict.get("zero_optimization") or {}
     return ActivationOffloader(
         config,
         aio_config,
         adapted(get_accelerator()),
-        zero_uses_nvme=_zero_uses_nvme(param_dict),
+        zero_uses_nvme=any(
+            (zero.get(key) or {}).get("device") == "nvme" for key in ("offload_param", "offload_optimizer")
+        ),
         rank=_rank(),
-        ranks_on_node=int(os.environ.get("LOCAL_WORLD_SIZE") or 0) or _world_size_on_node(),
+        ranks_on_node=int(os.environ.get("LOCAL_WORLD_SIZE") or 0) or int(os.environ.get("LOCAL_SIZE") or 1),
     )
-
-
-def _zero_uses_nvme(param_dict: Mapping[str, Any]) -> bool:
-    zero = param_dict.get("zero_optimization") or {}
-    return any((zero.get(key) or {}).get("device") == "nvme" for key in ("offload_param", "offload_optimizer"))
 
 
 def _refuse_incompatible(ds_config: Any) -> None:
@@ -159,12 +159,6 @@ def _refuse_engine(engine: Any) -> None:
             f'Pipeline parallelism has not been proven exact together with "{BLOCK}": train without PipelineModule, '
             f'or remove "{BLOCK}".'
         )
-
-
-def _report_near_misses(param_dict: Mapping[str, Any]) -> None:
-    for key in near_misses(param_dict, _KNOWN_KEYS):
-        _show_log()
-        logger.warning('ds_config.json has a key "%s", which nobody reads; did you mean "%s"?', key, BLOCK)
 
 
 # ---- from offloader to engine ---------------------------------------------------------------------------------------
@@ -264,10 +258,6 @@ def _collected(offloader: ActivationOffloader, original: Callable[[], Any], engi
 
 def _rank() -> int:
     return distributed.get_rank() if distributed.is_initialized() else 0
-
-
-def _world_size_on_node() -> int:
-    return int(os.environ.get("LOCAL_SIZE") or 1)
 
 
 def _agreement() -> Agreement:

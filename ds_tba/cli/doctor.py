@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def checks(options: argparse.Namespace) -> Iterator[tuple[bool, str]]:
-    """(good, line) for every check."""
+    """A verdict and a line for each check."""
     from ds_tba.config import SUPPORTED_DEEPSPEED
     from ds_tba.device.memory import can_lock
     from ds_tba.errors import PathError
@@ -51,29 +51,20 @@ def checks(options: argparse.Namespace) -> Iterator[tuple[bool, str]]:
 
     yield _version("deepspeed", SUPPORTED_DEEPSPEED)
     yield _version("torch", SpecifierSet(">=2.5"))
-    autoload = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1"
-    yield (
-        autoload,
-        "torch loads ds_tba by its entry point"
-        if autoload
-        else ('TORCH_DEVICE_BACKEND_AUTOLOAD=0 is set: unset it, or put "import ds_tba" into the training script'),
-    )
-    yield (
-        True,
-        "DeepSpeed's aio op is built"
-        if aio.is_built()
-        else ("DeepSpeed's aio op is not built, so io.backend null means posix (build it: ds_tba doctor --build)"),
-    )
+    if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1":
+        yield True, "torch loads ds_tba by its entry point"
+    else:
+        yield False, 'TORCH_DEVICE_BACKEND_AUTOLOAD=0 is set: unset it, or put "import ds_tba" into the training script'
+    not_built = "DeepSpeed's aio op is not built, so io.backend null means posix (build it: ds_tba doctor --build)"
+    yield True, "DeepSpeed's aio op is built" if aio.is_built() else not_built
     abandoned = aio.abandoned_build()
     if abandoned is not None:
         yield False, abandoned
-    lockable = can_lock(options.staging_bytes)
-    yield (
-        True,
-        f"{options.staging_bytes} bytes can be locked, as aio needs without a GPU"
-        if lockable
-        else f"{options.staging_bytes} bytes cannot be locked: aio needs a GPU or ulimit -l unlimited; posix does not",
-    )
+    if can_lock(options.staging_bytes):
+        yield True, f"{options.staging_bytes} bytes can be locked, as aio needs without a GPU"
+    else:
+        need = "aio needs a GPU or ulimit -l unlimited, posix needs neither"
+        yield True, f"{options.staging_bytes} bytes cannot be locked: {need}"
     yield from ((True, f"io.backend {name} {state}") for name, state in backends())
     for path in options.nvme_path:
         try:

@@ -27,19 +27,19 @@ def count(text: str) -> int:
     return value
 
 
-def above_0(text: str) -> float:
-    """Parse a finite number above 0.
+def in_units_of(unit: float) -> Callable[[str], float]:
+    """A parser of a finite number above 0, which it multiplies by ``unit``."""
 
-    Raises:
-        argparse.ArgumentTypeError: ``text`` is not one.
-    """
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number above 0, in the unit that the option names")
-    return value
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = 0.0
+        if not 0 < value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text!r} must be a number above 0, in the unit that the option names")
+        return value * unit
+
+    return parse
 
 
 def table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:

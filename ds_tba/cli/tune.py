@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ds_tba.cli.format import above_0, show, table
+from ds_tba.cli.format import in_units_of, show, table
 from ds_tba.config import AioConfig, IoConfig
 from ds_tba.errors import DsTbaError
 
@@ -272,8 +272,12 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--nvme_path", "--nvme-path", action="append", required=True, help="a directory on a drive (may be repeated)"
     )
-    parser.add_argument("--seconds", type=above_0, default=20.0, help="time limit of measuring, about (default: 20)")
-    parser.add_argument("--most-gib", type=above_0, default=32.0, help="limit of what is written, about (default: 32)")
+    parser.add_argument(
+        "--seconds", type=in_units_of(1), default=20.0, help="time limit of measuring, about (default: 20)"
+    )
+    parser.add_argument(
+        "--most-gib", type=in_units_of(GIB), default=32.0 * GIB, help="limit of what is written, about (default: 32)"
+    )
     parser.add_argument(
         "--backend", action="append", choices=("posix", "aio"), help="measure only this backend (may be repeated)"
     )
@@ -317,8 +321,7 @@ def _tuned(options: argparse.Namespace) -> tuple[list[str], dict[str, Any]]:
     default = default_of(backends[0])
     backend_of(default)  # loads DeepSpeed's op, whose seconds must not count
     others = [one for one in candidates_of(backends, AioConfig(), default.staging_bytes) if one != default]
-    max_bytes = int(options.most_gib * GIB)
-    tuned = Tuning(default, others, measure, through_store, options.seconds, max_bytes).run()
+    tuned = Tuning(default, others, measure, through_store, options.seconds, int(options.most_gib)).run()
     return [*lines(tuned), *remarks], to_dict(tuned)
 
 

@@ -10,11 +10,10 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -90,14 +89,7 @@ def dry_run(recipe: Recipe, batch: int, sequence: int, settings: Settings, resou
     Raises:
         ModelError: the model does not run, or needs values, which the meta device does not have.
     """
-    if settings.autocast is not None:
-        note = "torch_autocast: the model ran on the CPU, which casts nearly the same operations as CUDA"
-        run = _run(recipe, batch, sequence, settings, resources, "cpu")
-        return replace(run, notes=(note, *run.notes))
-    return _run(recipe, batch, sequence, settings, resources, "meta")
-
-
-def _run(recipe: Recipe, batch: int, sequence: int, settings: Settings, resources: Resources, runs_on: str) -> DryRun:
+    runs_on = "meta" if settings.autocast is None else "cpu"
     clock = OpClock(settings.flops_per_s, settings.memory_bytes_per_s)
     doing = "making the model"
     try:
@@ -112,15 +104,15 @@ def _run(recipe: Recipe, batch: int, sequence: int, settings: Settings, resource
         raise
     except Exception as error:  # the user's model may raise anything
         where = f" in {clock.last_operation}" if clock.last_operation else ""
-        what = f"{doing} failed{where}: {type(error).__name__}: {_first_line(error)}"
+        (first_line, *_) = str(error).splitlines() or [""]
+        what = f"{doing} failed{where}: {type(error).__name__}: {first_line}"
         if runs_on == "meta":
             what += ". The model runs on shapes alone here: its forward may not read the values of tensors"
         raise ModelError(what) from error
-    stats, notes = micro_step.cache.stats, tuple(micro_step.notes())
-    trace = recorder.trace(resources, micro_steps=settings.micro_steps)
+    stats = micro_step.cache.stats
     parameters = list(subject.model.parameters())
     return DryRun(
-        trace,
+        recorder.trace(resources, micro_steps=settings.micro_steps),
         runs_on,
         stats.saved.peak,
         stats.packed_tensors,
@@ -128,12 +120,8 @@ def _run(recipe: Recipe, batch: int, sequence: int, settings: Settings, resource
         sum(one.numel() * one.element_size() for one in parameters),
         micro_step.temporary_bytes,
         frozenset(attention),
-        notes,
+        tuple(micro_step.notes()),
     )
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), "")
 
 
 class _MicroStep:
@@ -158,7 +146,8 @@ class _MicroStep:
         """One forward, one backward."""
         self._new_recording()
         recorder, model = self._recorder, self._subject.model
-        _mark_owned(model)
+        for module in model.modules():
+            mark_owned(module)
         model.zero_grad(set_to_none=False)  # gradients exist, as in all micro-steps but the first
         gradients = [one.grad for one in model.parameters() if one.grad is not None]
         held = [one.untyped_storage() for one in (*model.parameters(), *gradients)]
@@ -186,6 +175,8 @@ class _MicroStep:
     def notes(self) -> list[str]:
         """Limitations that the passes showed."""
         notes = []
+        if self._settings.autocast is not None:
+            notes.append("torch_autocast: the model ran on the CPU, which casts nearly the same operations as CUDA")
         if self._answers.given:
             notes.append(
                 "where the model asks whether all or any elements of a mask are true: all() is true, any() is false"
@@ -221,11 +212,6 @@ class _MicroStep:
 
     def recomputed(self, mark: Any) -> None:
         """Never called, like :meth:`recompute`."""
-
-
-def _mark_owned(model: nn.Module) -> None:
-    for module in model.modules():
-        mark_owned(module)
 
 
 class PeakMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]

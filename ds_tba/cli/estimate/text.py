@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_tba.cli.format import above_0, count, show, table
+from ds_tba.cli.format import count, in_units_of, show, table
 from ds_tba.telemetry.stats import readable
 
 if TYPE_CHECKING:
@@ -52,13 +52,23 @@ def add_parser(commands: Any) -> None:
         "--dtype", choices=("fp32", "bf16", "fp16"), help="dtype of the parameters (default: the config's)"
     )
     parser.add_argument(
-        "--tflops", type=above_0, help="TFLOP/s of matrix products (default: 400, in fp32 50; CPU: measured)"
+        "--tflops", type=in_units_of(1e12), help="TFLOP/s of matrix products (default: 400, in fp32 50; CPU: measured)"
     )
-    parser.add_argument("--memory-gbps", type=above_0, help="GB/s of device memory (default: 3350; CPU: measured)")
-    parser.add_argument("--copy-gbps", type=above_0, help="GB/s between device and host (default: 50; CPU: measured)")
-    parser.add_argument("--write-gbps", type=above_0, help="GB/s written by all drives (default: measured, else 4.2)")
-    parser.add_argument("--read-gbps", type=above_0, help="GB/s read by all drives (default: measured, else 7.1)")
-    parser.add_argument("--gpu-memory", type=above_0, metavar="GIB", help="memory of the GPU, to see what fits")
+    parser.add_argument(
+        "--memory-gbps", type=in_units_of(1e9), help="GB/s of device memory (default: 3350; CPU: measured)"
+    )
+    parser.add_argument(
+        "--copy-gbps", type=in_units_of(1e9), help="GB/s between device and host (default: 50; CPU: measured)"
+    )
+    parser.add_argument(
+        "--write-gbps", type=in_units_of(1e9), help="GB/s written by all drives (default: measured, else 4.2)"
+    )
+    parser.add_argument(
+        "--read-gbps", type=in_units_of(1e9), help="GB/s read by all drives (default: measured, else 7.1)"
+    )
+    parser.add_argument(
+        "--gpu-memory", type=in_units_of(2**30), metavar="GIB", help="memory of the GPU, to see what fits"
+    )
     parser.add_argument("--ranks", type=count, default=1, help="ranks that ZeRO divides among (default: 1)")
     parser.add_argument("--json", type=Path, help="also write everything to this file")
     parser.set_defaults(run=run)
@@ -83,14 +93,8 @@ def _estimate(options: argparse.Namespace) -> tuple[list[str], dict[str, Any]]:
         options.seq,
         options.device,
         dtypes[options.dtype],
-        GivenRates(
-            _scaled(options.tflops, 1e12),
-            _scaled(options.memory_gbps, 1e9),
-            _scaled(options.copy_gbps, 1e9),
-            _scaled(options.write_gbps, 1e9),
-            _scaled(options.read_gbps, 1e9),
-        ),
-        _scaled(options.gpu_memory, 2**30),
+        GivenRates(options.tflops, options.memory_gbps, options.copy_gbps, options.write_gbps, options.read_gbps),
+        options.gpu_memory,
         options.ranks,
     )
     found = estimate(request)
@@ -283,7 +287,3 @@ def _duration(seconds: float) -> str:
 def _longer(step_s: float, kept_step_s: float) -> str:
     part = step_s / kept_step_s - 1 if kept_step_s else 0.0
     return f"{part:.1%}" if part < 10 else f"{part:,.0f} times"
-
-
-def _scaled(value: float | None, unit: float) -> float | None:
-    return None if value is None else value * unit
