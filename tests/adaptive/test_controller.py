@@ -187,7 +187,7 @@ def test_the_report_says_what_steps_take_beside_what_was_promised(make: Make) ->
     took_s = time.perf_counter() - began_s
     found = offloader.report()
     assert found.plan is not None and 0 < found.plan["measured_step_s"] < took_s
-    assert dict(found.rows())["  plan: step"].endswith(f"({found.plan['measured_step_s']:.3g} s found)")
+    assert dict(found.rows())["  plan: step"].endswith(f"({found.plan['measured_step_s']:.3g} s measured)")
 
 
 def test_the_peak_is_what_the_plan_promised(make: Make) -> None:
