@@ -168,25 +168,21 @@ def _join(engine: Any, offloader: ActivationOffloader) -> None:
     """Tie an offloader to a built engine."""
     try:
         _refuse_engine(engine)
-        _tie(engine, offloader)
+        _hook_methods(type(engine))
+        offloader.watch(engine.module, _agreement())
+        engine.activation_offloader = offloader
+        for module in engine.module.modules():
+            if module._parameters or module._buffers:
+                # After ZeRO-3's own pre-forward hooks, which gather the parameters into new storage.
+                offloader.on_close(module.register_forward_pre_hook(_mark_owned).remove)
+                mark_owned(module)
+        # HF and Accelerate never call destroy(). At interpreter exit the offloader closes by itself.
+        weakref.finalize(engine, offloader.close_soon).atexit = False
     except BaseException:
         offloader.close()
         raise
     if _rank() == 0:
         logger.info(offloader.start_line())
-
-
-def _tie(engine: Any, offloader: ActivationOffloader) -> None:
-    _hook_methods(type(engine))
-    offloader.watch(engine.module, _agreement())
-    engine.activation_offloader = offloader
-    for module in engine.module.modules():
-        if module._parameters or module._buffers:
-            # After ZeRO-3's own pre-forward hooks, which gather the parameters into new storage.
-            offloader.on_close(module.register_forward_pre_hook(_mark_owned).remove)
-            mark_owned(module)
-    # HF and Accelerate never call destroy(). At interpreter exit the offloader closes by itself.
-    weakref.finalize(engine, offloader.close_soon).atexit = False
 
 
 def _mark_owned(module: torch.nn.Module, _inputs: Any) -> None:
@@ -261,8 +257,7 @@ def _rank() -> int:
 
 
 def _agreement() -> Agreement:
-    alone = not distributed.is_initialized() or distributed.get_world_size() == 1
-    return Alone() if alone else Ranks()
+    return Ranks() if distributed.is_initialized() and distributed.get_world_size() > 1 else Alone()
 
 
 def _agree(problem: Exception | None) -> None:

@@ -1,4 +1,4 @@
-"""The command ``ds_tba``: each subcommand has ``add_parser`` and ``run(options) -> int``. ``report`` itself is here."""
+"""The command ``ds_tba`` and its smallest subcommand, ``report``. The others each have ``add_parser``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from ds_tba.cli import doctor, tune
 from ds_tba.cli.estimate import text as estimate
@@ -20,17 +19,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     doctor.add_parser(commands)
     estimate.add_parser(commands)
-    _add_report_parser(commands)
+    report = commands.add_parser("report", help="show the JSON at report.path as a table")
+    report.add_argument("file", type=Path, help="the JSON that report.path named")
+    report.set_defaults(run=_print_report)
     tune.add_parser(commands)
     options = parser.parse_args(argv)
     status: int = options.run(options)
     return status
-
-
-def _add_report_parser(commands: Any) -> None:
-    parser = commands.add_parser("report", help="show the JSON at report.path as a table")
-    parser.add_argument("file", type=Path, help="the JSON that report.path named")
-    parser.set_defaults(run=_print_report)
 
 
 def _print_report(options: argparse.Namespace) -> int:

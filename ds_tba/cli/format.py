@@ -50,11 +50,10 @@ def table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
         yield "  ".join(cells).rstrip()
 
 
-def show(
-    command: str,
-    options: argparse.Namespace,
-    make: Callable[[argparse.Namespace], tuple[list[str], dict[str, Any]]],
-) -> int:
+Make = Callable[[argparse.Namespace], tuple[list[str], dict[str, Any]]]
+
+
+def show(command: str, make: Make, options: argparse.Namespace) -> int:
     """Make a result, print its lines, and write its dict to ``--json`` if that is given; 2 on an error of the user."""
     try:
         lines, found = make(options)

@@ -17,6 +17,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -272,22 +273,13 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--nvme_path", "--nvme-path", action="append", required=True, help="a directory on a drive (may be repeated)"
     )
+    parser.add_argument("--seconds", type=in_units_of(1), default=20.0, help="time limit, about (default: 20)")
     parser.add_argument(
-        "--seconds", type=in_units_of(1), default=20.0, help="time limit of measuring, about (default: 20)"
+        "--most-gib", type=in_units_of(GIB), default=32.0 * GIB, help="GiB written, about (default: 32)"
     )
-    parser.add_argument(
-        "--most-gib", type=in_units_of(GIB), default=32.0 * GIB, help="limit of what is written, about (default: 32)"
-    )
-    parser.add_argument(
-        "--backend", action="append", choices=("posix", "aio"), help="measure only this backend (may be repeated)"
-    )
+    parser.add_argument("--backend", action="append", choices=("posix", "aio"), help="only this one (may be repeated)")
     parser.add_argument("--json", type=Path, help="also write everything to this file")
-    parser.set_defaults(run=run)
-
-
-def run(options: argparse.Namespace) -> int:
-    """Print the result; 2 if a directory cannot be measured or the JSON cannot be written."""
-    return show("tune", options, _tuned)
+    parser.set_defaults(run=partial(show, "tune", _tuned))
 
 
 def _tuned(options: argparse.Namespace) -> tuple[list[str], dict[str, Any]]:
@@ -308,10 +300,12 @@ def _tuned(options: argparse.Namespace) -> tuple[list[str], dict[str, Any]]:
 
     def measure(one: Candidate) -> Measured:
         found = probe(paths, backend_of(one), Lanes(one.lanes, one.lanes), integrity)
-        rates = found.paths
-        both = sum(path.write_beside_read_bytes_per_s + path.read_beside_write_bytes_per_s for path in rates)
-        write, read = (sum(path.write_bytes_per_s for path in rates), sum(path.read_bytes_per_s for path in rates))
-        return Measured(write, read, both, found.written_bytes)
+        return Measured(
+            sum(path.write_bytes_per_s for path in found.paths),
+            sum(path.read_bytes_per_s for path in found.paths),
+            sum(path.write_beside_read_bytes_per_s + path.read_beside_write_bytes_per_s for path in found.paths),
+            found.written_bytes,
+        )
 
     def through_store(one: Candidate, nbytes: int) -> Measured:
         lanes = Lanes(one.lanes, one.lanes)
@@ -332,7 +326,7 @@ def _backends(named: list[str] | None) -> tuple[list[str], list[str]]:
 
     remarks = []
     backends = ["posix"]
-    needed = aio.requests_needed(AioConfig(queue_depth=32), 2 * max(LANES))
+    needed = aio.requests_needed(AioConfig(queue_depth=DEEP_QUEUE), 2 * max(LANES))
     free = aio.requests_free()
     if not aio.is_built():
         remarks.append("not measured: aio, because DeepSpeed's op is not built (ds_tba doctor --build)")

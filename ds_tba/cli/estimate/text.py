@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,12 +72,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--ranks", type=count, default=1, help="ranks that ZeRO divides among (default: 1)")
     parser.add_argument("--json", type=Path, help="also write everything to this file")
-    parser.set_defaults(run=run)
-
-
-def run(options: argparse.Namespace) -> int:
-    """Print the estimate; 2 if an argument, the config or the model is wrong."""
-    return show("estimate", options, _estimate)
+    parser.set_defaults(run=partial(show, "estimate", _estimate))
 
 
 def _estimate(options: argparse.Namespace) -> tuple[list[str], dict[str, Any]]:
