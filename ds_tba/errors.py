@@ -7,7 +7,7 @@
     │   └── PathError                            nvme_path cannot hold a swap file
     ├── IncompatibleError (RuntimeError)         a DeepSpeed version or feature that cannot be combined with us
     ├── BackendUnavailableError (RuntimeError)   the named I/O backend cannot run on this machine
-    ├── ModelError (ValueError)                  a model named to `ds_tba estimate` cannot be had, or does not run
+    ├── ModelError (ValueError)                  the model of `ds_tba estimate` cannot be made, or does not run
     ├── TraceError (ValueError)                  a recorded trace is not consistent, or a plan is not for it
     ├── StorageError (RuntimeError)
     │   ├── TransferError                        one I/O request failed or was short (the store handles it)
@@ -15,7 +15,7 @@
     │   └── ActivationCorruptionError            bytes read back are not the bytes written
     ├── ActivationModifiedError (RuntimeError)   a saved tensor was modified in place, as autograd itself reports
     ├── RecomputationError (RuntimeError)        a block's forward saved other tensors when it ran again
-    └── StateError (RuntimeError)                an illegal move of a state machine: a bug in ds_tba, or use after close
+    └── StateError (RuntimeError)                an illegal state transition: a bug in ds_tba, or use after close
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class BackendUnavailableError(DsTbaError, RuntimeError):
 
 
 class ModelError(DsTbaError, ValueError):
-    """The model named to ``ds_tba estimate`` cannot be had, or does not run."""
+    """The model of ``ds_tba estimate`` cannot be made, or does not run."""
 
 
 class TraceError(DsTbaError, ValueError):
@@ -67,7 +67,7 @@ class TransferError(StorageError):
 
 
 class ActivationLostError(StorageError):
-    """Bytes that backward needs could not be read back: training cannot go on with a right gradient."""
+    """Bytes that backward needs could not be read back: training cannot go on with a correct gradient."""
 
 
 class ActivationCorruptionError(StorageError):
@@ -75,7 +75,7 @@ class ActivationCorruptionError(StorageError):
 
 
 class ActivationModifiedError(DsTbaError, RuntimeError):
-    """A tensor saved for backward was modified in place afterwards; autograd's own check, made by us."""
+    """A tensor saved for backward was modified in place afterwards; the same check as autograd's own."""
 
 
 class RecomputationError(DsTbaError, RuntimeError):
@@ -83,4 +83,4 @@ class RecomputationError(DsTbaError, RuntimeError):
 
 
 class StateError(DsTbaError, RuntimeError):
-    """An illegal move of a state machine, or use after close."""
+    """An illegal state transition, or use after close."""

@@ -170,7 +170,7 @@ class Tuning:
     """The rounds of measurements; see [Note: Honest rounds].
 
     Args:
-        default: the settings of a run by default.
+        default: the settings of a run without ``"io"`` and ``"aio"`` blocks.
         others: compared with the default.
         measure: measures the drives with a candidate, as the lanes do at the start of a run.
         flow: sends a number of bytes through the whole store, staging included.

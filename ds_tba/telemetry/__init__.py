@@ -1,1 +1,1 @@
-"""What happened: counters, bandwidth, the report."""
+"""Counters, bandwidth, the drives' health, the report."""

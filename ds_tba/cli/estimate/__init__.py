@@ -1,1 +1,1 @@
-"""What activation offload would do for a model, told without the memory that training it takes."""
+"""The estimate of activation offload for a model, made without the memory of training the model."""

@@ -23,13 +23,13 @@ from ds_tba.storage.nvme import Lanes
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the user asks for.
+    """The arguments of the command.
 
     Attributes:
         batch: sequences of a micro-step and rank; None takes the config's.
         sequence: tokens of a sequence.
         dtype: of the parameters, instead of the config's.
-        gpu_memory_bytes: of the device that will train; None leaves open what fits.
+        gpu_memory_bytes: of the training device; without it the estimate does not say what fits.
         ranks: that ZeRO divides among.
     """
 

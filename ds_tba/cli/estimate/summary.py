@@ -3,7 +3,7 @@
 Pure.
 
 [Note: What holds the peak] Where offload lowers the peak little, the replay is repeated without each group in turn. The
-group without which the peak falls most is what holds it.
+group without which the peak falls most holds the peak.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class ChosenPlan:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What to expect of training with the block.
+    """The expected effect of each placement on training.
 
     Attributes:
         breakdown: saved memory by group; see :func:`breakdown_of`.
