@@ -359,7 +359,11 @@ def lines(tuned: Tuned) -> Iterator[str]:
     yield f"took {tuned.took_s:.0f} s and {wrote}, which counts as wear; no file is left"
     yield ""
     is_default = tuned.recommended == tuned.default
-    yield "nothing is faster than the defaults, which are:" if is_default else "faster than the defaults; paste:"
+    yield (
+        "nothing proved faster than the defaults, which are:"
+        if is_default
+        else "proved faster than the defaults; to paste:"
+    )
     blocks = tuned.recommended.blocks()
     yield f'  into "activation_nvme_offload":  "io": {json.dumps(blocks["io"])}'
     if "aio" in blocks:
