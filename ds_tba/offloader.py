@@ -125,7 +125,7 @@ class ActivationOffloader:
             wait_for_staging=config.placement == "nvme",
             accelerator=None if accelerator.is_synchronized_device() else accelerator,
         )
-        self._memory = MemoryMeter(accelerator, self.cache.stats.resident)
+        self._memory = MemoryMeter(accelerator.memory, self.cache.stats.resident)
         self._closer = Closer(self._close)
         atexit.register(self.close)
 
@@ -166,7 +166,7 @@ class ActivationOffloader:
             Planning(planner, self._limits, rates, self._room_bytes, agreement) if plans else None,
             rates,
             agreement,
-            self._accelerator,
+            self._accelerator.clock,
             self._counts,
             self._write_trace,
             self._memory,

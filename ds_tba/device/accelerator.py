@@ -25,16 +25,26 @@ TEMPORARY_FRACTION = 0.1
 
 
 class Clock(Protocol):
-    """Tells the time of the stream of kernels."""
+    """Time as the stream of kernels sees it. A mark is an event of CUDA, or a time of the host."""
 
     def mark(self) -> Any: ...
     def elapsed_s(self, earlier: Any, later: Any) -> float: ...
 
 
-class Accelerator(Clock, Protocol):
+class MemoryUse(Protocol):
+    """How much of the device's memory is free and in use."""
+
+    def free_bytes(self) -> float: ...
+    def in_use_bytes(self) -> int: ...
+    def peak_in_use_bytes(self) -> int: ...
+
+
+class Accelerator(Protocol):
     """What is needed of a device. Streams and events are those of torch."""
 
-    def device_name(self) -> str: ...
+    clock: Clock
+    memory: MemoryUse
+
     def device(self) -> torch.device: ...
     def is_synchronized_device(self) -> bool: ...
     def is_capturing(self) -> bool: ...
@@ -46,17 +56,42 @@ class Accelerator(Clock, Protocol):
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor: ...
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None: ...
     def share(self, tensor: torch.Tensor, stream: Any) -> None: ...
-    def free_bytes(self) -> float: ...
-    def in_use_bytes(self) -> int: ...
-    def peak_in_use_bytes(self) -> int: ...
+
+
+class HostClock:
+    """The clock of the CPU: its kernels are done when their call returns."""
+
+    def mark(self) -> float:
+        """The time now."""
+        return time.perf_counter()
+
+    def elapsed_s(self, earlier: float, later: float) -> float:
+        """Seconds between two marks."""
+        return later - earlier
+
+
+class HostMemoryUse:
+    """Memory of the machine and of this process."""
+
+    def free_bytes(self) -> float:
+        """Memory that can be taken without swapping, less a part as on a device; all processes share it."""
+        give_back_freed_memory()
+        return (1 - TEMPORARY_FRACTION) * available_bytes()
+
+    def in_use_bytes(self) -> int:
+        """Resident memory of this process."""
+        return resident_set_bytes()
+
+    def peak_in_use_bytes(self) -> int:
+        """The most that was ever resident."""
+        return peak_resident_set_bytes()
 
 
 class CpuAccelerator:
     """The CPU: every copy is done when its call returns, and there is nothing to pin."""
 
-    def device_name(self) -> str:
-        """As torch names the device."""
-        return "cpu"
+    clock: Clock = HostClock()
+    memory: MemoryUse = HostMemoryUse()
 
     def device(self) -> torch.device:
         """The device."""
@@ -111,27 +146,59 @@ class CpuAccelerator:
     def share(self, tensor: torch.Tensor, stream: Any) -> None:
         """Nothing."""
 
+
+class StreamClock:
+    """Events with timing on the stream of kernels.
+
+    Args:
+        api: what ``deepspeed.accelerator.get_accelerator()`` returns.
+        index: of the device.
+    """
+
+    def __init__(self, api: Any, index: int) -> None:
+        self._api = api
+        self._index = index
+
     def mark(self) -> Any:
-        """This moment."""
-        return time.perf_counter()
+        """An event on the calling thread's current stream: the time at which the device gets there."""
+        event = self._api.Event(enable_timing=True)
+        event.record(self._api.current_stream(self._index))
+        return event
 
     def elapsed_s(self, earlier: Any, later: Any) -> float:
-        """Seconds between two marks."""
-        seconds: float = later - earlier
-        return seconds
+        """Seconds between two marks; blocks the host until the device has passed them."""
+        later.synchronize()
+        earlier.synchronize()
+        milliseconds: float = earlier.elapsed_time(later)
+        return milliseconds / 1000.0
+
+
+class DeviceMemoryUse:
+    """Memory of one device, as its allocator counts it.
+
+    Args:
+        api: what ``deepspeed.accelerator.get_accelerator()`` returns.
+        index: of the device.
+    """
+
+    def __init__(self, api: Any, index: int) -> None:
+        self._api = api
+        self._index = index
 
     def free_bytes(self) -> float:
-        """Memory of the machine that nobody holds now, less a part as on a device; all its processes share it."""
-        give_back_freed_memory()
-        return (1 - TEMPORARY_FRACTION) * available_bytes()
+        """Memory that tensors do not hold now, less a part for what is made and dropped between activations."""
+        total_bytes: int = self._api.total_memory(self._index)
+        return max(0.0, (1 - TEMPORARY_FRACTION) * total_bytes - self.in_use_bytes())
 
     def in_use_bytes(self) -> int:
-        """Memory of this process."""
-        return resident_set_bytes()
+        """Memory that tensors hold now."""
+        allocated_bytes: int = self._api.memory_allocated(self._index)
+        return allocated_bytes
 
     def peak_in_use_bytes(self) -> int:
-        """The most that it ever was."""
-        return peak_resident_set_bytes()
+        """The most that tensors held since the peak was last reset."""
+        peak_bytes: int = self._api.max_memory_allocated(self._index)
+        return peak_bytes
 
 
 class DeviceAccelerator:
@@ -146,15 +213,12 @@ class DeviceAccelerator:
     def __init__(self, api: Any) -> None:
         self._api = api
         self._index = api.current_device()
-
-    def device_name(self) -> str:
-        """As torch names the device, such as ``"cuda"``."""
-        name: str = self._api.device_name()
-        return name
+        self.clock: Clock = StreamClock(api, self._index)
+        self.memory: MemoryUse = DeviceMemoryUse(api, self._index)
 
     def device(self) -> torch.device:
-        """The one that is this rank's, with its index."""
-        return torch.device(self.device_name(), self._index)
+        """This rank's device, with its index."""
+        return torch.device(self._api.device_name(), self._index)
 
     def is_synchronized_device(self) -> bool:
         """It is not."""
@@ -198,35 +262,6 @@ class DeviceAccelerator:
     def share(self, tensor: torch.Tensor, stream: Any) -> None:
         """Tell the allocator that ``stream`` uses a tensor which another stream allocated."""
         tensor.record_stream(stream)
-
-    def mark(self) -> Any:
-        """The moment at which the calling thread's current stream will have come so far."""
-        event = self._api.Event(enable_timing=True)
-        event.record(self.current_stream())
-        return event
-
-    def elapsed_s(self, earlier: Any, later: Any) -> float:
-        """Seconds between two marks; blocks the host until the device has passed them."""
-        later.synchronize()
-        earlier.synchronize()
-        milliseconds: float = earlier.elapsed_time(later)
-        return milliseconds / 1000.0
-
-    def free_bytes(self) -> float:
-        """Memory that tensors do not hold now, less a part for what is made and dropped between activations."""
-        total_bytes: int = self._api.total_memory(self._index)
-        held_bytes: int = self._api.memory_allocated(self._index)
-        return max(0.0, (1 - TEMPORARY_FRACTION) * total_bytes - held_bytes)
-
-    def in_use_bytes(self) -> int:
-        """Memory that tensors hold now."""
-        allocated_bytes: int = self._api.memory_allocated(self._index)
-        return allocated_bytes
-
-    def peak_in_use_bytes(self) -> int:
-        """The most that they held since somebody last reset it."""
-        peak_bytes: int = self._api.max_memory_allocated(self._index)
-        return peak_bytes
 
 
 def adapted(api: Any) -> Accelerator:

@@ -191,7 +191,7 @@ def measure_copies(
         staged: staging memory of the size to be copied; overwritten.
         clock: seconds.
     """
-    device = torch.device(accelerator.device_name())
+    device = accelerator.device()
     data = accelerator.allocate(staged.numel(), device)
     accelerator.copy(staged, data)  # or the first copy out would find pages that nobody has touched
     wait_for_stream(accelerator)

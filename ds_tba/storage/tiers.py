@@ -169,7 +169,7 @@ class Tiers:
             aio_config,
             zero_uses_nvme=zero_uses_nvme,
             pinned=pins_memory(accelerator),
-            device=accelerator.device_name(),
+            device=accelerator.device().type,
         )
         with ExitStack() as undo:
             files = []

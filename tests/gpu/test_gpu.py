@@ -41,7 +41,7 @@ from test_ordering import (
 from ds_tba.adaptive.ranks import Alone
 from ds_tba.autograd.cache import TensorCache
 from ds_tba.config import AioConfig, OffloadConfig
-from ds_tba.device.accelerator import DeviceAccelerator
+from ds_tba.device import accelerator
 from ds_tba.errors import BackendUnavailableError, IncompatibleError
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.planner.search import Planner
@@ -75,7 +75,7 @@ def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
 
 
 def cache_over(rig: Rig, *stores: Store) -> TensorCache:  # type: ignore[type-arg]
-    return TensorCache(stores, rig.accelerator.device_name(), hazards.MIN_BYTES, wait_for_staging=True)
+    return TensorCache(stores, rig.accelerator.device().type, hazards.MIN_BYTES, wait_for_staging=True)
 
 
 def check(rig: Rig, scenario: Scenario, cache: TensorCache) -> None:
@@ -342,7 +342,7 @@ def test_the_checksums_of_the_device_are_those_of_the_host(rig: Rig, pages: int,
 
 
 def test_the_api_without_deepspeed_has_all_that_is_asked_of_it() -> None:
-    asked = set(re.findall(r"self\._api\.(\w+)", inspect.getsource(DeviceAccelerator)))
+    asked = set(re.findall(r"self\._api\.(\w+)", inspect.getsource(accelerator)))
     assert len(asked) >= 7 and asked | {"is_synchronized_device"} <= set(dir(TorchCuda))
     abstract = pytest.importorskip("deepspeed.accelerator.abstract_accelerator")
     assert asked <= set(dir(abstract.DeepSpeedAccelerator))
