@@ -425,37 +425,3 @@ class Copies:
     def pending_bytes(self) -> int:
         """Device bytes held for copies out."""
         return sum(copy.nbytes for copy in list(self._pending))
-
-
-class Retirement:
-    """Things that a copy is still using, given back when it is done. Changed only under the store's lock."""
-
-    def __init__(self) -> None:
-        self._waiting: deque[tuple[list[Any], Any]] = deque()
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def add(self, events: Iterable[Any], thing: Any) -> bool:
-        """Keep ``thing`` until the events are done; False where they are, so that it may be given back now."""
-        under_way = [event for event in events if event is not None and not event.query()]
-        if under_way:
-            self._waiting.append((under_way, thing))
-        return bool(under_way)
-
-    def retired(self) -> list[Any]:
-        """The things that no copy uses any more."""
-        waiting, self._waiting = self._waiting, deque()
-        done = []
-        for events, thing in waiting:
-            if all(event.query() for event in events):
-                done.append(thing)
-            else:
-                self._waiting.append((events, thing))
-        return done
-
-    def finish(self) -> None:
-        """Block until no copy uses any of them."""
-        for events, _ in self._waiting:
-            for event in events:
-                event.synchronize()

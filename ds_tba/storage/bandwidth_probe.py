@@ -168,7 +168,7 @@ class LaneProbe(Task):
     def run_in_lane(self, handle: IoHandle) -> None:
         """Take part in every phase. Waits for the other lanes between them."""
         try:
-            with self.probe.space.ring.beside_compute():
+            with self.probe.space.ring.lane_stream():
                 self.probe.together.wait()
                 if self.kind is Kind.WRITE:
                     self._attempt(self._prepare, 0, handle)

@@ -230,11 +230,11 @@ class SwapTicket(Ticket, StateMachine):
         "path",
         "prefetched",
         "released",
+        "retain_in_staging",
         "slot",
         "state",
-        "stayed",
         "uses",
-        "wanted",
+        "was_retained",
     )
 
     noun = "a ticket"
@@ -256,8 +256,8 @@ class SwapTicket(Ticket, StateMachine):
         self.host: torch.Tensor | None = None
         self.error: StorageError | None = None
         self.forwarding = False
-        self.wanted = False  # read ahead was asked for while it was still to be written
-        self.stayed = False  # since its write: nothing was read
+        self.retain_in_staging = False  # when its write ends, since read ahead was asked for before
+        self.was_retained = False  # so that nothing was read
         self.prefetched = False
         self.released = False
 

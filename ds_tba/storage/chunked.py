@@ -46,7 +46,7 @@ class PiecesStore(Store[PiecesTicket]):
         part = int(slots.capacity_bytes * PIECE_FRACTION_OF_STAGING)
         self._piece_bytes = max(part - part % slots.alignment_bytes, slots.alignment_bytes)
         # Where a slot can be the tensor's memory, putting pieces together is a copy that whole storages do not need.
-        self._largest_whole_bytes = slots.capacity_bytes if space.ring.lends else self._piece_bytes
+        self._largest_whole_bytes = slots.capacity_bytes if space.ring.zero_copy else self._piece_bytes
         self._lock = threading.Lock()
 
     def put(self, data: torch.Tensor, *, wait: bool) -> Ticket | Refusal:  # type: ignore[override]
@@ -54,9 +54,8 @@ class PiecesStore(Store[PiecesTicket]):
         if data.numel() <= self._largest_whole_bytes:
             taken: Ticket | Refusal = self._inner.put(data, wait=wait)
             return taken
-        if not wait and self._space.is_short_of(data.numel()):
-            with self._space.lock:
-                return self._space.refuse(data.numel())
+        if not wait and (refusal := self._refuse(data.numel())) is not None:
+            return refusal
         pieces: list[Ticket] = []
         try:
             for part in torch.split(data, self._piece_bytes):
@@ -109,6 +108,17 @@ class PiecesStore(Store[PiecesTicket]):
 
     def close(self) -> None:
         self._inner.close()
+
+    def _refuse(self, nbytes: int) -> Refusal | None:
+        """Refuse a storage that would have to wait for staging, before its first pieces are copied for nothing."""
+        slots = self._space.ring.slots
+        if slots.padded(nbytes) <= slots.capacity_bytes - slots.used_bytes:
+            return None
+        with self._space.lock:
+            too_large = slots.padded(nbytes) > slots.capacity_bytes
+            reason = Refusal.LARGER_THAN_STAGING if too_large else Refusal.STAGING_FULL
+            self._space.stats.fallbacks[reason.value] += 1
+        return reason
 
     @staticmethod
     def _prefetch(ticket: PiecesTicket) -> bool:

@@ -125,7 +125,6 @@ class SwapPath:
         self.reads = LaneQueue()
         self.write_lanes: list[Lane] = []
         self.read_lanes: list[Lane] = []
-        self.queued_bytes = 0
         self.meter = PathMeter(write_lanes, read_lanes)
         self.trial_bytes = 0  # written to measure the path
         self.failure: str | None = None
