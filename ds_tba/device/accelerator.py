@@ -20,7 +20,7 @@ import torch
 
 from ds_tba.device.memory import available_bytes, give_back_freed_memory, peak_resident_set_bytes, resident_set_bytes
 
-# Of a device's memory: for temporaries, fragments and what others hold, where nobody told a budget.
+# Part of a device's memory that is left to temporaries, fragmentation and other libraries, where no budget is set.
 TEMPORARY_FRACTION = 0.1
 
 
@@ -40,7 +40,7 @@ class MemoryUse(Protocol):
 
 
 class Accelerator(Protocol):
-    """What is needed of a device. Streams and events are those of torch."""
+    """The operations of a device that offloading needs. Streams and events are those of torch."""
 
     clock: Clock
     memory: MemoryUse
@@ -98,11 +98,11 @@ class CpuAccelerator:
         return torch.device("cpu")
 
     def is_synchronized_device(self) -> bool:
-        """There are neither streams nor events."""
+        """True: there are neither streams nor events."""
         return True
 
     def is_capturing(self) -> bool:
-        """There are no graphs."""
+        """False: there are no graphs."""
         return False
 
     def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -221,7 +221,7 @@ class DeviceAccelerator:
         return torch.device(self._api.device_name(), self._index)
 
     def is_synchronized_device(self) -> bool:
-        """It is not."""
+        """False."""
         return False
 
     def is_capturing(self) -> bool:
@@ -275,7 +275,7 @@ def pins_memory(accelerator: Accelerator) -> bool:
 
 
 class PendingCopy:
-    """A copy out of device memory under way, with a hold on that memory until it is done."""
+    """A copy out of device memory under way. Holds that memory until the copy is done: see [Note: Ordering]."""
 
     __slots__ = ("_source", "event", "nbytes")
 
@@ -401,7 +401,7 @@ class Copies:
         self._accelerator.copy(source, target)
 
     def settle(self) -> None:
-        """Let go of the device memory of copies that are done. Call it under the store's lock."""
+        """Free the device memory of copies that are done. Never blocks. Call it under the store's lock."""
         while self._pending and self._pending[0].is_done():
             self._pending.popleft()
 

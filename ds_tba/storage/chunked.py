@@ -1,4 +1,4 @@
-"""Large storages in pieces: what is larger than staging passes through it, and one storage is spread over all paths.
+"""Large storages in pieces, so that they fit staging whatever their size, and spread over all paths.
 
 A storage of more than one piece is put, read ahead and brought back piece by piece, so that its copies, writes and
 reads overlap with each other, whatever its size.
@@ -31,7 +31,7 @@ class PiecesTicket(Ticket):
 
 
 class PiecesStore(Store[PiecesTicket]):
-    """Cuts large storages into pieces, and passes all others on.
+    """Cuts large storages into pieces, and passes all others on to the inner store.
 
     Args:
         inner: takes the pieces and the other storages; closed with this store.
@@ -77,7 +77,7 @@ class PiecesStore(Store[PiecesTicket]):
         with self._lock:
             if ticket.whole is None:
                 ticket.whole = self._copies.allocate(ticket.nbytes, device)
-            # What fails half-way, for want of device memory say, may be tried again: the pieces that came stay.
+            # A get that fails half-way, for lack of device memory say, may be repeated: the pieces copied so far stay.
             for piece in ticket.pieces[ticket.brought_back :]:
                 self._prefetch(ticket)
                 loaded = piece.store.get(piece, device)

@@ -1,10 +1,10 @@
 """The NVMe tier: storages in extents of anonymous swap files, one file per directory.
 
 [Note: The way of a ticket] ``put`` reserves an extent and a staging slot, copies the device bytes into the slot and
-queues a write. A write lane writes it and frees the slot. ``prefetch`` queues a read into a new slot, or lets bytes
-that are still to be written stay when their write ends; ``get`` hands over what is still in staging (cancelling a write
-that has not begun), else waits for the read, else queues one that overtakes the others. ``release`` only leaves a note,
-because it is called by finalizers; see ``ds_tba/storage/finalizers.py``.
+queues a write. A write lane writes it and frees the slot. ``prefetch`` queues a read into a new slot, or has bytes
+that are still to be written retained in staging when their write ends. ``get`` hands over bytes that are still in
+staging (cancelling a write that has not begun), else waits for the read, else queues one that overtakes the others.
+``release`` only defers, because finalizers call it; see ``ds_tba/storage/finalizers.py``.
 
 [Note: Degrading] A failed write leaves the bytes in staging, from where they are copied to plain host memory; its path
 takes no more tensors. A failed read is tried once more and then raises: those bytes are gone.

@@ -1,4 +1,4 @@
-"""What the lanes do with a ticket: write it, keep it where it cannot be written, read it back."""
+"""The work of the lanes: write a ticket, keep its bytes in memory if they cannot be written, read it back."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class LaneWork:
         self._integrity = integrity
 
     def write(self, ticket: SwapTicket, handle: IoHandle) -> None:
-        """Write a queued ticket, unless it was taken back."""
+        """Write a queued ticket, unless its write was cancelled."""
         with self._space.ring.lane_stream():
             self._write(ticket, handle)
         self._space.deferred.act_if_free()
 
     def read(self, ticket: SwapTicket, handle: IoHandle) -> None:
-        """Read a ticket into its slot, unless nobody wants it any more."""
+        """Read a ticket into its slot, unless its read was cancelled or done by an urgent request."""
         with self._space.ring.lane_stream():
             self._read(ticket, handle)
         self._space.deferred.act_if_free()
@@ -72,7 +72,7 @@ class LaneWork:
         self._rescue(ticket, staged, failure)
 
     def _write_out(self, ticket: SwapTicket, staged: torch.Tensor, handle: IoHandle) -> Exception | None:
-        """Write what is staged; what went wrong."""
+        """Write the staged bytes. Returns the error, if there was one."""
         try:
             ticket.checksums = self._integrity.digest(staged)
             handle.write(staged, ticket.extent.offset)
@@ -103,19 +103,20 @@ class LaneWork:
             retained = ticket.retain_in_staging and not ticket.released
             if retained:
                 space.read_ahead.add_retained(ticket)
+                # Once LOADED, backward may take the slot as soon as the lock is free; RETURNING keeps it.
                 ticket.move(_S.LOADED if space.ring.zero_copy else _S.RETURNING)
             else:
                 ticket.move(_S.STORED)
-                if not ticket.forwarding:
+                if not ticket.forwarding:  # else backward frees it: see [Note: Who frees a slot]
                     space.free_slot(ticket)
             if ticket.released:
                 space.give_up(ticket)
             space.deferred.act()
             space.settle_copies()
         if retained and not space.ring.zero_copy:
-            self._return(ticket, staged)
+            self._copy_retained(ticket, staged)
 
-    def _return(self, ticket: SwapTicket, staged: torch.Tensor) -> None:
+    def _copy_retained(self, ticket: SwapTicket, staged: torch.Tensor) -> None:
         """Copy retained bytes to the device, so that their slot is free for others."""
         space = self._space
         arrival = self._onto_device(ticket, staged)
@@ -131,7 +132,7 @@ class LaneWork:
             space.changed.notify_all()
 
     def _rescue(self, ticket: SwapTicket, staged: torch.Tensor, failure: Exception | None) -> None:
-        """Keep in host memory what cannot be written, or in its slot where there is no host memory left."""
+        """Keep bytes that cannot be written in host memory, or in their slot where no host memory is left."""
         space = self._space
         host: torch.Tensor | None = None
         with suppress(MemoryError, RuntimeError):
@@ -153,7 +154,7 @@ class LaneWork:
             space.settle_copies()
 
     def _onto_device(self, ticket: SwapTicket, source: torch.Tensor) -> Arrival | None:
-        """What was read, in device memory, so that backward need not wait for the copy; None where it stays staged."""
+        """Copy staged bytes to the device, so that backward need not wait for that; None where they stay staged."""
         if self._space.ring.zero_copy or ticket.released:
             return None
         try:
@@ -201,7 +202,7 @@ class LaneWork:
 def _read_checked(
     ticket: SwapTicket, target: torch.Tensor, handle: IoHandle, integrity: Integrity
 ) -> StorageError | None:
-    """Read a ticket's bytes into ``target``; what stands against using them, or None."""
+    """Read a ticket's bytes into ``target``. Returns the error for which they must not be used, if there is one."""
     where = f"{ticket.path.file.directory}, offset {ticket.extent.offset}, {ticket.extent.nbytes} bytes"
     try:
         mismatch = _read_up_to_twice(ticket, target, handle, integrity, where)

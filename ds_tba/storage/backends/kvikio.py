@@ -1,7 +1,7 @@
 """NVIDIA's kvikio: from device memory straight to the file where GPUDirect Storage is, else through host memory.
 
 References are to kvikio 26.10. It opens files by path, so the swap file is given as ``/proc/self/fd/N``; cuFile wants a
-real name (``names.py``), which a file can be given once, so that the lanes share one ``CuFile``. The thread pool is
+real name (``cufile.py``), which a file can be given once, so that the lanes share one ``CuFile``. The thread pool is
 one for the process, first in first out: a request of host memory is cut short, so that a read never waits behind more
 than a few tasks of each writing lane. A request of device memory is not: each one first waits for the default stream
 (``sync_default_stream`` in ``file_handle.hpp``, which Python cannot turn off).
@@ -89,7 +89,7 @@ class KvikioBackend(IoBackend):
                 file = self._open(str(path))
             shared = self._shared[fd] = Shared(file, file.close)
         shared.join()
-        return _KvikioHandle(shared.thing, shared.leave, on_device=True)
+        return _KvikioHandle(shared.resource, shared.leave, on_device=True)
 
     def _open(self, path: str) -> Any:
         try:
@@ -157,7 +157,7 @@ class _KvikioHandle(IoHandle):
 
 
 def obstacle() -> str | None:
-    """What keeps kvikio from running here, with the repair; None if nothing does. Does no I/O through it."""
+    """The reason why kvikio cannot run here, with the repair; None if there is none. Does no I/O through it."""
     problem = driver_obstacle()
     if problem is not None:
         return f"{problem}: install the driver"
