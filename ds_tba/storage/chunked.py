@@ -47,7 +47,7 @@ class PiecesStore(Store[PiecesTicket]):
         self._piece_bytes = max(part - part % slots.alignment_bytes, slots.alignment_bytes)
         # Where a slot can be the tensor's memory, putting pieces together is a copy that whole storages do not need.
         self._largest_whole_bytes = slots.capacity_bytes if space.ring.zero_copy else self._piece_bytes
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of the tickets; taken before the inner store's, never in a finalizer
 
     def put(self, data: torch.Tensor, *, wait: bool) -> Ticket | Refusal:  # type: ignore[override]
         """As :meth:`Store.put`; the ticket of a storage that is not cut is the inner store's own."""

@@ -121,7 +121,7 @@ class HostStore(Store[HostTicket]):
             self._deferred.act_if_free()
             return refusal
         try:
-            ticket.copy = self._copies.out(data, ticket.view())
+            ticket.copy = self._copies.out(data, ticket.view())  # without the lock: nobody else has the ticket yet
         except BaseException:
             self.release(ticket)
             raise

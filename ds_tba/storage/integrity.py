@@ -55,7 +55,7 @@ class Integrity:
         """A 64-bit checksum of every sample of ``data`` (uint8, 1-D, where staging is).
 
         Blocks until the copies to the host are done, if staging is device memory. They are queued on the calling
-        thread's current stream, which must not be the one of the training thread: see ``StagingRing.beside_compute``.
+        thread's current stream, which must not be the one of the training thread: see ``StagingRing.lane_stream``.
         """
         samples = self._samples(data.numel())
         if self._on_device:

@@ -251,7 +251,7 @@ class Reloader:
             self._space.stats.cancelled_bytes += ticket.nbytes
             self._space.end_write()
             ticket.move(_S.RELEASED)
-            self._space.free(ticket)
+            self._space.free(ticket)  # not the slot, if that was lent
         return Loaded(arrival, stored=False)
 
     def _forward_during_write(self, ticket: SwapTicket, device: torch.device) -> Loaded:
@@ -269,7 +269,7 @@ class Reloader:
     def _copy_staged(self, ticket: SwapTicket, device: torch.device) -> Arrival:
         staged = self._ring.view(ticket.held_slot)
         arrival = self._ring.copies.into(staged, ticket.nbytes, device, after=ticket.copies)
-        ticket.uses.append(arrival.event)
+        ticket.uses.append(arrival.event)  # so that the slot is written again only when the copy has read it
         return arrival
 
     def _lend(self, ticket: SwapTicket) -> Arrival:
@@ -312,6 +312,7 @@ class Reloader:
         return arrival
 
     def _wait_until_loaded(self, ticket: SwapTicket) -> None:
+        """Block until the bytes are in memory. Called under the lock, which each wait releases."""
         warned = False
         if ticket.state is _S.STORED:
             ticket.slot = self._ring.slots.allocate(ticket.extent.nbytes)
