@@ -268,7 +268,7 @@ class ActivationOffloader:
             return
         rates = Rates(tiers.nvme, self._accelerator, config.io.ring_bytes)
         _measure_together(rates, agreement)
-        memory = MemoryMeter(self._accelerator, self.cache.stats.resident)
+        memory = MemoryMeter(self._accelerator.memory, self.cache.stats.resident)
         # The memory of a CPU is shared by all ranks of the machine.
         sharers = self._process.ranks_on_node if self._accelerator.is_synchronized_device() else 1
         planning = Planning(
@@ -281,7 +281,7 @@ class ActivationOffloader:
             planning if plans else None,
             rates,
             agreement,
-            self._accelerator,
+            self._accelerator.clock,
             partial(_counts, tiers, self.cache),
             partial(_write_trace, trace_path),
             memory,

@@ -788,7 +788,7 @@ def nvme_cache(
     ring = StagingRing(accelerator, backend, staging_bytes)
     store = NvmeStore([SwapFile(directory, 256 << 20)], backend, ring, Lanes(2, 2), "sampled")
     try:
-        yield TensorCache([store], accelerator.device_name(), MIN_BYTES, wait_for_staging=wait)
+        yield TensorCache([store], accelerator.device().type, MIN_BYTES, wait_for_staging=wait)
     finally:
         store.close()
 

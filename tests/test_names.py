@@ -67,7 +67,7 @@ def test_what_a_killed_run_left_goes_with_the_next_and_what_a_live_one_has_stays
     assert len(list(tmp_path.iterdir())) == 2
     another = SwapFile(tmp_path, 1 << 20)
     with named(another.fd, "kvikio") as path:
-        assert set(tmp_path.iterdir()) == {alive.thing, path}
+        assert set(tmp_path.iterdir()) == {alive.resource, path}
     alive.leave()
     assert list(tmp_path.iterdir()) == []
     file.close()
@@ -84,7 +84,7 @@ def test_the_end_of_a_forked_child_takes_no_name_away(tmp_path: Path) -> None:
 if os.fork() == 0:
     sys.exit(0)  # runs finalizers, as os._exit does not
 os.wait()
-sys.exit(0 if name.thing.exists() else 5)
+sys.exit(0 if name.resource.exists() else 5)
 """
     assert python(tmp_path, ending) == 0
 

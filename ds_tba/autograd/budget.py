@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from ds_tba.autograd.saved import Keeper, Moved, RecordState, ResidencyGuard, SavedStorage
-from ds_tba.device.accelerator import Accelerator, moment
+from ds_tba.device.accelerator import Accelerator, MemoryUse, moment
 from ds_tba.errors import StateError
 from ds_tba.storage.base import Refusal, Store, Ticket
 from ds_tba.telemetry.stats import Gauge
@@ -266,12 +266,12 @@ class MemoryMeter:
     """The most device memory that everything but saved tensors held at once.
 
     Args:
-        accelerator: tells what is allocated.
+        memory: of the device.
         resident: what saved tensors hold of that.
     """
 
-    def __init__(self, accelerator: Accelerator, resident: Gauge) -> None:
-        self._accelerator = accelerator
+    def __init__(self, memory: MemoryUse, resident: Gauge) -> None:
+        self._memory = memory
         self._resident = resident
         self._resident_before_bytes = 0
         self._peak_bytes: int | None = None
@@ -280,8 +280,8 @@ class MemoryMeter:
     def sample(self) -> None:
         """Look at this moment, and at what came between the last sample and this one."""
         resident_bytes = self._resident.now
-        peak_bytes = self._accelerator.peak_in_use_bytes()
-        others_bytes = self._accelerator.in_use_bytes() - resident_bytes
+        peak_bytes = self._memory.peak_in_use_bytes()
+        others_bytes = self._memory.in_use_bytes() - resident_bytes
         if self._peak_bytes is not None and peak_bytes > self._peak_bytes:
             # Nobody knows how much was ours then. The less, the more was others': that is the safe side.
             others_bytes = max(others_bytes, peak_bytes - min(self._resident_before_bytes, resident_bytes))
@@ -290,6 +290,6 @@ class MemoryMeter:
 
     def room_bytes(self) -> float:
         """What saved tensors may hold; see [Note: Room]."""
-        free_bytes = self._accelerator.free_bytes()
-        others_bytes = self._accelerator.in_use_bytes() - self._resident.now
+        free_bytes = self._memory.free_bytes()
+        others_bytes = self._memory.in_use_bytes() - self._resident.now
         return max(0.0, free_bytes - max(0, self.most_bytes - others_bytes))

@@ -20,21 +20,31 @@ import torch
 
 from ds_tba.device.memory import available_bytes, give_back_freed_memory, peak_resident_set_bytes, resident_set_bytes
 
-# Of a device's memory: for temporaries, fragments and what others hold, where nobody told a budget.
+# Part of a device's memory that is left to temporaries, fragmentation and other libraries, where no budget is set.
 TEMPORARY_FRACTION = 0.1
 
 
 class Clock(Protocol):
-    """Tells the time of the stream of kernels."""
+    """Time as the stream of kernels sees it. A mark is an event of CUDA, or a time of the host."""
 
     def mark(self) -> Any: ...
     def elapsed_s(self, earlier: Any, later: Any) -> float: ...
 
 
-class Accelerator(Clock, Protocol):
-    """What is needed of a device. Streams and events are those of torch."""
+class MemoryUse(Protocol):
+    """How much of the device's memory is free and in use."""
 
-    def device_name(self) -> str: ...
+    def free_bytes(self) -> float: ...
+    def in_use_bytes(self) -> int: ...
+    def peak_in_use_bytes(self) -> int: ...
+
+
+class Accelerator(Protocol):
+    """The operations of a device that offloading needs. Streams and events are those of torch."""
+
+    clock: Clock
+    memory: MemoryUse
+
     def device(self) -> torch.device: ...
     def is_synchronized_device(self) -> bool: ...
     def is_capturing(self) -> bool: ...
@@ -46,28 +56,53 @@ class Accelerator(Clock, Protocol):
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor: ...
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None: ...
     def share(self, tensor: torch.Tensor, stream: Any) -> None: ...
-    def free_bytes(self) -> float: ...
-    def in_use_bytes(self) -> int: ...
-    def peak_in_use_bytes(self) -> int: ...
+
+
+class HostClock:
+    """The clock of the CPU: its kernels are done when their call returns."""
+
+    def mark(self) -> float:
+        """The time now."""
+        return time.perf_counter()
+
+    def elapsed_s(self, earlier: float, later: float) -> float:
+        """Seconds between two marks."""
+        return later - earlier
+
+
+class HostMemoryUse:
+    """Memory of the machine and of this process."""
+
+    def free_bytes(self) -> float:
+        """Memory that can be taken without swapping, less a part as on a device; all processes share it."""
+        give_back_freed_memory()
+        return (1 - TEMPORARY_FRACTION) * available_bytes()
+
+    def in_use_bytes(self) -> int:
+        """Resident memory of this process."""
+        return resident_set_bytes()
+
+    def peak_in_use_bytes(self) -> int:
+        """The most that was ever resident."""
+        return peak_resident_set_bytes()
 
 
 class CpuAccelerator:
     """The CPU: every copy is done when its call returns, and there is nothing to pin."""
 
-    def device_name(self) -> str:
-        """As torch names the device."""
-        return "cpu"
+    clock: Clock = HostClock()
+    memory: MemoryUse = HostMemoryUse()
 
     def device(self) -> torch.device:
         """The device."""
         return torch.device("cpu")
 
     def is_synchronized_device(self) -> bool:
-        """There are neither streams nor events."""
+        """True: there are neither streams nor events."""
         return True
 
     def is_capturing(self) -> bool:
-        """There are no graphs."""
+        """False: there are no graphs."""
         return False
 
     def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -111,27 +146,59 @@ class CpuAccelerator:
     def share(self, tensor: torch.Tensor, stream: Any) -> None:
         """Nothing."""
 
+
+class StreamClock:
+    """Events with timing on the stream of kernels.
+
+    Args:
+        api: what ``deepspeed.accelerator.get_accelerator()`` returns.
+        index: of the device.
+    """
+
+    def __init__(self, api: Any, index: int) -> None:
+        self._api = api
+        self._index = index
+
     def mark(self) -> Any:
-        """This moment."""
-        return time.perf_counter()
+        """An event on the calling thread's current stream: the time at which the device gets there."""
+        event = self._api.Event(enable_timing=True)
+        event.record(self._api.current_stream(self._index))
+        return event
 
     def elapsed_s(self, earlier: Any, later: Any) -> float:
-        """Seconds between two marks."""
-        seconds: float = later - earlier
-        return seconds
+        """Seconds between two marks; blocks the host until the device has passed them."""
+        later.synchronize()
+        earlier.synchronize()
+        milliseconds: float = earlier.elapsed_time(later)
+        return milliseconds / 1000.0
+
+
+class DeviceMemoryUse:
+    """Memory of one device, as its allocator counts it.
+
+    Args:
+        api: what ``deepspeed.accelerator.get_accelerator()`` returns.
+        index: of the device.
+    """
+
+    def __init__(self, api: Any, index: int) -> None:
+        self._api = api
+        self._index = index
 
     def free_bytes(self) -> float:
-        """Memory of the machine that nobody holds now, less a part as on a device; all its processes share it."""
-        give_back_freed_memory()
-        return (1 - TEMPORARY_FRACTION) * available_bytes()
+        """Memory that tensors do not hold now, less a part for what is made and dropped between activations."""
+        total_bytes: int = self._api.total_memory(self._index)
+        return max(0.0, (1 - TEMPORARY_FRACTION) * total_bytes - self.in_use_bytes())
 
     def in_use_bytes(self) -> int:
-        """Memory of this process."""
-        return resident_set_bytes()
+        """Memory that tensors hold now."""
+        allocated_bytes: int = self._api.memory_allocated(self._index)
+        return allocated_bytes
 
     def peak_in_use_bytes(self) -> int:
-        """The most that it ever was."""
-        return peak_resident_set_bytes()
+        """The most that tensors held since the peak was last reset."""
+        peak_bytes: int = self._api.max_memory_allocated(self._index)
+        return peak_bytes
 
 
 class DeviceAccelerator:
@@ -146,18 +213,15 @@ class DeviceAccelerator:
     def __init__(self, api: Any) -> None:
         self._api = api
         self._index = api.current_device()
-
-    def device_name(self) -> str:
-        """As torch names the device, such as ``"cuda"``."""
-        name: str = self._api.device_name()
-        return name
+        self.clock: Clock = StreamClock(api, self._index)
+        self.memory: MemoryUse = DeviceMemoryUse(api, self._index)
 
     def device(self) -> torch.device:
-        """The one that is this rank's, with its index."""
-        return torch.device(self.device_name(), self._index)
+        """This rank's device, with its index."""
+        return torch.device(self._api.device_name(), self._index)
 
     def is_synchronized_device(self) -> bool:
-        """It is not."""
+        """False."""
         return False
 
     def is_capturing(self) -> bool:
@@ -199,35 +263,6 @@ class DeviceAccelerator:
         """Tell the allocator that ``stream`` uses a tensor which another stream allocated."""
         tensor.record_stream(stream)
 
-    def mark(self) -> Any:
-        """The moment at which the calling thread's current stream will have come so far."""
-        event = self._api.Event(enable_timing=True)
-        event.record(self.current_stream())
-        return event
-
-    def elapsed_s(self, earlier: Any, later: Any) -> float:
-        """Seconds between two marks; blocks the host until the device has passed them."""
-        later.synchronize()
-        earlier.synchronize()
-        milliseconds: float = earlier.elapsed_time(later)
-        return milliseconds / 1000.0
-
-    def free_bytes(self) -> float:
-        """Memory that tensors do not hold now, less a part for what is made and dropped between activations."""
-        total_bytes: int = self._api.total_memory(self._index)
-        held_bytes: int = self._api.memory_allocated(self._index)
-        return max(0.0, (1 - TEMPORARY_FRACTION) * total_bytes - held_bytes)
-
-    def in_use_bytes(self) -> int:
-        """Memory that tensors hold now."""
-        allocated_bytes: int = self._api.memory_allocated(self._index)
-        return allocated_bytes
-
-    def peak_in_use_bytes(self) -> int:
-        """The most that they held since somebody last reset it."""
-        peak_bytes: int = self._api.max_memory_allocated(self._index)
-        return peak_bytes
-
 
 def adapted(api: Any) -> Accelerator:
     """DeepSpeed's accelerator as ours."""
@@ -240,7 +275,7 @@ def pins_memory(accelerator: Accelerator) -> bool:
 
 
 class PendingCopy:
-    """A copy out of device memory under way, with a hold on that memory until it is done."""
+    """A copy out of device memory under way. Holds that memory until the copy is done: see [Note: Ordering]."""
 
     __slots__ = ("_source", "event", "nbytes")
 
@@ -366,7 +401,7 @@ class Copies:
         self._accelerator.copy(source, target)
 
     def settle(self) -> None:
-        """Let go of the device memory of copies that are done. Call it under the store's lock."""
+        """Free the device memory of copies that are done. Never blocks. Call it under the store's lock."""
         while self._pending and self._pending[0].is_done():
             self._pending.popleft()
 
@@ -390,37 +425,3 @@ class Copies:
     def pending_bytes(self) -> int:
         """Device bytes held for copies out."""
         return sum(copy.nbytes for copy in list(self._pending))
-
-
-class Retirement:
-    """Things that a copy is still using, given back when it is done. Changed only under the store's lock."""
-
-    def __init__(self) -> None:
-        self._waiting: deque[tuple[list[Any], Any]] = deque()
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def add(self, events: Iterable[Any], thing: Any) -> bool:
-        """Keep ``thing`` until the events are done; False where they are, so that it may be given back now."""
-        under_way = [event for event in events if event is not None and not event.query()]
-        if under_way:
-            self._waiting.append((under_way, thing))
-        return bool(under_way)
-
-    def retired(self) -> list[Any]:
-        """The things that no copy uses any more."""
-        waiting, self._waiting = self._waiting, deque()
-        done = []
-        for events, thing in waiting:
-            if all(event.query() for event in events):
-                done.append(thing)
-            else:
-                self._waiting.append((events, thing))
-        return done
-
-    def finish(self) -> None:
-        """Block until no copy uses any of them."""
-        for events, _ in self._waiting:
-            for event in events:
-                event.synchronize()

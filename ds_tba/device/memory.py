@@ -60,9 +60,9 @@ def show_to_children(memory: torch.Tensor) -> None:
 
 
 def give_pages_back(memory: torch.Tensor) -> None:
-    """Have the kernel take back the pages of page-aligned host memory: touched again, they are there, and zero.
+    """Give the pages of page-aligned host memory back to the kernel. A page that is touched again is zero.
 
-    A kernel that does not do so for locked memory (before Linux 5.18) keeps that. A page that is in it in part stays.
+    Locked memory stays as it is before Linux 5.18, and so does a page that ``memory`` covers in part.
     """
     memory = memory[: memory.numel() // PAGE_BYTES * PAGE_BYTES]
     if _madvise(memory, _MADV_DONTNEED_LOCKED) != 0:
@@ -142,7 +142,7 @@ class _Version:
         return ""
 
     def left_bytes(self, group: Path) -> int:
-        """Until the limit of a group."""
+        """Bytes until the limit of a group."""
         limit_bytes = int((group / self.limit).read_text(encoding="ascii"))
         held_bytes = int((group / self.held).read_text(encoding="ascii"))
         stat = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
@@ -156,7 +156,7 @@ _VERSIONS = (
 
 
 def available_bytes(proc: Path = PROC, groups: Path = GROUPS) -> int:
-    """What can be taken without swapping, by all processes together that share it.
+    """Memory that can be taken without swapping, by all processes together that share it.
 
     That is ``MemAvailable`` of proc(5), or what is left to a control group (cgroups(7)) that this process is in, as
     containers and batch systems have them; 0 where a limit is exceeded.
@@ -167,7 +167,7 @@ def available_bytes(proc: Path = PROC, groups: Path = GROUPS) -> int:
 
 
 def _left_bytes(proc: Path, groups: Path) -> list[int]:
-    """Of each limited group from this process's own up. What a group has cached can be dropped."""
+    """Bytes left to each limited group, from this process's own up. Its cached pages count as free."""
     memberships: list[str] = []
     with suppress(OSError):  # a kernel may be without them, a sandbox may hide them
         memberships = (proc / "self/cgroup").read_text(encoding="utf-8").splitlines()
@@ -188,7 +188,7 @@ def resident_set_bytes(proc: Path = PROC) -> int:
 
 
 def peak_resident_set_bytes(proc: Path = PROC) -> int:
-    """The most that it ever was (``VmHWM``)."""
+    """The peak of :func:`resident_set_bytes` (``VmHWM``)."""
     return _status_bytes(proc, "VmHWM:")
 
 

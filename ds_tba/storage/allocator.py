@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from ds_tba.errors import StateError
 
@@ -88,3 +91,43 @@ class SpanAllocator:
             end += self._free[last][1]
             last += 1
         self._free[first:last] = [(start, end - start)]
+
+
+class CopySafeAllocator(SpanAllocator):
+    """Spans of memory that copies may still use when they are freed. Changed only under the store's lock.
+
+    Such a span is free once its copies are done, which :meth:`settle` looks for: the host never waits for the device
+    to free memory, and no copy reads or writes a span that was handed out again.
+    """
+
+    def __init__(self, capacity_bytes: int, alignment_bytes: int) -> None:
+        super().__init__(capacity_bytes, alignment_bytes)
+        self._in_copies: deque[tuple[list[Any], Span]] = deque()
+
+    def free_after(self, events: Iterable[Any], span: Span) -> None:
+        """Free a span when these events are done; at once where they are. None stands for an event that is done."""
+        under_way = [event for event in events if event is not None and not event.query()]
+        if under_way:
+            self._in_copies.append((under_way, span))
+        else:
+            self.free(span)
+
+    def settle(self) -> None:
+        """Free the spans whose copies are done. Never blocks."""
+        waiting, self._in_copies = self._in_copies, deque()
+        for events, span in waiting:
+            if all(event.query() for event in events):
+                self.free(span)
+            else:
+                self._in_copies.append((events, span))
+
+    def finish(self) -> None:
+        """Block until no copy uses a span that was freed."""
+        for events, _ in self._in_copies:
+            for event in events:
+                event.synchronize()
+
+    @property
+    def has_spans_in_copies(self) -> bool:
+        """Whether :meth:`settle` will free a span later."""
+        return bool(self._in_copies)

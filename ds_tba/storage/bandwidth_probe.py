@@ -1,10 +1,10 @@
 """The first measurement of all paths: their lanes write, then read, then both, for a moment and within few bytes.
 
 [Note: The probe] Every lane of every path takes part, with an extent and a slot of its own, so that a rate is that of
-a path with its lanes, beside the other paths. First the extents are written, because fresh ones are written slower and
-read at once; that is not measured. A request grows while it is done quickly, up to the size of storages, so that a slow
-drive ends in time: at 10 MB/s after about 2 s, of which a drive of some GB/s needs a tenth. What is written is noise,
-which no drive can shorten.
+a path with all its lanes while the other paths work. First the extents are written, which is not measured: a fresh
+extent is written slower, and read without the drive. A request grows while it is done quickly, up to the size of
+storages, so that a slow drive ends in time: at 10 MB/s after about 2 s, of which a drive of some GB/s needs a tenth.
+The bytes written are noise, which no drive can compress.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class BandwidthProbe:
         self.integrity = integrity
         self.clock = clock
         self.failure: tuple[SwapPath, Exception] | None = None
-        self.together = threading.Barrier(1)
+        self.barrier = threading.Barrier(1)
         self.ended = threading.Semaphore(0)
 
     def run(self, paths: Sequence[SwapPath]) -> None:
@@ -63,17 +63,17 @@ class BandwidthProbe:
         """
         with self.space.lock:
             parts = self._parts(paths)
-        self.together = threading.Barrier(sum(len(part) for part in parts) or 1)
+        self.barrier = threading.Barrier(sum(len(part) for part in parts) or 1)
         for part in parts:
-            for shift in part:
-                (shift.path.writes if shift.kind is Kind.WRITE else shift.path.reads).put(shift)
+            for lane in part:
+                (lane.path.writes if lane.kind is Kind.WRITE else lane.path.reads).put(lane)
         for part in parts:
             for _ in part:
                 self.ended.acquire()
         with self.space.lock:
-            for shift in (shift for part in parts for shift in part):
-                self.space.ring.slots.free(shift.slot)
-                shift.path.extents.free(shift.extent)
+            for lane in (lane for part in parts for lane in part):
+                self.space.ring.slots.free(lane.slot)
+                lane.path.extents.free(lane.extent)
         if self.failure is not None:
             path, error = self.failure
             raise PathError(
@@ -105,13 +105,13 @@ class BandwidthProbe:
                 return []
             self.space.ring.fill(slot, noise[:slot_bytes])
             part.append(LaneProbe(self, path, kind, slot, extent, phase))
-        writers = [shift for shift in part if shift.kind is Kind.WRITE]
-        for shift, writer in zip(part, cycle(writers), strict=False):
-            writer.to_prepare.append(shift)
+        writers = [lane for lane in part if lane.kind is Kind.WRITE]
+        for lane, writer in zip(part, cycle(writers), strict=False):
+            writer.to_prepare.append(lane)
         return part
 
     def _give_back(self, part: list[LaneProbe], path: SwapPath, slot: Span | None, extent: Span | None) -> None:
-        slots, extents = [shift.slot for shift in part], [shift.extent for shift in part]
+        slots, extents = [lane.slot for lane in part], [lane.extent for lane in part]
         for one in [*slots, slot] if slot is not None else slots:
             self.space.ring.slots.free(one)
         for one in [*extents, extent] if extent is not None else extents:
@@ -143,7 +143,7 @@ class PathPhase:
 
 @dataclass(eq=False)
 class LaneProbe(Task):
-    """What one lane does in a probe.
+    """The part of one lane in a probe.
 
     Attributes:
         slot, extent: its own.
@@ -168,12 +168,12 @@ class LaneProbe(Task):
     def run_in_lane(self, handle: IoHandle) -> None:
         """Take part in every phase. Waits for the other lanes between them."""
         try:
-            with self.probe.space.ring.beside_compute():
-                self.probe.together.wait()
+            with self.probe.space.ring.lane_stream():
+                self.probe.barrier.wait()
                 if self.kind is Kind.WRITE:
                     self._attempt(self._prepare, 0, handle)
                 for number, kinds in enumerate(PHASES, 1):
-                    self.probe.together.wait()
+                    self.probe.barrier.wait()
                     if self.kind in kinds:
                         self._attempt(self._repeat, number, handle)
         finally:
@@ -191,11 +191,11 @@ class LaneProbe(Task):
 
     def _prepare(self, number: int, handle: IoHandle) -> None:
         """Write the extents, each a little at least."""
-        while rest := [shift for shift in self.to_prepare if shift.written_bytes < shift.extent.nbytes]:
-            for shift in rest:
-                nbytes = min(self.request_bytes, shift.extent.nbytes - shift.written_bytes)
-                self._move(handle, shift.extent.offset + shift.written_bytes, nbytes, is_typical=False)
-                shift.written_bytes += nbytes
+        while rest := [lane for lane in self.to_prepare if lane.written_bytes < lane.extent.nbytes]:
+            for lane in rest:
+                nbytes = min(self.request_bytes, lane.extent.nbytes - lane.written_bytes)
+                self._move(handle, lane.extent.offset + lane.written_bytes, nbytes, is_typical=False)
+                lane.written_bytes += nbytes
             if self.probe.failure is not None or self.phase.is_late(number):
                 return
 
@@ -222,7 +222,7 @@ class LaneProbe(Task):
         finally:
             with space.lock:
                 meter.stop(transfer, moved=moved, is_typical=is_typical and not grows)
-                self.path.trial_bytes += nbytes if moved and self.kind is Kind.WRITE else 0
+                self.path.probe_bytes += nbytes if moved and self.kind is Kind.WRITE else 0
         return not grows
 
     def _transfer(self, handle: IoHandle, staged: torch.Tensor, offset: int) -> None:

@@ -30,7 +30,7 @@ class Ticket:
     """One storage in a store's care; each store has its own kind.
 
     Attributes:
-        passing_bytes: device memory, beside that of the storage, that bringing it back may take.
+        passing_bytes: device memory that reloading takes for a moment, in addition to that of the storage.
     """
 
     __slots__ = ("nbytes", "passing_bytes", "store")
@@ -96,21 +96,21 @@ class Store(ABC, Generic[OwnTicket]):
 
     @abstractmethod
     def settle(self) -> None:
-        """Let go of what copies that are done still hold. Never blocks on the device."""
+        """Free the memory that finished copies still hold. Never blocks on the device."""
 
     @abstractmethod
     def cancel_prefetch(self, ticket: OwnTicket) -> bool:
-        """Give up what was read ahead, or is about to be, and its memory; the store still has the bytes.
+        """Cancel a prefetch and free its memory; the store still has the bytes.
 
-        False where there is nothing to give up now.
+        False where there is nothing to cancel now.
         """
 
     @abstractmethod
     def finish_copies(self) -> None:
-        """Block until no copy out of device memory is under way, and let go of that memory."""
+        """Block until no copy out of device memory is under way, and free that memory."""
 
     def trim(self) -> None:
-        """Give back what memory can be had again, while nothing goes to this store."""
+        """Give pages of memory back to the system, while nothing goes to this store."""
 
     @abstractmethod
     def close(self) -> None:
@@ -146,7 +146,7 @@ class StateMachine:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What to do with a storage.
+    """The decision for a storage.
 
     Attributes:
         stores: which may have it, in order of preference; none means that it is kept.
@@ -163,12 +163,12 @@ class Policy(Protocol):
     """The choices for one micro-step."""
 
     def choose(self, key: Hashable, nbytes: int) -> Choice:
-        """Where the storage goes; asked at every save, also of what has its place already."""
+        """Where the storage goes; asked at every save, also for a storage that is placed already."""
         ...
 
 
 class Always:
-    """The same for every storage."""
+    """The same choice for every storage."""
 
     def __init__(self, stores: Sequence[Store[Any]], *, wait: bool, reason: str = "placement keep") -> None:
         self._choice = Choice(tuple(stores), wait, reason)
@@ -216,7 +216,13 @@ _MOVES: dict[TicketState, tuple[TicketState, ...]] = {
 
 
 class SwapTicket(Ticket, StateMachine):
-    """One storage in the NVMe store's care. Only that store changes it, under its lock."""
+    """One storage in the NVMe store's care. Only that store changes it, under its lock.
+
+    [Note: Who frees a slot] While a thread moves the bytes of a ticket without the lock, its state says so, and the
+    slot must stay. Two threads may do that at once: a lane writes from the slot, and backward copies from it
+    (``forwarding``). The one that ends last frees the slot. A release that comes in the meantime only sets
+    ``released``, and the lane acts on it in the end.
+    """
 
     __slots__ = (
         "arrival",
@@ -230,11 +236,11 @@ class SwapTicket(Ticket, StateMachine):
         "path",
         "prefetched",
         "released",
+        "retain_in_staging",
         "slot",
         "state",
-        "stayed",
         "uses",
-        "wanted",
+        "was_retained",
     )
 
     noun = "a ticket"
@@ -255,11 +261,11 @@ class SwapTicket(Ticket, StateMachine):
         self.arrival: Arrival | None = None  # what was read ahead, on the device
         self.host: torch.Tensor | None = None
         self.error: StorageError | None = None
-        self.forwarding = False
-        self.wanted = False  # read ahead was asked for while it was still to be written
-        self.stayed = False  # since its write: nothing was read
+        self.forwarding = False  # backward copies from the slot during the write
+        self.retain_in_staging = False  # when its write ends, since read ahead was asked for before
+        self.was_retained = False  # so that nothing was read
         self.prefetched = False
-        self.released = False
+        self.released = False  # while a thread was moving the bytes
 
     def wait_for_copies(self) -> None:
         """Block until the device has written its bytes into the slot."""

@@ -1,4 +1,4 @@
-"""Large storages in pieces: what is larger than staging passes through it, and one storage is spread over all paths.
+"""Large storages in pieces, so that they fit staging whatever their size, and spread over all paths.
 
 A storage of more than one piece is put, read ahead and brought back piece by piece, so that its copies, writes and
 reads overlap with each other, whatever its size.
@@ -31,7 +31,7 @@ class PiecesTicket(Ticket):
 
 
 class PiecesStore(Store[PiecesTicket]):
-    """Cuts large storages into pieces, and passes all others on.
+    """Cuts large storages into pieces, and passes all others on to the inner store.
 
     Args:
         inner: takes the pieces and the other storages; closed with this store.
@@ -46,17 +46,16 @@ class PiecesStore(Store[PiecesTicket]):
         part = int(slots.capacity_bytes * PIECE_FRACTION_OF_STAGING)
         self._piece_bytes = max(part - part % slots.alignment_bytes, slots.alignment_bytes)
         # Where a slot can be the tensor's memory, putting pieces together is a copy that whole storages do not need.
-        self._largest_whole_bytes = slots.capacity_bytes if space.ring.lends else self._piece_bytes
-        self._lock = threading.Lock()
+        self._largest_whole_bytes = slots.capacity_bytes if space.ring.zero_copy else self._piece_bytes
+        self._lock = threading.Lock()  # of the tickets; taken before the inner store's, never in a finalizer
 
     def put(self, data: torch.Tensor, *, wait: bool) -> Ticket | Refusal:  # type: ignore[override]
         """As :meth:`Store.put`; the ticket of a storage that is not cut is the inner store's own."""
         if data.numel() <= self._largest_whole_bytes:
             taken: Ticket | Refusal = self._inner.put(data, wait=wait)
             return taken
-        if not wait and self._space.is_short_of(data.numel()):
-            with self._space.lock:
-                return self._space.refuse(data.numel())
+        if not wait and (refusal := self._refuse(data.numel())) is not None:
+            return refusal
         pieces: list[Ticket] = []
         try:
             for part in torch.split(data, self._piece_bytes):
@@ -78,7 +77,7 @@ class PiecesStore(Store[PiecesTicket]):
         with self._lock:
             if ticket.whole is None:
                 ticket.whole = self._copies.allocate(ticket.nbytes, device)
-            # What fails half-way, for want of device memory say, may be tried again: the pieces that came stay.
+            # A get that fails half-way, for lack of device memory say, may be repeated: the pieces copied so far stay.
             for piece in ticket.pieces[ticket.brought_back :]:
                 self._prefetch(ticket)
                 loaded = piece.store.get(piece, device)
@@ -109,6 +108,17 @@ class PiecesStore(Store[PiecesTicket]):
 
     def close(self) -> None:
         self._inner.close()
+
+    def _refuse(self, nbytes: int) -> Refusal | None:
+        """Refuse a storage that would have to wait for staging, before its first pieces are copied for nothing."""
+        slots = self._space.ring.slots
+        if slots.padded(nbytes) <= slots.capacity_bytes - slots.used_bytes:
+            return None
+        with self._space.lock:
+            too_large = slots.padded(nbytes) > slots.capacity_bytes
+            reason = Refusal.LARGER_THAN_STAGING if too_large else Refusal.STAGING_FULL
+            self._space.stats.fallbacks[reason.value] += 1
+        return reason
 
     @staticmethod
     def _prefetch(ticket: PiecesTicket) -> bool:

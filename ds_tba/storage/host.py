@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from ds_tba.config import IO_ALIGNMENT_BYTES
-from ds_tba.device.accelerator import Accelerator, Arrival, Copies, PendingCopy, Retirement, pins_memory
+from ds_tba.device.accelerator import Accelerator, Arrival, Copies, PendingCopy, pins_memory
 from ds_tba.device.memory import huge_page_memory
 from ds_tba.errors import StateError
-from ds_tba.storage.allocator import Span, SpanAllocator
+from ds_tba.storage.allocator import CopySafeAllocator, Span
 from ds_tba.storage.base import Loaded, Refusal, Store, Ticket
 from ds_tba.storage.finalizers import DeferredFinalizers
 from ds_tba.telemetry.stats import StoreStats
@@ -36,7 +36,17 @@ class HostTicket(Ticket):
         self.span: Span | None = span
         self.copy: PendingCopy | None = None  # into the span
         self.uses: list[Any] = []  # events of copies out of the span
-        self.arrival: Arrival | None = None  # what was copied ahead, on the device
+        self.arrival: Arrival | None = None  # the copy on the device, if it was made ahead
+
+    def view(self) -> torch.Tensor:
+        """The bytes in host memory.
+
+        Raises:
+            StateError: they were given up.
+        """
+        if self.span is None:
+            raise StateError("bytes were asked for after they were given up; this is a bug in ds_tba")
+        return self.segment.memory[self.span.offset : self.span.offset + self.span.nbytes]
 
 
 class Segment:
@@ -44,11 +54,33 @@ class Segment:
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
-        self.spans = SpanAllocator(memory.numel(), IO_ALIGNMENT_BYTES)
+        self.spans = CopySafeAllocator(memory.numel(), IO_ALIGNMENT_BYTES)
 
-    def view(self, span: Span) -> torch.Tensor:
-        """The bytes of a span."""
-        return self.memory[span.offset : span.offset + span.nbytes]
+
+class HostMemory:
+    """The budget, in segments. Changed only under the store's lock."""
+
+    def __init__(self, accelerator: Accelerator, budget_bytes: int) -> None:
+        self.segments = [Segment(_allocate(nbytes, accelerator)) for nbytes in segment_sizes(budget_bytes)]
+
+    def allocate(self, nbytes: int) -> tuple[Segment, Span] | None:
+        """A span of the first segment that has room for it."""
+        for segment in self.segments:
+            span = segment.spans.allocate(nbytes)
+            if span is not None:
+                return segment, span
+        return None
+
+    def settle(self) -> None:
+        """Free the spans that were given up and whose copies are done."""
+        for segment in self.segments:
+            segment.spans.settle()
+
+    def close(self) -> None:
+        """Give the memory back, once no copy uses it; blocks until then."""
+        for segment in self.segments:
+            segment.spans.finish()
+        self.segments.clear()
 
 
 class HostStore(Store[HostTicket]):
@@ -64,50 +96,72 @@ class HostStore(Store[HostTicket]):
 
     def __init__(self, accelerator: Accelerator, budget_bytes: int, ahead_bytes: int = 256 << 20) -> None:
         self.stats = StoreStats()
-        self._accelerator = accelerator
+        self._is_synchronous = accelerator.is_synchronized_device()
         self._copies = Copies(accelerator)
         self._ahead_bytes = 0
         self._ahead_limit_bytes = ahead_bytes
         self._lock = threading.Lock()
-        self._notes: DeferredFinalizers[HostTicket] = DeferredFinalizers(self._lock, self._act_on_release)
-        self._retirement = Retirement()
-        self._segments = [Segment(self._allocate(nbytes)) for nbytes in segment_sizes(budget_bytes)]
+        self._deferred: DeferredFinalizers[HostTicket] = DeferredFinalizers(self._lock, self._free)
+        self._memory = HostMemory(accelerator, budget_bytes)
         self._closed = False
 
     def put(self, data: torch.Tensor, *, wait: bool) -> HostTicket | Refusal:
         with self._lock:
-            self._notes.act()
-            ticket = self._reserve(data.numel(), data.device)
-        if isinstance(ticket, HostTicket):
-            self._copy_out(ticket, data)
-        self._notes.act_if_free()
+            self._deferred.act()
+            self._copies.settle()
+            self._memory.settle()
+            self._copies.hold_at_most(max(0, self._ahead_limit_bytes - data.numel()))
+            reserved = self._memory.allocate(data.numel())
+            if reserved is None:
+                refusal = Refusal.CLOSED if self._closed else Refusal.HOST_FULL
+                self.stats.fallbacks[refusal.value] += 1
+            else:
+                ticket = HostTicket(data.numel(), self, *reserved, data.device)
+        if reserved is None:
+            self._deferred.act_if_free()
+            return refusal
+        try:
+            ticket.copy = self._copies.out(data, ticket.view())  # without the lock: nobody else has the ticket yet
+        except BaseException:
+            self.release(ticket)
+            raise
+        with self._lock:
+            self.stats.offloaded_bytes += ticket.nbytes
+        self._deferred.act_if_free()
         return ticket
 
     def prefetch(self, ticket: HostTicket) -> bool:
         with self._lock:
-            self._notes.act()
-            is_ahead = self._prefetch(ticket)
-        self._notes.act_if_free()
-        return is_ahead
+            self._deferred.act()
+            self._copies.settle()
+            has_room = not self._ahead_bytes or self._ahead_bytes + ticket.nbytes <= self._ahead_limit_bytes
+            is_done = self._is_synchronous or ticket.arrival is not None or self._closed
+            if has_room and not is_done:
+                with suppress(RuntimeError):  # no device memory: backward tries again
+                    ticket.arrival = self._copy_in(ticket, ticket.device)
+                    self._ahead_bytes += ticket.nbytes
+        self._deferred.act_if_free()
+        return is_done or has_room
 
     def get(self, ticket: HostTicket, device: torch.device) -> Loaded:
         with self._lock:
-            self._notes.act()
+            self._deferred.act()
             if self._closed:
                 raise StateError("the activation offloader was closed before backward: keep the engine until then")
             self._copies.settle()
             arrival = self._take_arrival(ticket) or self._copy_in(ticket, device)
-        self._notes.act_if_free()
+        self._deferred.act_if_free()
         return Loaded(arrival, stored=True)
 
     def release(self, ticket: HostTicket) -> None:
-        self._notes.leave(ticket)
+        self._deferred.leave(ticket)
 
     def settle(self) -> None:
         with self._lock:
-            self._notes.act()
-            self._settle_copies()
-        self._notes.act_if_free()
+            self._deferred.act()
+            self._copies.settle()
+            self._memory.settle()
+        self._deferred.act_if_free()
 
     def cancel_prefetch(self, ticket: HostTicket) -> bool:
         with self._lock:
@@ -116,42 +170,22 @@ class HostStore(Store[HostTicket]):
     def finish_copies(self) -> None:
         with self._lock:
             self._copies.finish()
-            self._notes.act()
-            self._settle_copies()
-        self._notes.act_if_free()
+            self._deferred.act()
+            self._copies.settle()
+            self._memory.settle()
+        self._deferred.act_if_free()
 
     def close(self) -> None:
         with self._lock:
-            self._notes.act()
+            self._deferred.act()
             self._closed = True
             self._copies.finish()
-            self._retirement.finish()
-            self._segments.clear()
-        self._notes.act_if_free()
-
-    def _copy_out(self, ticket: HostTicket, data: torch.Tensor) -> None:
-        try:
-            ticket.copy = self._copies.out(data, self._view(ticket))
-        except BaseException:
-            self.release(ticket)
-            raise
-        with self._lock:
-            self.stats.offloaded_bytes += ticket.nbytes
-
-    def _prefetch(self, ticket: HostTicket) -> bool:
-        self._copies.settle()
-        if self._accelerator.is_synchronized_device() or ticket.arrival is not None or self._closed:
-            return True
-        if self._ahead_bytes and self._ahead_bytes + ticket.nbytes > self._ahead_limit_bytes:
-            return False
-        with suppress(RuntimeError):  # no device memory: not ahead, then
-            ticket.arrival = self._copy_in(ticket, ticket.device)
-            self._ahead_bytes += ticket.nbytes
-        return True
+            self._memory.close()
+        self._deferred.act_if_free()
 
     def _copy_in(self, ticket: HostTicket, device: torch.device) -> Arrival:
         after = [ticket.copy] if ticket.copy is not None else []
-        arrival = self._copies.into(self._view(ticket), ticket.nbytes, device, after)
+        arrival = self._copies.into(ticket.view(), ticket.nbytes, device, after)
         ticket.uses = [event for event in ticket.uses if not event.query()]
         if arrival.event is not None:
             ticket.uses.append(arrival.event)
@@ -163,42 +197,19 @@ class HostStore(Store[HostTicket]):
             self._ahead_bytes -= ticket.nbytes
         return arrival
 
-    def _settle_copies(self) -> None:
-        self._copies.settle()
-        for segment, span in self._retirement.retired():
-            segment.spans.free(span)
-
-    def _reserve(self, nbytes: int, device: torch.device) -> HostTicket | Refusal:
-        """Room for a storage, once copies hold less device memory; a refusal is counted."""
-        self._settle_copies()
-        self._copies.hold_at_most(max(0, self._ahead_limit_bytes - nbytes))
-        for segment in self._segments:
-            span = segment.spans.allocate(nbytes)
-            if span is not None:
-                return HostTicket(nbytes, self, segment, span, device)
-        refusal = Refusal.CLOSED if self._closed else Refusal.HOST_FULL
-        self.stats.fallbacks[refusal.value] += 1
-        return refusal
-
-    def _act_on_release(self, ticket: HostTicket) -> None:
+    def _free(self, ticket: HostTicket) -> None:
+        """Finalize a released ticket."""
         self._take_arrival(ticket)
         span, ticket.span = ticket.span, None
-        if span is None:
-            return
-        events = ticket.uses + ([ticket.copy.event] if ticket.copy is not None else [])
-        if not self._retirement.add(events, (ticket.segment, span)):
-            ticket.segment.spans.free(span)
+        if span is not None:
+            events = ticket.uses + ([ticket.copy.event] if ticket.copy is not None else [])
+            ticket.segment.spans.free_after(events, span)
 
-    def _allocate(self, nbytes: int) -> torch.Tensor:
-        if not pins_memory(self._accelerator):
-            return huge_page_memory(nbytes)
-        return self._accelerator.pin_memory(torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
 
-    @staticmethod
-    def _view(ticket: HostTicket) -> torch.Tensor:
-        if ticket.span is None:
-            raise StateError("bytes were asked for after they were given up; this is a bug in ds_tba")
-        return ticket.segment.view(ticket.span)
+def _allocate(nbytes: int, accelerator: Accelerator) -> torch.Tensor:
+    if not pins_memory(accelerator):
+        return huge_page_memory(nbytes)
+    return accelerator.pin_memory(torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
 
 
 def segment_sizes(budget_bytes: int) -> list[int]:

@@ -1,8 +1,8 @@
 """Between device memory and files: the staging ring. Does not know files, tickets or autograd.
 
 Staging is host memory, or device memory for a backend that reaches files from there (``IoBackend.stages_on_device``):
-then every copy stays on the device, and whatever else a lane computes runs in a stream of its own
-(:meth:`StagingRing.beside_compute`).
+then every copy stays on the device, and the other device work of a lane runs in a stream of its own
+(:meth:`StagingRing.lane_stream`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from ds_tba.device.accelerator import Accelerator, Copies
 from ds_tba.device.memory import aligned_memory, give_pages_back, host_view, huge_page_memory
-from ds_tba.storage.allocator import Span, SpanAllocator
+from ds_tba.storage.allocator import CopySafeAllocator, Span
 from ds_tba.storage.backends.base import IoBackend
 
 
@@ -30,8 +30,48 @@ def wait_for_stream(accelerator: Accelerator) -> None:
         event.synchronize()
 
 
+class StagingMemory:
+    """Allocates memory of the kind that a backend stages in: huge pages or pinned memory of the host, or the device's.
+
+    Args:
+        backend: says whether that is host memory or device memory.
+    """
+
+    def __init__(self, accelerator: Accelerator, backend: IoBackend) -> None:
+        self._accelerator = accelerator
+        self._backend = backend
+        self._is_pinned = not (accelerator.is_synchronized_device() or backend.stages_on_device)
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """The memory of a ring (uint8, 1-D, zeroed)."""
+        if self._is_pinned:
+            return self._accelerator.pin_memory(torch.zeros(nbytes, dtype=torch.uint8, device="cpu"))
+        memory = self._backend.allocate_staging(nbytes)
+        wait_for_stream(self._accelerator)  # zeroing on the device must not overwrite the first tensor
+        return memory
+
+    def overflow(self, nbytes: int) -> torch.Tensor:
+        """Memory outside the ring, of its kind, for a read that cannot wait for room in it."""
+        if not self._backend.stages_on_device:
+            return huge_page_memory(nbytes, forked=False)
+        memory = aligned_memory(nbytes, self._accelerator.device())
+        # The allocator hands out what kernels in this stream may still be using; the drive knows no streams.
+        wait_for_stream(self._accelerator)
+        return memory
+
+    def trim(self, memory: torch.Tensor) -> None:
+        """Give pages back until they are touched again; pinned memory and that of a device stay as they are."""
+        if not self._is_pinned and not self._backend.stages_on_device:
+            give_pages_back(memory)
+
+    def free(self, memory: torch.Tensor) -> None:
+        """Give back what :meth:`allocate` returned."""
+        if not self._is_pinned:
+            self._backend.free_staging(memory)
+
+
 class _Loan:
-    """Lies on the storage that a slot was lent to, and gives the slot back when that storage is gone."""
+    """Finalizer of a storage that has a slot as its memory: frees the slot when the storage is freed."""
 
     __slots__ = ("_give_back", "_slot")
 
@@ -49,30 +89,25 @@ class StagingRing:
     Args:
         backend: says whether that is host memory or device memory.
         staging_bytes: its size.
+
+    Attributes:
+        zero_copy: whether a slot can be a tensor's memory, so that nothing need be copied. On an asynchronous device it
+            cannot, even where staging is on the device: kernels that still use a tensor when its last reference goes
+            would run while the slot is overwritten.
+        slots: changed under the store's lock.
     """
 
     def __init__(self, accelerator: Accelerator, backend: IoBackend, staging_bytes: int) -> None:
         self._accelerator = accelerator
-        self._backend = backend
-        self._synchronous = accelerator.is_synchronized_device()
-        self.copies = Copies(accelerator)
         self._on_device = backend.stages_on_device
-        self._own = threading.local()
-        self.slots = SpanAllocator(staging_bytes, backend.alignment_bytes)
-        memory = self._allocate(self.slots.capacity_bytes)
-        self._device = memory.device
-        self._memory: torch.Tensor | None = memory
+        self.zero_copy = accelerator.is_synchronized_device()
+        self.copies = Copies(accelerator)
+        self.backing = StagingMemory(accelerator, backend)
+        self.slots = CopySafeAllocator(staging_bytes, backend.alignment_bytes)
+        self._memory: torch.Tensor | None = self.backing.allocate(self.slots.capacity_bytes)
         self._closed_memory: torch.Tensor | None = None
-        self._lent = 0
-
-    @property
-    def lends(self) -> bool:
-        """Whether a slot can be a tensor's memory, so that nothing need be copied.
-
-        On an asynchronous device it cannot, even where staging is on the device: kernels that still use a tensor when
-        its last reference goes would run while the slot is overwritten.
-        """
-        return self._synchronous
+        self._loans = 0
+        self._streams = threading.local()
 
     def view(self, slot: Span) -> torch.Tensor:
         """The bytes of a slot (uint8, 1-D, aligned)."""
@@ -87,84 +122,62 @@ class StagingRing:
             wait_for_stream(self._accelerator)
 
     def rescue(self, staged: torch.Tensor, nbytes: int) -> torch.Tensor:
-        """The first ``nbytes`` of a slot in host memory of their own; in a lane, so inside :meth:`beside_compute`."""
+        """The first ``nbytes`` of a slot in host memory of their own; in a lane, so inside :meth:`lane_stream`."""
         return staged[:nbytes].to("cpu", copy=True) if self._on_device else staged[:nbytes].clone()
 
-    def beside_compute(self) -> AbstractContextManager[Any]:
-        """The context for what a lane computes on the device (checksums, rescues).
+    def lane_stream(self) -> AbstractContextManager[Any]:
+        """The context for the device work of a lane (copies for checksums, rescues): a stream of the calling thread.
 
         A lane's thread starts with the default stream, where its kernels would stand behind all that the training
         thread has queued.
         """
-        if not self._on_device or self._synchronous:
+        if not self._on_device or self.zero_copy:
             return nullcontext()
-        if not hasattr(self._own, "stream"):
+        if not hasattr(self._streams, "own"):
             try:
-                self._own.stream = self._accelerator.new_stream()
+                self._streams.own = self._accelerator.new_stream()
             except RuntimeError:  # a lane must survive anything; without a stream it is only slower
                 return nullcontext()
-        return self._accelerator.on(self._own.stream)
+        return self._accelerator.on(self._streams.own)
 
     def lend(self, slot: Span, nbytes: int, give_back: Callable[[Span], None]) -> torch.Tensor:
         """The first ``nbytes`` of a slot as a tensor's own memory: on the CPU a copy would cost as much as the read.
 
         Args:
             give_back: called with the slot, from a finalizer in any thread, when that tensor's storage is gone; must
-                lead to :meth:`returned`.
+                lead to :meth:`end_loan`.
         """
-        data = self.as_tensor(self.view(slot), nbytes)
+        data = tensor_over(self.view(slot), nbytes)
         data.untyped_storage()._ds_tba_loan = _Loan(slot, give_back)  # type: ignore[attr-defined]
-        self._lent += 1
+        self._loans += 1
         return data
 
-    @staticmethod
-    def as_tensor(host: torch.Tensor, nbytes: int) -> torch.Tensor:
-        """The first ``nbytes`` of host memory as a tensor of its own storage (and version counter), not copied."""
-        return torch.frombuffer(host_view(host), dtype=torch.uint8)[:nbytes]
-
-    def returned(self) -> None:
-        """A lent slot came back."""
-        self._lent -= 1
-        if self._lent == 0 and self._memory is None:
-            self._free()
-
-    def overflow(self, nbytes: int) -> torch.Tensor:
-        """Aligned memory outside the ring, of its kind, for a read that cannot wait for room in it."""
-        nbytes = self.slots.padded(nbytes)
-        if not self._on_device:
-            return huge_page_memory(nbytes, forked=False)
-        memory = aligned_memory(nbytes, self._device)
-        # The allocator hands out what kernels in this stream may still be using; the drive knows no streams.
-        wait_for_stream(self._accelerator)
-        return memory
+    def end_loan(self, slot: Span) -> None:
+        """Free a slot that was lent. The last one of a closed ring frees the memory too."""
+        self.slots.free(slot)
+        self._loans -= 1
+        self._free_if_unused()
 
     def trim(self) -> None:
-        """Give the memory's pages back until they are touched again; no slot may be in use.
-
-        On a CPU only: elsewhere staging is pinned, or on the device.
-        """
-        if self._memory is not None and self._synchronous and not self._on_device:
-            give_pages_back(self._memory)
+        """Give the memory's pages back until they are touched again, if no slot is in use and its kind allows that."""
+        if self._memory is not None and self.slots.is_unused:
+            self.backing.trim(self._memory)
 
     def close(self) -> None:
-        """Give the memory back, or let the return of the last lent slot do so. Idempotent."""
+        """Give the memory back, or let the end of the last loan do so. Idempotent."""
         if self._memory is not None:
             self._closed_memory, self._memory = self._memory, None
-            if self._lent == 0:
-                self._free()
+            self._free_if_unused()
 
-    def _free(self) -> None:
-        memory, self._closed_memory = self._closed_memory, None
-        if memory is not None and (self._synchronous or self._on_device):
-            self._backend.free_staging(memory)
+    def _free_if_unused(self) -> None:
+        if self._closed_memory is not None and self._loans == 0:
+            memory, self._closed_memory = self._closed_memory, None
+            self.backing.free(memory)
 
-    def _allocate(self, nbytes: int) -> torch.Tensor:
-        if self._synchronous or self._on_device:
-            memory = self._backend.allocate_staging(nbytes)
-            wait_for_stream(self._accelerator)
-            return memory
-        pinned: torch.Tensor = self._accelerator.pin_memory(torch.zeros(nbytes, dtype=torch.uint8, device="cpu"))
-        return pinned
+
+def tensor_over(host: torch.Tensor, nbytes: int) -> torch.Tensor:
+    """The first ``nbytes`` of host memory as a tensor of its own storage (and version counter), not copied."""
+    return torch.frombuffer(host_view(host), dtype=torch.uint8)[:nbytes]
 
 
 # How fast bytes go between device memory and staging, and back.
@@ -191,7 +204,7 @@ def measure_copies(
         staged: staging memory of the size to be copied; overwritten.
         clock: seconds.
     """
-    device = torch.device(accelerator.device_name())
+    device = accelerator.device()
     data = accelerator.allocate(staged.numel(), device)
     accelerator.copy(staged, data)  # or the first copy out would find pages that nobody has touched
     wait_for_stream(accelerator)

@@ -26,7 +26,7 @@ _STOP = 2
 
 
 class Task(ABC):
-    """A task that is not of the everyday kind; to be inherited, since to tell a protocol costs microseconds a task."""
+    """Queue item that runs itself. Subclass it: an isinstance check against a Protocol costs microseconds."""
 
     @abstractmethod
     def run_in_lane(self, handle: IoHandle) -> None:
@@ -64,7 +64,7 @@ class LaneQueue:
 
 
 class Lane:
-    """A thread that runs ``work(task, handle)`` for every task of a queue that is no :class:`Task`, once it is started.
+    """A thread that takes items from a queue: it runs a :class:`Task`, and calls ``work(item, handle)`` for all others.
 
     Args:
         work: handles its own errors; what escapes it is a bug and ends the thread loudly.
@@ -110,7 +110,9 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class SwapPath:
-    """What belongs to one directory. Changed only under the store's lock, except the queues, which have their own.
+    """The file, extents, queues and rates of one directory.
+
+    Changed only under the store's lock, except the queues, which have their own.
 
     Args:
         file: of its first size; closed by the store.
@@ -125,29 +127,28 @@ class SwapPath:
         self.reads = LaneQueue()
         self.write_lanes: list[Lane] = []
         self.read_lanes: list[Lane] = []
-        self.queued_bytes = 0
         self.meter = PathMeter(write_lanes, read_lanes)
-        self.trial_bytes = 0  # written to measure the path
+        self.probe_bytes = 0  # written to measure the path
         self.failure: str | None = None
         self.full = False
 
     @property
     def written_bytes(self) -> int:
-        """What the drive wrote for us: it counts as wear."""
+        """Bytes that this process had the drive write: they count as wear."""
         return self.meter.writes.moved_bytes
 
     @property
     def write_rate(self) -> RollingRate:
-        """The recent rate, whatever else was under way."""
+        """The recent rate of writes, with or without concurrent reads."""
         return self.meter.writes.recent
 
     @property
     def read_rate(self) -> RollingRate:
-        """The recent rate, whatever else was under way."""
+        """The recent rate of reads, with or without concurrent writes."""
         return self.meter.reads.recent
 
     def busy_s(self, more_bytes: int) -> float:
-        """How long the path is busy with writing and reading back what it holds, and ``more_bytes``.
+        """Seconds to write and read back the bytes that the path holds, and ``more_bytes``.
 
         Tensors go where this is least, so that paths hold bytes in proportion to their bandwidth.
         """
@@ -165,25 +166,25 @@ class SwapPath:
             "read_alone_bytes_per_s": reads.alone.bytes_per_s,
             "write_beside_read_bytes_per_s": writes.concurrent.bytes_per_s,
             "read_beside_write_bytes_per_s": reads.concurrent.bytes_per_s,
-            "trial_bytes": self.trial_bytes,
+            "trial_bytes": self.probe_bytes,
             "failure": self.failure,
         }
 
     def rates(self) -> tuple[float, float, float, float]:
-        """Bytes per second of writes, reads, writes beside reads, and reads beside writes. Call it under the lock.
+        """Bytes per second of writes, of reads, and of each while the other runs. Call it under the lock.
 
         Raises:
             StateError: one kind was never measured.
         """
-        write, write_beside = self._rates_of(self.meter.writes)
-        read, read_beside = self._rates_of(self.meter.reads)
-        return write, read, write_beside, read_beside
+        write, concurrent_write = self._rates_of(self.meter.writes)
+        read, concurrent_read = self._rates_of(self.meter.reads)
+        return write, read, concurrent_write, concurrent_read
 
     def _rates_of(self, kind: KindMeter) -> tuple[float, float]:
         alone = kind.alone if kind.alone.is_known else kind.concurrent
         if not alone.is_known:
             raise StateError(f"{self.file.directory} was not measured before its rates were asked for; this is a bug")
-        # A rate without recent transfers stays as it was, but no kind is faster beside the other.
+        # A rate without recent transfers stays as it was, but neither kind is faster while the other runs.
         return alone.bytes_per_s, min(kind.concurrent.bytes_per_s or alone.bytes_per_s, alone.bytes_per_s)
 
     def reserve(self, nbytes: int) -> Span | None:

@@ -48,8 +48,8 @@ class Tiers:
         selection: the backend, and why; None without swap files.
 
     Raises:
-        PathError, ConfigError, BackendUnavailableError: what stands in the way of training, with the repair; nothing is
-            left open.
+        PathError, ConfigError, BackendUnavailableError: a tier cannot be opened; names the repair. Nothing is left
+            open.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Tiers:
         return sum(store.stats.fallbacks.total() for store in (self.nvme, self.host) if store is not None)
 
     def wear(self, elapsed_s: float) -> list[PathWear]:
-        """Of each path, after so many seconds."""
+        """The wear of each path after ``elapsed_s`` seconds."""
         rated = self._config.ssd.rated_endurance_tbw
         return [
             path_wear(path.file.directory, drive, path.written_bytes, elapsed_s, rated)
@@ -100,7 +100,7 @@ class Tiers:
         ]
 
     def endurance_left_tbw(self) -> float | None:
-        """Of all drives together, as one rank's share; a drive that tells what it wrote before has less left."""
+        """Endurance of all drives together, as one rank's share, less what each drive says that it has written."""
         rated = self._config.ssd.rated_endurance_tbw
         if rated is None:
             return None
@@ -122,7 +122,7 @@ class Tiers:
             f"{config.io.write_lanes} write and {config.io.read_lanes} read lanes, integrity {config.io.integrity}",
         ]
         if self.host is not None:
-            parts.append(f"what NVMe cannot take goes to host memory, up to {config.host_budget_bytes} bytes per rank")
+            parts.append(f"tensors refused by NVMe go to host memory, up to {config.host_budget_bytes} bytes per rank")
         if not all(file.direct for file in files):
             parts.append("no O_DIRECT on this file system: I/O goes through the page cache and is slower")
         return parts + _measured(self.paths)
@@ -169,7 +169,7 @@ class Tiers:
             aio_config,
             zero_uses_nvme=zero_uses_nvme,
             pinned=pins_memory(accelerator),
-            device=accelerator.device_name(),
+            device=accelerator.device().type,
         )
         with ExitStack() as undo:
             files = []
@@ -194,13 +194,13 @@ class Tiers:
 def _measured(paths: Sequence[SwapPath]) -> list[str]:
     """The rates of all paths together for the start-up line, where they were measured."""
     rows = [path.bandwidth() for path in paths]
-    if not all(path.trial_bytes for path in paths):
+    if not all(path.probe_bytes for path in paths):
         return []
-    write, read, write_beside, read_beside = (
+    alone_write, alone_read, write, read = (
         f"{sum(row[f'{key}_bytes_per_s'] for row in rows) / 1e9:.2f}"
         for key in ("write_alone", "read_alone", "write_beside_read", "read_beside_write")
     )
-    return [f"measured {write} GB/s of writes and {read} of reads, at the same time {write_beside} and {read_beside}"]
+    return [f"measured {alone_write} GB/s of writes and {alone_read} of reads, at the same time {write} and {read}"]
 
 
 def _check_direct(file: SwapFile, selection: Selection) -> None:

@@ -1,4 +1,4 @@
-"""What the lanes do with a ticket: write it, keep it where it cannot be written, read it back."""
+"""The work of the lanes: write a ticket, keep its bytes in memory if they cannot be written, read it back."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ class LaneWork:
         self._integrity = integrity
 
     def write(self, ticket: SwapTicket, handle: IoHandle) -> None:
-        """Write a queued ticket, unless it was taken back."""
-        with self._space.ring.beside_compute():
+        """Write a queued ticket, unless its write was cancelled."""
+        with self._space.ring.lane_stream():
             self._write(ticket, handle)
-        self._space.notes.act_if_free()
+        self._space.deferred.act_if_free()
 
     def read(self, ticket: SwapTicket, handle: IoHandle) -> None:
-        """Read a ticket into its slot, unless nobody wants it any more."""
-        with self._space.ring.beside_compute():
+        """Read a ticket into its slot, unless its read was cancelled or done by an urgent request."""
+        with self._space.ring.lane_stream():
             self._read(ticket, handle)
-        self._space.notes.act_if_free()
+        self._space.deferred.act_if_free()
 
     def _write(self, ticket: SwapTicket, handle: IoHandle) -> None:
         space = self._space
@@ -72,7 +72,7 @@ class LaneWork:
         self._rescue(ticket, staged, failure)
 
     def _write_out(self, ticket: SwapTicket, staged: torch.Tensor, handle: IoHandle) -> Exception | None:
-        """Write what is staged; what went wrong."""
+        """Write the staged bytes. Returns the error, if there was one."""
         try:
             ticket.checksums = self._integrity.digest(staged)
             handle.write(staged, ticket.extent.offset)
@@ -80,17 +80,17 @@ class LaneWork:
             return error
         return None
 
-    def _count_write(self, ticket: SwapTicket, nbytes: int) -> None:
+    def _count_write(self, nbytes: int) -> None:
         self._space.stats.writes.stop(nbytes)
-        self._space.end_write(ticket)
+        self._space.end_write()
 
     def _end_without_bytes(self, ticket: SwapTicket, error: StorageError) -> None:
         space = self._space
         with space.lock:
-            self._count_write(ticket, 0)
+            self._count_write(0)
             ticket.error = error
             ticket.move(_S.LOST)
-            space.end_prefetch(ticket)
+            space.read_ahead.end(ticket)
             if ticket.released:
                 space.stats.cancelled_bytes += ticket.nbytes
                 space.give_up(ticket)
@@ -99,24 +99,25 @@ class LaneWork:
         space = self._space
         with space.lock:
             ticket.path.meter.stop(transfer)
-            self._count_write(ticket, ticket.extent.nbytes)
-            stays = ticket.wanted and not ticket.released
-            if stays:
-                space.stay(ticket)
-                ticket.move(_S.LOADED if space.ring.lends else _S.RETURNING)
+            self._count_write(ticket.extent.nbytes)
+            retained = ticket.retain_in_staging and not ticket.released
+            if retained:
+                space.read_ahead.add_retained(ticket)
+                # Once LOADED, backward may take the slot as soon as the lock is free; RETURNING keeps it.
+                ticket.move(_S.LOADED if space.ring.zero_copy else _S.RETURNING)
             else:
                 ticket.move(_S.STORED)
-                if not ticket.forwarding:
+                if not ticket.forwarding:  # else backward frees it: see [Note: Who frees a slot]
                     space.free_slot(ticket)
             if ticket.released:
                 space.give_up(ticket)
-            space.notes.act()
+            space.deferred.act()
             space.settle_copies()
-        if stays and not space.ring.lends:
-            self._return(ticket, staged)
+        if retained and not space.ring.zero_copy:
+            self._copy_retained(ticket, staged)
 
-    def _return(self, ticket: SwapTicket, staged: torch.Tensor) -> None:
-        """Bring to the device what was wanted while it was written, so that its slot is free for others."""
+    def _copy_retained(self, ticket: SwapTicket, staged: torch.Tensor) -> None:
+        """Copy retained bytes to the device, so that their slot is free for others."""
         space = self._space
         arrival = self._onto_device(ticket, staged)
         with space.lock:
@@ -126,21 +127,21 @@ class LaneWork:
                 space.free_slot(ticket)
             if ticket.released:
                 space.give_up(ticket)
-            space.notes.act()
+            space.deferred.act()
             space.settle_copies()
             space.changed.notify_all()
 
     def _rescue(self, ticket: SwapTicket, staged: torch.Tensor, failure: Exception | None) -> None:
-        """Keep in host memory what cannot be written, or in its slot where there is no host memory left."""
+        """Keep bytes that cannot be written in host memory, or in their slot where no host memory is left."""
         space = self._space
         host: torch.Tensor | None = None
         with suppress(MemoryError, RuntimeError):
             host = space.ring.rescue(staged, ticket.nbytes)
         with space.lock:
-            self._count_write(ticket, 0)
+            self._count_write(0)
             ticket.move(_S.RESCUED)
             ticket.host = host
-            space.end_prefetch(ticket)
+            space.read_ahead.end(ticket)
             space.stats.rescued_bytes += ticket.nbytes
             space.stats.fallbacks[Refusal.PATH_FAILED.value] += 1
             if failure is not None:
@@ -149,12 +150,12 @@ class LaneWork:
                 space.free_slot(ticket)
             if ticket.released:
                 space.give_up(ticket)
-            space.notes.act()
+            space.deferred.act()
             space.settle_copies()
 
     def _onto_device(self, ticket: SwapTicket, source: torch.Tensor) -> Arrival | None:
-        """What was read, in device memory, so that backward need not wait for the copy; None where it stays staged."""
-        if self._space.ring.lends or ticket.released:
+        """Copy staged bytes to the device, so that backward need not wait for that; None where they stay staged."""
+        if self._space.ring.zero_copy or ticket.released:
             return None
         try:
             arrival = self._space.ring.copies.into(source, ticket.nbytes, ticket.device)
@@ -174,12 +175,12 @@ class LaneWork:
         target = ticket.host if ticket.host is not None else space.ring.view(ticket.held_slot)
         failure = _read_checked(ticket, target, handle, self._integrity)
         arrival = None
-        if not space.ring.lends:
+        if not space.ring.zero_copy:
             with space.lock:  # before the copy onto the device, which is not the drive's time
                 ticket.path.meter.stop(transfer, moved=failure is None)
             arrival = self._onto_device(ticket, target) if failure is None else None
         with space.lock:
-            if space.ring.lends:
+            if space.ring.zero_copy:
                 ticket.path.meter.stop(transfer, moved=failure is None)
             moved = ticket.extent.nbytes if failure is None else 0
             space.stats.reads.stop(moved)
@@ -187,13 +188,13 @@ class LaneWork:
             ticket.move(_S.LOADED if failure is None else _S.LOST)
             ticket.arrival, arrival = arrival, None  # this frame must not hold it when backward has let go of it
             if failure is not None:
-                space.end_prefetch(ticket)
+                space.read_ahead.end(ticket)
             if failure is not None or ticket.arrival is not None:
                 ticket.host = None
                 space.free_slot(ticket)
             if ticket.released:
                 space.give_up(ticket)
-            space.notes.act()
+            space.deferred.act()
             space.settle_copies()
             space.changed.notify_all()
 
@@ -201,7 +202,7 @@ class LaneWork:
 def _read_checked(
     ticket: SwapTicket, target: torch.Tensor, handle: IoHandle, integrity: Integrity
 ) -> StorageError | None:
-    """Read a ticket's bytes into ``target``; what stands against using them, or None."""
+    """Read a ticket's bytes into ``target``. Returns the error for which they must not be used, if there is one."""
     where = f"{ticket.path.file.directory}, offset {ticket.extent.offset}, {ticket.extent.nbytes} bytes"
     try:
         mismatch = _read_up_to_twice(ticket, target, handle, integrity, where)

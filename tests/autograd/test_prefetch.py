@@ -77,7 +77,7 @@ def test_on_an_asynchronous_device_its_slot_is_free_with_the_end_of_its_write(ma
     assert all(store.prefetch(ticket) for ticket in tickets)
     gate.opened.set()
     until(lambda: all(ticket.arrival is not None for ticket in tickets), "the copies onto the device")
-    assert slots_in_use(store) == 0 and store.space.prefetched_bytes == 3 * MIB
+    assert slots_in_use(store) == 0 and store.space.read_ahead.prefetched_bytes == 3 * MIB
 
 
 def test_on_the_cpu_its_slot_becomes_the_memory(make_store: StoreFactory) -> None:
@@ -119,16 +119,16 @@ def test_what_is_wanted_counts_within_the_bound_of_what_is_read_ahead(
     late = [put(store, noise(MIB)) for _ in range(2)]
     assert [store.prefetch(ticket) for ticket in late] == [True, True]
     assert [store.prefetch(ticket) for ticket in late] == [True, True]  # counted once
-    assert store.space.prefetched_bytes + store.space.wanted_bytes == 8 * MIB
+    assert store.space.read_ahead.prefetched_bytes + store.space.read_ahead.retained_bytes == 8 * MIB
     assert not store.prefetch(early[6])
-    if not store.ring.lends:  # what was read ahead waits on the device, so that there is room for one more write
+    if not store.ring.zero_copy:  # what was read ahead waits on the device, so that there is room for one more write
         more = put(store, noise(MIB))
         assert not store.prefetch(more)
         store.get(early[0], CPU)
         assert store.prefetch(more)
     gate.opened.set()
     store.wait_for_writes()
-    for ticket in [*early, *late, *([more] if not store.ring.lends else [])]:
+    for ticket in [*early, *late, *([more] if not store.ring.zero_copy else [])]:
         store.release(ticket)
     nothing_is_held(store)
 
@@ -145,7 +145,7 @@ def test_what_is_asked_for_before_its_write_ends_is_handed_over_as_ever(
     assert store.prefetch(tickets[which])
     loaded = store.get(tickets[which], CPU)
     assert torch.equal(loaded.data, pieces[which]) and loaded.stored is (which == 0)
-    assert store.space.wanted_bytes == 0
+    assert store.space.read_ahead.retained_bytes == 0
     gate.opened.set()
     store.wait_for_writes()
     assert store.stats.forwarded_bytes == MIB
@@ -168,12 +168,12 @@ def test_what_is_given_up_after_it_was_wanted_leaves_nothing(
     if state is TicketState.LOADED:
         gate.opened.set()
         until(lambda: ticket.state is TicketState.LOADED, "the write")
-        assert store.space.prefetched_bytes == MIB
+        assert store.space.read_ahead.prefetched_bytes == MIB
     for one in tickets:
         store.release(one)
     gate.opened.set()
     nothing_is_held(store)
-    assert store.space.wanted_bytes == 0 and ticket.state is TicketState.RELEASED
+    assert store.space.read_ahead.retained_bytes == 0 and ticket.state is TicketState.RELEASED
 
 
 @devices
@@ -187,7 +187,7 @@ def test_a_write_that_fails_after_it_was_wanted_keeps_the_bytes(
     assert all(store.prefetch(ticket) for ticket in tickets)
     gate.opened.set()
     until(lambda: all(ticket.state is TicketState.RESCUED for ticket in tickets), "the failures")
-    assert store.space.wanted_bytes == store.space.prefetched_bytes == 0
+    assert store.space.read_ahead.retained_bytes == store.space.read_ahead.prefetched_bytes == 0
     for ticket, piece in zip(tickets, pieces, strict=True):
         assert store.prefetch(ticket)
         assert torch.equal(store.get(ticket, CPU).data, piece)
@@ -209,7 +209,7 @@ def test_a_copy_out_that_fails_after_it_was_wanted_raises_and_counts_no_longer(
     monkeypatch.setattr(SwapTicket, "wait_for_copies", lambda ticket: lost())
     gate.opened.set()
     until(lambda: second.state is TicketState.LOST, "the copy")
-    assert store.space.wanted_bytes == store.space.prefetched_bytes == 0
+    assert store.space.read_ahead.retained_bytes == store.space.read_ahead.prefetched_bytes == 0
     with pytest.raises(ActivationLostError, match="illegal memory access"):
         store.get(second, CPU)
     for ticket in (first, second):
@@ -228,7 +228,7 @@ def test_closing_while_something_is_wanted(make_store: StoreFactory, accelerator
     gate.opened.set()
     closing.join(30)
     assert not closing.is_alive()
-    if store.ring.lends:
+    if store.ring.zero_copy:
         with pytest.raises(StateError, match="closed before backward"):
             store.get(tickets[0], CPU)
     assert store.prefetch(tickets[0])  # nothing to do
@@ -289,7 +289,7 @@ def test_pieces_under_write_are_wanted_and_handed_over(make_store: StoreFactory)
     ticket = store.put(data.clone(), wait=False)
     assert isinstance(ticket, PiecesTicket) and len(ticket.pieces) == 3
     gate.arrived.acquire()
-    assert store.prefetch(ticket) and nvme.space.wanted_bytes == 6 * MIB
+    assert store.prefetch(ticket) and nvme.space.read_ahead.retained_bytes == 6 * MIB
     gate.opened.set()
     nvme.wait_for_writes()
     loaded = store.get(ticket, CPU)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_tba.device.accelerator import TEMPORARY_FRACTION, CpuAccelerator
+from ds_tba.device.accelerator import TEMPORARY_FRACTION, HostMemoryUse
 from ds_tba.device.memory import available_bytes
 
 MIB = 1 << 20
@@ -84,7 +84,7 @@ def test_a_group_of_version_1_counts(machine: Path, group: str) -> None:
 
 def test_the_room_of_a_cpu_is_memory_less_a_part_for_temporaries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ds_tba.device.accelerator.available_bytes", lambda: 1000)
-    assert CpuAccelerator().free_bytes() == pytest.approx((1 - TEMPORARY_FRACTION) * 1000)
+    assert HostMemoryUse().free_bytes() == pytest.approx((1 - TEMPORARY_FRACTION) * 1000)
 
 
 def test_what_the_c_library_keeps_of_freed_memory_is_available() -> None:
@@ -95,5 +95,5 @@ def test_what_the_c_library_keeps_of_freed_memory_is_available() -> None:
     held = [torch.ones(size // 4) for _ in range(100) for size in (2 * MIB, 4096)]
     before = resident_bytes()
     del held[::2]
-    CpuAccelerator().free_bytes()
+    HostMemoryUse().free_bytes()
     assert resident_bytes() < before - 150 * MIB

@@ -21,7 +21,6 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import hazards
-import numpy
 import pytest
 import test_controller as controlled
 import torch
@@ -42,7 +41,7 @@ from test_ordering import (
 from ds_tba.adaptive.ranks import Alone
 from ds_tba.autograd.cache import TensorCache
 from ds_tba.config import AioConfig, OffloadConfig
-from ds_tba.device.accelerator import DeviceAccelerator
+from ds_tba.device import accelerator
 from ds_tba.errors import BackendUnavailableError, IncompatibleError
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.planner.search import Planner
@@ -54,7 +53,7 @@ from ds_tba.storage.backends.posix import PosixBackend
 from ds_tba.storage.backends.select import Selection
 from ds_tba.storage.base import Store
 from ds_tba.storage.host import HostStore
-from ds_tba.storage.integrity import DeviceChecksum
+from ds_tba.storage.integrity import Integrity
 from ds_tba.storage.nvme import NvmeStore
 
 MIB = 1 << 20
@@ -76,7 +75,7 @@ def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
 
 
 def cache_over(rig: Rig, *stores: Store) -> TensorCache:  # type: ignore[type-arg]
-    return TensorCache(stores, rig.accelerator.device_name(), hazards.MIN_BYTES, wait_for_staging=True)
+    return TensorCache(stores, rig.accelerator.device().type, hazards.MIN_BYTES, wait_for_staging=True)
 
 
 def check(rig: Rig, scenario: Scenario, cache: TensorCache) -> None:
@@ -332,27 +331,18 @@ def test_a_capture_into_a_graph_is_refused(rig: Rig, tmp_path: Path) -> None:
     offloader.close()
 
 
-def splitmix(words: numpy.ndarray) -> numpy.ndarray:
-    """MurmurHash3's finalizer, on unsigned numbers."""
-    for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
-        words = (words ^ words >> numpy.uint64(33)) * numpy.uint64(factor)
-    return words ^ words >> numpy.uint64(33)
-
-
 @on_both
+@pytest.mark.parametrize("mode", ["sampled", "full"])
 @pytest.mark.parametrize("pages", [1, 3, 2500])
-def test_the_checksum_of_the_device_is_that_of_the_host(rig: Rig, pages: int) -> None:
+def test_the_checksums_of_the_device_are_those_of_the_host(rig: Rig, pages: int, mode: str) -> None:
     data = torch.randint(0, 256, (pages * 4096,), dtype=torch.uint8)
-    place = numpy.uint64(0x9E3779B97F4A7C15)
-    places = [numpy.arange(1, count + 1, dtype=numpy.uint64) * place for count in (512, pages)]
-    sums = splitmix(data.numpy().view(numpy.uint64).reshape(pages, 512) + places[0]).sum(1, dtype=numpy.uint64)
-    expected = int(splitmix(sums + places[1]).sum(dtype=numpy.uint64))
-    samples = [(0, data.numel())]
-    assert DeviceChecksum().digest(data.to(rig.device), samples) == (expected,)
+    blocks = PosixBackend().blocks
+    found = Integrity(mode, blocks, on_device=True).digest(data.to(rig.device))
+    assert found == Integrity(mode, blocks).digest(data)
 
 
 def test_the_api_without_deepspeed_has_all_that_is_asked_of_it() -> None:
-    asked = set(re.findall(r"self\._api\.(\w+)", inspect.getsource(DeviceAccelerator)))
+    asked = set(re.findall(r"self\._api\.(\w+)", inspect.getsource(accelerator)))
     assert len(asked) >= 7 and asked | {"is_synchronized_device"} <= set(dir(TorchCuda))
     abstract = pytest.importorskip("deepspeed.accelerator.abstract_accelerator")
     assert asked <= set(dir(abstract.DeepSpeedAccelerator))

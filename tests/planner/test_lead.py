@@ -248,7 +248,7 @@ def test_in_a_backward_no_more_lies_on_the_device_than_the_lead_says(make_store:
         cache._micro_step.lead = (2,) * 8
         y = x
         for _ in range(8):
-            y = Spy.apply(chain(y, 1), torch.ones(4), lambda: ahead.append(store.space.prefetched_bytes))
+            y = Spy.apply(chain(y, 1), torch.ones(4), lambda: ahead.append(store.space.read_ahead.prefetched_bytes))
     store.wait_for_writes()
     y.sum().backward()
     assert len(ahead) == 8 and max(ahead) == ahead[0] == 2 * 64 * KIB

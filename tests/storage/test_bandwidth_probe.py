@@ -92,8 +92,8 @@ def test_its_time_and_its_bytes_are_bounded(make_store: StoreFactory, write_rate
     path.meter = PathMeter(1, 1, drive)
     BandwidthProbe(store.space, store._integrity, drive).run(store.paths)
     assert drive.now_s < (2.2 if write_rate < 1e9 else 0.3)
-    assert 0 < path.trial_bytes <= REGION_BYTES + 2 * PHASE_BYTES + 2 * LARGEST_REQUEST_BYTES
-    assert path.written_bytes == path.trial_bytes
+    assert 0 < path.probe_bytes <= REGION_BYTES + 2 * PHASE_BYTES + 2 * LARGEST_REQUEST_BYTES
+    assert path.written_bytes == path.probe_bytes
     assert store.stats.writes.nbytes == store.stats.offloaded_bytes == 0
     assert nothing_is_held(store)
 
@@ -187,7 +187,7 @@ def test_room_in_crumbs_is_given_back_and_nothing_is_measured(make_store: StoreF
     (path,) = store.paths
     used_bytes = in_crumbs(store.ring.slots if where == "staging" else path.extents)
     store.measure()
-    assert path.trial_bytes == 0
+    assert path.probe_bytes == 0
     assert store.ring.slots.used_bytes + path.extents.used_bytes == used_bytes
 
 

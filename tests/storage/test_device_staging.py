@@ -67,7 +67,7 @@ def test_a_mutation_after_the_save_raises(
 def test_nothing_is_lent(make_store: StoreFactory) -> None:
     accelerator = EventAccelerator()
     store = make_store(DeviceBackend(), accelerator=accelerator)
-    assert not store.ring.lends and len(accelerator.waited) == 1  # the zeroing of staging
+    assert not store.ring.zero_copy and len(accelerator.waited) == 1  # the zeroing of staging
     data = noise(MIB)
     loaded = store.get(stored(store, data), CPU).data
     assert torch.equal(loaded, data)
@@ -106,7 +106,7 @@ def test_a_read_without_room_goes_around_staging_once_its_memory_is_idle(
     gate.opened.clear()
     filler = [put(store, noise(MIB)) for _ in range(4)]
     waits: list[int] = []
-    overflow = store.ring.overflow
+    overflow = store.ring.backing.overflow
 
     def watched(nbytes: int) -> torch.Tensor:
         before = len(accelerator.waited)
@@ -114,7 +114,7 @@ def test_a_read_without_room_goes_around_staging_once_its_memory_is_idle(
         waits.append(len(accelerator.waited) - before)
         return memory
 
-    monkeypatch.setattr(store.ring, "overflow", watched)
+    monkeypatch.setattr(store.ring.backing, "overflow", watched)
     assert torch.equal(store.get(ticket, CPU).data, data) and waits == [1]
     gate.opened.set()
     until(lambda: all(one.state is TicketState.STORED for one in filler), "the writes")

@@ -1,4 +1,4 @@
-"""The checksums of the device, computed here on host tensors, and what both kinds must find."""
+"""What checksums must find, for staging in host memory and in device memory, which host memory plays here."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_tba.storage import integrity as device_checksum
-from ds_tba.storage.integrity import DeviceChecksum, Integrity
+from ds_tba.storage import integrity as module
+from ds_tba.storage.integrity import Integrity
 
 PAGE = 4096
 BLOCK = 5 * PAGE
@@ -26,21 +26,12 @@ def words(pages: int, fill: int | None = None) -> torch.Tensor:
     return torch.full((pages * 512,), fill)
 
 
-def digest(data: torch.Tensor, nbytes: int | None = None) -> tuple[int, ...]:
-    return DeviceChecksum().digest(data.view(torch.uint8), [(0, nbytes or data.numel() * 8)])
+def one_block(nbytes: int) -> list[tuple[int, int]]:
+    return [(0, nbytes)]
 
 
-@given(st.lists(st.integers(0, (1 << 64) - 1), min_size=1, max_size=20))
-def test_words_are_mixed_as_murmurhash3_does(numbers: list[int]) -> None:
-    """Its finalizer is one-to-one; torch's integers are signed and shift with their sign."""
-
-    def reference(word: int) -> int:
-        for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
-            word = (word ^ word >> 33) * factor & (1 << 64) - 1
-        return word ^ word >> 33
-
-    mixed = device_checksum._mix(torch.tensor([_signed(word) for word in numbers]))
-    assert [word & (1 << 64) - 1 for word in mixed.tolist()] == [reference(word) for word in numbers]
+def digest(data: torch.Tensor, on_device: bool = True) -> tuple[int, ...]:
+    return Integrity("full", one_block, on_device=on_device).digest(data.view(torch.uint8))
 
 
 @given(st.integers(1, 4), patterns, st.data())
@@ -75,44 +66,74 @@ def test_signs_that_flip_together_do_not_cancel_out(fill: int, places: set[int])
         assert digest(before) != digest(after)
 
 
-def test_what_is_not_sampled_does_not_count_and_what_is_does() -> None:
+@both
+def test_what_is_not_sampled_does_not_count_and_what_is_does(on_device: bool) -> None:
     data = words(12)
-    samples = [(0, PAGE), (4 * PAGE, 6 * PAGE), (11 * PAGE, 12 * PAGE)]
-    checksum = DeviceChecksum()
-    before = checksum.digest(data.view(torch.uint8), samples)
+    integrity = Integrity("sampled", blocks, on_device=on_device)
+    samples = [0, 4, 5, 9, (10, 11)]  # pages: the last block has two, which are one sample
+    before = integrity.digest(data.view(torch.uint8))
     for page in range(12):
         changed = data.clone()
         changed[page * 512 + 7] += 1
-        after = checksum.digest(changed.view(torch.uint8), samples)
-        differs = [number for number in range(3) if after[number] != before[number]]
-        assert differs == [n for n, (start, end) in enumerate(samples) if start <= page * PAGE < end]
+        after = integrity.digest(changed.view(torch.uint8))
+        differs = [number for number in range(5) if after[number] != before[number]]
+        assert differs == [n for n, sample in enumerate(samples) if sample == page or (sample == (10, 11) and page > 9)]
+
+
+@both
+@pytest.mark.parametrize("mode", ["sampled", "full"])
+@pytest.mark.parametrize("pages", [1, 2, 3, 12, 2500])
+def test_every_changed_sample_is_found(mode: str, on_device: bool, pages: int) -> None:
+    integrity = Integrity(mode, blocks, on_device=on_device)
+    data = words(pages).view(torch.uint8)
+    expected = integrity.digest(data)
+    for start, end in integrity._samples(pages * PAGE)[:: 1 + pages // 60]:
+        for at in (start, end - 1):
+            data[at] ^= 1
+            found = integrity.compare(data, expected)
+            assert found is not None and (found.offset, found.nbytes) == (start, end - start)
+            data[at] ^= 1
+    assert integrity.compare(data, expected) is None
+
+
+@pytest.mark.parametrize("mode", ["sampled", "full"])
+@pytest.mark.parametrize("nbytes", [PAGE, 12 * PAGE, 2500 * PAGE, 2500 * PAGE - 1000])
+def test_the_checksums_of_the_device_are_those_of_the_host(mode: str, nbytes: int) -> None:
+    data = words(2500).view(torch.uint8)[:nbytes]
+    host, device = (Integrity(mode, blocks, on_device=on_device).digest(data) for on_device in (False, True))
+    assert host == device
+
+
+def test_samples_come_to_the_host_in_one_copy_and_blocks_within_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[int] = []
+    cpu = torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: copied.append(tensor.numel()) or cpu(tensor))
+    data = words(2500).view(torch.uint8)
+    Integrity("sampled", blocks, on_device=True).digest(data)
+    assert copied == [2 * PAGE * 500]
+    copied.clear()
+    Integrity("full", blocks, on_device=True).digest(data)
+    assert sum(copied) == data.numel() and len(copied) == 3 and max(copied) <= module.GATHER_BYTES + BLOCK
 
 
 def test_zeros_of_different_length_differ() -> None:
     assert len({digest(torch.zeros(pages * 512, dtype=torch.int64)) for pages in range(1, 9)}) == 8
 
 
-def test_the_checksum_does_not_depend_on_the_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = words(11)
-    whole = digest(data)
-    monkeypatch.setattr(device_checksum, "PAGES_PER_CHUNK", 3)
-    assert digest(data) == whole
+@pytest.mark.parametrize("gathered_bytes", [1, PAGE, 3 * PAGE, 8 * PAGE])
+def test_the_checksum_does_not_depend_on_the_chunks(monkeypatch: pytest.MonkeyPatch, gathered_bytes: int) -> None:
+    data, integrity = words(11).view(torch.uint8), Integrity("sampled", blocks, on_device=True)
+    whole = integrity.digest(data)
+    monkeypatch.setattr(module, "GATHER_BYTES", gathered_bytes)
+    assert integrity.digest(data) == whole
 
 
 def test_the_data_is_left_alone_and_a_slice_of_it_will_do() -> None:
     data = words(6)
     before = data.clone()
     part = data[512:1536].view(torch.uint8)
-    assert DeviceChecksum().digest(part, [(0, 2 * PAGE)]) == digest(before[512:1536].clone())
+    assert digest(part) == digest(before[512:1536].clone())
     assert torch.equal(data, before)
-
-
-def test_plans_are_kept_for_the_sizes_used_last() -> None:
-    checksum = DeviceChecksum()
-    for pages in [1, *range(1, 2 * device_checksum.PLANS_KEPT), 1]:
-        checksum.digest(words(pages).view(torch.uint8), [(0, pages * PAGE)])
-    assert len(checksum._plans) == device_checksum.PLANS_KEPT
-    assert next(reversed(checksum._plans))[1] == ((0, PAGE),)
 
 
 @both

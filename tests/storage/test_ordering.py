@@ -268,10 +268,10 @@ def test_what_is_read_ahead_waits_in_device_memory_within_the_bound(
         for ticket in tickets:
             store.prefetch(ticket)  # type: ignore[arg-type]
         until(lambda: not store.ring.slots.used_bytes, "the copies")
-    assert device.allocated_bytes == store.space.prefetched_bytes == 4 * MIB
+    assert device.allocated_bytes == store.space.read_ahead.prefetched_bytes == 4 * MIB
     for ticket in tickets:
         store.release(ticket)  # type: ignore[arg-type]
-    assert device.allocated_bytes == store.space.prefetched_bytes == 0
+    assert device.allocated_bytes == store.space.read_ahead.prefetched_bytes == 0
 
 
 def test_a_capture_is_refused(tmp_path: Path) -> None:

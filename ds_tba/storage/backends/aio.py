@@ -155,9 +155,9 @@ def abandoned_build() -> str | None:
         quiet_s = _unchanged_s(lock.parent)
         if quiet_s > ABANDONED_AFTER_S:
             return (
-                f"a build of DeepSpeed's aio op seems to have been killed, and its lock would be waited for for ever: "
-                f"{lock} is there, and nothing beside it has changed for {quiet_s / 60:.0f} minutes. Delete it if no "
-                "other process is building"
+                f"a build of DeepSpeed's aio op seems to have been killed, and loading would wait for its lock for "
+                f"ever: {lock} is there, and nothing in its directory has changed for {quiet_s / 60:.0f} minutes. "
+                "Delete it if no other process is building"
             )
     return None
 

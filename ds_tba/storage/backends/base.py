@@ -44,7 +44,7 @@ class IoBackend(ABC):
     Attributes:
         stages_on_device: staging is the accelerator's memory, from which this backend reaches the file without host
             memory in between.
-        descriptors_per_handle: file descriptors that a handle holds or opens for a transfer, beside the swap file's.
+        descriptors_per_handle: file descriptors that a handle holds or opens for a transfer, without the swap file's.
         remark: what the start-up line must say about how it runs here; empty where there is nothing to say.
     """
 

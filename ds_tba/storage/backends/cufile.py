@@ -28,7 +28,7 @@ _LOG_DIRECTORY = re.compile(r'^\s*"dir"\s*:', re.MULTILINE)  # cufile.json has /
 
 
 def driver_obstacle(library: str = DRIVER) -> str | None:
-    """What this machine lacks to run CUDA, or None."""
+    """The reason why CUDA cannot run on this machine, or None."""
     try:
         cuda = ctypes.CDLL(library)
     except OSError:
@@ -112,14 +112,14 @@ def give_name(fd: int, backend: str) -> Path:
 
 
 class Shared(Generic[T]):
-    """A thing of several handles, ended with the last of them.
+    """A resource that several handles share, ended with the last of them.
 
     Args:
         end: called once, by whichever thread closes the last handle.
     """
 
-    def __init__(self, thing: T, end: Callable[[], object]) -> None:
-        self.thing = thing
+    def __init__(self, resource: T, end: Callable[[], object]) -> None:
+        self.resource = resource
         self._end = end
         self._handles = 0
         self._lock = threading.Lock()

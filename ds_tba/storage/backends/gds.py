@@ -1,6 +1,6 @@
 """DeepSpeed's ``gds_handle``: from device memory straight to the file, through cuFile.
 
-References are to ``csrc/gds/py_lib`` of DeepSpeed 0.19.8. What stands in the way of trusting it, and what is done here:
+References are to ``csrc/gds/py_lib`` of DeepSpeed 0.19.8. Its hazards, and how they are met here:
 
 - Every error calls ``exit``. So the op first writes and reads staging in a process of its own (:func:`prove`), on the
   very directories. A drive that fails later still ends the training process: prefer kvikio.
@@ -8,7 +8,7 @@ References are to ``csrc/gds/py_lib`` of DeepSpeed 0.19.8. What stands in the wa
 - The first handle writes ``local_cufile.json`` into the current directory: for that moment there is another one. It
   also points ``CUFILE_ENV_PATH_JSON`` at the literal name ``$PWD/local_cufile.json``, which cuFile does not find: only
   ``/etc/cufile.json`` counts.
-- Memory is found by the nearest registered address below it, so memory beside staging is registered for its transfer.
+- Memory is found by the nearest registered address below it, so memory outside staging is registered for its transfer.
 - cuFile wants a name on disk for each transfer (``cufile.py``), so that the swap file has one as long as its handles
   are open, also beyond a process that was killed: the next run takes that file away.
 - Short transfers are not seen, except by ``io.integrity``.
@@ -88,7 +88,7 @@ class GdsBackend(IoBackend):
             name = self._names[fd] = lasting_name(fd, self.name)
         name.join()
         if not self._wrote:
-            self._write_once(str(name.thing))
+            self._write_once(str(name.resource))
         return _GdsHandle(self, new_handle(self._op, self._config), name)
 
     def allocate_staging(self, nbytes: int) -> torch.Tensor:
@@ -148,7 +148,7 @@ class _GdsHandle(IoHandle):
         with self._backend.registered(data):
             for start in range(0, data.numel(), self._backend.request_bytes):
                 piece = data[start : start + self._backend.request_bytes]
-                completed = call(piece, str(self._name.thing), offset + start)
+                completed = call(piece, str(self._name.resource), offset + start)
                 if completed != 1:
                     raise TransferError(
                         f"DeepSpeed's gds did not complete the {verb} of {piece.numel()} bytes at offset "
@@ -157,7 +157,7 @@ class _GdsHandle(IoHandle):
 
 
 def obstacle(device: str) -> str | None:
-    """What keeps the op from running here, with the repair, as far as a look tells; None if nothing does."""
+    """The reason why the op cannot run here, with the repair; None if none is found without trying it."""
     problem = driver_obstacle()
     if problem is not None:
         return f"{problem}: install the driver"
@@ -264,7 +264,7 @@ def run_proof(command: Sequence[str], limit_s: float) -> None:
 
 
 def main(task: str) -> None:
-    """What that process does.
+    """Entry point of that process.
 
     Raises:
         TransferError: other bytes came back than were written.

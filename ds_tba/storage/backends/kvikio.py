@@ -89,7 +89,7 @@ class KvikioBackend(IoBackend):
                 file = self._open(str(path))
             shared = self._shared[fd] = Shared(file, file.close)
         shared.join()
-        return _KvikioHandle(shared.thing, shared.leave, on_device=True)
+        return _KvikioHandle(shared.resource, shared.leave, on_device=True)
 
     def _open(self, path: str) -> Any:
         try:
@@ -157,7 +157,7 @@ class _KvikioHandle(IoHandle):
 
 
 def obstacle() -> str | None:
-    """What keeps kvikio from running here, with the repair; None if nothing does. Does no I/O through it."""
+    """The reason why kvikio cannot run here, with the repair; None if there is none. Does no I/O through it."""
     problem = driver_obstacle()
     if problem is not None:
         return f"{problem}: install the driver"
