@@ -119,7 +119,7 @@ _NUMBERS_AND_WORDS = (int, float, complex, str, bytes)
 _BYTES = (bytearray, array.array, memoryview, ctypes._SimpleCData, ctypes.Structure, ctypes.Union, ctypes.Array)
 
 
-def content_mark(value: Any) -> Any | None:
+def content_fingerprint(value: Any) -> Any | None:
     """Of what holds bytes or random numbers; None for anything else."""
     if isinstance(value, torch.Generator):
         return "default" if value in default_generators() else digest(value.get_state().numpy())
@@ -130,7 +130,7 @@ def content_mark(value: Any) -> Any | None:
     if isinstance(value, numpy.random.RandomState):
         return repr(value.get_state(legacy=False))
     if isinstance(value, numpy.ndarray):
-        return array_mark(value)
+        return array_fingerprint(value)
     if isinstance(value, numpy.generic):
         return type(value).__name__, value.tobytes()
     if isinstance(value, numpy.random.BitGenerator):
@@ -145,7 +145,7 @@ def content_mark(value: Any) -> Any | None:
     return None
 
 
-def array_mark(value: numpy.ndarray[Any, Any]) -> Any:
+def array_fingerprint(value: numpy.ndarray[Any, Any]) -> Any:
     if value.nbytes > MAX_ARRAY_BYTES or isinstance(value, numpy.memmap):
         return Held(value)
     return value.shape, str(value.dtype), digest(numpy.ascontiguousarray(value).tobytes())
@@ -155,7 +155,7 @@ def digest(data: Any) -> int:
     return xxhash.xxh3_64_intdigest(data)
 
 
-def tensor_mark(tensor: torch.Tensor, *, with_bytes: bool) -> tuple[Any, ...]:
+def tensor_fingerprint(tensor: torch.Tensor, *, with_bytes: bool) -> tuple[Any, ...]:
     """A parameter is itself, wherever ZeRO-3 puts its memory."""
     version = version_of(tensor)
     if isinstance(tensor, nn.Parameter):
@@ -165,10 +165,10 @@ def tensor_mark(tensor: torch.Tensor, *, with_bytes: bool) -> tuple[Any, ...]:
     where = stamp_of(tensor.untyped_storage()), tensor.storage_offset(), tensor.stride()
     mark = (lineage_of(tensor), version, tensor.shape, tensor.dtype, where)
     is_small = tensor.device.type == "cpu" and tensor.nbytes <= MAX_SMALL_BYTES  # on a device one would wait for it
-    return (*mark, bytes_mark(tensor)) if with_bytes or is_small else mark
+    return (*mark, bytes_fingerprint(tensor)) if with_bytes or is_small else mark
 
 
-def bytes_mark(tensor: torch.Tensor) -> tuple[int, ...]:
+def bytes_fingerprint(tensor: torch.Tensor) -> tuple[int, ...]:
     """Differs, all but certainly, for tensors whose bytes differ. Waits for the device."""
     if tensor.device.type == "meta" or tensor.is_quantized or not tensor.numel():
         return ()
@@ -191,7 +191,7 @@ def hooks_of(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(map(id, hooks))
 
 
-def gradient_mark(tensor: torch.Tensor) -> tuple[int, int] | None:
+def gradient_identity(tensor: torch.Tensor) -> tuple[int, int] | None:
     """Which gradient a leaf has, and at which version."""
     gradient = tensor.grad if tensor.is_leaf else None
     return None if gradient is None else (id(gradient), version_of(gradient))

@@ -44,7 +44,7 @@ from ds_tba.autograd.comparison import (
     RandomGuard,
     difference,
     drawn_from,
-    gradient_mark,
+    gradient_identity,
     hooks_of,
     modes,
     outputs_of,
@@ -182,7 +182,7 @@ class Watch:
             return
         chance, versions = python_chance(), [version_of(one) for one in tensors]
         touched = (*tensors, *reader.parameters())
-        hooks, gradients = [hooks_of(one) for one in touched], [gradient_mark(one) for one in touched]
+        hooks, gradients = [hooks_of(one) for one in touched], [gradient_identity(one) for one in touched]
         yield
         changed = reader.changed_since(state, self._others, with_bytes=True)
         drawn = drawn_from(chance, python_chance())
@@ -194,7 +194,7 @@ class Watch:
             self.obstacle = "its forward changes an input in place"
         elif [hooks_of(one) for one in touched] != hooks:
             self.obstacle = "its forward registers a hook on an input or a parameter"
-        elif [gradient_mark(one) for one in touched] != gradients:
+        elif [gradient_identity(one) for one in touched] != gradients:
             self.obstacle = "its forward changes a gradient"
         else:
             self._state = state
