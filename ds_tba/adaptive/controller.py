@@ -336,7 +336,7 @@ class Controller:
             self._make_plan()
 
     def _record(self) -> None:
-        self._cache.time_moves(self._clock)
+        self._cache.transfers.clock = self._clock
         is_synchronous = self._machine.resources().is_synchronous
         self._recording = Recording(
             self._cache, self._clock, self._paths, is_synchronous=is_synchronous, look=self._memory.sample
@@ -344,7 +344,7 @@ class Controller:
 
     def _stop_recording(self) -> None:
         self._recording = None
-        self._cache.time_moves(None)
+        self._cache.transfers.clock = None
 
     def _take(self, recording: Recording) -> None:
         """Go on from what was recorded; where one rank's recording is broken, no rank has a plan."""

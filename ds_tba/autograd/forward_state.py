@@ -60,9 +60,7 @@ _STATELESS = frozenset(
 # Modules of the standard library whose classes without ``__dict__`` hold no state, or are read in another way.
 _WITHOUT_DICT = frozenset({"_collections", "_functools", "_weakref", "collections", "functools", "types", "weakref"})
 
-_PLAIN = frozenset(
-    {type(None), bool, int, str, bytes, torch.dtype, torch.device, torch.memory_format, torch.layout}
-)  # fmt: skip
+_PLAIN = frozenset({type(None), bool, int, str, bytes, torch.dtype, torch.device, torch.memory_format, torch.layout})
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 # Of a tensor's attributes, those that are looked at; not what DeepSpeed, torch.compile and we note there.
 _VALUES = frozenset({*_PLAIN, *_CONTAINERS, float, complex, dict})
@@ -79,10 +77,8 @@ _NEVER_RUN = frozenset({"__init_subclass__", "__class_getitem__", "__repr__", "_
 # Of a module's own attributes, those that every module has; what is in _parameters, _buffers and _modules is looked at.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
 # What DeepSpeed notes at modules while forward and backward run.
-_OF_FRAMEWORKS = frozenset(
-    {"applied_pre_backward_ref_cnt", "pre_bwd_fn", "post_bwd_fn", "all_parameters", "_external_params",
-     "_original_parameters", "to_empty"}
-)  # fmt: skip
+_OF_FRAMEWORKS = frozenset({"applied_pre_backward_ref_cnt", "pre_bwd_fn", "post_bwd_fn", "all_parameters",
+                            "_external_params", "_original_parameters", "to_empty"})  # fmt: skip
 
 
 class StateReader:
@@ -118,8 +114,8 @@ class StateReader:
         walk = _Walk(self._names, with_bytes=with_bytes)
         walk.add([("", self._module), ("forward", self._forward)], 0)
         walk.add(((f"{_ARGUMENT}{type(argument).__name__}", argument) for argument in arguments), 0)
-        walk.add([("hooks before every module", _not_ours(module_hooks._global_forward_pre_hooks))], 0)
-        walk.add([("hooks after every module", _not_ours(module_hooks._global_forward_hooks))], 0)
+        before, after = module_hooks._global_forward_pre_hooks, module_hooks._global_forward_hooks
+        walk.add([("hooks before every module", _not_ours(before)), ("hooks after every module", _not_ours(after))], 0)
         walk.run()
         walk.found[_SETTINGS_NAME] = settings()
         self.is_compiled = self.is_compiled or walk.is_compiled
@@ -333,11 +329,7 @@ def _own_attributes(name: str, module: nn.Module) -> Iterator[_Named]:
 
 
 def _namespace(one: type, calls: int, *, is_making: bool = False) -> Iterator[_Named]:
-    """Attributes and methods of a class.
-
-    Args:
-        is_making: the forward may make objects of the class.
-    """
+    """Attributes and methods of a class; with ``is_making``, the forward may make objects of that class."""
     for key, inside in list(vars(one).items()):
         is_special = key.startswith("__") and key.endswith("__")
         if is_special and not (isinstance(inside, types.FunctionType) and key not in _NEVER_RUN):
@@ -373,11 +365,7 @@ def _bound_in(function: types.FunctionType) -> Iterator[_Named]:
 
 
 def _globals_of(function: types.FunctionType, names: Sequence[str]) -> Iterator[_Named]:
-    """The globals, and members of imported modules, that a function refers to.
-
-    Args:
-        names: in its code.
-    """
+    """The globals, and members of imported modules, that a function refers to by the ``names`` in its code."""
     inside = function.__globals__
     place, package = str(inside.get("__name__", "")), str(inside.get("__package__", ""))
     if place.partition(".")[0] in _LIBRARIES:  # a wrapper that goes by the name of what it wraps
@@ -388,7 +376,7 @@ def _globals_of(function: types.FunctionType, names: Sequence[str]) -> Iterator[
             value = sys.modules.get(key) or sys.modules.get(f"{package}.{key}", _NONE)
         if isinstance(value, types.ModuleType):
             yield from _members_of(value, names, MAX_MODULES)
-        elif value is not _NONE and not _is_library_class(value):
+        elif _is_worth_reading(value):
             yield _dotted(place, key), value
 
 
@@ -400,7 +388,7 @@ def _members_of(module: types.ModuleType, names: Sequence[str], depth: int) -> I
         if isinstance(value, types.ModuleType):
             if depth > 1:
                 yield from _members_of(value, names, depth - 1)
-        elif value is not _NONE and not _is_library_class(value):
+        elif _is_worth_reading(value):
             yield _dotted(module.__name__, key), value
 
 
@@ -443,8 +431,9 @@ def _is_of_library(one: Any) -> bool:
     return _root_of(one) in _LIBRARIES
 
 
-def _is_library_class(value: Any) -> bool:
-    return isinstance(value, type) and _is_of_library(value)
+def _is_worth_reading(value: Any) -> bool:
+    """Whether something found under a global name may hold state: it is there, and no library's class."""
+    return value is not _NONE and not (isinstance(value, type) and _is_of_library(value))
 
 
 def _is_compiled(module: nn.Module) -> bool:
