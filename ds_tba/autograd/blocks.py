@@ -29,6 +29,7 @@ from torch import nn
 
 from ds_tba.autograd.checkpoint import (
     Arguments,
+    Conditions,
     RecomputedPass,
     innermost_hooks,
     replace_forward,
@@ -273,11 +274,12 @@ class Blocks:
     ) -> Any:
         known, again = self._known[block.index], functools.partial(self._again, mark)
         try:
-            one = RecomputedPass(block.path, block.module, forward, arguments, again, known.reader)
+            conditions = Conditions(block.module, known.reader, arguments.others)
         except UnreadableError as error:
             known.settle(f"it refers to {error}")
             self._deviates(block, f"it refers to {error}")
             return forward(*args, **kwargs)
+        one = RecomputedPass(block.path, block.module, forward, arguments, again, conditions)
         result = one.run(args, kwargs)
         if one.changed is not None:
             known.settle(f"its forward changes {one.changed}")

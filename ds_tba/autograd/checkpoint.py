@@ -33,7 +33,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules import module as module_hooks
 from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_early_stop
 
-from ds_tba.autograd.comparison import drawn_from, python_chance, set_python_chance, version_of
+from ds_tba.autograd.comparison import drawn_from, python_rng_states, set_python_rng_states, version_of
 from ds_tba.autograd.forward_state import StateReader
 from ds_tba.autograd.tensors import keep_originals
 from ds_tba.errors import ActivationModifiedError, RecomputationError, StateError
@@ -125,6 +125,48 @@ def _together(form: Any, tensors: Sequence[torch.Tensor]) -> Any:
 # ---- the pass -------------------------------------------------------------------------------------------------------
 
 
+class Conditions:
+    """What the forward of a pass finds beside its tensors: to be compared, and restored where it runs again.
+
+    Args:
+        reader: of the module's state.
+        others: objects among the arguments; see :class:`Arguments`.
+
+    Raises:
+        UnreadableError: nobody could tell whether the state changes until backward.
+    """
+
+    def __init__(self, module: nn.Module, reader: StateReader, others: Sequence[Any]) -> None:
+        self._module = module
+        self._reader = reader
+        self._others = others
+        self._state = reader.read(others)
+        self._rng_states: tuple[Any, Any] | None = python_rng_states()
+        self._shapes = _own_shapes(module)
+        self._modes = [child.training for child in module.modules()]
+
+    def changed(self) -> str | None:
+        """State that is not as it was, in words."""
+        return self._reader.changed_since(self._state, self._others)
+
+    def end_forward(self) -> str | None:
+        """The pass is over: what its forward has changed, in words."""
+        changed = self.changed()
+        if self._rng_states is not None and drawn_from(self._rng_states, python_rng_states()) is None:
+            self._rng_states = None
+        return changed
+
+    def has_own_parameters(self) -> bool:
+        """Whether the module's own parameters are there; see [Note: Forward alone]."""
+        return _own_shapes(self._module) == self._shapes
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """As the forward found it, but for the state and for what a checkpoint brings back."""
+        with _modes(self._module, self._modes), _gathered_stay(self._module), _rng_states(self._rng_states):
+            yield
+
+
 class RecomputedPass:
     """A pass whose forward runs again when backward wants something that was saved in it.
 
@@ -133,10 +175,7 @@ class RecomputedPass:
         forward: the module's, as it is without us.
         arguments: of this pass.
         again: entered around each run in backward.
-        reader: of the module's state.
-
-    Raises:
-        UnreadableError: nobody could tell whether the state changes until backward.
+        conditions: in which the pass begins.
 
     Attributes:
         changed: what its forward has changed, in words.
@@ -149,19 +188,15 @@ class RecomputedPass:
         forward: Callable[..., Any],
         arguments: Arguments,
         again: Callable[[], AbstractContextManager[None]],
-        reader: StateReader,
+        conditions: Conditions,
     ) -> None:
         self._path = path
         self._module = module
         self._forward = forward
         self._arguments = arguments
         self._again = again
-        self._reader = reader
+        self._conditions = conditions
         self._is_first = True
-        self._state = reader.read(arguments.others)
-        self._chance: tuple[Any, Any] | None = python_chance()
-        self._shapes = _own_shapes(module)
-        self._modes = [child.training for child in module.modules()]
         self.changed: str | None = None
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -184,38 +219,27 @@ class RecomputedPass:
         self._arguments.forget_tensors()
         with set_checkpoint_early_stop(False) if _has_hooks_inside(self._module) else nullcontext():
             result = checkpoint(function, *tensors, use_reentrant=False, preserve_rng_state=True)
-        self.changed = self._changed()
-        if self._chance is not None and drawn_from(self._chance, python_chance()) is None:
-            self._chance = None
+        self.changed = self._conditions.end_forward()
         return result
 
     def _saving(self) -> AbstractContextManager[None]:
         """Entered around the first forward and each other, inside the hooks of the checkpoint."""
         return parameters_stay(self._path)
 
-    def _changed(self) -> str | None:
-        return self._reader.changed_since(self._state, self._arguments.others)
-
     def _run_again(self, tensors: Sequence[torch.Tensor]) -> Any:
-        changed = self.changed or self._changed()
+        changed = self.changed or self._conditions.changed()
         if changed is not None:
             raise ActivationModifiedError(
                 f"the block {self._path!r} cannot run again with the same result, because {changed} was modified after "
                 "the block's forward began: do not modify it between forward and backward, or set "
                 '"recompute": false.'
             )
-        with self._as_in_forward(), self._saving():
+        with self._again(), self._conditions.restored(), self._saving():
             return self._forward_again(tensors)
-
-    @contextmanager
-    def _as_in_forward(self) -> Iterator[None]:
-        """What the forward found, beside what the checkpoint brings back."""
-        with self._again(), _modes(self._module, self._modes), _gathered_stay(self._module), _chance(self._chance):
-            yield
 
     def _forward_again(self, tensors: Sequence[torch.Tensor]) -> Any:
         args, kwargs = self._arguments.together(tensors)
-        if _own_shapes(self._module) == self._shapes:
+        if self._conditions.has_own_parameters():
             return self._forward(*args, **kwargs)
         return self._through_hooks(args, kwargs)
 
@@ -316,17 +340,17 @@ def _first_line(error: Exception) -> str:
 
 
 @contextmanager
-def _chance(states: tuple[Any, Any] | None) -> Iterator[None]:
+def _rng_states(states: tuple[Any, Any] | None) -> Iterator[None]:
     """Python's and NumPy's random numbers as forward found them, if it has drawn any; afterwards they go on."""
     if states is None:
         yield
         return
-    now = python_chance()
-    set_python_chance(states)
+    now = python_rng_states()
+    set_python_rng_states(states)
     try:
         yield
     finally:
-        set_python_chance(now)
+        set_python_rng_states(now)
 
 
 @contextmanager

@@ -53,12 +53,12 @@ def default_generators() -> list[torch.Generator]:
     return found
 
 
-def python_chance() -> tuple[Any, Any]:
+def python_rng_states() -> tuple[Any, Any]:
     """The states of Python's and NumPy's global generators."""
     return random.getstate(), numpy.random.get_state()
 
 
-def set_python_chance(states: tuple[Any, Any]) -> None:
+def set_python_rng_states(states: tuple[Any, Any]) -> None:
     """Put them back."""
     random.setstate(states[0])
     numpy.random.set_state(states[1])

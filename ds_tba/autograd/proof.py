@@ -34,6 +34,7 @@ from torch.utils.checkpoint import CheckpointError, set_checkpoint_early_stop
 from ds_tba.autograd.checkpoint import (
     CAN_RECOMPUTE,
     Arguments,
+    Conditions,
     RecomputedPass,
     hooks_of_checkpoint,
     innermost_hooks,
@@ -48,8 +49,8 @@ from ds_tba.autograd.comparison import (
     hooks_of,
     modes,
     outputs_of,
-    python_chance,
-    set_python_chance,
+    python_rng_states,
+    set_python_rng_states,
     version_of,
 )
 from ds_tba.autograd.forward_state import State, StateReader, UnreadableError
@@ -180,12 +181,12 @@ class Watch:
             self.obstacle = f"it refers to {error}"
             yield
             return
-        chance, versions = python_chance(), [version_of(one) for one in tensors]
+        rng_states, versions = python_rng_states(), [version_of(one) for one in tensors]
         touched = (*tensors, *reader.parameters())
         hooks, gradients = [hooks_of(one) for one in touched], [gradient_identity(one) for one in touched]
         yield
         changed = reader.changed_since(state, self._others, with_bytes=True)
-        drawn = drawn_from(chance, python_chance())
+        drawn = drawn_from(rng_states, python_rng_states())
         if changed is not None:
             self.obstacle = f"its forward changes {changed}"
         elif drawn is not None:
@@ -290,17 +291,16 @@ class Trial(RecomputedPass):
         *,
         is_strict: bool,
     ) -> None:
-        super().__init__(path, module, forward, arguments, nullcontext, evidence.reader)
+        conditions = Conditions(module, evidence.reader, arguments.others)
+        super().__init__(path, module, forward, arguments, nullcontext, conditions)
         self._watch = watch
         self._evidence = evidence
         self._is_strict = is_strict
         self._outer = innermost_hooks() or (_as_it_is, _as_it_is)
         self._unpack_again: Callable[[Any], torch.Tensor] = _as_it_is
         self._saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
-        self._order: list[int | None] = []  # of what was saved: the parameters, and None for anything else
-        self._order_again: list[int | None] = []
-        self._outputs: Outputs | None = None
-        self._outputs_again: Outputs | None = None
+        self._first_run = _Run()
+        self._second_run = _Run()
         self._is_over = False
         self.has_run = False
 
@@ -308,22 +308,17 @@ class Trial(RecomputedPass):
         """The pass in forward."""
         with self._watch.forward(self._arguments.tensors), set_checkpoint_early_stop(False):
             result = super().run(args, kwargs)
-            self._outputs = outputs_of(result)
+            self._first_run.outputs = outputs_of(result)
         return result
 
-    def _saving(self) -> Any:
-        return self._saving_both() if not self._order else self._counting()
-
     @contextmanager
-    def _saving_both(self) -> Iterator[None]:
+    def _saving(self) -> Iterator[None]:
         """Save what backward gets as usual, and let the checkpoint count it."""
         checkpoint_pack, self._unpack_again = hooks_of_checkpoint()
         outer_pack, _ = self._outer
-        self._order.append(None)  # from here on this is not the first run
 
         def pack(tensor: torch.Tensor) -> _Saved:
-            is_own = isinstance(tensor, nn.Parameter)
-            self._order.append(id(tensor) if is_own else None)
+            is_own = self._first_run.note(tensor)
             saved = _Saved(outer_pack(tensor))
             saved.is_parameter = is_own
             if not (is_own or self._is_over):
@@ -338,15 +333,12 @@ class Trial(RecomputedPass):
             yield
 
     @contextmanager
-    def _counting(self) -> Iterator[None]:
-        """The order in which the second run saves; of parameters the checkpoint knows nothing."""
+    def _saving_again(self) -> Iterator[None]:
+        """Let the checkpoint have what the second run saves, but for parameters, of which it knows nothing."""
         checkpoint_pack, checkpoint_unpack = hooks_of_checkpoint()
-        self._order_again.append(None)
 
         def pack(tensor: torch.Tensor) -> Any:
-            is_own = isinstance(tensor, nn.Parameter)
-            self._order_again.append(id(tensor) if is_own else None)
-            return tensor if is_own else checkpoint_pack(tensor)
+            return tensor if self._second_run.note(tensor) else checkpoint_pack(tensor)
 
         with saved_tensors_hooks(pack, checkpoint_unpack):
             yield
@@ -385,34 +377,36 @@ class Trial(RecomputedPass):
     def _first_again(self, holder: Any) -> torch.Tensor:
         """Run the forward again; and look whether that left a trace."""
         self.has_run = True
-        state, chance = self._reader.read(self._arguments.others, with_bytes=True), python_chance()
+        reader, others = self._evidence.reader, self._arguments.others
+        state, rng_states = reader.read(others, with_bytes=True), python_rng_states()
         try:
             again = self._unpack_again(holder)
         finally:
-            drawn = drawn_from(chance, python_chance())
+            drawn = drawn_from(rng_states, python_rng_states())
             if drawn is not None:
-                set_python_chance(chance)
-        changed = self._reader.changed_since(state, self._arguments.others, with_bytes=True)
+                set_python_rng_states(rng_states)
+        changed = reader.changed_since(state, others, with_bytes=True)
         if changed is not None:
             raise LeavesTraceError(f"run again, its forward changed {changed}")
         if drawn is not None:
             raise LeavesTraceError(f"run again, its forward drew numbers from {drawn}")
-        if self._order_again != self._order[: len(self._order_again)]:
+        first, second = self._first_run, self._second_run
+        if second.parameters != first.parameters[: len(second.parameters)]:
             raise LeavesTraceError("run again, its forward used other parameters")
-        if self._outputs is None or self._outputs_again is None:
+        if first.outputs is None or second.outputs is None:
             raise LeavesTraceError("its forward returns something that cannot be compared")
-        if self._outputs != self._outputs_again:
+        if first.outputs != second.outputs:
             raise LeavesTraceError("run again, its forward returned other bytes")
         return again
 
     def _run_again(self, tensors: Sequence[torch.Tensor]) -> Any:
-        with self._as_in_forward():
-            if not self._reader.is_compiled:
+        with self._conditions.restored():
+            if not self._evidence.reader.is_compiled:
                 with _nothing_saved(), RandomGuard():
                     self._forward_again(tensors)
-            with self._saving():
+            with self._saving_again():
                 result = self._forward_again(tensors)
-            self._outputs_again = outputs_of(result)
+            self._second_run.outputs = outputs_of(result)
             return result
 
     def _fail(self, reason: str) -> None:
@@ -434,6 +428,24 @@ class Trial(RecomputedPass):
         for saved in list(self._saved):
             saved.holder = None
         self._unpack_again = _as_it_is
+
+
+class _Run:
+    """What one run of a forward shows.
+
+    Attributes:
+        parameters: by id, in the order in which the run saved tensors; None for each tensor that is no parameter.
+    """
+
+    def __init__(self) -> None:
+        self.parameters: list[int | None] = []
+        self.outputs: Outputs | None = None
+
+    def note(self, tensor: torch.Tensor) -> bool:
+        """The run saves a tensor; whether that is a parameter."""
+        is_parameter = isinstance(tensor, nn.Parameter)
+        self.parameters.append(id(tensor) if is_parameter else None)
+        return is_parameter
 
 
 class _Saved:
