@@ -80,11 +80,11 @@ class PassListener(Protocol):
     def leave(self, block: Block) -> None:
         """The pass ends, also with an exception."""
 
-    def recompute(self, mark: Any) -> None:
-        """Backward begins to run a pass's forward again; ``mark`` is what :meth:`enter` returned."""
+    def recompute(self, token: Any) -> None:
+        """Backward begins to run a pass's forward again; ``token`` is what :meth:`enter` returned."""
 
-    def recomputed(self, mark: Any) -> None:
-        """It is done with that, in whatever way."""
+    def recomputed(self, token: Any) -> None:
+        """The forward that ran again is over, also with an exception."""
 
 
 def find_blocks(model: nn.Module, paths: Sequence[str] | None) -> list[Block]:
@@ -131,7 +131,7 @@ class Blocks:
             return
         if not self.is_watching:
             self._hooks = [
-                PassHooks(block.module, functools.partial(self._enter, block), functools.partial(self._leave, block))
+                PassHooks(block.module, functools.partial(_enter, self, block), functools.partial(_leave, self, block))
                 for block in self.all
             ]
             return
@@ -158,7 +158,7 @@ class Blocks:
         nothing is recomputed.
         """
         before = self._thread.session
-        session = self._thread.session = _Session(innermost_hooks())
+        session = self._thread.session = _Session(self, innermost_hooks())
         try:
             yield
         finally:
@@ -198,107 +198,26 @@ class Blocks:
         for known in self._known:
             known.end_trials()
 
-    # ---- one pass -----------------------------------------------------------------------------------------------
-
+    @property
     def _session(self) -> _Session | None:
-        """The one that passes belong to now, if any."""
+        """What passes of this thread belong to now, if anything."""
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != _NO_BACKWARD:
             return None
         return self._thread.session
 
-    def _enter(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        session = self._session()
-        if session is not None:
-            session.inside.append(block)
-            self._listener.enter(block, tuple(Arguments(args, kwargs).tensors))
 
-    def _leave(self, block: Block) -> None:
-        session = self._thread.session
-        if session is not None and session.inside and session.inside[-1] is block:
-            session.inside.pop()
-            self._listener.leave(block)
+def _enter(blocks: Blocks, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    session = blocks._session
+    if session is not None:
+        session.inside.append(block)
+        blocks._listener.enter(block, tuple(Arguments(args, kwargs).tensors))
 
-    def _pass(self, block: Block, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        session = self._session()
-        if session is None:
-            return forward(*args, **kwargs)
-        arguments = Arguments(args, kwargs)
-        mark = self._listener.enter(block, tuple(arguments.tensors))
-        try:
-            known = self._known[block.index]
-            if known.is_settled:
-                return forward(*args, **kwargs)
-            if innermost_hooks() != session.hooks:
-                known.settle("a checkpoint, or other hooks around it, take its saved tensors")
-                return forward(*args, **kwargs)
-            kind = kind_of(block.module, arguments)
-            if mark is not None and kind in known.proven and known.obstacle is None:
-                return self._recomputed(block, forward, arguments, mark, args, kwargs)
-            if mark is not None:
-                self._deviates(block, "it got arguments of a kind not seen before, with which that may be wrong")
-            if block.path in self.to_try and known.is_to_be_tried(kind):
-                return self._tried(block, forward, arguments, session.watch(known, arguments, kind), args, kwargs)
-            if known.is_to_be_watched(kind):
-                return watched(session.watch(known, arguments, kind), forward, arguments, args, kwargs)
-            return forward(*args, **kwargs)
-        finally:
-            self._listener.leave(block)
 
-    def _tried(
-        self,
-        block: Block,
-        forward: Callable[..., Any],
-        arguments: Arguments,
-        watch: Watch,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        known = self._known[block.index]
-        try:
-            trial = Trial(block.path, block.module, forward, arguments, watch, known, is_strict=self.is_strict)
-        except UnreadableError as error:
-            known.settle(f"it refers to {error}")
-            self._deviates(block, f"it refers to {error}")
-            return forward(*args, **kwargs)
-        known.begin_trial(watch.kind, trial)
-        return trial.run(args, kwargs)
-
-    def _recomputed(
-        self,
-        block: Block,
-        forward: Callable[..., Any],
-        arguments: Arguments,
-        mark: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        known, again = self._known[block.index], functools.partial(self._again, mark)
-        try:
-            conditions = Conditions(block.module, known.reader, arguments.others)
-        except UnreadableError as error:
-            known.settle(f"it refers to {error}")
-            self._deviates(block, f"it refers to {error}")
-            return forward(*args, **kwargs)
-        one = RecomputedPass(block.path, block.module, forward, arguments, again, conditions)
-        result = one.run(args, kwargs)
-        if one.changed is not None:
-            known.settle(f"its forward changes {one.changed}")
-        return result
-
-    def _deviates(self, block: Block, why: str) -> None:
-        """The pass is not recomputed, though it was to be."""
-        if self.is_strict:
-            raise IncompatibleError(
-                f'the block {block.path!r} is to be recomputed by every rank, and here {why}: set "recompute": false.'
-            )
-
-    @contextmanager
-    def _again(self, mark: Any) -> Iterator[None]:
-        try:
-            self._listener.recompute(mark)
-            yield
-        finally:
-            self._listener.recomputed(mark)
+def _leave(blocks: Blocks, block: Block) -> None:
+    session = blocks._thread.session
+    if session is not None and session.inside and session.inside[-1] is block:
+        session.inside.pop()
+        blocks._listener.leave(block)
 
 
 class _Forward:
@@ -335,7 +254,8 @@ class _Forward:
             return forward(*args, **kwargs)
         if forward != self._forward:  # what was proven is not what runs now
             self._blocks.settle(self.block, "the forward of its class was replaced")
-        return self._blocks._pass(self.block, forward, args, kwargs)
+        session = self._blocks._session
+        return forward(*args, **kwargs) if session is None else session.run(self.block, forward, args, kwargs)
 
     def _note_call(self, module: nn.Module) -> None:
         self._calls.module = module
@@ -369,12 +289,88 @@ class _Session:
         inside: blocks whose hooks have told of a pass that is not over.
     """
 
-    def __init__(self, hooks: Any) -> None:
-        self.hooks = hooks
-        self.inside: list[Block] = []
+    def __init__(self, blocks: Blocks, hooks: Any) -> None:
+        self._blocks = blocks
+        self._hooks = hooks
         self._watches: dict[Evidence, list[Watch]] = {}
+        self.inside: list[Block] = []
 
-    def watch(self, known: Evidence, arguments: Arguments, kind: Kind) -> Watch:
+    def run(self, block: Block, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A pass through a block, in whatever way it is to run.
+
+        Args:
+            forward: the block's own.
+        """
+        arguments, known = Arguments(args, kwargs), self._blocks._known[block.index]
+        token = self._blocks._listener.enter(block, tuple(arguments.tensors))
+        try:
+            if known.is_settled:
+                return forward(*args, **kwargs)
+            if innermost_hooks() != self._hooks:
+                known.settle("a checkpoint, or other hooks around it, take its saved tensors")
+                return forward(*args, **kwargs)
+            kind = kind_of(block.module, arguments)
+            if token is not None and kind in known.proven and known.obstacle is None:
+                return self._recomputed(block, forward, arguments, token, args, kwargs)
+            if token is not None:
+                self._deviates(block, "it got arguments of a kind not seen before, with which that may be wrong")
+            if block.path in self._blocks.to_try and known.is_to_be_tried(kind):
+                return self._tried(block, forward, arguments, self._watch(known, arguments, kind), args, kwargs)
+            if known.is_to_be_watched(kind):
+                return watched(self._watch(known, arguments, kind), forward, arguments, args, kwargs)
+            return forward(*args, **kwargs)
+        finally:
+            self._blocks._listener.leave(block)
+
+    def _tried(
+        self,
+        block: Block,
+        forward: Callable[..., Any],
+        arguments: Arguments,
+        watch: Watch,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        known = self._blocks._known[block.index]
+        try:
+            trial = Trial(block.path, block.module, forward, arguments, watch, known, is_strict=self._blocks.is_strict)
+        except UnreadableError as error:
+            known.settle(f"it refers to {error}")
+            self._deviates(block, f"it refers to {error}")
+            return forward(*args, **kwargs)
+        known.begin_trial(watch.kind, trial)
+        return trial.run(args, kwargs)
+
+    def _recomputed(
+        self,
+        block: Block,
+        forward: Callable[..., Any],
+        arguments: Arguments,
+        token: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        known, again = self._blocks._known[block.index], functools.partial(_recomputing, self._blocks, token)
+        try:
+            conditions = Conditions(block.module, known.reader, arguments.others)
+        except UnreadableError as error:
+            known.settle(f"it refers to {error}")
+            self._deviates(block, f"it refers to {error}")
+            return forward(*args, **kwargs)
+        one = RecomputedPass(block.path, block.module, forward, arguments, again, conditions)
+        result = one.run(args, kwargs)
+        if one.changed is not None:
+            known.settle(f"its forward changes {one.changed}")
+        return result
+
+    def _deviates(self, block: Block, why: str) -> None:
+        """The pass is not recomputed, though it was to be."""
+        if self._blocks.is_strict:
+            raise IncompatibleError(
+                f'the block {block.path!r} is to be recomputed by every rank, and here {why}: set "recompute": false.'
+            )
+
+    def _watch(self, known: Evidence, arguments: Arguments, kind: Kind) -> Watch:
         watch = Watch(known, arguments, kind)
         self._watches.setdefault(known, []).append(watch)
         return watch
@@ -385,6 +381,16 @@ class _Session:
             for watch in watches:
                 watch.end_forward()
             known.learn(watches)
+
+
+@contextmanager
+def _recomputing(blocks: Blocks, token: Any) -> Iterator[None]:
+    """Around a forward that runs again. Of no session: the graph holds this, and watches must not live as long."""
+    try:
+        blocks._listener.recompute(token)
+        yield
+    finally:
+        blocks._listener.recomputed(token)
 
 
 class _Thread(threading.local):
