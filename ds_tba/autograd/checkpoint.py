@@ -3,21 +3,21 @@
 Knows ``torch.utils.checkpoint`` and what it leaves to its caller to get every bit right; does not know who asks for it,
 nor whether the module was found fit for it.
 
-[Note: Forward alone] What runs again is the module's ``forward`` on the arguments that it got, not ``__call__``: hooks
-of the module that change its arguments must not change them twice, and ZeRO-3's have gathered the module's own
-parameters already, because backward reaches the module's outputs first. Where it does not (a router's loss, taken
+[Note: Forward alone] The module's ``forward`` runs again, on the arguments that it got, and not ``__call__``: hooks
+of the module that change its arguments must not change them twice. ZeRO-3's hooks have gathered the module's own
+parameters already, because backward reaches the module's outputs first. Where backward does not (a router's loss, taken
 from inside), the own parameters are not there, and only then the hooks run too.
 
 [Note: Parameters stay] The checkpoint would keep an alias of each parameter from the recomputation to its use. Under
 ZeRO-3 that is the memory of a gathered parameter, which its owner believes free and may use again; it would also keep
 all parameters of a block in memory at once. So parameters never get to the checkpoint: autograd holds them as it does
-without one. And what backward has gathered when it asks for the first saved tensor, inside a module of the block, must
-not be let go by the forward that runs again (:func:`_gathered_stay`), because backward goes on to use it.
+without one. And parameters that backward has gathered when it asks for the first saved tensor, inside a module of the
+block, must not be let go by the forward that runs again (:func:`_gathered_stay`), because backward goes on to use them.
 
 [Note: To the end] A checkpoint stops running a forward again once it has all saved tensors; the modules that run at
 that moment end with an exception, and hooks after forward (with which ZeRO-3 lets go of parameters) are not called. So
-where a module inside has such hooks, the forward runs to its end. It costs what comes after the last saved tensor: in a
-block that ends in a linear layer without dropout, that layer.
+where a module inside has such hooks, the forward runs to its end. That costs the operations after the last saved
+tensor: in a block that ends in a linear layer without dropout, that layer.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ CAN_RECOMPUTE = _innermost_hooks is not None
 
 _ABSENT = object()
 
-# Among the numbers of modules, which start at 0.
-_WE = -1
+# Our number among those that ZeRO-3 gives to modules, which start at 0.
+_OUR_NUMBER = -1
 
 
 def innermost_hooks() -> Hooks | None:
@@ -256,7 +256,7 @@ class RecomputedPass:
 
 @contextmanager
 def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Another forward for a while; afterwards the module is as it was."""
+    """Another forward inside the context; afterwards the module is as it was."""
     before = replace_forward(module, forward)
     try:
         yield
@@ -330,7 +330,7 @@ def _recomputed(path: str, unpack: Callable[[Any], torch.Tensor], held: Any) -> 
     except CheckpointError as error:
         raise RecomputationError(
             f"the forward of the block {path!r} saved other tensors when it ran again in backward than the first time, "
-            "though it gave the same bytes when that was tried: what it does depends on something that changed since, "
+            "though it gave the same bytes when that was verified: it depends on something that changed since, "
             f'such as a context that it entered or a setting. Set "recompute": false. ({_first_line(error)})'
         ) from error
 
@@ -357,18 +357,18 @@ def _rng_states(states: tuple[Any, Any] | None) -> Iterator[None]:
 def _gathered_stay(module: nn.Module) -> Iterator[None]:
     """Keep what backward has gathered from being let go by the forward that runs again.
 
-    ZeRO-3 notes at a parameter which modules use it, by number, and frees it after the last: we are one more user, and
-    leave the note as it was.
+    ZeRO-3 keeps at a parameter the numbers of the modules that use it, and frees its memory after the last. We are one
+    more user, and leave the set as it was.
     """
     users = [users for one in module.parameters() if (users := getattr(one, "ds_active_sub_modules", None))]
     before = [set(one) for one in users]
     for one in users:
-        one.add(_WE)
+        one.add(_OUR_NUMBER)
     try:
         yield
     finally:
         for one, then in zip(users, before, strict=True):
-            one.discard(_WE)
+            one.discard(_OUR_NUMBER)
             one |= then
 
 

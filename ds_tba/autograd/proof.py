@@ -1,21 +1,21 @@
-"""Whether a block's forward may run a second time: proven in the run, before that is relied on.
+"""Whether a block's forward may run a second time: proven in the run, before a plan relies on it.
 
 Knows single passes; does not know models, ranks, nor who wants to know.
 
-[Note: Two proofs] First passes are *watched*: a forward that leaves a trace (``forward_state.py``), or whose state is
-changed by others until backward, is never run again. Then passes that left none are *tried*: they save as usual, and
-run inside a checkpoint, too, which is the one of a recomputation; when backward first wants something of the pass, it
-runs the forward again, to its end. Each tensor is compared with what was saved, which is what backward gets; and what
-the forward returns with digests of what it returned. What that holds is one block's activations, each until it is
-compared. The checkpoint's inputs are saved through the hooks around the pass,
-as those of a recomputation are; what is made again never reaches these hooks.
+[Note: Two proofs] First passes are *watched*. A forward that leaves a trace (``forward_state.py``), or whose state
+others change until backward, is never run again. Then passes that left none are *verified*. A verified pass saves as
+usual, and runs inside a checkpoint as well, which is the one of a recomputation. When backward first wants a saved
+tensor of the pass, the checkpoint runs the forward again, to its end. Each tensor that this gives is compared with the
+saved one, which is what backward gets, and the result with digests of the first result. Meanwhile the second tensors
+take the memory of one block's activations, each until it is compared. The checkpoint's inputs are saved through the
+hooks around the pass, as those of a recomputation are; the second tensors never reach these hooks.
 
-[Note: Random numbers] A checkpoint puts PyTorch's default generators back. That does not help a forward which puts
+[Note: Random numbers] A checkpoint restores PyTorch's default generators. That does not help a forward which puts
 another state into them (``fork_rng``, the trackers of tensor-parallel training) or draws from a generator that is
-hidden, and whose second run would take numbers that the training has not drawn yet. So a trial begins with a run under
-a dispatch mode, which stops *before* an operation that would draw such numbers. It is not used in a forward of the
-training: PyTorch computes some operations in another way under a mode. Nor is it used where ``torch.compile`` is found
-inside, which must not run under one; there the bytes alone decide.
+hidden, and whose second run would take numbers that the training has not drawn yet. So verifying begins with a run
+under a dispatch mode, which stops *before* an operation that would draw such numbers. The mode is not used in a forward
+of the training: PyTorch computes some operations in another way under a mode. Nor is it used where ``torch.compile`` is
+found inside, which must not run under one; there the bytes alone decide.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ from ds_tba.autograd.forward_state import State, StateReader, UnreadableError
 from ds_tba.autograd.tensors import VersionWitness
 from ds_tba.errors import IncompatibleError
 
-# Forwards whose passes are watched where the first one found something: it may have been what a first forward sets up.
-_ENOUGH = 2
+# Forwards whose passes are watched where the first found an obstacle: a first forward may set up state for good.
+_MAX_WATCHED_FORWARDS = 2
 
 Kind = tuple[bool, frozenset[type]]
 """Of a pass: whether the module trains, and the classes of the objects among its arguments and of PyTorch's modes."""
@@ -75,17 +75,14 @@ def name_of(kind: Kind) -> str:
     return f"{'training' if training else 'evaluation'}({', '.join(sorted(one.__qualname__ for one in classes))})"
 
 
-# ---- what is known of a block ---------------------------------------------------------------------------------------
-
-
 @dataclass(eq=False)
 class Evidence:
-    """What the passes through one block have shown.
+    """Findings from the passes through one block.
 
     Attributes:
         reader: of the block's state.
         traceless: kinds of passes that left no trace.
-        proven: of those, kinds that gave the same bytes in a trial.
+        proven: of those, kinds that were verified: both runs gave the same bytes.
         obstacle: why it cannot be run again, as far as is known.
     """
 
@@ -93,29 +90,29 @@ class Evidence:
     traceless: set[Kind] = field(default_factory=set)
     proven: set[Kind] = field(default_factory=set)
     obstacle: str | None = None if CAN_RECOMPUTE else "PyTorch before 2.8 does not tell whose saved-tensor hooks are on"
-    _watches: int = 0 if CAN_RECOMPUTE else _ENOUGH
-    _trials: dict[Kind, Trial] = field(default_factory=dict)
+    _watches: int = 0 if CAN_RECOMPUTE else _MAX_WATCHED_FORWARDS
+    _verifications: dict[Kind, VerifiedPass] = field(default_factory=dict)
 
     @property
     def is_settled(self) -> bool:
         """Whether the obstacle is there for good."""
-        return self.obstacle is not None and self._watches >= _ENOUGH
+        return self.obstacle is not None and self._watches >= _MAX_WATCHED_FORWARDS
 
     @property
-    def untried(self) -> set[Kind]:
-        """Kinds of passes that are to be tried."""
+    def unverified(self) -> set[Kind]:
+        """Kinds of passes that left no trace and are to be verified."""
         return self.traceless - self.proven if self.obstacle is None else set()
 
     def is_to_be_watched(self, kind: Kind) -> bool:
         """Whether a pass of that kind has something to show."""
         return not self.is_settled and (self.obstacle is not None or kind not in self.traceless)
 
-    def is_to_be_tried(self, kind: Kind) -> bool:
-        """Whether it may be tried, which each kind is once in a step."""
-        return kind in self.untried and kind not in self._trials
+    def is_to_be_verified(self, kind: Kind) -> bool:
+        """Whether a pass of that kind may be verified, which each kind is once in a step."""
+        return kind in self.unverified and kind not in self._verifications
 
     def learn(self, watches: Sequence[Watch]) -> None:
-        """Take over what one forward of the model has shown."""
+        """Take over the findings of one forward of the model."""
         found = next((watch.obstacle for watch in watches if watch.obstacle is not None), None)
         if not self.is_settled:
             self.obstacle = found
@@ -124,39 +121,31 @@ class Evidence:
             self.traceless |= {watch.kind for watch in watches}
 
     def note(self, obstacle: str) -> None:
-        """Found after the forward in which it was watched."""
+        """Take over an obstacle found after the forward in which the pass was watched."""
         if self.obstacle is None:
             self.obstacle = obstacle
 
     def settle(self, obstacle: str) -> None:
-        """For good, unless there is one already."""
+        """Set an obstacle for good, unless there is one already."""
         if not self.is_settled:
-            self.obstacle, self._watches = obstacle, _ENOUGH
+            self.obstacle, self._watches = obstacle, _MAX_WATCHED_FORWARDS
 
-    def begin_trial(self, kind: Kind, trial: Trial) -> None:
-        """A pass is tried in this step."""
-        self._trials[kind] = trial
+    def begin_verification(self, kind: Kind, verified: VerifiedPass) -> None:
+        """A pass is verified in this step."""
+        self._verifications[kind] = verified
 
-    def end_trials(self) -> None:
-        """The step is over: what was compared without a difference is proven."""
+    def end_verifications(self) -> None:
+        """The step is over: kinds whose second run showed no difference are proven."""
         if self.obstacle is None:
-            self.proven |= {kind for kind, trial in self._trials.items() if trial.has_run}
-        self._trials.clear()
-
-
-# ---- a pass that is watched -----------------------------------------------------------------------------------------
+            self.proven |= {kind for kind, verified in self._verifications.items() if verified.has_run}
+        self._verifications.clear()
 
 
 class Watch:
-    """What one pass shows about whether its forward could run again.
-
-    Args:
-        evidence: on the block.
-        arguments: of the pass.
-        kind: of the pass.
+    """Looks for a reason why the forward of one pass must not run again.
 
     Attributes:
-        obstacle: what was found.
+        obstacle: the reason.
     """
 
     def __init__(self, evidence: Evidence, arguments: Arguments, kind: Kind) -> None:
@@ -169,11 +158,7 @@ class Watch:
 
     @contextmanager
     def forward(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Around the pass in forward.
-
-        Args:
-            tensors: among its arguments.
-        """
+        """Around the pass in forward; ``tensors`` are those among its arguments."""
         reader = self._evidence.reader
         try:
             state = reader.read(self._others, with_bytes=True)
@@ -207,7 +192,7 @@ class Watch:
             self.obstacle = "an input of it is changed in place later in the model's forward"
 
     def backward(self) -> None:
-        """Backward first wants something of the pass."""
+        """Backward first wants a saved tensor of the pass."""
         state, self._state = self._state, None
         if state is None:
             return
@@ -218,7 +203,7 @@ class Watch:
             self.note("an input of it is changed in place between forward and backward")
 
     def note(self, obstacle: str) -> None:
-        """Something was found in backward."""
+        """An obstacle was found in backward."""
         self.obstacle = self.obstacle or obstacle
         self._evidence.note(obstacle)
 
@@ -248,7 +233,7 @@ def watched(
 
 @contextmanager
 def _telling(watch: Watch) -> Iterator[None]:
-    """Tell of the first unpack."""
+    """Tell the watch of every unpack; only the first means anything to it."""
     outer = innermost_hooks()
     if outer is None:  # autograd holds what is saved
         yield
@@ -264,20 +249,16 @@ def _telling(watch: Watch) -> Iterator[None]:
         yield
 
 
-# ---- a pass that is tried -------------------------------------------------------------------------------------------
-
-
-class Trial(RecomputedPass):
+class VerifiedPass(RecomputedPass):
     """A pass that saves as usual, and whose forward also runs again in backward, to be compared.
 
     Args:
         path, module, forward, arguments: see :class:`RecomputedPass`.
         watch: of this pass.
-        evidence: on the block.
         is_strict: other ranks may wait for the forward in backward.
 
     Attributes:
-        has_run: whether its forward ran again.
+        has_run: whether the forward ran again.
     """
 
     def __init__(
@@ -375,7 +356,7 @@ class Trial(RecomputedPass):
             self._fail(f"run again, its forward gave {different}")
 
     def _first_again(self, holder: Any) -> torch.Tensor:
-        """Run the forward again; and look whether that left a trace."""
+        """Run the forward again, and look whether that left a trace."""
         self.has_run = True
         reader, others = self._evidence.reader, self._arguments.others
         state, rng_states = reader.read(others, with_bytes=True), python_rng_states()
@@ -414,16 +395,16 @@ class Trial(RecomputedPass):
         self._end()
 
     def _stop(self, reason: str) -> None:
-        """There is a trace, so the forward must not run again; other ranks may run it now, and wait for this one."""
+        """There is a trace, so the forward must not run again. Other ranks may run it now, and wait for this one."""
         if self._is_strict and not self.has_run:
             raise IncompatibleError(
-                f"every rank is to run the block {self._path!r} again here, to try whether it can be recomputed, and "
+                f"every rank is to run the block {self._path!r} again here, to verify that it can be recomputed, and "
                 f'on this rank it cannot, which it did not show before: {reason}. Set "recompute": false.'
             )
         self._fail(reason)
 
     def _end(self) -> None:
-        """Free what was made again."""
+        """Free the tensors of the second run."""
         self._is_over = True
         for saved in list(self._saved):
             saved.holder = None
@@ -431,7 +412,7 @@ class Trial(RecomputedPass):
 
 
 class _Run:
-    """What one run of a forward shows.
+    """One run of a verified forward, as far as two runs are compared by it.
 
     Attributes:
         parameters: by id, in the order in which the run saved tensors; None for each tensor that is no parameter.
@@ -449,15 +430,15 @@ class _Run:
 
 
 class _Saved:
-    """What autograd holds in place of one tensor of a trial."""
+    """Held by autograd in place of one tensor of a verified pass."""
 
     __slots__ = ("__weakref__", "held", "holder", "is_parameter", "task")
 
     def __init__(self, held: Any) -> None:
         self.held = held
-        self.holder: Any = None  # of the checkpoint, until it was compared
+        self.holder: Any = None  # the checkpoint's, until the tensor was compared
         self.is_parameter = False
-        self.task = -1
+        self.task = -1  # the backward that took the tensor
 
 
 def _as_it_is(one: Any) -> Any:
@@ -479,7 +460,7 @@ def _first_line(error: Exception) -> str:
 
 @contextmanager
 def _nothing_saved() -> Iterator[None]:
-    """What autograd saves inside is dropped at once."""
+    """Drop at once the tensors that autograd saves inside."""
     with saved_tensors_hooks(lambda _: None, _no_backward):
         yield
 
