@@ -2,7 +2,7 @@
 
 Knows torch only; does not know how the listener uses the passes, nor why one is to be recomputed.
 
-[Note: What can be recomputed] A forward that runs a second time must neither change anything nor find anything changed.
+[Note: Recomputable passes] A forward that runs a second time must neither change anything nor find anything changed.
 So a pass of a kind not seen before (in training or evaluation, with objects of other classes among the arguments) is
 never recomputed but watched, and a kind that left no trace is verified before a plan relies on it: see ``proof.py``. A
 trace found in two forwards is the block's obstacle from then on. Saved-tensor hooks of others (a checkpoint of the
@@ -74,7 +74,7 @@ class PassListener(Protocol):
 
         Returns:
             Any token but None to have the pass recomputed in backward; :meth:`recompute` gets the token. It has no
-            effect in passes of a kind that is not proven; see [Note: What can be recomputed].
+            effect in passes of a kind that is not proven; see [Note: Recomputable passes].
         """
 
     def leave(self, block: Block) -> None:

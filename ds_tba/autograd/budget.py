@@ -5,11 +5,11 @@ Knows records, stores and an accelerator; does not know autograd, nor which stor
 [Note: The budget] Counted is the device memory of saved tensors: what is kept, what was moved and is still used by
 forward, what was reloaded, and what is being read ahead onto a device. With a budget, nothing is added before there is
 room. Room is made by waiting for copies, then by moving what was kept, the oldest first, because backward wants that
-last, then by giving up what was read ahead. So a plan that keeps too much costs time and no memory. What forward itself
-holds and what is too small to move cannot be helped: that is said once, before it is added.
+last, then by giving up what was read ahead. So a plan that keeps too much costs time and no memory. Tensors that
+forward itself holds, or that are too small to move, may exceed the budget: a warning says so once, before they do.
 
 [Note: Room] Saved tensors may take what is left of a device beside the peak of everything else in a step: gradients,
-logits, buckets, optimizer states. What is free after the optimizer step says too little: gradients and logits are gone
+logits, buckets, optimizer states. Free memory after the optimizer step says too little: gradients and logits are gone
 by then. So everything else is sampled at the ends of steps, and at every hook while micro-steps are recorded. Between
 two samples the accelerator's own peak tells whether there was more.
 """
@@ -229,7 +229,7 @@ class Residency:
         self._evictor = Evictor(transfers, settle, accelerator)
         self._keeper = keeper
         self._device = accelerator
-        self._largest_bytes = 0  # of what was moved
+        self._largest_bytes = 0  # of the storages that were moved
         self._recomputed_bytes = 0
         self._evictable: dict[SavedStorage, Any] = {}  # oldest first, with the event of the stream that makes the bytes
         self._ahead: dict[SavedStorage, None] = {}  # oldest first: what is being read ahead onto the device
@@ -346,11 +346,11 @@ class Residency:
 
 
 class MemoryMeter:
-    """The most device memory that everything but saved tensors held at once.
+    """The most device memory that everything but saved tensors held at once; see [Note: Room].
 
     Args:
         accelerator: tells what is allocated.
-        resident: what saved tensors hold of that.
+        resident: the part of that which saved tensors hold.
     """
 
     def __init__(self, accelerator: Accelerator, resident: Gauge) -> None:
@@ -361,18 +361,18 @@ class MemoryMeter:
         self.most_bytes = 0
 
     def sample(self) -> None:
-        """Look at this moment, and at what came between the last sample and this one."""
+        """Take the level of this moment, and the peak since the last sample."""
         resident_bytes = self._resident.now
         peak_bytes = self._accelerator.peak_in_use_bytes()
         others_bytes = self._accelerator.in_use_bytes() - resident_bytes
         if self._peak_bytes is not None and peak_bytes > self._peak_bytes:
-            # Nobody knows how much was ours then. The less, the more was others': that is the safe side.
+            # How much of that peak was ours is not known. Take the lower of our two levels: that errs on the safe side.
             others_bytes = max(others_bytes, peak_bytes - min(self._resident_before_bytes, resident_bytes))
         self.most_bytes = max(self.most_bytes, others_bytes)
         self._resident_before_bytes, self._peak_bytes = resident_bytes, peak_bytes
 
     def room_bytes(self) -> float:
-        """What saved tensors may hold; see [Note: Room]."""
+        """The bytes that saved tensors may hold; see [Note: Room]."""
         free_bytes = self._accelerator.free_bytes()
         others_bytes = self._accelerator.in_use_bytes() - self._resident.now
         return max(0.0, free_bytes - max(0, self.most_bytes - others_bytes))

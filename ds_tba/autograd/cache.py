@@ -270,7 +270,7 @@ class Records:
             ActivationLostError: its bytes could not be read back.
             ActivationCorruptionError: the bytes read back are not the bytes written.
         """
-        tensor = held.restore()  # first of all: what is waited for goes before what is read ahead
+        tensor = held.restore()  # first of all: backward waits for this read, and for no read ahead
         self._originals.note(tensor, is_held=tensor is held.held)
         if micro_step.phase is Phase.WAITING:
             with self.lock:

@@ -126,7 +126,7 @@ def _together(form: Any, tensors: Sequence[torch.Tensor]) -> Any:
 
 
 class Conditions:
-    """What the forward of a pass finds beside its tensors: to be compared, and restored where it runs again.
+    """The conditions that a forward finds beside its tensors: compared, and restored, where it runs again.
 
     Args:
         reader: of the module's state.
@@ -168,7 +168,7 @@ class Conditions:
 
 
 class RecomputedPass:
-    """A pass whose forward runs again when backward wants something that was saved in it.
+    """A pass whose forward runs again when backward wants a tensor that was saved in it.
 
     Args:
         path: of the module, for messages.
@@ -178,7 +178,7 @@ class RecomputedPass:
         conditions: in which the pass begins.
 
     Attributes:
-        changed: what its forward has changed, in words.
+        changed: the state that its forward has changed, in words.
     """
 
     def __init__(
@@ -244,10 +244,10 @@ class RecomputedPass:
         return self._through_hooks(args, kwargs)
 
     def _through_hooks(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """For hooks that bring parameters, and with no gradient, so that nothing they save is counted."""
+        """With the module's hooks, which bring parameters; without gradients, so that nothing they save is counted."""
 
         def forward(*_: Any, **__: Any) -> Any:
-            with torch.enable_grad():  # and not with what hooks made of the arguments, once more
+            with torch.enable_grad():  # with the arguments as they are: hooks have changed them in forward already
                 return self._forward(*args, **kwargs)
 
         with replaced_forward(self._module, forward), torch.no_grad():
@@ -265,7 +265,7 @@ def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Any:
-    """Set a forward on this one module; what to give to :func:`restore_forward`."""
+    """Set a forward on this one module; returns the argument for :func:`restore_forward`."""
     # Past __setattr__, which some modules (torch.compile's) hand on to what they wrap.
     before = module.__dict__.get("forward", _ABSENT)
     module.__dict__["forward"] = forward
@@ -355,7 +355,7 @@ def _rng_states(states: tuple[Any, Any] | None) -> Iterator[None]:
 
 @contextmanager
 def _gathered_stay(module: nn.Module) -> Iterator[None]:
-    """Keep what backward has gathered from being let go by the forward that runs again.
+    """Keep parameters that backward has gathered from being let go by the forward that runs again.
 
     ZeRO-3 keeps at a parameter the numbers of the modules that use it, and frees its memory after the last. We are one
     more user, and leave the set as it was.

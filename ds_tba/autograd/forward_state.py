@@ -1,19 +1,19 @@
-"""What a module's forward can read and change besides its tensors' values, by name, to be compared before and after.
+"""The state that a module's forward can read and change, by name, to be compared before and after.
 
 Knows modules, Python objects and random-number generators; does not know passes, nor what a difference means.
 
-[Note: What is looked at] Parameters and buffers; attributes of the module, of the modules inside and of their classes;
+[Note: Read] Parameters and buffers; attributes of the module, of the modules inside and of their classes;
 objects in them, in containers and among the arguments; and what their methods refer to by name: closures, defaults,
 globals, classes, modules, a few calls deep. Of a tensor its identity, version and place are compared, and its bytes
 where it is small or where asked; of a generator its state; of a ``ContextVar`` its value; of anything else its content
 as far as Python shows it. Classes and functions of PyTorch, NumPy, DeepSpeed and the standard library are not looked
 into; nor are objects of PyTorch and DeepSpeed. Objects of the standard library are, but for those without state.
 
-[Note: No user code] What a class of the user's says about its length, its items or its attributes is not asked: content
-is read as the built-in class that is below it has it. Where reading raises all the same, the state is unreadable.
+[Note: No user code] Content is read through the built-in base class: methods of a user's class that tell its length,
+items or attributes are not called. Where reading raises all the same, the state is unreadable.
 
-[Note: What is not] Modules know whether they train, and recomputing restores that. What ZeRO notes at a module is its
-own business; hooks of the whole block do not run again. PyTorch's default generators are restored by recomputing.
+[Note: Not read] Recomputing restores whether modules train, and PyTorch's default generators. Attributes that ZeRO
+keeps at a module are none of its forward's. Hooks of the whole block do not run again.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _WITHOUT_DICT = frozenset({"_collections", "_functools", "_weakref", "collection
 
 _PLAIN = frozenset({type(None), bool, int, str, bytes, torch.dtype, torch.device, torch.memory_format, torch.layout})
 _CONTAINERS = (list, tuple, set, frozenset, deque)
-# Of a tensor's attributes, those that are looked at; not what DeepSpeed, torch.compile and we note there.
+# Attributes of a tensor are read if they are of these classes, and not those of DeepSpeed, torch.compile and ours.
 _VALUES = frozenset({*_PLAIN, *_CONTAINERS, float, complex, dict})
 _OF_TENSORS_BY_FRAMEWORKS = ("ds_", "_ds_", "_z3_", "_dynamo_")
 # Py_TPFLAGS_HEAPTYPE of CPython: set for every class that is made while Python runs.
@@ -76,7 +76,7 @@ _NEVER_RUN = frozenset({"__init_subclass__", "__class_getitem__", "__repr__", "_
 
 # Of a module's own attributes, those that every module has; what is in _parameters, _buffers and _modules is looked at.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
-# What DeepSpeed notes at modules while forward and backward run.
+# Attributes that DeepSpeed keeps at modules while forward and backward run.
 _OF_FRAMEWORKS = frozenset({"applied_pre_backward_ref_cnt", "pre_bwd_fn", "post_bwd_fn", "all_parameters",
                             "_external_params", "_original_parameters", "to_empty"})  # fmt: skip
 
@@ -122,7 +122,7 @@ class StateReader:
         return walk.found
 
     def changed_since(self, before: State, arguments: Sequence[Any] = (), *, with_bytes: bool = False) -> str | None:
-        """What is not as it was, in words; None if everything is."""
+        """Name a value that is not as it was; None if every value is."""
         try:
             return changed_name(before, self.read(arguments, with_bytes=with_bytes))
         except UnreadableError as error:
@@ -152,7 +152,7 @@ class _Walk:
     """One reading of a state: breadth first, every value under the name by which it was first reached.
 
     Attributes:
-        found: what is to be compared, by name.
+        found: the content of each value, or its identity, by name.
         is_compiled: whether something compiled by ``torch.compile`` was found.
     """
 
@@ -161,7 +161,7 @@ class _Walk:
         self._with_bytes = with_bytes
         self._to_do: deque[tuple[str, Any, int]] = deque()
         self._seen: dict[int, str] = {}
-        self._held: list[Any] = []  # what was seen: no other object may get its id
+        self._held: list[Any] = []  # every object seen, lest another one gets its id
         self.found: dict[str, Any] = {}
         self.is_compiled = False
 
@@ -446,7 +446,7 @@ def _is_wrapper_of_compiled(module: nn.Module) -> bool:
 
 
 def _names_in(code: types.CodeType) -> Iterator[str]:
-    """What a function refers to by name, with the functions that are written inside it."""
+    """The names in a function and in the functions that are written inside it."""
     yield from code.co_names
     for one in code.co_consts:
         if isinstance(one, types.CodeType):

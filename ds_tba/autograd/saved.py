@@ -1,4 +1,5 @@
-"""What autograd holds in place of saved tensors, the record that views of one storage share, and the micro-step.
+"""The objects that autograd holds in place of saved tensors, the record that views of one storage share, and the
+micro-step to which records belong.
 
 Knows tensors and tickets; does not know where storages go. The cache changes records and micro-steps, under its lock.
 
@@ -149,7 +150,7 @@ class SavedCounted:
 
     Attributes:
         held: the tensor, or an alias of it.
-        nbytes: of it, as far as they are counted.
+        nbytes: as many of its bytes as are counted.
         guard: counts them.
     """
 
@@ -173,10 +174,11 @@ class SavedCounted:
 
 
 class SavedView:
-    """What autograd holds in place of one saved tensor.
+    """Held by autograd in place of one saved tensor.
 
     Attributes:
-        held: the tensor, or an alias of it, while its bytes stay in memory; else None.
+        held: the tensor, or an alias of it, while its bytes stay in memory; else None. Set to None under the cache's
+            lock, and read without it.
     """
 
     __slots__ = ("__weakref__", "_cache", "_spec", "_witness", "held", "is_unpacked", "record")
@@ -199,7 +201,7 @@ class SavedView:
 
     def restore(self) -> torch.Tensor:
         """The saved tensor, if it was not modified since."""
-        held = self.held  # read once: another thread may let it go
+        held = self.held  # read once: another thread may evict the record meanwhile
         if held is not None:
             self.is_unpacked = True
             return unmodified(held, self.record.key.version)
@@ -210,19 +212,20 @@ class SavedView:
         return self._spec.rebuild(data)
 
     def let_go(self) -> None:
-        """Hold the bytes no longer: the record's store has them from now on."""
+        """Hold the bytes no longer: the record's store has them from now on. Called under the cache's lock."""
         if self.held is None:
             return
         self._spec = ViewSpec.of(self.held)
         self._witness = VersionWitness(self.held, self._cache.empty_like(self.held), self.record.key.version)
-        self.held = None  # last: see restore()
+        # Last: restore() runs without the lock, and goes by the witness as soon as it finds nothing held.
+        self.held = None
 
     def __del__(self) -> None:
         self._cache.defer((self.record, not self.is_unpacked and self.held is None))
 
 
 class ResidencyGuard:
-    """Lies on a storage with saved bytes in device memory, and tells when that memory is free.
+    """Finalizer that reports when a storage's device memory is freed: it lies on a storage with saved bytes.
 
     Attributes:
         users: records and tensors that have its memory counted. Changed only under the cache's lock.
@@ -238,11 +241,11 @@ class ResidencyGuard:
         self._bytes: list[int] = []
 
     def counts_for(self, cache: Keeper) -> bool:
-        """Whether it tells this cache: a storage that two engines save has one of these for each."""
+        """Whether this cache is told: a storage that two engines save has a guard for each of them."""
         return self._cache is cache
 
     def count(self, nbytes: int) -> int:
-        """Have at least ``nbytes`` counted, with one user more; by how many bytes more there are.
+        """Have at least ``nbytes`` counted, for one user more; returns how many bytes that adds.
 
         The largest user counts: one may have a slice of the storage, another all of it.
         """
@@ -255,7 +258,7 @@ class ResidencyGuard:
         return added_bytes
 
     def leave(self) -> int:
-        """A user is gone; with the last one, the bytes that need not be counted any more."""
+        """A user is gone; returns the bytes that need not be counted any more, which go with the last user."""
         self.users -= 1
         return 0 if self.users else self.take()
 
@@ -333,7 +336,7 @@ class MicroStep:
         return self.phase is Phase.WAITING and self.saved > 0
 
     def add(self, record: SavedStorage) -> int:
-        """Append a record; its index."""
+        """Append a record; returns its index."""
         self._records.append(record)
         self._live += 1
         return len(self._records) - 1
@@ -343,7 +346,7 @@ class MicroStep:
         self._unpacked.append(index)
 
     def remove(self, index: int) -> list[int] | None:
-        """A record is gone; with the last of them the order of first uses, if every one was used."""
+        """A record is gone; returns, with the last of them, the order of first uses, if every one was used."""
         self._records[index] = None
         self._live -= 1
         if self._live:
@@ -354,7 +357,7 @@ class MicroStep:
     def read_ahead(
         self, learned: Sequence[int], prefetch: Callable[[SavedStorage], bool], after: int | None = None
     ) -> None:
-        """Ask for what backward will want next; see [Note: Reading ahead].
+        """Ask for the records that backward will want next; see [Note: Reading ahead].
 
         Args:
             learned: the order of an earlier micro-step.
