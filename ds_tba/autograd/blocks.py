@@ -162,7 +162,7 @@ class Blocks:
         try:
             yield
         finally:
-            self._thread.session = before
+            self._thread.session = before  # None, or that of a forward around this one
             for block in reversed(session.inside):  # of passes that an interrupt has ended, without hooks after them
                 self._listener.leave(block)
         session.end()  # not after a forward that raised: it shows nothing
@@ -396,5 +396,5 @@ def _recomputing(blocks: Blocks, token: Any) -> Iterator[None]:
         blocks._listener.recomputed(token)
 
 
-class _Thread(threading.local):
+class _Thread(threading.local):  # forwards of several threads may interleave, each in a session of its own
     session: _Session | None = None

@@ -127,8 +127,7 @@ class Evictor:
         held = next((view.held for view in views if view.held is not None), None)
         if held is None:
             return
-        # The copy out runs after the calling thread's current stream; the kernels that make these bytes may be in
-        # another one.
+        # A store copies after the calling thread's current stream, and the bytes may be made in another one.
         if self._device is not None and kept_at is not None:
             self._device.current_stream().wait_event(kept_at)
         if not self._offload(record, held):
@@ -141,7 +140,7 @@ class Evictor:
     def _evict_forwarded(self, record: SavedStorage) -> None:
         if record.reloaded is None:
             raise StateError("what was forwarded is not in memory; this is a bug in ds_tba")
-        data = record.reloaded.arrival.join()
+        data = record.reloaded.arrival.join()  # the copy out must not begin before the copy in is done
         if data._version == record.reloaded.version and self._offload(record, data):  # else the next unpack raises
             record.reloaded = None
 
@@ -238,6 +237,7 @@ class Residency:
         """A storage stays where it is."""
         record.guard = weakref.ref(self.count(storage, record.nbytes))
         if self.budget.is_set:
+            # An event of the stream that makes the bytes. Evicting may happen in another one, and must wait for it.
             self._evictable[record] = None if self._device is None else moment(self._device)
 
     def add_moved(self, record: SavedStorage, storage: torch.UntypedStorage) -> None:
@@ -273,7 +273,7 @@ class Residency:
         guard = next((one for one in guards if one.counts_for(self._keeper)), None)
         if guard is None:
             guard = ResidencyGuard(self._keeper)
-            if storage is not None:
+            if storage is not None:  # a new list: the cache of another engine may be reading the old one
                 setattr(storage, _GUARDS, [*guards, guard])
         self._gauge.add(guard.count(nbytes))
         return guard
@@ -295,7 +295,7 @@ class Residency:
     def remove(self, record: SavedStorage) -> None:
         """Nobody wants a storage any more; call it before the record is dropped."""
         guard = record.guard() if record.guard is not None else None
-        if guard is not None:  # else the memory is free already
+        if guard is not None:  # else the storage is freed, and the guard's finalizer has reported that
             self._gauge.add(-guard.leave())
         self.end_prefetch(record)
         self._evictable.pop(record, None)
@@ -328,7 +328,7 @@ class Residency:
         if not self.budget.is_exceeded_by(nbytes):
             return
         self._evictor.finish_copies()
-        for record in list(self._evictable):
+        for record in list(self._evictable):  # a copy: finalizers that finish_copies() acts on remove records
             if not self.budget.is_exceeded_by(nbytes):
                 return
             self.evict(record)

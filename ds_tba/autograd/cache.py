@@ -16,7 +16,11 @@ graph node.
 [Note: Finalizers] A view's ``__del__`` may run anywhere: in any thread, and also while its own thread holds the lock,
 because every allocation inside a critical section may start the garbage collector. So it neither waits for the lock nor
 takes it twice; it defers itself (``ds_tba/storage/finalizers.py``). Whoever takes the lock acts on deferred finalizers
-first, so that what they free is free, and after letting go of it acts on those that found the lock taken.
+first, so that their memory is free, and after letting go of it acts on those that found the lock taken.
+
+[Note: Order of locks] The cache's lock is taken before a store's, never after: stores do not know the cache. A finalizer
+may run inside a store's critical section, take the cache's lock if that is free, and give a ticket back; so
+``Store.release`` waits for no lock, and defers itself in turn.
 """
 
 from __future__ import annotations
@@ -179,7 +183,7 @@ class TensorCache:
         """Act on every deferred finalizer, and let go of what finished copies still hold."""
         with self._lock:
             self._finalizers.act()
-        for store in self._stores:
+        for store in self._stores:  # under their own locks
             store.settle()
         self._finalizers.act_if_free()
 
@@ -258,6 +262,7 @@ class Records:
             record.pending += offloaded
         self.finalizers.act_if_free()
         view = SavedView(self, record, tensor, offloaded=offloaded)
+        # Without the lock, and safe: until a view is listed the record cannot be evicted, and that does no harm.
         if not offloaded and self.residency.budget.is_set:
             record.kept_views.append(weakref.ref(view))
         return view
@@ -294,7 +299,7 @@ class Records:
             unmodified(data, reloaded.version)
             if first_time:
                 record.pending -= 1
-            self._evict_if_unpacked(record)
+            self._evict_if_unpacked(record)  # the record lets go of the memory, and the caller's ``data`` holds it
             record.micro_step.read_ahead(self.learned_order, self.residency.prefetch, after=record.index)
         self.finalizers.act_if_free()
         return data
@@ -381,7 +386,7 @@ class Records:
         if self.forward.by_key.get(record.key) is record:
             del self.forward.by_key[record.key]
         if record.ticket is not None:
-            record.ticket.store.release(record.ticket)
+            record.ticket.store.release(record.ticket)  # see [Note: Order of locks]
         record.micro_step.saved -= 1
         if record.index != NO_INDEX:
             self.learned_order = record.micro_step.remove(record.index) or self.learned_order

@@ -169,7 +169,7 @@ class SavedCounted:
 
     def __del__(self) -> None:
         guard = getattr(self, "guard", None)
-        if guard is not None:  # else something was raised before it was counted
+        if guard is not None:  # else __init__ raised before the tensor was counted
             self._cache.defer((guard, self.nbytes))
 
 
