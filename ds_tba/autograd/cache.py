@@ -18,8 +18,8 @@ because every allocation inside a critical section may start the garbage collect
 takes it twice; it defers itself (``ds_tba/storage/finalizers.py``). Whoever takes the lock acts on deferred finalizers
 first, so that their memory is free, and after letting go of it acts on those that found the lock taken.
 
-[Note: Order of locks] The cache's lock is taken before a store's, never after: stores do not know the cache. A finalizer
-may run inside a store's critical section, take the cache's lock if that is free, and give a ticket back; so
+[Note: Order of locks] The cache's lock is taken before a store's, never after: stores do not know the cache. But a
+finalizer may run inside a store's critical section, take the cache's lock if that is free, and give a ticket back. So
 ``Store.release`` waits for no lock, and defers itself in turn.
 """
 
