@@ -310,57 +310,45 @@ class _Session:
                 known.settle("a checkpoint, or other hooks around it, take its saved tensors")
                 return forward(*args, **kwargs)
             kind = kind_of(block.module, arguments)
-            if token is not None and kind in known.proven and known.obstacle is None:
-                return self._recomputed(block, forward, arguments, token, args, kwargs)
-            if token is not None:
+            is_recomputed = token is not None and kind in known.proven and known.obstacle is None
+            if token is not None and not is_recomputed:
                 self._deviates(block, "it got arguments of a kind not seen before, with which that may be wrong")
-            if block.path in self._blocks.to_verify and known.is_to_be_verified(kind):
-                return self._verified(block, forward, arguments, self._watch(known, arguments, kind), args, kwargs)
+            if is_recomputed or (block.path in self._blocks.to_verify and known.is_to_be_verified(kind)):
+                token = token if is_recomputed else None
+                return self._repeated(block, forward, arguments, kind, token, args, kwargs)
             if known.is_to_be_watched(kind):
                 return watched(self._watch(known, arguments, kind), forward, arguments, args, kwargs)
             return forward(*args, **kwargs)
         finally:
             self._blocks._listener.leave(block)
 
-    def _verified(
+    def _repeated(
         self,
         block: Block,
         forward: Callable[..., Any],
         arguments: Arguments,
-        watch: Watch,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        known, is_strict = self._blocks._known[block.index], self._blocks.is_strict
-        try:
-            one = VerifiedPass(block.path, block.module, forward, arguments, watch, known, is_strict=is_strict)
-        except UnreadableError as error:
-            known.settle(f"it refers to {error}")
-            self._deviates(block, f"it refers to {error}")
-            return forward(*args, **kwargs)
-        known.begin_verification(watch.kind, one)
-        return one.run(args, kwargs)
-
-    def _recomputed(
-        self,
-        block: Block,
-        forward: Callable[..., Any],
-        arguments: Arguments,
+        kind: Kind,
         token: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        known, again = self._blocks._known[block.index], functools.partial(_recomputing, self._blocks, token)
+        """A pass whose forward runs again in backward: a recomputed one with a token, else a verified one."""
+        known, is_strict = self._blocks._known[block.index], self._blocks.is_strict
         try:
             conditions = Conditions(block.module, known.reader, arguments.others)
         except UnreadableError as error:
             known.settle(f"it refers to {error}")
             self._deviates(block, f"it refers to {error}")
             return forward(*args, **kwargs)
-        one = RecomputedPass(block.path, block.module, forward, arguments, again, conditions)
-        result = one.run(args, kwargs)
-        if one.changed is not None:
-            known.settle(f"its forward changes {one.changed}")
+        the_pass = block.path, block.module, forward, arguments, conditions
+        if token is None:
+            verified = VerifiedPass(*the_pass, self._watch(known, arguments, kind), known, is_strict=is_strict)
+            known.begin_verification(kind, verified)
+            return verified.run(args, kwargs)
+        recomputed = RecomputedPass(*the_pass, functools.partial(_recomputing, self._blocks, token))
+        result = recomputed.run(args, kwargs)
+        if recomputed.changed is not None:
+            known.settle(f"its forward changes {recomputed.changed}")
         return result
 
     def _deviates(self, block: Block, why: str) -> None:

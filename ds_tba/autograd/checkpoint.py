@@ -174,8 +174,8 @@ class RecomputedPass:
         path: of the module, for messages.
         forward: the module's, as it is without us.
         arguments: of this pass.
-        again: entered around each run in backward.
         conditions: in which the pass begins.
+        again: entered around each run in backward.
 
     Attributes:
         changed: the state that its forward has changed, in words.
@@ -187,8 +187,8 @@ class RecomputedPass:
         module: nn.Module,
         forward: Callable[..., Any],
         arguments: Arguments,
-        again: Callable[[], AbstractContextManager[None]],
         conditions: Conditions,
+        again: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._path = path
         self._module = module

@@ -253,7 +253,7 @@ class VerifiedPass(RecomputedPass):
     """A pass that saves as usual, and whose forward also runs again in backward, to be compared.
 
     Args:
-        path, module, forward, arguments: see :class:`RecomputedPass`.
+        path, module, forward, arguments, conditions: see :class:`RecomputedPass`.
         watch: of this pass.
         is_strict: other ranks may wait for the forward in backward.
 
@@ -267,13 +267,13 @@ class VerifiedPass(RecomputedPass):
         module: nn.Module,
         forward: Callable[..., Any],
         arguments: Arguments,
+        conditions: Conditions,
         watch: Watch,
         evidence: Evidence,
         *,
         is_strict: bool,
     ) -> None:
-        conditions = Conditions(module, evidence.reader, arguments.others)
-        super().__init__(path, module, forward, arguments, nullcontext, conditions)
+        super().__init__(path, module, forward, arguments, conditions, nullcontext)
         self._watch = watch
         self._evidence = evidence
         self._is_strict = is_strict
