@@ -233,7 +233,7 @@ class _Forward:
         self._forward = forward
         self._is_of_class = "forward" not in block.module.__dict__
         self._calls = threading.local()
-        self._hook = block.module.register_forward_pre_hook(CallHook(self._note_call))
+        self._hook = block.module.register_forward_pre_hook(CallHook(self._remember_call))
         self.block = block
         self.is_tied = True
 
@@ -257,7 +257,7 @@ class _Forward:
         session = self._blocks._session
         return forward(*args, **kwargs) if session is None else session.run(self.block, forward, args, kwargs)
 
-    def _note_call(self, module: nn.Module) -> None:
+    def _remember_call(self, module: nn.Module) -> None:
         self._calls.module = module
 
     def _current(self, module: nn.Module) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Device memory: how many bytes of it saved storages hold, the budget for them, and the peak of everything else.
+"""Saved storages in device memory: their moves to stores and back, their budget, and the peak of everything else.
 
 Knows records, stores and an accelerator; does not know autograd, nor which storages a plan keeps.
 

@@ -197,7 +197,7 @@ class TensorCache:
         with self._lock:
             self.records.learned_order = []
 
-    def note_recomputation(self, nbytes: int) -> None:
+    def count_recomputed(self, nbytes: int) -> None:
         """Count what a block's recomputation holds from now on, in place of what another's did."""
         with self._lock:
             self._finalizers.act()
@@ -276,7 +276,7 @@ class Records:
             ActivationCorruptionError: the bytes read back are not the bytes written.
         """
         tensor = held.restore()  # first of all: backward waits for this read, and for no read ahead
-        self._originals.note(tensor, is_held=tensor is held.held)
+        self._originals.add(tensor, is_held=tensor is held.held)
         if micro_step.phase is Phase.WAITING:
             with self.lock:
                 self.finalizers.act()
@@ -294,7 +294,7 @@ class Records:
             if reloaded is None:
                 reloaded = self.residency.reload(record)
                 if record.index != NO_INDEX:
-                    record.micro_step.note_reload(record.index)
+                    record.micro_step.add_use(record.index)
             data = reloaded.arrival.join()  # every consumer waits for the copy, each in its own stream
             unmodified(data, reloaded.version)
             if first_time:

@@ -294,7 +294,7 @@ def parameters_stay(path: str) -> Iterator[None]:
         path: of the block, for messages.
     """
     checkpoint_pack, checkpoint_unpack = hooks_of_checkpoint()
-    saved_tensors = keep_originals()
+    originals = keep_originals()
 
     def pack(tensor: torch.Tensor) -> Any:
         if isinstance(tensor, nn.Parameter):
@@ -309,7 +309,7 @@ def parameters_stay(path: str) -> Iterator[None]:
                 f"a parameter of shape {tuple(held.tensor.shape)} that backward needs was modified by an in-place "
                 f"operation: it is at version {version_of(held.tensor)}, and was saved at version {held.version}."
             )
-        saved_tensors.note(held.tensor, is_held=True)
+        originals.add(held.tensor, is_held=True)
         return held.tensor
 
     with saved_tensors_hooks(pack, unpack):

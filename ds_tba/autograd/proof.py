@@ -120,7 +120,7 @@ class Evidence:
         if found is None:
             self.traceless |= {watch.kind for watch in watches}
 
-    def note(self, obstacle: str) -> None:
+    def add_obstacle(self, obstacle: str) -> None:
         """Take over an obstacle found after the forward in which the pass was watched."""
         if self.obstacle is None:
             self.obstacle = obstacle
@@ -198,14 +198,14 @@ class Watch:
             return
         changed = self._evidence.reader.changed_since(state, self._others, with_bytes=True)
         if changed is not None:
-            self.note(f"{changed} is changed between forward and backward")
+            self.add_obstacle(f"{changed} is changed between forward and backward")
         elif self._is_input_changed():
-            self.note("an input of it is changed in place between forward and backward")
+            self.add_obstacle("an input of it is changed in place between forward and backward")
 
-    def note(self, obstacle: str) -> None:
+    def add_obstacle(self, obstacle: str) -> None:
         """An obstacle was found in backward."""
         self.obstacle = self.obstacle or obstacle
-        self._evidence.note(obstacle)
+        self._evidence.add_obstacle(obstacle)
 
     def _is_input_changed(self) -> bool:
         return any(one.current != one.version for one in self._inputs)
@@ -299,7 +299,7 @@ class VerifiedPass(RecomputedPass):
         outer_pack, _ = self._outer
 
         def pack(tensor: torch.Tensor) -> _Saved:
-            is_own = self._first_run.note(tensor)
+            is_own = self._first_run.add(tensor)
             saved = _Saved(outer_pack(tensor))
             saved.is_parameter = is_own
             if not (is_own or self._is_over):
@@ -319,7 +319,7 @@ class VerifiedPass(RecomputedPass):
         checkpoint_pack, checkpoint_unpack = hooks_of_checkpoint()
 
         def pack(tensor: torch.Tensor) -> Any:
-            return tensor if self._second_run.note(tensor) else checkpoint_pack(tensor)
+            return tensor if self._second_run.add(tensor) else checkpoint_pack(tensor)
 
         with saved_tensors_hooks(pack, checkpoint_unpack):
             yield
@@ -422,7 +422,7 @@ class _Run:
         self.parameters: list[int | None] = []
         self.outputs: Outputs | None = None
 
-    def note(self, tensor: torch.Tensor) -> bool:
+    def add(self, tensor: torch.Tensor) -> bool:
         """The run saves a tensor; whether that is a parameter."""
         is_parameter = isinstance(tensor, nn.Parameter)
         self.parameters.append(id(tensor) if is_parameter else None)

@@ -341,8 +341,8 @@ class MicroStep:
         self._live += 1
         return len(self._records) - 1
 
-    def note_reload(self, index: int) -> None:
-        """A record's bytes were asked for."""
+    def add_use(self, index: int) -> None:
+        """Backward asked for a record's bytes."""
         self._unpacked.append(index)
 
     def remove(self, index: int) -> list[int] | None:

@@ -263,7 +263,7 @@ class SavedTensors:
             self._thread.unpacked = outer
         return with_originals(found, unpacked) if any(is_held for _, is_held in unpacked) else found
 
-    def note(self, tensor: torch.Tensor, *, is_held: bool) -> None:
+    def add(self, tensor: torch.Tensor, *, is_held: bool) -> None:
         """An unpack hook returns a tensor.
 
         Args:
