@@ -262,7 +262,7 @@ class Records:
             record.pending += offloaded
         self.finalizers.act_if_free()
         view = SavedView(self, record, tensor, offloaded=offloaded)
-        # Without the lock, and safe: until a view is listed the record cannot be evicted, and that does no harm.
+        # Without the lock: a view that is not listed yet keeps its bytes, even if the record is evicted meanwhile.
         if not offloaded and self.residency.budget.is_set:
             record.kept_views.append(weakref.ref(view))
         return view
