@@ -154,7 +154,7 @@ class Controller:
         """Backward is over."""
         if self._recording is not None:
             self._recording.end_micro_step()
-        self._cache.note_recomputation(0)
+        self._cache.count_recomputed(0)
         self._cache.end_micro_step()
 
     def end_step(self) -> None:
@@ -178,7 +178,7 @@ class Controller:
 
     def _begin(self) -> None:
         self._end_policy()
-        self._cache.note_recomputation(0)  # a backward that raised has left its own
+        self._cache.count_recomputed(0)  # a backward that raised has left its own
         if self._is_new_step:
             self._is_new_step = False
             if self.in_force is None:
@@ -260,7 +260,7 @@ class Controller:
     def recompute(self, mark: int) -> None:
         """Backward begins to run a pass again."""
         self.recomputed_bytes += mark
-        self._cache.note_recomputation(mark)
+        self._cache.count_recomputed(mark)
 
     def recomputed(self, mark: int) -> None:
         """It has; what was made again is counted until the next recomputation, or the end of backward."""
@@ -336,7 +336,7 @@ class Controller:
             self._make_plan()
 
     def _record(self) -> None:
-        self._cache.time_moves(self._clock)
+        self._cache.transfers.clock = self._clock
         is_synchronous = self._machine.resources().is_synchronous
         self._recording = Recording(
             self._cache, self._clock, self._paths, is_synchronous=is_synchronous, look=self._memory.sample
@@ -344,7 +344,7 @@ class Controller:
 
     def _stop_recording(self) -> None:
         self._recording = None
-        self._cache.time_moves(None)
+        self._cache.transfers.clock = None
 
     def _take(self, recording: Recording) -> None:
         """Go on from what was recorded; where one rank's recording is broken, no rank has a plan."""

@@ -2,9 +2,9 @@
 
 Knows blocks and ranks; does not know how a block is proven.
 
-[Note: The course] Blocks are watched in the first step, and those that left no trace on any rank are tried in the next;
-what a first forward has set up is forgiven, so there may be another such pair of steps. It ends when every block is
-proven or left out on all ranks, and begins again before a new plan if passes of another kind have come by then.
+[Note: The course] Blocks are watched in the first step, and those that left no trace on any rank are verified in the
+next; what a first forward has set up is forgiven, so there may be another such pair of steps. It ends when every block
+is proven or left out on all ranks, and begins again before a new plan if passes of another kind have come by then.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from ds_tba.autograd.blocks import Block, Blocks
 logger = logging.getLogger(__name__)
 
 MAX_STEPS = 5
-_NO_TRIAL = f"in {MAX_STEPS} steps backward did not come to it, or ranks gave it arguments of other kinds"
+_NOT_VERIFIED = f"in {MAX_STEPS} steps backward did not come to it, or ranks gave it arguments of other kinds"
 
 
 @dataclass(frozen=True, slots=True)
 class _Finding:
     """What one rank knows of one block."""
 
-    untried: frozenset[str]
+    unverified: frozenset[str]
     obstacle: str | None
     is_settled: bool
 
 
 class Proving:
-    """The steps in which blocks are watched and tried.
+    """The steps in which blocks are watched and verified.
 
     Args:
         agreement: the ranks; all of them call the same methods at the same steps.
@@ -58,7 +58,7 @@ class Proving:
         """The optimizer has stepped. A collective while this is running."""
         if self.is_running:
             self._steps += 1
-            self._blocks.end_trials()
+            self._blocks.end_verifications()
             self._agree()
         if self._agreement.rank == 0 or not self.is_running:
             self._tell()
@@ -72,36 +72,36 @@ class Proving:
         ]
 
     def _agree(self) -> None:
-        """What all ranks try next; what one leaves out, all do."""
+        """Have all ranks verify the same blocks next; a block that one leaves out, all do."""
         blocks = self._blocks
         mine = [
-            _Finding(blocks.untried(block), blocks.obstacle(block), blocks.is_settled(block)) for block in blocks.all
+            _Finding(blocks.unverified(block), blocks.obstacle(block), blocks.is_settled(block)) for block in blocks.all
         ]
         of_ranks: list[list[_Finding]] = self._agreement.all_gather(mine)
-        to_try, is_waiting = set(), False
+        to_verify, is_waiting = set(), False
         for block, findings in zip(blocks.all, zip(*of_ranks, strict=True), strict=True):
             settled = next((rank for rank, one in enumerate(findings) if one.is_settled), None)
             if settled is not None:
                 self._leave_out(block, settled, findings[settled].obstacle or "")
-            elif any(one.obstacle is not None or one.untried != findings[0].untried for one in findings):
+            elif any(one.obstacle is not None or one.unverified != findings[0].unverified for one in findings):
                 is_waiting = True
-            elif findings[0].untried:
-                to_try.add(block.path)
-        blocks.to_try = frozenset(to_try)
+            elif findings[0].unverified:
+                to_verify.add(block.path)
+        blocks.to_verify = frozenset(to_verify)
         if self._steps >= MAX_STEPS:
             self._give_up()
-        self.is_running = self._steps < MAX_STEPS and (bool(to_try) or is_waiting)
+        self.is_running = self._steps < MAX_STEPS and (bool(to_verify) or is_waiting)
 
     def _leave_out(self, block: Block, rank: int, obstacle: str) -> None:
         own = self._agreement.size == 1 or obstacle.startswith("on rank")
         self._blocks.settle(block, obstacle if own else f"on rank {rank} {obstacle}")
 
     def _give_up(self) -> None:
-        self._blocks.to_try = frozenset()
+        self._blocks.to_verify = frozenset()
         for block in self._blocks.all:
             obstacle = self._blocks.obstacle(block)
-            if obstacle is not None or self._blocks.untried(block):
-                self._blocks.settle(block, obstacle or _NO_TRIAL)
+            if obstacle is not None or self._blocks.unverified(block):
+                self._blocks.settle(block, obstacle or _NOT_VERIFIED)
 
     def _tell(self) -> None:
         """One line for each new reason."""

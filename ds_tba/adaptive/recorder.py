@@ -21,7 +21,15 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from ds_tba.autograd.saved import Hooks, Keeper, PassedThrough, ResidencyGuard, SavedCounted, SavedView, StorageKey
+from ds_tba.autograd.saved import (
+    Hooks,
+    ObservedCache,
+    PassedThrough,
+    ResidencyGuard,
+    SavedCounted,
+    SavedView,
+    StorageKey,
+)
 from ds_tba.autograd.tensors import Eligibility
 from ds_tba.device.accelerator import Clock
 from ds_tba.planner.trace import OUTSIDE, BlockTrace, Layout, Resources, StorageTrace, Trace
@@ -111,7 +119,7 @@ class Recorder:
 
     def __init__(
         self,
-        cache: Keeper,
+        cache: ObservedCache,
         clock: Clock,
         paths: dict[int, str],
         *,
@@ -362,12 +370,12 @@ class Recorder:
         return index
 
     def _small(self, held: SavedCounted, scope: _Scope) -> int:
-        index = self._counted.get(held.present)  # a storage that is saved many times takes its memory once
+        index = self._counted.get(held.guard)  # a storage that is saved many times takes its memory once
         if index is not None:
             return index
         if scope.small == _NOTHING:
             scope.small = self._add(0, False)
-        self._counted[held.present] = scope.small
+        self._counted[held.guard] = scope.small
         self._storages[scope.small].nbytes += max(1, held.nbytes)
         return scope.small
 

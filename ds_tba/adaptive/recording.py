@@ -16,7 +16,7 @@ from typing import Any
 
 from ds_tba.adaptive.calibration import Observation
 from ds_tba.adaptive.recorder import Recorder
-from ds_tba.autograd.saved import Keeper
+from ds_tba.autograd.saved import ObservedCache
 from ds_tba.device.accelerator import Clock
 from ds_tba.planner.trace import Layout, Resources, Trace
 
@@ -60,7 +60,7 @@ class Recording:
 
     def __init__(
         self,
-        cache: Keeper,
+        cache: ObservedCache,
         clock: Clock,
         paths: dict[int, str],
         *,

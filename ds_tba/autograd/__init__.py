@@ -1,1 +1,1 @@
-"""What autograd holds in place of saved tensors, and how blocks run again."""
+"""Saved tensors: their records and their places; and blocks whose forward runs again in backward."""

@@ -1,16 +1,17 @@
-"""The repeated layers of a model: who wants to know is told of each pass through one, and may have it recomputed.
+"""The repeated layers of a model: a listener is told of each pass through one, and may have the pass recomputed.
 
-Knows torch only; does not know what is done with the passes, nor why one is to be recomputed.
+Knows torch only; does not know how the listener uses the passes, nor why one is to be recomputed.
 
-[Note: What can be recomputed] A forward that runs a second time must neither change anything nor find anything changed.
+[Note: Recomputable passes] A forward that runs a second time must neither change anything nor find anything changed.
 So a pass of a kind not seen before (in training or evaluation, with objects of other classes among the arguments) is
-never recomputed but watched, and what left no trace is tried before it is relied on: see ``proof.py``. What is found in
-two forwards is the block's obstacle from then on. Saved tensors that somebody else takes (a checkpoint of the user's
-around the block) are another. Every recomputation looks again whether the state is that of forward.
+never recomputed but watched, and a kind that left no trace is verified before a plan relies on it: see ``proof.py``. A
+trace found in two forwards is the block's obstacle from then on. Saved-tensor hooks of others (a checkpoint of the
+user's around the block) are another obstacle. Every recomputation looks again whether the state is that of forward.
 
-[Note: Compiled models] What ``torch.compile`` compiles runs without us: a model compiled as a whole tells of no pass,
-and its code is what it is without us. Blocks that were compiled one by one before they were found (``layers[i] =
-torch.compile(layer)``) are told of and recomputed as others are; those compiled in place (``layer.compile()``) are not.
+[Note: Compiled models] Code that ``torch.compile`` compiles runs without us: a model compiled as a whole tells of no
+pass, and its code is the same with us and without. Blocks that were compiled one by one before they were found
+(``layers[i] = torch.compile(layer)``) are told of and recomputed as others are; those compiled in place
+(``layer.compile()``) are not.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from torch import nn
 
 from ds_tba.autograd.checkpoint import (
     Arguments,
+    Conditions,
     RecomputedPass,
     innermost_hooks,
     replace_forward,
@@ -36,12 +38,12 @@ from ds_tba.autograd.checkpoint import (
 )
 from ds_tba.autograd.discovery import CallHook, PassHooks, named_layers, repeated_layers
 from ds_tba.autograd.forward_state import StateReader, UnreadableError
-from ds_tba.autograd.proof import Evidence, Kind, Trial, Watch, kind_of, name_of, watched
+from ds_tba.autograd.proof import Evidence, Kind, VerifiedPass, Watch, kind_of, name_of, watched
 from ds_tba.errors import IncompatibleError
 
-# What autograd calls the backward that runs in this thread when there is none.
+# Autograd's number of the backward in this thread when there is none.
 _NO_BACKWARD = -1
-# What a bound method has, and inspect and torch.jit ask for.
+# Attributes of a bound method that inspect and torch.jit ask for.
 _OF_METHODS = frozenset({"__code__", "__defaults__", "__func__", "__globals__", "__kwdefaults__", "__self__"})
 
 
@@ -61,29 +63,28 @@ class Block:
 
 
 class PassListener(Protocol):
-    """Who is told of passes, in the thread in which they run."""
+    """Told of passes, in the thread in which they run."""
 
     def enter(self, block: Block, inputs: Sequence[torch.Tensor]) -> Any | None:
         """A pass begins, after the module's pre-forward hooks.
 
         Args:
             inputs: each tensor among the arguments once, positional ones first, also those in tuples, lists and
-                dicts: what a recomputed pass saves instead of all others, in this order.
+                dicts. A recomputed pass saves these, in this order, and no other tensors.
 
         Returns:
-            Anything but None to have the pass recomputed in backward; :meth:`recompute` gets it. Nothing comes of it
-            while ``Blocks.is_proven`` is False for the block, nor in passes of a kind that is not; see [Note: What can
-            be recomputed].
+            Any token but None to have the pass recomputed in backward; :meth:`recompute` gets the token. It has no
+            effect in passes of a kind that is not proven; see [Note: Recomputable passes].
         """
 
     def leave(self, block: Block) -> None:
         """The pass ends, also with an exception."""
 
-    def recompute(self, mark: Any) -> None:
-        """Backward begins to run a pass's forward again; ``mark`` is what :meth:`enter` returned."""
+    def recompute(self, token: Any) -> None:
+        """Backward begins to run a pass's forward again; ``token`` is what :meth:`enter` returned."""
 
-    def recomputed(self, mark: Any) -> None:
-        """It is done with that, in whatever way."""
+    def recomputed(self, token: Any) -> None:
+        """The forward that ran again is over, also with an exception."""
 
 
 def find_blocks(model: nn.Module, paths: Sequence[str] | None) -> list[Block]:
@@ -108,15 +109,15 @@ class Blocks:
         is_watching: whether passes are watched. Without that none is ever recomputed.
 
     Attributes:
-        to_try: paths of the blocks whose passes are tried from now on, each kind once in a step. Every rank has the
-            same: under ZeRO-3 a trial gathers parameters.
+        to_verify: paths of the blocks whose passes are verified from now on, each kind once in a step. Every rank has
+            the same: under ZeRO-3 a second run gathers parameters.
         is_strict: whether a pass that is to run again and cannot must end the run: other ranks would wait in backward.
     """
 
     def __init__(self, blocks: Sequence[Block], listener: PassListener, *, is_watching: bool = True) -> None:
         self.all: tuple[Block, ...] = tuple(blocks)
         self.is_watching = is_watching
-        self.to_try: frozenset[str] = frozenset()
+        self.to_verify: frozenset[str] = frozenset()
         self.is_strict = False
         self._listener = listener
         self._thread = _Thread()
@@ -130,7 +131,7 @@ class Blocks:
             return
         if not self.is_watching:
             self._hooks = [
-                PassHooks(block.module, functools.partial(self._enter, block), functools.partial(self._leave, block))
+                PassHooks(block.module, functools.partial(_enter, self, block), functools.partial(_leave, self, block))
                 for block in self.all
             ]
             return
@@ -157,14 +158,14 @@ class Blocks:
         nothing is recomputed.
         """
         before = self._thread.session
-        session = self._thread.session = _Session(innermost_hooks())
+        session = self._thread.session = _Session(self, innermost_hooks())
         try:
             yield
         finally:
-            self._thread.session = before
+            self._thread.session = before  # None, or that of a forward around this one
             for block in reversed(session.inside):  # of passes that an interrupt has ended, without hooks after them
                 self._listener.leave(block)
-        session.end()  # what a forward that raised has shown is nothing
+        session.end()  # not after a forward that raised: it shows nothing
 
     def leaves_no_trace(self, block: Block) -> bool:
         """Whether passes through the block were watched, and nothing stands in the way of recomputing them."""
@@ -172,13 +173,13 @@ class Blocks:
         return bool(known.traceless) and known.obstacle is None
 
     def is_proven(self, block: Block) -> bool:
-        """Whether passes through the block can be recomputed, as far as passes have come and been tried."""
+        """Whether passes through the block can be recomputed, as far as passes have come and been verified."""
         known = self._known[block.index]
         return bool(known.proven) and known.obstacle is None
 
-    def untried(self, block: Block) -> frozenset[str]:
-        """The kinds of its passes that left no trace and have not been tried, by names that all ranks give them."""
-        return frozenset(name_of(kind) for kind in self._known[block.index].untried)
+    def unverified(self, block: Block) -> frozenset[str]:
+        """The kinds of its passes that left no trace and are not verified, by names that are equal on all ranks."""
+        return frozenset(name_of(kind) for kind in self._known[block.index].unverified)
 
     def obstacle(self, block: Block) -> str | None:
         """Why passes through the block are not recomputed, as far as is known."""
@@ -192,115 +193,35 @@ class Blocks:
         """Never recompute passes through the block."""
         self._known[block.index].settle(obstacle)
 
-    def end_trials(self) -> None:
-        """A step is over, and what was tried in it was compared."""
+    def end_verifications(self) -> None:
+        """A step is over, and with it the comparisons of the passes that were verified in it."""
         for known in self._known:
-            known.end_trials()
+            known.end_verifications()
 
-    # ---- one pass -----------------------------------------------------------------------------------------------
-
+    @property
     def _session(self) -> _Session | None:
-        """The one that passes belong to now, if any."""
+        """The session to which passes of this thread belong now, if any."""
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != _NO_BACKWARD:
             return None
         return self._thread.session
 
-    def _enter(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        session = self._session()
-        if session is not None:
-            session.inside.append(block)
-            self._listener.enter(block, tuple(Arguments(args, kwargs).tensors))
 
-    def _leave(self, block: Block) -> None:
-        session = self._thread.session
-        if session is not None and session.inside and session.inside[-1] is block:
-            session.inside.pop()
-            self._listener.leave(block)
+def _enter(blocks: Blocks, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    session = blocks._session
+    if session is not None:
+        session.inside.append(block)
+        blocks._listener.enter(block, tuple(Arguments(args, kwargs).tensors))
 
-    def _pass(self, block: Block, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        session = self._session()
-        if session is None:
-            return forward(*args, **kwargs)
-        arguments = Arguments(args, kwargs)
-        mark = self._listener.enter(block, tuple(arguments.tensors))
-        try:
-            known = self._known[block.index]
-            if known.is_settled:
-                return forward(*args, **kwargs)
-            if innermost_hooks() != session.hooks:
-                known.settle("a checkpoint, or other hooks around it, take its saved tensors")
-                return forward(*args, **kwargs)
-            kind = kind_of(block.module, arguments)
-            if mark is not None and kind in known.proven and known.obstacle is None:
-                return self._recomputed(block, forward, arguments, mark, args, kwargs)
-            if mark is not None:
-                self._deviates(block, "it got arguments of a kind not seen before, with which that may be wrong")
-            if block.path in self.to_try and known.is_to_be_tried(kind):
-                return self._tried(block, forward, arguments, session.watch(known, arguments, kind), args, kwargs)
-            if known.is_to_be_watched(kind):
-                return watched(session.watch(known, arguments, kind), forward, arguments, args, kwargs)
-            return forward(*args, **kwargs)
-        finally:
-            self._listener.leave(block)
 
-    def _tried(
-        self,
-        block: Block,
-        forward: Callable[..., Any],
-        arguments: Arguments,
-        watch: Watch,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        known = self._known[block.index]
-        try:
-            trial = Trial(block.path, block.module, forward, arguments, watch, known, is_strict=self.is_strict)
-        except UnreadableError as error:
-            known.settle(f"it refers to {error}")
-            self._deviates(block, f"it refers to {error}")
-            return forward(*args, **kwargs)
-        known.begin_trial(watch.kind, trial)
-        return trial.run(args, kwargs)
-
-    def _recomputed(
-        self,
-        block: Block,
-        forward: Callable[..., Any],
-        arguments: Arguments,
-        mark: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        known, again = self._known[block.index], functools.partial(self._again, mark)
-        try:
-            one = RecomputedPass(block.path, block.module, forward, arguments, again, known.reader)
-        except UnreadableError as error:
-            known.settle(f"it refers to {error}")
-            self._deviates(block, f"it refers to {error}")
-            return forward(*args, **kwargs)
-        result = one.run(args, kwargs)
-        if one.changed is not None:
-            known.settle(f"its forward changes {one.changed}")
-        return result
-
-    def _deviates(self, block: Block, why: str) -> None:
-        """The pass is not recomputed, though it was to be."""
-        if self.is_strict:
-            raise IncompatibleError(
-                f'the block {block.path!r} is to be recomputed by every rank, and here {why}: set "recompute": false.'
-            )
-
-    @contextmanager
-    def _again(self, mark: Any) -> Iterator[None]:
-        try:
-            self._listener.recompute(mark)
-            yield
-        finally:
-            self._listener.recomputed(mark)
+def _leave(blocks: Blocks, block: Block) -> None:
+    session = blocks._thread.session
+    if session is not None and session.inside and session.inside[-1] is block:
+        session.inside.pop()
+        blocks._listener.leave(block)
 
 
 class _Forward:
-    """What stands in a block's place of ``forward``.
+    """Stands in the place of a block's ``forward``.
 
     A deep copy of the module, or a pickled one, gets the forward of its class: ours is tied to this very module. A
     shallow copy has ours, too, and shares the hooks: one of them tells for which module the forward is called.
@@ -312,7 +233,7 @@ class _Forward:
         self._forward = forward
         self._is_of_class = "forward" not in block.module.__dict__
         self._calls = threading.local()
-        self._hook = block.module.register_forward_pre_hook(CallHook(self._note_call))
+        self._hook = block.module.register_forward_pre_hook(CallHook(self._remember_call))
         self.block = block
         self.is_tied = True
 
@@ -331,15 +252,16 @@ class _Forward:
         forward = self._current(module)
         if module is not self.block.module or torch.compiler.is_compiling() or not self.is_tied:
             return forward(*args, **kwargs)
-        if forward != self._forward:  # what was proven is not what runs now
+        if forward != self._forward:  # another forward was proven than the one that runs now
             self._blocks.settle(self.block, "the forward of its class was replaced")
-        return self._blocks._pass(self.block, forward, args, kwargs)
+        session = self._blocks._session
+        return forward(*args, **kwargs) if session is None else session.run(self.block, forward, args, kwargs)
 
-    def _note_call(self, module: nn.Module) -> None:
+    def _remember_call(self, module: nn.Module) -> None:
         self._calls.module = module
 
     def _current(self, module: nn.Module) -> Callable[..., Any]:
-        """The own forward of the block's module or a copy of it: that of its class may be another by now."""
+        """The own forward of the block's module, or of a copy of it; its class may have another by now."""
         if not self._is_of_class:
             return self._forward
         found: Any = inspect.getattr_static(type(module), "forward")
@@ -361,29 +283,106 @@ class _Session:
     """One forward of the model in one thread.
 
     Args:
-        hooks: of saved tensors, those outside of all passes.
+        hooks: the saved-tensor hooks outside of all passes.
 
     Attributes:
-        inside: blocks whose hooks have told of a pass that is not over.
+        inside: blocks whose hooks have told of the beginning of a pass, and not of its end.
     """
 
-    def __init__(self, hooks: Any) -> None:
-        self.hooks = hooks
-        self.inside: list[Block] = []
+    def __init__(self, blocks: Blocks, hooks: Any) -> None:
+        self._blocks = blocks
+        self._hooks = hooks
         self._watches: dict[Evidence, list[Watch]] = {}
+        self.inside: list[Block] = []
 
-    def watch(self, known: Evidence, arguments: Arguments, kind: Kind) -> Watch:
+    def run(self, block: Block, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A pass through a block: recomputed later, verified, watched or plain.
+
+        Args:
+            forward: the block's own.
+        """
+        arguments, known = Arguments(args, kwargs), self._blocks._known[block.index]
+        token = self._blocks._listener.enter(block, tuple(arguments.tensors))
+        try:
+            if known.is_settled:
+                return forward(*args, **kwargs)
+            if innermost_hooks() != self._hooks:
+                known.settle("a checkpoint, or other hooks around it, take its saved tensors")
+                return forward(*args, **kwargs)
+            kind = kind_of(block.module, arguments)
+            is_recomputed = token is not None and kind in known.proven and known.obstacle is None
+            if token is not None and not is_recomputed:
+                self._deviates(block, "it got arguments of a kind not seen before, with which that may be wrong")
+            if is_recomputed or (block.path in self._blocks.to_verify and known.is_to_be_verified(kind)):
+                token = token if is_recomputed else None
+                return self._repeated(block, forward, arguments, kind, token, args, kwargs)
+            if known.is_to_be_watched(kind):
+                return watched(self._watch(known, arguments, kind), forward, arguments, args, kwargs)
+            return forward(*args, **kwargs)
+        finally:
+            self._blocks._listener.leave(block)
+
+    def _repeated(
+        self,
+        block: Block,
+        forward: Callable[..., Any],
+        arguments: Arguments,
+        kind: Kind,
+        token: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """A pass whose forward runs again in backward: a recomputed one with a token, else a verified one."""
+        known, is_strict = self._blocks._known[block.index], self._blocks.is_strict
+        try:
+            conditions = Conditions(block.module, known.reader, arguments.others)
+        except UnreadableError as error:
+            known.settle(f"it refers to {error}")
+            self._deviates(block, f"it refers to {error}")
+            return forward(*args, **kwargs)
+        the_pass = block.path, block.module, forward, arguments, conditions
+        if token is None:
+            verified = VerifiedPass(*the_pass, self._watch(known, arguments, kind), known, is_strict=is_strict)
+            known.begin_verification(kind, verified)
+            return verified.run(args, kwargs)
+        recomputed = RecomputedPass(*the_pass, functools.partial(_recomputing, self._blocks, token))
+        result = recomputed.run(args, kwargs)
+        if recomputed.changed is not None:
+            known.settle(f"its forward changes {recomputed.changed}")
+        return result
+
+    def _deviates(self, block: Block, why: str) -> None:
+        """The pass is not recomputed, though it was to be."""
+        if self._blocks.is_strict:
+            raise IncompatibleError(
+                f'the block {block.path!r} is to be recomputed by every rank, and here {why}: set "recompute": false.'
+            )
+
+    def _watch(self, known: Evidence, arguments: Arguments, kind: Kind) -> Watch:
         watch = Watch(known, arguments, kind)
         self._watches.setdefault(known, []).append(watch)
         return watch
 
     def end(self) -> None:
-        """Take over what was seen, now that forward can change no input any more."""
+        """Take over what was watched, now that forward can change no input any more."""
         for known, watches in self._watches.items():
             for watch in watches:
                 watch.end_forward()
             known.learn(watches)
 
 
-class _Thread(threading.local):
+@contextmanager
+def _recomputing(blocks: Blocks, token: Any) -> Iterator[None]:
+    """Tell the listener of a forward that runs again.
+
+    No method of the session: the graph holds this until backward, and must not hold the session's watches with it.
+    """
+    try:
+        blocks._listener.recompute(token)
+        yield
+    finally:
+        blocks._listener.recomputed(token)
+
+
+class _Thread(threading.local):  # forwards of several threads may interleave, each in a session of its own
     session: _Session | None = None

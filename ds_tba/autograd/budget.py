@@ -1,46 +1,215 @@
-"""Saved storages in device memory: how many bytes they hold there, and the bound on that.
+"""Saved storages in device memory: their moves to stores and back, their budget, and the peak of everything else.
 
-Knows records and stores; does not know autograd, nor which storages a plan keeps.
+Knows records, stores and an accelerator; does not know autograd, nor which storages a plan keeps.
 
-[Note: The bound] Counted is the device memory of saved tensors: what is kept, what was moved and is still used by
-forward, what was reloaded, and what is being read ahead onto a device. With a bound, nothing is added before there is
+[Note: The budget] Counted is the device memory of saved tensors: what is kept, what was moved and is still used by
+forward, what was reloaded, and what is being read ahead onto a device. With a budget, nothing is added before there is
 room. Room is made by waiting for copies, then by moving what was kept, the oldest first, because backward wants that
-last, then by giving up what was read ahead. So a plan that keeps too much costs time and no memory. What forward itself
-holds and what is too small to move cannot be helped: that is said once, before it is added.
+last, then by giving up what was read ahead. So a plan that keeps too much costs time and no memory. Tensors that
+forward itself holds, or that are too small to move, may exceed the budget: a warning says so once, before they do.
+
+[Note: Room] Saved tensors may take what is left of a device beside the peak of everything else in a step: gradients,
+logits, buckets, optimizer states. Free memory after the optimizer step says too little: gradients and logits are gone
+by then. So everything else is sampled at the ends of steps, and at every hook while micro-steps are recorded. Between
+two samples the accelerator's own peak tells whether there was more.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from ds_tba.autograd.saved import Keeper, Moved, RecordState, ResidencyGuard, SavedStorage
-from ds_tba.device.accelerator import Accelerator, MemoryUse, moment
+from ds_tba.autograd.saved import Keeper, RecordState, Reloaded, ResidencyGuard, SavedStorage
+from ds_tba.autograd.tensors import storage_bytes
+from ds_tba.device.accelerator import Accelerator, Clock, MemoryUse, moment
 from ds_tba.errors import StateError
-from ds_tba.storage.base import Refusal, Store, Ticket
-from ds_tba.telemetry.stats import Gauge
+from ds_tba.storage.base import Choice, Loaded, Store, Ticket
+from ds_tba.telemetry.stats import CacheStats, Gauge
 
 logger = logging.getLogger(__name__)
 
-_PRESENT = "_ds_tba_present"
-
-Put = Callable[[Store[Any], torch.Tensor], Ticket | Refusal]
+_GUARDS = "_ds_tba_guards"
 
 
-class Resident:
-    """What saved storages hold of the device's memory. Changed only under the cache's lock.
+# ---- between device memory and stores -------------------------------------------------------------------------------
+
+
+class Transfers:
+    """Moves storages into stores and back, and times that. Used only under the cache's lock.
+
+    Attributes:
+        clock: while it is set, moves are timed by it too, and :meth:`take_times` must be called now and then.
+    """
+
+    def __init__(self, stats: CacheStats, stores: tuple[Store[Any], ...], device: torch.device) -> None:
+        self.stores = stores
+        self.clock: Clock | None = None
+        self._stats = stats
+        self._device = device
+        self._times: list[tuple[Any, Any]] = []
+
+    def take_times(self) -> list[tuple[Any, Any]]:
+        """Clock marks before and after each move since the last call."""
+        times, self._times = self._times, []
+        return times
+
+    def offload(self, tensor: torch.Tensor, choice: Choice) -> Ticket | str:
+        """Have the first store that can take a tensor's storage; the reason why none did, in the report's words."""
+        reason = choice.reason
+        for store in choice.stores:
+            with self._timed():
+                taken = store.put(storage_bytes(tensor), wait=choice.wait)
+            if isinstance(taken, Ticket):
+                return taken
+            reason = taken.value
+        return reason
+
+    def reload(self, ticket: Ticket) -> tuple[Loaded, torch.Tensor]:
+        """Bring a storage back, and have the calling thread's current stream wait for its bytes (uint8, 1-D)."""
+        with self._timed():
+            loaded: Loaded = ticket.store.get(ticket, self._device)
+            data = loaded.data
+        return loaded, data
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        clock, started_s = self.clock, time.perf_counter()
+        before = None if clock is None else clock.mark()
+        yield
+        self._stats.moving_s += time.perf_counter() - started_s
+        if clock is not None:
+            self._times.append((before, clock.mark()))
+
+
+class Evictor:
+    """Moves saved storages out of device memory. Used only under the cache's lock.
+
+    Args:
+        settle: acts on deferred finalizers.
+        accelerator: of the device, where that is asynchronous.
+    """
+
+    def __init__(self, transfers: Transfers, settle: Callable[[], None], accelerator: Accelerator | None) -> None:
+        self._transfers = transfers
+        self._choice = Choice(transfers.stores, wait=True)
+        self._settle = settle
+        self._device = accelerator
+
+    def finish_copies(self) -> None:
+        """Wait for copies that hold device memory on its way out."""
+        for store in self._transfers.stores:
+            store.finish_copies()
+        self._settle()
+
+    def evict(self, record: SavedStorage, kept_at: Any) -> None:
+        """Have a store take the bytes of a record, if one does.
+
+        Args:
+            kept_at: event of the stream on which a kept record was saved; None where there are no streams.
+        """
+        if record.state is RecordState.RELOADED:
+            record.move(RecordState.OFFLOADED)
+            record.reloaded = None
+        elif record.state is RecordState.FORWARDED:
+            self._evict_forwarded(record)
+        elif record.state is RecordState.KEPT:
+            self._evict_kept(record, kept_at)
+
+    def _evict_kept(self, record: SavedStorage, kept_at: Any) -> None:
+        views = [view for reference in record.kept_views if (view := reference()) is not None]
+        held = next((view.held for view in views if view.held is not None), None)
+        if held is None:
+            return
+        # A store copies after the calling thread's current stream, and the bytes may be made in another one.
+        if self._device is not None and kept_at is not None:
+            self._device.current_stream().wait_event(kept_at)
+        if not self._offload(record, held):
+            return
+        record.pending = sum(not view.is_unpacked for view in views)
+        record.kept_views.clear()
+        for view in views:
+            view.let_go()
+
+    def _evict_forwarded(self, record: SavedStorage) -> None:
+        if record.reloaded is None:
+            raise StateError("what was forwarded is not in memory; this is a bug in ds_tba")
+        data = record.reloaded.arrival.join()  # the copy out must not begin before the copy in is done
+        if data._version == record.reloaded.version and self._offload(record, data):  # else the next unpack raises
+            record.reloaded = None
+
+    def _offload(self, record: SavedStorage, tensor: torch.Tensor) -> bool:
+        taken = self._transfers.offload(tensor, self._choice)
+        if not isinstance(taken, Ticket):
+            return False
+        if record.ticket is not None:  # its bytes were handed over, but a part of them may still be there
+            record.ticket.store.release(record.ticket)
+        record.ticket = taken
+        record.move(RecordState.OFFLOADED)
+        return True
+
+
+# ---- in device memory -----------------------------------------------------------------------------------------------
+
+
+class Budget:
+    """The bound of a gauge; see [Note: The budget]."""
+
+    def __init__(self, gauge: Gauge) -> None:
+        self._gauge = gauge
+        self._bytes = math.inf
+        self._name = ""
+        self._has_warned = False
+
+    @property
+    def is_set(self) -> bool:
+        """Whether there is a bound."""
+        return self._bytes < math.inf
+
+    def limit(self, nbytes: int | None, name: str) -> None:
+        """Set the bound.
+
+        Args:
+            nbytes: None for none.
+            name: of the setting that asks for it, for a warning where it cannot be held; empty for no warning.
+        """
+        self._bytes = math.inf if nbytes is None else nbytes
+        self._name = name
+
+    def is_exceeded_by(self, more_bytes: int) -> bool:
+        """Whether so many bytes more do not fit."""
+        return self._gauge.now + more_bytes > self._bytes
+
+    def warn(self, more_bytes: int) -> None:
+        """Say once that so many bytes more come all the same."""
+        if not self._name or self._has_warned:
+            return
+        self._has_warned = True
+        logger.warning(
+            "%s %d cannot be held: %d bytes of saved tensors are in device memory, %d more come, and none of them can "
+            "be moved now: forward or backward is using them, or they are smaller than min_tensor_bytes. Training goes "
+            "on above the budget. A budget larger by %d or more, smaller micro-batches or a smaller min_tensor_bytes "
+            "would help",
+            self._name,
+            self._bytes,
+            self._gauge.now,
+            more_bytes,
+            self._gauge.now + more_bytes - self._bytes,
+        )
+
+
+class Residency:
+    """The saved storages in device memory, within the budget. Changed only under the cache's lock.
 
     Args:
         gauge: their bytes.
-        stores: where they can go, in order of preference.
-        put: has a store take a tensor's storage, waiting for room in staging.
-        settle: acts on what finalizers have left.
+        settle: acts on deferred finalizers.
         keeper: told when memory is free.
         accelerator: of the device, where that is asynchronous.
     """
@@ -48,226 +217,140 @@ class Resident:
     def __init__(
         self,
         gauge: Gauge,
-        stores: Sequence[Store[Any]],
-        put: Put,
+        transfers: Transfers,
         settle: Callable[[], None],
         keeper: Keeper,
         accelerator: Accelerator | None,
     ) -> None:
+        self.budget = Budget(gauge)
         self._gauge = gauge
-        self._stores = stores
-        self._put = put
-        self._settle = settle
+        self._transfers = transfers
+        self._evictor = Evictor(transfers, settle, accelerator)
         self._keeper = keeper
         self._device = accelerator
-        self._bound_bytes = math.inf
-        self._bound_name = ""
-        self._has_said_over = False
-        self._largest_bytes = 0
-        self._movable: dict[SavedStorage, None] = {}  # oldest first
-        self._ahead: dict[Moved, None] = {}
-
-    @property
-    def is_bounded(self) -> bool:
-        """Whether there is a bound."""
-        return self._bound_bytes < math.inf
-
-    def limit(self, nbytes: int | None, name: str) -> None:
-        """Set the bound.
-
-        Args:
-            nbytes: None for none.
-            name: of the setting that asks for it, for a message where it cannot be held; empty says nothing.
-        """
-        self._bound_bytes = math.inf if nbytes is None else nbytes
-        self._bound_name = name
-
-    # ---- what is counted ----------------------------------------------------------------------------------------
+        self._largest_bytes = 0  # of the storages that were moved
+        self._recomputed_bytes = 0
+        self._evictable: dict[SavedStorage, Any] = {}  # oldest first, with the event of the stream that makes the bytes
+        self._ahead: dict[SavedStorage, None] = {}  # oldest first: what is being read ahead onto the device
 
     def add_kept(self, record: SavedStorage, storage: torch.UntypedStorage) -> None:
         """A storage stays where it is."""
-        record.present = weakref.ref(self.count(storage, record.nbytes))
-        if self.is_bounded:
-            self._movable[record] = None
-            record.kept_at = None if self._device is None else moment(self._device)
+        record.guard = weakref.ref(self.count(storage, record.nbytes))
+        if self.budget.is_set:
+            # An event of the stream that makes the bytes. Evicting may happen in another one, and must wait for it.
+            self._evictable[record] = None if self._device is None else moment(self._device)
 
     def add_moved(self, record: SavedStorage, storage: torch.UntypedStorage) -> None:
         """A store has a storage; its memory counts until its last user lets go of it."""
         self._largest_bytes = max(self._largest_bytes, record.nbytes)
-        record.present = weakref.ref(self.count(storage, record.nbytes))
+        record.guard = weakref.ref(self.count(storage, record.nbytes))
 
-    def add_reloaded(self, record: SavedStorage, data: torch.Tensor) -> None:
-        """A storage is back in device memory."""
+    def reload(self, record: SavedStorage) -> Reloaded:
+        """Bring a record back, when there is room for its bytes and for what they pass through."""
+        if record.ticket is None:
+            raise StateError(f"a saved storage '{record.state.value}' has no ticket; this is a bug in ds_tba")
+        self.end_prefetch(record)
+        passing_bytes = 0 if self._device is None else record.ticket.passing_bytes
+        self.make_room(record.nbytes + passing_bytes)
+        self._gauge.add(passing_bytes)
+        try:
+            loaded, data = self._transfers.reload(record.ticket)
+        finally:
+            self._gauge.add(-passing_bytes)
+        record.move(RecordState.RELOADED if loaded.stored else RecordState.FORWARDED)
+        record.reloaded = Reloaded(loaded.arrival, data._version)
         self.count(data.untyped_storage(), record.nbytes)
-        if self.is_bounded:
-            self._movable[record] = None
+        if self.budget.is_set:
+            self._evictable[record] = None
+        return record.reloaded
 
     def count(self, storage: torch.UntypedStorage | None, nbytes: int) -> ResidencyGuard:
         """Count the memory of a storage for one user (more), until it is free or no user wants it counted.
 
-        Without a storage, until nobody has what this returns.
+        Without a storage, until nobody has the guard that is returned.
         """
-        presents: list[ResidencyGuard] = getattr(storage, _PRESENT, [])
-        present = next((one for one in presents if one.counts_for(self._keeper)), None)
-        if present is None:
-            present = ResidencyGuard(self._keeper)
-            if storage is not None:
-                setattr(storage, _PRESENT, [*presents, present])
-        self._gauge.add(present.count(nbytes))
-        return present
+        guards: list[ResidencyGuard] = getattr(storage, _GUARDS, [])
+        guard = next((one for one in guards if one.counts_for(self._keeper)), None)
+        if guard is None:
+            guard = ResidencyGuard(self._keeper)
+            if storage is not None:  # a new list: the cache of another engine may be reading the old one
+                setattr(storage, _GUARDS, [*guards, guard])
+        self._gauge.add(guard.count(nbytes))
+        return guard
 
-    def let_go(self, record: SavedStorage) -> None:
-        """Hold no longer in memory what a store has."""
-        record.move(RecordState.OFFLOADED)
-        record.arrival = None
-        self._movable.pop(record, None)
+    def count_recomputed(self, nbytes: int) -> None:
+        """Count so many bytes of a block's recomputation from now on, in place of another's."""
+        self._gauge.add(-self._recomputed_bytes)
+        self._recomputed_bytes = 0
+        self.make_room(nbytes)
+        self._gauge.add(nbytes)
+        self._recomputed_bytes = nbytes
+
+    def evict(self, record: SavedStorage) -> None:
+        """Hold the bytes of a record no longer, if a store has them or takes them."""
+        self._evictor.evict(record, self._evictable.pop(record, None))
+        if record.state is RecordState.OFFLOADED:
+            self._largest_bytes = max(self._largest_bytes, record.nbytes)
 
     def remove(self, record: SavedStorage) -> None:
         """Nobody wants a storage any more; call it before the record is dropped."""
-        present = record.present() if record.present is not None else None
-        if present is not None:  # else the memory is free already
-            self._gauge.add(-present.leave())
+        guard = record.guard() if record.guard is not None else None
+        if guard is not None:  # else the storage is freed, and the guard's finalizer has reported that
+            self._gauge.add(-guard.leave())
         self.end_prefetch(record)
-        self._movable.pop(record, None)
+        self._evictable.pop(record, None)
 
-    def prefetch(self, record: Moved) -> bool:
+    def prefetch(self, record: SavedStorage) -> bool:
         """Have a record read ahead; False where there is no room for it now."""
         if record.ticket is None or record in self._ahead:
             return True
         if self._device is None:
             return record.ticket.store.prefetch(record.ticket)
-        if self.is_bounded and record.ticket.passing_bytes:
+        if self.budget.is_set and record.ticket.passing_bytes:
             return True  # it is read ahead part by part when it is wanted
         # The largest storage must fit as well: backward may want any other first.
-        if self._is_over(record.nbytes + self._largest_bytes) or not record.ticket.store.prefetch(record.ticket):
+        if self.budget.is_exceeded_by(record.nbytes + self._largest_bytes):
+            return False
+        if not record.ticket.store.prefetch(record.ticket):
             return False
         self._ahead[record] = None
         self._gauge.add(record.nbytes)
         return True
 
-    def end_prefetch(self, record: Moved) -> None:
+    def end_prefetch(self, record: SavedStorage) -> None:
         """A record is no longer being read ahead."""
         if record in self._ahead:
             del self._ahead[record]
             self._gauge.add(-record.nbytes)
 
-    # ---- the bound ----------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def bringing_back(self, record: SavedStorage, ticket: Ticket) -> Iterator[None]:
-        """While the bytes of a record come back: there is room for them, and for what they pass through."""
-        self.end_prefetch(record)
-        passing_bytes = 0 if self._device is None else ticket.passing_bytes
-        self.make_room(record.nbytes + passing_bytes)
-        self._gauge.add(passing_bytes)
-        try:
-            yield
-        finally:
-            self._gauge.add(-passing_bytes)
-
     def make_room(self, nbytes: int) -> None:
-        """Have ``nbytes`` more fit the bound, as far as that can be done; see [Note: The bound]."""
-        if not self._is_over(nbytes):
+        """Have ``nbytes`` more fit the budget, as far as that can be done; see [Note: The budget]."""
+        if not self.budget.is_exceeded_by(nbytes):
             return
-        self._finish_copies()
-        for record in list(self._movable):
-            if not self._is_over(nbytes):
+        self._evictor.finish_copies()
+        for record in list(self._evictable):  # a copy: finalizers that finish_copies() acts on remove records
+            if not self.budget.is_exceeded_by(nbytes):
                 return
-            self._move_out(record)
-            self._finish_copies()
+            self.evict(record)
+            self._evictor.finish_copies()
         for ahead in reversed(list(self._ahead)):
-            if not self._is_over(nbytes):
+            if not self.budget.is_exceeded_by(nbytes):
                 return
             if ahead.ticket is not None and ahead.ticket.store.cancel_prefetch(ahead.ticket):
                 self.end_prefetch(ahead)
-        if self._is_over(nbytes):
-            self._say_over(nbytes)
-
-    def _is_over(self, more_bytes: int) -> bool:
-        return self._gauge.now + more_bytes > self._bound_bytes
-
-    def _finish_copies(self) -> None:
-        """Wait for copies that hold device memory on its way out."""
-        for store in self._stores:
-            store.finish_copies()
-        self._settle()
-
-    def _move_out(self, record: SavedStorage) -> None:
-        """Have a store take what is in device memory, if one does."""
-        self._movable.pop(record, None)
-        if record.state is RecordState.RELOADED:
-            self.let_go(record)
-        elif record.state is RecordState.FORWARDED:
-            self._move_forwarded(record)
-        elif record.state is RecordState.KEPT:
-            self._move_kept(record)
-
-    def _move_kept(self, record: SavedStorage) -> None:
-        views = [view for reference in record.kept_views if (view := reference()) is not None]
-        held = next((view.held for view in views if view.held is not None), None)
-        if held is None:
-            return
-        if self._device is not None and record.kept_at is not None:  # it may have been saved on another stream
-            self._device.current_stream().wait_event(record.kept_at)
-        if not self._take(record, held):
-            return
-        self._largest_bytes = max(self._largest_bytes, record.nbytes)
-        record.pending = sum(not view.is_unpacked for view in views)
-        record.kept_views.clear()
-        for view in views:
-            view.let_go()
-
-    def _move_forwarded(self, record: SavedStorage) -> None:
-        if record.arrival is None:
-            raise StateError("what was forwarded is not in memory; this is a bug in ds_tba")
-        data = record.arrival.join()
-        if data._version == record.data_version and self._take(record, data):  # else the next unpack raises
-            record.arrival = None
-
-    def _take(self, record: SavedStorage, tensor: torch.Tensor) -> bool:
-        for store in self._stores:
-            taken = self._put(store, tensor)
-            if isinstance(taken, Ticket):
-                if record.ticket is not None:  # its bytes were handed over, but a part of them may still be there
-                    record.ticket.store.release(record.ticket)
-                record.ticket = taken
-                record.move(RecordState.OFFLOADED)
-                return True
-        return False
-
-    def _say_over(self, nbytes: int) -> None:
-        if not self._bound_name or self._has_said_over:
-            return
-        self._has_said_over = True
-        logger.warning(
-            "%s %d cannot be held: %d bytes of saved tensors are in device memory, %d more come, and none of them can "
-            "be moved now: forward or backward is using them, or they are smaller than min_tensor_bytes. Training goes "
-            "on above the budget. A budget larger by %d or more, smaller micro-batches or a smaller min_tensor_bytes "
-            "would help",
-            self._bound_name,
-            self._bound_bytes,
-            self._gauge.now,
-            nbytes,
-            self._gauge.now + nbytes - self._bound_bytes,
-        )
+        if self.budget.is_exceeded_by(nbytes):
+            self.budget.warn(nbytes)
 
 
-# Device memory beside saved tensors: gradients, logits, buckets, optimizer states.
-#
-# Knows an accelerator and how much saved tensors hold; does not know where they are.
-#
-# [Note: Room] Saved tensors may take what is left of a device beside the peak of everything else in a step. What is
-# free after the optimizer step says too little: gradients and logits are gone by then. So everything else is sampled
-# at the ends of steps, and at every hook while micro-steps are recorded. Between two samples the accelerator's own
-# peak tells whether there was more.
+# ---- beside saved tensors -------------------------------------------------------------------------------------------
 
 
 class MemoryMeter:
-    """The most device memory that everything but saved tensors held at once.
+    """The most device memory that everything but saved tensors held at once; see [Note: Room].
 
     Args:
         memory: of the device.
-        resident: what saved tensors hold of that.
+        resident: the part of that which saved tensors hold.
     """
 
     def __init__(self, memory: MemoryUse, resident: Gauge) -> None:
@@ -278,18 +361,18 @@ class MemoryMeter:
         self.most_bytes = 0
 
     def sample(self) -> None:
-        """Look at this moment, and at what came between the last sample and this one."""
+        """Take the level of this moment, and the peak since the last sample."""
         resident_bytes = self._resident.now
         peak_bytes = self._memory.peak_in_use_bytes()
         others_bytes = self._memory.in_use_bytes() - resident_bytes
         if self._peak_bytes is not None and peak_bytes > self._peak_bytes:
-            # Nobody knows how much was ours then. The less, the more was others': that is the safe side.
+            # How much of that peak was ours is not known. Take the lower of our two levels: that errs on the safe side.
             others_bytes = max(others_bytes, peak_bytes - min(self._resident_before_bytes, resident_bytes))
         self.most_bytes = max(self.most_bytes, others_bytes)
         self._resident_before_bytes, self._peak_bytes = resident_bytes, peak_bytes
 
     def room_bytes(self) -> float:
-        """What saved tensors may hold; see [Note: Room]."""
+        """The bytes that saved tensors may hold; see [Note: Room]."""
         free_bytes = self._memory.free_bytes()
         others_bytes = self._memory.in_use_bytes() - self._resident.now
         return max(0.0, free_bytes - max(0, self.most_bytes - others_bytes))

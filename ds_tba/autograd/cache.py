@@ -1,7 +1,7 @@
 """The tensor cache: autograd's pack and unpack (TBA section 3.2), with one record for each saved storage.
 
-Knows autograd, storages and a store's contract; does not know DeepSpeed, files or staging. ``budget.py`` holds what
-is in device memory within its bound.
+Knows autograd, storages and a store's contract; does not know DeepSpeed, files or staging. ``budget.py`` moves the
+bytes, and holds those in device memory within their budget.
 
 [Note: Records] Every saved tensor becomes a ``SavedView``, the object that autograd holds in its place. Views of one
 storage share a ``SavedStorage``, found by the stamps of storage and version counter and by the version: the storage is
@@ -13,29 +13,37 @@ again.
 offloaded. A kept tensor is held as a detached alias: the tensor itself would close a reference cycle through its own
 graph node.
 
-[Note: Finalizers] A view's ``__del__`` may run anywhere, also in the middle of our own critical sections, so it only
-leaves a note (``ds_tba/storage/finalizers.py``).
+[Note: Finalizers] A view's ``__del__`` may run anywhere: in any thread, and also while its own thread holds the lock,
+because every allocation inside a critical section may start the garbage collector. So it neither waits for the lock nor
+takes it twice; it defers itself (``ds_tba/storage/finalizers.py``). Whoever takes the lock acts on deferred finalizers
+first, so that their memory is free, and after letting go of it acts on those that found the lock taken.
+
+[Note: Order of locks] The cache's lock is taken before a store's, never after: stores do not know the cache. But a
+finalizer may run inside a store's critical section, take the cache's lock if that is free, and give a ticket back. So
+``Store.release`` waits for no lock, and defers itself in turn.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from ds_tba.autograd.budget import Resident
+from ds_tba.autograd.budget import Residency, Transfers
 from ds_tba.autograd.saved import (
     NO_INDEX,
+    Finalized,
     Hooks,
     MicroStep,
     PassedThrough,
+    Phase,
     RecordState,
     ResidencyGuard,
     SavedCounted,
@@ -53,20 +61,14 @@ from ds_tba.autograd.tensors import (
     is_parameter,
     is_under_a_mode,
     keep_originals,
-    storage_bytes,
 )
-from ds_tba.device.accelerator import Accelerator, Arrival, Clock
-from ds_tba.errors import StateError
-from ds_tba.storage.base import Always, Choice, Policy, Refusal, Store, Ticket
+from ds_tba.device.accelerator import Accelerator
+from ds_tba.storage.base import Always, Policy, Store, Ticket
 from ds_tba.storage.finalizers import DeferredFinalizers
 from ds_tba.telemetry.stats import CacheStats
 
 # Passed through: they hold no memory of the training device.
 _FOREIGN = frozenset({Eligibility.NO_STORAGE, Eligibility.OTHER_DEVICE})
-
-# What a finalizer leaves: a view of a record is gone (and was it pending), a small tensor of so many bytes is gone, or
-# so many reloaded bytes are free again (as a negative number).
-_Note = tuple[SavedStorage, bool] | tuple[ResidencyGuard, int] | int
 
 
 class TensorCache:
@@ -95,20 +97,11 @@ class TensorCache:
         self._stores = tuple(stores)
         self._device = torch.device(device)
         self._min_tensor_bytes = min_tensor_bytes
-        self._originals = keep_originals()
-        self._usual_policy: Policy = Always(stores, wait=wait_for_staging)
-        self._policy: Policy = self._usual_policy
-        self._lock = threading.Lock()
-        self._records: dict[StorageKey, SavedStorage] = {}  # of this forward
-        self._live_records = 0
-        self._notes: DeferredFinalizers[_Note] = DeferredFinalizers(self._lock, self._act_on)
-        self._empties: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
-        self._micro_step = MicroStep()
-        self._recomputed_bytes = 0
-        self._clock: Clock | None = None
-        self._moves: list[tuple[Any, Any]] = []
-        self._learned: list[int] = []  # the order of first uses in the last backward that used all
-        self._resident = Resident(self.stats.resident, self._stores, self._put, self._notes.act, self, accelerator)
+        self._default_policy: Policy = Always(stores, wait=wait_for_staging)
+        self.transfers = Transfers(self.stats, self._stores, self._device)
+        self.records = Records(self.stats, self._default_policy, self.transfers, accelerator)
+        self._lock = self.records.lock
+        self._finalizers = self.records.finalizers
 
     # ---- the contract with autograd -----------------------------------------------------------------------------
 
@@ -127,41 +120,26 @@ class TensorCache:
             policy: where it goes.
             around: makes the hooks that autograd calls from ours, which they call.
             lead: see ``Plan.prefetch_lead``.
-            continues: it belongs to the micro-step of the last forward; see [Note: Micro-steps].
+            continues: the forward belongs to the micro-step of the last one; see [Note: Micro-steps].
         """
         if not torch.is_grad_enabled():
             yield
             return
         with self._lock:
-            self._notes.act()
+            self._finalizers.act()
+            step = self.records.forward.micro_step
             if not continues:
-                self._micro_step = MicroStep()
+                step = MicroStep()
                 self.stats.micro_steps += 1
-            step = self._micro_step
-            step.begin_forward()
+            step.phase = Phase.FORWARD
             step.lead = lead
-            self._records = {}
-            self._policy = policy or self._usual_policy
-        hooks: Hooks = (self.pack, partial(self._unpack, step))
+            self.records.forward = Forward(step, policy or self._default_policy)
+        hooks: Hooks = (self.pack, partial(self.records.unpack, step))
         try:
             with saved_tensors_hooks(*(hooks if around is None else around(hooks))):
                 yield
         finally:
-            step.end_forward()
-
-    @property
-    def is_waiting_for_backward(self) -> bool:
-        """Whether what the last forward saved is alive, and nothing of it was unpacked."""
-        with self._lock:
-            self._notes.act()
-            return self._micro_step.is_waiting
-
-    def end_micro_step(self) -> None:
-        """The micro-step is over, whatever is still saved: the next forward begins another."""
-        with self._lock:
-            self._notes.act()
-            self._micro_step = MicroStep()
-        self._notes.act_if_free()
+            step.phase = Phase.WAITING
 
     def pack(self, tensor: torch.Tensor) -> PassedThrough | SavedCounted | SavedView:
         """Autograd's pack hook: the object to hold in place of ``tensor``."""
@@ -173,32 +151,11 @@ class TensorCache:
         if why in _FOREIGN:
             self.stats.kept_bytes[why.value] += nbytes_of(tensor)
             return PassedThrough(tensor)
-        if why is not Eligibility.ELIGIBLE:
-            small = why is Eligibility.SMALL
-            nbytes = tensor.untyped_storage().nbytes() if small else held_bytes(tensor, self._device)
-            return SavedCounted(self, tensor, nbytes, why.value)
-        with self._lock:
-            self._notes.act()
-            record = self._record(tensor)
-            offloaded = record.state is not RecordState.KEPT
-            record.views += 1
-            record.pending += offloaded
-        self._notes.act_if_free()
-        view = SavedView(self, record, tensor, offloaded=offloaded)
-        if not offloaded and self._resident.is_bounded:
-            record.kept_views.append(weakref.ref(view))
-        return view
-
-    @staticmethod
-    def unpack(held: PassedThrough | SavedCounted | SavedView) -> torch.Tensor:
-        """Autograd's unpack hook: the tensor for which ``held`` stands.
-
-        Raises:
-            ActivationModifiedError: it was modified in place after it was saved.
-            ActivationLostError: its bytes could not be read back.
-            ActivationCorruptionError: the bytes read back are not the bytes written.
-        """
-        return held.restore()
+        if why is Eligibility.ELIGIBLE:
+            return self.records.save(tensor)
+        small = why is Eligibility.SMALL
+        nbytes = tensor.untyped_storage().nbytes() if small else held_bytes(tensor, self._device)
+        return SavedCounted(self.records, tensor, nbytes, why.value)
 
     def eligibility_of(self, tensor: torch.Tensor) -> Eligibility:
         """Whether a tensor may leave device memory."""
@@ -206,56 +163,161 @@ class TensorCache:
             return Eligibility.PARAMETER if is_parameter(tensor) else Eligibility.UNDER_A_MODE
         return eligibility(tensor, self._device, self._min_tensor_bytes)
 
-    def _unpack(self, step: MicroStep, held: PassedThrough | SavedCounted | SavedView) -> torch.Tensor:
-        """As :meth:`unpack`, for what was saved in ``step``."""
-        tensor = held.restore()  # first of all: what is waited for goes before what is read ahead
-        self._originals.note(tensor, is_held=tensor is held.held)
-        if step.is_asleep:
-            with self._lock:
-                self._notes.act()
-                self._read_ahead(step)
-            self._notes.act_if_free()
+    # ---- for the offloader and the controller -------------------------------------------------------------------
+
+    @property
+    def is_waiting_for_backward(self) -> bool:
+        """Whether what the last forward saved is alive, and nothing of it was unpacked."""
+        with self._lock:
+            self._finalizers.act()
+            return self.records.forward.micro_step.is_waiting
+
+    def end_micro_step(self) -> None:
+        """The micro-step is over, whatever is still saved: the next forward begins another."""
+        with self._lock:
+            self._finalizers.act()
+            self.records.forward.micro_step = MicroStep()
+        self._finalizers.act_if_free()
+
+    def settle(self) -> None:
+        """Act on every deferred finalizer, and let go of what finished copies still hold."""
+        with self._lock:
+            self._finalizers.act()
+        for store in self._stores:  # under their own locks
+            store.settle()
+        self._finalizers.act_if_free()
+
+    def take_moves(self) -> list[tuple[Any, Any]]:
+        """Clock marks before and after each move since the last call; see ``Transfers.clock``."""
+        with self._lock:
+            return self.transfers.take_times()
+
+    def forget_order(self) -> None:
+        """Forget the order in which backward wanted what was moved: from now on other storages are."""
+        with self._lock:
+            self.records.learned_order = []
+
+    def count_recomputed(self, nbytes: int) -> None:
+        """Count what a block's recomputation holds from now on, in place of what another's did."""
+        with self._lock:
+            self._finalizers.act()
+            self.records.residency.count_recomputed(nbytes)
+        self._finalizers.act_if_free()
+
+    def limit_resident(self, nbytes: int | None, name: str = "") -> None:
+        """Hold saved tensors in device memory within a budget from now on; see :meth:`Budget.limit`."""
+        with self._lock:
+            self.records.residency.budget.limit(nbytes, name)
+
+    @property
+    def live_records(self) -> int:
+        """Saved storages that some graph still holds."""
+        return self.records.live
+
+
+@dataclass(eq=False)
+class Forward:
+    """The forward under way, or the last one.
+
+    Attributes:
+        by_key: records of the storages saved in it; those of earlier forwards are found no more, but live on.
+    """
+
+    micro_step: MicroStep
+    policy: Policy
+    by_key: dict[StorageKey, SavedStorage] = field(default_factory=dict)
+
+
+class Records:
+    """The saved storages, from the first view of each to the end of its last.
+
+    Attributes:
+        lock: of everything that the cache changes; not reentrant.
+        finalizers: deferred until somebody has the lock; see [Note: Finalizers].
+        learned_order: of first uses, in the last backward that used all.
+        live: records that some graph still holds.
+    """
+
+    def __init__(
+        self, stats: CacheStats, policy: Policy, transfers: Transfers, accelerator: Accelerator | None
+    ) -> None:
+        self.lock = threading.Lock()
+        self.finalizers: DeferredFinalizers[Finalized] = DeferredFinalizers(self.lock, self._act_on)
+        self.residency = Residency(stats.resident, transfers, self.finalizers.act, self, accelerator)
+        self.forward = Forward(MicroStep(), policy)
+        self.learned_order: list[int] = []
+        self.live = 0
+        self._stats = stats
+        self._transfers = transfers
+        self._empties: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+        self._originals = keep_originals()
+
+    def save(self, tensor: torch.Tensor) -> SavedView:
+        """The object to hold in place of an eligible tensor."""
+        with self.lock:
+            self.finalizers.act()
+            record = self._record(tensor)
+            offloaded = record.state is not RecordState.KEPT
+            record.views += 1
+            record.pending += offloaded
+        self.finalizers.act_if_free()
+        view = SavedView(self, record, tensor, offloaded=offloaded)
+        # Without the lock: a view that is not listed yet keeps its bytes, even if the record is evicted meanwhile.
+        if not offloaded and self.residency.budget.is_set:
+            record.kept_views.append(weakref.ref(view))
+        return view
+
+    def unpack(self, micro_step: MicroStep, held: PassedThrough | SavedCounted | SavedView) -> torch.Tensor:
+        """Autograd's unpack hook: the tensor for which ``held`` stands.
+
+        Raises:
+            ActivationModifiedError: it was modified in place after it was saved.
+            ActivationLostError: its bytes could not be read back.
+            ActivationCorruptionError: the bytes read back are not the bytes written.
+        """
+        tensor = held.restore()  # first of all: backward waits for this read, and for no read ahead
+        self._originals.add(tensor, is_held=tensor is held.held)
+        if micro_step.phase is Phase.WAITING:
+            with self.lock:
+                self.finalizers.act()
+                micro_step.read_ahead(self.learned_order, self.residency.prefetch)
+            self.finalizers.act_if_free()
         return tensor
 
-    # ---- for the views ------------------------------------------------------------------------------------------
+    # ---- for the objects that autograd holds --------------------------------------------------------------------
 
     def load(self, record: SavedStorage, *, first_time: bool) -> torch.Tensor:
         """The bytes of a record on its device (uint8, 1-D), for the calling thread's current stream."""
-        with self._lock:
-            self._notes.act()
-            arrival = record.arrival or self._reload(record)
-            data = arrival.join()  # every consumer waits for the copy, each in its own stream
-            unmodified(data, record.data_version)
+        with self.lock:
+            self.finalizers.act()
+            reloaded = record.reloaded
+            if reloaded is None:
+                reloaded = self.residency.reload(record)
+                if record.index != NO_INDEX:
+                    record.micro_step.add_use(record.index)
+            data = reloaded.arrival.join()  # every consumer waits for the copy, each in its own stream
+            unmodified(data, reloaded.version)
             if first_time:
                 record.pending -= 1
-            self._let_go_if_unpacked(record)
-            if record.micro_step is not None:
-                self._read_ahead(record.micro_step, after=record.index)
-        self._notes.act_if_free()
+            self._evict_if_unpacked(record)  # the record lets go of the memory, and the caller's ``data`` holds it
+            record.micro_step.read_ahead(self.learned_order, self.residency.prefetch, after=record.index)
+        self.finalizers.act_if_free()
         return data
 
     def count_kept(self, tensor: torch.Tensor, nbytes: int, reason: str) -> ResidencyGuard:
         """Count a tensor that is kept, without a record, as ``nbytes`` of its storage."""
-        with self._lock:
-            self._notes.act()
-            self._resident.make_room(nbytes)
-            self.stats.kept_bytes[reason] += nbytes
-            self.stats.saved.add(nbytes)
-            present = self._resident.count(tensor.untyped_storage() if has_plain_storage(tensor) else None, nbytes)
-        self._notes.act_if_free()
-        return present
+        with self.lock:
+            self.finalizers.act()
+            self.residency.make_room(nbytes)
+            self._stats.kept_bytes[reason] += nbytes
+            self._stats.saved.add(nbytes)
+            guard = self.residency.count(tensor.untyped_storage() if has_plain_storage(tensor) else None, nbytes)
+        self.finalizers.act_if_free()
+        return guard
 
-    def kept_freed(self, present: ResidencyGuard, nbytes: int) -> None:
-        """Note that a tensor without a record is gone. Safe in a finalizer; see [Note: Finalizers]."""
-        self._notes.leave((present, nbytes))
-
-    def drop(self, record: SavedStorage, *, pending: bool) -> None:
-        """Note that a view of a record is gone. Safe in a finalizer; see [Note: Finalizers]."""
-        self._notes.leave((record, pending))
-
-    def freed(self, nbytes: int) -> None:
-        """Note that the memory of what the store has is free. Safe in a finalizer; see [Note: Finalizers]."""
-        self._notes.leave(-nbytes)
+    def defer(self, finalized: Finalized) -> None:
+        """Have a finalizer's work done by whoever holds the lock next. Never blocks; see [Note: Finalizers]."""
+        self.finalizers.leave(finalized)
 
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
         """An empty tensor of the same dtype and device, for version witnesses."""
@@ -265,151 +327,66 @@ class TensorCache:
             empty = self._empties[key] = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return empty
 
-    # ---- for the offloader --------------------------------------------------------------------------------------
-
-    def settle(self) -> None:
-        """Act on every note that finalizers have left, and let go of what copies that are done still hold."""
-        with self._lock:
-            self._notes.act()
-        for store in self._stores:
-            store.settle()
-        self._notes.act_if_free()
-
-    def time_moves(self, clock: Clock | None) -> None:
-        """Mark when storages are moved and come back (:meth:`take_moves` must be called now and then), or no longer."""
-        self._clock = clock
-
-    def take_moves(self) -> list[tuple[Any, Any]]:
-        """Marks before and after each move since the last time."""
-        with self._lock:
-            moves, self._moves = self._moves, []
-        return moves
-
-    def forget_order(self) -> None:
-        """Forget in which order backward wanted what was moved: from now on other storages are."""
-        with self._lock:
-            self._learned = []
-
-    def note_recomputation(self, nbytes: int) -> None:
-        """Count what a block's recomputation holds from now on, in place of what another's did."""
-        with self._lock:
-            self._notes.act()
-            self.stats.resident.add(-self._recomputed_bytes)
-            self._recomputed_bytes = 0
-            self._resident.make_room(nbytes)
-            self.stats.resident.add(nbytes)
-            self._recomputed_bytes = nbytes
-        self._notes.act_if_free()
-
-    def limit_resident(self, nbytes: int | None, name: str = "") -> None:
-        """Hold saved tensors in device memory within a bound from now on; see :meth:`Resident.limit`."""
-        with self._lock:
-            self._resident.limit(nbytes, name)
-
-    @property
-    def live_records(self) -> int:
-        """Saved storages that some graph still holds."""
-        return self._live_records
-
     # ---- under the lock -----------------------------------------------------------------------------------------
 
     def _record(self, tensor: torch.Tensor) -> SavedStorage:
         """The record of a tensor's storage at its present version, made and offloaded at first sight."""
         key = StorageKey.of(tensor)
-        choice = self._policy.choose(key, key.nbytes)
-        record = self._records.get(key)
+        forward = self.forward
+        choice = forward.policy.choose(key, key.nbytes)
+        record = forward.by_key.get(key)
         if record is not None:
             if record.state is not RecordState.KEPT:
-                self.stats.deduplicated_bytes += nbytes_of(tensor)
+                self._stats.deduplicated_bytes += nbytes_of(tensor)
             return record
-        self._resident.make_room(key.nbytes)
-        record = SavedStorage(key, tensor.device)
-        self._place(record, tensor, choice)
-        self._records[key] = record
-        self._live_records += 1
-        record.micro_step = self._micro_step
+        self.residency.make_room(key.nbytes)
+        record = SavedStorage(key, forward.micro_step)
+        taken = self._transfers.offload(tensor, choice)
+        if isinstance(taken, Ticket):
+            record.ticket = taken
+            record.state = RecordState.OFFLOADED
+            record.index = record.micro_step.add(record)
+            self.residency.add_moved(record, tensor.untyped_storage())
+        else:
+            self._stats.kept_bytes[taken] += record.nbytes
+            self.residency.add_kept(record, tensor.untyped_storage())
+        forward.by_key[key] = record
+        self.live += 1
         record.micro_step.saved += 1
-        self.stats.saved.add(record.nbytes)
+        self._stats.saved.add(record.nbytes)
         return record
 
-    def _place(self, record: SavedStorage, tensor: torch.Tensor, choice: Choice) -> None:
-        reason = choice.reason
-        for store in choice.stores:
-            taken = self._put(store, tensor, wait=choice.wait)
-            if isinstance(taken, Ticket):
-                record.ticket = taken
-                record.state = RecordState.OFFLOADED
-                record.index = self._micro_step.add(record)
-                self._resident.add_moved(record, tensor.untyped_storage())
-                return
-            reason = taken.value
-        self.stats.kept_bytes[reason] += record.nbytes
-        self._resident.add_kept(record, tensor.untyped_storage())
-
-    def _put(self, store: Store[Any], tensor: torch.Tensor, *, wait: bool = True) -> Ticket | Refusal:
-        with self._timed():
-            taken: Ticket | Refusal = store.put(storage_bytes(tensor), wait=wait)
-        return taken
-
-    def _reload(self, record: SavedStorage) -> Arrival:
-        if record.ticket is None:
-            raise StateError(f"a saved storage '{record.state.value}' has no ticket; this is a bug in ds_tba")
-        with self._resident.bringing_back(record, record.ticket), self._timed():
-            loaded = record.ticket.store.get(record.ticket, record.device)
-            record.move(RecordState.RELOADED if loaded.stored else RecordState.FORWARDED)
-            record.arrival = loaded.arrival
-            data = loaded.arrival.join()
-        record.data_version = data._version
-        self._resident.add_reloaded(record, data)
-        if record.micro_step is not None and record.index != NO_INDEX:
-            record.micro_step.note_reload(record.index)
-        return loaded.arrival
-
-    def _read_ahead(self, step: MicroStep, after: int | None = None) -> None:
-        step.read_ahead(self._learned, self._resident.prefetch, after)
-
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
-        clock, started_s = self._clock, time.perf_counter()
-        before = None if clock is None else clock.mark()
-        yield
-        self.stats.moving_s += time.perf_counter() - started_s
-        if clock is not None:
-            self._moves.append((before, clock.mark()))
-
-    def _let_go_if_unpacked(self, record: SavedStorage) -> None:
+    def _evict_if_unpacked(self, record: SavedStorage) -> None:
         """A second backward reads again instead of holding the memory until then."""
         if record.pending == 0 and record.state is RecordState.RELOADED:
-            self._resident.let_go(record)
+            self.residency.evict(record)
 
-    def _act_on(self, note: _Note) -> None:
-        if isinstance(note, int):
-            self.stats.resident.add(note)
+    def _act_on(self, finalized: Finalized) -> None:
+        if isinstance(finalized, int):
+            self._stats.resident.add(-finalized)
             return
-        record, count = note
-        if isinstance(record, ResidencyGuard):
-            self.stats.saved.add(-count)
-            self.stats.resident.add(-record.leave())
+        gone, count = finalized
+        if isinstance(gone, ResidencyGuard):
+            self._stats.saved.add(-count)
+            self._stats.resident.add(-gone.leave())
             return
-        record.views -= 1
-        record.pending -= count
-        if record.views == 0:
-            self._forget(record)
+        gone.views -= 1
+        gone.pending -= count
+        if gone.views == 0:
+            self._forget(gone)
         else:
-            self._let_go_if_unpacked(record)
+            self._evict_if_unpacked(gone)
 
     def _forget(self, record: SavedStorage) -> None:
-        self._resident.remove(record)
+        self.residency.remove(record)
         record.move(RecordState.DROPPED)
-        record.arrival = None
-        self.stats.saved.add(-record.nbytes)
-        self._live_records -= 1
-        if self._records.get(record.key) is record:
-            del self._records[record.key]
+        record.reloaded = None
+        self._stats.saved.add(-record.nbytes)
+        self.live -= 1
+        if self.forward.by_key.get(record.key) is record:
+            del self.forward.by_key[record.key]
         if record.ticket is not None:
-            record.ticket.store.release(record.ticket)
-        step, record.micro_step = record.micro_step, None
-        if step is not None:
-            step.saved -= 1
-            if record.index != NO_INDEX:
-                self._learned = step.remove(record.index) or self._learned
+            record.ticket.store.release(record.ticket)  # see [Note: Order of locks]
+        record.micro_step.saved -= 1
+        if record.index != NO_INDEX:
+            self.learned_order = record.micro_step.remove(record.index) or self.learned_order

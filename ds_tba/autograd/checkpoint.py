@@ -3,21 +3,21 @@
 Knows ``torch.utils.checkpoint`` and what it leaves to its caller to get every bit right; does not know who asks for it,
 nor whether the module was found fit for it.
 
-[Note: Forward alone] What runs again is the module's ``forward`` on the arguments that it got, not ``__call__``: hooks
-of the module that change its arguments must not change them twice, and ZeRO-3's have gathered the module's own
-parameters already, because backward reaches the module's outputs first. Where it does not (a router's loss, taken
+[Note: Forward alone] The module's ``forward`` runs again, on the arguments that it got, and not ``__call__``: hooks
+of the module that change its arguments must not change them twice. ZeRO-3's hooks have gathered the module's own
+parameters already, because backward reaches the module's outputs first. Where backward does not (a router's loss, taken
 from inside), the own parameters are not there, and only then the hooks run too.
 
 [Note: Parameters stay] The checkpoint would keep an alias of each parameter from the recomputation to its use. Under
 ZeRO-3 that is the memory of a gathered parameter, which its owner believes free and may use again; it would also keep
 all parameters of a block in memory at once. So parameters never get to the checkpoint: autograd holds them as it does
-without one. And what backward has gathered when it asks for the first saved tensor, inside a module of the block, must
-not be let go by the forward that runs again (:func:`_gathered_stay`), because backward goes on to use it.
+without one. And parameters that backward has gathered when it asks for the first saved tensor, inside a module of the
+block, must not be let go by the forward that runs again (:func:`_gathered_stay`), because backward goes on to use them.
 
 [Note: To the end] A checkpoint stops running a forward again once it has all saved tensors; the modules that run at
 that moment end with an exception, and hooks after forward (with which ZeRO-3 lets go of parameters) are not called. So
-where a module inside has such hooks, the forward runs to its end. It costs what comes after the last saved tensor: in a
-block that ends in a linear layer without dropout, that layer.
+where a module inside has such hooks, the forward runs to its end. That costs the operations after the last saved
+tensor: in a block that ends in a linear layer without dropout, that layer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules import module as module_hooks
 from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_early_stop
 
-from ds_tba.autograd.comparison import drawn_from, python_chance, set_python_chance, version_of
+from ds_tba.autograd.comparison import drawn_from, python_rng_states, set_python_rng_states, version_of
 from ds_tba.autograd.forward_state import StateReader
 from ds_tba.autograd.tensors import keep_originals
 from ds_tba.errors import ActivationModifiedError, RecomputationError, StateError
@@ -48,8 +48,8 @@ CAN_RECOMPUTE = _innermost_hooks is not None
 
 _ABSENT = object()
 
-# Among the numbers of modules, which start at 0.
-_WE = -1
+# Our number among those that ZeRO-3 gives to modules, which start at 0.
+_OUR_NUMBER = -1
 
 
 def innermost_hooks() -> Hooks | None:
@@ -125,21 +125,60 @@ def _together(form: Any, tensors: Sequence[torch.Tensor]) -> Any:
 # ---- the pass -------------------------------------------------------------------------------------------------------
 
 
+class Conditions:
+    """The conditions that a forward finds beside its tensors: compared, and restored, where it runs again.
+
+    Args:
+        reader: of the module's state.
+        others: objects among the arguments; see :class:`Arguments`.
+
+    Raises:
+        UnreadableError: nobody could tell whether the state changes until backward.
+    """
+
+    def __init__(self, module: nn.Module, reader: StateReader, others: Sequence[Any]) -> None:
+        self._module = module
+        self._reader = reader
+        self._others = others
+        self._state = reader.read(others)
+        self._rng_states: tuple[Any, Any] | None = python_rng_states()
+        self._shapes = _own_shapes(module)
+        self._modes = [child.training for child in module.modules()]
+
+    def changed(self) -> str | None:
+        """State that is not as it was, in words."""
+        return self._reader.changed_since(self._state, self._others)
+
+    def end_forward(self) -> str | None:
+        """The pass is over: what its forward has changed, in words."""
+        changed = self.changed()
+        if self._rng_states is not None and drawn_from(self._rng_states, python_rng_states()) is None:
+            self._rng_states = None
+        return changed
+
+    def has_own_parameters(self) -> bool:
+        """Whether the module's own parameters are there; see [Note: Forward alone]."""
+        return _own_shapes(self._module) == self._shapes
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """As the forward found it, but for the state and for what a checkpoint brings back."""
+        with _modes(self._module, self._modes), _gathered_stay(self._module), _rng_states(self._rng_states):
+            yield
+
+
 class RecomputedPass:
-    """A pass whose forward runs again when backward wants something that was saved in it.
+    """A pass whose forward runs again when backward wants a tensor that was saved in it.
 
     Args:
         path: of the module, for messages.
         forward: the module's, as it is without us.
         arguments: of this pass.
+        conditions: in which the pass begins.
         again: entered around each run in backward.
-        reader: of the module's state.
-
-    Raises:
-        UnreadableError: nobody could tell whether the state changes until backward.
 
     Attributes:
-        changed: what its forward has changed, in words.
+        changed: the state that its forward has changed, in words.
     """
 
     def __init__(
@@ -148,20 +187,16 @@ class RecomputedPass:
         module: nn.Module,
         forward: Callable[..., Any],
         arguments: Arguments,
+        conditions: Conditions,
         again: Callable[[], AbstractContextManager[None]],
-        reader: StateReader,
     ) -> None:
         self._path = path
         self._module = module
         self._forward = forward
         self._arguments = arguments
         self._again = again
-        self._reader = reader
+        self._conditions = conditions
         self._is_first = True
-        self._state = reader.read(arguments.others)
-        self._chance: tuple[Any, Any] | None = python_chance()
-        self._shapes = _own_shapes(module)
-        self._modes = [child.training for child in module.modules()]
         self.changed: str | None = None
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -184,46 +219,35 @@ class RecomputedPass:
         self._arguments.forget_tensors()
         with set_checkpoint_early_stop(False) if _has_hooks_inside(self._module) else nullcontext():
             result = checkpoint(function, *tensors, use_reentrant=False, preserve_rng_state=True)
-        self.changed = self._changed()
-        if self._chance is not None and drawn_from(self._chance, python_chance()) is None:
-            self._chance = None
+        self.changed = self._conditions.end_forward()
         return result
 
     def _saving(self) -> AbstractContextManager[None]:
         """Entered around the first forward and each other, inside the hooks of the checkpoint."""
         return parameters_stay(self._path)
 
-    def _changed(self) -> str | None:
-        return self._reader.changed_since(self._state, self._arguments.others)
-
     def _run_again(self, tensors: Sequence[torch.Tensor]) -> Any:
-        changed = self.changed or self._changed()
+        changed = self.changed or self._conditions.changed()
         if changed is not None:
             raise ActivationModifiedError(
                 f"the block {self._path!r} cannot run again with the same result, because {changed} was modified after "
                 "the block's forward began: do not modify it between forward and backward, or set "
                 '"recompute": false.'
             )
-        with self._as_in_forward(), self._saving():
+        with self._again(), self._conditions.restored(), self._saving():
             return self._forward_again(tensors)
-
-    @contextmanager
-    def _as_in_forward(self) -> Iterator[None]:
-        """What the forward found, beside what the checkpoint brings back."""
-        with self._again(), _modes(self._module, self._modes), _gathered_stay(self._module), _chance(self._chance):
-            yield
 
     def _forward_again(self, tensors: Sequence[torch.Tensor]) -> Any:
         args, kwargs = self._arguments.together(tensors)
-        if _own_shapes(self._module) == self._shapes:
+        if self._conditions.has_own_parameters():
             return self._forward(*args, **kwargs)
         return self._through_hooks(args, kwargs)
 
     def _through_hooks(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """For hooks that bring parameters, and with no gradient, so that nothing they save is counted."""
+        """With the module's hooks, which bring parameters; without gradients, so that nothing they save is counted."""
 
         def forward(*_: Any, **__: Any) -> Any:
-            with torch.enable_grad():  # and not with what hooks made of the arguments, once more
+            with torch.enable_grad():  # with the arguments as they are: hooks have changed them in forward already
                 return self._forward(*args, **kwargs)
 
         with replaced_forward(self._module, forward), torch.no_grad():
@@ -232,7 +256,7 @@ class RecomputedPass:
 
 @contextmanager
 def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Another forward for a while; afterwards the module is as it was."""
+    """Another forward inside the context; afterwards the module is as it was."""
     before = replace_forward(module, forward)
     try:
         yield
@@ -241,7 +265,7 @@ def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Any:
-    """Set a forward on this one module; what to give to :func:`restore_forward`."""
+    """Set a forward on this one module; returns the argument for :func:`restore_forward`."""
     # Past __setattr__, which some modules (torch.compile's) hand on to what they wrap.
     before = module.__dict__.get("forward", _ABSENT)
     module.__dict__["forward"] = forward
@@ -270,7 +294,7 @@ def parameters_stay(path: str) -> Iterator[None]:
         path: of the block, for messages.
     """
     checkpoint_pack, checkpoint_unpack = hooks_of_checkpoint()
-    saved_tensors = keep_originals()
+    originals = keep_originals()
 
     def pack(tensor: torch.Tensor) -> Any:
         if isinstance(tensor, nn.Parameter):
@@ -285,7 +309,7 @@ def parameters_stay(path: str) -> Iterator[None]:
                 f"a parameter of shape {tuple(held.tensor.shape)} that backward needs was modified by an in-place "
                 f"operation: it is at version {version_of(held.tensor)}, and was saved at version {held.version}."
             )
-        saved_tensors.note(held.tensor, is_held=True)
+        originals.add(held.tensor, is_held=True)
         return held.tensor
 
     with saved_tensors_hooks(pack, unpack):
@@ -306,7 +330,7 @@ def _recomputed(path: str, unpack: Callable[[Any], torch.Tensor], held: Any) -> 
     except CheckpointError as error:
         raise RecomputationError(
             f"the forward of the block {path!r} saved other tensors when it ran again in backward than the first time, "
-            "though it gave the same bytes when that was tried: what it does depends on something that changed since, "
+            "though it gave the same bytes when that was verified: it depends on something that changed since, "
             f'such as a context that it entered or a setting. Set "recompute": false. ({_first_line(error)})'
         ) from error
 
@@ -316,35 +340,35 @@ def _first_line(error: Exception) -> str:
 
 
 @contextmanager
-def _chance(states: tuple[Any, Any] | None) -> Iterator[None]:
+def _rng_states(states: tuple[Any, Any] | None) -> Iterator[None]:
     """Python's and NumPy's random numbers as forward found them, if it has drawn any; afterwards they go on."""
     if states is None:
         yield
         return
-    now = python_chance()
-    set_python_chance(states)
+    now = python_rng_states()
+    set_python_rng_states(states)
     try:
         yield
     finally:
-        set_python_chance(now)
+        set_python_rng_states(now)
 
 
 @contextmanager
 def _gathered_stay(module: nn.Module) -> Iterator[None]:
-    """Keep what backward has gathered from being let go by the forward that runs again.
+    """Keep parameters that backward has gathered from being let go by the forward that runs again.
 
-    ZeRO-3 notes at a parameter which modules use it, by number, and frees it after the last: we are one more user, and
-    leave the note as it was.
+    ZeRO-3 keeps at a parameter the numbers of the modules that use it, and frees its memory after the last. We are one
+    more user, and leave the set as it was.
     """
     users = [users for one in module.parameters() if (users := getattr(one, "ds_active_sub_modules", None))]
     before = [set(one) for one in users]
     for one in users:
-        one.add(_WE)
+        one.add(_OUR_NUMBER)
     try:
         yield
     finally:
         for one, then in zip(users, before, strict=True):
-            one.discard(_WE)
+            one.discard(_OUR_NUMBER)
             one |= then
 
 

@@ -1,6 +1,10 @@
-"""Two runs of one forward, compared: whether they would draw the same random numbers, and whether they saved the same.
+"""State of the process and contents of values, in forms that can be compared; and two runs of one forward, compared.
 
-Knows tensors and generators; does not know passes.
+Knows PyTorch, Python and NumPy; does not know modules, passes, nor which values refer to which.
+
+[Note: Fingerprints] A fingerprint is small and holds no tensor; equal fingerprints mean equal contents, all but
+certainly. Of a tensor it has identity and version, and the bytes only where they are asked for or are few and in host
+memory: reading bytes of a device waits for the device.
 """
 
 from __future__ import annotations
@@ -23,9 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from ds_tba.autograd.tensors import lineage_of, stamp_of
 from ds_tba.device.memory import digest_of
 
-# State of the whole process that a forward depends on: random generators, PyTorch's settings, and modes.
-#
-# Knows PyTorch, Python and NumPy; does not know modules.
+# ---- the process: random generators, PyTorch's settings, modes ------------------------------------------------------
 
 
 class Held:
@@ -44,7 +46,7 @@ class Held:
 
 
 def default_generators() -> list[torch.Generator]:
-    """PyTorch's own: of the CPU, and of the current device if there is one."""
+    """PyTorch's default generators: of the CPU, and of the current device if there is one."""
     found = [torch.default_generator]
     kind = torch.accelerator.current_accelerator() if hasattr(torch, "accelerator") else None
     device = None if kind is None else torch.get_device_module(kind)
@@ -53,13 +55,13 @@ def default_generators() -> list[torch.Generator]:
     return found
 
 
-def python_chance() -> tuple[Any, Any]:
+def python_rng_states() -> tuple[Any, Any]:
     """The states of Python's and NumPy's global generators."""
     return random.getstate(), numpy.random.get_state()
 
 
-def set_python_chance(states: tuple[Any, Any]) -> None:
-    """Put them back."""
+def set_python_rng_states(states: tuple[Any, Any]) -> None:
+    """Put the states back."""
     random.setstate(states[0])
     numpy.random.set_state(states[1])
 
@@ -106,9 +108,7 @@ def _setting(getter: Callable[[], Any]) -> Any:
         return None
 
 
-# Short marks of what values hold, to be compared before and after: of tensors, arrays, generators and plain values.
-#
-# Knows single values; does not know what refers to them.
+# ---- values ---------------------------------------------------------------------------------------------------------
 
 # Arrays that are larger are known by their identity: one may map a whole data set.
 MAX_ARRAY_BYTES = 64 << 20
@@ -119,10 +119,10 @@ _NUMBERS_AND_WORDS = (int, float, complex, str, bytes)
 _BYTES = (bytearray, array.array, memoryview, ctypes._SimpleCData, ctypes.Structure, ctypes.Union, ctypes.Array)
 
 
-def content_mark(value: Any) -> Any | None:
-    """Of what holds bytes or random numbers; None for anything else."""
+def content_fingerprint(value: Any) -> Any | None:
+    """Of a value that holds bytes, random numbers or a plain value; None for anything else."""
     if isinstance(value, torch.Generator):
-        return "default" if value in default_generators() else digest(value.get_state().numpy())
+        return "default" if value in default_generators() else _digest(value.get_state().numpy())
     if isinstance(value, random.Random):
         return hash(value.getstate())
     if isinstance(value, numpy.random.Generator):
@@ -130,13 +130,13 @@ def content_mark(value: Any) -> Any | None:
     if isinstance(value, numpy.random.RandomState):
         return repr(value.get_state(legacy=False))
     if isinstance(value, numpy.ndarray):
-        return array_mark(value)
+        return _array_fingerprint(value)
     if isinstance(value, numpy.generic):
         return type(value).__name__, value.tobytes()
     if isinstance(value, numpy.random.BitGenerator):
         return repr(value.state)
     if isinstance(value, _BYTES):
-        return digest(memoryview(value).tobytes())
+        return _digest(memoryview(value).tobytes())
     for kind in _NUMBERS_AND_WORDS:
         if isinstance(value, kind):
             return type(value).__qualname__, kind.__repr__(value)
@@ -145,31 +145,31 @@ def content_mark(value: Any) -> Any | None:
     return None
 
 
-def array_mark(value: numpy.ndarray[Any, Any]) -> Any:
+def _array_fingerprint(value: numpy.ndarray[Any, Any]) -> Any:
     if value.nbytes > MAX_ARRAY_BYTES or isinstance(value, numpy.memmap):
         return Held(value)
-    return value.shape, str(value.dtype), digest(numpy.ascontiguousarray(value).tobytes())
+    return value.shape, str(value.dtype), _digest(numpy.ascontiguousarray(value).tobytes())
 
 
-def digest(data: Any) -> int:
+def _digest(data: Any) -> int:
     return xxhash.xxh3_64_intdigest(data)
 
 
-def tensor_mark(tensor: torch.Tensor, *, with_bytes: bool) -> tuple[Any, ...]:
-    """A parameter is itself, wherever ZeRO-3 puts its memory."""
+def tensor_fingerprint(tensor: torch.Tensor, *, with_bytes: bool) -> tuple[Any, ...]:
+    """Of a tensor; a parameter is known by its identity, wherever ZeRO-3 puts its memory."""
     version = version_of(tensor)
     if isinstance(tensor, nn.Parameter):
         return lineage_of(tensor), version
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_inference():
         return lineage_of(tensor), version, tensor.shape
     where = stamp_of(tensor.untyped_storage()), tensor.storage_offset(), tensor.stride()
-    mark = (lineage_of(tensor), version, tensor.shape, tensor.dtype, where)
-    is_small = tensor.device.type == "cpu" and tensor.nbytes <= MAX_SMALL_BYTES  # on a device one would wait for it
-    return (*mark, bytes_mark(tensor)) if with_bytes or is_small else mark
+    form = (lineage_of(tensor), version, tensor.shape, tensor.dtype, where)
+    is_small = tensor.device.type == "cpu" and tensor.nbytes <= MAX_SMALL_BYTES  # on a device this would wait for it
+    return (*form, _bytes_fingerprint(tensor)) if with_bytes or is_small else form
 
 
-def bytes_mark(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Differs, all but certainly, for tensors whose bytes differ. Waits for the device."""
+def _bytes_fingerprint(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Waits for the device."""
     if tensor.device.type == "meta" or tensor.is_quantized or not tensor.numel():
         return ()
     data = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
@@ -186,19 +186,22 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def hooks_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The hooks that were registered on a tensor."""
+    """Identities of the hooks that were registered on a tensor."""
     hooks = (*(tensor._backward_hooks or {}).values(), *(tensor._post_accumulate_grad_hooks or {}).values())
     return tuple(map(id, hooks))
 
 
-def gradient_mark(tensor: torch.Tensor) -> tuple[int, int] | None:
+def gradient_identity(tensor: torch.Tensor) -> tuple[int, int] | None:
     """Which gradient a leaf has, and at which version."""
     gradient = tensor.grad if tensor.is_leaf else None
     return None if gradient is None else (id(gradient), version_of(gradient))
 
 
+# ---- two runs of a forward ------------------------------------------------------------------------------------------
+
+
 class LeavesTraceError(Exception):
-    """Running a forward again would change, or has changed, what others see; caught where it is tried."""
+    """Running a forward again would change, or has changed, what others see; caught where it is verified."""
 
 
 class RandomGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -232,8 +235,6 @@ class RandomGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return [one.get_state() for one in self._generators]
 
 
-# ---- two tensors ----------------------------------------------------------------------------------------------------
-
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -264,18 +265,16 @@ def _integers(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(_INTEGERS[tensor.element_size()])
 
 
-# ---- what two forwards return ---------------------------------------------------------------------------------------
-
 # Values in a result that are compared; one of more is none.
 MAX_OUTPUTS = 10_000
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
 
 Outputs = tuple[Any, ...]
-"""What a forward returned: forms and digests of its tensors, and its plain values."""
+"""The result of a forward: forms and digests of its tensors, and its plain values."""
 
 
 def outputs_of(result: Any) -> Outputs | None:
-    """What is known of a result when its tensors are gone; None if it cannot be compared. Waits for the device.
+    """The fingerprint of a result; None if it cannot be compared. Waits for the device.
 
     Tuples, lists, dicts and objects with attributes are looked into.
     """
@@ -306,7 +305,7 @@ def _outputs(result: Any) -> Iterator[Any]:
 
 
 def _inside(value: Any) -> list[Any]:
-    """What an object holds, but for modules: what they hold is state."""
+    """The values in an object; none for a module, whose values are state."""
     inside: list[Any] = []
     if isinstance(value, (torch.nn.Module, type)):
         return inside

@@ -1,16 +1,19 @@
-"""Which modules of a model are its repeated layers, told from its structure alone.
+"""The repeated layers of a model, told from its structure alone; and hooks that tell of the passes through a module.
 
-Knows ``torch.nn``'s containers; does not know any model, class name or framework.
+Knows ``torch.nn``; does not know any model, class name or framework.
 
-[Note: What counts as a repeated layer] The children of one ``ModuleList``, ``Sequential`` or ``ModuleDict`` that are of
-one class, at least two and of the same shape. So:
+[Note: Repeated layers] A repeated layer is a child of a ``ModuleList``, ``Sequential`` or ``ModuleDict`` with at least
+one sibling of the same class and shape.
 
-- The outermost win: what a layer holds inside, such as the experts of a mixture, is part of it.
+- The outermost win: modules inside a layer, such as the experts of a mixture, are part of it.
 - Stages that differ in shape, each with layers of its own (Swin, ResNet), are no layers; what repeats inside them is.
 - A ``Sequential`` is a layer only if nothing repeats inside it.
 - Modules with none inside never count if they are of ``torch.nn`` (``Linear``, ``ReLU``, ...) or in a ``Sequential``:
   running one again saves nothing.
 - Where nothing repeats, a lone member of a ``ModuleList`` counts: ALBERT calls one layer many times.
+
+[Note: Copies] Hooks are for one very module. A deep copy of the module, or a pickled one, has hooks that do nothing; a
+shallow copy shares the hooks, which compare the module that is called.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ _CONTAINERS = (*_UNCALLED, nn.Sequential)
 
 
 def repeated_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The repeated layers of a model by path, in the order of the model; see [Note: What counts as a repeated layer].
+    """The repeated layers of a model by path, in the order of the model; see [Note: Repeated layers].
 
     A module that stands in several places has its first path. Empty where nothing is found.
     """
@@ -78,7 +81,7 @@ def _search(
 
 
 def _repeated(container: nn.Module, least: int) -> set[type[nn.Module]]:
-    """The classes of which there are enough members that look alike."""
+    """The classes with at least so many members that look alike."""
     of_class: defaultdict[type[nn.Module], list[nn.Module]] = defaultdict(list)
     in_sequential = isinstance(container, nn.Sequential)
     for member in container._modules.values():
@@ -129,17 +132,13 @@ def _refuse_nested(found: Mapping[str, nn.Module]) -> None:
                 )
 
 
-# Forward hooks that tell of the passes through a module, and leave the module's ``forward`` alone.
-#
-# Knows ``torch.nn`` only. The hooks belong to one very module: a copy of it, or a pickled one, has hooks that do
-# nothing.
-
+# ---- pass hooks -----------------------------------------------------------------------------------------------------
 
 Enter = Callable[[tuple[Any, ...], dict[str, Any]], None]
 
 
 class PassHooks:
-    """The hooks on one module.
+    """Forward hooks that tell of the passes through one module, and leave its ``forward`` alone.
 
     Args:
         module: tells of its passes until :meth:`remove`.
@@ -160,6 +159,8 @@ class PassHooks:
 
 
 class _Hook:
+    """See [Note: Copies]."""
+
     def __init__(self, tell: Callable[..., None], module: nn.Module | None = None) -> None:
         self._tell = tell
         self._module = module
@@ -192,7 +193,7 @@ class _After(_Hook):
 
 
 def no_hook(*_: Any) -> None:
-    """The hook of a copied module: it does nothing."""
+    """Stands in a copied module for the hook of the original."""
 
 
 def _no_hook_of() -> Callable[..., None]:

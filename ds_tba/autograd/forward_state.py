@@ -1,19 +1,19 @@
-"""What a module's forward can read and change besides its tensors' values, by name, to be compared before and after.
+"""The state that a module's forward can read and change, by name, to be compared before and after.
 
 Knows modules, Python objects and random-number generators; does not know passes, nor what a difference means.
 
-[Note: What is looked at] Parameters and buffers; attributes of the module, of the modules inside and of their classes;
+[Note: Read] Parameters and buffers; attributes of the module, of the modules inside and of their classes;
 objects in them, in containers and among the arguments; and what their methods refer to by name: closures, defaults,
 globals, classes, modules, a few calls deep. Of a tensor its identity, version and place are compared, and its bytes
 where it is small or where asked; of a generator its state; of a ``ContextVar`` its value; of anything else its content
 as far as Python shows it. Classes and functions of PyTorch, NumPy, DeepSpeed and the standard library are not looked
 into; nor are objects of PyTorch and DeepSpeed. Objects of the standard library are, but for those without state.
 
-[Note: No user code] What a class of the user's says about its length, its items or its attributes is not asked: content
-is read as the built-in class that is below it has it. Where reading raises all the same, the state is unreadable.
+[Note: No user code] Content is read through the built-in base class: methods of a user's class that tell its length,
+items or attributes are not called. Where reading raises all the same, the state is unreadable.
 
-[Note: What is not] Modules know whether they train, and recomputing restores that. What ZeRO notes at a module is its
-own business; hooks of the whole block do not run again. PyTorch's default generators are restored by recomputing.
+[Note: Not read] Recomputing restores whether modules train, and PyTorch's default generators. Attributes that ZeRO
+keeps at a module are none of its forward's. Hooks of the whole block do not run again.
 """
 
 from __future__ import annotations
@@ -34,9 +34,11 @@ import torch
 from torch import nn
 from torch.nn.modules import module as module_hooks
 
-from ds_tba.autograd.comparison import Held, content_mark, settings, tensor_mark
+from ds_tba.autograd.comparison import Held, content_fingerprint, settings, tensor_fingerprint
 
 State = Mapping[str, Any]
+_Named = tuple[str, Any]
+"""A value and the name to report when it has changed."""
 
 # A state of more values than this is not compared: reading it would take longer than a block's forward.
 MAX_VALUES = 20_000
@@ -58,11 +60,9 @@ _STATELESS = frozenset(
 # Modules of the standard library whose classes without ``__dict__`` hold no state, or are read in another way.
 _WITHOUT_DICT = frozenset({"_collections", "_functools", "_weakref", "collections", "functools", "types", "weakref"})
 
-_PLAIN = frozenset(
-    {type(None), bool, int, str, bytes, torch.dtype, torch.device, torch.memory_format, torch.layout}
-)  # fmt: skip
+_PLAIN = frozenset({type(None), bool, int, str, bytes, torch.dtype, torch.device, torch.memory_format, torch.layout})
 _CONTAINERS = (list, tuple, set, frozenset, deque)
-# Of a tensor's attributes, those that are looked at; not what DeepSpeed, torch.compile and we note there.
+# Attributes of a tensor are read if they are of these classes, and not those of DeepSpeed, torch.compile and ours.
 _VALUES = frozenset({*_PLAIN, *_CONTAINERS, float, complex, dict})
 _OF_TENSORS_BY_FRAMEWORKS = ("ds_", "_ds_", "_z3_", "_dynamo_")
 # Py_TPFLAGS_HEAPTYPE of CPython: set for every class that is made while Python runs.
@@ -76,11 +76,9 @@ _NEVER_RUN = frozenset({"__init_subclass__", "__class_getitem__", "__repr__", "_
 
 # Of a module's own attributes, those that every module has; what is in _parameters, _buffers and _modules is looked at.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
-# What DeepSpeed notes at modules while forward and backward run.
-_OF_FRAMEWORKS = frozenset(
-    {"applied_pre_backward_ref_cnt", "pre_bwd_fn", "post_bwd_fn", "all_parameters", "_external_params",
-     "_original_parameters", "to_empty"}
-)  # fmt: skip
+# Attributes that DeepSpeed keeps at modules while forward and backward run.
+_OF_FRAMEWORKS = frozenset({"applied_pre_backward_ref_cnt", "pre_bwd_fn", "post_bwd_fn", "all_parameters",
+                            "_external_params", "_original_parameters", "to_empty"})  # fmt: skip
 
 
 class StateReader:
@@ -114,19 +112,17 @@ class StateReader:
             UnreadableError: nobody could tell whether it changes.
         """
         walk = _Walk(self._names, with_bytes=with_bytes)
-        walk.add("", self._module, 0)
-        walk.add("forward", self._forward, 0)
-        for argument in arguments:
-            walk.add(f"{_ARGUMENT}{type(argument).__name__}", argument, 0)
-        walk.add("hooks before every module", _not_ours(module_hooks._global_forward_pre_hooks), 0)
-        walk.add("hooks after every module", _not_ours(module_hooks._global_forward_hooks), 0)
+        walk.add([("", self._module), ("forward", self._forward)], 0)
+        walk.add(((f"{_ARGUMENT}{type(argument).__name__}", argument) for argument in arguments), 0)
+        before, after = module_hooks._global_forward_pre_hooks, module_hooks._global_forward_hooks
+        walk.add([("hooks before every module", _not_ours(before)), ("hooks after every module", _not_ours(after))], 0)
         walk.run()
         walk.found[_SETTINGS_NAME] = settings()
         self.is_compiled = self.is_compiled or walk.is_compiled
         return walk.found
 
     def changed_since(self, before: State, arguments: Sequence[Any] = (), *, with_bytes: bool = False) -> str | None:
-        """What is not as it was, in words; None if everything is."""
+        """Name a value that is not as it was; None if every value is."""
         try:
             return changed_name(before, self.read(arguments, with_bytes=with_bytes))
         except UnreadableError as error:
@@ -153,21 +149,32 @@ _SETTINGS_NAME = "a global setting of PyTorch"
 
 
 class _Walk:
-    """One reading of a state."""
+    """One reading of a state: breadth first, every value under the name by which it was first reached.
+
+    Attributes:
+        found: the content of each value, or its identity, by name.
+        is_compiled: whether something compiled by ``torch.compile`` was found.
+    """
 
     def __init__(self, names: dict[types.CodeType, tuple[str, ...]], *, with_bytes: bool) -> None:
         self._names = names
         self._with_bytes = with_bytes
         self._to_do: deque[tuple[str, Any, int]] = deque()
         self._seen: dict[int, str] = {}
-        self._held: list[Any] = []  # what was seen: no other object may get its id
+        self._held: list[Any] = []  # every object seen, lest another one gets its id
         self.found: dict[str, Any] = {}
         self.is_compiled = False
 
-    def add(self, name: str, value: Any, calls: int) -> None:
-        self._to_do.append((name, value, calls))
+    def add(self, values: Iterable[_Named], calls: int) -> None:
+        """Values to be read, so many calls away from the forward."""
+        self._to_do.extend((name, value, calls) for name, value in values)
 
     def run(self) -> None:
+        """Read the values that were added, and what they refer to.
+
+        Raises:
+            UnreadableError: nobody could tell whether they change.
+        """
         while self._to_do:
             name, value, calls = self._to_do.popleft()
             while name in self.found:
@@ -187,8 +194,8 @@ class _Walk:
         elif type(value) in (float, complex):
             self.found[name] = repr(value)  # tells zeros by their signs, and not-a-number is itself
         elif isinstance(value, torch.Tensor):
-            self.found[name] = tensor_mark(value, with_bytes=self._with_bytes)
-            self._attributes_of_tensor(name, value, calls)
+            self.found[name] = tensor_fingerprint(value, with_bytes=self._with_bytes)
+            self.add(_attributes_of_tensor(name, value), calls)
         elif id(value) in self._seen:
             self.found[name] = ("as", self._seen[id(value)])
         else:
@@ -207,31 +214,29 @@ class _Walk:
             self._sequence(name, value, calls)
         elif isinstance(value, types.FunctionType):
             self._function(name, value, calls)
-        elif isinstance(value, (types.MethodType, partial)):
-            self._bound(name, value, calls)
-        elif isinstance(value, property):
-            self._parts(name, (value.fget, value.fset, value.fdel), calls)
-        elif isinstance(value, (staticmethod, classmethod)):
-            self.add(name, value.__func__, calls)
+        elif (parts := _parts(value)) is not None:
+            self.add(((name, part) for part in parts), calls)
         elif isinstance(value, ContextVar):
-            self.add(f"{name} (a ContextVar)", value.get(None), calls)
+            self.add([(f"{name} (a ContextVar)", value.get(None))], calls)
         elif isinstance(value, (enum.Enum, types.ModuleType)):
             self.found[name] = Held(value)
         elif type(value) is threading.local:
             self.found[name] = Held(value)
-            self._attributes_of(name, value, calls)
+            self.add(_attributes(name, value), calls)
         elif isinstance(value, weakref.ref):
-            self.add(f"{name} (a weak reference)", value(), calls)
+            self.add([(f"{name} (a weak reference)", value())], calls)
         elif isinstance(value, numpy.ndarray) and value.dtype.hasobject:
             self._sequence(name, numpy.ndarray.tolist(value.reshape(-1)), calls)
-        elif (mark := content_mark(value)) is not None:
-            self.found[name] = mark
+        elif (fingerprint := content_fingerprint(value)) is not None:
+            self.found[name] = fingerprint
             if not _is_of_library(type(value)):
-                self._attributes_of(name, value, calls)
+                self.add(_attributes(name, value), calls)
         elif _is_of_library(type(value)):
             self._library_object(name, value, calls)
         else:
-            self._object(name, value, calls)
+            self.found[name] = type(value).__qualname__
+            self.add(_attributes(name, value), calls)
+            self._class_of(name, value, calls + 1)
 
     def _library_object(self, name: str, value: Any, calls: int) -> None:
         """Content where there may be state, or else identity."""
@@ -240,45 +245,26 @@ class _Walk:
             raise UnreadableError(f"{name!r}, an iterator whose place cannot be compared")
         owner = getattr(value, "__self__", None)
         if owner is not None and not isinstance(owner, (type, types.ModuleType)):
-            self.add(f"{name} (a method)", owner, calls)  # a method that is not written in Python
+            self.add([(f"{name} (a method)", owner)], calls)  # a method that is not written in Python
         root = _root_of(type(value))
         if root not in sys.stdlib_module_names or root in _STATELESS:
             return
         if not hasattr(value, "__dict__") and root not in _WITHOUT_DICT and not _has_members(type(value)):
             raise UnreadableError(f"{name!r}, of the class {root}.{type(value).__name__}, which shows no content")
-        self._attributes_of(name, value, calls)
-
-    # ---- one kind each ------------------------------------------------------------------------------------------
+        self.add(_attributes(name, value), calls)
 
     def _module(self, name: str, module: nn.Module, calls: int) -> None:
         self.is_compiled = self.is_compiled or _is_compiled(module)
-        for tensors in (module._parameters, module._buffers):
-            for key, tensor in tensors.items():
-                self.add(_dotted(name, key), tensor, calls)
-        for key, child in module._modules.items():
-            self.add(_dotted(name, key), child, calls)
-        if _is_wrapper_of_compiled(module):
-            return
-        if name:  # those of the whole block run once, outside of its forward
-            for key in ("_forward_pre_hooks", "_forward_hooks"):
-                self.add(_dotted(name, key), getattr(module, key), calls)
-        for key, value in vars(module).items():
-            if key == "forward" and (not name or _is_of_library(type(value))):
-                continue  # the block's own is read by itself; ours is none of its state
-            if key not in _OF_EVERY_MODULE and key not in _OF_FRAMEWORKS and not key.startswith("ds_"):
-                self.add(_dotted(name, key), value, calls)
-        self._class_of(name, module, calls)
-
-    def _object(self, name: str, value: Any, calls: int) -> None:
-        self.found[name] = type(value).__qualname__
-        self._attributes_of(name, value, calls)
-        self._class_of(name, value, calls + 1)
+        self.add(_tensors_and_children(name, module), calls)
+        if not _is_wrapper_of_compiled(module):
+            self.add(_own_attributes(name, module), calls)
+            self._class_of(name, module, calls)
 
     def _class_of(self, name: str, value: Any, calls: int) -> None:
         for one in type(value).__mro__:
             if id(one) not in self._seen and not _is_of_library(one):
                 self._seen[id(one)] = name
-                self._namespace(one, calls)
+                self.add(_namespace(one, calls), calls)
 
     def _class(self, name: str, value: type, calls: int) -> None:
         """One that is referred to by name: a forward may read and set its attributes, and make objects of it."""
@@ -288,102 +274,144 @@ class _Walk:
         for one in value.__mro__:
             if (one is value or id(one) not in self._seen) and not _is_of_library(one):
                 self._seen[id(one)] = name
-                self._namespace(one, calls + 1, is_making=True)
-
-    def _namespace(self, one: type, calls: int, *, is_making: bool = False) -> None:
-        for key, inside in list(vars(one).items()):
-            is_special = key.startswith("__") and key.endswith("__")
-            if is_special and not (isinstance(inside, types.FunctionType) and key not in _NEVER_RUN):
-                continue
-            if is_making and calls > _MAX_CALLS_TO_METHODS and isinstance(inside, _METHODS):
-                continue
-            if is_making or key not in _OF_MAKING:
-                self.add(f"{one.__name__}.{key}", inside, calls)
+                self.add(_namespace(one, calls + 1, is_making=True), calls + 1)
 
     def _dict(self, name: str, value: Any, calls: int) -> None:
         items = list(_items(value))
         words = [key if type(key) in (str, int) else f"key {number}" for number, (key, _) in enumerate(items)]
         self.found[name] = tuple(words)
         for word, (key, inside) in zip(words, items, strict=True):
-            self.add(f"{name}[{word}]", inside, calls)
+            self.add([(f"{name}[{word}]", inside)], calls)
             if type(key) not in (str, int):
-                self.add(f"{name}, {word}", key, calls)
-        self._attributes_of(name, value, calls)
+                self.add([(f"{name}, {word}", key)], calls)
+        self.add(_attributes(name, value), calls)
 
     def _sequence(self, name: str, value: Iterable[Any], calls: int) -> None:
         inside = _values(value)
         self.found[name] = len(inside)
-        for number, one in enumerate(inside):
-            self.add(f"{name}[{number}]", one, calls)
-        self._attributes_of(name, value, calls)
-
-    def _attributes_of(self, name: str, value: Any, calls: int) -> None:
-        for key, inside in _attributes(value):
-            self.add(_dotted(name, key), inside, calls)
-
-    def _attributes_of_tensor(self, name: str, tensor: torch.Tensor, calls: int) -> None:
-        """Values only: frameworks put their methods on parameters, too."""
-        for key, inside in vars(tensor).items():
-            if type(inside) in _VALUES and not key.startswith(_OF_TENSORS_BY_FRAMEWORKS):
-                self.add(_dotted(name, key), inside, calls)
-
-    def _bound(self, name: str, value: Any, calls: int) -> None:
-        if isinstance(value, partial):
-            self._parts(name, (value.func, value.args, value.keywords), calls)
-        else:
-            self._parts(name, (value.__func__, value.__self__), calls)
-
-    def _parts(self, name: str, parts: Iterable[Any], calls: int) -> None:
-        for part in parts:
-            self.add(name, part, calls)
+        self.add(((f"{name}[{number}]", one) for number, one in enumerate(inside)), calls)
+        self.add(_attributes(name, value), calls)
 
     def _function(self, name: str, function: types.FunctionType, calls: int) -> None:
         original = getattr(function, "_torchdynamo_orig_callable", None)
         if original is not None:
             self.is_compiled = True
-            self.add(name, original, calls)
+            self.add([(name, original)], calls)
             return
         self.found[name] = Held(function)
         if _is_of_library(function) or calls > MAX_CALLS:
             return
-        for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
-            if cell != types.CellType():  # an empty one has no content to ask for
-                self.add(_dotted(function.__name__, key), cell.cell_contents, calls + 1)
-        for key, value in (function.__kwdefaults__ or {}).items():
-            self.add(_dotted(function.__name__, key), value, calls + 1)
-        for number, value in enumerate(function.__defaults__ or ()):
-            self.add(f"{function.__name__}, default {number}", value, calls + 1)
-        for key, value in vars(function).items():
-            self.add(_dotted(function.__name__, key), value, calls + 1)
-        self._globals(function, calls)
-
-    def _globals(self, function: types.FunctionType, calls: int) -> None:
         names = self._names.get(function.__code__)
         if names is None:
             names = self._names[function.__code__] = tuple(dict.fromkeys(_names_in(function.__code__)))
-        inside = function.__globals__
-        place, package = str(inside.get("__name__", "")), str(inside.get("__package__", ""))
-        if place.partition(".")[0] in _LIBRARIES:  # a wrapper that goes by the name of what it wraps
-            return
-        for key in names:
-            value = inside.get(key, _NONE)
-            if value is _NONE:  # imported inside the function
-                value = sys.modules.get(key) or sys.modules.get(f"{package}.{key}", _NONE)
-            if isinstance(value, types.ModuleType):
-                self._of_module(value, names, calls, MAX_MODULES)
-            elif value is not _NONE and not _is_library_class(value):
-                self.add(_dotted(place, key), value, calls + 1)
+        self.add(_bound_in(function), calls + 1)
+        self.add(_globals_of(function, names), calls + 1)
 
-    def _of_module(self, module: types.ModuleType, names: Sequence[str], calls: int, depth: int) -> None:
-        if module.__name__.partition(".")[0] in _LIBRARIES:
-            return
-        for key in names:
-            value = vars(module).get(key, _NONE)
-            if isinstance(value, types.ModuleType):
-                if depth > 1:
-                    self._of_module(value, names, calls, depth - 1)
-            elif value is not _NONE and not _is_library_class(value):
-                self.add(_dotted(module.__name__, key), value, calls + 1)
+
+# ---- what values refer to, each with its name -----------------------------------------------------------------------
+
+
+def _tensors_and_children(name: str, module: nn.Module) -> Iterator[_Named]:
+    for members in (module._parameters, module._buffers, module._modules):
+        for key, member in members.items():
+            yield _dotted(name, key), member
+
+
+def _own_attributes(name: str, module: nn.Module) -> Iterator[_Named]:
+    if name:  # hooks of the whole block run once, outside of its forward
+        for key in ("_forward_pre_hooks", "_forward_hooks"):
+            yield _dotted(name, key), getattr(module, key)
+    for key, value in vars(module).items():
+        if key == "forward" and (not name or _is_of_library(type(value))):
+            continue  # the block's own is read by itself; ours is none of its state
+        if key not in _OF_EVERY_MODULE and key not in _OF_FRAMEWORKS and not key.startswith("ds_"):
+            yield _dotted(name, key), value
+
+
+def _namespace(one: type, calls: int, *, is_making: bool = False) -> Iterator[_Named]:
+    """Attributes and methods of a class; with ``is_making``, the forward may make objects of that class."""
+    for key, inside in list(vars(one).items()):
+        is_special = key.startswith("__") and key.endswith("__")
+        if is_special and not (isinstance(inside, types.FunctionType) and key not in _NEVER_RUN):
+            continue
+        if is_making and calls > _MAX_CALLS_TO_METHODS and isinstance(inside, _METHODS):
+            continue
+        if is_making or key not in _OF_MAKING:
+            yield f"{one.__name__}.{key}", inside
+
+
+def _parts(value: Any) -> tuple[Any, ...] | None:
+    """Of something that stands for functions; None for anything else."""
+    if isinstance(value, types.MethodType):
+        return value.__func__, value.__self__
+    if isinstance(value, partial):
+        return value.func, value.args, value.keywords
+    if isinstance(value, property):
+        return value.fget, value.fset, value.fdel
+    return (value.__func__,) if isinstance(value, (staticmethod, classmethod)) else None
+
+
+def _bound_in(function: types.FunctionType) -> Iterator[_Named]:
+    """Closure, defaults and attributes of a function."""
+    for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+        if cell != types.CellType():  # an empty one has no content to ask for
+            yield _dotted(function.__name__, key), cell.cell_contents
+    for key, value in (function.__kwdefaults__ or {}).items():
+        yield _dotted(function.__name__, key), value
+    for number, value in enumerate(function.__defaults__ or ()):
+        yield f"{function.__name__}, default {number}", value
+    for key, value in vars(function).items():
+        yield _dotted(function.__name__, key), value
+
+
+def _globals_of(function: types.FunctionType, names: Sequence[str]) -> Iterator[_Named]:
+    """The globals, and members of imported modules, that a function refers to by the ``names`` in its code."""
+    inside = function.__globals__
+    place, package = str(inside.get("__name__", "")), str(inside.get("__package__", ""))
+    if place.partition(".")[0] in _LIBRARIES:  # a wrapper that goes by the name of what it wraps
+        return
+    for key in names:
+        value = inside.get(key, _NONE)
+        if value is _NONE:  # imported inside the function
+            value = sys.modules.get(key) or sys.modules.get(f"{package}.{key}", _NONE)
+        if isinstance(value, types.ModuleType):
+            yield from _members_of(value, names, MAX_MODULES)
+        elif _is_worth_reading(value):
+            yield _dotted(place, key), value
+
+
+def _members_of(module: types.ModuleType, names: Sequence[str], depth: int) -> Iterator[_Named]:
+    if module.__name__.partition(".")[0] in _LIBRARIES:
+        return
+    for key in names:
+        value = vars(module).get(key, _NONE)
+        if isinstance(value, types.ModuleType):
+            if depth > 1:
+                yield from _members_of(value, names, depth - 1)
+        elif _is_worth_reading(value):
+            yield _dotted(module.__name__, key), value
+
+
+def _attributes_of_tensor(name: str, tensor: torch.Tensor) -> Iterator[_Named]:
+    """Values only: frameworks put their methods on parameters, too."""
+    for key, inside in vars(tensor).items():
+        if type(inside) in _VALUES and not key.startswith(_OF_TENSORS_BY_FRAMEWORKS):
+            yield _dotted(name, key), inside
+
+
+def _attributes(name: str, value: Any) -> Iterator[_Named]:
+    if type(value) in _WITHOUT_ATTRIBUTES:
+        return
+    inside = getattr(value, "__dict__", None)
+    if isinstance(inside, dict):
+        for key, attribute in list(dict.items(inside)):
+            yield _dotted(name, key), attribute
+    for key, member in _members(type(value)):
+        try:
+            attribute = member.__get__(value)
+        except AttributeError:  # a slot that is empty
+            continue
+        yield _dotted(name, key), attribute
 
 
 def _not_ours(hooks: Mapping[int, Any]) -> list[Any]:
@@ -403,8 +431,9 @@ def _is_of_library(one: Any) -> bool:
     return _root_of(one) in _LIBRARIES
 
 
-def _is_library_class(value: Any) -> bool:
-    return isinstance(value, type) and _is_of_library(value)
+def _is_worth_reading(value: Any) -> bool:
+    """Whether something found under a global name may hold state: it is there, and no library's class."""
+    return value is not _NONE and not (isinstance(value, type) and _is_of_library(value))
 
 
 def _is_compiled(module: nn.Module) -> bool:
@@ -417,7 +446,7 @@ def _is_wrapper_of_compiled(module: nn.Module) -> bool:
 
 
 def _names_in(code: types.CodeType) -> Iterator[str]:
-    """What a function refers to by name, with the functions that are written inside it."""
+    """The names in a function and in the functions that are written inside it."""
     yield from code.co_names
     for one in code.co_consts:
         if isinstance(one, types.CodeType):
@@ -434,19 +463,6 @@ def _items(value: Any) -> Iterable[tuple[Any, Any]]:
 def _values(value: Any) -> list[Any]:
     kind: Any = next(one for one in _CONTAINERS if isinstance(value, one))
     return list(kind.__iter__(value))
-
-
-def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
-    if type(value) in _WITHOUT_ATTRIBUTES:
-        return
-    inside = getattr(value, "__dict__", None)
-    if isinstance(inside, dict):
-        yield from list(dict.items(inside))
-    for key, member in _members(type(value)):
-        try:
-            yield key, member.__get__(value)
-        except AttributeError:  # a slot that is empty
-            continue
 
 
 def _members(kind: type) -> Iterator[tuple[str, Any]]:

@@ -1,21 +1,21 @@
-"""Whether a block's forward may run a second time: proven in the run, before that is relied on.
+"""Whether a block's forward may run a second time: proven in the run, before a plan relies on it.
 
 Knows single passes; does not know models, ranks, nor who wants to know.
 
-[Note: Two proofs] First passes are *watched*: a forward that leaves a trace (``forward_state.py``), or whose state is
-changed by others until backward, is never run again. Then passes that left none are *tried*: they save as usual, and
-run inside a checkpoint, too, which is the one of a recomputation; when backward first wants something of the pass, it
-runs the forward again, to its end. Each tensor is compared with what was saved, which is what backward gets; and what
-the forward returns with digests of what it returned. What that holds is one block's activations, each until it is
-compared. The checkpoint's inputs are saved through the hooks around the pass,
-as those of a recomputation are; what is made again never reaches these hooks.
+[Note: Two proofs] First passes are *watched*. A forward that leaves a trace (``forward_state.py``), or whose state
+others change until backward, is never run again. Then passes that left none are *verified*. A verified pass saves as
+usual, and runs inside a checkpoint as well, which is the one of a recomputation. When backward first wants a saved
+tensor of the pass, the checkpoint runs the forward again, to its end. Each tensor that this gives is compared with the
+saved one, which is what backward gets, and the result with digests of the first result. Meanwhile the second tensors
+take the memory of one block's activations, each until it is compared. The checkpoint's inputs are saved through the
+hooks around the pass, as those of a recomputation are; the second tensors never reach these hooks.
 
-[Note: Random numbers] A checkpoint puts PyTorch's default generators back. That does not help a forward which puts
+[Note: Random numbers] A checkpoint restores PyTorch's default generators. That does not help a forward which puts
 another state into them (``fork_rng``, the trackers of tensor-parallel training) or draws from a generator that is
-hidden, and whose second run would take numbers that the training has not drawn yet. So a trial begins with a run under
-a dispatch mode, which stops *before* an operation that would draw such numbers. It is not used in a forward of the
-training: PyTorch computes some operations in another way under a mode. Nor is it used where ``torch.compile`` is found
-inside, which must not run under one; there the bytes alone decide.
+hidden, and whose second run would take numbers that the training has not drawn yet. So verifying begins with a run
+under a dispatch mode, which stops *before* an operation that would draw such numbers. The mode is not used in a forward
+of the training: PyTorch computes some operations in another way under a mode. Nor is it used where ``torch.compile`` is
+found inside, which must not run under one; there the bytes alone decide.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from torch.utils.checkpoint import CheckpointError, set_checkpoint_early_stop
 from ds_tba.autograd.checkpoint import (
     CAN_RECOMPUTE,
     Arguments,
+    Conditions,
     RecomputedPass,
     hooks_of_checkpoint,
     innermost_hooks,
@@ -44,20 +45,20 @@ from ds_tba.autograd.comparison import (
     RandomGuard,
     difference,
     drawn_from,
-    gradient_mark,
+    gradient_identity,
     hooks_of,
     modes,
     outputs_of,
-    python_chance,
-    set_python_chance,
+    python_rng_states,
+    set_python_rng_states,
     version_of,
 )
 from ds_tba.autograd.forward_state import State, StateReader, UnreadableError
 from ds_tba.autograd.tensors import VersionWitness
 from ds_tba.errors import IncompatibleError
 
-# Forwards whose passes are watched where the first one found something: it may have been what a first forward sets up.
-_ENOUGH = 2
+# Forwards whose passes are watched where the first found an obstacle: a first forward may set up state for good.
+_MAX_WATCHED_FORWARDS = 2
 
 Kind = tuple[bool, frozenset[type]]
 """Of a pass: whether the module trains, and the classes of the objects among its arguments and of PyTorch's modes."""
@@ -74,17 +75,14 @@ def name_of(kind: Kind) -> str:
     return f"{'training' if training else 'evaluation'}({', '.join(sorted(one.__qualname__ for one in classes))})"
 
 
-# ---- what is known of a block ---------------------------------------------------------------------------------------
-
-
 @dataclass(eq=False)
 class Evidence:
-    """What the passes through one block have shown.
+    """Findings from the passes through one block.
 
     Attributes:
         reader: of the block's state.
         traceless: kinds of passes that left no trace.
-        proven: of those, kinds that gave the same bytes in a trial.
+        proven: of those, kinds that were verified: both runs gave the same bytes.
         obstacle: why it cannot be run again, as far as is known.
     """
 
@@ -92,29 +90,29 @@ class Evidence:
     traceless: set[Kind] = field(default_factory=set)
     proven: set[Kind] = field(default_factory=set)
     obstacle: str | None = None if CAN_RECOMPUTE else "PyTorch before 2.8 does not tell whose saved-tensor hooks are on"
-    _watches: int = 0 if CAN_RECOMPUTE else _ENOUGH
-    _trials: dict[Kind, Trial] = field(default_factory=dict)
+    _watches: int = 0 if CAN_RECOMPUTE else _MAX_WATCHED_FORWARDS
+    _verifications: dict[Kind, VerifiedPass] = field(default_factory=dict)
 
     @property
     def is_settled(self) -> bool:
         """Whether the obstacle is there for good."""
-        return self.obstacle is not None and self._watches >= _ENOUGH
+        return self.obstacle is not None and self._watches >= _MAX_WATCHED_FORWARDS
 
     @property
-    def untried(self) -> set[Kind]:
-        """Kinds of passes that are to be tried."""
+    def unverified(self) -> set[Kind]:
+        """Kinds of passes that left no trace and are to be verified."""
         return self.traceless - self.proven if self.obstacle is None else set()
 
     def is_to_be_watched(self, kind: Kind) -> bool:
         """Whether a pass of that kind has something to show."""
         return not self.is_settled and (self.obstacle is not None or kind not in self.traceless)
 
-    def is_to_be_tried(self, kind: Kind) -> bool:
-        """Whether it may be tried, which each kind is once in a step."""
-        return kind in self.untried and kind not in self._trials
+    def is_to_be_verified(self, kind: Kind) -> bool:
+        """Whether a pass of that kind may be verified, which each kind is once in a step."""
+        return kind in self.unverified and kind not in self._verifications
 
     def learn(self, watches: Sequence[Watch]) -> None:
-        """Take over what one forward of the model has shown."""
+        """Take over the findings of one forward of the model."""
         found = next((watch.obstacle for watch in watches if watch.obstacle is not None), None)
         if not self.is_settled:
             self.obstacle = found
@@ -122,40 +120,32 @@ class Evidence:
         if found is None:
             self.traceless |= {watch.kind for watch in watches}
 
-    def note(self, obstacle: str) -> None:
-        """Found after the forward in which it was watched."""
+    def add_obstacle(self, obstacle: str) -> None:
+        """Take over an obstacle found after the forward in which the pass was watched."""
         if self.obstacle is None:
             self.obstacle = obstacle
 
     def settle(self, obstacle: str) -> None:
-        """For good, unless there is one already."""
+        """Set an obstacle for good, unless there is one already."""
         if not self.is_settled:
-            self.obstacle, self._watches = obstacle, _ENOUGH
+            self.obstacle, self._watches = obstacle, _MAX_WATCHED_FORWARDS
 
-    def begin_trial(self, kind: Kind, trial: Trial) -> None:
-        """A pass is tried in this step."""
-        self._trials[kind] = trial
+    def begin_verification(self, kind: Kind, verified: VerifiedPass) -> None:
+        """A pass is verified in this step."""
+        self._verifications[kind] = verified
 
-    def end_trials(self) -> None:
-        """The step is over: what was compared without a difference is proven."""
+    def end_verifications(self) -> None:
+        """The step is over: kinds whose second run showed no difference are proven."""
         if self.obstacle is None:
-            self.proven |= {kind for kind, trial in self._trials.items() if trial.has_run}
-        self._trials.clear()
-
-
-# ---- a pass that is watched -----------------------------------------------------------------------------------------
+            self.proven |= {kind for kind, verified in self._verifications.items() if verified.has_run}
+        self._verifications.clear()
 
 
 class Watch:
-    """What one pass shows about whether its forward could run again.
-
-    Args:
-        evidence: on the block.
-        arguments: of the pass.
-        kind: of the pass.
+    """Looks for a reason why the forward of one pass must not run again.
 
     Attributes:
-        obstacle: what was found.
+        obstacle: the reason.
     """
 
     def __init__(self, evidence: Evidence, arguments: Arguments, kind: Kind) -> None:
@@ -168,11 +158,7 @@ class Watch:
 
     @contextmanager
     def forward(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Around the pass in forward.
-
-        Args:
-            tensors: among its arguments.
-        """
+        """Around the pass in forward; ``tensors`` are those among its arguments."""
         reader = self._evidence.reader
         try:
             state = reader.read(self._others, with_bytes=True)
@@ -180,12 +166,12 @@ class Watch:
             self.obstacle = f"it refers to {error}"
             yield
             return
-        chance, versions = python_chance(), [version_of(one) for one in tensors]
+        rng_states, versions = python_rng_states(), [version_of(one) for one in tensors]
         touched = (*tensors, *reader.parameters())
-        hooks, gradients = [hooks_of(one) for one in touched], [gradient_mark(one) for one in touched]
+        hooks, gradients = [hooks_of(one) for one in touched], [gradient_identity(one) for one in touched]
         yield
         changed = reader.changed_since(state, self._others, with_bytes=True)
-        drawn = drawn_from(chance, python_chance())
+        drawn = drawn_from(rng_states, python_rng_states())
         if changed is not None:
             self.obstacle = f"its forward changes {changed}"
         elif drawn is not None:
@@ -194,7 +180,7 @@ class Watch:
             self.obstacle = "its forward changes an input in place"
         elif [hooks_of(one) for one in touched] != hooks:
             self.obstacle = "its forward registers a hook on an input or a parameter"
-        elif [gradient_mark(one) for one in touched] != gradients:
+        elif [gradient_identity(one) for one in touched] != gradients:
             self.obstacle = "its forward changes a gradient"
         else:
             self._state = state
@@ -206,20 +192,20 @@ class Watch:
             self.obstacle = "an input of it is changed in place later in the model's forward"
 
     def backward(self) -> None:
-        """Backward first wants something of the pass."""
+        """Backward first wants a saved tensor of the pass."""
         state, self._state = self._state, None
         if state is None:
             return
         changed = self._evidence.reader.changed_since(state, self._others, with_bytes=True)
         if changed is not None:
-            self.note(f"{changed} is changed between forward and backward")
+            self.add_obstacle(f"{changed} is changed between forward and backward")
         elif self._is_input_changed():
-            self.note("an input of it is changed in place between forward and backward")
+            self.add_obstacle("an input of it is changed in place between forward and backward")
 
-    def note(self, obstacle: str) -> None:
-        """Something was found in backward."""
+    def add_obstacle(self, obstacle: str) -> None:
+        """An obstacle was found in backward."""
         self.obstacle = self.obstacle or obstacle
-        self._evidence.note(obstacle)
+        self._evidence.add_obstacle(obstacle)
 
     def _is_input_changed(self) -> bool:
         return any(one.current != one.version for one in self._inputs)
@@ -247,7 +233,7 @@ def watched(
 
 @contextmanager
 def _telling(watch: Watch) -> Iterator[None]:
-    """Tell of the first unpack."""
+    """Tell the watch of every unpack; only the first means anything to it."""
     outer = innermost_hooks()
     if outer is None:  # autograd holds what is saved
         yield
@@ -263,20 +249,16 @@ def _telling(watch: Watch) -> Iterator[None]:
         yield
 
 
-# ---- a pass that is tried -------------------------------------------------------------------------------------------
-
-
-class Trial(RecomputedPass):
+class VerifiedPass(RecomputedPass):
     """A pass that saves as usual, and whose forward also runs again in backward, to be compared.
 
     Args:
-        path, module, forward, arguments: see :class:`RecomputedPass`.
+        path, module, forward, arguments, conditions: see :class:`RecomputedPass`.
         watch: of this pass.
-        evidence: on the block.
         is_strict: other ranks may wait for the forward in backward.
 
     Attributes:
-        has_run: whether its forward ran again.
+        has_run: whether the forward ran again.
     """
 
     def __init__(
@@ -285,22 +267,21 @@ class Trial(RecomputedPass):
         module: nn.Module,
         forward: Callable[..., Any],
         arguments: Arguments,
+        conditions: Conditions,
         watch: Watch,
         evidence: Evidence,
         *,
         is_strict: bool,
     ) -> None:
-        super().__init__(path, module, forward, arguments, nullcontext, evidence.reader)
+        super().__init__(path, module, forward, arguments, conditions, nullcontext)
         self._watch = watch
         self._evidence = evidence
         self._is_strict = is_strict
         self._outer = innermost_hooks() or (_as_it_is, _as_it_is)
         self._unpack_again: Callable[[Any], torch.Tensor] = _as_it_is
         self._saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
-        self._order: list[int | None] = []  # of what was saved: the parameters, and None for anything else
-        self._order_again: list[int | None] = []
-        self._outputs: Outputs | None = None
-        self._outputs_again: Outputs | None = None
+        self._first_run = _Run()
+        self._second_run = _Run()
         self._is_over = False
         self.has_run = False
 
@@ -308,22 +289,17 @@ class Trial(RecomputedPass):
         """The pass in forward."""
         with self._watch.forward(self._arguments.tensors), set_checkpoint_early_stop(False):
             result = super().run(args, kwargs)
-            self._outputs = outputs_of(result)
+            self._first_run.outputs = outputs_of(result)
         return result
 
-    def _saving(self) -> Any:
-        return self._saving_both() if not self._order else self._counting()
-
     @contextmanager
-    def _saving_both(self) -> Iterator[None]:
+    def _saving(self) -> Iterator[None]:
         """Save what backward gets as usual, and let the checkpoint count it."""
         checkpoint_pack, self._unpack_again = hooks_of_checkpoint()
         outer_pack, _ = self._outer
-        self._order.append(None)  # from here on this is not the first run
 
         def pack(tensor: torch.Tensor) -> _Saved:
-            is_own = isinstance(tensor, nn.Parameter)
-            self._order.append(id(tensor) if is_own else None)
+            is_own = self._first_run.add(tensor)
             saved = _Saved(outer_pack(tensor))
             saved.is_parameter = is_own
             if not (is_own or self._is_over):
@@ -338,15 +314,12 @@ class Trial(RecomputedPass):
             yield
 
     @contextmanager
-    def _counting(self) -> Iterator[None]:
-        """The order in which the second run saves; of parameters the checkpoint knows nothing."""
+    def _saving_again(self) -> Iterator[None]:
+        """Let the checkpoint have what the second run saves, but for parameters, of which it knows nothing."""
         checkpoint_pack, checkpoint_unpack = hooks_of_checkpoint()
-        self._order_again.append(None)
 
         def pack(tensor: torch.Tensor) -> Any:
-            is_own = isinstance(tensor, nn.Parameter)
-            self._order_again.append(id(tensor) if is_own else None)
-            return tensor if is_own else checkpoint_pack(tensor)
+            return tensor if self._second_run.add(tensor) else checkpoint_pack(tensor)
 
         with saved_tensors_hooks(pack, checkpoint_unpack):
             yield
@@ -383,36 +356,38 @@ class Trial(RecomputedPass):
             self._fail(f"run again, its forward gave {different}")
 
     def _first_again(self, holder: Any) -> torch.Tensor:
-        """Run the forward again; and look whether that left a trace."""
+        """Run the forward again, and look whether that left a trace."""
         self.has_run = True
-        state, chance = self._reader.read(self._arguments.others, with_bytes=True), python_chance()
+        reader, others = self._evidence.reader, self._arguments.others
+        state, rng_states = reader.read(others, with_bytes=True), python_rng_states()
         try:
             again = self._unpack_again(holder)
         finally:
-            drawn = drawn_from(chance, python_chance())
+            drawn = drawn_from(rng_states, python_rng_states())
             if drawn is not None:
-                set_python_chance(chance)
-        changed = self._reader.changed_since(state, self._arguments.others, with_bytes=True)
+                set_python_rng_states(rng_states)
+        changed = reader.changed_since(state, others, with_bytes=True)
         if changed is not None:
             raise LeavesTraceError(f"run again, its forward changed {changed}")
         if drawn is not None:
             raise LeavesTraceError(f"run again, its forward drew numbers from {drawn}")
-        if self._order_again != self._order[: len(self._order_again)]:
+        first, second = self._first_run, self._second_run
+        if second.parameters != first.parameters[: len(second.parameters)]:
             raise LeavesTraceError("run again, its forward used other parameters")
-        if self._outputs is None or self._outputs_again is None:
+        if first.outputs is None or second.outputs is None:
             raise LeavesTraceError("its forward returns something that cannot be compared")
-        if self._outputs != self._outputs_again:
+        if first.outputs != second.outputs:
             raise LeavesTraceError("run again, its forward returned other bytes")
         return again
 
     def _run_again(self, tensors: Sequence[torch.Tensor]) -> Any:
-        with self._as_in_forward():
-            if not self._reader.is_compiled:
+        with self._conditions.restored():
+            if not self._evidence.reader.is_compiled:
                 with _nothing_saved(), RandomGuard():
                     self._forward_again(tensors)
-            with self._saving():
+            with self._saving_again():
                 result = self._forward_again(tensors)
-            self._outputs_again = outputs_of(result)
+            self._second_run.outputs = outputs_of(result)
             return result
 
     def _fail(self, reason: str) -> None:
@@ -420,32 +395,50 @@ class Trial(RecomputedPass):
         self._end()
 
     def _stop(self, reason: str) -> None:
-        """There is a trace, so the forward must not run again; other ranks may run it now, and wait for this one."""
+        """There is a trace, so the forward must not run again. Other ranks may run it now, and wait for this one."""
         if self._is_strict and not self.has_run:
             raise IncompatibleError(
-                f"every rank is to run the block {self._path!r} again here, to try whether it can be recomputed, and "
+                f"every rank is to run the block {self._path!r} again here, to verify that it can be recomputed, and "
                 f'on this rank it cannot, which it did not show before: {reason}. Set "recompute": false.'
             )
         self._fail(reason)
 
     def _end(self) -> None:
-        """Free what was made again."""
+        """Free the tensors of the second run."""
         self._is_over = True
         for saved in list(self._saved):
             saved.holder = None
         self._unpack_again = _as_it_is
 
 
+class _Run:
+    """One run of a verified forward, as far as two runs are compared by it.
+
+    Attributes:
+        parameters: by id, in the order in which the run saved tensors; None for each tensor that is no parameter.
+    """
+
+    def __init__(self) -> None:
+        self.parameters: list[int | None] = []
+        self.outputs: Outputs | None = None
+
+    def add(self, tensor: torch.Tensor) -> bool:
+        """The run saves a tensor; whether that is a parameter."""
+        is_parameter = isinstance(tensor, nn.Parameter)
+        self.parameters.append(id(tensor) if is_parameter else None)
+        return is_parameter
+
+
 class _Saved:
-    """What autograd holds in place of one tensor of a trial."""
+    """Held by autograd in place of one tensor of a verified pass."""
 
     __slots__ = ("__weakref__", "held", "holder", "is_parameter", "task")
 
     def __init__(self, held: Any) -> None:
         self.held = held
-        self.holder: Any = None  # of the checkpoint, until it was compared
+        self.holder: Any = None  # the checkpoint's, until the tensor was compared
         self.is_parameter = False
-        self.task = -1
+        self.task = -1  # the backward that took the tensor
 
 
 def _as_it_is(one: Any) -> Any:
@@ -467,7 +460,7 @@ def _first_line(error: Exception) -> str:
 
 @contextmanager
 def _nothing_saved() -> Iterator[None]:
-    """What autograd saves inside is dropped at once."""
+    """Drop at once the tensors that autograd saves inside."""
     with saved_tensors_hooks(lambda _: None, _no_backward):
         yield
 

@@ -1,6 +1,16 @@
-"""What autograd holds in place of saved tensors, and the record that views of one storage share.
+"""The objects that autograd holds in place of saved tensors, the record that views of one storage share, and the
+micro-step to which records belong.
 
-Knows tensors and tickets; does not know where storages go. The cache changes records, under its lock.
+Knows tensors and tickets; does not know where storages go. The cache changes records and micro-steps, under its lock.
+
+[Note: Micro-steps] A micro-step has one forward as a rule. Several forwards before the first backward (a contrastive
+pair, two outputs in one loss) are one micro-step to a plan: what they save lies in memory together.
+
+[Note: Reading ahead] It begins with the first unpack, of whatever kind, after forward: each forward has an unpack
+hook of its own, so that it is known which micro-step the tensor belongs to. It goes in the order in which an earlier
+backward of as many records wanted them, else in reverse. Without a plan it goes as far as the stores' bounds allow.
+With a plan it goes no further than ``lead`` says, so that reloaded bytes do not lie in device memory long before their
+use.
 """
 
 from __future__ import annotations
@@ -24,14 +34,17 @@ NO_INDEX = -1  # of a record that was not moved when it was saved
 
 
 class Keeper(Protocol):
-    """The cache, as the objects that autograd holds and the recorder know it."""
+    """The cache's records, as the objects that autograd holds know them."""
 
     def load(self, record: SavedStorage, *, first_time: bool) -> torch.Tensor: ...
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor: ...
     def count_kept(self, tensor: torch.Tensor, nbytes: int, reason: str) -> ResidencyGuard: ...
-    def kept_freed(self, present: ResidencyGuard, nbytes: int) -> None: ...
-    def drop(self, record: SavedStorage, *, pending: bool) -> None: ...
-    def freed(self, nbytes: int) -> None: ...
+    def defer(self, finalized: Finalized) -> None: ...
+
+
+class ObservedCache(Protocol):
+    """The cache, as the recorder of a micro-step knows it."""
+
     def eligibility_of(self, tensor: torch.Tensor) -> Eligibility: ...
     def take_moves(self) -> list[tuple[Any, Any]]: ...
 
@@ -74,10 +87,10 @@ class SavedStorage(StateMachine):
     """One storage saved for backward. Changed only under the cache's lock.
 
     Attributes:
-        arrival: the bytes in device memory again, after they were in a store.
-        kept_at: event of the stream on which it was kept; only where it may be moved later from another one.
+        reloaded: the bytes in device memory again, after they were in a store.
         kept_views: views that hold the bytes; filled only where the cache may have to move them later.
-        present: what lies on the storage that was saved, and counts its memory.
+        guard: lies on the storage that was saved, and counts its memory.
+        index: in its micro-step.
         views: how many are alive.
         pending: of those, how many have no bytes and were not unpacked yet.
     """
@@ -85,24 +98,36 @@ class SavedStorage(StateMachine):
     noun = "a saved storage"
     moves = _MOVES
 
-    __slots__ = ("arrival", "data_version", "device", "index", "kept_at", "kept_views", "key", "micro_step", "nbytes",
-                 "pending", "present", "state", "ticket", "views")  # fmt: skip
+    __slots__ = ("guard", "index", "kept_views", "key", "micro_step", "pending", "reloaded", "state", "ticket", "views")
 
-    def __init__(self, key: StorageKey, device: torch.device) -> None:
+    def __init__(self, key: StorageKey, micro_step: MicroStep) -> None:
         self.key = key
-        self.nbytes = key.nbytes
-        self.device = device
         self.state = RecordState.KEPT
         self.ticket: Ticket | None = None
-        self.arrival: Arrival | None = None
-        self.data_version = 0
-        self.kept_at: Any = None
+        self.reloaded: Reloaded | None = None
         self.kept_views: list[weakref.ref[SavedView]] = []
-        self.present: weakref.ref[ResidencyGuard] | None = None
-        self.micro_step: MicroStep | None = None
+        self.guard: weakref.ref[ResidencyGuard] | None = None
+        self.micro_step = micro_step
         self.index = NO_INDEX
         self.views = 0
         self.pending = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Of the storage."""
+        return self.key.nbytes
+
+
+class Reloaded(NamedTuple):
+    """The bytes of a record in device memory again.
+
+    Attributes:
+        arrival: the memory, and the copy into it.
+        version: of that memory's tensor when it came.
+    """
+
+    arrival: Arrival
+    version: int
 
 
 class PassedThrough:
@@ -125,34 +150,35 @@ class SavedCounted:
 
     Attributes:
         held: the tensor, or an alias of it.
-        nbytes: of it, as far as they are counted.
-        present: counts them.
+        nbytes: as many of its bytes as are counted.
+        guard: counts them.
     """
 
-    __slots__ = ("_cache", "_version", "held", "nbytes", "present")
+    __slots__ = ("_cache", "_version", "guard", "held", "nbytes")
 
     def __init__(self, cache: Keeper, tensor: torch.Tensor, nbytes: int, reason: str) -> None:
         self._cache = cache
         self._version = -1 if tensor.is_inference() else tensor._version
         self.held = kept(tensor)
         self.nbytes = nbytes
-        self.present = cache.count_kept(tensor, nbytes, reason)
+        self.guard = cache.count_kept(tensor, nbytes, reason)
 
     def restore(self) -> torch.Tensor:
         """The tensor, if it was not modified since."""
         return self.held if self._version < 0 else unmodified(self.held, self._version)
 
     def __del__(self) -> None:
-        present = getattr(self, "present", None)
-        if present is not None:  # else something was raised before it was counted
-            self._cache.kept_freed(present, self.nbytes)
+        guard = getattr(self, "guard", None)
+        if guard is not None:  # else __init__ raised before the tensor was counted
+            self._cache.defer((guard, self.nbytes))
 
 
 class SavedView:
-    """What autograd holds in place of one saved tensor.
+    """Held by autograd in place of one saved tensor.
 
     Attributes:
-        held: the tensor, or an alias of it, while its bytes stay in memory; else None.
+        held: the tensor, or an alias of it, while its bytes stay in memory; else None. Set to None under the cache's
+            lock, and read without it.
     """
 
     __slots__ = ("__weakref__", "_cache", "_spec", "_witness", "held", "is_unpacked", "record")
@@ -175,7 +201,7 @@ class SavedView:
 
     def restore(self) -> torch.Tensor:
         """The saved tensor, if it was not modified since."""
-        held = self.held  # read once: another thread may let it go
+        held = self.held  # read once: another thread may evict the record meanwhile
         if held is not None:
             self.is_unpacked = True
             return unmodified(held, self.record.key.version)
@@ -186,19 +212,20 @@ class SavedView:
         return self._spec.rebuild(data)
 
     def let_go(self) -> None:
-        """Hold the bytes no longer: the record's store has them from now on."""
+        """Hold the bytes no longer: the record's store has them from now on. Called under the cache's lock."""
         if self.held is None:
             return
         self._spec = ViewSpec.of(self.held)
         self._witness = VersionWitness(self.held, self._cache.empty_like(self.held), self.record.key.version)
-        self.held = None  # last: see restore()
+        # Last: restore() runs without the lock, and goes by the witness as soon as it finds nothing held.
+        self.held = None
 
     def __del__(self) -> None:
-        self._cache.drop(self.record, pending=not self.is_unpacked and self.held is None)
+        self._cache.defer((self.record, not self.is_unpacked and self.held is None))
 
 
 class ResidencyGuard:
-    """Lies on a storage with saved bytes in device memory, and tells when that memory is free.
+    """Finalizer that reports when a storage's device memory is freed: it lies on a storage with saved bytes.
 
     Attributes:
         users: records and tensors that have its memory counted. Changed only under the cache's lock.
@@ -209,14 +236,16 @@ class ResidencyGuard:
     def __init__(self, cache: Keeper) -> None:
         self.users = 0
         self._cache = cache
+        # At most one number. The finalizer of the storage takes it without the lock that leave() is called under: one
+        # of the two must come first, and pop() of a list is atomic.
         self._bytes: list[int] = []
 
     def counts_for(self, cache: Keeper) -> bool:
-        """Whether it tells this cache: a storage that two engines save has one of these for each."""
+        """Whether this cache is told: a storage that two engines save has a guard for each of them."""
         return self._cache is cache
 
     def count(self, nbytes: int) -> int:
-        """Have at least ``nbytes`` counted, with one user more; by how many bytes more there are.
+        """Have at least ``nbytes`` counted, for one user more; returns how many bytes that adds.
 
         The largest user counts: one may have a slice of the storage, another all of it.
         """
@@ -229,19 +258,24 @@ class ResidencyGuard:
         return added_bytes
 
     def leave(self) -> int:
-        """A user is gone; with the last one, the bytes that need not be counted any more."""
+        """A user is gone; returns the bytes that need not be counted any more, which go with the last user."""
         self.users -= 1
         return 0 if self.users else self.take()
 
     def take(self) -> int:
-        """The bytes that are still counted; from now on none. Whoever comes first gets them."""
+        """The bytes that are still counted; from now on none. The first caller gets them."""
         try:
             return self._bytes.pop()
         except IndexError:
             return 0
 
     def __del__(self) -> None:
-        self._cache.freed(self.take())
+        self._cache.defer(self.take())
+
+
+Finalized = tuple[SavedStorage, bool] | tuple[ResidencyGuard, int] | int
+"""Told by a finalizer: a view is gone, of this record, and whether it was pending; a tensor is gone of so many bytes
+that this guard counts; or so many bytes of device memory are free."""
 
 
 def nbytes_of(tensor: torch.Tensor) -> int:
@@ -268,25 +302,12 @@ def _modified(shape: torch.Size, dtype: torch.dtype, saved: int, now: int) -> Ac
     )
 
 
-# One micro-step as the cache sees it: what its forwards moved, and how far reading ahead has come in its backward.
-#
-# [Note: Micro-steps] A micro-step has one forward as a rule. Several forwards before the first backward (a contrastive
-# pair, two outputs in one loss) are one micro-step to a plan: what they save lies in memory together.
-#
-# [Note: Reading ahead] It begins with the first unpack, of whatever kind, after forward: each forward has an unpack
-# hook of its own, so that it is known which micro-step it belongs to. It goes in the order in which an earlier
-# backward of as many records wanted them, else in reverse. Without a plan it goes as far as the stores' bounds allow.
-# With a plan it goes no further than ``lead`` says, so that what is reloaded does not lie in device memory long
-# before its use.
+class Phase(Enum):
+    """How far a micro-step has come."""
 
-
-class Moved(Protocol):
-    """A saved storage that is in a store."""
-
-    ticket: Ticket | None
-    arrival: Arrival | None
-    nbytes: int
-    pending: int
+    FORWARD = "more may be saved, so that there is no order yet"
+    WAITING = "forward is over, and nothing was unpacked since"
+    BACKWARD = "something was unpacked"
 
 
 class MicroStep:
@@ -295,48 +316,37 @@ class MicroStep:
     Attributes:
         lead: see ``Plan.prefetch_lead``; empty is no limit. To be set before backward.
         saved: records of it that are alive, moved or not.
-        is_forward: more may be packed, so that there is no order yet.
-        is_asleep: forward is over, and nothing was unpacked since.
     """
 
     def __init__(self) -> None:
         self.lead: Sequence[int] = ()
         self.saved = 0
-        self.is_forward = True
-        self.is_asleep = False
-        self._records: list[Moved | None] = []
+        self.phase = Phase.FORWARD
+        self._records: list[SavedStorage | None] = []
         self._order: Sequence[int] = ()
         self._position: dict[int, int] = {}
         self._used = 0  # how far backward has come in the order
-        self._cursor = 0  # how far reading ahead has
+        self._cursor = 0  # how far reading ahead has come
         self._unpacked: list[int] = []
         self._live = 0
-
-    def begin_forward(self) -> None:
-        """A forward begins: the first, or one more before backward."""
-        self.is_forward, self.is_asleep = True, False
-
-    def end_forward(self) -> None:
-        """Nothing more will be packed in this forward: reading ahead may begin."""
-        self.is_forward, self.is_asleep = False, True
 
     @property
     def is_waiting(self) -> bool:
         """Whether backward is yet to come: something that was saved is alive, and nothing was unpacked."""
-        return self.is_asleep and self.saved > 0
+        return self.phase is Phase.WAITING and self.saved > 0
 
-    def add(self, record: Moved) -> int:
-        """Append a record; its index."""
+    def add(self, record: SavedStorage) -> int:
+        """Append a record; returns its index."""
         self._records.append(record)
         self._live += 1
         return len(self._records) - 1
 
-    def note_reload(self, index: int) -> None:
-        """A record's bytes were asked for."""
+    def add_use(self, index: int) -> None:
+        """Backward asked for a record's bytes."""
         self._unpacked.append(index)
 
     def remove(self, index: int) -> list[int] | None:
-        """A record is gone; with the last of them the order of first uses, if every one was used."""
+        """A record is gone; returns, with the last of them, the order of first uses, if every one was used."""
         self._records[index] = None
         self._live -= 1
         if self._live:
@@ -344,17 +354,19 @@ class MicroStep:
         order = list(dict.fromkeys(self._unpacked))  # a second backward unpacks again
         return order if len(order) == len(self._records) else None
 
-    def read_ahead(self, learned: Sequence[int], prefetch: Callable[[Moved], bool], after: int | None = None) -> None:
-        """Ask for what backward will want next; see [Note: Reading ahead].
+    def read_ahead(
+        self, learned: Sequence[int], prefetch: Callable[[SavedStorage], bool], after: int | None = None
+    ) -> None:
+        """Ask for the records that backward will want next; see [Note: Reading ahead].
 
         Args:
             learned: the order of an earlier micro-step.
             prefetch: asks for a record; False where there is no room for it now.
             after: the record that backward wants now.
         """
-        if self.is_forward:
+        if self.phase is Phase.FORWARD:
             return
-        self.is_asleep = False
+        self.phase = Phase.BACKWARD
         if not self._order:
             count = len(self._records)
             self._order = learned if len(learned) == count else range(count - 1, -1, -1)
@@ -364,7 +376,7 @@ class MicroStep:
             self._cursor = max(self._cursor, self._used)
         while self._cursor < self._reach:
             ahead = self._records[self._order[self._cursor]]
-            wanted = ahead is not None and ahead.arrival is None and ahead.pending > 0
+            wanted = ahead is not None and ahead.reloaded is None and ahead.pending > 0
             if ahead is not None and wanted and not prefetch(ahead):
                 return
             self._cursor += 1

@@ -1,8 +1,18 @@
-"""What identifies a saved tensor, what it takes to rebuild it, and which tensors are never offloaded.
+"""Saved tensors: their identity, their rebuilding, their versions, and which of them are never offloaded.
 
-Identity is a stamp on the *untyped storage* (not an address, which the allocator reuses; TBA section 3.3) plus the
-view's offset, shape, stride and dtype. PyTorch keeps the Python object of a storage alive as long as the storage, so an
-attribute on it lives and dies with the bytes.
+Knows tensors and ``torch.autograd.Function``; does not know the cache.
+
+[Note: Stamps] Identity is a stamp on the *untyped storage* (not an address, which the allocator reuses; TBA section
+3.3) plus the view's offset, shape, stride and dtype. PyTorch keeps the Python object of a storage alive as long as the
+storage, so an attribute on it lives and dies with the bytes.
+
+[Note: Originals] Without hooks, ``ctx.saved_tensors`` returns a saved leaf as the object that was saved. With hooks,
+autograd wraps whatever unpack returned in a new tensor (``torch/csrc/autograd/saved_variable.cpp``, ``unpack``). Two
+things go wrong then. A backward that returns a saved leaf as a gradient returns a tensor that nobody else refers to, so
+``AccumulateGrad`` takes its memory for ``.grad``, and an optimizer that changes ``.grad`` changes the leaf. And code
+that looks for attributes of the parameter it saved (ZeRO-3's ``ds_status``, say) does not find them. Therefore
+``saved_tensors`` is replaced, on the base class of every Python Function's context, by a descriptor that returns the
+original wherever unpack returned the original.
 """
 
 from __future__ import annotations
@@ -22,11 +32,11 @@ _STAMP = "_ds_tba_stamp"
 _LINEAGE = "_ds_tba_lineage"
 _OWNED = "_ds_tba_owned"
 _COMPILED = "torch._functorch._aot_autograd"
+_SAVED_TENSORS = "saved_tensors"
 
-# A view that spans less than this part of its storage is kept: writing the storage would move many bytes for few, as
-# with a batch that is a slice of the whole data set.
-MIN_SPAN_OF_STORAGE = 0.25
-
+# A view that spans less than this fraction of its storage is kept: writing the storage would move many bytes for few,
+# as with a batch that is a slice of the whole data set.
+MIN_SPAN_FRACTION = 0.25
 
 # The generation of one storage or version counter, never issued twice in a process. A plain number, because it lies in
 # the __dict__ of users' tensors, which torch.save writes and torch.load reads with weights_only.
@@ -71,7 +81,7 @@ class ViewSpec:
 
 
 def stamp_of(storage: torch.UntypedStorage) -> Stamp:
-    """The stamp of a storage, issued at first sight."""
+    """The stamp of a storage, issued at first sight; see [Note: Stamps]."""
     return _stamped(storage, _STAMP)
 
 
@@ -126,7 +136,7 @@ def eligibility(tensor: torch.Tensor, device: torch.device, min_tensor_bytes: in
     """
     if type(tensor) is not torch.Tensor:
         return Eligibility.PARAMETER if is_parameter(tensor) else Eligibility.SUBCLASS
-    base = tensor._base  # autograd calls this for all it saves: what is usual is told without the costly checks
+    base = tensor._base  # called for every saved tensor: the usual ones are told without the costly checks
     if base is not None and isinstance(base, torch.nn.Parameter):
         return Eligibility.PARAMETER
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
@@ -147,7 +157,7 @@ def eligibility(tensor: torch.Tensor, device: torch.device, min_tensor_bytes: in
         return Eligibility.NO_STORAGE
     if nbytes < min_tensor_bytes:
         return Eligibility.SMALL
-    if span_bytes(tensor) < MIN_SPAN_OF_STORAGE * nbytes:
+    if span_bytes(tensor) < MIN_SPAN_FRACTION * nbytes:
         return Eligibility.SPARSE_VIEW
     return Eligibility.ELIGIBLE
 
@@ -170,10 +180,10 @@ def has_plain_storage(tensor: torch.Tensor) -> bool:
 
 
 def held_bytes(tensor: torch.Tensor, device: torch.device) -> int:
-    """Device memory that a tensor holds which is kept.
+    """Device memory that a kept tensor holds.
 
-    Of a part of a storage that part, unless it was computed from parameters: then nobody but autograd has the rest. A
-    slice of a data set is the user's.
+    A view of a part of a storage holds that part, as a slice of the user's data set does. A view that was computed from
+    parameters holds all of the storage: nobody but autograd has the rest.
     """
     if tensor.device != device or tensor.layout is not torch.strided:
         return 0
@@ -196,7 +206,7 @@ def span_bytes(tensor: torch.Tensor) -> int:
 
 
 def kept(tensor: torch.Tensor) -> torch.Tensor:
-    """What to hold of a tensor that stays in memory.
+    """The object to hold for a tensor that stays in memory.
 
     A tensor with a ``grad_fn`` may be the output of the very node that saves it: holding it would close a cycle, so a
     detached alias is held. Any other is held itself: of an alias nobody else refers to, autograd would take the memory
@@ -227,20 +237,7 @@ class VersionWitness:
         return version
 
 
-# Gives a Python ``autograd.Function`` the very tensors that it saved, as autograd does without hooks.
-#
-# Knows ``torch.autograd.Function`` only; does not know the cache.
-#
-# [Note: Originals] Without hooks, ``ctx.saved_tensors`` returns a saved leaf as the object that was saved. With
-# hooks, autograd wraps whatever unpack returned in a new tensor (``torch/csrc/autograd/saved_variable.cpp``,
-# ``unpack``). Two things go wrong then. A backward that returns a saved leaf as a gradient returns a tensor that
-# nobody else refers to, so ``AccumulateGrad`` takes its memory for ``.grad``, and an optimizer that changes ``.grad``
-# changes the leaf. And code that looks for attributes of the parameter it saved (ZeRO-3's ``ds_status``, say) does
-# not find them. Therefore ``saved_tensors`` is replaced, on the base class of every Python Function's context, by a
-# descriptor that returns the original wherever unpack returned it.
-
-
-_NAME = "saved_tensors"
+# ---- ctx.saved_tensors ----------------------------------------------------------------------------------------------
 
 
 class SavedTensors:
@@ -266,11 +263,11 @@ class SavedTensors:
             self._thread.unpacked = outer
         return with_originals(found, unpacked) if any(is_held for _, is_held in unpacked) else found
 
-    def note(self, tensor: torch.Tensor, *, is_held: bool) -> None:
-        """Tell what an unpack hook returns.
+    def add(self, tensor: torch.Tensor, *, is_held: bool) -> None:
+        """An unpack hook returns a tensor.
 
         Args:
-            is_held: ``tensor`` is what the hook has held since it was saved, not a tensor made for this unpack.
+            is_held: ``tensor`` was held since it was saved, and not made for this unpack.
         """
         unpacked = getattr(self._thread, "unpacked", None)
         if unpacked is not None:
@@ -279,21 +276,21 @@ class SavedTensors:
 
 def keep_originals() -> SavedTensors:
     """The descriptor, put in its place at the first call."""
-    present = BackwardCFunction.__dict__.get(_NAME)
+    present = BackwardCFunction.__dict__.get(_SAVED_TENSORS)
     if not isinstance(present, SavedTensors):
-        present = SavedTensors(getattr(BackwardCFunction, _NAME))
-        setattr(BackwardCFunction, _NAME, present)
+        present = SavedTensors(getattr(BackwardCFunction, _SAVED_TENSORS))
+        setattr(BackwardCFunction, _SAVED_TENSORS, present)
     return present
 
 
 def with_originals(
     found: Sequence[torch.Tensor | None], unpacked: Sequence[tuple[torch.Tensor, bool]]
 ) -> tuple[torch.Tensor | None, ...]:
-    """What a context saved, with the original in place of each tensor that autograd made around one.
+    """The saved tensors of a context, with the original in place of each tensor that autograd made around one.
 
     Args:
-        found: what autograd returned; None for an argument that was None.
-        unpacked: what our hooks returned meanwhile, in the same order; fewer, where others' hooks had some of them.
+        found: returned by autograd; None for an argument that was None.
+        unpacked: returned by our hooks meanwhile, in the same order; fewer, where others' hooks had some of them.
     """
     waiting = list(unpacked)
     originals = []

@@ -215,7 +215,7 @@ def test_recording_again_follows_the_plan_for_the_rest_of_the_step(make: Make) -
 
 def bounded(make_store: StoreFactory, bound_bytes: int) -> TensorCache:
     cache = TensorCache([make_store(staging_bytes=4 * MIB)], "cpu", KIB)
-    cache._usual_policy = cache._policy = Keeping()
+    cache._default_policy = cache.records.forward.policy = Keeping()
     cache.limit_resident(bound_bytes, "the bound")
     return cache
 
@@ -240,7 +240,7 @@ def test_a_plan_that_keeps_too_much_costs_no_memory(make_store: StoreFactory) ->
     expected, x.grad = x.grad, None
     with cache.saving():
         loss = function(x)
-    assert any(record.state is RecordState.OFFLOADED for record in cache._records.values())
+    assert any(record.state is RecordState.OFFLOADED for record in cache.records.forward.by_key.values())
     loss.backward()
     assert torch.equal(expected, x.grad)
     cache.settle()
@@ -307,7 +307,7 @@ def test_reading_ahead_onto_a_device_is_within_the_bound(make_store: StoreFactor
 def test_what_was_kept_on_one_stream_is_moved_from_another_after_its_kernels(make_store: StoreFactory) -> None:
     device = LateDevice(late_compute=True)
     cache = TensorCache([make_store(accelerator=device)], "cpu", KIB, accelerator=device)
-    cache._usual_policy = cache._policy = Keeping()
+    cache._default_policy = cache.records.forward.policy = Keeping()
     cache.limit_resident(2 * 64 * KIB)
     streams, exact = [device.new_stream() for _ in range(3)], []
     for _ in range(5):
@@ -323,7 +323,7 @@ def test_what_was_kept_on_one_stream_is_moved_from_another_after_its_kernels(mak
         while saved:
             held, wanted = saved.pop()
             with device.on(streams[len(saved) % 2]):
-                tensor = cache.unpack(held)
+                tensor = held.restore()
                 if held.is_offloaded:  # of what stays where it is, the user has to take care
                     device.launch(lambda found, wanted=wanted: exact.append(torch.equal(found, wanted)), tensor)
             del tensor, held

@@ -147,7 +147,7 @@ def test_parameters_and_buffers_are_never_written(make_store: StoreFactory) -> N
     model = nn.Sequential(nn.Linear(256, 256), nn.BatchNorm1d(256, affine=False), nn.Linear(256, 256))
     with cache.saving():
         loss = model(torch.zeros(1, 256).expand(512, 256)).sum()
-    stored = {record.nbytes for record in cache._records.values() if record.state is not RecordState.KEPT}
+    stored = {record.nbytes for record in cache.records.forward.by_key.values() if record.state is not RecordState.KEPT}
     assert 256 * 256 * 4 not in stored
     assert cache.stats.passed_through_tensors > 0
     loss.backward()
@@ -204,14 +204,14 @@ def test_backward_prefetches_in_reverse_and_within_its_bound(make_store: StoreFa
         order.clear()
         loss.backward()
         assert order == sorted(order, reverse=True) and len(order) >= 8
-    assert len(cache._learned) == len(order)
+    assert len(cache.records.learned_order) == len(order)
 
 
 def test_a_second_backward_reads_again_instead_of_holding_memory(make_store: StoreFactory) -> None:
     store = make_store()
     cache, _, loss = written(store)
     loss.backward(retain_graph=True)
-    assert all(record.arrival is None for record in cache._records.values())
+    assert all(record.reloaded is None for record in cache.records.forward.by_key.values())
     once = store.stats.reads.nbytes
     loss.backward()
     assert store.stats.reads.nbytes >= 2 * once > 0
@@ -276,7 +276,7 @@ def test_saved_tensors_can_still_be_written_and_loaded(make_store: StoreFactory,
 
 
 def test_illegal_moves_raise() -> None:
-    record = SavedStorage(StorageKey(0, 1, 0, 1), torch.device("cpu"))
+    record = SavedStorage(StorageKey(0, 1, 0, 1), MicroStep())
     with pytest.raises(StateError, match="from 'kept in device memory' to 'in device memory again, and in the store'"):
         record.move(RecordState.RELOADED)
     assert MicroStep().add(record) == 0

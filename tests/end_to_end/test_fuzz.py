@@ -67,18 +67,18 @@ def test_a_wrong_gradient_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """One byte of one reloaded storage is enough."""
     from fuzz_training import check
 
-    from ds_tba.autograd.cache import TensorCache
+    from ds_tba.autograd.cache import Records
 
-    load, loaded = TensorCache.load, []
+    load, loaded = Records.load, []
 
-    def wrong(self: TensorCache, *args: object, **options: object) -> object:
+    def wrong(self: Records, *args: object, **options: object) -> object:
         data = load(self, *args, **options)  # type: ignore[arg-type]
         loaded.append(data.numel())
         if len(loaded) == 20:
             data.numpy()[3] ^= 1
         return data
 
-    monkeypatch.setattr(TensorCache, "load", wrong)
+    monkeypatch.setattr(Records, "load", wrong)
     usual = replace(draw(0).steps[0], kind="usual", rows=64, micro_steps=1)
     program = replace(
         draw(0), blocks=(("Mlp",),) * 2, width=64, stem="linear", steps=(usual,) * 4, batches="fresh", device="cpu",

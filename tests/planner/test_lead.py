@@ -18,9 +18,8 @@ from test_planners import layers
 from test_prefetch import KIB, Spy, cache_over, chain
 from traces import SIZE, UNLIMITED, storage
 
-from ds_tba.autograd.saved import MicroStep
+from ds_tba.autograd.saved import MicroStep, Phase, Reloaded
 from ds_tba.config import Placement
-from ds_tba.device.accelerator import Arrival
 from ds_tba.planner.plan import Limits, Outcome, Prediction
 from ds_tba.planner.search import adaptive
 from ds_tba.planner.simulator import replay
@@ -180,7 +179,7 @@ class Asked(Store[Ticket]):
 class Record:
     def __init__(self, store: Asked) -> None:
         self.ticket: Ticket | None = Ticket(1, store)
-        self.arrival: Arrival | None = None
+        self.reloaded: Reloaded | None = None
         self.nbytes = 1
         self.pending = 1
 
@@ -194,7 +193,7 @@ def five(store: Asked, lead: tuple[int, ...]) -> tuple[MicroStep, list[Record]]:
     for record in records:
         step.add(record)
     step.lead = lead
-    step.end_forward()
+    step.phase = Phase.WAITING
     return step, records
 
 
@@ -245,7 +244,7 @@ def test_in_a_backward_no_more_lies_on_the_device_than_the_lead_says(make_store:
     cache, ahead = cache_over(store), list[int]()
     x = torch.randn(128, 128, requires_grad=True)
     with cache.saving():
-        cache._micro_step.lead = (2,) * 8
+        cache.records.forward.micro_step.lead = (2,) * 8
         y = x
         for _ in range(8):
             y = Spy.apply(chain(y, 1), torch.ones(4), lambda: ahead.append(store.space.read_ahead.prefetched_bytes))

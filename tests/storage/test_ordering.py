@@ -166,7 +166,7 @@ def test_every_stream_that_unpacks_waits_for_the_copy(
         while held:
             one, expected = held.pop(), wanted.pop()
             with device.on(streams[len(held) % 3]):
-                tensor = cache.unpack(one)
+                tensor = one.restore()
                 device.launch(lambda found, wanted=expected: exact.append(torch.equal(found, wanted)), tensor)
             del tensor, one
     device.synchronize()
