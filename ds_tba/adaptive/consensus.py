@@ -223,7 +223,7 @@ def calibrated(trace: Trace, fit: Fit) -> Trace:
     """A trace as long as it was fitted, with what recomputing takes of it."""
     scale = max(MIN_FRACTION, fit.kept_s / trace.step_s) if trace.step_s else 1.0
     found = trace.without((1 - scale) * trace.end_s)
-    return replace(found, rest_s=trace.rest_s * scale, recompute_factor=fit.recompute_factor)
+    return replace(found, optimizer_s=trace.optimizer_s * scale, recompute_factor=fit.recompute_factor)
 
 
 def _dearer(trace: Trace, more_for_recomputing: float, more_s_per_byte: float) -> Trace:

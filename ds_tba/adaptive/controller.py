@@ -144,7 +144,7 @@ class Controller:
             self._begin()
         recorder = self._recorder
         around = None if recorder is None else recorder.around
-        lead = self._policy.prefetch_lead if isinstance(self._policy, ByPlan) else ()
+        lead = self._policy.prefetch_distance if isinstance(self._policy, ByPlan) else ()
         listening = nullcontext() if self._blocks is None else self._blocks.listening()
         watching = nullcontext() if recorder is None else recorder.watching()
         with watching, self._cache.saving(self._policy, around, lead, continues=continues), listening:

@@ -139,9 +139,9 @@ class ByPlan:
         return any(self._plan.plan.recomputed_blocks)
 
     @property
-    def prefetch_lead(self) -> tuple[int, ...]:
-        """See ``Plan.prefetch_lead``."""
-        return self._plan.plan.prefetch_lead
+    def prefetch_distance(self) -> tuple[int, ...]:
+        """See ``Plan.prefetch_distance``."""
+        return self._plan.plan.prefetch_distance
 
     @property
     def grown_bytes(self) -> int:

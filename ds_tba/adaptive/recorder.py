@@ -229,12 +229,12 @@ class Recorder:
         """The places of the trace's storages."""
         return Layout(tuple(tuple(scope.members) for scope in self._scopes))
 
-    def trace(self, resources: Resources, rest_s: float = 0.0, micro_steps: int = 1) -> Trace:
+    def trace(self, resources: Resources, optimizer_s: float = 0.0, micro_steps: int = 1) -> Trace:
         """What was recorded; blocks the host until the device has come so far.
 
         Args:
             resources: the machine.
-            rest_s, micro_steps: see :class:`ds_tba.planner.trace.Trace`.
+            optimizer_s, micro_steps: see :class:`ds_tba.planner.trace.Trace`.
         """
         times, end_s = self._times()
         spans: dict[int, tuple[int, int]] = {}
@@ -242,7 +242,7 @@ class Recorder:
             spans[number] = (spans.get(number, (place,))[0], place)
         blocks = [self._block(scope, spans.get(scope.number), times) for scope in self._scopes if scope.number % 2]
         storages = [self._storage(index, blocks, times) for index in range(len(self._storages))]
-        return Trace(tuple(storages), tuple(blocks), resources, end_s, rest_s, micro_steps)
+        return Trace(tuple(storages), tuple(blocks), resources, end_s, optimizer_s, micro_steps)
 
     def confirm(self, earlier: Recorder) -> bool:
         """Have times come from both; False, and nothing changes, if ``earlier`` was of another kind of micro-step."""

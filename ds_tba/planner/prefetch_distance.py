@@ -14,15 +14,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from ds_tba.config import Placement
-from ds_tba.planner.timeline import Assignment, Existence, Floats, Ints, Timeline
+from ds_tba.planner.timeline import Assignment, Floats, Ints, Liveness, Timeline
 from ds_tba.planner.trace import Resources
 
 SLOWER = 1.25
-MIN_LEAD = 2
+MIN_DISTANCE = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class BackwardStart:
     """When backward begins.
 
     Attributes:
@@ -56,32 +56,32 @@ class Reloads:
 
     @classmethod
     def of(
-        cls, timeline: Timeline, existence: Existence, assignment: Assignment, order: Ints, moment: Moment
+        cls, timeline: Timeline, liveness: Liveness, assignment: Assignment, order: Ints, start: BackwardStart
     ) -> Reloads:
         """What is to be expected when backward begins.
 
         Args:
             order: of the first uses of what was moved.
         """
-        resources, need_s = timeline.resources, existence.need_s[order]
-        again = np.flatnonzero(assignment.recomputed & (timeline.backward_start_s >= moment.at_s))
-        again = again[np.argsort(timeline.backward_start_s[again], kind="stable")]
-        delays_s = np.concatenate([[0.0], np.cumsum(timeline.recompute_s[again])])
-        delays_s = delays_s[np.searchsorted(timeline.backward_start_s[again], need_s, "left")]
+        resources, need_s = timeline.resources, liveness.need_s[order]
+        again = np.flatnonzero(assignment.recomputed & (timeline.blocks.backward_start_s >= start.at_s))
+        again = again[np.argsort(timeline.blocks.backward_start_s[again], kind="stable")]
+        delays_s = np.concatenate([[0.0], np.cumsum(timeline.blocks.recompute_s[again])])
+        delays_s = delays_s[np.searchsorted(timeline.blocks.backward_start_s[again], need_s, "left")]
         on_drive = assignment.placements[order] == Placement.NVME
         beside = sum(path.write_beside_read_bytes_per_s for path in resources.paths)
-        begin_s = moment.at_s + moment.shift_s
-        ahead = np.zeros(len(order)) if resources.is_synchronous else timeline.nbytes[order]
+        begin_s = start.at_s + start.shift_s
+        ahead = np.zeros(len(order)) if resources.is_synchronous else timeline.storages.nbytes[order]
         return cls(
             begin_s,
-            begin_s + (moment.unwritten_bytes / beside if moment.unwritten_bytes else 0.0),
-            need_s + moment.shift_s + delays_s,
-            np.where(on_drive, timeline.padded_bytes[order], 0) / (resources.read_bytes_per_s or 1.0),
+            begin_s + (start.unwritten_bytes / beside if start.unwritten_bytes else 0.0),
+            need_s + start.shift_s + delays_s,
+            np.where(on_drive, timeline.storages.padded_bytes[order], 0) / (resources.read_bytes_per_s or 1.0),
             ahead / resources.copy_in_bytes_per_s,
         )
 
 
-def prefetch_lead(reloads: Reloads, resources: Resources) -> list[int]:
+def prefetch_distance(reloads: Reloads, resources: Resources) -> list[int]:
     """After so many first uses (none at first), how many of the next are to have been asked for; see ``Plan``."""
     count = len(reloads.use_s)
     copy_start_s = _latest_starts(reloads.use_s, reloads.copy_s * SLOWER)
@@ -93,7 +93,7 @@ def prefetch_lead(reloads: Reloads, resources: Resources) -> list[int]:
     start_s = np.where(is_read, read_start_s, copy_start_s)
     start_s = np.minimum.accumulate(start_s[::-1])[::-1]  # they are asked for in order
     asked_after = np.searchsorted(reloads.use_s, start_s, "right")
-    asked_after = np.clip(asked_after, 0, np.maximum(np.arange(count) - (MIN_LEAD - 1), 0))
+    asked_after = np.clip(asked_after, 0, np.maximum(np.arange(count) - (MIN_DISTANCE - 1), 0))
     reached = np.searchsorted(asked_after, np.arange(count), "right")
     return (reached - np.arange(count)).tolist()  # type: ignore[no-any-return]
 

@@ -130,7 +130,7 @@ class Trace:
         storages: in the order in which they were packed.
         blocks: in the order in which their forward began.
         end_s: the end of backward.
-        rest_s: what a step takes beside its micro-steps (the optimizer).
+        optimizer_s: what a step takes beside its micro-steps (the optimizer).
         micro_steps: of one step.
         recompute_factor: what recomputing a block takes, as a part of its forward: as measured, else 1.
 
@@ -142,7 +142,7 @@ class Trace:
     blocks: tuple[BlockTrace, ...]
     resources: Resources
     end_s: float
-    rest_s: float = 0.0
+    optimizer_s: float = 0.0
     micro_steps: int = 1
     recompute_factor: float = 1.0
 
@@ -153,7 +153,7 @@ class Trace:
         if not 0 < self.recompute_factor < math.inf:
             raise TraceError(f"recompute_factor is {self.recompute_factor}: it must be a number above 0")
         _check_order("the step", 0.0, self.end_s, math.inf)
-        _check_order("the rest of the step", 0.0, self.rest_s, math.inf)
+        _check_order("the rest of the step", 0.0, self.optimizer_s, math.inf)
         for number, block in enumerate(self.blocks):
             _check_block(number, block, len(self.storages), self.end_s)
         packed_s = 0.0
@@ -164,7 +164,7 @@ class Trace:
     @property
     def step_s(self) -> float:
         """A step with every storage kept."""
-        return self.micro_steps * self.end_s + self.rest_s
+        return self.micro_steps * self.end_s + self.optimizer_s
 
     @property
     def saved_bytes(self) -> int:
@@ -207,7 +207,7 @@ class Trace:
             {
                 "format": FORMAT,
                 "end_s": self.end_s,
-                "rest_s": self.rest_s,
+                "rest_s": self.optimizer_s,
                 "micro_steps": self.micro_steps,
                 "recompute_factor": self.recompute_factor,
                 "resources": asdict(self.resources),

@@ -538,7 +538,7 @@ def test_a_trace_is_written_and_can_be_read(make: Make, tmp_path: Path, placemen
     check(make, placement=placement, report={"trace_path": str(path)})
     trace = Trace.from_json(path.read_text())
     assert [block.module for block in trace.blocks] == [f"blocks.{number}" for number in range(DEPTH)]
-    assert trace.end_s > 0 and trace.rest_s > 0
+    assert trace.end_s > 0 and trace.optimizer_s > 0
     # Where no plan is made, nobody looks whether blocks could be recomputed.
     assert {block.is_recomputable for block in trace.blocks} == {placement == "adaptive"}
 

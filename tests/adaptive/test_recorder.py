@@ -96,7 +96,7 @@ def cache(request: pytest.FixtureRequest, make_store: StoreFactory) -> TensorCac
 @pytest.fixture
 def trace(cache: TensorCache, ticks: Ticks) -> Trace:
     torch.manual_seed(0)
-    return record(cache, ticks, Stack(ticks), torch.randn(ROWS, WIDTH)).trace(MACHINE, rest_s=0.5)
+    return record(cache, ticks, Stack(ticks), torch.randn(ROWS, WIDTH)).trace(MACHINE, optimizer_s=0.5)
 
 
 def movable(trace: Trace) -> list[StorageTrace]:

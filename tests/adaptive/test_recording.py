@@ -99,7 +99,7 @@ def test_a_recording_is_enough_when_it_has_two_and_counts_what_moved(cache: Tens
         recording.end_step(ticks.mark(), 100 + number)
     assert recording.is_enough and recording.begin() is None
     found = recording.recorded(MACHINE, 1)
-    assert (found.trace.end_s, found.trace.rest_s) == (pytest.approx(6.0), pytest.approx(0.25))
+    assert (found.trace.end_s, found.trace.optimizer_s) == (pytest.approx(6.0), pytest.approx(0.25))
     assert (found.observation.time_s, found.observation.recomputed_fraction) == (pytest.approx(6.25), 0.0)
     assert found.observation.moved_bytes == 100
 

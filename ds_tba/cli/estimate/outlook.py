@@ -20,7 +20,7 @@ from ds_tba.planner.plan import Limits, Plan, Prediction, longest_step_s
 from ds_tba.planner.search import adaptive
 from ds_tba.planner.search import recompute as plan_recompute
 from ds_tba.planner.simulator import replay
-from ds_tba.planner.timeline import Assignment, Timeline
+from ds_tba.planner.timeline import Assignment, StorageColumns, Timeline
 from ds_tba.planner.trace import OUTSIDE, StorageTrace, Trace
 from ds_tba.telemetry.drive_health import DAY_S, life_days, write_limit_bytes_per_step
 
@@ -163,9 +163,9 @@ def outlook(trace: Trace, config: OffloadConfig) -> Outlook:
     limits = limits_of(config, trace.step_s)
     plan, everything = adaptive(trace, limits), _everything(timeline)
     costs = {
-        "keep": replay(timeline, timeline.kept)[1],
+        "keep": replay(timeline, timeline.kept).cost,
         "recompute": plan_recompute(trace, limits).prediction,
-        "offload": replay(timeline, everything)[1],
+        "offload": replay(timeline, everything).cost,
         "plan": plan.prediction,
     }
     groups = groups_of(trace)
@@ -173,7 +173,7 @@ def outlook(trace: Trace, config: OffloadConfig) -> Outlook:
     holder = None
     if _gain(costs["keep"], costs["offload"]) < MIN_GAIN:
         holder = _holder(trace, groups, costs["offload"].peak_saved_bytes)
-    too_large = timeline.movable & ~timeline.can_go_to_nvme()
+    too_large = timeline.storages.movable & ~timeline.can_go_to_nvme()
     return Outlook(
         groups,
         costs,
@@ -183,9 +183,9 @@ def outlook(trace: Trace, config: OffloadConfig) -> Outlook:
         _is_within(plan.prediction, limits, trace.step_s),
         [_budgeted(trace, limits, part, costs["keep"].peak_saved_bytes) for part in BUDGETS],
         holder,
-        _need(trace, timeline),
+        _need(trace, timeline.storages),
         {name: wear_of(costs[name], rated) for name in ("offload", "plan")},
-        int(timeline.nbytes[too_large & ~timeline.unsaved].sum()),
+        int(timeline.storages.nbytes[too_large & ~timeline.storages.unsaved].sum()),
     )
 
 
@@ -254,7 +254,7 @@ def _holder(trace: Trace, groups: list[Group], peak_bytes: int) -> tuple[str, in
             replace(storage, nbytes=1) if index in members else storage for index, storage in enumerate(trace.storages)
         )
         timeline = Timeline.of(replace(trace, storages=storages))
-        without = replay(timeline, _everything(timeline))[1]
+        without = replay(timeline, _everything(timeline)).cost
         falls.append((peak_bytes - without.peak_saved_bytes, group.name))
     if not falls:
         return None
@@ -262,13 +262,13 @@ def _holder(trace: Trace, groups: list[Group], peak_bytes: int) -> tuple[str, in
     return (name, fall_bytes) if fall_bytes > 0 else None
 
 
-def _need(trace: Trace, timeline: Timeline) -> Need:
-    moved = timeline.movable & ~timeline.unsaved
+def _need(trace: Trace, storages: StorageColumns) -> Need:
+    moved = storages.movable & ~storages.unsaved
     if not moved.any():
         return Need(0, 0.0, 0.0)
-    starts_s = float(timeline.pack_s[moved].min())
-    turn_s = float(timeline.first_backward_use_s[moved].min())
-    return Need(int(timeline.nbytes[moved].sum()), turn_s - starts_s, trace.end_s - turn_s)
+    starts_s = float(storages.pack_s[moved].min())
+    turn_s = float(storages.first_backward_use_s[moved].min())
+    return Need(int(storages.nbytes[moved].sum()), turn_s - starts_s, trace.end_s - turn_s)
 
 
 # What a trace's micro-step saves, where: groups of equal blocks, and what lies outside of them. Pure.
