@@ -441,7 +441,7 @@ def test_a_recording_that_is_no_trace_ends_the_plans_and_not_the_training(
     def inconsistent(*_: Any) -> Any:
         raise TraceError("times out of order")
 
-    monkeypatch.setattr("ds_tba.adaptive.recorder.Recorder.trace", inconsistent)
+    monkeypatch.setattr("ds_tba.adaptive.recorder.MicroStepRecord.trace", inconsistent)
     report = check(make).report()
     assert report.plans == 0 and report.offloaded_bytes > 0
 

@@ -115,7 +115,7 @@ def _run(recipe: Recipe, batch: int, sequence: int, settings: Settings, resource
             what += ". It runs on shapes alone here: its forward may not ask for the values of tensors"
         raise ModelError(what) from error
     stats, notes = micro_step.cache.stats, tuple(micro_step.notes())
-    trace = recorder.trace(resources, micro_steps=settings.micro_steps)
+    trace = recorder.record.trace(resources, micro_steps=settings.micro_steps)
     parameters = list(subject.model.parameters())
     return DryRun(
         trace,
