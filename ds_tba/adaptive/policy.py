@@ -161,7 +161,7 @@ class ByPlan:
         self._placements = in_force.plan.placements
         self._storages = in_force.trace.storages
         self._may_wait = may_wait
-        # Where NVMe has no room, host memory may take the storage. Not the other way round: the drive's load is planned.
+        # Where NVMe has no room, host memory may take the storage; the reverse would load the drive beyond its plan.
         self._stores = {
             place: tuple({one: stores[one] for one in (place, Placement.HOST) if one in stores}.values())
             for place in stores

@@ -1,9 +1,9 @@
 """One trace from several recordings of a micro-step.
 
 [Note: Two recordings] One recording alone holds whatever else the machine did: on two cores a pause of 40 ms in a gap
-of 5 ms is not rare, and every plan made of that trace would carry the pause. Of two recordings the time between two hooks
-is the mean, or the shorter of the two where they are far apart. With gradient accumulation both are of one step, else
-of two.
+of 5 ms is not rare, and every plan made of that trace would carry the pause. Of two recordings the time between two
+hooks is the mean, or the shorter of the two where they are far apart. With gradient accumulation both are of one step,
+else of two.
 
 Knows the recorder and the clock; does not decide when to record.
 """
