@@ -18,9 +18,11 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
+from alternating import rounds_of
 
 from ds_tba.autograd.cache import TensorCache
 from ds_tba.device.accelerator import CpuAccelerator
@@ -49,13 +51,20 @@ def measure(cache: TensorCache, store: NvmeStore, make: Maker, count: int) -> tu
         started = time.perf_counter()
         held = [pack(tensor) for tensor in tensors]
         packed = time.perf_counter()
-    while store.space.writes_under_way:
-        time.sleep(0.001)
+    store.wait_for_writes()
     unpacking = time.perf_counter()
     while held:
         unpack(held.pop())
     done = time.perf_counter()
     return (packed - started) / count * 1e6, (done - unpacking) / count * 1e6
+
+
+def take_turn(cache: TensorCache, store: NvmeStore, make: Maker, count: int) -> tuple[float, float]:
+    """Medians of as many measurements as make one of 1000 tensors together, up to 50."""
+    gc.collect()
+    runs = [measure(cache, store, make, count) for _ in range(max(1, min(50, 1000 // count)))]
+    pack, unpack = (statistics.median(column) for column in zip(*runs, strict=True))
+    return pack, unpack
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -73,12 +82,10 @@ def main(argv: list[str] | None = None) -> int:
         cache = TensorCache([store], "cpu", ELEMENTS)
         for kind, make in KINDS.items():
             measure(cache, store, make, max(options.counts))  # warm up: pages, extents, the allocator
-            for _ in range(options.rounds):
-                for count in options.counts:
-                    repeats = max(1, min(50, 1000 // count))
-                    gc.collect()
-                    runs = [measure(cache, store, make, count) for _ in range(repeats)]
-                    costs[kind, count].append(tuple(map(statistics.median, zip(*runs, strict=True))))  # type: ignore[arg-type]
+            turn = partial(take_turn, cache, store, make)
+            for found in rounds_of(options.counts, turn, options.rounds):
+                for count, cost in found.items():
+                    costs[kind, count].append(cost)
         store.close()
     rows = []
     print(f"{'kind':<16}{'tensors':>9}{'pack us':>10}{'unpack us':>11}{'sum us':>9}{'to fewest':>11}")

@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -28,11 +29,9 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 import torch  # noqa: E402
 from curves import points, write  # noqa: E402
 from curves.allocator import hold_freed_memory  # noqa: E402
+from curves.device import Device  # noqa: E402
+from curves.models import Shape, Workload  # noqa: E402
 from curves.turns import AGAIN, PLAIN, Contender, Race  # noqa: E402
-from gpu.budget import Deadline  # noqa: E402
-from gpu.device import Device  # noqa: E402
-from gpu.measure import Workload  # noqa: E402
-from gpu.models import Shape  # noqa: E402
 
 MODELS = ("BERT", "GPT", "T5")
 OVERHEADS = (0.02, 0.1, 0.5)
@@ -89,13 +88,13 @@ def _saved_peak_bytes(race: Race, name: str) -> int:
     return offloader.report().step_peak_saved_bytes
 
 
-def measure(shape: Shape, options: argparse.Namespace, device: Device, deadline: Deadline) -> dict[str, Any]:
+def measure(shape: Shape, options: argparse.Namespace, device: Device, ends_s: float) -> dict[str, Any]:
     """One model at one batch size."""
-    race = Race(Workload.of(shape, device), device, block(options, device, shape))
+    race = Race(Workload.of(shape, device.torch), device, block(options, device, shape))
     try:
         race.enter(contenders())
         race.enter(budgets(race))
-        rounds = race.run(options.rounds, options.steps, deadline)
+        rounds = race.run(options.rounds, options.steps, ends_s)
         peaks, are_equal = race.outcome()
         found = [points.point(runner.contender, rounds, peaks[name]) for name, runner in race.runners.items()]
     finally:
@@ -129,7 +128,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
-    deadline = Deadline.after(options.minutes * 60)
+    ends_s = time.monotonic() + options.minutes * 60
     options.out.mkdir(parents=True, exist_ok=True)
     device = Device(options.device)
     results: dict[str, Any] = {
@@ -141,7 +140,9 @@ def main(argv: list[str] | None = None) -> int:
     }
     todo = shapes(device, list(options.models), options.batches, tiny=options.tiny)
     for number, shape in enumerate(todo):
-        found = measure(shape, options, device, deadline.share(1 / (len(todo) - number)))
+        now_s = time.monotonic()
+        share_s = max(0.0, ends_s - now_s) / (len(todo) - number)
+        found = measure(shape, options, device, now_s + share_s)
         results["shapes"].append(found)
         print(found["verdict"], "" if found["equal"] else "; RESULTS DIFFER", f"({found['rounds']} rounds)", flush=True)
         keep(results, options.out)

@@ -15,14 +15,13 @@ import argparse
 import json
 import os
 import platform
-import socket
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+from alternating import add_process_options, in_a_process
 from soaking.faults import KINDS
 from soaking.verdicts import Verdict, verdicts_of
 
@@ -30,10 +29,11 @@ VARIANTS = ("plain", "offload")
 # What can be broken on purpose, to see that the soak finds it: bits of some reads are flipped where there are no
 # checksums; memory, files and graphs leak; checksums are not compared.
 SABOTAGE = ("flip", "leak", "deaf")
-LEFT_BY_DEEPSPEED = "deepspeed_allreduce_buffer_*_{port}_*"
-# For flat memory: glibc gives freed bytes back, and MKL and oneDNN keep little for each thread and each shape.
-QUIET_MEMORY = {
-    "MALLOC_MMAP_THRESHOLD_": str(1 << 20),
+# For flat memory glibc, MKL and oneDNN keep little for each thread and each shape.
+SMALL_AND_QUIET = {
+    "OMP_NUM_THREADS": "1",
+    "DS_ACCELERATOR": "cpu",
+    "DS_TBA_LOG_LEVEL": "ERROR",
     "MALLOC_ARENA_MAX": "2",
     "MKL_DISABLE_FAST_MM": "1",
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16",
@@ -41,33 +41,12 @@ QUIET_MEMORY = {
 
 
 def run(variant: str, argv: list[str], directory: Path) -> dict[str, Any]:
-    """The result of one process."""
-    result, log = directory / f"{variant}.json", directory / f"{variant}.log"
-    port = str(free_port())
-    environment = {**os.environ, **QUIET_MEMORY, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu",
-                   "DS_TBA_LOG_LEVEL": "ERROR", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
-                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}  # fmt: skip
-    command = [sys.executable, __file__, *argv, "--variant", variant, "--directory", str(directory / variant)]
+    """The result of one process, in a directory of its own."""
     started = time.monotonic()
-    with log.open("w") as output:
-        done = subprocess.run(
-            [*command, "--result", str(result)], env=environment, stdout=output, stderr=subprocess.STDOUT, check=False
-        )
-    for left in Path("/dev/shm").glob(LEFT_BY_DEEPSPEED.format(port=port)):
-        left.unlink()
-    if done.returncode or not result.exists():
-        raise SystemExit(f"the run {variant} ended with status {done.returncode}:\n{log.read_text()[-4000:]}")
-    found: dict[str, Any] = json.loads(result.read_text().replace(str(directory), "DIR"))
+    found = in_a_process(__file__, variant, [*argv, "--directory", str(directory / variant)], **SMALL_AND_QUIET)
     files = [str(path) for path in (directory / variant).rglob("*") if not path.is_dir()]
-    return {**found, "elapsed_s": time.monotonic() - started, "files_at_end": files}
-
-
-def free_port() -> int:
-    """A port for the process group of one process."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    nameless: dict[str, Any] = json.loads(json.dumps(found).replace(str(directory), "DIR"))
+    return {**nameless, "elapsed_s": time.monotonic() - started, "files_at_end": files}
 
 
 def table(runs: dict[str, dict[str, Any]], verdicts: list[Verdict]) -> list[str]:
@@ -112,9 +91,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--sample_every", type=int, default=10, help="steps between two looks at memory and the rest")
     parser.add_argument("--json", type=Path, help="write the verdicts and what both runs counted to this file")
     parser.add_argument("--sabotage", choices=SABOTAGE, default="", help=argparse.SUPPRESS)
-    parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
     parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+    add_process_options(parser, VARIANTS)
     return parser.parse_args(argv)
 
 

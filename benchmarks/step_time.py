@@ -15,14 +15,13 @@ import contextlib
 import ctypes
 import json
 import os
-import random
-import socket
 import statistics
-import subprocess
 import sys
-import tempfile
+import time
 from pathlib import Path
 from typing import Any
+
+from alternating import add_process_options, in_a_process, rounds_of
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 VARIANTS = ("keep", "nvme", "recompute", "save_on_cpu")
@@ -31,8 +30,6 @@ OPTIMIZER = {"type": "AdamW", "params": {"lr": 3e-4, "torch_adam": True}}
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """One process: a few steps of one variant."""
-    import time
-
     import deepspeed
     import torch
 
@@ -93,31 +90,6 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def run(variant: str, argv: list[str]) -> dict[str, Any]:
-    """The result of one process."""
-    with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        command = [sys.executable, __file__, *argv, "--variant", variant, "--result", file.name]
-        environment = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-        # Or glibc keeps freed memory for itself, and resident bytes say nothing about the bytes in use.
-        environment["MALLOC_MMAP_THRESHOLD_"] = str(1 << 20)
-        environment["MASTER_PORT"] = str(free_port())
-        done = subprocess.run(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
-        )
-        if done.returncode:
-            raise SystemExit(f"{variant} failed:\n{done.stdout[-4000:]}")
-        result: dict[str, Any] = json.loads(Path(file.name).read_text())
-        return result
-
-
-def free_port() -> int:
-    """A port for the process group of one process."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def ratios(rounds: list[dict[str, dict[str, Any]]], variant: str, value: Any) -> str:
     """Median of the per-round ratios to keep, with their range."""
     found = [value(one[variant]) / value(one["keep"]) for one in rounds]
@@ -159,8 +131,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--nvme_path", default=".")
     parser.add_argument("--variants", nargs="+", default=VARIANTS, choices=VARIANTS)
     parser.add_argument("--json", type=Path, help="write every measurement to this file")
-    parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
-    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+    add_process_options(parser, VARIANTS)
     return parser.parse_args(argv)
 
 
@@ -173,11 +144,10 @@ def main(argv: list[str] | None = None) -> int:
     variants = ["keep", *(variant for variant in options.variants if variant != "keep")]
     rounds: list[dict[str, dict[str, Any]]] = []
     with contextlib.suppress(KeyboardInterrupt):
-        for number in range(options.rounds):
-            order = random.sample(variants, len(variants))
-            rounds.append({variant: run(variant, argv) for variant in order})
-            steps = {variant: round(rounds[-1][variant]["step_s"], 3) for variant in variants}
-            print(f"round {number + 1} of {options.rounds}, step s: {steps}", flush=True)
+        for found in rounds_of(variants, lambda variant: in_a_process(__file__, variant, argv), options.rounds):
+            rounds.append(found)
+            steps = {variant: round(found[variant]["step_s"], 3) for variant in variants}
+            print(f"round {len(rounds)} of {options.rounds}, step s: {steps}", flush=True)
     print("\n".join(table(rounds, variants)))
     equal = all(one[variant]["losses"] == one["keep"]["losses"] for one in rounds for variant in variants)
     print(f"losses of all variants and rounds equal: {'yes' if equal else 'NO'}")

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,10 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 
 from curves import points  # noqa: E402
 from curves.allocator import hold_freed_memory  # noqa: E402
+from curves.device import Device  # noqa: E402
+from curves.models import Shape, Workload  # noqa: E402
 from curves.throttled import ThrottledBackend  # noqa: E402
 from curves.turns import AGAIN, PLAIN, Contender, Race  # noqa: E402
-from gpu.budget import Deadline  # noqa: E402
-from gpu.device import Device  # noqa: E402
-from gpu.measure import Workload  # noqa: E402
-from gpu.models import Shape  # noqa: E402
 
 PARTS = (1, 2, 10, 100)
 IN_MID_RUN = 10
@@ -62,7 +61,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     staging_bytes = max(4 * MIB, 2 * shape.largest_tensor_bytes)
     io = {"staging_bytes": staging_bytes, "swap_file_bytes": 2 * max(shape.activation_bytes, staging_bytes)}
     block = {"nvme_path": str(options.nvme_path), "min_tensor_bytes": 4096 if options.tiny else 256 << 10, "io": io}
-    race = Race(Workload.of(shape, device), device, block)
+    race = Race(Workload.of(shape, device.torch), device, block)
     drives = {part: ThrottledBackend() for part in PARTS}
     try:
         race.enter([PLAIN, AGAIN, contender("drive 1/1", options, drives[1])])
@@ -77,7 +76,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         later.throttle(rates[0] / IN_MID_RUN, rates[1] / IN_MID_RUN)
         for runner in race.runners.values():
             runner.turn(options.settle)
-        rounds = race.run(options.rounds, options.steps, Deadline.after(options.minutes * 60))
+        rounds = race.run(options.rounds, options.steps, time.monotonic() + options.minutes * 60)
         peaks, are_equal = race.outcome()
         found = [points.point(runner.contender, rounds, peaks[name]) for name, runner in race.runners.items()]
     finally:

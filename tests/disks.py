@@ -90,7 +90,7 @@ def until(condition: Callable[[], bool], what: str) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline, f"waited in vain for: {what}"
-        time.sleep(0.005)
+        time.sleep(0.001)
 
 
 @contextmanager
@@ -115,6 +115,16 @@ def mounted(directory: Path, nbytes: int, *mkfs: str) -> Iterator[Disk]:
     finally:
         _remove(disk)
         image.unlink()
+
+
+@contextmanager
+def limited(disk: Disk, quota: str) -> Iterator[Path]:
+    """A directory of a btrfs that may hold so much, as btrfs writes it; deleted afterwards."""
+    directory = disk.path / "job"
+    run("btrfs", "subvolume", "create", str(directory))
+    run("btrfs", "qgroup", "limit", quota, str(directory))
+    yield directory
+    run("btrfs", "subvolume", "delete", "-c", str(directory))
 
 
 def _remove(disk: Disk) -> None:

@@ -1,8 +1,9 @@
-"""Stand-ins: an accelerator that looks asynchronous, and backends that fail or stage on what plays the device."""
+"""Stand-ins: an accelerator that looks asynchronous; backends that fail, or stage on what plays the device; a log."""
 
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import threading
 import time
@@ -163,6 +164,17 @@ class Gate:
                 raise TimeoutError("a test left the gate shut")
 
 
+class Warnings(logging.Handler):
+    """Keeps what our loggers warn of."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
 __all__ = [
     "CpuAccelerator",
     "DeviceBackend",
@@ -170,6 +182,7 @@ __all__ = [
     "Gate",
     "IoBackend",
     "ScriptedBackend",
+    "Warnings",
     "fails",
     "slow",
 ]

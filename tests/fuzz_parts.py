@@ -17,6 +17,7 @@ from typing import Any
 import numpy
 import torch
 import torch.autograd.forward_ad
+from awkward import ReturnsWhatItSaved
 from late_device import LateDevice, LateEvent
 from torch import Tensor, nn
 from torch.nn import functional
@@ -312,19 +313,6 @@ class _Doubles(torch.autograd.Function):
         return ctx.saved_tensors[0].mul_(2).mul_(grad)
 
 
-class _ReturnsSaved(torch.autograd.Function):
-    """The gradient of the first argument is the second one, itself."""
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, constant: Tensor) -> Tensor:
-        ctx.save_for_backward(constant)
-        return (a * constant).sum()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.saved_tensors[0], None
-
-
 class SavesViews(Part):
     """A function that saves three views of its input."""
 
@@ -348,7 +336,7 @@ class _Returning(Part):
         raise NotImplementedError
 
     def run(self, x: Tensor) -> Tensor:
-        return x + 0.01 * _ReturnsSaved.apply(self.weight, self.constant()).tanh()
+        return x + 0.01 * ReturnsWhatItSaved.apply(self.weight, self.constant()).tanh()
 
 
 class ReturnsLeaf(_Returning):

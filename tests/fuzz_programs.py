@@ -12,6 +12,7 @@ import fuzz_parts as parts
 MIB = 1 << 20
 MIN_BYTES = 4096
 DYING_FRACTION = 0.04
+CONTROL_FRACTION = 0.12  # of the draws with plans
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ class Program:
         planner: the planner's name where it is not the usual one.
         budget_part: of the kept peak, as ``activation_budget_bytes``.
         collector: when garbage is collected: as "usual", "often" or "in lanes" only.
+        surprises: what the control is made to do at random: "looks" at the plan, new "recordings", or nothing of its
+            own, but its "clock" stops, jumps and runs backwards; empty for nothing.
     """
 
     seed: int
@@ -71,6 +74,7 @@ class Program:
     lanes: int
     integrity: str
     collector: str
+    surprises: str = ""
 
     def block(self, directory: str, budget_bytes: int | None) -> dict[str, Any]:
         """``activation_nvme_offload`` of this program."""
@@ -94,13 +98,14 @@ class Program:
         budget = "" if self.budget_part is None else f", budget {self.budget_part} of the kept peak"
         planner = "" if self.planner == "adaptive" else f", planner {self.planner}"
         collector = f", garbage {self.collector}" if self.collector != "usual" else ""
+        surprises = f", surprises: {self.surprises}" if self.surprises else ""
         return (
             f"seed {self.seed}: {self.stem} of width {self.width}, {blocks}, head; {self.optimizer}, "
             f"set_to_none {self.set_to_none}, batches {self.batches}{', input.grad' if self.input_grad else ''}\n"
             f"  {self.device}: {self.placement}{planner}, recompute {self.recompute}, max_step_overhead "
             f"{self.max_step_overhead}{budget}, host {self.host_bytes // 1024} KiB, staging "
             f"{self.staging_bytes // MIB} MiB, {self.lanes} + {self.lanes} lanes, integrity {self.integrity}{collector}"
-            "\n"
+            f"{surprises}\n"
             f"  {len(self.steps)} steps: {_in_short(self.steps)}"
         )
 
@@ -170,13 +175,36 @@ def draw(seed: int) -> Program:
         and device == "cpu"
         and placement in ("nvme", "adaptive")
     )
-    return _dying(program) if dying else program
+    program = _dying(program) if dying else program
+    chance = random.Random(f"control {seed}")
+    return _controlled(program, chance) if placement == "adaptive" and chance.random() < CONTROL_FRACTION else program
 
 
 def _dying(program: Program) -> Program:
     """After every step a graph dies in a lane, which is a matter of luck: so it has more than one chance."""
     steps = (Step("after", parts.CAPACITY, 1, "cycle"),) * len(program.steps)
     return replace(program, steps=steps, width=64, staging_bytes=MIB, collector="in lanes")
+
+
+def _controlled(program: Program, chance: random.Random) -> Program:
+    """Steps that no plan was made for: other lengths and micro-steps, or none at all; and surprises."""
+    course = chance.choice(("growing", "alternating", "random"))
+    steps = []
+    for number, step in enumerate(program.steps):
+        if step.kind == "usual":
+            most = parts.CAPACITY // 8
+            rows = {
+                "growing": min(most, 2 + number),
+                "alternating": 2 + 6 * (number % 2),
+                "random": chance.randint(1, most),
+            }
+            times = chance.choice((1, 1, 2, 3)) if course == "random" else 1 + number // 8 % 2
+            step = replace(step, rows=8 * rows[course], micro_steps=times)
+        steps.append(step)
+        if chance.random() < 0.1:
+            steps.append(Step("idle", step.rows, 1, chance.choice(("nothing", "evaluation"))))
+    surprises = chance.choice(("", "looks", "recordings", "clock"))
+    return replace(program, steps=tuple(steps), surprises=surprises)
 
 
 def _draw_blocks(chance: random.Random, device: str) -> tuple[tuple[str, ...], ...]:
@@ -282,7 +310,7 @@ def smaller(program: Program) -> list[Program]:
         found.append(replace(program, blocks=(plain,) * len(program.blocks)))
     simple = {"optimizer": "SGD", "set_to_none": True, "batches": "fresh", "input_grad": False, "device": "cpu",
               "planner": "adaptive", "host_bytes": 0, "lanes": 1, "integrity": "sampled", "collector": "usual",
-              "stem": "linear", "recompute": False, "budget_part": None}  # fmt: skip
+              "stem": "linear", "recompute": False, "budget_part": None, "surprises": ""}  # fmt: skip
     if program.placement == "host":
         del simple["host_bytes"]
     found += [replace(program, **{key: value}) for key, value in simple.items()]  # type: ignore[arg-type]

@@ -19,11 +19,13 @@ from typing import Any
 import fuzz_parts as parts
 import torch
 import xxhash
-from doubles import CpuAccelerator
+from doubles import CpuAccelerator, Warnings
 from fuzz_programs import Program, Step
 from late_device import LateDevice
 from torch import Tensor, nn
 
+from ds_tba.adaptive.controller import Controller
+from ds_tba.adaptive.monitor import Action
 from ds_tba.adaptive.ranks import Alone
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.errors import ActivationModifiedError, DsTbaError
@@ -37,6 +39,8 @@ SETTLE_S = 3.0
 LATE_S = 0.0002
 COLLECT_EVENTS = 7
 BUDGET = "activation_budget_bytes"
+SURPRISE_PART = 0.5  # of the steps under a plan
+CLOCK_FACTORS = (1.0, 1.0, 1.0, 0.0, -1.0, 1e4)
 
 
 @dataclass(frozen=True)
@@ -165,17 +169,6 @@ class _Held:
         return self._tensor
 
 
-class Warnings(logging.Handler):
-    """Keeps what our loggers warn of."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 class Ours(Plain):
     """Training with an offloader, as an engine would drive it."""
 
@@ -194,6 +187,8 @@ class Ours(Plain):
         from planners import PLANNERS
 
         self.offloader.watch(net, Alone(), PLANNERS[self._program.planner])
+        if self.offloader._controller is not None:
+            _surprise(self.offloader._controller, self._program)
 
     def saving(self) -> AbstractContextManager[Any]:
         return self.offloader.saving()
@@ -251,6 +246,19 @@ class Ours(Plain):
             return [f"{count} {name}" for name, count in counts.items() if count]
 
         return ", ".join(_until_empty(left))
+
+
+def _surprise(controller: Controller, program: Program) -> None:
+    """Have the control look, record or mistake the time; see ``Program.surprises``."""
+    chance = random.Random(f"surprises {program.seed}")
+    if program.surprises == "clock":
+        clock: Any = controller._clock
+        elapsed_s = clock.elapsed_s
+        clock.elapsed_s = lambda *marks: chance.choice(CLOCK_FACTORS) * elapsed_s(*marks)
+    elif program.surprises:
+        action = Action.PLAN if program.surprises == "looks" else Action.RECORD
+        monitor: Any = controller.monitor
+        monitor.decide = lambda *_: action if chance.random() < SURPRISE_PART else Action.GO_ON
 
 
 def _until_empty(look: Callable[[], list[str]]) -> list[str]:
@@ -367,6 +375,12 @@ class Training:
             self._forward(self._fresh(step.rows))
         self._net.train()
         self._backward(loss)
+
+    def idle(self, step: Step, number: int) -> None:
+        """A step of the optimizer without a forward, or without one that has a backward."""
+        if step.how == "evaluation":
+            with torch.no_grad():
+                self._forward(self._fresh(step.rows))
 
     def raises(self, step: Step, number: int) -> None:
         """Something else fails between forward and backward; the script goes on."""

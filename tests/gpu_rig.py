@@ -13,7 +13,7 @@ from typing import Any
 
 import hazards
 import torch
-from gpu.device import Device
+from curves.device import Device
 from late_device import LateDevice
 
 from ds_tba.device.accelerator import Accelerator

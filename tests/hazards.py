@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from awkward import DoubleInPlace, ReturnsWhatItSaved
 from doubles import CpuAccelerator
 from torch import Tensor, nn
 from torch.autograd import forward_ad
@@ -49,6 +50,12 @@ def grads(*tensors: Tensor) -> list[Tensor]:
     return [tensor.grad for tensor in tensors if tensor.grad is not None]
 
 
+def grads_after(loss: Tensor, *leaves: Tensor) -> list[Tensor]:
+    """Gradients after backward, while what the caller has made in its forward is still alive."""
+    loss.backward()
+    return grads(*leaves)
+
+
 # ---- views and identity ---------------------------------------------------------------------------------------------
 
 
@@ -57,8 +64,7 @@ def views_of_one_storage_with_equal_shape_and_stride(saving: Saving) -> list[Ten
     with saving():
         y = x * 2
         loss = (y[0] * y[1]).sum() + (y[2] * y[3]).exp().sum()
-    loss.backward()
-    return grads(x)
+    return grads_after(loss, x)
 
 
 def a_tensor_and_its_transpose(saving: Saving) -> list[Tensor]:
@@ -66,8 +72,7 @@ def a_tensor_and_its_transpose(saving: Saving) -> list[Tensor]:
     with saving():
         y = x.sin()
         loss = (y @ y.t()).pow(2).sum() + y.t().contiguous().mul(y).sum()
-    loss.backward()
-    return grads(x)
+    return grads_after(loss, x)
 
 
 def strides_are_kept(saving: Saving) -> list[Tensor]:
@@ -91,8 +96,7 @@ def strides_are_kept(saving: Saving) -> list[Tensor]:
         loss = sum(
             Strided.apply(view).sum() for view in (y.permute(2, 0, 1), y[2:, ::2, 1:], y.as_strided((8, 9), (3, 1), 5))
         )
-    loss.backward()
-    return grads(x) + sorted(seen, key=lambda row: row.tolist())
+    return grads_after(loss, x) + sorted(seen, key=lambda row: row.tolist())
 
 
 def stride_0_broadcasts(saving: Saving) -> list[Tensor]:
@@ -100,8 +104,7 @@ def stride_0_broadcasts(saving: Saving) -> list[Tensor]:
     with saving():
         wide = (row * 2).expand(SIDE, SIDE)
         loss = (wide * x).sum() + (x.mean().expand(SIDE, SIDE) * x).sum()
-    loss.backward()
-    return grads(x, row)
+    return grads_after(loss, x, row)
 
 
 def reused_addresses(saving: Saving) -> list[Tensor]:
@@ -111,8 +114,7 @@ def reused_addresses(saving: Saving) -> list[Tensor]:
         loss = torch.zeros(())
         for power in range(20):
             loss = loss + (x + power).sin().mul(x.cos() * power).sum()
-    loss.backward()
-    return grads(x)
+    return grads_after(loss, x)
 
 
 def dtypes_and_odd_sizes(saving: Saving) -> list[Tensor]:
@@ -121,8 +123,7 @@ def dtypes_and_odd_sizes(saving: Saving) -> list[Tensor]:
         x = torch.randn(4097, dtype=dtype, requires_grad=True)
         with saving():
             loss = (x * x * x).abs().sum()
-        loss.backward()
-        out += grads(x)
+        out += grads_after(loss, x)
     return out
 
 
@@ -131,16 +132,14 @@ def bool_and_integer_tensors(saving: Saving) -> list[Tensor]:
     index = torch.randperm(SIDE * SIDE)
     with saving():
         loss = (torch.where(x > 0, x, x * 2)[index] * x.gather(0, index)).sum() + x.masked_fill(x < 0, 0).pow(2).sum()
-    loss.backward()
-    return grads(x)
+    return grads_after(loss, x)
 
 
 def complex_conjugates(saving: Saving) -> list[Tensor]:
     x = torch.randn(SIDE, SIDE, dtype=torch.complex64, requires_grad=True)
     with saving():
         loss = (x.conj() @ x.mT.conj() * x).abs().sum()
-    loss.backward()
-    return grads(x)
+    return grads_after(loss, x)
 
 
 def empty_tensors(saving: Saving) -> list[Tensor]:
@@ -148,16 +147,14 @@ def empty_tensors(saving: Saving) -> list[Tensor]:
     y = leaf()
     with saving():
         loss = (x * x).sum() + (y * y).sum() + (x @ y).sum()
-    loss.backward()
-    return grads(x, y)
+    return grads_after(loss, x, y)
 
 
 def a_slice_of_a_large_data_set(saving: Saving) -> list[Tensor]:
     data, weight = torch.randn(4000, SIDE), leaf()
     with saving():
         loss = (data[100:120] @ weight).pow(2).sum() + data[500:580].matmul(weight).sin().sum()
-    loss.backward()
-    return grads(weight)
+    return grads_after(loss, weight)
 
 
 def a_batch_buffer_that_is_resized(saving: Saving) -> list[Tensor]:
@@ -180,8 +177,7 @@ def parameters_their_transposes_and_buffers(saving: Saving) -> list[Tensor]:
     x = leaf(128, SIDE)
     with saving():
         loss = (model(x) @ tied.t()).pow(2).mean() + (x @ tied.t()).mean()
-    loss.backward()
-    return grads(x, tied, *model.parameters())
+    return grads_after(loss, x, tied, *model.parameters())
 
 
 def regathered_parameters(saving: Saving) -> list[Tensor]:
@@ -204,31 +200,17 @@ def regathered_parameters(saving: Saving) -> list[Tensor]:
         loss = Linear.apply(x.sin(), weight).pow(2).sum()
     weight.data = torch.empty(0)
     weight.data = full.clone()
-    loss.backward()
-    return grads(x, weight)
+    return grads_after(loss, x, weight)
 
 
 # ---- in place -------------------------------------------------------------------------------------------------------
 
 
 def a_function_that_mutates_after_saving(saving: Saving) -> list[Tensor]:
-    class DoubleInPlace(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, a: Tensor) -> Tensor:
-            ctx.save_for_backward(a)
-            a.mul_(2)
-            ctx.mark_dirty(a)
-            return a
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            return grad * ctx.saved_tensors[0]
-
     x = leaf()
     with saving():
         loss = DoubleInPlace.apply(x * 1.5).pow(2).sum()
-    loss.backward()
-    return grads(x)
+    return grads_after(loss, x)
 
 
 def one_storage_at_two_versions(saving: Saving) -> list[Tensor]:
@@ -241,8 +223,7 @@ def one_storage_at_two_versions(saving: Saving) -> list[Tensor]:
             buffer.add_(step)
         with saving():
             loss = (x * buffer).sin().sum()
-        loss.backward()
-        out += [grad.clone() for grad in grads(x)]
+        out += [grad.clone() for grad in grads_after(loss, x)]
     return out
 
 
@@ -252,8 +233,7 @@ def in_place_before_the_save(saving: Saving) -> list[Tensor]:
         y = x * 2
         y.add_(1).relu_()
         loss = (y * y).sum()
-    loss.backward()
-    return grads(x)
+    return grads_after(loss, x)
 
 
 def siblings_that_share_bytes_but_not_a_version_counter(saving: Saving) -> list[Tensor]:
@@ -266,8 +246,7 @@ def siblings_that_share_bytes_but_not_a_version_counter(saving: Saving) -> list[
         g.tanh_()
         o.sigmoid_()
         loss = (o * (f * x[:, :SIDE] + i * g).tanh()).sum()
-    loss.backward()
-    return grads(x)
+    return grads_after(loss, x)
 
 
 def recurrent_cells(saving: Saving) -> list[Tensor]:
@@ -280,8 +259,7 @@ def recurrent_cells(saving: Saving) -> list[Tensor]:
             state, cell = lstm(step, (state, cell))
             hidden = gru(state, hidden)
         loss = hidden.pow(2).sum() + cell.sum() + layers(x)[0].pow(2).sum()
-    loss.backward()
-    return grads(x, *lstm.parameters(), *gru.parameters(), *layers.parameters())
+    return grads_after(loss, x, *lstm.parameters(), *gru.parameters(), *layers.parameters())
 
 
 def data_changed_between_two_saves(saving: Saving) -> list[Tensor]:
@@ -292,28 +270,16 @@ def data_changed_between_two_saves(saving: Saving) -> list[Tensor]:
         twin = y.data
         twin.mul_(3)
         loss = (y * x.detach()).sum() + (twin * x).sum()
-    loss.backward()
-    return grads(x)
+    return grads_after(loss, x)
 
 
 def a_backward_that_returns_what_it_saved(saving: Saving) -> list[Tensor]:
     """Autograd may take a gradient's memory for ``.grad``; it must not be the user's tensor."""
-
-    class Returns(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, a: Tensor, constant: Tensor) -> Tensor:
-            ctx.save_for_backward(constant)
-            return (a * constant).sum()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-            return ctx.saved_tensors[0], None
-
     x, constant = leaf(), torch.ones(SIDE, SIDE)
     small, few = leaf(4), torch.ones(4)
     for _ in range(3):
         with saving():
-            loss = Returns.apply(x, constant) + Returns.apply(small, few)
+            loss = ReturnsWhatItSaved.apply(x, constant) + ReturnsWhatItSaved.apply(small, few)
         loss.backward()
     return [*grads(x, small), constant, few]
 
@@ -327,8 +293,7 @@ def retain_graph(saving: Saving) -> list[Tensor]:
         loss = (x.exp() @ x.sin()).pow(2).sum()
     loss.backward(retain_graph=True)
     loss.backward(retain_graph=True)
-    loss.backward()
-    return grads(x)
+    return grads_after(loss, x)
 
 
 def double_backward(saving: Saving) -> list[Tensor]:
@@ -365,8 +330,7 @@ def a_graph_dropped_without_backward(saving: Saving) -> list[Tensor]:
         del loss
     with saving():
         loss = (x.exp() * x.sin()).sum()
-    loss.backward()
-    return grads(x)
+    return grads_after(loss, x)
 
 
 def partial_backward(saving: Saving) -> list[Tensor]:
@@ -389,8 +353,7 @@ def an_exception_between_forward_and_backward(saving: Saving) -> list[Tensor]:
             del y
     with saving():
         loss = (x.exp() * x.sin()).sum()
-    loss.backward()
-    return grads(x)
+    return grads_after(loss, x)
 
 
 def an_exception_in_backward(saving: Saving) -> list[Tensor]:
@@ -413,8 +376,7 @@ def an_exception_in_backward(saving: Saving) -> list[Tensor]:
     x.grad = None
     with saving():
         loss = (x.exp() * x.sin()).sum()
-    loss.backward()
-    return grads(x)
+    return grads_after(loss, x)
 
 
 def eval_and_no_grad_passes(saving: Saving) -> list[Tensor]:
@@ -440,8 +402,7 @@ def a_shape_change_in_mid_run(saving: Saving) -> list[Tensor]:
         x = torch.randn(rows, SIDE)
         with saving():
             loss = (x @ weight).exp().matmul(weight.t()).sin().sum()
-        loss.backward()
-        out += [grad.clone() for grad in grads(weight)]
+        out += [grad.clone() for grad in grads_after(loss, weight)]
     return out
 
 
@@ -470,8 +431,7 @@ def hooks_opened_inside_ours(saving: Saving) -> list[Tensor]:
         with save_on_cpu():
             w = (z.tanh() * y).matmul(x)
         loss = (w * z).sum()
-    loss.backward()
-    return grads(x)
+    return grads_after(loss, x)
 
 
 def our_hooks_inside_others(saving: Saving) -> list[Tensor]:
@@ -481,8 +441,7 @@ def our_hooks_inside_others(saving: Saving) -> list[Tensor]:
         with saving():
             z = (y * x.sin()).exp()
         loss = (z * y).sum()
-    loss.backward()
-    return grads(x)
+    return grads_after(loss, x)
 
 
 def dropout_under_recompute(saving: Saving) -> list[Tensor]:
@@ -495,8 +454,7 @@ def dropout_under_recompute(saving: Saving) -> list[Tensor]:
             for _ in range(3):
                 y = y + checkpoint(block, y, use_reentrant=reentrant)
             loss = y.pow(2).sum()
-        loss.backward()
-        out += grads(x, *block.parameters())
+        out += grads_after(loss, x, *block.parameters())
     return out
 
 
@@ -514,8 +472,7 @@ def attention(saving: Saving) -> list[Tensor]:
     x = leaf(4, 128, SIDE)
     with saving():
         loss = layer(layer(x)).pow(2).sum()
-    loss.backward()
-    return grads(x, *layer.parameters())
+    return grads_after(loss, x, *layer.parameters())
 
 
 def vmap(saving: Saving) -> list[Tensor]:
@@ -523,8 +480,7 @@ def vmap(saving: Saving) -> list[Tensor]:
     with saving():
         rows = torch.func.vmap(lambda row: (row.exp() * row).sum())(x * 2)
         loss = rows.sin().sum()
-    loss.backward()
-    return grads(x)
+    return grads_after(loss, x)
 
 
 def sparse_tensors(saving: Saving) -> list[Tensor]:
@@ -559,8 +515,7 @@ def zero_tensors_of_forward_mode(saving: Saving) -> list[Tensor]:
     with saving():
         zero = torch._efficientzerotensor((SIDE, SIDE))
         loss = TimesSaved.apply(x.sin(), zero).sum() + (x.cos() * zero).sum()
-    loss.backward()
-    return grads(x)
+    return grads_after(loss, x)
 
 
 def forward_mode_inside_reverse_mode(saving: Saving) -> list[Tensor]:
@@ -569,8 +524,7 @@ def forward_mode_inside_reverse_mode(saving: Saving) -> list[Tensor]:
         dual = forward_ad.make_dual(x, tangent)
         along = forward_ad.unpack_dual((dual.sin() * dual).exp()).tangent
         loss = along.square().sum()
-    loss.backward()
-    return grads(x, tangent)
+    return grads_after(loss, x, tangent)
 
 
 def strided_nested_tensors(saving: Saving) -> list[Tensor]:
@@ -580,8 +534,7 @@ def strided_nested_tensors(saving: Saving) -> list[Tensor]:
         both = torch.nested.as_nested_tensor([short, long], layout=torch.strided)
         inside = nn.functional.linear(both, weight).relu()
         loss = torch.nested.to_padded_tensor(inside * inside, 0.0).sum()
-    loss.backward()
-    return grads(short, long, weight)
+    return grads_after(loss, short, long, weight)
 
 
 def a_buffer_refilled_while_an_older_graph_is_held(saving: Saving) -> list[Tensor]:
@@ -650,8 +603,7 @@ def a_function_that_wants_the_parameter_itself(saving: Saving) -> list[Tensor]:
     weight.of_the_user = True
     with saving():
         loss = SeesWhatItSaved.apply(x.sin(), weight).square().sum()
-    loss.backward()
-    return grads(x, weight)
+    return grads_after(loss, x, weight)
 
 
 def two_forwards_before_one_backward(saving: Saving) -> list[Tensor]:

@@ -22,7 +22,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -303,23 +302,16 @@ def _tell(lines: IO[str], what: dict[str, Any]) -> None:
     lines.flush()
 
 
-class _Log(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-
 def _outcome(job: Job, lines: IO[str]) -> Outcome:
+    from doubles import Warnings
+
     from ds_tba.config import BLOCK, AioConfig, parse_block
     from ds_tba.device.accelerator import CpuAccelerator
     from ds_tba.errors import DsTbaError
     from ds_tba.offloader import ActivationOffloader
     from ds_tba.storage import swap_file
 
-    log = _Log()
+    log = Warnings()
     logging.getLogger("ds_tba").addHandler(log)
     io = {"backend": job.backend, "staging_bytes": 16 << 20}
     parsed = parse_block({BLOCK: {"nvme_path": job.directory, "placement": "nvme", "io": io}})
@@ -333,7 +325,7 @@ def _outcome(job: Job, lines: IO[str]) -> Outcome:
     try:
         offloader = ActivationOffloader(parsed[0], AioConfig(), CpuAccelerator())
     except DsTbaError as error:
-        return Outcome(type(error).__name__, str(error), log.messages, "", {}, 0)
+        return Outcome(type(error).__name__, str(error), log.texts, "", {}, 0)
     finally:
         _leave_descriptors(None)
     _set([Fault(call, "none") for call in _CALLS])
@@ -346,7 +338,7 @@ def _outcome(job: Job, lines: IO[str]) -> Outcome:
     offloader.close()
     strikes = {call: ctypes.CDLL(None).ds_tba_fault_count(index) for index, call in enumerate(_CALLS)}
     report = offloader.report().to_dict()
-    return Outcome(error, message, log.messages, offloader.start_line(), report, live_records, strikes)
+    return Outcome(error, message, log.texts, offloader.start_line(), report, live_records, strikes)
 
 
 def _train(job: Job, offloader: Any, lines: IO[str]) -> tuple[str | None, str]:
@@ -371,7 +363,7 @@ def _train(job: Job, offloader: Any, lines: IO[str]) -> tuple[str | None, str]:
                     y = y.sin()
                 loss = y.sum()
             if ours and not job.forever:
-                _wait_for_writes(offloader)  # so that backward reads
+                offloader._tiers.nvme.wait_for_writes()  # so that backward reads
                 pause(f"backward {step}")
             loss.backward()
         return hazards.grads(x)
@@ -383,11 +375,6 @@ def _train(job: Job, offloader: Any, lines: IO[str]) -> tuple[str | None, str]:
     except Exception as error:  # noqa: BLE001 - told to the test
         return type(error).__name__, str(error)
     return None, ""
-
-
-def _wait_for_writes(offloader: Any) -> None:
-    while offloader._tiers.nvme.space.writes_under_way:
-        time.sleep(0.001)
 
 
 def _set(faults: list[Fault]) -> None:

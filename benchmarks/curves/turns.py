@@ -16,12 +16,11 @@ from typing import Any
 from unittest import mock
 
 import torch
-from gpu.budget import Deadline
-from gpu.device import Device
-from gpu.measure import Workload
-from gpu.variants import plain
+from alternating import rounds_of
 from planners import PLANNERS
 
+from curves.device import Device
+from curves.models import Workload
 from ds_tba.adaptive.ranks import Alone
 from ds_tba.cli.estimate.hardware import PeakMeter
 from ds_tba.config import AioConfig, OffloadConfig
@@ -132,7 +131,7 @@ class Runner:
         loss = self._step()
         device.synchronize()
         took_s = time.perf_counter() - started
-        peak, _ = device.peak_bytes()
+        peak = device.peak_bytes()
         self.losses.add(loss.item().hex())
         device_peak = None if peak is None or before is None else peak - before
         if offloader is None or before_it is None:
@@ -152,7 +151,7 @@ class Runner:
     def _forward_and_backward(self) -> torch.Tensor:
         workload, offloader = self._workload, self.offloader
         with nullcontext() if offloader is None else offloader.saving():
-            loss: torch.Tensor = workload.model(*workload.batch, plain)
+            loss: torch.Tensor = workload.model(*workload.batch)
         loss.backward()
         if offloader is not None:
             offloader.note_micro_step()
@@ -231,14 +230,11 @@ class Race:
             self.runners[contender.name] = runner
             runner.warm_up()
 
-    def run(self, rounds: int, steps: int, deadline: Deadline) -> list[dict[str, list[StepTaken]]]:
-        """Rounds in which each takes a turn, in a new random order each time: as many as fit, two at least."""
-        chance, done, longest_s = random.Random(0), [], 0.0
-        while len(done) < rounds and (len(done) < 2 or deadline.has(longest_s)):
-            left_s = deadline.left_s
-            names = chance.sample(list(self.runners), len(self.runners))
-            done.append({name: self.runners[name].turn(steps) for name in names})
-            longest_s = max(longest_s, left_s - deadline.left_s)
+    def run(self, rounds: int, steps: int, ends_s: float) -> list[dict[str, list[StepTaken]]]:
+        """Rounds in which each takes a turn, in a new random order each time: as many as fit before ``ends_s`` on
+        the monotonic clock, two at least."""
+        names, chance = list(self.runners), random.Random(0)
+        done = list(rounds_of(names, lambda name: self.runners[name].turn(steps), rounds, ends_s, chance))
         for runner in self.runners.values():
             runner.step()  # tells the peak of the last one
         return done
@@ -253,4 +249,4 @@ class Race:
     def close(self) -> None:
         for runner in reversed(self.runners.values()):  # each has wrapped the blocks as the one before left them
             runner.close()
-        self._device.give_back(pinned=True)
+        self._device.give_back()

@@ -1,14 +1,16 @@
 """A small language model whose blocks do, on demand, everything that is known to be hard for saved-tensor hooks.
 
-Knows torch only. A *twist* is a function that keeps shape and dtype and saves tensors in an awkward way; which block
+A *twist* is a function that keeps shape and dtype and saves tensors in an awkward way; which block
 does which, and under which kind of checkpoint, differs from forward to forward (:class:`ForwardPlan`).
 """
 
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +18,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
+
+from awkward import DoubleInPlace, ReturnsWhatItSaved
 
 VOCABULARY = 256
 WIDTH = 128
@@ -70,34 +76,6 @@ class SquareOfViews(torch.autograd.Function):
         twice = 2 * permuted.permute(1, 2, 0) * grad
         twice[..., ::2] = 2 * every_second * grad[..., ::2]
         return twice
-
-
-class DoubleInPlace(torch.autograd.Function):
-    """Changes its input after saving it."""
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor) -> Tensor:
-        ctx.save_for_backward(a)
-        a.mul_(2)
-        ctx.mark_dirty(a)
-        return a
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * ctx.saved_tensors[0]
-
-
-class ReturnsWhatItSaved(torch.autograd.Function):
-    """Autograd may take the memory of the gradient that this returns, which is the saved tensor itself."""
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, constant: Tensor) -> Tensor:
-        ctx.save_for_backward(constant)
-        return (a * constant).sum()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.saved_tensors[0], None
 
 
 class RaisesInBackward(torch.autograd.Function):

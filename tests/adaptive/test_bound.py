@@ -15,7 +15,8 @@ import torch
 from conftest import StoreFactory
 from doubles import ScriptedBackend, slow
 from late_device import LateDevice
-from test_controller import FIRST_PLAN, SmallDevice, model, steps
+from stepping import end_step, forward, note_backward
+from test_controller import FIRST_PLAN, SmallDevice, controller_of, model, steps
 from test_hazards import store_is_empty
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -98,21 +99,14 @@ def train(
         losses = []
         for number in range(forwards):
             x = torch.randn(max(16, length - 64 * number), WIDTH)
-            if offloader is None:
-                losses.append(ours(x))
-            else:
-                with offloader.saving():
-                    losses.append(ours(x))
+            losses.append(forward(ours, x, offloader))
         loss = torch.stack(losses).sum()
         loss.backward()
         found += [loss.detach(), *(one.grad.clone() for one in ours.parameters() if one.grad is not None)]
         del loss, losses
+        note_backward(offloader)
+        end_step(optimizer, offloader)
         if offloader is not None:
-            offloader.note_micro_step()
-        optimizer.step()
-        optimizer.zero_grad()
-        if offloader is not None:
-            offloader.note_step()
             offloader.cache.settle()
             peaks.append(offloader.cache.stats.resident.lap())
     return found, peaks
@@ -203,8 +197,7 @@ def test_two_forwards_before_a_backward_get_a_plan(make: Make) -> None:
 def test_recording_again_follows_the_plan_for_the_rest_of_the_step(make: Make) -> None:
     ours = model()
     offloader = make(ours, max_step_overhead=10.0)
-    controller = offloader._controller
-    assert controller is not None
+    controller = controller_of(offloader)
     steps(ours, offloader, [64] * FIRST_PLAN, 6)
     controller._record()
     policies = []

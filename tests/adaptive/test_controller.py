@@ -12,10 +12,12 @@ import pytest
 import torch
 from doubles import CpuAccelerator, EventAccelerator, ScriptedBackend
 from planners import PLANNERS
+from stepping import end_step, forward, note_backward
 from torch import nn
 from torch.nn import functional
 
 from ds_tba.adaptive.calibration import Observation
+from ds_tba.adaptive.controller import Controller
 from ds_tba.adaptive.monitor import MIN_STEPS, Action
 from ds_tba.adaptive.ranks import Agreement, Alone
 from ds_tba.autograd.checkpoint import innermost_hooks
@@ -102,6 +104,12 @@ def make(tmp_path: Path, backend: dict[str, IoBackend]) -> Iterator[Make]:
         offloader.close()
 
 
+def controller_of(offloader: ActivationOffloader) -> Controller:
+    controller = offloader._controller
+    assert controller is not None
+    return controller
+
+
 def steps(model: nn.Module, offloader: ActivationOffloader | None, rows: list[int], micro_steps: int = 1) -> list[Any]:
     """The loss and the gradients of each step; one optimizer step after each."""
     found = []
@@ -110,19 +118,11 @@ def steps(model: nn.Module, offloader: ActivationOffloader | None, rows: list[in
     for count in rows:
         for _ in range(micro_steps):
             x = torch.randn(count, WIDTH).to(next(model.parameters()).device)
-            if offloader is None:
-                loss = model(x)
-            else:
-                with offloader.saving():
-                    loss = model(x)
+            loss = forward(model, x, offloader)
             loss.backward()
-            if offloader is not None:
-                offloader.note_micro_step()
+            note_backward(offloader)
         found.append([loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())])
-        optimizer.step()
-        optimizer.zero_grad()
-        if offloader is not None:
-            offloader.note_step()
+        end_step(optimizer, offloader)
     return found
 
 
@@ -232,8 +232,7 @@ def test_what_steps_cost_is_fitted_to_them_and_promised_from_then_on(
     ours = model()
     offloader = make(ours)
     steps(ours, offloader, [ROWS] * FIRST_PLAN)
-    controller = offloader._controller
-    assert controller is not None
+    controller = controller_of(offloader)
     promised = offloader.report().plan
     assert promised is not None
     elapsed_s = controller._clock.elapsed_s
@@ -322,8 +321,8 @@ def test_lengths_that_alternate_are_planned_for_once(make: Make, accelerator: ty
     ours, planner = model(), Counted()
     offloader = make(ours, planner=planner, accelerator=accelerator(), recompute=False)
     steps(ours, offloader, [ROWS] * FIRST_PLAN + [2 * ROWS, ROWS] * 4)
-    controller = offloader._controller
-    assert controller is not None and controller.in_force is not None
+    controller = controller_of(offloader)
+    assert controller.in_force is not None
     saved_bytes, calls = controller.in_force.trace.saved_bytes, planner.calls
     assert saved_bytes > 1.8 * 4 * ROWS * WIDTH * DEPTH
     steps(ours, offloader, [2 * ROWS, ROWS] * 10)
@@ -334,8 +333,7 @@ def test_lengths_that_alternate_are_planned_for_once(make: Make, accelerator: ty
 def test_steps_of_the_optimizer_without_a_forward_are_no_steps(make: Make) -> None:
     ours = model()
     offloader = make(ours, recompute=False)
-    controller = offloader._controller
-    assert controller is not None
+    controller = controller_of(offloader)
     steps(ours, offloader, [ROWS] * FIRST_PLAN)
     seen: list[Observation] = []
     controller._calibration.add = seen.append  # type: ignore[method-assign]
@@ -349,8 +347,7 @@ def test_steps_of_the_optimizer_without_a_forward_are_no_steps(make: Make) -> No
 def test_other_micro_steps_for_good_ask_for_another_trace(make: Make) -> None:
     ours = model()
     offloader = make(ours, recompute=False)
-    controller = offloader._controller
-    assert controller is not None
+    controller = controller_of(offloader)
     steps(ours, offloader, [ROWS] * FIRST_PLAN)
     steps(ours, offloader, [ROWS] * 20, micro_steps=3)
     assert controller.in_force is not None and controller.in_force.trace.micro_steps == 3
@@ -431,8 +428,7 @@ def test_a_trace_that_cannot_be_had_changes_no_rule(make: Make) -> None:
         offloader.note_step()
     with offloader.saving():
         pass
-    assert offloader._controller is not None
-    assert offloader._controller._policy.choose("key", 1).wait is True
+    assert controller_of(offloader)._policy.choose("key", 1).wait is True
 
 
 def test_a_recording_that_is_no_trace_ends_the_plans_and_not_the_training(

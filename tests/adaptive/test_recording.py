@@ -83,17 +83,22 @@ def test_hooks_are_what_they_take_beside_moving() -> None:
     assert found.hooks_s() == pytest.approx(0.5 * cache.stats.packed_tensors)
 
 
+def record_one(recording: Recording, cache: TensorCache, model: Stack, rows: int = ROWS) -> None:
+    """A micro-step."""
+    recorder = recording.begin()
+    assert recorder is not None
+    with recorder.watching(), cache.saving(around=recorder.around):
+        loss = model(torch.randn(rows, WIDTH), recorder)
+    loss.backward()
+    recording.end_micro_step()
+
+
 def test_a_recording_is_enough_when_it_has_two_and_counts_what_moved(cache: TensorCache) -> None:
     ticks = Ticks()
     recording, model = Recording(ticks, lambda: Recorder(cache, ticks, {})), Stack(ticks)
     for number in range(RECORDINGS):
         assert not recording.is_enough
-        recorder = recording.begin()
-        assert recorder is not None
-        with recorder.watching(), cache.saving(around=recorder.around):
-            loss = model(torch.randn(ROWS, WIDTH), recorder)
-        loss.backward()
-        recording.end_micro_step()
+        record_one(recording, cache, model)
         ticks.now_s += 0.25
         recording.settle()
         recording.end_step(ticks.mark(), 100 + number)
@@ -125,12 +130,7 @@ def took(cache: TensorCache, ticks: Ticks, micro_steps: int = 1, rows: int = ROW
     """Recorded of as many micro-steps as it takes."""
     recording, model = Recording(ticks, lambda: Recorder(cache, ticks, {})), Stack(ticks)
     while not recording.is_enough:
-        recorder = recording.begin()
-        assert recorder is not None
-        with recorder.watching(), cache.saving(around=recorder.around):
-            loss = model(torch.randn(rows, WIDTH), recorder)
-        loss.backward()
-        recording.end_micro_step()
+        record_one(recording, cache, model, rows)
         recording.settle()
         recording.end_step(ticks.mark(), 0)
     return recording.recorded(MACHINE, micro_steps)

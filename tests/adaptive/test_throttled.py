@@ -10,7 +10,7 @@ import pytest
 import torch
 from curves.throttled import ThrottledBackend
 from doubles import CpuAccelerator
-from test_controller import FIRST_PLAN, WIDTH, Model, model, steps
+from test_controller import FIRST_PLAN, WIDTH, Model, controller_of, model, steps
 
 from ds_tba.adaptive.ranks import Alone
 from ds_tba.config import AioConfig, OffloadConfig
@@ -67,9 +67,7 @@ def least_moving(ours: Model, offloader: ActivationOffloader, count: int) -> tup
     for _ in range(count):
         before_s = offloader.cache.stats.moving_s
         train(ours, offloader, 1)
-        controller = offloader._controller
-        assert controller is not None
-        found.append((offloader.cache.stats.moving_s - before_s, controller._patience_s))
+        found.append((offloader.cache.stats.moving_s - before_s, controller_of(offloader)._patience_s))
     return min(found)
 
 

@@ -43,6 +43,15 @@ def store_is_empty(store: NvmeStore) -> bool:
     return False
 
 
+def written(store: NvmeStore) -> tuple[TensorCache, Tensor, Tensor]:
+    """A cache, a leaf, and a loss for whose backward everything has to be read."""
+    cache, x = cache_over(store), torch.randn(256, 256, requires_grad=True)
+    with cache.saving():
+        loss = x.exp().sin().sum()
+    store.wait_for_writes()
+    return cache, x, loss
+
+
 @scenarios
 def test_offloaded_gradients_are_exact(make_store: StoreFactory, backend: IoBackend, scenario: Scenario) -> None:
     store = make_store(backend, staging_bytes=8 * MIB)
@@ -191,8 +200,7 @@ def test_backward_prefetches_in_reverse_and_within_its_bound(make_store: StoreFa
             for _ in range(8):
                 y = y.exp().log()
             loss = y.sum()
-        while store.space.writes_under_way:
-            threading.Event().wait(0.001)
+        store.wait_for_writes()
         order.clear()
         loss.backward()
         assert order == sorted(order, reverse=True) and len(order) >= 8
@@ -201,12 +209,7 @@ def test_backward_prefetches_in_reverse_and_within_its_bound(make_store: StoreFa
 
 def test_a_second_backward_reads_again_instead_of_holding_memory(make_store: StoreFactory) -> None:
     store = make_store()
-    cache = cache_over(store)
-    x = torch.randn(256, 256, requires_grad=True)
-    with cache.saving():
-        loss = x.exp().sin().sum()
-    while store.space.writes_under_way:
-        threading.Event().wait(0.001)
+    cache, _, loss = written(store)
     loss.backward(retain_graph=True)
     assert all(record.arrival is None for record in cache._records.values())
     once = store.stats.reads.nbytes
@@ -244,12 +247,7 @@ def test_lost_bytes_raise_out_of_backward(
     make_store: StoreFactory, script: Callable[[str, int], str | None], error: type[Exception]
 ) -> None:
     store = make_store(ScriptedBackend(script))
-    cache = cache_over(store)
-    x = torch.randn(256, 256, requires_grad=True)
-    with cache.saving():
-        loss = x.exp().sin().sum()
-    while store.space.writes_under_way:
-        threading.Event().wait(0.001)
+    cache, x, loss = written(store)
     store.ring._memory.random_(0, 256)  # type: ignore[union-attr]
     with pytest.raises(error):
         loss.backward()
@@ -260,12 +258,7 @@ def test_lost_bytes_raise_out_of_backward(
 
 def test_backward_after_close_says_so(make_store: StoreFactory) -> None:
     store = make_store()
-    cache = cache_over(store)
-    x = torch.randn(256, 256, requires_grad=True)
-    with cache.saving():
-        loss = x.exp().sum()
-    while store.space.writes_under_way:
-        threading.Event().wait(0.001)
+    *_, loss = written(store)
     store.close()
     with pytest.raises(StateError, match="closed before backward"):
         loss.backward()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,7 +14,7 @@ from late_device import LateDevice
 from test_store import CPU, MIB, noise, nothing_is_held, put, slots_in_use, stored, until
 
 from ds_tba.autograd.cache import TensorCache
-from ds_tba.errors import ActivationLostError, StateError, TransferError
+from ds_tba.errors import ActivationLostError, StateError
 from ds_tba.storage.base import SwapTicket, TicketState
 from ds_tba.storage.chunked import PiecesStore, PiecesTicket
 from ds_tba.storage.nvme import Lanes, NvmeStore
@@ -34,6 +33,17 @@ def under_write(store: NvmeStore, gate: Gate, *pieces: torch.Tensor) -> list[Swa
     gate.arrived.acquire()
     until(lambda: tickets[0].state is TicketState.WRITING, "the first write to begin")
     return tickets
+
+
+def failing_behind(gate: Gate, what: str) -> Callable[[str, int], None]:
+    """A script: transfers of this verb fail, once the gate lets them."""
+    failing = fails(what)
+
+    def script(verb: str, number: int) -> None:
+        gate(verb, number)
+        failing(verb, number)
+
+    return script
 
 
 @devices
@@ -166,21 +176,12 @@ def test_what_is_given_up_after_it_was_wanted_leaves_nothing(
     assert store.space.wanted_bytes == 0 and ticket.state is TicketState.RELEASED
 
 
-def failing_behind(gate: Gate) -> Callable[[str, int], None]:
-    def script(verb: str, number: int) -> None:
-        gate(verb, number)
-        if verb == "write":
-            raise TransferError("write failed: Input/output error", errno.EIO)
-
-    return script
-
-
 @devices
 def test_a_write_that_fails_after_it_was_wanted_keeps_the_bytes(
     make_store: StoreFactory, accelerator: MakeDevice
 ) -> None:
     gate = Gate()
-    store = make_store(ScriptedBackend(failing_behind(gate)), lanes=ONE_LANE, accelerator=accelerator())
+    store = make_store(ScriptedBackend(failing_behind(gate, "write")), lanes=ONE_LANE, accelerator=accelerator())
     pieces = [noise(MIB) for _ in range(2)]
     tickets = under_write(store, gate, *pieces)
     assert all(store.prefetch(ticket) for ticket in tickets)
@@ -298,13 +299,8 @@ def test_pieces_under_write_are_wanted_and_handed_over(make_store: StoreFactory)
 
 
 def test_a_read_that_fails_still_raises_for_what_was_handed_over_before(make_store: StoreFactory) -> None:
-    gate, failing = Gate(), fails("read")
-
-    def script(verb: str, number: int) -> None:
-        gate(verb, number)
-        failing(verb, number)
-
-    store = make_store(ScriptedBackend(script), lanes=ONE_LANE)
+    gate = Gate()
+    store = make_store(ScriptedBackend(failing_behind(gate, "read")), lanes=ONE_LANE)
     data = noise(MIB)
     (ticket,) = under_write(store, gate, data)
     assert store.prefetch(ticket)

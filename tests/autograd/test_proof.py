@@ -30,6 +30,7 @@ import pytest
 import torch
 from doubles import CpuAccelerator
 from planners import PLANNERS
+from stepping import end_step, forward, note_backward
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -760,35 +761,42 @@ def steps(model: Net, offloader: ActivationOffloader | None, count: int = STEPS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for _ in range(count):
         x = torch.randn(ROWS, WIDTH)
-        if offloader is None:
-            loss = model(x)
-        else:
-            with offloader.saving():
-                loss = model(x)
+        loss = forward(model, x, offloader)
         model.between()
         loss.backward()
-        if offloader is not None:
-            offloader.note_micro_step()
+        note_backward(offloader)
         gradients = [parameter.grad.clone() for parameter in model.parameters()]
-        optimizer.step()
-        optimizer.zero_grad()
-        if offloader is not None:
-            offloader.note_step()
+        end_step(optimizer, offloader)
         yield [loss.detach(), *gradients, torch.get_rng_state(), torch.tensor(random.getstate()[1])]
 
 
 def check(make: Callable[..., ActivationOffloader], block: Make, net: type[Net], **config: Any) -> ActivationOffloader:
     """Train with and without; every bit must be the same."""
     torch.manual_seed(0)
-    ours, twin = net(block), net(block)
-    twin.load_state_dict(ours.state_dict())
-    begin()
-    expected = list(steps(twin, None))
-    begin()
+    ours = net(block)
+    twin = twin_of(ours, block)
     offloader = make(ours, **config)
-    for number, (one, other) in enumerate(zip(steps(ours, offloader), expected, strict=True)):
-        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True)), f"step {number}"
+    check_steps(ours, offloader, twin)
     return offloader
+
+
+def twin_of(ours: Net, block: Make) -> Net:
+    """Another model of the same kind, blocks and parameters."""
+    twin = type(ours)(block)
+    twin.load_state_dict(ours.state_dict())
+    return twin
+
+
+def check_steps(ours: Net, offloader: ActivationOffloader, twin: Net, count: int = STEPS) -> list[int]:
+    """Train both from the same beginning; every bit must be the same. Bytes recomputed, before and after each step."""
+    begin()
+    expected = list(steps(twin, None, count))
+    begin()
+    recomputed = [offloader.report().recomputed_bytes]
+    for number, (one, other) in enumerate(zip(steps(ours, offloader, count), expected, strict=True)):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True)), f"step {number}"
+        recomputed.append(offloader.report().recomputed_bytes)
+    return recomputed
 
 
 @pytest.mark.parametrize("name", STATEFUL)
@@ -897,17 +905,11 @@ class Buffered(Plain):
 
 def test_a_pass_under_another_mode_is_a_kind_of_its_own(make: Callable[..., ActivationOffloader]) -> None:
     ours, offloader = under_a_plan(make, Plain)
-    twin = Net(Plain)
-    twin.load_state_dict(ours.state_dict())
+    twin = twin_of(ours, Plain)
     for model in (ours, twin):
         model.forward = types.MethodType(InMode.forward, model)  # type: ignore[method-assign]
-    before = offloader.report().recomputed_bytes
-    begin()
-    expected = list(steps(twin, None, 1))
-    begin()
-    for one, other in zip(steps(ours, offloader, 1), expected, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-    assert offloader.report().recomputed_bytes == before
+    before, after = check_steps(ours, offloader, twin, 1)
+    assert after == before
 
 
 class Counted(Plain):
@@ -922,34 +924,19 @@ class Counted(Plain):
 
 def test_python_numbers_drawn_only_later_are_drawn_again(make: Callable[..., ActivationOffloader]) -> None:
     ours, offloader = under_a_plan(make, Counted)
-    twin = Net(Counted)
-    twin.load_state_dict(ours.state_dict())
+    twin = twin_of(ours, Counted)
     for model in (ours, twin):
         for layer in model.layers:
             layer.draws = True
-    before = offloader.report().recomputed_bytes
-    begin()
-    expected = list(steps(twin, None, 3))
-    begin()
-    for one, other in zip(steps(ours, offloader, 3), expected, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-    assert offloader.report().recomputed_bytes > before
+    recomputed = check_steps(ours, offloader, twin, 3)
+    assert recomputed[-1] > recomputed[0]
 
 
 def test_a_kind_of_pass_that_comes_later_is_proven_before_it_is_recomputed(
     make: Callable[..., ActivationOffloader],
 ) -> None:
     ours, offloader = under_a_plan(make, Plain)
-    ours.eval()
-    twin = Net(Plain).eval()
-    twin.load_state_dict(ours.state_dict())
-    begin()
-    expected = list(steps(twin, None, 60))
-    begin()
-    recomputed = [offloader.report().recomputed_bytes]
-    for one, other in zip(steps(ours, offloader, 60), expected, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-        recomputed.append(offloader.report().recomputed_bytes)
+    recomputed = check_steps(ours.eval(), offloader, twin_of(ours, Plain).eval(), 60)
     assert recomputed[0] == recomputed[1]  # it is watched first; when it is tried, the monitor says
     assert recomputed[-1] > recomputed[1] and offloader.report().unproven_blocks == []
 

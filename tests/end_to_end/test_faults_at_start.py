@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from disks import MIB, Disk, run
+from disks import MIB, Disk, limited, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from victims import Fault, Job, Outcome, Victims
@@ -175,11 +175,8 @@ QUOTA_AT_START = pytest.mark.fault(
 
 @QUOTA_AT_START
 def test_a_quota_of_btrfs_that_is_too_small(quota_disk: Disk, victims: Victims) -> None:
-    directory = quota_disk.path / "job"
-    run("btrfs", "subvolume", "create", str(directory))
-    run("btrfs", "qgroup", "limit", "10M", str(directory))
-    refused(victims.run(Job(str(directory))), "PathError", "16777216 bytes", "Disk quota exceeded")
-    run("btrfs", "subvolume", "delete", "-c", str(directory))
+    with limited(quota_disk, "10M") as directory:
+        refused(victims.run(Job(str(directory))), "PathError", "16777216 bytes", "Disk quota exceeded")
 
 
 @QUOTA_AT_START

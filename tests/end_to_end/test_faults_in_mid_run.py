@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from disks import MIB, Disk, run, until
+from disks import MIB, Disk, limited, until
 from victims import Fault, Job, Outcome, Victim, Victims
 
 from ds_tba.storage.backends import aio
@@ -39,6 +39,14 @@ def raised(outcome: Outcome, error: str, *words: str) -> str:
     return outcome.message
 
 
+def told(outcome: Outcome, user_sees: Sees, *words: str) -> Outcome:
+    """An outcome as without us, of which the user was told in these words."""
+    equal(outcome)
+    assert all(word in outcome.said for word in words), outcome.said
+    user_sees(outcome.said)
+    return outcome
+
+
 def at(victim: Victim, pause: str, strike: Callable[[], object]) -> None:
     """Strike while the victim waits at a pause."""
     victim.wait_until(pause)
@@ -63,10 +71,9 @@ def test_the_drive_fills(small_disk: Disk, victims: Victims, backend_name: str, 
             os.posix_fallocate(file.fileno(), 0, small_disk.free_bytes - 5 * MIB)
 
     at(victim, "forward 0", fill)
-    outcome = equal(victim.outcome())
+    outcome = told(victim.outcome(), user_sees, "No space left on device")
     assert 0 < outcome.report["fallbacks_by_reason"]["no space in the swap file"] < STORAGES
-    assert outcome.report["written_bytes"] > 0 and "No space left on device" in outcome.said
-    user_sees(outcome.said)
+    assert outcome.report["written_bytes"] > 0
     filler.unlink()
 
 
@@ -80,24 +87,21 @@ QUOTA_IN_MID_RUN = pytest.mark.fault(
 @QUOTA_IN_MID_RUN
 def test_a_quota_of_btrfs_is_used_up(quota_disk: Disk, victims: Victims, backend_name: str) -> None:
     """Also under aio, which would not tell of a rewrite that fails: the swap file is not copied on write."""
-    directory = quota_disk.path / "job"
-    run("btrfs", "subvolume", "create", str(directory))
-    run("btrfs", "qgroup", "limit", "40M", str(directory))
-    outcome = equal(victims.run(Job(str(directory), backend_name, steps=4)))
+    with limited(quota_disk, "40M") as directory:
+        outcome = equal(victims.run(Job(str(directory), backend_name, steps=4)))
     (said,) = [message for message in outcome.log if "cannot grow" in message]  # a write may have failed of it as well
     assert "Disk quota exceeded" in said
     assert outcome.report["written_bytes"] > 40 * MIB and outcome.report["kept_bytes"] > 0
-    run("btrfs", "subvolume", "delete", "-c", str(directory))
 
 
 @QUOTA_IN_MID_RUN
 @pytest.mark.parametrize("call", ["write", "allocate"])
 def test_a_quota_is_used_up(disk: Disk, victims: Victims, call: str, user_sees: Sees) -> None:
     fault = Fault(call, "fail", errno.EDQUOT, first=2)
-    outcome = equal(victims.run(Job(str(disk.path), "posix", grow_step_bytes=4 * MIB, faults=[fault])))
-    assert "Disk quota exceeded" in outcome.said and outcome.said.endswith("in memory" + " instead" * (call == "write"))
+    job = Job(str(disk.path), "posix", grow_step_bytes=4 * MIB, faults=[fault])
+    outcome = told(victims.run(job), user_sees, "Disk quota exceeded")
+    assert outcome.said.endswith("in memory" + " instead" * (call == "write"))
     assert 0 < outcome.report["fallbacks"] < STORAGES
-    user_sees(outcome.said)
 
 
 # ---- errors that the kernel tells -----------------------------------------------------------------------------------
@@ -111,11 +115,9 @@ def test_a_quota_is_used_up(disk: Disk, victims: Victims, call: str, user_sees: 
 def test_a_write_fails(fragile_disk: Disk, victims: Victims, user_sees: Sees) -> None:
     victim = victims.start(Job(str(fragile_disk.path), "posix", pauses=("forward 1",)))
     at(victim, "forward 1", lambda: fragile_disk.break_beyond(BEGINNING))
-    outcome = equal(victim.outcome())
+    outcome = told(victim.outcome(), user_sees, "Input/output error", "stay in memory")
     assert outcome.report["written_bytes"] == STORAGES // 2 * STORAGE_BYTES
     assert outcome.report["fallbacks_by_reason"] == {"path failed": STORAGES // 2}
-    assert "Input/output error" in outcome.said and "stay in memory" in outcome.said
-    user_sees(outcome.said)
 
 
 @pytest.mark.aio
@@ -138,9 +140,8 @@ def test_a_write_fails_unseen(fragile_disk: Disk, victims: Victims, needs_aio: N
 )
 def test_a_read_fails_once(disk: Disk, victims: Victims, user_sees: Sees) -> None:
     fault = Fault("read", "fail", errno.EIO, first=7, last=7)
-    outcome = equal(victims.run(Job(str(disk.path), "posix", faults=[fault])))
-    assert "Input/output error; trying once more" in outcome.said
-    user_sees(outcome.said)
+    outcome = victims.run(Job(str(disk.path), "posix", faults=[fault]))
+    told(outcome, user_sees, "Input/output error; trying once more")
 
 
 @pytest.mark.fault(
@@ -178,9 +179,8 @@ def test_short_transfers_are_completed(disk: Disk, victims: Victims, call: str, 
     outcome="from there on activations stay in memory, said once; gradients equal",
 )
 def test_a_write_moves_nothing(disk: Disk, victims: Victims, user_sees: Sees) -> None:
-    outcome = equal(victims.run(Job(str(disk.path), "posix", faults=[Fault("write", "nothing", first=5, last=5)])))
-    assert "short: 0 of 4194304 bytes" in outcome.said
-    user_sees(outcome.said)
+    outcome = victims.run(Job(str(disk.path), "posix", faults=[Fault("write", "nothing", first=5, last=5)]))
+    told(outcome, user_sees, "short: 0 of 4194304 bytes")
 
 
 @pytest.mark.fault(

@@ -26,7 +26,7 @@ import pytest
 import test_controller as controlled
 import torch
 from conftest import StoreFactory, make_backend
-from gpu.device import TorchCuda
+from curves.device import TorchCuda
 from gpu_rig import Rig
 from planners import PLANNERS
 from test_hazards import Scenario, mutations, scenarios, store_is_empty

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from ds_tba.planner.plan import Limits, Outcome, Prediction
 from ds_tba.planner.search import keep
 from ds_tba.planner.simulator import replay, simulate
 from ds_tba.planner.timeline import Assignment, Timeline
-from ds_tba.planner.trace import BlockTrace, PathRates, Trace
+from ds_tba.planner.trace import BlockTrace, PathRates, StorageTrace, Trace
 from ds_tba.planner.transfer import STORED, DriveQueues, Pacing
 
 K, H, N = Placement.KEEP, Placement.HOST, Placement.NVME
@@ -332,33 +333,20 @@ def test_nothing_waits_where_everything_is_unlimited(case: tuple[Trace, Assignme
     assert both(replace(trace, resources=machine), assignment)[1].stall_s == 0.0
 
 
+Timed = TypeVar("Timed", StorageTrace, BlockTrace, Trace)
+
+
+def later(one: Timed, factor: float, **others: Any) -> Timed:
+    """With other fields, and all times, whose names end in ``_s``, ``factor`` times as late."""
+    times = {field.name: getattr(one, field.name) * factor for field in fields(one) if field.name.endswith("_s")}
+    return replace(one, **times, **others)
+
+
 def slowed(trace: Trace, factor: float) -> Trace:
     """Everything takes ``factor`` times as long."""
-    slow = replace(
-        trace,
-        storages=tuple(
-            replace(
-                one,
-                pack_s=one.pack_s * factor,
-                last_forward_use_s=one.last_forward_use_s * factor,
-                first_backward_use_s=one.first_backward_use_s * factor,
-                freed_s=one.freed_s * factor,
-            )
-            for one in trace.storages
-        ),
-        blocks=tuple(
-            replace(
-                block,
-                forward_start_s=block.forward_start_s * factor,
-                forward_end_s=block.forward_end_s * factor,
-                backward_start_s=block.backward_start_s * factor,
-                backward_end_s=block.backward_end_s * factor,
-            )
-            for block in trace.blocks
-        ),
-        end_s=trace.end_s * factor,
-        optimizer_s=trace.optimizer_s * factor,
-    )
+    storages = tuple(later(one, factor) for one in trace.storages)
+    blocks = tuple(later(one, factor) for one in trace.blocks)
+    slow = later(trace, factor, storages=storages, blocks=blocks)
     return traces.with_rates(slow, 1 / factor, 1 / factor, 1 / factor)
 
 

@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from curves.throttled import ThrottledBackend  # noqa: E402
 from planners import PLANNERS  # noqa: E402
+from stepping import end_step, forward, note_backward  # noqa: E402
 from test_controller import DEPTH, ROWS, WIDTH, Block, Model  # noqa: E402
 
 import ds_tba.storage.tiers  # noqa: E402
@@ -114,17 +114,13 @@ def train(rank: int, directory: Path, case: str) -> dict[str, Any]:
                 torch.nn.Sigmoid(), torch.nn.Tanh(), model.head
             )  # one more storage, and no more time
         x = torch.randn(rows_of(rank, case.removeprefix("without ")), WIDTH, generator=chance)
-        with nullcontext() if offloader is None else offloader.saving():
-            loss = model(x)
+        loss = forward(model, x, offloader)
         loss.backward()
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad)
+        note_backward(offloader)
+        end_step(optimizer, offloader)
         if offloader is not None:
-            offloader.note_micro_step()
-        optimizer.step()
-        optimizer.zero_grad()
-        if offloader is not None:
-            offloader.note_step()
             plans.append(in_force(offloader))
         losses.append(loss.item().hex())
     digest = hashlib.sha256(b"".join(one.detach().numpy().tobytes() for one in model.parameters())).hexdigest()

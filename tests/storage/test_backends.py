@@ -108,6 +108,21 @@ class BackendContract:
         assert all(before[1] == after[0] for before, after in itertools.pairwise(blocks))
 
 
+class DeviceStagingContract(BackendContract):
+    """Of those that stage in device memory; ``registered`` is the size at each address that the library was told of."""
+
+    # Device memory is no memory of the process, so there is nothing to keep from its children.
+    test_staging_is_kept_from_forked_children_only_while_it_is_staging = None  # type: ignore[assignment]
+
+    def test_staging_is_registered_as_long_as_it_is_staging(
+        self, backend: IoBackend, registered: dict[int, int]
+    ) -> None:
+        staging = backend.allocate_staging(MIB)
+        assert registered == {staging.data_ptr(): MIB}
+        backend.free_staging(staging)
+        assert not registered
+
+
 class TestPosix(BackendContract):
     @pytest.fixture
     def backend(self) -> IoBackend:

@@ -14,7 +14,7 @@ import torch
 from conftest import StoreFactory
 from cuda_doubles import FakeGdsOp, ProcessExit
 from doubles import EventAccelerator, Gate
-from test_backends import MIB, BackendContract
+from test_backends import MIB, DeviceStagingContract
 from test_hazards import Scenario, cache_over, scenarios, store_is_empty
 from test_store import CPU, noise, put, stored
 
@@ -37,19 +37,14 @@ def backend_in(directory: Path, intra_op_parallelism: int = 1) -> GdsBackend:
     return GdsBackend(AioConfig(intra_op_parallelism=intra_op_parallelism), [str(directory)], MIB, "cuda")
 
 
-class TestGds(BackendContract):
+class TestGds(DeviceStagingContract):
     @pytest.fixture
     def backend(self, op: FakeGdsOp, tmp_path: Path) -> IoBackend:
         return backend_in(tmp_path)
 
-    # Device memory is no memory of the process, so there is nothing to keep from its children.
-    test_staging_is_kept_from_forked_children_only_while_it_is_staging = None  # type: ignore[assignment]
-
-    def test_staging_is_registered_as_long_as_it_is_staging(self, backend: IoBackend, op: FakeGdsOp) -> None:
-        staging = backend.allocate_staging(MIB)
-        assert op.registered == {staging.data_ptr(): MIB}
-        backend.free_staging(staging)
-        assert not op.registered
+    @pytest.fixture
+    def registered(self, op: FakeGdsOp) -> dict[int, int]:
+        return op.registered
 
 
 def test_a_long_transfer_is_cut_so_that_others_get_the_gil(op: FakeGdsOp, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 from conftest import StoreFactory
 from cuda_doubles import CompatMode, FakeKvikio
 from doubles import EventAccelerator
-from test_backends import MIB, BackendContract
+from test_backends import MIB, BackendContract, DeviceStagingContract
 from test_hazards import Scenario, cache_over, scenarios, store_is_empty
 from test_store import CPU, noise, put, stored, until
 
@@ -34,21 +34,16 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeKvikio:
     return fake
 
 
-class TestFromDeviceMemory(BackendContract):
+class TestFromDeviceMemory(DeviceStagingContract):
     @pytest.fixture
     def backend(self, fake: FakeKvikio) -> IoBackend:
         backend = KvikioBackend(4, "cuda")
         assert backend.stages_on_device
         return backend
 
-    # Device memory is no memory of the process, so there is nothing to keep from its children.
-    test_staging_is_kept_from_forked_children_only_while_it_is_staging = None  # type: ignore[assignment]
-
-    def test_staging_is_registered_as_long_as_it_is_staging(self, backend: IoBackend, fake: FakeKvikio) -> None:
-        staging = backend.allocate_staging(MIB)
-        assert fake.registered == {staging.data_ptr(): MIB}
-        backend.free_staging(staging)
-        assert not fake.registered
+    @pytest.fixture
+    def registered(self, fake: FakeKvikio) -> dict[int, int]:
+        return fake.registered
 
     def test_a_transfer_is_one_request(
         self, backend: IoBackend, fake: FakeKvikio, file: SwapFile, staging: torch.Tensor

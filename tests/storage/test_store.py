@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import StoreFactory
+from disks import until
 from doubles import EventAccelerator, Gate, ScriptedBackend, fails, slow
 
 from ds_tba.errors import ActivationCorruptionError, ActivationLostError, PathError, StateError
@@ -41,13 +42,6 @@ def put(store: NvmeStore, data: torch.Tensor, *, wait: bool = False) -> SwapTick
     ticket = store.put(data, wait=wait)
     assert isinstance(ticket, SwapTicket), ticket
     return ticket
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, f"waited in vain for: {what}"
-        time.sleep(0.001)
 
 
 def stored(store: NvmeStore, data: torch.Tensor) -> SwapTicket:

@@ -7,8 +7,6 @@ vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -16,9 +14,6 @@ from torch import nn
 from torch.nn import functional
 
 from ds_tba.autograd.tensors import mark_owned
-
-# How a block is called: plainly, or by something that checkpoints it.
-Call = Callable[..., torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -31,7 +26,7 @@ class Shape:
     sequence: int
     vocabulary: int
     head: int
-    batch: int = 0
+    batch: int
 
     @property
     def name(self) -> str:
@@ -48,14 +43,9 @@ class Shape:
 
     @property
     def activation_bytes(self) -> int:
-        """An estimate from above of what is saved, for choosing a batch and for sizing host memory only."""
+        """An estimate from above of what is saved, for sizing swap files only."""
         crossing = self.layers // 2 if self.model == "T5" else 0
         return self.tokens * (2 * self.hidden * (20 * self.layers + 8 * crossing) + 12 * self.vocabulary)
-
-    @property
-    def state_bytes(self) -> int:
-        """An estimate from above of parameters and gradients, likewise."""
-        return 4 * self.hidden * (self.layers * 14 * self.hidden + 3 * self.vocabulary + 2 * self.sequence)
 
 
 class Attention(nn.Module):
@@ -113,59 +103,46 @@ class Transformer(nn.Module):
         self.decoders = nn.ModuleList(Block(shape, causal=True, crossing=True) for _ in range(decoders))
         self.norm, self.head = nn.LayerNorm(shape.hidden), nn.Linear(shape.hidden, shape.vocabulary, bias=False)
 
-    def forward(self, inputs: torch.Tensor, targets: torch.Tensor, call: Call) -> torch.Tensor:
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         at = torch.arange(inputs.shape[1], device=inputs.device)
         x = self.tokens(inputs) + self.positions(at)
         for block in self.blocks:
-            x = call(block, x)
+            x = block(x)
         if len(self.decoders):
             memory, x = x, self.tokens(targets) + self.positions(at)
             for block in self.decoders:
-                x = call(block, x, memory)
+                x = block(x, memory)
         return functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), targets.flatten())
 
-    @property
-    def flops(self) -> int:
-        """Of one forward and backward, without what recomputation adds; attention is counted in full, causal or not."""
-        shape = self.shape
-        weights = sum(one.weight.numel() for one in self.modules() if isinstance(one, nn.Linear))
-        attentions = sum(isinstance(one, Attention) for one in self.modules())
-        return 6 * shape.tokens * weights + 12 * attentions * shape.tokens * shape.sequence * shape.hidden
 
-    @torch.no_grad()
-    def reset(self) -> None:
-        """The same parameters each time, and gradients of zero that stay allocated."""
-        torch.manual_seed(1)
-        for name, parameter in self.named_parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0.0, 0.02)
-            else:
-                parameter.fill_(1.0 if "norm" in name and name.endswith("weight") else 0.0)
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            else:
-                parameter.grad.zero_()
+@dataclass(frozen=True)
+class Workload:
+    """A model in bf16 with one batch (inputs and targets, int64), shared by all contenders."""
 
+    model: Transformer
+    batch: tuple[torch.Tensor, torch.Tensor]
+    parameters: list[nn.Parameter]
 
-@contextmanager
-def bfloat16() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+    @classmethod
+    def of(cls, shape: Shape, device: torch.device) -> Workload:
+        with device:
+            model = Transformer(shape).bfloat16()
+        for module in model.modules():
+            mark_owned(module)
+        _initialize(model)
+        generator = torch.Generator().manual_seed(2)
+        text = torch.randint(0, shape.vocabulary, (2, shape.batch, shape.sequence), generator=generator)
+        inputs, targets = text.to(device)
+        return cls(model, (inputs, targets), list(model.parameters()))
 
 
-def build(shape: Shape, device: torch.device) -> tuple[Transformer, tuple[torch.Tensor, torch.Tensor]]:
-    """The model in bf16, and one batch (inputs and targets, int64)."""
-    with bfloat16(), device:
-        model = Transformer(shape)
-    model.reset()
-    for module in model.modules():
-        mark_owned(module)
-    text = torch.randint(
-        0, shape.vocabulary, (2, shape.batch, shape.sequence), generator=torch.Generator().manual_seed(2)
-    )
-    inputs, targets = text.to(device)
-    return model, (inputs, targets)
+@torch.no_grad()
+def _initialize(model: Transformer) -> None:
+    """The same parameters each time, and gradients of zero that stay allocated."""
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            parameter.normal_(0.0, 0.02)
+        else:
+            parameter.fill_(1.0 if "norm" in name and name.endswith("weight") else 0.0)
+        parameter.grad = torch.zeros_like(parameter)

@@ -1,20 +1,15 @@
-"""The device under test: the accelerator that ds_tba needs, with DeepSpeed or without, and clocks and gauges for it."""
+"""The device under test: the accelerator that ds_tba needs, with DeepSpeed or without, and a gauge of its memory."""
 
 from __future__ import annotations
 
 import gc
 import os
-import re
-import time
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from ds_tba.device.accelerator import Accelerator, CpuAccelerator, DeviceAccelerator
-
-GIB = 1 << 30
 
 
 class TorchCuda:
@@ -75,47 +70,25 @@ def cuda_api() -> Any:
 
 
 class Device:
-    """CPU or CUDA: how to wait for it, time it and ask for its memory.
+    """CPU or CUDA: how to wait for it and ask for its memory.
 
     Args:
         kind: ``"cpu"`` or ``"cuda"``.
     """
 
     def __init__(self, kind: str) -> None:
-        self.kind = kind
         self.torch = torch.device(kind)
         self.is_cuda = kind == "cuda"
-        self.api = cuda_api() if self.is_cuda else None
-        self.accelerator: Accelerator = DeviceAccelerator(self.api) if self.is_cuda else CpuAccelerator()
+        self.accelerator: Accelerator = DeviceAccelerator(cuda_api()) if self.is_cuda else CpuAccelerator()
 
     @property
     def name(self) -> str:
         """As the driver names it, or the number of CPU cores."""
         return torch.cuda.get_device_name() if self.is_cuda else f"CPU, {os.cpu_count()} cores"
 
-    @property
-    def slug(self) -> str:
-        """The name for a file: ``h200``, ``cpu2``."""
-        if not self.is_cuda:
-            return f"cpu{os.cpu_count()}"
-        return re.sub(r"[^a-z0-9]", "", self.name.lower().replace("nvidia", "").replace("geforce", ""))
-
-    @property
-    def total_bytes(self) -> int | None:
-        """Its memory; None on the CPU."""
-        return torch.cuda.get_device_properties(0).total_memory if self.is_cuda else None
-
     def synchronize(self) -> None:
         if self.is_cuda:
             torch.cuda.synchronize()
-
-    def time_s(self, work: Any) -> float:
-        """Wall seconds of ``work()``, with the device idle before and after."""
-        self.synchronize()
-        started = time.perf_counter()
-        work()
-        self.synchronize()
-        return time.perf_counter() - started
 
     def allocated_bytes(self) -> int | None:
         return torch.cuda.memory_allocated() if self.is_cuda else None
@@ -124,22 +97,15 @@ class Device:
         if self.is_cuda:
             torch.cuda.reset_peak_memory_stats()
 
-    def peak_bytes(self) -> tuple[int | None, int | None]:
-        """Most bytes allocated and most bytes reserved since the last reset; None where nobody counts."""
-        if not self.is_cuda:
-            return None, None
-        return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    def peak_bytes(self) -> int | None:
+        """Most bytes allocated since the last reset; None where nobody counts."""
+        return torch.cuda.max_memory_allocated() if self.is_cuda else None
 
-    def give_back(self, *, pinned: bool = False) -> None:
-        """Let go of the device memory that no tensor uses, and of the pinned memory too (which is slow to get)."""
+    def give_back(self) -> None:
+        """Let go of the device memory and the pinned memory that no tensor uses."""
         gc.collect()
         if self.is_cuda:
             torch.cuda.empty_cache()
             empty_pinned = getattr(torch._C, "_host_emptyCache", None)
-            if pinned and empty_pinned is not None:  # torch keeps it, of every size that was asked for
+            if empty_pinned is not None:  # torch keeps it, of every size that was asked for
                 empty_pinned()
-
-
-def free_host_bytes() -> int:
-    """MemAvailable of this machine."""
-    return int(Path("/proc/meminfo").read_text().partition("MemAvailable:")[2].split()[0]) * 1024

@@ -1,0 +1,97 @@
+"""Variants of a benchmark that take turns, because machines are noisy, and where need be each in a process of its own.
+
+A benchmark whose variants run in processes starts itself again for each: with ``--variant`` it measures that one and
+writes what it found to ``--result``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+Name = TypeVar("Name")
+Found = TypeVar("Found")
+
+# A process group of one. And glibc gives freed memory back, or resident bytes say nothing about the bytes in use.
+ALONE = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 20),
+}
+LEFT_BY_DEEPSPEED = "deepspeed_allreduce_buffer_*_{port}_*"
+TAIL_CHARACTERS = 4000
+
+
+def rounds_of(
+    variants: Sequence[Name],
+    turn: Callable[[Name], Found],
+    most: int,
+    ends_s: float = math.inf,
+    chance: random.Random | None = None,
+) -> Iterator[dict[Name, Found]]:
+    """What each variant found in its turn, round by round, each time in a new random order.
+
+    Args:
+        most: so many rounds, fewer where the next would not end in time, two at least.
+        ends_s: when time is up, on the monotonic clock.
+        chance: for the order.
+    """
+    chance, longest_s = chance or random.Random(), 0.0
+    for number in range(most):
+        began_s = time.monotonic()
+        if number >= 2 and began_s + longest_s >= ends_s:
+            return
+        yield {variant: turn(variant) for variant in chance.sample(variants, len(variants))}
+        longest_s = max(longest_s, time.monotonic() - began_s)
+
+
+def add_process_options(parser: argparse.ArgumentParser, variants: Sequence[str]) -> None:
+    """What :func:`in_a_process` adds to the command line."""
+    parser.add_argument("--variant", choices=variants, help=argparse.SUPPRESS)
+    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+
+
+def in_a_process(program: str, variant: str, argv: Sequence[str], **variables: str) -> dict[str, Any]:
+    """What a variant writes to ``--result`` in a process of its own, under DeepSpeed as the only rank.
+
+    Args:
+        program: the benchmark's file.
+        argv: of the benchmark itself; the process has it, too.
+        variables: of its environment, beside ours.
+    """
+    port = str(_free_port())
+    with tempfile.NamedTemporaryFile(suffix=".json") as result:
+        done = subprocess.run(
+            [sys.executable, program, *argv, "--variant", variant, "--result", result.name],
+            env={**os.environ, **ALONE, "MASTER_PORT": port, **variables},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        for left in Path("/dev/shm").glob(LEFT_BY_DEEPSPEED.format(port=port)):
+            left.unlink()
+        if done.returncode:
+            raise SystemExit(f"{variant} ended with status {done.returncode}:\n{done.stdout[-TAIL_CHARACTERS:]}")
+        found: dict[str, Any] = json.loads(Path(result.name).read_text())
+        return found
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
