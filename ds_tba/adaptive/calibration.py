@@ -49,7 +49,7 @@ _DEVIATION = 1.4826
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What one step showed.
+    """The measured cost of one step.
 
     Attributes:
         time_s: of the step, without its waits and without the training thread's own copies.
@@ -86,7 +86,7 @@ class Fit:
     feared_wait_s_per_byte: float = 0.0
 
     def time_s(self, step: Observation) -> float:
-        """What such a step takes by [Note: One equation]."""
+        """The time of such a step by [Note: One equation]."""
         again = self.recompute_factor * step.recomputed_fraction
         return self.kept_s * (1 + again) + self.compute_s_per_byte * step.moved_bytes
 
@@ -182,7 +182,7 @@ class Calibration:
 
 @dataclass(frozen=True, slots=True)
 class _Prior:
-    """The prior: what is known before there are steps."""
+    """The estimates before there are steps."""
 
     recompute_factor: float
     compute_s_per_byte: float

@@ -77,7 +77,7 @@ class Planning:
 
     Args:
         planner: chooses the placements.
-        limits: what a plan may cost, given the seconds of a step.
+        limits: of the cost of a plan, given the seconds of a step.
         machine: of this rank.
         room_bytes: device memory that is free for activations at the beginning of a step.
         agreement: the ranks.
@@ -108,7 +108,7 @@ class Planning:
         """The plan that all ranks follow; None (and an error in the log) if there can be none. A collective.
 
         Args:
-            trace, layout: what this rank recorded; without a trace there is no plan for anyone.
+            trace, layout: recorded by this rank; without a trace there is no plan for any rank.
             fit: the cost of its steps; None without a trace.
             non_recomputable: paths of the blocks that it cannot recompute.
             current: the plan in force, if it is for this layout; see [Note: A new plan].

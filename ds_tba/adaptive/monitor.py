@@ -1,4 +1,4 @@
-"""The steps under a plan: what each shows, and when to review the plan, or to record again.
+"""The steps under a plan: the metrics of each, and when to review the plan or to record again.
 
 [Note: Reviews] A review fits the cost of steps anew and plans with the fit; the plan changes if that makes a difference
 (``consensus.py``). Reviews come after 5, 10, 20, ... steps. A surprise makes the next one come early: storages that
@@ -35,7 +35,7 @@ REPORTED_STEPS = 5
 
 
 class Action(IntEnum):
-    """What to do after a step; where ranks differ, the highest is done."""
+    """The next thing to do after a step; where ranks differ, the highest is done."""
 
     GO_ON = 0
     PLAN = 1
@@ -68,7 +68,7 @@ class Backoff:
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """What the monitor knows of one step.
+    """The facts of one step by which the monitor decides.
 
     Attributes:
         time_s: from its begin to its end.
@@ -130,7 +130,7 @@ class Monitor:
         return self._reviews.last_run == 0 or self._reviews.is_due(step, is_surprised=False)
 
     def decide(self, step: int, seen: StepMetrics) -> Action:
-        """What to do after the step of that number."""
+        """The action after the step of that number."""
         if seen.growth > MAX_DRIFT:
             return self._because(Action.PLAN, f"storages are larger than those of the plan by {seen.growth:.0%}")
         if seen.drift <= MAX_DRIFT and not seen.more_micro_steps:  # else its time says nothing of the plan

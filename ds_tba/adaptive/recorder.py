@@ -1,4 +1,4 @@
-"""Records one micro-step: what autograd saves in which block, and when it is saved, used again and freed.
+"""Records one micro-step: the storages that autograd saves in each block, and when it saves, uses and frees them.
 
 [Note: Pauses] Each call of a hook lies between two marks of the compute stream, and only the time outside of these
 pauses counts: the trace shows the micro-step as if nothing had been moved, however long moving took. So a micro-step
@@ -69,7 +69,7 @@ class _Scope:
 
 @dataclass(slots=True)
 class MicroStepRecord:
-    """What was recorded of a micro-step, and the trace of it. Fields are filled by :class:`Recorder`.
+    """The raw data of one micro-step, filled in by :class:`Recorder`, and the trace made of them.
 
     Attributes:
         pauses: marks around all work of ours, during which the trace's clock stands still.
@@ -195,7 +195,7 @@ class MicroStepRecord:
 
 
 class Recorded:
-    """What autograd holds in place of one saved tensor of a recorded micro-step."""
+    """The object that autograd holds in place of one saved tensor of a recorded micro-step."""
 
     __slots__ = ("_record", "held", "index", "scope")
 

@@ -19,7 +19,7 @@ SAME_TIME_S = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a plan may cost.
+    """Bounds of the cost of a plan.
 
     Attributes:
         max_step_overhead: fraction of the step's time that may be added, where there is no budget.
@@ -53,7 +53,7 @@ class Prediction:
         peak_saved_bytes: most device bytes that saved storages hold at once, with what is read ahead and what a copy
             out still holds.
         step_s: with the optimizer; ``stall_s`` and ``recomputed_s`` are what the step has more than the trace.
-        written_bytes, read_bytes: what the drives move, padded.
+        written_bytes, read_bytes: moved by the drives, padded.
         forwarded_bytes: handed over from staging instead of read.
         host_bytes: most bytes that the host tier holds at once.
     """
@@ -198,7 +198,7 @@ class BlockCosts:
 
     Attributes:
         compute_s: of one more forward.
-        freed_bytes: what is dropped where it alone is recomputed.
+        freed_bytes: of the storages that are dropped where this block alone is recomputed.
     """
 
     compute_s: Floats

@@ -104,10 +104,10 @@ class _Window:
 
 @dataclass(slots=True)
 class _Prefetcher:
-    """Brings back what will be used next, as far as the bounds allow.
+    """Brings back the storages that are used next, as far as the bounds allow.
 
     Attributes:
-        order: of the first uses of what is moved.
+        order: of the first uses of moved storages.
         distance: see ``Plan.prefetch_distance``; None until ``_just_in_time`` has computed it, for an order of first
             uses and a time of the trace's clock.
     """
@@ -120,7 +120,7 @@ class _Prefetcher:
     order: list[int]
     distance: Sequence[int] | None
     _just_in_time: Callable[[list[int], float], Sequence[int]]
-    _used: int = 0  # first uses of what was moved
+    _used: int = 0  # first uses of moved storages so far
     _cursor: int = 0
 
     def record_use(self, storage: int) -> None:
@@ -281,9 +281,9 @@ class Replay:
     """One micro-step in progress.
 
     Args:
-        timeline: what happens.
-        assignment: what is done about it.
-        pacing: see there; else every wait is waited.
+        timeline: of the trace.
+        assignment: the placements and recomputed blocks to replay.
+        pacing: see :class:`Pacing`; without it compute waits for staging.
         distance: see ``Plan.prefetch_distance``; None to compute the one that is just in time.
     """
 
@@ -404,12 +404,12 @@ class Replay:
 def replay(
     timeline: Timeline, assignment: Assignment, pacing: Pacing | None = None, distance: Sequence[int] | None = ()
 ) -> Outcome:
-    """What happens under an assignment, and its cost; see :class:`Replay`."""
+    """Replay an assignment; see :class:`Replay`."""
     return Replay(timeline, assignment, pacing, distance).run()
 
 
 def simulate(trace: Trace, plan: Plan) -> Prediction:
-    """What a step of ``trace`` would cost under ``plan``.
+    """The cost of a step of ``trace`` under ``plan``.
 
     Raises:
         TraceError: the plan is for a trace with other storages or blocks.

@@ -32,11 +32,6 @@ class Assignment:
     placements: Places
     recomputed: Bools
 
-    @classmethod
-    def all_kept(cls, storages: int, blocks: int) -> Assignment:
-        """Nothing moved, nothing recomputed."""
-        return cls(np.zeros(storages, np.int8), np.zeros(blocks, np.bool_))
-
 
 @dataclass(frozen=True, slots=True)
 class Liveness:
@@ -212,7 +207,7 @@ class Timeline:
     @property
     def kept(self) -> Assignment:
         """Nothing moved, nothing recomputed."""
-        return Assignment.all_kept(len(self.storages), len(self.blocks))
+        return Assignment(np.zeros(len(self.storages), np.int8), np.zeros(len(self.blocks), np.bool_))
 
     def liveness(self, recomputed: Bools) -> Liveness:
         """Which storages are saved, and until when, if these blocks are recomputed."""

@@ -337,8 +337,8 @@ def _combined(how: Callable[[Sequence[float]], float], paths: Sequence[PathRates
 
 # Which storage of a trace is which in another micro-step of the same model.
 #
-# [Note: Scopes] A micro-step is cut where passes through blocks begin and end: what lies before the first pass, the
-# first pass, what lies between it and the second, ... In each scope the storages are known by the order in which they
+# [Note: Scopes] A micro-step is cut where passes through blocks begin and end: before the first pass, the
+# first pass, between the first and the second, ... In each scope the storages are known by the order in which they
 # are first saved *there*, so that a block which is recomputed (and saves its inputs only) shifts nobody else's place.
 
 

@@ -167,7 +167,7 @@ def test_what_was_seen_beside_only_counts_for_both(make_store: StoreFactory) -> 
 
 def test_a_path_that_nobody_measured_is_no_figure(make_store: StoreFactory) -> None:
     rates = Rates(make_store(), CpuAccelerator(), MIB)
-    with pytest.raises(StateError, match="was not measured before a plan was asked for"):
+    with pytest.raises(StateError, match="was not measured before its rates were asked for"):
         rates.resources()
 
 
