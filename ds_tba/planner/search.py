@@ -147,6 +147,7 @@ class Replays:
         self.timeline = timeline
         self.limits = limits
         self.best = replay(timeline, timeline.kept)
+        self._best_rank = self.rank(self.best)
         self._left = min(MAX_REPLAYS, max(MIN_REPLAYS, REPLAYED_STORAGES // max(1, len(timeline.storages))))
         self._seen: dict[bytes, Outcome] = {}
         self._pacing = Pacing(limits.host_budget_bytes, limits.write_limit_bytes_per_step / timeline.micro_steps)
@@ -207,9 +208,9 @@ class Replays:
 
     def _replay(self, assignment: Assignment, distance: tuple[int, ...] | None) -> Outcome:
         found = replay(self.timeline, assignment, distance=distance)
-        ranked, best = self.rank(found), self.rank(self.best)
-        if ranked < best or (ranked == best and not found.prefetch_distance):
-            self.best = found
+        ranked = self.rank(found)
+        if ranked < self._best_rank or (ranked == self._best_rank and not found.prefetch_distance):
+            self.best, self._best_rank = found, ranked
         return found
 
 

@@ -129,14 +129,15 @@ class DriveQueues:
                 self.now_s = max(self.now_s, until_s)
                 return
             now_s, end_s, ended = self.now_s, until_s, ""
-            is_writing = write.storage != NOBODY and self._ready_s[write.storage] <= now_s
+            ready_s = math.inf if write.storage == NOBODY else self._ready_s[write.storage]
+            is_writing = ready_s <= now_s
             write_rate = write.concurrent_rate if is_reading else write.rate
             read_rate = read.concurrent_rate if is_writing else read.rate
             if is_writing:
                 if now_s + write.left / write_rate <= end_s:
                     end_s, ended = now_s + write.left / write_rate, "write"
-            elif write.storage != NOBODY and self._ready_s[write.storage] <= end_s:
-                end_s, ended = self._ready_s[write.storage], "copy"
+            elif write.storage != NOBODY and ready_s <= end_s:
+                end_s, ended = ready_s, "copy"
             if is_reading and now_s + read.left / read_rate <= end_s:
                 end_s, ended = now_s + read.left / read_rate, "read"
             if end_s > now_s:
