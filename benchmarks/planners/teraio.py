@@ -77,12 +77,12 @@ class Greedy:
         slice_s = timeline.end_s / SLICES
         resources = timeline.resources
         self._slice_s = slice_s
-        self._packed = self._slices(timeline.last_forward_use_s)
-        self._used = self._slices(timeline.first_backward_use_s)
-        self._freed = self._slices(timeline.freed_s)
+        self._packed = self._slices(timeline.storages.last_forward_use_s)
+        self._used = self._slices(timeline.storages.first_backward_use_s)
+        self._freed = self._slices(timeline.storages.freed_s)
         self._memory = np.zeros(SLICES)
-        for index in np.flatnonzero(~timeline.unsaved):
-            self._memory[self._packed[index] : self._freed[index] + 1] += timeline.nbytes[index]
+        for index in np.flatnonzero(~timeline.storages.unsaved):
+            self._memory[self._packed[index] : self._freed[index] + 1] += timeline.storages.nbytes[index]
         self._capacity_bytes = limits.activation_budget_bytes or 0
         self._host = np.zeros(SLICES)
         self._host_budget_bytes = limits.host_budget_bytes
@@ -94,7 +94,7 @@ class Greedy:
 
     def choose(self) -> Assignment:
         """The moves."""
-        assignment, nbytes = self._timeline.kept, self._timeline.nbytes
+        assignment, nbytes = self._timeline.kept, self._timeline.storages.nbytes
         heap = [(-self._highest_ratio(index), index) for index in self._candidates()]
         heapq.heapify(heap)
         while heap and self._memory.max() > self._capacity_bytes:
@@ -117,8 +117,8 @@ class Greedy:
         return assignment
 
     def _candidates(self) -> list[int]:
-        timeline = self._timeline
-        return [int(index) for index in np.flatnonzero(timeline.movable & ~timeline.unsaved)]
+        storages = self._timeline.storages
+        return [int(index) for index in np.flatnonzero(storages.movable & ~storages.unsaved)]
 
     def _slices(self, at_s: Floats) -> list[int]:
         return np.minimum((at_s / self._slice_s).astype(np.int64), SLICES - 1).tolist()  # type: ignore[no-any-return]
@@ -137,7 +137,7 @@ class Greedy:
         """What no reservation can exceed."""
         whole = Reservation(self._packed[index], self._packed[index] - 1, self._used[index], self._used[index])
         placement = Placement.NVME if self._to_ssd[index] and not self._host_budget_bytes else Placement.HOST
-        return self._ratio(index, placement, whole, int(self._timeline.nbytes[index]))
+        return self._ratio(index, placement, whole, int(self._timeline.storages.nbytes[index]))
 
     def _ratio(self, index: int, placement: Placement, where: Reservation, size: int) -> float:
         above = self._memory[where.out_last + 1 : where.in_first] - self._capacity_bytes
@@ -148,7 +148,7 @@ class Greedy:
 
 def teraio_assignment(timeline: Timeline, limits: Limits) -> Assignment:
     """TERAIO's choice; neighbours are moved together where there are very many storages."""
-    if not timeline.storages or timeline.end_s <= 0:
+    if not len(timeline.storages) or timeline.end_s <= 0:
         return timeline.kept
     coarse, group = timeline.grouped(MAX_GROUPS)
     return Assignment(Greedy(coarse, limits).choose().placements[group], timeline.kept.recomputed)

@@ -1,19 +1,18 @@
-"""What recomputing and moving take of a step: one fit over the steps that have run.
+"""The cost of recomputing and moving: one fit over the steps that have run.
 
-[Note: One equation] The time of a step, less what it waited for lanes and copies, is::
+[Note: One equation] The time of a step, without its waits for lanes and copies, is::
 
     kept_s * (1 + recompute_factor * recomputed_fraction) + compute_s_per_byte * moved_bytes
 
-with the part of a step that the forward of the recomputed blocks is, and the bytes that went out and came back. Steps
-under one plan are one observation, their median, which a few odd steps do not change. The recorded micro-steps are
-the first observation, in which everything was moved; each plan adds one. Where observations say little, what is
-assumed beforehand counts, and the error stays large. Plans are made for the estimates plus one standard error each.
-Where what steps take now contradicts what they took under earlier plans, the machine has changed, and those are left
-out.
+``recomputed_fraction`` is the forward of the recomputed blocks as a fraction of a step; ``moved_bytes`` went out and
+came back. Steps under one plan are one observation, their median, which a few odd steps do not change. The recorded
+micro-steps are the first observation, in which everything was moved; each plan adds one. Where observations say
+little, the prior counts, and the error stays large. Plans are made for the estimates plus one standard error each.
+Where the steps of now contradict those under earlier plans, the machine has changed, and the earlier ones are left out.
 
-[Note: Waits that nobody foresaw] A replay foresees how long a plan waits. Where steps waited longer, so much longer
-for each byte is one more price of moving: the next plan moves less. That price is remembered after the plan has
-changed, and falls by half at every look, until moving more is tried again.
+[Note: Unforeseen waits] A replay predicts how long a plan waits. Where steps waited longer, the excess per byte is one
+more cost of moving: the next plan moves less. This cost is remembered after the plan has changed, and is halved at
+every review, until moving more is tried again.
 
 Knows numbers only.
 """
@@ -33,30 +32,30 @@ import numpy.typing as npt
 MAX_STEPS, MAX_PLANS = 8, 8
 # The least error of an observation, as a fraction of its time: a machine is not the same from one plan to the next.
 MIN_ERROR_FRACTION = 0.02
-# Where the steps of now are further from the fit, earlier plans are left out of it, the first of them first.
+# Where the steps of now are further from the fit, earlier plans are left out, the oldest first.
 MAX_RESIDUAL_FRACTION = 0.1
-# Of the shortest step: the rest is what moving and recomputing may take of it at most.
+# Of the shortest step: moving and recomputing take at most the rest.
 MIN_KEPT_FRACTION = 0.5
-# Recomputing a block takes as long as its forward, give or take so much, and within these bounds in any case.
+# Prior: recomputing a block takes as long as its forward, give or take this error, and stays within these bounds.
 RECOMPUTE_ERROR = 0.25
 MIN_RECOMPUTE_FACTOR, MAX_RECOMPUTE_FACTOR = 1 / 3, 3.0
 # So small a part of an unknown's usual size is the error of one that is held at its bound.
 _FIXED = 1e-6
 _NO_ERROR = 1e-15
-_MIN_TIME_S = 1e-6  # a step that did nothing but wait
+_MIN_TIME_S = 1e-6  # of a step that only waited
 # Of a normal distribution: the standard deviation as a multiple of the median absolute deviation.
 _DEVIATION = 1.4826
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What one step showed.
+    """The measured cost of one step.
 
     Attributes:
-        time_s: of the step, without what it waited and without the training thread's own copies.
-        recomputed_fraction: the forward of the recomputed blocks, as a part of the trace's step.
+        time_s: of the step, without its waits and without the training thread's own copies.
+        recomputed_fraction: the forward of the recomputed blocks, as a fraction of the trace's step.
         moved_bytes: of the storages that went out and came back.
-        unforeseen_wait_s: what it waited longer than its plan said.
+        unforeseen_wait_s: how much longer the step waited than its plan predicted.
     """
 
     time_s: float
@@ -67,15 +66,15 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What steps cost; see the notes.
+    """The cost of steps; see the notes.
 
     Attributes:
         kept_s: of a step in which nothing is moved or recomputed.
-        recompute_factor: what recomputing takes, as a part of the forward.
-        compute_s_per_byte: of moving, beside copies and waits.
+        recompute_factor: the time of recomputing, as a fraction of the forward.
+        compute_s_per_byte: of moving, besides copies and waits.
         recompute_error, compute_error_s_per_byte: standard errors of these.
         wait_s_per_byte: how much longer than foreseen the last steps waited, for each byte that they moved.
-        feared_wait_s_per_byte: the same of all plans, the less the older they are: what a new plan is made for.
+        feared_wait_s_per_byte: the most of all plans, older ones discounted; new plans are made for this.
     """
 
     kept_s: float
@@ -87,7 +86,7 @@ class Fit:
     feared_wait_s_per_byte: float = 0.0
 
     def time_s(self, step: Observation) -> float:
-        """What such a step takes by [Note: One equation]."""
+        """The time of such a step by [Note: One equation]."""
         again = self.recompute_factor * step.recomputed_fraction
         return self.kept_s * (1 + again) + self.compute_s_per_byte * step.moved_bytes
 
@@ -117,7 +116,7 @@ class _Group:
 
     @property
     def wait_s_per_byte(self) -> float:
-        """That nobody foresaw."""
+        """Of unforeseen waits."""
         moved_bytes = median(one.moved_bytes for one in self.steps)
         return median(one.unforeseen_wait_s for one in self.steps) / moved_bytes if moved_bytes else 0.0
 
@@ -130,11 +129,11 @@ class Calibration:
         self._recompute_factor = 1.0
 
     def begin(self, recorded: Observation, recompute_factor: float = 1.0) -> None:
-        """There is a new trace: forget the steps of the one before.
+        """There is a new trace: forget the steps of the earlier one.
 
         Args:
-            recorded: what its micro-steps showed, as a step.
-            recompute_factor: what recomputing is taken to cost beforehand.
+            recorded: its micro-steps, as a step.
+            recompute_factor: prior of the cost of recomputing.
         """
         self._groups.clear()
         self._recompute_factor = recompute_factor
@@ -142,7 +141,7 @@ class Calibration:
         self.add(recorded)
 
     def begin_plan(self) -> None:
-        """The steps that come run under another plan."""
+        """The next steps run under another plan."""
         if not self._groups or self._groups[-1].steps:
             self._groups.append(_Group())
 
@@ -156,7 +155,7 @@ class Calibration:
         self._groups[-1].steps.append(step)
 
     def age(self) -> None:
-        """A look: trust earlier plans' steps half as much, as the machine may have changed since."""
+        """A review: trust earlier plans' steps half as much, as the machine may have changed since."""
         for group in list(self._groups)[:-1]:
             group.doubt *= 2.0
 
@@ -164,16 +163,16 @@ class Calibration:
         """The values that explain the observations best.
 
         Args:
-            compute_s_per_byte, error_s_per_byte: what moving is taken to cost beforehand, give or take so much.
+            compute_s_per_byte, error_s_per_byte: prior of the cost of moving, and its error.
         """
         groups = [group for group in self._groups if group.steps]
-        assumed = _Assumed(self._recompute_factor, compute_s_per_byte, error_s_per_byte)
+        prior = _Prior(self._recompute_factor, compute_s_per_byte, error_s_per_byte)
         now, _ = groups[-1].row()
-        found = assumed.fit(now.time_s)
+        found = prior.fit(now.time_s)
         for first in range(len(groups)):
             try:
-                found = _fit([group.row() for group in groups[first:]], assumed)
-            except np.linalg.LinAlgError:  # such odd steps that nothing can be made of them
+                found = _fit([group.row() for group in groups[first:]], prior)
+            except np.linalg.LinAlgError:  # no finite fit
                 continue
             if abs(found.time_s(now) - now.time_s) <= MAX_RESIDUAL_FRACTION * now.time_s:
                 break  # else the machine has changed since the first of these
@@ -182,20 +181,20 @@ class Calibration:
 
 
 @dataclass(frozen=True, slots=True)
-class _Assumed:
-    """What is known before there are steps."""
+class _Prior:
+    """The estimates before there are steps."""
 
     recompute_factor: float
     compute_s_per_byte: float
     compute_error_s_per_byte: float
 
     def fit(self, kept_s: float) -> Fit:
-        """With nothing else known than what a step takes."""
+        """The fit where nothing but the time of a step is known."""
         error = RECOMPUTE_ERROR * self.recompute_factor
         return Fit(kept_s, self.recompute_factor, error, self.compute_s_per_byte, self.compute_error_s_per_byte)
 
 
-def _fit(rows: list[_Row], assumed: _Assumed) -> Fit:
+def _fit(rows: list[_Row], prior: _Prior) -> Fit:
     """The fit to observations; what comes out of bounds is held at its bound, and the rest is fitted again.
 
     The unknowns are kept_s, kept_s * recompute_factor and compute_s_per_byte: in these the equation is linear.
@@ -204,12 +203,12 @@ def _fit(rows: list[_Row], assumed: _Assumed) -> Fit:
         LinAlgError: the observations have no finite fit.
     """
     shortest_s = min(one.time_s for one, _ in rows)
-    factor, error_s_per_byte = assumed.recompute_factor, max(assumed.compute_error_s_per_byte, _NO_ERROR)
+    factor, error_s_per_byte = prior.recompute_factor, max(prior.compute_error_s_per_byte, _NO_ERROR)
     equations = [
         _Equation((1.0, one.recomputed_fraction, float(one.moved_bytes)), one.time_s, error_s) for one, error_s in rows
     ]
     equations.append(_Equation((-factor, 1.0, 0.0), 0.0, RECOMPUTE_ERROR * factor * shortest_s))
-    equations.append(_Equation((0.0, 0.0, 1.0), assumed.compute_s_per_byte, error_s_per_byte))
+    equations.append(_Equation((0.0, 0.0, 1.0), prior.compute_s_per_byte, error_s_per_byte))
     scale = np.array([shortest_s, shortest_s, error_s_per_byte])  # or the matrix is skewed
     found, errors = _solved(equations, scale)
     kept_s, again_s, s_per_byte = _within(found, shortest_s, factor)

@@ -1,8 +1,8 @@
-"""Makes one plan for all ranks: by the one that saves most, for the slowest drives that any has.
+"""Makes one plan for all ranks: on the rank that saves most, for the slowest drives of any rank.
 
-[Note: A new plan] What steps cost is fitted anew at every look. A plan takes the place of the one in force only if it
-differs by more than ``SAME_FRACTION`` in time or peak, as the new fit has it, or in whether it is within the limits. A
-smaller difference is noise, and a change of plans has its price.
+[Note: A new plan] The cost of steps is fitted anew at every review. A new plan replaces the one in force only if they
+differ by more than ``SAME_FRACTION`` in predicted time or peak, or in whether they are within the limits. A smaller
+difference is noise, and a change of plans has its cost.
 
 Knows planners and ranks; does not know the cache.
 """
@@ -29,7 +29,7 @@ SAME_FRACTION = 0.02
 
 
 class Machine(Protocol):
-    """What the machine can move."""
+    """The rates of this rank's machine."""
 
     @property
     def compute_error_s_per_byte(self) -> float:
@@ -55,14 +55,14 @@ class Machine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What one rank tells the others before a plan is made.
+    """The facts that each rank shares before a plan is made.
 
     Attributes:
         saved_bytes: of its trace (NOTHING without one); who has most makes the plan.
         room_bytes: for activations, on its device.
         non_recomputable: paths of the blocks that it cannot recompute.
-        resources: its machine, with what moving takes of the kernels as it was fitted.
-        fit: what its steps cost; None without a trace.
+        resources: its machine, with the fitted cost of moving.
+        fit: the cost of its steps; None without a trace.
     """
 
     saved_bytes: int
@@ -77,8 +77,8 @@ class Planning:
 
     Args:
         planner: chooses the placements.
-        limits: what a plan may cost, given the seconds of a step.
-        machine: what this rank can move.
+        limits: of the cost of a plan, given the seconds of a step.
+        machine: of this rank.
         room_bytes: device memory that is free for activations at the beginning of a step.
         agreement: the ranks.
     """
@@ -108,8 +108,8 @@ class Planning:
         """The plan that all ranks follow; None (and an error in the log) if there can be none. A collective.
 
         Args:
-            trace, layout: what this rank recorded; without a trace there is no plan for anyone.
-            fit: what its steps cost; None without a trace.
+            trace, layout: recorded by this rank; without a trace there is no plan for any rank.
+            fit: the cost of its steps; None without a trace.
             non_recomputable: paths of the blocks that it cannot recompute.
             current: the plan in force, if it is for this layout; see [Note: A new plan].
         """
@@ -160,9 +160,9 @@ class Planning:
             fits = [offer.fit for offer in offers if offer.fit is not None]
             feared_s_per_byte = max(one.compute_error_s_per_byte + one.feared_wait_s_per_byte for one in fits)
             trace = _for_all(recorded, fit, offers)
-            careful = _dearer(trace, max(one.recompute_error for one in fits), feared_s_per_byte)
+            careful = _costlier(trace, max(one.recompute_error for one in fits), feared_s_per_byte)
             wait_s_per_byte = 0.0 if current is None else max(one.wait_s_per_byte for one in fits)
-            expected = _dearer(trace, 0.0, wait_s_per_byte)
+            expected = _costlier(trace, 0.0, wait_s_per_byte)
             limits = self._limits(trace.step_s)
             plan = self._planner(careful, limits)
             if limits.activation_budget_bytes is None and plan.prediction.peak_saved_bytes > room_bytes:
@@ -197,7 +197,7 @@ class Planning:
 
 
 def _old_or_new(old: Plan, new: Plan, trace: Trace, limits: Limits) -> Plan:
-    """The plan in force, as it is predicted now, unless the new one makes a difference."""
+    """The plan in force with its prediction of now, unless the new one makes a difference."""
     before, after = simulate(trace, old), new.prediction
     is_same = (
         abs(after.step_s - before.step_s) <= SAME_FRACTION * before.step_s
@@ -209,7 +209,7 @@ def _old_or_new(old: Plan, new: Plan, trace: Trace, limits: Limits) -> Plan:
 
 
 def _for_all(trace: Trace, fit: Fit, offers: Sequence[Offer]) -> Trace:
-    """A trace as long as it was fitted, on the slowest machine, with no block recomputed that some rank cannot."""
+    """The fitted trace on the slowest machine, without recomputation of blocks that some rank cannot recompute."""
     non_recomputable = frozenset[str]().union(*(offer.non_recomputable for offer in offers))
     fitted = calibrated(trace, fit)
     blocks = tuple(
@@ -220,14 +220,14 @@ def _for_all(trace: Trace, fit: Fit, offers: Sequence[Offer]) -> Trace:
 
 
 def calibrated(trace: Trace, fit: Fit) -> Trace:
-    """A trace as long as it was fitted, with what recomputing takes of it."""
+    """The trace scaled to the fitted step, with the fitted cost of recomputing."""
     scale = max(MIN_FRACTION, fit.kept_s / trace.step_s) if trace.step_s else 1.0
     found = trace.without((1 - scale) * trace.end_s)
-    return replace(found, rest_s=trace.rest_s * scale, recompute_factor=fit.recompute_factor)
+    return replace(found, optimizer_s=trace.optimizer_s * scale, recompute_factor=fit.recompute_factor)
 
 
-def _dearer(trace: Trace, more_for_recomputing: float, more_s_per_byte: float) -> Trace:
-    """Where recomputing and moving cost so much more."""
+def _costlier(trace: Trace, more_for_recomputing: float, more_s_per_byte: float) -> Trace:
+    """The same micro-step with higher costs of recomputing and moving."""
     resources = trace.resources
     return replace(
         trace,

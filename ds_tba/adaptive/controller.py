@@ -1,11 +1,11 @@
-"""Records a few steps, plans, and has the plan followed and looked at again.
+"""Records a few steps, makes a plan, and has the plan followed and reviewed.
 
 [Note: The course] The first step runs with everything that is eligible moved, which is the safe thing to do while
 nothing is known. Where the config lets blocks be recomputed, the next one or two prove which can be (``proving.py``).
-Two micro-steps of the next ones are recorded (``recording.py``). From then on a plan is in force. Its steps show what
-recomputing and moving cost (``calibration.py``), and ``monitor.py`` says when to look at the plan again. Every decision
-falls at the end of an optimizer step, which every rank makes (a forward may be one rank's alone), and is one of all
-ranks: what one of them wants, all do.
+Two micro-steps of the next ones are recorded (``recording.py``). From then on a plan is in force. Its steps show the
+cost of recomputing and moving (``calibration.py``), and ``monitor.py`` says when to review the plan. Every decision
+falls at the end of an optimizer step, which every rank makes (a forward may be one rank's alone). The ranks decide
+together: the highest ``Action`` of any rank is done by all.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,8 +39,8 @@ from ds_tba.storage.base import Always, Policy, Store
 
 logger = logging.getLogger(__name__)
 
-WARM_STEPS = 1  # allocators, compilers and caches take their time once
-# Of a step: how far ahead of its device a host is taken to be.
+WARM_STEPS = 1  # not recorded: allocators, compilers and caches warm up
+# How far ahead of its device a host is assumed to be, as a fraction of a step.
 HOST_AHEAD_FRACTION = 0.25
 
 
@@ -51,18 +52,18 @@ class Controller:
         tiers: the store of each tier there is.
         safe: the policy while there is no plan.
         planning: makes the plans; None records a trace, and nothing more.
-        machine: what it can move, measured already.
+        machine: its rates, measured already.
         agreement: the ranks.
         clock: of the training device.
-        counts: what moving has come to so far.
-        on_trace: told of each trace.
-        memory: what everything but saved tensors takes of the device.
+        counts: of moving, so far.
+        on_trace: called with each trace.
+        memory: measures the device memory of everything but saved tensors.
         budget_bytes: bound of the saved tensors in device memory, as the user set it.
 
     Attributes:
         in_force: the plan that is followed.
         plans: how many there were.
-        recomputed_bytes: what was made again in backward so far.
+        recomputed_bytes: of all storages that recomputation has made again so far.
         step_peak_bytes: most bytes that saved tensors held at once in the last whole step.
     """
 
@@ -102,7 +103,7 @@ class Controller:
         self._steps = 0
         self._step: Step | None = None
         self._before: Step | None = None  # the step before that
-        self._looked_at: Step | None = None  # of these, for the decision
+        self._reviewed: Step | None = None  # of these, for the decision
         self._is_new_step = True
         self._is_over = False
         self._patience_s = 0.0
@@ -125,7 +126,7 @@ class Controller:
             self._cache.limit_resident(self._budget_bytes, "activation_budget_bytes")
 
     def close(self) -> None:
-        """Leave the model as it was, and decide nothing more."""
+        """Remove the hooks from the model, and decide nothing more."""
         self._is_over = True
         self._stop_recording()
         if self._blocks is not None:
@@ -144,7 +145,7 @@ class Controller:
             self._begin()
         recorder = self._recorder
         around = None if recorder is None else recorder.around
-        lead = self._policy.prefetch_lead if isinstance(self._policy, ByPlan) else ()
+        lead = self._policy.prefetch_distance if isinstance(self._policy, ByPlan) else ()
         listening = nullcontext() if self._blocks is None else self._blocks.listening()
         watching = nullcontext() if recorder is None else recorder.watching()
         with watching, self._cache.saving(self._policy, around, lead, continues=continues), listening:
@@ -165,9 +166,9 @@ class Controller:
         step = self._step
         if has_run and step is not None:
             step.end(self._clock.mark(), self._counts(), self._cache.take_moves())
-            self._machine.note_copies(step.moved_bytes, step.moving_s - step.stall_s)
+            self._machine.note_copies(step.counts.offloaded_bytes, step.counts.moving_s - step.counts.stall_s)
             if self._recording is not None:
-                self._recording.end_step(step.ended, step.moved_bytes)
+                self._recording.end_step(step.ended, step.counts.offloaded_bytes)
             if self.in_force is None:
                 self._memory.sample()
         if not self._is_over:
@@ -198,24 +199,25 @@ class Controller:
 
     @property
     def _is_proving(self) -> bool:
-        """Whether blocks are tried in this step: no plan foresees what that saves, or how long it takes."""
+        """Whether blocks are proven in this step: no plan foresees the saves and the time of such a step."""
         return self._proving is not None and self._proving.is_running
 
     def _while_recording(self) -> Policy:
-        """With everything moved it shows when forward is done with each storage; a slow drive has no time for that."""
+        """The policy of a recorded micro-step.
+
+        With everything moved, the recording shows when forward is done with each storage; a slow drive has no time for
+        that.
+        """
         if self.in_force is None or any(self.in_force.plan.recomputed_blocks):
-            return self._safe  # without what is recomputed, what a plan keeps may not fit
+            return self._safe  # the kept storages may not fit where recomputed blocks are saved, too
         sizes = dict(self.in_force.bytes_by_placement)
         kept_bytes = sizes.pop(Placement.KEEP, 0)
         return ByPlan(self.in_force, self._tiers, self._may_wait) if kept_bytes > sum(sizes.values()) else self._safe
 
     def _end_policy(self) -> None:
-        """What the micro-step before this one has shown."""
+        """Collect what the last micro-step has shown."""
         if self._step is not None and isinstance(self._policy, ByPlan):
-            self._step.unplanned += self._policy.unplanned
-            self._step.drift_bytes += self._policy.drift_bytes
-            if self._policy.grown_bytes > self._step.grown_bytes:
-                self._step.grown_bytes, self._step.grown = self._policy.grown_bytes, self._policy.grown
+            self._step.deviation.add(self._policy.deviation)
         if self._recording is not None:
             self._recording.settle()
 
@@ -226,7 +228,7 @@ class Controller:
         """
         return self._step is not None and self._cache.stats.moving_s - self._step.before.moving_s <= self._patience_s
 
-    # ---- what blocks tell ---------------------------------------------------------------------------------------
+    # ---- passes through blocks ---------------------------------------------------------------------------------------
 
     def enter(self, block: Block, inputs: Sequence[torch.Tensor]) -> int | None:
         """A pass through a block begins; the bytes that it will not save, if it is to be recomputed."""
@@ -236,12 +238,13 @@ class Controller:
             recorder.enter(block.path, inputs, is_recomputable=is_recomputable)
         if not isinstance(self._policy, ByPlan) or self._blocks is None:
             return None
-        unplanned = self._policy.unplanned
+        deviation = self._policy.deviation
+        unplanned = deviation.unplanned
         mark = self._policy.enter(block.path)
         if mark is not None and not self._blocks.is_proven(block):
-            self._policy.unplanned += 1  # an obstacle that came up since
+            deviation.unplanned += 1  # an obstacle that came up since
             mark = None
-        if self._policy.unplanned > unplanned and self._blocks.is_strict and self._policy.recomputes:
+        if deviation.unplanned > unplanned and self._blocks.is_strict and self._policy.recomputes:
             raise IncompatibleError(
                 f"the block {block.path!r} does not do here what the plan of all ranks says "
                 f"({self._blocks.obstacle(block) or 'it comes at another place'}), and the others would wait for this "
@@ -263,7 +266,7 @@ class Controller:
         self._cache.count_recomputed(mark)
 
     def recomputed(self, mark: int) -> None:
-        """It has; what was made again is counted until the next recomputation, or the end of backward."""
+        """The pass has run; its storages are counted until the next recomputation, or the end of backward."""
 
     # ---- a step -------------------------------------------------------------------------------------------------
 
@@ -274,7 +277,7 @@ class Controller:
 
     @property
     def _recorder(self) -> Recorder | None:
-        """Of the micro-step that runs, if it is recorded."""
+        """The recorder of the running micro-step, if that is recorded."""
         return None if self._recording is None else self._recording.running
 
     def _decide(self) -> Action:
@@ -285,19 +288,19 @@ class Controller:
         if self.in_force is None:
             return Action.RECORD if self.monitor.may_record(self._steps) else Action.GO_ON
         resources = self._machine.resources()
-        # A device is behind the host: of the step before the last it knows everything without being waited for.
+        # A device is behind the host: marks of the step before the last can be read without waiting for the device.
         step = self._step if resources.is_synchronous else self._before
-        self._looked_at = None
+        self._reviewed = None
         if step is None or step.plan != self.plans or step.ended is None:
             return Action.GO_ON
-        self._looked_at = step
+        self._reviewed = step
         seen = StepMetrics(
             step.time_s(self._clock),
-            step.refusals,
-            step.unplanned,
+            step.counts.refusals,
+            step.deviation.unplanned,
             step.drift(self.in_force),
             _rates(resources),
-            step.grown_bytes / max(1, self.in_force.trace.saved_bytes),
+            step.deviation.grown_bytes / max(1, self.in_force.trace.saved_bytes),
             step.micro_steps - self.in_force.trace.micro_steps,
         )
         if self._recorded is not None and (shown := step.observation(self._recorded.trace, self.in_force, self._clock)):
@@ -324,7 +327,7 @@ class Controller:
                 self._record()
         elif action is Action.REST:
             self._recording = None
-            self.monitor.looked(self._steps)
+            self.monitor.reviewed(self._steps)
             if self._planning is not None:
                 self._safe = Always(list(self._tiers.values()), wait=False)
         elif action is Action.PLAN:
@@ -338,9 +341,10 @@ class Controller:
     def _record(self) -> None:
         self._cache.transfers.clock = self._clock
         is_synchronous = self._machine.resources().is_synchronous
-        self._recording = Recording(
-            self._cache, self._clock, self._paths, is_synchronous=is_synchronous, look=self._memory.sample
+        make = partial(
+            Recorder, self._cache, self._clock, self._paths, is_synchronous=is_synchronous, look=self._memory.sample
         )
+        self._recording = Recording(self._clock, make)
 
     def _stop_recording(self) -> None:
         self._recording = None
@@ -362,7 +366,7 @@ class Controller:
         self._on_trace(calibrated(self._recorded.trace, self._fit()))
 
     def _measure(self) -> None:
-        """What is not used is not measured, and may have become faster."""
+        """Measure drives that are not used: they may have become faster."""
         try:
             self._machine.measure()
         except (PathError, RuntimeError) as error:  # RuntimeError: no device memory for it
@@ -386,10 +390,10 @@ class Controller:
         if self._planning is None:
             self._give_up()
             return
-        followed, step = self.in_force, self._looked_at
-        if followed is not None and step is not None and step.grown:
-            self._grow(followed, step.grown)
-        self._looked_at = None
+        followed, step = self.in_force, self._reviewed
+        if followed is not None and step is not None and step.deviation.grown:
+            self._grow(followed, step.deviation.grown)
+        self._reviewed = None
         if self._recorded is None:
             trace, layout, fit = None, Layout(()), None
         else:
@@ -397,7 +401,7 @@ class Controller:
         current = None if self._is_other_trace else followed
         self._is_other_trace = False
         found = self._planning.make(trace, layout, fit, self._non_recomputable(), current)
-        self.monitor.looked(self._steps)
+        self.monitor.reviewed(self._steps)
         if found is None:
             self._give_up()
         else:
@@ -407,7 +411,7 @@ class Controller:
         is_new = not found.is_same_as(self.in_force)  # on every rank alike
         self.in_force = found
         limits, cost = found.limits, found.plan.prediction
-        if self._budget_bytes is None:  # what the device has room for, where the plan had to be made for that
+        if self._budget_bytes is None:  # the room on the device, where the plan had to be made for that
             self._cache.limit_resident(limits.activation_budget_bytes)
         allowed_s = max(cost.stall_s, limits.max_step_overhead * found.trace.step_s - cost.recomputed_s)
         if limits.activation_budget_bytes is not None:

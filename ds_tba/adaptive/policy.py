@@ -6,7 +6,7 @@ Knows stores, and plans where there is one; does not know the cache.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ds_tba.config import Placement
@@ -19,14 +19,12 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class PlanInForce:
-    """A plan, and what it takes to follow it.
+    """A plan with the trace and the limits that it was made for.
 
     Attributes:
-        trace: what it was made from.
-        layout: of that trace.
-        limits: what it may cost.
-        dropped_bytes: for each pass through a block what it does not save if it is recomputed.
-        wait_s_per_byte: that no replay foresees, in the prediction; see ``calibration.py``.
+        layout: of the trace.
+        dropped_bytes: for each pass through a block the bytes that are not saved if the pass is recomputed.
+        wait_s_per_byte: unforeseen waits in the prediction; see ``calibration.py``.
     """
 
     plan: Plan
@@ -46,7 +44,7 @@ class PlanInForce:
         return cls(plan, trace, layout, limits, tuple(dropped), wait_s_per_byte)
 
     def is_same_as(self, other: PlanInForce | None) -> bool:
-        """Whether both have the same done with every storage and block."""
+        """Whether both place every storage alike, and recompute the same blocks."""
         return other is not None and self._work == other._work
 
     @property
@@ -55,7 +53,7 @@ class PlanInForce:
 
     @property
     def foreseen_wait_s(self) -> float:
-        """What a step is to wait for lanes and copies, without what moving takes of compute in any case."""
+        """The predicted wait of a step for lanes and copies, without the compute time that moving takes in any case."""
         resources = self.trace.resources
         s_per_byte = resources.compute_s_per_byte + self.wait_s_per_byte
         s_per_byte += 1 / resources.copy_out_bytes_per_s if resources.is_synchronous else 0.0
@@ -98,28 +96,72 @@ class PlanInForce:
         }
 
 
+@dataclass(slots=True)
+class Deviation:
+    """How the saves of a micro-step, or of the micro-steps of a step, differ from the plan's trace.
+
+    Attributes:
+        unplanned: saves that the plan does not know.
+        drift_bytes: by which storages differ in size.
+        grown: sizes of larger storages, by their number in the trace; of the micro-step in which they grew most.
+        grown_bytes: by which these are larger.
+    """
+
+    unplanned: int = 0
+    drift_bytes: int = 0
+    grown_bytes: int = 0
+    grown: dict[int, int] = field(default_factory=dict)
+
+    def record_size(self, index: int, nbytes: int, planned_bytes: int) -> None:
+        """A storage has another size than in the trace."""
+        self.drift_bytes += abs(nbytes - planned_bytes)
+        if nbytes > planned_bytes:
+            self.grown_bytes += nbytes - self.grown.get(index, planned_bytes)
+            self.grown[index] = nbytes
+
+    def add(self, other: Deviation) -> None:
+        """Another micro-step of the same step is over."""
+        self.unplanned += other.unplanned
+        self.drift_bytes += other.drift_bytes
+        if other.grown_bytes > self.grown_bytes:
+            self.grown_bytes, self.grown = other.grown_bytes, other.grown
+
+
+class _Scope:
+    """The saves of one scope; see [Note: Scopes] in ``ds_tba/planner/trace.py``.
+
+    Attributes:
+        expected: numbers of the storages that the plan expects, in order; ``position`` of them were saved.
+        seen: keys of the storages saved so far.
+    """
+
+    __slots__ = ("expected", "number", "position", "seen")
+
+    def __init__(self, number: int, in_force: PlanInForce) -> None:
+        self.number = number
+        self.expected = in_force.layout.expected(number, in_force.trace, in_force.plan.recomputed_blocks)
+        self.position = 0
+        self.seen: set[Hashable] = set()
+
+
 class ByPlan:
-    """What a plan says, for one micro-step; what it does not know goes where there is room without waiting.
+    """Follows a plan for one micro-step; storages that the plan does not know go where there is room without waiting.
 
     Args:
         in_force: the plan.
         stores: the store of each tier.
         may_wait: whether there is time left to wait for room in staging.
-
-    Attributes:
-        unplanned: saves that the plan does not know.
-        drift_bytes: by which storages differ in size from those of the trace.
-        grown: sizes of storages that are larger than in the trace, by their number there.
     """
 
     def __init__(
         self, in_force: PlanInForce, stores: Mapping[Placement, Store[Any]], may_wait: Callable[[], bool]
     ) -> None:
+        self.deviation = Deviation()
         self._plan = in_force
         self._placements = in_force.plan.placements
         self._storages = in_force.trace.storages
         self._may_wait = may_wait
-        # What NVMe has no room for may go to host memory; the other way round would be a surprise for the drive.
+        # Where NVMe has no room, host memory may take the storage; the reverse would load the drive beyond its plan.
         self._stores = {
             place: tuple({one: stores[one] for one in (place, Placement.HOST) if one in stores}.values())
             for place in stores
@@ -127,11 +169,7 @@ class ByPlan:
         self._unplanned = Choice(tuple(stores.values()), False)
         self._kept = Choice((), False, "plan")
         self._depth = 0
-        self.unplanned = 0
-        self.drift_bytes = 0
-        self.grown: dict[int, int] = {}
-        self._scope = -1
-        self._next_scope()
+        self._scope = _Scope(0, in_force)
 
     @property
     def recomputes(self) -> bool:
@@ -139,25 +177,20 @@ class ByPlan:
         return any(self._plan.plan.recomputed_blocks)
 
     @property
-    def prefetch_lead(self) -> tuple[int, ...]:
-        """See ``Plan.prefetch_lead``."""
-        return self._plan.plan.prefetch_lead
-
-    @property
-    def grown_bytes(self) -> int:
-        """By which storages are larger than in the trace."""
-        return sum(nbytes - self._storages[index].nbytes for index, nbytes in self.grown.items())
+    def prefetch_distance(self) -> tuple[int, ...]:
+        """See ``Plan.prefetch_distance``."""
+        return self._plan.plan.prefetch_distance
 
     def enter(self, module: str) -> int | None:
-        """A pass through a block begins: the bytes that it will not save if it is to be recomputed, else None."""
+        """A pass through a block begins: the bytes that are not saved if the pass is to be recomputed, else None."""
         self._depth += 1
         if self._depth > 1:
             return None
-        self._next_scope()
-        number = self._scope // 2
+        self._scope = _Scope(self._scope.number + 1, self._plan)
+        number = self._scope.number // 2
         blocks = self._plan.trace.blocks
         if number >= len(blocks) or blocks[number].module != module:
-            self.unplanned += 1
+            self.deviation.unplanned += 1
             return None
         return self._plan.dropped_bytes[number] if self._plan.plan.recomputed_blocks[number] else None
 
@@ -165,33 +198,26 @@ class ByPlan:
         """The pass is over."""
         self._depth -= 1
         if self._depth == 0:
-            self._next_scope()
+            self._scope = _Scope(self._scope.number + 1, self._plan)
 
     def choose(self, key: Hashable, nbytes: int) -> Choice:
-        """What the plan says of the storage that is next in this scope."""
-        if key in self._seen:
+        """The plan's choice for the storage that is next in this scope."""
+        scope = self._scope
+        if key in scope.seen:
             return self._kept  # it has its place
-        self._seen.add(key)
-        if self._position >= len(self._expected):
-            self.unplanned += 1
+        scope.seen.add(key)
+        if scope.position >= len(scope.expected):
+            self.deviation.unplanned += 1
             return self._unplanned
-        index = self._expected[self._position]
-        self._position += 1
+        index = scope.expected[scope.position]
+        scope.position += 1
         if nbytes != self._storages[index].nbytes:
-            self.drift_bytes += abs(nbytes - self._storages[index].nbytes)
-            if nbytes > self._storages[index].nbytes:
-                self.grown[index] = nbytes
+            self.deviation.record_size(index, nbytes, self._storages[index].nbytes)
         placement = self._placements[index]
         if placement is Placement.KEEP:
             return self._kept
         stores = self._stores.get(placement)
         if stores is None:  # it was to be recomputed with a block that is not
-            self.unplanned += 1
+            self.deviation.unplanned += 1
             return self._unplanned
         return Choice(stores, self._may_wait())
-
-    def _next_scope(self) -> None:
-        self._scope += 1
-        self._seen: set[Hashable] = set()
-        self._position = 0
-        self._expected = self._plan.layout.expected(self._scope, self._plan.trace, self._plan.plan.recomputed_blocks)

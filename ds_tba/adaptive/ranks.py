@@ -1,4 +1,4 @@
-"""What ranks have to agree on before each acts on it: when to plan, from what, and the plan.
+"""How ranks agree before each of them acts: on when to plan, from which trace, and on the plan.
 
 Knows torch.distributed; does not know plans. A rank that recomputed a block which the others do not would, under
 ZeRO-3, ask for parameters that nobody sends it.

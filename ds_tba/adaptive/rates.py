@@ -1,6 +1,6 @@
 """The rates of this machine as a plan needs them: of the copies as last measured, of the drives as they are now.
 
-They are what this rank got: ranks that share drives have to measure at the same time.
+They are this rank's own: ranks that share drives have to measure at the same time.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from ds_tba.planner.trace import PathRates, Resources
 from ds_tba.storage.nvme import NvmeStore
 from ds_tba.storage.staging import COPY_BYTES, CopyRates, measure_copies
 
-# What copies by an engine of their own take of the kernels, as a part of the copies' time: the link has about so much
-# of a device memory's bandwidth.
+# Kernel time that copies by an engine of their own take, as a fraction of the copies' time: the link has about this
+# fraction of the device memory's bandwidth.
 LINK_FRACTION = 0.02
-# Of so many steps the median tells what copies take.
+# The median of so many steps is the rate of copies.
 SEEN_STEPS = 5
-# Of a run: so much may be spent on measuring drives that nothing is moved to.
+# Of a run: the most that may be spent on measuring drives to which nothing is moved.
 MEASURING_FRACTION = 0.01
 
 
 class Rates:
-    """What can be moved by a store and its device. Call :meth:`measure` before anything else.
+    """The rates of a store and its device. Call :meth:`measure` before anything else.
 
-    [Note: What moving takes of the kernels] On a device the lanes and the copy engine work beside the kernels, and take
-    next to nothing from them. On a CPU they share processor and memory: there a byte's write and read are taken to cost
-    the kernels as much time as they took of the processor when they were measured alone, until steps have shown what it
-    is (``calibration.py``).
+    [Note: I/O interference] On a device the lanes and the copy engine work beside the kernels, and take next to nothing
+    from them. On a CPU they share processor and memory: there moving a byte is assumed to cost the kernels as much time
+    as its write and read took of the processor when they were measured alone, until steps have shown the true cost
+    (``calibration.py``).
 
     Args:
         store: None where nothing goes to NVMe.
@@ -74,11 +74,11 @@ class Rates:
 
     @property
     def compute_error_s_per_byte(self) -> float:
-        """How far ``compute_s_per_byte`` may be off. See [Note: What moving takes of the kernels]."""
+        """How far ``compute_s_per_byte`` may be off. See [Note: I/O interference]."""
         return self._compute_s_per_byte + LINK_FRACTION / self.copies.out_bytes_per_s
 
     def note_copies(self, nbytes: int, took_s: float) -> None:
-        """On a CPU, what copies took of steps: there they find colder caches than where they are measured alone."""
+        """The copies of one step; counted on a CPU, where they find colder caches than when measured alone."""
         if self._accelerator.is_synchronized_device() and nbytes and took_s > 0:
             self._seen_bytes_per_s.append(nbytes / took_s)
 
@@ -92,7 +92,7 @@ class Rates:
         return self._store is not None and self._moved_until == before and is_affordable
 
     def resources(self) -> Resources:
-        """As it is now; a path that failed takes no more and is left out.
+        """The rates of now; a path that failed is left out.
 
         Raises:
             StateError: a path was never measured and has moved nothing.

@@ -1,11 +1,11 @@
-"""Records one micro-step: what autograd saves in which block, when it is saved, wanted again and freed.
+"""Records one micro-step: the storages that autograd saves in each block, and when it saves, uses and frees them.
 
-[Note: The clock] Each call of a hook lies between two marks of the compute stream, and only what is outside of them
-counts: the trace shows the micro-step as if nothing had been moved, however long moving took. So a micro-step may be
-recorded while everything goes to NVMe, which is the safe thing to do before anything is known of the model's size.
+[Note: Pauses] Each call of a hook lies between two marks of the compute stream, and only the time outside of these
+pauses counts: the trace shows the micro-step as if nothing had been moved, however long moving took. So a micro-step
+may be recorded while everything goes to NVMe, which is the safe thing to do before the model's size is known.
 
-[Note: Small tensors] Those below ``min_tensor_bytes`` have no record in the cache. They are one storage per scope here,
-which may not be moved: their bytes count, and go with a block that is recomputed.
+[Note: Small tensors] Tensors below ``min_tensor_bytes`` have no record in the cache. They are one storage per scope
+here, which may not be moved: their bytes count, and go with a block that is recomputed.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from ds_tba.autograd.tensors import Eligibility
 from ds_tba.device.accelerator import Clock
 from ds_tba.planner.trace import OUTSIDE, BlockTrace, Layout, Resources, StorageTrace, Trace
 
-# Two recordings of the same gap that are further apart than this show something that is not of the micro-step.
+# Where two recordings of the same gap are further apart, the machine did something else in the longer one.
 APART_S, APART_FACTOR = 0.001, 1.5
-# Of the time since the pause before.
+# Fraction of the time since the pause before.
 HAIR = 2.0**-10
 _NOTHING = -1
 _WATCH = "_ds_tba_watch"
@@ -75,45 +75,240 @@ class _Scope:
         return self.number // 2 if self.number % 2 else OUTSIDE
 
 
-class Recorded:
-    """What autograd holds in place of one saved tensor of a recorded micro-step."""
+@dataclass(slots=True)
+class MicroStepRecord:
+    """The raw data of one micro-step, filled in by :class:`Recorder`, and the trace made of them.
 
-    __slots__ = ("_recorder", "held", "index", "scope")
+    Attributes:
+        pauses: marks around all work of ours, during which the trace's clock stands still.
+        uses: pause and scope of each unpack.
+        hooks: marks around the cache's own hooks, within the pauses; only on a synchronous device.
+        moves: marks around each storage that was moved.
+        ended: mark of the end of backward.
+    """
+
+    clock: Clock
+    pauses: list[tuple[Any, Any]] = field(default_factory=list)
+    storages: list[_Storage] = field(default_factory=list)
+    scopes: list[_Scope] = field(default_factory=list)
+    uses: list[tuple[int, int]] = field(default_factory=list)
+    hooks: list[tuple[Any, Any]] = field(default_factory=list)
+    moves: list[tuple[Any, Any]] = field(default_factory=list)
+    ended: Any = None
+    _alike: list[MicroStepRecord] = field(default_factory=list)
+
+    def freed(self, index: int) -> None:
+        """Autograd has let go of a saved tensor. Safe in a finalizer."""
+        if index != _NOTHING and self.ended is None:
+            self.storages[index].freed = len(self.pauses)
+
+    def left(self, index: int) -> None:
+        """Forward has let go of a storage that was moved. Safe in a finalizer."""
+        if self.ended is None:
+            self.storages[index].left = len(self.pauses)
+
+    # ---- afterwards ---------------------------------------------------------------------------------------------
+
+    @property
+    def saved_bytes(self) -> int:
+        """Of all storages together."""
+        return sum(storage.nbytes for storage in self.storages)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether there was a forward, and then its backward."""
+        return bool(self.uses) and self.ended is not None
+
+    def layout(self) -> Layout:
+        """The places of the trace's storages."""
+        return Layout(tuple(tuple(scope.members) for scope in self.scopes))
+
+    def trace(self, resources: Resources, optimizer_s: float = 0.0, micro_steps: int = 1) -> Trace:
+        """The trace of the micro-step; blocks the host until the device has reached its end.
+
+        Args:
+            resources: the machine.
+            optimizer_s, micro_steps: see :class:`ds_tba.planner.trace.Trace`.
+        """
+        times, end_s = self._times()
+        spans: dict[int, tuple[int, int]] = {}
+        for place, (_, number) in enumerate(self.uses):
+            spans[number] = (spans.get(number, (place,))[0], place)
+        blocks = [self._block(scope, spans.get(scope.number), times) for scope in self.scopes if scope.number % 2]
+        storages = [self._storage(index, blocks, times) for index in range(len(self.storages))]
+        return Trace(tuple(storages), tuple(blocks), resources, end_s, optimizer_s, micro_steps)
+
+    def confirm(self, earlier: MicroStepRecord) -> bool:
+        """Have times come from both; False, and nothing changes, if ``earlier`` was of another kind of micro-step."""
+        shape, other = ([(storage.nbytes, storage.module) for storage in record.storages] for record in (self, earlier))
+        is_alike = len(earlier.pauses) == len(self.pauses) and shape == other
+        if is_alike:
+            self._alike.append(earlier)
+        return is_alike
+
+    def hooks_s(self) -> float:
+        """The device time of the cache's hooks without moving; the cache must time its moves."""
+        if not self.hooks:  # a device has none: its moves are not waited for
+            return 0.0
+        took_s = sum(self.clock.elapsed_s(*hook) for hook in self.hooks)
+        return max(0.0, took_s - sum(self.clock.elapsed_s(*move) for move in self.moves))
+
+    def _times(self) -> tuple[list[float], float]:
+        """When each pause began, on the trace's clock, with the end of the micro-step as the last; and that end."""
+        all_gaps = zip(self._gaps_s(), *(earlier._gaps_s() for earlier in self._alike), strict=True)
+        times = list(accumulate(usual_s(gaps) for gaps in all_gaps))
+        return times, times[-1]
+
+    def _gaps_s(self) -> list[float]:
+        """The times that the clock counts: before each pause, and after the last."""
+        # The first pause opens the first scope: there the clock starts.
+        last, gaps = self.pauses[0][0], []
+        for before, after in self.pauses:
+            gaps.append(max(0.0, self.clock.elapsed_s(last, before)))
+            last = after
+        gaps.append(0.0 if self.ended is None else max(0.0, self.clock.elapsed_s(last, self.ended)))
+        return gaps
+
+    def _block(self, scope: _Scope, span: tuple[int, int] | None, times: list[float]) -> BlockTrace:
+        """A pass; ``span`` are the places in ``uses`` of the first and the last unpack of what it saved."""
+        left_s, started_s, ended_s = times[scope.left], times[-1], times[-1]
+        if span is not None:
+            first, last = span
+            started_s = max(left_s, times[self.uses[first][0]])
+            if last + 1 < len(self.uses):
+                ended_s = max(started_s, times[self.uses[last + 1][0]])
+        inputs = tuple(dict.fromkeys(scope.inputs))
+        is_recomputable = scope.is_recomputable and span is not None
+        return BlockTrace(scope.module, times[scope.entered], left_s, started_s, ended_s, inputs, is_recomputable)
+
+    def _storage(self, index: int, blocks: list[BlockTrace], times: list[float]) -> StorageTrace:
+        found = self.storages[index]
+        packed_s, left_s, freed_s = times[found.packed], _before(times, found.left), _before(times, found.freed)
+        used_s = freed_s if found.unpacked is None else times[found.unpacked]
+        readers = [] if found.passes else [block for block in blocks if index in block.inputs]
+        if readers:
+            used_s = min(block.backward_start_s for block in readers)
+            freed_s = max(block.backward_end_s for block in readers)
+        used_s = max(packed_s, used_s)
+        return StorageTrace(
+            found.nbytes,
+            found.module,
+            tuple(found.passes),
+            packed_s,
+            min(max(packed_s, left_s), used_s),
+            used_s,
+            max(used_s, freed_s),
+            found.is_movable,
+        )
+
+
+class Recorded:
+    """The object that autograd holds in place of one saved tensor of a recorded micro-step."""
+
+    __slots__ = ("_record", "held", "index", "scope")
 
     def __init__(
-        self, recorder: Recorder, held: PassedThrough | SavedCounted | SavedView, index: int, scope: int
+        self, record: MicroStepRecord, held: PassedThrough | SavedCounted | SavedView, index: int, scope: int
     ) -> None:
-        self._recorder = recorder
+        self._record = record
         self.held = held
         self.index = index
         self.scope = scope
 
     def __del__(self) -> None:
-        self._recorder.freed(self.index)
+        self._record.freed(self.index)
 
 
 class _Watch:
-    """Lies on a storage that was moved, and tells when forward has let go of it."""
+    """Finalizer on a storage that was moved; reports when forward has let go of the storage."""
 
-    __slots__ = ("_index", "_recorder")
+    __slots__ = ("_index", "_record")
 
-    def __init__(self, recorder: Recorder, index: int) -> None:
-        self._recorder = recorder
+    def __init__(self, record: MicroStepRecord, index: int) -> None:
+        self._record = record
         self._index = index
 
     def __del__(self) -> None:
-        self._recorder.left(self._index)
+        self._record.left(self._index)
+
+
+class _RunningModule:
+    """The path of the module that runs.
+
+    Args:
+        paths: for each module (by ``id``) its path in the model.
+    """
+
+    def __init__(self, paths: dict[int, str]) -> None:
+        self._paths = paths
+        self._stack = [""]
+
+    @property
+    def path(self) -> str:
+        """Of the innermost module that is in the model."""
+        return self._stack[-1]
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Follow every module's forward."""
+        before = register_module_forward_pre_hook(self._enter)
+        after = register_module_forward_hook(self._leave, always_call=True)
+        try:
+            yield
+        finally:
+            before.remove()
+            after.remove()
+
+    def _enter(self, module: nn.Module, _inputs: Any) -> None:
+        self._stack.append(self._paths.get(id(module), self._stack[-1]))
+
+    def _leave(self, _module: nn.Module, _inputs: Any, _outputs: Any) -> None:
+        if len(self._stack) > 1:
+            self._stack.pop()
+
+
+class _StorageIndex:
+    """Finds the index of a storage in a record, and adds those that are new."""
+
+    def __init__(self, record: MicroStepRecord, module: _RunningModule) -> None:
+        self._record = record
+        self._module = module
+        self._by_key: dict[StorageKey, int] = {}
+        self._small: weakref.WeakKeyDictionary[ResidencyGuard, int] = weakref.WeakKeyDictionary()
+
+    def of(self, key: StorageKey, is_movable: bool) -> int:
+        """The index of a storage that has a record in the cache, or is an input."""
+        index = self._by_key.get(key)
+        if index is None:
+            index = self._by_key[key] = self._add(key.nbytes, is_movable)
+        return index
+
+    def of_small(self, held: SavedCounted, scope: _Scope) -> int:
+        """See [Note: Small tensors]."""
+        index = self._small.get(held.guard)  # a storage that is saved many times takes its memory once
+        if index is not None:
+            return index
+        if scope.small == _NOTHING:
+            scope.small = self._add(0, False)
+        self._small[held.guard] = scope.small
+        self._record.storages[scope.small].nbytes += max(1, held.nbytes)
+        return scope.small
+
+    def _add(self, nbytes: int, is_movable: bool) -> int:
+        storages, now = self._record.storages, len(self._record.pauses)
+        storages.append(_Storage(nbytes, self._module.path, now, now, is_movable))
+        return len(storages) - 1
 
 
 class Recorder:
-    """One micro-step in the making.
+    """The hooks that record one micro-step.
 
     Args:
         cache: does the saving.
         clock: of the training device.
         paths: for each module (by ``id``) its path in the model.
-        is_synchronous: whether the device is the host. Elsewhere a copy holds what was moved until the host sees that
-            it is done, which says nothing about when forward lets go of it; and hooks take no time of the device.
+        is_synchronous: whether the device is the host. Elsewhere a copy holds the tensor until the host sees that the
+            copy is done, which says nothing about when forward lets go of the tensor; and hooks take no device time.
         look: called at each hook, while the trace's clock stands still.
     """
 
@@ -126,41 +321,25 @@ class Recorder:
         is_synchronous: bool = True,
         look: Callable[[], None] = lambda: None,
     ) -> None:
+        self.record = MicroStepRecord(clock)
         self._cache = cache
         self._look = look
         self._pack: Callable[[torch.Tensor], Any]  # set by around()
         self._unpack: Callable[[Any], torch.Tensor]
         self._clock = clock
-        self._paths = paths
         self._is_synchronous = is_synchronous
-        self._modules: list[str] = [""]
-        self._pauses: list[tuple[Any, Any]] = []
-        self._storages: list[_Storage] = []
-        self._index: dict[StorageKey, int] = {}
-        self._scopes: list[_Scope] = []
-        self._counted: weakref.WeakKeyDictionary[ResidencyGuard, int] = weakref.WeakKeyDictionary()
-        self._uses: list[tuple[int, int]] = []  # (pause, scope) of each unpack
+        self._module = _RunningModule(paths)
+        self._index = _StorageIndex(self.record, self._module)
         self._depth = 0
-        self._ended: Any = None
-        self._alike: list[Recorder] = []
-        self._hooks: list[tuple[Any, Any]] = []  # marks around the cache's own, within the pauses
-        self._moves: list[tuple[Any, Any]] = []
-
-    # ---- while the micro-step runs ------------------------------------------------------------------------------
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """A forward that is recorded: the first of the micro-step, or one more before its backward."""
-        before = register_module_forward_pre_hook(self._enter_module)
-        after = register_module_forward_hook(self._leave_module, always_call=True)
-        self._cache.take_moves()
-        if not self._scopes:  # else one more forward of the same micro-step
-            self._pause(lambda: self._open_scope(""))
-        try:
+        with self._module.watching():
+            self._cache.take_moves()
+            if not self.record.scopes:  # else one more forward of the same micro-step
+                self._pause(lambda: self._open_scope(""))
             yield
-        finally:
-            before.remove()
-            after.remove()
 
     def around(self, hooks: Hooks) -> Hooks:
         """The hooks that record what those of the cache do."""
@@ -183,159 +362,49 @@ class Recorder:
         """Autograd's pack hook."""
         before = self._clock.mark()
         held = self._pack(tensor)
-        self._note_hook(before)
+        if self._is_synchronous:
+            self.record.hooks.append((before, self._clock.mark()))
         self._look()
-        scope = self._scopes[-1]
-        recorded = Recorded(self, held, self._saved(held, tensor, scope), scope.number)
-        self._pauses.append((before, self._clock.mark()))
+        scope = self.record.scopes[-1]
+        recorded = Recorded(self.record, held, self._saved(held, tensor, scope), scope.number)
+        self.record.pauses.append((before, self._clock.mark()))
         return recorded
 
     def unpack(self, recorded: Recorded) -> torch.Tensor:
         """Autograd's unpack hook."""
-        if self._ended is not None:
+        record = self.record
+        if record.ended is not None:
             return self._unpack(recorded.held)
         before = self._clock.mark()
         tensor = self._unpack(recorded.held)
-        self._note_hook(before)
+        if self._is_synchronous:
+            record.hooks.append((before, self._clock.mark()))
         self._look()
-        at = len(self._pauses)
-        self._uses.append((at, recorded.scope))
-        if recorded.index != _NOTHING and self._storages[recorded.index].unpacked is None:
-            self._storages[recorded.index].unpacked = at
-        self._pauses.append((before, self._clock.mark()))
+        now = len(record.pauses)
+        record.uses.append((now, recorded.scope))
+        if recorded.index != _NOTHING and record.storages[recorded.index].unpacked is None:
+            record.storages[recorded.index].unpacked = now
+        record.pauses.append((before, self._clock.mark()))
         return tensor
-
-    def freed(self, index: int) -> None:
-        """Autograd has let go of a saved tensor. Safe in a finalizer."""
-        if index != _NOTHING and self._ended is None:
-            self._storages[index].freed = len(self._pauses)
-
-    def left(self, index: int) -> None:
-        """Forward has let go of a storage that was moved. Safe in a finalizer."""
-        if self._ended is None:
-            self._storages[index].left = len(self._pauses)
 
     def end(self) -> None:
         """Backward is over. Idempotent."""
-        if self._ended is None:
-            self._ended = self._clock.mark()
-            self._moves = self._cache.take_moves()
-
-    @property
-    def saved_bytes(self) -> int:
-        """Of all storages together."""
-        return sum(storage.nbytes for storage in self._storages)
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether there was a forward, and then its backward."""
-        return bool(self._uses) and self._ended is not None
-
-    # ---- afterwards ---------------------------------------------------------------------------------------------
-
-    def layout(self) -> Layout:
-        """The places of the trace's storages."""
-        return Layout(tuple(tuple(scope.members) for scope in self._scopes))
-
-    def trace(self, resources: Resources, rest_s: float = 0.0, micro_steps: int = 1) -> Trace:
-        """What was recorded; blocks the host until the device has come so far.
-
-        Args:
-            resources: the machine.
-            rest_s, micro_steps: see :class:`ds_tba.planner.trace.Trace`.
-        """
-        times, end_s = self._times()
-        spans: dict[int, tuple[int, int]] = {}
-        for place, (_, number) in enumerate(self._uses):
-            spans[number] = (spans.get(number, (place,))[0], place)
-        blocks = [self._block(scope, spans.get(scope.number), times) for scope in self._scopes if scope.number % 2]
-        storages = [self._storage(index, blocks, times) for index in range(len(self._storages))]
-        return Trace(tuple(storages), tuple(blocks), resources, end_s, rest_s, micro_steps)
-
-    def confirm(self, earlier: Recorder) -> bool:
-        """Have times come from both; False, and nothing changes, if ``earlier`` was of another kind of micro-step."""
-        is_alike = len(earlier._pauses) == len(self._pauses) and self._shape() == earlier._shape()
-        if is_alike:
-            self._alike.append(earlier)
-        return is_alike
-
-    def hooks_s(self) -> float:
-        """What the cache's hooks took of the device beside moving; the cache must time its moves."""
-        if not self._hooks:  # a device has none: its moves are not waited for
-            return 0.0
-        took_s = sum(self._clock.elapsed_s(*hook) for hook in self._hooks)
-        return max(0.0, took_s - sum(self._clock.elapsed_s(*move) for move in self._moves))
-
-    def _shape(self) -> list[tuple[int, str]]:
-        return [(storage.nbytes, storage.module) for storage in self._storages]
-
-    def _times(self) -> tuple[list[float], float]:
-        """When each pause began, on the trace's clock, with the end of the micro-step as the last; and that end."""
-        all_gaps = zip(self._gaps_s(), *(earlier._gaps_s() for earlier in self._alike), strict=True)
-        times = list(accumulate(usual_s(gaps) for gaps in all_gaps))
-        return times, times[-1]
-
-    def _gaps_s(self) -> list[float]:
-        """What the clock counts: before each pause, and after the last."""
-        # The first pause opens the first scope: there the clock starts.
-        last, gaps = self._pauses[0][0], []
-        for before, after in self._pauses:
-            gaps.append(max(0.0, self._clock.elapsed_s(last, before)))
-            last = after
-        gaps.append(0.0 if self._ended is None else max(0.0, self._clock.elapsed_s(last, self._ended)))
-        return gaps
-
-    def _block(self, scope: _Scope, span: tuple[int, int] | None, times: list[float]) -> BlockTrace:
-        """A pass; ``span`` are the places in ``_uses`` of the first and the last unpack of what it saved."""
-        left_s, started_s, ended_s = times[scope.left], times[-1], times[-1]
-        if span is not None:
-            first, last = span
-            started_s = max(left_s, times[self._uses[first][0]])
-            if last + 1 < len(self._uses):
-                ended_s = max(started_s, times[self._uses[last + 1][0]])
-        inputs = tuple(dict.fromkeys(scope.inputs))
-        is_recomputable = scope.is_recomputable and span is not None
-        return BlockTrace(scope.module, times[scope.entered], left_s, started_s, ended_s, inputs, is_recomputable)
-
-    def _storage(self, index: int, blocks: list[BlockTrace], times: list[float]) -> StorageTrace:
-        found = self._storages[index]
-        packed_s, left_s, freed_s = times[found.packed], _before(times, found.left), _before(times, found.freed)
-        used_s = freed_s if found.unpacked is None else times[found.unpacked]
-        readers = [] if found.passes else [block for block in blocks if index in block.inputs]
-        if readers:
-            used_s = min(block.backward_start_s for block in readers)
-            freed_s = max(block.backward_end_s for block in readers)
-        used_s = max(packed_s, used_s)
-        return StorageTrace(
-            found.nbytes,
-            found.module,
-            tuple(found.passes),
-            packed_s,
-            min(max(packed_s, left_s), used_s),
-            used_s,
-            max(used_s, freed_s),
-            found.is_movable,
-        )
-
-    # ---- what the marks are of ----------------------------------------------------------------------------------
-
-    def _note_hook(self, before: Any) -> None:
-        """The cache's own part of a hook that began at that mark is over."""
-        if self._is_synchronous:
-            self._hooks.append((before, self._clock.mark()))
+        if self.record.ended is None:
+            self.record.ended = self._clock.mark()
+            self.record.moves = self._cache.take_moves()
 
     def _pause(self, work: Callable[[], object]) -> None:
         """Do something of ours while the trace's clock stands still."""
         before = self._clock.mark()
         work()
-        self._pauses.append((before, self._clock.mark()))
+        self.record.pauses.append((before, self._clock.mark()))
 
     def _open_scope(self, module: str) -> _Scope:
-        now = len(self._pauses)
-        if self._scopes:
-            self._scopes[-1].left = now
-        self._scopes.append(_Scope(len(self._scopes), now, module))
-        return self._scopes[-1]
+        scopes, now = self.record.scopes, len(self.record.pauses)
+        if scopes:
+            scopes[-1].left = now
+        scopes.append(_Scope(len(scopes), now, module))
+        return scopes[-1]
 
     def _open_pass(self, module: str, inputs: Sequence[torch.Tensor], is_recomputable: bool) -> None:
         scope = self._open_scope(module)
@@ -343,64 +412,36 @@ class Recorder:
         for tensor in inputs:
             why = self._cache.eligibility_of(tensor)
             if why in (Eligibility.ELIGIBLE, Eligibility.SPARSE_VIEW):
-                scope.inputs.append(self._known(StorageKey.of(tensor), why is Eligibility.ELIGIBLE))
+                scope.inputs.append(self._index.of(StorageKey.of(tensor), why is Eligibility.ELIGIBLE))
 
     def _saved(self, held: PassedThrough | SavedCounted | SavedView, tensor: torch.Tensor, scope: _Scope) -> int:
         """The index of the storage behind a saved tensor."""
         if isinstance(held, PassedThrough):
             return _NOTHING
         if isinstance(held, SavedCounted):
-            index = self._small(held, scope)
+            index = self._index.of_small(held, scope)
         else:
-            index = self._known(held.record.key, self._cache.eligibility_of(tensor) is Eligibility.ELIGIBLE)
+            index = self._index.of(held.record.key, self._cache.eligibility_of(tensor) is Eligibility.ELIGIBLE)
             scope.members[index] = None
-        storage = self._storages[index]
-        storage.left = len(self._pauses)
+        storage = self.record.storages[index]
+        storage.left = len(self.record.pauses)
         if self._is_synchronous and isinstance(held, SavedView) and held.is_offloaded:
             storage.left = None
-            setattr(tensor.untyped_storage(), _WATCH, _Watch(self, index))
+            setattr(tensor.untyped_storage(), _WATCH, _Watch(self.record, index))
         if scope.pass_number not in storage.passes:
             storage.passes.append(scope.pass_number)
         return index
 
-    def _known(self, key: StorageKey, is_movable: bool) -> int:
-        index = self._index.get(key)
-        if index is None:
-            index = self._index[key] = self._add(key.nbytes, is_movable)
-        return index
-
-    def _small(self, held: SavedCounted, scope: _Scope) -> int:
-        index = self._counted.get(held.guard)  # a storage that is saved many times takes its memory once
-        if index is not None:
-            return index
-        if scope.small == _NOTHING:
-            scope.small = self._add(0, False)
-        self._counted[held.guard] = scope.small
-        self._storages[scope.small].nbytes += max(1, held.nbytes)
-        return scope.small
-
-    def _add(self, nbytes: int, is_movable: bool) -> int:
-        now = len(self._pauses)
-        self._storages.append(_Storage(nbytes, self._modules[-1], now, now, is_movable))
-        return len(self._storages) - 1
-
-    def _enter_module(self, module: nn.Module, _inputs: Any) -> None:
-        self._modules.append(self._paths.get(id(module), self._modules[-1]))
-
-    def _leave_module(self, _module: nn.Module, _inputs: Any, _outputs: Any) -> None:
-        if len(self._modules) > 1:
-            self._modules.pop()
-
 
 def usual_s(times_s: Sequence[float]) -> float:
-    """One time for several of the same thing: their mean, or the least where they are far apart."""
+    """One time from several measurements: their mean, or the least where they are far apart."""
     least, most = min(times_s), max(times_s)
     is_apart = most - least > APART_S and most > APART_FACTOR * least
     return least if is_apart else sum(times_s) / len(times_s)
 
 
 def _before(times: list[float], moment: int | None) -> float:
-    """Just before the pause of that number, and not with it: what is freed there is gone by then. None is the end."""
+    """Just before the pause of that number: a storage freed in the pause is gone when it begins. None is the end."""
     if moment is None or moment >= len(times):
         return times[-1]
     at_s, before_s = times[moment], times[max(0, moment - 1)]

@@ -1,8 +1,9 @@
 """One trace from several recordings of a micro-step.
 
-[Note: Two recordings] One alone holds whatever the machine did besides: on two cores a pause of 40 ms in a gap of 5 ms
-is not rare, and every plan made of it would carry it. Of two recordings the time between two hooks is the mean, or the
-shorter of the two where they are far apart. With gradient accumulation both are of one step, else of two.
+[Note: Two recordings] One recording alone holds whatever else the machine did: on two cores a pause of 40 ms in a gap
+of 5 ms is not rare, and every plan made of that trace would carry the pause. Of two recordings the time between two
+hooks is the mean, or the shorter of the two where they are far apart. With gradient accumulation both are of one step,
+else of two.
 
 Knows the recorder and the clock; does not decide when to record.
 """
@@ -15,8 +16,7 @@ from statistics import median
 from typing import Any
 
 from ds_tba.adaptive.calibration import Observation
-from ds_tba.adaptive.recorder import Recorder
-from ds_tba.autograd.saved import ObservedCache
+from ds_tba.adaptive.recorder import MicroStepRecord, Recorder
 from ds_tba.device.accelerator import Clock
 from ds_tba.planner.trace import Layout, Resources, Trace
 
@@ -27,7 +27,7 @@ MAX_RECORDED_STEPS = 5
 
 @dataclass(frozen=True, slots=True)
 class RecordedTrace:
-    """A trace, the places of its storages, and what its steps showed for the fit."""
+    """A trace, the places of its storages, and the observation of its steps for the fit."""
 
     trace: Trace
     layout: Layout
@@ -48,34 +48,21 @@ class Recording:
     """The recordings from which one trace is made.
 
     Args:
-        cache: does the saving.
         clock: of the training device.
-        paths: for each module (by ``id``) its path in the model.
-        is_synchronous, look: see :class:`ds_tba.adaptive.recorder.Recorder`.
+        make_recorder: of one micro-step.
 
     Attributes:
         running: the recorder of the micro-step that runs, if it is recorded.
         steps: optimizer steps since the beginning.
     """
 
-    def __init__(
-        self,
-        cache: ObservedCache,
-        clock: Clock,
-        paths: dict[int, str],
-        *,
-        is_synchronous: bool,
-        look: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._cache = cache
+    def __init__(self, clock: Clock, make_recorder: Callable[[], Recorder]) -> None:
         self._clock = clock
-        self._paths = paths
-        self._is_synchronous = is_synchronous
-        self._look = look
-        self._done: list[Recorder] = []
-        self._is_broken = False  # what this step recorded is no micro-step
+        self._make_recorder = make_recorder
+        self._done: list[MicroStepRecord] = []
+        self._is_broken = False  # this step had a forward without its backward
         self._backward_ended: Any = None
-        self._rests: list[tuple[Any, Any]] = []
+        self._optimizer_steps: list[tuple[Any, Any]] = []
         self._moved_bytes: list[int] = []
         self.running: Recorder | None = None
         self.steps = 0
@@ -87,16 +74,14 @@ class Recording:
 
     @property
     def has_any(self) -> bool:
-        """Whether there is something to make a trace from."""
+        """Whether a trace can be made."""
         return bool(self._done)
 
     def begin(self) -> Recorder | None:
-        """A forward begins: what records it, if it is to be."""
+        """A forward begins: its recorder, if it is to be recorded."""
         if self.is_enough or self._is_broken:
             return None
-        self.running = Recorder(
-            self._cache, self._clock, self._paths, is_synchronous=self._is_synchronous, look=self._look
-        )
+        self.running = self._make_recorder()
         return self.running
 
     def end_micro_step(self) -> None:
@@ -106,14 +91,14 @@ class Recording:
         self._backward_ended = self._clock.mark()
 
     def settle(self) -> None:
-        """Take what has run so far, before the next forward, or at the end of the step."""
+        """Keep the record of the last micro-step, before the next forward, or at the end of the step."""
         recorder, self.running = self.running, None
         if recorder is None:
             return
         recorder.end()
-        if recorder.is_complete:
-            self._done.append(recorder)
-        else:  # a forward without backward: no trace of a micro-step comes of it
+        if recorder.record.is_complete:
+            self._done.append(recorder.record)
+        else:
             self._is_broken = True
 
     def end_step(self, ended: Any, moved_bytes: int) -> None:
@@ -127,11 +112,11 @@ class Recording:
         self._is_broken = False
         self._moved_bytes.append(moved_bytes)
         if self._backward_ended is not None:
-            self._rests.append((self._backward_ended, ended))
+            self._optimizer_steps.append((self._backward_ended, ended))
             self._backward_ended = None
 
     def recorded(self, resources: Resources, micro_steps: int) -> RecordedTrace:
-        """What was recorded; blocks the host until the device has come so far.
+        """The trace of all recordings; blocks the host until the device has reached their end.
 
         Args:
             resources: the machine.
@@ -141,12 +126,16 @@ class Recording:
             TraceError: it is not consistent.
         """
         # A plan for the recording that saved most holds for smaller micro-steps, too.
-        largest = max(reversed(self._done), key=lambda recorder: recorder.saved_bytes)
+        largest = max(reversed(self._done), key=lambda record: record.saved_bytes)
         for other in self._done:
             if other is not largest:
                 largest.confirm(other)
-        optimizer_s = median(max(0.0, self._clock.elapsed_s(*rest)) for rest in self._rests) if self._rests else 0.0
+        optimizer_s = (
+            median(max(0.0, self._clock.elapsed_s(*marks)) for marks in self._optimizer_steps)
+            if self._optimizer_steps
+            else 0.0
+        )
         trace = largest.trace(resources, optimizer_s, micro_steps)
-        hooks_s = sum(recorder.hooks_s() for recorder in self._done) / len(self._done)
+        hooks_s = sum(record.hooks_s() for record in self._done) / len(self._done)
         seen = Observation(trace.step_s + micro_steps * hooks_s, 0.0, int(median(self._moved_bytes)))
         return RecordedTrace(trace, largest.layout(), seen)

@@ -1,4 +1,4 @@
-"""A plan: a placement for each saved storage, a flag for each block, why, and what it should cost."""
+"""A plan: a placement for each saved storage, a flag for each block, the reasons, and the predicted cost."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from ds_tba.config import Placement
 from ds_tba.errors import ConfigError
-from ds_tba.planner.timeline import Assignment, Existence, Floats, Ints, Timeline
+from ds_tba.planner.timeline import Assignment, Floats, Ints, Liveness, Timeline
 
 MIB = 1 << 20
 # Shorter differences are the rounding of sums, not time.
@@ -19,13 +19,13 @@ SAME_TIME_S = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a plan may cost.
+    """Bounds of the cost of a plan.
 
     Attributes:
-        max_step_overhead: part of the step's time that may be added, where there is no budget.
-        activation_budget_bytes: bound of the saved bytes in device memory; with it, time is what is made least.
+        max_step_overhead: fraction of the step's time that may be added, where there is no budget.
+        activation_budget_bytes: bound of the saved bytes in device memory; with a budget, step time is minimized.
         host_budget_bytes: bound of the host tier.
-        write_limit_bytes_per_step: bound of what one step writes; see :func:`write_limit_bytes_per_step`.
+        write_limit_bytes_per_step: bound of what one step writes.
         recompute: whether blocks may be recomputed.
 
     Raises:
@@ -46,20 +46,20 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a replay found; bytes and times of one micro-step.
+class Prediction:
+    """The cost of one step of ``micro_steps`` micro-steps.
 
     Attributes:
-        assignment: where each storage really was, KEEP for those that do not exist or were refused.
-        order: of the first uses of what was moved.
-        lead: that was kept to, as in ``Plan.prefetch_lead``.
-        stalls: of each storage for which compute waited, the seconds.
+        peak_saved_bytes: most device bytes that saved storages hold at once, with what is read ahead and what a copy
+            out still holds.
+        step_s: with the optimizer; ``stall_s`` and ``recomputed_s`` are what the step has more than the trace.
+        written_bytes, read_bytes: moved by the drives, padded.
+        forwarded_bytes: handed over from staging instead of read.
+        host_bytes: most bytes that the host tier holds at once.
     """
 
-    assignment: Assignment
-    existence: Existence
     peak_saved_bytes: int
-    end_s: float
+    step_s: float
     stall_s: float
     recomputed_s: float
     written_bytes: int
@@ -67,9 +67,26 @@ class Outcome:
     forwarded_bytes: int
     host_bytes: int
     peak_staging_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The result of a replay.
+
+    Attributes:
+        assignment: where each storage really was, KEEP for those that do not exist or were refused.
+        cost: of a step.
+        stalls: of each storage for which compute waited, the seconds.
+        order: of the first uses of what was moved.
+        prefetch_distance: that was kept to, as in ``Plan``.
+    """
+
+    assignment: Assignment
+    liveness: Liveness
+    cost: Prediction
     stalls: list[tuple[int, float]]
     order: list[int]
-    lead: tuple[int, ...]
+    prefetch_distance: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,17 +97,16 @@ class Plan:
         planner: who chose.
         placements: of each storage in pack order; RECOMPUTE where its block's recomputation makes it again.
         recomputed_blocks: for each block, whether its forward runs again.
-        prefetch_lead: for reading ahead: when so many of what was moved were used for the first time in backward (none
-            at its begin), how many of the next in order are to have been asked for. Empty where it goes as far as the
-            bounds allow, as without a plan.
+        prefetch_distance: ``prefetch_distance[i]`` is how many of the next reloads to have issued once backward has
+            used ``i`` of the moved storages; empty where prefetching goes as far as the bounds allow.
         reasons, block_reasons: a line for each.
-        prediction: what it was chosen for.
+        prediction: the cost for which the plan was chosen.
     """
 
     planner: str
     placements: tuple[Placement, ...]
     recomputed_blocks: tuple[bool, ...]
-    prefetch_lead: tuple[int, ...]
+    prefetch_distance: tuple[int, ...]
     reasons: tuple[str, ...]
     block_reasons: tuple[str, ...]
     prediction: Prediction
@@ -136,20 +152,86 @@ def longest_step_s(limits: Limits, kept_step_s: float) -> float:
     return kept_step_s * (1 + limits.max_step_overhead) + SAME_TIME_S
 
 
-def make_plan(planner: str, timeline: Timeline, modules: Sequence[str], outcome: Outcome, cost: Prediction) -> Plan:
-    """The plan that a replay's assignment is.
+@dataclass(frozen=True, slots=True)
+class StorageCosts:
+    """Columns, one entry for each storage.
+
+    Attributes:
+        idle_s: between forward's last and backward's first use.
+        copy_out_s, copy_in_s: of either tier, on the link to the host.
+        write_s, read_s: of NVMe, on the drives; infinite without any.
+    """
+
+    idle_s: Floats
+    copy_out_s: Floats
+    copy_in_s: Floats
+    write_s: Floats
+    read_s: Floats
+
+    @classmethod
+    def of(cls, timeline: Timeline) -> StorageCosts:
+        """Those of every storage."""
+        storages, resources = timeline.storages, timeline.resources
+        nowhere = np.full(len(storages), np.inf)
+        return cls(
+            storages.first_backward_use_s - storages.last_forward_use_s,
+            storages.nbytes / resources.copy_out_bytes_per_s,
+            storages.nbytes / resources.copy_in_bytes_per_s,
+            storages.padded_bytes / resources.write_bytes_per_s if resources.paths else nowhere,
+            storages.padded_bytes / resources.read_bytes_per_s if resources.paths else nowhere,
+        )
+
+    @property
+    def nvme_s(self) -> Floats:
+        """There and back over copy engine and drive."""
+        return self.copy_out_s + self.write_s + self.read_s + self.copy_in_s
+
+    @property
+    def host_s(self) -> Floats:
+        """There and back over the copy engine."""
+        return self.copy_out_s + self.copy_in_s
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCosts:
+    """Columns, one entry for each block.
+
+    Attributes:
+        compute_s: of one more forward.
+        freed_bytes: of the storages that are dropped where this block alone is recomputed.
+    """
+
+    compute_s: Floats
+    freed_bytes: Ints
+
+    @classmethod
+    def of(cls, timeline: Timeline) -> BlockCosts:
+        """Those of every block."""
+        storages = timeline.storages
+        own = storages.owner >= 0
+        freed = np.bincount(storages.owner[own], storages.nbytes[own], minlength=len(timeline.blocks))
+        inputs = timeline.blocks.inputs.unique()
+        is_own = storages.owner[inputs.storage] == inputs.block
+        freed -= np.bincount(
+            inputs.block[is_own], storages.nbytes[inputs.storage[is_own]], minlength=len(timeline.blocks)
+        )
+        return cls(timeline.blocks.recompute_s, freed.astype(np.int64))
+
+
+def make_plan(planner: str, timeline: Timeline, modules: Sequence[str], outcome: Outcome) -> Plan:
+    """The plan of a replay's assignment.
 
     Args:
         modules: paths of the blocks.
     """
-    places = np.where(outcome.existence.dropped, int(Placement.RECOMPUTE), outcome.assignment.placements)
+    places = np.where(outcome.liveness.dropped, int(Placement.RECOMPUTE), outcome.assignment.placements)
     recomputed = outcome.assignment.recomputed.tolist()
     blocks = BlockCosts.of(timeline)
     return Plan(
         planner,
         tuple(map(list(Placement).__getitem__, places.tolist())),
         tuple(recomputed),
-        outcome.lead,
+        outcome.prefetch_distance,
         tuple(_reasons(timeline, outcome, modules)),
         tuple(
             f"recompute: {freed / MIB:.1f} MiB for a forward of {took_s:.3g} s"
@@ -159,17 +241,19 @@ def make_plan(planner: str, timeline: Timeline, modules: Sequence[str], outcome:
                 recomputed, blocks.freed_bytes.tolist(), blocks.compute_s.tolist(), strict=True
             )
         ),
-        cost,
+        outcome.cost,
     )
 
 
 def _reasons(timeline: Timeline, outcome: Outcome, modules: Sequence[str]) -> list[str]:
-    costs, existence = StorageCosts.of(timeline), outcome.existence
+    costs, liveness = StorageCosts.of(timeline), outcome.liveness
     nvme, host, possible = costs.nvme_s.tolist(), costs.host_s.tolist(), timeline.can_go_to_nvme().tolist()
-    dropped, exists, movable = existence.dropped.tolist(), existence.exists.tolist(), timeline.movable.tolist()
+    dropped, exists, movable = liveness.dropped.tolist(), liveness.exists.tolist(), timeline.storages.movable.tolist()
     reasons = []
     for index, (place, idle_s, owner) in enumerate(
-        zip(outcome.assignment.placements.tolist(), costs.idle_s.tolist(), timeline.owner.tolist(), strict=True)
+        zip(
+            outcome.assignment.placements.tolist(), costs.idle_s.tolist(), timeline.storages.owner.tolist(), strict=True
+        )
     ):
         if dropped[index]:
             reasons.append(f"recompute: {modules[owner]} runs again")
@@ -190,105 +274,3 @@ def _reasons(timeline: Timeline, outcome: Outcome, modules: Sequence[str]) -> li
         else:
             reasons.append(f"keep: idle for {idle_s:.3g} s, but others gain more from the same bandwidth")
     return reasons
-
-
-@dataclass(frozen=True, slots=True)
-class StorageCosts:
-    """Columns, one entry for each storage.
-
-    Attributes:
-        idle_s: between forward's last and backward's first use.
-        copy_out_s, copy_in_s: of either tier, on the link to the host.
-        write_s, read_s: of NVMe, on the drives; infinite without any.
-    """
-
-    idle_s: Floats
-    copy_out_s: Floats
-    copy_in_s: Floats
-    write_s: Floats
-    read_s: Floats
-
-    @classmethod
-    def of(cls, timeline: Timeline) -> StorageCosts:
-        """Those of every storage."""
-        resources, nowhere = timeline.resources, np.full(timeline.storages, np.inf)
-        return cls(
-            timeline.first_backward_use_s - timeline.last_forward_use_s,
-            timeline.nbytes / resources.copy_out_bytes_per_s,
-            timeline.nbytes / resources.copy_in_bytes_per_s,
-            timeline.padded_bytes / resources.write_bytes_per_s if resources.paths else nowhere,
-            timeline.padded_bytes / resources.read_bytes_per_s if resources.paths else nowhere,
-        )
-
-    @property
-    def nvme_s(self) -> Floats:
-        """There and back over copy engine and drive."""
-        return self.copy_out_s + self.write_s + self.read_s + self.copy_in_s
-
-    @property
-    def host_s(self) -> Floats:
-        """There and back over the copy engine."""
-        return self.copy_out_s + self.copy_in_s
-
-
-@dataclass(frozen=True, slots=True)
-class BlockCosts:
-    """Columns, one entry for each block.
-
-    Attributes:
-        compute_s: of one more forward.
-        freed_bytes: what is dropped where it alone is recomputed.
-    """
-
-    compute_s: Floats
-    freed_bytes: Ints
-
-    @classmethod
-    def of(cls, timeline: Timeline) -> BlockCosts:
-        """Those of every block."""
-        own = timeline.owner >= 0
-        freed = np.bincount(timeline.owner[own], timeline.nbytes[own], minlength=timeline.blocks)
-        pairs = np.unique(np.stack([timeline.input_storage, timeline.input_block]), axis=1)
-        is_own = timeline.owner[pairs[0]] == pairs[1]
-        freed -= np.bincount(pairs[1][is_own], timeline.nbytes[pairs[0][is_own]], minlength=timeline.blocks)
-        return cls(timeline.recompute_s, freed.astype(np.int64))
-
-
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """What one step of ``micro_steps`` micro-steps would cost.
-
-    Attributes:
-        peak_saved_bytes: most device bytes that saved storages hold at once, with what is read ahead and what a copy
-            out still holds.
-        step_s: with the rest of the step; ``stall_s`` and ``recomputed_s`` are what it has more than the trace.
-        written_bytes, read_bytes: what the drives move, padded.
-        forwarded_bytes: handed over from staging instead of read.
-        host_bytes: most bytes that the host tier holds at once.
-    """
-
-    peak_saved_bytes: int
-    step_s: float
-    stall_s: float
-    recomputed_s: float
-    written_bytes: int
-    read_bytes: int
-    forwarded_bytes: int
-    host_bytes: int
-    peak_staging_bytes: int
-
-
-def predict(timeline: Timeline, outcome: Outcome) -> Prediction:
-    """A replay's outcome as figures of a step."""
-    times = timeline.micro_steps
-    return Prediction(
-        outcome.peak_saved_bytes,
-        outcome.end_s * times + timeline.rest_s,
-        outcome.stall_s * times,
-        outcome.recomputed_s * times,
-        outcome.written_bytes * times,
-        outcome.read_bytes * times,
-        outcome.forwarded_bytes * times,
-        outcome.host_bytes,
-        outcome.peak_staging_bytes,
-    )

@@ -1,10 +1,10 @@
-"""How far ahead of its use each storage is to be asked for, so that it is back just in time.
+"""How far ahead of its use each storage is to be reloaded, so that it is back just in time.
 
-[Note: Latest starts] The first uses are walked backwards: each copy in ends before its use and before the copy after it
-begins, each read ends before its copy in begins and before the read after it begins. Everything is taken to last
-``SLOWER`` times as long as measured, reads as slow as writes beside them make them, and each
-storage is asked for at the use before the one that its start allows: a plan is made of averages, and to come too late
-costs time, where to come too early costs only memory.
+[Note: Latest starts] The first uses are walked backwards: each copy in ends before its use and before the next copy
+begins, each read ends before its copy in begins and before the next read begins. Every transfer is assumed to last
+``SLOWER`` times as long as measured, reads at their rate beside concurrent writes. Each storage is asked for at the use
+before the one that its start allows: a plan is made of averages, and a reload that comes too late costs time, where one
+that comes too early costs only memory.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from dataclasses import dataclass
 import numpy as np
 
 from ds_tba.config import Placement
-from ds_tba.planner.timeline import Assignment, Existence, Floats, Ints, Timeline
+from ds_tba.planner.timeline import Assignment, Floats, Ints, Liveness, Timeline
 from ds_tba.planner.trace import Resources
 
 SLOWER = 1.25
-MIN_LEAD = 2
+MIN_DISTANCE = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
-    """When backward begins.
+class BackwardStart:
+    """The begin of backward in a replay.
 
     Attributes:
         at_s: by the trace's clock.
-        shift_s: by how much the replay is later.
-        unwritten_bytes: that are still to be written.
+        shift_s: the delay of the replay's clock.
+        unwritten_bytes: of storages that are still to be written.
     """
 
     at_s: float
@@ -38,13 +38,13 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Reloads:
-    """What backward brings back, in the order of first uses, by the replay's clock.
+    """The storages that backward brings back, in the order of first uses, by the replay's clock.
 
     Attributes:
         begin_s: when the first of them can be asked for.
         written_s: when the last write ends.
         use_s: first uses.
-        read_s: on the drives, with nothing beside; 0 for host memory.
+        read_s: on the drives, without concurrent writes; 0 for host memory.
         copy_s: onto the device, where that is done ahead.
     """
 
@@ -56,33 +56,33 @@ class Reloads:
 
     @classmethod
     def of(
-        cls, timeline: Timeline, existence: Existence, assignment: Assignment, order: Ints, moment: Moment
+        cls, timeline: Timeline, liveness: Liveness, assignment: Assignment, order: Ints, start: BackwardStart
     ) -> Reloads:
-        """What is to be expected when backward begins.
+        """The reloads to expect when backward begins.
 
         Args:
             order: of the first uses of what was moved.
         """
-        resources, need_s = timeline.resources, existence.need_s[order]
-        again = np.flatnonzero(assignment.recomputed & (timeline.backward_start_s >= moment.at_s))
-        again = again[np.argsort(timeline.backward_start_s[again], kind="stable")]
-        delays_s = np.concatenate([[0.0], np.cumsum(timeline.recompute_s[again])])
-        delays_s = delays_s[np.searchsorted(timeline.backward_start_s[again], need_s, "left")]
+        resources, need_s = timeline.resources, liveness.need_s[order]
+        again = np.flatnonzero(assignment.recomputed & (timeline.blocks.backward_start_s >= start.at_s))
+        again = again[np.argsort(timeline.blocks.backward_start_s[again], kind="stable")]
+        delays_s = np.concatenate([[0.0], np.cumsum(timeline.blocks.recompute_s[again])])
+        delays_s = delays_s[np.searchsorted(timeline.blocks.backward_start_s[again], need_s, "left")]
         on_drive = assignment.placements[order] == Placement.NVME
-        beside = sum(path.write_beside_read_bytes_per_s for path in resources.paths)
-        begin_s = moment.at_s + moment.shift_s
-        ahead = np.zeros(len(order)) if resources.is_synchronous else timeline.nbytes[order]
+        write_rate = sum(path.write_beside_read_bytes_per_s for path in resources.paths)
+        begin_s = start.at_s + start.shift_s
+        ahead = np.zeros(len(order)) if resources.is_synchronous else timeline.storages.nbytes[order]
         return cls(
             begin_s,
-            begin_s + (moment.unwritten_bytes / beside if moment.unwritten_bytes else 0.0),
-            need_s + moment.shift_s + delays_s,
-            np.where(on_drive, timeline.padded_bytes[order], 0) / (resources.read_bytes_per_s or 1.0),
+            begin_s + (start.unwritten_bytes / write_rate if start.unwritten_bytes else 0.0),
+            need_s + start.shift_s + delays_s,
+            np.where(on_drive, timeline.storages.padded_bytes[order], 0) / (resources.read_bytes_per_s or 1.0),
             ahead / resources.copy_in_bytes_per_s,
         )
 
 
-def prefetch_lead(reloads: Reloads, resources: Resources) -> list[int]:
-    """After so many first uses (none at first), how many of the next are to have been asked for; see ``Plan``."""
+def prefetch_distance(reloads: Reloads, resources: Resources) -> list[int]:
+    """See ``Plan.prefetch_distance``."""
     count = len(reloads.use_s)
     copy_start_s = _latest_starts(reloads.use_s, reloads.copy_s * SLOWER)
     is_read = reloads.read_s > 0
@@ -93,7 +93,7 @@ def prefetch_lead(reloads: Reloads, resources: Resources) -> list[int]:
     start_s = np.where(is_read, read_start_s, copy_start_s)
     start_s = np.minimum.accumulate(start_s[::-1])[::-1]  # they are asked for in order
     asked_after = np.searchsorted(reloads.use_s, start_s, "right")
-    asked_after = np.clip(asked_after, 0, np.maximum(np.arange(count) - (MIN_LEAD - 1), 0))
+    asked_after = np.clip(asked_after, 0, np.maximum(np.arange(count) - (MIN_DISTANCE - 1), 0))
     reached = np.searchsorted(asked_after, np.arange(count), "right")
     return (reached - np.arange(count)).tolist()  # type: ignore[no-any-return]
 
@@ -107,7 +107,7 @@ def _latest_starts(ends: Floats, durations: Floats) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class _Pace:
-    """How much a drive that also writes reads: work over time, in pieces."""
+    """The reads of a drive that also writes: work over time, piecewise linear."""
 
     times_s: Floats
     work_s: Floats
@@ -118,8 +118,8 @@ class _Pace:
         begin_s, end_s = reloads.begin_s, max(reloads.begin_s, float(reloads.use_s[-1]))
         inner = [reloads.written_s] if begin_s < reloads.written_s < end_s else []
         times = np.unique(np.array([begin_s, *inner, end_s]))
-        beside = sum(path.read_beside_write_bytes_per_s for path in resources.paths)
-        slowed = beside / resources.read_bytes_per_s if 0 < resources.read_bytes_per_s < np.inf else 1.0
+        read_rate = sum(path.read_beside_write_bytes_per_s for path in resources.paths)
+        slowed = read_rate / resources.read_bytes_per_s if 0 < resources.read_bytes_per_s < np.inf else 1.0
         speeds = np.where(times[:-1] < reloads.written_s, slowed, 1.0)
         return cls(times, np.concatenate([[0.0], np.cumsum(np.diff(times) * speeds)]))
 
@@ -128,5 +128,5 @@ class _Pace:
         return np.interp(at_s, self.times_s, self.work_s)
 
     def time_of(self, work_s: Floats) -> Floats:
-        """When so much work is done; the begin for what should have begun before."""
+        """When an amount of work is done; the begin where that would be earlier."""
         return np.interp(work_s, self.work_s, self.times_s)

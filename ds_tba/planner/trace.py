@@ -1,12 +1,12 @@
-"""What one micro-step looked like with every storage kept, and what the machine can move: the input of the planners.
+"""One micro-step with every storage kept, and the rates of its machine: the input of the planners.
 
-[Note: The clock] Times are seconds of the compute stream since the micro-step's forward began, with nothing moved. A
-replay shifts them by the stalls and the recomputation that a plan adds.
+[Note: The trace's clock] Times are seconds of the compute stream since the micro-step's forward began, with nothing
+moved. A replay shifts them by the stalls and the recomputation that a plan adds.
 
-[Note: Who needs a storage] ``blocks`` are those in which autograd saved it, ``OUTSIDE`` for what lies in none.
+[Note: Readers] ``StorageTrace.blocks`` are those in which autograd saved the storage, ``OUTSIDE`` for saves in none.
 ``BlockTrace.inputs`` are the storages that a block reads and does not produce: they must outlive its forward where it
-is recomputed. An input that nobody saves has empty ``blocks``, and exists only under a plan that recomputes a reader
-of it.
+is recomputed. An input that nobody saves has empty ``blocks``, and exists only under a plan that recomputes one of its
+readers.
 """
 
 from __future__ import annotations
@@ -30,13 +30,12 @@ class StorageTrace:
     """One saved storage.
 
     Attributes:
-        nbytes: its size.
         module: path of the module that ran when it was first saved, for people and for the scopes of TBA.
-        blocks: see [Note: Who needs a storage].
+        blocks: see [Note: Readers].
         pack_s: first saved.
-        last_forward_use_s: from then on forward no longer needs it.
+        last_forward_use_s: from then on forward no longer needs the storage.
         first_backward_use_s: first unpacked.
-        freed_s: autograd has let go of it.
+        freed_s: autograd has let go of the storage.
         is_movable: False where it must stay in device memory (too small, not the training device, ...); it still goes
             with its block where that is recomputed.
     """
@@ -58,7 +57,7 @@ class BlockTrace:
     Attributes:
         module: its path.
         forward_start_s, forward_end_s, backward_start_s, backward_end_s: when it ran.
-        inputs: indices of storages; see [Note: Who needs a storage].
+        inputs: indices of storages; see [Note: Readers].
         is_recomputable: whether its forward may run again.
     """
 
@@ -72,7 +71,7 @@ class BlockTrace:
 
     @property
     def forward_s(self) -> float:
-        """What its forward took, in seconds."""
+        """The duration of its forward."""
         return self.forward_end_s - self.forward_start_s
 
 
@@ -91,7 +90,7 @@ class PathRates:
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What the machine can move.
+    """The rates and bounds of a machine.
 
     Attributes:
         paths: the drives; none means that nothing can go to NVMe.
@@ -100,7 +99,7 @@ class Resources:
         is_synchronous: the device copies in the training thread, which waits for it (a CPU).
         prefetches_from_backward_start: reading ahead begins with the first unpack of the micro-step, whatever it is of;
             else with the first unpack of something that was moved.
-        compute_s_per_byte: what moving a storage out and back takes of the kernels that run meanwhile.
+        compute_s_per_byte: kernel time that moving a storage out and back takes, for each byte.
     """
 
     paths: tuple[PathRates, ...]
@@ -113,12 +112,12 @@ class Resources:
 
     @property
     def write_bytes_per_s(self) -> float:
-        """Of all paths, with no read beside."""
+        """Of all paths, without concurrent reads."""
         return sum(path.write_bytes_per_s for path in self.paths)
 
     @property
     def read_bytes_per_s(self) -> float:
-        """Of all paths, with no write beside."""
+        """Of all paths, without concurrent writes."""
         return sum(path.read_bytes_per_s for path in self.paths)
 
 
@@ -130,9 +129,9 @@ class Trace:
         storages: in the order in which they were packed.
         blocks: in the order in which their forward began.
         end_s: the end of backward.
-        rest_s: what a step takes beside its micro-steps (the optimizer).
+        optimizer_s: the time of a step outside of its micro-steps; ``rest_s`` in JSON.
         micro_steps: of one step.
-        recompute_factor: what recomputing a block takes, as a part of its forward: as measured, else 1.
+        recompute_factor: the time of recomputing a block, as a fraction of its forward: as measured, else 1.
 
     Raises:
         TraceError: times out of order, or an index that is not there.
@@ -142,7 +141,7 @@ class Trace:
     blocks: tuple[BlockTrace, ...]
     resources: Resources
     end_s: float
-    rest_s: float = 0.0
+    optimizer_s: float = 0.0
     micro_steps: int = 1
     recompute_factor: float = 1.0
 
@@ -153,7 +152,7 @@ class Trace:
         if not 0 < self.recompute_factor < math.inf:
             raise TraceError(f"recompute_factor is {self.recompute_factor}: it must be a number above 0")
         _check_order("the step", 0.0, self.end_s, math.inf)
-        _check_order("the rest of the step", 0.0, self.rest_s, math.inf)
+        _check_order("the rest of the step", 0.0, self.optimizer_s, math.inf)
         for number, block in enumerate(self.blocks):
             _check_block(number, block, len(self.storages), self.end_s)
         packed_s = 0.0
@@ -164,7 +163,7 @@ class Trace:
     @property
     def step_s(self) -> float:
         """A step with every storage kept."""
-        return self.micro_steps * self.end_s + self.rest_s
+        return self.micro_steps * self.end_s + self.optimizer_s
 
     @property
     def saved_bytes(self) -> int:
@@ -172,9 +171,9 @@ class Trace:
         return sum(storage.nbytes for storage in self.storages)
 
     def without(self, taken_s: float) -> Trace:
-        """The same micro-step without ``taken_s``, which something beside it took evenly.
+        """The same micro-step shorter by ``taken_s``, evenly; longer where that is negative.
 
-        A small part of it stays in any case. Negative for what comes on top, evenly.
+        A small fraction of the time stays in any case.
         """
         factor = max(MIN_FRACTION, 1 - taken_s / self.end_s) if self.end_s else 1.0
         storages = tuple(_scaled(one, factor) for one in self.storages)
@@ -185,8 +184,8 @@ class Trace:
         """The same micro-step with larger storages, and longer by as much as all of them together are larger.
 
         Args:
-            sizes: of the larger storages, by number, in bytes. What cannot be moved grows in proportion: it may stand
-                for many small tensors, whose size nobody tells.
+            sizes: of the larger storages, by number, in bytes. Storages that cannot be moved grow in proportion: one
+                may stand for many small tensors, whose new sizes are not known.
         """
         added_bytes = sum(nbytes - self.storages[index].nbytes for index, nbytes in sizes.items())
         if added_bytes <= 0:
@@ -207,7 +206,7 @@ class Trace:
             {
                 "format": FORMAT,
                 "end_s": self.end_s,
-                "rest_s": self.rest_s,
+                "rest_s": self.optimizer_s,
                 "micro_steps": self.micro_steps,
                 "recompute_factor": self.recompute_factor,
                 "resources": asdict(self.resources),
@@ -249,7 +248,7 @@ class Trace:
 
 
 def _scaled(row: Row, factor: float) -> Row:
-    """With every time of it times a factor."""
+    """All times of a row times a factor."""
     times = {field.name: getattr(row, field.name) * factor for field in fields(row) if field.name.endswith("_s")}
     return replace(row, **times)
 
@@ -303,7 +302,7 @@ def _check_resources(resources: Resources) -> None:
 
 
 def slowest(machines: Sequence[Resources]) -> Resources:
-    """Each rate as it is where it is lowest, and the least staging.
+    """The lowest of each rate over all machines, and the least staging.
 
     Paths are compared one by one where all machines have as many, else by their sums; where one machine has none,
     nothing can go to NVMe.
@@ -338,8 +337,8 @@ def _combined(how: Callable[[Sequence[float]], float], paths: Sequence[PathRates
 
 # Which storage of a trace is which in another micro-step of the same model.
 #
-# [Note: Scopes] A micro-step is cut where passes through blocks begin and end: what lies before the first pass, the
-# first pass, what lies between it and the second, ... In each scope the storages are known by the order in which they
+# [Note: Scopes] A micro-step is cut where passes through blocks begin and end: before the first pass, the
+# first pass, between the first and the second, ... In each scope the storages are known by the order in which they
 # are first saved *there*, so that a block which is recomputed (and saves its inputs only) shifts nobody else's place.
 
 

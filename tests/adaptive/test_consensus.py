@@ -76,10 +76,10 @@ def made(planner: Planner, fit: Fit = SURE, current: PlanInForce | None = None, 
 
 @pytest.mark.parametrize("kept_s", [1.0, 2.0, 3.0])
 def test_a_trace_is_as_long_as_it_was_fitted_and_so_is_what_recomputing_takes(kept_s: float) -> None:
-    trace = replace(TRACE, rest_s=0.5)
+    trace = replace(TRACE, optimizer_s=0.5)
     found = calibrated(trace, Fit(kept_s, 0.5, 0.0, 0.0, 0.0))
     scale = kept_s / trace.step_s
-    assert found.step_s == pytest.approx(kept_s) and found.rest_s == pytest.approx(scale * 0.5)
+    assert found.step_s == pytest.approx(kept_s) and found.optimizer_s == pytest.approx(scale * 0.5)
     recomputed_s = [block.forward_s * found.recompute_factor for block in found.blocks]
     assert recomputed_s == pytest.approx([0.5 * scale * block.forward_s for block in TRACE.blocks])
 

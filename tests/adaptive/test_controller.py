@@ -438,7 +438,7 @@ def test_a_recording_that_is_no_trace_ends_the_plans_and_not_the_training(
     def inconsistent(*_: Any) -> Any:
         raise TraceError("times out of order")
 
-    monkeypatch.setattr("ds_tba.adaptive.recorder.Recorder.trace", inconsistent)
+    monkeypatch.setattr("ds_tba.adaptive.recorder.MicroStepRecord.trace", inconsistent)
     report = check(make).report()
     assert report.plans == 0 and report.offloaded_bytes > 0
 
@@ -535,7 +535,7 @@ def test_a_trace_is_written_and_can_be_read(make: Make, tmp_path: Path, placemen
     check(make, placement=placement, report={"trace_path": str(path)})
     trace = Trace.from_json(path.read_text())
     assert [block.module for block in trace.blocks] == [f"blocks.{number}" for number in range(DEPTH)]
-    assert trace.end_s > 0 and trace.rest_s > 0
+    assert trace.end_s > 0 and trace.optimizer_s > 0
     # Where no plan is made, nobody looks whether blocks could be recomputed.
     assert {block.is_recomputable for block in trace.blocks} == {placement == "adaptive"}
 

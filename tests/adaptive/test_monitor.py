@@ -28,7 +28,7 @@ GOOD = StepMetrics(time_s=1.0, refusals=0, unplanned=0, drift=0.0, rates=RATES)
 @pytest.fixture
 def monitor() -> Monitor:
     monitor = Monitor()
-    monitor.looked(PLANNED_AT)
+    monitor.reviewed(PLANNED_AT)
     monitor.planned(EXPECTED_S, RATES, is_new=True)
     return monitor
 
@@ -39,7 +39,7 @@ def looks(monitor: Monitor, seen: StepMetrics, steps: range, expected_s: float =
     for step in steps:
         if monitor.decide(step, seen) is not Action.GO_ON:
             found.append(step)
-            monitor.looked(step)
+            monitor.reviewed(step)
             monitor.planned(expected_s, seen.rates, is_new=False)
     return found
 
@@ -72,13 +72,13 @@ def test_a_surprise_after_quiet_has_the_next_look_come_soon_and_is_none_afterwar
     assert [later - earlier for earlier, later in pairwise([*asked, *again])] == [10, 20, 40, 80]  # as after any look
 
 
-def test_a_machine_that_surprises_all_the_time_is_not_looked_at_all_the_time(monitor: Monitor) -> None:
+def test_a_machine_that_surprises_all_the_time_is_not_reviewed_all_the_time(monitor: Monitor) -> None:
     asked = []
     for step in range(3, 1000):
         now = tuple(rate * (4 if (step // 5) % 2 else 1) for rate in RATES)
         if monitor.decide(step, replace(GOOD, rates=now)) is Action.PLAN:
             asked.append(step)
-            monitor.looked(step)
+            monitor.reviewed(step)
             monitor.planned(EXPECTED_S, now, is_new=True)
     assert len(asked) <= 9
     assert asked[0] <= 3 + MIN_STEPS
@@ -88,7 +88,7 @@ def test_small_surprises_do_not_hide_a_large_one(monitor: Monitor) -> None:
     for step in range(3, 900):
         seen = replace(GOOD, refusals=step // 40)
         if monitor.decide(step, seen) is not Action.GO_ON:
-            monitor.looked(step)
+            monitor.reviewed(step)
             monitor.planned(EXPECTED_S, RATES, is_new=False)
     slow = replace(GOOD, time_s=2.1 * EXPECTED_S, refusals=900 // 40)
     asked = looks(monitor, slow, range(900, 1000), expected_s=slow.time_s)
@@ -124,7 +124,7 @@ def test_other_micro_steps_in_a_step_ask_for_a_recording_and_their_time_is_no_su
 def test_larger_storages_than_planned_ask_for_a_plan_at_once_and_smaller_ones_for_none(monitor: Monitor) -> None:
     assert monitor.decide(3, replace(GOOD, drift=0.2, growth=0.2)) is Action.PLAN
     assert "larger than those of the plan by 20%" in monitor.reason
-    monitor.looked(3)
+    monitor.reviewed(3)
     looks(monitor, GOOD, range(4, 700))
     smaller = replace(GOOD, time_s=0.1, drift=0.5)  # nor is the time of such a step held against the plan
     assert looks(monitor, smaller, range(700, 700 + QUIET_STEPS)) == []
@@ -144,7 +144,7 @@ def test_what_steps_take_is_the_median_of_the_last_few_under_the_plan(monitor: M
 def test_where_nothing_could_be_recorded_it_is_tried_again_later() -> None:
     monitor = Monitor()
     assert monitor.may_record(1)
-    monitor.looked(7)
+    monitor.reviewed(7)
     assert [monitor.may_record(step) for step in range(8, 13)] == [False] * 4 + [True]
 
 

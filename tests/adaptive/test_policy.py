@@ -52,7 +52,7 @@ def test_each_storage_goes_where_the_plan_says_scope_by_scope() -> None:
     assert chosen(policy, "x2", "x3") == [("host",), ("nvme", "host")]
     policy.leave()
     assert chosen(policy, "x4") == [()]
-    assert (policy.unplanned, policy.drift_bytes) == (0, 0)
+    assert (policy.deviation.unplanned, policy.deviation.drift_bytes) == (0, 0)
 
 
 def test_a_recomputed_block_saves_its_inputs_and_shifts_nobody() -> None:
@@ -65,14 +65,14 @@ def test_a_recomputed_block_saves_its_inputs_and_shifts_nobody() -> None:
     assert chosen(policy, "x2", "x3") == [("host",), ("nvme", "host")]
     policy.leave()
     assert chosen(policy, "x4") == [()]
-    assert policy.unplanned == 0
+    assert policy.deviation.unplanned == 0
 
 
 def test_what_the_plan_does_not_know_goes_where_there_is_room_without_waiting() -> None:
     policy = by_plan(NVME, KEEP, KEEP, KEEP, KEEP)
     choices = [policy.choose(key, SIZE) for key in ("x0", "new")]
     assert [choice.wait for choice in choices] == [True, False]
-    assert choices[1].stores == ("nvme", "host") and policy.unplanned == 1
+    assert choices[1].stores == ("nvme", "host") and policy.deviation.unplanned == 1
 
 
 def test_a_block_that_was_not_planned_is_not_recomputed() -> None:
@@ -82,14 +82,14 @@ def test_a_block_that_was_not_planned_is_not_recomputed() -> None:
     assert policy.enter("b") is not None
     policy.leave()
     assert policy.enter("a") is None  # the plan has two passes
-    assert policy.unplanned == 2
+    assert policy.deviation.unplanned == 2
 
 
 def test_a_storage_that_was_to_be_made_again_with_a_block_that_is_not_is_unplanned() -> None:
     policy = by_plan(NVME, RECOMPUTE, HOST, NVME, KEEP)
     policy.enter("a")
     assert chosen(policy, "x1") == [("nvme", "host")]
-    assert policy.unplanned == 1
+    assert policy.deviation.unplanned == 1
 
 
 def test_passes_inside_passes_are_part_of_them() -> None:
@@ -100,13 +100,13 @@ def test_passes_inside_passes_are_part_of_them() -> None:
     policy.leave()
     assert chosen(policy, "x2") == [("host",)]
     policy.leave()
-    assert policy.unplanned == 0
+    assert policy.deviation.unplanned == 0
 
 
 def test_other_sizes_are_counted_and_followed_all_the_same() -> None:
     policy = by_plan(NVME, KEEP, HOST, NVME, KEEP)
     assert chosen(policy, "x0", nbytes=2 * SIZE) == [("nvme", "host")]
-    assert (policy.unplanned, policy.drift_bytes) == (0, SIZE)
+    assert (policy.deviation.unplanned, policy.deviation.drift_bytes) == (0, SIZE)
 
 
 @pytest.mark.parametrize("may_wait", [True, False])

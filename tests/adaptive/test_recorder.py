@@ -11,7 +11,7 @@ import torch
 from conftest import StoreFactory
 from torch import nn
 
-from ds_tba.adaptive.recorder import Recorder
+from ds_tba.adaptive.recorder import MicroStepRecord, Recorder
 from ds_tba.autograd.cache import TensorCache
 from ds_tba.planner.trace import OUTSIDE, PathRates, Resources, StorageTrace, Trace
 
@@ -73,13 +73,13 @@ def recorded(cache: TensorCache, ticks: Any, model: nn.Module) -> Iterator[Recor
         yield recorder
 
 
-def record(cache: TensorCache, ticks: Ticks, model: Stack, x: torch.Tensor) -> Recorder:
+def record(cache: TensorCache, ticks: Ticks, model: Stack, x: torch.Tensor) -> MicroStepRecord:
     with recorded(cache, ticks, model) as recorder:
         loss = model(x, recorder)
     ticks.now_s += 1.0
     loss.backward()
     recorder.end()
-    return recorder
+    return recorder.record
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def cache(request: pytest.FixtureRequest, make_store: StoreFactory) -> TensorCac
 @pytest.fixture
 def trace(cache: TensorCache, ticks: Ticks) -> Trace:
     torch.manual_seed(0)
-    return record(cache, ticks, Stack(ticks), torch.randn(ROWS, WIDTH)).trace(MACHINE, rest_s=0.5)
+    return record(cache, ticks, Stack(ticks), torch.randn(ROWS, WIDTH)).trace(MACHINE, optimizer_s=0.5)
 
 
 def movable(trace: Trace) -> list[StorageTrace]:
@@ -159,5 +159,5 @@ def test_a_small_tensor_that_every_block_saves_counts_once(make_store: StoreFact
         loss = x.sum()
     loss.backward()
     recorder.end()
-    trace = recorder.trace(MACHINE)
+    trace = recorder.record.trace(MACHINE)
     assert sum(one.nbytes for one in trace.storages if not one.is_movable) == shared.nbytes

@@ -9,7 +9,7 @@ import torch
 from conftest import StoreFactory
 from test_recorder import MACHINE, MIN_BYTES, ROWS, WIDTH, Stack, Ticks, record
 
-from ds_tba.adaptive.recorder import APART_FACTOR, Recorder, usual_s
+from ds_tba.adaptive.recorder import APART_FACTOR, MicroStepRecord, Recorder, usual_s
 from ds_tba.adaptive.recording import RECORDINGS, RecordedTrace, Recording
 from ds_tba.autograd.cache import TensorCache
 
@@ -19,16 +19,16 @@ def cache(make_store: StoreFactory) -> TensorCache:
     return TensorCache([make_store()], "cpu", MIN_BYTES, wait_for_staging=True)
 
 
-def recorded(cache: TensorCache, before_backward_s: float, rows: int = ROWS) -> Recorder:
+def recorded(cache: TensorCache, before_backward_s: float, rows: int = ROWS) -> MicroStepRecord:
     """A micro-step whose forward takes 6 s, with so much time before its backward."""
     ticks = Ticks()
     model = Stack(ticks)
     found = record(cache, ticks, model, torch.randn(rows, WIDTH))
-    first = found._uses[0][0]  # of the pauses, the first of backward
-    found._pauses[first:] = [
-        (one + before_backward_s - 1.0, two + before_backward_s - 1.0) for one, two in found._pauses[first:]
+    first = found.uses[0][0]  # of the pauses, the first of backward
+    found.pauses[first:] = [
+        (one + before_backward_s - 1.0, two + before_backward_s - 1.0) for one, two in found.pauses[first:]
     ]
-    found._ended += before_backward_s - 1.0
+    found.ended += before_backward_s - 1.0
     return found
 
 
@@ -95,7 +95,7 @@ def record_one(recording: Recording, cache: TensorCache, model: Stack, rows: int
 
 def test_a_recording_is_enough_when_it_has_two_and_counts_what_moved(cache: TensorCache) -> None:
     ticks = Ticks()
-    recording, model = Recording(cache, ticks, {}, is_synchronous=True), Stack(ticks)
+    recording, model = Recording(ticks, lambda: Recorder(cache, ticks, {})), Stack(ticks)
     for number in range(RECORDINGS):
         assert not recording.is_enough
         record_one(recording, cache, model)
@@ -104,7 +104,7 @@ def test_a_recording_is_enough_when_it_has_two_and_counts_what_moved(cache: Tens
         recording.end_step(ticks.mark(), 100 + number)
     assert recording.is_enough and recording.begin() is None
     found = recording.recorded(MACHINE, 1)
-    assert (found.trace.end_s, found.trace.rest_s) == (pytest.approx(6.0), pytest.approx(0.25))
+    assert (found.trace.end_s, found.trace.optimizer_s) == (pytest.approx(6.0), pytest.approx(0.25))
     assert (found.observation.time_s, found.observation.recomputed_fraction) == (pytest.approx(6.25), 0.0)
     assert found.observation.moved_bytes == 100
 
@@ -128,7 +128,7 @@ def test_what_was_larger_in_an_earlier_trace_of_the_same_places_stays_so(cache: 
 
 def took(cache: TensorCache, ticks: Ticks, micro_steps: int = 1, rows: int = ROWS) -> RecordedTrace:
     """Recorded of as many micro-steps as it takes."""
-    recording, model = Recording(cache, ticks, {}, is_synchronous=True), Stack(ticks)
+    recording, model = Recording(ticks, lambda: Recorder(cache, ticks, {})), Stack(ticks)
     while not recording.is_enough:
         record_one(recording, cache, model, rows)
         recording.settle()
@@ -138,7 +138,7 @@ def took(cache: TensorCache, ticks: Ticks, micro_steps: int = 1, rows: int = ROW
 
 def test_two_forwards_before_a_backward_are_no_recording(cache: TensorCache) -> None:
     ticks = Ticks()
-    recording, model = Recording(cache, ticks, {}, is_synchronous=True), Stack(ticks)
+    recording, model = Recording(ticks, lambda: Recorder(cache, ticks, {})), Stack(ticks)
     for _ in range(2):
         recorder = recording.begin()
         if recorder is not None:

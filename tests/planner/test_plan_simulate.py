@@ -14,12 +14,12 @@ from traces import SIZE, UNLIMITED, one_block, storage
 
 from ds_tba.config import Placement
 from ds_tba.errors import TraceError
-from ds_tba.planner.drive import STORED, DriveQueues
 from ds_tba.planner.plan import Limits, Outcome, Prediction
 from ds_tba.planner.search import keep
-from ds_tba.planner.simulator import Pacing, replay, simulate
+from ds_tba.planner.simulator import replay, simulate
 from ds_tba.planner.timeline import Assignment, Timeline
 from ds_tba.planner.trace import BlockTrace, PathRates, StorageTrace, Trace
+from ds_tba.planner.transfer import STORED, DriveQueues, Pacing
 
 K, H, N = Placement.KEEP, Placement.HOST, Placement.NVME
 ANY = settings(derandomize=True, deadline=None, max_examples=300)
@@ -29,7 +29,8 @@ def run(
     trace: Trace, *places: Placement, recomputed: tuple[bool, ...] = (), pacing: Pacing | None = None
 ) -> tuple[Outcome, Prediction]:
     again = np.array(recomputed or [False] * len(trace.blocks), bool)
-    return replay(Timeline.of(trace), Assignment(np.array(places, np.int8), again), pacing)
+    outcome = replay(Timeline.of(trace), Assignment(np.array(places, np.int8), again), pacing)
+    return outcome, outcome.cost
 
 
 def cost(trace: Trace, *places: Placement, recomputed: tuple[bool, ...] = ()) -> Prediction:
@@ -78,7 +79,7 @@ def test_what_is_being_written_when_it_is_its_turn_to_be_read_ahead_stays() -> N
     both, figures = run(trace, N, N, K)
     assert both.stalls == []  # the first is read from 1.0 to 2.0
     assert (figures.forwarded_bytes, figures.read_bytes, figures.written_bytes) == (SIZE, SIZE, 2 * SIZE)
-    assert found.forwarded_bytes == 0
+    assert found.cost.forwarded_bytes == 0
 
 
 def test_what_stays_is_on_the_device_from_the_end_of_its_write_on() -> None:
@@ -225,7 +226,7 @@ def test_a_storage_that_two_blocks_share_is_not_dropped() -> None:
     blocks = (BlockTrace("a", 0.0, 1.0, 2.0, 3.0), BlockTrace("b", 1.0, 1.0, 1.0, 2.0))
     trace = Trace((storage(0.5, 1.5, 2.5, (0, 1)),), blocks, traces.resources(), 3.0)
     outcome, found = run(trace, K, recomputed=(True, True))
-    assert not outcome.existence.dropped.any() and found.peak_saved_bytes == SIZE
+    assert not outcome.liveness.dropped.any() and found.peak_saved_bytes == SIZE
 
 
 def test_a_write_and_a_read_at_once_slow_each_other() -> None:
@@ -237,7 +238,7 @@ def test_a_write_and_a_read_at_once_slow_each_other() -> None:
 
 
 def test_a_step_has_its_micro_steps_and_its_rest() -> None:
-    trace = replace(one_block(storage(0.5, 2.0), machine=traces.resources()), micro_steps=3, rest_s=0.5)
+    trace = replace(one_block(storage(0.5, 2.0), machine=traces.resources()), micro_steps=3, optimizer_s=0.5)
     found = cost(trace, N)
     assert (found.step_s, found.stall_s, found.written_bytes) == (12.5, 3.0, 3 * SIZE)
     assert found.peak_saved_bytes == SIZE
@@ -261,7 +262,8 @@ def cases(draw: st.DrawFn) -> tuple[Trace, Assignment]:
 
 
 def both(trace: Trace, assignment: Assignment) -> tuple[Outcome, Prediction]:
-    return replay(Timeline.of(trace), assignment)
+    outcome = replay(Timeline.of(trace), assignment)
+    return outcome, outcome.cost
 
 
 @given(traces.traces())
@@ -278,7 +280,7 @@ def test_keeping_everything_costs_nothing_and_peaks_where_most_lies(trace: Trace
 def test_figures_agree_with_each_other(case: tuple[Trace, Assignment]) -> None:
     trace, assignment = case
     outcome, found = both(trace, assignment)
-    sizes = np.array([one.nbytes for one in trace.storages])[outcome.existence.exists]
+    sizes = np.array([one.nbytes for one in trace.storages])[outcome.liveness.exists]
     assert sizes.max(initial=0) <= found.peak_saved_bytes <= 2 * sizes.sum()
     assert found.step_s == pytest.approx(trace.step_s + found.stall_s + found.recomputed_s)
     assert found.stall_s == pytest.approx(sum(seconds for _, seconds in outcome.stalls) * trace.micro_steps)
@@ -298,7 +300,7 @@ def test_a_recomputation_makes_storages_again_as_fast_as_it_runs(factor: float) 
     )
     start_s = trace.blocks[0].forward_start_s
     again_s = [(row.pack_s - start_s) * factor for row in trace.storages]
-    assert any(again_s) and Timeline.of(trace).made_again_s.tolist() == pytest.approx(again_s)
+    assert any(again_s) and Timeline.of(trace).storages.made_again_s.tolist() == pytest.approx(again_s)
 
 
 @given(cases())
@@ -306,7 +308,7 @@ def test_a_recomputation_makes_storages_again_as_fast_as_it_runs(factor: float) 
 def test_what_goes_to_nvme_is_written_or_handed_over(case: tuple[Trace, Assignment]) -> None:
     trace, assignment = case
     outcome, found = both(trace, assignment)
-    padded = Timeline.of(trace).padded_bytes
+    padded = Timeline.of(trace).storages.padded_bytes
     moved = int(padded[outcome.assignment.placements == N].sum()) * trace.micro_steps
     assert moved - found.forwarded_bytes - 4096 * 2 * 7 < found.written_bytes <= moved
     assert found.forwarded_bytes or found.written_bytes == found.read_bytes == moved
@@ -351,14 +353,13 @@ def slowed(trace: Trace, factor: float) -> Trace:
 @given(cases(), st.sampled_from([0.25, 0.5, 2.0, 8.0]), st.sampled_from([(), None]))
 @ANY
 def test_a_slower_clock_changes_times_and_nothing_else(
-    case: tuple[Trace, Assignment], factor: float, lead: tuple[int, ...] | None
+    case: tuple[Trace, Assignment], factor: float, distance: tuple[int, ...] | None
 ) -> None:
     trace, assignment = case
-    (one, before), (other, after) = (
-        replay(Timeline.of(which), assignment, lead=lead) for which in (trace, slowed(trace, factor))
-    )
-    assert one.lead == other.lead
-    assert after == replace(
+    one, other = (replay(Timeline.of(which), assignment, distance=distance) for which in (trace, slowed(trace, factor)))
+    assert one.prefetch_distance == other.prefetch_distance
+    before = one.cost
+    assert other.cost == replace(
         before,
         step_s=before.step_s * factor,
         stall_s=before.stall_s * factor,

@@ -37,7 +37,7 @@ def test_a_trace_comes_back_from_its_text(trace: Trace) -> None:
         ({"resources": replace(traces.resources(), staging_bytes=0)}, "staging_bytes is 0"),
         ({"resources": replace(traces.resources(), compute_s_per_byte=-1.0)}, "compute_s_per_byte is -1"),
         ({"micro_steps": 0}, "micro_steps is 0"),
-        ({"rest_s": -1.0}, "rest of the step has times out of order"),
+        ({"optimizer_s": -1.0}, "rest of the step has times out of order"),
         ({"end_s": float("nan")}, "out of order"),
     ],
 )

@@ -100,7 +100,7 @@ def every_cost(trace: Trace, limits: Limits) -> list[Prediction]:
     places = [[K, H, N] if one.is_movable else [K] for one in trace.storages]
     flags = [[False, True] if block.is_recomputable and limits.recompute else [False] for block in trace.blocks]
     return [
-        replay(timeline, Assignment(np.array(chosen, np.int8), np.array(again, bool)))[1]
+        replay(timeline, Assignment(np.array(chosen, np.int8), np.array(again, bool))).cost
         for chosen in itertools.product(*places)
         for again in itertools.product(*flags)
     ]
@@ -235,7 +235,7 @@ def test_host_memory_is_used_as_far_as_its_budget_goes() -> None:
 
 def test_many_storages_are_searched_in_groups_and_the_limits_hold_in_full() -> None:
     trace = layers(30, 40, rate=40.0, staging_bytes=100 * SIZE)
-    assert len(trace.storages) == 1200 and Timeline.of(trace).grouped(700)[0].storages < 1200
+    assert len(trace.storages) == 1200 and len(Timeline.of(trace).grouped(700)[0].storages) < 1200
     limits = Limits()
     plan = adaptive(trace, limits)
     assert plan.prediction.step_s <= trace.step_s * 1.02 + GRACE_S
@@ -253,7 +253,7 @@ def test_what_just_does_not_fit_in_full_is_searched_again_within_narrower_limits
     limits = Limits(activation_budget_bytes=PLANNERS["keep"](trace, Limits()).prediction.peak_saved_bytes // 8)
     monkeypatch.setattr("ds_tba.planner.search.SEARCHED_GROUPS", 200)
     # With this change the first search fits.
-    monkeypatch.setattr("ds_tba.planner.search.Search._with_blocks_moved", lambda self, old, start, end: old)
+    monkeypatch.setattr("ds_tba.planner.search.Candidates._with_blocks_moved", lambda self, old, start, end: old)
     best = adaptive(trace, limits).prediction
     monkeypatch.setattr("ds_tba.planner.search.MARGINS", (0.0,))
     assert best.step_s < adaptive(trace, limits).prediction.step_s
@@ -266,14 +266,13 @@ def test_groups_have_all_bytes_and_the_same_readers(trace: Trace, most: int) -> 
     assume(trace.storages)
     timeline = Timeline.of(trace)
     coarse, group = timeline.grouped(most)
-    assert coarse.nbytes.sum() == timeline.nbytes.sum() and coarse.padded_bytes.sum() == timeline.padded_bytes.sum()
-    assert np.all(np.diff(group) >= 0) and group[-1] + 1 == coarse.storages
+    for column in ("nbytes", "padded_bytes"):
+        assert getattr(coarse.storages, column).sum() == getattr(timeline.storages, column).sum()
+    assert np.all(np.diff(group) >= 0) and group[-1] + 1 == len(coarse.storages)
     for column in ("owner", "movable", "unsaved"):
-        assert np.array_equal(getattr(coarse, column)[group], getattr(timeline, column))
-    expected = {
-        (int(group[one]), int(block)) for one, block in zip(timeline.reader_storage, timeline.reader_block, strict=True)
-    }
-    assert set(zip(coarse.reader_storage.tolist(), coarse.reader_block.tolist(), strict=True)) == expected
+        assert np.array_equal(getattr(coarse.storages, column)[group], getattr(timeline.storages, column))
+    expected = {(int(group[one]), int(block)) for one, block in zip(*timeline.blocks.readers, strict=True)}
+    assert set(zip(*(column.tolist() for column in coarse.blocks.readers), strict=True)) == expected
 
 
 @pytest.mark.parametrize("name", sorted(PLANNERS))

@@ -112,7 +112,7 @@ def dry_run(recipe: Recipe, batch: int, sequence: int, settings: Settings, resou
     stats = micro_step.cache.stats
     parameters = list(subject.model.parameters())
     return DryRun(
-        recorder.trace(resources, micro_steps=settings.micro_steps),
+        recorder.record.trace(resources, micro_steps=settings.micro_steps),
         runs_on,
         stats.saved.peak,
         stats.packed_tensors,

@@ -225,16 +225,16 @@ def summarize(trace: Trace, config: OffloadConfig) -> Summary:
     )
     plan = adaptive(trace, limits)
     predictions = {
-        "keep": replay(timeline, timeline.kept)[1],
+        "keep": replay(timeline, timeline.kept).cost,
         "recompute": plan_recompute(trace, limits).prediction,
-        "offload": replay(timeline, _everything(timeline))[1],
+        "offload": replay(timeline, _everything(timeline)).cost,
         "plan": plan.prediction,
     }
     breakdown = breakdown_of(trace)
     peak_holder = None
     if _gain(predictions, "offload") < MIN_GAIN:
         peak_holder = _peak_holder(trace, breakdown, predictions["offload"].peak_saved_bytes)
-    too_large = timeline.movable & ~timeline.can_go_to_nvme()
+    too_large = timeline.storages.movable & ~timeline.can_go_to_nvme()
     return Summary(
         breakdown,
         predictions,
@@ -243,7 +243,7 @@ def summarize(trace: Trace, config: OffloadConfig) -> Summary:
         peak_holder,
         _bandwidth_need(trace, timeline),
         {name: Wear.of(predictions[name], rated) for name in ("offload", "plan")},
-        int(timeline.nbytes[too_large & ~timeline.unsaved].sum()),
+        int(timeline.storages.nbytes[too_large & ~timeline.storages.unsaved].sum()),
     )
 
 
@@ -285,7 +285,7 @@ def _peak_holder(trace: Trace, groups: list[Group], peak_bytes: int) -> tuple[st
             replace(storage, nbytes=1) if index in members else storage for index, storage in enumerate(trace.storages)
         )
         timeline = Timeline.of(replace(trace, storages=storages))
-        without = replay(timeline, _everything(timeline))[1]
+        without = replay(timeline, _everything(timeline)).cost
         falls.append((peak_bytes - without.peak_saved_bytes, group.name))
     if not falls:
         return None
@@ -294,12 +294,12 @@ def _peak_holder(trace: Trace, groups: list[Group], peak_bytes: int) -> tuple[st
 
 
 def _bandwidth_need(trace: Trace, timeline: Timeline) -> BandwidthNeed:
-    moved = timeline.movable & ~timeline.unsaved
+    moved = timeline.storages.movable & ~timeline.storages.unsaved
     if not moved.any():
         return BandwidthNeed(0, 0.0, 0.0)
-    starts_s = float(timeline.pack_s[moved].min())
-    backward_s = float(timeline.first_backward_use_s[moved].min())
-    return BandwidthNeed(int(timeline.nbytes[moved].sum()), backward_s - starts_s, trace.end_s - backward_s)
+    starts_s = float(timeline.storages.pack_s[moved].min())
+    backward_s = float(timeline.storages.first_backward_use_s[moved].min())
+    return BandwidthNeed(int(timeline.storages.nbytes[moved].sum()), backward_s - starts_s, trace.end_s - backward_s)
 
 
 # ---- the saved-memory breakdown -------------------------------------------------------------------------------------

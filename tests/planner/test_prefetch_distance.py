@@ -45,51 +45,52 @@ def evenly(count: int, resources: Resources) -> Trace:
 
 def in_time(trace: Trace, *places: Placement, recomputed: tuple[bool, ...] = ()) -> tuple[Outcome, Prediction]:
     again = np.array(recomputed or [False] * len(trace.blocks), bool)
-    return replay(Timeline.of(trace), Assignment(np.array(places, np.int8), again), lead=None)
+    outcome = replay(Timeline.of(trace), Assignment(np.array(places, np.int8), again), distance=None)
+    return outcome, outcome.cost
 
 
-def lead_of(trace: Trace, *places: Placement, recomputed: tuple[bool, ...] = ()) -> tuple[int, ...]:
-    return in_time(trace, *places, recomputed=recomputed)[0].lead
+def distance_of(trace: Trace, *places: Placement, recomputed: tuple[bool, ...] = ()) -> tuple[int, ...]:
+    return in_time(trace, *places, recomputed=recomputed)[0].prefetch_distance
 
 
 def test_what_comes_fast_is_asked_for_one_use_before_the_last_moment() -> None:
     # 0.5 s each with the margin. The next one is asked for in any case, and one more, as plans are made of averages.
-    assert lead_of(evenly(6, machine(read=2.5)), *[N] * 6, K) == (2, 2, 2, 2, 2, 1)
+    assert distance_of(evenly(6, machine(read=2.5)), *[N] * 6, K) == (2, 2, 2, 2, 2, 1)
 
 
 def test_what_comes_slowly_is_asked_for_early_enough() -> None:
     # 2.5 s each with the margin: the last must begin at 13.5, the one before at 11, the others before backward does.
     # At 13.5 three were used, at 11 one.
-    assert lead_of(evenly(6, machine(read=0.5)), *[N] * 6, K) == (4, 4, 3, 3, 2, 1)
+    assert distance_of(evenly(6, machine(read=0.5)), *[N] * 6, K) == (4, 4, 3, 3, 2, 1)
 
 
 def test_copies_in_take_time_too_but_not_of_the_drive() -> None:
     # Copies of 2.5 s begin at 13.5, 11, 8.5, ...; reads of 1 s before them, at 12.5, 10, ...
     slow = evenly(6, machine(read=1.25, copy=0.5))
-    assert lead_of(slow, *[N] * 6, K) == (5, 4, 4, 3, 2, 1)
-    assert lead_of(slow, *[H] * 6, K) == (4, 4, 3, 3, 2, 1)
+    assert distance_of(slow, *[N] * 6, K) == (5, 4, 4, 3, 2, 1)
+    assert distance_of(slow, *[H] * 6, K) == (4, 4, 3, 3, 2, 1)
     in_place = replace(slow, resources=replace(slow.resources, is_synchronous=True))
-    assert lead_of(in_place, *[N] * 6, K) == (2, 2, 2, 2, 2, 1)
+    assert distance_of(in_place, *[N] * 6, K) == (2, 2, 2, 2, 2, 1)
 
 
 def test_what_is_kept_or_refused_has_no_part_in_it() -> None:
-    assert lead_of(evenly(6, machine(read=2.5)), N, K, N, K, N, K, K) == (2, 2, 1)
-    assert lead_of(evenly(6, machine(read=2.5)), *[K] * 7) == ()
-    assert lead_of(evenly(6, machine(read=2.5, staging_bytes=SIZE - 1)), *[N] * 6, K) == ()
+    assert distance_of(evenly(6, machine(read=2.5)), N, K, N, K, N, K, K) == (2, 2, 1)
+    assert distance_of(evenly(6, machine(read=2.5)), *[K] * 7) == ()
+    assert distance_of(evenly(6, machine(read=2.5, staging_bytes=SIZE - 1)), *[N] * 6, K) == ()
 
 
 def test_writes_make_reads_slower_while_they_last() -> None:
     # Four are still to be written at 10, until 26: 2 s for each read. The begins: 14, 12, 10, 8, ...
     path = PathRates(SIZE / 4, 2.5 * SIZE, SIZE / 4, 0.625 * SIZE)
     writing = replace(machine(read=2.5), paths=(path,))
-    assert lead_of(evenly(6, writing), *[N] * 6, K) == (4, 3, 3, 2, 2, 1)
+    assert distance_of(evenly(6, writing), *[N] * 6, K) == (4, 3, 3, 2, 2, 1)
 
 
 def test_recomputation_gives_time() -> None:
     trace = replace(evenly(4, machine(read=0.5)), blocks=(BlockTrace("a", 0.0, 5.0, 12.5, 14.5),))
-    assert lead_of(trace, *[N] * 4, K) == (3, 3, 2, 1)
+    assert distance_of(trace, *[N] * 4, K) == (3, 3, 2, 1)
     # From 12.5 on all is 5 s later: the last two are used at 18 and 19, and begin at 14 and 16.5, when two were used.
-    assert lead_of(trace, *[N] * 4, K, recomputed=(True,)) == (2, 2, 2, 1)
+    assert distance_of(trace, *[N] * 4, K, recomputed=(True,)) == (2, 2, 2, 1)
 
 
 def test_just_in_time_nothing_waits_and_less_lies_on_the_device() -> None:
@@ -102,13 +103,13 @@ def test_just_in_time_nothing_waits_and_less_lies_on_the_device() -> None:
     assert (early.peak_saved_bytes, late.peak_saved_bytes) == (10 * SIZE, 7 * SIZE)  # 7 in forward
 
 
-def test_a_lead_that_is_given_is_kept_to() -> None:
+def test_a_distance_that_is_given_is_kept_to() -> None:
     timeline = Timeline.of(evenly(6, machine(read=1.25)))
     assignment = Assignment(np.array([N] * 6 + [K], np.int8), np.zeros(0, bool))
-    outcome, found = replay(timeline, assignment, lead=(0,) * 6)
-    assert outcome.lead == (0,) * 6
-    assert found.stall_s == pytest.approx(6 * 0.8)  # each is read only when it is used
-    assert replay(timeline, assignment, lead=(6,))[1] == replay(timeline, assignment)[1]
+    outcome = replay(timeline, assignment, distance=(0,) * 6)
+    assert outcome.prefetch_distance == (0,) * 6
+    assert outcome.cost.stall_s == pytest.approx(6 * 0.8)  # each is read only when it is used
+    assert replay(timeline, assignment, distance=(6,)).cost == replay(timeline, assignment).cost
 
 
 # ---- for any trace --------------------------------------------------------------------------------------------------
@@ -116,17 +117,17 @@ def test_a_lead_that_is_given_is_kept_to() -> None:
 
 @given(cases())
 @ANY
-def test_a_lead_is_for_each_use_and_says_all_there_is_to_say(case: tuple[Trace, Assignment]) -> None:
+def test_a_distance_is_for_each_use_and_says_all_there_is_to_say(case: tuple[Trace, Assignment]) -> None:
     trace, assignment = case
     timeline = Timeline.of(trace)
-    outcome, found = replay(timeline, assignment, lead=None)
+    outcome = replay(timeline, assignment, distance=None)
     moved = int((outcome.assignment.placements != K).sum())
-    assert len(outcome.lead) == moved
-    assert all(0 < lead <= moved - used for used, lead in enumerate(outcome.lead))
-    reach = [used + lead for used, lead in enumerate(outcome.lead)]
+    assert len(outcome.prefetch_distance) == moved
+    assert all(0 < distance <= moved - used for used, distance in enumerate(outcome.prefetch_distance))
+    reach = [used + distance for used, distance in enumerate(outcome.prefetch_distance)]
     assert reach == sorted(reach)
-    assert replay(timeline, assignment, lead=outcome.lead)[1] == found
-    assert replay(timeline, outcome.assignment, lead=None)[1] == found
+    assert replay(timeline, assignment, distance=outcome.prefetch_distance).cost == outcome.cost
+    assert replay(timeline, outcome.assignment, distance=None).cost == outcome.cost
 
 
 # ---- in a plan ------------------------------------------------------------------------------------------------------
@@ -135,8 +136,8 @@ def test_a_lead_is_for_each_use_and_says_all_there_is_to_say(case: tuple[Trace, 
 def test_a_plan_reads_just_in_time_where_that_lowers_its_peak() -> None:
     trace = layers(8, 4, rate=20.0, staging_bytes=8 * SIZE)
     plan = adaptive(trace, Limits())
-    assert plan.prefetch_lead and len(plan.prefetch_lead) == plan.placements.count(N)
-    as_far_as_may_be = replay(Timeline.of(trace), plan.assignment)[1]
+    assert plan.prefetch_distance and len(plan.prefetch_distance) == plan.placements.count(N)
+    as_far_as_may_be = replay(Timeline.of(trace), plan.assignment).cost
     assert plan.prediction.peak_saved_bytes < as_far_as_may_be.peak_saved_bytes
     assert plan.prediction.step_s <= trace.step_s * 1.02
 
@@ -145,7 +146,7 @@ def test_a_plan_reads_just_in_time_where_that_lowers_its_peak() -> None:
 def test_a_plan_reads_as_far_ahead_as_may_be_where_that_costs_nothing(name: str) -> None:
     trace = layers(8, 4, rate=20.0, staging_bytes=8 * SIZE)
     trace = replace(trace, resources=replace(trace.resources, is_synchronous=True))  # what is read ahead is in staging
-    assert PLANNERS[name](trace, Limits()).prefetch_lead == ()
+    assert PLANNERS[name](trace, Limits()).prefetch_distance == ()
 
 
 def test_of_two_ways_that_cost_the_same_the_one_that_cannot_come_too_late_is_chosen() -> None:
@@ -154,7 +155,7 @@ def test_of_two_ways_that_cost_the_same_the_one_that_cannot_come_too_late_is_cho
     plan = adaptive(replace(trace, storages=(*trace.storages, *suffix)), Limits())
     # Seven lie there at the beginning of forward, and eleven would in the end; in backward it is six at most.
     assert plan.prediction.peak_saved_bytes == 7 * SIZE and plan.placements.count(N) >= 4
-    assert plan.prefetch_lead == ()
+    assert plan.prefetch_distance == ()
 
 
 # ---- in the cache ---------------------------------------------------------------------------------------------------
@@ -197,7 +198,7 @@ def five(store: Asked, lead: tuple[int, ...]) -> tuple[MicroStep, list[Record]]:
     return step, records
 
 
-def test_the_cache_asks_for_no_more_than_the_lead_says() -> None:
+def test_the_cache_asks_for_no_more_than_the_distance_says() -> None:
     store = Asked()
     step, records = five(store, (1, 1, 3, 2, 1))
     step.read_ahead([], prefetched)
@@ -211,7 +212,7 @@ def test_the_cache_asks_for_no_more_than_the_lead_says() -> None:
 
 
 @pytest.mark.parametrize(("lead", "counts"), [((), [5, 5]), ((1,), [1, 5]), ((5, 5), [5, 5])])
-def test_without_a_lead_and_beyond_its_end_the_cache_asks_for_all(lead: tuple[int, ...], counts: list[int]) -> None:
+def test_without_a_distance_and_beyond_its_end_the_cache_asks_for_all(lead: tuple[int, ...], counts: list[int]) -> None:
     store = Asked()
     step, _ = five(store, lead)
     found = []
@@ -221,7 +222,7 @@ def test_without_a_lead_and_beyond_its_end_the_cache_asks_for_all(lead: tuple[in
     assert found == counts
 
 
-def test_the_bounds_of_the_store_hold_with_a_lead_too() -> None:
+def test_the_bounds_of_the_store_hold_with_a_distance_too() -> None:
     store = Asked(room=2)
     step, _ = five(store, (5, 4, 3, 2, 1))
     step.read_ahead([], prefetched)
@@ -239,7 +240,7 @@ def test_nothing_is_asked_for_while_forward_runs() -> None:
     assert not store.tickets
 
 
-def test_in_a_backward_no_more_lies_on_the_device_than_the_lead_says(make_store: StoreFactory) -> None:
+def test_in_a_backward_no_more_lies_on_the_device_than_the_distance_says(make_store: StoreFactory) -> None:
     store = make_store(accelerator=EventAccelerator())
     cache, ahead = cache_over(store), list[int]()
     x = torch.randn(128, 128, requires_grad=True)
