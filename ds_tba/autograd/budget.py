@@ -358,13 +358,17 @@ class MemoryMeter:
         self._resident = resident
         self._resident_before_bytes = 0
         self._peak_bytes: int | None = None
+        self._room_bytes = 0.0
         self.most_bytes = 0
 
     def sample(self) -> None:
         """Take the level of this moment, and the peak since the last sample."""
         resident_bytes = self._resident.now
-        peak_bytes = self._memory.peak_in_use_bytes()
-        others_bytes = self._memory.in_use_bytes() - resident_bytes
+        try:
+            peak_bytes = self._memory.peak_in_use_bytes()
+            others_bytes = self._memory.in_use_bytes() - resident_bytes
+        except OSError:  # /proc cannot be read while no file descriptor is free: the samples before count
+            return
         if self._peak_bytes is not None and peak_bytes > self._peak_bytes:
             # How much of that peak was ours is not known. Take the lower of our two levels: that errs on the safe side.
             others_bytes = max(others_bytes, peak_bytes - min(self._resident_before_bytes, resident_bytes))
@@ -373,6 +377,10 @@ class MemoryMeter:
 
     def room_bytes(self) -> float:
         """The bytes that saved tensors may hold; see [Note: Room]."""
-        free_bytes = self._memory.free_bytes()
-        others_bytes = self._memory.in_use_bytes() - self._resident.now
-        return max(0.0, free_bytes - max(0, self.most_bytes - others_bytes))
+        try:
+            free_bytes = self._memory.free_bytes()
+            others_bytes = self._memory.in_use_bytes() - self._resident.now
+        except OSError:  # as in sample(); without an earlier answer, nothing may be relied on
+            return self._room_bytes
+        self._room_bytes = max(0.0, free_bytes - max(0, self.most_bytes - others_bytes))
+        return self._room_bytes
