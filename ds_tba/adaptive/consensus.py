@@ -24,7 +24,6 @@ from ds_tba.planner.trace import MIN_FRACTION, Layout, Resources, Trace, slowest
 
 logger = logging.getLogger(__name__)
 
-NOTHING = -1
 SAME_FRACTION = 0.02
 
 
@@ -58,18 +57,30 @@ class Offer:
     """The facts that each rank shares before a plan is made.
 
     Attributes:
-        saved_bytes: of its trace (NOTHING without one); who has most makes the plan.
+        saved_bytes: of its trace; the rank with the most makes the plan.
         room_bytes: for activations, on its device.
         non_recomputable: paths of the blocks that it cannot recompute.
         resources: its machine, with the fitted cost of moving.
-        fit: the cost of its steps; None without a trace.
+        fit: the cost of its steps.
     """
 
     saved_bytes: int
     room_bytes: float
     non_recomputable: frozenset[str]
     resources: Resources
-    fit: Fit | None
+    fit: Fit
+
+
+@dataclass(frozen=True, slots=True)
+class NoPlan:
+    """Why there is no plan; the same on every rank.
+
+    Attributes:
+        is_final: the planner failed, and would fail again; else a rank had nothing to offer this time.
+    """
+
+    reason: str
+    is_final: bool
 
 
 class Planning:
@@ -93,6 +104,7 @@ class Planning:
     ) -> None:
         self._planner = planner
         self._limits = limits
+        self._warned = ""  # of a budget
         self._machine = machine
         self._room_bytes = room_bytes
         self._agreement = agreement
@@ -104,8 +116,8 @@ class Planning:
         fit: Fit | None,
         non_recomputable: frozenset[str],
         current: PlanInForce | None = None,
-    ) -> PlanInForce | None:
-        """The plan that all ranks follow; None (and an error in the log) if there can be none. A collective.
+    ) -> PlanInForce | NoPlan:
+        """The plan that all ranks follow, or why there is none, which is said in the log. A collective.
 
         Args:
             trace, layout: recorded by this rank; without a trace there is no plan for any rank.
@@ -114,10 +126,11 @@ class Planning:
             current: the plan in force, if it is for this layout; see [Note: A new plan].
         """
         found = self._agreed(trace, layout, fit, non_recomputable, current)
-        if isinstance(found, str):
-            logger.error("no plan, because %s: activations go where there is room without waiting", found)
-            return None
-        if self._agreement.rank == 0 and not found.is_same_as(current):
+        if isinstance(found, NoPlan) and found.is_final:
+            logger.error("no plan, because %s: activations go where there is room without waiting", found.reason)
+        elif isinstance(found, NoPlan):
+            logger.warning("no new plan now, because %s: tried again later", found.reason)
+        elif self._agreement.rank == 0 and not found.is_same_as(current):
             self._warn_of_budget(found)
         return found
 
@@ -128,23 +141,31 @@ class Planning:
         fit: Fit | None,
         non_recomputable: frozenset[str],
         current: PlanInForce | None,
-    ) -> PlanInForce | str:
+    ) -> PlanInForce | NoPlan:
         """The plan, or why there is none: the same for every rank."""
-        resources = self._machine.resources()
-        if fit is not None:
-            resources = replace(resources, compute_s_per_byte=fit.compute_s_per_byte)
-        saved_bytes = NOTHING if trace is None or fit is None else trace.saved_bytes
-        offers: list[Offer] = self._agreement.all_gather(
-            Offer(saved_bytes, self._room_bytes(), non_recomputable, resources, fit)
-        )
-        if trace is None or fit is None or any(offer.saved_bytes == NOTHING for offer in offers):
-            return "a rank has no trace"
+        answers: list[Offer | str] = self._agreement.all_gather(self._offer(trace, fit, non_recomputable))
+        for number, answer in enumerate(answers):
+            if isinstance(answer, str):
+                return NoPlan(f"rank {number} {answer}", is_final=False)
+        if trace is None or fit is None:  # then its answer was a string
+            return NoPlan("this rank has no trace", is_final=False)
+        offers = [answer for answer in answers if isinstance(answer, Offer)]
         leader = max(range(len(offers)), key=lambda rank: offers[rank].saved_bytes)
         found: PlanInForce | str = ""
         if leader == self._agreement.rank:
             found = self._planned(trace, fit, layout, offers, current)
         found = self._agreement.broadcast(found, leader)
-        return f"rank {leader} could not plan ({found})" if isinstance(found, str) else found
+        return NoPlan(f"rank {leader} could not plan ({found})", is_final=True) if isinstance(found, str) else found
+
+    def _offer(self, trace: Trace | None, fit: Fit | None, non_recomputable: frozenset[str]) -> Offer | str:
+        """The offer of this rank, or why it has none."""
+        if trace is None or fit is None:
+            return "has no trace"
+        try:
+            resources = replace(self._machine.resources(), compute_s_per_byte=fit.compute_s_per_byte)
+            return Offer(trace.saved_bytes, self._room_bytes(), non_recomputable, resources, fit)
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer
+            return f"failed ({type(error).__name__}: {error})"
 
     def _planned(
         self,
@@ -157,7 +178,7 @@ class Planning:
         """A plan within the limits, and within the device's memory whatever they are."""
         try:
             room_bytes = min(offer.room_bytes for offer in offers)
-            fits = [offer.fit for offer in offers if offer.fit is not None]
+            fits = [offer.fit for offer in offers]
             feared_s_per_byte = max(one.compute_error_s_per_byte + one.feared_wait_s_per_byte for one in fits)
             trace = _for_all(recorded, fit, offers)
             careful = _costlier(trace, max(one.recompute_error for one in fits), feared_s_per_byte)
@@ -170,7 +191,7 @@ class Planning:
                 plan = self._planner(careful, limits)
             plan = replace(plan, prediction=simulate(expected, plan))
             if current is not None:
-                plan = _old_or_new(current.plan, plan, expected, limits)
+                plan = _old_or_new(current.plan, plan, expected, careful, limits)
             return PlanInForce.of(plan, trace, layout, limits, wait_s_per_byte)
         except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer, and training can go on without
             return f"{type(error).__name__}: {error}"
@@ -180,32 +201,42 @@ class Planning:
         if budget_bytes is None:
             return
         asked = self._limits(found.trace.step_s).activation_budget_bytes is not None
+        warning = ""
         if peak_bytes > budget_bytes:
-            logger.warning(
-                "no plan fits %d bytes of activations (%s): the lowest peak is %d bytes. A larger budget, smaller "
-                'micro-batches, "recompute": true or a faster drive would help',
-                budget_bytes,
-                "activation_budget_bytes" if asked else "what is free on the device",
-                peak_bytes,
+            bound = "activation_budget_bytes" if asked else "the free memory of the device"
+            warning = (
+                f"no plan fits {budget_bytes} bytes of activations ({bound}): the lowest peak is {peak_bytes} bytes. A "
+                'larger budget, smaller micro-batches, "recompute": true or a faster drive would help'
             )
         elif not asked:
-            logger.warning(
-                "within max_step_overhead activations would not fit the device (%d bytes are free): planned for the "
-                "least time that fits",
-                budget_bytes,
+            warning = (
+                f"within max_step_overhead activations would not fit the device ({budget_bytes} bytes are free): "
+                "planned for the least time that fits"
             )
+        if warning and warning != self._warned:
+            logger.warning("%s", warning)
+        self._warned = warning
 
 
-def _old_or_new(old: Plan, new: Plan, trace: Trace, limits: Limits) -> Plan:
-    """The plan in force with its prediction of now, unless the new one makes a difference."""
-    before, after = simulate(trace, old), new.prediction
+def _old_or_new(old: Plan, new: Plan, expected: Trace, careful: Trace, limits: Limits) -> Plan:
+    """The plan in force with its prediction of now, unless the new one makes a difference, and that for the better.
+
+    The search is no search of all plans: from another fit it may come to a plan that is worse than the one in force.
+
+    Args:
+        expected: the trace for predictions.
+        careful: the trace for which the new plan was made.
+    """
+    if any(not expected.blocks[number].is_recomputable for number, again in enumerate(old.recomputed_blocks) if again):
+        return new
+    before, after = simulate(expected, old), new.prediction
     is_same = (
         abs(after.step_s - before.step_s) <= SAME_FRACTION * before.step_s
         and abs(after.peak_saved_bytes - before.peak_saved_bytes) <= SAME_FRACTION * before.peak_saved_bytes
-        and is_outside(rank(after, limits, trace.step_s)) == is_outside(rank(before, limits, trace.step_s))
-        and all(trace.blocks[n].is_recomputable for n, again in enumerate(old.recomputed_blocks) if again)
+        and is_outside(rank(after, limits, expected.step_s)) == is_outside(rank(before, limits, expected.step_s))
     )
-    return replace(old, prediction=before) if is_same else new
+    old_rank, new_rank = (rank(simulate(careful, plan), limits, careful.step_s) for plan in (old, new))
+    return replace(old, prediction=before) if is_same or old_rank <= new_rank else new
 
 
 def _for_all(trace: Trace, fit: Fit, offers: Sequence[Offer]) -> Trace:

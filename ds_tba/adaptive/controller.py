@@ -175,7 +175,7 @@ class Controller:
             if self._proving is not None:
                 self._proving.end_step()
             self._steps += 1
-            self._do(Action(self._agreement.all_reduce_max(self._decide() if has_run else Action.GO_ON)))
+            self._do(Action(self._agreement.all_reduce_max(self._wanted_action() if has_run else Action.GO_ON)))
 
     def _begin(self) -> None:
         self._end_policy()
@@ -280,6 +280,14 @@ class Controller:
         """The recorder of the running micro-step, if that is recorded."""
         return None if self._recording is None else self._recording.running
 
+    def _wanted_action(self) -> Action:
+        """The action that this rank asks for. Raises nothing: the other ranks wait for the answer."""
+        try:
+            return self._decide()
+        except Exception as error:  # noqa: BLE001 - see above
+            logger.warning("this step says nothing about the plan: %s: %s", type(error).__name__, error)
+            return Action.GO_ON
+
     def _decide(self) -> Action:
         if self._steps < WARM_STEPS or self._step is None or self._is_proving:
             return Action.GO_ON
@@ -303,8 +311,10 @@ class Controller:
             step.deviation.grown_bytes / max(1, self.in_force.trace.saved_bytes),
             step.micro_steps - self.in_force.trace.micro_steps,
         )
-        if self._recorded is not None and (shown := step.observation(self._recorded.trace, self.in_force, self._clock)):
-            self._calibration.add(shown)
+        if self._recorded is not None and not self._is_other_trace:
+            shown = step.observation(self._recorded.trace, self.in_force, self._clock)
+            if shown is not None:
+                self._calibration.add(shown)
         return self.monitor.decide(self._steps, seen)
 
     def _decide_recording(self, recording: Recording) -> Action:
@@ -326,10 +336,7 @@ class Controller:
             if self._recording is None and (self._proving is None or not self._proving.begin()):
                 self._record()
         elif action is Action.REST:
-            self._recording = None
-            self.monitor.reviewed(self._steps)
-            if self._planning is not None:
-                self._safe = Always(list(self._tiers.values()), wait=False)
+            self._rest()
         elif action is Action.PLAN:
             recording, self._recording = self._recording, None
             if recording is not None:
@@ -337,6 +344,13 @@ class Controller:
             elif self._agreement.all_reduce_max(int(self._machine.should_measure())):  # together: they share drives
                 self._measure()
             self._make_plan()
+
+    def _rest(self) -> None:
+        """Go on as it is, and try again later."""
+        self._recording = None
+        self.monitor.reviewed(self._steps)
+        if self._planning is not None:
+            self._safe = Always(list(self._tiers.values()), wait=False)
 
     def _record(self) -> None:
         self._cache.transfers.clock = self._clock
@@ -351,19 +365,21 @@ class Controller:
         self._cache.transfers.clock = None
 
     def _take(self, recording: Recording) -> None:
-        """Go on from what was recorded; where one rank's recording is broken, no rank has a plan."""
+        """Go on from the recording; where it is broken, from the one before, if there is one."""
         micro_steps = 1 if self._step is None else max(1, self._step.micro_steps)
-        earlier, self._recorded = self._recorded, None
         if not recording.has_any:
             return
         try:
-            self._recorded = recording.recorded(self._machine.resources(), micro_steps).at_least(earlier)
+            recorded = recording.recorded(self._machine.resources(), micro_steps).at_least(self._recorded)
+            self._calibration.begin(recorded.observation, recorded.trace.recompute_factor)
+            self._on_trace(calibrated(recorded.trace, self._fit()))
         except TraceError as error:
             logger.warning("discarding an inconsistent trace: %s", error)
-            return
-        self._calibration.begin(self._recorded.observation, self._recorded.trace.recompute_factor)
-        self._is_other_trace = True
-        self._on_trace(calibrated(self._recorded.trace, self._fit()))
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for this rank's part of the plan
+            logger.warning("discarding a recording: %s: %s", type(error).__name__, error)
+        else:
+            self._recorded = recorded
+            self._is_other_trace = True
 
     def _measure(self) -> None:
         """Measure drives that are not used: they may have become faster."""
@@ -399,13 +415,15 @@ class Controller:
         else:
             trace, layout, fit = self._recorded.trace, self._recorded.layout, self._fit()
         current = None if self._is_other_trace else followed
-        self._is_other_trace = False
         found = self._planning.make(trace, layout, fit, self._non_recomputable(), current)
         self.monitor.reviewed(self._steps)
-        if found is None:
+        if isinstance(found, PlanInForce):
+            self._is_other_trace = False
+            self._follow(found)
+        elif found.is_final:
             self._give_up()
         else:
-            self._follow(found)
+            self._rest()
 
     def _follow(self, found: PlanInForce) -> None:
         is_new = not found.is_same_as(self.in_force)  # on every rank alike

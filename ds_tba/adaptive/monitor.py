@@ -50,11 +50,18 @@ class Backoff:
     wait: int = 0
     last_run: int = 0
     surprised_at: int = -QUIET_STEPS
+    largely_surprised_at: int = -QUIET_STEPS
 
     def is_due(self, step: int, *, is_surprised: bool, is_large: bool = False) -> bool:
-        """Whether to run now; a large surprise counts however many small ones there were."""
+        """Whether to run now.
+
+        A large surprise is new if no large one came shortly before, however many small ones did. Without that condition
+        steps that alternate between two lengths would have the plan reviewed for ever.
+        """
         if is_large:
-            self.wait = MIN_STEPS
+            if step - self.largely_surprised_at > QUIET_STEPS:
+                self.wait = MIN_STEPS
+            self.largely_surprised_at = step
         if is_surprised:
             if step - self.surprised_at > QUIET_STEPS:
                 self.wait = MIN_STEPS

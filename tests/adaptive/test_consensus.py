@@ -11,7 +11,7 @@ from test_policy import LAYOUT, TRACE
 from traces import resources
 
 from ds_tba.adaptive.calibration import Fit
-from ds_tba.adaptive.consensus import Offer, Planning, calibrated
+from ds_tba.adaptive.consensus import NoPlan, Offer, Planning, calibrated
 from ds_tba.adaptive.policy import PlanInForce
 from ds_tba.adaptive.ranks import Alone
 from ds_tba.config import Placement
@@ -50,6 +50,18 @@ class Besides(Alone):
         return [value, replace(value, **self.other)] if isinstance(value, Offer) else [value, value]
 
 
+class Answering(Alone):
+    """One of two ranks, and the other answers this instead of an offer."""
+
+    size = 2
+
+    def __init__(self, answer: str) -> None:
+        self.answer = answer
+
+    def all_gather(self, value: Any) -> list[Any]:
+        return [value, self.answer]
+
+
 def planning(
     planner: Planner, limits: Limits | None = None, agreement: Alone | None = None, room_bytes: float = float("inf")
 ) -> Planning:
@@ -70,7 +82,7 @@ class Seeing:
 
 def made(planner: Planner, fit: Fit = SURE, current: PlanInForce | None = None, **more: Any) -> PlanInForce:
     found = planning(planner, **more).make(TRACE, LAYOUT, fit, frozenset(), current)
-    assert found is not None
+    assert isinstance(found, PlanInForce)
     return found
 
 
@@ -106,12 +118,49 @@ def test_the_slowest_rank_counts_and_what_one_cannot_recompute_nobody_does() -> 
     assert found.plan.recomputed_blocks == (False, True)
 
 
-def test_the_least_room_counts_and_so_does_a_rank_without_a_trace() -> None:
+def test_the_least_room_counts() -> None:
     peak_bytes = made(PLANNERS["adaptive"]).plan.prediction.peak_saved_bytes
     found = made(PLANNERS["adaptive"], agreement=Besides(room_bytes=peak_bytes - 1))
     assert found.limits.activation_budget_bytes == peak_bytes - 1
-    assert planning(PLANNERS["keep"], agreement=Besides(saved_bytes=-1)).make(TRACE, LAYOUT, SURE, frozenset()) is None
-    assert planning(PLANNERS["keep"]).make(None, LAYOUT, None, frozenset()) is None
+
+
+def test_a_rank_that_has_nothing_to_offer_delays_the_plan_on_all() -> None:
+    answering = planning(PLANNERS["keep"], agreement=Answering("has no trace"))
+    assert answering.make(TRACE, LAYOUT, SURE, frozenset()) == NoPlan("rank 1 has no trace", is_final=False)
+    alone = planning(PLANNERS["keep"])
+    assert alone.make(None, LAYOUT, None, frozenset()) == NoPlan("rank 0 has no trace", is_final=False)
+
+
+def test_what_a_rank_cannot_find_out_is_its_answer_and_no_error() -> None:
+    def no_descriptors() -> float:
+        raise OSError("Too many open files")
+
+    failing = Planning(PLANNERS["keep"], lambda _: Limits(), FixedMachine(), no_descriptors, Alone())
+    found = failing.make(TRACE, LAYOUT, SURE, frozenset())
+    assert found == NoPlan("rank 0 failed (OSError: Too many open files)", is_final=False)
+
+
+def test_a_planner_that_fails_is_not_asked_again() -> None:
+    def failing(trace: Trace, limits: Limits) -> Plan:
+        raise ZeroDivisionError("a bug")
+
+    found = planning(failing).make(TRACE, LAYOUT, SURE, frozenset())
+    assert found == NoPlan("rank 0 could not plan (ZeroDivisionError: a bug)", is_final=True)
+
+
+def test_a_plan_that_is_worse_than_the_one_in_force_does_not_replace_it() -> None:
+    limits = Limits(max_step_overhead=5.0)
+    old = made(PLANNERS["adaptive"], limits=limits)
+    keeping = made(PLANNERS["keep"], limits=limits)
+    assert keeping.plan.prediction.peak_saved_bytes > 1.1 * old.plan.prediction.peak_saved_bytes
+    assert made(PLANNERS["keep"], SURE, old, limits=limits).is_same_as(old)
+
+
+def test_the_same_warning_of_a_budget_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    tight = planning(PLANNERS["keep"], Limits(activation_budget_bytes=1))
+    for _ in range(3):
+        tight.make(TRACE, LAYOUT, SURE, frozenset())
+    assert sum("no plan fits 1 bytes" in record.message for record in caplog.records) == 1
 
 
 def test_a_plan_that_makes_no_difference_leaves_the_old_one_with_a_new_promise() -> None:
@@ -137,7 +186,7 @@ def test_what_may_no_longer_be_recomputed_asks_for_another_plan_whatever_it_cost
     found = planning(PLANNERS["adaptive"], Limits(activation_budget_bytes=10**12)).make(
         TRACE, LAYOUT, replace(SURE, recompute_factor=1e-9), frozenset({"b"}), old
     )
-    assert found is not None and not found.is_same_as(old) and not found.plan.recomputed_blocks[1]
+    assert isinstance(found, PlanInForce) and not found.is_same_as(old) and not found.plan.recomputed_blocks[1]
 
 
 def test_waits_that_nobody_foresaw_are_promised_of_a_plan_that_nothing_can_replace() -> None:

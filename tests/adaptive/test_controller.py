@@ -432,15 +432,34 @@ def test_a_trace_that_cannot_be_had_changes_no_rule(make: Make) -> None:
     assert controller_of(offloader)._policy.choose("key", 1).wait is True
 
 
-def test_a_recording_that_is_no_trace_ends_the_plans_and_not_the_training(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recording_that_is_no_trace_is_made_again_later(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     def inconsistent(*_: Any) -> Any:
         raise TraceError("times out of order")
 
-    monkeypatch.setattr("ds_tba.adaptive.recorder.MicroStepRecord.trace", inconsistent)
-    report = check(make).report()
-    assert report.plans == 0 and report.offloaded_bytes > 0
+    with monkeypatch.context() as patched:
+        patched.setattr("ds_tba.adaptive.recorder.MicroStepRecord.trace", inconsistent)
+        ours = model()
+        offloader = make(ours)
+        steps(ours, offloader, [ROWS] * STEPS)
+        report = offloader.report()
+        assert report.plans == 0 and report.offloaded_bytes > 0
+    steps(ours, offloader, [ROWS] * 40)
+    assert offloader.report().plans >= 1
+
+
+def test_a_rank_that_cannot_judge_a_step_tells_the_others_to_go_on(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: Any) -> Any:
+        raise OSError("Too many open files")
+
+    ours = model()
+    offloader = make(ours)
+    steps(ours, offloader, [ROWS] * FIRST_PLAN)
+    monkeypatch.setattr("ds_tba.adaptive.monitor.Monitor.decide", fails)
+    steps(ours, offloader, [ROWS] * 4)
+    assert offloader.report().plans == 1
+    assert any("OSError: Too many open files" in record.message for record in caplog.records)
 
 
 class Counting(Alone):

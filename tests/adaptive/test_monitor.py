@@ -84,6 +84,18 @@ def test_a_machine_that_surprises_all_the_time_is_not_reviewed_all_the_time(moni
     assert asked[0] <= 3 + MIN_STEPS
 
 
+@pytest.mark.parametrize("run", [3, 5, 7, 10])
+def test_steps_that_alternate_between_two_lengths_are_not_reviewed_for_ever(monitor: Monitor, run: int) -> None:
+    expected_s, asked = EXPECTED_S, 0
+    for step in range(3, 5000):
+        seen = replace(GOOD, time_s=EXPECTED_S * (4 if (step // run) % 2 else 1))
+        if monitor.decide(step, seen) is not Action.GO_ON:
+            asked, expected_s = asked + 1, seen.time_s
+            monitor.reviewed(step)
+            monitor.planned(expected_s, RATES, is_new=False)
+    assert asked <= 30
+
+
 def test_small_surprises_do_not_hide_a_large_one(monitor: Monitor) -> None:
     for step in range(3, 900):
         seen = replace(GOOD, refusals=step // 40)
