@@ -149,11 +149,10 @@ def test_a_planner_that_fails_is_not_asked_again() -> None:
 
 
 def test_a_plan_that_is_worse_than_the_one_in_force_does_not_replace_it() -> None:
-    limits = Limits(max_step_overhead=5.0)
-    old = made(PLANNERS["adaptive"], limits=limits)
-    keeping = made(PLANNERS["keep"], limits=limits)
-    assert keeping.plan.prediction.peak_saved_bytes > 1.1 * old.plan.prediction.peak_saved_bytes
-    assert made(PLANNERS["keep"], SURE, old, limits=limits).is_same_as(old)
+    old, longer = made(PLANNERS["keep"]), made(PLANNERS["recompute"])
+    assert longer.plan.prediction.step_s > 1.1 * old.plan.prediction.step_s
+    assert made(PLANNERS["recompute"], SURE, old).is_same_as(old)
+    assert not made(PLANNERS["keep"], SURE, longer).is_same_as(longer)
 
 
 def test_the_same_warning_of_a_budget_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
