@@ -138,6 +138,8 @@ class Evidence:
         """The step is over: kinds whose second run showed no difference are proven."""
         if self.obstacle is None:
             self.proven |= {kind for kind, verified in self._verifications.items() if verified.has_run}
+        for verified in self._verifications.values():
+            verified.end()
         self._verifications.clear()
 
 
@@ -392,7 +394,7 @@ class VerifiedPass(RecomputedPass):
 
     def _fail(self, reason: str) -> None:
         self._evidence.settle(reason)
-        self._end()
+        self.end()
 
     def _stop(self, reason: str) -> None:
         """There is a trace, so the forward must not run again. Other ranks may run it now, and wait for this one."""
@@ -403,8 +405,12 @@ class VerifiedPass(RecomputedPass):
             )
         self._fail(reason)
 
-    def _end(self) -> None:
-        """Free the tensors of the second run."""
+    def end(self) -> None:
+        """Compare no more, and let go of the checkpoint's part of the pass.
+
+        Its closure and this pass refer to each other, so that a graph which was dropped without a backward would live
+        until garbage is collected.
+        """
         self._is_over = True
         for saved in list(self._saved):
             saved.holder = None

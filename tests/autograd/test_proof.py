@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import enum
+import gc
 import itertools
 import logging
 import os
@@ -797,6 +798,20 @@ def check_steps(ours: Net, offloader: ActivationOffloader, twin: Net, count: int
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True)), f"step {number}"
         recomputed.append(offloader.report().recomputed_bytes)
     return recomputed
+
+
+def test_a_graph_dropped_while_blocks_are_verified_is_gone_after_one_collection(
+    make: Callable[..., ActivationOffloader],
+) -> None:
+    ours = Net(Plain)
+    offloader = make(ours, recompute=True)
+    running = steps(ours, offloader)
+    next(running)  # the blocks are watched
+    forward(ours, torch.randn(2 * ROWS, WIDTH), offloader)  # the first passes of the step in which they are verified
+    next(running)
+    gc.collect()
+    offloader.cache.settle()
+    assert offloader.cache.live_records == 0
 
 
 @pytest.mark.parametrize("name", STATEFUL)
