@@ -240,17 +240,17 @@ class Controller:
             return None
         deviation = self._policy.deviation
         unplanned = deviation.unplanned
-        mark = self._policy.enter(block.path)
-        if mark is not None and not self._blocks.is_proven(block):
+        saved_bytes = self._policy.enter(block.path)
+        if saved_bytes is not None and not self._blocks.is_proven(block):
             deviation.unplanned += 1  # an obstacle that came up since
-            mark = None
+            saved_bytes = None
         if deviation.unplanned > unplanned and self._blocks.is_strict and self._policy.recomputes:
             raise IncompatibleError(
                 f"the block {block.path!r} does not do here what the plan of all ranks says "
                 f"({self._blocks.obstacle(block) or 'it comes at another place'}), and the others would wait for this "
                 'rank in backward: set "recompute": false.'
             )
-        return mark
+        return saved_bytes
 
     def leave(self, block: Block) -> None:
         """The pass is over."""
@@ -260,12 +260,12 @@ class Controller:
         if isinstance(self._policy, ByPlan):
             self._policy.leave()
 
-    def recompute(self, mark: int) -> None:
-        """Backward begins to run a pass again."""
-        self.recomputed_bytes += mark
-        self._cache.count_recomputed(mark)
+    def recompute(self, token: int) -> None:
+        """Backward begins to run a pass again, which saves so many bytes."""
+        self.recomputed_bytes += token
+        self._cache.count_recomputed(token)
 
-    def recomputed(self, mark: int) -> None:
+    def recomputed(self, token: int) -> None:
         """The pass has run; its storages are counted until the next recomputation, or the end of backward."""
 
     # ---- a step -------------------------------------------------------------------------------------------------
@@ -458,12 +458,9 @@ class Controller:
 
     def _non_recomputable(self) -> frozenset[str]:
         """Paths of the blocks that may not be recomputed."""
-        blocks = self._blocks
-        return (
-            frozenset()
-            if blocks is None
-            else frozenset(block.path for block in blocks.all if not blocks.is_proven(block))
-        )
+        if self._blocks is None:
+            return frozenset()
+        return frozenset(block.path for block in self._blocks.all if not self._blocks.is_proven(block))
 
     def unproven_blocks(self) -> list[dict[str, str]]:
         """For the report: blocks that are not recomputed, with the reason."""

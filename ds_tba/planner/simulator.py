@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ds_tba.config import PREFETCH_FRACTION_OF_STAGING, Placement
+from ds_tba.config import Placement, may_read_ahead, may_retain
 from ds_tba.errors import TraceError
 from ds_tba.planner.plan import Outcome, Plan, Prediction
 from ds_tba.planner.prefetch_distance import BackwardStart, Reloads, prefetch_distance
@@ -71,11 +71,9 @@ class _Window:
     host_bytes: int = 0
 
     def may_read(self, padded: int, *, while_writing: bool) -> bool:
-        """Whether one more storage may be read ahead; the first always may."""
-        ahead_bytes = self.staged_bytes + padded
-        fraction = PREFETCH_FRACTION_OF_STAGING if while_writing else 1.0
-        return not self.staged_bytes or (
-            ahead_bytes <= self.capacity_bytes * fraction and ahead_bytes + self.retained_bytes <= self.capacity_bytes
+        """Whether one more storage may be read ahead."""
+        return may_read_ahead(
+            padded, self.staged_bytes, self.retained_bytes, self.capacity_bytes, while_writing=while_writing
         )
 
     def add(self, storage: int, padded: int) -> None:
@@ -87,7 +85,7 @@ class _Window:
         """Let a storage that is still to be written stay in staging when its write ends, if there is room."""
         if storage in self.retained:
             return True
-        if self.staged_bytes + self.retained_bytes + padded > self.capacity_bytes:
+        if not may_retain(padded, self.staged_bytes, self.retained_bytes, self.capacity_bytes):
             return False
         self.retained.add(storage)
         self.retained_bytes += padded

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from ds_tba.config import PREFETCH_FRACTION_OF_STAGING
+from ds_tba.config import may_read_ahead, may_retain
 from ds_tba.storage.allocator import Span, SpanAllocator
 from ds_tba.storage.base import Refusal, SwapTicket, TicketState
 from ds_tba.storage.finalizers import DeferredFinalizers
@@ -38,16 +38,14 @@ class ReadAhead:
         self._tickets: dict[SwapTicket, None] = {}  # prefetched, in the order in which they were asked for
 
     def has_room(self, nbytes: int, *, beside_writes: bool) -> bool:
-        """Whether ``nbytes`` may be read ahead. One tensor always may.
+        """Whether ``nbytes`` may be read ahead.
 
-        Reads ahead leave half of staging to writes, while there are any. Bytes that were read ahead on an asynchronous
-        device wait in device memory, and count until backward takes them. So do bytes that are retained.
+        Bytes that were read ahead on an asynchronous device wait in device memory, and count until backward takes them.
+        So do bytes that are retained.
         """
-        capacity_bytes = self._slots.capacity_bytes
-        part = PREFETCH_FRACTION_OF_STAGING if beside_writes else 1.0
-        ahead_bytes = self.prefetched_bytes + nbytes
-        fits = ahead_bytes <= capacity_bytes * part and ahead_bytes + self.retained_bytes <= capacity_bytes
-        return not self.prefetched_bytes or fits
+        return may_read_ahead(
+            nbytes, self.prefetched_bytes, self.retained_bytes, self._slots.capacity_bytes, while_writing=beside_writes
+        )
 
     def add(self, ticket: SwapTicket) -> None:
         """The ticket is read ahead from here on."""
@@ -56,17 +54,14 @@ class ReadAhead:
         self._tickets[ticket] = None
 
     def retain(self, ticket: SwapTicket) -> bool:
-        """Let bytes that are still to be written stay when their write ends; False where the bound has no room.
-
-        The ticket has a slot, so that the half of staging that reads ahead leave to writes does not matter here. If it
-        did, bytes that are being written when backward begins would hold up the reads behind them.
-        """
+        """Let bytes that are still to be written stay when their write ends; False where the bound has no room."""
         if ticket.retain_in_staging or ticket.forwarding:
             return True
-        if self.prefetched_bytes + self.retained_bytes + ticket.extent.nbytes > self._slots.capacity_bytes:
+        nbytes = ticket.extent.nbytes
+        if not may_retain(nbytes, self.prefetched_bytes, self.retained_bytes, self._slots.capacity_bytes):
             return False
         ticket.retain_in_staging = True
-        self.retained_bytes += ticket.extent.nbytes
+        self.retained_bytes += nbytes
         return True
 
     def add_retained(self, ticket: SwapTicket) -> None:
