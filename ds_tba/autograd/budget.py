@@ -269,12 +269,14 @@ class Residency:
 
         Without a storage, until nobody has the guard that is returned.
         """
-        guards: list[ResidencyGuard] = getattr(storage, _GUARDS, [])
-        guard = next((one for one in guards if one.counts_for(self._keeper)), None)
-        if guard is None:
+        guards: tuple[ResidencyGuard, ...] = getattr(storage, _GUARDS, ())
+        for guard in guards:
+            if guard.counts_for(self._keeper):
+                break
+        else:
             guard = ResidencyGuard(self._keeper)
-            if storage is not None:  # a new list: the cache of another engine may be reading the old one
-                setattr(storage, _GUARDS, [*guards, guard])
+            if storage is not None:
+                setattr(storage, _GUARDS, (*guards, guard))
         self._gauge.add(guard.count(nbytes))
         return guard
 

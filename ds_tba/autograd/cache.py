@@ -276,7 +276,7 @@ class Records:
             ActivationCorruptionError: the bytes read back are not the bytes written.
         """
         tensor = held.restore()  # first of all: backward waits for this read, and for no read ahead
-        self._originals.add(tensor, is_held=tensor is held.held)
+        self._originals.add(tensor, tensor is held.held)
         if micro_step.phase is Phase.WAITING:
             with self.lock:
                 self.finalizers.act()

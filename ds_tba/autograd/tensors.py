@@ -240,6 +240,12 @@ class VersionWitness:
 # ---- ctx.saved_tensors ----------------------------------------------------------------------------------------------
 
 
+class _Unpacked(threading.local):
+    """The tensors that unpack hooks return in this thread, for the context whose saved tensors are read; else None."""
+
+    tensors: list[tuple[torch.Tensor, bool]] | None = None
+
+
 class SavedTensors:
     """The descriptor in place of ``ctx.saved_tensors``. See [Note: Originals].
 
@@ -249,27 +255,27 @@ class SavedTensors:
 
     def __init__(self, builtin: Any) -> None:
         self._builtin = builtin
-        self._thread = threading.local()
+        self._unpacked = _Unpacked()
 
     def __get__(self, ctx: Any, owner: type | None = None) -> Any:
         if ctx is None:
             return self
-        outer = getattr(self._thread, "unpacked", None)
+        outer = self._unpacked.tensors
         unpacked: list[tuple[torch.Tensor, bool]] = []
-        self._thread.unpacked = unpacked
+        self._unpacked.tensors = unpacked
         try:
             found = self._builtin.__get__(ctx, owner)
         finally:
-            self._thread.unpacked = outer
+            self._unpacked.tensors = outer
         return with_originals(found, unpacked) if any(is_held for _, is_held in unpacked) else found
 
-    def add(self, tensor: torch.Tensor, *, is_held: bool) -> None:
+    def add(self, tensor: torch.Tensor, is_held: bool) -> None:
         """An unpack hook returns a tensor.
 
         Args:
             is_held: ``tensor`` was held since it was saved, and not made for this unpack.
         """
-        unpacked = getattr(self._thread, "unpacked", None)
+        unpacked = self._unpacked.tensors
         if unpacked is not None:
             unpacked.append((tensor, is_held))
 
