@@ -119,7 +119,7 @@ class TensorCache:
         Args:
             policy: where it goes.
             around: makes the hooks that autograd calls from ours, which they call.
-            lead: see ``Plan.prefetch_lead``.
+            lead: see ``Plan.prefetch_distance``.
             continues: the forward belongs to the micro-step of the last one; see [Note: Micro-steps].
         """
         if not torch.is_grad_enabled():

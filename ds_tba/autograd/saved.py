@@ -314,7 +314,7 @@ class MicroStep:
     """The moved records of one micro-step in pack order. Changed only under the cache's lock.
 
     Attributes:
-        lead: see ``Plan.prefetch_lead``; empty is no limit. To be set before backward.
+        lead: see ``Plan.prefetch_distance``; empty is no limit. To be set before backward.
         saved: records of it that are alive, moved or not.
     """
 
