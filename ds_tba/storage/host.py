@@ -103,6 +103,7 @@ class HostStore(Store[HostTicket]):
         self._lock = threading.Lock()
         self._deferred: DeferredFinalizers[HostTicket] = DeferredFinalizers(self._lock, self._free)
         self._memory = HostMemory(accelerator, budget_bytes)
+        self._held_after_close: list[Segment] = []  # copies in still read them
         self._closed = False
 
     def put(self, data: torch.Tensor, *, wait: bool) -> HostTicket | Refusal:
@@ -204,6 +205,8 @@ class HostStore(Store[HostTicket]):
         if span is not None:
             events = ticket.uses + ([ticket.copy.event] if ticket.copy is not None else [])
             ticket.segment.spans.free_after(events, span)
+            if self._closed and ticket.segment.spans.has_spans_in_copies:
+                self._held_after_close.append(ticket.segment)
 
 
 def _allocate(nbytes: int, accelerator: Accelerator) -> torch.Tensor:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -110,3 +112,19 @@ def test_the_budget_is_host_memory_whatever_the_default_device(make_store: Store
         make_store(accelerator=Pins())
     assert asked == [CPU, CPU]
     store.close()
+
+
+def test_memory_that_a_copy_still_reads_outlives_the_store_and_its_last_ticket() -> None:
+    done = threading.Event()
+    store = HostStore(EventAccelerator(done), MIB)
+    ticket = put(store, torch.zeros(4096, dtype=torch.uint8))
+    done.set()  # the copy out
+    store.finish_copies()
+    done.clear()
+    store.get(ticket, CPU)
+    memory = weakref.ref(ticket.segment.memory)
+    store.close()
+    store.release(ticket)
+    del ticket
+    gc.collect()
+    assert memory() is not None
