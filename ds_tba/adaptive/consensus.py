@@ -31,6 +31,11 @@ class Machine(Protocol):
     """The rates of this rank's machine."""
 
     @property
+    def is_synchronous(self) -> bool:
+        """Whether the device is the host."""
+        ...
+
+    @property
     def compute_error_s_per_byte(self) -> float:
         """How far ``compute_s_per_byte`` of its resources may be off."""
         ...
@@ -104,7 +109,7 @@ class Planning:
     ) -> None:
         self._planner = planner
         self._limits = limits
-        self._warned = ""  # of a budget
+        self._warned = ""  # the kind of the last warning
         self._machine = machine
         self._room_bytes = room_bytes
         self._agreement = agreement
@@ -128,9 +133,9 @@ class Planning:
         found = self._agreed(trace, layout, fit, non_recomputable, current)
         if isinstance(found, NoPlan) and found.is_final:
             logger.error("no plan, because %s: activations go where there is room without waiting", found.reason)
-        elif isinstance(found, NoPlan):
-            logger.warning("no new plan now, because %s: tried again later", found.reason)
-        elif self._agreement.rank == 0 and not found.is_same_as(current):
+        elif self._agreement.rank == 0 and isinstance(found, NoPlan):
+            self._warn_once("no plan", f"no new plan now, because {found.reason}: tried again later")
+        elif self._agreement.rank == 0 and isinstance(found, PlanInForce) and not found.is_same_as(current):
             self._warn_of_budget(found)
         return found
 
@@ -177,6 +182,8 @@ class Planning:
     ) -> PlanInForce | str:
         """A plan within the limits, and within the device's memory whatever they are."""
         try:
+            if current is not None and not current.is_for(recorded, layout):  # made from another rank's trace
+                current = None
             room_bytes = min(offer.room_bytes for offer in offers)
             fits = [offer.fit for offer in offers]
             feared_s_per_byte = max(one.compute_error_s_per_byte + one.feared_wait_s_per_byte for one in fits)
@@ -191,7 +198,9 @@ class Planning:
                 plan = self._planner(careful, limits)
             plan = replace(plan, prediction=simulate(expected, plan))
             if current is not None:
-                plan = _old_or_new(current.plan, plan, expected, careful, limits)
+                is_comparable = limits.activation_budget_bytes is not None
+                if is_comparable or simulate(expected, current.plan).peak_saved_bytes <= room_bytes:
+                    plan = _old_or_new(current.plan, plan, expected, careful, limits)
             return PlanInForce.of(plan, trace, layout, limits, wait_s_per_byte)
         except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer, and training can go on without
             return f"{type(error).__name__}: {error}"
@@ -199,23 +208,28 @@ class Planning:
     def _warn_of_budget(self, found: PlanInForce) -> None:
         budget_bytes, peak_bytes = found.limits.activation_budget_bytes, found.plan.prediction.peak_saved_bytes
         if budget_bytes is None:
+            self._warned = ""
             return
         asked = self._limits(found.trace.step_s).activation_budget_bytes is not None
-        warning = ""
         if peak_bytes > budget_bytes:
             bound = "activation_budget_bytes" if asked else "the free memory of the device"
-            warning = (
+            self._warn_once(
+                "over",
                 f"no plan fits {budget_bytes} bytes of activations ({bound}): the lowest peak is {peak_bytes} bytes. A "
-                'larger budget, smaller micro-batches, "recompute": true or a faster drive would help'
+                'larger budget, smaller micro-batches, "recompute": true or a faster drive would help',
             )
         elif not asked:
-            warning = (
+            self._warn_once(
+                "room",
                 f"within max_step_overhead activations would not fit the device ({budget_bytes} bytes are free): "
-                "planned for the least time that fits"
+                "planned for the least time that fits",
             )
-        if warning and warning != self._warned:
-            logger.warning("%s", warning)
-        self._warned = warning
+
+    def _warn_once(self, kind: str, text: str) -> None:
+        """Say it, unless the last warning was of this kind."""
+        if kind != self._warned:
+            self._warned = kind
+            logger.warning("%s", text)
 
 
 def _old_or_new(old: Plan, new: Plan, expected: Trace, careful: Trace, limits: Limits) -> Plan:

@@ -33,8 +33,8 @@ from ds_tba.autograd.budget import MemoryMeter
 from ds_tba.autograd.cache import TensorCache
 from ds_tba.config import Placement
 from ds_tba.device.accelerator import Clock
-from ds_tba.errors import IncompatibleError, PathError, TraceError
-from ds_tba.planner.trace import Layout, Resources, Trace
+from ds_tba.errors import IncompatibleError
+from ds_tba.planner.trace import Layout, Trace
 from ds_tba.storage.base import Always, Policy, Store
 
 logger = logging.getLogger(__name__)
@@ -105,6 +105,7 @@ class Controller:
         self._before: Step | None = None  # the step before that
         self._reviewed: Step | None = None  # of these, for the decision
         self._is_new_step = True
+        self._problem = ""  # the last that was said
         self._is_over = False
         self._patience_s = 0.0
         self.monitor = Monitor()
@@ -161,6 +162,7 @@ class Controller:
     def end_step(self) -> None:
         """The optimizer has stepped. A collective."""
         has_run, self._is_new_step = not self._is_new_step, True
+        self._reviewed = None
         self._end_policy()
         self._policy = self._safe
         step = self._step
@@ -285,7 +287,10 @@ class Controller:
         try:
             return self._decide()
         except Exception as error:  # noqa: BLE001 - see above
-            logger.warning("this step says nothing about the plan: %s: %s", type(error).__name__, error)
+            problem = f"{type(error).__name__}: {error}"
+            if problem != self._problem:
+                logger.warning("steps say nothing about the plan: %s", problem)
+            self._problem = problem
             return Action.GO_ON
 
     def _decide(self) -> Action:
@@ -298,7 +303,6 @@ class Controller:
         resources = self._machine.resources()
         # A device is behind the host: marks of the step before the last can be read without waiting for the device.
         step = self._step if resources.is_synchronous else self._before
-        self._reviewed = None
         if step is None or step.plan != self.plans or step.ended is None:
             return Action.GO_ON
         self._reviewed = step
@@ -307,7 +311,7 @@ class Controller:
             step.counts.refusals,
             step.deviation.unplanned,
             step.drift(self.in_force),
-            _rates(resources),
+            resources.rates,
             step.deviation.grown_bytes / max(1, self.in_force.trace.saved_bytes),
             step.micro_steps - self.in_force.trace.micro_steps,
         )
@@ -336,6 +340,7 @@ class Controller:
             if self._recording is None and (self._proving is None or not self._proving.begin()):
                 self._record()
         elif action is Action.REST:
+            self.monitor.reviewed(self._steps)
             self._rest()
         elif action is Action.PLAN:
             recording, self._recording = self._recording, None
@@ -346,18 +351,15 @@ class Controller:
             self._make_plan()
 
     def _rest(self) -> None:
-        """Go on as it is, and try again later."""
+        """Go on without another plan, and try again later."""
         self._recording = None
-        self.monitor.reviewed(self._steps)
-        if self._planning is not None:
+        if self._planning is not None and self.in_force is None:
             self._safe = Always(list(self._tiers.values()), wait=False)
 
     def _record(self) -> None:
         self._cache.transfers.clock = self._clock
-        is_synchronous = self._machine.resources().is_synchronous
-        make = partial(
-            Recorder, self._cache, self._clock, self._paths, is_synchronous=is_synchronous, look=self._memory.sample
-        )
+        is_synchronous, look = self._machine.is_synchronous, self._memory.sample
+        make = partial(Recorder, self._cache, self._clock, self._paths, is_synchronous=is_synchronous, look=look)
         self._recording = Recording(self._clock, make)
 
     def _stop_recording(self) -> None:
@@ -371,21 +373,21 @@ class Controller:
             return
         try:
             recorded = recording.recorded(self._machine.resources(), micro_steps).at_least(self._recorded)
-            self._calibration.begin(recorded.observation, recorded.trace.recompute_factor)
-            self._on_trace(calibrated(recorded.trace, self._fit()))
-        except TraceError as error:
-            logger.warning("discarding an inconsistent trace: %s", error)
         except Exception as error:  # noqa: BLE001 - the other ranks wait for this rank's part of the plan
-            logger.warning("discarding a recording: %s: %s", type(error).__name__, error)
-        else:
-            self._recorded = recorded
-            self._is_other_trace = True
+            logger.warning("discarding an inconsistent trace: %s", error)
+            return
+        self._recorded, self._is_other_trace = recorded, True
+        self._calibration.begin(recorded.observation, recorded.trace.recompute_factor)
+        try:
+            self._on_trace(calibrated(recorded.trace, self._fit()))
+        except Exception as error:  # noqa: BLE001 - as above; the plan does not need the file
+            logger.warning("the trace is not written: %s: %s", type(error).__name__, error)
 
     def _measure(self) -> None:
         """Measure drives that are not used: they may have become faster."""
         try:
             self._machine.measure()
-        except (PathError, RuntimeError) as error:  # RuntimeError: no device memory for it
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for this rank's part of the plan
             logger.warning("%s; what was measured before counts", error)
 
     def _give_up(self) -> None:
@@ -406,23 +408,24 @@ class Controller:
         if self._planning is None:
             self._give_up()
             return
-        followed, step = self.in_force, self._reviewed
-        if followed is not None and step is not None and step.deviation.grown:
-            self._grow(followed, step.deviation.grown)
-        self._reviewed = None
-        if self._recorded is None:
-            trace, layout, fit = None, Layout(()), None
-        else:
-            trace, layout, fit = self._recorded.trace, self._recorded.layout, self._fit()
-        current = None if self._is_other_trace else followed
-        found = self._planning.make(trace, layout, fit, self._non_recomputable(), current)
-        self.monitor.reviewed(self._steps)
+        trace, layout, fit, non_recomputable = None, Layout(()), None, frozenset[str]()
+        try:
+            self._grow()
+            non_recomputable = self._non_recomputable()
+            if self._recorded is not None:
+                layout, fit, trace = self._recorded.layout, self._fit(), self._recorded.trace
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer: no trace is one
+            logger.warning("this rank has no part in a plan now: %s: %s", type(error).__name__, error)
+        current = None if self._is_other_trace else self.in_force
+        found = self._planning.make(trace, layout, fit, non_recomputable, current)
         if isinstance(found, PlanInForce):
             self._is_other_trace = False
+            self.monitor.reviewed(self._steps)
             self._follow(found)
         elif found.is_final:
             self._give_up()
         else:
+            self.monitor.rest(self._steps)
             self._rest()
 
     def _follow(self, found: PlanInForce) -> None:
@@ -438,7 +441,7 @@ class Controller:
         self._patience_s = max(allowed_s, ahead_s)
         if not any(place is Placement.NVME for place, _ in found.bytes_by_placement) and Placement.NVME in self._tiers:
             self._tiers[Placement.NVME].trim()
-        self.monitor.planned(cost.step_s, _rates(self._machine.resources()), is_new=is_new)
+        self.monitor.planned(cost.step_s, self._machine.resources().rates, is_new=is_new)
         self._calibration.age()
         if is_new or self._calibration.is_beginning:
             self._calibration.begin_plan()
@@ -449,9 +452,12 @@ class Controller:
         if self._agreement.rank == 0:
             logger.info("plan %d: %s", self.plans, found.describe(self.monitor.reason))
 
-    def _grow(self, followed: PlanInForce, sizes: Mapping[int, int]) -> None:
-        """Go on from a trace of larger storages than those that were recorded."""
-        trace = followed.trace.grown(sizes)
+    def _grow(self) -> None:
+        """Go on from a trace of larger storages, where the reviewed step had such."""
+        followed, step = self.in_force, self._reviewed
+        if followed is None or step is None or not step.deviation.grown or self._is_other_trace:
+            return
+        trace = followed.trace.grown(step.deviation.grown)
         self._recorded = RecordedTrace(trace, followed.layout, Observation(trace.step_s, 0.0, 0))
         self._calibration.begin(self._recorded.observation, trace.recompute_factor)
         self._is_other_trace = True
@@ -472,7 +478,3 @@ class Controller:
             return None
         monitor = self.monitor
         return {"reason": monitor.reason, "measured_step_s": monitor.measured_step_s, **self.in_force.summary()}
-
-
-def _rates(resources: Resources) -> tuple[float, ...]:
-    return tuple(rate for path in resources.paths for rate in (path.write_bytes_per_s, path.read_bytes_per_s))

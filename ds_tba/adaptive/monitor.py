@@ -110,6 +110,7 @@ class Monitor:
         self._expected_s = 0.0
         self._refusals = 0
         self._rates: tuple[float, ...] = ()
+        self._resting_until = 0
 
     @property
     def measured_step_s(self) -> float | None:
@@ -132,12 +133,19 @@ class Monitor:
         """A review, or a recording, is over."""
         self._reviews.record_run(step)
 
+    def rest(self, step: int) -> None:
+        """No plan could be made: ask for nothing before the next review is due, whatever happens."""
+        self.reviewed(step)
+        self._resting_until = step + self._reviews.wait
+
     def may_record(self, step: int) -> bool:
         """Whether steps may be recorded where there is no plan."""
         return self._reviews.last_run == 0 or self._reviews.is_due(step, is_surprised=False)
 
     def decide(self, step: int, seen: StepMetrics) -> Action:
         """The action after the step of that number."""
+        if step < self._resting_until:
+            return Action.GO_ON
         if seen.growth > MAX_DRIFT:
             return self._because(Action.PLAN, f"storages are larger than those of the plan by {seen.growth:.0%}")
         if seen.drift <= MAX_DRIFT and not seen.more_micro_steps:  # else its time says nothing of the plan

@@ -43,6 +43,15 @@ class PlanInForce:
                 dropped[storage.blocks[0]] += storage.nbytes
         return cls(plan, trace, layout, limits, tuple(dropped), wait_s_per_byte)
 
+    def is_for(self, trace: Trace, layout: Layout) -> bool:
+        """Whether the plan was made for a trace of the same storages and blocks."""
+        ours = self.trace
+        return (
+            self.layout == layout
+            and len(ours.storages) == len(trace.storages)
+            and [block.module for block in ours.blocks] == [block.module for block in trace.blocks]
+        )
+
     def is_same_as(self, other: PlanInForce | None) -> bool:
         """Whether both place every storage alike, and recompute the same blocks."""
         return other is not None and self._work == other._work

@@ -73,6 +73,11 @@ class Rates:
         self._measuring_s = self._measured_at_s - started_s
 
     @property
+    def is_synchronous(self) -> bool:
+        """Whether the device is the host."""
+        return self._accelerator.is_synchronized_device()
+
+    @property
     def compute_error_s_per_byte(self) -> float:
         """How far ``compute_s_per_byte`` may be off. See [Note: I/O interference]."""
         return self._compute_s_per_byte + LINK_FRACTION / self.copies.out_bytes_per_s

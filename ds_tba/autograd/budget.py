@@ -360,7 +360,6 @@ class MemoryMeter:
         self._resident = resident
         self._resident_before_bytes = 0
         self._peak_bytes: int | None = None
-        self._room_bytes = 0.0
         self.most_bytes = 0
 
     def sample(self) -> None:
@@ -379,10 +378,6 @@ class MemoryMeter:
 
     def room_bytes(self) -> float:
         """The bytes that saved tensors may hold; see [Note: Room]."""
-        try:
-            free_bytes = self._memory.free_bytes()
-            others_bytes = self._memory.in_use_bytes() - self._resident.now
-        except OSError:  # as in sample(); without an earlier answer, nothing may be relied on
-            return self._room_bytes
-        self._room_bytes = max(0.0, free_bytes - max(0, self.most_bytes - others_bytes))
-        return self._room_bytes
+        free_bytes = self._memory.free_bytes()
+        others_bytes = self._memory.in_use_bytes() - self._resident.now
+        return max(0.0, free_bytes - max(0, self.most_bytes - others_bytes))

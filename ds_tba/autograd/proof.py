@@ -330,7 +330,13 @@ class VerifiedPass(RecomputedPass):
 
     def _unpack(self, saved: _Saved) -> torch.Tensor:
         tensor: torch.Tensor = self._outer[1](saved.held)
-        if saved.is_parameter or self._is_over:
+        if saved.is_parameter:
+            return tensor
+        if self._is_over:
+            if not self.has_run:  # a backward after the step: nothing runs again, but what the watch sees counts
+                self._watch.backward()
+                if self._watch.obstacle is not None:
+                    self._evidence.settle(self._watch.obstacle)
             return tensor
         if not self.has_run:
             self._watch.backward()

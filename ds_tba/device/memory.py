@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -169,7 +171,7 @@ def available_bytes(proc: Path = PROC, groups: Path = GROUPS) -> int:
 def _left_bytes(proc: Path, groups: Path) -> list[int]:
     """Bytes left to each limited group, from this process's own up. Its cached pages count as free."""
     memberships: list[str] = []
-    with suppress(OSError):  # a kernel may be without them, a sandbox may hide them
+    with _if_present():
         memberships = (proc / "self/cgroup").read_text(encoding="utf-8").splitlines()
     found = []
     for version in _VERSIONS:
@@ -177,9 +179,19 @@ def _left_bytes(proc: Path, groups: Path) -> list[int]:
         own = root / version.own(memberships)
         for group in [own, *own.parents]:
             if group.is_relative_to(root):
-                with suppress(OSError, ValueError):  # "max", too: no limit
+                with _if_present(), suppress(ValueError):  # "max": no limit
                     found.append(version.left_bytes(group))
     return found
+
+
+@contextmanager
+def _if_present() -> Iterator[None]:
+    """Pass over files that a kernel may be without, or a sandbox may hide; want of a descriptor is no such case."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise
 
 
 def resident_set_bytes(proc: Path = PROC) -> int:

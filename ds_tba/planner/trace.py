@@ -120,6 +120,11 @@ class Resources:
         """Of all paths, without concurrent writes."""
         return sum(path.read_bytes_per_s for path in self.paths)
 
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """Of each path, in bytes per second: writes, then reads."""
+        return tuple(rate for path in self.paths for rate in (path.write_bytes_per_s, path.read_bytes_per_s))
+
 
 @dataclass(frozen=True, slots=True)
 class Trace:

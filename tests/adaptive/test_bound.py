@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import random
 import weakref
@@ -573,3 +574,21 @@ def test_a_peak_between_two_samples_counts() -> None:
     device.take(-60)
     meter.sample()
     assert meter.room_bytes() == 40
+
+
+def test_where_memory_cannot_be_read_the_samples_before_count() -> None:
+    device, resident = Device(), Gauge()
+    meter = MemoryMeter(device, resident)
+    device.take(60)
+    meter.sample()
+    device.take(-60)
+    in_use_bytes, device.in_use_bytes = device.in_use_bytes, _no_descriptors
+    meter.sample()
+    with pytest.raises(OSError, match="Too many open files"):  # for who asks: a plan is made another time
+        meter.room_bytes()
+    device.in_use_bytes = in_use_bytes
+    assert meter.room_bytes() == 40
+
+
+def _no_descriptors() -> int:
+    raise OSError(errno.EMFILE, "Too many open files")

@@ -17,7 +17,7 @@ from ds_tba.adaptive.ranks import Alone
 from ds_tba.config import Placement
 from ds_tba.planner.plan import Limits, Plan
 from ds_tba.planner.search import Planner
-from ds_tba.planner.trace import Resources, Trace
+from ds_tba.planner.trace import Layout, Resources, Trace
 
 SURE = Fit(TRACE.step_s, 1.0, 0.0, 0.0, 0.0)
 
@@ -26,6 +26,7 @@ class FixedMachine:
     """Of known rates."""
 
     compute_error_s_per_byte = 0.0
+    is_synchronous = False
 
     def measure(self) -> None: ...
 
@@ -153,6 +154,18 @@ def test_a_plan_that_is_worse_than_the_one_in_force_does_not_replace_it() -> Non
     assert longer.plan.prediction.step_s > 1.1 * old.plan.prediction.step_s
     assert made(PLANNERS["recompute"], SURE, old).is_same_as(old)
     assert not made(PLANNERS["keep"], SURE, longer).is_same_as(longer)
+
+
+def test_a_plan_for_another_layout_is_not_compared_with_the_new_one() -> None:
+    old = made(PLANNERS["adaptive"])
+    assert old.is_for(TRACE, LAYOUT)
+    for other in (
+        replace(old, layout=Layout(())),
+        replace(old, trace=replace(TRACE, storages=(*TRACE.storages, TRACE.storages[-1]))),
+        replace(old, trace=replace(TRACE, blocks=tuple(replace(block, module="other") for block in TRACE.blocks))),
+    ):
+        assert not other.is_for(TRACE, LAYOUT)
+        assert made(PLANNERS["adaptive"], SURE, other).is_same_as(old)
 
 
 def test_the_same_warning_of_a_budget_is_said_once(caplog: pytest.LogCaptureFixture) -> None:

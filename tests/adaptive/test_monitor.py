@@ -9,6 +9,7 @@ import pytest
 
 from ds_tba.adaptive.monitor import (
     COMPARED_STEPS,
+    MAX_DRIFT,
     MAX_STEPS,
     MIN_STEPS,
     QUIET_STEPS,
@@ -140,6 +141,14 @@ def test_larger_storages_than_planned_ask_for_a_plan_at_once_and_smaller_ones_fo
     looks(monitor, GOOD, range(4, 700))
     smaller = replace(GOOD, time_s=0.1, drift=0.5)  # nor is the time of such a step held against the plan
     assert looks(monitor, smaller, range(700, 700 + QUIET_STEPS)) == []
+
+
+def test_after_a_plan_that_could_not_be_made_nothing_is_asked_for_before_the_next_review(monitor: Monitor) -> None:
+    grown = replace(GOOD, growth=2 * MAX_DRIFT)
+    assert monitor.decide(100, grown) is Action.PLAN
+    monitor.rest(100)
+    asked = looks(monitor, grown, range(101, 130))
+    assert asked[0] >= 100 + MIN_STEPS
 
 
 def test_what_steps_take_is_the_median_of_the_last_few_under_the_plan(monitor: Monitor) -> None:

@@ -814,6 +814,34 @@ def test_a_graph_dropped_while_blocks_are_verified_is_gone_after_one_collection(
     assert offloader.cache.live_records == 0
 
 
+class Scaled(Plain):
+    """Reads an attribute that only others change."""
+
+    scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+def test_a_backward_after_the_step_shows_what_changed_since_its_forward(
+    make: Callable[..., ActivationOffloader],
+) -> None:
+    ours = Net(Scaled)
+    offloader = make(ours, recompute=True)
+    running = steps(ours, offloader)
+    next(running)  # the blocks are watched
+    late = forward(ours, torch.randn(ROWS, WIDTH), offloader)
+    offloader.note_step()  # the step in which they are verified
+    blocks = [one for one in ours.modules() if isinstance(one, Scaled)]
+    for block in blocks:
+        block.scale = 2.0
+    late.sum().backward()
+    controller = offloader._controller
+    assert controller is not None and controller._blocks is not None
+    for block in controller._blocks.all:
+        assert "is changed between forward and backward" in (controller._blocks.obstacle(block) or "")
+
+
 @pytest.mark.parametrize("name", STATEFUL)
 def test_under_the_default_block_nothing_runs_twice(make: Callable[..., ActivationOffloader], name: str) -> None:
     block, net, _ = STATEFUL[name]
