@@ -332,17 +332,13 @@ class VerifiedPass(RecomputedPass):
         tensor: torch.Tensor = self._outer[1](saved.held)
         if saved.is_parameter:
             return tensor
-        if self._is_over:
-            if not self.has_run:  # a backward after the step: nothing runs again, but what the watch sees counts
-                self._watch.backward()
-                if self._watch.obstacle is not None:
-                    self._evidence.settle(self._watch.obstacle)
-            return tensor
-        if not self.has_run:
+        if not self.has_run:  # also in a backward after the step, when nothing runs again: the watch learns from it
             self._watch.backward()
             if self._watch.obstacle is not None:
-                self._stop(self._watch.obstacle)
+                (self._evidence.settle if self._is_over else self._stop)(self._watch.obstacle)
                 return tensor
+        if self._is_over:
+            return tensor
         task = torch._C._current_graph_task_id()
         if saved.holder is None:
             if saved.task == task:

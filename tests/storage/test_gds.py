@@ -189,7 +189,7 @@ def test_the_backend_is_not_built_without_its_proof(op: FakeGdsOp, tmp_path: Pat
     ("code", "words"),
     [
         (
-            "import sys; print('loading'); sys.stderr.write('buffer register failed: x\\n'); sys.exit(1)",
+            "import sys; print('loading', flush=True); sys.stderr.write('buffer register failed: x\\n'); sys.exit(1)",
             "ended with status 1; its last words: buffer register failed: x",
         ),
         ("import os; os._exit(0)", "ended with status 0; its last words: none"),
