@@ -384,13 +384,8 @@ class ActivationOffloader:
 
 
 def _limits(config: OffloadConfig, tiers: Tiers, step_s: float) -> Limits:
-    return Limits(
-        config.max_step_overhead,
-        config.activation_budget_bytes,
-        config.host_budget_bytes,
-        write_limit_bytes_per_step(tiers.endurance_left_tbw(), config.ssd.min_life_days, step_s),
-        config.recompute,
-    )
+    write_limit = write_limit_bytes_per_step(tiers.endurance_left_tbw(), config.ssd.min_life_days, step_s)
+    return Limits.of(config, write_limit)
 
 
 def _counts(tiers: Tiers, cache: TensorCache) -> Counts:

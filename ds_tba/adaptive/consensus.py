@@ -198,9 +198,7 @@ class Planning:
                 plan = self._planner(careful, limits)
             plan = replace(plan, prediction=simulate(expected, plan))
             if current is not None:
-                is_comparable = limits.activation_budget_bytes is not None
-                if is_comparable or simulate(expected, current.plan).peak_saved_bytes <= room_bytes:
-                    plan = _old_or_new(current.plan, plan, expected, careful, limits)
+                plan = _old_or_new(current.plan, plan, expected, careful, limits, room_bytes)
             return PlanInForce.of(plan, trace, layout, limits, wait_s_per_byte)
         except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer, and training can go on without
             return f"{type(error).__name__}: {error}"
@@ -232,7 +230,7 @@ class Planning:
             logger.warning("%s", text)
 
 
-def _old_or_new(old: Plan, new: Plan, expected: Trace, careful: Trace, limits: Limits) -> Plan:
+def _old_or_new(old: Plan, new: Plan, expected: Trace, careful: Trace, limits: Limits, room_bytes: float) -> Plan:
     """The plan in force with its prediction of now, unless the new one makes a difference, and that for the better.
 
     The search is no search of all plans: from another fit it may come to a plan that is worse than the one in force.
@@ -240,10 +238,13 @@ def _old_or_new(old: Plan, new: Plan, expected: Trace, careful: Trace, limits: L
     Args:
         expected: the trace for predictions.
         careful: the trace for which the new plan was made.
+        room_bytes: on the device, which the new plan fits.
     """
     if any(not expected.blocks[number].is_recomputable for number, again in enumerate(old.recomputed_blocks) if again):
         return new
     before, after = simulate(expected, old), new.prediction
+    if limits.activation_budget_bytes is None and before.peak_saved_bytes > room_bytes:
+        return new
     is_same = (
         abs(after.step_s - before.step_s) <= SAME_FRACTION * before.step_s
         and abs(after.peak_saved_bytes - before.peak_saved_bytes) <= SAME_FRACTION * before.peak_saved_bytes

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ds_tba.config import Placement
+from ds_tba.config import OffloadConfig, Placement
 from ds_tba.errors import ConfigError
 from ds_tba.planner.timeline import Assignment, Floats, Ints, Liveness, Timeline
 
@@ -37,6 +37,17 @@ class Limits:
     host_budget_bytes: int = 0
     write_limit_bytes_per_step: float = math.inf
     recompute: bool = True
+
+    @classmethod
+    def of(cls, config: OffloadConfig, write_limit_bytes_per_step: float) -> Limits:
+        """Those that a config sets; the bound of wear depends on the drives and the step, too."""
+        return cls(
+            config.max_step_overhead,
+            config.activation_budget_bytes,
+            config.host_budget_bytes,
+            write_limit_bytes_per_step,
+            config.recompute,
+        )
 
     def __post_init__(self) -> None:
         for name in ("max_step_overhead", "activation_budget_bytes", "host_budget_bytes", "write_limit_bytes_per_step"):

@@ -447,19 +447,20 @@ def test_a_recording_that_is_no_trace_is_made_again_later(make: Make, monkeypatc
     assert offloader.report().plans >= 1
 
 
+def no_descriptors(*_: Any) -> Any:
+    raise OSError("Too many open files")
+
+
 def test_what_cannot_be_found_out_when_a_plan_is_made_delays_the_plan(
     make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fails(*_: Any) -> Any:
-        raise OSError("Too many open files")
-
     ours = model()
     offloader = make(ours)
     steps(ours, offloader, [ROWS] * FIRST_PLAN)
     with monkeypatch.context() as patched:
         patched.setattr("ds_tba.adaptive.monitor.Monitor.decide", lambda *_: Action.PLAN)
-        patched.setattr("ds_tba.adaptive.rates.Rates.compute_error_s_per_byte", property(fails))
-        patched.setattr("ds_tba.adaptive.rates.Rates.measure", fails)
+        patched.setattr("ds_tba.adaptive.rates.Rates.compute_error_s_per_byte", property(no_descriptors))
+        patched.setattr("ds_tba.adaptive.rates.Rates.measure", no_descriptors)
         patched.setattr("ds_tba.adaptive.rates.Rates.should_measure", lambda _: True)
         steps(ours, offloader, [ROWS] * 2)
     assert any("no part in a plan now: OSError" in record.message for record in caplog.records)
@@ -484,13 +485,10 @@ def test_a_new_recording_counts_also_where_the_step_that_asked_for_it_had_larger
 def test_a_rank_that_cannot_judge_a_step_tells_the_others_to_go_on(
     make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fails(*_: Any) -> Any:
-        raise OSError("Too many open files")
-
     ours = model()
     offloader = make(ours)
     steps(ours, offloader, [ROWS] * FIRST_PLAN)
-    monkeypatch.setattr("ds_tba.adaptive.monitor.Monitor.decide", fails)
+    monkeypatch.setattr("ds_tba.adaptive.monitor.Monitor.decide", no_descriptors)
     steps(ours, offloader, [ROWS] * 4)
     assert offloader.report().plans == 1
     assert any("OSError: Too many open files" in record.message for record in caplog.records)

@@ -216,13 +216,7 @@ def summarize(trace: Trace, config: OffloadConfig) -> Summary:
     """
     timeline = Timeline.of(trace)
     rated = config.ssd.rated_endurance_tbw
-    limits = Limits(
-        config.max_step_overhead,
-        config.activation_budget_bytes,
-        config.host_budget_bytes,
-        write_limit_bytes_per_step(rated, config.ssd.min_life_days, trace.step_s),
-        config.recompute,
-    )
+    limits = Limits.of(config, write_limit_bytes_per_step(rated, config.ssd.min_life_days, trace.step_s))
     plan = adaptive(trace, limits)
     predictions = {
         "keep": replay(timeline, timeline.kept).cost,
