@@ -23,7 +23,7 @@ CONFIG_3 := ds_configs/zero3_nvme_params_activations.json
 CONFIG := $(CONFIG_$(ZERO))
 NEEDS_AIO := $(filter 3,$(ZERO))$(filter aio,$(BACKEND))
 
-.PHONY: demo test lint reliability mutants bench soak venv aio libaio clean
+.PHONY: demo test lint reliability compatibility mutants bench soak venv aio libaio clean
 
 demo: $(BIN)/.installed $(if $(NEEDS_AIO),aio)
 	@test -n "$(CONFIG)" || { echo "ZERO=$(ZERO): the demo has ZERO=2 and ZERO=3"; exit 2; }
@@ -44,6 +44,10 @@ lint: $(BIN)/.installed
 # The table of faults and outcomes, from a run of the tests that inject them.
 reliability: aio
 	python -m pytest --basetemp=$(CURDIR)/.cache/pytest -m fault --reliability=docs/reliability.md
+
+# The table of models, trainers and settings, from a run of the tests that train each.
+compatibility: $(BIN)/.installed
+	python -m pytest --basetemp=$(CURDIR)/.cache/pytest -m compatible --compatibility=docs/compatibility.md tests
 
 # Takes out every wait that orders copies, one at a time: a test must fail for each. Minutes.
 mutants: $(BIN)/.installed

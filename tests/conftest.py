@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from compatibility_table import CompatibilityTable
 from disks import EXT4, MIB, Disk, mounted, run, until
 from doubles import CpuAccelerator
 from fault_table import FaultTable
@@ -152,22 +155,26 @@ def quota_disk(tmp_path: Path) -> Iterator[Disk]:
         yield from left_as_found(disk)
 
 
-# ---- the table of faults --------------------------------------------------------------------------------------------
+# ---- the tables of faults and of combinations -----------------------------------------------------------------------
 
 TABLE = pytest.StashKey[FaultTable]()
+COMPATIBILITY = pytest.StashKey[CompatibilityTable]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--reliability", type=Path, help="write the table of faults and outcomes of this run to a file")
+    parser.addoption("--compatibility", type=Path, help="write the table of combinations of this run to a file")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[TABLE] = FaultTable()
+    config.stash[COMPATIBILITY] = CompatibilityTable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before -k and -m deselect
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     config.stash[TABLE].collect(items)
+    config.stash[COMPATIBILITY].collect(items)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -175,6 +182,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Any:
     report = yield
     if report.when == "call" or report.outcome != "passed":
         item.config.stash[TABLE].note(item, report.outcome)
+        item.config.stash[COMPATIBILITY].note(item, report.outcome)
     return report
 
 
@@ -182,9 +190,20 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     path = session.config.getoption("--reliability")
     if path is not None:
         session.config.stash[TABLE].write(path)
+    path = session.config.getoption("--compatibility")
+    if path is not None:
+        names = ("torch", "deepspeed", "transformers", "accelerate", "peft", "trl", "diffusers")
+        versions = ", ".join(f"{name} {metadata.version(name)}" for name in names)
+        session.config.stash[COMPATIBILITY].write(path, f"Python {platform.python_version()}, {versions}")
 
 
 @pytest.fixture
 def user_sees(request: pytest.FixtureRequest) -> Callable[[str], None]:
     """Tell what the user reads when the fault of this test strikes."""
     return lambda message: request.config.stash[TABLE].see(request.node, message)
+
+
+@pytest.fixture
+def row_says(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """Tell the outcome of the combination that this test trains."""
+    return lambda outcome: request.config.stash[COMPATIBILITY].say(request.node, outcome)

@@ -1,0 +1,50 @@
+"""How people train: each function here is a training script, with as little else in it as can be.
+
+They run in processes of their own (``forked.py``), under a DeepSpeed config with or without the block, and know nothing
+of ds_tba but ``engine.activation_offloader``, whose report they return.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+
+
+def outcome(engine: Any, losses: list[float]) -> dict[str, Any]:
+    """What is compared, and the report if there is one."""
+    import deepspeed
+
+    digests = {}
+    for name, parameter in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+            data = parameter.detach().cpu().contiguous().view(torch.uint8).numpy()
+            digests[name] = hashlib.sha256(data.tobytes()).hexdigest()
+    offloader = getattr(engine, "activation_offloader", None)
+    return {
+        "losses": [float(loss).hex() for loss in losses],
+        "parameters": digests,
+        "report": offloader.report().to_dict() if offloader is not None else None,
+    }
+
+
+def plain_loop(config: dict[str, Any], model: str = "llama", steps: int = 6, batch: int = 2) -> dict[str, Any]:
+    """``deepspeed.initialize``, ``engine.backward``, ``engine.step``."""
+    import deepspeed
+    from models import MODELS
+
+    torch.manual_seed(0)
+    built = MODELS[model].build()
+    engine, *_ = deepspeed.initialize(model=built, model_parameters=built.parameters(), config=config)
+    chance = torch.Generator().manual_seed(1 + engine.global_rank)
+    torch.manual_seed(100 + engine.global_rank)
+    losses = []
+    for _ in range(steps * engine.gradient_accumulation_steps()):
+        loss = engine(**MODELS[model].batch(batch, chance)).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    result = outcome(engine, losses)
+    engine.destroy()
+    return result
