@@ -1,8 +1,8 @@
 """The only module that knows ``DeepSpeedEngine``: finds the block, builds the offloader, hooks the class.
 
 DeepSpeed has no plugin mechanism, so methods of the class are wrapped: ``__init__`` always (to look up one key of the
-config); ``forward``, ``step`` and ``destroy`` once there is an engine whose config has the block. References are to
-``deepspeed/runtime/engine.py`` of 0.19.8.
+config); ``forward``, ``step`` and ``destroy`` once there is an engine whose config has the block. Reading a config is
+wrapped too, to find the block where it does not belong. References are to ``deepspeed/runtime/engine.py`` of 0.19.8.
 """
 
 from __future__ import annotations
@@ -24,7 +24,15 @@ from torch import distributed
 
 from ds_tba.adaptive.ranks import Agreement, Alone, Ranks
 from ds_tba.autograd.tensors import mark_owned
-from ds_tba.config import BLOCK, SUPPORTED_DEEPSPEED, AioConfig, OffloadConfig, near_misses, parse_block
+from ds_tba.config import (
+    BLOCK,
+    SUPPORTED_DEEPSPEED,
+    AioConfig,
+    OffloadConfig,
+    near_misses,
+    parse_block,
+    refuse_misplaced,
+)
 from ds_tba.device.accelerator import adapted
 from ds_tba.errors import ConfigError, IncompatibleError
 from ds_tba.offloader import ActivationOffloader
@@ -34,7 +42,6 @@ logger = logging.getLogger("ds_tba")
 ATTRIBUTE = "activation_offloader"
 _HOOKED = "_ds_tba_hooked"
 _NO_HOOKS = "support saved tensor hooks"  # in the message of torch/_functorch/eager_transforms.py
-_KNOWN_KEYS = frozenset({"activation_checkpointing", "aio"})
 # Ranks may arrive minutes apart: one of them builds DeepSpeed's aio op while the others wait for it.
 AGREEMENT_TIMEOUT = timedelta(minutes=30)
 GOODBYE_TIMEOUT = timedelta(seconds=20)
@@ -63,6 +70,31 @@ def hook(engine_class: type) -> None:
 
     setattr(__init__, _HOOKED, True)
     engine_class.__init__ = __init__  # type: ignore[misc]
+
+
+def hook_config(config_class: type) -> None:
+    """Find the block in a wrong place, or under a wrong name, before DeepSpeed reads the config. Idempotent.
+
+    Later is too late: DeepSpeed refuses unknown keys of some blocks without a word about the right place.
+    """
+    original = getattr(config_class, "_initialize_params", None)  # deepspeed/runtime/config.py
+    if original is None or getattr(original, _HOOKED, False):
+        return
+    said: set[str] = set()  # a run makes several configs of one file
+
+    @functools.wraps(original)
+    def _initialize_params(self: Any, param_dict: Mapping[str, Any]) -> None:
+        for key in set(near_misses(param_dict)) - said:
+            said.add(key)
+            _show_log()
+            logger.warning(
+                'ds_config.json has a key "%s", which nobody reads; did you mean "%s", at the top level?', key, BLOCK
+            )
+        refuse_misplaced(param_dict)
+        original(self, param_dict)
+
+    setattr(_initialize_params, _HOOKED, True)
+    config_class._initialize_params = _initialize_params  # type: ignore[attr-defined]
 
 
 def attach(engine: Any) -> ActivationOffloader:
@@ -96,9 +128,6 @@ def attach(engine: Any) -> ActivationOffloader:
 
 def _build(param_dict: Mapping[str, Any], ds_config: Any) -> ActivationOffloader | None:
     """The offloader for a config, or None without an enabled block; ranks succeed or fail together."""
-    for key in near_misses(param_dict, _KNOWN_KEYS):
-        _show_log()
-        logger.warning('ds_config.json has a key "%s", which nobody reads; did you mean "%s"?', key, BLOCK)
     if BLOCK not in param_dict:
         return None
     offloader: ActivationOffloader | None = None
