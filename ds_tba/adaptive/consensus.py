@@ -214,7 +214,7 @@ class Planning:
             self._warn_once(
                 "over",
                 f"no plan fits {budget_bytes} bytes of activations ({bound}): the lowest peak is {peak_bytes} bytes. A "
-                'larger budget, smaller micro-batches, "recompute": true or a faster drive would help',
+                f"larger budget, smaller micro-batches, {_recompute_advice(found)}or a faster drive would help",
             )
         elif not asked:
             self._warn_once(
@@ -228,6 +228,14 @@ class Planning:
         if kind != self._warned:
             self._warned = kind
             logger.warning("%s", text)
+
+
+def _recompute_advice(found: PlanInForce) -> str:
+    if not found.limits.recompute:
+        return '"recompute": true, '
+    if all(block.is_recomputable for block in found.trace.blocks):
+        return ""
+    return "blocks that can be recomputed (the log and unproven_blocks in the report say why some cannot), "
 
 
 def _old_or_new(old: Plan, new: Plan, expected: Trace, careful: Trace, limits: Limits, room_bytes: float) -> Plan:
