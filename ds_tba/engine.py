@@ -3,6 +3,11 @@
 DeepSpeed has no plugin mechanism, so methods of the class are wrapped: ``__init__`` always (to look up one key of the
 config); ``forward``, ``step`` and ``destroy`` once there is an engine whose config has the block. Reading a config is
 wrapped too, to find the block where it does not belong. References are to ``deepspeed/runtime/engine.py`` of 0.19.8.
+
+[Note: Pipelines] ``PipelineEngine`` (``deepspeed/runtime/pipe/engine.py``) calls the base class's ``forward`` for each
+micro-batch and never ``step``: its ``train_batch`` is one step, in which forwards and backwards of several
+micro-batches alternate. Its ranks hold the layers of one stage each, and only ranks of the same stage have anything to
+agree on.
 """
 
 from __future__ import annotations
@@ -182,23 +187,15 @@ def _refuse_incompatible(ds_config: Any) -> None:
         )
 
 
-def _refuse_engine(engine: Any) -> None:
-    if getattr(engine, "pipeline_parallelism", False):
-        raise IncompatibleError(
-            f'Pipeline parallelism has not been proven exact together with "{BLOCK}": train without PipelineModule, '
-            f'or remove "{BLOCK}".'
-        )
-
-
 # ---- from offloader to engine ---------------------------------------------------------------------------------------
 
 
 def _join(engine: Any, offloader: ActivationOffloader) -> None:
     """Tie an offloader to a built engine."""
     try:
-        _refuse_engine(engine)
         _hook_methods(type(engine))
-        offloader.watch(engine.module, _agreement())
+        everyone = _agreement()
+        offloader.watch(engine.module, _agreement_of_stage(engine) or everyone, everyone=everyone)
         engine.activation_offloader = offloader
         for module in engine.module.modules():
             if module._parameters or module._buffers:
@@ -220,14 +217,12 @@ def _mark_owned(module: torch.nn.Module, _inputs: Any) -> None:
 
 
 def _hook_methods(engine_class: type) -> None:
-    """Wrap the methods of DeepSpeedEngine once, on the class that defines them."""
-    base: Any = next(one for one in reversed(engine_class.__mro__) if one.__name__ == "DeepSpeedEngine")
-    if getattr(base.forward, _HOOKED, False):
-        return
-    base.forward = _wrapped(base.forward, _forward)
-    base.step = _wrapped(base.step, _step)
-    base.destroy = _wrapped(base.destroy, _destroy)
-    base.__del__ = _wrapped(base.__del__, _collected)
+    """Wrap the methods of DeepSpeed's engines once, on the classes that define them."""
+    for defining in engine_class.__mro__:
+        for name, around in _AROUND.get(defining.__name__, {}).items():
+            original = getattr(defining, name)
+            if not getattr(original, _HOOKED, False):
+                setattr(defining, name, _wrapped(original, around))
 
 
 def _wrapped(original: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
@@ -264,6 +259,13 @@ def _step(offloader: ActivationOffloader, original: Callable[[], Any], engine: A
     return result
 
 
+def _train_batch(offloader: ActivationOffloader, original: Callable[[], Any], engine: Any) -> Any:
+    with offloader.interleaving():
+        result = original()
+    offloader.note_step()
+    return result
+
+
 def _destroy(offloader: ActivationOffloader, original: Callable[[], Any], engine: Any) -> Any:
     try:
         return original()
@@ -278,6 +280,13 @@ def _collected(offloader: ActivationOffloader, original: Callable[[], Any], engi
     return original()
 
 
+# By the class that defines the methods.
+_AROUND: Mapping[str, Mapping[str, Callable[..., Any]]] = {
+    "DeepSpeedEngine": {"forward": _forward, "step": _step, "destroy": _destroy, "__del__": _collected},
+    "PipelineEngine": {"train_batch": _train_batch},  # see [Note: Pipelines]
+}
+
+
 # ---- ranks ----------------------------------------------------------------------------------------------------------
 
 
@@ -287,6 +296,15 @@ def _rank() -> int:
 
 def _agreement() -> Agreement:
     return Ranks() if distributed.is_initialized() and distributed.get_world_size() > 1 else Alone()
+
+
+def _agreement_of_stage(engine: Any) -> Agreement | None:
+    """The ranks that hold the same stage of a pipeline; None without stages. A collective of all ranks."""
+    if not getattr(engine, "pipeline_parallelism", False) or engine.module.num_stages == 1:
+        return None
+    topology = engine.module.topology()
+    stages = [topology.get_axis_list("pipe", stage) for stage in range(engine.module.num_stages)]
+    return Ranks.of_part(stages, "stage")
 
 
 def _agree(problem: Exception | None) -> None:

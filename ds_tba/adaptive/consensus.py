@@ -151,7 +151,7 @@ class Planning:
         answers: list[Offer | str] = self._agreement.all_gather(self._offer(trace, fit, non_recomputable))
         for number, answer in enumerate(answers):
             if isinstance(answer, str):
-                return NoPlan(f"rank {number} {answer}", is_final=False)
+                return NoPlan(f"rank {number}{self._agreement.where} {answer}", is_final=False)
         if trace is None or fit is None:  # then its answer was a string
             return NoPlan("this rank has no trace", is_final=False)
         offers = [answer for answer in answers if isinstance(answer, Offer)]
@@ -160,7 +160,9 @@ class Planning:
         if leader == self._agreement.rank:
             found = self._planned(trace, fit, layout, offers, current)
         found = self._agreement.broadcast(found, leader)
-        return NoPlan(f"rank {leader} could not plan ({found})", is_final=True) if isinstance(found, str) else found
+        if isinstance(found, str):
+            return NoPlan(f"rank {leader}{self._agreement.where} could not plan ({found})", is_final=True)
+        return found
 
     def _offer(self, trace: Trace | None, fit: Fit | None, non_recomputable: frozenset[str]) -> Offer | str:
         """The offer of this rank, or why it has none."""

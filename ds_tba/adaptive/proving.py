@@ -96,7 +96,8 @@ class Proving:
 
     def _leave_out(self, block: Block, rank: int, obstacle: str) -> None:
         own = self._agreement.size == 1 or obstacle.startswith("on rank")
-        self._blocks.settle(block, obstacle if own else f"on rank {rank} {obstacle}")
+        where = self._agreement.where
+        self._blocks.settle(block, obstacle if own else f"on rank {rank}{where} {obstacle}")
 
     def _give_up(self) -> None:
         self._blocks.to_verify = frozenset()

@@ -195,6 +195,11 @@ class Blocks:
         known = self._known[block.index]
         return bool(known.proven) and known.obstacle is None
 
+    @property
+    def unproven(self) -> frozenset[str]:
+        """Paths of the blocks that may not be recomputed."""
+        return frozenset(block.path for block in self.all if not self.is_proven(block))
+
     def unverified(self, block: Block) -> frozenset[str]:
         """The kinds of its passes that left no trace and are not verified, by names that are equal on all ranks."""
         return frozenset(name_of(kind) for kind in self._known[block.index].unverified)
