@@ -17,9 +17,14 @@ SMALL: dict[str, Any] = {"min_tensor_bytes": 4096, "io": {"staging_bytes": 8 * M
 
 @dataclass(frozen=True)
 class Compared:
-    """What the run with the block returned, rank by rank, and what the table says of it."""
+    """What the run with the block returned, rank by rank, and what the table says of it.
+
+    Attributes:
+        plain: what the run without it returned.
+    """
 
     results: list[dict[str, Any]]
+    plain: list[dict[str, Any]]
 
     @property
     def reports(self) -> list[dict[str, Any]]:
@@ -30,7 +35,7 @@ class Compared:
         return sum(report["offloaded_bytes"] for report in self.reports)
 
     def __str__(self) -> str:
-        return f"bit-equal, {self.moved_bytes / MIB:.0f} MiB moved in {self.reports[0]['steps']} steps"
+        return f"bit-equal, {self.moved_bytes / MIB:.1f} MiB moved in {self.reports[0]['steps']} steps"
 
 
 def compare(
@@ -41,6 +46,7 @@ def compare(
     ranks: int = 1,
     block: dict[str, Any] | None = None,
     must_move: bool = True,
+    plain: list[dict[str, Any]] | None = None,
     **arguments: Any,
 ) -> Compared:
     """Train with and without the block; every loss and parameter of every rank must be the same.
@@ -51,10 +57,12 @@ def compare(
         config: of DeepSpeed, without the block.
         block: keys of the block; ``"placement": "nvme"`` where it does not say.
         must_move: fail where no byte left memory.
+        plain: what the run without the block returned, where that is known.
     """
-    plain = run(program, config, directory / "plain", ranks=ranks, **arguments)
+    if plain is None:
+        plain = run(program, config, directory / "plain", ranks=ranks, **arguments)
     nvme_path = directory / "nvme"
-    nvme_path.mkdir()
+    nvme_path.mkdir(parents=True)
     settings = {"placement": "nvme", **SMALL, **(block or {})}
     ours = run(program, with_block(config, nvme_path, **settings), directory / "block", ranks=ranks, **arguments)
     for rank, (expected, found) in enumerate(zip(plain, ours, strict=True)):
@@ -62,7 +70,7 @@ def compare(
         for key in COMPARED:
             assert found[key] == expected[key], f"rank {rank}: {key} differ"
         assert found["report"], f"rank {rank}: no offloader was attached"
-    compared = Compared(ours)
+    compared = Compared(ours, plain)
     if must_move:
         assert compared.moved_bytes > 0, "no byte was moved"
     return compared
