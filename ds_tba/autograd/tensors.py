@@ -1,6 +1,6 @@
 """Saved tensors: their identity, their rebuilding, their versions, and which of them are never offloaded.
 
-Knows tensors and ``torch.autograd.Function``; does not know the cache.
+Knows tensors, ``torch.autograd.Function`` and PyTorch's checkpoint; does not know the cache.
 
 [Note: Stamps] Identity is a stamp on the *untyped storage* (not an address, which the allocator reuses; TBA section
 3.3) plus the view's offset, shape, stride and dtype. PyTorch keeps the Python object of a storage alive as long as the
@@ -12,20 +12,22 @@ things go wrong then. A backward that returns a saved leaf as a gradient returns
 ``AccumulateGrad`` takes its memory for ``.grad``, and an optimizer that changes ``.grad`` changes the leaf. And code
 that looks for attributes of the parameter it saved (ZeRO-3's ``ds_status``, say) does not find them. Therefore
 ``saved_tensors`` is replaced, on the base class of every Python Function's context, by a descriptor that returns the
-original wherever unpack returned the original.
+original wherever unpack returned the original; and likewise what a checkpoint hands to the function that it runs again,
+which from PyTorch 2.13 on it does not save in a Function.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 import torch
 from torch.autograd.function import BackwardCFunction
+from torch.utils import checkpoint as checkpointing
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 _STAMP = "_ds_tba_stamp"
@@ -258,13 +260,15 @@ class SavedTensors:
         self._unpacked = _Unpacked()
 
     def __get__(self, ctx: Any, owner: type | None = None) -> Any:
-        if ctx is None:
-            return self
+        return self if ctx is None else self.read(lambda: self._builtin.__get__(ctx, owner))
+
+    def read(self, unpack: Callable[[], Sequence[Any]]) -> Sequence[Any]:
+        """What ``unpack`` returns, with the originals among it."""
         outer = self._unpacked.tensors
         unpacked: list[tuple[torch.Tensor, bool]] = []
         self._unpacked.tensors = unpacked
         try:
-            found = self._builtin.__get__(ctx, owner)
+            found = unpack()
         finally:
             self._unpacked.tensors = outer
         return with_originals(found, unpacked) if any(is_held for _, is_held in unpacked) else found
@@ -286,22 +290,28 @@ def keep_originals() -> SavedTensors:
     if not isinstance(present, SavedTensors):
         present = SavedTensors(getattr(BackwardCFunction, _SAVED_TENSORS))
         setattr(BackwardCFunction, _SAVED_TENSORS, present)
+        _hand_to_checkpoints(present)
     return present
 
 
-def with_originals(
-    found: Sequence[torch.Tensor | None], unpacked: Sequence[tuple[torch.Tensor, bool]]
-) -> tuple[torch.Tensor | None, ...]:
+def _hand_to_checkpoints(saved_tensors: SavedTensors) -> None:
+    frame: Any = getattr(checkpointing, "_CheckpointFrame", None)
+    get_inputs = getattr(frame, "get_inputs", None)
+    if get_inputs is not None:
+        frame.get_inputs = lambda self: saved_tensors.read(lambda: get_inputs(self))
+
+
+def with_originals(found: Sequence[Any], unpacked: Sequence[tuple[torch.Tensor, bool]]) -> tuple[Any, ...]:
     """The saved tensors of a context, with the original in place of each tensor that autograd made around one.
 
     Args:
-        found: returned by autograd; None for an argument that was None.
+        found: returned by autograd; None for an argument that was None, and of a checkpoint also other objects.
         unpacked: returned by our hooks meanwhile, in the same order; fewer, where others' hooks had some of them.
     """
     waiting = list(unpacked)
     originals = []
     for one in found:
-        if one is not None and waiting and _is_around(one, waiting[0][0]):
+        if waiting and isinstance(one, torch.Tensor) and _is_around(one, waiting[0][0]):
             tensor, is_held = waiting.pop(0)
             # A tensor with a graph of its own must keep the edge that autograd gave it.
             one = tensor if is_held and one.grad_fn is None and one.requires_grad == tensor.requires_grad else one
