@@ -11,7 +11,6 @@ here, which may not be moved: their bytes count, and go with a block that is rec
 from __future__ import annotations
 
 import weakref
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -82,7 +81,7 @@ class MicroStepRecord:
 
     Attributes:
         pauses: marks around all work of ours, during which the trace's clock stands still.
-        forwards: number of the pause after which each forward began.
+        forwards: the numbers of the next pause and the next storage when each forward began.
         uses: pause and scope of each unpack.
         hooks: marks around the cache's own hooks, within the pauses; only on a synchronous device.
         moves: marks around each storage that was moved.
@@ -93,12 +92,18 @@ class MicroStepRecord:
     pauses: list[tuple[Any, Any]] = field(default_factory=list)
     storages: list[_Storage] = field(default_factory=list)
     scopes: list[_Scope] = field(default_factory=list)
-    forwards: list[int] = field(default_factory=list)
+    forwards: list[tuple[int, int]] = field(default_factory=list)
     uses: list[tuple[int, int]] = field(default_factory=list)
     hooks: list[tuple[Any, Any]] = field(default_factory=list)
     moves: list[tuple[Any, Any]] = field(default_factory=list)
     ended: Any = None
     _alike: list[MicroStepRecord] = field(default_factory=list)
+
+    def begin_forward(self) -> None:
+        """A forward begins, the first or one more."""
+        self.forwards.append((len(self.pauses), len(self.storages)))
+        if self.scopes:
+            self.scopes[-1].small = _NOTHING  # those of two forwards do not live equally long
 
     def freed(self, index: int) -> None:
         """Autograd has let go of a saved tensor. Safe in a finalizer."""
@@ -139,7 +144,10 @@ class MicroStepRecord:
             spans[number] = (spans.get(number, (place,))[0], place)
         blocks = [self._block(scope, spans.get(scope.number), times) for scope in self.scopes if scope.number % 2]
         storages = [self._storage(index, blocks, times) for index in range(len(self.storages))]
-        return Trace(tuple(storages), tuple(blocks), resources, end_s, optimizer_s, micro_steps)
+        # Forwards whose backward is yet to come when the last of them is over make no pipeline.
+        is_interleaved = any(self.uses[0][0] < pause for pause, _ in self.forwards)
+        forwards = tuple(storage for _, storage in self.forwards) if is_interleaved else ()
+        return Trace(tuple(storages), tuple(blocks), resources, end_s, optimizer_s, micro_steps, forwards=forwards)
 
     def confirm(self, earlier: MicroStepRecord) -> bool:
         """Have times come from both; False, and nothing changes, if ``earlier`` was of another kind of micro-step."""
@@ -179,8 +187,7 @@ class MicroStepRecord:
             first, last = span
             started_s = max(left_s, times[self.uses[first][0]])
             after = [self.uses[last + 1][0]] if last + 1 < len(self.uses) else []
-            forward = bisect_right(self.forwards, self.uses[last][0])  # of another micro-batch, while backwards go on
-            after += self.forwards[forward : forward + 1]
+            after += [pause for pause, _ in self.forwards if pause > self.uses[last][0]][:1]
             if after:
                 ended_s = max(started_s, times[min(after)])
         inputs = tuple(dict.fromkeys(scope.inputs))
@@ -345,7 +352,7 @@ class Recorder:
             if not self.record.scopes:  # else one more forward of the same micro-step
                 self._cache.take_moves()
                 self._pause(lambda: self._open_scope(""))
-            self.record.forwards.append(len(self.record.pauses))
+            self.record.begin_forward()
             yield
 
     def around(self, hooks: Hooks) -> Hooks:

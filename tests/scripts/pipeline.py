@@ -116,6 +116,7 @@ def layers_of(options):
 
 
 def train(config, options):
+    Raising.passes = 0
     torch.manual_seed(0)
     model = PipelineModule(
         layers_of(options),
@@ -136,6 +137,7 @@ def train(config, options):
         try:
             losses.append(engine.train_batch(data).item().hex())
         except Interruption:
+            engine.timers("train_batch").stop()
             engine.zero_grad()
             losses.append("raised")
             continue
