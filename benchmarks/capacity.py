@@ -1,6 +1,6 @@
 """The longest sequence within a memory limit, and memory and seconds per token: keep, checkpointing, others, and ours.
 
-    python benchmarks/capacity.py [--nvme_path DIR] [--headroom_mib 56] [--rounds 3] [--json FILE]
+    python benchmarks/capacity.py [--nvme_path DIR] [--headroom_mib 112] [--rounds 3] [--json FILE]
     python benchmarks/capacity.py --gpu --nvme_path /local_nvme      # the layers of Llama-3-8B, until they do not fit
 
 A Llama with random weights (16 layers) under DeepSpeed, one sequence per step. Each variant runs in processes of its
@@ -34,6 +34,7 @@ from step_time import resident_bytes
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 MIB = 1 << 20
 TIMED_STEPS = 4
+MMAP_THRESHOLD_BYTES = str(64 << 10)  # narrow tensors, too, are given back to the system when they are freed
 INTERPOLATIONS = 3
 BLOCK_OF_TOKENS = 64  # sequences are multiples of it
 LLAMA_3_8B = {
@@ -288,18 +289,18 @@ def table(rounds: list[dict[str, dict[str, Any]]], refused: dict[str, str], opti
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--gpu", action="store_true", help="the layers of Llama-3-8B, in bf16, on the accelerator")
-    parser.add_argument("--headroom_mib", type=int, default=56, help="beyond what a process holds anyway, on a CPU")
+    parser.add_argument("--headroom_mib", type=int, default=112, help="beyond what a process holds anyway, on a CPU")
     parser.add_argument("--limit_mib", type=int, help="memory limit instead of that")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
-    parser.add_argument("--width", type=int, help="(default: 64, with --gpu 4096)")
+    parser.add_argument("--width", type=int, help="(default: 128, with --gpu 4096)")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--timed_sequence", type=int, help="(default: 1024, with --gpu 8192)")
-    parser.add_argument("--shortest_sequence", type=int, help="(default: 256, with --gpu 8192)")
+    parser.add_argument("--shortest_sequence", type=int, help="(default: 512, with --gpu 8192)")
     parser.add_argument("--longest_sequence", type=int, help="(default: 8192, with --gpu 4194304)")
     parser.add_argument("--longest_s", type=float, default=60.0, help="try no length that takes longer")
-    parser.add_argument("--staging_mib", type=int, help="io.staging_bytes of ours (default: 16, with --gpu 1024)")
-    parser.add_argument("--min_tensor_kib", type=int, help="min_tensor_bytes of ours (default: 16, with --gpu 1024)")
+    parser.add_argument("--staging_mib", type=int, help="io.staging_bytes of ours (default: 32, with --gpu 1024)")
+    parser.add_argument("--min_tensor_kib", type=int, help="min_tensor_bytes of ours (default: 32, with --gpu 1024)")
     parser.add_argument("--budget_mib", type=int, help="budget of recompute (default: 16, with --gpu 8192)")
     parser.add_argument("--backend", default="posix", help="io.backend of ours")
     parser.add_argument("--nvme_path", default=".")
@@ -308,12 +309,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add_process_options(parser, list(VARIANTS))
     options = parser.parse_args(argv)
     for name, (cpu, gpu) in {
-        "width": (64, 4096),
+        "width": (128, 4096),
         "timed_sequence": (1024, 8192),
-        "shortest_sequence": (256, 8192),
+        "shortest_sequence": (512, 8192),
         "longest_sequence": (8192, 4194304),
-        "staging_mib": (16, 1024),
-        "min_tensor_kib": (16, 1024),  # per token, a tensor of width 64 has a 64th of the bytes of one of width 4096
+        "staging_mib": (32, 1024),
+        "min_tensor_kib": (32, 1024),  # per token, a tensor of width 128 has a 32nd of the bytes of one of width 4096
         "budget_mib": (16, 8192),
     }.items():
         if getattr(options, name) is None:
@@ -343,7 +344,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def turn(name: str, *more: str) -> dict[str, Any] | None:
         try:
-            found = in_a_process(__file__, name, [*argv, *more])
+            found = in_a_process(__file__, name, [*argv, *more], MALLOC_MMAP_THRESHOLD_=MMAP_THRESHOLD_BYTES)
         except SystemExit as error:
             if VARIANTS[name].block is not None or name in ("keep", "checkpoint"):
                 raise
