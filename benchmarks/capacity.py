@@ -1,16 +1,17 @@
 """The longest sequence within a memory limit, and memory and seconds per token: keep, checkpointing, others, and ours.
 
-    python benchmarks/capacity.py [--nvme_path DIR] [--limit_mib 1024] [--rounds 3] [--json FILE]
+    python benchmarks/capacity.py [--nvme_path DIR] [--headroom_mib 112] [--rounds 3] [--json FILE]
     python benchmarks/capacity.py --gpu --nvme_path /local_nvme      # the layers of Llama-3-8B, until they do not fit
 
 A Llama with random weights (16 layers) under DeepSpeed, one sequence per step. Each variant runs in processes of its
 own. Memory is measured, not limited: the peak of a step is what the accelerator reports, or on a CPU-only machine the
 process's peak of resident bytes, staging included, and a sequence fits if that is within the limit. (RLIMIT_AS would
-count reserved addresses, of which PyTorch has many.) Sequences are doubled until one does not fit, then halved in
-between; a sequence whose step takes longer than ``--longest_step_s`` is the last.
+count reserved addresses, of which PyTorch has many.) On a CPU the limit is what the process without anything of this
+holds between two steps, plus a headroom; on a GPU it is 90 % of its memory. Sequences are doubled until one does not
+fit; then the longest is sought in between. No sequence is tried that would take longer than ``--longest_s``.
 
-Time is taken at one length that all variants can train, in rounds in which the variants take turns: seconds on the
-clock, and seconds of the process's processor time, on which a busy machine has less influence.
+Time is taken at one length that all variants can train, in rounds; from the second on the variants take turns in
+random order. Seconds on the clock, and of the process's processor time, on which a busy machine has less influence.
 """
 
 from __future__ import annotations
@@ -28,9 +29,13 @@ from pathlib import Path
 from typing import Any
 
 from alternating import add_process_options, in_a_process, rounds_of
+from step_time import resident_bytes
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 MIB = 1 << 20
+TIMED_STEPS = 4
+MMAP_THRESHOLD_BYTES = str(64 << 10)  # narrow tensors, too, are given back to the system when they are freed
+INTERPOLATIONS = 3
 BLOCK_OF_TOKENS = 64  # sequences are multiples of it
 LLAMA_3_8B = {
     "intermediate_size": 14336,
@@ -64,9 +69,7 @@ VARIANTS = {
     "trl_offload": Variant("TRL's activation offloading", hooks="trl_offload"),
     "nvme": Variant('**ours**, `"placement": "nvme"`', block={"placement": "nvme"}),
     "checkpoint_nvme": Variant("torch checkpointing + **ours**", {}, block={"placement": "nvme"}),
-    "recompute": Variant(
-        '**ours**, `"recompute": true`', block={"placement": "adaptive", "recompute": True}, steps=7
-    ),
+    "recompute": Variant('**ours**, `"recompute": true`', block={"placement": "adaptive", "recompute": True}, steps=7),
 }
 
 
@@ -144,7 +147,8 @@ def ds_config(options: argparse.Namespace) -> dict[str, Any]:
     variant = VARIANTS[options.variant]
     if variant.block is not None:
         io = {"backend": options.backend, "staging_bytes": options.staging_mib * MIB}
-        block = {"enabled": True, "nvme_path": options.nvme_path, "io": io, **variant.block}
+        where = {"nvme_path": options.nvme_path, "io": io, "min_tensor_bytes": options.min_tensor_kib * 1024}
+        block = {"enabled": True, **where, **variant.block}
         if block["placement"] == "adaptive":
             block["activation_budget_bytes"] = options.budget_mib * MIB
         config["activation_nvme_offload"] = block
@@ -178,8 +182,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """One process: time at one length, and with ``--sweep`` peak memory at more and more."""
     training = Training(options)
     training.step(4 * BLOCK_OF_TOKENS)
-    timed = training.steps(options.timed_sequence, max(4, training.variant.steps))
-    found: dict[str, Any] = {"timed": timed, "lengths": []}
+    if options.limit_mib is None:
+        options.limit_mib = resident_bytes() // MIB + options.headroom_mib
+    timed = training.steps(options.timed_sequence, max(TIMED_STEPS, training.variant.steps))
+    found: dict[str, Any] = {"timed": timed, "lengths": [], "limit_mib": options.limit_mib}
     if options.sweep:
         found["lengths"] = list(sweep(training, options))
         found["threads"], found["report"] = threads(), training.report()
@@ -195,33 +201,45 @@ def threads() -> int:
 def sweep(training: Training, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Sequences of growing length until one does not fit, then some between the last that fits and that one."""
     limit_bytes, fits, fails = options.limit_mib * MIB, 0, 0
+    peaks: dict[int, float] = {}
     sequence = options.shortest_sequence
     while sequence <= options.longest_sequence:
         found = training.steps(sequence, training.variant.steps)
         yield found
+        peaks[sequence] = found["peak_bytes"]
         if found["peak_bytes"] > limit_bytes:
             fails = sequence
             break
         fits = sequence
         # attention is quadratic: the next may take four times as long
-        if 4 * found["step_s"] * training.variant.steps > options.longest_step_s:
+        if 4 * training.variant.steps * found["step_s" if options.gpu else "cpu_s"] > options.longest_s:
             return
         sequence *= 2
-    while fails and fails - fits > max(BLOCK_OF_TOKENS, fits // 16):
-        sequence = (fits + fails) // 2 // BLOCK_OF_TOKENS * BLOCK_OF_TOKENS
+    for _ in range(INTERPOLATIONS):
+        if not fits or not fails or fails - fits <= max(BLOCK_OF_TOKENS, fits // 16):
+            return
+        sequence = between(peaks, fits, fails, limit_bytes)
         found = training.steps(sequence, training.variant.steps)
         yield found
+        peaks[sequence] = found["peak_bytes"]
         if found["peak_bytes"] > limit_bytes:
             fails = sequence
         else:
             fits = sequence
 
 
+def between(peaks: dict[int, float], fits: int, fails: int, limit_bytes: int) -> int:
+    """A length between one that fits and one that does not: where the straight line crosses the limit."""
+    share = (limit_bytes - peaks[fits]) / (peaks[fails] - peaks[fits]) if peaks[fails] < float("inf") else 0.5
+    guess = (fits + int(share * (fails - fits))) // BLOCK_OF_TOKENS * BLOCK_OF_TOKENS
+    return min(max(guess, fits + BLOCK_OF_TOKENS), fails - BLOCK_OF_TOKENS)
+
+
 # ---- the table ------------------------------------------------------------------------------------------------------
 
 
 def bytes_per_token(lengths: list[dict[str, Any]]) -> float:
-    """The slope of peak memory over length, by least squares, of what ran to its end; nan for fewer than two lengths."""
+    """Slope of peak memory over length, by least squares, of what ran to its end; nan for fewer than two lengths."""
     points = [(one["sequence"], one["peak_bytes"]) for one in lengths if one["peak_bytes"] != float("inf")]
     if len(points) < 2:
         return float("nan")
@@ -270,18 +288,20 @@ def table(rounds: list[dict[str, dict[str, Any]]], refused: dict[str, str], opti
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--gpu", action="store_true", help="the layer shapes of Llama-3-8B, in bf16, on the accelerator")
-    parser.add_argument("--limit_mib", type=int, help="memory limit (default: 1024, of a GPU 90 %% of its memory)")
+    parser.add_argument("--gpu", action="store_true", help="the layers of Llama-3-8B, in bf16, on the accelerator")
+    parser.add_argument("--headroom_mib", type=int, default=112, help="beyond what a process holds anyway, on a CPU")
+    parser.add_argument("--limit_mib", type=int, help="memory limit instead of that")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
     parser.add_argument("--width", type=int, help="(default: 128, with --gpu 4096)")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--timed_sequence", type=int, help="(default: 1024, with --gpu 8192)")
-    parser.add_argument("--shortest_sequence", type=int, help="(default: 1024, with --gpu 8192)")
-    parser.add_argument("--longest_sequence", type=int, help="(default: 16384, with --gpu 4194304)")
-    parser.add_argument("--longest_step_s", type=float, default=120.0, help="try no length that takes longer")
-    parser.add_argument("--staging_mib", type=int, help="io.staging_bytes of ours (default: 64, with --gpu 1024)")
-    parser.add_argument("--budget_mib", type=int, help="activations' budget of recompute (default: limit / 8)")
+    parser.add_argument("--shortest_sequence", type=int, help="(default: 512, with --gpu 8192)")
+    parser.add_argument("--longest_sequence", type=int, help="(default: 8192, with --gpu 4194304)")
+    parser.add_argument("--longest_s", type=float, default=60.0, help="try no length that takes longer")
+    parser.add_argument("--staging_mib", type=int, help="io.staging_bytes of ours (default: 32, with --gpu 1024)")
+    parser.add_argument("--min_tensor_kib", type=int, help="min_tensor_bytes of ours (default: 32, with --gpu 1024)")
+    parser.add_argument("--budget_mib", type=int, help="budget of recompute (default: 16, with --gpu 8192)")
     parser.add_argument("--backend", default="posix", help="io.backend of ours")
     parser.add_argument("--nvme_path", default=".")
     parser.add_argument("--json", type=Path, help="write every measurement to this file")
@@ -291,15 +311,16 @@ def parse(argv: list[str]) -> argparse.Namespace:
     for name, (cpu, gpu) in {
         "width": (128, 4096),
         "timed_sequence": (1024, 8192),
-        "shortest_sequence": (1024, 8192),
-        "longest_sequence": (16384, 4194304),
-        "staging_mib": (64, 1024),
+        "shortest_sequence": (512, 8192),
+        "longest_sequence": (8192, 4194304),
+        "staging_mib": (32, 1024),
+        "min_tensor_kib": (32, 1024),  # per token, a tensor of width 128 has a 32nd of the bytes of one of width 4096
+        "budget_mib": (16, 8192),
     }.items():
         if getattr(options, name) is None:
             setattr(options, name, gpu if options.gpu else cpu)
-    if options.limit_mib is None:
-        options.limit_mib = gpu_memory_mib() * 9 // 10 if options.gpu else 1024
-    options.budget_mib = options.budget_mib or options.limit_mib // 8
+    if options.gpu and options.limit_mib is None:
+        options.limit_mib = gpu_memory_mib() * 9 // 10
     return options
 
 
@@ -320,14 +341,10 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     variants = ["keep", *(name for name in options.variants if name != "keep")]
     refused: dict[str, str] = {}
-    rounds: list[dict[str, dict[str, Any]]] = []
 
-    def turn(name: str) -> dict[str, Any] | None:
-        if name in refused:
-            return None
-        more = [] if rounds else ["--sweep"]
+    def turn(name: str, *more: str) -> dict[str, Any] | None:
         try:
-            found = in_a_process(__file__, name, [*argv, *more])
+            found = in_a_process(__file__, name, [*argv, *more], MALLOC_MMAP_THRESHOLD_=MMAP_THRESHOLD_BYTES)
         except SystemExit as error:
             if VARIANTS[name].block is not None or name in ("keep", "checkpoint"):
                 raise
@@ -336,17 +353,30 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{name}: {found['timed']['step_s']:.2f} s", *map(shown, found["lengths"]), flush=True)
         return found
 
+    first: dict[str, dict[str, Any]] = {}
+    for name in variants:  # keep is the first: its process says what the limit is
+        more = [] if options.limit_mib is None else ["--limit_mib", str(options.limit_mib)]
+        found = turn(name, "--sweep", *more)
+        if found is not None:
+            first[name], options.limit_mib = found, found["limit_mib"]
+    rounds = [first]
     with contextlib.suppress(KeyboardInterrupt):
-        for found in rounds_of(variants, turn, options.rounds):
-            rounds.append({name: one for name, one in found.items() if one is not None})
+        for later in rounds_of(list(first), turn, options.rounds - 1):
+            rounds.append({name: one for name, one in later.items() if one is not None})
     print("\n".join(table(rounds, refused, options)))
-    equal = all(one[name]["timed"]["losses"] == one["keep"]["timed"]["losses"] for one in rounds for name in one)
+    equal = all(first_losses(one[name]) == first_losses(one["keep"]) for one in rounds for name in one)
     print(f"losses of all variants and rounds equal: {'yes' if equal else 'NO'}")
     if options.json:
         shown_options = {key: value for key, value in vars(options).items() if key not in ("json", "result")}
         results = {"options": shown_options, "refused": refused, "rounds": rounds}
         options.json.write_text(json.dumps(results, indent=1) + "\n")
     return 0 if equal else 1
+
+
+def first_losses(found: dict[str, Any]) -> list[float]:
+    """Of those steps that every variant runs at first."""
+    losses: list[float] = found["timed"]["losses"]
+    return losses[:TIMED_STEPS]
 
 
 def shown(one: dict[str, Any]) -> str:

@@ -24,6 +24,7 @@ from train_gpt import (
     BLOCK,
     VOCABULARY,
     memory_owner,
+    parameters_sha256,
     peak_memory_bytes,
     reset_peak_memory,
     standard_library_bytes,
@@ -118,7 +119,7 @@ class Meter(TrainerCallback):  # type: ignore[misc]
 
 
 def train(options: argparse.Namespace, ds_config: dict[str, Any]) -> dict[str, Any]:
-    """One run from the seed to the last step; losses, peak memory, time, and the offloader's report."""
+    """One run from the seed to the last step; losses, parameters, peak memory, time, and the offloader's report."""
     torch.manual_seed(SEED)
     batch = ds_config["train_micro_batch_size_per_gpu"]
     micro_steps = ds_config.get("gradient_accumulation_steps", 1)
@@ -149,12 +150,14 @@ def train(options: argparse.Namespace, ds_config: dict[str, Any]) -> dict[str, A
     trainer = Trainer(model=model, args=arguments, train_dataset=data, callbacks=[meter])
     trainer.train()
     peak_bytes = peak_memory_bytes()
-    offloader = getattr(trainer.model_wrapped, "activation_offloader", None)
+    engine = trainer.model_wrapped
+    offloader = getattr(engine, "activation_offloader", None)
     return {
         "losses": meter.losses,
         "step_s": sorted(meter.times_s)[len(meter.times_s) // 2],
         "tokens": options.sequence * batch,
         "peak_memory_bytes": peak_bytes,
+        "parameters_sha256": parameters_sha256(engine),
         "report": None if offloader is None else offloader.report().to_dict(),
     }
 
