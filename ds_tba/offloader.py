@@ -250,13 +250,21 @@ class ActivationOffloader:
         self._closer = Closer(self._close)
         atexit.register(self.close)
 
-    def watch(self, model: nn.Module, agreement: Agreement, planner: Planner = adaptive) -> None:
+    def watch(
+        self,
+        model: nn.Module,
+        agreement: Agreement,
+        planner: Planner = adaptive,
+        *,
+        everyone: Agreement | None = None,
+    ) -> None:
         """Plan for a model under placement "adaptive", and record a trace if ``report.trace_path`` is set.
 
         Args:
             model: whose forward runs in :meth:`saving`.
-            agreement: the ranks; all of them call this.
+            agreement: the ranks that follow one plan; all of them call this.
             planner: makes the plans.
+            everyone: the ranks that may share drives, where these are more.
 
         Raises:
             ConfigError: ``blocks`` names a module that the model lacks, or a rank cannot measure its drives.
@@ -267,7 +275,7 @@ class ActivationOffloader:
         if self._controller is not None or not (plans or trace_path):
             return
         rates = Rates(tiers.nvme, self._accelerator, config.io.ring_bytes)
-        _measure_together(rates, agreement)
+        _measure_together(rates, everyone or agreement)
         memory = MemoryMeter(self._accelerator.memory, self.cache.stats.resident)
         # The memory of a CPU is shared by all ranks of the machine.
         sharers = self._process.ranks_on_node if self._accelerator.is_synchronized_device() else 1
@@ -312,6 +320,12 @@ class ActivationOffloader:
             return nullcontext()
         self._reporter.refresh()
         return self.cache.saving() if self._controller is None else self._controller.saving()
+
+    def interleaving(self) -> AbstractContextManager[None]:
+        """Context for a whole step in which forwards and backwards of several micro-batches alternate."""
+        if self._process.is_forked():
+            return nullcontext()
+        return self.cache.interleaving() if self._controller is None else self._controller.interleaving()
 
     def note_micro_step(self) -> None:
         """Record that backward is over."""

@@ -280,6 +280,10 @@ def read_config(options: argparse.Namespace) -> dict[str, Any]:
             ds_config[BLOCK]["nvme_path"] = options.nvme_path
     if options.backend and BLOCK in ds_config:
         ds_config[BLOCK].setdefault("io", {})["backend"] = options.backend
+    if options.activation_budget_bytes and BLOCK in ds_config:
+        ds_config[BLOCK]["activation_budget_bytes"] = options.activation_budget_bytes
+    if options.staging_bytes and BLOCK in ds_config:
+        ds_config[BLOCK].setdefault("io", {})["staging_bytes"] = options.staging_bytes
     if options.report and BLOCK in ds_config:
         ds_config[BLOCK].setdefault("report", {})["path"] = options.report
     return ds_config
@@ -299,6 +303,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--recompute", action="store_true", help="checkpoint every block (torch.utils.checkpoint)")
     parser.add_argument("--nvme_path", help="use this directory instead of those in the config")
     parser.add_argument("--backend", help="use this io.backend instead of the config's")
+    parser.add_argument("--activation_budget_bytes", type=int, help="use this budget instead of the config's")
+    parser.add_argument("--staging_bytes", type=int, help="use this io.staging_bytes instead of the config's")
     parser.add_argument("--report", help="write the offloader's report to this file")
     parser.add_argument(
         "--compare",

@@ -11,7 +11,6 @@ together: the highest ``Action`` of any rank is done by all.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -40,8 +39,6 @@ from ds_tba.storage.base import Always, Policy, Store
 logger = logging.getLogger(__name__)
 
 WARM_STEPS = 1  # not recorded: allocators, compilers and caches warm up
-# How far ahead of its device a host is assumed to be, as a fraction of a step.
-HOST_AHEAD_FRACTION = 0.25
 
 
 class Controller:
@@ -107,7 +104,6 @@ class Controller:
         self._is_new_step = True
         self._problem = ""  # the last that was said
         self._is_over = False
-        self._patience_s = 0.0
         self.monitor = Monitor()
         self.in_force: PlanInForce | None = None
         self.plans = 0
@@ -141,7 +137,8 @@ class Controller:
         if not torch.is_grad_enabled():
             yield
             return
-        continues = not self._is_new_step and self._cache.is_waiting_for_backward
+        self._cache.count_recomputed(0)  # of a backward that raised, or of another micro-batch
+        continues = not self._is_new_step and self._cache.expects_forward
         if not continues:
             self._begin()
         recorder = self._recorder
@@ -151,6 +148,21 @@ class Controller:
         watching = nullcontext() if recorder is None else recorder.watching()
         with watching, self._cache.saving(self._policy, around, lead, continues=continues), listening:
             yield
+
+    @contextmanager
+    def interleaving(self) -> Iterator[None]:
+        """The forwards and backwards of one whole step, which alternate: one micro-step to a plan."""
+        self._begin()
+        try:
+            with self._cache.interleaving():
+                yield
+        except BaseException:  # the step is not over, and shows nothing
+            self._is_new_step = True
+            if self._recording is not None:
+                self._recording.abandon()
+            raise
+        finally:
+            self.end_micro_step()
 
     def end_micro_step(self) -> None:
         """Backward is over."""
@@ -181,7 +193,6 @@ class Controller:
 
     def _begin(self) -> None:
         self._end_policy()
-        self._cache.count_recomputed(0)  # a backward that raised has left its own
         if self._is_new_step:
             self._is_new_step = False
             if self.in_force is None:
@@ -228,7 +239,8 @@ class Controller:
 
         The host of an asynchronous device may wait for as long as it would be ahead otherwise.
         """
-        return self._step is not None and self._cache.stats.moving_s - self._step.before.moving_s <= self._patience_s
+        step, plan, moving_s = self._step, self.in_force, self._cache.stats.moving_s
+        return step is not None and plan is not None and moving_s - step.before.moving_s <= plan.patience_s
 
     # ---- passes through blocks ---------------------------------------------------------------------------------------
 
@@ -411,7 +423,7 @@ class Controller:
         trace, layout, fit, non_recomputable = None, Layout(()), None, frozenset[str]()
         try:
             self._grow()
-            non_recomputable = self._non_recomputable()
+            non_recomputable = frozenset() if self._blocks is None else self._blocks.unproven
             if self._recorded is not None:
                 layout, fit, trace = self._recorded.layout, self._fit(), self._recorded.trace
         except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer: no trace is one
@@ -431,17 +443,11 @@ class Controller:
     def _follow(self, found: PlanInForce) -> None:
         is_new = not found.is_same_as(self.in_force)  # on every rank alike
         self.in_force = found
-        limits, cost = found.limits, found.plan.prediction
         if self._budget_bytes is None:  # the room on the device, where the plan had to be made for that
-            self._cache.limit_resident(limits.activation_budget_bytes)
-        allowed_s = max(cost.stall_s, limits.max_step_overhead * found.trace.step_s - cost.recomputed_s)
-        if limits.activation_budget_bytes is not None:
-            allowed_s = math.inf
-        ahead_s = 0.0 if found.trace.resources.is_synchronous else HOST_AHEAD_FRACTION * found.trace.step_s
-        self._patience_s = max(allowed_s, ahead_s)
+            self._cache.limit_resident(found.limits.activation_budget_bytes)
         if not any(place is Placement.NVME for place, _ in found.bytes_by_placement) and Placement.NVME in self._tiers:
             self._tiers[Placement.NVME].trim()
-        self.monitor.planned(cost.step_s, self._machine.resources().rates, is_new=is_new)
+        self.monitor.planned(found.plan.prediction.step_s, self._machine.resources().rates, is_new=is_new)
         self._calibration.age()
         if is_new or self._calibration.is_beginning:
             self._calibration.begin_plan()
@@ -450,7 +456,7 @@ class Controller:
         self._cache.forget_order()
         self.plans += 1
         if self._agreement.rank == 0:
-            logger.info("plan %d: %s", self.plans, found.describe(self.monitor.reason))
+            logger.info("plan %d%s: %s", self.plans, self._agreement.where, found.describe(self.monitor.reason))
 
     def _grow(self) -> None:
         """Go on from a trace of larger storages, where the reviewed step had such."""
@@ -461,12 +467,6 @@ class Controller:
         self._recorded = RecordedTrace(trace, followed.layout, Observation(trace.step_s, 0.0, 0))
         self._calibration.begin(self._recorded.observation, trace.recompute_factor)
         self._is_other_trace = True
-
-    def _non_recomputable(self) -> frozenset[str]:
-        """Paths of the blocks that may not be recomputed."""
-        if self._blocks is None:
-            return frozenset()
-        return frozenset(block.path for block in self._blocks.all if not self._blocks.is_proven(block))
 
     def unproven_blocks(self) -> list[dict[str, str]]:
         """For the report: blocks that are not recomputed, with the reason."""

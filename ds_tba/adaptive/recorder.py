@@ -11,6 +11,7 @@ here, which may not be moved: their bytes count, and go with a block that is rec
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -81,6 +82,7 @@ class MicroStepRecord:
 
     Attributes:
         pauses: marks around all work of ours, during which the trace's clock stands still.
+        forwards: number of the pause after which each forward began.
         uses: pause and scope of each unpack.
         hooks: marks around the cache's own hooks, within the pauses; only on a synchronous device.
         moves: marks around each storage that was moved.
@@ -91,6 +93,7 @@ class MicroStepRecord:
     pauses: list[tuple[Any, Any]] = field(default_factory=list)
     storages: list[_Storage] = field(default_factory=list)
     scopes: list[_Scope] = field(default_factory=list)
+    forwards: list[int] = field(default_factory=list)
     uses: list[tuple[int, int]] = field(default_factory=list)
     hooks: list[tuple[Any, Any]] = field(default_factory=list)
     moves: list[tuple[Any, Any]] = field(default_factory=list)
@@ -175,8 +178,11 @@ class MicroStepRecord:
         if span is not None:
             first, last = span
             started_s = max(left_s, times[self.uses[first][0]])
-            if last + 1 < len(self.uses):
-                ended_s = max(started_s, times[self.uses[last + 1][0]])
+            after = [self.uses[last + 1][0]] if last + 1 < len(self.uses) else []
+            forward = bisect_right(self.forwards, self.uses[last][0])  # of another micro-batch, while backwards go on
+            after += self.forwards[forward : forward + 1]
+            if after:
+                ended_s = max(started_s, times[min(after)])
         inputs = tuple(dict.fromkeys(scope.inputs))
         is_recomputable = scope.is_recomputable and span is not None
         return BlockTrace(scope.module, times[scope.entered], left_s, started_s, ended_s, inputs, is_recomputable)
@@ -336,9 +342,10 @@ class Recorder:
     def watching(self) -> Iterator[None]:
         """A forward that is recorded: the first of the micro-step, or one more before its backward."""
         with self._module.watching():
-            self._cache.take_moves()
             if not self.record.scopes:  # else one more forward of the same micro-step
+                self._cache.take_moves()
                 self._pause(lambda: self._open_scope(""))
+            self.record.forwards.append(len(self.record.pauses))
             yield
 
     def around(self, hooks: Hooks) -> Hooks:

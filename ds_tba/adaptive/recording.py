@@ -90,6 +90,10 @@ class Recording:
             self.running.end()
         self._backward_ended = self._clock.mark()
 
+    def abandon(self) -> None:
+        """The micro-step that runs has raised: record nothing more in this step."""
+        self.running, self._is_broken = None, True
+
     def settle(self) -> None:
         """Keep the record of the last micro-step, before the next forward, or at the end of the step."""
         recorder, self.running = self.running, None

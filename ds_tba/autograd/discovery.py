@@ -3,7 +3,8 @@
 Knows ``torch.nn``; does not know any model, class name or framework.
 
 [Note: Repeated layers] A repeated layer is a child of a ``ModuleList``, ``Sequential`` or ``ModuleDict`` with at least
-one sibling of the same class and shape.
+one sibling of the same class and shape. A module that keeps layers under numbers as names, as these containers do, is
+one, too (a stage of a pipeline).
 
 - The outermost win: modules inside a layer, such as the experts of a mixture, are part of it.
 - Stages that differ in shape, each with layers of its own (Swin, ResNet), are no layers; what repeats inside them is.
@@ -67,7 +68,8 @@ def _search(
 ) -> Iterator[tuple[str, nn.Module]]:
     seen.add(id(module))
     children = {name: child for name, child in module._modules.items() if child is not None}
-    repeated = _repeated(module, least) if isinstance(module, containers) else set()
+    is_container = isinstance(module, containers) or any(name.isdigit() for name in children)
+    repeated = _repeated(module, least) if is_container else set()
     for name, child in children.items():
         if id(child) in seen:
             continue

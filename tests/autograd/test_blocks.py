@@ -582,7 +582,7 @@ def test_blocks_whose_saved_tensors_the_user_takes_are_left_to_the_user(
     bench = settled(net=around_each(how))
     bench.check(0, 1, 2, 3)
     assert bench.listener.count("enter") == 4 and bench.listener.count("recompute") == 0
-    assert "other hooks" in str(bench.blocks.obstacle(bench.blocks.all[0]))
+    assert "saved-tensor hooks around it" in str(bench.blocks.obstacle(bench.blocks.all[0]))
 
 
 def test_one_pass_that_the_user_takes_is_enough() -> None:

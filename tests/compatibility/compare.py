@@ -22,9 +22,14 @@ RECOMPUTED: dict[str, Any] = {**PLANNED, "recompute": True, "ssd": WORN}
 
 @dataclass(frozen=True)
 class Compared:
-    """What the run with the block returned, rank by rank, and what the table says of it."""
+    """What the run with the block returned, rank by rank, and what the table says of it.
+
+    Attributes:
+        plain: what the run without it returned.
+    """
 
     results: list[dict[str, Any]]
+    plain: list[dict[str, Any]]
 
     @property
     def reports(self) -> list[dict[str, Any]]:
@@ -44,10 +49,10 @@ class Compared:
         return [block["reason"] for block in self.reports[0]["unproven_blocks"]]
 
     def __str__(self) -> str:
-        recomputed = f", {self.recomputed_bytes / MIB:.0f} MiB recomputed" if self.recomputed_bytes else ""
+        recomputed = f", {self.recomputed_bytes / MIB:.1f} MiB recomputed" if self.recomputed_bytes else ""
         unproven = f"; {len(self.unproven)} blocks are not recomputed: {self.unproven[0]}" if self.unproven else ""
         steps = self.reports[0]["steps"]
-        return f"bit-equal, {self.moved_bytes / MIB:.0f} MiB moved{recomputed} in {steps} steps{unproven}"
+        return f"bit-equal, {self.moved_bytes / MIB:.1f} MiB moved{recomputed} in {steps} steps{unproven}"
 
 
 def compare(
@@ -58,6 +63,7 @@ def compare(
     ranks: int = 1,
     block: dict[str, Any] | None = None,
     must_move: bool = True,
+    plain: list[dict[str, Any]] | None = None,
     **arguments: Any,
 ) -> Compared:
     """Train with and without the block; every loss and parameter of every rank must be the same.
@@ -68,10 +74,12 @@ def compare(
         config: of DeepSpeed, without the block.
         block: keys of the block; ``"placement": "nvme"`` where it does not say.
         must_move: fail where no byte left memory.
+        plain: what the run without the block returned, where that is known.
     """
-    plain = run(program, config, directory / "plain", ranks=ranks, **arguments)
+    if plain is None:
+        plain = run(program, config, directory / "plain", ranks=ranks, **arguments)
     nvme_path = directory / "nvme"
-    nvme_path.mkdir()
+    nvme_path.mkdir(parents=True)
     settings = {"placement": "nvme", **SMALL, **(block or {})}
     ours = run(program, with_block(config, nvme_path, **settings), directory / "block", ranks=ranks, **arguments)
     return agrees(plain, ours, must_move=must_move)
@@ -84,7 +92,7 @@ def agrees(plain: list[dict[str, Any]], ours: list[dict[str, Any]], *, must_move
         for key in COMPARED:
             assert found[key] == expected[key], f"rank {rank}: {key} differ"
         assert found["report"], f"rank {rank}: no offloader was attached"
-    compared = Compared(ours)
+    compared = Compared(ours, plain)
     if must_move:
         assert compared.moved_bytes > 0, "no byte was moved"
     return compared

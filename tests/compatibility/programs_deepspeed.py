@@ -1,0 +1,542 @@
+"""Training scripts for what DeepSpeed has beyond the plain loop; see ``programs.py``.
+
+They train a small decoder of our own, because most of these are calls that a user writes into the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from programs import outcome
+from torch import Tensor, nn
+
+WIDTH, HEADS, LENGTH, WORDS, LAYERS, BATCH = 64, 4, 32, 96, 3, 2
+EXPERTS = 4
+
+Call = Callable[[nn.Module, Tensor], Tensor]
+
+
+class Block(nn.Module):
+    """Attention and an MLP, with dropout after each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mlp = self.new_mlp()
+        self.drop = nn.Dropout(0.1)
+
+    def new_mlp(self) -> nn.Module:
+        return MLP()
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Of (batch, length, heads, width of a head) each."""
+        heads = [each.transpose(1, 2) for each in (query, key, value)]
+        return nn.functional.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).unbind(2)
+        x = x + self.drop(self.out(self.attend(query, key, value).flatten(2)))
+        return x + self.drop(self.mlp(self.norm2(x)))
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return MLP.forward_of(self, x)
+
+    @staticmethod
+    def forward_of(mlp: Any, x: Tensor) -> Tensor:
+        out: Tensor = mlp.down(nn.functional.gelu(mlp.up(x)))
+        return out
+
+
+class Net(nn.Module):
+    """A decoder.
+
+    Args:
+        block: makes a block.
+        call: calls a block, for those who checkpoint it.
+    """
+
+    def __init__(self, block: Callable[[], nn.Module] = Block, call: Call = lambda block, x: block(x)) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(block() for _ in range(LAYERS))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+        self.call = call
+
+    def hidden(self, text: Tensor) -> Tensor:
+        x = self.embedding(text)
+        for block in self.blocks:
+            x = self.call(block, x)
+        return self.norm(x)
+
+    def forward(self, text: Tensor) -> Tensor:
+        return self.loss(self.head(self.hidden(text)), text)
+
+    def loss(self, scores: Tensor, text: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(scores[:, :-1].flatten(0, 1).float(), text[:, 1:].flatten())
+
+
+def texts(rank: int, *, lengths_change: bool = False) -> Iterator[Tensor]:
+    """Batches without end, of the same length or of a new one each."""
+    chance = torch.Generator().manual_seed(1 + rank)
+    while True:
+        length = int(torch.randint(LENGTH // 2, 2 * LENGTH, (), generator=chance)) if lengths_change else LENGTH
+        yield torch.randint(0, WORDS, (BATCH, length), generator=chance)
+
+
+def started(config: dict[str, Any], build: Callable[[], nn.Module] = Net, **more: Any) -> Any:
+    """An engine for a new model, with every random state set."""
+    import deepspeed
+
+    torch.manual_seed(0)
+    model = build()
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config, **more)
+    torch.manual_seed(100 + engine.global_rank)
+    return engine
+
+
+def ended(engine: Any, losses: list[float], **more: Any) -> dict[str, Any]:
+    result = {**outcome(engine, losses), **more}
+    engine.destroy()
+    return result
+
+
+def train_on(
+    engine: Any,
+    batches: Iterator[Tensor],
+    steps: int,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> list[float]:
+    """Losses of so many steps."""
+    losses = []
+    for _ in range(steps * engine.gradient_accumulation_steps()):
+        with around():
+            loss = engine(next(batches))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+# ---- ZeRO, precision, batches ---------------------------------------------------------------------------------------
+
+
+def trained(
+    config: dict[str, Any], steps: int = 6, *, lengths_change: bool = False, autocast: bool = False
+) -> dict[str, Any]:
+    """The plain loop.
+
+    Args:
+        lengths_change: each batch has a length of its own.
+        autocast: forward runs under the user's own ``torch.autocast``.
+    """
+    engine = started(config)
+    around = partial(torch.autocast, "cpu", torch.bfloat16) if autocast else nullcontext
+    losses = train_on(engine, texts(engine.global_rank, lengths_change=lengths_change), steps, around)
+    return ended(engine, losses, skipped_steps=engine.skipped_steps)
+
+
+def trained_in_fp16(config: dict[str, Any], steps: int = 14) -> dict[str, Any]:
+    """The plain loop with DeepSpeed's loss scale, which PyTorch can compute on a CPU of any kind."""
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().is_fp16_supported = lambda: True
+    return trained(config, steps)
+
+
+def trained_with_no_sync(config: dict[str, Any], steps: int = 4) -> dict[str, Any]:
+    """Gradient accumulation by hand: gradients are reduced with the last micro-batch alone."""
+    engine = started(config)
+    batches = texts(engine.global_rank)
+    losses = []
+    for _ in range(steps):
+        with engine.no_sync():
+            for _ in range(2):
+                loss = engine(next(batches))
+                engine.backward(loss)
+                losses.append(loss.item())
+        losses += train_on(engine, batches, 1)
+    return ended(engine, losses)
+
+
+def trained_on_pairs(config: dict[str, Any], steps: int = 6) -> dict[str, Any]:
+    """Two forwards before each backward, as preference losses have them."""
+    engine = started(config)
+    batches = texts(engine.global_rank)
+    losses = []
+    for _ in range(steps * engine.gradient_accumulation_steps()):
+        chosen, rejected = engine(next(batches)), engine(next(batches))
+        loss = -nn.functional.logsigmoid(rejected - chosen) + 0.1 * chosen
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return ended(engine, losses)
+
+
+def trained_with_evaluation(config: dict[str, Any], steps: int = 5) -> dict[str, Any]:
+    """Between steps: evaluation, generation, and a forward whose graph is dropped."""
+    from models import MODELS
+
+    engine = started(config, MODELS["llama"].build)
+    chance = torch.Generator().manual_seed(1 + engine.global_rank)
+    losses = []
+    for step in range(steps):
+        batch = MODELS["llama"].batch(BATCH, chance)
+        loss = engine(**batch).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+        engine.eval()
+        with torch.no_grad():
+            losses.append(engine(**batch).loss.item())
+            prompt = batch["input_ids"][:, :8]
+            text = engine.module.generate(
+                input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=6, do_sample=True,
+                pad_token_id=0,
+            )  # fmt: skip
+            losses.append(float(text.sum()))
+        engine.train()
+        if step % 2:
+            losses.append(engine(**batch).loss.item())
+    return ended(engine, losses)
+
+
+# ---- models that know ZeRO-3 ----------------------------------------------------------------------------------------
+
+
+class Tied(Net):
+    """The head is the embedding's weight, which ZeRO-3 has to be told."""
+
+    def __init__(self) -> None:
+        import deepspeed
+
+        super().__init__()
+        self.head = nn.Identity()
+        deepspeed.zero.register_external_parameter(self, self.embedding.weight)
+
+    def forward(self, text: Tensor) -> Tensor:
+        return self.loss(nn.functional.linear(self.hidden(text), self.embedding.weight), text)
+
+
+def trained_from_zero_init(config: dict[str, Any], steps: int = 5) -> dict[str, Any]:
+    """Built under ``zero.Init``; the head's weight is the embedding's; weights are changed between steps."""
+    import deepspeed
+
+    def build() -> nn.Module:
+        with deepspeed.zero.Init(config_dict_or_path=config):
+            return Tied()
+
+    engine = started(config, build)
+    batches = texts(engine.global_rank)
+    losses = []
+    for _ in range(steps):
+        losses += train_on(engine, batches, 1)
+        weight = engine.module.embedding.weight
+        with deepspeed.zero.GatheredParameters([weight], modifier_rank=0), torch.no_grad():
+            if engine.global_rank == 0:
+                weight[0] = 0.0
+    return ended(engine, losses)
+
+
+# ---- checkpointing --------------------------------------------------------------------------------------------------
+
+
+def torch_checkpoint(reentrant: bool, block: nn.Module, x: Tensor) -> Tensor:
+    from torch.utils.checkpoint import checkpoint
+
+    return checkpoint(block, x, use_reentrant=reentrant)
+
+
+def selective_checkpoint(block: nn.Module, x: Tensor) -> Tensor:
+    """Matrix products are saved, the rest is made again."""
+    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+    ops = [torch.ops.aten.addmm.default, torch.ops.aten.mm.default]
+    contexts = partial(create_selective_checkpoint_contexts, ops)
+    return checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+
+
+def deepspeed_checkpoint(block: nn.Module, x: Tensor) -> Tensor:
+    import deepspeed
+
+    return deepspeed.checkpointing.checkpoint(block, x)
+
+
+def deepspeed_non_reentrant_checkpoint(block: nn.Module, x: Tensor) -> Tensor:
+    import deepspeed
+
+    return deepspeed.checkpointing.non_reentrant_checkpoint(block, x)
+
+
+CALLS: dict[str, Call] = {
+    "torch, reentrant": partial(torch_checkpoint, True),
+    "torch, non-reentrant": partial(torch_checkpoint, False),
+    "selective": selective_checkpoint,
+    "deepspeed": deepspeed_checkpoint,
+    "deepspeed, non-reentrant": deepspeed_non_reentrant_checkpoint,
+}
+
+
+class Counted(Block):
+    """Counts how often it runs, for the proof that it was made again in backward."""
+
+    runs = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        Counted.runs += 1
+        return super().forward(x)
+
+
+def checkpoints_are_copies() -> None:
+    """What ``cpu_checkpointing`` puts on the host is a copy, as on a GPU.
+
+    On a CPU it is the input itself, which DeepSpeed then empties: the option fails there, also without us.
+    """
+    import deepspeed
+
+    module = deepspeed.runtime.activation_checkpointing.checkpointing
+    to_device = module.copy_to_device
+
+    def copied(items: Any, device: Any, criterion_func: Callable[[Any], bool]) -> Any:
+        if not isinstance(device, torch.device):  # the training device, which comes as its name
+            return to_device(items, device, criterion_func)
+        return [item.detach().clone() if criterion_func(item) else item for item in items]
+
+    module.copy_to_device = copied
+
+
+def checkpointed(config: dict[str, Any], call: str, steps: int = 5) -> dict[str, Any]:
+    """Every block is checkpointed in one of these ways."""
+    import deepspeed
+
+    engine = started(config, partial(Net, Counted, CALLS[call]))
+    if "deepspeed" in call:
+        checkpoints_are_copies()
+        deepspeed.checkpointing.configure(None, deepspeed_config=config, num_checkpoints=LAYERS)
+    batches = texts(engine.global_rank)
+    losses = train_on(engine, batches, steps)
+    return ended(engine, losses, runs=Counted.runs, micro_steps=steps * engine.gradient_accumulation_steps())
+
+
+# ---- saving and resuming --------------------------------------------------------------------------------------------
+
+
+def saved(config: dict[str, Any], to: Path, steps: int = 4) -> dict[str, Any]:
+    """Trains and saves a checkpoint."""
+    engine = started(config)
+    losses = train_on(engine, texts(engine.global_rank), steps)
+    engine.save_checkpoint(str(to), tag="saved")
+    return ended(engine, losses)
+
+
+def resumed(config: dict[str, Any], source: Path, tag: str = "saved", steps: int = 4) -> dict[str, Any]:
+    """Goes on from a checkpoint."""
+    engine = started(config)
+    path, _ = engine.load_checkpoint(str(source), tag=tag)
+    if path is None:
+        raise FileNotFoundError(f"no checkpoint in {source}")
+    return ended(engine, train_on(engine, texts(7 + engine.global_rank), steps))
+
+
+# ---- long sequences -------------------------------------------------------------------------------------------------
+
+
+class TiledBlock(Block):
+    """Its MLP runs in tiles of the sequence, and again in backward."""
+
+    def new_mlp(self) -> nn.Module:
+        return TiledMlp()
+
+
+class TiledMlp(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
+
+        return TiledMLP.apply(MLP.forward_of, self, x, 4, list(self.parameters()))
+
+
+class SequenceTiledBlock(Block):
+    """As ``TiledBlock``, by the function for any module."""
+
+    def new_mlp(self) -> nn.Module:
+        return SequenceTiledMlp()
+
+
+class SequenceTiledMlp(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        from deepspeed.runtime.sequence_parallel.ulysses_sp import sequence_tiled_compute
+
+        tensors, others = {"x": x}, {"mlp": self}
+        return sequence_tiled_compute(
+            MLP.forward_of, x.shape[1], 4, tensors, others, "x", list(self.parameters()), 1, output_reduction=None
+        )
+
+
+class TiledLoss(Net):
+    """The scores of all words are never there at once."""
+
+    def forward(self, text: Tensor) -> Tensor:
+        from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
+
+        def loss(head: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+            return nn.functional.cross_entropy(head(x).float(), y)
+
+        x, y = self.hidden(text), text.roll(-1, 1)
+        return TiledFusedLogitsLoss.apply(loss, self.head, x, y, None, 4, list(self.head.parameters()), "mean")
+
+
+class UlyssesBlock(Block):
+    """Each rank has a part of the sequence; attention has all of it, for a part of the heads."""
+
+    def __init__(self) -> None:
+        from deepspeed.sequence.layer import DistributedAttention
+        from torch import distributed
+
+        super().__init__()
+        # A function, so that it is not taken for a block of the model.
+        self.attention = DistributedAttention(super().attend, distributed.group.WORLD, scatter_idx=2, gather_idx=1)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out: Tensor = self.attention(query, key, value, 0)
+        return out
+
+
+TILED: dict[str, Callable[[], nn.Module]] = {
+    "TiledMLP": partial(Net, TiledBlock),
+    "sequence_tiled_compute": partial(Net, SequenceTiledBlock),
+    "TiledFusedLogitsLoss": TiledLoss,
+    "Ulysses": partial(Net, UlyssesBlock),
+}
+
+
+def tiled(config: dict[str, Any], how: str, steps: int = 5) -> dict[str, Any]:
+    """A long sequence in parts, on one rank or over ranks."""
+    import deepspeed
+
+    deepspeed.init_distributed()
+    engine = started(config, TILED[how])
+    return ended(engine, train_on(engine, texts(engine.global_rank), steps))
+
+
+def ulysses_of_hugging_face(config: dict[str, Any], steps: int = 5) -> dict[str, Any]:
+    """A Llama over ranks that have a part of the sequence each."""
+    import deepspeed
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+    from models import MODELS
+    from torch import distributed
+
+    deepspeed.init_distributed()
+    torch.manual_seed(0)
+    model = MODELS["llama"].build()
+    groups = UlyssesSPAttentionHF.register_with_transformers(
+        model, model.config._attn_implementation, distributed.get_world_size(), BATCH, seq_length_is_variable=True
+    )
+    engine = started(config, lambda: model, mpu=groups)
+    chance, losses = torch.Generator().manual_seed(1), []
+    part = slice(engine.global_rank * LENGTH, (engine.global_rank + 1) * LENGTH)
+    for _ in range(steps):
+        text = torch.randint(0, WORDS, (BATCH, LENGTH * distributed.get_world_size()), generator=chance)
+        places = torch.arange(text.shape[1]).expand_as(text)
+        scores = engine(input_ids=text[:, part], position_ids=places[:, part], use_cache=False).logits
+        loss = nn.functional.cross_entropy(scores.flatten(0, 1).float(), text.roll(-1, 1)[:, part].flatten())
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return ended(engine, losses)
+
+
+# ---- experts and tensor parallelism ---------------------------------------------------------------------------------
+
+
+class ExpertBlock(Block):
+    """Its MLP is one of several experts, which the ranks share out among them."""
+
+    def new_mlp(self) -> nn.Module:
+        return Experts()
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        from deepspeed.moe.layer import MoE
+        from torch import distributed
+
+        super().__init__()
+        self.moe = MoE(WIDTH, MLP(), EXPERTS, ep_size=distributed.get_world_size(), k=2, capacity_factor=1.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.moe(x)[0]
+        return out
+
+
+def with_experts(config: dict[str, Any], steps: int = 5) -> dict[str, Any]:
+    """DeepSpeed's own mixture of experts."""
+    import deepspeed
+    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+
+    deepspeed.init_distributed()
+    torch.manual_seed(0)
+    model = Net(ExpertBlock)
+    groups = split_params_into_different_moe_groups_for_optimizer(
+        {"params": list(model.parameters()), "name": "parameters"}
+    )
+    torch.manual_seed(0)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
+    torch.manual_seed(100 + engine.global_rank)
+    return ended(engine, train_on(engine, texts(engine.global_rank), steps))
+
+
+def with_tensor_parallelism(config: dict[str, Any], steps: int = 5) -> dict[str, Any]:
+    """DeepSpeed splits a Llama over the ranks, which get the same data."""
+    from models import MODELS
+
+    engine = started(config, MODELS["llama"].build)
+    torch.manual_seed(100)
+    chance, losses = torch.Generator().manual_seed(1), []
+    for _ in range(steps):
+        loss = engine(**MODELS["llama"].batch(BATCH, chance)).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return ended(engine, losses)
+
+
+# ---- what DeepSpeed's own tests pass to a checkpoint ----------------------------------------------------------------
+
+
+class OddBlock(Block):
+    """Takes and returns more than a tensor."""
+
+    def forward(self, x: Tensor, mask: Tensor, places: Tensor, nothing: None, scale: float, twice: Tensor) -> Any:
+        if nothing is not None:
+            raise TypeError("an argument that was None is something else")
+        x = super().forward(x.index_select(1, places)) * mask.unsqueeze(-1) + scale * twice
+        return x, mask.logical_not(), places + 0
+
+
+def with_odd_checkpoints(config: dict[str, Any], steps: int = 4) -> dict[str, Any]:
+    """Checkpoints that take masks, indices, None, numbers and one tensor twice, and return several tensors."""
+    import deepspeed
+
+    def call(block: nn.Module, x: Tensor) -> Tensor:
+        mask = torch.ones(x.shape[:2], dtype=torch.bool).tril(LENGTH // 2)
+        places = torch.arange(x.shape[1]).flip(0)
+        out, negated, same = deepspeed.checkpointing.checkpoint(block, x, mask, places, None, 0.5, x)
+        if not torch.equal(negated, ~mask) or not torch.equal(same, places):
+            raise ValueError("a checkpoint returned other masks or indices")
+        return out
+
+    engine = started(config, partial(Net, OddBlock, call))
+    checkpoints_are_copies()
+    deepspeed.checkpointing.configure(None, deepspeed_config=config, num_checkpoints=LAYERS)
+    return ended(engine, train_on(engine, texts(engine.global_rank), steps))

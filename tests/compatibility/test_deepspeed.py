@@ -1,0 +1,306 @@
+"""What DeepSpeed has beyond the plain loop: ZeRO, precisions, checkpointing, saving, long sequences, experts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import programs_deepspeed as programs
+import pytest
+import runs
+from compare import COMPARED, Compared, compare
+from conftest import make_backend
+from forked import Program, run
+from runs import plain_config
+
+pytestmark = pytest.mark.engine
+
+ADAPTIVE: dict[str, Any] = {"placement": "adaptive", "max_step_overhead": 10.0}  # a plan that moves, in models so small
+AUTOCAST = {"enabled": True, "dtype": "bfloat16"}
+PLAN_STEPS = 10  # the first plan comes before
+
+
+def row(name: str, *values: Any, marks: Any = (), **more: Any) -> Any:
+    return pytest.param(*values, marks=[pytest.mark.compatible("DeepSpeed", name), *marks], id=name, **more)
+
+
+def config_of(stage: int, **more: Any) -> dict[str, Any]:
+    return plain_config(stage, **{"train_micro_batch_size_per_gpu": programs.BATCH, **more})
+
+
+def offloaded(stage: int, **devices: str) -> dict[str, Any]:
+    """ZeRO's own offload; ``nvme_path`` is filled in by the test."""
+    zero = {
+        f"offload_{what}": {"device": device, **({"nvme_path": "NVME"} if device == "nvme" else {})}
+        for what, device in devices.items()
+    }
+    if "param" in devices:
+        zero["offload_param"] |= {"buffer_count": 24, "buffer_size": 1 << 20} if devices["param"] == "nvme" else {}
+    config = config_of(stage, bf16={"enabled": True}, zero_force_ds_cpu_optimizer=False)
+    config["zero_optimization"] |= zero
+    if stage == 3:
+        config["zero_optimization"] |= {"stage3_prefetch_bucket_size": 0, "stage3_param_persistence_threshold": 100}
+    return config
+
+
+def compare_placements(program: Program, config: dict[str, Any], directory: Path, **arguments: Any) -> str:
+    """With the placements ``nvme`` and ``adaptive``, each compared with one run without the block."""
+    nvme = compare(program, config, directory, steps=PLAN_STEPS, **arguments)
+    block = {**(arguments.pop("block", None) or {}), **ADAPTIVE}
+    planned = compare(
+        program, config, directory / "adaptive", steps=PLAN_STEPS, **arguments, block=block, plain=nvme.plain
+    )
+    assert all(report["plans"] >= 1 for report in planned.reports), "the adaptive run made no plan"
+    return f"nvme: {nvme}; adaptive: {planned}"
+
+
+# ---- ZeRO and precision ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        *[row(f"ZeRO-{stage}, nvme and adaptive", config_of(stage)) for stage in range(4)],
+        row("bf16, gradient clipping, ZeRO-2", config_of(2, bf16={"enabled": True}, gradient_clipping=0.1)),
+        row("bf16, gradient clipping, ZeRO-3", config_of(3, bf16={"enabled": True}, gradient_clipping=0.1)),
+    ],
+)
+def test_zero(config: dict[str, Any], tmp_path: Path, row_says: Callable[[str], None]) -> None:
+    row_says(compare_placements(programs.trained, config, tmp_path))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        row("optimizer on the CPU, ZeRO-2", offloaded(2, optimizer="cpu")),
+        row("parameters and optimizer on the CPU, ZeRO-3", offloaded(3, param="cpu", optimizer="cpu")),
+        row("parameters on NVMe, ZeRO-3", offloaded(3, param="nvme"), marks=[pytest.mark.aio]),
+        row(
+            "parameters and optimizer on NVMe, ZeRO-3",
+            offloaded(3, param="nvme", optimizer="nvme"),
+            marks=[pytest.mark.aio],
+        ),
+    ],
+)
+def test_offload_of_zero(config: dict[str, Any], tmp_path: Path, row_says: Callable[[str], None]) -> None:
+    backend = "posix"
+    if "nvme" in json.dumps(config):
+        make_backend("aio")
+        backend = "aio"
+        config = json.loads(json.dumps(config).replace("NVME", str(tmp_path / "zero")))
+    block = {"io": {"staging_bytes": 8 << 20, "backend": backend}}
+    row_says(compare_placements(programs.trained, config, tmp_path, block=block))
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [
+        row("fp16 with skipped steps, ZeRO-1", 1),
+        row("fp16 with skipped steps, ZeRO-2", 2),
+        row("fp16 with skipped steps, ZeRO-3", 3),
+    ],
+)
+def test_fp16(stage: int, tmp_path: Path, row_says: Callable[[str], None]) -> None:
+    config = config_of(stage, fp16={"enabled": True, "initial_scale_power": 24, "hysteresis": 1})
+    compared = compare(programs.trained_in_fp16, config, tmp_path, steps=14)
+    skipped = {result["skipped_steps"] for result in (*compared.plain, *compared.results)}
+    assert len(skipped) == 1 and 0 < min(skipped) < 14
+    row_says(f"{compared}, {min(skipped)} of them skipped")
+
+
+@pytest.mark.parametrize(
+    ("config", "autocast"),
+    [
+        row("the script's own torch.autocast, ZeRO-2", config_of(2), True),
+        row("torch_autocast in the config, ZeRO-1", config_of(1, torch_autocast=AUTOCAST), False),
+        row("torch_autocast in the config, ZeRO-3", config_of(3, torch_autocast=AUTOCAST), False),
+    ],
+)
+def test_autocast(config: dict[str, Any], autocast: bool, tmp_path: Path, row_says: Callable[[str], None]) -> None:
+    row_says(str(compare(programs.trained, config, tmp_path, autocast=autocast)))
+
+
+# ---- batches and loops ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "stage", [row("a new length in every step, ZeRO-2", 2), row("a new length in every step, ZeRO-3", 3)]
+)
+def test_lengths(stage: int, tmp_path: Path, row_says: Callable[[str], None]) -> None:
+    row_says(compare_placements(programs.trained, config_of(stage), tmp_path, lengths_change=True))
+
+
+@pytest.mark.parametrize(
+    ("program", "config"),
+    [
+        row(
+            "two forwards before each backward, gradient accumulation 2, ZeRO-2",
+            programs.trained_on_pairs,
+            config_of(2, gradient_accumulation_steps=2),
+        ),
+        row(
+            "two forwards before each backward, gradient accumulation 2, ZeRO-3",
+            programs.trained_on_pairs,
+            config_of(3, gradient_accumulation_steps=2),
+        ),
+        row("engine.no_sync, ZeRO-0", programs.trained_with_no_sync, config_of(0)),
+        row("engine.no_sync, ZeRO-1", programs.trained_with_no_sync, config_of(1)),
+        row("evaluation and generation between steps, ZeRO-2", programs.trained_with_evaluation, config_of(2)),
+        row("evaluation and generation between steps, ZeRO-3", programs.trained_with_evaluation, config_of(3)),
+        row(
+            "zero.Init, GatheredParameters between steps, an external parameter, ZeRO-3",
+            programs.trained_from_zero_init,
+            config_of(3),
+        ),
+    ],
+)
+def test_loop(program: Program, config: dict[str, Any], tmp_path: Path, row_says: Callable[[str], None]) -> None:
+    row_says(str(compare(program, config, tmp_path)))
+
+
+# ---- checkpointing --------------------------------------------------------------------------------------------------
+
+
+def checkpointing_row(name: str, call: str, stage: int, **activation_checkpointing: bool) -> Any:
+    return row(f"{name}, ZeRO-{stage}", call, config_of(stage, activation_checkpointing=activation_checkpointing), 1)
+
+
+@pytest.mark.parametrize(
+    ("call", "config", "ranks"),
+    [
+        checkpointing_row("torch checkpointing, reentrant", "torch, reentrant", 2),
+        checkpointing_row("torch checkpointing, reentrant", "torch, reentrant", 3),
+        checkpointing_row("torch checkpointing, non-reentrant", "torch, non-reentrant", 2),
+        checkpointing_row("torch checkpointing, non-reentrant", "torch, non-reentrant", 3),
+        checkpointing_row("selective checkpointing", "selective", 2),
+        checkpointing_row("selective checkpointing", "selective", 3),
+        checkpointing_row("deepspeed.checkpointing.checkpoint", "deepspeed", 2),
+        checkpointing_row("deepspeed.checkpointing.checkpoint", "deepspeed", 3),
+        *[
+            checkpointing_row(
+                "deepspeed.checkpointing.checkpoint with cpu_checkpointing", "deepspeed", stage, cpu_checkpointing=True
+            )
+            for stage in (2, 3)
+        ],
+        checkpointing_row("deepspeed.checkpointing.non_reentrant_checkpoint", "deepspeed, non-reentrant", 2),
+        row(
+            "deepspeed.checkpointing.checkpoint with partition_activations, ZeRO-2, 2 ranks",
+            "deepspeed",
+            config_of(2, activation_checkpointing={"partition_activations": True}),
+            2,
+        ),
+        row(
+            "deepspeed.checkpointing.checkpoint with partition_activations and cpu_checkpointing, ZeRO-3, 2 ranks",
+            "deepspeed",
+            config_of(3, activation_checkpointing={"partition_activations": True, "cpu_checkpointing": True}),
+            2,
+        ),
+    ],
+)
+def test_checkpointing(
+    call: str, config: dict[str, Any], ranks: int, tmp_path: Path, row_says: Callable[[str], None]
+) -> None:
+    compared = compare(programs.checkpointed, config, tmp_path, ranks=ranks, call=call)
+    for result in (*compared.plain, *compared.results):
+        assert result["runs"] == 2 * programs.LAYERS * result["micro_steps"], "nothing was made again in backward"
+    row_says(str(compared))
+
+
+# ---- saving and resuming --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [row(f"save_checkpoint and load_checkpoint, with and without the block, ZeRO-{stage}", stage) for stage in (2, 3)],
+)
+def test_resuming(stage: int, tmp_path: Path, row_says: Callable[[str], None]) -> None:
+    config, checkpoints = config_of(stage), tmp_path / "checkpoints"
+    check_resuming(config, config, checkpoints, tmp_path, row_says)
+
+
+@pytest.mark.parametrize(
+    ("stage", "into"),
+    [row("universal checkpoint from ZeRO-1 to ZeRO-2", 1, 2), row("universal checkpoint from ZeRO-3 to ZeRO-3", 3, 3)],
+)
+def test_universal_checkpoint(stage: int, into: int, tmp_path: Path, row_says: Callable[[str], None]) -> None:
+    loading = config_of(into, checkpoint={"load_universal": True})
+    check_resuming(config_of(stage), loading, tmp_path / "checkpoints", tmp_path, row_says)
+
+
+def check_resuming(
+    saving: dict[str, Any],
+    loading: dict[str, Any],
+    checkpoints: Path,
+    directory: Path,
+    row_says: Callable[[str], None],
+) -> None:
+    """Checkpoints saved with and without the block, each loaded with and without it."""
+    saved = run_with_and_without(programs.saved, saving, directory / "saved", to=checkpoints)
+    source = checkpoints
+    if "checkpoint" in loading:
+        source = directory / "universal"
+        for name in ("plain", "block"):
+            convert(checkpoints / name / "saved", source / name / "saved")
+    again = compare(programs.resumed, loading, directory / "from_plain", source=source / "plain")
+    (without,) = run(programs.resumed, loading, directory / "from_block", source=source / "block")
+    for key in COMPARED:
+        assert without[key] == again.plain[0][key], f"resumed from a checkpoint of a run with the block: {key} differ"
+    row_says(f"{saved}; resumed: {again}")
+
+
+def run_with_and_without(program: Program, config: dict[str, Any], directory: Path, to: Path) -> Compared:
+    plain = run(program, config, directory / "plain", to=to / "plain")
+    return compare(program, config, directory, plain=plain, to=to / "block")
+
+
+def convert(source: Path, to: Path) -> None:
+    """To a universal checkpoint, as a user does it."""
+    script = ["-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
+    workers = ["--num_extract_workers", "1", "--num_merge_workers", "1"]
+    folders = ["--input_folder", str(source), "--output_folder", str(to)]
+    command = [sys.executable, *script, *workers, *folders]
+    done = subprocess.run(command, env=runs.environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+# ---- long sequences -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("how", "stage", "ranks"),
+    [
+        row("TiledMLP, ZeRO-2", "TiledMLP", 2, 1),
+        row("TiledMLP, ZeRO-3", "TiledMLP", 3, 1),
+        row("sequence_tiled_compute, ZeRO-2", "sequence_tiled_compute", 2, 1),
+        row("sequence_tiled_compute, ZeRO-3", "sequence_tiled_compute", 3, 1),
+        row("TiledFusedLogitsLoss, ZeRO-3", "TiledFusedLogitsLoss", 3, 1),
+        row("Ulysses (DistributedAttention), ZeRO-2, 2 ranks", "Ulysses", 2, 2),
+    ],
+)
+def test_long_sequences(how: str, stage: int, ranks: int, tmp_path: Path, row_says: Callable[[str], None]) -> None:
+    row_says(str(compare(programs.tiled, config_of(stage), tmp_path, ranks=ranks, how=how)))
+
+
+@pytest.mark.parametrize(
+    "stage", [row(f"UlyssesSPAttentionHF with Llama, ZeRO-{stage}, 2 ranks", stage) for stage in (2, 3)]
+)
+def test_ulysses_of_hugging_face(stage: int, tmp_path: Path, row_says: Callable[[str], None]) -> None:
+    row_says(str(compare(programs.ulysses_of_hugging_face, config_of(stage), tmp_path, ranks=2)))
+
+
+# ---- experts and tensor parallelism ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [row(f"deepspeed.moe, experts on 2 ranks, ZeRO-{stage}", stage) for stage in (0, 2)])
+def test_experts(stage: int, tmp_path: Path, row_says: Callable[[str], None]) -> None:
+    row_says(compare_placements(programs.with_experts, config_of(stage), tmp_path, ranks=2))
+
+
+@pytest.mark.parametrize("stage", [row(f"AutoTP training of Llama, ZeRO-{stage}, 2 ranks", stage) for stage in (0, 2)])
+def test_automatic_tensor_parallelism(stage: int, tmp_path: Path, row_says: Callable[[str], None]) -> None:
+    config = config_of(stage, tensor_parallel={"autotp_size": 2})
+    row_says(str(compare(programs.with_tensor_parallelism, config, tmp_path, ranks=2)))

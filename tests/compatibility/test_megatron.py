@@ -1,0 +1,66 @@
+"""Tensor and sequence parallelism as Megatron-LM has them, on two ranks; see ``megatron.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import megatron
+import pytest
+from compare import compare
+from forked import Program
+from runs import plain_config
+
+pytestmark = pytest.mark.engine
+
+CONFIG = {"train_micro_batch_size_per_gpu": megatron.BATCH, "gradient_accumulation_steps": 2}
+PIPELINE = plain_config(1, train_micro_batch_size_per_gpu=megatron.BATCH, gradient_accumulation_steps=4)
+ADAPTIVE = {"placement": "adaptive", "max_step_overhead": 10.0}
+
+
+def row(name: str, *values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.compatible("Megatron-style, 2 ranks", name), id=name)
+
+
+@pytest.mark.parametrize(
+    ("program", "config", "arguments"),
+    [
+        row("tensor parallelism, gradients added to main_grad", megatron.trained, CONFIG, {}),
+        row("tensor parallelism, adaptive", megatron.trained, CONFIG, {"block": ADAPTIVE, "steps": 10}),
+        row("tensor and sequence parallelism", megatron.trained, CONFIG, {"splits_sequence": True}),
+        row(
+            "tensor and sequence parallelism, adaptive",
+            megatron.trained,
+            CONFIG,
+            {"splits_sequence": True, "block": ADAPTIVE, "steps": 10},
+        ),
+        row(
+            "a checkpoint that restores named random states",
+            megatron.trained,
+            CONFIG,
+            {"splits_sequence": True, "checkpoint": "full"},
+        ),
+        row("a checkpoint whose input is shared by the ranks", megatron.trained, CONFIG, {"checkpoint": "shared"}),
+        row(
+            "outputs given up while two micro-batches are in flight",
+            megatron.trained_as_first_stage,
+            PIPELINE,
+            {},
+        ),
+        row(
+            "outputs given up, a checkpoint, three micro-batches in flight, adaptive",
+            megatron.trained_as_first_stage,
+            PIPELINE,
+            {"checkpoint": "full", "in_flight": 3, "block": ADAPTIVE, "steps": 10},
+        ),
+    ],
+)
+def test_megatron(
+    program: Program,
+    config: dict[str, Any],
+    arguments: dict[str, Any],
+    tmp_path: Path,
+    row_says: Callable[[str], None],
+) -> None:
+    row_says(str(compare(program, config, tmp_path, ranks=2, **arguments)))
