@@ -15,7 +15,9 @@ COMPARED = ("losses", "parameters")
 SMALL: dict[str, Any] = {"min_tensor_bytes": 4096, "io": {"staging_bytes": 8 * MIB}}
 # A plan may take any time: on small models moving always costs more than it gains.
 PLANNED: dict[str, Any] = {"placement": "adaptive", "max_step_overhead": 1000.0}
-RECOMPUTED: dict[str, Any] = {**PLANNED, "recompute": True}
+# A drive so worn that a plan may write nothing: what can be recomputed is.
+WORN: dict[str, Any] = {"rated_endurance_tbw": 1e-6, "min_life_days": 36500.0}
+RECOMPUTED: dict[str, Any] = {**PLANNED, "recompute": True, "ssd": WORN}
 
 
 @dataclass(frozen=True)
@@ -41,9 +43,16 @@ class Compared:
     def recomputed_bytes(self) -> int:
         return sum(report["recomputed_bytes"] for report in self.reports)
 
+    @property
+    def unproven(self) -> list[str]:
+        """Why blocks are not recomputed, a reason for each block."""
+        return [block["reason"] for block in self.reports[0]["unproven_blocks"]]
+
     def __str__(self) -> str:
         recomputed = f", {self.recomputed_bytes / MIB:.1f} MiB recomputed" if self.recomputed_bytes else ""
-        return f"bit-equal, {self.moved_bytes / MIB:.1f} MiB moved{recomputed} in {self.reports[0]['steps']} steps"
+        unproven = f"; {len(self.unproven)} blocks are not recomputed: {self.unproven[0]}" if self.unproven else ""
+        steps = self.reports[0]["steps"]
+        return f"bit-equal, {self.moved_bytes / MIB:.1f} MiB moved{recomputed} in {steps} steps{unproven}"
 
 
 def compare(

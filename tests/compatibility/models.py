@@ -21,7 +21,7 @@ WIDTHS: dict[str, Any] = {
     "vocab_size": WORDS,
 }  # fmt: skip
 DECODER: dict[str, Any] = {**WIDTHS, "num_key_value_heads": 2, "pad_token_id": 0}
-EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "output_router_logits": True}
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2}
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,8 @@ MODELS = {
                     attention_probs_dropout_prob=0.1, **WIDTHS), pictures,
     ),
     "Mixtral": Model(
-        from_config("MixtralForCausalLM", "MixtralConfig", **DECODER, **EXPERTS, num_local_experts=4), words
+        from_config("MixtralForCausalLM", "MixtralConfig", **DECODER, **EXPERTS, num_local_experts=4,
+                    output_router_logits=True), words
     ),
     "Qwen2-MoE": Model(
         from_config("Qwen2MoeForCausalLM", "Qwen2MoeConfig", **DECODER, **EXPERTS, num_experts=4,

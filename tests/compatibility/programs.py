@@ -53,8 +53,9 @@ def plain_loop(
     torch.autograd.set_detect_anomaly(detects_anomalies)
     torch.manual_seed(0)
     built = MODELS[model].build()
-    if not has_cache and hasattr(built, "config"):
-        built.config.use_cache = False
+    for module in built.modules():
+        if not has_cache and hasattr(getattr(module, "config", None), "use_cache"):
+            module.config.use_cache = False
     engine, *_ = deepspeed.initialize(model=built, model_parameters=built.parameters(), config=config)
     chance = torch.Generator().manual_seed(1 + engine.global_rank)
     torch.manual_seed(100 + engine.global_rank)

@@ -35,9 +35,8 @@ def test_model(model: str, stage: int, tmp_path: Path, row_says: Callable[[str],
 )
 def test_recomputed_model(model: str, tmp_path: Path, row_says: Callable[[str], None]) -> None:
     config = plain_config(3, train_micro_batch_size_per_gpu=2)
-    compared = compare(
-        plain_loop, config, tmp_path, block=RECOMPUTED, model=model, steps=12, has_cache=False, must_move=False
-    )
+    compared = compare(plain_loop, config, tmp_path, block=RECOMPUTED, model=model, steps=12, has_cache=False)
+    assert compared.recomputed_bytes > 0 or compared.unproven
     row_says(str(compared))
 
 

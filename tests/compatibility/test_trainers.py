@@ -121,10 +121,7 @@ WAYS = [
 def test_way(way: Way, stage: int, tmp_path: Path, row_says: Callable[[str], None]) -> None:
     config = config_of_loop(stage) | {"optimizer": OPTIMIZER} if way.program is plain_loop else config_of(stage)
     block = way.block or BLOCKS[stage]
-    must_move = not block.get("recompute")
-    compared = compare(
-        way.program, config, tmp_path, ranks=way.ranks, block=block, must_move=must_move, **way.arguments
-    )
+    compared = compare(way.program, config, tmp_path, ranks=way.ranks, block=block, **way.arguments)
     assert len({tuple(result["losses"]) for result in compared.results}) == way.ranks, "ranks trained on the same data"
     if block["placement"] == "adaptive":
         assert all(report["plans"] for report in compared.reports), "no plan was in force"
