@@ -89,11 +89,6 @@ def test_deepspeed_outside_the_supported_range_is_refused(
         engine._refuse_incompatible(SimpleNamespace())
 
 
-def test_pipeline_parallelism_is_refused() -> None:
-    with pytest.raises(IncompatibleError, match="PipelineModule"):
-        engine._refuse_engine(SimpleNamespace(pipeline_parallelism=True))
-
-
 def test_a_torch_func_transform_in_forward_names_the_way_out() -> None:
     def forward() -> torch.Tensor:
         inner: torch.Tensor = torch.func.grad(lambda a: a.sin().sum())(torch.ones(3))
