@@ -148,8 +148,7 @@ class Controller:
         around = None if recorder is None else recorder.around
         lead = self._policy.prefetch_distance if isinstance(self._policy, ByPlan) else ()
         listening = nullcontext() if self._blocks is None else self._blocks.listening()
-        watching = nullcontext() if recorder is None else recorder.watching()
-        with watching, self._cache.saving(self._policy, around, lead, continues=continues), listening:
+        with self._cache.saving(self._policy, around, lead, continues=continues), listening:
             yield
 
     def end_micro_step(self) -> None:
@@ -170,7 +169,7 @@ class Controller:
             step.end(self._clock.mark(), self._counts(), self._cache.take_moves())
             self._machine.note_copies(step.counts.offloaded_bytes, step.counts.moving_s - step.counts.stall_s)
             if self._recording is not None:
-                self._recording.end_step(step.ended, step.counts.offloaded_bytes)
+                self._recording.end_step(step.ended, step.counts.offloaded_bytes, has_compiled=step.has_compiled)
             if self.in_force is None:
                 self._memory.sample()
         if not self._is_over:
@@ -303,7 +302,7 @@ class Controller:
         resources = self._machine.resources()
         # A device is behind the host: marks of the step before the last can be read without waiting for the device.
         step = self._step if resources.is_synchronous else self._before
-        if step is None or step.plan != self.plans or step.ended is None:
+        if step is None or step.plan != self.plans or step.ended is None or step.has_compiled:
             return Action.GO_ON
         self._reviewed = step
         seen = StepMetrics(
@@ -329,8 +328,8 @@ class Controller:
         if recording.has_any:
             return Action.PLAN
         logger.warning(
-            "no plan yet: no complete forward and backward in %d steps. Activations are offloaded without a plan, and "
-            "steps are recorded again later",
+            "no plan yet: %d steps compiled something, or had no complete forward and backward. Activations are "
+            "offloaded without a plan, and steps are recorded again later",
             recording.steps,
         )
         return Action.REST
@@ -390,6 +389,12 @@ class Controller:
         except Exception as error:  # noqa: BLE001 - the other ranks wait for this rank's part of the plan
             logger.warning("%s; what was measured before counts", error)
 
+    def keep_all(self) -> None:
+        """Move nothing while there is no plan, not even to hold a budget: it was in vain."""
+        if self._planning is not None:
+            self._cache.limit_resident(None)
+            self._safe = Always((), wait=False, reason="moving lowers no peak")
+
     def _give_up(self) -> None:
         """Make no more plans; the last one stays in force."""
         self._is_over = True
@@ -411,7 +416,7 @@ class Controller:
         trace, layout, fit, non_recomputable = None, Layout(()), None, frozenset[str]()
         try:
             self._grow()
-            non_recomputable = self._non_recomputable()
+            non_recomputable = frozenset() if self._blocks is None else self._blocks.unproven
             if self._recorded is not None:
                 layout, fit, trace = self._recorded.layout, self._fit(), self._recorded.trace
         except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer: no trace is one
@@ -432,8 +437,9 @@ class Controller:
         is_new = not found.is_same_as(self.in_force)  # on every rank alike
         self.in_force = found
         limits, cost = found.limits, found.plan.prediction
-        if self._budget_bytes is None:  # the room on the device, where the plan had to be made for that
-            self._cache.limit_resident(limits.activation_budget_bytes)
+        # The room on the device, where the plan had to be made for that, else as the user has set it.
+        name = "" if self._budget_bytes is None else "activation_budget_bytes"
+        self._cache.limit_resident(None if found.is_in_vain else limits.activation_budget_bytes, name)
         allowed_s = max(cost.stall_s, limits.max_step_overhead * found.trace.step_s - cost.recomputed_s)
         if limits.activation_budget_bytes is not None:
             allowed_s = math.inf
@@ -461,12 +467,6 @@ class Controller:
         self._recorded = RecordedTrace(trace, followed.layout, Observation(trace.step_s, 0.0, 0))
         self._calibration.begin(self._recorded.observation, trace.recompute_factor)
         self._is_other_trace = True
-
-    def _non_recomputable(self) -> frozenset[str]:
-        """Paths of the blocks that may not be recomputed."""
-        if self._blocks is None:
-            return frozenset()
-        return frozenset(block.path for block in self._blocks.all if not self._blocks.is_proven(block))
 
     def unproven_blocks(self) -> list[dict[str, str]]:
         """For the report: blocks that are not recomputed, with the reason."""

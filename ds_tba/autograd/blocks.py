@@ -36,9 +36,16 @@ from ds_tba.autograd.checkpoint import (
     replace_forward,
     restore_forward,
 )
-from ds_tba.autograd.discovery import CallHook, PassHooks, named_layers, repeated_layers
+from ds_tba.autograd.discovery import (
+    HOOK_FRAMES,
+    CallHook,
+    PassHooks,
+    named_layers,
+    repeated_layers,
+)
 from ds_tba.autograd.forward_state import StateReader, UnreadableError
 from ds_tba.autograd.proof import Evidence, Kind, VerifiedPass, Watch, kind_of, name_of, watched
+from ds_tba.autograd.tensors import is_being_compiled, uncompiled
 from ds_tba.errors import IncompatibleError
 
 # Autograd's number of the backward in this thread when there is none.
@@ -177,6 +184,11 @@ class Blocks:
         known = self._known[block.index]
         return bool(known.proven) and known.obstacle is None
 
+    @property
+    def unproven(self) -> frozenset[str]:
+        """Paths of the blocks that may not be recomputed."""
+        return frozenset(block.path for block in self.all if not self.is_proven(block))
+
     def unverified(self, block: Block) -> frozenset[str]:
         """The kinds of its passes that left no trace and are not verified, by names that are equal on all ranks."""
         return frozenset(name_of(kind) for kind in self._known[block.index].unverified)
@@ -249,8 +261,12 @@ class _Forward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._calls.__dict__.pop("module", self.block.module)
+        if torch.compiler.is_compiling():
+            return self._current(module)(*args, **kwargs)
+        if is_being_compiled():
+            return uncompiled(self._current, module)(*args, **kwargs)
         forward = self._current(module)
-        if module is not self.block.module or torch.compiler.is_compiling() or not self.is_tied:
+        if module is not self.block.module or not self.is_tied:
             return forward(*args, **kwargs)
         if forward != self._forward:  # another forward was proven than the one that runs now
             self._blocks.settle(self.block, "the forward of its class was replaced")
@@ -275,6 +291,9 @@ class _Forward:
         # At unpickling the module has no attribute of its own yet, so this is the method of its class.
         return getattr, (self.block.module, "forward")
 
+
+# For :func:`ds_tba.autograd.discovery.skip_frames`.
+FRAMES = (_Forward.__call__, *HOOK_FRAMES)
 
 # ---- one forward of the model ---------------------------------------------------------------------------------------
 
