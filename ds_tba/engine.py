@@ -28,7 +28,8 @@ import torch
 from torch import distributed
 
 from ds_tba.adaptive.ranks import Agreement, Alone, Ranks
-from ds_tba.autograd.tensors import mark_owned
+from ds_tba.autograd.blocks import FRAMES
+from ds_tba.autograd.tensors import mark_owned, skip_frames, uncompiled
 from ds_tba.config import (
     BLOCK,
     SUPPORTED_DEEPSPEED,
@@ -213,7 +214,7 @@ def _join(engine: Any, offloader: ActivationOffloader) -> None:
 
 def _mark_owned(module: torch.nn.Module, _inputs: Any) -> None:
     if not torch.compiler.is_compiling():
-        mark_owned(module)
+        uncompiled(mark_owned, module)
 
 
 def _hook_methods(engine_class: type) -> None:
@@ -238,6 +239,7 @@ def _wrapped(original: Callable[..., Any], around: Callable[..., Any]) -> Callab
 
 
 def _forward(offloader: ActivationOffloader, original: Callable[[], Any], engine: Any) -> Any:
+    skip_frames((_mark_owned, *FRAMES))
     try:
         with offloader.saving():
             return original()

@@ -20,7 +20,7 @@ from torch import nn
 
 from ds_tba.adaptive.consensus import Planning
 from ds_tba.adaptive.controller import Controller
-from ds_tba.adaptive.monitor import Counts
+from ds_tba.adaptive.monitor import Counts, moves_in_vain
 from ds_tba.adaptive.ranks import Agreement
 from ds_tba.adaptive.rates import Rates
 from ds_tba.autograd.blocks import Blocks, find_blocks
@@ -343,7 +343,22 @@ class ActivationOffloader:
         self._reporter.steps += 1
         if self._controller is not None:
             self._controller.end_step()
+        moved_bytes = _counts(self._tiers, self.cache).offloaded_bytes
+        if self._reporter.steps == 1 and moves_in_vain(self.cache.stats, moved_bytes):
+            self._advise_to_compile_layers()
         self._reporter.end_step()
+
+    def _advise_to_compile_layers(self) -> None:
+        if self._controller is not None:
+            self._controller.keep_all()
+        if self._process.rank == 0:
+            logger.warning(
+                "moving activations does not lower their peak: the model is compiled as one graph, which saves all of "
+                "them at the end of forward and takes all back before backward begins. %s. Compile each layer instead, "
+                "for example: for layer in engine.module.layers: layer.compile(). Hugging Face's torch_compile does so "
+                "with ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION=true in the environment",
+                "They stay in memory" if self.config.placement == "adaptive" else "They are moved, as placement says",
+            )
 
     def report(self) -> OffloadReport:
         """The counters so far."""

@@ -21,7 +21,7 @@ from torch import nn
 
 from ds_tba.adaptive.calibration import Calibration, Fit, Observation
 from ds_tba.adaptive.consensus import Machine, Planning, calibrated
-from ds_tba.adaptive.monitor import Action, Counts, Monitor, Step, StepMetrics
+from ds_tba.adaptive.monitor import Action, Counts, Monitor, Step
 from ds_tba.adaptive.policy import ByPlan, PlanInForce
 from ds_tba.adaptive.proving import Proving
 from ds_tba.adaptive.ranks import Agreement
@@ -145,8 +145,7 @@ class Controller:
         around = None if recorder is None else recorder.around
         lead = self._policy.prefetch_distance if isinstance(self._policy, ByPlan) else ()
         listening = nullcontext() if self._blocks is None else self._blocks.listening()
-        watching = nullcontext() if recorder is None else recorder.watching()
-        with watching, self._cache.saving(self._policy, around, lead, continues=continues), listening:
+        with self._cache.saving(self._policy, around, lead, continues=continues), listening:
             yield
 
     @contextmanager
@@ -182,7 +181,7 @@ class Controller:
             step.end(self._clock.mark(), self._counts(), self._cache.take_moves())
             self._machine.note_copies(step.counts.offloaded_bytes, step.counts.moving_s - step.counts.stall_s)
             if self._recording is not None:
-                self._recording.end_step(step.ended, step.counts.offloaded_bytes)
+                self._recording.end_step(step.ended, step.counts.offloaded_bytes, has_compiled=step.has_compiled)
             if self.in_force is None:
                 self._memory.sample()
         if not self._is_over:
@@ -315,18 +314,10 @@ class Controller:
         resources = self._machine.resources()
         # A device is behind the host: marks of the step before the last can be read without waiting for the device.
         step = self._step if resources.is_synchronous else self._before
-        if step is None or step.plan != self.plans or step.ended is None:
+        if step is None or step.plan != self.plans or step.ended is None or step.has_compiled:
             return Action.GO_ON
         self._reviewed = step
-        seen = StepMetrics(
-            step.time_s(self._clock),
-            step.counts.refusals,
-            step.deviation.unplanned,
-            step.drift(self.in_force),
-            resources.rates,
-            step.deviation.grown_bytes / max(1, self.in_force.trace.saved_bytes),
-            step.micro_steps - self.in_force.trace.micro_steps,
-        )
+        seen = step.metrics(self.in_force, self._clock, resources.rates)
         if self._recorded is not None and not self._is_other_trace:
             shown = step.observation(self._recorded.trace, self.in_force, self._clock)
             if shown is not None:
@@ -341,8 +332,8 @@ class Controller:
         if recording.has_any:
             return Action.PLAN
         logger.warning(
-            "no plan yet: no complete forward and backward in %d steps. Activations are offloaded without a plan, and "
-            "steps are recorded again later",
+            "no plan yet: %d steps compiled something, or had no complete forward and backward. Activations are "
+            "offloaded without a plan, and steps are recorded again later",
             recording.steps,
         )
         return Action.REST
@@ -402,6 +393,12 @@ class Controller:
         except Exception as error:  # noqa: BLE001 - the other ranks wait for this rank's part of the plan
             logger.warning("%s; what was measured before counts", error)
 
+    def keep_all(self) -> None:
+        """Move nothing while there is no plan, not even to hold a budget: it was in vain."""
+        if self._planning is not None:
+            self._cache.limit_resident(None)
+            self._safe = Always((), wait=False, reason="moving lowers no peak")
+
     def _give_up(self) -> None:
         """Make no more plans; the last one stays in force."""
         self._is_over = True
@@ -443,8 +440,9 @@ class Controller:
     def _follow(self, found: PlanInForce) -> None:
         is_new = not found.is_same_as(self.in_force)  # on every rank alike
         self.in_force = found
-        if self._budget_bytes is None:  # the room on the device, where the plan had to be made for that
-            self._cache.limit_resident(found.limits.activation_budget_bytes)
+        # The room on the device, where the plan had to be made for that, else as the user has set it.
+        name = "" if self._budget_bytes is None else "activation_budget_bytes"
+        self._cache.limit_resident(None if found.is_in_vain else found.limits.activation_budget_bytes, name)
         if not any(place is Placement.NVME for place, _ in found.bytes_by_placement) and Placement.NVME in self._tiers:
             self._tiers[Placement.NVME].trim()
         self.monitor.planned(found.plan.prediction.step_s, self._machine.resources().rates, is_new=is_new)

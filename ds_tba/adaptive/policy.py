@@ -91,6 +91,13 @@ class PlanInForce:
             sizes[placement] += storage.nbytes
         return [(placement, nbytes) for placement, nbytes in sizes.items() if nbytes]
 
+    @property
+    def is_in_vain(self) -> bool:
+        """Whether saved tensors exceed the budget, and moving would not change that: they are saved all at once."""
+        budget_bytes = self.limits.activation_budget_bytes
+        keeps_all = all(place is Placement.KEEP for place in self.plan.placements)
+        return keeps_all and budget_bytes is not None and self.plan.prediction.peak_saved_bytes > budget_bytes
+
     def describe(self, reason: str) -> str:
         """In one line.
 

@@ -6,20 +6,23 @@ may be recorded while everything goes to NVMe, which is the safe thing to do bef
 
 [Note: Small tensors] Tensors below ``min_tensor_bytes`` have no record in the cache. They are one storage per scope
 here, which may not be moved: their bytes count, and go with a block that is recomputed.
+
+[Note: Guards] Code that ``torch.compile`` has compiled is compiled again when the hooks on modules change, also those
+on all modules, and runs without compilation once that has happened too often. So recording puts no hooks on modules and
+takes none off: which module runs is read from the call stack, when a storage is saved for the first time.
 """
 
 from __future__ import annotations
 
+import inspect
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from ds_tba.autograd.saved import (
     Hooks,
@@ -246,38 +249,27 @@ class _Watch:
 
 
 class _RunningModule:
-    """The path of the module that runs.
+    """The path of the module that runs; see [Note: Guards].
 
     Args:
         paths: for each module (by ``id``) its path in the model.
     """
 
+    _CALL = nn.Module._wrapped_call_impl.__code__
+
     def __init__(self, paths: dict[int, str]) -> None:
         self._paths = paths
-        self._stack = [""]
 
     @property
     def path(self) -> str:
-        """Of the innermost module that is in the model."""
-        return self._stack[-1]
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Follow every module's forward."""
-        before = register_module_forward_pre_hook(self._enter)
-        after = register_module_forward_hook(self._leave, always_call=True)
-        try:
-            yield
-        finally:
-            before.remove()
-            after.remove()
-
-    def _enter(self, module: nn.Module, _inputs: Any) -> None:
-        self._stack.append(self._paths.get(id(module), self._stack[-1]))
-
-    def _leave(self, _module: nn.Module, _inputs: Any, _outputs: Any) -> None:
-        if len(self._stack) > 1:
-            self._stack.pop()
+        """Of the innermost module of the model that the caller's thread runs; empty outside of all."""
+        frame = inspect.currentframe()
+        while frame is not None:
+            path = self._paths.get(id(frame.f_locals["self"])) if frame.f_code is self._CALL else None
+            if path is not None:
+                return path
+            frame = frame.f_back
+        return ""
 
 
 class _StorageIndex:
@@ -345,19 +337,13 @@ class Recorder:
         self._index = _StorageIndex(self.record, self._module)
         self._depth = 0
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """A forward that is recorded: the first of the micro-step, or one more before its backward."""
-        with self._module.watching():
-            if not self.record.scopes:  # else one more forward of the same micro-step
-                self._cache.take_moves()
-                self._pause(lambda: self._open_scope(""))
-            self.record.begin_forward()
-            yield
-
     def around(self, hooks: Hooks) -> Hooks:
-        """The hooks that record what those of the cache do."""
+        """The hooks that record what those of the cache do, for a forward that begins."""
         self._pack, self._unpack = hooks
+        if not self.record.scopes:  # else one more forward of the same micro-step
+            self._cache.take_moves()
+            self._pause(lambda: self._open_scope(""))
+        self.record.begin_forward()
         return self.pack, self.unpack
 
     def enter(self, module: str, inputs: Sequence[torch.Tensor], *, is_recomputable: bool) -> None:

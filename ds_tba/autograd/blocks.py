@@ -37,9 +37,16 @@ from ds_tba.autograd.checkpoint import (
     restore_forward,
 )
 from ds_tba.autograd.comparison import is_compiled
-from ds_tba.autograd.discovery import CallHook, PassHooks, named_layers, repeated_layers
+from ds_tba.autograd.discovery import (
+    HOOK_FRAMES,
+    CallHook,
+    PassHooks,
+    named_layers,
+    repeated_layers,
+)
 from ds_tba.autograd.forward_state import StateReader, UnreadableError
 from ds_tba.autograd.proof import Evidence, Kind, VerifiedPass, Watch, kind_of, name_of, watched
+from ds_tba.autograd.tensors import is_being_compiled, uncompiled
 from ds_tba.errors import IncompatibleError
 
 _HOOKS_AROUND = (
@@ -281,8 +288,12 @@ class _Forward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._calls.__dict__.pop("module", self.block.module)
+        if torch.compiler.is_compiling():
+            return self._current(module)(*args, **kwargs)
+        if is_being_compiled():
+            return uncompiled(self._current, module)(*args, **kwargs)
         forward = self._current(module)
-        if module is not self.block.module or torch.compiler.is_compiling() or not self.is_tied:
+        if module is not self.block.module or not self.is_tied:
             return forward(*args, **kwargs)
         if forward != self._forward:  # another forward was proven than the one that runs now
             self._blocks.settle(self.block, "the forward of its class was replaced")
@@ -311,6 +322,9 @@ class _Forward:
         # At unpickling the module has no attribute of its own yet, so this is the method of its class.
         return getattr, (self.block.module, "forward")
 
+
+# For :func:`ds_tba.autograd.discovery.skip_frames`.
+FRAMES = (_Forward.__call__, *HOOK_FRAMES)
 
 # ---- one forward of the model ---------------------------------------------------------------------------------------
 

@@ -34,7 +34,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
 from ds_tba.autograd.budget import Residency, Transfers
 from ds_tba.autograd.saved import (
@@ -61,6 +60,7 @@ from ds_tba.autograd.tensors import (
     is_parameter,
     is_under_a_mode,
     keep_originals,
+    uncompiled_hooks,
 )
 from ds_tba.device.accelerator import Accelerator
 from ds_tba.storage.base import Always, Policy, Store, Ticket
@@ -135,7 +135,7 @@ class TensorCache:
             self.records.forward = Forward(step, policy or self._default_policy)
         hooks: Hooks = (self.pack, partial(self.records.unpack, step))
         try:
-            with saved_tensors_hooks(*(hooks if around is None else around(hooks))):
+            with uncompiled_hooks(*(hooks if around is None else around(hooks))):
                 yield
         finally:
             step.phase = Phase.WAITING

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_tba.autograd.tensors import uncompiled
 from ds_tba.config import BLOCK
 from ds_tba.errors import ConfigError
 
@@ -179,19 +180,19 @@ class CallHook(_Hook):
 
     def __call__(self, module: nn.Module, _args: Any) -> None:
         if not torch.compiler.is_compiling():
-            self._tell(module)
+            uncompiled(self._tell, module)
 
 
 class _Before(_Hook):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.compiler.is_compiling() and module is self._module:
-            self._tell(args, kwargs)
+            uncompiled(self._tell, args, kwargs)
 
 
 class _After(_Hook):
     def __call__(self, module: nn.Module, _args: Any, _output: Any) -> None:
         if not torch.compiler.is_compiling() and module is self._module:
-            self._tell()
+            uncompiled(self._tell)
 
 
 def no_hook(*_: Any) -> None:
@@ -200,3 +201,7 @@ def no_hook(*_: Any) -> None:
 
 def _no_hook_of() -> Callable[..., None]:
     return no_hook
+
+
+# For :func:`ds_tba.autograd.tensors.skip_frames`.
+HOOK_FRAMES = (CallHook.__call__, _Before.__call__, _After.__call__)

@@ -14,19 +14,29 @@ that looks for attributes of the parameter it saved (ZeRO-3's ``ds_status``, say
 ``saved_tensors`` is replaced, on the base class of every Python Function's context, by a descriptor that returns the
 original wherever unpack returned the original; and likewise what a checkpoint hands to the function that it runs again,
 which from PyTorch 2.13 on it does not save in a Function.
+
+[Note: Compiled code] ``torch.compile`` traces the hooks of modules as parts of what it compiles: there ours do nothing,
+and are no reason to compile again. But Python calls the hooks of a module that is compiled in place
+(``layer.compile()``), and all hooks after a break of the graph, and the compiler is on there: it would compile each
+frame of ours for itself. So the frames that Python enters first are skipped, and what they call runs with the compiler
+off.
 """
 
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
+from torch._C._dynamo.eval_frame import set_eval_frame
 from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint as checkpointing
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -327,3 +337,42 @@ def _is_around(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.layout is not torch.strided or one.is_nested or one._is_zerotensor():
         return False
     return one.data_ptr() == other.data_ptr() and one.stride() == other.stride()
+
+
+# ---- torch.compile --------------------------------------------------------------------------------------------------
+
+
+def skip_frames(functions: Iterable[Any]) -> None:
+    """Have Python run these functions, which ``torch.compile`` would compile; see [Note: Compiled code].
+
+    To be called before each forward: the compiler may be imported at any time, and is not by us.
+    """
+    skip_code = getattr(sys.modules.get("torch._dynamo.eval_frame"), "skip_code", None)
+    if skip_code is not None:
+        skip_code(uncompiled.__code__)
+        skip_code(is_being_compiled.__code__)
+        for function in functions:
+            skip_code(function.__code__)
+
+
+def uncompiled(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function with the compiler off in this thread."""
+    before = set_eval_frame(None)
+    try:
+        return function(*args)
+    finally:
+        set_eval_frame(before)
+
+
+def uncompiled_hooks(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> saved_tensors_hooks:
+    """Saved-tensor hooks that ``torch.compile`` leaves alone."""
+    if "torch._dynamo" not in sys.modules:
+        return saved_tensors_hooks(pack, unpack)
+    return saved_tensors_hooks(partial(uncompiled, pack), partial(uncompiled, unpack))
+
+
+def is_being_compiled() -> bool:
+    """Whether ``torch.compile`` compiles what this thread calls next; for code that is not traced."""
+    before = set_eval_frame(None)
+    set_eval_frame(before)
+    return before is not None
