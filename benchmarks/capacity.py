@@ -238,19 +238,23 @@ def between(peaks: dict[int, float], fits: int, fails: int, limit_bytes: int) ->
 # ---- the table ------------------------------------------------------------------------------------------------------
 
 
-def bytes_per_token(lengths: list[dict[str, Any]]) -> float:
-    """Slope of peak memory over length, by least squares, of what ran to its end; nan for fewer than two lengths."""
+def line(lengths: list[dict[str, Any]]) -> tuple[float, float]:
+    """Slope and intercept of peak memory over length, by least squares; nan for fewer than two lengths."""
     points = [(one["sequence"], one["peak_bytes"]) for one in lengths if one["peak_bytes"] != float("inf")]
     if len(points) < 2:
-        return float("nan")
-    return statistics.linear_regression(*zip(*points, strict=True)).slope
+        return float("nan"), float("nan")
+    return tuple(statistics.linear_regression(*zip(*points, strict=True)))
 
 
 def longest(lengths: list[dict[str, Any]], limit_bytes: int) -> str:
-    """The longest sequence that fits; "more than" it where no longer one was tried."""
+    """The longest sequence that fits; where no longer one was tried, also where the line of peaks crosses the limit."""
     fits = max((one["sequence"] for one in lengths if one["peak_bytes"] <= limit_bytes), default=0)
-    fails = any(one["peak_bytes"] > limit_bytes for one in lengths)
-    return f"{fits:,}" if fails else f"more than {fits:,}"
+    if any(one["peak_bytes"] > limit_bytes for one in lengths):
+        return f"{fits:,}"
+    slope, intercept = line(lengths)
+    if not slope > 0:
+        return f"more than {fits:,}"
+    return f"more than {fits:,}; by the slope {max(fits, round((limit_bytes - intercept) / slope, -2)):,.0f}"
 
 
 def ratio(rounds: list[dict[str, dict[str, Any]]], name: str, key: str) -> str:
@@ -267,13 +271,13 @@ def table(rounds: list[dict[str, dict[str, Any]]], refused: dict[str, str], opti
         "|---|---|---|---|---|---|---|",
     ]
     first = rounds[0]
-    kept = bytes_per_token(first["keep"]["lengths"])
+    kept, _ = line(first["keep"]["lengths"])
     for name, variant in VARIANTS.items():
         if name in refused:
             lines.append(f"| {variant.title} | does not run here: {refused[name]} | | | | | |")
         if name not in first:
             continue
-        per_token = bytes_per_token(first[name]["lengths"])
+        per_token, _ = line(first[name]["lengths"])
         per_token_s = statistics.median(one[name]["timed"]["step_s"] for one in rounds) / options.timed_sequence
         lines.append(
             f"| {variant.title} | {longest(first[name]['lengths'], options.limit_mib * MIB)} | {per_token / 1024:.1f} "
@@ -354,23 +358,29 @@ def main(argv: list[str] | None = None) -> int:
         return found
 
     first: dict[str, dict[str, Any]] = {}
+    rounds = [first]
     for name in variants:  # keep is the first: its process says what the limit is
         more = [] if options.limit_mib is None else ["--limit_mib", str(options.limit_mib)]
         found = turn(name, "--sweep", *more)
         if found is not None:
             first[name], options.limit_mib = found, found["limit_mib"]
-    rounds = [first]
+        write(options, refused, rounds)
     with contextlib.suppress(KeyboardInterrupt):
         for later in rounds_of(list(first), turn, options.rounds - 1):
             rounds.append({name: one for name, one in later.items() if one is not None})
+            write(options, refused, rounds)
     print("\n".join(table(rounds, refused, options)))
     equal = all(first_losses(one[name]) == first_losses(one["keep"]) for one in rounds for name in one)
     print(f"losses of all variants and rounds equal: {'yes' if equal else 'NO'}")
+    return 0 if equal else 1
+
+
+def write(options: argparse.Namespace, refused: dict[str, str], rounds: list[dict[str, dict[str, Any]]]) -> None:
+    """What was found so far, where ``--json`` says."""
     if options.json:
         shown_options = {key: value for key, value in vars(options).items() if key not in ("json", "result")}
         results = {"options": shown_options, "refused": refused, "rounds": rounds}
         options.json.write_text(json.dumps(results, indent=1) + "\n")
-    return 0 if equal else 1
 
 
 def first_losses(found: dict[str, Any]) -> list[float]:

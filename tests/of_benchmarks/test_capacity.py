@@ -10,22 +10,25 @@ from pathlib import Path
 
 import pytest
 import runs
-from capacity import MIB, between, bytes_per_token, longest
+from capacity import MIB, between, line, longest
 
 PEAKS = {1024: 600.0 * MIB, 2048: 700.0 * MIB, 4096: 900.0 * MIB}
 LENGTHS = [{"sequence": sequence, "peak_bytes": peak} for sequence, peak in PEAKS.items()]
 
 
-def test_bytes_per_token_is_the_slope() -> None:
-    assert bytes_per_token(LENGTHS) == pytest.approx(100 * MIB / 1024)
+def test_memory_per_token_is_the_slope() -> None:
+    assert line(LENGTHS) == pytest.approx((100 * MIB / 1024, 500 * MIB))
     out_of_memory = {"sequence": 8192, "peak_bytes": math.inf}
-    assert bytes_per_token([*LENGTHS, out_of_memory]) == pytest.approx(100 * MIB / 1024)
-    assert math.isnan(bytes_per_token(LENGTHS[:1]))
+    assert line([*LENGTHS, out_of_memory]) == pytest.approx((100 * MIB / 1024, 500 * MIB))
+    assert math.isnan(line(LENGTHS[:1])[0])
 
 
 def test_the_longest_says_whether_a_longer_one_was_tried() -> None:
     assert longest(LENGTHS, 800 * MIB) == "2,048"
-    assert longest(LENGTHS, 1000 * MIB) == "more than 4,096"
+    assert longest(LENGTHS, 1000 * MIB) == "more than 4,096; by the slope 5,100"
+    flat = [{"sequence": 1024, "peak_bytes": 600 * MIB}, {"sequence": 2048, "peak_bytes": 600 * MIB}]
+    assert longest(flat, 1000 * MIB) == "more than 2,048"
+    assert longest(LENGTHS[:1], 1000 * MIB) == "more than 1,024"
     assert longest(LENGTHS, 100 * MIB) == "0"
 
 
