@@ -62,8 +62,11 @@ def hook(engine_class: type) -> None:
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        ds_config = signature.bind(self, *args, **kwargs).arguments.get("config_class")
-        offloader = _build(getattr(ds_config, "_param_dict", None) or {}, ds_config)
+        arguments = signature.bind(self, *args, **kwargs).arguments
+        ds_config = arguments.get("config_class")
+        param_dict = getattr(ds_config, "_param_dict", None) or {}
+        trains = arguments.get("optimizer") is not None or bool(param_dict.get("optimizer"))
+        offloader = _build(param_dict, ds_config, trains=trains)
         if offloader is None:
             original(self, *args, **kwargs)
             return
@@ -132,8 +135,12 @@ def attach(engine: Any) -> ActivationOffloader:
 # ---- from config to offloader ---------------------------------------------------------------------------------------
 
 
-def _build(param_dict: Mapping[str, Any], ds_config: Any) -> ActivationOffloader | None:
-    """The offloader for a config, or None without an enabled block; ranks succeed or fail together."""
+def _build(param_dict: Mapping[str, Any], ds_config: Any, *, trains: bool = True) -> ActivationOffloader | None:
+    """The offloader for a config, or None without an enabled block; ranks succeed or fail together.
+
+    An engine that does not train, such as TRL's for a reference model, gets the config of the one that does. A second
+    offloader would take staging and a swap file for nothing, and write its report over the first one's.
+    """
     if BLOCK not in param_dict:
         return None
     offloader: ActivationOffloader | None = None
@@ -143,6 +150,9 @@ def _build(param_dict: Mapping[str, Any], ds_config: Any) -> ActivationOffloader
         if parsed is None:
             return None
         _show_log()
+        if not trains:
+            _say_untrained()
+            return None
         _refuse_incompatible(ds_config)
         offloader = _new_offloader(*parsed, param_dict)
     except Exception as error:  # noqa: BLE001 - raised again below, once the other ranks know
@@ -154,6 +164,14 @@ def _build(param_dict: Mapping[str, Any], ds_config: Any) -> ActivationOffloader
             offloader.close()
         raise
     return offloader
+
+
+def _say_untrained() -> None:
+    if _rank() == 0:
+        logger.info(
+            "ds_tba: an engine without an optimizer (for evaluation, or of a reference model) keeps its activations in "
+            "memory; if it trains with an optimizer that DeepSpeed does not know, call ds_tba.attach(engine)"
+        )
 
 
 def _new_offloader(config: OffloadConfig, aio_config: AioConfig, param_dict: Mapping[str, Any]) -> ActivationOffloader:
