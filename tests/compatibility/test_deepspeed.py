@@ -12,7 +12,7 @@ from typing import Any
 import programs_deepspeed as programs
 import pytest
 import runs
-from compare import COMPARED, MIB, Compared, compare
+from compare import COMPARED, Compared, compare
 from conftest import make_backend
 from forked import Program, run
 from runs import plain_config
@@ -395,5 +395,4 @@ def test_recomputing(
     row_says: Callable[[str], None],
 ) -> None:
     compared = compare(program, config, tmp_path, block=RECOMPUTES, steps=2 * PLAN_STEPS, must_move=False, **arguments)
-    recomputed = sum(report["recomputed_bytes"] for report in compared.reports)
-    row_says(f"{compared}, {recomputed / MIB:.1f} MiB recomputed")
+    row_says(compared.recomputation)
