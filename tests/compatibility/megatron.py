@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from programs import outcome
 from torch import Tensor, distributed, nn
-from torch.autograd import Function, Variable
+from torch.autograd import Function
 
 WIDTH, HEADS, LENGTH, WORDS, LAYERS, BATCH = 64, 4, 32, 128, 3, 2
 DROPOUT = 0.1
@@ -61,12 +61,10 @@ class Parallel:
 
     Attributes:
         splits_sequence: whether each rank has a part of the sequence outside of the split layers.
-        adds_to_main_grad: whether backward adds gradients of split weights to ``main_grad`` itself.
         gathered: memory for gathered inputs, which every layer fills anew.
     """
 
     splits_sequence: bool
-    adds_to_main_grad: bool = True
     states: RandomStates = field(default_factory=RandomStates)
     gathered: dict[torch.Size, Tensor] = field(default_factory=dict)
     rank: int = field(default_factory=distributed.get_rank)
@@ -137,15 +135,11 @@ class SplitLinear(Function):
             whole = ctx.parallel.gather(whole, into_shared_memory=True)
         of_input = grad.matmul(weight)
         rows = grad.reshape(-1, grad.shape[-1])
-        of_weight = torch.zeros_like(weight)
-        if ctx.parallel.adds_to_main_grad:
-            weight.main_grad.addmm_(rows.t(), whole.reshape(-1, whole.shape[-1]))
-            weight.is_added_to_main_grad = True
-        else:
-            of_weight = rows.t() @ whole.reshape(-1, whole.shape[-1])
+        weight.main_grad.addmm_(rows.t(), whole.reshape(-1, whole.shape[-1]))
+        weight.is_added_to_main_grad = True
         if ctx.gathers:
             of_input = ctx.parallel.sum_part(of_input) if ctx.parallel.splits_sequence else ctx.parallel.sum(of_input)
-        return of_input, of_weight, rows.sum(0) if ctx.has_bias else None, None, None
+        return of_input, torch.zeros_like(weight), rows.sum(0) if ctx.has_bias else None, None, None
 
 
 class CausalSoftmax(Function):
@@ -410,19 +404,17 @@ class Groups:
         return self._alone[distributed.get_rank()]
 
 
-def started(config: dict[str, Any], *, splits_sequence: bool = False, **more: Any) -> Any:
-    """An engine for a new model. ZeRO takes gradients where autograd leaves them, hence no ``main_grad``."""
+def started(config: dict[str, Any], *, splits_sequence: bool, **more: Any) -> Any:
+    """An engine for a new model."""
     import deepspeed
 
     deepspeed.init_distributed()
     torch.manual_seed(0)
-    uses_zero = "zero_optimization" in config
-    parallel = Parallel(splits_sequence, adds_to_main_grad=not uses_zero)
+    parallel = Parallel(splits_sequence)
     parallel.states.add("tensor parallel", 1 + parallel.rank)
     model = Net(parallel, **more)
-    optimizer = None if uses_zero else FromMainGrads(model.parameters(), lr=1e-3)
     engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=model.parameters(), optimizer=optimizer, config=config, mpu=Groups()
+        model=model, optimizer=FromMainGrads(model.parameters(), lr=1e-3), config=config, mpu=Groups()
     )
     torch.manual_seed(100)  # the same on each rank: what they share must get the same dropout
     return engine
@@ -448,14 +440,30 @@ def trained(
     return ended(engine, losses)
 
 
+class SentOn(Function):
+    """Stands for the loss of the next stage: backward begins with the gradient that it sends back.
+
+    The output's memory is given up by then, and with it its shape; autograd goes by the shape that it noted.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, sent: Tensor) -> Tensor:
+        ctx.sent = sent
+        return out.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.sent.grad * grad, None
+
+
 def trained_as_first_stage(
-    config: dict[str, Any], checkpoint: str = "", steps: int = 5, in_flight: int = 2
+    config: dict[str, Any], splits_sequence: bool = False, checkpoint: str = "", steps: int = 5, in_flight: int = 2
 ) -> dict[str, Any]:
     """As the first of two stages of a pipeline: forwards run ahead, and give up the memory of what they returned.
 
     The micro-batches of a step come back in the order in which they went.
     """
-    engine = started(config, checkpoint=checkpoint, is_first_stage=True)
+    engine = started(config, splits_sequence=splits_sequence, checkpoint=checkpoint, is_first_stage=True)
     batches, losses = texts(), []
     for _ in range(steps):
         under_way: list[tuple[Tensor, Tensor]] = []
@@ -466,14 +474,11 @@ def trained_as_first_stage(
                 out.data = torch.empty((1,), dtype=out.dtype)
                 under_way.append((out, sent))
             if micro_batch >= in_flight:
-                out, received = under_way.pop(0)
-                loss = received.sin().square().mean()
+                out, sent = under_way.pop(0)
+                loss = sent.sin().square().mean()
                 loss.backward()
                 losses.append(loss.item())
-                Variable._execution_engine.run_backward(  # autograd.backward would compare the shapes
-                    (out,), (received.grad,), keep_graph=False, create_graph=False, inputs=(), allow_unreachable=True,
-                    accumulate_grad=True,
-                )  # fmt: skip
+                engine.backward(SentOn.apply(out, sent))
                 engine.step()
     return ended(engine, losses)
 

@@ -170,6 +170,40 @@ def trained_with_no_sync(config: dict[str, Any], steps: int = 4) -> dict[str, An
     return ended(engine, losses)
 
 
+def trained_by_the_script(config: dict[str, Any], steps: int = 5) -> dict[str, Any]:
+    """The script calls ``loss.backward()`` itself."""
+    engine = started(config)
+    batches = texts(engine.global_rank)
+    losses = []
+    for _ in range(steps * engine.gradient_accumulation_steps()):
+        loss = engine(next(batches))
+        loss.backward()
+        engine.step()
+        losses.append(loss.item())
+    return ended(engine, losses)
+
+
+def trained_two_engines(config: dict[str, Any], steps: int = 5) -> dict[str, Any]:
+    """An actor and a critic: both go forward before either goes backward."""
+    actor, critic = started(config), started(config)
+    batches = texts(actor.global_rank)
+    losses = []
+    for _ in range(steps):
+        text = next(batches)
+        values, loss = critic(text), actor(text)
+        loss = loss * values.detach()
+        actor.backward(loss)
+        critic.backward(values)
+        actor.step()
+        critic.step()
+        losses += [loss.item(), values.item()]
+    of_critic = ended(critic, [])["report"]
+    result = ended(actor, losses)
+    if of_critic is not None and not of_critic["offloaded_bytes"]:
+        raise ValueError("the second engine moved nothing")
+    return result
+
+
 def trained_on_pairs(config: dict[str, Any], steps: int = 6) -> dict[str, Any]:
     """Two forwards before each backward, as preference losses have them."""
     engine = started(config)
@@ -247,6 +281,42 @@ def trained_from_zero_init(config: dict[str, Any], steps: int = 5) -> dict[str, 
             if engine.global_rank == 0:
                 weight[0] = 0.0
     return ended(engine, losses)
+
+
+class RoutedBlock(Block):
+    """Its MLP is another for each token, so that which weights a rank needs changes from step to step."""
+
+    def new_mlp(self) -> nn.Module:
+        return Routed()
+
+
+class Routed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.choice, self.experts = nn.Linear(WIDTH, EXPERTS), nn.ModuleList(MLP() for _ in range(EXPERTS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        chances, chosen = self.choice(rows).softmax(-1).max(-1)
+        out = torch.zeros_like(rows)
+        for index, expert in enumerate(self.experts):
+            (places,) = torch.where(chosen == index)
+            if len(places):
+                out = out.index_add(0, places, expert(rows[places]) * chances[places, None])
+        return out.view_as(x)
+
+
+def with_leaf_modules(config: dict[str, Any], steps: int = 6) -> dict[str, Any]:
+    """ZeRO-3 gathers all experts of a layer at once, whichever are used."""
+    import deepspeed
+
+    def build() -> nn.Module:
+        model = Net(RoutedBlock)
+        deepspeed.utils.set_z3_leaf_modules(model, [Routed])
+        return model
+
+    engine = started(config, build)
+    return ended(engine, train_on(engine, texts(engine.global_rank), steps))
 
 
 # ---- checkpointing --------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from runs import plain_config
 pytestmark = pytest.mark.engine
 
 ADAPTIVE: dict[str, Any] = {"placement": "adaptive", "max_step_overhead": 10.0}  # a plan that moves, in models so small
+RECOMPUTES: dict[str, Any] = {"recompute": True, "activation_budget_bytes": 1 << 19, **ADAPTIVE}
 AUTOCAST = {"enabled": True, "dtype": "bfloat16"}
 PLAN_STEPS = 10  # the first plan comes before
 
@@ -124,6 +125,15 @@ def test_autocast(config: dict[str, Any], autocast: bool, tmp_path: Path, row_sa
     row_says(str(compare(programs.trained, config, tmp_path, autocast=autocast)))
 
 
+@pytest.mark.parametrize(
+    "ranks", [row("a second partition within the host (zero_hpz_partition_size), ZeRO-3, 2 ranks", 2)]
+)
+def test_zero_pp(ranks: int, tmp_path: Path, row_says: Callable[[str], None]) -> None:
+    config = config_of(3)
+    config["zero_optimization"]["zero_hpz_partition_size"] = ranks
+    row_says(str(compare(programs.trained, config, tmp_path, ranks=ranks)))
+
+
 # ---- batches and loops ----------------------------------------------------------------------------------------------
 
 
@@ -151,6 +161,16 @@ def test_lengths(stage: int, tmp_path: Path, row_says: Callable[[str], None]) ->
         row("engine.no_sync, ZeRO-1", programs.trained_with_no_sync, config_of(1)),
         row("evaluation and generation between steps, ZeRO-2", programs.trained_with_evaluation, config_of(2)),
         row("evaluation and generation between steps, ZeRO-3", programs.trained_with_evaluation, config_of(3)),
+        row("loss.backward() called by the script, ZeRO-1", programs.trained_by_the_script, config_of(1)),
+        row("loss.backward() called by the script, ZeRO-3", programs.trained_by_the_script, config_of(3)),
+        row("two engines, both forwards before both backwards, ZeRO-2", programs.trained_two_engines, config_of(2)),
+        row("two engines, both forwards before both backwards, ZeRO-3", programs.trained_two_engines, config_of(3)),
+        row(
+            "flops_profiler and wall_clock_breakdown, ZeRO-2",
+            programs.trained,
+            config_of(2, flops_profiler={"enabled": True, "profile_step": 3}, wall_clock_breakdown=True),
+        ),
+        row("experts as leaf modules (set_z3_leaf_modules), ZeRO-3", programs.with_leaf_modules, config_of(3)),
         row(
             "zero.Init, GatheredParameters between steps, an external parameter, ZeRO-3",
             programs.trained_from_zero_init,
@@ -197,6 +217,21 @@ def checkpointing_row(name: str, call: str, stage: int, **activation_checkpointi
             "deepspeed.checkpointing.checkpoint with partition_activations and cpu_checkpointing, ZeRO-3, 2 ranks",
             "deepspeed",
             config_of(3, activation_checkpointing={"partition_activations": True, "cpu_checkpointing": True}),
+            2,
+        ),
+        row(
+            "deepspeed.checkpointing.checkpoint with contiguous_memory_optimization, ZeRO-2, 2 ranks",
+            "deepspeed",
+            config_of(
+                2,
+                activation_checkpointing={
+                    "partition_activations": True,
+                    "contiguous_memory_optimization": True,
+                    "number_checkpoints": programs.LAYERS,
+                    "synchronize_checkpoint_boundary": True,
+                    "profile": True,
+                },
+            ),
             2,
         ),
     ],
@@ -304,3 +339,60 @@ def test_experts(stage: int, tmp_path: Path, row_says: Callable[[str], None]) ->
 def test_automatic_tensor_parallelism(stage: int, tmp_path: Path, row_says: Callable[[str], None]) -> None:
     config = config_of(stage, tensor_parallel={"autotp_size": 2})
     row_says(str(compare(programs.with_tensor_parallelism, config, tmp_path, ranks=2)))
+
+
+# ---- blocks that are proven and run again ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("program", "config", "arguments"),
+    [
+        row('"recompute": true, ZeRO-3', programs.trained, config_of(3), {}),
+        row(
+            '"recompute": true, a new length in every step, ZeRO-2',
+            programs.trained,
+            config_of(2),
+            {"lengths_change": True},
+        ),
+        row(
+            '"recompute": true, torch checkpointing, reentrant, ZeRO-3',
+            programs.checkpointed,
+            config_of(3),
+            {"call": "torch, reentrant"},
+        ),
+        row(
+            '"recompute": true, deepspeed.checkpointing.checkpoint, ZeRO-3',
+            programs.checkpointed,
+            config_of(3),
+            {"call": "deepspeed"},
+        ),
+        row('"recompute": true, TiledMLP, ZeRO-3', programs.tiled, config_of(3), {"how": "TiledMLP"}),
+        row(
+            '"recompute": true, Ulysses (DistributedAttention), ZeRO-2, 2 ranks',
+            programs.tiled,
+            config_of(2),
+            {"how": "Ulysses", "ranks": 2},
+        ),
+        row(
+            '"recompute": true, deepspeed.moe, experts on 2 ranks, ZeRO-2',
+            programs.with_experts,
+            config_of(2),
+            {"ranks": 2},
+        ),
+        row(
+            '"recompute": true, AutoTP training of Llama, ZeRO-2, 2 ranks',
+            programs.with_tensor_parallelism,
+            config_of(2, tensor_parallel={"autotp_size": 2}),
+            {"ranks": 2},
+        ),
+    ],
+)
+def test_recomputing(
+    program: Program,
+    config: dict[str, Any],
+    arguments: dict[str, Any],
+    tmp_path: Path,
+    row_says: Callable[[str], None],
+) -> None:
+    compared = compare(program, config, tmp_path, block=RECOMPUTES, steps=2 * PLAN_STEPS, must_move=False, **arguments)
+    row_says(str(compared))

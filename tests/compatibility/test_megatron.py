@@ -10,13 +10,13 @@ import megatron
 import pytest
 from compare import compare
 from forked import Program
-from runs import plain_config
 
 pytestmark = pytest.mark.engine
 
 CONFIG = {"train_micro_batch_size_per_gpu": megatron.BATCH, "gradient_accumulation_steps": 2}
-PIPELINE = plain_config(1, train_micro_batch_size_per_gpu=megatron.BATCH, gradient_accumulation_steps=4)
-ADAPTIVE = {"placement": "adaptive", "max_step_overhead": 10.0}
+PIPELINE = {**CONFIG, "gradient_accumulation_steps": 4}
+RECOMPUTES: dict[str, Any] = {"recompute": True, "activation_budget_bytes": 1 << 19}
+ADAPTIVE: dict[str, Any] = {"placement": "adaptive", "max_step_overhead": 10.0}
 
 
 def row(name: str, *values: Any) -> Any:
@@ -36,6 +36,12 @@ def row(name: str, *values: Any) -> Any:
             {"splits_sequence": True, "block": ADAPTIVE, "steps": 10},
         ),
         row(
+            'tensor and sequence parallelism, "recompute": true',
+            megatron.trained,
+            CONFIG,
+            {"splits_sequence": True, "block": {**ADAPTIVE, **RECOMPUTES}, "steps": 20, "must_move": False},
+        ),
+        row(
             "a checkpoint that restores named random states",
             megatron.trained,
             CONFIG,
@@ -46,7 +52,7 @@ def row(name: str, *values: Any) -> Any:
             "outputs given up while two micro-batches are in flight",
             megatron.trained_as_first_stage,
             PIPELINE,
-            {},
+            {"splits_sequence": True},
         ),
         row(
             "outputs given up, a checkpoint, three micro-batches in flight, adaptive",
@@ -63,4 +69,5 @@ def test_megatron(
     tmp_path: Path,
     row_says: Callable[[str], None],
 ) -> None:
-    row_says(str(compare(program, config, tmp_path, ranks=2, **arguments)))
+    compared = compare(program, config, tmp_path, ranks=2, **arguments)
+    row_says(str(compared))
