@@ -24,7 +24,7 @@ from ds_tba.autograd.blocks import Block, Blocks, find_blocks
 from ds_tba.autograd.cache import TensorCache
 from ds_tba.errors import ActivationModifiedError, IncompatibleError
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "needs_recompute")
 WIDTH, LENGTH, BATCH = 16, 8, 4
 Event = tuple[str, int]
 
