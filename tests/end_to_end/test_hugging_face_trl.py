@@ -1,5 +1,5 @@
-"""TRL's trainers under ZeRO: packed and varying lengths, two forwards before a backward, and a loss in chunks that looks
-for ZeRO-3's attributes of the weight in backward. Every placement trains as without us.
+"""TRL's trainers under ZeRO: packed and varying lengths, two forwards before a backward, and a loss in chunks that
+looks for ZeRO-3's attributes of the weight in backward. Every placement trains as without us.
 """
 
 from __future__ import annotations
