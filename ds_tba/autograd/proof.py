@@ -67,7 +67,7 @@ _NOTHING_SAVED = (
     "its forward saves nothing but its inputs, so recomputing it would free nothing: if the model checkpoints its "
     "layers itself (gradient_checkpointing), turn that off to have plans choose"
 )
-_NO_CACHE = " of keys and values, which is for generating: train with use_cache=False (model.config.use_cache = False)"
+_NO_CACHE = " (if of keys and values for generating, train with use_cache=False: model.config.use_cache = False)"
 
 Kind = tuple[bool, frozenset[type]]
 """Of a pass: whether the module trains, and the classes of the objects among its arguments and of PyTorch's modes."""

@@ -30,11 +30,11 @@ REASONS = {
     "llama/non_reentrant": (LAYERS, SAVES_NOTHING),
     "llama/reentrant": (LAYERS, SAVES_NOTHING),
     "llama/deepspeed": (LAYERS, SAVES_NOTHING),
-    "llama/cached": (LAYERS, "DynamicCache, a cache of keys and values"),
+    "llama/cached": (LAYERS, "DynamicCache, a cache (if of keys and values"),
     "qwen3_moe/non_reentrant": (LAYERS, SAVES_NOTHING),
     "t5/non_reentrant": (2 * LAYERS, SAVES_NOTHING),
     "t5/reentrant": (2 * LAYERS, SAVES_NOTHING),
-    "t5/cached": (LAYERS, "EncoderDecoderCache, a cache of keys and values"),
+    "t5/cached": (LAYERS, "EncoderDecoderCache, a cache (if of keys and values"),
 }
 
 
