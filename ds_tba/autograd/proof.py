@@ -64,10 +64,10 @@ _MAX_WATCHED_FORWARDS = 2
 # Reasons for which nothing can be recomputed, each with the way out.
 _OLD_PYTORCH = f"recomputing needs PyTorch 2.8, and this is {torch.__version__}: update PyTorch"
 _NOTHING_SAVED = (
-    "its forward saves nothing but its inputs, so that recomputing would free nothing; if that is so because the model "
-    "checkpoints its layers itself, turn that off (gradient_checkpointing=False, say) to have plans choose"
+    "its forward saves nothing but its inputs, so recomputing it would free nothing: if the model checkpoints its "
+    "layers itself (gradient_checkpointing), turn that off to have plans choose"
 )
-_NO_CACHE = " of keys and values, which is for generating: train with use_cache=False (model.config.use_cache = False)"
+_NO_CACHE = " (if of keys and values for generating, train with use_cache=False: model.config.use_cache = False)"
 
 Kind = tuple[bool, frozenset[type]]
 """Of a pass: whether the module trains, and the classes of the objects among its arguments and of PyTorch's modes."""

@@ -13,7 +13,7 @@ things go wrong then. A backward that returns a saved leaf as a gradient returns
 that looks for attributes of the parameter it saved (ZeRO-3's ``ds_status``, say) does not find them. Therefore
 ``saved_tensors`` is replaced, on the base class of every Python Function's context, by a descriptor that returns the
 original wherever unpack returned the original; and likewise what a checkpoint hands to the function that it runs again,
-which from PyTorch 2.13 on it does not save in a Function.
+which PyTorch 2.13 no longer saves in a Function.
 
 [Note: Compiled code] ``torch.compile`` traces the hooks of modules as parts of what it compiles: there ours do nothing,
 and are no reason to compile again. But Python calls the hooks of a module that is compiled in place

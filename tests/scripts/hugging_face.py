@@ -14,6 +14,9 @@ import warnings
 import deepspeed
 import torch
 import transformers
+from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss, TiledMLP
+from torch import nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
@@ -52,6 +55,31 @@ def selective(layer):
     feed_forward.forward = lambda *args: checkpoint(own, *args, use_reentrant=False)
 
 
+def tiled(layer):
+    """DeepSpeed's function for long sequences, in the place of a layer's feed-forward part."""
+    feed_forward = layer.mlp
+    own, weights = type(feed_forward).forward, list(feed_forward.parameters())
+    feed_forward.forward = lambda x: TiledMLP.apply(own, feed_forward, x, 4, weights)
+
+
+class WithTiledLoss(nn.Module):
+    """Runs the backward of the logits in forward."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids, labels):
+        hidden = self.model.model(input_ids=input_ids).last_hidden_state[:, :-1].contiguous()
+        head, labels = self.model.lm_head, labels[:, 1:].contiguous()
+        loss = TiledFusedLogitsLoss.apply(self.loss, head, hidden, labels, None, 3, list(head.parameters()), "mean")
+        return transformers.modeling_outputs.CausalLMOutput(loss=loss)
+
+    @staticmethod
+    def loss(head, x, y):
+        return functional.cross_entropy(head(x).float(), y)
+
+
 def build(case):
     name, checkpointing = case.split("/")
     torch.manual_seed(0)
@@ -70,7 +98,10 @@ def build(case):
     elif checkpointing == "selective":
         for layer in model.model.layers:
             selective(layer)
-    return model.train()
+    elif checkpointing in ("tiled", "tiled_loss"):
+        for layer in model.model.layers:
+            tiled(layer)
+    return (WithTiledLoss(model) if checkpointing == "tiled_loss" else model).train()
 
 
 def fingerprint(engine):

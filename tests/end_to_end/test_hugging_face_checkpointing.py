@@ -1,0 +1,88 @@
+"""Hugging Face models that are checkpointed in every way, under ZeRO and with ``"recompute": true``: losses and
+parameters as without us, and each block that is not recomputed is named with the reason.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed"),
+]
+
+STEPS, LAYERS = 14, 3
+SAVES_NOTHING = "its forward saves nothing but its inputs"
+# Larger than anything that these models save: recomputing alone makes the peak lower.
+NOTHING_MOVES_BYTES = 32 << 20
+# By case: how many blocks are not recomputed, and why.
+REASONS = {
+    "llama/none": (0, ""),
+    "llama/selective": (0, ""),
+    "llama/tiled_loss": (0, ""),
+    "llama/non_reentrant": (LAYERS, SAVES_NOTHING),
+    "llama/reentrant": (LAYERS, SAVES_NOTHING),
+    "llama/deepspeed": (LAYERS, SAVES_NOTHING),
+    "llama/cached": (LAYERS, "DynamicCache, a cache (if of keys and values"),
+    "qwen3_moe/non_reentrant": (LAYERS, SAVES_NOTHING),
+    "t5/non_reentrant": (2 * LAYERS, SAVES_NOTHING),
+    "t5/reentrant": (2 * LAYERS, SAVES_NOTHING),
+    "t5/cached": (LAYERS, "EncoderDecoderCache, a cache (if of keys and values"),
+}
+
+
+def train(config: dict[str, Any], directory: Path, cases: Iterable[str], ranks: int = 1) -> runs.Result:
+    script = runs.SCRIPTS / "hugging_face.py"
+    result = runs.launch(config, directory, "--cases", *cases, ranks=ranks, script=script, timeout_s=900)
+    assert result.returncode == 0, result.output
+    assert len(result.outcome[0]) == ranks * STEPS * len(list(cases))
+    return result
+
+
+def check(config: dict[str, Any], directory: Path, cases: list[str], ranks: int = 1, **block: Any) -> None:
+    without = train(config, directory, cases, ranks)
+    block = {"min_tensor_bytes": 16384, "recompute": True, "max_step_overhead": 10.0, **block}
+    ours = train(runs.with_block(config, directory, **block), directory, cases, ranks)
+    assert ours.outcome == without.outcome
+    lines = [line for line in ours.lines("REPORT") if line.startswith("REPORT 0 ")]
+    reports = {one["case"]: one for one in (json.loads(line.removeprefix("REPORT 0 ")) for line in lines)}
+    assert list(reports) == sorted(cases)
+    for case, report in reports.items():
+        count, reason = REASONS[case]
+        left_out = [one["reason"] for one in report["unproven_blocks"]]
+        assert len(left_out) == count and all(reason in one for one in left_out), (case, left_out)
+        assert len(set(left_out)) <= 1
+        assert report["plans"] >= 1
+        if block["min_tensor_bytes"] == NOTHING_MOVES_BYTES:
+            assert (report["recomputed_bytes"] > 0) == (count < LAYERS or case == "t5/cached"), case
+        else:
+            assert report["written_bytes"] > 0, case
+
+
+def config(stage: int) -> dict[str, Any]:
+    return runs.plain_config(stage, train_micro_batch_size_per_gpu=2)
+
+
+def test_zero_3(tmp_path: Path) -> None:
+    check(config(3), tmp_path, list(REASONS))
+
+
+def test_zero_3_where_recomputing_is_all_that_helps(tmp_path: Path) -> None:
+    cases = ["llama/selective", "llama/tiled_loss", "llama/non_reentrant", "t5/cached"]
+    check(config(3), tmp_path, cases, min_tensor_bytes=NOTHING_MOVES_BYTES)
+
+
+def test_zero_3_with_two_ranks(tmp_path: Path) -> None:
+    cases = ["llama/selective", "llama/non_reentrant"]
+    check(config(3), tmp_path, cases, 2, min_tensor_bytes=NOTHING_MOVES_BYTES)
+
+
+def test_zero_2(tmp_path: Path) -> None:
+    check(config(2), tmp_path, ["llama/non_reentrant", "llama/selective", "t5/reentrant", "llama/cached"])
