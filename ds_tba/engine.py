@@ -217,10 +217,10 @@ def _join(engine: Any, offloader: ActivationOffloader) -> None:
         offloader.watch(engine.module, _agreement_of_stage(engine) or everyone, everyone=everyone)
         engine.activation_offloader = offloader
         for module in engine.module.modules():
-            if module._parameters or module._buffers:
-                # After ZeRO-3's own pre-forward hooks, which gather the parameters into new storage.
+            # After ZeRO-3's own pre-forward hooks, which gather the parameters into new storage. Nowhere else: after a
+            # graph break torch.compile compiles PyTorch's own modules only where they have hooks.
+            if any(hasattr(parameter, "ds_id") for parameter in module._parameters.values()):
                 offloader.on_close(module.register_forward_pre_hook(_mark_owned).remove)
-                mark_owned(module)
         # HF and Accelerate never call destroy(). At interpreter exit the offloader closes by itself.
         weakref.finalize(engine, offloader.close_soon).atexit = False
     except BaseException:
@@ -258,6 +258,8 @@ def _wrapped(original: Callable[..., Any], around: Callable[..., Any]) -> Callab
 
 def _forward(offloader: ActivationOffloader, original: Callable[[], Any], engine: Any) -> Any:
     skip_frames((_mark_owned, *FRAMES))
+    for module in engine.module.modules():
+        mark_owned(module)
     try:
         with offloader.saving():
             return original()

@@ -10,8 +10,9 @@ user's around the block) are another obstacle. Every recomputation looks again w
 
 [Note: Compiled models] Code that ``torch.compile`` compiles runs without us: a model compiled as a whole tells of no
 pass, and its code is the same with us and without. Blocks that were compiled one by one before they were found
-(``layers[i] = torch.compile(layer)``) are told of and recomputed as others are; those compiled in place
-(``layer.compile()``) are not.
+(``layers[i] = torch.compile(layer)``) are told of and recomputed as others are. Those compiled in place
+(``layer.compile()``), or inside of a model whose graph breaks, are told of where nothing is to be recomputed, and never
+recomputed.
 """
 
 from __future__ import annotations

@@ -610,3 +610,27 @@ def test_the_model_is_left_as_it_was(make: Make) -> None:
     steps(ours, offloader, [ROWS] * (FIRST_PLAN + 2))
     offloader.close()
     assert [block.__dict__.keys() for block in ours.blocks] == [attributes.keys() for attributes in before]
+
+
+def test_steps_that_compile_are_neither_recorded_nor_counted(make: Make) -> None:
+    """Else the plan would promise steps that take as long as the compiler."""
+    compiled = torch.compile(lambda y: y + 1, backend="eager")
+    dtypes = iter([None, torch.float64, None, torch.float16, None, torch.int64, None, None])  # each is compiled anew
+
+    class Compiling(Model):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            dtype = next(dtypes)
+            if dtype is not None:
+                compiled(torch.ones(2, dtype=dtype))
+            return super().forward(x)
+
+    ours = Compiling()
+    offloader = make(ours, recompute=False)
+    controller, plans, times = controller_of(offloader), [], []
+    for _ in range(8):
+        steps(ours, offloader, [ROWS])
+        plans.append(controller.plans)
+        times.append(len(controller.monitor._times_s))
+    # The first is warm-up; of the next four two compile; the sixth does so under the plan.
+    assert plans == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert times == [0, 0, 0, 0, 0, 0, 1, 2]

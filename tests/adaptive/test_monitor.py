@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+import torch
 
 from ds_tba.adaptive.monitor import (
     COMPARED_STEPS,
@@ -16,9 +17,13 @@ from ds_tba.adaptive.monitor import (
     RATE_BAND,
     SURPRISE_FACTOR,
     Action,
+    Counts,
     Monitor,
+    Step,
     StepMetrics,
+    moves_in_vain,
 )
+from ds_tba.telemetry.stats import CacheStats
 
 RATES = (100.0, 200.0)
 EXPECTED_S = 1.02
@@ -171,3 +176,37 @@ def test_where_nothing_could_be_recorded_it_is_tried_again_later() -> None:
 
 def test_of_several_wishes_the_highest_is_done() -> None:
     assert sorted(Action) == [Action.GO_ON, Action.PLAN, Action.RECORD, Action.REST]
+
+
+def test_a_step_knows_whether_something_was_compiled_in_it() -> None:
+    def step() -> Step:
+        return Step(0.0, 0, Counts())
+
+    compiled = torch.compile(lambda x: x.sin() + 1, backend="aot_eager")
+    x = torch.ones(2, requires_grad=True)
+    first = step()
+    loss = compiled(x).sum()
+    first.end(1.0, Counts(), [])
+    loss.backward()
+    second = step()
+    compiled(x).sum().backward()
+    second.end(1.0, Counts(), [])
+    third = step()
+    compiled(torch.ones(3, requires_grad=True)).sum().backward()  # another shape
+    third.end(1.0, Counts(), [])
+    assert [one.has_compiled for one in (first, second, third)] == [True, False, True]
+
+
+def test_moving_is_in_vain_where_it_lowers_no_peak_of_compiled_code() -> None:
+    def stats(saved_bytes: int, resident_bytes: int) -> CacheStats:
+        found = CacheStats()
+        found.saved.add(saved_bytes)
+        found.resident.add(resident_bytes)
+        return found
+
+    torch.compile(lambda x: x.sin(), backend="eager")(torch.ones(2))
+    assert moves_in_vain(stats(1000, 1000), 500) and moves_in_vain(stats(1000, 1010), 500)
+    assert not moves_in_vain(stats(1000, 900), 500) and not moves_in_vain(stats(1000, 1000), 0)
+    torch._dynamo.reset()
+    torch._dynamo.utils.compilation_time_metrics.clear()
+    assert not moves_in_vain(stats(1000, 1000), 500)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import StoreFactory
 from torch import nn
+from torch.nn.modules import module as module_hooks
 
 from ds_tba.adaptive.recorder import MicroStepRecord, Recorder
 from ds_tba.autograd.cache import TensorCache
@@ -161,3 +162,36 @@ def test_a_small_tensor_that_every_block_saves_counts_once(make_store: StoreFact
     recorder.end()
     trace = recorder.record.trace(MACHINE)
     assert sum(one.nbytes for one in trace.storages if not one.is_movable) == shared.nbytes
+
+
+def test_recording_leaves_the_hooks_on_modules_alone(cache: TensorCache, ticks: Ticks) -> None:
+    """They are guards of compiled code."""
+    model = Stack(ticks)
+    seen = []
+
+    def look() -> int:
+        on_all = [module_hooks._global_forward_pre_hooks, module_hooks._global_forward_hooks]
+        on_each = [hooks for one in model.modules() for hooks in (one._forward_pre_hooks, one._forward_hooks)]
+        return sum(map(len, on_all + on_each))
+
+    before = look()
+    with recorded(cache, ticks, model) as recorder:
+        pack = recorder.pack
+        recorder.pack = lambda tensor: (seen.append(look()), pack(tensor))[1]  # type: ignore[method-assign]
+        model(torch.randn(ROWS, WIDTH), recorder)
+        seen.append(look())
+    assert set(seen) == {before}
+
+
+def test_a_module_that_is_not_of_the_model_has_the_path_of_the_one_around_it(cache: TensorCache) -> None:
+    class Calls(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.GELU()(x) + x.sigmoid()
+
+    model = nn.Sequential(Calls())
+    recorder = Recorder(cache, Ticks(), {id(one): path for path, one in model.named_modules()})
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    with cache.saving(around=recorder.around):
+        model(x).sum().backward()
+    recorder.end()
+    assert {storage.module for storage in recorder.record.storages} == {"0"}

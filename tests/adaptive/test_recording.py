@@ -148,3 +148,28 @@ def test_two_forwards_before_a_backward_are_no_recording(cache: TensorCache) -> 
     assert not recording.has_any and recording.begin() is None
     recording.end_step(ticks.mark(), 0)
     assert recording.begin() is not None and recording.steps == 1
+
+
+def test_what_was_recorded_in_a_step_that_compiled_is_dropped(cache: TensorCache) -> None:
+    ticks = Ticks()
+    recording, model = Recording(ticks, lambda: Recorder(cache, ticks, {})), Stack(ticks)
+    for has_compiled in (True, False, True, False):
+        assert not recording.is_enough
+        record_one(recording, cache, model)
+        ticks.now_s += 100.0 if has_compiled else 0.25  # the optimizer's step
+        recording.settle()
+        recording.end_step(ticks.mark(), 7 if has_compiled else 5, has_compiled=has_compiled)
+    assert recording.is_enough and recording.steps == 4
+    found = recording.recorded(MACHINE, 1)
+    assert found.trace.optimizer_s == pytest.approx(0.25) and found.observation.moved_bytes == 5
+
+
+def test_micro_steps_of_one_step_that_compiled_are_no_recording(cache: TensorCache) -> None:
+    ticks = Ticks()
+    recording, model = Recording(ticks, lambda: Recorder(cache, ticks, {})), Stack(ticks)
+    for _ in range(RECORDINGS):
+        record_one(recording, cache, model)
+        recording.settle()
+    assert recording.is_enough and recording.begin() is None
+    recording.end_step(ticks.mark(), 0, has_compiled=True)
+    assert not recording.is_enough and not recording.has_any and recording.begin() is not None

@@ -98,7 +98,7 @@ def test_a_torch_func_transform_in_forward_names_the_way_out() -> None:
 
     offloader = SimpleNamespace(saving=TensorCache([], "cpu", 0).saving)
     with pytest.raises(IncompatibleError, match=r"torch\.func"):
-        engine._forward(offloader, forward, None)  # type: ignore[arg-type]
+        engine._forward(offloader, forward, SimpleNamespace(module=torch.nn.Identity()))  # type: ignore[arg-type]
 
 
 PROGRAM = """

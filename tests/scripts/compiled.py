@@ -23,6 +23,7 @@ parser.add_argument("--configs", type=Path, help="JSON: the config of each run")
 parser.add_argument("--way", choices=("engine", "model", "blocks", "wrapped"))
 parser.add_argument("--backend", default="aot_eager")
 parser.add_argument("--varying", action="store_true")
+parser.add_argument("--breaks", action="store_true", help="forward is a frame that the compiler gives up")
 parser.add_argument("--steps", type=int, default=10)
 parser.add_argument("--layers", type=int, default=4)
 options = parser.parse_args()
@@ -48,6 +49,9 @@ class Net(nn.Module):
         x = self.first(x)
         for block in self.blocks:
             x = block(x)
+            if options.breaks:
+                torch._dynamo.graph_break()
+                x = functional.gelu(x)
         return functional.mse_loss(self.last(x).float(), y)
 
 
@@ -72,7 +76,11 @@ def length(step):
     return (256, 384, 256, 512, 448, 320)[step % 6] if options.varying else 512
 
 
-def train(config):
+def compiled_frames():
+    return len(compilation_time_metrics.get("_compile.compile_inner", ()))
+
+
+def train(number, config):
     torch._dynamo.reset()
     counters.clear()
     compilation_time_metrics.clear()
@@ -80,13 +88,13 @@ def train(config):
     chance = torch.Generator().manual_seed(1)
     losses, compiled_in = [], []
     for step in range(options.steps):
-        compiled = len(compilation_time_metrics.get("_compile.compile_inner", ()))
+        compiled = compiled_frames()
         x, y = (torch.randn(BATCH, length(step), width, generator=chance) for width in (WIDTH, 1))
         loss = engine(x, y)
         engine.backward(loss)
         engine.step()
         losses.append(loss.item().hex())
-        if len(compilation_time_metrics.get("_compile.compile_inner", ())) > compiled:
+        if compiled_frames() > compiled:
             compiled_in.append(step)
     digest = hashlib.sha256()
     for parameter in engine.module.parameters():
@@ -96,9 +104,10 @@ def train(config):
     report = None if offloader is None else offloader.report().to_dict()
     engine.destroy()
     return {
+        "number": number,
         "losses": losses,
         "parameters": digest.hexdigest(),
-        "compiled": len(compilation_time_metrics.get("_compile.compile_inner", ())),
+        "compiled": compiled_frames(),
         "frames": dict(counters["frames"]),
         "graphs": counters["stats"]["unique_graphs"],
         "breaks": sum(counters["graph_break"].values()),
@@ -107,8 +116,8 @@ def train(config):
     }
 
 
-for config in json.loads(options.configs.read_text()):
-    sys.stdout.write("RUN " + json.dumps(train(config)) + "\n")
+for number, config in enumerate(json.loads(options.configs.read_text())):
+    sys.stdout.write("RUN " + json.dumps(train(number, config)) + "\n")
     sys.stdout.flush()
     gc.collect()
 deepspeed.comm.destroy_process_group()
