@@ -162,6 +162,33 @@ def test_rules_are_exact_too(make: Make, placement: str) -> None:
     assert report.fallbacks == 0
 
 
+@pytest.mark.parametrize("placement", ["nvme", "adaptive"])
+def test_the_data_of_an_output_may_be_replaced_until_its_backward(make: Make, placement: str) -> None:
+    """As DeepSpeed's pipeline does, which sends an output in parts; tanh saves its output."""
+    found = []
+    for offloads in (False, True):
+        ours = model()
+        ours.head = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())  # type: ignore[assignment]
+        offloader = make(ours, placement=placement) if offloads else None
+        torch.manual_seed(7)
+        with nullcontext() if offloader is None else offloader.interleaving():
+            outputs, data = [], []
+            for _ in range(2):
+                with nullcontext() if offloader is None else offloader.saving():
+                    x = torch.randn(ROWS, WIDTH)
+                    for block in ours.blocks:
+                        x = block(x)
+                    outputs.append(ours.head(x))
+                data.append(outputs[-1].data.clone())
+                outputs[-1].data = torch.zeros(1)
+            for output, full in zip(outputs, data, strict=True):
+                output.data = full
+                output.backward(gradient=torch.ones(ROWS, WIDTH))
+        found.append([one.grad for one in ours.parameters()])
+        assert offloader is None or offloader.report().offloaded_bytes > 0
+    assert all(one is not None and torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
 def test_a_forward_alone_after_a_schedule_is_a_micro_step_of_its_own(make: Make) -> None:
     ours = model()
     offloader = make(ours)

@@ -164,3 +164,19 @@ def test_layers_of_a_compiled_model_are_found(compiled: Callable[[nn.Module], nn
         "_orig_mod.h.0",
         "_orig_mod.h.1",
     ]
+
+
+class NumberedChildren(nn.Module):
+    """A stage of a pipeline keeps its layers so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_module("3", nn.Embedding(8, 8))
+        for number in (4, 5):
+            self.add_module(str(number), Layer())
+        self.tied_modules = nn.ModuleDict({"head": Mixture()})
+
+
+def test_layers_under_numbers_as_names_are_found() -> None:
+    found = [block.path for block in find_blocks(NumberedChildren(), None)]
+    assert [path for path in found if not path.startswith("tied")] == ["4", "5"]

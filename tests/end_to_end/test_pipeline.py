@@ -132,7 +132,16 @@ def test_one_stage_alone_also_after_a_step_that_raised(tmp_path: Path) -> None:
 
 def test_two_stages_of_two_ranks_follow_a_plan_for_each_stage(tmp_path: Path) -> None:
     options = {"steps": 8, "tied": True, "evaluates": True}
-    found = train(tmp_path, case(tmp_path, "grid", options, {"stage": 1}, ADAPTIVE), ranks=4)
+    divided = {"pipe_partitioned": True, "grad_partitioned": True}
+    found = train(
+        tmp_path,
+        [
+            *case(tmp_path, "grid", options, {"stage": 1}, ADAPTIVE),
+            # DeepSpeed replaces the data of what a stage returns, and puts it back together for backward.
+            *case(tmp_path, "divided", {"tensor_parallel": 2}, {"pipeline": divided}, {"placement": "nvme"}),
+        ],
+        ranks=4,
+    )
     plans = [found["grid.0", rank]["report"]["plan"] for rank in range(4)]
     for plan in plans:
         plan |= {"reason": "", "measured_step_s": None}  # those are a rank's own

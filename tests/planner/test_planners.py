@@ -346,3 +346,52 @@ def test_plans_are_values() -> None:
     trace = layers(4, 2, rate=2.0)
     one, other = adaptive(trace, Limits()), adaptive(trace, Limits())
     assert isinstance(one, Plan) and one == other and hash(one) == hash(other)
+
+
+# ---- several forwards and backwards in one micro-step ---------------------------------------------------------------
+
+
+def pipeline(forwards: int, ahead: int) -> Trace:
+    """A stage of four blocks with five storages each, ``ahead`` forwards of 1 s before the first backward of 2 s."""
+    order = ["F"] * ahead + ["B", "F"] * (forwards - ahead) + ["B"] * ahead
+    begins: dict[str, list[float]] = {"F": [], "B": []}
+    now_s = 0.0
+    for kind in order:
+        begins[kind].append(now_s)
+        now_s += 1.0 if kind == "F" else 2.0
+    storages, blocks = [], []
+    for forward_s, backward_s in zip(begins["F"], begins["B"], strict=True):
+        for number in range(4):
+            start_s, back_s = forward_s + number / 4, backward_s + (3 - number) / 2
+            for part in range(5):
+                packed_s, used_s = start_s + part / 20, back_s + (4 - part) / 10
+                storages.append(StorageTrace(SIZE, "", (len(blocks),), packed_s, packed_s, used_s, used_s + 0.1))
+            blocks.append(BlockTrace(f"blocks.{number}", start_s, start_s + 0.25, back_s, back_s + 0.5))
+    machine = traces.resources(write=10 * SIZE, read=10 * SIZE, staging_bytes=10 * SIZE)
+    firsts = tuple(20 * number for number in range(forwards))
+    return Trace(tuple(storages), tuple(blocks), machine, now_s + 1.0, forwards=firsts)
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 4])
+def test_a_plan_for_many_forwards_in_turn_lowers_the_peak_of_all(ahead: int) -> None:
+    trace = pipeline(16, ahead)
+    found = adaptive(trace, Limits(recompute=False))
+    kept_bytes = 20 * ahead * SIZE
+    assert simulate(trace, found).peak_saved_bytes < 0.7 * kept_bytes
+    moved = np.array(found.placements) == Placement.NVME
+    assert (moved.reshape(16, 20) == moved[:20]).all(), "each forward alike"
+    assert simulate(trace, found).step_s <= 1.02 * trace.step_s + 1e-6
+
+
+def test_forwards_that_are_not_alike_are_planned_one_by_one() -> None:
+    trace = pipeline(4, 2)
+    other = replace(trace, storages=tuple(replace(one, is_movable=at != 3) for at, one in enumerate(trace.storages)))
+    assert Timeline.of(trace).one_forward() is not None
+    assert Timeline.of(other).one_forward() is None
+    assert adaptive(other, Limits(recompute=False)).prediction.peak_saved_bytes <= 40 * SIZE
+    assert Timeline.of(replace(trace, forwards=())).one_forward() is None
+
+
+def test_a_trace_of_several_forwards_comes_back_from_its_text() -> None:
+    trace = pipeline(4, 2)
+    assert Trace.from_json(trace.to_json()) == trace

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import deepspeed
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
 from torch import nn
 
 WIDTH, CLASSES = 64, 32
@@ -30,6 +31,7 @@ OPTIONS = {
     "varies": False,  # micro-batches of other lengths in every step
     "is_masked": False,  # stages hand over a tuple
     "is_seeded": False,  # PipelineModule seeds every layer
+    "tensor_parallel": 1,  # ranks that divide what stages hand over among them
     "raises": False,  # once, in the middle of a schedule; the script goes on with the next batch
 }
 
@@ -115,12 +117,19 @@ def layers_of(options):
     return [first, *(LayerSpec(block, options) for _ in range(options.depth)), last]
 
 
+def topology_of(options):
+    others = deepspeed.comm.get_world_size() // options.stages
+    if options.tensor_parallel == 1:
+        return PipeDataParallelTopology(options.stages, others)
+    return PipeModelDataParallelTopology(options.stages, options.tensor_parallel, others // options.tensor_parallel)
+
+
 def train(config, options):
     Raising.passes = 0
     torch.manual_seed(0)
     model = PipelineModule(
         layers_of(options),
-        num_stages=options.stages,
+        topology=topology_of(options),
         loss_fn=loss_of,
         partition_method="uniform",
         checkpointable_layers=["Block"],
