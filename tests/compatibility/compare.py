@@ -34,14 +34,6 @@ class Compared:
     def moved_bytes(self) -> int:
         return sum(report["offloaded_bytes"] for report in self.reports)
 
-    @property
-    def recomputation(self) -> str:
-        """What ``"recompute": true`` came to."""
-        recomputed_bytes = sum(report["recomputed_bytes"] for report in self.reports)
-        reasons = dict.fromkeys(one["reason"] for report in self.reports for one in report["unproven_blocks"])
-        left_out = "".join(f"; blocks left out because {reason}" for reason in reasons)
-        return f"{self}, {recomputed_bytes / MIB:.1f} MiB recomputed{left_out}"
-
     def __str__(self) -> str:
         return f"bit-equal, {self.moved_bytes / MIB:.1f} MiB moved in {self.reports[0]['steps']} steps"
 
