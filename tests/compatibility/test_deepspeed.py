@@ -20,7 +20,9 @@ from runs import plain_config
 pytestmark = pytest.mark.engine
 
 ADAPTIVE: dict[str, Any] = {"placement": "adaptive", "max_step_overhead": 10.0}  # a plan that moves, in models so small
-RECOMPUTES: dict[str, Any] = {"recompute": True, "activation_budget_bytes": 1 << 19, **ADAPTIVE}
+# A drive so worn that a plan may write nothing: what can be recomputed is.
+WORN: dict[str, Any] = {"rated_endurance_tbw": 1e-6, "min_life_days": 36500.0}
+RECOMPUTES: dict[str, Any] = {"placement": "adaptive", "max_step_overhead": 1000.0, "recompute": True, "ssd": WORN}
 AUTOCAST = {"enabled": True, "dtype": "bfloat16"}
 PLAN_STEPS = 10  # the first plan comes before
 
@@ -345,45 +347,51 @@ def test_automatic_tensor_parallelism(stage: int, tmp_path: Path, row_says: Call
 
 
 @pytest.mark.parametrize(
-    ("program", "config", "arguments"),
+    ("program", "config", "arguments", "outcome"),
     [
-        row('"recompute": true, ZeRO-3', programs.trained, config_of(3), {}),
+        row('"recompute": true, ZeRO-3', programs.trained, config_of(3), {}, "recomputed"),
         row(
             '"recompute": true, a new length in every step, ZeRO-2',
             programs.trained,
             config_of(2),
             {"lengths_change": True},
+            "recomputed",
         ),
         row(
             '"recompute": true, torch checkpointing, reentrant, ZeRO-3',
             programs.checkpointed,
             config_of(3),
             {"call": "torch, reentrant"},
+            "the user's",
         ),
         row(
             '"recompute": true, deepspeed.checkpointing.checkpoint, ZeRO-3',
             programs.checkpointed,
             config_of(3),
             {"call": "deepspeed"},
+            "the user's",
         ),
-        row('"recompute": true, TiledMLP, ZeRO-3', programs.tiled, config_of(3), {"how": "TiledMLP"}),
+        row('"recompute": true, TiledMLP, ZeRO-3', programs.tiled, config_of(3), {"how": "TiledMLP"}, "recomputed"),
         row(
             '"recompute": true, Ulysses (DistributedAttention), ZeRO-2, 2 ranks',
             programs.tiled,
             config_of(2),
             {"how": "Ulysses", "ranks": 2},
+            "recomputed",
         ),
         row(
             '"recompute": true, deepspeed.moe, experts on 2 ranks, ZeRO-2',
             programs.with_experts,
             config_of(2),
             {"ranks": 2},
+            "left out",
         ),
         row(
             '"recompute": true, AutoTP training of Llama, ZeRO-2, 2 ranks',
             programs.with_tensor_parallelism,
             config_of(2, tensor_parallel={"autotp_size": 2}),
             {"ranks": 2},
+            "recomputed",
         ),
     ],
 )
@@ -391,8 +399,14 @@ def test_recomputing(
     program: Program,
     config: dict[str, Any],
     arguments: dict[str, Any],
+    outcome: str,
     tmp_path: Path,
     row_says: Callable[[str], None],
 ) -> None:
     compared = compare(program, config, tmp_path, block=RECOMPUTES, steps=2 * PLAN_STEPS, must_move=False, **arguments)
+    for report in compared.reports:
+        if outcome == "recomputed":
+            assert report["recomputed_bytes"] > 0, report["unproven_blocks"]
+        if outcome == "left out":
+            assert len(report["unproven_blocks"]) == programs.LAYERS
     row_says(str(compared))
