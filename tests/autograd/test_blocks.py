@@ -179,7 +179,8 @@ class Watched(TensorCache):
     packed: list[Tensor]
 
     def pack(self, tensor: Tensor) -> Any:
-        self.packed.append(tensor.detach())
+        if tensor.untyped_storage().nbytes():  # older PyTorch's checkpoint saves an empty tensor beside the inputs
+            self.packed.append(tensor.detach())
         return super().pack(tensor)
 
 
