@@ -57,6 +57,7 @@ class _Storage:
     passes: list[int] = field(default_factory=list)
     unpacked: int | None = None
     freed: int | None = None
+    is_evicted: bool = False
 
 
 @dataclass(slots=True)
@@ -110,8 +111,13 @@ class MicroStepRecord:
 
     def freed(self, index: int) -> None:
         """Autograd has let go of a saved tensor. Safe in a finalizer."""
-        if index != _NOTHING and self.ended is None:
+        if index != _NOTHING and self.ended is None and not self.storages[index].is_evicted:
             self.storages[index].freed = len(self.pauses)
+
+    def evicted(self, index: int) -> None:
+        """What was brought back is free again, though autograd may want it once more (``retain_graph``)."""
+        if self.ended is None and not self.storages[index].is_evicted:
+            self.storages[index].freed, self.storages[index].is_evicted = len(self.pauses), True
 
     def left(self, index: int) -> None:
         """Forward has let go of a storage that was moved. Safe in a finalizer."""
@@ -246,6 +252,19 @@ class _Watch:
 
     def __del__(self) -> None:
         self._record.left(self._index)
+
+
+class _Back:
+    """The same on the storage in which its bytes came back."""
+
+    __slots__ = ("_index", "_record")
+
+    def __init__(self, record: MicroStepRecord, index: int) -> None:
+        self._record = record
+        self._index = index
+
+    def __del__(self) -> None:
+        self._record.evicted(self._index)
 
 
 class _RunningModule:
@@ -384,6 +403,8 @@ class Recorder:
         record.uses.append((now, recorded.scope))
         if recorded.index != _NOTHING and record.storages[recorded.index].unpacked is None:
             record.storages[recorded.index].unpacked = now
+            if isinstance(recorded.held, SavedView) and recorded.held.is_offloaded:
+                setattr(tensor.untyped_storage(), _WATCH + "_back", _Back(record, recorded.index))
         record.pauses.append((before, self._clock.mark()))
         return tensor
 
