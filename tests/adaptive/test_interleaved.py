@@ -16,6 +16,7 @@ from test_controller import ROWS, WIDTH, Model, controller_of, model
 from torch import nn
 
 from ds_tba.adaptive.ranks import Alone
+from ds_tba.adaptive.recording import RecordedTrace, Recording
 from ds_tba.config import AioConfig, OffloadConfig, Placement
 from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.offloader import ActivationOffloader
@@ -131,13 +132,23 @@ def test_every_forward_of_a_schedule_is_in_the_trace_and_all_are_planned_alike(m
     assert trace.blocks[0].backward_end_s <= trace.blocks[2 * 4].forward_start_s <= trace.blocks[4].backward_start_s
 
 
-def test_a_step_that_raised_is_not_recorded_and_the_next_ones_are_exact(make: Make) -> None:
-    for fails_at in (1, 2, 5):  # before, while and after steps are recorded
+def test_a_step_that_raised_is_not_recorded_and_the_next_ones_are_exact(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded, sizes = Recording.recorded, list[set[int]]()
+
+    def watched(recording: Recording, *args: Any) -> RecordedTrace:
+        sizes.append({len(record.storages) for record in recording._done})
+        return recorded(recording, *args)
+
+    monkeypatch.setattr(Recording, "recorded", watched)
+    for fails_at in (1, 2, 5):  # while steps are recorded, and later
         offloader = check(make, 2, fails_at=fails_at)
         report = offloader.report()
         assert report.plans == 1 and report.steps == STEPS - 1
         assert report.plan is not None and report.plan["blocks"] == FORWARDS * 4
         assert offloader.cache.live_records == 0
+    assert [len(one) for one in sizes] == [1, 1, 1]  # all recordings are of whole steps
 
 
 def test_another_number_of_forwards_is_recorded_again(make: Make) -> None:
