@@ -28,6 +28,7 @@ def test_every_shipped_config_trains(tmp_path: Path, config: str) -> None:
         *("--deepspeed_config", str(runs.ROOT / "ds_configs" / config), "--nvme_path", str(tmp_path)),
         *("--result", str(tmp_path / "result.json"), *SMALL),
         script=EXAMPLE,
+        timeout_s=600,
     )
     assert result.returncode == 0, result.output
     left = json.loads((tmp_path / "result.json").read_text())
