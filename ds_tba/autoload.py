@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 ENGINE_MODULE = "deepspeed.runtime.engine"
+CONFIG_MODULE = "deepspeed.runtime.config"
 
 
 def install() -> None:
@@ -67,6 +68,7 @@ def _hook(module: ModuleType) -> None:
     try:
         from ds_tba import engine
 
+        engine.hook_config(sys.modules[CONFIG_MODULE].DeepSpeedConfig)  # the engine's module imports it
         engine.hook(module.DeepSpeedEngine)
     except Exception as error:  # noqa: BLE001 - whatever is wrong with us, DeepSpeed without us must still import
         import warnings

@@ -7,7 +7,8 @@ directories).
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from enum import IntEnum
 from typing import Annotated, Any, Literal
 
@@ -29,6 +30,7 @@ from ds_tba.errors import ConfigError
 BLOCK = "activation_nvme_offload"
 SUPPORTED_DEEPSPEED = SpecifierSet(">=0.19.5,<0.20", prereleases=True)
 NEAR_MISS_RATIO = 0.8
+_LIKELY_BLOCKS = ("zero_optimization", "activation_checkpointing")
 IO_ALIGNMENT_BYTES = 4096
 # Part of staging that reading ahead may use while there are writes.
 PREFETCH_FRACTION_OF_STAGING = 0.5
@@ -197,6 +199,13 @@ class OffloadConfig(_Block):
                 "set it from the data sheet, in terabytes written",
                 {"days": self.ssd.min_life_days},
             )
+        if self.io.swap_file_bytes is not None and self.min_tensor_bytes > self.io.swap_file_bytes:
+            raise PydanticCustomError(
+                "swap_file_bytes",
+                "io.swap_file_bytes {file} is below min_tensor_bytes {least}, so the swap file could hold no tensor; "
+                "raise io.swap_file_bytes to what one step saves, or leave it out: the free space is the limit then",
+                {"least": self.min_tensor_bytes, "file": self.io.swap_file_bytes},
+            )
         if self.min_tensor_bytes > self.io.ring_bytes:
             raise PydanticCustomError(
                 "min_tensor_bytes",
@@ -254,19 +263,42 @@ def parse_block(ds_config: Mapping[str, Any]) -> tuple[OffloadConfig, AioConfig]
     return config, _validate(AioConfig, aio, "aio")
 
 
-def near_misses(ds_config: Mapping[str, Any], known: frozenset[str]) -> list[str]:
-    """Top-level keys that look like a misspelt block name; DeepSpeed would silently ignore them.
+def refuse_misplaced(ds_config: Mapping[str, Any]) -> None:
+    """Refuse the block inside of another one, where DeepSpeed ignores it or says only that it knows no such key.
 
-    Args:
-        known: top-level keys that mean something else and are never reported.
+    Raises:
+        ConfigError: naming the place and the right one.
     """
-    return [
-        key
-        for key in ds_config
-        if key != BLOCK
-        and key not in known
-        and difflib.SequenceMatcher(None, _sorted_words(str(key)), _sorted_words(BLOCK)).ratio() >= NEAR_MISS_RATIO
-    ]
+    for keys, _ in _entries(ds_config):
+        if len(keys) > 1 and keys[-1] == BLOCK:
+            raise ConfigError(
+                f'"{BLOCK}" is inside "{".".join(keys[:-1])}", where nobody reads it: move the block to the top level '
+                f'of ds_config.json, beside "{keys[0]}".'
+            )
+
+
+def near_misses(ds_config: Mapping[str, Any]) -> list[str]:
+    """Keys that look like a misspelt name of ours, at the top level or in the blocks where one might look for it.
+
+    Returns:
+        Each with the block that it is in: ``"zero_optimization.nvme_offload"``.
+    """
+    names = (".".join(keys) for keys, _ in _entries(ds_config) if keys[-1] != BLOCK and _is_like_ours(keys[-1]))
+    return [name for name in names if name.rpartition(".")[0] in ("", *_LIKELY_BLOCKS)]
+
+
+def _entries(blocks: Mapping[str, Any], *outer: str) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """All keys of all blocks but ours, as paths, with their values."""
+    for key, value in blocks.items():
+        yield (*outer, str(key)), value
+        if isinstance(value, Mapping) and key != BLOCK:
+            yield from _entries(value, *outer, str(key))
+
+
+def _is_like_ours(key: str) -> bool:
+    words = _sorted_words(key)
+    stems = sum(stem in words for stem in ("activation", "nvme", "offload"))
+    return stems >= 2 or difflib.SequenceMatcher(None, words, _sorted_words(BLOCK)).ratio() >= NEAR_MISS_RATIO
 
 
 def _sorted_words(key: str) -> str:
@@ -305,7 +337,7 @@ def _explain(model: type[BaseModel], detail: ErrorDetails, at: str) -> str:
         return f'"{key}" is {value!r}: it must be one of {allowed}{_did_you_mean(str(value), choices) or "."}'
     if not steps:
         return f'"{key}": {_rule(detail)}.'
-    return f'"{key}" is {value!r}: {_rule(detail)}{_bytes_hint(key, value)}.'
+    return f'"{key}" is {value!r}: {_rule(detail)}{_hint(key, value)}.'
 
 
 def _rule(detail: ErrorDetails) -> str:
@@ -313,17 +345,25 @@ def _rule(detail: ErrorDetails) -> str:
     return message.replace("Input should", "it must").replace("Value error, ", "")
 
 
-def _bytes_hint(key: str, value: Any) -> str:
-    if not (key.endswith("_bytes") and isinstance(value, str)):
+def _hint(key: str, value: Any) -> str:
+    """What to write instead of a string, where a number or a boolean is expected."""
+    if not isinstance(value, str):
         return ""
+    text = value.strip()
+    if text.lower() in ("true", "false"):
+        return f"; drop the quotes: {text.lower()}"
     units = {"k": 10, "m": 20, "g": 30, "t": 40}
-    digits = value.strip().rstrip("iIbB ").strip()
-    unit = units.get(digits[-1:].lower())
-    number = digits[:-1] if unit else digits
+    digits = text.rstrip("iIbB ").strip() if key.endswith("_bytes") else text
+    unit = units.get(digits[-1:].lower()) if key.endswith("_bytes") else None
     try:
-        return f"; {value!r} would be {int(float(number) * (1 << (unit or 0)))}"
+        number = float(digits[:-1] if unit else digits)
     except ValueError:
         return ""
+    if not math.isfinite(number):
+        return ""
+    if unit or text != digits:
+        return f"; {value!r} would be {int(number * (1 << (unit or 0)))}"
+    return f"; drop the quotes: {text}"
 
 
 def _keys_at(model: type[BaseModel], steps: list[Any]) -> list[str]:

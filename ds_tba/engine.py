@@ -1,8 +1,13 @@
 """The only module that knows ``DeepSpeedEngine``: finds the block, builds the offloader, hooks the class.
 
 DeepSpeed has no plugin mechanism, so methods of the class are wrapped: ``__init__`` always (to look up one key of the
-config); ``forward``, ``step`` and ``destroy`` once there is an engine whose config has the block. References are to
-``deepspeed/runtime/engine.py`` of 0.19.8.
+config); ``forward``, ``step`` and ``destroy`` once there is an engine whose config has the block. Reading a config is
+wrapped too, to find the block where it does not belong. References are to ``deepspeed/runtime/engine.py`` of 0.19.8.
+
+[Note: Pipelines] ``PipelineEngine`` (``deepspeed/runtime/pipe/engine.py``) calls the base class's ``forward`` for each
+micro-batch and never ``step``: its ``train_batch`` is one step, in which forwards and backwards of several
+micro-batches alternate. Its ranks hold the layers of one stage each, and only ranks of the same stage have anything to
+agree on.
 """
 
 from __future__ import annotations
@@ -23,8 +28,17 @@ import torch
 from torch import distributed
 
 from ds_tba.adaptive.ranks import Agreement, Alone, Ranks
-from ds_tba.autograd.tensors import mark_owned
-from ds_tba.config import BLOCK, SUPPORTED_DEEPSPEED, AioConfig, OffloadConfig, near_misses, parse_block
+from ds_tba.autograd.blocks import FRAMES
+from ds_tba.autograd.tensors import mark_owned, skip_frames, uncompiled
+from ds_tba.config import (
+    BLOCK,
+    SUPPORTED_DEEPSPEED,
+    AioConfig,
+    OffloadConfig,
+    near_misses,
+    parse_block,
+    refuse_misplaced,
+)
 from ds_tba.device.accelerator import adapted
 from ds_tba.errors import ConfigError, IncompatibleError
 from ds_tba.offloader import ActivationOffloader
@@ -34,7 +48,6 @@ logger = logging.getLogger("ds_tba")
 ATTRIBUTE = "activation_offloader"
 _HOOKED = "_ds_tba_hooked"
 _NO_HOOKS = "support saved tensor hooks"  # in the message of torch/_functorch/eager_transforms.py
-_KNOWN_KEYS = frozenset({"activation_checkpointing", "aio"})
 # Ranks may arrive minutes apart: one of them builds DeepSpeed's aio op while the others wait for it.
 AGREEMENT_TIMEOUT = timedelta(minutes=30)
 GOODBYE_TIMEOUT = timedelta(seconds=20)
@@ -49,8 +62,11 @@ def hook(engine_class: type) -> None:
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        ds_config = signature.bind(self, *args, **kwargs).arguments.get("config_class")
-        offloader = _build(getattr(ds_config, "_param_dict", None) or {}, ds_config)
+        arguments = signature.bind(self, *args, **kwargs).arguments
+        ds_config = arguments.get("config_class")
+        param_dict = getattr(ds_config, "_param_dict", None) or {}
+        trains = arguments.get("optimizer") is not None or bool(param_dict.get("optimizer"))
+        offloader = _build(param_dict, ds_config, trains=trains)
         if offloader is None:
             original(self, *args, **kwargs)
             return
@@ -63,6 +79,31 @@ def hook(engine_class: type) -> None:
 
     setattr(__init__, _HOOKED, True)
     engine_class.__init__ = __init__  # type: ignore[misc]
+
+
+def hook_config(config_class: type) -> None:
+    """Find the block in a wrong place, or under a wrong name, before DeepSpeed reads the config. Idempotent.
+
+    Later is too late: DeepSpeed refuses unknown keys of some blocks without a word about the right place.
+    """
+    original = getattr(config_class, "_initialize_params", None)  # deepspeed/runtime/config.py
+    if original is None or getattr(original, _HOOKED, False):
+        return
+    said: set[str] = set()  # a run makes several configs of one file
+
+    @functools.wraps(original)
+    def _initialize_params(self: Any, param_dict: Mapping[str, Any]) -> None:
+        for key in set(near_misses(param_dict)) - said:
+            said.add(key)
+            _show_log()
+            logger.warning(
+                'ds_config.json has a key "%s", which nobody reads; did you mean "%s", at the top level?', key, BLOCK
+            )
+        refuse_misplaced(param_dict)
+        original(self, param_dict)
+
+    setattr(_initialize_params, _HOOKED, True)
+    config_class._initialize_params = _initialize_params  # type: ignore[attr-defined]
 
 
 def attach(engine: Any) -> ActivationOffloader:
@@ -94,11 +135,12 @@ def attach(engine: Any) -> ActivationOffloader:
 # ---- from config to offloader ---------------------------------------------------------------------------------------
 
 
-def _build(param_dict: Mapping[str, Any], ds_config: Any) -> ActivationOffloader | None:
-    """The offloader for a config, or None without an enabled block; ranks succeed or fail together."""
-    for key in near_misses(param_dict, _KNOWN_KEYS):
-        _show_log()
-        logger.warning('ds_config.json has a key "%s", which nobody reads; did you mean "%s"?', key, BLOCK)
+def _build(param_dict: Mapping[str, Any], ds_config: Any, *, trains: bool = True) -> ActivationOffloader | None:
+    """The offloader for a config, or None without an enabled block; ranks succeed or fail together.
+
+    An engine that does not train, such as TRL's for a reference model, gets the config of the one that does. A second
+    offloader would take staging and a swap file for nothing, and write its report over the first one's.
+    """
     if BLOCK not in param_dict:
         return None
     offloader: ActivationOffloader | None = None
@@ -108,6 +150,9 @@ def _build(param_dict: Mapping[str, Any], ds_config: Any) -> ActivationOffloader
         if parsed is None:
             return None
         _show_log()
+        if not trains:
+            _say_untrained()
+            return None
         _refuse_incompatible(ds_config)
         offloader = _new_offloader(*parsed, param_dict)
     except Exception as error:  # noqa: BLE001 - raised again below, once the other ranks know
@@ -119,6 +164,14 @@ def _build(param_dict: Mapping[str, Any], ds_config: Any) -> ActivationOffloader
             offloader.close()
         raise
     return offloader
+
+
+def _say_untrained() -> None:
+    if _rank() == 0:
+        logger.info(
+            "ds_tba: an engine without an optimizer (for evaluation, or of a reference model) keeps its activations in "
+            "memory; if it trains with an optimizer that DeepSpeed does not know, call ds_tba.attach(engine)"
+        )
 
 
 def _new_offloader(config: OffloadConfig, aio_config: AioConfig, param_dict: Mapping[str, Any]) -> ActivationOffloader:
@@ -153,23 +206,15 @@ def _refuse_incompatible(ds_config: Any) -> None:
         )
 
 
-def _refuse_engine(engine: Any) -> None:
-    if getattr(engine, "pipeline_parallelism", False):
-        raise IncompatibleError(
-            f'Pipeline parallelism has not been proven exact together with "{BLOCK}": train without PipelineModule, '
-            f'or remove "{BLOCK}".'
-        )
-
-
 # ---- from offloader to engine ---------------------------------------------------------------------------------------
 
 
 def _join(engine: Any, offloader: ActivationOffloader) -> None:
     """Tie an offloader to a built engine."""
     try:
-        _refuse_engine(engine)
         _hook_methods(type(engine))
-        offloader.watch(engine.module, _agreement())
+        everyone = _agreement()
+        offloader.watch(engine.module, _agreement_of_stage(engine) or everyone, everyone=everyone)
         engine.activation_offloader = offloader
         for module in engine.module.modules():
             if module._parameters or module._buffers:
@@ -187,18 +232,16 @@ def _join(engine: Any, offloader: ActivationOffloader) -> None:
 
 def _mark_owned(module: torch.nn.Module, _inputs: Any) -> None:
     if not torch.compiler.is_compiling():
-        mark_owned(module)
+        uncompiled(mark_owned, module)
 
 
 def _hook_methods(engine_class: type) -> None:
-    """Wrap the methods of DeepSpeedEngine once, on the class that defines them."""
-    base: Any = next(one for one in reversed(engine_class.__mro__) if one.__name__ == "DeepSpeedEngine")
-    if getattr(base.forward, _HOOKED, False):
-        return
-    base.forward = _wrapped(base.forward, _forward)
-    base.step = _wrapped(base.step, _step)
-    base.destroy = _wrapped(base.destroy, _destroy)
-    base.__del__ = _wrapped(base.__del__, _collected)
+    """Wrap the methods of DeepSpeed's engines once, on the classes that define them."""
+    for defining in engine_class.__mro__:
+        for name, around in _AROUND.get(defining.__name__, {}).items():
+            original = getattr(defining, name)
+            if not getattr(original, _HOOKED, False):
+                setattr(defining, name, _wrapped(original, around))
 
 
 def _wrapped(original: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
@@ -214,6 +257,7 @@ def _wrapped(original: Callable[..., Any], around: Callable[..., Any]) -> Callab
 
 
 def _forward(offloader: ActivationOffloader, original: Callable[[], Any], engine: Any) -> Any:
+    skip_frames((_mark_owned, *FRAMES))
     try:
         with offloader.saving():
             return original()
@@ -235,6 +279,13 @@ def _step(offloader: ActivationOffloader, original: Callable[[], Any], engine: A
     return result
 
 
+def _train_batch(offloader: ActivationOffloader, original: Callable[[], Any], engine: Any) -> Any:
+    with offloader.interleaving():
+        result = original()
+    offloader.note_step()
+    return result
+
+
 def _destroy(offloader: ActivationOffloader, original: Callable[[], Any], engine: Any) -> Any:
     try:
         return original()
@@ -249,6 +300,13 @@ def _collected(offloader: ActivationOffloader, original: Callable[[], Any], engi
     return original()
 
 
+# By the class that defines the methods.
+_AROUND: Mapping[str, Mapping[str, Callable[..., Any]]] = {
+    "DeepSpeedEngine": {"forward": _forward, "step": _step, "destroy": _destroy, "__del__": _collected},
+    "PipelineEngine": {"train_batch": _train_batch},  # see [Note: Pipelines]
+}
+
+
 # ---- ranks ----------------------------------------------------------------------------------------------------------
 
 
@@ -258,6 +316,15 @@ def _rank() -> int:
 
 def _agreement() -> Agreement:
     return Ranks() if distributed.is_initialized() and distributed.get_world_size() > 1 else Alone()
+
+
+def _agreement_of_stage(engine: Any) -> Agreement | None:
+    """The ranks that hold the same stage of a pipeline; None without stages. A collective of all ranks."""
+    if not getattr(engine, "pipeline_parallelism", False) or engine.module.num_stages == 1:
+        return None
+    topology = engine.module.topology()
+    stages = [topology.get_axis_list("pipe", stage) for stage in range(engine.module.num_stages)]
+    return Ranks.of_part(stages, "stage")
 
 
 def _agree(problem: Exception | None) -> None:

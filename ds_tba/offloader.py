@@ -20,7 +20,7 @@ from torch import nn
 
 from ds_tba.adaptive.consensus import Planning
 from ds_tba.adaptive.controller import Controller
-from ds_tba.adaptive.monitor import Counts
+from ds_tba.adaptive.monitor import Counts, moves_in_vain
 from ds_tba.adaptive.ranks import Agreement
 from ds_tba.adaptive.rates import Rates
 from ds_tba.autograd.blocks import Blocks, find_blocks
@@ -250,13 +250,21 @@ class ActivationOffloader:
         self._closer = Closer(self._close)
         atexit.register(self.close)
 
-    def watch(self, model: nn.Module, agreement: Agreement, planner: Planner = adaptive) -> None:
+    def watch(
+        self,
+        model: nn.Module,
+        agreement: Agreement,
+        planner: Planner = adaptive,
+        *,
+        everyone: Agreement | None = None,
+    ) -> None:
         """Plan for a model under placement "adaptive", and record a trace if ``report.trace_path`` is set.
 
         Args:
             model: whose forward runs in :meth:`saving`.
-            agreement: the ranks; all of them call this.
+            agreement: the ranks that follow one plan; all of them call this.
             planner: makes the plans.
+            everyone: the ranks that may share drives, where these are more.
 
         Raises:
             ConfigError: ``blocks`` names a module that the model lacks, or a rank cannot measure its drives.
@@ -267,7 +275,7 @@ class ActivationOffloader:
         if self._controller is not None or not (plans or trace_path):
             return
         rates = Rates(tiers.nvme, self._accelerator, config.io.ring_bytes)
-        _measure_together(rates, agreement)
+        _measure_together(rates, everyone or agreement)
         memory = MemoryMeter(self._accelerator.memory, self.cache.stats.resident)
         # The memory of a CPU is shared by all ranks of the machine.
         sharers = self._process.ranks_on_node if self._accelerator.is_synchronized_device() else 1
@@ -313,6 +321,12 @@ class ActivationOffloader:
         self._reporter.refresh()
         return self.cache.saving() if self._controller is None else self._controller.saving()
 
+    def interleaving(self) -> AbstractContextManager[None]:
+        """Context for a whole step in which forwards and backwards of several micro-batches alternate."""
+        if self._process.is_forked():
+            return nullcontext()
+        return self.cache.interleaving() if self._controller is None else self._controller.interleaving()
+
     def note_micro_step(self) -> None:
         """Record that backward is over."""
         if self._process.is_forked():
@@ -329,7 +343,22 @@ class ActivationOffloader:
         self._reporter.steps += 1
         if self._controller is not None:
             self._controller.end_step()
+        moved_bytes = _counts(self._tiers, self.cache).offloaded_bytes
+        if self._reporter.steps == 1 and moves_in_vain(self.cache.stats, moved_bytes):
+            self._advise_to_compile_layers()
         self._reporter.end_step()
+
+    def _advise_to_compile_layers(self) -> None:
+        if self._controller is not None:
+            self._controller.keep_all()
+        if self._process.rank == 0:
+            logger.warning(
+                "moving activations does not lower their peak: the model is compiled as one graph, which saves all of "
+                "them at the end of forward and takes all back before backward begins. %s. Compile each layer instead, "
+                "for example: for layer in engine.module.layers: layer.compile(). Hugging Face's torch_compile does so "
+                "with ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION=true in the environment",
+                "They stay in memory" if self.config.placement == "adaptive" else "They are moved, as placement says",
+            )
 
     def report(self) -> OffloadReport:
         """The counters so far."""

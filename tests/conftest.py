@@ -17,6 +17,7 @@ from doubles import CpuAccelerator
 from fault_table import FaultTable
 from victims import NoVictims, Victims, serving
 
+from ds_tba.autograd.checkpoint import CAN_RECOMPUTE
 from ds_tba.config import AioConfig
 from ds_tba.storage.backends import aio
 from ds_tba.storage.backends.base import IoBackend
@@ -114,6 +115,12 @@ def backend_name(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def needs_aio() -> None:
     make_backend("aio")
+
+
+@pytest.fixture
+def needs_recompute() -> None:
+    if not CAN_RECOMPUTE:
+        pytest.skip("recomputing needs PyTorch 2.8")
 
 
 def left_as_found(disk: Disk) -> Iterator[Disk]:

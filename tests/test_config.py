@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_tba.config import BLOCK, near_misses, parse_block, with_staging
+from ds_tba.config import BLOCK, near_misses, parse_block, refuse_misplaced, with_staging
 from ds_tba.errors import ConfigError
 
 GOOD = {"enabled": True, "nvme_path": "/local_nvme"}
@@ -144,8 +144,45 @@ def test_integral_floats_are_integers_as_in_other_deepspeed_blocks() -> None:
 
 def test_near_misses_of_the_name_are_found_and_other_keys_are_not() -> None:
     keys = ["activation_nvme_ofload", "activation-nvme-offload", "nvme_activation_offload", "Activation_NVMe_Offload"]
+    keys += ["nvme_offload", "activation_offload", "activations_nvme_offloading", "offload_nvme"]
     others = ["zero_optimization", "activation_checkpointing", "aio", "data_types", "nebula", "amp", BLOCK]
-    assert near_misses(dict.fromkeys(keys + others), frozenset()) == keys
+    others += ["offload_param", "offload_optimizer", "cpu_checkpointing", "partition_activations", "nvme_path"]
+    assert near_misses(dict.fromkeys(keys + others)) == keys
+
+
+def test_near_misses_are_found_inside_other_blocks_and_not_inside_of_ours() -> None:
+    config = {
+        "zero_optimization": {"offload_param": {"device": "nvme"}, "nvme_offload": {}},
+        BLOCK: {"nvme_offload": 1},
+    }
+    assert near_misses(config) == ["zero_optimization.nvme_offload"]
+
+
+@pytest.mark.parametrize("outer", ["zero_optimization", "activation_checkpointing", "aio"])
+def test_the_block_in_a_wrong_place_is_refused_with_the_right_one(outer: str) -> None:
+    with pytest.raises(ConfigError, match=f'inside "{outer}".*move the block to the top level.*beside "{outer}"'):
+        refuse_misplaced({"bf16": {"enabled": True}, outer: {"stage": 3, BLOCK: GOOD}})
+    refuse_misplaced({outer: {"stage": 3}, BLOCK: GOOD})
+
+
+@pytest.mark.parametrize(
+    ("keys", "hint"),
+    [
+        ({"enabled": "true"}, "drop the quotes: true"),
+        ({"recompute": " False"}, "drop the quotes: false"),
+        ({"max_step_overhead": "0.05"}, "drop the quotes: 0.05"),
+        ({"io": {"write_lanes": "4"}}, "drop the quotes: 4"),
+        ({"min_tensor_bytes": "1048576"}, "drop the quotes: 1048576"),
+        ({"min_tensor_bytes": "1MB"}, "'1MB' would be 1048576"),
+    ],
+)
+def test_values_in_quotes_are_refused_with_what_to_write(keys: dict[str, Any], hint: str) -> None:
+    assert hint in refusal({**GOOD, **keys})
+
+
+def test_a_swap_file_smaller_than_any_tensor_is_refused() -> None:
+    message = refusal({**GOOD, "min_tensor_bytes": 4 << 20, "io": {"swap_file_bytes": 2 << 20}})
+    assert "io.swap_file_bytes 2097152" in message and "min_tensor_bytes 4194304" in message
 
 
 json_values = st.recursive(
@@ -171,4 +208,4 @@ def test_whatever_the_block_is_it_is_taken_or_refused_with_its_name(block: Any) 
 def test_shipped_configs_are_valid(path: Path) -> None:
     config = json.loads(path.read_text())
     assert (parse_block(config) is not None) == (BLOCK in config)
-    assert not near_misses(config, frozenset({"activation_checkpointing"}))
+    assert not near_misses(config)

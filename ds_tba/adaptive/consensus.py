@@ -151,7 +151,7 @@ class Planning:
         answers: list[Offer | str] = self._agreement.all_gather(self._offer(trace, fit, non_recomputable))
         for number, answer in enumerate(answers):
             if isinstance(answer, str):
-                return NoPlan(f"rank {number} {answer}", is_final=False)
+                return NoPlan(f"rank {number}{self._agreement.where} {answer}", is_final=False)
         if trace is None or fit is None:  # then its answer was a string
             return NoPlan("this rank has no trace", is_final=False)
         offers = [answer for answer in answers if isinstance(answer, Offer)]
@@ -160,7 +160,9 @@ class Planning:
         if leader == self._agreement.rank:
             found = self._planned(trace, fit, layout, offers, current)
         found = self._agreement.broadcast(found, leader)
-        return NoPlan(f"rank {leader} could not plan ({found})", is_final=True) if isinstance(found, str) else found
+        if isinstance(found, str):
+            return NoPlan(f"rank {leader}{self._agreement.where} could not plan ({found})", is_final=True)
+        return found
 
     def _offer(self, trace: Trace | None, fit: Fit | None, non_recomputable: frozenset[str]) -> Offer | str:
         """The offer of this rank, or why it has none."""
@@ -214,7 +216,7 @@ class Planning:
             self._warn_once(
                 "over",
                 f"no plan fits {budget_bytes} bytes of activations ({bound}): the lowest peak is {peak_bytes} bytes. A "
-                'larger budget, smaller micro-batches, "recompute": true or a faster drive would help',
+                f"larger budget, smaller micro-batches, {_recompute_advice(found)}or a faster drive would help",
             )
         elif not asked:
             self._warn_once(
@@ -228,6 +230,14 @@ class Planning:
         if kind != self._warned:
             self._warned = kind
             logger.warning("%s", text)
+
+
+def _recompute_advice(found: PlanInForce) -> str:
+    if not found.limits.recompute:
+        return '"recompute": true, '
+    if all(block.is_recomputable for block in found.trace.blocks):
+        return ""
+    return "blocks that can be recomputed (the log and unproven_blocks in the report say why some cannot), "
 
 
 def _old_or_new(old: Plan, new: Plan, expected: Trace, careful: Trace, limits: Limits, room_bytes: float) -> Plan:

@@ -11,7 +11,6 @@ together: the highest ``Action`` of any rank is done by all.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -22,7 +21,7 @@ from torch import nn
 
 from ds_tba.adaptive.calibration import Calibration, Fit, Observation
 from ds_tba.adaptive.consensus import Machine, Planning, calibrated
-from ds_tba.adaptive.monitor import Action, Counts, Monitor, Step, StepMetrics
+from ds_tba.adaptive.monitor import Action, Counts, Monitor, Step
 from ds_tba.adaptive.policy import ByPlan, PlanInForce
 from ds_tba.adaptive.proving import Proving
 from ds_tba.adaptive.ranks import Agreement
@@ -40,8 +39,6 @@ from ds_tba.storage.base import Always, Policy, Store
 logger = logging.getLogger(__name__)
 
 WARM_STEPS = 1  # not recorded: allocators, compilers and caches warm up
-# How far ahead of its device a host is assumed to be, as a fraction of a step.
-HOST_AHEAD_FRACTION = 0.25
 
 
 class Controller:
@@ -107,7 +104,6 @@ class Controller:
         self._is_new_step = True
         self._problem = ""  # the last that was said
         self._is_over = False
-        self._patience_s = 0.0
         self.monitor = Monitor()
         self.in_force: PlanInForce | None = None
         self.plans = 0
@@ -141,16 +137,31 @@ class Controller:
         if not torch.is_grad_enabled():
             yield
             return
-        continues = not self._is_new_step and self._cache.is_waiting_for_backward
+        self._cache.count_recomputed(0)  # of a backward that raised, or of another micro-batch
+        continues = not self._is_new_step and self._cache.expects_forward
         if not continues:
             self._begin()
         recorder = self._recorder
         around = None if recorder is None else recorder.around
         lead = self._policy.prefetch_distance if isinstance(self._policy, ByPlan) else ()
         listening = nullcontext() if self._blocks is None else self._blocks.listening()
-        watching = nullcontext() if recorder is None else recorder.watching()
-        with watching, self._cache.saving(self._policy, around, lead, continues=continues), listening:
+        with self._cache.saving(self._policy, around, lead, continues=continues), listening:
             yield
+
+    @contextmanager
+    def interleaving(self) -> Iterator[None]:
+        """The forwards and backwards of one whole step, which alternate: one micro-step to a plan."""
+        self._begin()
+        try:
+            with self._cache.interleaving():
+                yield
+        except BaseException:  # the step is not over, and shows nothing
+            self._is_new_step = True
+            if self._recording is not None:
+                self._recording.abandon()
+            raise
+        finally:
+            self.end_micro_step()
 
     def end_micro_step(self) -> None:
         """Backward is over."""
@@ -170,7 +181,7 @@ class Controller:
             step.end(self._clock.mark(), self._counts(), self._cache.take_moves())
             self._machine.note_copies(step.counts.offloaded_bytes, step.counts.moving_s - step.counts.stall_s)
             if self._recording is not None:
-                self._recording.end_step(step.ended, step.counts.offloaded_bytes)
+                self._recording.end_step(step.ended, step.counts.offloaded_bytes, has_compiled=step.has_compiled)
             if self.in_force is None:
                 self._memory.sample()
         if not self._is_over:
@@ -181,7 +192,6 @@ class Controller:
 
     def _begin(self) -> None:
         self._end_policy()
-        self._cache.count_recomputed(0)  # a backward that raised has left its own
         if self._is_new_step:
             self._is_new_step = False
             if self.in_force is None:
@@ -228,7 +238,8 @@ class Controller:
 
         The host of an asynchronous device may wait for as long as it would be ahead otherwise.
         """
-        return self._step is not None and self._cache.stats.moving_s - self._step.before.moving_s <= self._patience_s
+        step, plan, moving_s = self._step, self.in_force, self._cache.stats.moving_s
+        return step is not None and plan is not None and moving_s - step.before.moving_s <= plan.patience_s
 
     # ---- passes through blocks ---------------------------------------------------------------------------------------
 
@@ -303,18 +314,10 @@ class Controller:
         resources = self._machine.resources()
         # A device is behind the host: marks of the step before the last can be read without waiting for the device.
         step = self._step if resources.is_synchronous else self._before
-        if step is None or step.plan != self.plans or step.ended is None:
+        if step is None or step.plan != self.plans or step.ended is None or step.has_compiled:
             return Action.GO_ON
         self._reviewed = step
-        seen = StepMetrics(
-            step.time_s(self._clock),
-            step.counts.refusals,
-            step.deviation.unplanned,
-            step.drift(self.in_force),
-            resources.rates,
-            step.deviation.grown_bytes / max(1, self.in_force.trace.saved_bytes),
-            step.micro_steps - self.in_force.trace.micro_steps,
-        )
+        seen = step.metrics(self.in_force, self._clock, resources.rates)
         if self._recorded is not None and not self._is_other_trace:
             shown = step.observation(self._recorded.trace, self.in_force, self._clock)
             if shown is not None:
@@ -329,8 +332,8 @@ class Controller:
         if recording.has_any:
             return Action.PLAN
         logger.warning(
-            "no plan yet: no complete forward and backward in %d steps. Activations are offloaded without a plan, and "
-            "steps are recorded again later",
+            "no plan yet: %d steps compiled something, or had no complete forward and backward. Activations are "
+            "offloaded without a plan, and steps are recorded again later",
             recording.steps,
         )
         return Action.REST
@@ -390,6 +393,12 @@ class Controller:
         except Exception as error:  # noqa: BLE001 - the other ranks wait for this rank's part of the plan
             logger.warning("%s; what was measured before counts", error)
 
+    def keep_all(self) -> None:
+        """Move nothing while there is no plan, not even to hold a budget: it was in vain."""
+        if self._planning is not None:
+            self._cache.limit_resident(None)
+            self._safe = Always((), wait=False, reason="moving lowers no peak")
+
     def _give_up(self) -> None:
         """Make no more plans; the last one stays in force."""
         self._is_over = True
@@ -411,7 +420,7 @@ class Controller:
         trace, layout, fit, non_recomputable = None, Layout(()), None, frozenset[str]()
         try:
             self._grow()
-            non_recomputable = self._non_recomputable()
+            non_recomputable = frozenset() if self._blocks is None else self._blocks.unproven
             if self._recorded is not None:
                 layout, fit, trace = self._recorded.layout, self._fit(), self._recorded.trace
         except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer: no trace is one
@@ -431,17 +440,12 @@ class Controller:
     def _follow(self, found: PlanInForce) -> None:
         is_new = not found.is_same_as(self.in_force)  # on every rank alike
         self.in_force = found
-        limits, cost = found.limits, found.plan.prediction
-        if self._budget_bytes is None:  # the room on the device, where the plan had to be made for that
-            self._cache.limit_resident(limits.activation_budget_bytes)
-        allowed_s = max(cost.stall_s, limits.max_step_overhead * found.trace.step_s - cost.recomputed_s)
-        if limits.activation_budget_bytes is not None:
-            allowed_s = math.inf
-        ahead_s = 0.0 if found.trace.resources.is_synchronous else HOST_AHEAD_FRACTION * found.trace.step_s
-        self._patience_s = max(allowed_s, ahead_s)
+        # The room on the device, where the plan had to be made for that, else as the user has set it.
+        name = "" if self._budget_bytes is None else "activation_budget_bytes"
+        self._cache.limit_resident(None if found.is_in_vain else found.limits.activation_budget_bytes, name)
         if not any(place is Placement.NVME for place, _ in found.bytes_by_placement) and Placement.NVME in self._tiers:
             self._tiers[Placement.NVME].trim()
-        self.monitor.planned(cost.step_s, self._machine.resources().rates, is_new=is_new)
+        self.monitor.planned(found.plan.prediction.step_s, self._machine.resources().rates, is_new=is_new)
         self._calibration.age()
         if is_new or self._calibration.is_beginning:
             self._calibration.begin_plan()
@@ -450,7 +454,7 @@ class Controller:
         self._cache.forget_order()
         self.plans += 1
         if self._agreement.rank == 0:
-            logger.info("plan %d: %s", self.plans, found.describe(self.monitor.reason))
+            logger.info("plan %d%s: %s", self.plans, self._agreement.where, found.describe(self.monitor.reason))
 
     def _grow(self) -> None:
         """Go on from a trace of larger storages, where the reviewed step had such."""
@@ -461,12 +465,6 @@ class Controller:
         self._recorded = RecordedTrace(trace, followed.layout, Observation(trace.step_s, 0.0, 0))
         self._calibration.begin(self._recorded.observation, trace.recompute_factor)
         self._is_other_trace = True
-
-    def _non_recomputable(self) -> frozenset[str]:
-        """Paths of the blocks that may not be recomputed."""
-        if self._blocks is None:
-            return frozenset()
-        return frozenset(block.path for block in self._blocks.all if not self._blocks.is_proven(block))
 
     def unproven_blocks(self) -> list[dict[str, str]]:
         """For the report: blocks that are not recomputed, with the reason."""

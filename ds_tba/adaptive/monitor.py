@@ -11,6 +11,7 @@ plan ask for a new plan at once.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from enum import IntEnum
 from statistics import median
@@ -20,6 +21,7 @@ from ds_tba.adaptive.calibration import Observation
 from ds_tba.adaptive.policy import Deviation, PlanInForce
 from ds_tba.device.accelerator import Clock
 from ds_tba.planner.trace import Trace
+from ds_tba.telemetry.stats import CacheStats
 
 MIN_STEPS, MAX_STEPS = 5, 320
 # After so many steps without a surprise the next surprise counts as new.
@@ -30,6 +32,8 @@ SURPRISE_FACTOR, LARGE_FACTOR = 1.25, 2.0
 # A rate that has left this band since the last review is a surprise.
 RATE_BAND = (0.67, 1.5)
 MAX_DRIFT = 0.1
+# The fraction by which moving is to lower the peak.
+MIN_GAIN = 0.02
 # For the report.
 REPORTED_STEPS = 5
 
@@ -192,6 +196,24 @@ class Monitor:
 # One optimizer step under a plan: its counts, and what the step shows of the cost of recomputing and moving.
 
 
+def compilations() -> int:
+    """What ``torch.compile`` has compiled in this process so far; 0 where nobody has imported it.
+
+    Counts everything that it times: frames, backwards (compiled when they first run), kernels and their tuning.
+    """
+    times: dict[str, list[float]] = getattr(sys.modules.get("torch._dynamo.utils"), "compilation_time_metrics", {})
+    return sum(map(len, list(times.values())))
+
+
+def moves_in_vain(stats: CacheStats, moved_bytes: int) -> bool:
+    """Whether most of what is saved was moved and the peak is no lower for it, in a process that compiles.
+
+    Code that is compiled as one graph saves everything at its end, and takes all of it back before its backward begins.
+    """
+    in_vain = stats.resident.peak > (1 - MIN_GAIN) * stats.saved.peak
+    return in_vain and moved_bytes > stats.saved.peak / 2 and compilations() > 0
+
+
 @dataclass(frozen=True, slots=True)
 class Counts:
     """Of moving, since the beginning or in one step.
@@ -228,6 +250,7 @@ class Step:
         counts: of the step.
         deviation: from the plan.
         moves: marks before and after each storage that was moved, or came back.
+        has_compiled: whether something was compiled in it; then its times say nothing of other steps.
     """
 
     began: Any
@@ -238,6 +261,8 @@ class Step:
     deviation: Deviation = field(default_factory=Deviation)
     moves: list[tuple[Any, Any]] = field(default_factory=list)
     ended: Any = None
+    has_compiled: bool = False
+    _compilations: int = field(default_factory=compilations)
 
     def end(self, ended: Any, now: Counts, moves: list[tuple[Any, Any]]) -> None:
         """The optimizer has stepped.
@@ -248,6 +273,19 @@ class Step:
             moves: marks before and after each storage that was moved, or came back.
         """
         self.ended, self.counts, self.moves = ended, now - self.before, moves
+        self.has_compiled = compilations() != self._compilations
+
+    def metrics(self, plan: PlanInForce, clock: Clock, rates: tuple[float, ...]) -> StepMetrics:
+        """What the step shows of the plan that was in force in it; blocks the host until the device is there."""
+        return StepMetrics(
+            self.time_s(clock),
+            self.counts.refusals,
+            self.deviation.unplanned,
+            self.drift(plan),
+            rates,
+            self.deviation.grown_bytes / max(1, plan.trace.saved_bytes),
+            self.micro_steps - plan.trace.micro_steps,
+        )
 
     def time_s(self, clock: Clock) -> float:
         """From its begin to its end; blocks the host until the device is there."""

@@ -5,6 +5,7 @@ Knows stores, and plans where there is one; does not know the cache.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -15,6 +16,8 @@ from ds_tba.planner.trace import Layout, Trace
 from ds_tba.storage.base import Choice, Store
 
 MIB = 1 << 20
+# How far ahead of its device a host is assumed to be, as a fraction of a step.
+HOST_AHEAD_FRACTION = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +75,28 @@ class PlanInForce:
         return max(0.0, self.plan.prediction.stall_s - moved_bytes * s_per_byte)
 
     @property
+    def patience_s(self) -> float:
+        """How long the host may wait for room in staging, in one step."""
+        cost, limits, trace = self.plan.prediction, self.limits, self.trace
+        if limits.activation_budget_bytes is not None:
+            return math.inf
+        ahead_s = 0.0 if trace.resources.is_synchronous else HOST_AHEAD_FRACTION * trace.step_s
+        return max(ahead_s, cost.stall_s, limits.max_step_overhead * trace.step_s - cost.recomputed_s)
+
+    @property
     def bytes_by_placement(self) -> list[tuple[Placement, int]]:
         """Bytes of the trace's storages, for each placement that any has."""
         sizes = dict.fromkeys(Placement, 0)
         for storage, placement in zip(self.trace.storages, self.plan.placements, strict=True):
             sizes[placement] += storage.nbytes
         return [(placement, nbytes) for placement, nbytes in sizes.items() if nbytes]
+
+    @property
+    def is_in_vain(self) -> bool:
+        """Whether saved tensors exceed the budget, and moving would not change that: they are saved all at once."""
+        budget_bytes = self.limits.activation_budget_bytes
+        keeps_all = all(place is Placement.KEEP for place in self.plan.placements)
+        return keeps_all and budget_bytes is not None and self.plan.prediction.peak_saved_bytes > budget_bytes
 
     def describe(self, reason: str) -> str:
         """In one line.

@@ -65,11 +65,13 @@ class Proving:
 
     def unproven(self) -> list[dict[str, str]]:
         """For the report: the blocks that are left out, with the reason."""
-        return [
-            {"path": block.path, "reason": self._blocks.obstacle(block) or ""}
-            for block in self._blocks.all
-            if self._blocks.is_settled(block)
-        ]
+        of_blocks = ((block.path, self._reason(block)) for block in self._blocks.all)
+        return [{"path": path, "reason": reason} for path, reason in of_blocks if reason is not None]
+
+    def _reason(self, block: Block) -> str | None:
+        if self._blocks.is_settled(block):
+            return self._blocks.obstacle(block) or ""
+        return None if self.is_running else self._blocks.unseen(block)
 
     def _agree(self) -> None:
         """Have all ranks verify the same blocks next; a block that one leaves out, all do."""
@@ -94,7 +96,8 @@ class Proving:
 
     def _leave_out(self, block: Block, rank: int, obstacle: str) -> None:
         own = self._agreement.size == 1 or obstacle.startswith("on rank")
-        self._blocks.settle(block, obstacle if own else f"on rank {rank} {obstacle}")
+        where = self._agreement.where
+        self._blocks.settle(block, obstacle if own else f"on rank {rank}{where} {obstacle}")
 
     def _give_up(self) -> None:
         self._blocks.to_verify = frozenset()

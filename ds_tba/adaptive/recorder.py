@@ -6,20 +6,23 @@ may be recorded while everything goes to NVMe, which is the safe thing to do bef
 
 [Note: Small tensors] Tensors below ``min_tensor_bytes`` have no record in the cache. They are one storage per scope
 here, which may not be moved: their bytes count, and go with a block that is recomputed.
+
+[Note: Guards] Code that ``torch.compile`` has compiled is compiled again when the hooks on modules change, also those
+on all modules, and runs without compilation once that has happened too often. So recording puts no hooks on modules and
+takes none off: which module runs is read from the call stack, when a storage is saved for the first time.
 """
 
 from __future__ import annotations
 
+import inspect
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from ds_tba.autograd.saved import (
     Hooks,
@@ -81,6 +84,7 @@ class MicroStepRecord:
 
     Attributes:
         pauses: marks around all work of ours, during which the trace's clock stands still.
+        forwards: the numbers of the next pause and the next storage when each forward began.
         uses: pause and scope of each unpack.
         hooks: marks around the cache's own hooks, within the pauses; only on a synchronous device.
         moves: marks around each storage that was moved.
@@ -91,11 +95,18 @@ class MicroStepRecord:
     pauses: list[tuple[Any, Any]] = field(default_factory=list)
     storages: list[_Storage] = field(default_factory=list)
     scopes: list[_Scope] = field(default_factory=list)
+    forwards: list[tuple[int, int]] = field(default_factory=list)
     uses: list[tuple[int, int]] = field(default_factory=list)
     hooks: list[tuple[Any, Any]] = field(default_factory=list)
     moves: list[tuple[Any, Any]] = field(default_factory=list)
     ended: Any = None
     _alike: list[MicroStepRecord] = field(default_factory=list)
+
+    def begin_forward(self) -> None:
+        """A forward begins, the first or one more."""
+        self.forwards.append((len(self.pauses), len(self.storages)))
+        if self.scopes:
+            self.scopes[-1].small = _NOTHING  # those of two forwards do not live equally long
 
     def freed(self, index: int) -> None:
         """Autograd has let go of a saved tensor. Safe in a finalizer."""
@@ -136,7 +147,10 @@ class MicroStepRecord:
             spans[number] = (spans.get(number, (place,))[0], place)
         blocks = [self._block(scope, spans.get(scope.number), times) for scope in self.scopes if scope.number % 2]
         storages = [self._storage(index, blocks, times) for index in range(len(self.storages))]
-        return Trace(tuple(storages), tuple(blocks), resources, end_s, optimizer_s, micro_steps)
+        # Forwards whose backward is yet to come when the last of them is over make no pipeline.
+        is_interleaved = any(self.uses[0][0] < pause for pause, _ in self.forwards)
+        forwards = tuple(storage for _, storage in self.forwards) if is_interleaved else ()
+        return Trace(tuple(storages), tuple(blocks), resources, end_s, optimizer_s, micro_steps, forwards=forwards)
 
     def confirm(self, earlier: MicroStepRecord) -> bool:
         """Have times come from both; False, and nothing changes, if ``earlier`` was of another kind of micro-step."""
@@ -175,8 +189,10 @@ class MicroStepRecord:
         if span is not None:
             first, last = span
             started_s = max(left_s, times[self.uses[first][0]])
-            if last + 1 < len(self.uses):
-                ended_s = max(started_s, times[self.uses[last + 1][0]])
+            after = [self.uses[last + 1][0]] if last + 1 < len(self.uses) else []
+            after += [pause for pause, _ in self.forwards if pause > self.uses[last][0]][:1]
+            if after:
+                ended_s = max(started_s, times[min(after)])
         inputs = tuple(dict.fromkeys(scope.inputs))
         is_recomputable = scope.is_recomputable and span is not None
         return BlockTrace(scope.module, times[scope.entered], left_s, started_s, ended_s, inputs, is_recomputable)
@@ -233,38 +249,27 @@ class _Watch:
 
 
 class _RunningModule:
-    """The path of the module that runs.
+    """The path of the module that runs; see [Note: Guards].
 
     Args:
         paths: for each module (by ``id``) its path in the model.
     """
 
+    _CALL = nn.Module._wrapped_call_impl.__code__
+
     def __init__(self, paths: dict[int, str]) -> None:
         self._paths = paths
-        self._stack = [""]
 
     @property
     def path(self) -> str:
-        """Of the innermost module that is in the model."""
-        return self._stack[-1]
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Follow every module's forward."""
-        before = register_module_forward_pre_hook(self._enter)
-        after = register_module_forward_hook(self._leave, always_call=True)
-        try:
-            yield
-        finally:
-            before.remove()
-            after.remove()
-
-    def _enter(self, module: nn.Module, _inputs: Any) -> None:
-        self._stack.append(self._paths.get(id(module), self._stack[-1]))
-
-    def _leave(self, _module: nn.Module, _inputs: Any, _outputs: Any) -> None:
-        if len(self._stack) > 1:
-            self._stack.pop()
+        """Of the innermost module of the model that the caller's thread runs; empty outside of all."""
+        frame = inspect.currentframe()
+        while frame is not None:
+            path = self._paths.get(id(frame.f_locals["self"])) if frame.f_code is self._CALL else None
+            if path is not None:
+                return path
+            frame = frame.f_back
+        return ""
 
 
 class _StorageIndex:
@@ -332,18 +337,13 @@ class Recorder:
         self._index = _StorageIndex(self.record, self._module)
         self._depth = 0
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """A forward that is recorded: the first of the micro-step, or one more before its backward."""
-        with self._module.watching():
-            self._cache.take_moves()
-            if not self.record.scopes:  # else one more forward of the same micro-step
-                self._pause(lambda: self._open_scope(""))
-            yield
-
     def around(self, hooks: Hooks) -> Hooks:
-        """The hooks that record what those of the cache do."""
+        """The hooks that record what those of the cache do, for a forward that begins."""
         self._pack, self._unpack = hooks
+        if not self.record.scopes:  # else one more forward of the same micro-step
+            self._cache.take_moves()
+            self._pause(lambda: self._open_scope(""))
+        self.record.begin_forward()
         return self.pack, self.unpack
 
     def enter(self, module: str, inputs: Sequence[torch.Tensor], *, is_recomputable: bool) -> None:

@@ -5,6 +5,9 @@ of 5 ms is not rare, and every plan made of that trace would carry the pause. Of
 hooks is the mean, or the shorter of the two where they are far apart. With gradient accumulation both are of one step,
 else of two.
 
+[Note: Compilation] A step in which something was compiled shows how long that took, and not how long steps take. What
+was recorded in it is dropped, and a later step is recorded.
+
 Knows the recorder and the clock; does not decide when to record.
 """
 
@@ -60,6 +63,7 @@ class Recording:
         self._clock = clock
         self._make_recorder = make_recorder
         self._done: list[MicroStepRecord] = []
+        self._of_step: list[MicroStepRecord] = []  # not done before the step is
         self._is_broken = False  # this step had a forward without its backward
         self._backward_ended: Any = None
         self._optimizer_steps: list[tuple[Any, Any]] = []
@@ -70,7 +74,7 @@ class Recording:
     @property
     def is_enough(self) -> bool:
         """Whether no more need be recorded."""
-        return len(self._done) >= RECORDINGS
+        return len(self._done) + len(self._of_step) >= RECORDINGS
 
     @property
     def has_any(self) -> bool:
@@ -90,6 +94,10 @@ class Recording:
             self.running.end()
         self._backward_ended = self._clock.mark()
 
+    def abandon(self) -> None:
+        """The micro-step that runs has raised: record nothing more in this step."""
+        self.running, self._is_broken = None, True
+
     def settle(self) -> None:
         """Keep the record of the last micro-step, before the next forward, or at the end of the step."""
         recorder, self.running = self.running, None
@@ -97,23 +105,28 @@ class Recording:
             return
         recorder.end()
         if recorder.record.is_complete:
-            self._done.append(recorder.record)
+            self._of_step.append(recorder.record)
         else:
             self._is_broken = True
 
-    def end_step(self, ended: Any, moved_bytes: int) -> None:
+    def end_step(self, ended: Any, moved_bytes: int, *, has_compiled: bool = False) -> None:
         """The optimizer has stepped.
 
         Args:
             ended: mark of the clock.
             moved_bytes: of the storages that went out in this step.
+            has_compiled: whether something was compiled in the step; see [Note: Compilation].
         """
         self.steps += 1
         self._is_broken = False
+        records, self._of_step = self._of_step, []
+        backward_ended, self._backward_ended = self._backward_ended, None
+        if has_compiled:
+            return
+        self._done += records
         self._moved_bytes.append(moved_bytes)
-        if self._backward_ended is not None:
-            self._optimizer_steps.append((self._backward_ended, ended))
-            self._backward_ended = None
+        if backward_ended is not None:
+            self._optimizer_steps.append((backward_ended, ended))
 
     def recorded(self, resources: Resources, micro_steps: int) -> RecordedTrace:
         """The trace of all recordings; blocks the host until the device has reached their end.

@@ -36,10 +36,28 @@ from ds_tba.autograd.checkpoint import (
     replace_forward,
     restore_forward,
 )
-from ds_tba.autograd.discovery import CallHook, PassHooks, named_layers, repeated_layers
+from ds_tba.autograd.comparison import is_compiled
+from ds_tba.autograd.discovery import (
+    HOOK_FRAMES,
+    CallHook,
+    PassHooks,
+    named_layers,
+    repeated_layers,
+)
 from ds_tba.autograd.forward_state import StateReader, UnreadableError
 from ds_tba.autograd.proof import Evidence, Kind, VerifiedPass, Watch, kind_of, name_of, watched
+from ds_tba.autograd.tensors import is_being_compiled, uncompiled
 from ds_tba.errors import IncompatibleError
+
+_HOOKS_AROUND = (
+    "saved-tensor hooks around it, such as a checkpoint's, take its saved tensors: turn those off to have plans choose"
+)
+_CHECKPOINT_AROUND = "a checkpoint around it runs its forward again already: turn that off to have plans choose"
+_COMPILED = (
+    "it is part of what torch.compile compiles, where no pass is seen: compile the blocks one by one instead, before "
+    "deepspeed.initialize (layers[i] = torch.compile(layers[i]))"
+)
+_UNSEEN = "no pass through it was seen, with gradients, in the engine's forward"
 
 # Autograd's number of the backward in this thread when there is none.
 _NO_BACKWARD = -1
@@ -55,11 +73,13 @@ class Block:
         index: in ``Blocks.all``.
         path: of the module in the model, such as ``"model.layers.3"``.
         module: the layer.
+        around: the modules that it is in, from the model down.
     """
 
     index: int
     path: str
     module: nn.Module
+    around: tuple[nn.Module, ...] = ()
 
 
 class PassListener(Protocol):
@@ -97,7 +117,12 @@ def find_blocks(model: nn.Module, paths: Sequence[str] | None) -> list[Block]:
         ConfigError: a path is not that of a module, or lies inside another.
     """
     layers = repeated_layers(model) if paths is None else named_layers(model, paths)
-    return [Block(index, path, module) for index, (path, module) in enumerate(layers.items())]
+    return [Block(index, path, module, _around(model, path)) for index, (path, module) in enumerate(layers.items())]
+
+
+def _around(model: nn.Module, path: str) -> tuple[nn.Module, ...]:
+    names = path.split(".")
+    return tuple(model.get_submodule(".".join(names[:depth])) for depth in range(len(names)))
 
 
 class Blocks:
@@ -177,6 +202,11 @@ class Blocks:
         known = self._known[block.index]
         return bool(known.proven) and known.obstacle is None
 
+    @property
+    def unproven(self) -> frozenset[str]:
+        """Paths of the blocks that may not be recomputed."""
+        return frozenset(block.path for block in self.all if not self.is_proven(block))
+
     def unverified(self, block: Block) -> frozenset[str]:
         """The kinds of its passes that left no trace and are not verified, by names that are equal on all ranks."""
         return frozenset(name_of(kind) for kind in self._known[block.index].unverified)
@@ -188,6 +218,15 @@ class Blocks:
     def is_settled(self, block: Block) -> bool:
         """Whether there is an obstacle for good."""
         return self._known[block.index].is_settled
+
+    def unseen(self, block: Block) -> str | None:
+        """Why no pass through the block was watched so far; None if any was."""
+        known = self._known[block.index]
+        if known.traceless or known.obstacle is not None:
+            return None
+        if any(is_compiled(module) for module in (*block.around, block.module)):
+            return _COMPILED
+        return _UNSEEN
 
     def settle(self, block: Block, obstacle: str) -> None:
         """Never recompute passes through the block."""
@@ -249,13 +288,21 @@ class _Forward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._calls.__dict__.pop("module", self.block.module)
+        if torch.compiler.is_compiling():
+            return self._current(module)(*args, **kwargs)
+        if is_being_compiled():
+            return uncompiled(self._current, module)(*args, **kwargs)
         forward = self._current(module)
-        if module is not self.block.module or torch.compiler.is_compiling() or not self.is_tied:
+        if module is not self.block.module or not self.is_tied:
             return forward(*args, **kwargs)
         if forward != self._forward:  # another forward was proven than the one that runs now
             self._blocks.settle(self.block, "the forward of its class was replaced")
         session = self._blocks._session
-        return forward(*args, **kwargs) if session is None else session.run(self.block, forward, args, kwargs)
+        if session is not None:
+            return session.run(self.block, forward, args, kwargs)
+        if torch._C._current_graph_task_id() != _NO_BACKWARD and self._blocks.unseen(self.block) is not None:
+            self._blocks.settle(self.block, _CHECKPOINT_AROUND)  # in forward it ran without gradients
+        return forward(*args, **kwargs)
 
     def _remember_call(self, module: nn.Module) -> None:
         self._calls.module = module
@@ -275,6 +322,9 @@ class _Forward:
         # At unpickling the module has no attribute of its own yet, so this is the method of its class.
         return getattr, (self.block.module, "forward")
 
+
+# For :func:`ds_tba.autograd.discovery.skip_frames`.
+FRAMES = (_Forward.__call__, *HOOK_FRAMES)
 
 # ---- one forward of the model ---------------------------------------------------------------------------------------
 
@@ -307,7 +357,7 @@ class _Session:
             if known.is_settled:
                 return forward(*args, **kwargs)
             if innermost_hooks() != self._hooks:
-                known.settle("a checkpoint, or other hooks around it, take its saved tensors")
+                known.settle(_HOOKS_AROUND)
                 return forward(*args, **kwargs)
             kind = kind_of(block.module, arguments)
             is_recomputed = token is not None and kind in known.proven and known.obstacle is None

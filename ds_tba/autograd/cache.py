@@ -34,7 +34,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
 from ds_tba.autograd.budget import Residency, Transfers
 from ds_tba.autograd.saved import (
@@ -61,6 +60,7 @@ from ds_tba.autograd.tensors import (
     is_parameter,
     is_under_a_mode,
     keep_originals,
+    uncompiled_hooks,
 )
 from ds_tba.device.accelerator import Accelerator
 from ds_tba.storage.base import Always, Policy, Store, Ticket
@@ -128,18 +128,29 @@ class TensorCache:
         with self._lock:
             self._finalizers.act()
             step = self.records.forward.micro_step
-            if not continues:
+            if not (continues or step.is_interleaved):
                 step = MicroStep()
                 self.stats.micro_steps += 1
-            step.phase = Phase.FORWARD
-            step.lead = lead
+            step.begin_forward(lead)
             self.records.forward = Forward(step, policy or self._default_policy)
         hooks: Hooks = (self.pack, partial(self.records.unpack, step))
         try:
-            with saved_tensors_hooks(*(hooks if around is None else around(hooks))):
+            with uncompiled_hooks(*(hooks if around is None else around(hooks))):
                 yield
         finally:
             step.phase = Phase.WAITING
+
+    @contextmanager
+    def interleaving(self) -> Iterator[None]:
+        """Forwards and backwards of several micro-batches: one micro-step; see [Note: Micro-steps]."""
+        with self._lock:
+            self._finalizers.act()
+            self.records.forward.micro_step = MicroStep(is_interleaved=True)
+            self.stats.micro_steps += 1
+        try:
+            yield
+        finally:
+            self.end_micro_step()
 
     def pack(self, tensor: torch.Tensor) -> PassedThrough | SavedCounted | SavedView:
         """Autograd's pack hook: the object to hold in place of ``tensor``."""
@@ -166,11 +177,11 @@ class TensorCache:
     # ---- for the offloader and the controller -------------------------------------------------------------------
 
     @property
-    def is_waiting_for_backward(self) -> bool:
-        """Whether what the last forward saved is alive, and nothing of it was unpacked."""
+    def expects_forward(self) -> bool:
+        """Whether one more forward belongs to the last micro-step; see [Note: Micro-steps]."""
         with self._lock:
             self._finalizers.act()
-            return self.records.forward.micro_step.is_waiting
+            return self.records.forward.micro_step.expects_forward
 
     def end_micro_step(self) -> None:
         """The micro-step is over, whatever is still saved: the next forward begins another."""

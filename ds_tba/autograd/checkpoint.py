@@ -17,7 +17,9 @@ block, must not be let go by the forward that runs again (:func:`_gathered_stay`
 [Note: To the end] A checkpoint stops running a forward again once it has all saved tensors; the modules that run at
 that moment end with an exception, and hooks after forward (with which ZeRO-3 lets go of parameters) are not called. So
 where a module inside has such hooks, the forward runs to its end. That costs the operations after the last saved
-tensor: in a block that ends in a linear layer without dropout, that layer.
+tensor: in a block that ends in a linear layer without dropout, that layer. This holds for our checkpoint alone: one
+that the user has inside the block stops as it does without us, and under ZeRO-3 it must, or its modules would let go of
+parameters that backward is using.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules import module as module_hooks
+from torch.utils import checkpoint as checkpointing
 from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_early_stop
 
 from ds_tba.autograd.comparison import drawn_from, python_rng_states, set_python_rng_states, version_of
@@ -55,6 +58,11 @@ _OUR_NUMBER = -1
 def innermost_hooks() -> Hooks | None:
     """The pack and unpack functions that autograd calls at this point, if any."""
     return _innermost_hooks(False) if _innermost_hooks is not None else None
+
+
+def early_stop() -> Any:
+    """What :func:`set_checkpoint_early_stop` has set; each checkpoint takes it over when it is made."""
+    return getattr(checkpointing, "_enable_checkpoint_early_stop", True)
 
 
 # ---- arguments ------------------------------------------------------------------------------------------------------
@@ -211,16 +219,21 @@ class RecomputedPass:
                 return self._run_again(tensors)
             self._is_first = False
             given = first.pop()
-            with self._saving():
+            with set_checkpoint_early_stop(others_stop_early), self._saving():
                 return self._forward(*given[0], **given[1])
 
         first = [(args, kwargs)]  # popped, or the checkpoint would hold the tensors of which it saves the inputs
         tensors = self._arguments.tensors
         self._arguments.forget_tensors()
-        with set_checkpoint_early_stop(False) if _has_hooks_inside(self._module) else nullcontext():
+        others_stop_early = early_stop()
+        with set_checkpoint_early_stop(False) if self._runs_to_its_end() else nullcontext():
             result = checkpoint(function, *tensors, use_reentrant=False, preserve_rng_state=True)
         self.changed = self._conditions.end_forward()
         return result
+
+    def _runs_to_its_end(self) -> bool:
+        """Whether the second run may not stop at the last saved tensor; see [Note: To the end]."""
+        return _has_hooks_inside(self._module)
 
     def _saving(self) -> AbstractContextManager[None]:
         """Entered around the first forward and each other, inside the hooks of the checkpoint."""

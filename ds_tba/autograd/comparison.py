@@ -1,6 +1,6 @@
 """State of the process and contents of values, in forms that can be compared; and two runs of one forward, compared.
 
-Knows PyTorch, Python and NumPy; does not know modules, passes, nor which values refer to which.
+Knows PyTorch, Python and NumPy; does not know passes, nor which values refer to which.
 
 [Note: Fingerprints] A fingerprint is small and holds no tensor; equal fingerprints mean equal contents, all but
 certainly. Of a tensor it has identity and version, and the bytes only where they are asked for or are few and in host
@@ -13,6 +13,7 @@ import array
 import ctypes
 import random
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
@@ -20,6 +21,7 @@ import numpy
 import torch
 import xxhash
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import _get_current_function_mode_stack as function_modes
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
@@ -27,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from ds_tba.autograd.tensors import lineage_of, stamp_of
 from ds_tba.device.memory import digest_of
 
-# ---- the process: random generators, PyTorch's settings, modes ------------------------------------------------------
+# ---- the process: random generators, PyTorch's settings and modes, what is compiled ----------------------------------
 
 
 class Held:
@@ -106,6 +108,16 @@ def _setting(getter: Callable[[], Any]) -> Any:
         return getter()
     except RuntimeError:  # of what was set through its newer name
         return None
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` compiles the module's forward."""
+    return module._compiled_call_impl is not None or is_wrapper_of_compiled(module)
+
+
+def is_wrapper_of_compiled(module: nn.Module) -> bool:
+    """Whether it is an ``OptimizedModule``, whose own attributes are the compiler's."""
+    return "dynamo_ctx" in vars(module) and "_orig_mod" in module._modules
 
 
 # ---- values ---------------------------------------------------------------------------------------------------------
@@ -327,3 +339,32 @@ def _tensor_output(tensor: torch.Tensor) -> tuple[Any, ...]:
     data = _integers(tensor).contiguous().cpu() if tensor.device.type != "meta" else torch.empty(0)
     form = (tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
     return *form, digest_of(data.reshape(-1).view(torch.uint8))
+
+
+class Run:
+    """One run of a verified forward, as far as two runs are compared by it.
+
+    Attributes:
+        parameters: by id, in the order in which the run saved tensors; None for each tensor that is no parameter.
+    """
+
+    def __init__(self) -> None:
+        self.parameters: list[int | None] = []
+        self.outputs: Outputs | None = None
+
+    def add(self, tensor: torch.Tensor) -> bool:
+        """The run saves a tensor; whether that is a parameter."""
+        is_parameter = isinstance(tensor, nn.Parameter)
+        self.parameters.append(id(tensor) if is_parameter else None)
+        return is_parameter
+
+
+@contextmanager
+def nothing_saved() -> Iterator[None]:
+    """Drop at once the tensors that autograd saves inside."""
+    with saved_tensors_hooks(lambda _: None, _no_backward):
+        yield
+
+
+def _no_backward(_: Any) -> torch.Tensor:
+    raise LeavesTraceError("its forward runs a backward of its own")

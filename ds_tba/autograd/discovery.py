@@ -3,7 +3,8 @@
 Knows ``torch.nn``; does not know any model, class name or framework.
 
 [Note: Repeated layers] A repeated layer is a child of a ``ModuleList``, ``Sequential`` or ``ModuleDict`` with at least
-one sibling of the same class and shape.
+one sibling of the same class and shape. A module that keeps layers under numbers as names, as these containers do, is
+one, too (a stage of a pipeline).
 
 - The outermost win: modules inside a layer, such as the experts of a mixture, are part of it.
 - Stages that differ in shape, each with layers of its own (Swin, ResNet), are no layers; what repeats inside them is.
@@ -27,6 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_tba.autograd.tensors import uncompiled
 from ds_tba.config import BLOCK
 from ds_tba.errors import ConfigError
 
@@ -67,7 +69,8 @@ def _search(
 ) -> Iterator[tuple[str, nn.Module]]:
     seen.add(id(module))
     children = {name: child for name, child in module._modules.items() if child is not None}
-    repeated = _repeated(module, least) if isinstance(module, containers) else set()
+    is_container = isinstance(module, containers) or any(name.isdigit() for name in children)
+    repeated = _repeated(module, least) if is_container else set()
     for name, child in children.items():
         if id(child) in seen:
             continue
@@ -177,19 +180,19 @@ class CallHook(_Hook):
 
     def __call__(self, module: nn.Module, _args: Any) -> None:
         if not torch.compiler.is_compiling():
-            self._tell(module)
+            uncompiled(self._tell, module)
 
 
 class _Before(_Hook):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.compiler.is_compiling() and module is self._module:
-            self._tell(args, kwargs)
+            uncompiled(self._tell, args, kwargs)
 
 
 class _After(_Hook):
     def __call__(self, module: nn.Module, _args: Any, _output: Any) -> None:
         if not torch.compiler.is_compiling() and module is self._module:
-            self._tell()
+            uncompiled(self._tell)
 
 
 def no_hook(*_: Any) -> None:
@@ -198,3 +201,7 @@ def no_hook(*_: Any) -> None:
 
 def _no_hook_of() -> Callable[..., None]:
     return no_hook
+
+
+# For :func:`ds_tba.autograd.tensors.skip_frames`.
+HOOK_FRAMES = (CallHook.__call__, _Before.__call__, _After.__call__)

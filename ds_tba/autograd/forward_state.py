@@ -34,7 +34,14 @@ import torch
 from torch import nn
 from torch.nn.modules import module as module_hooks
 
-from ds_tba.autograd.comparison import Held, content_fingerprint, settings, tensor_fingerprint
+from ds_tba.autograd.comparison import (
+    Held,
+    content_fingerprint,
+    is_compiled,
+    is_wrapper_of_compiled,
+    settings,
+    tensor_fingerprint,
+)
 
 State = Mapping[str, Any]
 _Named = tuple[str, Any]
@@ -138,13 +145,16 @@ def changed_name(before: State, after: State) -> str | None:
     if before == after:
         return None
     name = next((name for name in (*before, *after) if before.get(name, _NONE) != after.get(name, _NONE)), "state")
-    if name == _SETTINGS_NAME:
-        return name
-    return f"its {name}" if name.startswith(_ARGUMENT) else f"its {name!r}"
+    if not name.startswith(_ARGUMENT):
+        return name if name == _SETTINGS_NAME else f"its {name!r}"
+    argument = name.partition(".")[0]
+    # Each layer has its own place in a cache: one reason for all of them.
+    return f"its {argument}{CACHE}" if "cache" in argument.lower() else f"its {name}"
 
 
 _NONE = object()
 _ARGUMENT = "argument of class "
+CACHE = ", a cache"  # after the name of an argument that keeps keys and values for generating
 _SETTINGS_NAME = "a global setting of PyTorch"
 
 
@@ -254,9 +264,9 @@ class _Walk:
         self.add(_attributes(name, value), calls)
 
     def _module(self, name: str, module: nn.Module, calls: int) -> None:
-        self.is_compiled = self.is_compiled or _is_compiled(module)
+        self.is_compiled = self.is_compiled or is_compiled(module)
         self.add(_tensors_and_children(name, module), calls)
-        if not _is_wrapper_of_compiled(module):
+        if not is_wrapper_of_compiled(module):
             self.add(_own_attributes(name, module), calls)
             self._class_of(name, module, calls)
 
@@ -434,15 +444,6 @@ def _is_of_library(one: Any) -> bool:
 def _is_worth_reading(value: Any) -> bool:
     """Whether something found under a global name may hold state: it is there, and no library's class."""
     return value is not _NONE and not (isinstance(value, type) and _is_of_library(value))
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return module._compiled_call_impl is not None or _is_wrapper_of_compiled(module)
-
-
-def _is_wrapper_of_compiled(module: nn.Module) -> bool:
-    """Whether it is an ``OptimizedModule``, whose own attributes are the compiler's."""
-    return "dynamo_ctx" in vars(module) and "_orig_mod" in module._modules
 
 
 def _names_in(code: types.CodeType) -> Iterator[str]:

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import CheckpointError, set_checkpoint_early_stop
+from torch.utils.checkpoint import CheckpointError
 
 from ds_tba.autograd.checkpoint import (
     CAN_RECOMPUTE,
@@ -41,24 +41,33 @@ from ds_tba.autograd.checkpoint import (
 )
 from ds_tba.autograd.comparison import (
     LeavesTraceError,
-    Outputs,
     RandomGuard,
+    Run,
     difference,
     drawn_from,
     gradient_identity,
     hooks_of,
     modes,
+    nothing_saved,
     outputs_of,
     python_rng_states,
     set_python_rng_states,
     version_of,
 )
-from ds_tba.autograd.forward_state import State, StateReader, UnreadableError
-from ds_tba.autograd.tensors import VersionWitness
+from ds_tba.autograd.forward_state import CACHE, State, StateReader, UnreadableError
+from ds_tba.autograd.tensors import VersionWitness, has_plain_storage, is_parameter, stamp_of
 from ds_tba.errors import IncompatibleError
 
 # Forwards whose passes are watched where the first found an obstacle: a first forward may set up state for good.
 _MAX_WATCHED_FORWARDS = 2
+
+# Reasons for which nothing can be recomputed, each with the way out.
+_OLD_PYTORCH = f"recomputing needs PyTorch 2.8, and this is {torch.__version__}: update PyTorch"
+_NOTHING_SAVED = (
+    "its forward saves nothing but its inputs, so that recomputing would free nothing; if that is so because the model "
+    "checkpoints its layers itself, turn that off (gradient_checkpointing=False, say) to have plans choose"
+)
+_NO_CACHE = " of keys and values, which is for generating: train with use_cache=False (model.config.use_cache = False)"
 
 Kind = tuple[bool, frozenset[type]]
 """Of a pass: whether the module trains, and the classes of the objects among its arguments and of PyTorch's modes."""
@@ -89,7 +98,7 @@ class Evidence:
     reader: StateReader
     traceless: set[Kind] = field(default_factory=set)
     proven: set[Kind] = field(default_factory=set)
-    obstacle: str | None = None if CAN_RECOMPUTE else "PyTorch before 2.8 does not tell whose saved-tensor hooks are on"
+    obstacle: str | None = None if CAN_RECOMPUTE else _OLD_PYTORCH
     _watches: int = 0 if CAN_RECOMPUTE else _MAX_WATCHED_FORWARDS
     _verifications: dict[Kind, VerifiedPass] = field(default_factory=dict)
 
@@ -148,6 +157,7 @@ class Watch:
 
     Attributes:
         obstacle: the reason.
+        has_saved: whether autograd has saved anything in the pass that is neither a parameter nor an input.
     """
 
     def __init__(self, evidence: Evidence, arguments: Arguments, kind: Kind) -> None:
@@ -155,8 +165,16 @@ class Watch:
         self._others = arguments.others
         self._inputs: list[VersionWitness] = []
         self._state: State | None = None
+        self._of_inputs = {stamp_of(one.untyped_storage()) for one in arguments.tensors if has_plain_storage(one)}
         self.kind = kind
         self.obstacle: str | None = None
+        self.has_saved = False
+
+    def saves(self, tensor: torch.Tensor) -> None:
+        """Autograd saves a tensor in the pass."""
+        if not (self.has_saved or is_parameter(tensor)):
+            is_input = has_plain_storage(tensor) and stamp_of(tensor.untyped_storage()) in self._of_inputs
+            self.has_saved = not is_input
 
     @contextmanager
     def forward(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
@@ -175,7 +193,7 @@ class Watch:
         changed = reader.changed_since(state, self._others, with_bytes=True)
         drawn = drawn_from(rng_states, python_rng_states())
         if changed is not None:
-            self.obstacle = f"its forward changes {changed}"
+            self.obstacle = f"its forward changes {changed}{_NO_CACHE if changed.endswith(CACHE) else ''}"
         elif drawn is not None:
             self.obstacle = f"its forward draws numbers from {drawn}"
         elif [version_of(one) for one in tensors] != versions:
@@ -192,6 +210,8 @@ class Watch:
         """The forward of the whole model is over."""
         if self.obstacle is None and self._is_input_changed():
             self.obstacle = "an input of it is changed in place later in the model's forward"
+        elif self.obstacle is None and not self.has_saved:
+            self.obstacle = _NOTHING_SAVED
 
     def backward(self) -> None:
         """Backward first wants a saved tensor of the pass."""
@@ -235,12 +255,17 @@ def watched(
 
 @contextmanager
 def _telling(watch: Watch) -> Iterator[None]:
-    """Tell the watch of every unpack; only the first means anything to it."""
+    """Tell the watch of what is saved, and of every unpack, of which only the first means anything to it."""
     outer = innermost_hooks()
-    if outer is None:  # autograd holds what is saved
+    if outer is None:  # autograd holds what is saved, and tells nobody
+        watch.has_saved = True
         yield
         return
-    pack, outer_unpack = outer
+    outer_pack, outer_unpack = outer
+
+    def pack(tensor: torch.Tensor) -> Any:
+        watch.saves(tensor)
+        return outer_pack(tensor)
 
     def unpack(held: Any) -> torch.Tensor:
         tensor = outer_unpack(held)
@@ -282,17 +307,20 @@ class VerifiedPass(RecomputedPass):
         self._outer = innermost_hooks() or (_as_it_is, _as_it_is)
         self._unpack_again: Callable[[Any], torch.Tensor] = _as_it_is
         self._saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
-        self._first_run = _Run()
-        self._second_run = _Run()
+        self._first_run = Run()
+        self._second_run = Run()
         self._is_over = False
         self.has_run = False
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The pass in forward."""
-        with self._watch.forward(self._arguments.tensors), set_checkpoint_early_stop(False):
+        with self._watch.forward(self._arguments.tensors):
             result = super().run(args, kwargs)
             self._first_run.outputs = outputs_of(result)
         return result
+
+    def _runs_to_its_end(self) -> bool:
+        return True  # its result is compared, too
 
     @contextmanager
     def _saving(self) -> Iterator[None]:
@@ -301,6 +329,7 @@ class VerifiedPass(RecomputedPass):
         outer_pack, _ = self._outer
 
         def pack(tensor: torch.Tensor) -> _Saved:
+            self._watch.saves(tensor)
             is_own = self._first_run.add(tensor)
             saved = _Saved(outer_pack(tensor))
             saved.is_parameter = is_own
@@ -387,7 +416,7 @@ class VerifiedPass(RecomputedPass):
     def _run_again(self, tensors: Sequence[torch.Tensor]) -> Any:
         with self._conditions.restored():
             if not self._evidence.reader.is_compiled:
-                with _nothing_saved(), RandomGuard():
+                with nothing_saved(), RandomGuard():
                     self._forward_again(tensors)
             with self._saving_again():
                 result = self._forward_again(tensors)
@@ -419,24 +448,6 @@ class VerifiedPass(RecomputedPass):
         self._unpack_again = _as_it_is
 
 
-class _Run:
-    """One run of a verified forward, as far as two runs are compared by it.
-
-    Attributes:
-        parameters: by id, in the order in which the run saved tensors; None for each tensor that is no parameter.
-    """
-
-    def __init__(self) -> None:
-        self.parameters: list[int | None] = []
-        self.outputs: Outputs | None = None
-
-    def add(self, tensor: torch.Tensor) -> bool:
-        """The run saves a tensor; whether that is a parameter."""
-        is_parameter = isinstance(tensor, nn.Parameter)
-        self.parameters.append(id(tensor) if is_parameter else None)
-        return is_parameter
-
-
 class _Saved:
     """Held by autograd in place of one tensor of a verified pass."""
 
@@ -464,14 +475,3 @@ def _reason(error: Exception) -> str:
 def _first_line(error: Exception) -> str:
     line = next((line for line in str(error).splitlines() if line.strip()), "")
     return f"{type(error).__name__}: {line}"
-
-
-@contextmanager
-def _nothing_saved() -> Iterator[None]:
-    """Drop at once the tensors that autograd saves inside."""
-    with saved_tensors_hooks(lambda _: None, _no_backward):
-        yield
-
-
-def _no_backward(_: Any) -> torch.Tensor:
-    raise LeavesTraceError("its forward runs a backward of its own")

@@ -4,13 +4,16 @@ micro-step to which records belong.
 Knows tensors and tickets; does not know where storages go. The cache changes records and micro-steps, under its lock.
 
 [Note: Micro-steps] A micro-step has one forward as a rule. Several forwards before the first backward (a contrastive
-pair, two outputs in one loss) are one micro-step to a plan: what they save lies in memory together.
+pair, two outputs in one loss) are one micro-step to a plan: what they save lies in memory together. So is a whole step
+of a pipeline, where the forward of one micro-batch comes between the forward and the backward of another
+(*interleaved*): what to bring back next may have been saved two forwards ago, and its read can begin while the forward
+between runs.
 
 [Note: Reading ahead] It begins with the first unpack, of whatever kind, after forward: each forward has an unpack
 hook of its own, so that it is known which micro-step the tensor belongs to. It goes in the order in which an earlier
-backward of as many records wanted them, else in reverse. Without a plan it goes as far as the stores' bounds allow.
-With a plan it goes no further than ``lead`` says, so that reloaded bytes do not lie in device memory long before their
-use.
+backward of as many records wanted them, else in reverse; of interleaved forwards the earliest first. Without a plan it
+goes as far as the stores' bounds allow. With a plan it goes no further than ``lead`` says, so that reloaded bytes do
+not lie in device memory long before their use.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from enum import Enum
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -314,16 +318,20 @@ class MicroStep:
     """The moved records of one micro-step in pack order. Changed only under the cache's lock.
 
     Attributes:
+        is_interleaved: see [Note: Micro-steps].
         lead: see ``Plan.prefetch_distance``; empty is no limit. To be set before backward.
         saved: records of it that are alive, moved or not.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_interleaved: bool = False) -> None:
+        self.is_interleaved = is_interleaved
         self.lead: Sequence[int] = ()
         self.saved = 0
         self.phase = Phase.FORWARD
         self._records: list[SavedStorage | None] = []
-        self._order: Sequence[int] = ()
+        self._forwards: list[int] = []  # index of the first record of each
+        self._learned: Sequence[int] | None = None  # of an earlier micro-step, as far as that was known in time
+        self._order: list[int] = []
         self._position: dict[int, int] = {}
         self._used = 0  # how far backward has come in the order
         self._cursor = 0  # how far reading ahead has come
@@ -331,9 +339,15 @@ class MicroStep:
         self._live = 0
 
     @property
-    def is_waiting(self) -> bool:
-        """Whether backward is yet to come: something that was saved is alive, and nothing was unpacked."""
-        return self.phase is Phase.WAITING and self.saved > 0
+    def expects_forward(self) -> bool:
+        """Whether one more forward belongs to it: something that was saved is alive, and nothing was unpacked."""
+        return self.is_interleaved or (self.phase is Phase.WAITING and self.saved > 0)
+
+    def begin_forward(self, lead: Sequence[int] = ()) -> None:
+        """A forward begins; ``lead`` is that of the plan."""
+        self.phase = Phase.FORWARD
+        self.lead = lead
+        self._forwards.append(len(self._records))
 
     def add(self, record: SavedStorage) -> int:
         """Append a record; returns its index."""
@@ -367,10 +381,8 @@ class MicroStep:
         if self.phase is Phase.FORWARD:
             return
         self.phase = Phase.BACKWARD
-        if not self._order:
-            count = len(self._records)
-            self._order = learned if len(learned) == count else range(count - 1, -1, -1)
-            self._position = {index: place for place, index in enumerate(self._order)}
+        if not self._order or (self.is_interleaved and len(self._order) < len(self._records)):
+            self._extend_order(learned)
         if after is not None:
             self._used = max(self._used, self._position.get(after, -1) + 1)
             self._cursor = max(self._cursor, self._used)
@@ -380,6 +392,25 @@ class MicroStep:
             if ahead is not None and wanted and not prefetch(ahead):
                 return
             self._cursor += 1
+
+    def _extend_order(self, learned: Sequence[int]) -> None:
+        """Give the records that have come since their places in the order."""
+        known, count = len(self._order), len(self._records)
+        if self._learned is None:
+            self._learned = learned
+        if self.is_interleaved:
+            new = [index for index in self._learned if known <= index < count]
+            if len(new) < count - known:
+                new = self._forward_by_forward(known)
+        else:
+            new = list(learned) if len(learned) == count else list(range(count - 1, -1, -1))
+        self._position |= {index: known + place for place, index in enumerate(new)}
+        self._order += new
+
+    def _forward_by_forward(self, known: int) -> list[int]:
+        """The records from ``known`` on: those of the earliest forward first, each forward's in reverse."""
+        bounds = pairwise([*self._forwards, len(self._records)])
+        return [index for first, end in bounds for index in range(end - 1, max(first, known) - 1, -1)]
 
     @property
     def _reach(self) -> int:

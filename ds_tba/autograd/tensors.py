@@ -1,6 +1,6 @@
 """Saved tensors: their identity, their rebuilding, their versions, and which of them are never offloaded.
 
-Knows tensors and ``torch.autograd.Function``; does not know the cache.
+Knows tensors, ``torch.autograd.Function`` and PyTorch's checkpoint; does not know the cache.
 
 [Note: Stamps] Identity is a stamp on the *untyped storage* (not an address, which the allocator reuses; TBA section
 3.3) plus the view's offset, shape, stride and dtype. PyTorch keeps the Python object of a storage alive as long as the
@@ -12,20 +12,32 @@ things go wrong then. A backward that returns a saved leaf as a gradient returns
 ``AccumulateGrad`` takes its memory for ``.grad``, and an optimizer that changes ``.grad`` changes the leaf. And code
 that looks for attributes of the parameter it saved (ZeRO-3's ``ds_status``, say) does not find them. Therefore
 ``saved_tensors`` is replaced, on the base class of every Python Function's context, by a descriptor that returns the
-original wherever unpack returned the original.
+original wherever unpack returned the original; and likewise what a checkpoint hands to the function that it runs again,
+which from PyTorch 2.13 on it does not save in a Function.
+
+[Note: Compiled code] ``torch.compile`` traces the hooks of modules as parts of what it compiles: there ours do nothing,
+and are no reason to compile again. But Python calls the hooks of a module that is compiled in place
+(``layer.compile()``), and all hooks after a break of the graph, and the compiler is on there: it would compile each
+frame of ours for itself. So the frames that Python enters first are skipped, and what they call runs with the compiler
+off.
 """
 
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
+from torch._C._dynamo.eval_frame import set_eval_frame
 from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import checkpoint as checkpointing
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 _STAMP = "_ds_tba_stamp"
@@ -258,13 +270,15 @@ class SavedTensors:
         self._unpacked = _Unpacked()
 
     def __get__(self, ctx: Any, owner: type | None = None) -> Any:
-        if ctx is None:
-            return self
+        return self if ctx is None else self.read(lambda: self._builtin.__get__(ctx, owner))
+
+    def read(self, unpack: Callable[[], Sequence[Any]]) -> Sequence[Any]:
+        """What ``unpack`` returns, with the originals among it."""
         outer = self._unpacked.tensors
         unpacked: list[tuple[torch.Tensor, bool]] = []
         self._unpacked.tensors = unpacked
         try:
-            found = self._builtin.__get__(ctx, owner)
+            found = unpack()
         finally:
             self._unpacked.tensors = outer
         return with_originals(found, unpacked) if any(is_held for _, is_held in unpacked) else found
@@ -286,22 +300,28 @@ def keep_originals() -> SavedTensors:
     if not isinstance(present, SavedTensors):
         present = SavedTensors(getattr(BackwardCFunction, _SAVED_TENSORS))
         setattr(BackwardCFunction, _SAVED_TENSORS, present)
+        _hand_to_checkpoints(present)
     return present
 
 
-def with_originals(
-    found: Sequence[torch.Tensor | None], unpacked: Sequence[tuple[torch.Tensor, bool]]
-) -> tuple[torch.Tensor | None, ...]:
+def _hand_to_checkpoints(saved_tensors: SavedTensors) -> None:
+    frame: Any = getattr(checkpointing, "_CheckpointFrame", None)
+    get_inputs = getattr(frame, "get_inputs", None)
+    if get_inputs is not None:
+        frame.get_inputs = lambda self: saved_tensors.read(lambda: get_inputs(self))
+
+
+def with_originals(found: Sequence[Any], unpacked: Sequence[tuple[torch.Tensor, bool]]) -> tuple[Any, ...]:
     """The saved tensors of a context, with the original in place of each tensor that autograd made around one.
 
     Args:
-        found: returned by autograd; None for an argument that was None.
+        found: returned by autograd; None for an argument that was None, and of a checkpoint also other objects.
         unpacked: returned by our hooks meanwhile, in the same order; fewer, where others' hooks had some of them.
     """
     waiting = list(unpacked)
     originals = []
     for one in found:
-        if one is not None and waiting and _is_around(one, waiting[0][0]):
+        if waiting and isinstance(one, torch.Tensor) and _is_around(one, waiting[0][0]):
             tensor, is_held = waiting.pop(0)
             # A tensor with a graph of its own must keep the edge that autograd gave it.
             one = tensor if is_held and one.grad_fn is None and one.requires_grad == tensor.requires_grad else one
@@ -317,3 +337,42 @@ def _is_around(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.layout is not torch.strided or one.is_nested or one._is_zerotensor():
         return False
     return one.data_ptr() == other.data_ptr() and one.stride() == other.stride()
+
+
+# ---- torch.compile --------------------------------------------------------------------------------------------------
+
+
+def skip_frames(functions: Iterable[Any]) -> None:
+    """Have Python run these functions, which ``torch.compile`` would compile; see [Note: Compiled code].
+
+    To be called before each forward: the compiler may be imported at any time, and is not by us.
+    """
+    skip_code = getattr(sys.modules.get("torch._dynamo.eval_frame"), "skip_code", None)
+    if skip_code is not None:
+        skip_code(uncompiled.__code__)
+        skip_code(is_being_compiled.__code__)
+        for function in functions:
+            skip_code(function.__code__)
+
+
+def uncompiled(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function with the compiler off in this thread."""
+    before = set_eval_frame(None)
+    try:
+        return function(*args)
+    finally:
+        set_eval_frame(before)
+
+
+def uncompiled_hooks(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> saved_tensors_hooks:
+    """Saved-tensor hooks that ``torch.compile`` leaves alone."""
+    if "torch._dynamo" not in sys.modules:
+        return saved_tensors_hooks(pack, unpack)
+    return saved_tensors_hooks(partial(uncompiled, pack), partial(uncompiled, unpack))
+
+
+def is_being_compiled() -> bool:
+    """Whether ``torch.compile`` compiles what this thread calls next; for code that is not traced."""
+    before = set_eval_frame(None)
+    set_eval_frame(before)
+    return before is not None

@@ -50,7 +50,7 @@ def checks(options: argparse.Namespace) -> Iterator[tuple[bool, str]]:
     from ds_tba.storage.swap_file import check_directories
 
     yield _version("deepspeed", SUPPORTED_DEEPSPEED)
-    yield _version("torch", SpecifierSet(">=2.5"))
+    yield _version("torch", SpecifierSet(">=2.5", prereleases=True))  # as in NVIDIA's containers: 2.9.0a0+145a3a7
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1":
         yield True, "torch loads ds_tba by its entry point"
     else:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
 from ds_tba.config import OffloadConfig, Placement
 from ds_tba.errors import ConfigError
-from ds_tba.planner.timeline import Assignment, Floats, Ints, Liveness, Timeline
+from ds_tba.planner.timeline import Assignment, Bools, Floats, Ints, Liveness, OneForward, Timeline
 
 MIB = 1 << 20
+_KEEP, _HOST, _NVME = _ALL = int(Placement.KEEP), int(Placement.HOST), int(Placement.NVME)
 # Shorter differences are the rounding of sums, not time.
 SAME_TIME_S = 1e-9
 
@@ -99,6 +101,20 @@ class Outcome:
     order: list[int]
     prefetch_distance: tuple[int, ...]
 
+    def gathered(self, one: OneForward) -> Outcome:
+        """The same, in terms of one forward: where most forwards have each storage, and the mean of their stalls."""
+        placements = self.assignment.placements
+        counts = [np.bincount(one.storage[placements == place], minlength=len(one.timeline.storages)) for place in _ALL]
+        usual = np.array(_ALL, np.int8)[np.argmax(counts, axis=0)]
+        recomputed = np.zeros(len(one.timeline.blocks), bool)
+        recomputed[one.block[self.assignment.recomputed]] = True
+        return replace(
+            self,
+            assignment=Assignment(usual, recomputed),
+            stalls=[(int(one.storage[index]), seconds / one.timeline.micro_steps) for index, seconds in self.stalls],
+            order=list(dict.fromkeys(one.storage[self.order].tolist())),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -161,6 +177,121 @@ def is_outside(found: Rank) -> bool:
 def longest_step_s(limits: Limits, kept_step_s: float) -> float:
     """The step that ``max_step_overhead`` allows."""
     return kept_step_s * (1 + limits.max_step_overhead) + SAME_TIME_S
+
+
+# The assignments that a search tries.
+
+Change = Callable[[Assignment], Assignment]
+MAX_STORAGES_FOR_PAIRS = 16
+
+
+class Candidates:
+    """The assignments that the limits leave open.
+
+    Attributes:
+        may_recompute: of each block.
+    """
+
+    def __init__(self, timeline: Timeline, limits: Limits) -> None:
+        self.may_recompute: Bools = timeline.blocks.recomputable & limits.recompute
+        self._timeline = timeline
+        self._host_budget_bytes = limits.host_budget_bytes
+        self._to_nvme = timeline.can_go_to_nvme()
+        self._to_host = timeline.storages.movable & (timeline.storages.nbytes <= limits.host_budget_bytes)
+
+    def count(self) -> float:
+        """How many there are, up to a large number."""
+        logarithm = sum(math.log(len(options)) for options in self._options())
+        logarithm += float(self.may_recompute.sum()) * math.log(2)
+        return math.exp(min(logarithm, 100.0))
+
+    def all(self) -> Iterator[Assignment]:
+        """Every one."""
+        choices = self._options() + [[0, 1] if may else [0] for may in self.may_recompute]
+        count = len(self._timeline.storages)
+        for number in range(math.prod(map(len, choices))):
+            digits = []
+            for options in choices:
+                number, digit = divmod(number, len(options))
+                digits.append(options[digit])
+            yield Assignment(np.array(digits[:count], np.int8), np.array(digits[count:], bool))
+
+    def everything(self, recomputed: list[int]) -> Assignment:
+        """These blocks recomputed, all else moved to NVMe."""
+        again = np.zeros(len(self._timeline.blocks), bool)
+        again[recomputed] = True
+        return Assignment(np.where(self._to_nvme, _NVME, _KEEP).astype(np.int8), again)
+
+    def late_to_host(self, moved: Assignment) -> Assignment:
+        """Fill the host budget with the storages packed last: they come back first, when the drive has least time."""
+        placements = moved.placements.copy()
+        liveness = self._timeline.liveness(moved.recomputed)
+        late = np.flatnonzero(self._to_host & liveness.exists & ~liveness.dropped)[::-1]
+        held = np.cumsum(self._timeline.storages.nbytes[late])
+        placements[late[held <= self._host_budget_bytes]] = _HOST
+        return Assignment(placements, moved.recomputed)
+
+    def changes(self) -> Iterator[Change]:
+        """Changes of runs of neighbours, long runs first."""
+        storages, blocks = len(self._timeline.storages), len(self._timeline.blocks)
+        for start, end in _runs(blocks):
+            for again in (True, False):
+                yield partial(self._with_blocks, start=start, end=end, again=again)
+            yield partial(self._with_blocks_moved, start=start, end=end)
+        for start, end in _runs(storages):
+            for place in self._places():
+                yield partial(self._with_run, start=start, end=end, place=place)
+        if storages <= MAX_STORAGES_FOR_PAIRS:
+            yield from self._pairs(storages)
+
+    def _options(self) -> list[list[int]]:
+        return [
+            [_KEEP] + [_HOST] * bool(host) + [_NVME] * bool(nvme)
+            for host, nvme in zip(self._to_host, self._to_nvme, strict=True)
+        ]
+
+    def _places(self) -> list[int]:
+        return [_NVME] * bool(self._to_nvme.any()) + [_HOST] * bool(self._to_host.any()) + [_KEEP]
+
+    def _pairs(self, storages: int) -> Iterator[Change]:
+        """Two storages at once, as one in another's stead."""
+        places = self._places()
+        for one in range(storages):
+            for other in range(one):
+                for place in places:
+                    for instead in places:
+                        yield lambda old, x=(one, place), y=(other, instead): self._with_run(  # type: ignore[misc]
+                            self._with_run(old, x[0], x[0] + 1, x[1]), y[0], y[0] + 1, y[1]
+                        )
+
+    def _with_run(self, old: Assignment, start: int, end: int, place: int) -> Assignment:
+        placements = old.placements.copy()
+        movable = self._timeline.storages.movable
+        allowed = {_KEEP: movable, _HOST: self._to_host, _NVME: self._to_nvme}[place][start:end]
+        placements[start:end][allowed] = place
+        return Assignment(placements, old.recomputed)
+
+    def _with_blocks(self, old: Assignment, start: int, end: int, again: bool) -> Assignment:
+        recomputed = old.recomputed.copy()
+        recomputed[start:end] = again & self.may_recompute[start:end]
+        return Assignment(old.placements, recomputed)
+
+    def _with_blocks_moved(self, old: Assignment, start: int, end: int) -> Assignment:
+        """Blocks not recomputed, and their storages moved instead: each of the two alone may make it worse."""
+        new = self._with_blocks(old, start, end, False)
+        owner, placements = self._timeline.storages.owner, old.placements.copy()
+        placements[(owner >= start) & (owner < end) & self._to_nvme] = _NVME
+        return Assignment(placements, new.recomputed)
+
+
+def _runs(count: int) -> Iterator[tuple[int, int]]:
+    """Halves of the whole, quarters, ..., single ones."""
+    size = count
+    while size >= 1:
+        yield from ((start, min(start + size, count)) for start in range(0, count, size))
+        if size == 1:
+            return
+        size = -(-size // 2)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,18 +10,16 @@ every rank finds the same plan.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 from ds_tba.config import Placement
-from ds_tba.planner.plan import Limits, Outcome, Plan, Rank, is_outside, longest_step_s, make_plan, rank
+from ds_tba.planner.plan import Candidates, Limits, Outcome, Plan, Rank, is_outside, longest_step_s, make_plan, rank
 from ds_tba.planner.simulator import replay
-from ds_tba.planner.timeline import Assignment, Bools, Ints, Timeline
+from ds_tba.planner.timeline import Assignment, Bools, Ints, OneForward, Timeline
 from ds_tba.planner.trace import Trace
 from ds_tba.planner.transfer import Pacing
 
@@ -31,126 +29,32 @@ MAX_REPLAYS = 1500
 ENUMERATED = 600
 RELIEF_ROUNDS = 4
 BISECTIONS = 5
-MAX_STORAGES_FOR_PAIRS = 16
 
-Change = Callable[[Assignment], Assignment]
 _KEEP, _HOST, _NVME = int(Placement.KEEP), int(Placement.HOST), int(Placement.NVME)
-
-
-class Candidates:
-    """The assignments that the limits leave open.
-
-    Attributes:
-        may_recompute: of each block.
-    """
-
-    def __init__(self, timeline: Timeline, limits: Limits) -> None:
-        self.may_recompute: Bools = timeline.blocks.recomputable & limits.recompute
-        self._timeline = timeline
-        self._host_budget_bytes = limits.host_budget_bytes
-        self._to_nvme = timeline.can_go_to_nvme()
-        self._to_host = timeline.storages.movable & (timeline.storages.nbytes <= limits.host_budget_bytes)
-
-    def count(self) -> float:
-        """How many there are, up to a large number."""
-        logarithm = sum(math.log(len(options)) for options in self._options())
-        logarithm += float(self.may_recompute.sum()) * math.log(2)
-        return math.exp(min(logarithm, 100.0))
-
-    def all(self) -> Iterator[Assignment]:
-        """Every one."""
-        choices = self._options() + [[0, 1] if may else [0] for may in self.may_recompute]
-        count = len(self._timeline.storages)
-        for number in range(math.prod(map(len, choices))):
-            digits = []
-            for options in choices:
-                number, digit = divmod(number, len(options))
-                digits.append(options[digit])
-            yield Assignment(np.array(digits[:count], np.int8), np.array(digits[count:], bool))
-
-    def everything(self, recomputed: list[int]) -> Assignment:
-        """These blocks recomputed, all else moved to NVMe."""
-        again = np.zeros(len(self._timeline.blocks), bool)
-        again[recomputed] = True
-        return Assignment(np.where(self._to_nvme, _NVME, _KEEP).astype(np.int8), again)
-
-    def late_to_host(self, moved: Assignment) -> Assignment:
-        """Fill the host budget with the storages packed last: they come back first, when the drive has least time."""
-        placements = moved.placements.copy()
-        liveness = self._timeline.liveness(moved.recomputed)
-        late = np.flatnonzero(self._to_host & liveness.exists & ~liveness.dropped)[::-1]
-        held = np.cumsum(self._timeline.storages.nbytes[late])
-        placements[late[held <= self._host_budget_bytes]] = _HOST
-        return Assignment(placements, moved.recomputed)
-
-    def changes(self) -> Iterator[Change]:
-        """Changes of runs of neighbours, long runs first."""
-        storages, blocks = len(self._timeline.storages), len(self._timeline.blocks)
-        for start, end in _runs(blocks):
-            for again in (True, False):
-                yield partial(self._with_blocks, start=start, end=end, again=again)
-            yield partial(self._with_blocks_moved, start=start, end=end)
-        for start, end in _runs(storages):
-            for place in self._places():
-                yield partial(self._with_run, start=start, end=end, place=place)
-        if storages <= MAX_STORAGES_FOR_PAIRS:
-            yield from self._pairs(storages)
-
-    def _options(self) -> list[list[int]]:
-        return [
-            [_KEEP] + [_HOST] * bool(host) + [_NVME] * bool(nvme)
-            for host, nvme in zip(self._to_host, self._to_nvme, strict=True)
-        ]
-
-    def _places(self) -> list[int]:
-        return [_NVME] * bool(self._to_nvme.any()) + [_HOST] * bool(self._to_host.any()) + [_KEEP]
-
-    def _pairs(self, storages: int) -> Iterator[Change]:
-        """Two storages at once, as one in another's stead."""
-        places = self._places()
-        for one in range(storages):
-            for other in range(one):
-                for place in places:
-                    for instead in places:
-                        yield lambda old, x=(one, place), y=(other, instead): self._with_run(  # type: ignore[misc]
-                            self._with_run(old, x[0], x[0] + 1, x[1]), y[0], y[0] + 1, y[1]
-                        )
-
-    def _with_run(self, old: Assignment, start: int, end: int, place: int) -> Assignment:
-        placements = old.placements.copy()
-        movable = self._timeline.storages.movable
-        allowed = {_KEEP: movable, _HOST: self._to_host, _NVME: self._to_nvme}[place][start:end]
-        placements[start:end][allowed] = place
-        return Assignment(placements, old.recomputed)
-
-    def _with_blocks(self, old: Assignment, start: int, end: int, again: bool) -> Assignment:
-        recomputed = old.recomputed.copy()
-        recomputed[start:end] = again & self.may_recompute[start:end]
-        return Assignment(old.placements, recomputed)
-
-    def _with_blocks_moved(self, old: Assignment, start: int, end: int) -> Assignment:
-        """Blocks not recomputed, and their storages moved instead: each of the two alone may make it worse."""
-        new = self._with_blocks(old, start, end, False)
-        owner, placements = self._timeline.storages.owner, old.placements.copy()
-        placements[(owner >= start) & (owner < end) & self._to_nvme] = _NVME
-        return Assignment(placements, new.recomputed)
 
 
 class Replays:
     """The assignments replayed so far, the best of them, and how many more may be replayed.
 
+    Args:
+        whole: what is replayed.
+        one: assignments are for this one forward of the whole, and all forwards get them.
+
     Attributes:
+        timeline: what assignments are for.
         best: the best so far, at first everything kept.
     """
 
-    def __init__(self, timeline: Timeline, limits: Limits) -> None:
-        self.timeline = timeline
+    def __init__(self, whole: Timeline, limits: Limits, one: OneForward | None = None) -> None:
+        self.timeline = whole if one is None else one.timeline
         self.limits = limits
-        self.best = replay(timeline, timeline.kept)
+        self._whole = whole
+        self._one = one
+        self.best = self._play(self.timeline.kept)
         self._best_rank = self.rank(self.best)
-        self._left = min(MAX_REPLAYS, max(MIN_REPLAYS, REPLAYED_STORAGES // max(1, len(timeline.storages))))
+        self._left = min(MAX_REPLAYS, max(MIN_REPLAYS, REPLAYED_STORAGES // max(1, len(whole.storages))))
         self._seen: dict[bytes, Outcome] = {}
-        self._pacing = Pacing(limits.host_budget_bytes, limits.write_limit_bytes_per_step / timeline.micro_steps)
+        self._pacing = Pacing(limits.host_budget_bytes, limits.write_limit_bytes_per_step / whole.micro_steps)
 
     @property
     def is_over(self) -> bool:
@@ -195,7 +99,7 @@ class Replays:
     def paced(self, assignment: Assignment) -> Assignment:
         """As much of an assignment as needs no waiting for staging."""
         self._left -= 1
-        return replay(self.timeline, assignment, self._pacing).assignment
+        return self._play(assignment, self._pacing).assignment
 
     def relieve(self, assignment: Assignment, longest_s: float, rounds: int = RELIEF_ROUNDS) -> Outcome:
         """Keep as many of the moved storages as needed to end a step within ``longest_s``, if that is possible."""
@@ -206,8 +110,15 @@ class Replays:
             found = self.replay(_with_less_moved(self.timeline, found, longest_s))
         return found
 
+    def _play(
+        self, assignment: Assignment, pacing: Pacing | None = None, distance: tuple[int, ...] | None = ()
+    ) -> Outcome:
+        if self._one is None:
+            return replay(self._whole, assignment, pacing, distance)
+        return replay(self._whole, self._one.spread(assignment), pacing, distance).gathered(self._one)
+
     def _replay(self, assignment: Assignment, distance: tuple[int, ...] | None) -> Outcome:
-        found = replay(self.timeline, assignment, distance=distance)
+        found = self._play(assignment, distance=distance)
         ranked = self.rank(found)
         if ranked < self._best_rank or (ranked == self._best_rank and not found.prefetch_distance):
             self.best, self._best_rank = found, ranked
@@ -343,16 +254,6 @@ def _block_orders(timeline: Timeline, may_recompute: Bools) -> list[list[int]]:
     return orders
 
 
-def _runs(count: int) -> Iterator[tuple[int, int]]:
-    """Halves of the whole, quarters, ..., single ones."""
-    size = count
-    while size >= 1:
-        yield from ((start, min(start + size, count)) for start in range(0, count, size))
-        if size == 1:
-            return
-        size = -(-size // 2)
-
-
 def _reversed_bits(number: int) -> int:
     return int(f"{number:032b}"[::-1], 2)
 
@@ -422,8 +323,11 @@ def adaptive(trace: Trace, limits: Limits) -> Plan:
     start = _recompute_all(timeline) if limits.recompute else timeline.kept
     exact.replay_both(start)
     simple = exact.best
+    one = timeline.one_forward()
     coarse, group = timeline.grouped(SEARCHED_GROUPS)
-    if coarse is timeline:
+    if one is not None:
+        exact.replay(_found_for_one(timeline, limits, one))
+    elif coarse is timeline:
         Search(exact).run()
     else:
         _search_coarsely(exact, coarse, group, start)
@@ -439,6 +343,16 @@ def _is_worth_writing(simple: Outcome, exact: Replays) -> bool:
     gained_s = simple.cost.step_s - exact.best.cost.step_s
     is_gain = gained_s > SAME_STEP_FRACTION * exact.timeline.step_s
     return is_gain or exact.best.cost.written_bytes <= simple.cost.written_bytes
+
+
+def _found_for_one(whole: Timeline, limits: Limits, one: OneForward) -> Assignment:
+    """The best assignment that is the same for all forwards: what it saves in one of them only lowers no peak."""
+    grouped = one.grouped(SEARCHED_GROUPS)
+    replays = Replays(whole, limits, grouped)
+    if limits.recompute:
+        replays.replay(_recompute_all(grouped.timeline))
+    Search(replays).run()
+    return grouped.spread(replays.best.assignment)
 
 
 def _search_coarsely(exact: Replays, coarse: Timeline, group: Ints, start: Assignment) -> None:

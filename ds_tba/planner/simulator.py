@@ -135,6 +135,8 @@ class _Prefetcher:
         order, place, reach = self.order, self._storages.place, self._reach()
         while self._cursor < reach:
             storage = order[self._cursor]
+            if self._storages.packed_s[storage] > at_s:  # by a forward that is yet to come
+                return
             if (place[storage] == NVME and not self._read_ahead(storage)) or (
                 place[storage] == HOST and not self._copy_ahead(storage, now_s)
             ):

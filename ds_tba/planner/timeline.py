@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -95,6 +95,10 @@ class StorageColumns:
     def __len__(self) -> int:
         return len(self.nbytes)
 
+    def first(self, count: int) -> StorageColumns:
+        """The first so many."""
+        return StorageColumns(*(getattr(self, column.name)[:count] for column in fields(self)))
+
     def merged(self, firsts: Ints) -> StorageColumns:
         """One storage for each run of neighbours, which begin at ``firsts``; times are means, weighted by size."""
         nbytes = np.add.reduceat(self.nbytes, firsts)
@@ -130,6 +134,11 @@ class Pairs(NamedTuple):
     def unique(self) -> Pairs:
         """Each pair once."""
         return Pairs(*np.unique(np.stack(self), axis=1))
+
+    def within(self, storages: int, blocks: int) -> Pairs:
+        """Those of the first so many."""
+        is_within = (self.storage < storages) & (self.block < blocks)
+        return Pairs(self.storage[is_within], self.block[is_within])
 
     def grouped(self, group: Ints) -> Pairs:
         """The pairs of the groups that the storages are in."""
@@ -175,6 +184,16 @@ class BlockColumns:
     def __len__(self) -> int:
         return len(self.recompute_s)
 
+    def first(self, count: int, storages: int) -> BlockColumns:
+        """The first so many, and of the storages that they use the first so many."""
+        return BlockColumns(
+            self.recompute_s[:count],
+            self.backward_start_s[:count],
+            self.recomputable[:count],
+            self.inputs.within(storages, count),
+            self.readers.within(storages, count),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
@@ -186,6 +205,7 @@ class Timeline:
     end_s: float
     optimizer_s: float
     micro_steps: int
+    forwards: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, trace: Trace) -> Timeline:
@@ -197,6 +217,7 @@ class Timeline:
             trace.end_s,
             trace.optimizer_s,
             trace.micro_steps,
+            trace.forwards,
         )
 
     @property
@@ -228,6 +249,32 @@ class Timeline:
             return np.zeros(len(self.storages), bool)
         return self.storages.movable & (self.storages.padded_bytes <= self.resources.staging_bytes)
 
+    def one_forward(self) -> OneForward | None:
+        """The first of several interleaved forwards, if all are alike."""
+        count = len(self.forwards)
+        if count < 2 or len(self.storages) % count or len(self.blocks) % count:
+            return None
+        storages, blocks = len(self.storages) // count, len(self.blocks) // count
+        owner = self.storages.owner.reshape(count, storages) - blocks * np.arange(count)[:, None]
+        alike = (
+            np.where(self.storages.owner.reshape(count, storages) == OUTSIDE, OUTSIDE, owner),
+            self.storages.movable.reshape(count, storages),
+            self.storages.unsaved.reshape(count, storages),
+            self.blocks.recomputable.reshape(count, blocks),
+        )
+        starts = np.arange(count) * storages
+        if not np.array_equal(self.forwards, starts) or any((one != one[0]).any() for one in alike):
+            return None
+        first = replace(
+            self,
+            storages=self.storages.first(storages),
+            blocks=self.blocks.first(blocks, storages),
+            end_s=self.end_s / count,
+            micro_steps=self.micro_steps * count,
+            forwards=(),
+        )
+        return OneForward(first, np.tile(np.arange(storages), count), np.tile(np.arange(blocks), count))
+
     def grouped(self, max_groups: int) -> tuple[Timeline, Ints]:
         """Neighbours merged until about ``max_groups`` are left, and the group of each storage.
 
@@ -256,6 +303,29 @@ class Timeline:
         for column in (storages.owner, storages.movable, storages.unsaved, readers, inputs, part):
             cut[1:] |= column[1:] != column[:-1]
         return np.asarray(np.cumsum(cut) - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class OneForward:
+    """One of several interleaved forwards that are alike; see ``Trace.forwards``.
+
+    Attributes:
+        timeline: of that one, with its part of the time; a step has as many micro-steps as there are forwards.
+        storage, block: its storage, or block, for each of the whole.
+    """
+
+    timeline: Timeline
+    storage: Ints
+    block: Ints
+
+    def spread(self, assignment: Assignment) -> Assignment:
+        """An assignment of that one for the whole."""
+        return Assignment(assignment.placements[self.storage], assignment.recomputed[self.block])
+
+    def grouped(self, max_groups: int) -> OneForward:
+        """With neighbours merged, as in :meth:`Timeline.grouped`."""
+        coarse, group = self.timeline.grouped(max_groups)
+        return OneForward(coarse, group[self.storage], self.block)
 
 
 # The memory timeline of a replay: device memory and the host tier, in bytes.

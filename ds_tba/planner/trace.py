@@ -137,6 +137,8 @@ class Trace:
         optimizer_s: the time of a step outside of its micro-steps; ``rest_s`` in JSON.
         micro_steps: of one step.
         recompute_factor: the time of recomputing a block, as a fraction of its forward: as measured, else 1.
+        forwards: number of the first storage of each forward, where the micro-step is one of several interleaved
+            forwards and backwards; see [Note: Micro-steps] in ``ds_tba/autograd/saved.py``.
 
     Raises:
         TraceError: times out of order, or an index that is not there.
@@ -149,6 +151,7 @@ class Trace:
     optimizer_s: float = 0.0
     micro_steps: int = 1
     recompute_factor: float = 1.0
+    forwards: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _check_resources(self.resources)
@@ -214,6 +217,7 @@ class Trace:
                 "rest_s": self.optimizer_s,
                 "micro_steps": self.micro_steps,
                 "recompute_factor": self.recompute_factor,
+                "forwards": self.forwards,
                 "resources": asdict(self.resources),
                 "blocks": _table(self.blocks, BlockTrace),
                 "storages": _table(self.storages, StorageTrace),
@@ -249,6 +253,7 @@ class Trace:
             data["rest_s"],
             data["micro_steps"],
             data.get("recompute_factor", 1.0),
+            tuple(data.get("forwards", ())),
         )
 
 

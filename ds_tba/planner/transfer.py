@@ -269,12 +269,13 @@ class Pacing:
 class Storages:
     """Where each storage is placed and how far it has come, as lists: indexing an array is slower."""
 
-    __slots__ = ("freed_s", "nbytes", "padded", "place", "state")
+    __slots__ = ("freed_s", "nbytes", "packed_s", "padded", "place", "state")
 
     def __init__(self, timeline: Timeline, place: Places) -> None:
         self.place: list[int] = place.tolist()
         self.nbytes: list[int] = timeline.storages.nbytes.tolist()
         self.padded: list[int] = timeline.storages.padded_bytes.tolist()
+        self.packed_s: list[float] = timeline.storages.pack_s.tolist()
         self.freed_s: list[float] = timeline.storages.freed_s.tolist()
         self.state = [0] * len(self.place)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,9 @@ import torch
 from ds_tba.device.accelerator import Arrival, PendingCopy
 from ds_tba.errors import StateError, StorageError
 from ds_tba.storage.allocator import Span
+from ds_tba.telemetry.stats import StoreStats
+
+logger = logging.getLogger(__name__)
 
 
 class Refusal(Enum):
@@ -24,6 +28,26 @@ class Refusal(Enum):
     PATH_FAILED = "path failed"
     HOST_FULL = "no room in host_budget_bytes"
     CLOSED = "store closed"
+
+    def count(self, stats: StoreStats, nbytes: int) -> None:
+        """Count a storage that stays in memory, under the store's lock; say the first of each kind in the log."""
+        stats.fallbacks[self.value] += 1
+        if stats.fallbacks[self.value] == 1 and self in _ADVICE:
+            logger.info(
+                "%s: a saved storage of %d bytes stays in device memory, and others may (the report counts them as "
+                "fallbacks). %s",
+                self.value,
+                nbytes,
+                _ADVICE[self],
+            )
+
+
+# What to do, for what is not said where it happens.
+_ADVICE = {
+    Refusal.STAGING_FULL: "Forward saves faster than the drives write; a larger io.staging_bytes holds more of a burst",
+    Refusal.LARGER_THAN_STAGING: "Raise io.staging_bytes above that, or train smaller micro-batches",
+    Refusal.HOST_FULL: "A larger host_budget_bytes takes more",
+}
 
 
 class Ticket:

@@ -117,7 +117,7 @@ class PiecesStore(Store[PiecesTicket]):
         with self._space.lock:
             too_large = slots.padded(nbytes) > slots.capacity_bytes
             reason = Refusal.LARGER_THAN_STAGING if too_large else Refusal.STAGING_FULL
-            self._space.stats.fallbacks[reason.value] += 1
+            reason.count(self._space.stats, nbytes)
         return reason
 
     @staticmethod

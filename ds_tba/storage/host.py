@@ -115,7 +115,7 @@ class HostStore(Store[HostTicket]):
             reserved = self._memory.allocate(data.numel())
             if reserved is None:
                 refusal = Refusal.CLOSED if self._closed else Refusal.HOST_FULL
-                self.stats.fallbacks[refusal.value] += 1
+                refusal.count(self.stats, data.numel())
             else:
                 ticket = HostTicket(data.numel(), self, *reserved, data.device)
         if reserved is None:

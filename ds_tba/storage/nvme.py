@@ -93,7 +93,7 @@ class NvmeStore(Store[SwapTicket]):
             space.deferred.act()
             reserved = space.reserve(data.numel(), wait)
             if isinstance(reserved, Refusal):
-                self.stats.fallbacks[reserved.value] += 1
+                reserved.count(self.stats, data.numel())
                 return reserved
             slot, path, extent = reserved
             ticket = SwapTicket(data.numel(), self, path, extent, slot, data.device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import secrets
 import struct
 import weakref
@@ -14,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from ds_tba.errors import PathError
-from ds_tba.telemetry.stats import readable
+from ds_tba.telemetry.stats import expanded, readable
 
 GROW_STEP_BYTES = 1 << 30
 # linux/fs.h: FS_IOC_GETFLAGS, FS_IOC_SETFLAGS (their size field says long, their argument is an int), FS_NOCOW_FL.
@@ -176,10 +177,13 @@ def check_directories(paths: tuple[str, ...], needed_bytes: int, ranks_on_node: 
         needed_bytes: room that each rank must find in each directory.
         ranks_on_node: ranks that share the directories of this machine.
 
+    Returns:
+        The directories with absolute paths, ``~`` and environment variables replaced.
+
     Raises:
         PathError: naming the directory, the rule, the numbers and the repair.
     """
-    directories = [_checked(Path(path).expanduser(), needed_bytes, ranks_on_node) for path in paths]
+    directories = [_checked(path, needed_bytes, ranks_on_node) for path in paths]
     seen: dict[Path, Path] = {}
     for directory in directories:
         other = seen.setdefault(directory.path.resolve(), directory.path)
@@ -188,9 +192,18 @@ def check_directories(paths: tuple[str, ...], needed_bytes: int, ranks_on_node: 
     return directories
 
 
-def _checked(path: Path, needed_bytes: int, ranks_on_node: int) -> SwapDirectory:
+def _checked(name: str, needed_bytes: int, ranks_on_node: int) -> SwapDirectory:
+    path = expanded(name)
     try:
         return _check(path, needed_bytes, ranks_on_node)
+    except PathError as error:
+        unset = re.findall(r"\$\{?(\w+)", str(path))
+        if unset and not path.exists():
+            raise PathError(
+                f"nvme_path {name}: the environment variable {unset[0]} is not set in this process: set it for every "
+                "rank, or write the directory out."
+            ) from error
+        raise
     except OSError as error:
         raise PathError(f"nvme_path {path} cannot be examined ({error.strerror}): check it and its parents.") from error
 
@@ -205,6 +218,11 @@ def _check(path: Path, needed_bytes: int, ranks_on_node: int) -> SwapDirectory:
         raise PathError(
             f"nvme_path {path} is on {file_system}, which is memory: activations would not leave RAM. "
             "Name a directory on an NVMe drive."
+        )
+    if os.statvfs(path).f_flag & os.ST_RDONLY:
+        raise PathError(
+            f"nvme_path {path} is on a read-only mount ({file_system}): mount it for writing (a drive that reported "
+            "errors is remounted read-only; see dmesg), or name another directory."
         )
     if not os.access(path, os.W_OK | os.X_OK):
         raise PathError(f"nvme_path {path} is not writable by user {os.geteuid()}: chown it or name another directory.")

@@ -16,7 +16,7 @@ from ds_tba.errors import StateError, TransferError
 from ds_tba.storage.allocator import Span, SpanAllocator
 from ds_tba.storage.backends.base import IoBackend, IoHandle
 from ds_tba.storage.swap_file import SwapFile
-from ds_tba.telemetry.stats import KindMeter, PathMeter, RollingRate
+from ds_tba.telemetry.stats import KindMeter, PathMeter, RollingRate, readable
 
 # A lane: one thread with its own I/O handle, for writes or for reads of one swap file, never for both.
 
@@ -131,6 +131,7 @@ class SwapPath:
         self.probe_bytes = 0  # written to measure the path
         self.failure: str | None = None
         self.full = False
+        self._is_limit_said = False
 
     @property
     def written_bytes(self) -> int:
@@ -207,6 +208,14 @@ class SwapPath:
             )
             return False
         self.extents.grow(self.file.size_bytes)
+        if not grown and not self._is_limit_said:
+            self._is_limit_said = True
+            logger.warning(
+                "%s: the swap file has reached its limit of %s; what does not fit stays in memory. Raise "
+                "io.swap_file_bytes to what one step saves; where it is not set, free space on the drive",
+                self.file.directory,
+                readable(self.file.limit_bytes),
+            )
         return grown
 
     def fail(self, failure: Exception) -> None:

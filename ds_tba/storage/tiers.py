@@ -23,6 +23,7 @@ from ds_tba.storage.staging import StagingRing
 from ds_tba.storage.swap_file import SwapDirectory, SwapFile, check_directories
 from ds_tba.storage.swap_path import SwapPath
 from ds_tba.telemetry.drive_health import TERABYTE, Drive, PathWear, examine, path_wear
+from ds_tba.telemetry.stats import readable
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +117,7 @@ class Tiers:
         parts = [
             f"activations go to {', '.join(self._places())}",
             f"backend {self.selection.backend.name} ({self.selection.reason})",
-            f"up to {sum(file.limit_bytes for file in files) / 2**30:.1f} GiB per rank",
+            f"up to {readable(sum(file.limit_bytes for file in files))} per rank",
             f"eligible: saved storages of {config.min_tensor_bytes} bytes and more; io.staging_bytes "
             f"{config.io.ring_bytes}",
             f"{config.io.write_lanes} write and {config.io.read_lanes} read lanes, integrity {config.io.integrity}",

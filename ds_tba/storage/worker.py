@@ -143,7 +143,7 @@ class LaneWork:
             ticket.host = host
             space.read_ahead.end(ticket)
             space.stats.rescued_bytes += ticket.nbytes
-            space.stats.fallbacks[Refusal.PATH_FAILED.value] += 1
+            Refusal.PATH_FAILED.count(space.stats, ticket.nbytes)
             if failure is not None:
                 ticket.path.fail(failure)
             if host is not None and not ticket.forwarding:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ds_tba.telemetry.stats import readable
+from ds_tba.telemetry.stats import expanded, readable
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class OffloadReport:
 
 def rank_path(path: str, rank: int) -> Path:
     """The path at which a rank writes its report: ``path`` for rank 0, ``path.rankN`` for others."""
-    return Path(path).expanduser() if rank == 0 else Path(f"{path}.rank{rank}").expanduser()
+    return expanded(path if rank == 0 else f"{path}.rank{rank}")
 
 
 def _step(plan: dict[str, Any]) -> str:

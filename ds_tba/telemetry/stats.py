@@ -12,11 +12,13 @@ far predict.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 
 # Bytes that count as much as all before them: in the rates alone and concurrent, and in the recent rate.
 QUICK_BYTES = 16 << 20
@@ -105,6 +107,11 @@ def readable(nbytes: float) -> str:
         if nbytes >= size:
             return f"{nbytes / size:.2f} {unit}"
     return f"{nbytes:.0f} B"
+
+
+def expanded(path: str) -> Path:
+    """A path of the config as an absolute one, with ``~`` and environment variables replaced."""
+    return Path(os.path.expandvars(path)).expanduser().absolute()
 
 
 # ---- rates of a path ------------------------------------------------------------------------------------------------

@@ -27,6 +27,9 @@ found = [
     ranks.broadcast([rank, None], 2),
     ranks.broadcast("from 0" if rank == 0 else "from another", 0),
 ]
+part = Ranks.of_part([[1], [0, 2]], "stage")
+found += [part.rank, part.size, part.where, part.all_reduce_max(rank), part.all_gather(rank)]
+found += [part.broadcast(rank, part.size - 1)]
 print(json.dumps(found), flush=True)
 dist.barrier()
 os._exit(0)  # gloo's own threads may abort at interpreter exit, also without us
@@ -51,7 +54,8 @@ def test_all_ranks_have_the_highest_value_every_value_and_the_leaders_value(tmp_
             rank.wait()
     everyone = [{"rank": rank, "of": "x" * (1000 * rank)} for rank in range(3)]
     for rank, output in enumerate(outputs):
-        assert json.loads(output) == [rank, 4, 3, everyone, [2, None], "from 0"]
+        part = [0, 1, " of stage 0", 1, [1], 1] if rank == 1 else [rank // 2, 2, " of stage 1", 2, [0, 2], 2]
+        assert json.loads(output) == [rank, 4, 3, everyone, [2, None], "from 0", *part]
 
 
 @pytest.mark.parametrize("value", [0, 3])

@@ -274,6 +274,7 @@ def test_a_budget_that_nothing_fits_is_said(make: Make, caplog: pytest.LogCaptur
     assert any("no plan fits 1 bytes" in record.message for record in caplog.records)
 
 
+@pytest.mark.usefixtures("needs_recompute")
 def test_recomputed_blocks_save_their_inputs_only_and_are_counted(make: Make) -> None:
     offloader = check(make, planner=PLANNERS["recompute"])
     report = offloader.report()
@@ -548,6 +549,7 @@ def test_without_optimizer_steps_nothing_piles_up(make: Make) -> None:
     assert offloader.cache.take_moves() == [] and offloader.report().plans == 0
 
 
+@pytest.mark.usefixtures("needs_recompute")  # whose hooks are on is told since that version, too
 def test_a_forked_child_saves_as_without_us(make: Make) -> None:
     offloader = make(model(), placement="nvme")
     child = os.fork()

@@ -69,7 +69,7 @@ class Stack(nn.Module):
 @contextmanager
 def recorded(cache: TensorCache, ticks: Any, model: nn.Module) -> Iterator[Recorder]:
     recorder = Recorder(cache, ticks, {id(module): path for path, module in model.named_modules()})
-    with recorder.watching(), cache.saving(around=recorder.around):
+    with cache.saving(around=recorder.around):
         yield recorder
 
 
@@ -150,7 +150,7 @@ def test_a_small_tensor_that_every_block_saves_counts_once(make_store: StoreFact
     cache = TensorCache([make_store()], "cpu", MIN_BYTES, wait_for_staging=True)
     recorder = Recorder(cache, Ticks(), {id(one): path for path, one in model.named_modules()})
     inputs = torch.randn(ROWS, WIDTH, requires_grad=True)
-    with recorder.watching(), cache.saving(around=recorder.around):
+    with cache.saving(around=recorder.around):
         x = inputs
         for number, block in enumerate(model):
             recorder.enter(str(number), [x], is_recomputable=True)

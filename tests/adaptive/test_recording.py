@@ -87,7 +87,7 @@ def record_one(recording: Recording, cache: TensorCache, model: Stack, rows: int
     """A micro-step."""
     recorder = recording.begin()
     assert recorder is not None
-    with recorder.watching(), cache.saving(around=recorder.around):
+    with cache.saving(around=recorder.around):
         loss = model(torch.randn(rows, WIDTH), recorder)
     loss.backward()
     recording.end_micro_step()
@@ -142,7 +142,7 @@ def test_two_forwards_before_a_backward_are_no_recording(cache: TensorCache) -> 
     for _ in range(2):
         recorder = recording.begin()
         if recorder is not None:
-            with recorder.watching(), cache.saving(around=recorder.around):
+            with cache.saving(around=recorder.around):
                 model(torch.randn(ROWS, WIDTH), recorder)
         recording.settle()
     assert not recording.has_any and recording.begin() is None

@@ -67,7 +67,9 @@ def least_moving(ours: Model, offloader: ActivationOffloader, count: int) -> tup
     for _ in range(count):
         before_s = offloader.cache.stats.moving_s
         train(ours, offloader, 1)
-        found.append((offloader.cache.stats.moving_s - before_s, controller_of(offloader)._patience_s))
+        followed = controller_of(offloader).in_force
+        assert followed is not None
+        found.append((offloader.cache.stats.moving_s - before_s, followed.patience_s))
     return min(found)
 
 

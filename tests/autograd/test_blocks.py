@@ -24,7 +24,7 @@ from ds_tba.autograd.blocks import Block, Blocks, find_blocks
 from ds_tba.autograd.cache import TensorCache
 from ds_tba.errors import ActivationModifiedError, IncompatibleError
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "needs_recompute")
 WIDTH, LENGTH, BATCH = 16, 8, 4
 Event = tuple[str, int]
 
@@ -582,7 +582,7 @@ def test_blocks_whose_saved_tensors_the_user_takes_are_left_to_the_user(
     bench = settled(net=around_each(how))
     bench.check(0, 1, 2, 3)
     assert bench.listener.count("enter") == 4 and bench.listener.count("recompute") == 0
-    assert "other hooks" in str(bench.blocks.obstacle(bench.blocks.all[0]))
+    assert "saved-tensor hooks around it" in str(bench.blocks.obstacle(bench.blocks.all[0]))
 
 
 def test_one_pass_that_the_user_takes_is_enough() -> None:

@@ -15,7 +15,7 @@ from ds_tba.adaptive.ranks import Alone
 from ds_tba.autograd.blocks import Blocks, find_blocks
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "needs_recompute")
 
 LAYERS, WORDS = 3, 64
 WIDTHS: dict[str, Any] = {

@@ -105,6 +105,7 @@ def test_the_forward_of_a_block_stays_the_users(model: Model, blocks: Blocks, mo
         assert torch.equal(model(torch.ones(3)), torch.full((3,), 3.0))
 
 
+@pytest.mark.usefixtures("needs_recompute")
 def test_a_forward_that_is_replaced_in_the_class_runs_also_where_blocks_may_run_again(
     model: Model, told: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,7 +45,7 @@ from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.errors import ActivationModifiedError, RecomputationError
 from ds_tba.offloader import ActivationOffloader
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "needs_recompute")
 WIDTH, ROWS, DEPTH, STEPS = 16, 32, 3, 20
 Make = Callable[[], nn.Module]
 

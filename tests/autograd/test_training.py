@@ -106,10 +106,17 @@ def test_deepcompile_is_refused_with_the_way_out(tmp_path: Path) -> None:
 def test_a_near_miss_of_the_name_is_reported(tmp_path: Path) -> None:
     result = runs.launch({**runs.plain_config(), "activation_nvme_ofload": {"enabled": True}}, tmp_path)
     assert result.returncode == 0
-    assert (
-        'has a key "activation_nvme_ofload", which nobody reads; did you mean "activation_nvme_offload"?'
-        in result.output
-    )
+    assert 'has a key "activation_nvme_ofload", which nobody reads' in result.output
+    assert 'did you mean "activation_nvme_offload", at the top level?' in result.output
+
+
+@pytest.mark.parametrize("outer", ["zero_optimization", "activation_checkpointing"])
+def test_the_block_inside_of_another_one_is_refused(tmp_path: Path, outer: str) -> None:
+    config = runs.with_block(runs.plain_config(), tmp_path)
+    config[outer] = {**config.get(outer, {}), "activation_nvme_offload": config.pop("activation_nvme_offload")}
+    result = runs.launch(config, tmp_path)
+    assert result.returncode != 0
+    assert f'"activation_nvme_offload" is inside "{outer}", where nobody reads it: move the block' in result.output
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)

@@ -94,7 +94,7 @@ def trained(make: Make, device: str, dtype: torch.dtype) -> Real:
     recorder = Recorder(cache, NoClock(), {id(module): path for path, module in model.named_modules()})
     blocks = Blocks(find_blocks(model, None), Passes(recorder))
     blocks.install()
-    with recorder.watching(), cache.saving(around=recorder.around), blocks.listening():
+    with cache.saving(around=recorder.around), blocks.listening():
         output = forward()
     loss_of(output).backward()
     recorder.end()

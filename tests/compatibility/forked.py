@@ -7,6 +7,7 @@ the usual environment variables, as under a launcher.
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -18,7 +19,13 @@ from typing import Any
 
 from runs import free_port, remove_shared_memory
 
-PRELOADED = ("torch", "deepspeed", "deepspeed.runtime.engine", "transformers", "transformers.trainer", "accelerate")
+PRELOADED = (
+    "torch", "deepspeed", "deepspeed.runtime.engine", "deepspeed.runtime.zero.stage3",
+    "deepspeed.runtime.zero.stage_1_and_2", "transformers", "transformers.trainer", "accelerate",
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # which engines import, and torch._inductor with it
+    "peft", "trl.trainer.sft_trainer", "trl.trainer.dpo_trainer",
+    "diffusers.models.unets.unet_2d_condition", "diffusers.models.transformers.dit_transformer_2d",
+)  # fmt: skip
 TIMEOUT_S = 300.0
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(list(PRELOADED))
@@ -84,6 +91,7 @@ def _rank(
     with (directory / f"output{rank}.txt").open("w") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
+    gc.freeze()  # DeepSpeed collects garbage at each start: not among what was imported before the fork
     result = program(config, **arguments)
     (directory / f"result{rank}.json").write_text(json.dumps(result))
     sys.stdout.flush()

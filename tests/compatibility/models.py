@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from runs import ROOT
 from torch import Tensor, nn
+from torch.nn import functional
 
 WORDS, LENGTH, LAYERS, WIDTH = 128, 32, 3, 64
+FRAMES, MELS = 64, 16  # of a sound
+PIXELS = 16  # of the side of a picture
 WIDTHS: dict[str, Any] = {
     "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "intermediate_size": 2 * WIDTH,
     "vocab_size": WORDS,
 }  # fmt: skip
+DECODER: dict[str, Any] = {**WIDTHS, "num_key_value_heads": 2, "pad_token_id": 0}
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2}
 
 
 @dataclass(frozen=True)
@@ -39,6 +47,154 @@ def words(batch: int, chance: torch.Generator) -> dict[str, Tensor]:
     return {"input_ids": text, "labels": text}
 
 
+def padded_words(batch: int, chance: torch.Generator) -> dict[str, Tensor]:
+    """Texts of several lengths, each with a class."""
+    lengths = torch.randint(LENGTH // 2, LENGTH, (batch, 1), generator=chance)
+    return {
+        "input_ids": torch.randint(0, WORDS, (batch, LENGTH), generator=chance),
+        "attention_mask": (torch.arange(LENGTH) < lengths).long(),
+        "labels": torch.randint(0, 2, (batch,), generator=chance),
+    }
+
+
+def pictures(batch: int, chance: torch.Generator) -> dict[str, Tensor]:
+    return {
+        "pixel_values": torch.randn(batch, 3, PIXELS, PIXELS, generator=chance),
+        "labels": torch.randint(0, 2, (batch,), generator=chance),
+    }
+
+
+def sounds(batch: int, chance: torch.Generator) -> dict[str, Tensor]:
+    return {
+        "input_features": torch.randn(batch, MELS, FRAMES, generator=chance),
+        "labels": torch.randint(0, WORDS, (batch, LENGTH), generator=chance),
+    }
+
+
+def captions(batch: int, chance: torch.Generator) -> dict[str, Any]:
+    return {
+        "pixel_values": pictures(batch, chance)["pixel_values"],
+        "input_ids": words(batch, chance)["input_ids"],
+        "return_loss": True,
+    }
+
+
+def bytes_to_foretell(batch: int, chance: torch.Generator) -> dict[str, Tensor]:
+    text = torch.randint(0, WORDS, (batch, LENGTH + 1), generator=chance)
+    return {"inputs": text[:, :-1], "targets": text[:, 1:]}
+
+
+class Denoiser(nn.Module):
+    """A diffusion model with its loss: what noise was added?"""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, sample: Tensor, noise: Tensor, **conditions: Tensor) -> SimpleNamespace:
+        found = self.network(sample + noise, **conditions).sample
+        return SimpleNamespace(loss=functional.mse_loss(found[:, : noise.shape[1]], noise))
+
+
+def unet() -> nn.Module:
+    from diffusers import UNet2DConditionModel
+
+    return Denoiser(UNet2DConditionModel(
+        sample_size=PIXELS, block_out_channels=(32, 64), layers_per_block=1, cross_attention_dim=WIDTH,
+        norm_num_groups=8, attention_head_dim=8, dropout=0.1,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+    )).train()  # fmt: skip
+
+
+def dit() -> nn.Module:
+    from diffusers import DiTTransformer2DModel
+
+    return Denoiser(DiTTransformer2DModel(
+        sample_size=PIXELS, num_attention_heads=4, attention_head_dim=16, in_channels=4, out_channels=8,
+        num_layers=LAYERS, dropout=0.1, num_embeds_ada_norm=1000,
+    )).train()  # fmt: skip
+
+
+def noisy(batch: int, chance: torch.Generator) -> dict[str, Tensor]:
+    sample, noise = torch.randn(2, batch, 4, PIXELS, PIXELS, generator=chance)
+    return {"sample": sample, "noise": noise, "timestep": torch.randint(0, 1000, (batch,), generator=chance)}
+
+
+def noisy_with_caption(batch: int, chance: torch.Generator) -> dict[str, Tensor]:
+    return {**noisy(batch, chance), "encoder_hidden_states": torch.randn(batch, 8, WIDTH, generator=chance)}
+
+
+def noisy_with_class(batch: int, chance: torch.Generator) -> dict[str, Tensor]:
+    return {**noisy(batch, chance), "class_labels": torch.randint(0, 1000, (batch,), generator=chance)}
+
+
+def clip() -> nn.Module:
+    built = from_config(
+        "CLIPModel", "CLIPConfig", projection_dim=WIDTH,
+        text_config={**WIDTHS, "max_position_embeddings": LENGTH, "attention_dropout": 0.1},
+        vision_config={**WIDTHS, "image_size": PIXELS, "patch_size": 4},
+    )()  # fmt: skip
+    # DeepSpeed 0.19.8 cannot broadcast a parameter without dimensions.
+    built.logit_scale = nn.Parameter(built.logit_scale.detach().reshape(1))
+    return built
+
+
+def our_gpt() -> nn.Module:
+    sys.path.insert(0, str(ROOT / "examples"))
+    from train_gpt import GPT
+
+    return GPT(WIDTH, LAYERS, LENGTH).train()
+
+
 MODELS = {
-    "llama": Model(from_config("LlamaForCausalLM", "LlamaConfig", **WIDTHS, num_key_value_heads=2), words),
-}
+    "GPT-2": Model(
+        from_config("GPT2LMHeadModel", "GPT2Config", vocab_size=WORDS, n_embd=WIDTH, n_layer=LAYERS, n_head=4,
+                    n_positions=LENGTH), words,
+    ),
+    "Llama": Model(from_config("LlamaForCausalLM", "LlamaConfig", **DECODER, attention_dropout=0.1), words),
+    "Llama with tied embeddings": Model(
+        from_config("LlamaForCausalLM", "LlamaConfig", **DECODER, tie_word_embeddings=True), words
+    ),
+    "BERT": Model(from_config("BertForSequenceClassification", "BertConfig", **WIDTHS), padded_words),
+    "T5": Model(
+        from_config("T5ForConditionalGeneration", "T5Config", vocab_size=WORDS, d_model=WIDTH, d_kv=16,
+                    d_ff=2 * WIDTH, num_layers=LAYERS, num_heads=4, decoder_start_token_id=0), words,
+    ),
+    "ViT": Model(
+        from_config("ViTForImageClassification", "ViTConfig", image_size=PIXELS, patch_size=4, hidden_dropout_prob=0.1,
+                    attention_probs_dropout_prob=0.1, **WIDTHS), pictures,
+    ),
+    "Mixtral": Model(
+        from_config("MixtralForCausalLM", "MixtralConfig", **DECODER, **EXPERTS, num_local_experts=4,
+                    output_router_logits=True), words
+    ),
+    "Qwen2-MoE": Model(
+        from_config("Qwen2MoeForCausalLM", "Qwen2MoeConfig", **DECODER, **EXPERTS, num_experts=4,
+                    moe_intermediate_size=WIDTH, shared_expert_intermediate_size=WIDTH), words,
+    ),
+    "Qwen3-MoE": Model(
+        from_config("Qwen3MoeForCausalLM", "Qwen3MoeConfig", **DECODER, **EXPERTS, num_experts=4, head_dim=16,
+                    moe_intermediate_size=WIDTH), words,
+    ),
+    "Mamba-2": Model(
+        from_config("Mamba2ForCausalLM", "Mamba2Config", vocab_size=WORDS, hidden_size=WIDTH, num_hidden_layers=LAYERS,
+                    num_heads=8, head_dim=16, state_size=16, n_groups=2, chunk_size=16), words,
+    ),
+    "DeepSeek-V3 (MLA)": Model(
+        from_config("DeepseekV3ForCausalLM", "DeepseekV3Config", **WIDTHS, num_key_value_heads=4, q_lora_rank=32,
+                    kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16, n_routed_experts=4,
+                    num_experts_per_tok=2, n_group=2, topk_group=1, first_k_dense_replace=1,
+                    moe_intermediate_size=WIDTH), words,
+    ),
+    "Whisper": Model(
+        from_config("WhisperForConditionalGeneration", "WhisperConfig", vocab_size=WORDS, num_mel_bins=MELS,
+                    d_model=WIDTH, encoder_layers=LAYERS, decoder_layers=LAYERS, encoder_attention_heads=4,
+                    decoder_attention_heads=4, encoder_ffn_dim=2 * WIDTH, decoder_ffn_dim=2 * WIDTH, dropout=0.1,
+                    max_source_positions=FRAMES // 2, max_target_positions=LENGTH, pad_token_id=0, bos_token_id=1,
+                    eos_token_id=2, decoder_start_token_id=1), sounds,
+    ),
+    "CLIP": Model(clip, captions),
+    "Diffusion U-Net": Model(unet, noisy_with_caption),
+    "Diffusion transformer (DiT)": Model(dit, noisy_with_class),
+    "GPT of examples/train_gpt.py": Model(our_gpt, bytes_to_foretell),
+}  # fmt: skip

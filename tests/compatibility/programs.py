@@ -29,22 +29,51 @@ def outcome(engine: Any, losses: list[float]) -> dict[str, Any]:
     }
 
 
-def plain_loop(config: dict[str, Any], model: str = "llama", steps: int = 6, batch: int = 2) -> dict[str, Any]:
-    """``deepspeed.initialize``, ``engine.backward``, ``engine.step``."""
+def plain_loop(
+    config: dict[str, Any],
+    model: str = "Llama",
+    steps: int = 6,
+    batch: int = 2,
+    *,
+    has_cache: bool = True,
+    own_backward: bool = False,
+    evaluates: bool = False,
+    detects_anomalies: bool = False,
+) -> dict[str, Any]:
+    """``deepspeed.initialize``, ``engine.backward``, ``engine.step``.
+
+    Args:
+        has_cache: Hugging Face's models fill a key-value cache in training, unless told not to.
+        own_backward: the script calls ``loss.backward()``.
+        evaluates: after each step, in inference mode.
+    """  # fmt: skip
     import deepspeed
     from models import MODELS
 
+    torch.autograd.set_detect_anomaly(detects_anomalies)
     torch.manual_seed(0)
     built = MODELS[model].build()
+    for module in built.modules():
+        if not has_cache and hasattr(getattr(module, "config", None), "use_cache"):
+            module.config.use_cache = False
     engine, *_ = deepspeed.initialize(model=built, model_parameters=built.parameters(), config=config)
     chance = torch.Generator().manual_seed(1 + engine.global_rank)
     torch.manual_seed(100 + engine.global_rank)
     losses = []
     for _ in range(steps * engine.gradient_accumulation_steps()):
-        loss = engine(**MODELS[model].batch(batch, chance)).loss
-        engine.backward(loss)
+        result = engine(**MODELS[model].batch(batch, chance))
+        loss = result if isinstance(result, torch.Tensor) else result.loss
+        if own_backward:
+            loss.backward()
+        else:
+            engine.backward(loss)
         engine.step()
         losses.append(loss.item())
+        if evaluates:
+            engine.eval()
+            with torch.inference_mode():
+                losses.append(engine(**MODELS[model].batch(batch, chance)).loss.item())
+            engine.train()
     result = outcome(engine, losses)
     engine.destroy()
     return result

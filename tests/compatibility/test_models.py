@@ -6,18 +6,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from compare import compare
+from compare import PLANNED, RECOMPUTED, compare
 from models import MODELS
 from programs import plain_loop
 from runs import plain_config
 
 pytestmark = pytest.mark.engine
 
+SECTION = "Models"
+
 
 @pytest.mark.parametrize(
     ("model", "stage"),
     [
-        pytest.param(model, stage, marks=pytest.mark.compatible("Models", f"{model}, ZeRO-{stage}"))
+        pytest.param(model, stage, marks=pytest.mark.compatible(SECTION, f"{model}, ZeRO-{stage}"))
         for model in MODELS
         for stage in (2, 3)
     ],
@@ -25,3 +27,29 @@ pytestmark = pytest.mark.engine
 def test_model(model: str, stage: int, tmp_path: Path, row_says: Callable[[str], None]) -> None:
     config = plain_config(stage, train_micro_batch_size_per_gpu=2)
     row_says(str(compare(plain_loop, config, tmp_path, model=model)))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [pytest.param(model, marks=pytest.mark.compatible(SECTION, f"{model}, ZeRO-3, recompute")) for model in MODELS],
+)
+def test_recomputed_model(model: str, tmp_path: Path, row_says: Callable[[str], None]) -> None:
+    config = plain_config(3, train_micro_batch_size_per_gpu=2)
+    compared = compare(plain_loop, config, tmp_path, block=RECOMPUTED, model=model, steps=12, has_cache=False)
+    assert compared.recomputed_bytes > 0 or compared.unproven
+    row_says(str(compared))
+
+
+@pytest.mark.parametrize(
+    ("model", "stage", "ranks"),
+    [
+        pytest.param(
+            model, stage, ranks,
+            marks=pytest.mark.compatible(SECTION, f"{model}, ZeRO-{stage}, {ranks} ranks, adaptive"),
+        )
+        for model, stage, ranks in (("Llama", 3, 2), ("T5", 2, 2), ("Qwen3-MoE", 3, 2), ("GPT-2", 2, 4), ("BERT", 3, 4))
+    ],
+)  # fmt: skip
+def test_ranks(model: str, stage: int, ranks: int, tmp_path: Path, row_says: Callable[[str], None]) -> None:
+    config = plain_config(stage, train_micro_batch_size_per_gpu=2)
+    row_says(str(compare(plain_loop, config, tmp_path, ranks=ranks, block=PLANNED, model=model, steps=8)))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import runs
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("needs_recompute")]
 
 # Parameters leave as soon as they may, so that a use before they are gathered, or after, is an error and not luck.
 EAGER = {

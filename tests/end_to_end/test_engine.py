@@ -89,11 +89,6 @@ def test_deepspeed_outside_the_supported_range_is_refused(
         engine._refuse_incompatible(SimpleNamespace())
 
 
-def test_pipeline_parallelism_is_refused() -> None:
-    with pytest.raises(IncompatibleError, match="PipelineModule"):
-        engine._refuse_engine(SimpleNamespace(pipeline_parallelism=True))
-
-
 def test_a_torch_func_transform_in_forward_names_the_way_out() -> None:
     def forward() -> torch.Tensor:
         inner: torch.Tensor = torch.func.grad(lambda a: a.sin().sum())(torch.ones(3))
@@ -167,6 +162,30 @@ def test_attach_does_explicitly_what_the_entry_point_does(tmp_path: Path) -> Non
     """
     done = program(body, tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert done.stdout.endswith("good\n"), done.stdout + done.stderr
+
+
+@pytest.mark.engine
+def test_an_engine_without_an_optimizer_is_left_alone(tmp_path: Path) -> None:
+    """TRL makes one for a reference model, from the config of the model that trains."""
+    body = """
+    engine = build(config)
+    of_reference = {key: value for key, value in config.items() if key != "optimizer"}
+    reference = deepspeed.initialize(model=torch.nn.Linear(64, 64), config=of_reference)[0]
+    assert not hasattr(reference, "activation_offloader")
+    with torch.no_grad():
+        reference(torch.ones(2048, 64))
+    step(engine)
+    import json, ds_tba
+    engine.destroy()
+    assert json.load(open(config["activation_nvme_offload"]["report"]["path"]))["steps"] == 1
+    net = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    assert hasattr(deepspeed.initialize(model=net, optimizer=optimizer, config=of_reference)[0], "activation_offloader")
+    assert ds_tba.attach(reference) is reference.activation_offloader
+    """
+    done = program(body, tmp_path)
+    assert done.stdout.endswith("good\n"), done.stdout + done.stderr
+    assert done.stderr.count("without an optimizer") == 1 and "ds_tba.attach(engine)" in done.stderr
 
 
 @pytest.mark.engine

@@ -4,9 +4,11 @@ import os
 from pathlib import Path
 
 import pytest
+from disks import Disk, run
 
 from ds_tba.errors import PathError
 from ds_tba.storage.swap_file import check_directories, file_system_of
+from ds_tba.telemetry.report import rank_path
 
 
 def refusal(*paths: object, needed_bytes: int = 1, ranks: int = 1) -> str:
@@ -40,6 +42,40 @@ def test_not_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os, "access", lambda *_: False)
     tmp_path.chmod(0o500)
     assert "not writable by user" in refusal(tmp_path)
+
+
+def test_a_read_only_mount(disk: Disk) -> None:
+    run("mount", "-o", "remount,ro", str(disk.path))
+    try:
+        message = refusal(disk.path)
+    finally:
+        run("mount", "-o", "remount,rw", str(disk.path))
+    assert "is on a read-only mount (ext4)" in message and "chown" not in message
+
+
+def test_environment_variables_and_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "swap").mkdir()
+    monkeypatch.setenv("SCRATCH_OF_JOB", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("$SCRATCH_OF_JOB/swap", "${SCRATCH_OF_JOB}/swap", "~/swap", "$HOME/swap"):
+        (directory,) = check_directories((name,), 1, 1)
+        assert directory.path == tmp_path / "swap"
+    assert rank_path("$SCRATCH_OF_JOB/report.json", 1) == tmp_path / "report.json.rank1"
+
+
+def test_an_environment_variable_that_is_not_set_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SCRATCH_OF_JOB", raising=False)
+    message = refusal("$SCRATCH_OF_JOB/swap")
+    assert "nvme_path $SCRATCH_OF_JOB/swap: the environment variable SCRATCH_OF_JOB is not set" in message
+    (tmp_path / "$weird").mkdir()
+    assert check_directories((f"{tmp_path}/$weird",), 1, 1)[0].path.name == "$weird"
+
+
+def test_a_relative_path_is_shown_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    assert check_directories(("here",), 1, 1)[0].path == tmp_path / "here"
+    assert f"nvme_path {tmp_path}/there does not exist" in refusal("there")
 
 
 def test_without_room_says_the_numbers(tmp_path: Path) -> None:

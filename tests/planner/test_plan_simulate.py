@@ -58,6 +58,15 @@ def test_reading_ahead_begins_with_the_first_use_of_any_storage() -> None:
     assert cost(later, N, K).stall_s == 1.0
 
 
+def test_what_a_later_forward_saves_is_read_ahead_in_its_turn() -> None:
+    # Two forwards, a backward, a third forward; then the other backwards.
+    saved = [(0.0, 3.0, 4.0), (1.0, 7.0, 7.5), (5.0, 10.0, 10.5)]
+    storages = tuple(storage(pack_s, use_s, freed_s, blocks=(-1,)) for pack_s, use_s, freed_s in saved)
+    trace = Trace(storages, (), traces.resources(), 11.0, forwards=(0, 1, 2))
+    found = cost(trace, N, N, N)
+    assert (found.stall_s, found.read_bytes) == (1.0, 3 * SIZE)  # the first use of all has nothing before it
+
+
 def test_what_is_still_being_written_is_handed_over_from_staging() -> None:
     found = cost(one_block(storage(0.5, 1.2), machine=traces.resources()), N)
     assert (found.stall_s, found.forwarded_bytes, found.written_bytes, found.read_bytes) == (0.0, SIZE, SIZE, 0)

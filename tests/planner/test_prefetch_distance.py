@@ -240,6 +240,53 @@ def test_nothing_is_asked_for_while_forward_runs() -> None:
     assert not store.tickets
 
 
+class Interleaved:
+    """Three forwards of two records each, of which two are ahead of the first backward."""
+
+    def __init__(self, learned: list[int], lead: tuple[int, ...] = ()) -> None:
+        self.store, self.step = Asked(), MicroStep(is_interleaved=True)
+        self._learned, self._lead, self._records = learned, lead, list[Record]()
+        self.forward()
+        self.forward()
+
+    def forward(self) -> None:
+        self.step.begin_forward(self._lead)
+        for record in (Record(self.store), Record(self.store)):
+            self._records.append(record)
+            self.step.add(record)  # type: ignore[arg-type]
+        self.step.phase = Phase.WAITING
+
+    def use(self, index: int | None) -> list[int]:
+        """What is asked for by now."""
+        self.step.read_ahead(self._learned, prefetched, after=index)
+        numbers = {record.ticket: number for number, record in enumerate(self._records)}
+        return [numbers[ticket] for ticket in self.store.tickets]
+
+
+@pytest.mark.parametrize(
+    ("learned", "first", "last"),
+    [([], [1, 0, 3, 2], [5, 4]), ([0, 1, 3, 2, 4, 5], [0, 1, 3, 2], [4, 5]), ([1, 0], [1, 0, 3, 2], [5, 4])],
+)
+def test_of_interleaved_forwards_the_earliest_comes_back_first_and_a_later_one_in_its_turn(
+    learned: list[int], first: list[int], last: list[int]
+) -> None:
+    schedule = Interleaved(learned)
+    assert schedule.use(None) == first
+    assert schedule.use(first[0]) == schedule.use(first[1]) == first
+    schedule.forward()
+    assert schedule.use(first[2]) == [*first, *last]
+
+
+def test_the_distance_goes_on_across_interleaved_forwards() -> None:
+    schedule = Interleaved([], lead=(1, 1, 2, 1, 1, 1))
+    assert schedule.use(None) == [1]
+    assert schedule.use(1) == [1, 0]
+    assert schedule.use(0) == [1, 0, 3, 2]  # of the next forward, before its backward begins
+    schedule.forward()
+    assert schedule.use(3) == [1, 0, 3, 2]
+    assert schedule.use(2) == [1, 0, 3, 2, 5]
+
+
 def test_in_a_backward_no_more_lies_on_the_device_than_the_distance_says(make_store: StoreFactory) -> None:
     store = make_store(accelerator=EventAccelerator())
     cache, ahead = cache_over(store), list[int]()

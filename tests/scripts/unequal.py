@@ -1,4 +1,4 @@
-"""``train.py`` on ranks whose drives are as slow as ``DRIVES_BYTES_PER_S`` says: one number for each rank."""
+"""``train.py``, or what ``SCRIPT`` names, on ranks with drives as slow as ``DRIVES_BYTES_PER_S`` says, one each."""
 
 import os
 import runpy
@@ -16,4 +16,4 @@ rate = float(os.environ["DRIVES_BYTES_PER_S"].split(",")[int(os.environ["RANK"])
 backend = ThrottledBackend()
 backend.throttle(rate, rate)
 ds_tba.storage.tiers.select_backend = lambda *_, **__: Selection(backend, "the test's")
-runpy.run_path(str(Path(__file__).with_name("train.py")), run_name="__main__")
+runpy.run_path(str(Path(__file__).with_name(os.environ.get("SCRIPT", "train.py"))), run_name="__main__")

@@ -149,13 +149,18 @@ def test_asked_for_after_it_was_given_up(make_store: StoreFactory) -> None:
         store.get(ticket, CPU)
 
 
-def test_full_staging_refuses_instead_of_waiting(make_store: StoreFactory) -> None:
+def test_full_staging_refuses_instead_of_waiting(make_store: StoreFactory, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "ds_tba")
     gate = Gate()
     store = make_store(ScriptedBackend(gate), staging_bytes=4 * MIB)
     tickets = [put(store, noise(MIB)) for _ in range(4)]
-    assert store.put(noise(MIB), wait=False) is Refusal.STAGING_FULL
+    for _ in range(2):
+        assert store.put(noise(MIB), wait=False) is Refusal.STAGING_FULL
     assert store.put(noise(5 * MIB), wait=True) is Refusal.LARGER_THAN_STAGING
-    assert store.stats.fallbacks == {"staging full": 1, "larger than io.staging_bytes": 1}
+    assert store.stats.fallbacks == {"staging full": 2, "larger than io.staging_bytes": 1}
+    full, larger = caplog.messages  # each kind when it first happens
+    assert full.startswith(f"staging full: a saved storage of {MIB} bytes stays") and "io.staging_bytes" in full
+    assert larger.startswith(f"larger than io.staging_bytes: a saved storage of {5 * MIB} bytes stays")
     gate.opened.set()
     until(lambda: store.ring.slots.used_bytes == 0, "the writes to drain")
     assert all(ticket.state is TicketState.STORED for ticket in tickets)
@@ -213,10 +218,13 @@ def test_reads_overtake_queued_writes(make_store: StoreFactory) -> None:
     gate.opened.set()
 
 
-def test_the_limit_of_the_swap_file_means_keep(make_store: StoreFactory) -> None:
+def test_the_limit_of_the_swap_file_means_keep(make_store: StoreFactory, caplog: pytest.LogCaptureFixture) -> None:
     store = make_store(swap_file_bytes=2 * MIB)
     tickets = [put(store, noise(MIB)) for _ in range(2)]
-    assert store.put(noise(MIB), wait=True) is Refusal.NO_SPACE
+    for _ in range(2):
+        assert store.put(noise(MIB), wait=True) is Refusal.NO_SPACE
+    (said,) = caplog.messages
+    assert "has reached its limit of 2.00 MiB" in said and "io.swap_file_bytes" in said
     store.release(tickets[0])
     until(lambda: store.paths[0].extents.used_bytes == MIB, "the release")
     put(store, noise(MIB))

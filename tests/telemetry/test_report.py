@@ -254,6 +254,22 @@ def test_the_doctor_names_what_is_wrong(capsys: pytest.CaptureFixture[str], tmp_
     assert "FAIL  nvme_path /nowhere does not exist" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("torch_version", "line"),
+    [
+        ("2.9.0a0+145a3a7bda", "ok    torch 2.9.0a0"),  # as NVIDIA's containers name theirs
+        ("2.14.1+cu130", "ok    torch 2.14.1"),
+        ("2.4.1", "FAIL  torch 2.4.1 is outside >=2.5"),
+    ],
+)
+def test_the_doctor_takes_each_build_of_a_supported_torch(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, torch_version: str, line: str
+) -> None:
+    monkeypatch.setattr("ds_tba.cli.doctor.version", {"torch": torch_version, "deepspeed": "0.19.5"}.__getitem__)
+    assert main(["doctor"]) == (1 if line.startswith("FAIL") else 0)
+    assert line in capsys.readouterr().out
+
+
 def test_the_doctor_tells_of_each_backend(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aio, "is_built", lambda: False)
     for name in ("kvikio", "gds"):

@@ -156,7 +156,6 @@ class _MicroStep:
         try:
             with self._clock, self._answers if self._runs_on == "meta" else nullcontext(), temporaries:
                 with (
-                    recorder.watching(),
                     self.cache.saving(around=recorder.around),
                     self._blocks.listening(),
                     self._autocast(),

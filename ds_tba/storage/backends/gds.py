@@ -35,6 +35,7 @@ from ds_tba.errors import BackendUnavailableError, TransferError
 from ds_tba.storage.backends import aio
 from ds_tba.storage.backends.base import IoBackend, IoHandle
 from ds_tba.storage.backends.cufile import Shared, driver_obstacle, lasting_name, move_cufile_log, named
+from ds_tba.telemetry.stats import expanded
 
 OP = "gds"
 PROOF_LIMIT_S = 120.0
@@ -220,7 +221,7 @@ def prove(config: AioConfig, directories: Sequence[str], staging_bytes: int, dev
     """
     task = {
         "config": config.model_dump(),
-        "directories": [str(Path(directory).expanduser()) for directory in directories],
+        "directories": [str(expanded(directory)) for directory in directories],
         "staging_bytes": staging_bytes,
         "device": device,
     }

@@ -1,0 +1,397 @@
+"""The longest sequence within a memory limit, and memory and seconds per token: keep, checkpointing, others, and ours.
+
+    python benchmarks/capacity.py [--nvme_path DIR] [--headroom_mib 112] [--rounds 3] [--json FILE]
+    python benchmarks/capacity.py --gpu --nvme_path /local_nvme      # the layers of Llama-3-8B, until they do not fit
+
+A Llama with random weights (16 layers) under DeepSpeed, one sequence per step. Each variant runs in processes of its
+own. Memory is measured, not limited: the peak of a step is what the accelerator reports, or on a CPU-only machine the
+process's peak of resident bytes, staging included, and a sequence fits if that is within the limit. (RLIMIT_AS would
+count reserved addresses, of which PyTorch has many.) On a CPU the limit is what the process without anything of this
+holds between two steps, plus a headroom; on a GPU it is 90 % of its memory. Sequences are doubled until one does not
+fit; then the longest is sought in between. No sequence is tried that would take longer than ``--longest_s``.
+
+Time is taken at one length that all variants can train, in rounds; from the second on the variants take turns in
+random order. Seconds on the clock, and of the process's processor time, on which a busy machine has less influence.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from alternating import add_process_options, in_a_process, rounds_of
+from step_time import resident_bytes
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+MIB = 1 << 20
+TIMED_STEPS = 4
+MMAP_THRESHOLD_BYTES = str(64 << 10)  # narrow tensors, too, are given back to the system when they are freed
+INTERPOLATIONS = 3
+BLOCK_OF_TOKENS = 64  # sequences are multiples of it
+LLAMA_3_8B = {
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to train.
+
+    Attributes:
+        checkpointing: None, or arguments of Hugging Face's gradient checkpointing.
+        block: None, or keys of our block.
+        steps: measured at each length; a plan is in force after some.
+    """
+
+    title: str
+    checkpointing: dict[str, Any] | None = None
+    hooks: str = ""
+    block: dict[str, Any] | None = None
+    steps: int = 1
+
+
+VARIANTS = {
+    "keep": Variant("keep (nothing)"),
+    "checkpoint": Variant("torch checkpointing of every layer", {}),
+    "save_on_cpu": Variant("`torch.autograd.graph.save_on_cpu`", hooks="save_on_cpu"),
+    "hf_offload": Variant('Hugging Face\'s `gradient_checkpointing_kwargs={"offload": True}`', {"offload": True}),
+    "trl_offload": Variant("TRL's activation offloading", hooks="trl_offload"),
+    "nvme": Variant('**ours**, `"placement": "nvme"`', block={"placement": "nvme"}),
+    "checkpoint_nvme": Variant("torch checkpointing + **ours**", {}, block={"placement": "nvme"}),
+    "recompute": Variant('**ours**, `"recompute": true`', block={"placement": "adaptive", "recompute": True}, steps=7),
+}
+
+
+# ---- one process ----------------------------------------------------------------------------------------------------
+
+
+class Training:
+    """A model, an engine and random bytes, for one variant."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        import deepspeed
+        import torch
+
+        sys.path.insert(0, str(EXAMPLES))
+        from long_context import llama
+        from train_gpt import peak_memory_bytes, reset_peak_memory
+
+        self.variant = VARIANTS[options.variant]
+        self._peak_bytes, self._reset_peak = peak_memory_bytes, reset_peak_memory
+        torch.manual_seed(1)
+        more = LLAMA_3_8B if options.gpu else {}
+        model = llama(options.width, options.layers, options.longest_sequence, **more)
+        if self.variant.checkpointing is not None:
+            checkpoint_layers(model, **self.variant.checkpointing)
+        self._engine, *_ = deepspeed.initialize(
+            model=model, model_parameters=model.parameters(), config=ds_config(options)
+        )
+        self._hooks = hooks_of(self.variant.hooks)
+        self._random = torch.Generator().manual_seed(1)
+        self._out_of_memory = torch.OutOfMemoryError
+
+    def step(self, sequence: int) -> dict[str, float]:
+        """One step: its loss, its peak memory, its time; peak memory is infinite where memory ran out."""
+        import torch
+
+        tokens = torch.randint(256, (1, sequence), generator=self._random).to(self._engine.device)
+        self._reset_peak()
+        began_s, began_cpu_s = time.perf_counter(), time.process_time()
+        try:
+            with self._hooks():
+                loss = self._engine(input_ids=tokens, labels=tokens).loss
+            self._engine.backward(loss)
+            self._engine.step()
+            last = loss.item()
+        except self._out_of_memory:
+            return {"loss": float("nan"), "peak_bytes": float("inf"), "step_s": 0.0, "cpu_s": 0.0}
+        times = {"step_s": time.perf_counter() - began_s, "cpu_s": time.process_time() - began_cpu_s}
+        return {"loss": last, "peak_bytes": float(self._peak_bytes()), **times}
+
+    def steps(self, sequence: int, count: int) -> dict[str, Any]:
+        """The highest peak and the median time of so many steps; the first is the longest of a new length."""
+        found = [self.step(sequence) for _ in range(count)]
+        last = found[count // 2 :]
+        return {
+            "sequence": sequence,
+            "peak_bytes": max(one["peak_bytes"] for one in found),
+            "step_s": statistics.median(one["step_s"] for one in last),
+            "cpu_s": statistics.median(one["cpu_s"] for one in last),
+            "losses": [one["loss"] for one in found],
+        }
+
+    def report(self) -> dict[str, Any] | None:
+        """Of our offloader, where there is one."""
+        offloader = getattr(self._engine, "activation_offloader", None)
+        return None if offloader is None else offloader.report().to_dict()
+
+
+def ds_config(options: argparse.Namespace) -> dict[str, Any]:
+    """Of this variant."""
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
+        "bf16": {"enabled": options.gpu},
+    }
+    variant = VARIANTS[options.variant]
+    if variant.block is not None:
+        io = {"backend": options.backend, "staging_bytes": options.staging_mib * MIB}
+        where = {"nvme_path": options.nvme_path, "io": io, "min_tensor_bytes": options.min_tensor_kib * 1024}
+        block = {"enabled": True, **where, **variant.block}
+        if block["placement"] == "adaptive":
+            block["activation_budget_bytes"] = options.budget_mib * MIB
+        config["activation_nvme_offload"] = block
+    return config
+
+
+def checkpoint_layers(model: Any, **more: Any) -> None:
+    """Turn on gradient checkpointing, whose arguments have moved in transformers 5."""
+    kwargs = {"use_reentrant": False}
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=kwargs, **more)
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs | more)
+
+
+def hooks_of(name: str) -> Callable[[], AbstractContextManager[Any]]:
+    """What forward runs in."""
+    import torch
+
+    if name == "save_on_cpu":
+        return lambda: torch.autograd.graph.save_on_cpu(pin_memory=torch.accelerator.is_available())
+    if name == "trl_offload":
+        from trl.models.activation_offloading import OffloadActivations
+
+        offload = OffloadActivations()
+        return lambda: offload
+    return nullcontext
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """One process: time at one length, and with ``--sweep`` peak memory at more and more."""
+    training = Training(options)
+    training.step(4 * BLOCK_OF_TOKENS)
+    if options.limit_mib is None:
+        options.limit_mib = resident_bytes() // MIB + options.headroom_mib
+    timed = training.steps(options.timed_sequence, max(TIMED_STEPS, training.variant.steps))
+    found: dict[str, Any] = {"timed": timed, "lengths": [], "limit_mib": options.limit_mib}
+    if options.sweep:
+        found["lengths"] = list(sweep(training, options))
+        found["threads"], found["report"] = threads(), training.report()
+    return found
+
+
+def threads() -> int:
+    import torch
+
+    return torch.get_num_threads()
+
+
+def sweep(training: Training, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Sequences of growing length until one does not fit, then some between the last that fits and that one."""
+    limit_bytes, fits, fails = options.limit_mib * MIB, 0, 0
+    peaks: dict[int, float] = {}
+    sequence = options.shortest_sequence
+    while sequence <= options.longest_sequence:
+        found = training.steps(sequence, training.variant.steps)
+        yield found
+        peaks[sequence] = found["peak_bytes"]
+        if found["peak_bytes"] > limit_bytes:
+            fails = sequence
+            break
+        fits = sequence
+        # attention is quadratic: the next may take four times as long
+        if 4 * training.variant.steps * found["step_s" if options.gpu else "cpu_s"] > options.longest_s:
+            return
+        sequence *= 2
+    for _ in range(INTERPOLATIONS):
+        if not fits or not fails or fails - fits <= max(BLOCK_OF_TOKENS, fits // 16):
+            return
+        sequence = between(peaks, fits, fails, limit_bytes)
+        found = training.steps(sequence, training.variant.steps)
+        yield found
+        peaks[sequence] = found["peak_bytes"]
+        if found["peak_bytes"] > limit_bytes:
+            fails = sequence
+        else:
+            fits = sequence
+
+
+def between(peaks: dict[int, float], fits: int, fails: int, limit_bytes: int) -> int:
+    """A length between one that fits and one that does not: where the straight line crosses the limit."""
+    share = (limit_bytes - peaks[fits]) / (peaks[fails] - peaks[fits]) if peaks[fails] < float("inf") else 0.5
+    guess = (fits + int(share * (fails - fits))) // BLOCK_OF_TOKENS * BLOCK_OF_TOKENS
+    return min(max(guess, fits + BLOCK_OF_TOKENS), fails - BLOCK_OF_TOKENS)
+
+
+# ---- the table ------------------------------------------------------------------------------------------------------
+
+
+def line(lengths: list[dict[str, Any]]) -> tuple[float, float]:
+    """Slope and intercept of peak memory over length, by least squares; nan for fewer than two lengths."""
+    points = [(one["sequence"], one["peak_bytes"]) for one in lengths if one["peak_bytes"] != float("inf")]
+    if len(points) < 2:
+        return float("nan"), float("nan")
+    return tuple(statistics.linear_regression(*zip(*points, strict=True)))
+
+
+def longest(lengths: list[dict[str, Any]], limit_bytes: int) -> str:
+    """The longest sequence that fits; where no longer one was tried, also where the line of peaks crosses the limit."""
+    fits = max((one["sequence"] for one in lengths if one["peak_bytes"] <= limit_bytes), default=0)
+    if any(one["peak_bytes"] > limit_bytes for one in lengths):
+        return f"{fits:,}"
+    slope, intercept = line(lengths)
+    if not slope > 0:
+        return f"more than {fits:,}"
+    return f"more than {fits:,}; by the slope {max(fits, round((limit_bytes - intercept) / slope, -2)):,.0f}"
+
+
+def ratio(rounds: list[dict[str, dict[str, Any]]], name: str, key: str) -> str:
+    """Median of the per-round ratios to keep, and their range."""
+    found = [one[name]["timed"][key] / one["keep"]["timed"][key] for one in rounds]
+    return f"{statistics.median(found):.2f} [{min(found):.2f}-{max(found):.2f}]"
+
+
+def table(rounds: list[dict[str, dict[str, Any]]], refused: dict[str, str], options: argparse.Namespace) -> list[str]:
+    """Markdown."""
+    lines = [
+        f"| variant | longest sequence in {options.limit_mib} MiB | KiB of memory per token | to keep | ms per token "
+        "| time / keep | processor time / keep |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    first = rounds[0]
+    kept, _ = line(first["keep"]["lengths"])
+    for name, variant in VARIANTS.items():
+        if name in refused:
+            lines.append(f"| {variant.title} | does not run here: {refused[name]} | | | | | |")
+        if name not in first:
+            continue
+        per_token, _ = line(first[name]["lengths"])
+        per_token_s = statistics.median(one[name]["timed"]["step_s"] for one in rounds) / options.timed_sequence
+        lines.append(
+            f"| {variant.title} | {longest(first[name]['lengths'], options.limit_mib * MIB)} | {per_token / 1024:.1f} "
+            f"| {per_token / kept:.3f} | {per_token_s * 1000:.2f} | {ratio(rounds, name, 'step_s')} "
+            f"| {ratio(rounds, name, 'cpu_s')} |"
+        )
+    return lines
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--gpu", action="store_true", help="the layers of Llama-3-8B, in bf16, on the accelerator")
+    parser.add_argument("--headroom_mib", type=int, default=112, help="beyond what a process holds anyway, on a CPU")
+    parser.add_argument("--limit_mib", type=int, help="memory limit instead of that")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
+    parser.add_argument("--width", type=int, help="(default: 128, with --gpu 4096)")
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--timed_sequence", type=int, help="(default: 1024, with --gpu 8192)")
+    parser.add_argument("--shortest_sequence", type=int, help="(default: 512, with --gpu 8192)")
+    parser.add_argument("--longest_sequence", type=int, help="(default: 8192, with --gpu 4194304)")
+    parser.add_argument("--longest_s", type=float, default=60.0, help="try no length that takes longer")
+    parser.add_argument("--staging_mib", type=int, help="io.staging_bytes of ours (default: 32, with --gpu 1024)")
+    parser.add_argument("--min_tensor_kib", type=int, help="min_tensor_bytes of ours (default: 32, with --gpu 1024)")
+    parser.add_argument("--budget_mib", type=int, help="budget of recompute (default: 16, with --gpu 8192)")
+    parser.add_argument("--backend", default="posix", help="io.backend of ours")
+    parser.add_argument("--nvme_path", default=".")
+    parser.add_argument("--json", type=Path, help="write every measurement to this file")
+    parser.add_argument("--sweep", action="store_true", help=argparse.SUPPRESS)
+    add_process_options(parser, list(VARIANTS))
+    options = parser.parse_args(argv)
+    for name, (cpu, gpu) in {
+        "width": (128, 4096),
+        "timed_sequence": (1024, 8192),
+        "shortest_sequence": (512, 8192),
+        "longest_sequence": (8192, 4194304),
+        "staging_mib": (32, 1024),
+        "min_tensor_kib": (32, 1024),  # per token, a tensor of width 128 has a 32nd of the bytes of one of width 4096
+        "budget_mib": (16, 8192),
+    }.items():
+        if getattr(options, name) is None:
+            setattr(options, name, gpu if options.gpu else cpu)
+    if options.gpu and options.limit_mib is None:
+        options.limit_mib = gpu_memory_mib() * 9 // 10
+    return options
+
+
+def gpu_memory_mib() -> int:
+    """Of the first accelerator."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise SystemExit("--gpu needs a CUDA device, and PyTorch finds none: leave --gpu out to measure on the CPU")
+    return int(torch.cuda.get_device_properties(0).total_memory // MIB)
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    options = parse(argv)
+    if options.variant:
+        options.result.write_text(json.dumps(measure(options)))
+        return 0
+    variants = ["keep", *(name for name in options.variants if name != "keep")]
+    refused: dict[str, str] = {}
+
+    def turn(name: str, *more: str) -> dict[str, Any] | None:
+        try:
+            found = in_a_process(__file__, name, [*argv, *more], MALLOC_MMAP_THRESHOLD_=MMAP_THRESHOLD_BYTES)
+        except SystemExit as error:
+            if VARIANTS[name].block is not None or name in ("keep", "checkpoint"):
+                raise
+            refused[name] = str(error).strip().splitlines()[-1]
+            return None
+        print(f"{name}: {found['timed']['step_s']:.2f} s", *map(shown, found["lengths"]), flush=True)
+        return found
+
+    first: dict[str, dict[str, Any]] = {}
+    rounds = [first]
+    for name in variants:  # keep is the first: its process says what the limit is
+        more = [] if options.limit_mib is None else ["--limit_mib", str(options.limit_mib)]
+        found = turn(name, "--sweep", *more)
+        if found is not None:
+            first[name], options.limit_mib = found, found["limit_mib"]
+        write(options, refused, rounds)
+    with contextlib.suppress(KeyboardInterrupt):
+        for later in rounds_of(list(first), turn, options.rounds - 1):
+            rounds.append({name: one for name, one in later.items() if one is not None})
+            write(options, refused, rounds)
+    print("\n".join(table(rounds, refused, options)))
+    equal = all(first_losses(one[name]) == first_losses(one["keep"]) for one in rounds for name in one)
+    print(f"losses of all variants and rounds equal: {'yes' if equal else 'NO'}")
+    return 0 if equal else 1
+
+
+def write(options: argparse.Namespace, refused: dict[str, str], rounds: list[dict[str, dict[str, Any]]]) -> None:
+    """What was found so far, where ``--json`` says."""
+    if options.json:
+        shown_options = {key: value for key, value in vars(options).items() if key not in ("json", "result")}
+        results = {"options": shown_options, "refused": refused, "rounds": rounds}
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def first_losses(found: dict[str, Any]) -> list[float]:
+    """Of those steps that every variant runs at first."""
+    losses: list[float] = found["timed"]["losses"]
+    return losses[:TIMED_STEPS]
+
+
+def shown(one: dict[str, Any]) -> str:
+    return f"{one['sequence']}: {one['peak_bytes'] / MIB:.0f} MiB {one['step_s']:.1f} s"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,279 @@
+"""How people train with Hugging Face's libraries: Transformers' Trainer, Accelerate, PEFT and TRL.
+
+As in ``programs.py``: each function is a training script, and returns what is compared.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from models import LENGTH, MODELS, WORDS
+from programs import outcome
+from torch import nn
+
+BLOCK = "activation_nvme_offload"
+
+
+# ---- data -----------------------------------------------------------------------------------------------------------
+
+
+def samples(model: str, count: int = 64) -> list[dict[str, Any]]:
+    """A data set: as many samples as a run may ask for."""
+    batch = MODELS[model].batch(count, torch.Generator().manual_seed(1))
+    return [{key: value[index] for key, value in batch.items()} for index in range(count)]
+
+
+def of_varying_lengths(data: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    chance = random.Random(1)
+    lengths = [chance.randint(4, LENGTH) for _ in data]
+    return [
+        {key: value[:length] for key, value in sample.items()} for sample, length in zip(data, lengths, strict=True)
+    ]
+
+
+def padded(batch: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """A batch as long as its longest text."""
+    texts = nn.utils.rnn.pad_sequence([one["input_ids"] for one in batch], batch_first=True, padding_value=0)
+    labels = nn.utils.rnn.pad_sequence([one["labels"] for one in batch], batch_first=True, padding_value=-100)
+    return {"input_ids": texts, "labels": labels, "attention_mask": (labels != -100).long()}
+
+
+def sentences(count: int) -> list[str]:
+    """Texts of many lengths."""
+    chance = random.Random(2)
+    return [" ".join(f"w{chance.randrange(3, WORDS)}" for _ in range(chance.randint(4, LENGTH))) for _ in range(count)]
+
+
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2, **{f"w{index}": index for index in range(3, WORDS)}}
+    words = Tokenizer(WordLevel(vocabulary, unk_token="<pad>"))
+    words.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+
+
+# ---- Trainer --------------------------------------------------------------------------------------------------------
+
+
+def settings(config: dict[str, Any] | None, steps: int, **more: Any) -> dict[str, Any]:
+    """Arguments of a trainer; where there is no config, the launcher names its file."""
+    return {
+        "output_dir": "trained", "deepspeed": copy.deepcopy(config), "max_steps": steps, "report_to": "none",
+        "save_strategy": "no", "disable_tqdm": True, "per_device_train_batch_size": 2, "learning_rate": 1e-3,
+        "logging_steps": 1000, "bf16": False, "use_cpu": not torch.cuda.is_available(), **more,
+    }  # fmt: skip
+
+
+def losses_of(trainer: Any) -> list[float]:
+    """Filled while the trainer trains, one loss for each micro-step; no digit is rounded off, as in its log."""
+    losses, step = [], trainer.training_step
+
+    def training_step(*args: Any, **kwargs: Any) -> torch.Tensor:
+        loss: torch.Tensor = step(*args, **kwargs)
+        losses.append(loss.item())
+        return loss
+
+    trainer.training_step = training_step
+    return losses
+
+
+def evaluated(trainer: Any) -> list[float]:
+    return [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+
+
+def build(model: str, prepare: str | None = None) -> nn.Module:
+    torch.manual_seed(0)
+    built = MODELS[model].build()
+    return PREPARED[prepare](built) if prepare is not None else built
+
+
+def frozen_but_the_head(model: nn.Module) -> nn.Module:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = "lm_head" in name or "layers.2" in name
+    return model
+
+
+def with_lora(model: nn.Module) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    # As the documentation has it for gradient checkpointing: the first layer's input then asks for a gradient.
+    model.enable_input_require_grads()
+    return get_peft_model(model, LoraConfig(r=4, lora_dropout=0.1, target_modules="all-linear", task_type="CAUSAL_LM"))
+
+
+PREPARED: dict[str | None, Callable[[nn.Module], nn.Module]] = {
+    "frozen but the head": frozen_but_the_head, "LoRA": with_lora,
+}  # fmt: skip
+
+
+def trainer(
+    config: dict[str, Any] | None,
+    model: str = "Llama",
+    steps: int = 8,
+    *,
+    prepare: str | None = None,
+    varying_lengths: bool = False,
+    generates: bool = False,
+    **more: Any,
+) -> dict[str, Any]:
+    """Transformers' ``Trainer``.
+
+    Args:
+        prepare: what is done to the model first; see ``PREPARED``.
+        generates: text after each second step.
+        more: of ``TrainingArguments``.
+    """  # fmt: skip
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    tokens: list[int] = []
+
+    class Generating(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+            if generates and state.global_step % 2 == 0:
+                model.eval()
+                text = model.generate(data[0]["input_ids"][None, :4], max_new_tokens=4, do_sample=False)
+                tokens.extend(text.flatten().tolist())
+                model.train()
+
+    arguments = TrainingArguments(**settings(config, steps, **more))
+    data = samples(model)
+    if varying_lengths:
+        data = of_varying_lengths(data)
+    trains = Trainer(
+        build(model, prepare), arguments, train_dataset=data, eval_dataset=data[:4], callbacks=[Generating()],
+        data_collator=padded if varying_lengths else None,
+    )  # fmt: skip
+    losses = losses_of(trains)
+    trains.train()
+    return outcome(trains.model_wrapped, losses + evaluated(trains) + [float(token) for token in tokens])
+
+
+def seq2seq_trainer(config: dict[str, Any], model: str = "T5", steps: int = 8, **more: Any) -> dict[str, Any]:
+    """``Seq2SeqTrainer`` that generates when it evaluates."""
+    from transformers import GenerationConfig, Seq2SeqTrainer, Seq2SeqTrainingArguments
+
+    generated: list[float] = []
+
+    def metrics(prediction: Any) -> dict[str, float]:
+        generated.extend(float(token) for token in prediction.predictions.flatten())
+        return {}
+
+    arguments = Seq2SeqTrainingArguments(**settings(
+        config, steps, predict_with_generate=True, eval_strategy="steps", eval_steps=2,
+        generation_config=GenerationConfig(max_new_tokens=4, decoder_start_token_id=0, pad_token_id=0), **more,
+    ))  # fmt: skip
+    data = samples(model)
+    trains = Seq2SeqTrainer(build(model), arguments, train_dataset=data, eval_dataset=data[:4], compute_metrics=metrics)
+    losses = losses_of(trains)
+    trains.train()
+    assert generated, "nothing was generated"
+    return outcome(trains.model_wrapped, losses + evaluated(trains) + generated)
+
+
+def resumed_trainer(config: dict[str, Any], model: str = "Llama", steps: int = 10, **more: Any) -> dict[str, Any]:
+    """A run that is saved half-way, and another that goes on from there."""
+    from transformers import Trainer, TrainingArguments
+
+    half = settings(config, steps, save_strategy="steps", save_steps=steps // 2, **more)
+    losses: list[float] = []
+    for checkpoint in (None, f"trained/checkpoint-{steps // 2}"):
+        trains = Trainer(build(model), TrainingArguments(**half), train_dataset=samples(model))
+        found = losses_of(trains)
+        trains.train(resume_from_checkpoint=checkpoint)
+        losses += found
+    assert len(losses) == steps + steps // 2
+    return outcome(trains.model_wrapped, losses)
+
+
+# ---- TRL ------------------------------------------------------------------------------------------------------------
+
+
+def sft(config: dict[str, Any], model: str = "Llama", steps: int = 8, **more: Any) -> dict[str, Any]:
+    """TRL's ``SFTTrainer`` on texts of many lengths."""
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    arguments = SFTConfig(**settings(config, steps, max_length=LENGTH, **more))
+    data = Dataset.from_dict({"text": sentences(64)})
+    trains = SFTTrainer(build(model), arguments, train_dataset=data, processing_class=tokenizer())
+    losses = losses_of(trains)
+    trains.train()
+    return outcome(trains.model_wrapped, losses)
+
+
+def dpo(
+    config: dict[str, Any], model: str = "Llama", steps: int = 8, *, prepare: str | None = None, **more: Any
+) -> dict[str, Any]:
+    """TRL's ``DPOTrainer``: the policy, and a reference that is not trained (with LoRA the same without adapters)."""
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    arguments = DPOConfig(**settings(config, steps, max_length=2 * LENGTH, **more))
+    texts = sentences(96)
+    data = Dataset.from_dict({"prompt": texts[:32], "chosen": texts[32:64], "rejected": texts[64:]})
+    policy = build(model, prepare)
+    reference = build(model) if prepare is None else None
+    trains = DPOTrainer(policy, reference, arguments, train_dataset=data, processing_class=tokenizer())
+    losses = losses_of(trains)
+    trains.train()
+    return outcome(trains.model_wrapped, losses)
+
+
+# ---- Accelerate -----------------------------------------------------------------------------------------------------
+
+
+def accelerated(
+    config: dict[str, Any], model: str = "Llama", steps: int = 8, *, in_json: bool = True
+) -> dict[str, Any]:
+    """A loop of one's own with Accelerate's plugin.
+
+    Args:
+        in_json: whether the plugin gets the DeepSpeed config, or settings of its own.
+    """
+    from accelerate.utils import DeepSpeedPlugin
+
+    if in_json:
+        plugin = DeepSpeedPlugin(hf_ds_config=copy.deepcopy(config))
+    else:
+        plugin = DeepSpeedPlugin(zero_stage=config["zero_optimization"]["stage"], gradient_clipping=1.0)
+    return accelerated_loop(None if in_json else config.get(BLOCK), plugin, model, steps)
+
+
+def accelerated_loop(
+    block: dict[str, Any] | None, plugin: Any = None, model: str = "Llama", steps: int = 8
+) -> dict[str, Any]:
+    """A loop whose plugin is given, or made from what ``accelerate launch`` was told.
+
+    Args:
+        block: set where there is no JSON to hold it, before ``prepare``.
+    """
+    from accelerate import Accelerator
+    from accelerate.utils import InitProcessGroupKwargs
+
+    # Without a GPU Accelerate sees one rank only, unless a backend is named.
+    backend = None if torch.cuda.is_available() else "gloo"
+    accelerator = Accelerator(deepspeed_plugin=plugin, kwargs_handlers=[InitProcessGroupKwargs(backend=backend)])
+    if block is not None:
+        accelerator.state.deepspeed_plugin.deepspeed_config[BLOCK] = block
+    built = build(model)
+    optimizer = torch.optim.AdamW(built.parameters(), lr=1e-3)
+    loader = torch.utils.data.DataLoader(samples(model), batch_size=2, shuffle=True)
+    engine, optimizer, loader = accelerator.prepare(built, optimizer, loader)
+    losses: list[float] = []
+    for batch in loader:
+        loss = engine(**batch).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if len(losses) == steps:
+            break
+    return outcome(engine, losses)

@@ -1,0 +1,179 @@
+"""How people train: Transformers' Trainer, Accelerate, PEFT and TRL, and habits of their own loops.
+
+Under ZeRO-2 all goes to NVMe, under ZeRO-3 a plan says what; where a row has another placement its name says so.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from compare import PLANNED, RECOMPUTED, SMALL, agrees, compare
+from programs import plain_loop
+from programs_hf import BLOCK, accelerated, dpo, resumed_trainer, seq2seq_trainer, sft, trainer
+from runs import OPTIMIZER, environment, free_port, remove_shared_memory, with_block
+
+pytestmark = pytest.mark.engine
+
+BLOCKS: dict[int, dict[str, Any]] = {2: {"placement": "nvme"}, 3: PLANNED}
+HERE = Path(__file__).parent
+AUTO: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "gradient_clipping": "auto",
+    "bf16": {"enabled": "auto"},
+}  # fmt: skip
+
+
+def config_of(stage: int) -> dict[str, Any]:
+    """As Hugging Face's documentation writes it: the trainer's arguments fill in what is "auto"."""
+    return {**AUTO, "zero_optimization": {"stage": stage}}
+
+
+def config_of_loop(stage: int) -> dict[str, Any]:
+    return {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}}
+
+
+@dataclass(frozen=True)
+class Way:
+    """A row for each stage: a program, and its arguments."""
+
+    section: str
+    row: str
+    program: Callable[..., dict[str, Any]]
+    arguments: dict[str, Any] = field(default_factory=dict)
+    stages: tuple[int, ...] = (2, 3)
+    block: dict[str, Any] | None = None
+    ranks: int = 1
+
+
+def checkpointing(reentrant: bool) -> dict[str, Any]:
+    return {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
+
+
+TRAINER = "Transformers' Trainer"
+LOOPS = "DeepSpeed and Accelerate in a loop of one's own"
+TRL = "TRL and PEFT"
+EVALUATING: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2}
+BEST: dict[str, Any] = {"save_strategy": "steps", "save_steps": 4, "save_total_limit": 1}
+FINE: dict[str, Any] = {"label_smoothing_factor": 0.1, "neftune_noise_alpha": 5.0, "max_grad_norm": 0.1}
+GROUPED: dict[str, Any] = {"train_sampling_strategy": "group_by_length", "varying_lengths": True}
+NVME: dict[str, Any] = {"placement": "nvme"}
+
+WAYS = [
+    Way(TRAINER, "gradient accumulation", trainer, {"gradient_accumulation_steps": 2}),
+    Way(TRAINER, "bf16", trainer, {"bf16": True}),
+    Way(TRAINER, "evaluation, and generation of text between steps", trainer, {"generates": True, **EVALUATING}),
+    Way(TRAINER, "Seq2SeqTrainer that generates when it evaluates, T5", seq2seq_trainer),
+    Way(TRAINER, "resuming from a checkpoint", resumed_trainer),
+    Way(TRAINER, "load_best_model_at_end", trainer,
+        {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 4, **BEST}),
+    Way(TRAINER, "gradient checkpointing, non-reentrant", trainer, checkpointing(False)),
+    Way(TRAINER, "gradient checkpointing, reentrant", trainer, checkpointing(True)),
+    Way(TRAINER, "gradient checkpointing, non-reentrant, recompute", trainer, {**checkpointing(False), "steps": 14},
+        block=RECOMPUTED),
+    Way(TRAINER, "gradient checkpointing, reentrant, recompute", trainer, {**checkpointing(True), "steps": 14},
+        block=RECOMPUTED),
+    Way(TRAINER, "lengths that change in every step, grouped by length", trainer, {**GROUPED, "steps": 12}),
+    Way(TRAINER, "label smoothing, NEFTune and clipping", trainer, FINE),
+    Way(TRAINER, "frozen layers", trainer, {"prepare": "frozen but the head"}),
+    Way(TRAINER, "LoRA", trainer, {"prepare": "LoRA"}),
+    Way(TRAINER, "LoRA with gradient checkpointing", trainer, {"prepare": "LoRA", **checkpointing(False)}),
+    Way(TRAINER, "gradient accumulation, 2 ranks", trainer, {"gradient_accumulation_steps": 2}, ranks=2),
+    Way(TRAINER, "lengths that change in every step, 4 ranks", trainer, {**GROUPED, "steps": 12}, stages=(3,), ranks=4),
+    Way(LOOPS, "`loss.backward()` called by the script", plain_loop, {"own_backward": True, "steps": 8}),
+    Way(LOOPS, "evaluation in inference mode after each step", plain_loop, {"evaluates": True, "steps": 8}),
+    Way(LOOPS, "anomaly detection", plain_loop, {"detects_anomalies": True, "steps": 8}),
+    Way(LOOPS, "Accelerate, a plugin with `hf_ds_config`", accelerated),
+    Way(LOOPS, "Accelerate, a plugin with `hf_ds_config`, 2 ranks", accelerated, ranks=2, stages=(3,)),
+    Way(LOOPS, "Accelerate, a plugin without a DeepSpeed config", accelerated, {"in_json": False}),
+    *(
+        Way(TRL, f"TRL {row}, {block['placement']}", program, arguments, block=block)
+        for row, program, arguments in (
+            ("SFTTrainer", sft, {}),
+            ("SFTTrainer with packing", sft, {"packing": True}),
+            ("DPOTrainer", dpo, {}),
+        )
+        for block in (NVME, PLANNED)
+    ),
+    Way(TRL, "TRL SFTTrainer, recompute", sft, {"steps": 14}, block=RECOMPUTED, stages=(3,)),
+    Way(TRL, "TRL DPOTrainer with LoRA", dpo, {"prepare": "LoRA"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("way", "stage"),
+    [
+        pytest.param(
+            way, stage, id=f"{way.row}-{stage}",
+            marks=pytest.mark.compatible(way.section, f"{way.row}, ZeRO-{stage}"),
+        )
+        for way in WAYS
+        for stage in way.stages
+    ],
+)  # fmt: skip
+def test_way(way: Way, stage: int, tmp_path: Path, row_says: Callable[[str], None]) -> None:
+    config = config_of_loop(stage) | {"optimizer": OPTIMIZER} if way.program is plain_loop else config_of(stage)
+    block = way.block or BLOCKS[stage]
+    compared = compare(way.program, config, tmp_path, ranks=way.ranks, block=block, **way.arguments)
+    assert len({tuple(result["losses"]) for result in compared.results}) == way.ranks, "ranks trained on the same data"
+    if block["placement"] == "adaptive":
+        assert all(report["plans"] for report in compared.reports), "no plan was in force"
+    row_says(str(compared))
+
+
+# ---- accelerate launch ----------------------------------------------------------------------------------------------
+
+LAUNCHED = {"distributed_type": "DEEPSPEED", "num_machines": 1, "num_processes": 2, "use_cpu": False}
+
+
+def launched(directory: Path, deepspeed_settings: dict[str, Any], *arguments: str) -> list[dict[str, Any]]:
+    """What each rank returns under ``accelerate launch`` with a config file."""
+    directory.mkdir()
+    config, port = directory / "accelerate.yaml", free_port()
+    config.write_text(yaml.safe_dump({**LAUNCHED, "main_process_port": port, "deepspeed_config": deepspeed_settings}))
+    paths = os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
+    done = subprocess.run(
+        [*launcher, str(HERE / "launched.py"), str(directory / "result"), *arguments],
+        env=environment(PYTHONPATH=paths), cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        timeout=240,
+    )  # fmt: skip
+    remove_shared_memory(port)
+    assert done.returncode == 0, done.stdout[-8000:]
+    return [json.loads((directory / f"result{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(
+            way,
+            marks=pytest.mark.compatible(
+                section, "`accelerate launch` with a DeepSpeed config in a file, ZeRO-3, 2 ranks"
+            ),
+        )
+        for way, section in (("trainer", TRAINER), ("loop", LOOPS))
+    ],
+)
+def test_launched_with_a_file(way: str, tmp_path: Path, row_says: Callable[[str], None]) -> None:
+    def launch(name: str, config: dict[str, Any]) -> list[dict[str, Any]]:
+        path = tmp_path / f"{name}.json"
+        path.write_text(json.dumps(config))
+        return launched(tmp_path / name, {"deepspeed_config_file": str(path), "zero3_init_flag": True}, way)
+
+    ours = with_block(config_of(3), tmp_path, **{**SMALL, **PLANNED})
+    row_says(str(agrees(launch("plain", config_of(3)), launch("block", ours))))
+
+
+@pytest.mark.compatible(LOOPS, "`accelerate launch` without a DeepSpeed config, ZeRO-2, 2 ranks")
+def test_launched_without_a_file(tmp_path: Path, row_says: Callable[[str], None]) -> None:
+    block = with_block({}, tmp_path, placement="nvme", **SMALL)[BLOCK]
+    plain = launched(tmp_path / "plain", {"zero_stage": 2}, "loop")
+    row_says(str(agrees(plain, launched(tmp_path / "block", {"zero_stage": 2}, "loop", json.dumps(block)))))

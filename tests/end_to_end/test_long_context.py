@@ -1,0 +1,61 @@
+"""The example of long sequences: the same training whatever is done with its activations."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+
+EXAMPLE = runs.ROOT / "examples" / "long_context.py"
+SMALL = ("--sequence", "4096", "--width", "128", "--layers", "2", "--steps", "7")
+pytestmark = pytest.mark.engine
+
+
+def long_context(directory: Path, *arguments: str) -> tuple[dict[str, Any], str]:
+    config = runs.ROOT / "ds_configs" / "long_context.json"
+    where = ("--nvme_path", str(directory), "--output_dir", str(directory), "--backend", "posix")
+    result = runs.launch(
+        None,
+        directory,
+        *("--deepspeed_config", str(config), *where, "--staging_mib", "16", "--result", str(directory / "result.json")),
+        *(*SMALL, *arguments),
+        script=EXAMPLE,
+        timeout_s=600,
+    )
+    assert result.returncode == 0, result.output
+    found: dict[str, Any] = json.loads((directory / "result.json").read_text())
+    return found, result.output
+
+
+def test_checkpoints_go_to_nvme_and_blocks_may_be_recomputed(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    plain, output = long_context(tmp_path, "--without_block", "--no-checkpointing")
+    assert plain["report"] is None and "no checkpointing" in output
+    checkpointed, output = long_context(tmp_path)
+    recomputed, _ = long_context(tmp_path, "--recompute", "--budget_mib", "8")
+    assert len(plain["losses"]) == 7
+    for run in (checkpointed, recomputed):
+        assert (run["losses"], run["parameters_sha256"]) == (plain["losses"], plain["parameters_sha256"])
+        assert run["report"]["fallbacks"] == 0
+    # the inputs of the second layer, at least, in bf16, seven times
+    assert checkpointed["report"]["offloaded_bytes"] >= 7 * 4096 * 128 * 2
+    assert "activations: at most" in output
+    assert recomputed["report"]["recomputed_bytes"] > 0
+
+
+def test_transformers_is_missing(tmp_path: Path) -> None:
+    without = f"import runpy, sys; sys.modules['transformers'] = None; runpy.run_path({str(EXAMPLE)!r}, run_name='x')"
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(EXAMPLE.parent)!r}); {without}"],
+        env=runs.environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert "needs transformers and accelerate" in done.stderr and "pip install 'ds_tba[examples]'" in done.stderr
+    assert "Traceback" not in done.stderr

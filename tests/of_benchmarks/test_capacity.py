@@ -1,0 +1,64 @@
+"""The capacity benchmark: its arithmetic, and that it runs, tiny."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import runs
+from capacity import MIB, between, line, longest
+
+PEAKS = {1024: 600.0 * MIB, 2048: 700.0 * MIB, 4096: 900.0 * MIB}
+LENGTHS = [{"sequence": sequence, "peak_bytes": peak} for sequence, peak in PEAKS.items()]
+
+
+def test_memory_per_token_is_the_slope() -> None:
+    assert line(LENGTHS) == pytest.approx((100 * MIB / 1024, 500 * MIB))
+    out_of_memory = {"sequence": 8192, "peak_bytes": math.inf}
+    assert line([*LENGTHS, out_of_memory]) == pytest.approx((100 * MIB / 1024, 500 * MIB))
+    assert math.isnan(line(LENGTHS[:1])[0])
+
+
+def test_the_longest_says_whether_a_longer_one_was_tried() -> None:
+    assert longest(LENGTHS, 800 * MIB) == "2,048"
+    assert longest(LENGTHS, 1000 * MIB) == "more than 4,096; by the slope 5,100"
+    flat = [{"sequence": 1024, "peak_bytes": 600 * MIB}, {"sequence": 2048, "peak_bytes": 600 * MIB}]
+    assert longest(flat, 1000 * MIB) == "more than 2,048"
+    assert longest(LENGTHS[:1], 1000 * MIB) == "more than 1,024"
+    assert longest(LENGTHS, 100 * MIB) == "0"
+
+
+@pytest.mark.parametrize(
+    ("fails_bytes", "expected"),
+    [(900 * MIB, 3072), (math.inf, 3072), (100_000 * MIB, 2112), (800.1 * MIB, 4032)],
+    ids=["on the line", "out of memory", "not below the next", "not above the one before"],
+)
+def test_between(fails_bytes: float, expected: int) -> None:
+    assert between({2048: 700.0 * MIB, 4096: fails_bytes}, 2048, 4096, 800 * MIB) == expected
+
+
+@pytest.mark.engine
+def test_capacity_tiny(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    lengths = ("--timed_sequence", "256", "--shortest_sequence", "512", "--longest_sequence", "1024")
+    size = ("--layers", "2", "--rounds", "1", "--headroom_mib", "4096", "--staging_mib", "8")
+    variants = ("--variants", "keep", "checkpoint_nvme", "hf_offload")
+    done = subprocess.run(
+        [sys.executable, str(runs.ROOT / "benchmarks" / "capacity.py"), *lengths, *size, *variants]
+        + ["--nvme_path", str(tmp_path), "--json", str(tmp_path / "json")],
+        env=runs.environment(),
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "losses of all variants and rounds equal: yes" in done.stdout
+    found = json.loads((tmp_path / "json").read_text())
+    assert "pin_memory" in found["refused"]["hf_offload"]  # there is nothing to offload to on a CPU, and it says so
+    (only,) = found["rounds"]
+    assert [one["sequence"] for one in only["keep"]["lengths"]] == [512, 1024]
+    assert only["checkpoint_nvme"]["report"]["offloaded_bytes"] > 0
