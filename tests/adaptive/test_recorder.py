@@ -135,6 +135,20 @@ def test_inputs_of_blocks_are_known_by_their_storage(trace: Trace) -> None:
     assert len({block.inputs for block in trace.blocks}) == 3
 
 
+def test_what_came_back_is_free_again_although_the_graph_is_retained(cache: TensorCache, ticks: Ticks) -> None:
+    model = Stack(ticks)
+    with recorded(cache, ticks, model) as recorder:
+        loss = model(torch.randn(ROWS, WIDTH), recorder)
+    ticks.now_s = 10.0
+    loss.backward(retain_graph=True)
+    ticks.now_s = 20.0
+    loss.backward()
+    recorder.end()
+    trace = recorder.record.trace(MACHINE, optimizer_s=0.5)
+    freed_s = {storage.freed_s for storage in movable(trace)}
+    assert freed_s == ({20.0} if not cache.transfers.stores else {10.0})  # what was kept lives as long as the graph
+
+
 def test_a_small_tensor_that_every_block_saves_counts_once(make_store: StoreFactory) -> None:
     """As T5's position bias or rotary tables: a trace with a storage of no bytes would be refused."""
     shared = torch.randn(ROWS, 1)

@@ -12,7 +12,7 @@ from typing import Any
 import programs_deepspeed as programs
 import pytest
 import runs
-from compare import COMPARED, Compared, compare
+from compare import COMPARED, RECOMPUTED, Compared, compare
 from conftest import make_backend
 from forked import Program, run
 from runs import plain_config
@@ -20,9 +20,6 @@ from runs import plain_config
 pytestmark = pytest.mark.engine
 
 ADAPTIVE: dict[str, Any] = {"placement": "adaptive", "max_step_overhead": 10.0}  # a plan that moves, in models so small
-# A drive so worn that a plan may write nothing: what can be recomputed is.
-WORN: dict[str, Any] = {"rated_endurance_tbw": 1e-6, "min_life_days": 36500.0}
-RECOMPUTES: dict[str, Any] = {"placement": "adaptive", "max_step_overhead": 1000.0, "recompute": True, "ssd": WORN}
 AUTOCAST = {"enabled": True, "dtype": "bfloat16"}
 PLAN_STEPS = 10  # the first plan comes before
 
@@ -403,7 +400,7 @@ def test_recomputing(
     tmp_path: Path,
     row_says: Callable[[str], None],
 ) -> None:
-    compared = compare(program, config, tmp_path, block=RECOMPUTES, steps=2 * PLAN_STEPS, must_move=False, **arguments)
+    compared = compare(program, config, tmp_path, block=RECOMPUTED, steps=2 * PLAN_STEPS, must_move=False, **arguments)
     for report in compared.reports:
         if outcome == "recomputed":
             assert report["recomputed_bytes"] > 0, report["unproven_blocks"]
