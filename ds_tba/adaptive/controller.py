@@ -157,6 +157,7 @@ class Controller:
                 yield
         except BaseException:  # the step is not over, and shows nothing
             self._is_new_step = True
+            self._cache.take_moves()
             if self._recording is not None:
                 self._recording.abandon()
             raise
