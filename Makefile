@@ -1,6 +1,7 @@
 # make demo              train the example with parameters and activations on NVMe, and compare with the same run without us
 # make demo ZERO=2 BACKEND=posix   the same without DeepSpeed's aio op, hence without its compilation
-# make test              lint, types and every test
+# make test              lint, types and every test but the slow ones
+# make test-slow         the others: a quarter of an hour
 # make bench             the benchmarks
 # make soak              2,000 random steps with random faults, compared with the run without us: about 10 minutes
 
@@ -14,7 +15,7 @@ SIZE    ?= --width 256 --depth 24 --sequence 2048 --batch 4
 LIMITS  ?= --activation_budget_bytes 67108864 --staging_bytes 67108864
 NVME    ?= $(CURDIR)/.cache/nvme
 RANKS   ?= 1
-PYTEST_ARGS ?=
+PYTEST_ARGS ?= -m "not slow"
 
 BIN := $(VENV)/bin
 # One cache of compiled DeepSpeed ops for the demo, the tests and the benchmarks.
@@ -32,7 +33,7 @@ ifeq ($(ACCELERATORS),)
 demo: export DS_ACCELERATOR ?= cpu
 endif
 
-.PHONY: demo test lint reliability compatibility mutants bench soak venv aio libaio clean
+.PHONY: demo test test-slow lint reliability compatibility mutants bench soak venv aio libaio clean
 
 # --quiet is the launcher's: it has lines about its own work, and a warning that there is no list of other hosts.
 # glibc is to give freed memory back, or a process on the CPU holds what it needs no more, with the block and without.
@@ -49,6 +50,9 @@ demo: $(BIN)/.installed $(if $(NEEDS_AIO),aio)
 
 test: lint aio
 	python -m pytest --basetemp=$(CURDIR)/.cache/pytest $(PYTEST_ARGS)
+
+test-slow: aio
+	python -m pytest --basetemp=$(CURDIR)/.cache/pytest -m slow
 
 lint: $(BIN)/.installed
 	ruff check .

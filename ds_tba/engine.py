@@ -257,6 +257,11 @@ def _wrapped(original: Callable[..., Any], around: Callable[..., Any]) -> Callab
 
 
 def _forward(offloader: ActivationOffloader, original: Callable[[], Any], engine: Any) -> Any:
+    if getattr(engine, "_is_compiled_autograd_enabled", False):
+        raise IncompatibleError(
+            f'compiled autograd compiles the hooks with which "{BLOCK}" brings activations back: call engine.compile() '
+            f'without compiled_autograd_enabled=True, or remove "{BLOCK}".'
+        )
     skip_frames((_mark_owned, *FRAMES))
     for module in engine.module.modules():
         mark_owned(module)

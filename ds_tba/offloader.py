@@ -349,15 +349,13 @@ class ActivationOffloader:
         self._reporter.end_step()
 
     def _advise_to_compile_layers(self) -> None:
-        if self._controller is not None:
-            self._controller.keep_all()
         if self._process.rank == 0:
             logger.warning(
-                "moving activations does not lower their peak: the model is compiled as one graph, which saves all of "
-                "them at the end of forward and takes all back before backward begins. %s. Compile each layer instead, "
-                "for example: for layer in engine.module.layers: layer.compile(). Hugging Face's torch_compile does so "
-                "with ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION=true in the environment",
-                "They stay in memory" if self.config.placement == "adaptive" else "They are moved, as placement says",
+                "moving activations does not lower their peak: probably the model is compiled as one graph, which "
+                "saves all of them at the end of forward and takes all back before backward begins. %s. Compile each "
+                "layer, for example: for layer in engine.module.layers: layer.compile(). Hugging Face's torch_compile "
+                "does so with ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION=true in the environment",
+                "Plans keep them" if self.config.placement == "adaptive" else "They are moved, as placement says",
             )
 
     def report(self) -> OffloadReport:

@@ -394,12 +394,6 @@ class Controller:
         except Exception as error:  # noqa: BLE001 - the other ranks wait for this rank's part of the plan
             logger.warning("%s; what was measured before counts", error)
 
-    def keep_all(self) -> None:
-        """Move nothing while there is no plan, not even to hold a budget: it was in vain."""
-        if self._planning is not None:
-            self._cache.limit_resident(None)
-            self._safe = Always((), wait=False, reason="moving lowers no peak")
-
     def _give_up(self) -> None:
         """Make no more plans; the last one stays in force."""
         self._is_over = True
@@ -443,7 +437,7 @@ class Controller:
         self.in_force = found
         # The room on the device, where the plan had to be made for that, else as the user has set it.
         name = "" if self._budget_bytes is None else "activation_budget_bytes"
-        self._cache.limit_resident(None if found.is_in_vain else found.limits.activation_budget_bytes, name)
+        self._cache.limit_resident(found.held_bytes, name)
         if not any(place is Placement.NVME for place, _ in found.bytes_by_placement) and Placement.NVME in self._tiers:
             self._tiers[Placement.NVME].trim()
         self.monitor.planned(found.plan.prediction.step_s, self._machine.resources().rates, is_new=is_new)

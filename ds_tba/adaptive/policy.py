@@ -92,11 +92,18 @@ class PlanInForce:
         return [(placement, nbytes) for placement, nbytes in sizes.items() if nbytes]
 
     @property
-    def is_in_vain(self) -> bool:
-        """Whether saved tensors exceed the budget, and moving would not change that: they are saved all at once."""
-        budget_bytes = self.limits.activation_budget_bytes
+    def held_bytes(self) -> int | None:
+        """The bound that saved tensors are held to: the budget, or the peak that no plan can lower.
+
+        Where most may be moved, and the plan with the lowest peak keeps all (because all are saved and taken back at
+        once), holding them to the budget would move them in vain.
+        """
+        budget_bytes, peak_bytes = self.limits.activation_budget_bytes, self.plan.prediction.peak_saved_bytes
+        if budget_bytes is None or peak_bytes <= budget_bytes:
+            return budget_bytes
+        movable_bytes = sum(storage.nbytes for storage in self.trace.storages if storage.is_movable)
         keeps_all = all(place is Placement.KEEP for place in self.plan.placements)
-        return keeps_all and budget_bytes is not None and self.plan.prediction.peak_saved_bytes > budget_bytes
+        return math.ceil(peak_bytes) if keeps_all and 2 * movable_bytes > peak_bytes else budget_bytes
 
     def describe(self, reason: str) -> str:
         """In one line.

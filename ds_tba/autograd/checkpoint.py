@@ -31,14 +31,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules import module as module_hooks
 from torch.utils import checkpoint as checkpointing
 from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_early_stop
 
 from ds_tba.autograd.comparison import drawn_from, python_rng_states, set_python_rng_states, version_of
 from ds_tba.autograd.forward_state import StateReader
-from ds_tba.autograd.tensors import keep_originals
+from ds_tba.autograd.tensors import keep_originals, uncompiled_hooks
 from ds_tba.errors import ActivationModifiedError, RecomputationError, StateError
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
@@ -325,7 +324,7 @@ def parameters_stay(path: str) -> Iterator[None]:
         originals.add(held.tensor, is_held=True)
         return held.tensor
 
-    with saved_tensors_hooks(pack, unpack):
+    with uncompiled_hooks(pack, unpack):
         yield
 
 

@@ -21,12 +21,11 @@ import numpy
 import torch
 import xxhash
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import _get_current_function_mode_stack as function_modes
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from ds_tba.autograd.tensors import lineage_of, stamp_of
+from ds_tba.autograd.tensors import lineage_of, stamp_of, uncompiled_hooks
 from ds_tba.device.memory import digest_of
 
 # ---- the process: random generators, PyTorch's settings and modes, what is compiled ----------------------------------
@@ -362,7 +361,7 @@ class Run:
 @contextmanager
 def nothing_saved() -> Iterator[None]:
     """Drop at once the tensors that autograd saves inside."""
-    with saved_tensors_hooks(lambda _: None, _no_backward):
+    with uncompiled_hooks(lambda _: None, _no_backward):
         yield
 
 

@@ -28,7 +28,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointError
 
 from ds_tba.autograd.checkpoint import (
@@ -55,7 +54,7 @@ from ds_tba.autograd.comparison import (
     version_of,
 )
 from ds_tba.autograd.forward_state import CACHE, State, StateReader, UnreadableError
-from ds_tba.autograd.tensors import VersionWitness, has_plain_storage, is_parameter, stamp_of
+from ds_tba.autograd.tensors import VersionWitness, has_plain_storage, is_parameter, stamp_of, uncompiled_hooks
 from ds_tba.errors import IncompatibleError
 
 # Forwards whose passes are watched where the first found an obstacle: a first forward may set up state for good.
@@ -272,7 +271,7 @@ def _telling(watch: Watch) -> Iterator[None]:
         watch.backward()
         return tensor
 
-    with saved_tensors_hooks(pack, unpack):
+    with uncompiled_hooks(pack, unpack):
         yield
 
 
@@ -341,7 +340,7 @@ class VerifiedPass(RecomputedPass):
             self._saved.add(saved)
             return saved
 
-        with saved_tensors_hooks(pack, self._unpack):
+        with uncompiled_hooks(pack, self._unpack):
             yield
 
     @contextmanager
@@ -352,7 +351,7 @@ class VerifiedPass(RecomputedPass):
         def pack(tensor: torch.Tensor) -> Any:
             return tensor if self._second_run.add(tensor) else checkpoint_pack(tensor)
 
-        with saved_tensors_hooks(pack, checkpoint_unpack):
+        with uncompiled_hooks(pack, checkpoint_unpack):
             yield
 
     # ---- in backward --------------------------------------------------------------------------------------------

@@ -222,11 +222,11 @@ def trained_with_evaluation(config: dict[str, Any], steps: int = 5) -> dict[str,
     """Between steps: evaluation, generation, and a forward whose graph is dropped."""
     from models import MODELS
 
-    engine = started(config, MODELS["llama"].build)
+    engine = started(config, MODELS["Llama"].build)
     chance = torch.Generator().manual_seed(1 + engine.global_rank)
     losses = []
     for step in range(steps):
-        batch = MODELS["llama"].batch(BATCH, chance)
+        batch = MODELS["Llama"].batch(BATCH, chance)
         loss = engine(**batch).loss
         engine.backward(loss)
         engine.step()
@@ -508,7 +508,7 @@ def ulysses_of_hugging_face(config: dict[str, Any], steps: int = 5) -> dict[str,
 
     deepspeed.init_distributed()
     torch.manual_seed(0)
-    model = MODELS["llama"].build()
+    model = MODELS["Llama"].build()
     groups = UlyssesSPAttentionHF.register_with_transformers(
         model, model.config._attn_implementation, distributed.get_world_size(), BATCH, seq_length_is_variable=True
     )
@@ -570,11 +570,11 @@ def with_tensor_parallelism(config: dict[str, Any], steps: int = 5) -> dict[str,
     """DeepSpeed splits a Llama over the ranks, which get the same data."""
     from models import MODELS
 
-    engine = started(config, MODELS["llama"].build)
+    engine = started(config, MODELS["Llama"].build)
     torch.manual_seed(100)
     chance, losses = torch.Generator().manual_seed(1), []
     for _ in range(steps):
-        loss = engine(**MODELS["llama"].batch(BATCH, chance), use_cache=False).loss
+        loss = engine(**MODELS["Llama"].batch(BATCH, chance), use_cache=False).loss
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())

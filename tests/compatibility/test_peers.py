@@ -176,9 +176,9 @@ def test_parameters_stay(cache: TensorCache, row_says: Says) -> None:
     parameters: set[int] = set()
 
     def scenario(saving: Saving) -> list[Tensor]:
-        base = MODELS["llama"].build()
+        base = MODELS["Llama"].build()
         model = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj", "v_proj"], lora_dropout=0.1))
-        batch = MODELS["llama"].batch(4, torch.Generator().manual_seed(1))
+        batch = MODELS["Llama"].batch(4, torch.Generator().manual_seed(1))
         with saving():
             loss = model(**batch).loss
             parameters.update(stamp_of(one.untyped_storage()) for one in model.parameters())

@@ -45,10 +45,10 @@ def same(runs: list[dict[str, Any]]) -> None:
     ("stage", "arguments"),
     [
         (0, ["--way", "engine", "--breaks"]),  # Python runs the frame then, with the compiler on for what it calls
-        (2, ["--way", "model", "--varying"]),
-        (2, ["--way", "wrapped", "--varying"]),
+        pytest.param(2, ["--way", "model", "--varying"], marks=pytest.mark.slow),
+        pytest.param(2, ["--way", "wrapped", "--varying"], marks=pytest.mark.slow),
         (3, ["--way", "engine"]),
-        (3, ["--way", "blocks", "--varying"]),
+        pytest.param(3, ["--way", "blocks", "--varying"], marks=pytest.mark.slow),
     ],
     ids=lambda one: " ".join(one) if isinstance(one, list) else f"ZeRO-{one}",
 )
@@ -71,12 +71,14 @@ def test_compiled_layers_save_less_at_once(tmp_path: Path) -> None:
     assert ADVICE not in output
 
 
-def test_of_a_model_that_is_one_graph_nothing_more_is_moved_and_that_is_said_once(tmp_path: Path) -> None:
+def test_of_a_model_that_is_one_graph_plans_move_nothing_and_that_is_said_once(tmp_path: Path) -> None:
     budget = {"activation_budget_bytes": STEP_BYTES // 2}
     found, output = train(tmp_path, 0, [{}, budget, {"placement": "nvme"}], "--way", "engine")
     same(found)
-    for run, moved_steps in zip(found[1:], (1, 1, STEPS), strict=True):
-        report = run["report"]
+    adaptive, held, nvme = (run["report"] for run in found[1:])
+    assert nvme["offloaded_bytes"] == STEPS * STEP_BYTES
+    for report in (adaptive, held):  # in the steps before the first plan
+        assert report["plans"] == 1 and report["offloaded_bytes"] < 0.6 * STEPS * STEP_BYTES
+    for report in (adaptive, held, nvme):
         assert report["peak_saved_bytes"] >= report["peak_saved_bytes_without"]
-        assert report["offloaded_bytes"] == moved_steps * STEP_BYTES
     assert output.count(ADVICE) == 3 and "layer.compile()" in output  # once in each run

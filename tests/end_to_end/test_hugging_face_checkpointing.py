@@ -74,15 +74,18 @@ def test_zero_3(tmp_path: Path) -> None:
     check(config(3), tmp_path, list(REASONS))
 
 
+@pytest.mark.slow
 def test_zero_3_where_recomputing_is_all_that_helps(tmp_path: Path) -> None:
     cases = ["llama/selective", "llama/tiled_loss", "llama/non_reentrant", "t5/cached"]
     check(config(3), tmp_path, cases, min_tensor_bytes=NOTHING_MOVES_BYTES)
 
 
+@pytest.mark.slow
 def test_zero_3_with_two_ranks(tmp_path: Path) -> None:
     cases = ["llama/selective", "llama/non_reentrant"]
     check(config(3), tmp_path, cases, 2, min_tensor_bytes=NOTHING_MOVES_BYTES)
 
 
+@pytest.mark.slow
 def test_zero_2(tmp_path: Path) -> None:
     check(config(2), tmp_path, ["llama/non_reentrant", "llama/selective", "t5/reentrant", "llama/cached"])

@@ -10,7 +10,11 @@ from pathlib import Path
 import pytest
 import runs
 
-pytestmark = [pytest.mark.engine, pytest.mark.skipif(find_spec("trl") is None, reason="TRL is not installed")]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("trl") is None, reason="TRL is not installed"),
+]
 
 PLACEMENTS = ("adaptive", "recompute", "nvme", "host", "keep")
 CASES = {
