@@ -21,6 +21,7 @@ import copy
 import functools
 import inspect
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -74,13 +75,14 @@ class Block:
         index: in ``Blocks.all``.
         path: of the module in the model, such as ``"model.layers.3"``.
         module: the layer.
-        around: the modules that it is in, from the model down.
+        around: the modules that it is in, from the model down; weak, because DeepSpeed's hooks on the model hold its
+            engine, which must be collected when the script drops it.
     """
 
     index: int
     path: str
     module: nn.Module
-    around: tuple[nn.Module, ...] = ()
+    around: tuple[weakref.ref[nn.Module], ...] = ()
 
 
 class PassListener(Protocol):
@@ -121,9 +123,9 @@ def find_blocks(model: nn.Module, paths: Sequence[str] | None) -> list[Block]:
     return [Block(index, path, module, _around(model, path)) for index, (path, module) in enumerate(layers.items())]
 
 
-def _around(model: nn.Module, path: str) -> tuple[nn.Module, ...]:
+def _around(model: nn.Module, path: str) -> tuple[weakref.ref[nn.Module], ...]:
     names = path.split(".")
-    return tuple(model.get_submodule(".".join(names[:depth])) for depth in range(len(names)))
+    return tuple(weakref.ref(model.get_submodule(".".join(names[:depth]))) for depth in range(len(names)))
 
 
 class Blocks:
@@ -225,7 +227,8 @@ class Blocks:
         known = self._known[block.index]
         if known.traceless or known.obstacle is not None:
             return None
-        if any(is_compiled(module) for module in (*block.around, block.module)):
+        around = (reference() for reference in block.around)
+        if any(module is not None and is_compiled(module) for module in (*around, block.module)):
             return _COMPILED
         return _UNSEEN
 
