@@ -15,9 +15,8 @@ TESTS = Path(__file__).parents[1]
 def test_every_combination_is_in_the_table(request: pytest.FixtureRequest) -> None:
     if any(Path(argument).resolve() != TESTS for argument in request.config.args):
         pytest.skip("only a part of the tests was collected")
-    assert list(rows_in(DOCUMENT)) == list(request.config.stash[COMPATIBILITY].rows), (
-        "make compatibility writes it anew"
-    )
+    rows = request.config.stash[COMPATIBILITY].rows  # in the order of collection; the table is by section
+    assert sorted(rows_in(DOCUMENT)) == sorted(rows), "make compatibility writes it anew"
 
 
 def test_no_row_failed() -> None:
