@@ -242,29 +242,19 @@ class Recorded:
 
 
 class _Watch:
-    """Finalizer on a storage that was moved; reports when forward has let go of the storage."""
+    """Finalizer on memory that holds a storage; reports when the memory is free.
 
-    __slots__ = ("_index", "_record")
+    Either that of a storage that was moved, of which forward lets go, or that in which its bytes came back.
+    """
 
-    def __init__(self, record: MicroStepRecord, index: int) -> None:
-        self._record = record
+    __slots__ = ("_index", "_report")
+
+    def __init__(self, report: Callable[[int], None], index: int) -> None:
+        self._report = report
         self._index = index
 
     def __del__(self) -> None:
-        self._record.left(self._index)
-
-
-class _Back:
-    """The same on the storage in which its bytes came back."""
-
-    __slots__ = ("_index", "_record")
-
-    def __init__(self, record: MicroStepRecord, index: int) -> None:
-        self._record = record
-        self._index = index
-
-    def __del__(self) -> None:
-        self._record.evicted(self._index)
+        self._report(self._index)
 
 
 class _RunningModule:
@@ -404,7 +394,7 @@ class Recorder:
         if recorded.index != _NOTHING and record.storages[recorded.index].unpacked is None:
             record.storages[recorded.index].unpacked = now
             if isinstance(recorded.held, SavedView) and recorded.held.is_offloaded:
-                setattr(tensor.untyped_storage(), _WATCH + "_back", _Back(record, recorded.index))
+                setattr(tensor.untyped_storage(), _WATCH + "_back", _Watch(record.evicted, recorded.index))
         record.pauses.append((before, self._clock.mark()))
         return tensor
 
@@ -448,7 +438,7 @@ class Recorder:
         storage.left = len(self.record.pauses)
         if self._is_synchronous and isinstance(held, SavedView) and held.is_offloaded:
             storage.left = None
-            setattr(tensor.untyped_storage(), _WATCH, _Watch(self.record, index))
+            setattr(tensor.untyped_storage(), _WATCH, _Watch(self.record.left, index))
         if scope.pass_number not in storage.passes:
             storage.passes.append(scope.pass_number)
         return index

@@ -327,7 +327,7 @@ class _Forward:
         return getattr, (self.block.module, "forward")
 
 
-# For :func:`ds_tba.autograd.discovery.skip_frames`.
+# For :func:`ds_tba.autograd.tensors.skip_frames`.
 FRAMES = (_Forward.__call__, *HOOK_FRAMES)
 
 # ---- one forward of the model ---------------------------------------------------------------------------------------

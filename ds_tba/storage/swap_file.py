@@ -219,14 +219,14 @@ def _check(path: Path, needed_bytes: int, ranks_on_node: int) -> SwapDirectory:
             f"nvme_path {path} is on {file_system}, which is memory: activations would not leave RAM. "
             "Name a directory on an NVMe drive."
         )
-    if os.statvfs(path).f_flag & os.ST_RDONLY:
+    usage = os.statvfs(path)
+    if usage.f_flag & os.ST_RDONLY:
         raise PathError(
             f"nvme_path {path} is on a read-only mount ({file_system}): mount it for writing (a drive that reported "
             "errors is remounted read-only; see dmesg), or name another directory."
         )
     if not os.access(path, os.W_OK | os.X_OK):
         raise PathError(f"nvme_path {path} is not writable by user {os.geteuid()}: chown it or name another directory.")
-    usage = os.statvfs(path)
     free_bytes = usage.f_bavail * usage.f_frsize
     if free_bytes < needed_bytes * ranks_on_node:
         free, needed, missing = map(_exactly, (free_bytes, needed_bytes, needed_bytes * ranks_on_node - free_bytes))
