@@ -69,8 +69,8 @@ def run(
 def _wait(processes: list[BaseProcess]) -> None:
     """Until all have ended; where one fails, the others would wait for it in a collective."""
     waited_s = 0.0
-    while any(process.exitcode is None for process in processes):
-        next(process for process in processes if process.exitcode is None).join(0.25)
+    while running := [process for process in processes if process.exitcode is None]:  # asked once: it may end at any time
+        running[0].join(0.25)
         waited_s += 0.25
         if waited_s > TIMEOUT_S or any(process.exitcode for process in processes):
             for process in processes:
