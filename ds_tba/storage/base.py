@@ -176,11 +176,13 @@ class Choice:
         stores: which may have it, in order of preference; none means that it is kept.
         wait: for room in staging.
         reason: why it is kept, where there is no store.
+        rematerialize: make the storage again from others in backward, where the cache can; else ``stores`` may have it.
     """
 
     stores: tuple[Store[Any], ...]
     wait: bool
     reason: str = ""
+    rematerialize: bool = False
 
 
 class Policy(Protocol):
