@@ -26,6 +26,7 @@ from ds_tba.adaptive.rates import Rates
 from ds_tba.autograd.blocks import Blocks, find_blocks
 from ds_tba.autograd.budget import MemoryMeter
 from ds_tba.autograd.cache import TensorCache
+from ds_tba.autograd.sites import open_sites
 from ds_tba.config import BLOCK, AioConfig, OffloadConfig, with_staging
 from ds_tba.device.accelerator import Accelerator
 from ds_tba.device.memory import available_bytes
@@ -246,6 +247,9 @@ class ActivationOffloader:
             wait_for_staging=config.placement == "nvme",
             accelerator=None if is_host else accelerator,
         )
+        self.sites = open_sites(config, self.cache.records, accelerator)
+        if self.sites is not None:
+            self.cache.rematerialize(self.sites)
         self._reporter = Reporter(config, rank, report_path, self._tiers, self.cache, started_at)
         self._closer = Closer(self._close)
         atexit.register(self.close)
@@ -285,7 +289,7 @@ class ActivationOffloader:
         controller = Controller(
             self.cache,
             tiers.by_placement,
-            Always(list(tiers.by_placement.values()), wait=True),
+            Always(list(tiers.by_placement.values()), wait=True, rematerialize=True),
             planning if plans else None,
             rates,
             agreement,
