@@ -203,6 +203,8 @@ class Finder:
         metadata = node._input_metadata[number]
         constants = tuple(constant(node, name) for name in rule.constants)
         operands = tuple(self._operand(node, one, ops - 1) for one in rule.operands)
+        if rule.listed:
+            operands += tuple(self._held(saved) for saved in getattr(node, f"_raw_saved_{rule.listed}"))
         if rule.needs_epsilon:
             constants += (_epsilon(node),)
         return Recipe(rule, operands, constants, Output(torch.Size(metadata.shape), metadata.dtype, number))
@@ -243,7 +245,9 @@ class Finder:
 
     def _attribute(self, node: Any, name: str) -> Held | torch.Tensor | None:
         """What a node holds; None where it holds nothing."""
-        saved = getattr(node, f"_raw_saved_{name}")
+        return self._held(getattr(node, f"_raw_saved_{name}"))
+
+    def _held(self, saved: Any) -> Held | torch.Tensor | None:
         data = saved.data
         if data is None:
             return None

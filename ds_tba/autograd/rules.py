@@ -56,6 +56,7 @@ class Rule:
         constants: attributes of the node.
         result: attribute under which the node may hold its own output.
         is_view: the output shares its operand's memory, so that it is a step between others only.
+        listed: attribute under which the node holds a list of operands more.
         needs_epsilon: the last constant is the ``eps`` of a norm; see ``sites.py``.
     """
 
@@ -65,6 +66,7 @@ class Rule:
     constants: tuple[str, ...] = ()
     result: str = ""
     is_view: bool = False
+    listed: str = ""
     needs_epsilon: bool = False
 
 
@@ -107,6 +109,12 @@ def _elu(tensor: torch.Tensor, alpha: float, scale: float, input_scale: float) -
 
 def _softmax(tensor: torch.Tensor, dim: int, output: Output) -> torch.Tensor:
     return torch.softmax(tensor, dim, dtype=None if output.dtype == tensor.dtype else output.dtype)
+
+
+def _index(tensor: torch.Tensor, *others: Any) -> torch.Tensor:
+    indices = list(others[:-1])
+    found: torch.Tensor = torch.ops.aten.index(tensor, indices)
+    return found
 
 
 def _not_made(output: Output) -> torch.Tensor:
@@ -173,6 +181,7 @@ RULES: dict[str, Rule] = {
     "NativeDropoutBackward0": Rule(
         "dropout", (Operand("", 0), Operand("result1", None)), _native_dropout, ("p",)
     ),
+    "IndexBackward0": Rule("index", _ONE, _index, listed="indices"),
     "ToCopyBackward0": Rule("cast", _ONE, lambda x, output: x.to(output.dtype)),
     "CloneBackward0": Rule("copy", _ONE, lambda x, _: x.contiguous()),
     "UnsafeViewBackward0": Rule("copy", _ONE, lambda x, output: x.reshape(output.shape)),
