@@ -60,6 +60,18 @@ class Transfers:
         times, self._times = self._times, []
         return times
 
+    @contextmanager
+    def as_one_move(self) -> Iterator[None]:
+        """Work of ours that no plan foresees, and the moves in it: timed as one."""
+        clock = self.clock
+        if clock is None:
+            yield
+            return
+        count, before = len(self._times), clock.mark()
+        yield
+        del self._times[count:]
+        self._times.append((before, clock.mark()))
+
     def offload(self, tensor: torch.Tensor, choice: Choice) -> Ticket | str:
         """Have the first store that can take a tensor's storage; the reason why none did, in the report's words."""
         reason = choice.reason
