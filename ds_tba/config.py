@@ -144,6 +144,12 @@ class AioConfig(BaseModel):
         return self
 
 
+class RematerializeConfig(_Block):
+    """``rematerialize`` in detail: what is not made again, by the names of its ops."""
+
+    exclude: list[NonEmptyStr] = []
+
+
 class OffloadConfig(_Block):
     """The block. Units are in the names; no value is ever the string ``"auto"``."""
 
@@ -153,6 +159,7 @@ class OffloadConfig(_Block):
     min_tensor_bytes: Bytes = 1 << 20
     max_step_overhead: Fraction = 0.02
     activation_budget_bytes: Bytes | None = None
+    rematerialize: StrictBool | RematerializeConfig = True
     recompute: StrictBool = False
     blocks: list[NonEmptyStr] | None = None
     host_budget_bytes: Bytes = 0
@@ -166,6 +173,16 @@ class OffloadConfig(_Block):
         if self.nvme_path is None:
             return ()
         return (self.nvme_path,) if isinstance(self.nvme_path, str) else tuple(self.nvme_path)
+
+    @property
+    def rematerialize_enabled(self) -> bool:
+        """Whether storages may be made again from others."""
+        return self.rematerialize is not False
+
+    @property
+    def rematerialize_exclude(self) -> frozenset[str]:
+        """Ops whose outputs are not made again."""
+        return frozenset(() if isinstance(self.rematerialize, bool) else self.rematerialize.exclude)
 
     @property
     def uses_nvme(self) -> bool:

@@ -29,7 +29,7 @@ from torch import distributed
 
 from ds_tba.adaptive.ranks import Agreement, Alone, Ranks
 from ds_tba.autograd.blocks import FRAMES
-from ds_tba.autograd.tensors import mark_owned, skip_frames, uncompiled
+from ds_tba.autograd.tensors import mark_inputs, mark_owned, skip_frames, uncompiled
 from ds_tba.config import (
     BLOCK,
     SUPPORTED_DEEPSPEED,
@@ -265,6 +265,7 @@ def _forward(offloader: ActivationOffloader, original: Callable[[], Any], engine
     skip_frames((_mark_owned, *FRAMES))
     for module in engine.module.modules():
         mark_owned(module)
+    mark_inputs((getattr(original, "args", ()), getattr(original, "keywords", {})))
     try:
         with offloader.saving():
             return original()

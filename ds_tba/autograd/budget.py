@@ -28,7 +28,7 @@ import torch
 
 from ds_tba.autograd.saved import Keeper, RecordState, Reloaded, ResidencyGuard, SavedStorage
 from ds_tba.autograd.tensors import storage_bytes
-from ds_tba.device.accelerator import Accelerator, Clock, MemoryUse, moment
+from ds_tba.device.accelerator import Accelerator, Arrival, Clock, MemoryUse, moment
 from ds_tba.errors import StateError
 from ds_tba.storage.base import Choice, Loaded, Store, Ticket
 from ds_tba.telemetry.stats import CacheStats, Gauge
@@ -59,6 +59,18 @@ class Transfers:
         """Clock marks before and after each move since the last call."""
         times, self._times = self._times, []
         return times
+
+    @contextmanager
+    def as_one_move(self) -> Iterator[None]:
+        """Work of ours that no plan foresees, and the moves in it: timed as one."""
+        clock = self.clock
+        if clock is None:
+            yield
+            return
+        count, before = len(self._times), clock.mark()
+        yield
+        del self._times[count:]
+        self._times.append((before, clock.mark()))
 
     def offload(self, tensor: torch.Tensor, choice: Choice) -> Ticket | str:
         """Have the first store that can take a tensor's storage; the reason why none did, in the report's words."""
@@ -114,8 +126,8 @@ class Evictor:
         Args:
             kept_at: event of the stream on which a kept record was saved; None where there are no streams.
         """
-        if record.state is RecordState.RELOADED:
-            record.move(RecordState.OFFLOADED)
+        if record.state in (RecordState.RELOADED, RecordState.MADE):
+            record.move(RecordState.OFFLOADED if record.state is RecordState.RELOADED else RecordState.ABSENT)
             record.reloaded = None
         elif record.state is RecordState.FORWARDED:
             self._evict_forwarded(record)
@@ -263,6 +275,29 @@ class Residency:
         if self.budget.is_set:
             self._evictable[record] = None
         return record.reloaded
+
+    def add_made(self, record: SavedStorage, data: torch.Tensor) -> Reloaded:
+        """The bytes of a record were made again on the calling thread's current stream."""
+        record.move(RecordState.MADE)
+        arrival = Arrival.done(data) if self._device is None else Arrival(self._device, data, moment(self._device))
+        record.reloaded = Reloaded(arrival, data._version)
+        self.count(data.untyped_storage(), record.nbytes)
+        if self.budget.is_set:
+            self._evictable[record] = None
+        return record.reloaded
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether ``nbytes`` more fit the budget."""
+        return not self.budget.is_exceeded_by(nbytes)
+
+    def take_scratch(self, nbytes: int) -> None:
+        """Have room for what is needed for a moment, and count it."""
+        self.make_room(nbytes)
+        self._gauge.add(nbytes)
+
+    def give_scratch(self, nbytes: int) -> None:
+        """The moment is over."""
+        self._gauge.add(-nbytes)
 
     def count(self, storage: torch.UntypedStorage | None, nbytes: int) -> ResidencyGuard:
         """Count the memory of a storage for one user (more), until it is free or no user wants it counted.

@@ -1,31 +1,18 @@
-"""The objects that autograd holds in place of saved tensors, the record that views of one storage share, and the
-micro-step to which records belong.
+"""The objects that autograd holds in place of saved tensors, and the record that views of one storage share.
 
-Knows tensors and tickets; does not know where storages go. The cache changes records and micro-steps, under its lock.
-
-[Note: Micro-steps] A micro-step has one forward as a rule. Several forwards before the first backward (a contrastive
-pair, two outputs in one loss) are one micro-step to a plan: what they save lies in memory together. So is a whole step
-of a pipeline, where the forward of one micro-batch comes between the forward and the backward of another
-(*interleaved*): what to bring back next may have been saved two forwards ago, and its read can begin while the forward
-between runs.
-
-[Note: Reading ahead] It begins with the first unpack, of whatever kind, after forward: each forward has an unpack
-hook of its own, so that it is known which micro-step the tensor belongs to. It goes in the order in which an earlier
-backward of as many records wanted them, else in reverse; of interleaved forwards the earliest first. Without a plan it
-goes as far as the stores' bounds allow. With a plan it goes no further than ``lead`` says, so that reloaded bytes do
-not lie in device memory long before their use.
+Knows tensors and tickets; does not know where storages go. The cache changes records, under its lock.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from enum import Enum
-from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from ds_tba.autograd.prefetch import MicroStep
 from ds_tba.autograd.tensors import Eligibility, Stamp, VersionWitness, ViewSpec, kept, lineage_of, stamp_of
 from ds_tba.device.accelerator import Arrival
 from ds_tba.errors import ActivationModifiedError
@@ -46,6 +33,48 @@ class Keeper(Protocol):
     def defer(self, finalized: Finalized) -> None: ...
 
 
+class Site(Protocol):
+    """The work that makes a storage again; see ``sites.py``.
+
+    Attributes:
+        is_proven: what was made equalled what had been saved, whenever they were compared.
+        seconds: that the work takes, as measured; None unless it is proven.
+    """
+
+    @property
+    def is_proven(self) -> bool: ...
+    @property
+    def seconds(self) -> float | None: ...
+
+
+class Origin(Protocol):
+    """How a storage is made again, as its record knows it; see ``sites.py``.
+
+    Attributes:
+        depth: how many storages lie behind each other that are made again one from the other, with this one.
+        scratch_bytes: of what is made on the way, beside the storage itself.
+    """
+
+    @property
+    def site(self) -> Site: ...
+    @property
+    def depth(self) -> int: ...
+    @property
+    def scratch_bytes(self) -> int: ...
+    def records(self) -> Iterator[SavedStorage]: ...
+    def bound(self, share: Callable[[SavedView], SavedView]) -> Origin: ...
+
+
+class Rematerialization(Protocol):
+    """What can be made again in backward instead of being saved, as the cache knows it; see ``sites.py``."""
+
+    def origin(self, tensor: torch.Tensor) -> Origin | None: ...
+    def note(self, tensor: torch.Tensor, held: SavedView | SavedCounted) -> None: ...
+    def make(self, origin: Any) -> torch.Tensor: ...
+    def compare(self, origin: Any, tensor: torch.Tensor) -> None: ...
+    def settle(self) -> None: ...
+
+
 class ObservedCache(Protocol):
     """The cache, as the recorder of a micro-step knows it."""
 
@@ -58,6 +87,8 @@ class RecordState(Enum):
 
     KEPT = "kept in device memory"
     OFFLOADED = "in the store"
+    ABSENT = "to be made again"
+    MADE = "made again, in device memory"
     RELOADED = "in device memory again, and in the store"
     FORWARDED = "in device memory again, and nowhere else"
     DROPPED = "given up"
@@ -66,6 +97,8 @@ class RecordState(Enum):
 _R = RecordState
 _MOVES: dict[RecordState, tuple[RecordState, ...]] = {
     _R.KEPT: (_R.OFFLOADED, _R.DROPPED),
+    _R.ABSENT: (_R.MADE, _R.DROPPED),
+    _R.MADE: (_R.ABSENT, _R.DROPPED),
     _R.OFFLOADED: (_R.RELOADED, _R.FORWARDED, _R.DROPPED),
     _R.RELOADED: (_R.OFFLOADED, _R.DROPPED),
     _R.FORWARDED: (_R.OFFLOADED, _R.DROPPED),
@@ -91,7 +124,9 @@ class SavedStorage(StateMachine):
     """One storage saved for backward. Changed only under the cache's lock.
 
     Attributes:
-        reloaded: the bytes in device memory again, after they were in a store.
+        reloaded: the bytes in device memory again, after they were in a store or made again.
+        recipe: how it is made again, where its bytes are not saved.
+        trial: the same, to be compared with the saved bytes in backward.
         kept_views: views that hold the bytes; filled only where the cache may have to move them later.
         guard: lies on the storage that was saved, and counts its memory.
         index: in its micro-step.
@@ -102,12 +137,17 @@ class SavedStorage(StateMachine):
     noun = "a saved storage"
     moves = _MOVES
 
-    __slots__ = ("guard", "index", "kept_views", "key", "micro_step", "pending", "reloaded", "state", "ticket", "views")
+    __slots__ = (
+        "guard", "index", "kept_views", "key", "micro_step", "pending", "recipe", "reloaded", "state", "ticket",
+        "trial", "views",
+    )  # fmt: skip
 
-    def __init__(self, key: StorageKey, micro_step: MicroStep) -> None:
+    def __init__(self, key: StorageKey, micro_step: MicroStep[SavedStorage]) -> None:
         self.key = key
         self.state = RecordState.KEPT
         self.ticket: Ticket | None = None
+        self.recipe: Origin | None = None
+        self.trial: Origin | None = None
         self.reloaded: Reloaded | None = None
         self.kept_views: list[weakref.ref[SavedView]] = []
         self.guard: weakref.ref[ResidencyGuard] | None = None
@@ -148,6 +188,15 @@ class PassedThrough:
         """The tensor, if it was not modified since."""
         return self.held if self._version < 0 else unmodified(self.held, self._version)
 
+    @property
+    def is_unmodified(self) -> bool:
+        """Whether it was not modified since."""
+        return self._version < 0 or self.held._version == self._version
+
+    def is_of(self, cache: Keeper) -> bool:
+        """True: no cache has a record of it."""
+        return True
+
 
 class SavedCounted:
     """A tensor that is kept and cannot be moved, because it is too small, say; without a record of its own.
@@ -156,20 +205,31 @@ class SavedCounted:
         held: the tensor, or an alias of it.
         nbytes: as many of its bytes as are counted.
         guard: counts them.
+        eps: of the norm of which it is a statistic, in a tuple; else None.
     """
 
-    __slots__ = ("_cache", "_version", "guard", "held", "nbytes")
+    __slots__ = ("_cache", "_version", "eps", "guard", "held", "nbytes")
 
     def __init__(self, cache: Keeper, tensor: torch.Tensor, nbytes: int, reason: str) -> None:
         self._cache = cache
         self._version = -1 if tensor.is_inference() else tensor._version
         self.held = kept(tensor)
+        self.eps: tuple[Any] | None = None
         self.nbytes = nbytes
         self.guard = cache.count_kept(tensor, nbytes, reason)
 
     def restore(self) -> torch.Tensor:
         """The tensor, if it was not modified since."""
         return self.held if self._version < 0 else unmodified(self.held, self._version)
+
+    @property
+    def is_unmodified(self) -> bool:
+        """Whether it was not modified since."""
+        return self._version < 0 or self.held._version == self._version
+
+    def is_of(self, cache: Keeper) -> bool:
+        """Whether this cache counts it."""
+        return self._cache is cache
 
     def __del__(self) -> None:
         guard = getattr(self, "guard", None)
@@ -183,12 +243,14 @@ class SavedView:
     Attributes:
         held: the tensor, or an alias of it, while its bytes stay in memory; else None. Set to None under the cache's
             lock, and read without it.
+        eps: see :class:`SavedCounted`.
     """
 
-    __slots__ = ("__weakref__", "_cache", "_spec", "_witness", "held", "is_unpacked", "record")
+    __slots__ = ("__weakref__", "_cache", "_spec", "_witness", "eps", "held", "is_unpacked", "record")
 
     def __init__(self, cache: Keeper, record: SavedStorage, tensor: torch.Tensor, *, offloaded: bool) -> None:
         self.held: torch.Tensor | None = None
+        self.eps: tuple[Any] | None = None
         self.is_unpacked = False
         self._cache = cache
         self.record = record
@@ -214,6 +276,33 @@ class SavedView:
         data = self._cache.load(self.record, first_time=not self.is_unpacked)
         self.is_unpacked = True
         return self._spec.rebuild(data)
+
+    @property
+    def spec(self) -> ViewSpec:
+        """Its place in its storage."""
+        held = self.held
+        return self._spec if held is None else ViewSpec.of(held)
+
+    @property
+    def is_unmodified(self) -> bool:
+        """Whether the tensor was not modified since it was saved."""
+        held = self.held
+        if held is not None:
+            return held._version == self.record.key.version
+        return self._witness.current == self._witness.version
+
+    def is_of(self, cache: Keeper) -> bool:
+        """Whether its record is one of this cache."""
+        return self._cache is cache
+
+    def twin(self) -> SavedView:
+        """Another view of the same bytes, not unpacked yet. Called under the cache's lock, which counts it."""
+        other = SavedView.__new__(SavedView)
+        other.held, other.eps, other.is_unpacked = self.held, self.eps, False
+        other._cache, other.record = self._cache, self.record
+        if other.held is None:
+            other._spec, other._witness = self._spec, self._witness
+        return other
 
     def let_go(self) -> None:
         """Hold the bytes no longer: the record's store has them from now on. Called under the cache's lock."""
@@ -304,116 +393,3 @@ def _modified(shape: torch.Size, dtype: torch.dtype, saved: int, now: int) -> Ac
         f"a tensor of shape {list(shape)} and {dtype} is at version {now}; expected version {saved} instead. "
         "Hint: find the operation with torch.autograd.set_detect_anomaly(True)."
     )
-
-
-class Phase(Enum):
-    """How far a micro-step has come."""
-
-    FORWARD = "more may be saved, so that there is no order yet"
-    WAITING = "forward is over, and nothing was unpacked since"
-    BACKWARD = "something was unpacked"
-
-
-class MicroStep:
-    """The moved records of one micro-step in pack order. Changed only under the cache's lock.
-
-    Attributes:
-        is_interleaved: see [Note: Micro-steps].
-        lead: see ``Plan.prefetch_distance``; empty is no limit. To be set before backward.
-        saved: records of it that are alive, moved or not.
-    """
-
-    def __init__(self, *, is_interleaved: bool = False) -> None:
-        self.is_interleaved = is_interleaved
-        self.lead: Sequence[int] = ()
-        self.saved = 0
-        self.phase = Phase.FORWARD
-        self._records: list[SavedStorage | None] = []
-        self._forwards: list[int] = []  # index of the first record of each
-        self._learned: Sequence[int] | None = None  # of an earlier micro-step, as far as that was known in time
-        self._order: list[int] = []
-        self._position: dict[int, int] = {}
-        self._used = 0  # how far backward has come in the order
-        self._cursor = 0  # how far reading ahead has come
-        self._unpacked: list[int] = []
-        self._live = 0
-
-    @property
-    def expects_forward(self) -> bool:
-        """Whether one more forward belongs to it: something that was saved is alive, and nothing was unpacked."""
-        return self.is_interleaved or (self.phase is Phase.WAITING and self.saved > 0)
-
-    def begin_forward(self, lead: Sequence[int] = ()) -> None:
-        """A forward begins; ``lead`` is that of the plan."""
-        self.phase = Phase.FORWARD
-        self.lead = lead
-        self._forwards.append(len(self._records))
-
-    def add(self, record: SavedStorage) -> int:
-        """Append a record; returns its index."""
-        self._records.append(record)
-        self._live += 1
-        return len(self._records) - 1
-
-    def add_use(self, index: int) -> None:
-        """Backward asked for a record's bytes."""
-        self._unpacked.append(index)
-
-    def remove(self, index: int) -> list[int] | None:
-        """A record is gone; returns, with the last of them, the order of first uses, if every one was used."""
-        self._records[index] = None
-        self._live -= 1
-        if self._live:
-            return None
-        order = list(dict.fromkeys(self._unpacked))  # a second backward unpacks again
-        return order if len(order) == len(self._records) else None
-
-    def read_ahead(
-        self, learned: Sequence[int], prefetch: Callable[[SavedStorage], bool], after: int | None = None
-    ) -> None:
-        """Ask for the records that backward will want next; see [Note: Reading ahead].
-
-        Args:
-            learned: the order of an earlier micro-step.
-            prefetch: asks for a record; False where there is no room for it now.
-            after: the record that backward wants now.
-        """
-        if self.phase is Phase.FORWARD:
-            return
-        self.phase = Phase.BACKWARD
-        if not self._order or (self.is_interleaved and len(self._order) < len(self._records)):
-            self._extend_order(learned)
-        if after is not None:
-            self._used = max(self._used, self._position.get(after, -1) + 1)
-            self._cursor = max(self._cursor, self._used)
-        while self._cursor < self._reach:
-            ahead = self._records[self._order[self._cursor]]
-            wanted = ahead is not None and ahead.reloaded is None and ahead.pending > 0
-            if ahead is not None and wanted and not prefetch(ahead):
-                return
-            self._cursor += 1
-
-    def _extend_order(self, learned: Sequence[int]) -> None:
-        """Give the records that have come since their places in the order."""
-        known, count = len(self._order), len(self._records)
-        if self._learned is None:
-            self._learned = learned
-        if self.is_interleaved:
-            new = [index for index in self._learned if known <= index < count]
-            if len(new) < count - known:
-                new = self._forward_by_forward(known)
-        else:
-            new = list(learned) if len(learned) == count else list(range(count - 1, -1, -1))
-        self._position |= {index: known + place for place, index in enumerate(new)}
-        self._order += new
-
-    def _forward_by_forward(self, known: int) -> list[int]:
-        """The records from ``known`` on: those of the earliest forward first, each forward's in reverse."""
-        bounds = pairwise([*self._forwards, len(self._records)])
-        return [index for first, end in bounds for index in range(end - 1, max(first, known) - 1, -1)]
-
-    @property
-    def _reach(self) -> int:
-        """How far in the order reading ahead may have come by now."""
-        count = len(self._order)
-        return min(count, self._used + self.lead[self._used]) if self._used < len(self.lead) else count

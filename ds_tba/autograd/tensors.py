@@ -39,10 +39,12 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint as checkpointing
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_leaves
 
 _STAMP = "_ds_tba_stamp"
 _LINEAGE = "_ds_tba_lineage"
 _OWNED = "_ds_tba_owned"
+_INPUT = "_ds_tba_input"
 _COMPILED = "torch._functorch._aot_autograd"
 _SAVED_TENSORS = "saved_tensors"
 
@@ -129,6 +131,29 @@ def mark_owned(module: torch.nn.Module) -> None:
         for tensor in tensors.values():
             if tensor is not None and type(tensor) in (torch.nn.Parameter, torch.Tensor):
                 setattr(tensor.untyped_storage(), _OWNED, True)
+
+
+def is_owned(tensor: torch.Tensor) -> bool:
+    """Whether :func:`mark_owned` has marked the storage of a tensor."""
+    return getattr(tensor.untyped_storage(), _OWNED, False)
+
+
+def mark_inputs(values: Any) -> None:
+    """Mark the storages of the tensors among a forward's arguments: whoever made them may refill them."""
+    for value in tree_leaves(values):
+        if type(value) is torch.Tensor and has_plain_storage(value):
+            setattr(value.untyped_storage(), _INPUT, True)
+
+
+def is_input(tensor: torch.Tensor) -> bool:
+    """Whether :func:`mark_inputs` has marked the storage of a tensor."""
+    return has_plain_storage(tensor) and getattr(tensor.untyped_storage(), _INPUT, False)
+
+
+def may_be_released(tensor: torch.Tensor) -> bool:
+    """Whether it is a parameter that ZeRO-3 partitions, and may have let go of when backward wants it."""
+    parameter = tensor if tensor._base is None else tensor._base
+    return hasattr(parameter, "ds_id") and not getattr(parameter, "ds_persist", False)
 
 
 def is_parameter(tensor: torch.Tensor) -> bool:

@@ -176,7 +176,7 @@ class Choice:
         stores: which may have it, in order of preference; none means that it is kept.
         wait: for room in staging.
         reason: why it is kept, where there is no store.
-        rematerialize: make the storage again from others in backward, where the cache can; else ``stores`` may have it.
+        rematerialize: make it again from others in backward, where the cache can; else ``stores`` may have it.
     """
 
     stores: tuple[Store[Any], ...]
@@ -194,10 +194,17 @@ class Policy(Protocol):
 
 
 class Always:
-    """The same choice for every storage."""
+    """The same choice for every storage; what can be made again is not saved, where ``rematerialize`` is set."""
 
-    def __init__(self, stores: Sequence[Store[Any]], *, wait: bool, reason: str = "placement keep") -> None:
-        self._choice = Choice(tuple(stores), wait, reason)
+    def __init__(
+        self,
+        stores: Sequence[Store[Any]],
+        *,
+        wait: bool,
+        reason: str = "placement keep",
+        rematerialize: bool = False,
+    ) -> None:
+        self._choice = Choice(tuple(stores), wait, reason, rematerialize)
 
     def choose(self, key: Hashable, nbytes: int) -> Choice:
         """That one choice."""

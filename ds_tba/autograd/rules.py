@@ -1,0 +1,226 @@
+"""The ops whose outputs can be made again from what autograd saves anyway, a line for each.
+
+Knows PyTorch's graph nodes (``torch/csrc/autograd/generated``; their saved attributes follow from
+``tools/autograd/derivatives.yaml``); does not know the cache.
+
+[Note: Rules] A rule is found by the name of the node that made a tensor. The ``n``-th operand is the node's ``n``-th
+input: the node may hold it as an attribute, another node may have saved it, or it can be made again by a rule itself.
+Numbers that a node does not hold (of ``x + 1``, say) are not known, so that there is no rule for such an op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional
+
+Make = Callable[..., torch.Tensor]
+
+
+class Output(NamedTuple):
+    """What a node's output was in forward.
+
+    Attributes:
+        number: of the output among the node's outputs.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    number: int
+
+
+class Operand(NamedTuple):
+    """An operand of an op.
+
+    Attributes:
+        attribute: under which the node may hold it; empty where it holds none.
+        edge: number of the node's input; None where that is not differentiable.
+        is_optional: the op can do without it.
+    """
+
+    attribute: str
+    edge: int | None
+    is_optional: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How the output of one op is made again.
+
+    Attributes:
+        op: its name in the config and in reports.
+        make: the output, from the operands, the constants and the :class:`Output`.
+        constants: attributes of the node.
+        result: attribute under which the node may hold its own output.
+        is_view: the output shares its operand's memory, so that it is a step between others only.
+        listed: attribute under which the node holds a list of operands more.
+        needs_epsilon: the last constant is the ``eps`` of a norm; see ``sites.py``.
+    """
+
+    op: str
+    operands: tuple[Operand, ...]
+    make: Make
+    constants: tuple[str, ...] = ()
+    result: str = ""
+    is_view: bool = False
+    listed: str = ""
+    needs_epsilon: bool = False
+
+
+def _rule(op: str, operands: str, make: Callable[..., Any], constants: str = "", result: str = "") -> Rule:
+    """A rule; ``-`` stands for an operand that the node does not hold."""
+    found = tuple(Operand("" if name == "-" else name, edge) for edge, name in enumerate(operands.split()))
+    return Rule(op, found, lambda *values: make(*values[:-1]), tuple(constants.split()), result)
+
+
+def _view(make: Make, constants: str = "") -> Rule:
+    return Rule("view", (Operand("", 0),), make, tuple(constants.split()), is_view=True)
+
+
+def _native_dropout(tensor: torch.Tensor, mask: torch.Tensor, p: float, output: Output) -> torch.Tensor:
+    kept: torch.Tensor = torch.ops.aten.native_dropout_backward(tensor, mask, 0.0 if p == 1 else 1 / (1 - p))
+    return kept
+
+
+def _layer_norm(
+    tensor: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    shape: tuple[int, ...],
+    eps: float,
+    output: Output,
+) -> torch.Tensor:
+    return torch.native_layer_norm(tensor, shape, weight, bias, eps)[0]
+
+
+def _rms_norm(
+    tensor: torch.Tensor, weight: torch.Tensor | None, shape: tuple[int, ...], eps: float | None, output: Output
+) -> torch.Tensor:
+    return torch.rms_norm(tensor, shape, weight, eps)
+
+
+def _elu(tensor: torch.Tensor, alpha: float, scale: float, input_scale: float) -> torch.Tensor:
+    made: torch.Tensor = torch.ops.aten.elu(tensor, alpha, scale, input_scale)
+    return made
+
+
+def _softmax(tensor: torch.Tensor, dim: int, output: Output) -> torch.Tensor:
+    return torch.softmax(tensor, dim, dtype=None if output.dtype == tensor.dtype else output.dtype)
+
+
+def _index(tensor: torch.Tensor, *others: Any) -> torch.Tensor:
+    indices = list(others[:-1])
+    found: torch.Tensor = torch.ops.aten.index(tensor, indices)
+    return found
+
+
+def _not_made(output: Output) -> torch.Tensor:
+    raise NotImplementedError("its own result is held, or nothing; this is a bug in ds_tba")
+
+
+_ONE = (Operand("", 0),)
+_NORM = (Operand("input", 0), Operand("weight", 1, True), Operand("bias", 2, True))
+
+RULES: dict[str, Rule] = {
+    # Products and sums of tensors. A number that multiplies or divides is held by the node, one that is added is not.
+    "MulBackward0": _rule("mul", "self other", torch.mul),
+    "DivBackward0": _rule("div", "self other", torch.div),
+    "AddBackward0": _rule("add", "- -", lambda a, b, alpha: torch.add(a, b, alpha=alpha), "alpha"),
+    "SubBackward0": _rule("sub", "- -", lambda a, b, alpha: torch.sub(a, b, alpha=alpha), "alpha"),
+    "AddcmulBackward0": _rule(
+        "addcmul", "- tensor1 tensor2", lambda a, b, c, value: torch.addcmul(a, b, c, value=value), "value"
+    ),
+    "MaximumBackward0": _rule("maximum", "self other", torch.maximum),
+    "MinimumBackward0": _rule("minimum", "self other", torch.minimum),
+    "WhereBackward0": Rule(
+        "where", (Operand("condition", None), Operand("", 0), Operand("", 1)), lambda c, a, b, _: torch.where(c, a, b)
+    ),
+    # Activation functions.
+    "SiluBackward0": _rule("silu", "self", functional.silu),
+    "GeluBackward0": _rule("gelu", "self", lambda x, kind: functional.gelu(x, approximate=kind), "approximate"),
+    "ReluBackward0": _rule("relu", "-", torch.relu, result="result"),
+    "LeakyReluBackward0": _rule("leaky_relu", "self", functional.leaky_relu, "negative_slope"),
+    "EluBackward0": _rule("elu", "self", _elu, "alpha scale input_scale"),
+    "HardtanhBackward0": _rule("hardtanh", "self", functional.hardtanh, "min_val max_val"),
+    "HardswishBackward0": _rule("hardswish", "self", functional.hardswish),
+    "HardsigmoidBackward0": _rule("hardsigmoid", "self", functional.hardsigmoid),
+    "SoftplusBackward0": _rule("softplus", "self", functional.softplus, "beta threshold"),
+    "MishBackward0": _rule("mish", "self", functional.mish),
+    "GluBackward0": _rule("glu", "self", functional.glu, "dim"),
+    "SigmoidBackward0": _rule("sigmoid", "-", torch.sigmoid, result="result"),
+    "TanhBackward0": _rule("tanh", "-", torch.tanh, result="result"),
+    # Other functions of one tensor.
+    "ExpBackward0": _rule("exp", "-", torch.exp, result="result"),
+    "SqrtBackward0": _rule("sqrt", "-", torch.sqrt, result="result"),
+    "RsqrtBackward0": _rule("rsqrt", "-", torch.rsqrt, result="result"),
+    "ReciprocalBackward0": _rule("reciprocal", "-", torch.reciprocal, result="result"),
+    "LogBackward0": _rule("log", "self", torch.log),
+    "SinBackward0": _rule("sin", "self", torch.sin),
+    "CosBackward0": _rule("cos", "self", torch.cos),
+    "ErfBackward0": _rule("erf", "self", torch.erf),
+    "AbsBackward0": _rule("abs", "self", torch.abs),
+    "NegBackward0": _rule("neg", "-", torch.neg),
+    "PowBackward0": _rule("pow", "self", torch.pow, "exponent"),
+    "ClampMinBackward0": _rule("clamp", "self", torch.clamp_min, "min"),
+    "ClampBackward1": _rule("clamp", "self", torch.clamp, "min max"),
+    # Norms, softmax, dropout, casts, copies.
+    "NativeLayerNormBackward0": Rule(
+        "layer_norm", _NORM, _layer_norm, ("normalized_shape",), needs_epsilon=True
+    ),
+    "FusedRmsNormBackward0": Rule("rms_norm", _NORM[:2], _rms_norm, ("normalized_shape",), needs_epsilon=True),
+    "NativeGroupNormBackward0": Rule(
+        "group_norm",
+        (Operand("input", 0), Operand("weight", 1, True), Operand("", 2, True)),
+        lambda x, weight, bias, groups, eps, _: functional.group_norm(x, groups, weight, bias, eps),
+        ("group", "eps"),
+    ),
+    "SoftmaxBackward0": Rule("softmax", _ONE, _softmax, ("dim",), "result"),
+    "NativeDropoutBackward0": Rule(
+        "dropout", (Operand("", 0), Operand("result1", None)), _native_dropout, ("p",)
+    ),
+    "IndexBackward0": Rule("index", _ONE, _index, listed="indices"),
+    "ToCopyBackward0": Rule("cast", _ONE, lambda x, output: x.to(output.dtype)),
+    "CloneBackward0": Rule("copy", _ONE, lambda x, _: x.contiguous()),
+    "UnsafeViewBackward0": Rule("copy", _ONE, lambda x, output: x.reshape(output.shape)),
+    # What lies between: views, and ops that hold their own output.
+    "ViewBackward0": _view(lambda x, output: x.reshape(output.shape)),
+    "UnsqueezeBackward0": _view(lambda x, output: x.reshape(output.shape)),
+    "SqueezeBackward0": _view(lambda x, output: x.reshape(output.shape)),
+    "SqueezeBackward1": _view(lambda x, output: x.reshape(output.shape)),
+    "ExpandBackward0": _view(lambda x, output: x.expand(output.shape)),
+    "TBackward0": _view(lambda x, _: x.t()),
+    "TransposeBackward0": _view(lambda x, a, b, _: x.transpose(a, b), "dim0 dim1"),
+    "PermuteBackward0": _view(lambda x, dims, _: x.permute(dims), "dims"),
+    "SelectBackward0": _view(lambda x, dim, index, _: x.select(dim, index), "dim index"),
+    "SliceBackward0": _view(
+        lambda x, dim, start, end, step, _: torch.ops.aten.slice(x, dim, start, end, step), "dim start end step"
+    ),
+    "SplitBackward0": _view(lambda x, size, dim, out: x.split(size, dim)[out.number], "split_size dim"),
+    "UnbindBackward0": _view(lambda x, dim, out: x.unbind(dim)[out.number], "dim"),
+    **{
+        f"ScaledDotProduct{kind}AttentionBackward0": Rule("attention", (), _not_made, result="output")
+        for kind in ("Flash", "Efficient", "Cudnn")
+    },
+    "ScaledDotProductFlashAttentionForCpuBackward0": Rule("attention", (), _not_made, result="output"),
+}  # fmt: skip
+
+OPS = frozenset(rule.op for rule in RULES.values() if not rule.is_view and rule.operands)
+"""The names that the config may leave out."""
+
+_SIGNED = 1 << 63
+
+
+def constant(node: Any, name: str) -> Any:
+    """A constant of a node. Negative dimensions come as unsigned numbers of 64 bits."""
+    value = getattr(node, f"_saved_{name}")
+    if isinstance(value, tuple):
+        return tuple(_signed(one) for one in value)
+    return _signed(value)
+
+
+def _signed(value: Any) -> Any:
+    is_wrapped = isinstance(value, int) and not isinstance(value, bool) and value >= _SIGNED
+    return value - 2 * _SIGNED if is_wrapped else value

@@ -1,0 +1,297 @@
+"""Sites: where rematerialization is proven, bit for bit, before it is used, and how long it takes.
+
+Knows recipes and an accelerator; does not know plans.
+
+[Note: Proof] A site is a recipe with its dtypes, shapes and strides; its occurrences (a layer each, say) are proven
+together. While a site is not proven, its storages are saved as usual, and in backward, where they would be made again,
+they are made and compared with what was saved. The site is used from the next forward on, if all of its occurrences
+were equal in every bit. One that differs, raises, or whose operand was changed in place before backward, is not used
+any more. A device is not waited for: a comparison is read once it is done.
+
+[Note: Threads] Kernels of a CPU cut their work by the number of threads, and the last bits may follow from that. So
+what was made by so many threads is made again by as many.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ds_tba.autograd.recipe import Finder, NoRecipeError, Recipe, is_supported, note_epsilon, note_view
+from ds_tba.autograd.rules import OPS
+from ds_tba.autograd.saved import Keeper, SavedCounted, SavedStorage, SavedView
+from ds_tba.autograd.tensors import ViewSpec, storage_bytes
+from ds_tba.config import BLOCK, OffloadConfig
+from ds_tba.device.accelerator import Accelerator, moment
+from ds_tba.errors import ActivationModifiedError, ConfigError, StorageError
+
+logger = logging.getLogger(__name__)
+
+MAX_SITES = 4096
+
+
+@dataclass(slots=True, eq=False)
+class Site:
+    """One kind of work that may make storages again.
+
+    Attributes:
+        op: the last of its ops.
+        reason: why it is not used; empty where nothing speaks against it.
+        equal: comparisons that were equal.
+        times_s: of one making, the measured seconds: their sum, and how many.
+    """
+
+    op: str
+    reason: str = ""
+    equal: int = 0
+    _sum_s: float = 0.0
+    _measured: int = 0
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether it may be used."""
+        return self.equal > 0 and not self.reason
+
+    @property
+    def seconds(self) -> float | None:
+        """Of one making, as measured; None unless it is proven."""
+        return self._sum_s / self._measured if self.is_proven else None
+
+    def add_time(self, seconds: float) -> None:
+        """One making was measured."""
+        self._sum_s += seconds
+        self._measured += 1
+
+
+class Derivation(NamedTuple):
+    """How a saved storage is made again: the recipe, its site, and how the storage was laid out.
+
+    Attributes:
+        threads: of the CPU kernels that made it.
+    """
+
+    recipe: Recipe
+    site: Site
+    spec: ViewSpec
+    threads: int
+
+    @property
+    def depth(self) -> int:
+        """See ``Recipe.depth``."""
+        return self.recipe.depth
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Of what is made on the way, beside the storage itself."""
+        return self.recipe.between_bytes
+
+    def bound(self, share: Callable[[SavedView], SavedView]) -> Derivation:
+        """The same with views of its own; see ``Recipe.bound``."""
+        return self._replace(recipe=self.recipe.bound(share))
+
+    def records(self) -> Iterator[SavedStorage]:
+        """The saved storages that it is made of."""
+        for held in self.recipe.held():
+            if isinstance(held, SavedView):
+                yield held.record
+
+    def make(self) -> torch.Tensor:
+        """The storage (uint8, 1-D).
+
+        Raises:
+            ActivationModifiedError, ActivationLostError, ActivationCorruptionError: as :meth:`Recipe.make`.
+        """
+        with _as_in_forward(self.threads):
+            made = self.recipe.make()
+            if made.stride() != self.spec.stride or made.untyped_storage().nbytes() != made.numel() * made.itemsize:
+                laid_out = torch.empty_strided(
+                    self.spec.shape, self.spec.stride, dtype=self.spec.dtype, device=made.device
+                )
+                made = laid_out.copy_(made)
+        return storage_bytes(made)
+
+
+class _Comparison(NamedTuple):
+    """A comparison under way.
+
+    Attributes:
+        differs: in host memory, once ``done``.
+        done: event; None where it is done.
+        marks: of the clock, before and after the making.
+    """
+
+    site: Site
+    differs: torch.Tensor
+    done: Any
+    marks: tuple[Any, Any]
+
+
+@dataclass
+class RematerializationStats:
+    """For the report.
+
+    Attributes:
+        seconds: that making them took, by what it took when it was measured.
+        refused: recipes that were not found, by reason; each kind of tensor once.
+    """
+
+    seconds: float = 0.0
+    refused: Counter[str] = field(default_factory=Counter)
+
+
+class Sites:
+    """All sites of a run; see [Note: Proof].
+
+    Args:
+        cache: whose saved views are operands.
+        accelerator: the training device.
+        exclude: ops that are not made again.
+    """
+
+    def __init__(self, cache: Keeper, accelerator: Accelerator, exclude: frozenset[str] = frozenset()) -> None:
+        self.stats = RematerializationStats()
+        self._finder = Finder(cache, exclude)
+        self._accelerator = accelerator
+        self._is_synchronous = accelerator.is_synchronized_device()
+        self._sites: dict[Any, Site] = {}
+        self._without: set[Any] = set()
+        self._under_way: deque[_Comparison] = deque()
+
+    def origin(self, tensor: torch.Tensor) -> Derivation | None:
+        """How the storage of a tensor that is being saved could be made again; None where it cannot."""
+        try:
+            recipe = self._finder.find(tensor)
+        except NoRecipeError as reason:
+            self._count_without(tensor, str(reason))
+            return None
+        except (AttributeError, RuntimeError) as error:  # a node of another PyTorch, or one whose buffers are freed
+            self._count_without(tensor, f"its node cannot be read ({type(error).__name__})")
+            return None
+        if recipe is None:
+            return None
+        made = tensor if tensor._base is None else tensor._base
+        spec, threads = ViewSpec.of(made), torch.get_num_threads() if self._is_synchronous else 0
+        site = self._site((recipe.signature(), spec.stride, threads), recipe.rule.op)
+        return None if site.reason else Derivation(recipe, site, spec, threads)
+
+    def compare(self, origin: Derivation, tensor: torch.Tensor) -> None:
+        """Make a storage again, and compare it with what was saved of it; ``tensor`` is a view of that."""
+        site, clock = origin.site, self._accelerator.clock
+        before = clock.mark()
+        try:
+            made = origin.make()
+        except ActivationModifiedError:
+            self._refuse(site, "an operand was changed in place before backward")
+            return
+        except StorageError:  # backward will want the operand, too
+            return
+        except (RuntimeError, ValueError, TypeError) as error:
+            self._refuse(site, f"{type(error).__name__} while it was made again")
+            return
+        after = clock.mark()
+        saved = storage_bytes(tensor)
+        if made.numel() != saved.numel() or made.device != saved.device:
+            self._refuse(site, "made again it has another size")
+            return
+        word = torch.int64 if made.numel() % 8 == 0 else torch.uint8
+        differs = (made.view(word) != saved.view(word)).any()
+        if not self._is_synchronous:
+            host = self._accelerator.pin_memory(torch.empty(1, dtype=torch.bool))
+            differs = host.copy_(differs.reshape(1), non_blocking=True)
+        self._under_way.append(_Comparison(site, differs, moment(self._accelerator), (before, after)))
+
+    def note(self, tensor: torch.Tensor, held: SavedView | SavedCounted) -> None:
+        """A tensor was saved: what recipes may want to know of it later."""
+        if isinstance(held, SavedView):
+            note_view(tensor, held)
+        note_epsilon(tensor, held)
+
+    def settle(self) -> None:
+        """Read the comparisons that are done."""
+        while self._under_way and (self._under_way[0].done is None or self._under_way[0].done.query()):
+            site, differs, _, marks = self._under_way.popleft()
+            site.add_time(self._accelerator.clock.elapsed_s(*marks))
+            if bool(differs):
+                self._refuse(site, "made again it differs")
+            else:
+                site.equal += 1
+
+    def make(self, origin: Derivation) -> torch.Tensor:
+        """Make a storage again (uint8, 1-D); raises what :meth:`Derivation.make` raises."""
+        made = origin.make()
+        self.stats.seconds += origin.site.seconds or 0.0
+        return made
+
+    def summary(self) -> dict[str, Any]:
+        """For the report."""
+        sites = list(self._sites.values())
+        refused = Counter(site.reason for site in sites if site.reason) + self.stats.refused
+        return {
+            "rematerialized_s": self.stats.seconds,
+            "rematerialized_sites": dict(Counter(site.op for site in sites if site.is_proven)),
+            "refused_sites": dict(refused),
+        }
+
+    def _site(self, signature: Any, op: str) -> Site:
+        site = self._sites.get(signature)
+        if site is None:
+            if len(self._sites) >= MAX_SITES:  # of lengths that do not come again
+                del self._sites[next(iter(self._sites))]
+            site = self._sites[signature] = Site(op)
+        return site
+
+    def _refuse(self, site: Site, reason: str) -> None:
+        if not site.reason:
+            site.reason = reason
+            logger.debug("%s is not rematerialized: %s", site.op, reason)
+
+    def _count_without(self, tensor: torch.Tensor, reason: str) -> None:
+        kind = (reason, tensor.dtype, tensor.shape)
+        if kind not in self._without and len(self._without) < MAX_SITES:
+            self._without.add(kind)
+            self.stats.refused[reason] += 1
+            logger.debug("a tensor of shape %s and %s is not rematerialized: %s", *reversed(kind[1:]), reason)
+
+
+@contextmanager
+def _as_in_forward(threads: int) -> Iterator[None]:
+    """No graph, no autocast (which has acted in forward), no modes of the user; as many threads."""
+    with ExitStack() as state:
+        state.enter_context(torch.no_grad())
+        state.enter_context(torch._C.DisableTorchFunction())
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                state.enter_context(torch.autocast(kind, enabled=False))
+        if torch._C._len_torch_dispatch_stack():
+            state.enter_context(_disable_current_modes())
+        present = torch.get_num_threads()
+        if threads and present != threads:
+            torch.set_num_threads(threads)
+            state.callback(torch.set_num_threads, present)
+        yield
+
+
+def open_sites(config: OffloadConfig, cache: Keeper, accelerator: Accelerator) -> Sites | None:
+    """The sites of a run; None where the config or PyTorch leaves nothing to rematerialize.
+
+    Raises:
+        ConfigError: ``rematerialize.exclude`` names an op that there is no rule for.
+    """
+    if not config.rematerialize_enabled:
+        return None
+    unknown = sorted(config.rematerialize_exclude - OPS)
+    if unknown:
+        raise ConfigError(
+            f'"{BLOCK}.rematerialize.exclude" names {", ".join(unknown)}: the ops are {", ".join(sorted(OPS))}.'
+        )
+    if not is_supported():
+        logger.info("nothing is rematerialized: PyTorch %s does not show what its graph holds", torch.__version__)
+        return None
+    return Sites(cache, accelerator, config.rematerialize_exclude)
