@@ -14,7 +14,7 @@ from test_plan_simulate import ANY, cost, run
 from test_planners import GRACE_S, is_allowed, is_no_worse, layers, pipeline
 from traces import SIZE, UNLIMITED, one_block, storage
 
-from ds_tba.config import Placement
+from ds_tba.config import OffloadConfig, Placement
 from ds_tba.planner.plan import Limits, Plan, Prediction
 from ds_tba.planner.search import SAME_STEP_FRACTION, adaptive
 from ds_tba.planner.simulator import replay, simulate
@@ -363,6 +363,11 @@ def test_forwards_with_other_sites_or_sources_are_not_alike() -> None:
     for change in ({"rematerialize_s": None, "sources": ()}, {"sources": (22,)}, {"sources": (0,)}):
         storages = tuple(replace(one, **change) if at == 25 else one for at, one in enumerate(trace.storages))
         assert Timeline.of(replace(trace, storages=storages)).one_forward() is None, change
+
+
+@pytest.mark.parametrize("chosen", [True, False])
+def test_the_config_says_whether_storages_may_be_made_again(chosen: bool) -> None:
+    assert Limits.of(OffloadConfig(nvme_path="/local_nvme", rematerialize=chosen), UNLIMITED).rematerialize is chosen
 
 
 def test_limits_without_it_leave_all_sites_alone() -> None:
