@@ -287,7 +287,8 @@ class Residency:
         return record.reloaded
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether ``nbytes`` more fit the budget."""
+        """Whether ``nbytes`` more fit the budget, once room was made for them."""
+        self._free_room(nbytes)
         return not self.budget.is_exceeded_by(nbytes)
 
     def take_scratch(self, nbytes: int) -> None:
@@ -362,6 +363,11 @@ class Residency:
 
     def make_room(self, nbytes: int) -> None:
         """Have ``nbytes`` more fit the budget, as far as that can be done; see [Note: The budget]."""
+        self._free_room(nbytes)
+        if self.budget.is_exceeded_by(nbytes):
+            self.budget.warn(nbytes)
+
+    def _free_room(self, nbytes: int) -> None:
         if not self.budget.is_exceeded_by(nbytes):
             return
         self._evictor.finish_copies()
@@ -375,8 +381,6 @@ class Residency:
                 return
             if ahead.ticket is not None and ahead.ticket.store.cancel_prefetch(ahead.ticket):
                 self.end_prefetch(ahead)
-        if self.budget.is_exceeded_by(nbytes):
-            self.budget.warn(nbytes)
 
 
 # ---- beside saved tensors -------------------------------------------------------------------------------------------

@@ -189,7 +189,9 @@ class Records:
             if trial is None or self.sites is None:
                 return
             nbytes = 2 * record.nbytes + trial.scratch_bytes
-            if not self.residency.has_room(nbytes):
+            # Its operands count whether they are in memory or not: room for one may be made by evicting another.
+            operand_bytes = sum(one.nbytes for one in set(trial.records()))
+            if not self.residency.has_room(nbytes + operand_bytes):
                 return
             self.residency.take_scratch(nbytes)
         try:
