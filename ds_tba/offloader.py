@@ -102,6 +102,7 @@ class Reporter:
     Attributes:
         controller: of placement "adaptive" and of traces, once there is one.
         steps: optimizer steps so far.
+        step_peak_bytes: most bytes that saved tensors held in the last step; a controller has its own.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class Reporter:
         self._ended_at: float | None = None
         self._written_at = -REPORT_AGE_S
         self.controller: Controller | None = None
-        self.steps = 0
+        self.steps = self.step_peak_bytes = 0
 
     def report(self) -> OffloadReport:
         """The counters of all parts as they are now."""
@@ -170,7 +171,7 @@ class Reporter:
             fallbacks_by_reason=dict(fallbacks),
             bandwidth=[path.bandwidth() for path in tiers.paths],
             wear=[asdict(one) for one in tiers.wear((self._ended_at or time.monotonic()) - self._started_at)],
-            step_peak_saved_bytes=controller.step_peak_bytes if controller is not None else 0,
+            step_peak_saved_bytes=controller.step_peak_bytes if controller is not None else self.step_peak_bytes,
             plans=controller.plans if controller is not None else 0,
             plan=controller.summary() if controller is not None else None,
             unproven_blocks=controller.unproven_blocks() if controller is not None else [],
@@ -357,6 +358,8 @@ class ActivationOffloader:
         self._reporter.steps += 1
         if self._controller is not None:
             self._controller.end_step()
+        else:
+            self._reporter.step_peak_bytes = self.cache.stats.resident.lap()
         moved_bytes = _counts(self._tiers, self.cache).offloaded_bytes
         if self._reporter.steps == 1 and moves_in_vain(self.cache.stats, moved_bytes):
             self._advise_to_compile_layers()
