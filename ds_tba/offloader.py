@@ -104,7 +104,7 @@ class Reporter:
     Attributes:
         controller: of placement "adaptive" and of traces, once there is one.
         steps: optimizer steps so far.
-        step_peak_bytes: most bytes that saved tensors held in the last step; a controller has its own.
+        step_peak_bytes: of saved tensors in the last step; a controller has its own.
     """
 
     def __init__(
@@ -364,8 +364,7 @@ class ActivationOffloader:
         self._reporter.steps += 1
         if self._controller is not None:
             self._controller.end_step()
-        else:
-            self._reporter.step_peak_bytes = self.cache.stats.resident.lap()
+        self._reporter.step_peak_bytes = self.cache.stats.resident.lap() if self._controller is None else 0
         moved_bytes = _counts(self._tiers, self.cache).offloaded_bytes
         if self._reporter.steps == 1 and moves_in_vain(self.cache.stats, moved_bytes):
             self._advise_to_compile_layers()

@@ -105,8 +105,8 @@ class Program:
             f"seed {self.seed}: {self.stem} of width {self.width}, {blocks}, head; {self.optimizer}, "
             f"set_to_none {self.set_to_none}, batches {self.batches}{', input.grad' if self.input_grad else ''}\n"
             f"  {self.device}: {self.placement}{planner}, recompute {self.recompute}, "
-            f"rematerialize {self.rematerialize}, max_step_overhead {self.max_step_overhead}{budget}, host {self.host_bytes // 1024} KiB, staging "
-            f"{self.staging_bytes // MIB} MiB, {self.lanes} + {self.lanes} lanes, integrity {self.integrity}{collector}"
+            f"rematerialize {self.rematerialize}, max_step_overhead {self.max_step_overhead}{budget}, "
+            f"host {self.host_bytes // 1024} KiB, staging {self.staging_bytes // MIB} MiB, {self.lanes} + {self.lanes} lanes, integrity {self.integrity}{collector}"
             f"{surprises}\n"
             f"  {len(self.steps)} steps: {_in_short(self.steps)}"
         )
