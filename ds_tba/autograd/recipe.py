@@ -169,10 +169,17 @@ class Finder:
     Args:
         cache: whose saved views may be operands.
         exclude: ops that no recipe may have.
+        may_be_released: whether a parameter may be gone when backward wants it.
     """
 
-    def __init__(self, cache: Keeper, exclude: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        cache: Keeper,
+        exclude: frozenset[str] = frozenset(),
+        may_be_released: Callable[[torch.Tensor], bool] = may_be_released,
+    ) -> None:
         self._cache = cache
+        self._may_be_released = may_be_released
         self._rules = {name: rule for name, rule in RULES.items() if rule.op not in exclude}
 
     def find(self, tensor: torch.Tensor) -> Recipe | None:
@@ -276,7 +283,7 @@ class Finder:
             return held
         if isinstance(held, PassedThrough) and tensor.dim() and not (is_parameter(tensor) or is_owned(tensor)):
             raise NoRecipeError("an operand that is not on the device")
-        if may_be_released(tensor):
+        if self._may_be_released(tensor):
             raise NoRecipeError("a parameter that ZeRO-3 partitions")
         if is_input(tensor):
             raise NoRecipeError("an input of the model")
