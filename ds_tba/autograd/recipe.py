@@ -65,13 +65,17 @@ def note_epsilon(tensor: torch.Tensor, held: SavedView | SavedCounted) -> None:
 
     They are saved while PyTorch's own function runs, in whose frame it is.
     """
-    if tensor.requires_grad or tensor.shape[-1:] != (1,):
+    if tensor.shape[-1:] != (1,) or not (tensor.grad_fn is None or _is_rms_norm(tensor.grad_fn)):
         return
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").startswith(("ds_tba.", "contextlib")):
         frame = frame.f_back
     if frame is not None and frame.f_code in _NORMS:
         held.eps = (frame.f_locals["eps"],)
+
+
+def _is_rms_norm(node: Any) -> bool:
+    return type(node).__name__ == "FusedRmsNormBackward0"  # its factors have a gradient, other norms' have none
 
 
 @dataclass(frozen=True, slots=True)
