@@ -192,7 +192,7 @@ def made_again(
             output = subject.forward()
         for record in cache.records.forward.by_key.values():
             if isinstance(record.recipe, Derivation):
-                found[record.recipe.site.op] += record.nbytes
+                found[record.recipe.recipe.rule.op] += record.nbytes
         loss_of(output).backward()
         del output
         cache.settle()
@@ -323,8 +323,9 @@ def test_the_peak_without_a_drive_is_that_of_what_is_saved() -> None:
     cost = found.predictions["rematerialize"]
     assert found.made_again_bytes["rematerialize"] == again
     assert cost.rematerialized_bytes == sum(again.values()) and not cost.written_bytes
-    assert run.peak_saved_bytes - sum(again.values()) <= cost.peak_saved_bytes < run.peak_saved_bytes
-    assert cost.step_s == pytest.approx(found.predictions["keep"].step_s + cost.rematerialized_s)
+    keep = found.predictions["keep"]
+    assert keep.peak_saved_bytes - sum(again.values()) <= cost.peak_saved_bytes < 0.7 * keep.peak_saved_bytes
+    assert cost.step_s == pytest.approx(keep.step_s + cost.rematerialized_s)
 
 
 def test_a_model_that_needs_values_is_refused_and_told_why() -> None:

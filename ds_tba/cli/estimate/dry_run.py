@@ -298,7 +298,7 @@ class AssumedSites:
     def compare(self, origin: Any, tensor: torch.Tensor) -> None:
         """Nothing to do: every site is taken as proven."""
 
-    def settle(self) -> None:
+    def begin_forward(self) -> None:
         """Nothing to do."""
 
 
