@@ -65,13 +65,17 @@ def note_epsilon(tensor: torch.Tensor, held: SavedView | SavedCounted) -> None:
 
     They are saved while PyTorch's own function runs, in whose frame it is.
     """
-    if tensor.requires_grad or tensor.shape[-1:] != (1,):
+    if tensor.shape[-1:] != (1,) or not (tensor.grad_fn is None or _is_rms_norm(tensor.grad_fn)):
         return
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").startswith(("ds_tba.", "contextlib")):
         frame = frame.f_back
     if frame is not None and frame.f_code in _NORMS:
         held.eps = (frame.f_locals["eps"],)
+
+
+def _is_rms_norm(node: Any) -> bool:
+    return type(node).__name__ == "FusedRmsNormBackward0"  # its factors have a gradient, other norms' have none
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,10 +173,17 @@ class Finder:
     Args:
         cache: whose saved views may be operands.
         exclude: ops that no recipe may have.
+        may_be_released: whether a parameter may be gone when backward wants it.
     """
 
-    def __init__(self, cache: Keeper, exclude: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        cache: Keeper,
+        exclude: frozenset[str] = frozenset(),
+        may_be_released: Callable[[torch.Tensor], bool] = may_be_released,
+    ) -> None:
         self._cache = cache
+        self._may_be_released = may_be_released
         self._rules = {name: rule for name, rule in RULES.items() if rule.op not in exclude}
 
     def find(self, tensor: torch.Tensor) -> Recipe | None:
@@ -276,7 +287,7 @@ class Finder:
             return held
         if isinstance(held, PassedThrough) and tensor.dim() and not (is_parameter(tensor) or is_owned(tensor)):
             raise NoRecipeError("an operand that is not on the device")
-        if may_be_released(tensor):
+        if self._may_be_released(tensor):
             raise NoRecipeError("a parameter that ZeRO-3 partitions")
         if is_input(tensor):
             raise NoRecipeError("an input of the model")

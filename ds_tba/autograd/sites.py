@@ -341,16 +341,26 @@ def open_sites(config: OffloadConfig, cache: Keeper, accelerator: Accelerator) -
     """The sites of a run; None where the config or PyTorch leaves nothing to rematerialize.
 
     Raises:
-        ConfigError: ``rematerialize.exclude`` names an op that there is no rule for.
+        ConfigError: as :func:`excluded_ops`.
     """
     if not config.rematerialize_enabled:
         return None
+    exclude = excluded_ops(config)
+    if not is_supported():
+        logger.info("nothing is rematerialized: PyTorch %s does not show what its graph holds", torch.__version__)
+        return None
+    return Sites(cache, accelerator, exclude)
+
+
+def excluded_ops(config: OffloadConfig) -> frozenset[str]:
+    """The ops that are not made again.
+
+    Raises:
+        ConfigError: ``rematerialize.exclude`` names an op that there is no rule for.
+    """
     unknown = sorted(config.rematerialize_exclude - OPS)
     if unknown:
         raise ConfigError(
             f'"{BLOCK}.rematerialize.exclude" names {", ".join(unknown)}: the ops are {", ".join(sorted(OPS))}.'
         )
-    if not is_supported():
-        logger.info("nothing is rematerialized: PyTorch %s does not show what its graph holds", torch.__version__)
-        return None
-    return Sites(cache, accelerator, config.rematerialize_exclude)
+    return config.rematerialize_exclude
