@@ -189,11 +189,14 @@ class Records:
             if trial is None or self.sites is None:
                 return
             nbytes = 2 * record.nbytes + trial.scratch_bytes
-            if not self.residency.has_room(nbytes):
+            # Its operands count whether they are in memory or not: room for one may be made by evicting another.
+            operand_bytes = sum(one.nbytes for one in set(trial.records()))
+            if not self.residency.has_room(nbytes + operand_bytes):
                 return
             self.residency.take_scratch(nbytes)
         try:
-            self.sites.compare(trial, tensor)
+            with self._transfers.as_one_move():
+                self.sites.compare(trial, tensor)
         finally:
             with self.lock:
                 self.residency.give_scratch(nbytes)
@@ -234,7 +237,7 @@ class Records:
             return record
         self.residency.make_room(key.nbytes)
         record = SavedStorage(key, forward.micro_step)
-        is_proven = origin is not None and origin.is_proven
+        is_proven = origin is not None and origin.site.is_proven
         if origin is not None and is_proven and choice.rematerialize and not forward.proves:
             record.recipe = origin.bound(self._share)
             record.state = RecordState.ABSENT

@@ -33,24 +33,34 @@ class Keeper(Protocol):
     def defer(self, finalized: Finalized) -> None: ...
 
 
+class Site(Protocol):
+    """The work that makes a storage again; see ``sites.py``.
+
+    Attributes:
+        is_proven: what was made equalled what had been saved, whenever they were compared.
+        seconds: that the work takes, as measured; None unless it is proven.
+    """
+
+    @property
+    def is_proven(self) -> bool: ...
+    @property
+    def seconds(self) -> float | None: ...
+
+
 class Origin(Protocol):
     """How a storage is made again, as its record knows it; see ``sites.py``.
 
     Attributes:
         depth: how many storages lie behind each other that are made again one from the other, with this one.
         scratch_bytes: of what is made on the way, beside the storage itself.
-        is_proven: what was made equalled what had been saved, whenever they were compared.
-        seconds: that making it takes, as measured; None unless it is proven.
     """
 
+    @property
+    def site(self) -> Site: ...
     @property
     def depth(self) -> int: ...
     @property
     def scratch_bytes(self) -> int: ...
-    @property
-    def is_proven(self) -> bool: ...
-    @property
-    def seconds(self) -> float | None: ...
     def records(self) -> Iterator[SavedStorage]: ...
     def bound(self, share: Callable[[SavedView], SavedView]) -> Origin: ...
 

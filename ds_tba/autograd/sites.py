@@ -60,9 +60,9 @@ class Site:
         return self.equal > 0 and not self.reason
 
     @property
-    def seconds(self) -> float:
-        """Of one making, as measured."""
-        return self._sum_s / self._measured if self._measured else 0.0
+    def seconds(self) -> float | None:
+        """Of one making, as measured; None unless it is proven."""
+        return self._sum_s / self._measured if self.is_proven else None
 
     def add_time(self, seconds: float) -> None:
         """One making was measured."""
@@ -91,16 +91,6 @@ class Derivation(NamedTuple):
     def scratch_bytes(self) -> int:
         """Of what is made on the way, beside the storage itself."""
         return self.recipe.between_bytes
-
-    @property
-    def is_proven(self) -> bool:
-        """See :attr:`Site.is_proven`."""
-        return self.site.is_proven
-
-    @property
-    def seconds(self) -> float | None:
-        """Of one making, as measured; None unless it is proven."""
-        return self.site.seconds if self.site.is_proven else None
 
     def bound(self, share: Callable[[SavedView], SavedView]) -> Derivation:
         """The same with views of its own; see ``Recipe.bound``."""
@@ -236,19 +226,18 @@ class Sites:
     def make(self, origin: Derivation) -> torch.Tensor:
         """Make a storage again (uint8, 1-D); raises what :meth:`Derivation.make` raises."""
         made = origin.make()
-        self.stats.seconds += origin.seconds or 0.0
+        self.stats.seconds += origin.site.seconds or 0.0
         return made
 
-    @property
-    def proven(self) -> Counter[str]:
-        """How many sites are in use, by op."""
-        return Counter(site.op for site in list(self._sites.values()) if site.is_proven)
-
-    @property
-    def refused(self) -> Counter[str]:
-        """How many are not, by reason."""
-        found = Counter(site.reason for site in list(self._sites.values()) if site.reason)
-        return found + self.stats.refused
+    def summary(self) -> dict[str, Any]:
+        """For the report."""
+        sites = list(self._sites.values())
+        refused = Counter(site.reason for site in sites if site.reason) + self.stats.refused
+        return {
+            "rematerialized_s": self.stats.seconds,
+            "rematerialized_sites": dict(Counter(site.op for site in sites if site.is_proven)),
+            "refused_sites": dict(refused),
+        }
 
     def _site(self, signature: Any, op: str) -> Site:
         site = self._sites.get(signature)
