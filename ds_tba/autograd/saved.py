@@ -34,7 +34,7 @@ class Keeper(Protocol):
 
 
 class Site(Protocol):
-    """The work that makes a storage again; see ``sites.py``.
+    """The place of the forward that makes a storage; see ``sites.py``.
 
     Attributes:
         is_proven: what was made equalled what had been saved, whenever they were compared.
@@ -72,7 +72,7 @@ class Rematerialization(Protocol):
     def note(self, tensor: torch.Tensor, held: SavedView | SavedCounted) -> None: ...
     def make(self, origin: Any) -> torch.Tensor: ...
     def compare(self, origin: Any, tensor: torch.Tensor) -> None: ...
-    def settle(self) -> None: ...
+    def begin_forward(self) -> None: ...
 
 
 class ObservedCache(Protocol):
