@@ -50,6 +50,7 @@ class Placement(IntEnum):
     HOST = 1
     NVME = 2
     RECOMPUTE = 3
+    REMATERIALIZE = 4
 
     @property
     def word(self) -> str:

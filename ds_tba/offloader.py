@@ -26,7 +26,7 @@ from ds_tba.adaptive.rates import Rates
 from ds_tba.autograd.blocks import Blocks, find_blocks
 from ds_tba.autograd.budget import MemoryMeter
 from ds_tba.autograd.cache import TensorCache
-from ds_tba.autograd.sites import open_sites
+from ds_tba.autograd.sites import Sites, open_sites
 from ds_tba.config import BLOCK, AioConfig, OffloadConfig, with_staging
 from ds_tba.device.accelerator import Accelerator
 from ds_tba.device.memory import available_bytes
@@ -96,18 +96,27 @@ class Reporter:
         config: the block.
         rank: of this process.
         path: of the JSON; None writes none.
-        tiers, cache: whose counters the report shows.
+        tiers, cache, sites: whose counters the report shows.
         started_at: on the monotonic clock.
 
     Attributes:
         controller: of placement "adaptive" and of traces, once there is one.
         steps: optimizer steps so far.
+        step_peak_bytes: most bytes that saved tensors held in the last step; a controller has its own.
     """
 
     def __init__(
-        self, config: OffloadConfig, rank: int, path: Path | None, tiers: Tiers, cache: TensorCache, started_at: float
+        self,
+        config: OffloadConfig,
+        rank: int,
+        path: Path | None,
+        tiers: Tiers,
+        cache: TensorCache,
+        sites: Sites | None,
+        started_at: float,
     ) -> None:
         self._config = config
+        self._sites = sites
         self._rank = rank
         self._path = path
         self._tiers = tiers
@@ -116,7 +125,7 @@ class Reporter:
         self._ended_at: float | None = None
         self._written_at = -REPORT_AGE_S
         self.controller: Controller | None = None
-        self.steps = 0
+        self.steps = self.step_peak_bytes = 0
 
     def report(self) -> OffloadReport:
         """The counters of all parts as they are now."""
@@ -162,10 +171,12 @@ class Reporter:
             fallbacks_by_reason=dict(fallbacks),
             bandwidth=[path.bandwidth() for path in tiers.paths],
             wear=[asdict(one) for one in tiers.wear((self._ended_at or time.monotonic()) - self._started_at)],
-            step_peak_saved_bytes=controller.step_peak_bytes if controller is not None else 0,
+            step_peak_saved_bytes=controller.step_peak_bytes if controller is not None else self.step_peak_bytes,
             plans=controller.plans if controller is not None else 0,
             plan=controller.summary() if controller is not None else None,
             unproven_blocks=controller.unproven_blocks() if controller is not None else [],
+            rematerialized_bytes=cache.rematerialized_bytes,
+            **({} if self._sites is None else self._sites.summary()),
         )
 
     def end_step(self) -> None:
@@ -247,10 +258,10 @@ class ActivationOffloader:
             wait_for_staging=config.placement == "nvme",
             accelerator=None if is_host else accelerator,
         )
-        self.sites = open_sites(config, self.cache.records, accelerator)
-        if self.sites is not None:
-            self.cache.rematerialize(self.sites)
-        self._reporter = Reporter(config, rank, report_path, self._tiers, self.cache, started_at)
+        sites = open_sites(config, self.cache.records, accelerator)
+        if sites is not None:
+            self.cache.rematerialize(sites)
+        self._reporter = Reporter(config, rank, report_path, self._tiers, self.cache, sites, started_at)
         self._closer = Closer(self._close)
         atexit.register(self.close)
 
@@ -347,6 +358,8 @@ class ActivationOffloader:
         self._reporter.steps += 1
         if self._controller is not None:
             self._controller.end_step()
+        else:
+            self._reporter.step_peak_bytes = self.cache.stats.resident.lap()
         moved_bytes = _counts(self._tiers, self.cache).offloaded_bytes
         if self._reporter.steps == 1 and moves_in_vain(self.cache.stats, moved_bytes):
             self._advise_to_compile_layers()
@@ -372,7 +385,8 @@ class ActivationOffloader:
         if not parts and self._tiers.host is not None:
             parts = [f"activations go to host memory, up to {self.config.host_budget_bytes} bytes per rank"]
         if not parts:
-            return 'ds_tba: placement "keep": activations are measured, not moved'
+            again = ", and outputs of cheap ops made again in backward" if self.config.rematerialize_enabled else ""
+            return f'ds_tba: placement "keep": activations are measured, not moved{again}'
         return f"ds_tba: {'; '.join([*parts, _planning_text(self.config)])}"
 
     # ---- closing ------------------------------------------------------------------------------------------------

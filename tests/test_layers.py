@@ -24,7 +24,7 @@ ROOMS = [
 ]
 RANK = {room: number for number, row in enumerate(ROOMS) for room in row}
 ENTRIES = ["__init__", "__main__", "autoload"]  # reach the engine by themselves, once DeepSpeed is there
-LONGEST_CHAIN = 10
+LONGEST_CHAIN = 11  # 10, and one more from the cache to its records
 MAX_FILES = 86  # 80, and the rooms of rematerialization
 MAX_LINES = 480
 MODULES = {

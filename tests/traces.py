@@ -127,6 +127,20 @@ def traces(draw: st.DrawFn, most_storages: int = 7, most_blocks: int = 3, least_
 
 
 @st.composite
+def rematerializable(draw: st.DrawFn, most_storages: int = 7, most_blocks: int = 3, least_storages: int = 0) -> Trace:
+    """The same, where some storages can be made again from none to two others, of which some can be made again, too."""
+    trace = draw(traces(most_storages, most_blocks, least_storages))
+    storages = []
+    for index, one in enumerate(trace.storages):
+        if draw(st.booleans()):
+            sources = st.lists(st.integers(0, index - 1), max_size=2, unique=True) if index else st.just([])
+            seconds = draw(st.sampled_from([0.0, 0.125, 0.5, 2.0])) * TICK_S
+            one = replace(one, rematerialize_s=seconds, sources=tuple(draw(sources)))
+        storages.append(one)
+    return replace(trace, storages=tuple(storages))
+
+
+@st.composite
 def limits(draw: st.DrawFn) -> Limits:
     return Limits(
         max_step_overhead=draw(st.sampled_from([0.0, 0.02, 0.2, 1.0])),

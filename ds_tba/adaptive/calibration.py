@@ -4,6 +4,7 @@
 
     kept_s * (1 + recompute_factor * recomputed_fraction) + compute_s_per_byte * moved_bytes
 
+Storages that are made again from others take their measured seconds, which are taken off before.
 ``recomputed_fraction`` is the forward of the recomputed blocks as a fraction of a step; ``moved_bytes`` went out and
 came back. Steps under one plan are one observation, their median, which a few odd steps do not change. The recorded
 micro-steps are the first observation, in which everything was moved; each plan adds one. Where observations say
@@ -52,7 +53,8 @@ class Observation:
     """The measured cost of one step.
 
     Attributes:
-        time_s: of the step, without its waits and without the training thread's own copies.
+        time_s: of the step, without its waits, without the training thread's own copies, and without what it took to
+            make storages again from others.
         recomputed_fraction: the forward of the recomputed blocks, as a fraction of the trace's step.
         moved_bytes: of the storages that went out and came back.
         unforeseen_wait_s: how much longer the step waited than its plan predicted.

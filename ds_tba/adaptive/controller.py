@@ -145,7 +145,8 @@ class Controller:
         around = None if recorder is None else recorder.around
         lead = self._policy.prefetch_distance if isinstance(self._policy, ByPlan) else ()
         listening = nullcontext() if self._blocks is None else self._blocks.listening()
-        with self._cache.saving(self._policy, around, lead, continues=continues), listening:
+        proves = recorder is not None
+        with self._cache.saving(self._policy, around, lead, continues=continues, proves=proves), listening:
             yield
 
     @contextmanager
@@ -358,7 +359,7 @@ class Controller:
         """Go on without another plan, and try again later."""
         self._recording = None
         if self._planning is not None and self.in_force is None:
-            self._safe = Always(list(self._tiers.values()), wait=False)
+            self._safe = Always(list(self._tiers.values()), wait=False, rematerialize=True)
 
     def _record(self) -> None:
         self._cache.transfers.clock = self._clock
@@ -399,7 +400,7 @@ class Controller:
         self._is_over = True
         self._stop_recording()
         if self._planning is not None:
-            self._safe = Always(list(self._tiers.values()), wait=False)
+            self._safe = Always(list(self._tiers.values()), wait=False, rematerialize=True)
 
     # ---- a plan -------------------------------------------------------------------------------------------------
 

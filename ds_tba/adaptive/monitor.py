@@ -310,9 +310,10 @@ class Step:
         else:
             waited_s, copied_s = sum(clock.elapsed_s(before, after) for before, after in self.moves), 0.0
         passes = zip(trace.blocks, followed.plan.recomputed_blocks, strict=False)
+        computed_s = followed.plan.prediction.rematerialized_s
         forward_s = self.micro_steps * sum(block.forward_s for block, again in passes if again)
         return Observation(
-            max(0.0, self.time_s(clock) - waited_s - copied_s),
+            max(0.0, self.time_s(clock) - waited_s - copied_s - computed_s),
             forward_s / trace.step_s if trace.step_s else 0.0,
             self.counts.offloaded_bytes,
             max(0.0, waited_s - followed.foreseen_wait_s),

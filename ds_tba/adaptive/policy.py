@@ -81,7 +81,8 @@ class PlanInForce:
         if limits.activation_budget_bytes is not None:
             return math.inf
         ahead_s = 0.0 if trace.resources.is_synchronous else HOST_AHEAD_FRACTION * trace.step_s
-        return max(ahead_s, cost.stall_s, limits.max_step_overhead * trace.step_s - cost.recomputed_s)
+        computed_s = cost.recomputed_s + cost.rematerialized_s
+        return max(ahead_s, cost.stall_s, limits.max_step_overhead * trace.step_s - computed_s)
 
     @property
     def bytes_by_placement(self) -> list[tuple[Placement, int]]:
@@ -95,15 +96,15 @@ class PlanInForce:
     def held_bytes(self) -> int | None:
         """The bound that saved tensors are held to: the budget, or the peak that no plan can lower.
 
-        Where most may be moved, and the plan with the lowest peak keeps all (because all are saved and taken back at
-        once), holding them to the budget would move them in vain.
+        Where most may be moved, and the plan with the lowest peak moves nothing (because all are saved and taken back
+        at once), holding them to the budget would move them in vain.
         """
         budget_bytes, peak_bytes = self.limits.activation_budget_bytes, self.plan.prediction.peak_saved_bytes
         if budget_bytes is None or peak_bytes <= budget_bytes:
             return budget_bytes
         movable_bytes = sum(storage.nbytes for storage in self.trace.storages if storage.is_movable)
-        keeps_all = all(place is Placement.KEEP for place in self.plan.placements)
-        return math.ceil(peak_bytes) if keeps_all and 2 * movable_bytes > peak_bytes else budget_bytes
+        moves_none = all(place in (Placement.KEEP, Placement.REMATERIALIZE) for place in self.plan.placements)
+        return math.ceil(peak_bytes) if moves_none and 2 * movable_bytes > peak_bytes else budget_bytes
 
     def describe(self, reason: str) -> str:
         """In one line.
@@ -180,7 +181,10 @@ class _Scope:
 
 
 class ByPlan:
-    """Follows a plan for one micro-step; storages that the plan does not know go where there is room without waiting.
+    """Follows a plan for one micro-step.
+
+    Storages that the plan does not know are made again where that can be, as it takes no room; else they go where there
+    is room without waiting.
 
     Args:
         in_force: the plan.
@@ -201,7 +205,8 @@ class ByPlan:
             place: tuple({one: stores[one] for one in (place, Placement.HOST) if one in stores}.values())
             for place in stores
         }
-        self._unplanned = Choice(tuple(stores.values()), False)
+        self._anywhere = tuple(stores.values())
+        self._unplanned = Choice(self._anywhere, False, rematerialize=True)
         self._kept = Choice((), False, "plan")
         self._depth = 0
         self._scope = _Scope(0, in_force)
@@ -251,6 +256,8 @@ class ByPlan:
         placement = self._placements[index]
         if placement is Placement.KEEP:
             return self._kept
+        if placement is Placement.REMATERIALIZE:
+            return Choice(self._anywhere, self._may_wait(), "plan", rematerialize=True)
         stores = self._stores.get(placement)
         if stores is None:  # it was to be recomputed with a block that is not
             self.deviation.unplanned += 1

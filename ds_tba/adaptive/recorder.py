@@ -27,10 +27,12 @@ from torch import nn
 from ds_tba.autograd.saved import (
     Hooks,
     ObservedCache,
+    Origin,
     PassedThrough,
     ResidencyGuard,
     SavedCounted,
     SavedView,
+    Site,
     StorageKey,
 )
 from ds_tba.autograd.tensors import Eligibility
@@ -54,6 +56,8 @@ class _Storage:
     packed: int
     left: int | None  # by forward: freed where it was moved (None: not yet), else saved for the last time
     is_movable: bool
+    site: Site | None = None  # where it could be made again, from ``sources``
+    sources: tuple[int, ...] = ()
     passes: list[int] = field(default_factory=list)
     unpacked: int | None = None
     freed: int | None = None
@@ -221,6 +225,8 @@ class MicroStepRecord:
             used_s,
             max(used_s, freed_s),
             found.is_movable,
+            None if found.site is None else found.site.seconds,
+            found.sources,
         )
 
 
@@ -296,6 +302,11 @@ class _StorageIndex:
         if index is None:
             index = self._by_key[key] = self._add(key.nbytes, is_movable)
         return index
+
+    def sources_of(self, origin: Origin) -> tuple[int, ...]:
+        """The indices of the storages that another is made of."""
+        found = (self._by_key.get(record.key) for record in origin.records())
+        return tuple(sorted({index for index in found if index is not None}))
 
     def of_small(self, held: SavedCounted, scope: _Scope) -> int:
         """See [Note: Small tensors]."""
@@ -434,6 +445,11 @@ class Recorder:
         else:
             index = self._index.of(held.record.key, self._cache.eligibility_of(tensor) is Eligibility.ELIGIBLE)
             scope.members[index] = None
+            origin = held.record.trial
+            if origin is not None and self.record.storages[index].site is None:
+                # Not the origin itself: it holds its operands.
+                self.record.storages[index].site = origin.site
+                self.record.storages[index].sources = self._index.sources_of(origin)
         storage = self.record.storages[index]
         storage.left = len(self.record.pauses)
         if self._is_synchronous and isinstance(held, SavedView) and held.is_offloaded:

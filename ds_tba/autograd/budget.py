@@ -60,6 +60,18 @@ class Transfers:
         times, self._times = self._times, []
         return times
 
+    @contextmanager
+    def as_one_move(self) -> Iterator[None]:
+        """Work of ours that no plan foresees, and the moves in it: timed as one."""
+        clock = self.clock
+        if clock is None:
+            yield
+            return
+        count, before = len(self._times), clock.mark()
+        yield
+        del self._times[count:]
+        self._times.append((before, clock.mark()))
+
     def offload(self, tensor: torch.Tensor, choice: Choice) -> Ticket | str:
         """Have the first store that can take a tensor's storage; the reason why none did, in the report's words."""
         reason = choice.reason
@@ -275,7 +287,8 @@ class Residency:
         return record.reloaded
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether ``nbytes`` more fit the budget."""
+        """Whether ``nbytes`` more fit the budget, once room was made for them."""
+        self._free_room(nbytes)
         return not self.budget.is_exceeded_by(nbytes)
 
     def take_scratch(self, nbytes: int) -> None:
@@ -350,6 +363,11 @@ class Residency:
 
     def make_room(self, nbytes: int) -> None:
         """Have ``nbytes`` more fit the budget, as far as that can be done; see [Note: The budget]."""
+        self._free_room(nbytes)
+        if self.budget.is_exceeded_by(nbytes):
+            self.budget.warn(nbytes)
+
+    def _free_room(self, nbytes: int) -> None:
         if not self.budget.is_exceeded_by(nbytes):
             return
         self._evictor.finish_copies()
@@ -363,8 +381,6 @@ class Residency:
                 return
             if ahead.ticket is not None and ahead.ticket.store.cancel_prefetch(ahead.ticket):
                 self.end_prefetch(ahead)
-        if self.budget.is_exceeded_by(nbytes):
-            self.budget.warn(nbytes)
 
 
 # ---- beside saved tensors -------------------------------------------------------------------------------------------

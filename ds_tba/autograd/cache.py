@@ -91,7 +91,7 @@ class TensorCache:
             yield
             return
         if self.records.sites is not None:
-            self.records.sites.settle()
+            self.records.sites.begin_forward()
         with self._lock:
             self._finalizers.act()
             step = self.records.forward.micro_step

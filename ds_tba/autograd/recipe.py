@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ds_tba.autograd.rules import RULES, Operand, Output, Rule, constant
+from ds_tba.autograd.rules import RULES, Operand, Output, Rule, constant, is_passing
 from ds_tba.autograd.saved import Keeper, PassedThrough, SavedCounted, SavedView
 from ds_tba.autograd.tensors import is_input, is_owned, is_parameter, may_be_released
 
@@ -182,13 +182,13 @@ class Finder:
             NoRecipeError: there is a rule, and it cannot be used.
         """
         made = tensor if tensor._base is None else tensor._base
-        node = made.grad_fn
+        node, number = _made_by(made)
         rule = None if node is None else self._rules.get(type(node).__name__)
-        if rule is None or rule.is_view or not rule.operands or made.output_nr:
+        if rule is None or rule.is_view or not rule.operands or number:
             return None
         if made._version or made.storage_offset() or made.untyped_storage().nbytes() != made.numel() * made.itemsize:
             raise NoRecipeError("changed in place, or a part of its storage")
-        recipe = self._made_by(node, rule, 0, MAX_OPS)
+        recipe = self._recipe(node, rule, 0, MAX_OPS)
         if sum(1 for _ in recipe.steps()) >= MAX_OPS or recipe.between_bytes > MAX_BETWEEN_FACTOR * _nbytes(
             recipe.output
         ):
@@ -197,7 +197,7 @@ class Finder:
             raise NoRecipeError("too many recipes behind each other")
         return recipe
 
-    def _made_by(self, node: Any, rule: Rule, number: int, ops: int) -> Recipe:
+    def _recipe(self, node: Any, rule: Rule, number: int, ops: int) -> Recipe:
         if ops < 1:
             raise NoRecipeError("too many steps")
         metadata = node._input_metadata[number]
@@ -227,6 +227,11 @@ class Finder:
         view = None if noted is None else noted()
         if view is not None:
             return self._usable(view)
+        if is_passing(node):
+            passed, number = node.next_functions[0]
+            if passed is None:
+                raise NoRecipeError("an operand that nobody saves")
+            return self._output(passed, number, ops)
         if type(node).__name__ == "AccumulateGrad":
             variable = node.variable
             if not isinstance(variable, torch.nn.Parameter):
@@ -241,7 +246,7 @@ class Finder:
                 return found
         if not rule.operands:
             raise NoRecipeError("an operand that nobody saves")
-        return self._made_by(node, rule, number, ops)
+        return self._recipe(node, rule, number, ops)
 
     def _attribute(self, node: Any, name: str) -> Held | torch.Tensor | None:
         """What a node holds; None where it holds nothing."""
@@ -276,6 +281,14 @@ class Finder:
         if is_input(tensor):
             raise NoRecipeError("an input of the model")
         return held
+
+
+def _made_by(tensor: torch.Tensor) -> tuple[Any, int]:
+    """The node that made a tensor, and the number of the tensor among its outputs."""
+    node, number = tensor.grad_fn, tensor.output_nr
+    while node is not None and is_passing(node):
+        node, number = node.next_functions[0]
+    return node, number
 
 
 def _epsilon(node: Any) -> Any:

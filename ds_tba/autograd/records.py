@@ -131,7 +131,7 @@ class Records:
         tensor = held.restore()  # first of all: backward waits for this read, and for no read ahead
         self._originals.add(tensor, tensor is held.held)
         if isinstance(held, SavedView) and held.record.trial is not None:
-            self._try(held.record, tensor)
+            self._try(held, tensor)
         if micro_step.phase is Phase.WAITING:
             with self.lock:
                 self.finalizers.act()
@@ -181,19 +181,23 @@ class Records:
             with self.lock:
                 self.residency.give_scratch(nbytes)
 
-    def _try(self, record: SavedStorage, tensor: torch.Tensor) -> None:
-        """Make the bytes of a record again, which were saved, and compare; ``tensor`` is a view of those."""
+    def _try(self, held: SavedView, tensor: torch.Tensor) -> None:
+        """Make the bytes of a record again, which were saved, and compare; ``tensor`` was unpacked."""
+        record = held.record
         with self.lock:
             self.finalizers.act()
             trial, record.trial = record.trial, None
             if trial is None or self.sites is None:
                 return
             nbytes = 2 * record.nbytes + trial.scratch_bytes
-            if not self.residency.has_room(nbytes):
+            # Its operands count whether they are in memory or not: room for one may be made by evicting another.
+            operand_bytes = sum(one.nbytes for one in set(trial.records()))
+            if not self.residency.has_room(nbytes + operand_bytes):
                 return
             self.residency.take_scratch(nbytes)
         try:
-            self.sites.compare(trial, tensor)
+            with self._transfers.as_one_move():
+                self.sites.compare(trial, tensor, held.spec.storage_offset)
         finally:
             with self.lock:
                 self.residency.give_scratch(nbytes)
@@ -234,7 +238,7 @@ class Records:
             return record
         self.residency.make_room(key.nbytes)
         record = SavedStorage(key, forward.micro_step)
-        is_proven = origin is not None and origin.is_proven
+        is_proven = origin is not None and origin.site.is_proven
         if origin is not None and is_proven and choice.rematerialize and not forward.proves:
             record.recipe = origin.bound(self._share)
             record.state = RecordState.ABSENT

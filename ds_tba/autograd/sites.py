@@ -2,11 +2,11 @@
 
 Knows recipes and an accelerator; does not know plans.
 
-[Note: Proof] A site is a recipe with its dtypes, shapes and strides; its occurrences (a layer each, say) are proven
-together. While a site is not proven, its storages are saved as usual, and in backward, where they would be made again,
-they are made and compared with what was saved. The site is used from the next forward on, if all of its occurrences
-were equal in every bit. One that differs, raises, or whose operand was changed in place before backward, is not used
-any more. A device is not waited for: a comparison is read once it is done.
+[Note: Proof] A site is a recipe with its dtypes, shapes and strides; in one forward it occurs in each layer, say. The
+n-th occurrence is not proven at first: its storage is saved as usual, and in backward, where it would be made again, it
+is made and compared with what was saved. If every bit is equal, the n-th occurrence is made again from the next forward
+on. If one differs, raises, or had an operand changed in place before backward, none of the site is used any more. A
+device is not waited for: a comparison is read once it is done.
 
 [Note: Threads] Kernels of a CPU cut their work by the number of threads, and the last bits may follow from that. So
 what was made by so many threads is made again by as many.
@@ -44,30 +44,43 @@ class Site:
     Attributes:
         op: the last of its ops.
         reason: why it is not used; empty where nothing speaks against it.
-        equal: comparisons that were equal.
-        times_s: of one making, the measured seconds: their sum, and how many.
+        proven: the occurrences that were equal.
+        occurred: how often it has in this forward.
     """
 
     op: str
     reason: str = ""
-    equal: int = 0
+    proven: set[int] = field(default_factory=set)
+    occurred: int = 0
     _sum_s: float = 0.0
     _measured: int = 0
 
     @property
-    def is_proven(self) -> bool:
-        """Whether it may be used."""
-        return self.equal > 0 and not self.reason
-
-    @property
     def seconds(self) -> float:
         """Of one making, as measured."""
-        return self._sum_s / self._measured if self._measured else 0.0
+        return self._sum_s / max(1, self._measured)
 
     def add_time(self, seconds: float) -> None:
         """One making was measured."""
         self._sum_s += seconds
         self._measured += 1
+
+
+class Occurrence(NamedTuple):
+    """One of the places of a forward that have the same site."""
+
+    site: Site
+    number: int
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether its storage need not be saved."""
+        return not self.site.reason and self.number in self.site.proven
+
+    @property
+    def seconds(self) -> float | None:
+        """Of making the storage, as measured; None unless it is proven."""
+        return self.site.seconds if self.is_proven else None
 
 
 class Derivation(NamedTuple):
@@ -78,7 +91,7 @@ class Derivation(NamedTuple):
     """
 
     recipe: Recipe
-    site: Site
+    site: Occurrence
     spec: ViewSpec
     threads: int
 
@@ -91,16 +104,6 @@ class Derivation(NamedTuple):
     def scratch_bytes(self) -> int:
         """Of what is made on the way, beside the storage itself."""
         return self.recipe.between_bytes
-
-    @property
-    def is_proven(self) -> bool:
-        """See :attr:`Site.is_proven`."""
-        return self.site.is_proven
-
-    @property
-    def seconds(self) -> float | None:
-        """Of one making, as measured; None unless it is proven."""
-        return self.site.seconds if self.site.is_proven else None
 
     def bound(self, share: Callable[[SavedView], SavedView]) -> Derivation:
         """The same with views of its own; see ``Recipe.bound``."""
@@ -118,6 +121,10 @@ class Derivation(NamedTuple):
         Raises:
             ActivationModifiedError, ActivationLostError, ActivationCorruptionError: as :meth:`Recipe.make`.
         """
+        return storage_bytes(self.made())
+
+    def made(self) -> torch.Tensor:
+        """The output of the op, laid out as in forward."""
         with _as_in_forward(self.threads):
             made = self.recipe.make()
             if made.stride() != self.spec.stride or made.untyped_storage().nbytes() != made.numel() * made.itemsize:
@@ -125,7 +132,24 @@ class Derivation(NamedTuple):
                     self.spec.shape, self.spec.stride, dtype=self.spec.dtype, device=made.device
                 )
                 made = laid_out.copy_(made)
-        return storage_bytes(made)
+        return made
+
+    def differs(self, made: torch.Tensor, saved: torch.Tensor, offset: int) -> torch.Tensor | None:
+        """Whether any bit differs (a tensor of one bool); None where the two cannot be compared.
+
+        Args:
+            saved: a view of the storage that was saved, in whatever memory it lies now.
+            offset: of that view in the storage, in elements.
+        """
+        spec = self.spec
+        is_alike = (made.shape, made.stride(), made.dtype, made.device) == (
+            spec.shape, spec.stride, saved.dtype, saved.device
+        )  # fmt: skip
+        if not is_alike:
+            return None
+        with _as_in_forward(self.threads):
+            whole = saved.as_strided(spec.shape, spec.stride, int(saved.storage_offset()) - offset)
+            return (_bits(made) != _bits(whole)).any()
 
 
 class _Comparison(NamedTuple):
@@ -137,7 +161,7 @@ class _Comparison(NamedTuple):
         marks: of the clock, before and after the making.
     """
 
-    site: Site
+    site: Occurrence
     differs: torch.Tensor
     done: Any
     marks: tuple[Any, Any]
@@ -189,14 +213,17 @@ class Sites:
         made = tensor if tensor._base is None else tensor._base
         spec, threads = ViewSpec.of(made), torch.get_num_threads() if self._is_synchronous else 0
         site = self._site((recipe.signature(), spec.stride, threads), recipe.rule.op)
-        return None if site.reason else Derivation(recipe, site, spec, threads)
+        if site.reason:
+            return None
+        site.occurred += 1
+        return Derivation(recipe, Occurrence(site, site.occurred), spec, threads)
 
-    def compare(self, origin: Derivation, tensor: torch.Tensor) -> None:
-        """Make a storage again, and compare it with what was saved of it; ``tensor`` is a view of that."""
-        site, clock = origin.site, self._accelerator.clock
+    def compare(self, origin: Derivation, tensor: torch.Tensor, offset: int) -> None:
+        """Make a storage again, and compare it with what was saved of it; see :meth:`Derivation.differs`."""
+        site, clock = origin.site.site, self._accelerator.clock
         before = clock.mark()
         try:
-            made = origin.make()
+            made = origin.made()
         except ActivationModifiedError:
             self._refuse(site, "an operand was changed in place before backward")
             return
@@ -206,16 +233,14 @@ class Sites:
             self._refuse(site, f"{type(error).__name__} while it was made again")
             return
         after = clock.mark()
-        saved = storage_bytes(tensor)
-        if made.numel() != saved.numel() or made.device != saved.device:
-            self._refuse(site, "made again it has another size")
+        differs = origin.differs(made, tensor, offset)
+        if differs is None:
+            self._refuse(site, "made again it has another shape")
             return
-        word = torch.int64 if made.numel() % 8 == 0 else torch.uint8
-        differs = (made.view(word) != saved.view(word)).any()
         if not self._is_synchronous:
             host = self._accelerator.pin_memory(torch.empty(1, dtype=torch.bool))
             differs = host.copy_(differs.reshape(1), non_blocking=True)
-        self._under_way.append(_Comparison(site, differs, moment(self._accelerator), (before, after)))
+        self._under_way.append(_Comparison(origin.site, differs, moment(self._accelerator), (before, after)))
 
     def note(self, tensor: torch.Tensor, held: SavedView | SavedCounted) -> None:
         """A tensor was saved: what recipes may want to know of it later."""
@@ -223,38 +248,51 @@ class Sites:
             note_view(tensor, held)
         note_epsilon(tensor, held)
 
-    def settle(self) -> None:
-        """Read the comparisons that are done."""
+    def begin_forward(self) -> None:
+        """Count occurrences anew, and read the comparisons that are done."""
+        for site in list(self._sites.values()):
+            site.occurred = 0
         while self._under_way and (self._under_way[0].done is None or self._under_way[0].done.query()):
-            site, differs, _, marks = self._under_way.popleft()
+            (site, number), differs, _, marks = self._under_way.popleft()
             site.add_time(self._accelerator.clock.elapsed_s(*marks))
             if bool(differs):
                 self._refuse(site, "made again it differs")
             else:
-                site.equal += 1
+                site.proven.add(number)
 
     def make(self, origin: Derivation) -> torch.Tensor:
         """Make a storage again (uint8, 1-D); raises what :meth:`Derivation.make` raises."""
         made = origin.make()
-        self.stats.seconds += origin.seconds or 0.0
+        self._share(origin)
+        self.stats.seconds += origin.site.site.seconds
         return made
 
-    @property
-    def proven(self) -> Counter[str]:
-        """How many sites are in use, by op."""
-        return Counter(site.op for site in list(self._sites.values()) if site.is_proven)
+    def _share(self, origin: Derivation) -> None:
+        """Tell the allocator that this stream has used the operands, which another may have allocated."""
+        if not self._is_synchronous:
+            stream = self._accelerator.current_stream()
+            for held in origin.recipe.held():
+                if held.held is not None and held.held.device == self._accelerator.device():
+                    self._accelerator.share(held.held, stream)
 
-    @property
-    def refused(self) -> Counter[str]:
-        """How many are not, by reason."""
-        found = Counter(site.reason for site in list(self._sites.values()) if site.reason)
-        return found + self.stats.refused
+    def summary(self) -> dict[str, Any]:
+        """For the report."""
+        sites = list(self._sites.values())
+        refused = Counter(site.reason for site in sites if site.reason) + self.stats.refused
+        return {
+            "rematerialized_s": self.stats.seconds,
+            "rematerialized_sites": dict(Counter(site.op for site in sites if site.proven and not site.reason)),
+            "refused_sites": dict(refused),
+        }
 
     def _site(self, signature: Any, op: str) -> Site:
         site = self._sites.get(signature)
         if site is None:
-            if len(self._sites) >= MAX_SITES:  # of lengths that do not come again
-                del self._sites[next(iter(self._sites))]
+            if len(self._sites) >= MAX_SITES:  # of lengths that do not come again; what was refused stays so
+                unused = next((one for one, site in self._sites.items() if not site.reason), None)
+                if unused is None:
+                    return Site(op, "too many kinds")
+                del self._sites[unused]
             site = self._sites[signature] = Site(op)
         return site
 
@@ -269,6 +307,16 @@ class Sites:
             self._without.add(kind)
             self.stats.refused[reason] += 1
             logger.debug("a tensor of shape %s and %s is not rematerialized: %s", *reversed(kind[1:]), reason)
+
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The bits of each element, as a number."""
+    if tensor.itemsize == 16:
+        tensor = torch.view_as_real(tensor)
+    return tensor.view(_WORDS[tensor.itemsize])
 
 
 @contextmanager

@@ -14,7 +14,8 @@ from ds_tba.errors import ConfigError
 from ds_tba.planner.timeline import Assignment, Bools, Floats, Ints, Liveness, OneForward, Timeline
 
 MIB = 1 << 20
-_KEEP, _HOST, _NVME = _ALL = int(Placement.KEEP), int(Placement.HOST), int(Placement.NVME)
+_ALL = Placement.KEEP, Placement.HOST, Placement.NVME, Placement.REMATERIALIZE
+_KEEP, _HOST, _NVME, _REMATERIALIZE = map(int, _ALL)
 # Shorter differences are the rounding of sums, not time.
 SAME_TIME_S = 1e-9
 
@@ -29,6 +30,7 @@ class Limits:
         host_budget_bytes: bound of the host tier.
         write_limit_bytes_per_step: bound of what one step writes.
         recompute: whether blocks may be recomputed.
+        rematerialize: whether storages may be made again from others.
 
     Raises:
         ConfigError: a limit is negative.
@@ -39,6 +41,7 @@ class Limits:
     host_budget_bytes: int = 0
     write_limit_bytes_per_step: float = math.inf
     recompute: bool = True
+    rematerialize: bool = True
 
     @classmethod
     def of(cls, config: OffloadConfig, write_limit_bytes_per_step: float) -> Limits:
@@ -49,6 +52,7 @@ class Limits:
             config.host_budget_bytes,
             write_limit_bytes_per_step,
             config.recompute,
+            getattr(config, "rematerialize_enabled", True),
         )
 
     def __post_init__(self) -> None:
@@ -65,10 +69,13 @@ class Prediction:
     Attributes:
         peak_saved_bytes: most device bytes that saved storages hold at once, with what is read ahead and what a copy
             out still holds.
-        step_s: with the optimizer; ``stall_s`` and ``recomputed_s`` are what the step has more than the trace.
+        step_s: with the optimizer; ``stall_s``, ``recomputed_s`` and ``rematerialized_s`` are what the step has more
+            than the trace.
         written_bytes, read_bytes: moved by the drives, padded.
         forwarded_bytes: handed over from staging instead of read.
         host_bytes: most bytes that the host tier holds at once.
+        rematerialized_s: in which storages are made again from others.
+        rematerialized_bytes: of these storages.
     """
 
     peak_saved_bytes: int
@@ -80,6 +87,8 @@ class Prediction:
     forwarded_bytes: int
     host_bytes: int
     peak_staging_bytes: int
+    rematerialized_s: float = 0.0
+    rematerialized_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +131,8 @@ class Plan:
 
     Attributes:
         planner: who chose.
-        placements: of each storage in pack order; RECOMPUTE where its block's recomputation makes it again.
+        placements: of each storage in pack order; RECOMPUTE where its block's recomputation makes it again,
+            REMATERIALIZE where it is made of its sources.
         recomputed_blocks: for each block, whether its forward runs again.
         prefetch_distance: ``prefetch_distance[i]`` is how many of the next reloads to have issued once backward has
             used ``i`` of the moved storages; empty where prefetching goes as far as the bounds allow.
@@ -190,10 +200,12 @@ class Candidates:
 
     Attributes:
         may_recompute: of each block.
+        may_rematerialize: of each storage.
     """
 
     def __init__(self, timeline: Timeline, limits: Limits) -> None:
         self.may_recompute: Bools = timeline.blocks.recomputable & limits.recompute
+        self.may_rematerialize: Bools = timeline.storages.rematerializable & limits.rematerialize
         self._timeline = timeline
         self._host_budget_bytes = limits.host_budget_bytes
         self._to_nvme = timeline.can_go_to_nvme()
@@ -216,17 +228,20 @@ class Candidates:
                 digits.append(options[digit])
             yield Assignment(np.array(digits[:count], np.int8), np.array(digits[count:], bool))
 
-    def everything(self, recomputed: list[int]) -> Assignment:
-        """These blocks recomputed, all else moved to NVMe."""
+    def everything(self, recomputed: list[int], rematerialized: list[int]) -> Assignment:
+        """These blocks recomputed and these storages made again from others, all else moved to NVMe."""
         again = np.zeros(len(self._timeline.blocks), bool)
         again[recomputed] = True
-        return Assignment(np.where(self._to_nvme, _NVME, _KEEP).astype(np.int8), again)
+        placements = np.where(self._to_nvme, _NVME, _KEEP).astype(np.int8)
+        placements[rematerialized] = _REMATERIALIZE
+        return Assignment(placements, again)
 
     def late_to_host(self, moved: Assignment) -> Assignment:
         """Fill the host budget with the storages packed last: they come back first, when the drive has least time."""
         placements = moved.placements.copy()
         liveness = self._timeline.liveness(moved.recomputed)
-        late = np.flatnonzero(self._to_host & liveness.exists & ~liveness.dropped)[::-1]
+        is_open = liveness.exists & ~liveness.dropped & (placements != _REMATERIALIZE)
+        late = np.flatnonzero(self._to_host & is_open)[::-1]
         held = np.cumsum(self._timeline.storages.nbytes[late])
         placements[late[held <= self._host_budget_bytes]] = _HOST
         return Assignment(placements, moved.recomputed)
@@ -238,6 +253,8 @@ class Candidates:
             for again in (True, False):
                 yield partial(self._with_blocks, start=start, end=end, again=again)
             yield partial(self._with_blocks_moved, start=start, end=end)
+            if self.may_rematerialize.any():
+                yield partial(self._with_blocks_rematerialized, start=start, end=end)
         for start, end in _runs(storages):
             for place in self._places():
                 yield partial(self._with_run, start=start, end=end, place=place)
@@ -246,12 +263,13 @@ class Candidates:
 
     def _options(self) -> list[list[int]]:
         return [
-            [_KEEP] + [_HOST] * bool(host) + [_NVME] * bool(nvme)
-            for host, nvme in zip(self._to_host, self._to_nvme, strict=True)
+            [_KEEP] + [_HOST] * bool(host) + [_NVME] * bool(nvme) + [_REMATERIALIZE] * bool(again)
+            for host, nvme, again in zip(self._to_host, self._to_nvme, self.may_rematerialize, strict=True)
         ]
 
     def _places(self) -> list[int]:
-        return [_NVME] * bool(self._to_nvme.any()) + [_HOST] * bool(self._to_host.any()) + [_KEEP]
+        allowed = {_NVME: self._to_nvme, _HOST: self._to_host, _REMATERIALIZE: self.may_rematerialize}
+        return [place for place, which in allowed.items() if which.any()] + [_KEEP]
 
     def _pairs(self, storages: int) -> Iterator[Change]:
         """Two storages at once, as one in another's stead."""
@@ -266,9 +284,8 @@ class Candidates:
 
     def _with_run(self, old: Assignment, start: int, end: int, place: int) -> Assignment:
         placements = old.placements.copy()
-        movable = self._timeline.storages.movable
-        allowed = {_KEEP: movable, _HOST: self._to_host, _NVME: self._to_nvme}[place][start:end]
-        placements[start:end][allowed] = place
+        allowed = {_HOST: self._to_host, _NVME: self._to_nvme, _REMATERIALIZE: self.may_rematerialize}.get(place)
+        placements[start:end][... if allowed is None else allowed[start:end]] = place
         return Assignment(placements, old.recomputed)
 
     def _with_blocks(self, old: Assignment, start: int, end: int, again: bool) -> Assignment:
@@ -281,6 +298,13 @@ class Candidates:
         new = self._with_blocks(old, start, end, False)
         owner, placements = self._timeline.storages.owner, old.placements.copy()
         placements[(owner >= start) & (owner < end) & self._to_nvme] = _NVME
+        return Assignment(placements, new.recomputed)
+
+    def _with_blocks_rematerialized(self, old: Assignment, start: int, end: int) -> Assignment:
+        """Blocks not recomputed, and of their storages made again what can be."""
+        new = self._with_blocks(old, start, end, False)
+        owner, placements = self._timeline.storages.owner, old.placements.copy()
+        placements[(owner >= start) & (owner < end) & self.may_rematerialize] = _REMATERIALIZE
         return Assignment(placements, new.recomputed)
 
 
@@ -391,6 +415,8 @@ def _reasons(timeline: Timeline, outcome: Outcome, modules: Sequence[str]) -> li
     costs, liveness = StorageCosts.of(timeline), outcome.liveness
     nvme, host, possible = costs.nvme_s.tolist(), costs.host_s.tolist(), timeline.can_go_to_nvme().tolist()
     dropped, exists, movable = liveness.dropped.tolist(), liveness.exists.tolist(), timeline.storages.movable.tolist()
+    sources = np.bincount(timeline.sources.storage, minlength=len(movable)).tolist()
+    made_s = timeline.storages.rematerialize_s.tolist()
     reasons = []
     for index, (place, idle_s, owner) in enumerate(
         zip(
@@ -403,6 +429,9 @@ def _reasons(timeline: Timeline, outcome: Outcome, modules: Sequence[str]) -> li
             reasons.append(f"nvme: idle for {idle_s:.3g} s, there and back in {nvme[index]:.3g} s")
         elif place == Placement.HOST:
             reasons.append(f"host: idle for {idle_s:.3g} s, there and back in {host[index]:.3g} s")
+        elif place == Placement.REMATERIALIZE:
+            many = "1 storage" if sources[index] == 1 else f"{sources[index]} storages"
+            reasons.append(f"rematerialize: made again from {many} in {made_s[index]:.3g} s, idle for {idle_s:.3g} s")
         elif not exists[index]:
             reasons.append("keep: not saved, as no block that reads it is recomputed")
         elif not movable[index]:

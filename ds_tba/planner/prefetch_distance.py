@@ -64,10 +64,13 @@ class Reloads:
             order: of the first uses of what was moved.
         """
         resources, need_s = timeline.resources, liveness.need_s[order]
-        again = np.flatnonzero(assignment.recomputed & (timeline.blocks.backward_start_s >= start.at_s))
-        again = again[np.argsort(timeline.blocks.backward_start_s[again], kind="stable")]
-        delays_s = np.concatenate([[0.0], np.cumsum(timeline.blocks.recompute_s[again])])
-        delays_s = delays_s[np.searchsorted(timeline.blocks.backward_start_s[again], need_s, "left")]
+        made = assignment.placements == Placement.REMATERIALIZE
+        again_at_s = np.concatenate([timeline.blocks.backward_start_s[assignment.recomputed], liveness.need_s[made]])
+        took_s = [timeline.blocks.recompute_s[assignment.recomputed], timeline.storages.rematerialize_s[made]]
+        again = np.flatnonzero(again_at_s >= start.at_s)
+        again = again[np.argsort(again_at_s[again], kind="stable")]
+        delays_s = np.concatenate([[0.0], np.cumsum(np.concatenate(took_s)[again])])
+        delays_s = delays_s[np.searchsorted(again_at_s[again], need_s, "left")]
         on_drive = assignment.placements[order] == Placement.NVME
         write_rate = sum(path.write_beside_read_bytes_per_s for path in resources.paths)
         begin_s = start.at_s + start.shift_s

@@ -6,6 +6,11 @@ waits longer than the limits allow are kept after all. Between this fast assignm
 bisection finds the fraction that is just allowed. The remaining replays are spent on changing runs of neighbours, long
 runs first. Every replay prefetches just in time. The work is bounded by replayed storages, not by a clock, so that
 every rank finds the same plan.
+
+[Note: Rematerialization] Where storages can be made again from others, all that is done once without that, and then
+once more with it, so that it never makes a plan worse. The second time the sets of rematerialized storages are tried
+before those of recomputed blocks, and besides these: the cheapest storages first, by seconds for each byte and second
+of memory.
 """
 
 from __future__ import annotations
@@ -17,9 +22,20 @@ import numpy as np
 import numpy.typing as npt
 
 from ds_tba.config import Placement
-from ds_tba.planner.plan import Candidates, Limits, Outcome, Plan, Rank, is_outside, longest_step_s, make_plan, rank
+from ds_tba.planner.plan import (
+    SAME_TIME_S,
+    Candidates,
+    Limits,
+    Outcome,
+    Plan,
+    Rank,
+    is_outside,
+    longest_step_s,
+    make_plan,
+    rank,
+)
 from ds_tba.planner.simulator import replay
-from ds_tba.planner.timeline import Assignment, Bools, Ints, OneForward, Timeline
+from ds_tba.planner.timeline import Assignment, Bools, Floats, Ints, OneForward, Timeline
 from ds_tba.planner.trace import Trace
 from ds_tba.planner.transfer import Pacing
 
@@ -29,8 +45,11 @@ MAX_REPLAYS = 1500
 ENUMERATED = 600
 RELIEF_ROUNDS = 4
 BISECTIONS = 5
+# So many sets of rematerialized storages at most, each with those before it.
+REMATERIALIZED_SETS = 1 << BISECTIONS
 
 _KEEP, _HOST, _NVME = int(Placement.KEEP), int(Placement.HOST), int(Placement.NVME)
+_REMATERIALIZE = int(Placement.REMATERIALIZE)
 
 
 class Replays:
@@ -52,7 +71,7 @@ class Replays:
         self._one = one
         self.best = self._play(self.timeline.kept)
         self._best_rank = self.rank(self.best)
-        self._left = min(MAX_REPLAYS, max(MIN_REPLAYS, REPLAYED_STORAGES // max(1, len(whole.storages))))
+        self._left = self._most = min(MAX_REPLAYS, max(MIN_REPLAYS, REPLAYED_STORAGES // max(1, len(whole.storages))))
         self._seen: dict[bytes, Outcome] = {}
         self._pacing = Pacing(limits.host_budget_bytes, limits.write_limit_bytes_per_step / whole.micro_steps)
 
@@ -70,6 +89,10 @@ class Replays:
     def longest_step_s(self) -> float:
         """The step that ``max_step_overhead`` allows."""
         return longest_step_s(self.limits, self.timeline.step_s)
+
+    def allow_more(self) -> None:
+        """Another search begins, with as many replays as the first."""
+        self._left = self._most
 
     def rank(self, outcome: Outcome) -> Rank:
         """By the limits: the lower the better."""
@@ -129,13 +152,14 @@ class Search:
     """See [Note: Search strategy].
 
     Args:
-        replays: of the timeline that is searched.
+        timeline: that is searched.
+        replays: of the same, also where there nothing can be rematerialized.
     """
 
-    def __init__(self, replays: Replays) -> None:
+    def __init__(self, timeline: Timeline, replays: Replays) -> None:
         self._replays = replays
-        self._timeline = replays.timeline
-        self._candidates = Candidates(replays.timeline, replays.limits)
+        self._timeline = timeline
+        self._candidates = Candidates(timeline, replays.limits)
         self._starts: list[Outcome] = []
 
     def run(self) -> None:
@@ -144,8 +168,14 @@ class Search:
             for assignment in self._candidates.all():
                 self._replays.replay_both(assignment)
             return
+        again: list[int] = []
+        if self._candidates.may_rematerialize.any():
+            sets = self._rematerialized_sets()
+            self._search_sets(len(sets) - 1, lambda count: self._candidates.everything([], sets[count]))
+            again = sets[-1]
         for order in _block_orders(self._timeline, self._candidates.may_recompute):
-            self._search_recomputed(order)
+            if order or not again:
+                self._search_recomputed(order, again)
         # Climb from the best, then from the other starting points while there are replays left.
         self._climb(self._replays.best)
         for start in sorted(self._starts, key=self._replays.rank):
@@ -153,34 +183,52 @@ class Search:
 
     # ---- recomputed blocks, and what is moved besides -----------------------------------------------------------
 
-    def _search_recomputed(self, order: list[int]) -> None:
-        """Bisect how many blocks of an order to recompute; then spend what the limits leave."""
+    def _search_recomputed(self, order: list[int], rematerialized: list[int]) -> None:
+        """Try how many blocks of an order to recompute."""
+        spent_s = self._timeline.storages.rematerialize_s[rematerialized].sum()
+        most = self._most(self._timeline.blocks.recompute_s[order], float(spent_s))
+        self._search_sets(most, lambda count: self._candidates.everything(order[:count], rematerialized))
+
+    def _rematerialized_sets(self) -> list[list[int]]:
+        """None, the cheapest few, ..., as many as there is time for."""
+        order = _rematerialization_order(self._timeline, self._candidates.may_rematerialize)
+        most = self._most(self._timeline.storages.rematerialize_s[order], 0.0)
+        counts = np.linspace(0, most, REMATERIALIZED_SETS + 1).astype(int).tolist()
+        return [order[:count] for count in dict.fromkeys(counts)]
+
+    def _search_sets(self, most: int, everything: Callable[[int], Assignment]) -> None:
+        """Bisect which of growing sets to compute again; then spend what the limits leave.
+
+        Args:
+            most: number of the largest set; that of the empty one is 0.
+            everything: all moved besides such a set.
+        """
         replays = self._replays
-        few, many = 0, self._most_recomputed(order)
-        fast = {few: self._move(order[:few])}
+        few, many = 0, most
+        fast = {few: self._move(everything(few))}
         if many > few and replays.is_within(fast[few]) != replays.has_budget:
-            fast[many] = self._move(order[:many])
+            fast[many] = self._move(everything(many))
             while many - few > 1 and not replays.is_over:
                 middle = (few + many) // 2
-                fast[middle] = self._move(order[:middle])
+                fast[middle] = self._move(everything(middle))
                 if replays.is_within(fast[middle]) != replays.has_budget:
                     few = middle
                 else:
                     many = middle
         for count in dict.fromkeys((few, many, 0)):
             if count in fast and not replays.is_over:
-                self._blend(fast[count], self._candidates.everything(order[:count]))
+                self._blend(fast[count], everything(count))
 
-    def _most_recomputed(self, order: list[int]) -> int:
-        """How many blocks of an order there is time for."""
-        if self._replays.has_budget:
-            return len(order)
-        took_s = np.cumsum(self._timeline.blocks.recompute_s[order]) * self._timeline.micro_steps
-        return int(np.searchsorted(took_s, self._replays.longest_step_s - self._timeline.step_s, "right"))
+    def _most(self, seconds: Floats, spent_s: float) -> int:
+        """How many there is time for, of what takes so many seconds each in a micro-step."""
+        replays, timeline = self._replays, self._timeline
+        if replays.has_budget:
+            return len(seconds)
+        left_s = replays.longest_step_s - timeline.step_s - spent_s * timeline.micro_steps
+        return int(np.searchsorted(np.cumsum(seconds) * timeline.micro_steps, left_s, "right"))
 
-    def _move(self, recomputed: list[int]) -> Outcome:
-        """Move what can be moved while these blocks are recomputed; the best of what is fast."""
-        everything = self._candidates.everything(recomputed)
+    def _move(self, everything: Assignment) -> Outcome:
+        """Move what can be moved besides what is computed again; the best of what is fast."""
         fast = self._fast(everything)
         if self._replays.limits.host_budget_bytes:
             fast = min(fast, self._fast(self._candidates.late_to_host(everything)), key=self._replays.rank)
@@ -192,7 +240,8 @@ class Search:
         replays, timeline = self._replays, self._timeline
         paced = replays.paced(moved)
         recomputing_s = float(timeline.blocks.recompute_s[moved.recomputed].sum()) * timeline.micro_steps
-        found = replays.relieve(paced, timeline.step_s + recomputing_s)
+        again_s = recomputing_s + replays.replay(paced).cost.rematerialized_s
+        found = replays.relieve(paced, timeline.step_s + again_s)
         if replays.has_budget:
             return found
         return min(found, replays.relieve(paced, replays.longest_step_s), key=replays.rank)
@@ -252,6 +301,15 @@ def _block_orders(timeline: Timeline, may_recompute: Bools) -> list[list[int]]:
         if order not in orders:
             orders.append(order)
     return orders
+
+
+def _rematerialization_order(timeline: Timeline, may_rematerialize: Bools) -> list[int]:
+    """The storages that may be made again from others, the cheapest first."""
+    storages = timeline.storages
+    idle_s = np.maximum(storages.first_backward_use_s - storages.last_forward_use_s, SAME_TIME_S)
+    price_s = storages.rematerialize_s / (storages.nbytes * idle_s)
+    which = np.flatnonzero(may_rematerialize).tolist()
+    return sorted(which, key=lambda index: (float(f"{price_s[index]:.2e}"), index))
 
 
 def _reversed_bits(number: int) -> int:
@@ -323,17 +381,44 @@ def adaptive(trace: Trace, limits: Limits) -> Plan:
     start = _recompute_all(timeline) if limits.recompute else timeline.kept
     exact.replay_both(start)
     simple = exact.best
-    one = timeline.one_forward()
-    coarse, group = timeline.grouped(SEARCHED_GROUPS)
-    if one is not None:
-        exact.replay(_found_for_one(timeline, limits, one))
-    elif coarse is timeline:
-        Search(exact).run()
-    else:
-        _search_coarsely(exact, coarse, group, start)
+    _search(timeline.without_rematerialization(), exact, start)
+    if limits.rematerialize and timeline.storages.rematerializable.any():  # see [Note: Rematerialization]
+        simple = min(simple, _rematerialize_only(exact), key=exact.rank)
+        exact.allow_more()
+        _search(timeline, exact, start)
     exact.replay_both(exact.best.assignment)
     chosen = exact.best if _is_worth_writing(simple, exact) else simple
     return make_plan("adaptive", timeline, _modules(trace), chosen)
+
+
+def _search(timeline: Timeline, exact: Replays, start: Assignment) -> None:
+    """Search for all forwards of a timeline at once, storage by storage, or in groups, whichever it takes."""
+    one = timeline.one_forward()
+    coarse, group = timeline.grouped(SEARCHED_GROUPS)
+    if one is not None:
+        exact.replay(_found_for_one(exact, one))
+    elif coarse is timeline:
+        Search(timeline, exact).run()
+    else:
+        _search_coarsely(exact, coarse, group, start)
+
+
+def _rematerialize_only(exact: Replays) -> Outcome:
+    """The best where nothing is moved: as many as there is time for, with a budget as few as it takes."""
+    timeline = exact.timeline
+    order = _rematerialization_order(timeline, timeline.storages.rematerializable)
+    found: list[Outcome] = []
+    few, many = -1, len(order) + 1
+    while many - few > 1:
+        middle = (few + many) // 2
+        kept = timeline.kept
+        kept.placements[order[:middle]] = _REMATERIALIZE
+        found.append(exact.replay(kept))
+        if exact.is_within(found[-1]) != exact.has_budget:
+            few = middle
+        else:
+            many = middle
+    return min(found, key=exact.rank)
 
 
 def _is_worth_writing(simple: Outcome, exact: Replays) -> bool:
@@ -345,13 +430,13 @@ def _is_worth_writing(simple: Outcome, exact: Replays) -> bool:
     return is_gain or exact.best.cost.written_bytes <= simple.cost.written_bytes
 
 
-def _found_for_one(whole: Timeline, limits: Limits, one: OneForward) -> Assignment:
+def _found_for_one(exact: Replays, one: OneForward) -> Assignment:
     """The best assignment that is the same for all forwards: what it saves in one of them only lowers no peak."""
     grouped = one.grouped(SEARCHED_GROUPS)
-    replays = Replays(whole, limits, grouped)
-    if limits.recompute:
+    replays = Replays(exact.timeline, exact.limits, grouped)
+    if exact.limits.recompute:
         replays.replay(_recompute_all(grouped.timeline))
-    Search(replays).run()
+    Search(grouped.timeline, replays).run()
     return grouped.spread(replays.best.assignment)
 
 
@@ -361,7 +446,7 @@ def _search_coarsely(exact: Replays, coarse: Timeline, group: Ints, start: Assig
     for margin in MARGINS:
         replays = Replays(coarse, _narrowed(exact.limits, margin))
         replays.replay(Assignment(start.placements[firsts], start.recomputed))
-        Search(replays).run()
+        Search(coarse, replays).run()
         found = replays.best.assignment
         longest_s = replays.best.cost.step_s if exact.has_budget else exact.longest_step_s
         full = Assignment(found.placements[group], found.recomputed)

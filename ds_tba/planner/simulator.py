@@ -10,6 +10,8 @@ A storage on its way to host memory is copied out, and copied in ahead of its us
 With a prefetch distance, nothing is asked for earlier than the distance says; see ``prefetch_distance.py``.
 I/O and copies may slow the kernels: a storage's share of that (``compute_s_per_byte``) counts at its pack.
 A block that is recomputed gets its inputs, runs its forward again, and its other storages are made anew.
+A storage that is rematerialized is there until forward no longer needs it, and again from its first use on, for which
+compute takes the time to make it. Its sources are needed by then, and stay until then.
 
 [Note: Synchronous devices] There the training thread does the copies and compute waits for them. Autograd uses the
 memory of a slot itself after a read or a cancelled write; the slot is free when autograd lets go of the storage.
@@ -28,12 +30,8 @@ from ds_tba.planner.plan import Outcome, Plan, Prediction
 from ds_tba.planner.prefetch_distance import BackwardStart, Reloads, prefetch_distance
 from ds_tba.planner.timeline import (
     Assignment,
-    Moves,
     Places,
-    ReplayClock,
     Timeline,
-    peak_host_bytes,
-    peak_saved_bytes,
 )
 from ds_tba.planner.trace import Resources, Trace
 from ds_tba.planner.transfer import (
@@ -45,18 +43,23 @@ from ds_tba.planner.transfer import (
     QUEUED,
     READ_QUEUED,
     READING,
+    REMATERIALIZE,
     STORED,
     WRITING,
     Copies,
     DriveQueues,
+    Moves,
     Offloading,
     Pacing,
+    ReplayClock,
     StagingSlots,
     Storages,
+    peak_host_bytes,
+    peak_saved_bytes,
 )
 
 # In this order where they happen at the same time.
-_PACK, _BEGIN, _USE, _RECOMPUTE = range(4)
+_PACK, _BEGIN, _USE, _REMATERIALIZE, _RECOMPUTE = range(5)
 
 
 @dataclass(slots=True)
@@ -295,12 +298,17 @@ class Replay:
         self._recomputed = assignment.recomputed & timeline.blocks.recomputable
         self._liveness = timeline.liveness(self._recomputed)
         place = self._effective(assignment.placements)
+        again = place == REMATERIALIZE
+        self._rematerialized = np.flatnonzero(again)
+        if self._rematerialized.size:
+            self._liveness = timeline.rematerializing(self._liveness, again)
         order, self._events = self._schedule(place)
-        self._storages = storages = Storages(timeline, place)
+        self._storages = storages = Storages(timeline, self._liveness, place)
         self._clock = clock = ReplayClock(np.zeros(len(timeline.blocks)))
         staging = StagingSlots(resources.staging_bytes)
         copies = Copies(resources, storages.nbytes, clock)
         window = _Window(resources.staging_bytes)
+        self._copies = copies
         self._reloading = _Reloading(resources, storages, staging, copies, window)
         drive = self._reloading.drive
         self._offloading = Offloading(storages, clock, drive, staging, copies, pacing)
@@ -310,11 +318,11 @@ class Replay:
 
     def run(self) -> Outcome:
         """Play it all."""
-        acts = (self._offloading.pack, self._begin_backward, self._use, self._recompute)
+        acts = (self._offloading.pack, self._begin_backward, self._use, self._rematerialize, self._recompute)
         for at_s, kind, which in self._events:
             acts[kind](which, at_s)
             self._clock.record(at_s)
-        copies = self._reloading.copies
+        copies = self._copies
         place = np.array(self._storages.place, np.int8)
         moves = Moves(place, np.array(copies.copied_s), np.array(copies.allocated_s))
         return Outcome(
@@ -339,31 +347,38 @@ class Replay:
             self._reloading.forwarded_bytes * times,
             peak_host_bytes(timeline, self._liveness, clock, moves.place),
             self._reloading.staging.peak_bytes,
+            clock.rematerialized_s * times,
+            int(timeline.storages.nbytes[self._rematerialized].sum()) * times,
         )
 
     # ---- before -------------------------------------------------------------------------------------------------
 
     def _effective(self, placements: Places) -> Places:
-        """The placements, less what no store would take."""
+        """The placements, less what no store would take and what cannot be made again."""
+        timeline = self._timeline
         place = np.where(self._liveness.exists & ~self._liveness.dropped, placements, KEEP)
-        place[~self._timeline.storages.movable | (place == Placement.RECOMPUTE)] = KEEP
-        place[(place == NVME) & ~self._timeline.can_go_to_nvme()] = KEEP
+        again = place == REMATERIALIZE
+        place[~(timeline.storages.movable | again) | (place == Placement.RECOMPUTE)] = KEEP
+        place[(place == NVME) & ~timeline.can_go_to_nvme()] = KEEP
+        if again.any():
+            place[again & ~timeline.rematerializable(self._liveness)] = KEEP
         return np.asarray(place)
 
     def _schedule(self, place: Places) -> tuple[list[int], list[tuple[float, int, int]]]:
         """The order of first uses of what is moved, and the events in order (time, kind, storage or block).
 
-        Later packs are used first where times are equal.
+        Where times are equal, later packs are used first, and made again last.
         """
         timeline, need_s = self._timeline, self._liveness.need_s
-        moved = np.flatnonzero(place != KEEP)
+        moved, made = np.flatnonzero((place == HOST) | (place == NVME)), self._rematerialized
         blocks = np.flatnonzero(self._recomputed)
         ordered = moved[np.lexsort((-moved, need_s[moved]))]
         recompute_s = timeline.blocks.backward_start_s[blocks]
         starts = np.concatenate([need_s[self._liveness.exists], recompute_s])
-        at_s = [timeline.storages.pack_s[moved], need_s[ordered], recompute_s]
-        kinds = [np.full(moved.size, _PACK), np.full(moved.size, _USE), np.full(blocks.size, _RECOMPUTE)]
-        which = [moved, ordered, blocks]
+        at_s = [timeline.storages.pack_s[moved], need_s[ordered], need_s[made], recompute_s]
+        kinds = [np.full(moved.size, _PACK), np.full(moved.size, _USE)]
+        kinds += [np.full(made.size, _REMATERIALIZE), np.full(blocks.size, _RECOMPUTE)]
+        which = [moved, ordered, made, blocks]
         if timeline.resources.prefetches_from_backward_start and starts.size and moved.size:
             at_s.append(np.array([starts.min()]))
             kinds.append(np.array([_BEGIN]))
@@ -387,6 +402,10 @@ class Replay:
             self._clock.stall(storage, there_s - now_s)
         self._prefetcher.record_use(storage)
         self._prefetcher.run(at_s, at_s + self._clock.shift_s)
+
+    def _rematerialize(self, storage: int, at_s: float) -> None:
+        self._copies.allocated_s[storage] = at_s + self._clock.shift_s
+        self._clock.rematerialize(float(self._timeline.storages.rematerialize_s[storage]))
 
     def _recompute(self, block: int, at_s: float) -> None:
         self._prefetcher.run(at_s, at_s + self._clock.shift_s)

@@ -1,14 +1,14 @@
-"""A trace as arrays, also at a coarser grain, and the memory timeline of a replay."""
+"""A trace as arrays, also at a coarser grain: what is there under an assignment, and when it is needed."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ds_tba.config import IO_ALIGNMENT_BYTES, Placement
+from ds_tba.config import IO_ALIGNMENT_BYTES
 from ds_tba.planner.trace import OUTSIDE, Resources, Trace
 
 # A group may be no larger than this fraction of staging, or it could not flow through staging as its members do.
@@ -25,7 +25,8 @@ class Assignment:
     """A choice for every storage and every block, as arrays.
 
     Attributes:
-        placements: of each storage if it exists; never RECOMPUTE, which follows from ``recomputed``.
+        placements: of each storage if it exists; never RECOMPUTE, which follows from ``recomputed``. REMATERIALIZE is
+            as KEEP where a source does not exist or is dropped.
         recomputed: of each block.
     """
 
@@ -41,11 +42,13 @@ class Liveness:
         exists: saved at all.
         dropped: dropped in forward; its block's recomputation makes the storage again.
         need_s: first needed in backward, on the trace's clock.
+        freed_s: no longer needed by anyone.
     """
 
     exists: Bools
     dropped: Bools
     need_s: Floats
+    freed_s: Floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,7 @@ class StorageColumns:
         owner: the block whose recomputation makes a storage again; -1 where several blocks saved it, or none.
         unsaved: nobody saves it unless a block that reads it is recomputed.
         made_again_s: how far into that recomputation; 0 without an owner.
+        rematerialize_s: to make a storage again from its sources; not a number where that cannot be.
     """
 
     nbytes: Ints
@@ -69,6 +73,7 @@ class StorageColumns:
     owner: Ints
     unsaved: Bools
     made_again_s: Floats
+    rematerialize_s: Floats
 
     @classmethod
     def of(cls, trace: Trace) -> StorageColumns:
@@ -90,10 +95,16 @@ class StorageColumns:
             np.array(owners, np.int64),
             np.array([not row.blocks for row in rows], bool),
             np.maximum(0.0, np.array(into_s, float)) * trace.recompute_factor,
+            np.array([row.rematerialize_s for row in rows], float),
         )
 
     def __len__(self) -> int:
         return len(self.nbytes)
+
+    @property
+    def rematerializable(self) -> Bools:
+        """Which can be made again from their sources, where these are there."""
+        return ~np.isnan(self.rematerialize_s)
 
     def first(self, count: int) -> StorageColumns:
         """The first so many."""
@@ -117,6 +128,7 @@ class StorageColumns:
             self.owner[firsts],
             self.unsaved[firsts],
             mean(self.made_again_s),
+            np.add.reduceat(self.rematerialize_s, firsts),
         )
 
 
@@ -150,6 +162,33 @@ class Pairs(NamedTuple):
         # A sum of odd multiples of the block numbers is enough.
         np.add.at(found, self.storage, (self.block + 1) * 2654435761)
         return found
+
+
+class Sources(NamedTuple):
+    """What storages can be made again of: one entry for each pair, by storage."""
+
+    storage: Ints
+    source: Ints
+
+    @classmethod
+    def of(cls, trace: Trace) -> Sources:
+        """Those of all storages."""
+        pairs = [
+            (index, source)
+            for index, row in enumerate(trace.storages)
+            if row.rematerialize_s is not None
+            for source in dict.fromkeys(row.sources)
+        ]
+        return cls(*np.array(pairs, np.int64).reshape(-1, 2).T)
+
+    def first(self, count: int) -> Sources:
+        """Those of the first so many storages."""
+        return Sources(*(column[self.storage < count] for column in self))
+
+    def grouped(self, group: Ints) -> Sources:
+        """The sources of groups; what is made within a group is made with it."""
+        storage, source = np.unique(group[np.stack(self)], axis=1)
+        return Sources(storage[storage != source], source[storage != source])
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +244,8 @@ class Timeline:
     end_s: float
     optimizer_s: float
     micro_steps: int
-    forwards: tuple[int, ...] = ()
+    forwards: tuple[int, ...]
+    sources: Sources
 
     @classmethod
     def of(cls, trace: Trace) -> Timeline:
@@ -218,6 +258,7 @@ class Timeline:
             trace.optimizer_s,
             trace.micro_steps,
             trace.forwards,
+            Sources.of(trace),
         )
 
     @property
@@ -234,14 +275,39 @@ class Timeline:
         """Which storages are saved, and until when, if these blocks are recomputed."""
         storages, blocks = self.storages, self.blocks
         if not recomputed.any():
-            return Liveness(~storages.unsaved, np.zeros(len(storages), bool), storages.first_backward_use_s)
+            dropped = np.zeros(len(storages), bool)
+            return Liveness(~storages.unsaved, dropped, storages.first_backward_use_s, storages.freed_s)
         is_input = np.zeros(len(storages), bool)
         is_input[blocks.inputs.storage[recomputed[blocks.inputs.block]]] = True
         dropped = (storages.owner >= 0) & recomputed[storages.owner] & ~is_input
         need_s = storages.first_backward_use_s.copy()
         read = recomputed[blocks.readers.block]
         np.minimum.at(need_s, blocks.readers.storage[read], blocks.backward_start_s[blocks.readers.block[read]])
-        return Liveness(~storages.unsaved | is_input, dropped, np.maximum(need_s, storages.last_forward_use_s))
+        need_s = np.maximum(need_s, storages.last_forward_use_s)
+        return Liveness(~storages.unsaved | is_input, dropped, need_s, storages.freed_s)
+
+    def rematerializable(self, liveness: Liveness) -> Bools:
+        """Which storages can be made again from their sources."""
+        is_there = liveness.exists & ~liveness.dropped
+        found = self.storages.rematerializable & is_there
+        found[self.sources.storage[~is_there[self.sources.source]]] = False
+        return found
+
+    def rematerializing(self, liveness: Liveness, again: Bools) -> Liveness:
+        """The same where these are made again: sources are needed when the first of what is made of them is."""
+        left_s = self.storages.last_forward_use_s.tolist()
+        need_s, freed_s = liveness.need_s.tolist(), liveness.freed_s.tolist()
+        used = again[self.sources.storage]
+        pairs = zip(self.sources.storage[used].tolist(), self.sources.source[used].tolist(), strict=True)
+        for made, source in reversed(list(pairs)):  # a source comes before what is made of it
+            need_s[source] = max(left_s[source], min(need_s[source], need_s[made]))
+            freed_s[source] = max(freed_s[source], need_s[made])
+        return replace(liveness, need_s=np.array(need_s), freed_s=np.array(freed_s))
+
+    def without_rematerialization(self) -> Timeline:
+        """The same where nothing can be made again from other storages."""
+        never = np.full(len(self.storages), np.nan)
+        return replace(self, storages=replace(self.storages, rematerialize_s=never), sources=self.sources.first(0))
 
     def can_go_to_nvme(self) -> Bools:
         """Which storages the NVMe store would take at all."""
@@ -261,9 +327,15 @@ class Timeline:
             self.storages.movable.reshape(count, storages),
             self.storages.unsaved.reshape(count, storages),
             self.blocks.recomputable.reshape(count, blocks),
+            self.storages.rematerializable.reshape(count, storages),
         )
         starts = np.arange(count) * storages
         if not np.array_equal(self.forwards, starts) or any((one != one[0]).any() for one in alike):
+            return None
+        sources = self.sources.first(storages)
+        if not np.array_equal(
+            np.stack(self.sources), np.concatenate([np.stack(sources) + start for start in starts], axis=1)
+        ):
             return None
         first = replace(
             self,
@@ -272,13 +344,14 @@ class Timeline:
             end_s=self.end_s / count,
             micro_steps=self.micro_steps * count,
             forwards=(),
+            sources=sources,
         )
         return OneForward(first, np.tile(np.arange(storages), count), np.tile(np.arange(blocks), count))
 
     def grouped(self, max_groups: int) -> tuple[Timeline, Ints]:
         """Neighbours merged until about ``max_groups`` are left, and the group of each storage.
 
-        Only storages that the same blocks save, read and own are merged.
+        Only storages that the same blocks save, read and own are merged, and that can be made again all or none.
         """
         if len(self.storages) <= max_groups:
             return self, np.arange(len(self.storages))
@@ -288,6 +361,7 @@ class Timeline:
             self,
             storages=self.storages.merged(np.flatnonzero(np.diff(group, prepend=-1))),
             blocks=replace(blocks, inputs=blocks.inputs.grouped(group), readers=blocks.readers.grouped(group)),
+            sources=self.sources.grouped(group),
         )
         return merged, group
 
@@ -300,7 +374,8 @@ class Timeline:
         part = (np.cumsum(storages.nbytes) / group_bytes).astype(np.int64)
         cut = np.zeros(count, bool)
         cut[0] = True
-        for column in (storages.owner, storages.movable, storages.unsaved, readers, inputs, part):
+        alike = (storages.owner, storages.movable, storages.unsaved, storages.rematerializable)
+        for column in (*alike, readers, inputs, part):
             cut[1:] |= column[1:] != column[:-1]
         return np.asarray(np.cumsum(cut) - 1)
 
@@ -326,105 +401,3 @@ class OneForward:
         """With neighbours merged, as in :meth:`Timeline.grouped`."""
         coarse, group = self.timeline.grouped(max_groups)
         return OneForward(coarse, group[self.storage], self.block)
-
-
-# The memory timeline of a replay: device memory and the host tier, in bytes.
-
-
-@dataclass(slots=True)
-class ReplayClock:
-    """The trace's clock, delayed by stalls and recomputation.
-
-    Attributes:
-        recompute_at_s: of each block, on the replay's clock.
-        shift_s: the delay so far.
-        stalls: of each storage for which compute waited, the seconds.
-    """
-
-    recompute_at_s: Floats
-    shift_s: float = 0.0
-    stall_s: float = 0.0
-    recomputed_s: float = 0.0
-    stalls: list[tuple[int, float]] = field(default_factory=list)
-    _at_s: list[float] = field(default_factory=list)
-    _shifts_s: list[float] = field(default_factory=list)
-
-    def stall(self, storage: int, seconds: float) -> None:
-        """Compute waits for a storage."""
-        self.stalls.append((storage, seconds))
-        self.stall_s += seconds
-        self.shift_s += seconds
-
-    def recompute(self, block: int, at_s: float, seconds: float) -> None:
-        """A block's forward runs again, from ``at_s`` of the trace's clock on."""
-        self.recompute_at_s[block] = at_s + self.shift_s
-        self.recomputed_s += seconds
-        self.shift_s += seconds
-
-    def record(self, at_s: float) -> None:
-        """Remember the delay after the event at ``at_s`` of the trace's clock, if the event changed it."""
-        if self.shift_s != (self._shifts_s[-1] if self._shifts_s else 0.0):
-            self._at_s.append(at_s)
-            self._shifts_s.append(self.shift_s)
-
-    def shifted(self, at_s: Floats, *, after: bool) -> Floats:
-        """Times of the trace's clock as the replay's, before or after the events of that very time."""
-        shifts = np.array([0.0, *self._shifts_s])
-        return np.asarray(at_s + shifts[np.searchsorted(np.array(self._at_s), at_s, "right" if after else "left")])
-
-
-@dataclass(frozen=True, slots=True)
-class Moves:
-    """Where a replay moved each storage and when, on the replay's clock.
-
-    Attributes:
-        place: of each storage, in the end.
-        copied_s: the copy out of device memory is done.
-        allocated_s: device memory is taken again.
-    """
-
-    place: Places
-    copied_s: Floats
-    allocated_s: Floats
-
-
-def peak_saved_bytes(timeline: Timeline, liveness: Liveness, clock: ReplayClock, moves: Moves) -> int:
-    """Most device bytes that storages held at once; what begins when another ends counts with it."""
-    storages, exists, dropped = timeline.storages, liveness.exists, liveness.dropped
-    nbytes = storages.nbytes
-    packed_s = clock.shifted(storages.pack_s, after=False)
-    left_s = clock.shifted(storages.last_forward_use_s, after=True)
-    freed_s = clock.shifted(np.maximum(storages.freed_s, liveness.need_s), after=True)
-    moved = moves.place != Placement.KEEP
-    first_end_s = np.where(moved, np.maximum(moves.copied_s, left_s), np.where(dropped, left_s, freed_s))
-    again = exists & (moved | dropped)
-    again_s = np.where(dropped, _made_again_s(timeline, dropped, clock.recompute_at_s), moves.allocated_s)
-    begins = np.concatenate([packed_s[exists], again_s[again]])
-    ends = np.concatenate([first_end_s[exists], freed_s[again]])
-    return _peak(begins, ends, np.concatenate([nbytes[exists], nbytes[again]]))
-
-
-def peak_host_bytes(timeline: Timeline, liveness: Liveness, clock: ReplayClock, place: Places) -> int:
-    """Most bytes that the host tier held at once."""
-    on_host = place == Placement.HOST
-    freed_s = np.maximum(timeline.storages.freed_s, liveness.need_s)
-    return _peak(
-        clock.shifted(timeline.storages.pack_s[on_host], after=False),
-        clock.shifted(freed_s[on_host], after=True),
-        timeline.storages.nbytes[on_host],
-    )
-
-
-def _made_again_s(timeline: Timeline, dropped: Bools, recompute_at_s: Floats) -> Floats:
-    owner = np.where(dropped, timeline.storages.owner, 0)
-    if not dropped.any():
-        return np.zeros(len(owner))
-    into_s = np.minimum(timeline.storages.made_again_s, timeline.blocks.recompute_s[owner])
-    return np.asarray(recompute_at_s[owner] + into_s)
-
-
-def _peak(begins: Floats, ends: Floats, nbytes: Ints) -> int:
-    times = np.concatenate([begins, np.maximum(begins, ends)])
-    changes = np.concatenate([nbytes, -nbytes])
-    order = np.lexsort((-changes, times))
-    return int(np.cumsum(changes[order]).max(initial=0))

@@ -7,6 +7,10 @@ moved. A replay shifts them by the stalls and the recomputation that a plan adds
 ``BlockTrace.inputs`` are the storages that a block reads and does not produce: they must outlive its forward where it
 is recomputed. An input that nobody saves has empty ``blocks``, and exists only under a plan that recomputes one of its
 readers.
+
+[Note: Sources] Some storages are the output of an operation whose inputs are saved, too, so that the operation alone
+can make them again: ``StorageTrace.sources`` are those inputs, all of them packed earlier. Small tensors and parameters
+that the operation needs are not among them.
 """
 
 from __future__ import annotations
@@ -38,6 +42,8 @@ class StorageTrace:
         freed_s: autograd has let go of the storage.
         is_movable: False where it must stay in device memory (too small, not the training device, ...); it still goes
             with its block where that is recomputed.
+        rematerialize_s: of the compute stream, to make the storage again from its sources; None where that cannot be.
+        sources: indices of storages, each smaller than its own; see [Note: Sources].
     """
 
     nbytes: int
@@ -48,6 +54,8 @@ class StorageTrace:
     first_backward_use_s: float
     freed_s: float
     is_movable: bool = True
+    rematerialize_s: float | None = None
+    sources: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +254,7 @@ class Trace:
         machine["paths"] = tuple(PathRates(**path) for path in machine["paths"])
         machine.pop("traffic", None)  # of earlier versions
         return cls(
-            tuple(StorageTrace(**row) for row in _rows(data["storages"], "blocks")),
+            tuple(StorageTrace(**row) for row in _rows(data["storages"], "blocks", "sources")),
             tuple(BlockTrace(**row) for row in _rows(data["blocks"], "inputs")),
             Resources(**machine),
             data["end_s"],
@@ -259,8 +267,8 @@ class Trace:
 
 def _scaled(row: Row, factor: float) -> Row:
     """All times of a row times a factor."""
-    times = {field.name: getattr(row, field.name) * factor for field in fields(row) if field.name.endswith("_s")}
-    return replace(row, **times)
+    times = {field.name: getattr(row, field.name) for field in fields(row) if field.name.endswith("_s")}
+    return replace(row, **{name: at_s * factor for name, at_s in times.items() if at_s is not None})
 
 
 def _table(rows: tuple[Any, ...], kind: type) -> dict[str, list[Any]]:
@@ -268,11 +276,11 @@ def _table(rows: tuple[Any, ...], kind: type) -> dict[str, list[Any]]:
     return {field.name: [getattr(row, field.name) for row in rows] for field in fields(kind)}
 
 
-def _rows(table: Mapping[str, list[Any]], tuples: str) -> list[dict[str, Any]]:
+def _rows(table: Mapping[str, list[Any]], *tuples: str) -> list[dict[str, Any]]:
     names = list(table)
     rows = [dict(zip(names, values, strict=True)) for values in zip(*table.values(), strict=True)]
     for row in rows:
-        row[tuples] = tuple(row[tuples])
+        row |= {name: tuple(row[name]) for name in tuples if name in row}  # traces of earlier versions have no sources
     return rows
 
 
@@ -290,6 +298,15 @@ def _check_storage(index: int, storage: StorageTrace, packed_s: float, blocks: i
         raise TraceError(f"storage {index} ({storage.module}) has a time that is not a number: {times}")
     if any(not OUTSIDE <= block < blocks for block in storage.blocks):
         raise TraceError(f"storage {index} names blocks {storage.blocks}: there are {blocks}, counted from 0")
+    if storage.rematerialize_s is not None and not 0 <= storage.rematerialize_s < math.inf:
+        raise TraceError(
+            f"storage {index} has rematerialize_s {storage.rematerialize_s}: it must be a number of 0 or more, or None "
+            "where the storage cannot be made again"
+        )
+    if any(not 0 <= source < index for source in storage.sources):
+        raise TraceError(
+            f"storage {index} names sources {storage.sources}: each must be the index of a storage packed before it"
+        )
 
 
 def _check_block(number: int, block: BlockTrace, storages: int, end_s: float) -> None:

@@ -1,4 +1,4 @@
-"""How bytes move in a replay: drive queues, staging slots and copy engines of one rank, and the way out over them."""
+"""What a replay keeps count of: its clock, drives, staging and copy engines of one rank, the way out, device memory."""
 
 from __future__ import annotations
 
@@ -8,15 +8,66 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from ds_tba.config import Placement
-from ds_tba.planner.timeline import Places, ReplayClock, Timeline
+from ds_tba.planner.timeline import Bools, Floats, Ints, Liveness, Places, Timeline
 from ds_tba.planner.trace import Resources
 
 NOBODY = -1
 KEEP, HOST, NVME = int(Placement.KEEP), int(Placement.HOST), int(Placement.NVME)
+REMATERIALIZE = int(Placement.REMATERIALIZE)
 
 # The states of a storage's bytes, as far as a replay needs them (compare ds_tba/storage/base.py).
 UNSEEN, QUEUED, WRITING, STORED, READ_QUEUED, READING, LOADED, FORWARDED = range(8)
+
+
+@dataclass(slots=True)
+class ReplayClock:
+    """The trace's clock, delayed by stalls, recomputation and what is made again from its sources.
+
+    Attributes:
+        recompute_at_s: of each block, on the replay's clock.
+        shift_s: the delay so far.
+        stalls: of each storage for which compute waited, the seconds.
+    """
+
+    recompute_at_s: Floats
+    shift_s: float = 0.0
+    stall_s: float = 0.0
+    recomputed_s: float = 0.0
+    rematerialized_s: float = 0.0
+    stalls: list[tuple[int, float]] = field(default_factory=list)
+    _at_s: list[float] = field(default_factory=list)
+    _shifts_s: list[float] = field(default_factory=list)
+
+    def stall(self, storage: int, seconds: float) -> None:
+        """Compute waits for a storage."""
+        self.stalls.append((storage, seconds))
+        self.stall_s += seconds
+        self.shift_s += seconds
+
+    def recompute(self, block: int, at_s: float, seconds: float) -> None:
+        """A block's forward runs again, from ``at_s`` of the trace's clock on."""
+        self.recompute_at_s[block] = at_s + self.shift_s
+        self.recomputed_s += seconds
+        self.shift_s += seconds
+
+    def rematerialize(self, seconds: float) -> None:
+        """A storage is made again from its sources."""
+        self.rematerialized_s += seconds
+        self.shift_s += seconds
+
+    def record(self, at_s: float) -> None:
+        """Remember the delay after the event at ``at_s`` of the trace's clock, if the event changed it."""
+        if self.shift_s != (self._shifts_s[-1] if self._shifts_s else 0.0):
+            self._at_s.append(at_s)
+            self._shifts_s.append(self.shift_s)
+
+    def shifted(self, at_s: Floats, *, after: bool) -> Floats:
+        """Times of the trace's clock as the replay's, before or after the events of that very time."""
+        shifts = np.array([0.0, *self._shifts_s])
+        return np.asarray(at_s + shifts[np.searchsorted(np.array(self._at_s), at_s, "right" if after else "left")])
 
 
 @dataclass(slots=True)
@@ -271,12 +322,12 @@ class Storages:
 
     __slots__ = ("freed_s", "nbytes", "packed_s", "padded", "place", "state")
 
-    def __init__(self, timeline: Timeline, place: Places) -> None:
+    def __init__(self, timeline: Timeline, liveness: Liveness, place: Places) -> None:
         self.place: list[int] = place.tolist()
         self.nbytes: list[int] = timeline.storages.nbytes.tolist()
         self.padded: list[int] = timeline.storages.padded_bytes.tolist()
         self.packed_s: list[float] = timeline.storages.pack_s.tolist()
-        self.freed_s: list[float] = timeline.storages.freed_s.tolist()
+        self.freed_s: list[float] = liveness.freed_s.tolist()
         self.state = [0] * len(self.place)
 
 
@@ -340,3 +391,62 @@ class Offloading:
             storages.place[storage] = HOST
         else:
             storages.place[storage] = KEEP
+
+
+# The memory timeline of a replay: device memory and the host tier, in bytes.
+
+
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """Where a replay had each storage and when, on the replay's clock.
+
+    Attributes:
+        place: of each storage, in the end.
+        copied_s: the copy out of device memory is done; 0 where there is none.
+        allocated_s: device memory is taken again.
+    """
+
+    place: Places
+    copied_s: Floats
+    allocated_s: Floats
+
+
+def peak_saved_bytes(timeline: Timeline, liveness: Liveness, clock: ReplayClock, moves: Moves) -> int:
+    """Most device bytes that storages held at once; what begins when another ends counts with it."""
+    storages, exists, dropped = timeline.storages, liveness.exists, liveness.dropped
+    nbytes = storages.nbytes
+    packed_s = clock.shifted(storages.pack_s, after=False)
+    left_s = clock.shifted(storages.last_forward_use_s, after=True)
+    freed_s = clock.shifted(liveness.freed_s, after=True)
+    gone = moves.place != Placement.KEEP
+    first_end_s = np.where(gone, np.maximum(moves.copied_s, left_s), np.where(dropped, left_s, freed_s))
+    again = exists & (gone | dropped)
+    again_s = np.where(dropped, _made_again_s(timeline, dropped, clock.recompute_at_s), moves.allocated_s)
+    begins = np.concatenate([packed_s[exists], again_s[again]])
+    ends = np.concatenate([first_end_s[exists], freed_s[again]])
+    return _peak(begins, ends, np.concatenate([nbytes[exists], nbytes[again]]))
+
+
+def peak_host_bytes(timeline: Timeline, liveness: Liveness, clock: ReplayClock, place: Places) -> int:
+    """Most bytes that the host tier held at once."""
+    on_host = place == Placement.HOST
+    return _peak(
+        clock.shifted(timeline.storages.pack_s[on_host], after=False),
+        clock.shifted(liveness.freed_s[on_host], after=True),
+        timeline.storages.nbytes[on_host],
+    )
+
+
+def _made_again_s(timeline: Timeline, dropped: Bools, recompute_at_s: Floats) -> Floats:
+    owner = np.where(dropped, timeline.storages.owner, 0)
+    if not dropped.any():
+        return np.zeros(len(owner))
+    into_s = np.minimum(timeline.storages.made_again_s, timeline.blocks.recompute_s[owner])
+    return np.asarray(recompute_at_s[owner] + into_s)
+
+
+def _peak(begins: Floats, ends: Floats, nbytes: Ints) -> int:
+    times = np.concatenate([begins, np.maximum(begins, ends)])
+    changes = np.concatenate([nbytes, -nbytes])
+    order = np.lexsort((-changes, times))
+    return int(np.cumsum(changes[order]).max(initial=0))

@@ -32,7 +32,11 @@ class OffloadReport:
         fallbacks: tensors that were eligible and stayed in memory because the store could not take or write them.
         stall_s: time that forward and backward waited for the store.
         recomputed_bytes: recomputed in backward instead of being saved.
-        step_peak_saved_bytes: ``peak_saved_bytes`` of the last whole step alone (with placement "adaptive").
+        rematerialized_bytes: made again in backward from other saved tensors instead of being saved.
+        rematerialized_s: the time that took, by what it took when it was measured.
+        rematerialized_sites: how many kinds of work are in use for that, by op.
+        refused_sites: how many are not, by reason.
+        step_peak_saved_bytes: ``peak_saved_bytes`` of the last whole step alone.
         plans: number of plans so far.
         plan: the plan in force: planner, reason, bytes of each placement, its predictions, and ``measured_step_s``, the
             median of the last steps under it (None before the first); None without a plan.
@@ -78,6 +82,10 @@ class OffloadReport:
     plans: int = 0
     plan: dict[str, Any] | None = None
     unproven_blocks: list[dict[str, str]] = field(default_factory=list)
+    rematerialized_bytes: int = 0
+    rematerialized_s: float = 0.0
+    rematerialized_sites: dict[str, int] = field(default_factory=dict)
+    refused_sites: dict[str, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Every field, ready for JSON."""
@@ -95,7 +103,8 @@ class OffloadReport:
             f"{self.steps} steps: offloaded {readable(self.offloaded_bytes)}, wrote {readable(self.written_bytes)} at "
             f"{self.write_bytes_per_s / 1e9:.2f} GB/s, read {readable(self.read_bytes)} at "
             f"{self.read_bytes_per_s / 1e9:.2f} GB/s, forwarded {readable(self.forwarded_bytes)}, kept "
-            f"{readable(self.kept_bytes)}; peak saved {readable(self.peak_saved_bytes)} instead of "
+            f"{readable(self.kept_bytes)}, rematerialized {readable(self.rematerialized_bytes)}; "
+            f"peak saved {readable(self.peak_saved_bytes)} instead of "
             f"{readable(self.peak_saved_bytes_without)}; {self.fallbacks} fallbacks, {self.stall_s:.2f} s stalled"
         )
 
@@ -113,6 +122,11 @@ class OffloadReport:
             ("kept", readable(self.kept_bytes)),
         ]
         rows += [(f"  kept: {reason}", readable(nbytes)) for reason, nbytes in self.kept_bytes_by_reason.items()]
+        if self.rematerialized_bytes:
+            ops = ", ".join(f"{op} {count}" for op, count in sorted(self.rematerialized_sites.items()))
+            rows.append(
+                ("rematerialized", f"{readable(self.rematerialized_bytes)} in {self.rematerialized_s:.2f} s: {ops}")
+            )
         rows += [
             ("peak saved, with offload", readable(self.peak_saved_bytes)),
             ("peak saved, without", readable(self.peak_saved_bytes_without)),

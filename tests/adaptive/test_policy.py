@@ -11,11 +11,11 @@ from traces import SIZE, resources
 
 from ds_tba.adaptive.policy import ByPlan, PlanInForce
 from ds_tba.config import Placement
-from ds_tba.planner.plan import Limits, Plan
+from ds_tba.planner.plan import Limits, Plan, Prediction
 from ds_tba.planner.trace import OUTSIDE, BlockTrace, Layout, StorageTrace, Trace
 from ds_tba.storage.base import Always, Store
 
-KEEP, HOST, NVME, RECOMPUTE = Placement
+KEEP, HOST, NVME, RECOMPUTE, REMATERIALIZE = Placement
 NVME_STORE, HOST_STORE = cast("Store[Any]", "nvme"), cast("Store[Any]", "host")
 
 
@@ -94,6 +94,46 @@ def test_a_storage_that_was_to_be_made_again_with_a_block_that_is_not_is_unplann
     assert policy.deviation.unplanned == 1
 
 
+def test_what_is_made_again_may_be_moved_where_it_cannot_be_and_nothing_else_is_made_again() -> None:
+    policy = by_plan(REMATERIALIZE, KEEP, HOST, NVME, KEEP, may_wait=False)
+    choices = [policy.choose(key, SIZE) for key in ("x0", "x0", "new")]
+    assert [choice.rematerialize for choice in choices] == [True, False, True]  # the second has its place already
+    assert [choice.stores for choice in choices] == [("nvme", "host"), (), ("nvme", "host")]
+    assert not choices[0].wait and policy.deviation.unplanned == 1
+    policy.enter("a")
+    assert [policy.choose(key, SIZE).rematerialize for key in ("x1", "x2")] == [False, False]
+
+
+def test_without_any_store_storages_are_made_again_all_the_same() -> None:
+    plan = Plan("test", (REMATERIALIZE, *[KEEP] * 4), (False, False), (), (), (), cast("Any", None))
+    policy = ByPlan(PlanInForce.of(plan, TRACE, LAYOUT, Limits()), {}, lambda: True)
+    assert [(one.rematerialize, one.stores) for one in (policy.choose(key, SIZE) for key in "xy")] == [(True, ())] * 2
+
+
+def costly(*places: Placement, limits: Limits = Limits(), **seconds: float) -> PlanInForce:  # noqa: B008 - frozen
+    prediction = Prediction(9 * SIZE, 3.0, 0.0, 0.0, 0, 0, 0, 0, 0, rematerialized_bytes=SIZE)
+    plan = Plan("test", places, (False, False), (), (), (), replace(prediction, **seconds))
+    return PlanInForce.of(plan, TRACE, LAYOUT, limits)
+
+
+def test_time_that_goes_into_making_storages_again_is_not_there_for_waiting() -> None:
+    limits = Limits(max_step_overhead=0.5)  # a second of the step's two
+    machine = replace(TRACE.resources, is_synchronous=True)
+    found = costly(*[REMATERIALIZE] * 5, limits=limits, recomputed_s=0.25, rematerialized_s=0.5)
+    assert replace(found, trace=replace(TRACE, resources=machine)).patience_s == 0.25
+
+
+def test_what_is_made_again_shows_in_the_report_and_is_no_move() -> None:
+    found = costly(REMATERIALIZE, NVME, KEEP, KEEP, KEEP, stall_s=0.5, rematerialized_s=0.5)
+    assert dict(found.bytes_by_placement) == {KEEP: 3 * SIZE, NVME: SIZE, REMATERIALIZE: SIZE}
+    assert found.foreseen_wait_s == 0.5
+    assert "rematerialize 4 MiB" in found.describe("")
+    summary = found.summary()
+    assert (summary["bytes"]["rematerialize"], summary["rematerialized_s"]) == (SIZE, 0.5)
+    assert summary["rematerialized_bytes"] == SIZE
+    assert not found.is_same_as(costly(KEEP, NVME, KEEP, KEEP, KEEP, stall_s=0.5, rematerialized_s=0.5))
+
+
 def test_passes_inside_passes_are_part_of_them() -> None:
     policy = by_plan(NVME, KEEP, HOST, NVME, KEEP)
     policy.enter("a")
@@ -128,6 +168,7 @@ def test_always_is_always_the_same() -> None:
         (6 * SIZE, 5.0 * SIZE, True, KEEP, 6 * SIZE),
         (3 * SIZE, 5.0 * SIZE - 0.5, True, KEEP, 5 * SIZE),  # moving lowers no peak: none that is higher is let in
         (3 * SIZE, 5.0 * SIZE, True, NVME, 3 * SIZE),
+        (3 * SIZE, 5.0 * SIZE, True, REMATERIALIZE, 5 * SIZE),
         (3 * SIZE, 5.0 * SIZE, False, KEEP, 3 * SIZE),  # a longer micro-step may save what can be moved
     ],
 )

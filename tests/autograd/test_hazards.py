@@ -17,7 +17,8 @@ from doubles import CpuAccelerator, Gate, ScriptedBackend, fails, slow
 from torch import Tensor, nn
 
 from ds_tba.autograd.cache import TensorCache
-from ds_tba.autograd.saved import MicroStep, RecordState, SavedStorage, StorageKey
+from ds_tba.autograd.prefetch import MicroStep
+from ds_tba.autograd.saved import RecordState, SavedStorage, StorageKey
 from ds_tba.errors import ActivationCorruptionError, ActivationLostError, StateError
 from ds_tba.storage.backends.base import IoBackend
 from ds_tba.storage.host import HostStore

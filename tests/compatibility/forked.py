@@ -69,7 +69,9 @@ def run(
 def _wait(processes: list[BaseProcess]) -> None:
     """Until all have ended; where one fails, the others would wait for it in a collective."""
     waited_s = 0.0
-    while running := [process for process in processes if process.exitcode is None]:  # asked once: it may end at any time
+    while running := [
+        process for process in processes if process.exitcode is None
+    ]:  # asked once: it may end at any time
         running[0].join(0.25)
         waited_s += 0.25
         if waited_s > TIMEOUT_S or any(process.exitcode for process in processes):

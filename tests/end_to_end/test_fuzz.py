@@ -67,7 +67,7 @@ def test_a_wrong_gradient_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """One byte of one reloaded storage is enough."""
     from fuzz_training import check
 
-    from ds_tba.autograd.cache import Records
+    from ds_tba.autograd.records import Records
 
     load, loaded = Records.load, []
 

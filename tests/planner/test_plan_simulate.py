@@ -347,8 +347,9 @@ Timed = TypeVar("Timed", StorageTrace, BlockTrace, Trace)
 
 def later(one: Timed, factor: float, **others: Any) -> Timed:
     """With other fields, and all times, whose names end in ``_s``, ``factor`` times as late."""
-    times = {field.name: getattr(one, field.name) * factor for field in fields(one) if field.name.endswith("_s")}
-    return replace(one, **times, **others)
+    times = {field.name: getattr(one, field.name) for field in fields(one) if field.name.endswith("_s")}
+    slow = {name: at_s * factor for name, at_s in times.items() if at_s is not None}
+    return replace(one, **slow, **others)
 
 
 def slowed(trace: Trace, factor: float) -> Trace:

@@ -16,10 +16,16 @@ from ds_tba.telemetry.drive_health import write_limit_bytes_per_step
 GOOD = traces.one_block(traces.storage(0.5, 2.0), machine=traces.resources(), inputs=(0,))
 
 
-@given(traces.traces())
+@given(traces.traces() | traces.rematerializable())
 @settings(derandomize=True, deadline=None)
 def test_a_trace_comes_back_from_its_text(trace: Trace) -> None:
     assert Trace.from_json(trace.to_json()) == trace
+
+
+def test_a_text_from_before_storages_could_be_made_again_is_read() -> None:
+    data = json.loads(GOOD.to_json())
+    del data["storages"]["rematerialize_s"], data["storages"]["sources"]
+    assert Trace.from_json(json.dumps(data)) == GOOD
 
 
 @pytest.mark.parametrize(
@@ -31,6 +37,13 @@ def test_a_trace_comes_back_from_its_text(trace: Trace) -> None:
         ({"storages": (traces.storage(0.5, 4.0),)}, "storage 0 .* out of order"),
         ({"storages": (replace(traces.storage(0.5, 2.0), nbytes=0),)}, "storage 0 has 0 bytes"),
         ({"storages": (traces.storage(0.5, 2.0, blocks=(1,)),)}, r"names blocks \(1,\): there are 1"),
+        (
+            {"storages": (replace(traces.storage(0.5, 2.0), sources=(0,)),)},
+            r"storage 0 names sources \(0,\): .* before",
+        ),
+        ({"storages": (replace(traces.storage(0.5, 2.0), sources=(-1,)),)}, r"storage 0 names sources \(-1,\)"),
+        ({"storages": (replace(traces.storage(0.5, 2.0), rematerialize_s=-1.0),)}, "storage 0 has rematerialize_s -1"),
+        ({"storages": (replace(traces.storage(0.5, 2.0), rematerialize_s=float("nan")),)}, "has rematerialize_s nan"),
         ({"blocks": (BlockTrace("b", 0.0, 1.0, 0.5, 3.0),)}, "block 0 .* out of order"),
         ({"blocks": (BlockTrace("b", 0.0, 1.0, 1.0, 3.0, inputs=(7,)),)}, r"names inputs \(7,\)"),
         ({"resources": traces.resources(write=0.0)}, "must all be above 0"),
@@ -79,10 +92,13 @@ def test_limits_are_not_negative(name: str) -> None:
         Limits(**{name: -1})
 
 
-@given(traces.traces(), st.floats(0.0, 1.0))
+@given(traces.traces() | traces.rematerializable(), st.floats(0.0, 1.0))
 @settings(derandomize=True, deadline=None)
 def test_a_trace_without_what_was_taken_is_shorter_and_moves_the_same(trace: Trace, part: float) -> None:
     shorter = trace.without(part * trace.end_s)
-    factor = max(MIN_FRACTION, 1 - part)
+    factor = max(MIN_FRACTION, 1 - part) if trace.end_s else 1.0
     assert shorter.end_s == pytest.approx(factor * trace.end_s)
-    assert [one.nbytes for one in shorter.storages] == [one.nbytes for one in trace.storages]
+    for one, before in zip(shorter.storages, trace.storages, strict=True):
+        assert (one.nbytes, one.sources) == (before.nbytes, before.sources)
+        taken_s = None if before.rematerialize_s is None else before.rematerialize_s * factor
+        assert one.rematerialize_s == (None if taken_s is None else pytest.approx(taken_s))

@@ -18,7 +18,8 @@ from test_planners import layers
 from test_prefetch import KIB, Spy, cache_over, chain
 from traces import SIZE, UNLIMITED, storage
 
-from ds_tba.autograd.saved import MicroStep, Phase, Reloaded
+from ds_tba.autograd.prefetch import MicroStep, Phase
+from ds_tba.autograd.saved import Reloaded
 from ds_tba.config import Placement
 from ds_tba.planner.plan import Limits, Outcome, Prediction
 from ds_tba.planner.search import adaptive
