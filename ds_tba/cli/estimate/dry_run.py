@@ -295,7 +295,7 @@ class AssumedSites:
         """Never called: every storage is saved."""
         raise NotImplementedError("nothing is made again in a dry run; this is a bug in ds_tba")
 
-    def compare(self, origin: Any, tensor: torch.Tensor) -> None:
+    def compare(self, origin: Any, tensor: torch.Tensor, offset: int) -> None:
         """Nothing to do: every site is taken as proven."""
 
     def begin_forward(self) -> None:
