@@ -33,7 +33,7 @@ ifeq ($(ACCELERATORS),)
 demo: export DS_ACCELERATOR ?= cpu
 endif
 
-.PHONY: demo test test-slow lint reliability compatibility mutants bench soak venv aio libaio clean
+.PHONY: demo test test-slow lint reliability compatibility rematerialize mutants bench soak venv aio libaio clean
 
 # --quiet is the launcher's: it has lines about its own work, and a warning that there is no list of other hosts.
 # glibc is to give freed memory back, or a process on the CPU holds what it needs no more, with the block and without.
@@ -66,6 +66,10 @@ reliability: aio
 # The table of models, trainers and settings, from a run of the tests that train each.
 compatibility: $(BIN)/.installed
 	python -m pytest --basetemp=$(CURDIR)/.cache/pytest -m compatible --compatibility=docs/compatibility.md tests
+
+# The table of saved bytes, from a run of the tests that train each model without and with rematerialization.
+rematerialize: $(BIN)/.installed
+	python -m pytest --basetemp=$(CURDIR)/.cache/pytest -m rematerialized --rematerialized=docs/rematerialize.md tests
 
 # Takes out every wait that orders copies, one at a time: a test must fail for each. Minutes.
 mutants: $(BIN)/.installed

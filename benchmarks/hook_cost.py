@@ -2,9 +2,11 @@
 
     python benchmarks/hook_cost.py [--rounds 7] [--json FILE]
 
-Three kinds: a parameter (passed through), a small tensor (kept), and an offloaded one of 16 KiB, whose figure contains
-its copies to and from staging, and for unpack the time for which the read behind prefetch is waited. The counts take
-turns within a round; medians over the rounds, and each count's ratio to that of 10 tensors.
+A parameter is passed through. Of 16 KiB each are: outputs of an op that are kept, without rematerialization and with it
+(there is no rule for the op, or there is one but nobody saves an operand); an output that is rematerialized, whose figure
+contains the op itself (SiLU); and an offloaded tensor, whose figure contains its copies to and from staging, and for unpack
+the time for which the read behind prefetch is waited. Kinds and counts take turns within a round; medians over the
+rounds, each count's ratio to that of 10 tensors, and the ratio to those kept without rematerialization, of each round.
 """
 
 from __future__ import annotations
@@ -20,11 +22,14 @@ from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from alternating import rounds_of
+from torch.nn import functional
 
 from ds_tba.autograd.cache import TensorCache
+from ds_tba.autograd.sites import Sites
 from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.storage.backends.posix import PosixBackend
 from ds_tba.storage.nvme import Lanes, NvmeStore
@@ -34,37 +39,96 @@ from ds_tba.storage.swap_file import SwapFile
 COUNTS = (10, 100, 1000, 10_000)
 ELEMENTS = 4096  # 16 KiB of float32
 STAGING_BYTES = 256 << 20
-Maker = Callable[[], torch.Tensor]
-KINDS: dict[str, Maker] = {
-    "passed through": lambda: torch.nn.Parameter(torch.zeros(ELEMENTS)),
-    "kept": lambda: torch.zeros(16),
-    "offloaded": lambda: torch.zeros(ELEMENTS),
+
+
+class Kind(NamedTuple):
+    """One kind of saved tensors.
+
+    Attributes:
+        make: one of them, in forward, from a parameter.
+        offloads: there is a drive.
+        rematerializes: outputs of ops may be made again.
+    """
+
+    make: Callable[[torch.Tensor], torch.Tensor]
+    offloads: bool = False
+    rematerializes: bool = False
+
+
+def no_rule(weight: torch.Tensor) -> torch.Tensor:
+    """An output that only the same op could make again."""
+    return weight.cumsum(0)
+
+
+def refused(weight: torch.Tensor) -> torch.Tensor:
+    """As a residual sum: nobody saves the summands."""
+    return weight.cumsum(0) + weight.cumsum(0)
+
+
+def made_again(weight: torch.Tensor) -> torch.Tensor:
+    """SiLU saves its input itself."""
+    return functional.silu(weight.cumsum(0))
+
+
+KEPT = "kept"
+KINDS = {
+    "passed through": Kind(lambda weight: torch.nn.Parameter(weight.detach().clone())),
+    "kept, small": Kind(lambda weight: torch.zeros(16)),
+    KEPT: Kind(no_rule),
+    "kept, no rule": Kind(no_rule, rematerializes=True),
+    "kept, refused": Kind(refused, rematerializes=True),
+    "rematerialized": Kind(made_again, rematerializes=True),
+    "offloaded": Kind(lambda weight: torch.zeros(ELEMENTS), offloads=True),
 }
+Cost = tuple[float, float]
 
 
-def measure(cache: TensorCache, store: NvmeStore, make: Maker, count: int) -> tuple[float, float]:
-    """Microseconds per tensor of pack and of unpack, for ``count`` tensors saved and given back in reverse."""
-    tensors = [make() for _ in range(count)]
-    with cache.saving():
-        # The very hooks that autograd would call, by hand.
-        pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        started = time.perf_counter()
-        held = [pack(tensor) for tensor in tensors]
-        packed = time.perf_counter()
-    store.wait_for_writes()
-    unpacking = time.perf_counter()
-    while held:
-        unpack(held.pop())
-    done = time.perf_counter()
-    return (packed - started) / count * 1e6, (done - unpacking) / count * 1e6
+class Meter:
+    """Measures one kind, with a cache of its own."""
+
+    def __init__(self, kind: Kind, store: NvmeStore) -> None:
+        self._kind, self._store = kind, store
+        self._cache = TensorCache([store] if kind.offloads else [], "cpu", ELEMENTS)
+        if kind.rematerializes:
+            self._cache.rematerialize(Sites(self._cache.records, CpuAccelerator()))
+        self._weight = torch.nn.Parameter(torch.randn(ELEMENTS))
+        self.measure(1)  # what is to be made again is proven
+
+    @property
+    def rematerialized_bytes(self) -> int:
+        """So far."""
+        return self._cache.stats.rematerialized_bytes
+
+    def measure(self, count: int) -> Cost:
+        """Microseconds per tensor of pack and of unpack, for ``count`` tensors saved and given back in reverse."""
+        with self._cache.saving():
+            tensors = [self._kind.make(self._weight) for _ in range(count)]
+            # The very hooks that autograd would call, by hand.
+            pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)
+            started = time.perf_counter()
+            held = [pack(tensor) for tensor in tensors]
+            packed = time.perf_counter()
+        self._store.wait_for_writes()
+        unpacking = time.perf_counter()
+        while held:
+            unpack(held.pop())
+        done = time.perf_counter()
+        return (packed - started) / count * 1e6, (done - unpacking) / count * 1e6
 
 
-def take_turn(cache: TensorCache, store: NvmeStore, make: Maker, count: int) -> tuple[float, float]:
+def take_turn(meters: dict[str, Meter], turn: tuple[str, int]) -> Cost:
     """Medians of as many measurements as make one of 1000 tensors together, up to 50."""
+    name, count = turn
     gc.collect()
-    runs = [measure(cache, store, make, count) for _ in range(max(1, min(50, 1000 // count)))]
+    runs = [meters[name].measure(count) for _ in range(max(1, min(50, 1000 // count)))]
     pack, unpack = (statistics.median(column) for column in zip(*runs, strict=True))
     return pack, unpack
+
+
+def to_kept(costs: dict[tuple[str, int], list[Cost]], kind: str, count: int) -> float:
+    """The median over the rounds of the ratio to what is kept without rematerialization."""
+    ratios = [sum(one) / sum(kept) for one, kept in zip(costs[kind, count], costs[KEPT, count], strict=True)]
+    return statistics.median(ratios)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -74,29 +138,32 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--nvme_path", default=".")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(argv)
-    costs: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
+    costs: dict[tuple[str, int], list[Cost]] = defaultdict(list)
+    turns = [(kind, count) for kind in KINDS for count in options.counts]
     with tempfile.TemporaryDirectory(dir=options.nvme_path) as directory:
         backend = PosixBackend()
         ring = StagingRing(CpuAccelerator(), backend, STAGING_BYTES)
         store = NvmeStore([SwapFile(Path(directory), 1 << 30)], backend, ring, Lanes(2, 2), "sampled")
-        cache = TensorCache([store], "cpu", ELEMENTS)
-        for kind, make in KINDS.items():
-            measure(cache, store, make, max(options.counts))  # warm up: pages, extents, the allocator
-            turn = partial(take_turn, cache, store, make)
-            for found in rounds_of(options.counts, turn, options.rounds):
-                for count, cost in found.items():
-                    costs[kind, count].append(cost)
+        meters = {name: Meter(kind, store) for name, kind in KINDS.items()}
+        for meter in meters.values():
+            meter.measure(max(options.counts))  # warm up: pages, extents, the allocator
+        for found in rounds_of(turns, partial(take_turn, meters), options.rounds):
+            for turn, cost in found.items():
+                costs[turn].append(cost)
         store.close()
+    if not meters["rematerialized"].rematerialized_bytes:
+        raise SystemExit("nothing was rematerialized: this PyTorch does not show what its graph holds")
     rows = []
-    print(f"{'kind':<16}{'tensors':>9}{'pack us':>10}{'unpack us':>11}{'sum us':>9}{'to fewest':>11}")
+    print(f"{'kind':<16}{'tensors':>9}{'pack us':>10}{'unpack us':>11}{'sum us':>9}{'to fewest':>11}{'to kept':>9}")
     for kind in KINDS:
         first = None
         for count in options.counts:
             pack, unpack = (statistics.median(column) for column in zip(*costs[kind, count], strict=True))
-            first = first or pack + unpack
-            rows.append({"kind": kind, "tensors": count, "pack_us": pack, "unpack_us": unpack})
+            first, ratio = first or pack + unpack, to_kept(costs, kind, count)
+            rows.append({"kind": kind, "tensors": count, "pack_us": pack, "unpack_us": unpack, "to_kept": ratio})
             print(
-                f"{kind:<16}{count:>9}{pack:>10.2f}{unpack:>11.2f}{pack + unpack:>9.2f}{(pack + unpack) / first:>11.2f}"
+                f"{kind:<16}{count:>9}{pack:>10.2f}{unpack:>11.2f}{pack + unpack:>9.2f}"
+                f"{(pack + unpack) / first:>11.2f}{ratio:>9.2f}"
             )
     if options.json:
         options.json.write_text(json.dumps({"torch": torch.__version__, "python": sys.version, "rows": rows}, indent=2))

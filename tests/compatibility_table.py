@@ -1,8 +1,9 @@
-"""The table in ``docs/compatibility.md``, made from the tests that train each combination.
+"""The tables in ``docs/compatibility.md`` and ``docs/rematerialize.md``, made from the tests of their rows.
 
-A test of a row carries ``@pytest.mark.compatible(section, row)`` and tells how it went with the fixture ``row_says``.
-``pytest -m compatible --compatibility=docs/compatibility.md`` (``make compatibility``) writes the table of that run;
-``test_compatibility_table.py`` checks that the table in the repository names the very tests that exist.
+A test of a row carries ``@pytest.mark.compatible(section, row)`` or ``@pytest.mark.rematerialized(section, row)`` and
+tells how it went with the fixture ``row_says``: the cells after the first. ``pytest -m compatible
+--compatibility=docs/compatibility.md`` (``make compatibility``, ``make rematerialize``) writes the table of that run;
+``test_compatibility_table.py`` checks that the tables in the repository name the very tests that exist.
 """
 
 from __future__ import annotations
@@ -23,40 +24,55 @@ host memory) in all steps of that run. "Refused" is followed by the message that
 Versions: {versions}.
 """
 SECTION = """
-## {section}
+{level} {section}
 
-| what | outcome |
-|---|---|
+| {titles} |
+|{rule}
 """
+# What lies between these lines of a document is generated.
+BEGIN, END = "<!-- generated: do not edit -->\n", "<!-- end of what is generated -->\n"
 
 
 class CompatibilityTable:
-    """The rows of one test session, in the order of collection."""
+    """The rows of one test session, in the order of collection.
 
-    def __init__(self) -> None:
+    Args:
+        marker: of the tests.
+        titles: of the columns.
+        is_part: the table is a part of a document that is written by hand.
+    """
+
+    def __init__(self, marker: str = "compatible", titles: str = "what | outcome", *, is_part: bool = False) -> None:
         self.rows: dict[tuple[str, str], str] = {}
+        self._marker, self._titles, self._is_part = marker, titles, is_part
 
     def collect(self, items: Iterable[pytest.Item]) -> None:
         for item in items:
-            for marker in item.iter_markers("compatible"):
+            for marker in item.iter_markers(self._marker):
                 if row_of(marker) in self.rows:
                     raise pytest.UsageError(f"two tests make the row {row_of(marker)}")
                 self.rows[row_of(marker)] = "**not run on this machine**"
 
     def say(self, item: pytest.Item, outcome: str) -> None:
-        for marker in item.iter_markers("compatible"):
+        for marker in item.iter_markers(self._marker):
             self.rows[row_of(marker)] = normalised(outcome)
 
     def note(self, item: pytest.Item, result: str) -> None:
-        for marker in item.iter_markers("compatible"):
+        for marker in item.iter_markers(self._marker):
             if result == "failed":
                 self.rows[row_of(marker)] = "**failed**"
 
     def write(self, path: Path, versions: str) -> None:
-        text = HEAD.format(versions=versions)
+        text = f"Versions: {versions}.\n" if self._is_part else HEAD.format(versions=versions)
+        rule = "---|" * (1 + self._titles.count("|"))
         for section in dict.fromkeys(section for section, _ in self.rows):
-            text += SECTION.format(section=section)
+            text += SECTION.format(
+                level="###" if self._is_part else "##", section=section, titles=self._titles, rule=rule
+            )
             text += "".join(f"| {row} | {said} |\n" for (found, row), said in self.rows.items() if found == section)
+        if self._is_part:
+            before, _, rest = path.read_text().partition(BEGIN)
+            text = before + BEGIN + "\n" + text + "\n" + END + rest.partition(END)[2]
         path.write_text(text)
 
 
@@ -69,9 +85,9 @@ def rows_in(path: Path) -> dict[tuple[str, str], str]:
     """What a written table says of each row."""
     rows, section = {}, ""
     for line in path.read_text().splitlines():
-        if line.startswith("## "):
-            section = line[3:]
-        elif line.startswith("| ") and not line.startswith("| what |"):
+        if line.startswith("#"):
+            section = line.lstrip("# ")
+        elif line.startswith("| ") and not line.startswith(("| what |", "| model |")):
             row, outcome = re.split(r"(?<!\\) \| ", line[2:].removesuffix(" |"), maxsplit=1)
             rows[section, row] = outcome
     return rows

@@ -166,30 +166,35 @@ def quota_disk(tmp_path: Path) -> Iterator[Disk]:
 
 TABLE = pytest.StashKey[FaultTable]()
 COMPATIBILITY = pytest.StashKey[CompatibilityTable]()
+REMATERIALIZED = pytest.StashKey[CompatibilityTable]()
+TABLES = (TABLE, COMPATIBILITY, REMATERIALIZED)
+SAVED = "model | saved MiB | with it | less | ops | what stays, share of it"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--reliability", type=Path, help="write the table of faults and outcomes of this run to a file")
     parser.addoption("--compatibility", type=Path, help="write the table of combinations of this run to a file")
+    parser.addoption("--rematerialized", type=Path, help="write the table of saved bytes of this run into a file")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[TABLE] = FaultTable()
     config.stash[COMPATIBILITY] = CompatibilityTable()
+    config.stash[REMATERIALIZED] = CompatibilityTable("rematerialized", SAVED, is_part=True)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -k and -m deselect
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    config.stash[TABLE].collect(items)
-    config.stash[COMPATIBILITY].collect(items)
+    for table in TABLES:
+        config.stash[table].collect(items)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Any:
     report = yield
     if report.when == "call" or report.outcome != "passed":
-        item.config.stash[TABLE].note(item, report.outcome)
-        item.config.stash[COMPATIBILITY].note(item, report.outcome)
+        for table in TABLES:
+            item.config.stash[table].note(item, report.outcome)
     return report
 
 
@@ -199,9 +204,16 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.config.stash[TABLE].write(path)
     path = session.config.getoption("--compatibility")
     if path is not None:
-        names = ("torch", "deepspeed", "transformers", "accelerate", "peft", "trl", "diffusers")
-        versions = ", ".join(f"{name} {metadata.version(name)}" for name in names)
-        session.config.stash[COMPATIBILITY].write(path, f"Python {platform.python_version()}, {versions}")
+        more = ("deepspeed", "transformers", "accelerate", "peft", "trl", "diffusers")
+        session.config.stash[COMPATIBILITY].write(path, versions(*more))
+    path = session.config.getoption("--rematerialized")
+    if path is not None:
+        session.config.stash[REMATERIALIZED].write(path, versions("transformers"))
+
+
+def versions(*more: str) -> str:
+    packages = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", *more))
+    return f"Python {platform.python_version()}, {packages}"
 
 
 @pytest.fixture
@@ -212,5 +224,10 @@ def user_sees(request: pytest.FixtureRequest) -> Callable[[str], None]:
 
 @pytest.fixture
 def row_says(request: pytest.FixtureRequest) -> Callable[[str], None]:
-    """Tell the outcome of the combination that this test trains."""
-    return lambda outcome: request.config.stash[COMPATIBILITY].say(request.node, outcome)
+    """Tell the outcome of the combination that this test trains, in the table of its marker."""
+
+    def say(outcome: str) -> None:
+        for table in (COMPATIBILITY, REMATERIALIZED):
+            request.config.stash[table].say(request.node, outcome)
+
+    return say

@@ -211,14 +211,14 @@ class Finder:
     def _recipe(self, node: Any, rule: Rule, number: int, ops: int) -> Recipe:
         if ops < 1:
             raise NoRecipeError("too many steps")
-        metadata = node._input_metadata[number]
-        constants = tuple(constant(node, name) for name in rule.constants)
-        operands = tuple(self._operand(node, one, ops - 1) for one in rule.operands)
+        operands = [self._operand(node, one, ops - 1) for one in rule.operands]  # first: most are refused here
         if rule.listed:
-            operands += tuple(self._held(saved) for saved in getattr(node, f"_raw_saved_{rule.listed}"))
+            operands += [self._held(saved) for saved in getattr(node, f"_raw_saved_{rule.listed}")]
+        constants = tuple([constant(node, name) for name in rule.constants])
         if rule.needs_epsilon:
             constants += (_epsilon(node),)
-        return Recipe(rule, operands, constants, Output(torch.Size(metadata.shape), metadata.dtype, number))
+        metadata = node._input_metadata[number]
+        return Recipe(rule, tuple(operands), constants, Output(torch.Size(metadata.shape), metadata.dtype, number))
 
     def _operand(self, node: Any, operand: Operand, ops: int) -> Held | torch.Tensor | Recipe | None:
         if operand.attribute:

@@ -1,24 +1,29 @@
-"""``docs/compatibility.md`` names the combinations that are tested, and no other."""
+"""``docs/compatibility.md`` and ``docs/rematerialize.md`` name the combinations that are tested, and no other."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from compatibility_table import rows_in
-from conftest import COMPATIBILITY
+from compatibility_table import CompatibilityTable, rows_in
+from conftest import COMPATIBILITY, REMATERIALIZED
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "compatibility.md"
+DOCS = Path(__file__).parents[2] / "docs"
+DOCUMENTS = [("compatibility", COMPATIBILITY), ("rematerialize", REMATERIALIZED)]
 TESTS = Path(__file__).parents[1]
 
 
-def test_every_combination_is_in_the_table(request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize(("name", "table"), DOCUMENTS)
+def test_every_combination_is_in_the_table(
+    name: str, table: pytest.StashKey[CompatibilityTable], request: pytest.FixtureRequest
+) -> None:
     if any(Path(argument).resolve() != TESTS for argument in request.config.args):
         pytest.skip("only a part of the tests was collected")
-    rows = request.config.stash[COMPATIBILITY].rows  # in the order of collection; the table is by section
-    assert sorted(rows_in(DOCUMENT)) == sorted(rows), "make compatibility writes it anew"
+    rows = request.config.stash[table].rows  # in the order of collection; the table is by section
+    assert sorted(rows_in(DOCS / f"{name}.md")) == sorted(rows), f"make {name} writes it anew"
 
 
-def test_no_row_failed() -> None:
-    rows = rows_in(DOCUMENT)
+@pytest.mark.parametrize("name", [name for name, _ in DOCUMENTS])
+def test_no_row_failed(name: str) -> None:
+    rows = rows_in(DOCS / f"{name}.md")
     assert rows and "**failed**" not in rows.values()

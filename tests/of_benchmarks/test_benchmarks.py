@@ -124,8 +124,19 @@ def test_hook_cost(tmp_path: Path) -> None:
     output = benchmark("hook_cost.py", *arguments)
     rows = json.loads((tmp_path / "json").read_text())["rows"]
     assert [(row["kind"], row["tensors"]) for row in rows] == [
-        (kind, count) for kind in ("passed through", "kept", "offloaded") for count in (10, 50)
+        (kind, count)
+        for kind in (
+            "passed through",
+            "kept, small",
+            "kept",
+            "kept, no rule",
+            "kept, refused",
+            "rematerialized",
+            "offloaded",
+        )
+        for count in (10, 50)
     ]
+    assert all(row["to_kept"] == 1 for row in rows if row["kind"] == "kept")
     assert output.count("offloaded") == 2 and all(row["pack_us"] > 0 for row in rows)
 
 
