@@ -29,7 +29,7 @@ from torch import distributed
 
 from ds_tba.adaptive.ranks import Agreement, Alone, Ranks
 from ds_tba.autograd.blocks import FRAMES
-from ds_tba.autograd.tensors import mark_inputs, mark_owned, skip_frames, uncompiled
+from ds_tba.autograd.tensors import mark_owned, skip_frames, uncompiled
 from ds_tba.config import (
     BLOCK,
     SUPPORTED_DEEPSPEED,
@@ -256,7 +256,7 @@ def _wrapped(original: Callable[..., Any], around: Callable[..., Any]) -> Callab
     return method
 
 
-def _forward(offloader: ActivationOffloader, original: Callable[[], Any], engine: Any) -> Any:
+def _forward(offloader: ActivationOffloader, original: functools.partial[Any], engine: Any) -> Any:
     if getattr(engine, "_is_compiled_autograd_enabled", False):
         raise IncompatibleError(
             f'compiled autograd compiles the hooks with which "{BLOCK}" brings activations back: call engine.compile() '
@@ -265,9 +265,8 @@ def _forward(offloader: ActivationOffloader, original: Callable[[], Any], engine
     skip_frames((_mark_owned, *FRAMES))
     for module in engine.module.modules():
         mark_owned(module)
-    mark_inputs((getattr(original, "args", ()), getattr(original, "keywords", {})))
     try:
-        with offloader.saving():
+        with offloader.saving(inputs=(original.args, original.keywords)):
             return original()
     except RuntimeError as error:
         if _NO_HOOKS not in str(error):

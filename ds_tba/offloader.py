@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -27,6 +28,7 @@ from ds_tba.autograd.blocks import Blocks, find_blocks
 from ds_tba.autograd.budget import MemoryMeter
 from ds_tba.autograd.cache import TensorCache
 from ds_tba.autograd.sites import Sites, open_sites
+from ds_tba.autograd.tensors import mark_inputs
 from ds_tba.config import BLOCK, AioConfig, OffloadConfig, with_staging
 from ds_tba.device.accelerator import Accelerator
 from ds_tba.device.memory import available_bytes
@@ -102,6 +104,7 @@ class Reporter:
     Attributes:
         controller: of placement "adaptive" and of traces, once there is one.
         steps: optimizer steps so far.
+        step_peak_bytes: of saved tensors in the last step; a controller has its own.
     """
 
     def __init__(
@@ -124,7 +127,7 @@ class Reporter:
         self._ended_at: float | None = None
         self._written_at = -REPORT_AGE_S
         self.controller: Controller | None = None
-        self.steps = 0
+        self.steps = self.step_peak_bytes = 0
 
     def report(self) -> OffloadReport:
         """The counters of all parts as they are now."""
@@ -170,7 +173,7 @@ class Reporter:
             fallbacks_by_reason=dict(fallbacks),
             bandwidth=[path.bandwidth() for path in tiers.paths],
             wear=[asdict(one) for one in tiers.wear((self._ended_at or time.monotonic()) - self._started_at)],
-            step_peak_saved_bytes=controller.step_peak_bytes if controller is not None else 0,
+            step_peak_saved_bytes=controller.step_peak_bytes if controller is not None else self.step_peak_bytes,
             plans=controller.plans if controller is not None else 0,
             plan=controller.summary() if controller is not None else None,
             unproven_blocks=controller.unproven_blocks() if controller is not None else [],
@@ -319,8 +322,11 @@ class ActivationOffloader:
 
     # ---- called in training -------------------------------------------------------------------------------------
 
-    def saving(self) -> AbstractContextManager[None]:
+    def saving(self, inputs: Any = ()) -> AbstractContextManager[None]:
         """Context for a forward whose saved tensors are offloaded.
+
+        Args:
+            inputs: arguments of the forward: nothing is made again from tensors that their owner may refill.
 
         Raises:
             IncompatibleError: the stream is being captured into a graph.
@@ -333,6 +339,7 @@ class ActivationOffloader:
         if self._process.is_forked():
             return nullcontext()
         self._reporter.refresh()
+        mark_inputs(inputs)
         return self.cache.saving() if self._controller is None else self._controller.saving()
 
     def interleaving(self) -> AbstractContextManager[None]:
@@ -357,6 +364,7 @@ class ActivationOffloader:
         self._reporter.steps += 1
         if self._controller is not None:
             self._controller.end_step()
+        self._reporter.step_peak_bytes = self.cache.stats.resident.lap() if self._controller is None else 0
         moved_bytes = _counts(self._tiers, self.cache).offloaded_bytes
         if self._reporter.steps == 1 and moves_in_vain(self.cache.stats, moved_bytes):
             self._advise_to_compile_layers()

@@ -66,6 +66,7 @@ class Program:
     device: str
     placement: str
     recompute: bool
+    rematerialize: bool
     planner: str
     max_step_overhead: float
     budget_part: float | None
@@ -87,6 +88,7 @@ class Program:
             "max_step_overhead": self.max_step_overhead,
             "activation_budget_bytes": budget_bytes,
             "recompute": self.recompute,
+            "rematerialize": self.rematerialize,
             "host_budget_bytes": self.host_bytes,
             "io": io,
         }
@@ -102,9 +104,9 @@ class Program:
         return (
             f"seed {self.seed}: {self.stem} of width {self.width}, {blocks}, head; {self.optimizer}, "
             f"set_to_none {self.set_to_none}, batches {self.batches}{', input.grad' if self.input_grad else ''}\n"
-            f"  {self.device}: {self.placement}{planner}, recompute {self.recompute}, max_step_overhead "
-            f"{self.max_step_overhead}{budget}, host {self.host_bytes // 1024} KiB, staging "
-            f"{self.staging_bytes // MIB} MiB, {self.lanes} + {self.lanes} lanes, integrity {self.integrity}{collector}"
+            f"  {self.device}: {self.placement}{planner}, recompute {self.recompute}, "
+            f"rematerialize {self.rematerialize}, max_step_overhead {self.max_step_overhead}{budget}, "
+            f"host {self.host_bytes // 1024} KiB, staging {self.staging_bytes // MIB} MiB, {self.lanes} + {self.lanes} lanes, integrity {self.integrity}{collector}"
             f"{surprises}\n"
             f"  {len(self.steps)} steps: {_in_short(self.steps)}"
         )
@@ -161,6 +163,7 @@ def draw(seed: int) -> Program:
         device=device,
         placement=placement,
         recompute=recompute,
+        rematerialize=random.Random(f"rematerialize {seed}").random() < 0.8,
         planner=chance.choice(planners) if forced else "adaptive",
         max_step_overhead=chance.choice((10.0, 10.0, 0.02)),
         budget_part=budget_part,

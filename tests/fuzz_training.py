@@ -120,7 +120,7 @@ class Plain:
     def watch(self, net: nn.Module) -> None:
         """The model is made."""
 
-    def saving(self) -> AbstractContextManager[Any]:
+    def saving(self, *inputs: Tensor) -> AbstractContextManager[Any]:
         """Around a forward."""
         return nullcontext()
 
@@ -144,7 +144,7 @@ class Counted(Plain):
     def __init__(self) -> None:
         self._held: weakref.WeakSet[_Held] = weakref.WeakSet()
 
-    def saving(self) -> AbstractContextManager[Any]:
+    def saving(self, *inputs: Tensor) -> AbstractContextManager[Any]:
         return torch.autograd.graph.saved_tensors_hooks(self._hold, _Held.restore)
 
     def _hold(self, tensor: Tensor) -> _Held:
@@ -190,8 +190,8 @@ class Ours(Plain):
         if self.offloader._controller is not None:
             _surprise(self.offloader._controller, self._program)
 
-    def saving(self) -> AbstractContextManager[Any]:
-        return self.offloader.saving()
+    def saving(self, *inputs: Tensor) -> AbstractContextManager[Any]:
+        return self.offloader.saving(inputs)
 
     def note_micro_step(self) -> None:
         self.offloader.note_micro_step()
@@ -428,7 +428,7 @@ class Training:
         token = parts.FACTOR.set(1.5)
         parts.ThreadLocal.there.factor = 1.5
         try:
-            with self._side.saving():
+            with self._side.saving(batch):
                 loss: Tensor = self._net(batch)
         finally:
             parts.FACTOR.reset(token)

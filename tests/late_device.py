@@ -149,7 +149,9 @@ class LateDevice(CpuAccelerator):
         self.current_stream().run(work)
 
     def share(self, tensor: torch.Tensor, stream: Any) -> None:
-        tensor.untyped_storage()._tenant.sharers.append(stream)  # type: ignore[attr-defined]
+        tenant = getattr(tensor.untyped_storage(), "_tenant", None)
+        if tenant is not None:  # else memory that autograd took from the host
+            tenant.sharers.append(stream)
 
     # ---- for tests ----------------------------------------------------------------------------------------------
 

@@ -30,6 +30,7 @@ def test_defaults_are_those_of_the_design() -> None:
         "min_tensor_bytes": 1048576,
         "max_step_overhead": 0.02,
         "activation_budget_bytes": None,
+        "rematerialize": True,
         "recompute": False,
         "blocks": None,
         "host_budget_bytes": 0,

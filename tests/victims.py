@@ -314,7 +314,13 @@ def _outcome(job: Job, lines: IO[str]) -> Outcome:
     log = Warnings()
     logging.getLogger("ds_tba").addHandler(log)
     io = {"backend": job.backend, "staging_bytes": 16 << 20}
-    parsed = parse_block({BLOCK: {"nvme_path": job.directory, "placement": "nvme", "io": io}})
+    block = {
+        "nvme_path": job.directory,
+        "placement": "nvme",
+        "rematerialize": False,
+        "io": io,
+    }  # every byte to the drive
+    parsed = parse_block({BLOCK: block})
     assert parsed is not None
     if job.lockable_bytes is not None:
         _limit_locked_memory(job.lockable_bytes)

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ds_tba.autograd.rules import RULES, Operand, Output, Rule, constant
+from ds_tba.autograd.rules import RULES, Operand, Output, Rule, constant, is_passing
 from ds_tba.autograd.saved import Keeper, PassedThrough, SavedCounted, SavedView
 from ds_tba.autograd.tensors import is_input, is_owned, is_parameter, may_be_released
 
@@ -65,13 +65,17 @@ def note_epsilon(tensor: torch.Tensor, held: SavedView | SavedCounted) -> None:
 
     They are saved while PyTorch's own function runs, in whose frame it is.
     """
-    if tensor.requires_grad or tensor.shape[-1:] != (1,):
+    if tensor.shape[-1:] != (1,) or not (tensor.grad_fn is None or _is_rms_norm(tensor.grad_fn)):
         return
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").startswith(("ds_tba.", "contextlib")):
         frame = frame.f_back
     if frame is not None and frame.f_code in _NORMS:
         held.eps = (frame.f_locals["eps"],)
+
+
+def _is_rms_norm(node: Any) -> bool:
+    return type(node).__name__ == "FusedRmsNormBackward0"  # its factors have a gradient, other norms' have none
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,10 +173,17 @@ class Finder:
     Args:
         cache: whose saved views may be operands.
         exclude: ops that no recipe may have.
+        may_be_released: whether a parameter may be gone when backward wants it.
     """
 
-    def __init__(self, cache: Keeper, exclude: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        cache: Keeper,
+        exclude: frozenset[str] = frozenset(),
+        may_be_released: Callable[[torch.Tensor], bool] = may_be_released,
+    ) -> None:
         self._cache = cache
+        self._may_be_released = may_be_released
         self._rules = {name: rule for name, rule in RULES.items() if rule.op not in exclude}
 
     def find(self, tensor: torch.Tensor) -> Recipe | None:
@@ -182,13 +193,13 @@ class Finder:
             NoRecipeError: there is a rule, and it cannot be used.
         """
         made = tensor if tensor._base is None else tensor._base
-        node = made.grad_fn
+        node, number = _made_by(made)
         rule = None if node is None else self._rules.get(type(node).__name__)
-        if rule is None or rule.is_view or not rule.operands or made.output_nr:
+        if rule is None or rule.is_view or not rule.operands or number:
             return None
         if made._version or made.storage_offset() or made.untyped_storage().nbytes() != made.numel() * made.itemsize:
             raise NoRecipeError("changed in place, or a part of its storage")
-        recipe = self._made_by(node, rule, 0, MAX_OPS)
+        recipe = self._recipe(node, rule, 0, MAX_OPS)
         if sum(1 for _ in recipe.steps()) >= MAX_OPS or recipe.between_bytes > MAX_BETWEEN_FACTOR * _nbytes(
             recipe.output
         ):
@@ -197,7 +208,7 @@ class Finder:
             raise NoRecipeError("too many recipes behind each other")
         return recipe
 
-    def _made_by(self, node: Any, rule: Rule, number: int, ops: int) -> Recipe:
+    def _recipe(self, node: Any, rule: Rule, number: int, ops: int) -> Recipe:
         if ops < 1:
             raise NoRecipeError("too many steps")
         operands = [self._operand(node, one, ops - 1) for one in rule.operands]  # first: most are refused here
@@ -227,6 +238,11 @@ class Finder:
         view = None if noted is None else noted()
         if view is not None:
             return self._usable(view)
+        if is_passing(node):
+            passed, number = node.next_functions[0]
+            if passed is None:
+                raise NoRecipeError("an operand that nobody saves")
+            return self._output(passed, number, ops)
         if type(node).__name__ == "AccumulateGrad":
             variable = node.variable
             if not isinstance(variable, torch.nn.Parameter):
@@ -241,7 +257,7 @@ class Finder:
                 return found
         if not rule.operands:
             raise NoRecipeError("an operand that nobody saves")
-        return self._made_by(node, rule, number, ops)
+        return self._recipe(node, rule, number, ops)
 
     def _attribute(self, node: Any, name: str) -> Held | torch.Tensor | None:
         """What a node holds; None where it holds nothing."""
@@ -271,11 +287,19 @@ class Finder:
             return held
         if isinstance(held, PassedThrough) and tensor.dim() and not (is_parameter(tensor) or is_owned(tensor)):
             raise NoRecipeError("an operand that is not on the device")
-        if may_be_released(tensor):
+        if self._may_be_released(tensor):
             raise NoRecipeError("a parameter that ZeRO-3 partitions")
         if is_input(tensor):
             raise NoRecipeError("an input of the model")
         return held
+
+
+def _made_by(tensor: torch.Tensor) -> tuple[Any, int]:
+    """The node that made a tensor, and the number of the tensor among its outputs."""
+    node, number = tensor.grad_fn, tensor.output_nr
+    while node is not None and is_passing(node):
+        node, number = node.next_functions[0]
+    return node, number
 
 
 def _epsilon(node: Any) -> Any:

@@ -131,7 +131,7 @@ class Records:
         tensor = held.restore()  # first of all: backward waits for this read, and for no read ahead
         self._originals.add(tensor, tensor is held.held)
         if isinstance(held, SavedView) and held.record.trial is not None:
-            self._try(held.record, tensor)
+            self._try(held, tensor)
         if micro_step.phase is Phase.WAITING:
             with self.lock:
                 self.finalizers.act()
@@ -181,8 +181,9 @@ class Records:
             with self.lock:
                 self.residency.give_scratch(nbytes)
 
-    def _try(self, record: SavedStorage, tensor: torch.Tensor) -> None:
-        """Make the bytes of a record again, which were saved, and compare; ``tensor`` is a view of those."""
+    def _try(self, held: SavedView, tensor: torch.Tensor) -> None:
+        """Make the bytes of a record again, which were saved, and compare; ``tensor`` was unpacked."""
+        record = held.record
         with self.lock:
             self.finalizers.act()
             trial, record.trial = record.trial, None
@@ -196,7 +197,7 @@ class Records:
             self.residency.take_scratch(nbytes)
         try:
             with self._transfers.as_one_move():
-                self.sites.compare(trial, tensor)
+                self.sites.compare(trial, tensor, held.spec.storage_offset)
         finally:
             with self.lock:
                 self.residency.give_scratch(nbytes)

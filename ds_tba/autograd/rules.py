@@ -207,8 +207,17 @@ RULES: dict[str, Rule] = {
     "ScaledDotProductFlashAttentionForCpuBackward0": Rule("attention", (), _not_made, result="output"),
 }  # fmt: skip
 
+# Nodes of Functions that return what they get, so that backward passes by: deepspeed/runtime/zero/parameter_offload.py
+PASSING = frozenset({"PreBackwardFunctionForModuleBackward", "PostBackwardFunctionModuleBackward"})
+
 OPS = frozenset(rule.op for rule in RULES.values() if not rule.is_view and rule.operands)
 """The names that the config may leave out."""
+
+
+def is_passing(node: Any) -> bool:
+    """Whether the output of a node is its input."""
+    return type(node).__name__ in PASSING and type(node)._forward_cls.__module__.startswith("deepspeed.")
+
 
 _SIGNED = 1 << 63
 

@@ -121,6 +121,10 @@ class Derivation(NamedTuple):
         Raises:
             ActivationModifiedError, ActivationLostError, ActivationCorruptionError: as :meth:`Recipe.make`.
         """
+        return storage_bytes(self.made())
+
+    def made(self) -> torch.Tensor:
+        """The output of the op, laid out as in forward."""
         with _as_in_forward(self.threads):
             made = self.recipe.make()
             if made.stride() != self.spec.stride or made.untyped_storage().nbytes() != made.numel() * made.itemsize:
@@ -128,7 +132,24 @@ class Derivation(NamedTuple):
                     self.spec.shape, self.spec.stride, dtype=self.spec.dtype, device=made.device
                 )
                 made = laid_out.copy_(made)
-        return storage_bytes(made)
+        return made
+
+    def differs(self, made: torch.Tensor, saved: torch.Tensor, offset: int) -> torch.Tensor | None:
+        """Whether any bit differs (a tensor of one bool); None where the two cannot be compared.
+
+        Args:
+            saved: a view of the storage that was saved, in whatever memory it lies now.
+            offset: of that view in the storage, in elements.
+        """
+        spec = self.spec
+        is_alike = (made.shape, made.stride(), made.dtype, made.device) == (
+            spec.shape, spec.stride, saved.dtype, saved.device
+        )  # fmt: skip
+        if not is_alike:
+            return None
+        with _as_in_forward(self.threads):
+            whole = saved.as_strided(spec.shape, spec.stride, int(saved.storage_offset()) - offset)
+            return (_bits(made) != _bits(whole)).any()
 
 
 class _Comparison(NamedTuple):
@@ -197,12 +218,12 @@ class Sites:
         site.occurred += 1
         return Derivation(recipe, Occurrence(site, site.occurred), spec, threads)
 
-    def compare(self, origin: Derivation, tensor: torch.Tensor) -> None:
-        """Make a storage again, and compare it with what was saved of it; ``tensor`` is a view of that."""
+    def compare(self, origin: Derivation, tensor: torch.Tensor, offset: int) -> None:
+        """Make a storage again, and compare it with what was saved of it; see :meth:`Derivation.differs`."""
         site, clock = origin.site.site, self._accelerator.clock
         before = clock.mark()
         try:
-            made = origin.make()
+            made = origin.made()
         except ActivationModifiedError:
             self._refuse(site, "an operand was changed in place before backward")
             return
@@ -212,12 +233,10 @@ class Sites:
             self._refuse(site, f"{type(error).__name__} while it was made again")
             return
         after = clock.mark()
-        saved = storage_bytes(tensor)
-        if made.numel() != saved.numel() or made.device != saved.device:
-            self._refuse(site, "made again it has another size")
+        differs = origin.differs(made, tensor, offset)
+        if differs is None:
+            self._refuse(site, "made again it has another shape")
             return
-        word = torch.int64 if made.numel() % 8 == 0 else torch.uint8
-        differs = (made.view(word) != saved.view(word)).any()
         if not self._is_synchronous:
             host = self._accelerator.pin_memory(torch.empty(1, dtype=torch.bool))
             differs = host.copy_(differs.reshape(1), non_blocking=True)
@@ -253,7 +272,7 @@ class Sites:
         if not self._is_synchronous:
             stream = self._accelerator.current_stream()
             for held in origin.recipe.held():
-                if held.held is not None and held.held.device.type != "cpu":
+                if held.held is not None and held.held.device == self._accelerator.device():
                     self._accelerator.share(held.held, stream)
 
     def summary(self) -> dict[str, Any]:
@@ -290,6 +309,16 @@ class Sites:
             logger.debug("a tensor of shape %s and %s is not rematerialized: %s", *reversed(kind[1:]), reason)
 
 
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The bits of each element, as a number."""
+    if tensor.itemsize == 16:
+        tensor = torch.view_as_real(tensor)
+    return tensor.view(_WORDS[tensor.itemsize])
+
+
 @contextmanager
 def _as_in_forward(threads: int) -> Iterator[None]:
     """No graph, no autocast (which has acted in forward), no modes of the user; as many threads."""
@@ -312,16 +341,26 @@ def open_sites(config: OffloadConfig, cache: Keeper, accelerator: Accelerator) -
     """The sites of a run; None where the config or PyTorch leaves nothing to rematerialize.
 
     Raises:
-        ConfigError: ``rematerialize.exclude`` names an op that there is no rule for.
+        ConfigError: as :func:`excluded_ops`.
     """
     if not config.rematerialize_enabled:
         return None
+    exclude = excluded_ops(config)
+    if not is_supported():
+        logger.info("nothing is rematerialized: PyTorch %s does not show what its graph holds", torch.__version__)
+        return None
+    return Sites(cache, accelerator, exclude)
+
+
+def excluded_ops(config: OffloadConfig) -> frozenset[str]:
+    """The ops that are not made again.
+
+    Raises:
+        ConfigError: ``rematerialize.exclude`` names an op that there is no rule for.
+    """
     unknown = sorted(config.rematerialize_exclude - OPS)
     if unknown:
         raise ConfigError(
             f'"{BLOCK}.rematerialize.exclude" names {", ".join(unknown)}: the ops are {", ".join(sorted(OPS))}.'
         )
-    if not is_supported():
-        logger.info("nothing is rematerialized: PyTorch %s does not show what its graph holds", torch.__version__)
-        return None
-    return Sites(cache, accelerator, config.rematerialize_exclude)
+    return config.rematerialize_exclude

@@ -52,7 +52,7 @@ class Limits:
             config.host_budget_bytes,
             write_limit_bytes_per_step,
             config.recompute,
-            getattr(config, "rematerialize_enabled", True),
+            config.rematerialize_enabled,
         )
 
     def __post_init__(self) -> None:

@@ -28,11 +28,7 @@ from ds_tba.config import Placement, may_read_ahead, may_retain
 from ds_tba.errors import TraceError
 from ds_tba.planner.plan import Outcome, Plan, Prediction
 from ds_tba.planner.prefetch_distance import BackwardStart, Reloads, prefetch_distance
-from ds_tba.planner.timeline import (
-    Assignment,
-    Places,
-    Timeline,
-)
+from ds_tba.planner.timeline import Assignment, Places, Timeline
 from ds_tba.planner.trace import Resources, Trace
 from ds_tba.planner.transfer import (
     FORWARDED,

@@ -36,7 +36,7 @@ class OffloadReport:
         rematerialized_s: the time that took, by what it took when it was measured.
         rematerialized_sites: how many kinds of work are in use for that, by op.
         refused_sites: how many are not, by reason.
-        step_peak_saved_bytes: ``peak_saved_bytes`` of the last whole step alone (with placement "adaptive").
+        step_peak_saved_bytes: ``peak_saved_bytes`` of the last whole step alone.
         plans: number of plans so far.
         plan: the plan in force: planner, reason, bytes of each placement, its predictions, and ``measured_step_s``, the
             median of the last steps under it (None before the first); None without a plan.

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
+from traces import SIZE, resources, storage
 
+from ds_tba.adaptive.calibration import Observation
 from ds_tba.adaptive.monitor import (
     COMPARED_STEPS,
     MAX_DRIFT,
@@ -23,6 +27,11 @@ from ds_tba.adaptive.monitor import (
     StepMetrics,
     moves_in_vain,
 )
+from ds_tba.adaptive.policy import PlanInForce
+from ds_tba.config import Placement
+from ds_tba.device.accelerator import Clock
+from ds_tba.planner.plan import Limits, Plan, Prediction
+from ds_tba.planner.trace import Layout, Trace
 from ds_tba.telemetry.stats import CacheStats
 
 RATES = (100.0, 200.0)
@@ -195,6 +204,19 @@ def test_a_step_knows_whether_something_was_compiled_in_it() -> None:
     compiled(torch.ones(3, requires_grad=True)).sum().backward()  # another shape
     third.end(1.0, Counts(), [])
     assert [one.has_compiled for one in (first, second, third)] == [True, False, True]
+
+
+@pytest.mark.parametrize("is_synchronous", [True, False])
+def test_time_in_which_storages_are_made_again_is_no_time_of_a_step_in_which_all_is_kept(is_synchronous: bool) -> None:
+    machine = replace(resources(), is_synchronous=is_synchronous)
+    trace = Trace((storage(0.0, 1.0, None, (-1,)), storage(0.0, 1.0, None, (-1,))), (), machine, 2.0)
+    predicted = Prediction(SIZE, 2.25, 0.0, 0.0, 0, 0, 0, 0, 0, rematerialized_s=0.25, rematerialized_bytes=SIZE)
+    plan = Plan("test", (Placement.KEEP, Placement.REMATERIALIZE), (), (), (), (), predicted)
+    step = Step(0.0, 1, Counts(), micro_steps=1)
+    step.end(2.5, Counts(), [])
+    clock = SimpleNamespace(elapsed_s=lambda before, after: after - before)
+    followed = PlanInForce.of(plan, trace, Layout(()), Limits())
+    assert step.observation(trace, followed, cast(Clock, clock)) == Observation(2.25, 0.0, 0, 0.0)
 
 
 def test_moving_is_in_vain_where_it_lowers_no_peak_of_compiled_code() -> None:

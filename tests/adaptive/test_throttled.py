@@ -35,7 +35,8 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         monkeypatch.setattr("ds_tba.storage.tiers.select_backend", lambda *_, **__: Selection(backend, "the test's"))
         io = {"staging_bytes": 16 << 20, "swap_file_bytes": 128 << 20}
         block: dict[str, Any] = {"nvme_path": str(tmp_path), "io": io, "min_tensor_bytes": 4096}
-        block |= {"max_step_overhead": OVERHEAD, "recompute": False}  # or that would take the drive's place
+        # Neither may take the drive's place.
+        block |= {"max_step_overhead": OVERHEAD, "recompute": False, "rematerialize": False}
         offloader = ActivationOffloader(OffloadConfig.model_validate(block), AioConfig(), CpuAccelerator())
         ours = model()
         offloader.watch(ours, Alone())

@@ -40,6 +40,22 @@ class Stack(nn.Module):
 def stack(batch, sequence):
     return Stack(256, 32), (torch.zeros(batch, sequence, 256),)
 
+class Gated(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.gate, self.up, self.down = (nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x):
+        return x + self.down(functional.silu(self.gate(x)) * self.up(x))
+
+class GatedStack(Stack):
+    def __init__(self, width, depth):
+        nn.Module.__init__(self)
+        self.layers = nn.ModuleList(Gated(width) for _ in range(depth))
+
+def gated(batch, sequence):
+    return GatedStack(256, 8), (torch.zeros(batch, sequence, 256),)
+
 def failing(batch, sequence):
     return Stack(256, 32), (torch.zeros(batch, sequence, 63),)
 """
@@ -107,6 +123,49 @@ def test_everything_is_told(directory: Path, capsys: pytest.CaptureFixture[str])
     assert all(len(line) == len(line.rstrip()) for line in text.splitlines())
 
 
+def test_rematerialization_is_told(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A layer saves its input, gate, silu, up and the product, the third and the last of which are made again."""
+    found = estimate(directory, *GIVEN, "--gpu-memory", "80", model="gated")
+    text = capsys.readouterr().out
+    each = 8 * 2 * 256 * 256 * 2
+    assert found["made_again_bytes"]["rematerialize"] == {"silu": each, "mul": each}
+    keep, again = found["predictions"]["keep"], found["predictions"]["rematerialize"]
+    assert again["rematerialized_bytes"] == 2 * each and again["written_bytes"] == 0
+    saved_bytes = keep["peak_saved_bytes"] - 2 * each
+    assert again["peak_saved_bytes"] == saved_bytes + 2 * each // 8  # backward begins with the last of the layers
+    assert found["fits"]["rematerialize"]
+    for words in ("rematerialize all  ", "made again  ", "silu 2.00 MiB", "no drive    ", "is taken as proven"):
+        assert words in text
+    assert all(len(line) == len(line.rstrip()) for line in text.splitlines())
+
+    write_config(directory, activation_nvme_offload={**BLOCK, "rematerialize": {"exclude": ["silu"]}})
+    assert estimate(directory, *GIVEN, model="gated")["made_again_bytes"]["rematerialize"] == {"mul": each}
+
+    write_config(directory, activation_nvme_offload={**BLOCK, "rematerialize": False})
+    capsys.readouterr()
+    without = estimate(directory, *GIVEN, model="gated")
+    assert set(without["predictions"]) == {"keep", "recompute", "offload", "plan"} and "made_again_bytes" not in without
+    text = capsys.readouterr().out
+    assert without["predictions"]["keep"] == keep
+    assert not any(words in text for words in ("rematerialize all", "made again", "no drive", "proven"))
+
+
+def test_a_config_without_a_drive_is_estimated(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    block = {"placement": "keep", "min_tensor_bytes": 4096}
+    write_config(directory, activation_nvme_offload=block, zero_optimization={"stage": 3})
+    found = estimate(directory, *GIVEN, model="gated")
+    text = capsys.readouterr().out
+    assert found["predictions"]["rematerialize"]["peak_saved_bytes"] < found["predictions"]["keep"]["peak_saved_bytes"]
+    assert 'that of the run "rematerialize all"' in text and "more than 100000 elements" in text
+
+
+def test_an_op_that_there_is_no_rule_for_is_named(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_config(directory, activation_nvme_offload={**BLOCK, "rematerialize": {"exclude": ["matmul"]}})
+    given = ["--config", f"{directory}/ds_config.json", "--model", f"{directory}/models.py:gated", "--seq", "64"]
+    assert main(["estimate", *given, *GIVEN]) == 2
+    assert 'rematerialize.exclude" names matmul: the ops are' in capsys.readouterr().err
+
+
 def test_what_fits_the_gpu_is_said_with_everything_that_it_must_hold(
     directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -168,7 +227,7 @@ def test_without_the_block_the_defaults_are_taken(directory: Path, capsys: pytes
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--model", "{0}/models.py:absent"), "has no function 'absent'; it has stack, failing"),
+        (("--model", "{0}/models.py:absent"), "has no function 'absent'; it has stack, gated, failing"),
         (("--model", "{0}/models.py:failing"), "forward and backward failed in aten."),
         (("--config", "{0}/absent.json"), "cannot be read as ds_config.json"),
         (("--json", "{0}/absent/out.json"), "cannot be written"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -13,10 +15,12 @@ from estimate_models import ALL
 from ds_tba.adaptive.recorder import Recorder
 from ds_tba.autograd.blocks import Block, Blocks, find_blocks
 from ds_tba.autograd.cache import TensorCache
-from ds_tba.autograd.tensors import mark_owned
+from ds_tba.autograd.sites import Derivation, Sites
+from ds_tba.autograd.tensors import mark_inputs, mark_owned
 from ds_tba.cli.estimate.dry_run import DryRun, Settings, dry_run
 from ds_tba.cli.estimate.kernels import Attention
 from ds_tba.cli.estimate.subject import Subject, loss_of
+from ds_tba.cli.estimate.summary import summarize
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.errors import ModelError
@@ -160,6 +164,168 @@ def test_dropout_and_attention_are_the_training_device_s() -> None:
     assert len(masks) == 1 + 2 * 3  # one byte for each element
     gpt = estimated(ALL["gpt"], "cuda", torch.bfloat16)
     assert gpt.attention == {Attention.FLASH}
+
+
+# ---- what can be made again -----------------------------------------------------------------------------------------
+
+
+def made_again(
+    make: Make,
+    dtype: torch.dtype | None,
+    *,
+    exclude: frozenset[str] = frozenset(),
+    within: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    prepare: Callable[[torch.nn.Module], None] = lambda _: None,
+) -> dict[str, int]:
+    """Bytes by op that the second step of a run on the CPU makes again, whose first step has proven them."""
+    torch.manual_seed(0)
+    subject = Subject(*make(BATCH, SEQUENCE)).to("cpu", dtype)
+    prepare(subject.model)
+    cache = TensorCache([], "cpu", MIN_BYTES)
+    cache.rematerialize(Sites(cache.records, CpuAccelerator(), exclude))
+    found: Counter[str] = Counter()
+    for proves in (True, False):
+        for module in subject.model.modules():
+            mark_owned(module)
+        mark_inputs(subject.inputs)
+        with cache.saving(proves=proves), within():
+            output = subject.forward()
+        for record in cache.records.forward.by_key.values():
+            if isinstance(record.recipe, Derivation):
+                found[record.recipe.recipe.rule.op] += record.nbytes
+        loss_of(output).backward()
+        del output
+        cache.settle()
+    assert sum(found.values()) == cache.stats.rematerialized_bytes
+    return dict(found)
+
+
+def predicted(make: Make, given: Settings) -> dict[str, int]:
+    """The same as the dry run finds it."""
+    run = dry_run(lambda batch, sequence: Subject(*make(batch, sequence)), BATCH, SEQUENCE, given, MACHINE)
+    found: Counter[str] = Counter()
+    for op, storage in zip(run.ops, run.trace.storages, strict=True):
+        assert (storage.rematerialize_s is not None) == bool(op)
+        if op:
+            found[op] += storage.nbytes
+    return dict(found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", list(ALL))
+def test_bytes_made_again_are_those_of_a_run_on_the_cpu(name: str, dtype: torch.dtype) -> None:
+    real = made_again(ALL[name], dtype)
+    assert sum(real.values()) > 20 * MIN_BYTES
+    assert predicted(ALL[name], settings("cpu", dtype)) == real
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt"])
+def test_bytes_made_again_under_autocast_are_those_of_a_run(name: str) -> None:
+    given = replace(settings("cpu"), autocast=torch.bfloat16)
+    real = made_again(ALL[name], None, within=lambda: torch.autocast("cpu", torch.bfloat16))
+    assert real["cast"] > 0 and predicted(ALL[name], given) == real
+
+
+def test_ops_that_the_config_excludes_are_not_made_again() -> None:
+    every = predicted(ALL["llama"], settings("cpu", torch.bfloat16))
+    fewer = predicted(ALL["llama"], settings("cpu", torch.bfloat16, exclude=frozenset({"silu"})))
+    # The product of the gate goes on: it is made again from what silu has made, which is saved now.
+    assert fewer == {op: nbytes for op, nbytes in every.items() if op != "silu"} and "silu" in every
+    assert fewer == made_again(ALL["llama"], torch.bfloat16, exclude=frozenset({"silu"}))
+    assert predicted(ALL["llama"], settings("cpu", torch.bfloat16, rematerialize=False)) == {}
+
+
+@pytest.mark.parametrize(("elements", "has_norms"), [(63, False), (64, True)])
+def test_parameters_that_zero_3_gathers_are_no_operands(elements: int, has_norms: bool) -> None:
+    """The norms' weights have 64 elements; the attributes are DeepSpeed's."""
+
+    def partition(model: torch.nn.Module) -> None:
+        for number, parameter in enumerate(model.parameters()):
+            parameter.ds_id, parameter.ds_persist = number, parameter.numel() <= elements  # type: ignore[attr-defined]
+
+    found = predicted(ALL["gpt"], settings("cpu", torch.float32, persistent_elements=elements))
+    assert found == made_again(ALL["gpt"], torch.float32, prepare=partition)
+    assert ("layer_norm" in found) == has_norms and "gelu" in found
+
+
+def test_a_model_s_input_is_no_operand() -> None:
+    class Gated(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+            y = torch.relu(self.up(x))
+            return self.down(y * gate) + self.down(y * y)
+
+    def make(batch: int, sequence: int) -> Any:
+        return Gated(), (torch.rand(batch, sequence, 64), torch.rand(batch, sequence, 64))
+
+    found = predicted(make, settings("cpu", torch.float32))
+    assert found == {"mul": BATCH * SEQUENCE * 64 * 4} == made_again(make, torch.float32)
+
+
+def test_what_cuda_s_kernels_save_is_made_again_by_their_ops() -> None:
+    class Normed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm, self.second = torch.nn.Linear(64, 64), torch.nn.RMSNorm(64), torch.nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(self.norm(self.first(x)))
+
+    def make(batch: int, sequence: int) -> Any:
+        return Normed(), (torch.rand(batch, sequence, 64),)
+
+    assert predicted(make, settings("cuda", torch.bfloat16)) == {"rms_norm": BATCH * SEQUENCE * 64 * 2}
+    assert predicted(ALL["bert"], settings("cuda", torch.bfloat16)).keys() >= {"dropout", "gelu", "layer_norm"}
+
+
+def test_the_seconds_are_those_of_the_bytes_that_the_ops_move() -> None:
+    """A product of two: three tensors of one size. GELU: two."""
+
+    class Two(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            product = self.a(x) * self.b(x)
+            return self.b(product) + self.a(torch.nn.functional.gelu(product))
+
+    run = estimated(lambda batch, sequence: (Two(), (torch.rand(batch, sequence, 64),)), "cpu", torch.float32)
+    nbytes = BATCH * SEQUENCE * 64 * 4
+    found = {op: storage for op, storage in zip(run.ops, run.trace.storages, strict=True) if op}
+    assert found["mul"].rematerialize_s == pytest.approx(3 * nbytes / 1e11)
+    assert found["gelu"].rematerialize_s == pytest.approx(2 * nbytes / 1e11)
+    sources = [run.trace.storages.index(found["mul"])]
+    assert found["gelu"].sources == tuple(sources) and len(found["mul"].sources) == 2
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_without_rematerialization_the_dry_run_is_the_same(name: str) -> None:
+    with_it, without = (
+        dry_run(
+            lambda batch, sequence: Subject(*ALL[name](batch, sequence)), BATCH, SEQUENCE,
+            settings("cuda", torch.bfloat16, rematerialize=rematerialize), MACHINE,
+        )
+        for rematerialize in (True, False)
+    )  # fmt: skip
+    plain = [replace(one, rematerialize_s=None, sources=()) for one in with_it.trace.storages]
+    assert plain == list(without.trace.storages) and any(with_it.ops) and not any(without.ops)
+    assert replace(with_it, trace=without.trace, ops=without.ops) == without
+
+
+def test_the_peak_without_a_drive_is_that_of_what_is_saved() -> None:
+    run = estimated(ALL["llama"], "cpu", torch.bfloat16)
+    found = summarize(run.trace, OffloadConfig.model_validate({"placement": "keep"}), run.ops)
+    again = made_again(ALL["llama"], torch.bfloat16)
+    cost = found.predictions["rematerialize"]
+    assert found.made_again_bytes["rematerialize"] == again
+    assert cost.rematerialized_bytes == sum(again.values()) and not cost.written_bytes
+    keep = found.predictions["keep"]
+    assert keep.peak_saved_bytes - sum(again.values()) <= cost.peak_saved_bytes < 0.7 * keep.peak_saved_bytes
+    assert cost.step_s == pytest.approx(keep.step_s + cost.rematerialized_s)
 
 
 def test_a_model_that_needs_values_is_refused_and_told_why() -> None:

@@ -142,6 +142,26 @@ def test_the_config_tells_how_it_is_trained(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("zero", "elements", "note"),
+    [
+        ({"stage": 3}, 100000, ""),
+        ({"stage": 3, "stage3_param_persistence_threshold": 1e4, "offload_param": {"device": "cpu"}}, 10000, ""),
+        ({"stage": 3, "stage3_param_persistence_threshold": 0}, 0, ""),
+        ({"stage": 3, "stage3_param_persistence_threshold": "auto"}, 100000, 'is "auto": taken as 100000'),
+        ({"stage": 2, "stage3_param_persistence_threshold": "auto"}, None, ""),
+        ({}, None, ""),
+    ],
+)
+def test_parameters_above_zero_3_s_threshold_are_gathered_for_each_use(
+    tmp_path: Path, zero: Any, elements: int | None, note: str
+) -> None:
+    block = {"nvme_path": "/local_nvme"}
+    found = training_of(tmp_path / "ds.json", {"zero_optimization": zero, "activation_nvme_offload": block})
+    assert found.zero.persistent_elements == elements
+    assert note in " ".join(found.notes) and bool(note) == bool(found.notes)
+
+
 def test_without_the_block_its_defaults_are_taken_and_that_is_said(tmp_path: Path) -> None:
     found = training_of(tmp_path / "ds.json", {"fp16": {"enabled": "auto"}, "train_micro_batch_size_per_gpu": "auto"})
     assert found.offload.min_tensor_bytes == 1 << 20 and found.micro_batch is None and found.dtype is None
@@ -321,6 +341,37 @@ def test_fast_drives_lower_the_peak_within_the_limits() -> None:
         wear.written_bytes_per_step * 86400 / found.predictions["offload"].step_s
     )
     assert wear.life_days == pytest.approx(1e12 / wear.written_bytes_per_day)
+
+
+def made_again(trace: Trace, seconds: float) -> Trace:
+    """The large storages of all blocks but the first can be made again."""
+    storages = list(trace.storages)
+    for index in range(2, len(storages) - 1, 2):
+        storages[index] = replace(storages[index], rematerialize_s=seconds, sources=(0,))
+    return replace(trace, storages=tuple(storages))
+
+
+def test_what_is_made_again_is_predicted_without_a_drive_and_in_the_plan() -> None:
+    trace = made_again(stack(8, staging_bytes=SIZE // 2), 0.01)
+    ops = ["silu" if one.rematerialize_s is not None else "" for one in trace.storages]
+    found = summarize(trace, config(), ops)
+    keep, again, plan = (found.predictions[name] for name in ("keep", "rematerialize", "plan"))
+    assert list(found.predictions) == ["keep", "rematerialize", "recompute", "offload", "plan"]
+    assert again.step_s == pytest.approx(keep.step_s + 7 * 0.01) and not again.written_bytes
+    assert again.peak_saved_bytes < 0.5 * keep.peak_saved_bytes
+    assert found.rematerialize_gain == pytest.approx(1 - again.peak_saved_bytes / keep.peak_saved_bytes)
+    assert found.made_again_bytes["rematerialize"] == {"silu": 7 * SIZE}
+    assert (
+        found.made_again_bytes["plan"]["silu"] == plan.rematerialized_bytes == found.chosen.saved_bytes["rematerialize"]
+    )
+    assert found.to_dict()["made_again_bytes"] == found.made_again_bytes
+
+
+def test_without_rematerialization_nothing_is_said_of_it() -> None:
+    plain, turned_off = stack(8), config(rematerialize=False)
+    found = summarize(made_again(plain, 0.01), turned_off).to_dict()
+    assert found == summarize(plain, turned_off).to_dict() and "rematerialize" not in str(found["predictions"].keys())
+    assert not {"made_again_bytes", "rematerialize"} & found.keys()
 
 
 def test_slow_drives_do_not_pay() -> None:

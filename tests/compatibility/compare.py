@@ -44,15 +44,20 @@ class Compared:
         return sum(report["recomputed_bytes"] for report in self.reports)
 
     @property
+    def rematerialized_bytes(self) -> int:
+        return sum(report["rematerialized_bytes"] for report in self.reports)
+
+    @property
     def unproven(self) -> list[str]:
         """Why blocks are not recomputed, a reason for each block."""
         return [block["reason"] for block in self.reports[0]["unproven_blocks"]]
 
     def __str__(self) -> str:
         recomputed = f", {self.recomputed_bytes / MIB:.1f} MiB recomputed" if self.recomputed_bytes else ""
+        again = f", {self.rematerialized_bytes / MIB:.1f} MiB rematerialized" if self.rematerialized_bytes else ""
         unproven = f"; {len(self.unproven)} blocks are not recomputed: {self.unproven[0]}" if self.unproven else ""
         steps = self.reports[0]["steps"]
-        return f"bit-equal, {self.moved_bytes / MIB:.1f} MiB moved{recomputed} in {steps} steps{unproven}"
+        return f"bit-equal, {self.moved_bytes / MIB:.1f} MiB moved{again}{recomputed} in {steps} steps{unproven}"
 
 
 def compare(
@@ -98,11 +103,14 @@ def agrees(plain: list[dict[str, Any]], ours: list[dict[str, Any]], *, must_move
     return compared
 
 
-def refusal(program: Program, config: dict[str, Any], directory: Path, match: str, **arguments: Any) -> str:
+def refusal(
+    program: Program, config: dict[str, Any], directory: Path, match: str, block: dict[str, Any] | None = None,
+    **arguments: Any,
+) -> str:  # fmt: skip
     """The message with which a run with the block ends before it trains."""
     nvme_path = directory / "nvme"
     nvme_path.mkdir()
     with pytest.raises(ProgramFailed, match=match) as failed:
-        run(program, with_block(config, nvme_path, **SMALL), directory / "block", **arguments)
+        run(program, with_block(config, nvme_path, **SMALL, **(block or {})), directory / "block", **arguments)
     last: str = str(failed.value).strip().splitlines()[-1]
     return f"refused: {last.partition(': ')[2]}"

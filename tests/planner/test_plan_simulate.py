@@ -21,7 +21,7 @@ from ds_tba.planner.timeline import Assignment, Timeline
 from ds_tba.planner.trace import BlockTrace, PathRates, StorageTrace, Trace
 from ds_tba.planner.transfer import STORED, DriveQueues, Pacing
 
-K, H, N = Placement.KEEP, Placement.HOST, Placement.NVME
+K, H, N, M = Placement.KEEP, Placement.HOST, Placement.NVME, Placement.REMATERIALIZE
 ANY = settings(derandomize=True, deadline=None, max_examples=300)
 
 
@@ -265,8 +265,8 @@ def test_a_plan_for_another_trace_is_refused() -> None:
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Trace, Assignment]:
-    trace = draw(traces.traces())
-    places = [draw(st.sampled_from([K, H, N, N])) for _ in trace.storages]
+    trace = draw(traces.traces() | traces.rematerializable())
+    places = [draw(st.sampled_from([K, H, N, N, M])) for _ in trace.storages]
     return trace, Assignment(np.array(places, np.int8), np.array([draw(st.booleans()) for _ in trace.blocks], bool))
 
 
@@ -291,7 +291,10 @@ def test_figures_agree_with_each_other(case: tuple[Trace, Assignment]) -> None:
     outcome, found = both(trace, assignment)
     sizes = np.array([one.nbytes for one in trace.storages])[outcome.liveness.exists]
     assert sizes.max(initial=0) <= found.peak_saved_bytes <= 2 * sizes.sum()
-    assert found.step_s == pytest.approx(trace.step_s + found.stall_s + found.recomputed_s)
+    assert found.step_s == pytest.approx(trace.step_s + found.stall_s + found.recomputed_s + found.rematerialized_s)
+    made = [one for one, at in zip(trace.storages, outcome.assignment.placements.tolist(), strict=True) if at == M]
+    assert found.rematerialized_s == pytest.approx(sum(one.rematerialize_s or 0.0 for one in made) * trace.micro_steps)
+    assert found.rematerialized_bytes == sum(one.nbytes for one in made) * trace.micro_steps
     assert found.stall_s == pytest.approx(sum(seconds for _, seconds in outcome.stalls) * trace.micro_steps)
     again = [
         block.forward_s * trace.recompute_factor
@@ -374,6 +377,7 @@ def test_a_slower_clock_changes_times_and_nothing_else(
         step_s=before.step_s * factor,
         stall_s=before.stall_s * factor,
         recomputed_s=before.recomputed_s * factor,
+        rematerialized_s=before.rematerialized_s * factor,
     )
 
 
@@ -408,6 +412,7 @@ def test_an_unrelated_kept_storage_changes_no_time(case: tuple[Trace, Assignment
     assume(not trace.resources.prefetches_from_backward_start)
     first = traces.storage(0.0, trace.end_s, trace.end_s, (-1,))
     blocks = tuple(replace(block, inputs=tuple(index + 1 for index in block.inputs)) for block in trace.blocks)
-    larger = replace(trace, storages=(first, *trace.storages), blocks=blocks)
+    others = (replace(one, sources=tuple(index + 1 for index in one.sources)) for one in trace.storages)
+    larger = replace(trace, storages=(first, *others), blocks=blocks)
     extended = Assignment(np.concatenate([[K], assignment.placements]).astype(np.int8), assignment.recomputed)
     assert both(larger, extended)[1].step_s == both(trace, assignment)[1].step_s

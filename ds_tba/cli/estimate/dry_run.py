@@ -2,13 +2,15 @@
 
 The same code as in a run decides eligibility, views, deduplication and blocks. Time is that of ``OpClock``. A model
 under ``torch_autocast`` runs on the CPU instead, and takes its memory there: the meta device casts nothing.
+
+What could be rematerialized is found as in a run, and taken as proven; nothing is made again here.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -18,9 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ds_tba.adaptive.recorder import Recorder
+from ds_tba.autograd import recipe as op_recipe
 from ds_tba.autograd.blocks import Block, Blocks, find_blocks
 from ds_tba.autograd.cache import TensorCache
-from ds_tba.autograd.tensors import mark_owned
+from ds_tba.autograd.saved import SavedCounted, SavedStorage, SavedView, nbytes_of
+from ds_tba.autograd.tensors import mark_inputs, mark_owned
 from ds_tba.cli.estimate.hardware import OpClock
 from ds_tba.cli.estimate.kernels import Attention, device_kernels
 from ds_tba.cli.estimate.subject import Recipe, Subject, loss_of
@@ -39,6 +43,8 @@ class Settings:
         min_tensor_bytes, blocks: of the config's block.
         flops_per_s, memory_bytes_per_s: rates of the device.
         micro_steps: of one step.
+        rematerialize, exclude: whether outputs of ops may be made again, and of which they may not.
+        persistent_elements: see :class:`ds_tba.cli.estimate.subject.Zero`.
     """
 
     device: str
@@ -49,6 +55,9 @@ class Settings:
     flops_per_s: float
     memory_bytes_per_s: float
     micro_steps: int = 1
+    rematerialize: bool = True
+    exclude: frozenset[str] = frozenset()
+    persistent_elements: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +70,7 @@ class DryRun:
         parameters, parameter_bytes: number and size of all parameters.
         temporary_bytes: peak of other tensors; see :class:`PeakMeter`.
         attention: the attention kernels that ran.
+        ops: of each storage of the trace, the op that could make it again; empty where there is none.
         notes: limitations of this result, for the reader.
     """
 
@@ -72,6 +82,7 @@ class DryRun:
     parameter_bytes: int
     temporary_bytes: int
     attention: frozenset[Attention]
+    ops: tuple[str, ...]
     notes: tuple[str, ...] = ()
 
     @property
@@ -120,6 +131,7 @@ def dry_run(recipe: Recipe, batch: int, sequence: int, settings: Settings, resou
         sum(one.numel() * one.element_size() for one in parameters),
         micro_step.temporary_bytes,
         frozenset(attention),
+        tuple(one.site.op if isinstance(one.site, OpSite) else "" for one in recorder.record.storages),
         tuple(micro_step.notes()),
     )
 
@@ -140,6 +152,10 @@ class _MicroStep:
 
     def _new_recording(self) -> None:
         self.cache = TensorCache([], self._runs_on, self._settings.min_tensor_bytes)
+        settings = self._settings
+        if settings.rematerialize and op_recipe.is_supported():
+            finder = op_recipe.Finder(self.cache.records, settings.exclude, self._may_be_released)
+            self.cache.rematerialize(AssumedSites(finder, self._clock))
         self._recorder = Recorder(self.cache, self._clock, self._paths)
 
     def run(self) -> Recorder:
@@ -148,6 +164,7 @@ class _MicroStep:
         recorder, model = self._recorder, self._subject.model
         for module in model.modules():
             mark_owned(module)
+        mark_inputs(self._subject.inputs)
         model.zero_grad(set_to_none=False)  # gradients exist, as in all micro-steps but the first
         gradients = [one.grad for one in model.parameters() if one.grad is not None]
         held = [one.untyped_storage() for one in (*model.parameters(), *gradients)]
@@ -156,7 +173,7 @@ class _MicroStep:
         try:
             with self._clock, self._answers if self._runs_on == "meta" else nullcontext(), temporaries:
                 with (
-                    self.cache.saving(around=recorder.around),
+                    self.cache.saving(around=recorder.around, proves=True),
                     self._blocks.listening(),
                     self._autocast(),
                 ):
@@ -193,6 +210,12 @@ class _MicroStep:
             for why, path in obstacles.items()
         ]
 
+    def _may_be_released(self, tensor: torch.Tensor) -> bool:
+        """Whether it is a parameter that ZeRO-3 gathers for each use."""
+        parameter = tensor if tensor._base is None else tensor._base
+        most = self._settings.persistent_elements
+        return most is not None and isinstance(parameter, torch.nn.Parameter) and parameter.numel() > most
+
     def _autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast("cpu", self._settings.autocast) if self._settings.autocast else nullcontext()
 
@@ -211,6 +234,88 @@ class _MicroStep:
 
     def recomputed(self, mark: Any) -> None:
         """Never called, like :meth:`recompute`."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpSite:
+    """The op that would make a storage again, taken as proven, and the time that its bytes take on the device."""
+
+    op: str
+    seconds: float
+    is_proven: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class OpOrigin:
+    """How a storage would be made again. Holds no tensors: each is freed when it would be without rematerialization."""
+
+    site: OpSite
+    depth: int
+    sources: tuple[SavedStorage, ...]
+    scratch_bytes: int = 0
+
+    def records(self) -> Iterator[SavedStorage]:
+        """The saved storages that it is made of."""
+        return iter(self.sources)
+
+    def bound(self, share: Callable[[SavedView], SavedView]) -> OpOrigin:
+        """Itself: nothing is made, so no view is needed."""
+        return self
+
+
+class AssumedSites:
+    """What could be made again, as the cache of a dry run knows it: found as in a run, taken as proven, never made."""
+
+    def __init__(self, finder: op_recipe.Finder, clock: OpClock) -> None:
+        self._finder = finder
+        self._clock = clock
+
+    def origin(self, tensor: torch.Tensor) -> OpOrigin | None:
+        """How the storage of a tensor that is being saved could be made again; None where it cannot."""
+        try:
+            recipe = self._finder.find(tensor)
+        except (op_recipe.NoRecipeError, AttributeError, RuntimeError):  # as in a run
+            return None
+        if recipe is None:
+            return None
+        sources = tuple(dict.fromkeys(held.record for held in recipe.held() if isinstance(held, SavedView)))
+        # In the recorded micro-steps of a run nothing is made again, so that its recipes do not know their depth.
+        depth = 1 + max((one.trial.depth for one in sources if one.trial is not None), default=0)
+        if depth > op_recipe.MAX_DEPTH:
+            return None
+        return OpOrigin(OpSite(recipe.rule.op, self._clock.moving_s(_moved_bytes(recipe))), depth, sources)
+
+    def note(self, tensor: torch.Tensor, held: SavedView | SavedCounted) -> None:
+        """A tensor was saved: what recipes may want to know of it later."""
+        if isinstance(held, SavedView):
+            op_recipe.note_view(tensor, held)
+        op_recipe.note_epsilon(tensor, held)
+
+    def make(self, origin: Any) -> torch.Tensor:
+        """Never called: every storage is saved."""
+        raise NotImplementedError("nothing is made again in a dry run; this is a bug in ds_tba")
+
+    def compare(self, origin: Any, tensor: torch.Tensor) -> None:
+        """Nothing to do: every site is taken as proven."""
+
+    def begin_forward(self) -> None:
+        """Nothing to do."""
+
+
+def _moved_bytes(recipe: op_recipe.Recipe) -> int:
+    """Bytes that an op and the steps between read and write."""
+    return sum(
+        sum(_nbytes(one) for one in (step, *step.operands))
+        for step in (recipe, *recipe.steps())
+        if not step.rule.is_view
+    )
+
+
+def _nbytes(one: op_recipe.Held | torch.Tensor | op_recipe.Recipe | None) -> int:
+    if isinstance(one, op_recipe.Recipe):
+        return one.output.shape.numel() * one.output.dtype.itemsize
+    tensor = one if one is None or isinstance(one, torch.Tensor) else one.held
+    return 0 if tensor is None else nbytes_of(tensor)
 
 
 class PeakMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]

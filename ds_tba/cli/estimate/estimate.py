@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ds_tba.autograd.sites import excluded_ops
 from ds_tba.cli.estimate.dry_run import DryRun, Settings, dry_run
 from ds_tba.cli.estimate.hardware import Compute, Drives, GivenRates, compute_of, drives_of
 from ds_tba.cli.estimate.subject import Training, read_training, recipe_of
@@ -175,9 +176,12 @@ def estimate(request: Request) -> Estimate:
         compute.flops.value,
         compute.memory.value,
         training.micro_steps,
+        offload.rematerialize_enabled,
+        excluded_ops(offload),
+        training.zero.persistent_elements,
     )
     run = dry_run(recipe, batch, request.sequence, settings, resources)
-    return Estimate(request, batch, training, compute, drives, run, summarize(run.trace, offload))
+    return Estimate(request, batch, training, compute, drives, run, summarize(run.trace, offload, run.ops))
 
 
 # ---- the drives -----------------------------------------------------------------------------------------------------

@@ -155,6 +155,10 @@ class OpClock(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Seconds between two marks."""
         return later - earlier
 
+    def moving_s(self, nbytes: int) -> float:
+        """Seconds that operations take which read and write so many bytes."""
+        return nbytes / self._memory_bytes_per_s
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

@@ -65,8 +65,11 @@ def device_kernels(target: str, runs_on: str) -> Iterator[set[Attention]]:
             library.impl("scaled_dot_product_attention", _Attend(target, taken), key)
         if target == "cuda":
             library.impl("dropout", _dropout, key)
-        if target == "cuda" and runs_on == "meta" and hasattr(_aten, "_fused_rms_norm"):
-            library.impl("_fused_rms_norm", _rms_norm, key)
+        if target == "cuda" and runs_on == "meta" and hasattr(_aten, "_fused_rms_norm_backward"):
+            # Autograd's own node saves the tensors, if there is a kernel below it. ``library.impl`` refuses one for the
+            # meta device where an operation has a composite kernel, too, which CUDA does not run.
+            library.m.impl("_fused_rms_norm", "Meta", _rms_norm, False)
+            library.impl("_fused_rms_norm_backward", _rms_norm_backward, "Meta")
         yield taken
     finally:
         library._destroy()
@@ -197,22 +200,16 @@ def _rms_norm(
     tensor: torch.Tensor, normalized_shape: Any, weight: torch.Tensor | None, eps: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows = [*tensor.shape[: tensor.dim() - len(normalized_shape)], *[1] * len(normalized_shape)]
-    return _FusedRmsNorm.apply(tensor, weight, rows)  # type: ignore[no-any-return, no-untyped-call]
+    return torch.empty_like(tensor), torch.empty(rows, dtype=torch.float32, device=tensor.device)
 
 
-class _FusedRmsNorm(torch.autograd.Function):
-    """Saves the tensors that the fused kernel saves. For the meta device only: computes nothing."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: torch.Tensor, weight: torch.Tensor | None, rows: list[int]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        factors = torch.empty(rows, dtype=torch.float32, device=tensor.device)
-        ctx.save_for_backward(tensor, weight, factors)
-        ctx.mark_non_differentiable(factors)
-        return tensor.clone(), factors
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
-        tensor, weight, _ = ctx.saved_tensors
-        return tensor.clone(), None if weight is None else weight.clone(), None
+def _rms_norm_backward(
+    grad: torch.Tensor,
+    tensor: torch.Tensor,
+    normalized_shape: Any,
+    factors: torch.Tensor,
+    weight: torch.Tensor | None,
+    wanted: list[bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    of_weight = None if weight is None or not wanted[1] else torch.empty_like(weight)
+    return torch.empty_like(tensor) if wanted[0] else None, of_weight

@@ -152,7 +152,8 @@ class Summary:
 
     Attributes:
         breakdown: saved memory by group; see :func:`breakdown_of`.
-        predictions: of ``keep``, ``recompute``, ``offload`` (everything to NVMe) and ``plan`` (the planner's).
+        predictions: of ``keep``, ``rematerialize`` (everything that can be, and no drive; absent where the config turns
+            it off), ``recompute``, ``offload`` (everything to NVMe) and ``plan`` (the planner's).
         chosen: the planner's plan.
         budgets: the cost of smaller budgets.
         peak_holder: the group that holds the peak under offload, and the bytes by which the peak falls without it; see
@@ -160,6 +161,7 @@ class Summary:
         bandwidth: that offload needs.
         wear: under ``offload`` and ``plan``.
         too_large_bytes: saved in storages above ``io.staging_bytes``, which stay in device memory.
+        made_again_bytes: by op, under ``rematerialize`` and ``plan``, in one micro-step.
     """
 
     breakdown: list[Group]
@@ -170,6 +172,7 @@ class Summary:
     bandwidth: BandwidthNeed
     wear: dict[str, Wear]
     too_large_bytes: int
+    made_again_bytes: dict[str, dict[str, int]]
 
     @property
     def offload_gain(self) -> float:
@@ -180,6 +183,11 @@ class Summary:
     def plan_gain(self) -> float:
         """The fraction of keep's peak that the plan takes away."""
         return _gain(self.predictions, "plan")
+
+    @property
+    def rematerialize_gain(self) -> float:
+        """The fraction of keep's peak that rematerialization alone takes away; 0 where it is turned off."""
+        return _gain(self.predictions, "rematerialize") if "rematerialize" in self.predictions else 0.0
 
     @property
     def pays(self) -> bool:
@@ -205,11 +213,15 @@ class Summary:
             "needed_read_bytes_per_s": self.bandwidth.read_bytes_per_s,
             "wear": {name: asdict(one) for name, one in self.wear.items()},
             "larger_than_staging_bytes": self.too_large_bytes,
+            **({"made_again_bytes": self.made_again_bytes} if self.made_again_bytes else {}),
         }
 
 
-def summarize(trace: Trace, config: OffloadConfig) -> Summary:
+def summarize(trace: Trace, config: OffloadConfig, ops: Sequence[str] = ()) -> Summary:
     """Replay a trace under each placement, and plan for it under the limits of a config.
+
+    Args:
+        ops: of each storage, the op that could make it again.
 
     Raises:
         ConfigError: a life is asked for and the drives' rating is not known.
@@ -218,8 +230,16 @@ def summarize(trace: Trace, config: OffloadConfig) -> Summary:
     rated = config.ssd.rated_endurance_tbw
     limits = Limits.of(config, write_limit_bytes_per_step(rated, config.ssd.min_life_days, trace.step_s))
     plan = adaptive(trace, limits)
-    predictions = {
-        "keep": replay(timeline, timeline.kept).cost,
+    predictions = {"keep": replay(timeline, timeline.kept).cost}
+    made_again_bytes = {}
+    if limits.rematerialize:
+        again = replay(timeline, _all_again(timeline))
+        predictions["rematerialize"] = again.cost
+        made_again_bytes = {
+            "rematerialize": _bytes_by_op(trace, ops, again.assignment.placements.tolist()),
+            "plan": _bytes_by_op(trace, ops, plan.placements),
+        }
+    predictions |= {
         "recompute": plan_recompute(trace, limits).prediction,
         "offload": replay(timeline, _everything(timeline)).cost,
         "plan": plan.prediction,
@@ -238,6 +258,7 @@ def summarize(trace: Trace, config: OffloadConfig) -> Summary:
         _bandwidth_need(trace, timeline),
         {name: Wear.of(predictions[name], rated) for name in ("offload", "plan")},
         int(timeline.storages.nbytes[too_large & ~timeline.storages.unsaved].sum()),
+        made_again_bytes,
     )
 
 
@@ -256,6 +277,22 @@ def _everything(timeline: Timeline) -> Assignment:
     """All that the store would take, on NVMe."""
     placements = np.where(timeline.can_go_to_nvme(), int(Placement.NVME), int(Placement.KEEP)).astype(np.int8)
     return Assignment(placements, timeline.kept.recomputed)
+
+
+def _all_again(timeline: Timeline) -> Assignment:
+    """Everything made again that can be, nothing moved."""
+    again = timeline.storages.rematerializable
+    placements = np.where(again, int(Placement.REMATERIALIZE), int(Placement.KEEP)).astype(np.int8)
+    return Assignment(placements, timeline.kept.recomputed)
+
+
+def _bytes_by_op(trace: Trace, ops: Sequence[str], placements: Sequence[int]) -> dict[str, int]:
+    """Of what is made again, the largest first."""
+    found: Counter[str] = Counter()
+    for storage, op, placement in zip(trace.storages, ops, placements, strict=False):
+        if placement == Placement.REMATERIALIZE:
+            found[op] += storage.nbytes
+    return dict(found.most_common())
 
 
 def _gain(predictions: dict[str, Prediction], name: str) -> float:

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 _DESCRIPTION = """\
 Runs one forward and backward of the model on PyTorch's meta device (shapes without values), through the cache and the
 recorder of a real run, and plans for the recorded trace. Prints the saved bytes of each block, the predicted peak and
-step time of keep, recompute, offload and the plan, the cost of smaller budgets, the bandwidth needed, and SSD life.
+step time of keep, rematerialize, recompute, offload and the plan, what is made again by which op, the cost of smaller
+budgets, the bandwidth needed, and SSD life.
 """
 _EPILOG = """\
 --model FILE.py:function
@@ -32,7 +33,14 @@ example:
     ds_tba estimate --config ds_config.json --model train.py:make_model --batch 8 --seq 4096 --tflops 400
 """
 _SHOWN_OUTSIDE = 4
-_WORDS = {"keep": "keep all", "recompute": "recompute all", "offload": "offload all", "plan": "the plan"}
+_SHOWN_OPS = 6
+_WORDS = {
+    "keep": "keep all",
+    "rematerialize": "rematerialize all",
+    "recompute": "recompute all",
+    "offload": "offload all",
+    "plan": "the plan",
+}
 
 
 def add_parser(commands: Any) -> None:
@@ -164,6 +172,32 @@ def _predictions(summary: Summary) -> Iterator[str]:
             else f"activation_budget_bytes {budget_bytes}"
         )
         yield f"            NO PLAN KEEPS TO {limit}: this one comes closest"
+    yield from _about_made_again(summary)
+
+
+def _about_made_again(summary: Summary) -> Iterator[str]:
+    """What rematerialization makes again, and what it does without a drive."""
+    if "rematerialize" not in summary.predictions:
+        return
+    most, plan = (_by_op(summary.made_again_bytes[name]) for name in ("rematerialize", "plan"))
+    yield f"made again  {most}"
+    if most != plan:
+        yield f"            by the plan: {plan}"
+    longer = _longer(summary.predictions["rematerialize"].step_s, summary.predictions["keep"].step_s)
+    yield (
+        f"no drive    rematerialization alone lowers the peak by {summary.rematerialize_gain:.0%}, and the step takes "
+        f'{longer} longer ("placement": "keep", which needs no nvme_path)'
+    )
+
+
+def _by_op(made_again_bytes: dict[str, int]) -> str:
+    """Bytes by op, the largest first."""
+    if not made_again_bytes:
+        return "nothing"
+    shown = [f"{op} {readable(nbytes)}" for op, nbytes in list(made_again_bytes.items())[:_SHOWN_OPS]]
+    rest = list(made_again_bytes.values())[_SHOWN_OPS:]
+    others = [f"{len(rest)} other ops {readable(sum(rest))}"] if rest else []
+    return f"{readable(sum(made_again_bytes.values()))}: {', '.join(shown + others)}"
 
 
 def _budgets(summary: Summary) -> Iterator[str]:
@@ -269,8 +303,26 @@ def _assumptions(found: Estimate) -> Iterator[str]:
         yield "dropout saves a mask of one byte per element, and RMS norm a factor per row, as on CUDA"
     yield "floating-point inputs have the dtype of the parameters; the model is in training mode"
     yield "peak saved counts what autograd saves; weights, gradients, states and temporary memory come on top"
-    if found.training.offload.placement != "adaptive":
-        yield f'the config has "placement": "{found.training.offload.placement}"; the plan shown is that of "adaptive"'
+    if "rematerialize" in found.summary.predictions:
+        yield (
+            "what rematerialization has a rule for is taken as proven, and takes the time of the bytes that its ops "
+            "read and write"
+        )
+        most = found.training.zero.persistent_elements
+        if most is not None:
+            yield f"nothing is made again from parameters of more than {most} elements: ZeRO-3 gathers them anew"
+    placement = found.training.offload.placement
+    if placement != "adaptive":
+        yield f'the config has "placement": "{placement}"; the plan shown is that of "adaptive"{_without_plan(found)}'
+
+
+def _without_plan(found: Estimate) -> str:
+    """What a run with another placement than ``adaptive`` does with what can be made again."""
+    if "rematerialize" not in found.summary.predictions:
+        return ""
+    if found.training.offload.placement == "keep":
+        return ', and that of the run "rematerialize all"'
+    return ", and the run moves only what cannot be made again"
 
 
 # ---- formats --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,221 @@
+"""What rematerialization proves, holds and waits for."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import StoreFactory
+from doubles import EventAccelerator
+from torch.nn import functional
+
+from ds_tba.autograd.cache import TensorCache
+from ds_tba.autograd.sites import Sites
+from ds_tba.device.accelerator import CpuAccelerator
+from ds_tba.errors import ActivationModifiedError
+
+Forward = Callable[..., torch.Tensor]
+SIZE = (33, 65)
+
+
+def tensor(seed: int = 0) -> torch.Tensor:
+    return torch.randn(SIZE, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+class Run:
+    """A cache that keeps what is not made again, and its sites."""
+
+    def __init__(self, accelerator: Any = None, stores: tuple[Any, ...] = ()) -> None:
+        used = accelerator or CpuAccelerator()
+        self.cache = TensorCache(stores, "cpu", 1024, accelerator=accelerator)
+        self.sites = Sites(self.cache.records, used)
+        self.cache.rematerialize(self.sites)
+
+    @property
+    def nbytes(self) -> int:
+        return self.cache.stats.rematerialized_bytes
+
+    def step(self, forward: Forward, *inputs: torch.Tensor) -> list[torch.Tensor]:
+        with self.cache.saving():
+            loss = forward(*inputs).sum()
+        return list(torch.autograd.grad(loss, inputs))
+
+
+def agrees(run: Run, forward: Forward, *inputs: torch.Tensor) -> None:
+    plain = torch.autograd.grad(forward(*inputs).sum(), inputs)
+    for found, expected in zip(run.step(forward, *inputs), plain, strict=True):
+        assert torch.equal(found, expected)
+
+
+def gated(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Saves the input of silu, its output and ``z``."""
+    z = y * 1.5
+    return functional.silu(x * 0.5) * z
+
+
+def test_a_site_is_used_from_the_second_step_on() -> None:
+    run, x, y = Run(), tensor(), tensor(1)
+    agrees(run, gated, x, y)
+    assert run.nbytes == 0
+    agrees(run, gated, x, y)
+    assert run.nbytes == x.nbytes
+    assert run.sites.summary()["rematerialized_sites"] == {"silu": 1}
+    gc.collect()
+    assert run.cache.live_records == 0
+    assert run.cache.stats.resident.now == 0
+
+
+def test_a_change_behind_the_back_of_autograd_is_seen_and_the_site_never_used() -> None:
+    def changed(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        made = functional.silu(x * 0.5)
+        made.data.mul_(2)
+        return made * (y * 1.5)
+
+    run, x, y = Run(), tensor(), tensor(1)
+    for _ in range(3):
+        agrees(run, changed, x, y)
+    assert run.nbytes == 0
+    assert run.sites.summary()["refused_sites"]["made again it differs"] == 1
+    for _ in range(3):  # nor anywhere else
+        agrees(run, gated, x, y)
+    assert run.nbytes == 0
+
+
+def test_an_occurrence_that_was_never_compared_is_saved() -> None:
+    """The second is of the same site, and is left out of the loss at first."""
+
+    def two(x: torch.Tensor, y: torch.Tensor, both: bool) -> torch.Tensor:
+        first = gated(x, y)
+        made = functional.silu(x * 0.5)
+        made.data.mul_(2)
+        second = made * (y * 1.5)
+        return first + second if both else first
+
+    run, x, y = Run(), tensor(), tensor(1)
+    for both in (False, False, True, True):
+        agrees(run, lambda a, b, both=both: two(a, b, both), x, y)
+
+
+def test_operands_are_read_once_for_both(make_store: StoreFactory) -> None:
+    store = make_store()
+    run, x, y = Run(stores=(store,)), tensor(), tensor(1)
+    agrees(run, gated, x, y)
+    read_bytes = []
+    for _ in range(3):
+        with run.cache.saving():
+            loss = gated(x, y).sum()
+        store.wait_for_writes()
+        before = store.stats.reads.nbytes
+        loss.backward()
+        read_bytes.append(store.stats.reads.nbytes - before)
+    # Of silu's input and of z, in whole pages.
+    assert read_bytes == [2 * (-(-x.nbytes // 4096) * 4096)] * 3
+    del loss
+    gc.collect()
+    assert run.cache.live_records == 0
+
+
+def test_an_operand_changed_in_place_before_backward_refuses_the_site() -> None:
+    def changed(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        gate = x * 0.5
+        made = functional.silu(gate)
+        loss = made * y
+        with torch.no_grad():
+            gate.add_(1)
+        return loss
+
+    run, x, y = Run(), tensor(), tensor(1)
+    for _ in range(3):
+        with run.cache.saving():
+            loss = changed(x, y).sum()
+        # Only y: autograd does not look at what silu saved.
+        (found,) = torch.autograd.grad(loss, [y])
+        assert torch.equal(found, functional.silu(x * 0.5))
+    assert run.nbytes == 0
+    reasons = run.sites.summary()["refused_sites"]
+    assert "an operand was changed in place before backward" in reasons
+
+
+def test_an_operand_changed_in_place_later_raises() -> None:
+    run, x, y = Run(), tensor(), tensor(1)
+    agrees(run, gated, x, y)
+    with run.cache.saving():
+        gate = x * 0.5
+        loss = (functional.silu(gate) * (y * 1.5)).sum()
+    with torch.no_grad():
+        gate.add_(1)
+    assert run.nbytes
+    with pytest.raises(ActivationModifiedError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+class Streams(EventAccelerator):
+    """Which tensors were shared, and for how many events a consumer waited."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared: list[int] = []
+        self.waits = 0
+        owner = self
+
+        class Stream:
+            def wait_event(self, event: object) -> None:
+                owner.waits += 1
+
+        self._default = Stream()  # type: ignore[assignment]
+
+    def share(self, tensor: torch.Tensor, stream: Any) -> None:
+        self.shared.append(tensor.untyped_storage().data_ptr())
+
+
+def shared_by_two(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    made = functional.silu(x * 0.5)
+    return made * (y * 1.5) + made * (y * 2.5)
+
+
+def test_streams_wait_for_what_was_made_again_and_are_known_to_the_allocator() -> None:
+    streams = Streams()
+    run, x, y = Run(streams), tensor(), tensor(1)
+    for _ in range(2):
+        agrees(run, shared_by_two, x, y)
+    assert run.nbytes == x.nbytes
+    streams.shared.clear()
+    streams.waits = 0
+    agrees(run, shared_by_two, x, y)
+    assert streams.waits >= 2  # each of the two consumers
+    assert streams.shared, "the operand may be in the memory of another stream"
+
+
+def test_what_two_want_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, x, y = Run(), tensor(), tensor(1)
+    agrees(run, shared_by_two, x, y)
+    made = []
+    make = run.sites.make
+    monkeypatch.setattr(run.sites, "make", lambda origin: made.append(origin) or make(origin))
+    agrees(run, shared_by_two, x, y)
+    assert len(made) == 1
+
+
+def test_a_second_backward_makes_it_again() -> None:
+    run, x, y = Run(), tensor(), tensor(1)
+    agrees(run, gated, x, y)
+    with run.cache.saving():
+        loss = gated(x, y).sum()
+    first = torch.autograd.grad(loss, [x, y], retain_graph=True)
+    second = torch.autograd.grad(loss, [x, y])
+    plain = torch.autograd.grad(gated(x, y).sum(), [x, y])
+    assert all(torch.equal(a, b) and torch.equal(b, c) for a, b, c in zip(first, second, plain, strict=True))
+
+
+def test_budgets_hold_while_sites_are_proven_and_used(make_store: StoreFactory) -> None:
+    store = make_store()
+    run, x, y = Run(stores=(store,)), tensor(), tensor(1)
+    limit = 6 * x.nbytes
+    run.cache.limit_resident(limit)
+    for _ in range(4):
+        agrees(run, gated, x, y)
+    assert run.nbytes > 0
+    assert run.cache.stats.resident.peak <= limit

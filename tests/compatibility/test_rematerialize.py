@@ -1,0 +1,98 @@
+"""Rematerialization in real engines: by itself, and beside every other placement."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import programs_deepspeed
+import pytest
+from compare import PLANNED, RECOMPUTED, compare, refusal
+from programs import plain_loop
+from runs import plain_config
+
+pytestmark = pytest.mark.engine
+
+STEPS = 8  # a plan is in force for the last of them
+BUDGET_BYTES = 2 << 20
+ALONE: dict[str, Any] = {"placement": "keep", "nvme_path": None}
+BLOCKS: dict[str, dict[str, Any]] = {
+    "keep, without a drive": ALONE,
+    "nvme": {"placement": "nvme"},
+    "host": {"placement": "host", "host_budget_bytes": 64 << 20},
+    "adaptive": PLANNED,
+    "adaptive with a budget": {"placement": "adaptive", "activation_budget_bytes": BUDGET_BYTES},
+    "adaptive with recompute": RECOMPUTED,
+}
+
+
+def row(name: str, *values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.compatible("Rematerialization", name), id=name)
+
+
+def config_of(stage: int, **more: Any) -> dict[str, Any]:
+    return plain_config(stage, train_micro_batch_size_per_gpu=2, **more)
+
+
+@pytest.mark.parametrize(
+    ("model", "stage", "block"),
+    [
+        row(f"{model}, ZeRO-{stage}, {name}", model, stage, block)
+        for model, stage in (("Llama", 3), ("GPT-2", 2))
+        for name, block in BLOCKS.items()
+    ],
+)
+def test_placement(
+    model: str, stage: int, block: dict[str, Any], tmp_path: Path, row_says: Callable[[str], None]
+) -> None:
+    is_alone = block is ALONE
+    compared = compare(
+        plain_loop, config_of(stage), tmp_path, block=block, must_move=not is_alone, model=model, steps=STEPS,
+        has_cache=False,
+    )  # fmt: skip
+    if "recompute" not in block and "activation_budget_bytes" not in block:
+        assert compared.rematerialized_bytes > 0
+    for report in compared.reports:
+        assert report["budget_excess_bytes"] == 0
+        # In the first step all is saved, and compared with what is made again.
+        assert not is_alone or report["step_peak_saved_bytes"] < 0.8 * report["peak_saved_bytes_without"]
+    row_says(str(compared))
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments"),
+    [
+        row("ZeRO-0", config_of(0), {}),
+        row("ZeRO-1, bf16", config_of(1, bf16={"enabled": True}), {}),
+        row("ZeRO-3, autocast", config_of(3), {"autocast": True}),
+        row("ZeRO-2, lengths that change in every step", config_of(2), {"lengths_change": True, "steps": 12}),
+        row("ZeRO-3, accumulation, clipping", config_of(3, gradient_accumulation_steps=3, gradient_clipping=0.1), {}),
+        row("ZeRO-3, 2 ranks", config_of(3), {"ranks": 2}),
+    ],
+)  # fmt: skip
+def test_way(
+    config: dict[str, Any], arguments: dict[str, Any], tmp_path: Path, row_says: Callable[[str], None]
+) -> None:
+    settings = {"block": ALONE, "must_move": False, "steps": STEPS, **arguments}
+    compared = compare(programs_deepspeed.trained, config, tmp_path, **settings)
+    assert compared.rematerialized_bytes > 0
+    row_says(str(compared))
+
+
+def test_excluded_ops_are_saved(tmp_path: Path) -> None:
+    ops = ["mul", "silu", "cast"]
+    block = {**ALONE, "rematerialize": {"exclude": ops}}
+    compared = compare(plain_loop, config_of(2), tmp_path, block=block, must_move=False, has_cache=False)
+    assert not set(compared.reports[0]["rematerialized_sites"]) & set(ops)
+
+
+def test_false_switches_it_off(tmp_path: Path) -> None:
+    compared = compare(plain_loop, config_of(2), tmp_path, block={"rematerialize": False}, has_cache=False)
+    assert compared.rematerialized_bytes == 0
+    assert compared.reports[0]["rematerialized_sites"] == {}
+
+
+def test_an_op_that_there_is_not(tmp_path: Path) -> None:
+    message = refusal(plain_loop, config_of(2), tmp_path, "", block={"rematerialize": {"exclude": ["silly"]}})
+    assert "rematerialize.exclude" in message and "silly" in message and "silu" in message
