@@ -13,8 +13,9 @@ holds between two steps, plus a headroom; on a GPU it is 90 % of its memory. Seq
 fit; then the longest is sought in between. No sequence is tried that would take longer than ``--longest_s``.
 
 Time is taken at one length that all variants can train, in rounds; from the second on the variants take turns in
-random order. The peak at that length is given of the first steps, and of the later ones: what is rematerialized was
-proven in the first, and a plan is in force after some. Seconds on the clock, and of the process's processor time, on which a busy machine has less influence.
+random order. Seconds on the clock, and of the process's processor time, on which a busy machine has less influence. The
+peak at that length is given of the first steps, and of the later ones: what is rematerialized is proven in the first,
+and a plan is in force after some.
 """
 
 from __future__ import annotations

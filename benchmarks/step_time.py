@@ -4,10 +4,11 @@
 
 ``keep`` has no block, ``nvme`` and ``rematerialize`` have ours (the latter without a drive), ``recompute`` is
 torch.utils.checkpoint, ``save_on_cpu`` PyTorch's hooks. Every measurement is a process of its own; the variants take
-turns, in a new random order each round, because machines are noisy. Reported are medians over the rounds of each
-process's median step time and of its peak memory, divided by keep's of the same round. Peak memory is what the
-accelerator reports, or on a CPU-only machine the process's resident bytes (staging included); "activations" is that peak
-less what the keep process holds between two steps. "Saved tensors" are those in device memory, as the block counts them.
+turns, in a new random order each round, because machines are noisy; processor time is less so. Reported are medians
+over the rounds of each process's median step time and of its peak memory, divided by keep's of the same round. Peak
+memory is what the accelerator reports, or on a CPU-only machine the process's resident bytes (staging included);
+"activations" is that peak less what the keep process holds between two steps. "Saved tensors" are those in device
+memory, as the block counts them.
 """
 
 from __future__ import annotations
@@ -69,13 +70,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         counters.resident.lap(), counters.saved.lap()
     reset_peak_memory()
     rest_bytes = resident_bytes()
-    times = []
+    times, cpu_times = [], []
     for _ in range(options.steps):
-        started = time.perf_counter()
+        started, cpu_started = time.perf_counter(), time.process_time()
         losses.append(one_step(engine, data))
         times.append(time.perf_counter() - started)
+        cpu_times.append(time.process_time() - cpu_started)
     result = {
         "step_s": statistics.median(times),
+        "cpu_s": statistics.median(cpu_times),
         "peak_bytes": peak_memory_bytes(),
         "rest_bytes": rest_bytes,
         "losses": losses,
@@ -108,15 +111,16 @@ def table(rounds: list[dict[str, dict[str, Any]]], variants: list[str]) -> list[
     """The Markdown table."""
     rest = statistics.median(one["keep"]["rest_bytes"] for one in rounds)
     lines = [
-        "| variant | step s | step / keep | peak GiB | peak / keep | activations GiB | activations / keep "
-        "| saved tensors GiB |",
-        "|---|---|---|---|---|---|---|---|",
+        "| variant | step s | step / keep | processor time / keep | peak GiB | peak / keep "
+        "| activations GiB | activations / keep | saved tensors GiB |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for variant in variants:
         step = statistics.median(one[variant]["step_s"] for one in rounds)
         peak = statistics.median(one[variant]["peak_bytes"] for one in rounds)
         lines.append(
-            f"| {variant} | {step:.3f} | {ratios(rounds, variant, lambda r: r['step_s'])} | {peak / 2**30:.3f} | "
+            f"| {variant} | {step:.3f} | {ratios(rounds, variant, lambda r: r['step_s'])} | "
+            f"{ratios(rounds, variant, lambda r: r['cpu_s'])} | {peak / 2**30:.3f} | "
             f"{ratios(rounds, variant, lambda r: r['peak_bytes'])} | {(peak - rest) / 2**30:.3f} | "
             f"{ratios(rounds, variant, lambda r: r['peak_bytes'] - rest)} | {saved(rounds[0][variant])} |"
         )
