@@ -2,6 +2,8 @@
 
     python benchmarks/capacity.py [--nvme_path DIR] [--headroom_mib 112] [--rounds 3] [--json FILE]
     python benchmarks/capacity.py --gpu --nvme_path /local_nvme      # the layers of Llama-3-8B, until they do not fit
+    python benchmarks/capacity.py --gpu --longest_sequence 8192 --nvme_path /local_nvme --budget_mib 4096 \\
+        --variants rematerialize recompute both checkpoint           # peak and step at 8,192 tokens alone
 
 A Llama with random weights (16 layers) under DeepSpeed, one sequence per step. Each variant runs in processes of its
 own. Memory is measured, not limited: the peak of a step is what the accelerator reports, or on a CPU-only machine the
@@ -11,7 +13,9 @@ holds between two steps, plus a headroom; on a GPU it is 90 % of its memory. Seq
 fit; then the longest is sought in between. No sequence is tried that would take longer than ``--longest_s``.
 
 Time is taken at one length that all variants can train, in rounds; from the second on the variants take turns in
-random order. Seconds on the clock, and of the process's processor time, on which a busy machine has less influence.
+random order. Seconds on the clock, and of the process's processor time, on which a busy machine has less influence. The
+peak at that length is given of the first steps, and of the later ones: what is rematerialized is proven in the first,
+and a plan is in force after some.
 """
 
 from __future__ import annotations
@@ -69,7 +73,13 @@ VARIANTS = {
     "trl_offload": Variant("TRL's activation offloading", hooks="trl_offload"),
     "nvme": Variant('**ours**, `"placement": "nvme"`', block={"placement": "nvme"}),
     "checkpoint_nvme": Variant("torch checkpointing + **ours**", {}, block={"placement": "nvme"}),
-    "recompute": Variant('**ours**, `"recompute": true`', block={"placement": "adaptive", "recompute": True}, steps=7),
+    "rematerialize": Variant("**ours**, rematerialization alone, no drive", block={"placement": "keep"}, steps=2),
+    "recompute": Variant(
+        '**ours**, `"recompute": true`, no rematerialization',
+        block={"placement": "adaptive", "recompute": True, "rematerialize": False},
+        steps=7,
+    ),
+    "both": Variant('**ours**, `"recompute": true`', block={"placement": "adaptive", "recompute": True}, steps=7),
 }
 
 
@@ -126,6 +136,7 @@ class Training:
         return {
             "sequence": sequence,
             "peak_bytes": max(one["peak_bytes"] for one in found),
+            "later_peak_bytes": max(one["peak_bytes"] for one in last),
             "step_s": statistics.median(one["step_s"] for one in last),
             "cpu_s": statistics.median(one["cpu_s"] for one in last),
             "losses": [one["loss"] for one in found],
@@ -147,8 +158,8 @@ def ds_config(options: argparse.Namespace) -> dict[str, Any]:
     variant = VARIANTS[options.variant]
     if variant.block is not None:
         io = {"backend": options.backend, "staging_bytes": options.staging_mib * MIB}
-        where = {"nvme_path": options.nvme_path, "io": io, "min_tensor_bytes": options.min_tensor_kib * 1024}
-        block = {"enabled": True, **where, **variant.block}
+        drive = {"nvme_path": options.nvme_path, "io": io} if variant.block["placement"] != "keep" else {}
+        block = {"enabled": True, "min_tensor_bytes": options.min_tensor_kib * 1024, **drive, **variant.block}
         if block["placement"] == "adaptive":
             block["activation_budget_bytes"] = options.budget_mib * MIB
         config["activation_nvme_offload"] = block
@@ -263,18 +274,25 @@ def ratio(rounds: list[dict[str, dict[str, Any]]], name: str, key: str) -> str:
     return f"{statistics.median(found):.2f} [{min(found):.2f}-{max(found):.2f}]"
 
 
+def peaks(rounds: list[dict[str, dict[str, Any]]], name: str) -> str:
+    """At the timed length: of the first steps and of the later ones, medians over the rounds."""
+    timed = [one[name]["timed"] for one in rounds]
+    first, later = (statistics.median(one[key] for one in timed) for key in ("peak_bytes", "later_peak_bytes"))
+    return f"{first / 2**30:.2f}, {later / 2**30:.2f}"
+
+
 def table(rounds: list[dict[str, dict[str, Any]]], refused: dict[str, str], options: argparse.Namespace) -> list[str]:
     """Markdown."""
     lines = [
         f"| variant | longest sequence in {options.limit_mib} MiB | KiB of memory per token | to keep | ms per token "
-        "| time / keep | processor time / keep |",
-        "|---|---|---|---|---|---|---|",
+        f"| time / keep | processor time / keep | peak GiB at {options.timed_sequence:,}: first steps, later |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     first = rounds[0]
     kept, _ = line(first["keep"]["lengths"])
     for name, variant in VARIANTS.items():
         if name in refused:
-            lines.append(f"| {variant.title} | does not run here: {refused[name]} | | | | | |")
+            lines.append(f"| {variant.title} | does not run here: {refused[name]} | | | | | | |")
         if name not in first:
             continue
         per_token, _ = line(first[name]["lengths"])
@@ -282,7 +300,7 @@ def table(rounds: list[dict[str, dict[str, Any]]], refused: dict[str, str], opti
         lines.append(
             f"| {variant.title} | {longest(first[name]['lengths'], options.limit_mib * MIB)} | {per_token / 1024:.1f} "
             f"| {per_token / kept:.3f} | {per_token_s * 1000:.2f} | {ratio(rounds, name, 'step_s')} "
-            f"| {ratio(rounds, name, 'cpu_s')} |"
+            f"| {ratio(rounds, name, 'cpu_s')} | {peaks(rounds, name)} |"
         )
     return lines
 

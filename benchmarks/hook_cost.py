@@ -3,10 +3,10 @@
     python benchmarks/hook_cost.py [--rounds 7] [--json FILE]
 
 A parameter is passed through. Of 16 KiB each are: outputs of an op that are kept, without rematerialization and with it
-(there is no rule for the op, or there is one but nobody saves an operand); an output that is rematerialized, whose figure
-contains the op itself (SiLU); and an offloaded tensor, whose figure contains its copies to and from staging, and for unpack
-the time for which the read behind prefetch is waited. Kinds and counts take turns within a round; medians over the
-rounds, each count's ratio to that of 10 tensors, and the ratio to those kept without rematerialization, of each round.
+(there is no rule for the op, or there is one but nobody saves an operand); an output that is rematerialized, whose
+figure contains the op itself (SiLU); and an offloaded tensor, whose figure contains its copies to and from staging, and
+for unpack the time for which the read behind prefetch is waited. Kinds and counts take turns within a round; medians
+over the rounds, each count's ratio to that of 10 tensors, and the ratio to those kept without rematerialization.
 """
 
 from __future__ import annotations

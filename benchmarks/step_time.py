@@ -1,11 +1,14 @@
-"""Step time and peak memory of the example's model: keep, nvme, recompute and save_on_cpu, as ratios to keep.
+"""Step time and peak memory of the example's model: keep, and other ways to train it, as ratios to keep.
 
     python benchmarks/step_time.py [--rounds 5] [--steps 4] [--width 512 --depth 8 --sequence 512 --batch 8]
 
-Every measurement is a process of its own; the variants take turns, in a new random order each round, because machines
-are noisy. Reported are medians over the rounds of each process's median step time and of its peak memory, divided by
-keep's of the same round. Peak memory is what the accelerator reports, or on a CPU-only machine the process's resident
-bytes (staging included); "activations" is that peak less what the keep process holds between two steps.
+``keep`` has no block, ``nvme`` and ``rematerialize`` have ours (the latter without a drive), ``recompute`` is
+torch.utils.checkpoint, ``save_on_cpu`` PyTorch's hooks. Every measurement is a process of its own; the variants take
+turns, in a new random order each round, because machines are noisy; processor time is less so. Reported are medians
+over the rounds of each process's median step time and of its peak memory, divided by keep's of the same round. Peak
+memory is what the accelerator reports, or on a CPU-only machine the process's resident bytes (staging included);
+"activations" is that peak less what the keep process holds between two steps. "Saved tensors" are those in device
+memory, as the block counts them.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from typing import Any
 from alternating import add_process_options, in_a_process, rounds_of
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
-VARIANTS = ("keep", "nvme", "recompute", "save_on_cpu")
+VARIANTS = ("keep", "nvme", "rematerialize", "recompute", "save_on_cpu")
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 3e-4, "torch_adam": True}}
 
 
@@ -46,6 +49,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         io = {"backend": options.backend, "staging_bytes": options.staging_mib << 20}
         config["activation_nvme_offload"] = {"enabled": True, "nvme_path": options.nvme_path, "io": io}
         config["activation_nvme_offload"]["placement"] = options.placement
+    if options.variant == "rematerialize":
+        config["activation_nvme_offload"] = {"enabled": True, "placement": "keep"}
     torch.manual_seed(1)
     model = GPT(options.width, options.depth, options.sequence, recompute=options.variant == "recompute")
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
@@ -60,21 +65,27 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         engine.module.forward = saved_on_cpu
     data = batches(options.batch, options.sequence, 0)
     losses = [one_step(engine, data) for _ in range(options.warmup)]
+    counters = getattr(engine, "activation_offloader", None) and engine.activation_offloader.cache.stats
+    if counters:
+        counters.resident.lap(), counters.saved.lap()
     reset_peak_memory()
     rest_bytes = resident_bytes()
-    times = []
+    times, cpu_times = [], []
     for _ in range(options.steps):
-        started = time.perf_counter()
+        started, cpu_started = time.perf_counter(), time.process_time()
         losses.append(one_step(engine, data))
         times.append(time.perf_counter() - started)
+        cpu_times.append(time.process_time() - cpu_started)
     result = {
         "step_s": statistics.median(times),
+        "cpu_s": statistics.median(cpu_times),
         "peak_bytes": peak_memory_bytes(),
         "rest_bytes": rest_bytes,
         "losses": losses,
         "report": None,
     }
-    if options.variant == "nvme":
+    if counters:
+        result["saved_peak_bytes"] = [counters.resident.lap(), counters.saved.lap()]
         result["report"] = engine.activation_offloader.report().to_dict()
     engine.destroy()
     return result
@@ -100,18 +111,26 @@ def table(rounds: list[dict[str, dict[str, Any]]], variants: list[str]) -> list[
     """The Markdown table."""
     rest = statistics.median(one["keep"]["rest_bytes"] for one in rounds)
     lines = [
-        "| variant | step s | step / keep | peak GiB | peak / keep | activations GiB | activations / keep |",
-        "|---|---|---|---|---|---|---|",
+        "| variant | step s | step / keep | processor time / keep | peak GiB | peak / keep "
+        "| activations GiB | activations / keep | saved tensors GiB |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for variant in variants:
         step = statistics.median(one[variant]["step_s"] for one in rounds)
         peak = statistics.median(one[variant]["peak_bytes"] for one in rounds)
         lines.append(
-            f"| {variant} | {step:.3f} | {ratios(rounds, variant, lambda r: r['step_s'])} | {peak / 2**30:.3f} | "
+            f"| {variant} | {step:.3f} | {ratios(rounds, variant, lambda r: r['step_s'])} | "
+            f"{ratios(rounds, variant, lambda r: r['cpu_s'])} | {peak / 2**30:.3f} | "
             f"{ratios(rounds, variant, lambda r: r['peak_bytes'])} | {(peak - rest) / 2**30:.3f} | "
-            f"{ratios(rounds, variant, lambda r: r['peak_bytes'] - rest)} |"
+            f"{ratios(rounds, variant, lambda r: r['peak_bytes'] - rest)} | {saved(rounds[0][variant])} |"
         )
     return lines
+
+
+def saved(found: dict[str, Any]) -> str:
+    """The peak of saved tensors in device memory, and what it would be without us."""
+    with_it, without = found.get("saved_peak_bytes", (0, 0))
+    return f"{with_it / 2**30:.3f} instead of {without / 2**30:.3f}" if without else ""
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

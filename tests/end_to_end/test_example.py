@@ -36,7 +36,10 @@ def test_every_shipped_config_trains(tmp_path: Path, config: str) -> None:
     if config == "zero3_nvme_params.json":
         assert left["report"] is None
     else:
-        assert left["report"]["written_bytes"] > 0
+        if config == "rematerialize.json":  # without a drive
+            assert left["report"]["rematerialized_bytes"] > 0 and left["report"]["written_bytes"] == 0
+        else:
+            assert left["report"]["written_bytes"] > 0
         assert "yes, bit for bit" in result.output and "peak saved, without" in result.output
 
 

@@ -153,12 +153,14 @@ def test_planner_scale(tmp_path: Path) -> None:
 
 @pytest.mark.engine
 def test_step_time(tmp_path: Path) -> None:
-    size = ("--width", "64", "--depth", "2", "--sequence", "128", "--batch", "2")
+    size = ("--width", "256", "--depth", "2", "--sequence", "512", "--batch", "2")  # MLPs' outputs have 4 MiB
     short = ("--rounds", "1", "--steps", "1", "--warmup", "1", "--staging_mib", "16", "--nvme_path", str(tmp_path))
     output = benchmark("step_time.py", *size, *short, "--json", str(tmp_path / "json"))
     assert "losses of all variants and rounds equal: yes" in output
     assert [line.split("|")[1].strip() for line in output.splitlines() if line.startswith("| ")][1:] == [
-        "keep", "nvme", "recompute", "save_on_cpu",
+        "keep", "nvme", "rematerialize", "recompute", "save_on_cpu",
     ]  # fmt: skip
     (only,) = json.loads((tmp_path / "json").read_text())["rounds"]
     assert only["nvme"]["report"]["steps"] == 2
+    without_a_drive = only["rematerialize"]["report"]
+    assert without_a_drive["rematerialized_bytes"] > 0 and without_a_drive["offloaded_bytes"] == 0

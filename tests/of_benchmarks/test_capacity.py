@@ -46,7 +46,7 @@ def test_capacity_tiny(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     lengths = ("--timed_sequence", "256", "--shortest_sequence", "512", "--longest_sequence", "1024")
     size = ("--layers", "2", "--rounds", "1", "--headroom_mib", "4096", "--staging_mib", "8")
-    variants = ("--variants", "keep", "checkpoint_nvme", "hf_offload")
+    variants = ("--variants", "keep", "checkpoint_nvme", "rematerialize", "hf_offload")
     done = subprocess.run(
         [sys.executable, str(runs.ROOT / "benchmarks" / "capacity.py"), *lengths, *size, *variants]
         + ["--nvme_path", str(tmp_path), "--json", str(tmp_path / "json")],
@@ -62,3 +62,5 @@ def test_capacity_tiny(tmp_path: Path) -> None:
     (only,) = found["rounds"]
     assert [one["sequence"] for one in only["keep"]["lengths"]] == [512, 1024]
     assert only["checkpoint_nvme"]["report"]["offloaded_bytes"] > 0
+    assert only["rematerialize"]["report"]["rematerialized_bytes"] > 0
+    assert only["rematerialize"]["timed"]["later_peak_bytes"] > 0
