@@ -331,13 +331,13 @@ def test_an_operand_changed_between_two_uses_is_not_taken_for_the_first() -> Non
 
 
 def test_a_bias_that_is_not_trained_is_not_taken_for_none() -> None:
-    a = Parameter(torch.randn(SIZE))
+    a, weight = Parameter(torch.randn(SIZE)), Parameter(torch.ones(SIZE[1]))
     bias = torch.zeros(SIZE[1])
 
     def forward(changes: bool) -> Tensor:
         if changes:
             bias.fill_(3)
-        made = functional.group_norm(a.sin()[:, :, None], 2, None, bias).sin()
+        made = functional.group_norm(a.sin()[:, :, None], 2, weight, bias).sin()
         return made + (a * 2).sin()[:, :, None]
 
     late(Run(), forward, [a])
