@@ -9,9 +9,9 @@ Exit status 1 means that some draw failed; each is printed with the command that
 smaller program that fails as well.
 
 [Note: Late changes] An operand that is changed in place in a late step, after its site was proven, may raise
-``ActivationModifiedError`` where autograd would not have asked for it. Draws with such a surprise may do so in that step.
-What no op has saved, and is changed under ``no_grad`` or through ``data`` in late steps only, nobody can see: it is not
-drawn.
+``ActivationModifiedError`` where autograd would not have asked for it. Draws with such a surprise may do so in that
+step. What no op has saved, and is changed under ``no_grad`` or through ``data`` in late steps only, nobody can see: it
+is not drawn.
 """
 
 from __future__ import annotations
@@ -53,13 +53,14 @@ from ds_tba.storage.staging import StagingRing
 from ds_tba.storage.swap_file import SwapFile
 
 LIMIT_S = 60.0  # of a draw
+GRAIN = 1 << 15  # elements that one thread of a CPU takes
 STEPS = 5
 LATE = 3  # the first step with a surprise
 MAX_SQUARE = 256  # columns, of a weight that is a square
 SHAPES = [
     (3, 17), (17, 3), (1, 1), (4, 8), (8, 64), (1, 4099), (3, 1366), (33, 128), (4099, 1), (12, 36), (0, 5), (2, 40000),
 ]  # fmt: skip
-SHAPE_WEIGHTS = [3, 3, 2, 4, 6, 2, 2, 4, 1, 4, 1, 1]
+SHAPE_WEIGHTS = [6, 6, 3, 8, 10, 2, 2, 6, 1, 8, 2, 2]
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.float16]
 DTYPE_WEIGHTS = [6, 4, 1, 1]
 
@@ -252,7 +253,7 @@ def norm(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
     elif kind == 6:
         made = torch.native_layer_norm(a, shape, weight, None, eps)[0]
     elif state.rows * state.columns and state.columns % 2 == 0:
-        affine = (weight, bias) if kind == 7 else (weight, None)
+        affine = (weight, r.choice([bias, None, weight, weight]))
         made = functional.group_norm(a.view(state.rows, state.columns, 1), 2, *affine, eps).view_as(a)
     else:
         made = functional.softmax(a, -1)
@@ -283,7 +284,14 @@ def cast(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
 def viewed(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
     f = UNARY[r.choice(["silu", "sin", "square", "sigmoid", "gelu", "relu"])]
     rows, columns = a.shape
-    kind = r.randrange(20)
+    g = {
+        "exp": lambda v: v.clamp(-2, 2).exp(), "relu": torch.relu, "tanh": torch.tanh, "add": lambda v: v + v.flip(0),
+        "sub": lambda v: v - v.sin(), "cast": lambda v: v.double(), "sqrt": lambda v: v.sigmoid().sqrt(),
+        "neg": torch.neg,
+    }[r.choice(["exp", "relu", "tanh", "add", "sub", "cast", "sqrt", "neg"])]  # fmt: skip
+    kind = r.randrange(32)
+    if kind >= 20:
+        return between(r, f, g, a, b)
     if kind == 0:
         return f(f(a).t()).t() * b
     if kind == 1:
@@ -332,6 +340,40 @@ def viewed(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
     return f(f(a)[..., ::2]).sum(-1, keepdim=True) * b
 
 
+def between(r: random.Random, f: Any, g: Any, a: Tensor, b: Tensor) -> Tensor:
+    """Views between ops of which the first saves its input and the second does not."""
+    rows, columns = a.shape
+    made = f(a) if r.random() < 0.7 else a * b
+    kind = r.randrange(14)
+    if kind == 0:
+        return f(g(made.t())).t() + b
+    if kind == 1:
+        return f(g(made.transpose(0, 1))).t() + b
+    if kind == 2:
+        return f(g(made.reshape(-1))).reshape(rows, columns) * b
+    if kind == 3:
+        return f(g(made[None])).squeeze().view_as(a) * b
+    if kind == 4 and rows:
+        return f(g(made[:1].expand(rows, columns))) * b
+    if kind == 5:
+        return f(g(made[None].permute(2, 0, 1)))[:, 0].t() * b
+    if kind == 6 and rows:
+        return f(g(made[-1])) * b
+    if kind == 7 and columns > 1:
+        return f(g(made[:, 1::2])).sum(1, keepdim=True) * b
+    if kind == 8 and columns > 1:
+        return f(g(made.split(columns // 2, -1)[-1])).sum(1, keepdim=True) * b
+    if kind == 9 and rows:
+        return f(g(made.unbind(0)[-1])) * b
+    if kind == 10 and columns:
+        return f(g(made[:, :, None].squeeze(2))) + f(g(made[:, :1].squeeze(-1)))[:, None]
+    if kind == 11:
+        return f(g(made.t().reshape(rows, columns))) * b
+    if kind == 12:
+        return f(g(made[None].squeeze(0) if r.random() < 0.5 else made[None].squeeze().view_as(a))) * b
+    return f(g(functional.glu(torch.cat([made, b], 1), 1))) * a
+
+
 @op()
 def attention(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
     if not a.numel() or state.rows > 64 or state.columns > MAX_SQUARE:
@@ -368,11 +410,14 @@ def custom(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
 @op(weight=3)
 def checkpointed(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
     names = [r.choice(list(UNARY)) for _ in range(3)]
+    calls, is_alone = state.calls, state.may_reenter  # not the state: that would close a cycle through the graph
 
     def block(a: Tensor, b: Tensor) -> Tensor:
-        state.calls["block"] += 1
+        calls["block"] += 1
         for name in names:
-            a = functional.dropout(UNARY[name](a), 0.1)
+            a = UNARY[name](a)
+            if is_alone:  # else threads may take random numbers meanwhile
+                a = functional.dropout(a, 0.1)
         return a * b
 
     made: Tensor = checkpoint(block, functional.silu(a), b, use_reentrant=state.may_reenter and r.random() < 0.5)
@@ -381,12 +426,14 @@ def checkpointed(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor
 
 @op(weight=3)
 def hooked(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+    calls = state.calls
+
     def pack(tensor: Tensor) -> Any:
-        state.calls["pack"] += 1
+        calls["pack"] += 1
         return tensor.detach().clone(), tensor.shape
 
     def unpack(held: Any) -> Tensor:
-        state.calls["unpack"] += 1
+        calls["unpack"] += 1
         found: Tensor = held[0]
         return found
 
@@ -401,7 +448,7 @@ def autocast(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
     with torch.autocast("cpu", r.choice([torch.bfloat16, torch.float16])):
         made = functional.silu(a)
         if state.columns <= MAX_SQUARE and state.rows:
-            made = functional.linear(made.float(), state.square) * b
+            made = functional.linear(made.float(), state.square.float()) * b
         made = torch.softmax(made, -1) * functional.gelu(made)
     return made.sin().to(a.dtype)
 
@@ -607,7 +654,7 @@ BACKWARDS = [
     "plain", "plain", "plain", "retained", "two losses", "of a part", "inputs", "double", "double inside", "dropped",
     "two forwards", "threads", "again", "other threads", "other thread", "accumulated",
 ]  # fmt: skip
-WHOLE = {"plain", "retained", "two losses", "dropped", "two forwards", "again", "other threads", "accumulated"}
+WHOLE = {"plain", "retained", "two losses", "dropped", "two forwards", "other threads", "accumulated"}
 """In which a reentrant checkpoint works."""
 
 
@@ -651,6 +698,12 @@ class Program:
         """See [Note: Late changes]."""
         return any(line.name.startswith("change_") for line in self.lines)
 
+    @property
+    def may_reenter(self) -> bool:
+        """A reentrant checkpoint works, and PyTorch leaves nothing of it behind, as it does after errors."""
+        names = {line.name for line in self.lines}
+        return self.backward in WHOLE and not names & set(SURPRISES)
+
     def describe(self) -> str:
         ops = "\n".join(
             f"    {place + 3}: {line.name}[{line.seed}]({line.first}, {line.second})"
@@ -679,9 +732,10 @@ def draw(seed: int) -> Program:
     last = count + 2
     some = tuple({r.randrange(last + 1) for _ in range(2)})
     stores = r.choice([(), (), (), ("nvme",), ("host",), ("nvme", "host"), ("host", "nvme")])
+    shape = r.choices(SHAPES, SHAPE_WEIGHTS)[0]
     return Program(
         seed=seed,
-        shape=r.choices(SHAPES, SHAPE_WEIGHTS)[0],
+        shape=shape,
         dtype=r.choices(DTYPES, DTYPE_WEIGHTS)[0],
         lines=tuple(lines),
         losses=((last, *some), (r.randrange(last + 1),)),
@@ -690,7 +744,7 @@ def draw(seed: int) -> Program:
         min_bytes=r.choice([1, 1, 64, 1024]),
         budget_bytes=r.choice([None, None, 0, 1 << 12, 1 << 15]),
         mixes=r.random() < 0.4,
-        threads=r.choice([1, 1, 1, 2, 3]),
+        threads=r.choice([1, 2, 3]) if shape[0] * shape[1] > GRAIN else 1,
         refills=r.random() < 0.3 and not stores,
         freezes=r.random() < 0.3,
     )
@@ -952,7 +1006,7 @@ class Run:
     def _model(self, step: int, x: Tensor) -> tuple[Tensor, Tensor]:
         rows, columns = self.program.shape
         state = State(step, step == LATE, self.vector, self.square, self.full, self.scalar, self.frozen, x, rows,
-                      columns, self.calls, self.program.backward in WHOLE)  # fmt: skip
+                      columns, self.calls, self.program.may_reenter)  # fmt: skip
         pool = [self.full * x, (self.full + self.vector).to(self.program.dtype), torch.tanh(x * self.vector)]
         for line in self.program.lines:
             function = OPS.get(line.name) or SURPRISES[line.name]
@@ -976,7 +1030,7 @@ class Run:
             one.grad = None
 
 
-ERRORS = {"boom", "modified", "freed"}
+ERRORS = {"boom", "modified", "freed", "no derivative"}
 
 
 def bits(tensor: Tensor | None) -> Any:
@@ -995,6 +1049,8 @@ def kind_of(error: BaseException) -> str:
         return "modified"
     if "backward through the graph a second time" in text or "after they have already been freed" in text:
         return "freed"
+    if text.startswith("derivative for"):
+        return "no derivative"
     return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"
 
 
@@ -1033,7 +1089,8 @@ class Tally:
         )
 
 
-NEVER_MADE = {name for name, rule in RULES.items() if not rule.operands}
+# Its own result is held; and an op that a CPU's rms_norm is not made of.
+NEVER_MADE = {name for name, rule in RULES.items() if not rule.operands} | {"FusedRmsNormBackward0"}
 USABLE = set(RULES) - NEVER_MADE
 
 
@@ -1066,24 +1123,14 @@ class Stores:
     def named(self, names: Sequence[str]) -> list[Store[Any]]:
         return [getattr(self, name) for name in names]
 
-    def left(self) -> str:
-        """What they still hold, once all that is under way is done."""
-        end_s = time.monotonic() + 1
-        while True:
-            text = self._held()
-            if not text or time.monotonic() > end_s:
-                return text
-            time.sleep(0.001)
-
-    def _held(self) -> str:
+    def held(self) -> dict[str, int]:
         self.nvme.settle()
         self.host.settle()
-        held = {
-            "staging": self.nvme.ring.slots.used_bytes,
-            "extents": sum(path.extents.used_bytes for path in self.nvme.paths),
-            "host": sum(segment.spans.used_bytes for segment in self.host._memory.segments),
+        return {
+            "bytes of staging": self.nvme.ring.slots.used_bytes,
+            "bytes of extents": sum(path.extents.used_bytes for path in self.nvme.paths),
+            "bytes of the host": sum(segment.spans.used_bytes for segment in self.host._memory.segments),
         }
-        return ", ".join(f"{name} {nbytes}" for name, nbytes in held.items() if nbytes)
 
     def close(self) -> None:
         self.nvme.close()
@@ -1127,23 +1174,37 @@ def _check(program: Program, stores: Stores, tally: Tally) -> list[Failure]:
         if isinstance(one, str) and one not in ERRORS
     ]
     tally.draws += 1
-    tally.proven += sites.proven
-    tally.refused += sites.refused
+    summary = sites.summary()
+    tally.proven += Counter(summary["rematerialized_sites"])
+    tally.refused += Counter(summary["refused_sites"])
     tally.errors += Counter(one for result in plain.results for one in result if isinstance(one, str))
     tally.finite += not any(is_infinite(one) for result in plain.results for one in result)
     del plain, ours
     gc.collect()
+    left = settled(lambda: left_in(cache, stores))
+    return failures + ([Failure("left", left)] if left else [])
+
+
+def left_in(cache: TensorCache, stores: Stores) -> str:
+    """What is still held or counted."""
     cache.settle()
-    if cache.live_records:
-        failures.append(Failure("left", f"{cache.live_records} records alive"))
-    if cache.stats.resident.now or cache.stats.saved.now:
-        failures.append(
-            Failure("left", f"{cache.stats.resident.now} bytes resident, {cache.stats.saved.now} saved, in the count")
-        )
-    left = stores.left()
-    if left:
-        failures.append(Failure("left", left))
-    return failures
+    held = {
+        "records": cache.live_records,
+        "bytes resident in the count": cache.stats.resident.now,
+        "bytes saved in the count": cache.stats.saved.now,
+        **stores.held(),
+    }
+    return ", ".join(f"{count} {name}" for name, count in held.items() if count)
+
+
+def settled(look: Callable[[], str]) -> str:
+    """What is left once all that is under way is done: writes, and the ends of threads."""
+    end_s = time.monotonic() + 1
+    while True:
+        text = look()
+        if not text or time.monotonic() > end_s:
+            return text
+        time.sleep(0.001)
 
 
 def is_infinite(result: Any) -> bool:
@@ -1187,11 +1248,27 @@ def shrink(program: Program, stores: Stores, kinds: set[str]) -> Program:
             return program
 
 
-def quiet() -> None:
-    """Once in a process that draws."""
-    warnings.simplefilter("ignore")
-    gc.collect()
-    gc.freeze()
+WARM_UP = Program(
+    seed=0, shape=(4, 8), dtype=torch.float32, lines=tuple(Line("checkpointed", seed, 0, 1) for seed in range(4)),
+    losses=((6,), (5,)), backward="plain", stores=(), min_bytes=1, budget_bytes=None, mixes=False, threads=1,
+    refills=False, freezes=False,
+)  # fmt: skip
+
+
+@contextlib.contextmanager
+def drawing(directory: str | None = None) -> Iterator[Stores]:
+    """What all draws of a process share; the collector leaves alone what is there before."""
+    with tempfile.TemporaryDirectory(dir=directory) as own, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        stores = Stores(own)
+        check(WARM_UP, stores, Tally())  # torch imports some modules late
+        gc.collect()
+        gc.freeze()
+        try:
+            yield stores
+        finally:
+            gc.unfreeze()
+            stores.close()
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -1209,10 +1286,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     torch.set_num_threads(1)
     faulthandler.enable()
-    quiet()
     failed, tally, started_s = [], Tally(), time.monotonic()
-    with tempfile.TemporaryDirectory(dir=options.nvme_path) as directory:
-        stores = Stores(directory)
+    with drawing(options.nvme_path) as stores:
         for seed in seeds:
             faulthandler.dump_traceback_later(LIMIT_S, exit=True)
             program = draw(seed)
@@ -1232,7 +1307,6 @@ def main(argv: list[str] | None = None) -> int:
             )
             if len(failed) >= options.stop:
                 break
-        stores.close()
     print(f"{tally}\n{tally.draws} draws in {time.monotonic() - started_s:.0f} s; failed: {failed or 'none'}")
     return 1 if failed else 0
 

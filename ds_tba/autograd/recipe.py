@@ -54,9 +54,12 @@ def is_supported() -> bool:
 
 
 def note_view(tensor: torch.Tensor, view: SavedView) -> None:
-    """Note at the node that made a tensor that the tensor is saved; see [Note: Operands]."""
+    """Note at the node that made a tensor that the tensor is saved; see [Note: Operands].
+
+    One that was changed in place may have had other values when the next op took it.
+    """
     node: Any = tensor.grad_fn
-    if node is not None:
+    if node is not None and not tensor._version:
         node.metadata[_NOTE, tensor.output_nr] = weakref.ref(view)
 
 
@@ -130,7 +133,7 @@ class Recipe:
     def signature(self) -> tuple[Any, ...]:
         """Equal for equal work: the ops, the constants, and of all tensors dtype, shape and stride."""
         return (
-            self.rule.op,
+            self.rule.make,
             self.output,
             self.constants,
             *(one.signature() if isinstance(one, Recipe) else _look(one) for one in self.operands),
@@ -185,6 +188,12 @@ class Finder:
         self._cache = cache
         self._may_be_released = may_be_released
         self._rules = {name: rule for name, rule in RULES.items() if rule.op not in exclude}
+        self._parameters: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+
+    def begin_forward(self) -> None:
+        """Note the versions of the parameters that no op saves, and that recipes have had as operands."""
+        alive = [parameter for held, _ in list(self._parameters.values()) if (parameter := held()) is not None]
+        self._parameters = {id(one): (weakref.ref(one), one._version) for one in alive}
 
     def find(self, tensor: torch.Tensor) -> Recipe | None:
         """The recipe of the storage of a tensor that is being saved; None where no rule is for the op that made it.
@@ -247,17 +256,26 @@ class Finder:
             variable = node.variable
             if not isinstance(variable, torch.nn.Parameter):
                 raise NoRecipeError("an input of the model")
+            self._check_unmodified(variable)
             return self._usable(PassedThrough(variable))
         rule = self._rules.get(type(node).__name__)
-        if rule is None:
+        if rule is None or (number and not rule.is_view):
             raise NoRecipeError("an operand that nobody saves")
-        if rule.result and not number:
+        if rule.result:
             found = self._attribute(node, rule.result)
             if found is not None:
                 return found
         if not rule.operands:
             raise NoRecipeError("an operand that nobody saves")
         return self._recipe(node, rule, number, ops)
+
+    def _check_unmodified(self, parameter: torch.Tensor) -> None:
+        """An op took it that has not saved it: which version that was is known of the begin of this forward only."""
+        held, version = self._parameters.get(id(parameter), (None, 0))
+        if held is None or held() is not parameter:
+            self._parameters[id(parameter)] = (weakref.ref(parameter), parameter._version)
+        elif parameter._version != version:
+            raise NoRecipeError("an operand was changed in place")
 
     def _attribute(self, node: Any, name: str) -> Held | torch.Tensor | None:
         """What a node holds; None where it holds nothing."""
@@ -268,7 +286,7 @@ class Finder:
         if data is None:
             return None
         if saved.unpack_hook is None:
-            if data.dim() == 0 and data.device.type == "cpu":  # a number: autograd calls no hooks for those
+            if _is_number(data):  # autograd calls no hooks for those
                 number: torch.Tensor = data
                 return number
             raise NoRecipeError("saved without our hooks")
@@ -300,6 +318,17 @@ def _made_by(tensor: torch.Tensor) -> tuple[Any, int]:
     while node is not None and is_passing(node):
         node, number = node.next_functions[0]
     return node, number
+
+
+_NARROW = {torch.float64: torch.float32, torch.int64: torch.int32, torch.complex128: torch.complex64}
+
+
+def _is_number(tensor: torch.Tensor) -> bool:
+    """Whether PyTorch has made a tensor of a number, which is nobody else's and yields to the dtype of any tensor."""
+    narrow = _NARROW.get(tensor.dtype)
+    if tensor.dim() or tensor._version or tensor.device.type != "cpu" or narrow is None:
+        return False
+    return torch.result_type(torch.empty((), dtype=narrow), tensor) == narrow
 
 
 def _epsilon(node: Any) -> Any:

@@ -81,7 +81,10 @@ def _view(make: Make, constants: str = "") -> Rule:
 
 
 def _native_dropout(tensor: torch.Tensor, mask: torch.Tensor, p: float, output: Output) -> torch.Tensor:
-    kept: torch.Tensor = torch.ops.aten.native_dropout_backward(tensor, mask, 0.0 if p == 1 else 1 / (1 - p))
+    scale = 0.0 if p == 1 else 1 / (1 - p)
+    if tensor.device.type == "cpu":  # whose forward rounds the scale, and whose backward does not
+        return tensor * (mask.to(tensor.dtype) * scale)
+    kept: torch.Tensor = torch.ops.aten.native_dropout_backward(tensor, mask, scale)
     return kept
 
 
@@ -99,7 +102,8 @@ def _layer_norm(
 def _rms_norm(
     tensor: torch.Tensor, weight: torch.Tensor | None, shape: tuple[int, ...], eps: float | None, output: Output
 ) -> torch.Tensor:
-    return torch.rms_norm(tensor, shape, weight, eps)
+    made: torch.Tensor = torch.ops.aten._fused_rms_norm(tensor, shape, weight, eps)[0]
+    return made
 
 
 def _elu(tensor: torch.Tensor, alpha: float, scale: float, input_scale: float) -> torch.Tensor:
@@ -173,7 +177,8 @@ RULES: dict[str, Rule] = {
     "FusedRmsNormBackward0": Rule("rms_norm", _NORM[:2], _rms_norm, ("normalized_shape",), needs_epsilon=True),
     "NativeGroupNormBackward0": Rule(
         "group_norm",
-        (Operand("input", 0), Operand("weight", 1, True), Operand("", 2, True)),
+        # A bias that is not trained looks like none.
+        (Operand("input", 0), Operand("weight", 1, True), Operand("", 2)),
         lambda x, weight, bias, groups, eps, _: functional.group_norm(x, groups, weight, bias, eps),
         ("group", "eps"),
     ),

@@ -205,7 +205,11 @@ class Sites:
         except NoRecipeError as reason:
             self._count_without(tensor, str(reason))
             return None
-        except (AttributeError, RuntimeError) as error:  # a node of another PyTorch, or one whose buffers are freed
+        except (
+            AttributeError,
+            LookupError,
+            RuntimeError,
+        ) as error:  # a node of another PyTorch, or one whose buffers are freed
             self._count_without(tensor, f"its node cannot be read ({type(error).__name__})")
             return None
         if recipe is None:
@@ -229,7 +233,7 @@ class Sites:
             return
         except StorageError:  # backward will want the operand, too
             return
-        except (RuntimeError, ValueError, TypeError) as error:
+        except (LookupError, RuntimeError, ValueError, TypeError) as error:
             self._refuse(site, f"{type(error).__name__} while it was made again")
             return
         after = clock.mark()
@@ -250,10 +254,18 @@ class Sites:
 
     def begin_forward(self) -> None:
         """Count occurrences anew, and read the comparisons that are done."""
+        self._finder.begin_forward()
         for site in list(self._sites.values()):
             site.occurred = 0
-        while self._under_way and (self._under_way[0].done is None or self._under_way[0].done.query()):
-            (site, number), differs, _, marks = self._under_way.popleft()
+        while True:
+            try:
+                comparison = self._under_way.popleft()
+            except IndexError:  # perhaps because another thread begins a forward, too
+                break
+            (site, number), differs, done, marks = comparison
+            if done is not None and not done.query():
+                self._under_way.appendleft(comparison)
+                break
             site.add_time(self._accelerator.clock.elapsed_s(*marks))
             if bool(differs):
                 self._refuse(site, "made again it differs")

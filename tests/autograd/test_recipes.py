@@ -1,0 +1,392 @@
+"""Recipes and rules: what is found is the same bits; what cannot be known is refused."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import Parameter, functional
+
+from ds_tba.autograd.cache import TensorCache
+from ds_tba.autograd.recipe import Finder, NoRecipeError, Recipe
+from ds_tba.autograd.rules import RULES
+from ds_tba.autograd.sites import Sites
+from ds_tba.autograd.tensors import mark_inputs
+from ds_tba.device.accelerator import CpuAccelerator
+
+NAMES = {rule.make: name for name, rule in RULES.items()}
+SIZE = (12, 34)
+SPECIAL = [0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-40, -1e-40, 3e38, -3e38, 65504.0, 88.8, -104.0]
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+
+Make = Callable[[Tensor, Tensor], Tensor]
+
+
+def row(tensor: Tensor) -> Parameter:
+    return Parameter(tensor[0].detach().clone())
+
+
+MAKES: dict[str, Make] = {
+    "MulBackward0": lambda a, b: a * b,
+    "DivBackward0": lambda a, b: a / b,
+    "AddBackward0": lambda a, b: torch.add(a, b, alpha=0.3),
+    "SubBackward0": lambda a, b: torch.sub(a, b, alpha=-2),
+    "AddcmulBackward0": lambda a, b: torch.addcmul(a, b, a, value=0.7),
+    "MaximumBackward0": torch.maximum,
+    "MinimumBackward0": torch.minimum,
+    "WhereBackward0": lambda a, b: torch.where(a > 0, a, b),
+    "SiluBackward0": lambda a, b: functional.silu(a),
+    "GeluBackward0": lambda a, b: functional.gelu(a, approximate="tanh"),
+    "ReluBackward0": lambda a, b: functional.relu(a),
+    "LeakyReluBackward0": lambda a, b: functional.leaky_relu(a, 0.2),
+    "EluBackward0": lambda a, b: functional.selu(a),
+    "HardtanhBackward0": lambda a, b: functional.relu6(a),
+    "HardswishBackward0": lambda a, b: functional.hardswish(a),
+    "HardsigmoidBackward0": lambda a, b: functional.hardsigmoid(a),
+    "SoftplusBackward0": lambda a, b: functional.softplus(a, 2, 10),
+    "MishBackward0": lambda a, b: functional.mish(a),
+    "GluBackward0": lambda a, b: functional.glu(a, 1),
+    "SigmoidBackward0": lambda a, b: torch.sigmoid(a),
+    "TanhBackward0": lambda a, b: torch.tanh(a),
+    "ExpBackward0": lambda a, b: torch.exp(a),
+    "SqrtBackward0": lambda a, b: torch.sqrt(a),
+    "RsqrtBackward0": lambda a, b: torch.rsqrt(a),
+    "ReciprocalBackward0": lambda a, b: torch.reciprocal(a),
+    "LogBackward0": lambda a, b: torch.log(a),
+    "SinBackward0": lambda a, b: torch.sin(a),
+    "CosBackward0": lambda a, b: torch.cos(a),
+    "ErfBackward0": lambda a, b: torch.erf(a),
+    "AbsBackward0": lambda a, b: torch.abs(a),
+    "NegBackward0": lambda a, b: -a,
+    "PowBackward0": lambda a, b: a**3,
+    "ClampMinBackward0": lambda a, b: a.clamp_min(-0.5),
+    "ClampBackward1": lambda a, b: a.clamp(-1, 2),
+    "NativeLayerNormBackward0": lambda a, b: functional.layer_norm(a, SIZE[1:], a[0].detach(), None, 0.1),
+    "NativeGroupNormBackward0": lambda a, b: functional.group_norm((a * b)[:, :, None], 2, row(a), row(b), 1e-3),
+    "SoftmaxBackward0": lambda a, b: torch.softmax(a, -1),
+    "NativeDropoutBackward0": lambda a, b: torch.native_dropout(a, 0.3, True)[0],
+    "IndexBackward0": lambda a, b: a[torch.tensor([1, 1, 0]), :],
+    "ToCopyBackward0": lambda a, b: a.to(torch.float16),
+    "CloneBackward0": lambda a, b: a.clone(),
+    "UnsafeViewBackward0": lambda a, b: a.t().reshape(SIZE),
+    # Between two ops.
+    "ViewBackward0": lambda a, b: a.view(-1).exp(),
+    "UnsqueezeBackward0": lambda a, b: a[None].exp(),
+    "SqueezeBackward0": lambda a, b: a[None].squeeze().exp(),
+    "SqueezeBackward1": lambda a, b: a[:, :1].squeeze(-1).exp(),
+    "ExpandBackward0": lambda a, b: a[None].expand(3, -1, -1).exp(),
+    "TBackward0": lambda a, b: a.t().exp(),
+    "TransposeBackward0": lambda a, b: a.transpose(0, -1).exp(),
+    "PermuteBackward0": lambda a, b: a.permute(1, 0).exp(),
+    "SelectBackward0": lambda a, b: a.select(1, -2).exp(),
+    "SliceBackward0": lambda a, b: a[:, 1:-3:2].exp(),
+    "SplitBackward0": lambda a, b: a.split(5, -1)[-1].exp(),
+    "UnbindBackward0": lambda a, b: a.unbind(1)[3].exp(),
+}
+# Made on the CPU of other ops; see below.
+ELSEWHERE = {"FusedRmsNormBackward0"}
+
+
+def values(seed: int, dtype: torch.dtype = torch.float32) -> Parameter:
+    """Random numbers, and special ones among them."""
+    drawn = torch.randn(SIZE, generator=torch.Generator().manual_seed(seed)) * 3
+    drawn[1::3, : len(SPECIAL)] = torch.tensor(SPECIAL)
+    drawn[2::3, -len(SPECIAL) :] = torch.tensor(SPECIAL[::-1])
+    return Parameter(drawn.to(dtype))
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(torch.int16 if tensor.itemsize == 2 else torch.int32)
+
+
+class Run:
+    """A cache that keeps, with what is found in it."""
+
+    def __init__(self, exclude: frozenset[str] = frozenset()) -> None:
+        self.cache = TensorCache([], "cpu", 1)
+        self.sites = Sites(self.cache.records, CpuAccelerator(), exclude)
+        self.cache.rematerialize(self.sites)
+        self.finder = Finder(self.cache.records, exclude)
+
+    def find(self, make: Make, a: Tensor, b: Tensor) -> tuple[Tensor, Recipe | None]:
+        with self.cache.saving():
+            made = make(a, b)
+            return made, self.finder.find(made)
+
+    def refusal(self, make: Make, a: Tensor, b: Tensor) -> str:
+        with pytest.raises(NoRecipeError) as refused:
+            self.find(make, a, b)
+        return str(refused.value)
+
+
+def names(recipe: Recipe) -> set[str]:
+    return {NAMES[one.rule.make] for one in (recipe, *recipe.steps())}
+
+
+# ---- rules ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_rule_has_a_case() -> None:
+    assert set(MAKES) | ELSEWHERE == {name for name, rule in RULES.items() if rule.operands}
+
+
+@dtypes
+@pytest.mark.parametrize("name", MAKES)
+def test_a_rule_makes_the_same_bits(name: str, dtype: torch.dtype) -> None:
+    made, recipe = Run().find(MAKES[name], values(0, dtype), values(1, dtype))
+    assert recipe is not None and name in names(recipe)
+    with torch.no_grad():
+        again = recipe.make()
+    assert again.dtype == made.dtype and again.shape == made.shape
+    assert torch.equal(bits(again), bits(made))
+
+
+@dtypes
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda a, b: functional.gelu(a),
+        lambda a, b: functional.elu(a, 0.7),
+        lambda a, b: functional.hardtanh(a, -2, 3),
+        lambda a, b: a * 0.3,
+        lambda a, b: a / 3,
+        lambda a, b: a * torch.tensor(0.3),
+        lambda a, b: a**0.5,
+        lambda a, b: a**2,
+        lambda a, b: a.clamp(max=1),
+        lambda a, b: functional.softplus(a),
+        lambda a, b: functional.layer_norm(a, SIZE, a, b, 1e-3),
+        lambda a, b: torch.softmax(a, 0, dtype=torch.float32),
+        lambda a, b: torch.native_dropout(a, 1.0, True)[0],
+        lambda a, b: torch.native_dropout(a, 0.0, True)[0],
+        lambda a, b: a[:, torch.tensor([2, 2])],
+        lambda a, b: a[torch.arange(SIZE[0]) > 3],
+        lambda a, b: a + b[0],
+        lambda a, b: a.float() * b.float(),
+        lambda a, b: torch.exp(torch.exp(a.t()) + functional.silu(b).t()),
+        lambda a, b: (a.double() + b).t().clone(),
+    ],
+)
+def test_other_forms_of_ops_make_the_same_bits(make: Make, dtype: torch.dtype) -> None:
+    made, recipe = Run().find(make, values(0, dtype), values(1, dtype))
+    assert recipe is not None
+    with torch.no_grad():
+        again = recipe.make()
+    assert again.dtype == made.dtype
+    assert torch.equal(again.detach().contiguous().view(torch.uint8), made.detach().contiguous().view(torch.uint8))
+
+
+@dtypes
+@pytest.mark.parametrize("p", [0.1, 0.3, 0.9])
+def test_dropout_rounds_as_in_forward_whatever_the_values(p: float, dtype: torch.dtype) -> None:
+    """A proof with few values may find them equal by chance."""
+    for seed in range(5):
+        made, recipe = Run().find(
+            lambda a, b: torch.native_dropout(a, p, True)[0], values(seed, dtype), values(1, dtype)
+        )
+        assert recipe is not None and torch.equal(bits(recipe.make()), bits(made))
+
+
+@dtypes
+@pytest.mark.parametrize("eps", [None, 1e-3])
+def test_a_fused_rms_norm_is_made_by_the_op_that_made_it(eps: float | None, dtype: torch.dtype) -> None:
+    """Its epsilon is known on a GPU only: on a CPU, PyTorch's function is made of other ops."""
+    a, weight = values(0, dtype), row(values(1, dtype))
+    made = torch.ops.aten._fused_rms_norm(a, SIZE[1:], weight, eps)[0]
+    rule = RULES["FusedRmsNormBackward0"]
+    assert torch.equal(bits(rule.make(a, weight, SIZE[1:], eps, None)), bits(made))
+
+
+# ---- what cannot be known -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda a, b: a + 1,
+        lambda a, b: 1 - a,
+        lambda a, b: a + b.detach(),
+        lambda a, b: torch.exp(a.cumsum(0)),
+        lambda a, b: torch.exp(a.masked_fill(b > 0, 0.5)),
+    ],
+)
+def test_what_the_graph_does_not_hold_is_refused(make: Make) -> None:
+    run, a, b = Run(), values(0), values(1)
+    try:
+        assert run.find(make, a, b)[1] is None
+    except NoRecipeError as reason:
+        assert "nobody saves" in str(reason)
+
+
+def test_ops_are_left_out_also_between_others() -> None:
+    run = Run(frozenset({"neg"}))
+    assert run.find(lambda a, b: -a, values(0), values(1))[1] is None
+    assert "nobody saves" in run.refusal(lambda a, b: torch.relu((-a).t() + b.t()), values(0), values(1))
+
+
+def test_a_norm_is_made_with_its_own_epsilon() -> None:
+    run, a, b = Run(), values(0), values(1)
+    for eps in (1e-5, 0.5):
+        made, recipe = run.find(lambda x, _, eps=eps: functional.layer_norm(x, SIZE[1:], eps=eps), a, b)
+        assert recipe is not None and torch.equal(bits(recipe.make()), bits(made))
+    direct = lambda x, _: torch.native_layer_norm(x, SIZE[1:], None, None, 1e-5)[0]  # noqa: E731
+    assert run.refusal(direct, a, b) == "a norm whose eps is not known"
+
+
+def test_inputs_of_the_model_are_no_operands() -> None:
+    x = torch.randn(SIZE)
+    mark_inputs([x])
+    assert Run().refusal(lambda a, _: a * x, values(0), values(1)) == "an input of the model"
+    leaf = torch.randn(SIZE).requires_grad_()
+    assert Run().refusal(lambda a, b: leaf.exp(), values(0), values(1)) == "an input of the model"
+
+
+def test_hooks_of_the_user_are_not_called() -> None:
+    calls = []
+
+    def make(a: Tensor, b: Tensor) -> Tensor:
+        with saved_tensors_hooks(lambda tensor: (calls.append("pack"), tensor)[1], lambda held: calls.append("unpack")):
+            made = a * b
+        calls.append("made")
+        return made
+
+    assert Run().refusal(make, values(0), values(1)) == "saved by hooks of the user"
+    assert calls == ["pack", "pack", "made"]
+
+
+# ---- changes in place -----------------------------------------------------------------------------------------------
+
+
+def double_in_place(tensor: Tensor) -> None:
+    with torch.no_grad():
+        tensor.mul_(2)
+
+
+def test_an_operand_that_was_changed_in_place_is_refused() -> None:
+    def make(a: Tensor, b: Tensor) -> Tensor:
+        held = a.neg()
+        made = held * b
+        double_in_place(held)
+        return made
+
+    assert Run().refusal(make, values(0), values(1)) == "an operand was changed in place"
+
+
+def test_what_was_changed_in_place_itself_is_refused() -> None:
+    def make(a: Tensor, b: Tensor) -> Tensor:
+        made = a * b
+        double_in_place(made[:1])
+        return made
+
+    assert "changed in place" in Run().refusal(make, values(0), values(1))
+
+
+def late(run: Run, forward: Callable[[bool], Tensor], parameters: list[Tensor]) -> None:
+    """Two steps as usual, and one with a change: its gradients must be those of plain autograd, or an error."""
+    for changes in (False, False, True):
+        saved = [one.detach().clone() for one in parameters]
+        plain = torch.autograd.grad(forward(changes).sum(), parameters, allow_unused=True)
+        with torch.no_grad():
+            for one, before in zip(parameters, saved, strict=True):
+                one.copy_(before)
+        with run.cache.saving():
+            loss = forward(changes).sum()
+        ours = torch.autograd.grad(loss, parameters, allow_unused=True)
+        for found, expected in zip(ours, plain, strict=True):
+            assert (found is None) == (expected is None)
+            assert found is None or torch.equal(found, expected)
+    assert run.cache.stats.rematerialized_bytes
+
+
+def test_a_parameter_changed_between_an_op_and_the_save_of_its_output_is_seen() -> None:
+    a, b = (Parameter(torch.randn(SIZE)) for _ in range(2))
+
+    def forward(changes: bool) -> Tensor:
+        made = a + b
+        if changes:
+            double_in_place(b)
+        return made.sin()
+
+    late(Run(), forward, [a, b])
+
+
+def test_an_operand_changed_between_two_uses_is_not_taken_for_the_first() -> None:
+    a, b = (Parameter(torch.randn(SIZE)) for _ in range(2))
+    kept: list[Tensor] = []
+
+    def forward(changes: bool) -> Tensor:
+        held = functional.silu(a)
+        made = held + b
+        if changes:
+            double_in_place(held)
+        kept.append(held.sin())  # saves it, as it is now
+        return made.sin()
+
+    late(Run(), forward, [a, b])
+
+
+def test_a_bias_that_is_not_trained_is_not_taken_for_none() -> None:
+    a, weight = Parameter(torch.randn(SIZE)), Parameter(torch.ones(SIZE[1]))
+    bias = torch.zeros(SIZE[1])
+
+    def forward(changes: bool) -> Tensor:
+        if changes:
+            bias.fill_(3)
+        made = functional.group_norm(a.sin()[:, :, None], 2, weight, bias).sin()
+        return made + (a * 2).sin()[:, :, None]
+
+    late(Run(), forward, [a])
+
+
+def test_a_tensor_without_dimensions_is_no_number() -> None:
+    run, a, scale = Run(), Parameter(torch.randn(SIZE)), torch.tensor(0.5)
+    outside = a * scale  # saved without our hooks, as a number is
+    assert run.refusal(lambda a, b: torch.exp(outside.t() + b.t()), a, values(1)) == "saved without our hooks"
+
+
+# ---- lifetimes ------------------------------------------------------------------------------------------------------
+
+
+def test_a_recipe_outlives_the_buffers_of_its_node() -> None:
+    """Another backward frees them; what was saved is held as long as what is made of it."""
+    run, a, b = Run(), Parameter(torch.randn(SIZE)), Parameter(torch.randn(SIZE))
+
+    def forward() -> tuple[Tensor, Tensor]:
+        made = functional.silu(a * 2)
+        return made.sum(), (made.detach().requires_grad_() * 1).sum() + torch.einsum("ij,ij->", made, b)
+
+    for step in range(3):
+        with run.cache.saving():
+            first, second = forward()
+        found = torch.autograd.grad(second, [b], retain_graph=True) + torch.autograd.grad(first, [a])
+        found += torch.autograd.grad(second, [b])
+        first, second = forward()
+        plain = torch.autograd.grad(second, [b], retain_graph=True) + torch.autograd.grad(first, [a])
+        plain += torch.autograd.grad(second, [b])
+        assert all(torch.equal(one, other) for one, other in zip(found, plain, strict=True)), step
+    assert run.cache.stats.rematerialized_bytes
+    del first, second
+    gc.collect()
+    run.cache.settle()
+    assert run.cache.live_records == run.cache.stats.resident.now == run.cache.stats.saved.now == 0
+
+
+def test_graphs_that_are_dropped_leave_no_record() -> None:
+    run, a, b = Run(), Parameter(torch.randn(SIZE)), Parameter(torch.randn(SIZE))
+    losses: list[Any] = []
+    for backward in (True, True, False, False):
+        with run.cache.saving():
+            losses.append((functional.silu(a * 2) * torch.tanh(b * a)).sin().sum())
+        if backward:
+            losses[-1].backward()
+    assert run.cache.live_records
+    assert run.cache.stats.rematerialized_bytes
+    losses.clear()
+    gc.collect()
+    run.cache.settle()
+    assert run.cache.live_records == run.cache.stats.resident.now == run.cache.stats.saved.now == 0
