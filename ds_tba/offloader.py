@@ -108,15 +108,9 @@ class Reporter:
     """
 
     def __init__(
-        self,
-        config: OffloadConfig,
-        rank: int,
-        path: Path | None,
-        tiers: Tiers,
-        cache: TensorCache,
-        sites: Sites | None,
-        started_at: float,
-    ) -> None:
+        self, config: OffloadConfig, rank: int, path: Path | None, tiers: Tiers, cache: TensorCache,
+        sites: Sites | None, started_at: float,
+    ) -> None:  # fmt: skip
         self._config = config
         self._sites = sites
         self._rank = rank
@@ -261,8 +255,7 @@ class ActivationOffloader:
             accelerator=None if is_host else accelerator,
         )
         sites = open_sites(config, self.cache.records, accelerator)
-        if sites is not None:
-            self.cache.rematerialize(sites)
+        self.cache.rematerialize(sites)
         self._reporter = Reporter(config, rank, report_path, self._tiers, self.cache, sites, started_at)
         self._closer = Closer(self._close)
         atexit.register(self.close)
@@ -390,7 +383,7 @@ class ActivationOffloader:
         if not parts and self._tiers.host is not None:
             parts = [f"activations go to host memory, up to {self.config.host_budget_bytes} bytes per rank"]
         if not parts:
-            again = ", and outputs of cheap ops made again in backward" if self.config.rematerialize_enabled else ""
+            again = ", and made again where that is cheap" if self.config.rematerialize_enabled else ""
             return f'ds_tba: placement "keep": activations are measured, not moved{again}'
         return f"ds_tba: {'; '.join([*parts, _planning_text(self.config)])}"
 

@@ -106,7 +106,8 @@ class Program:
             f"set_to_none {self.set_to_none}, batches {self.batches}{', input.grad' if self.input_grad else ''}\n"
             f"  {self.device}: {self.placement}{planner}, recompute {self.recompute}, "
             f"rematerialize {self.rematerialize}, max_step_overhead {self.max_step_overhead}{budget}, "
-            f"host {self.host_bytes // 1024} KiB, staging {self.staging_bytes // MIB} MiB, {self.lanes} + {self.lanes} lanes, integrity {self.integrity}{collector}"
+            f"host {self.host_bytes // 1024} KiB, staging {self.staging_bytes // MIB} MiB, "
+            f"{self.lanes} + {self.lanes} lanes, integrity {self.integrity}{collector}"
             f"{surprises}\n"
             f"  {len(self.steps)} steps: {_in_short(self.steps)}"
         )

@@ -66,7 +66,7 @@ DTYPE_WEIGHTS = [6, 4, 1, 1]
 # ---- what programs are made of --------------------------------------------------------------------------------------
 
 
-class Boom(Exception):  # noqa: N818 - a surprise, not an error of ours
+class Boom(Exception):
     """Raised by the user's code in backward."""
 
 
@@ -167,7 +167,24 @@ def saved(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
 
 @op(weight=16)
 def binary(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
-    kind = r.choice("mul div add sub alpha maximum minimum where fill lerp addcmul glu mulsin addsin".split())
+    kind = r.choice(
+        [
+            "mul",
+            "div",
+            "add",
+            "sub",
+            "alpha",
+            "maximum",
+            "minimum",
+            "where",
+            "fill",
+            "lerp",
+            "addcmul",
+            "glu",
+            "mulsin",
+            "addsin",
+        ]
+    )
     if kind == "mul":
         return a * b
     if kind == "div":
@@ -446,9 +463,12 @@ def complex_(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
 def single(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
     """Tensors without dimensions."""
     one = a.mean()
-    return [a * one.sin(), a * functional.silu(functional.silu(one)), functional.silu(a * state.scalar.sin() + one), a * torch.tensor(0.5)][
-        r.randrange(4)
-    ]
+    return [
+        a * one.sin(),
+        a * functional.silu(functional.silu(one)),
+        functional.silu(a * state.scalar.sin() + one),
+        a * torch.tensor(0.5),
+    ][r.randrange(4)]
 
 
 @op(weight=1)
@@ -459,7 +479,12 @@ def empty(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
 
 @op(weight=3)
 def from_input(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
-    made = [a * state.x, (a + state.x).sin(), (functional.silu(state.x) * a).sin(), functional.silu(state.x.view(-1).view_as(a) * a)]
+    made = [
+        a * state.x,
+        (a + state.x).sin(),
+        (functional.silu(state.x) * a).sin(),
+        functional.silu(state.x.view(-1).view_as(a) * a),
+    ]
     return made[r.randrange(4)]
 
 
@@ -1096,7 +1121,10 @@ def _check(program: Program, stores: Stores, tally: Tally) -> list[Failure]:
         if count > plain.calls[name]:
             failures.append(Failure("calls", f"{name}: {count} instead of {plain.calls[name]}"))
     failures += [
-        Failure("program", one) for result in plain.results for one in result if isinstance(one, str) and one not in ERRORS
+        Failure("program", one)
+        for result in plain.results
+        for one in result
+        if isinstance(one, str) and one not in ERRORS
     ]
     tally.draws += 1
     tally.proven += sites.proven

@@ -144,8 +144,8 @@ class TensorCache:
             return Eligibility.PARAMETER if is_parameter(tensor) else Eligibility.UNDER_A_MODE
         return eligibility(tensor, self._device, self._min_tensor_bytes)
 
-    def rematerialize(self, sites: Rematerialization) -> None:
-        """Make storages again from others in backward instead of saving them, where that is proven."""
+    def rematerialize(self, sites: Rematerialization | None) -> None:
+        """Make storages again from others in backward instead of saving them, where that is proven; None: never."""
         self.records.sites = sites
 
     # ---- for the offloader and the controller -------------------------------------------------------------------

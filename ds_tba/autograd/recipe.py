@@ -28,7 +28,7 @@ from torch.nn import functional
 
 from ds_tba.autograd.rules import RULES, Operand, Output, Rule, constant, is_passing
 from ds_tba.autograd.saved import Keeper, PassedThrough, SavedCounted, SavedView
-from ds_tba.autograd.tensors import is_input, is_owned, is_parameter, may_be_released
+from ds_tba.autograd.tensors import gathered, is_input, is_owned, is_parameter, is_partitioned, may_be_released
 
 MAX_OPS = 8
 # Bytes of the steps between, relative to the result's.
@@ -291,7 +291,7 @@ class Finder:
             raise NoRecipeError("a parameter that ZeRO-3 partitions")
         if is_input(tensor):
             raise NoRecipeError("an input of the model")
-        return held
+        return PassedThrough(gathered(tensor)) if is_partitioned(tensor) else held
 
 
 def _made_by(tensor: torch.Tensor) -> tuple[Any, int]:

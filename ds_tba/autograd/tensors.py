@@ -150,10 +150,23 @@ def is_input(tensor: torch.Tensor) -> bool:
     return has_plain_storage(tensor) and getattr(tensor.untyped_storage(), _INPUT, False)
 
 
+def is_partitioned(tensor: torch.Tensor) -> bool:
+    """Whether it is a parameter that ZeRO-3 partitions, or a view of one."""
+    return hasattr(tensor if tensor._base is None else tensor._base, "ds_id")
+
+
 def may_be_released(tensor: torch.Tensor) -> bool:
-    """Whether it is a parameter that ZeRO-3 partitions, and may have let go of when backward wants it."""
+    """Whether it is a parameter that ZeRO-3 lets go of between its uses.
+
+    Those that persist go, too, in the first step, or where modules run in another order than before.
+    """
     parameter = tensor if tensor._base is None else tensor._base
-    return hasattr(parameter, "ds_id") and not getattr(parameter, "ds_persist", False)
+    return is_partitioned(tensor) and (not getattr(parameter, "ds_persist", False) or not tensor.numel())
+
+
+def gathered(parameter: torch.Tensor) -> torch.Tensor:
+    """What is in a parameter now: ZeRO-3 replaces the parameter's data when it lets go of it, and not this tensor's."""
+    return parameter.detach()
 
 
 def is_parameter(tensor: torch.Tensor) -> bool:

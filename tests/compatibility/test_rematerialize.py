@@ -80,6 +80,13 @@ def test_way(
     row_says(str(compared))
 
 
+@pytest.mark.compatible("Rematerialization", "ZeRO-3, parameters gathered between forward and backward")
+def test_parameters_that_are_gathered_in_between(tmp_path: Path, row_says: Callable[[str], None]) -> None:
+    compared = compare(programs_deepspeed.trained_with_a_look, config_of(3), tmp_path, block=ALONE, must_move=False)
+    assert compared.rematerialized_bytes > 0
+    row_says(str(compared))
+
+
 def test_excluded_ops_are_saved(tmp_path: Path) -> None:
     ops = ["mul", "silu", "cast"]
     block = {**ALONE, "rematerialize": {"exclude": ops}}

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -96,9 +97,9 @@ def test_a_torch_func_transform_in_forward_names_the_way_out() -> None:
 
     from ds_tba.autograd.cache import TensorCache
 
-    offloader = SimpleNamespace(saving=TensorCache([], "cpu", 0).saving)
+    offloader = SimpleNamespace(saving=lambda inputs: TensorCache([], "cpu", 0).saving())
     with pytest.raises(IncompatibleError, match=r"torch\.func"):
-        engine._forward(offloader, forward, SimpleNamespace(module=torch.nn.Identity()))  # type: ignore[arg-type]
+        engine._forward(offloader, partial(forward), SimpleNamespace(module=torch.nn.Identity()))  # type: ignore[arg-type]
 
 
 PROGRAM = """

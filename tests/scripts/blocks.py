@@ -97,8 +97,8 @@ def listening(engine, blocks):
     saving = type(offloader).saving
 
     @contextmanager
-    def both():
-        with saving(offloader), blocks.listening():
+    def both(inputs=()):
+        with saving(offloader, inputs), blocks.listening():
             yield
 
     offloader.saving = both

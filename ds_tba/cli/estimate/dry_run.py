@@ -193,6 +193,8 @@ class _MicroStep:
         notes = []
         if self._settings.autocast is not None:
             notes.append("torch_autocast: the model ran on the CPU, which casts nearly the same operations as CUDA")
+        if self._settings.rematerialize and not op_recipe.is_supported():
+            notes.append(f"nothing is rematerialized: PyTorch {torch.__version__} does not show what its graph holds")
         if self._answers.given:
             notes.append(
                 "where the model asks whether all or any elements of a mask are true: all() is true, any() is false"
@@ -295,7 +297,7 @@ class AssumedSites:
         """Never called: every storage is saved."""
         raise NotImplementedError("nothing is made again in a dry run; this is a bug in ds_tba")
 
-    def compare(self, origin: Any, tensor: torch.Tensor) -> None:
+    def compare(self, origin: Any, tensor: torch.Tensor, offset: int) -> None:
         """Nothing to do: every site is taken as proven."""
 
     def begin_forward(self) -> None:
