@@ -67,7 +67,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     losses = [one_step(engine, data) for _ in range(options.warmup)]
     counters = getattr(engine, "activation_offloader", None) and engine.activation_offloader.cache.stats
     if counters:
-        counters.resident.lap(), counters.saved.lap()
+        counters.resident.peak, counters.saved.peak = counters.resident.now, counters.saved.now
     reset_peak_memory()
     rest_bytes = resident_bytes()
     times, cpu_times = [], []
@@ -85,7 +85,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "report": None,
     }
     if counters:
-        result["saved_peak_bytes"] = [counters.resident.lap(), counters.saved.lap()]
+        result["saved_peak_bytes"] = [counters.resident.peak, counters.saved.peak]
         result["report"] = engine.activation_offloader.report().to_dict()
     engine.destroy()
     return result
