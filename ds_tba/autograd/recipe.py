@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ds_tba.autograd.rules import RULES, Operand, Output, Rule, constant, is_passing
+from ds_tba.autograd.rules import PASSING, RULES, Operand, Output, Rule, constant, is_passing
 from ds_tba.autograd.saved import Keeper, PassedThrough, SavedCounted, SavedView
 from ds_tba.autograd.tensors import gathered, is_input, is_owned, is_parameter, is_partitioned, may_be_released
 
@@ -35,6 +35,7 @@ MAX_OPS = 8
 MAX_BETWEEN_FACTOR = 4
 # Recipes whose operands are made again themselves, one behind the other.
 MAX_DEPTH = 4
+UNSAVED = "an operand that nobody saves"
 _NOTE = "ds_tba"
 _NORMS: frozenset[CodeType] = frozenset(
     getattr(functional, name).__code__ for name in ("layer_norm", "rms_norm") if hasattr(functional, name)
@@ -188,12 +189,17 @@ class Finder:
         self._cache = cache
         self._may_be_released = may_be_released
         self._rules = {name: rule for name, rule in RULES.items() if rule.op not in exclude}
+        self._names = PASSING | {name for name, rule in self._rules.items() if rule.operands and not rule.is_view}
         self._parameters: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
 
     def begin_forward(self) -> None:
         """Note the versions of the parameters that no op saves, and that recipes have had as operands."""
         alive = [parameter for held, _ in list(self._parameters.values()) if (parameter := held()) is not None]
         self._parameters = {id(one): (weakref.ref(one), one._version) for one in alive}
+
+    def may_find(self, node: Any) -> bool:
+        """Whether there is a rule for what a node has made."""
+        return type(node).__name__ in self._names
 
     def find(self, tensor: torch.Tensor) -> Recipe | None:
         """The recipe of the storage of a tensor that is being saved; None where no rule is for the op that made it.
@@ -238,7 +244,7 @@ class Finder:
         if made_by is None:
             if operand.is_optional:
                 return None
-            raise NoRecipeError("an operand that nobody saves")
+            raise NoRecipeError(UNSAVED)
         return self._output(made_by, number, ops)
 
     def _output(self, node: Any, number: int, ops: int) -> Held | torch.Tensor | Recipe:
@@ -250,7 +256,7 @@ class Finder:
         if is_passing(node):
             passed, number = node.next_functions[0]
             if passed is None:
-                raise NoRecipeError("an operand that nobody saves")
+                raise NoRecipeError(UNSAVED)
             return self._output(passed, number, ops)
         if type(node).__name__ == "AccumulateGrad":
             variable = node.variable
@@ -260,13 +266,13 @@ class Finder:
             return self._usable(PassedThrough(variable))
         rule = self._rules.get(type(node).__name__)
         if rule is None or (number and not rule.is_view):
-            raise NoRecipeError("an operand that nobody saves")
+            raise NoRecipeError(UNSAVED)
         if rule.result:
             found = self._attribute(node, rule.result)
             if found is not None:
                 return found
         if not rule.operands:
-            raise NoRecipeError("an operand that nobody saves")
+            raise NoRecipeError(UNSAVED)
         return self._recipe(node, rule, number, ops)
 
     def _check_unmodified(self, parameter: torch.Tensor) -> None:

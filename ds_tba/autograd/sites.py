@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ds_tba.autograd.recipe import Finder, NoRecipeError, Recipe, is_supported, note_epsilon, note_view
+from ds_tba.autograd.recipe import UNSAVED, Finder, NoRecipeError, Recipe, is_supported, note_epsilon, note_view
 from ds_tba.autograd.rules import OPS
 from ds_tba.autograd.saved import Keeper, SavedCounted, SavedStorage, SavedView
 from ds_tba.autograd.tensors import ViewSpec, storage_bytes
@@ -35,6 +35,7 @@ from ds_tba.errors import ActivationModifiedError, ConfigError, StorageError
 logger = logging.getLogger(__name__)
 
 MAX_SITES = 4096
+MAX_PLACES = 1 << 16
 
 
 @dataclass(slots=True, eq=False)
@@ -196,25 +197,31 @@ class Sites:
         self._is_synchronous = accelerator.is_synchronized_device()
         self._sites: dict[Any, Site] = {}
         self._without: set[Any] = set()
+        self._places: dict[Any, int] = {}
+        self._unsaved: set[Any] = set()
         self._under_way: deque[_Comparison] = deque()
 
     def origin(self, tensor: torch.Tensor) -> Derivation | None:
         """How the storage of a tensor that is being saved could be made again; None where it cannot."""
+        made = tensor if tensor._base is None else tensor._base
+        if not self._finder.may_find(made.grad_fn):
+            return None
+        place = self._place(made)
+        if place in self._unsaved:
+            return None
         try:
             recipe = self._finder.find(tensor)
         except NoRecipeError as reason:
+            if str(reason) == UNSAVED and len(self._unsaved) < MAX_PLACES:
+                self._unsaved.add(place)
             self._count_without(tensor, str(reason))
             return None
-        except (
-            AttributeError,
-            LookupError,
-            RuntimeError,
-        ) as error:  # a node of another PyTorch, or one whose buffers are freed
+        # A node of another PyTorch, or one whose buffers are freed.
+        except (AttributeError, LookupError, RuntimeError) as error:
             self._count_without(tensor, f"its node cannot be read ({type(error).__name__})")
             return None
         if recipe is None:
             return None
-        made = tensor if tensor._base is None else tensor._base
         spec, threads = ViewSpec.of(made), torch.get_num_threads() if self._is_synchronous else 0
         site = self._site((recipe.signature(), spec.stride, threads), recipe.rule.op)
         if site.reason:
@@ -255,6 +262,7 @@ class Sites:
     def begin_forward(self) -> None:
         """Count occurrences anew, and read the comparisons that are done."""
         self._finder.begin_forward()
+        self._places = {}
         for site in list(self._sites.values()):
             site.occurred = 0
         while True:
@@ -296,6 +304,12 @@ class Sites:
             "rematerialized_sites": dict(Counter(site.op for site in sites if site.proven and not site.reason)),
             "refused_sites": dict(refused),
         }
+
+    def _place(self, made: torch.Tensor) -> Any:
+        """Which of a forward's outputs of one op and shape this is: what was in vain there is not tried again."""
+        kind = type(made.grad_fn), made.shape
+        number = self._places[kind] = self._places.get(kind, 0) + 1
+        return kind, number
 
     def _site(self, signature: Any, op: str) -> Site:
         site = self._sites.get(signature)
