@@ -8,8 +8,8 @@ is made and compared with what was saved. If every bit is equal, the n-th occurr
 on. If one differs, raises, or had an operand changed in place before backward, none of the site is used any more. A
 device is not waited for: a comparison is read once it is done.
 
-[Note: Threads] Kernels of a CPU cut their work by the number of threads, and the last bits may follow from that. So
-what was made by so many threads is made again by as many.
+[Note: Kernels] Those of a CPU cut their work by the number of threads, and oneDNN has some of its own: the last bits
+may follow from that. So what was made by so many threads, and with oneDNN or without, is made again likewise.
 """
 
 from __future__ import annotations
@@ -83,17 +83,35 @@ class Occurrence(NamedTuple):
         return self.site.seconds if self.is_proven else None
 
 
+class Kernels(NamedTuple):
+    """What chooses among the kernels of a CPU; see [Note: Kernels]."""
+
+    threads: int
+    with_onednn: bool
+
+    @classmethod
+    def present(cls) -> Kernels:
+        """As they are chosen now, in this thread."""
+        return cls(torch.get_num_threads(), torch._C._get_mkldnn_enabled())
+
+    def choose(self) -> None:
+        """Choose them."""
+        if torch.get_num_threads() != self.threads:
+            torch.set_num_threads(self.threads)
+        torch._C._set_mkldnn_enabled(self.with_onednn)
+
+
 class Derivation(NamedTuple):
     """How a saved storage is made again: the recipe, its site, and how the storage was laid out.
 
     Attributes:
-        threads: of the CPU kernels that made it.
+        kernels: that made it.
     """
 
     recipe: Recipe
     site: Occurrence
     spec: ViewSpec
-    threads: int
+    kernels: Kernels | None
 
     @property
     def depth(self) -> int:
@@ -125,7 +143,7 @@ class Derivation(NamedTuple):
 
     def made(self) -> torch.Tensor:
         """The output of the op, laid out as in forward."""
-        with _as_in_forward(self.threads):
+        with _as_in_forward(self.kernels):
             made = self.recipe.make()
             if made.stride() != self.spec.stride or made.untyped_storage().nbytes() != made.numel() * made.itemsize:
                 laid_out = torch.empty_strided(
@@ -147,7 +165,7 @@ class Derivation(NamedTuple):
         )  # fmt: skip
         if not is_alike:
             return None
-        with _as_in_forward(self.threads):
+        with _as_in_forward(self.kernels):
             whole = saved.as_strided(spec.shape, spec.stride, int(saved.storage_offset()) - offset)
             return (_bits(made) != _bits(whole)).any()
 
@@ -215,12 +233,12 @@ class Sites:
         if recipe is None:
             return None
         made = tensor if tensor._base is None else tensor._base
-        spec, threads = ViewSpec.of(made), torch.get_num_threads() if self._is_synchronous else 0
-        site = self._site((recipe.signature(), spec.stride, threads), recipe.rule.op)
+        spec, kernels = ViewSpec.of(made), Kernels.present() if self._is_synchronous else None
+        site = self._site((recipe.signature(), spec.stride, kernels), recipe.rule.op)
         if site.reason:
             return None
         site.occurred += 1
-        return Derivation(recipe, Occurrence(site, site.occurred), spec, threads)
+        return Derivation(recipe, Occurrence(site, site.occurred), spec, kernels)
 
     def compare(self, origin: Derivation, tensor: torch.Tensor, offset: int) -> None:
         """Make a storage again, and compare it with what was saved of it; see :meth:`Derivation.differs`."""
@@ -332,8 +350,8 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _as_in_forward(threads: int) -> Iterator[None]:
-    """No graph, no autocast (which has acted in forward), no modes of the user; as many threads."""
+def _as_in_forward(kernels: Kernels | None) -> Iterator[None]:
+    """No graph, no autocast (which has acted in forward), no modes of the user; the same kernels."""
     with ExitStack() as state:
         state.enter_context(torch.no_grad())
         state.enter_context(torch._C.DisableTorchFunction())
@@ -342,10 +360,10 @@ def _as_in_forward(threads: int) -> Iterator[None]:
                 state.enter_context(torch.autocast(kind, enabled=False))
         if torch._C._len_torch_dispatch_stack():
             state.enter_context(_disable_current_modes())
-        present = torch.get_num_threads()
-        if threads and present != threads:
-            torch.set_num_threads(threads)
-            state.callback(torch.set_num_threads, present)
+        present = None if kernels is None else Kernels.present()
+        if kernels is not None and present is not None and kernels != present:
+            kernels.choose()
+            state.callback(present.choose)
         yield
 
 
