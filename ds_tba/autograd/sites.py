@@ -5,11 +5,12 @@ Knows recipes and an accelerator; does not know plans.
 [Note: Proof] A site is a recipe with its dtypes, shapes and strides; in one forward it occurs in each layer, say. The
 n-th occurrence is not proven at first: its storage is saved as usual, and in backward, where it would be made again, it
 is made and compared with what was saved. If every bit is equal, the n-th occurrence is made again from the next forward
-on. If one differs, raises, or had an operand changed in place before backward, none of the site is used any more. A
-device is not waited for: a comparison is read once it is done.
+on. Of equal elements (zeros, say) that proves nothing, and it is compared again. If one differs, raises, or had an
+operand changed in place before backward, none of the site is used any more. A device is not waited for: a comparison is
+read once it is done.
 
-[Note: Threads] Kernels of a CPU cut their work by the number of threads, and the last bits may follow from that. So
-what was made by so many threads is made again by as many.
+[Note: Kernels] Those of a CPU cut their work by the number of threads, and oneDNN has some of its own: the last bits
+may follow from that. So what was made by so many threads, and with oneDNN or without, is made again likewise.
 """
 
 from __future__ import annotations
@@ -84,17 +85,35 @@ class Occurrence(NamedTuple):
         return self.site.seconds if self.is_proven else None
 
 
+class Kernels(NamedTuple):
+    """What chooses among the kernels of a CPU; see [Note: Kernels]."""
+
+    threads: int
+    with_onednn: bool
+
+    @classmethod
+    def present(cls) -> Kernels:
+        """As they are chosen now, in this thread."""
+        return cls(torch.get_num_threads(), torch._C._get_mkldnn_enabled())
+
+    def choose(self) -> None:
+        """Choose them."""
+        if torch.get_num_threads() != self.threads:
+            torch.set_num_threads(self.threads)
+        torch._C._set_mkldnn_enabled(self.with_onednn)
+
+
 class Derivation(NamedTuple):
     """How a saved storage is made again: the recipe, its site, and how the storage was laid out.
 
     Attributes:
-        threads: of the CPU kernels that made it.
+        kernels: that made it.
     """
 
     recipe: Recipe
     site: Occurrence
     spec: ViewSpec
-    threads: int
+    kernels: Kernels | None
 
     @property
     def depth(self) -> int:
@@ -126,7 +145,7 @@ class Derivation(NamedTuple):
 
     def made(self) -> torch.Tensor:
         """The output of the op, laid out as in forward."""
-        with _as_in_forward(self.threads):
+        with _as_in_forward(self.kernels):
             made = self.recipe.make()
             if made.stride() != self.spec.stride or made.untyped_storage().nbytes() != made.numel() * made.itemsize:
                 laid_out = torch.empty_strided(
@@ -136,7 +155,7 @@ class Derivation(NamedTuple):
         return made
 
     def differs(self, made: torch.Tensor, saved: torch.Tensor, offset: int) -> torch.Tensor | None:
-        """Whether any bit differs (a tensor of one bool); None where the two cannot be compared.
+        """Whether any bit differs, and whether the elements do (two bools); None where the two cannot be compared.
 
         Args:
             saved: a view of the storage that was saved, in whatever memory it lies now.
@@ -148,16 +167,17 @@ class Derivation(NamedTuple):
         )  # fmt: skip
         if not is_alike:
             return None
-        with _as_in_forward(self.threads):
+        with _as_in_forward(self.kernels):
             whole = saved.as_strided(spec.shape, spec.stride, int(saved.storage_offset()) - offset)
-            return (_bits(made) != _bits(whole)).any()
+            bits = _bits(whole)
+            return torch.stack(((_bits(made) != bits).any(), bits.amin() != bits.amax()))
 
 
 class _Comparison(NamedTuple):
     """A comparison under way.
 
     Attributes:
-        differs: in host memory, once ``done``.
+        differs: see :meth:`Derivation.differs`; in host memory, once ``done``.
         done: event; None where it is done.
         marks: of the clock, before and after the making.
     """
@@ -222,12 +242,12 @@ class Sites:
             return None
         if recipe is None:
             return None
-        spec, threads = ViewSpec.of(made), torch.get_num_threads() if self._is_synchronous else 0
-        site = self._site((recipe.signature(), spec.stride, threads), recipe.rule.op)
+        spec, kernels = ViewSpec.of(made), Kernels.present() if self._is_synchronous else None
+        site = self._site((recipe.signature(), spec.stride, kernels), recipe.rule.op)
         if site.reason:
             return None
         site.occurred += 1
-        return Derivation(recipe, Occurrence(site, site.occurred), spec, threads)
+        return Derivation(recipe, Occurrence(site, site.occurred), spec, kernels)
 
     def compare(self, origin: Derivation, tensor: torch.Tensor, offset: int) -> None:
         """Make a storage again, and compare it with what was saved of it; see :meth:`Derivation.differs`."""
@@ -249,8 +269,8 @@ class Sites:
             self._refuse(site, "made again it has another shape")
             return
         if not self._is_synchronous:
-            host = self._accelerator.pin_memory(torch.empty(1, dtype=torch.bool))
-            differs = host.copy_(differs.reshape(1), non_blocking=True)
+            host = self._accelerator.pin_memory(torch.empty(2, dtype=torch.bool))
+            differs = host.copy_(differs, non_blocking=True)
         self._under_way.append(_Comparison(origin.site, differs, moment(self._accelerator), (before, after)))
 
     def note(self, tensor: torch.Tensor, held: SavedView | SavedCounted) -> None:
@@ -275,9 +295,10 @@ class Sites:
                 self._under_way.appendleft(comparison)
                 break
             site.add_time(self._accelerator.clock.elapsed_s(*marks))
-            if bool(differs):
+            is_other, has_values = differs.tolist()
+            if is_other:
                 self._refuse(site, "made again it differs")
-            else:
+            elif has_values:
                 site.proven.add(number)
 
     def make(self, origin: Derivation) -> torch.Tensor:
@@ -346,8 +367,8 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _as_in_forward(threads: int) -> Iterator[None]:
-    """No graph, no autocast (which has acted in forward), no modes of the user; as many threads."""
+def _as_in_forward(kernels: Kernels | None) -> Iterator[None]:
+    """No graph, no autocast (which has acted in forward), no modes of the user; the same kernels."""
     with ExitStack() as state:
         state.enter_context(torch.no_grad())
         state.enter_context(torch._C.DisableTorchFunction())
@@ -356,10 +377,10 @@ def _as_in_forward(threads: int) -> Iterator[None]:
                 state.enter_context(torch.autocast(kind, enabled=False))
         if torch._C._len_torch_dispatch_stack():
             state.enter_context(_disable_current_modes())
-        present = torch.get_num_threads()
-        if threads and present != threads:
-            torch.set_num_threads(threads)
-            state.callback(torch.set_num_threads, present)
+        present = None if kernels is None else Kernels.present()
+        if kernels is not None and present is not None and kernels != present:
+            kernels.choose()
+            state.callback(present.choose)
         yield
 
 

@@ -349,6 +349,29 @@ def test_a_tensor_without_dimensions_is_no_number() -> None:
     assert run.refusal(lambda a, b: torch.exp(outside.t() + b.t()), a, values(1)) == "saved without our hooks"
 
 
+# ---- the state of the process ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_onednn_is_used_where_forward_used_it(dtype: torch.dtype) -> None:
+    run = Run()
+    a, b = (Parameter(torch.randn(64, 128).to(dtype)) for _ in range(2))
+
+    def forward() -> Tensor:
+        return (functional.gelu(a * b) * b).sin().float().sum()
+
+    for step in range(3):
+        with run.cache.saving():
+            loss = forward()
+        plain = forward()
+        with torch.backends.mkldnn.flags(enabled=step < 2, allow_tf32=False):
+            expected = torch.autograd.grad(plain, [a, b])
+            found = torch.autograd.grad(loss, [a, b])
+            assert torch._C._get_mkldnn_enabled() == (step < 2)
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True)), step
+    assert run.cache.stats.rematerialized_bytes
+
+
 # ---- lifetimes ------------------------------------------------------------------------------------------------------
 
 

@@ -99,6 +99,28 @@ def test_an_occurrence_that_was_never_compared_is_saved() -> None:
         agrees(run, lambda a, b, both=both: two(a, b, both), x, y)
 
 
+def test_zeros_prove_nothing() -> None:
+    """The change behind autograd's back shows only once the values are other than 0."""
+
+    def scaled(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        made = (x * 0.5).sin()
+        made.data.mul_(2)
+        return made * (y * 1.5)
+
+    run, x, y = Run(), tensor(), tensor(1)
+    with torch.no_grad():
+        x.zero_()
+    for _ in range(3):
+        agrees(run, scaled, x, y)
+    assert run.nbytes == 0
+    with torch.no_grad():
+        x.add_(tensor(2))
+    for _ in range(3):
+        agrees(run, scaled, x, y)
+    assert run.nbytes == 0
+    assert "made again it differs" in run.sites.summary()["refused_sites"]
+
+
 def test_operands_are_read_once_for_both(make_store: StoreFactory) -> None:
     store = make_store()
     run, x, y = Run(stores=(store,)), tensor(), tensor(1)
