@@ -28,7 +28,15 @@ from torch.nn import functional
 
 from ds_tba.autograd.rules import PASSING, RULES, Operand, Output, Rule, constant, is_passing
 from ds_tba.autograd.saved import Keeper, PassedThrough, SavedCounted, SavedView
-from ds_tba.autograd.tensors import gathered, is_input, is_owned, is_parameter, is_partitioned, may_be_released
+from ds_tba.autograd.tensors import (
+    gathered,
+    has_plain_storage,
+    is_input,
+    is_owned,
+    is_parameter,
+    is_partitioned,
+    may_be_released,
+)
 
 MAX_OPS = 8
 # Bytes of the steps between, relative to the result's.
@@ -69,7 +77,9 @@ def note_epsilon(tensor: torch.Tensor, held: SavedView | SavedCounted) -> None:
 
     They are saved while PyTorch's own function runs, in whose frame it is.
     """
-    if tensor.shape[-1:] != (1,) or not (tensor.grad_fn is None or _is_rms_norm(tensor.grad_fn)):
+    if not has_plain_storage(tensor) or tensor.shape[-1:] != (1,):
+        return
+    if tensor.grad_fn is not None and not _is_rms_norm(tensor.grad_fn):
         return
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").startswith(("ds_tba.", "contextlib")):
@@ -309,6 +319,8 @@ class Finder:
         tensor = held.held
         if tensor is None:
             return held
+        if not has_plain_storage(tensor.data if isinstance(tensor, torch.nn.Parameter) else tensor):
+            raise NoRecipeError("an operand that is not dense")
         if isinstance(held, PassedThrough) and tensor.dim() and not (is_parameter(tensor) or is_owned(tensor)):
             raise NoRecipeError("an operand that is not on the device")
         if self._may_be_released(tensor):

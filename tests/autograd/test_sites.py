@@ -99,6 +99,22 @@ def test_an_occurrence_that_was_never_compared_is_saved() -> None:
         agrees(run, lambda a, b, both=both: two(a, b, both), x, y)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_tensors_that_are_not_dense_are_saved_beside() -> None:
+    """Nested ones have no shape to ask for; sparse ones no stride."""
+
+    def mixed(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        nested = torch.nested.as_nested_tensor([x * 1.0, x[:5] * 2.0])
+        padded = torch.nested.to_padded_tensor(nested * nested, 0.0)
+        sparse = torch.eye(SIZE[0]).to_sparse()
+        return gated(x, y).sum() + padded.sum() + torch.sparse.mm(sparse, x * 3.0).sin().sum()
+
+    run, x, y = Run(), tensor(), tensor(1)
+    for _ in range(3):
+        agrees(run, mixed, x, y)
+    assert run.nbytes > 0
+
+
 def test_zeros_prove_nothing() -> None:
     """The change behind autograd's back shows only once the values are other than 0."""
 
