@@ -109,7 +109,8 @@ def train(
         end_step(optimizer, offloader)
         if offloader is not None:
             offloader.cache.settle()
-            peaks.append(offloader.cache.stats.resident.lap())
+            # Without a plan the report has taken the lap.
+            peaks.append(offloader.cache.stats.resident.lap() or offloader.report().step_peak_saved_bytes)
     return found, peaks
 
 
