@@ -291,14 +291,20 @@ class Residency:
         self._free_room(nbytes)
         return not self.budget.is_exceeded_by(nbytes)
 
-    def take_scratch(self, nbytes: int) -> None:
-        """Have room for what is needed for a moment, and count it."""
+    def take_scratch(self, nbytes: int) -> int:
+        """Have room for what is needed for a moment and is not saved; returns the bytes to give back.
+
+        They count where there is a budget, which they must not exceed either.
+        """
+        if not self.budget.is_set:
+            return 0
         self.make_room(nbytes)
         self._gauge.add(nbytes)
+        return nbytes
 
-    def give_scratch(self, nbytes: int) -> None:
+    def give_scratch(self, taken_bytes: int) -> None:
         """The moment is over."""
-        self._gauge.add(-nbytes)
+        self._gauge.add(-taken_bytes)
 
     def count(self, storage: torch.UntypedStorage | None, nbytes: int) -> ResidencyGuard:
         """Count the memory of a storage for one user (more), until it is free or no user wants it counted.

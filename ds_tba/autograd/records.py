@@ -174,12 +174,12 @@ class Records:
         nbytes = record.nbytes + recipe.scratch_bytes
         with self.lock:
             self.finalizers.act()
-            self.residency.take_scratch(nbytes)
+            taken_bytes = self.residency.take_scratch(nbytes)
         try:
             return self.sites.make(recipe)
         finally:
             with self.lock:
-                self.residency.give_scratch(nbytes)
+                self.residency.give_scratch(taken_bytes)
 
     def _try(self, held: SavedView, tensor: torch.Tensor) -> None:
         """Make the bytes of a record again, which were saved, and compare; ``tensor`` was unpacked."""
@@ -194,13 +194,13 @@ class Records:
             operand_bytes = sum(one.nbytes for one in set(trial.records()))
             if not self.residency.has_room(nbytes + operand_bytes):
                 return
-            self.residency.take_scratch(nbytes)
+            taken_bytes = self.residency.take_scratch(nbytes)
         try:
             with self._transfers.as_one_move():
                 self.sites.compare(trial, tensor, held.spec.storage_offset)
         finally:
             with self.lock:
-                self.residency.give_scratch(nbytes)
+                self.residency.give_scratch(taken_bytes)
 
     def count_kept(self, tensor: torch.Tensor, nbytes: int, reason: str) -> ResidencyGuard:
         """Count a tensor that is kept, without a record, as ``nbytes`` of its storage."""
