@@ -51,7 +51,7 @@ def test_placement(
         plain_loop, config_of(stage), tmp_path, block=block, must_move=not is_alone, model=model, steps=STEPS,
         has_cache=False,
     )  # fmt: skip
-    if "recompute" not in block and "activation_budget_bytes" not in block:
+    if block.get("placement") != "adaptive":  # a plan may do without: it is a matter of measured times
         assert compared.rematerialized_bytes > 0
     for report in compared.reports:
         assert report["budget_excess_bytes"] == 0
