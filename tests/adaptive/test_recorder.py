@@ -139,6 +139,8 @@ def test_what_came_back_is_free_again_although_the_graph_is_retained(cache: Tens
     model = Stack(ticks)
     with recorded(cache, ticks, model) as recorder:
         loss = model(torch.randn(ROWS, WIDTH), recorder)
+    for store in cache.transfers.stores:
+        store.wait_for_writes()  # what is handed over before is nowhere else, and stays
     ticks.now_s = 10.0
     loss.backward(retain_graph=True)
     ticks.now_s = 20.0
