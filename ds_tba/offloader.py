@@ -332,7 +332,8 @@ class ActivationOffloader:
         if self._process.is_forked():
             return nullcontext()
         self._reporter.refresh()
-        mark_inputs(inputs)
+        if self.cache.records.sites is not None:
+            mark_inputs(inputs)
         return self.cache.saving() if self._controller is None else self._controller.saving()
 
     def interleaving(self) -> AbstractContextManager[None]:

@@ -260,7 +260,7 @@ def difference(saved: torch.Tensor, again: torch.Tensor) -> str | None:
     if _form(saved) != _form(again):
         return f"a tensor of another form: {_form(again)} instead of {_form(saved)}"
     with torch.no_grad():
-        return None if torch.equal(_integers(saved), _integers(again)) else "other bytes"
+        return None if torch.equal(integers_of(saved), integers_of(again)) else "other bytes"
 
 
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -268,7 +268,7 @@ def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
     return (*where, "conjugated") if tensor.is_conj() else (*where, "negated") if tensor.is_neg() else where
 
 
-def _integers(tensor: torch.Tensor) -> torch.Tensor:
+def integers_of(tensor: torch.Tensor) -> torch.Tensor:
     """The same bits as numbers that are equal only to themselves."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.is_complex():
@@ -335,7 +335,7 @@ def _tensor_output(tensor: torch.Tensor) -> tuple[Any, ...]:
         return ("a parameter", id(tensor))
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_quantized:
         raise ValueError("a tensor that cannot be compared")
-    data = _integers(tensor).contiguous().cpu() if tensor.device.type != "meta" else torch.empty(0)
+    data = integers_of(tensor).contiguous().cpu() if tensor.device.type != "meta" else torch.empty(0)
     form = (tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
     return *form, digest_of(data.reshape(-1).view(torch.uint8))
 

@@ -29,6 +29,7 @@ from torch.nn import functional
 from ds_tba.autograd.rules import PASSING, RULES, Operand, Output, Rule, constant, is_passing
 from ds_tba.autograd.saved import Keeper, PassedThrough, SavedCounted, SavedView
 from ds_tba.autograd.tensors import (
+    base_of,
     gathered,
     has_plain_storage,
     is_input,
@@ -60,6 +61,13 @@ def is_supported() -> bool:
     """Whether this PyTorch shows what a node holds without unpacking it."""
     saved: Any = getattr(torch._C._autograd, "SavedTensor", None)
     return hasattr(saved, "data") and hasattr(saved, "unpack_hook")
+
+
+def note(tensor: torch.Tensor, held: SavedView | SavedCounted) -> None:
+    """A tensor was saved: what recipes may want to know of it later."""
+    if isinstance(held, SavedView):
+        note_view(tensor, held)
+    note_epsilon(tensor, held)
 
 
 def note_view(tensor: torch.Tensor, view: SavedView) -> None:
@@ -217,7 +225,7 @@ class Finder:
         Raises:
             NoRecipeError: there is a rule, and it cannot be used.
         """
-        made = tensor if tensor._base is None else tensor._base
+        made = base_of(tensor)
         node, number = _made_by(made)
         rule = None if node is None else self._rules.get(type(node).__name__)
         if rule is None or rule.is_view or not rule.operands or number:

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
+from ds_tba.errors import StateError
+
 Make = Callable[..., torch.Tensor]
 
 
@@ -122,7 +124,7 @@ def _index(tensor: torch.Tensor, *others: Any) -> torch.Tensor:
 
 
 def _not_made(output: Output) -> torch.Tensor:
-    raise NotImplementedError("its own result is held, or nothing; this is a bug in ds_tba")
+    raise StateError("its own result is held, or nothing; this is a bug in ds_tba")
 
 
 _ONE = (Operand("", 0),)

@@ -25,10 +25,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ds_tba.autograd.recipe import UNSAVED, Finder, NoRecipeError, Recipe, is_supported, note_epsilon, note_view
+from ds_tba.autograd.comparison import integers_of
+from ds_tba.autograd.recipe import UNSAVED, Finder, NoRecipeError, Recipe, is_supported, note
 from ds_tba.autograd.rules import OPS
 from ds_tba.autograd.saved import Keeper, SavedCounted, SavedStorage, SavedView
-from ds_tba.autograd.tensors import ViewSpec, storage_bytes
+from ds_tba.autograd.tensors import ViewSpec, base_of, storage_bytes
 from ds_tba.config import BLOCK, OffloadConfig
 from ds_tba.device.accelerator import Accelerator, moment
 from ds_tba.errors import ActivationModifiedError, ConfigError, StorageError
@@ -169,8 +170,8 @@ class Derivation(NamedTuple):
             return None
         with _as_in_forward(self.kernels):
             whole = saved.as_strided(spec.shape, spec.stride, int(saved.storage_offset()) - offset)
-            bits = _bits(whole)
-            return torch.stack(((_bits(made) != bits).any(), bits.amin() != bits.amax()))
+            bits = integers_of(whole)
+            return torch.stack(((integers_of(made) != bits).any(), bits.amin() != bits.amax()))
 
 
 class _Comparison(NamedTuple):
@@ -223,7 +224,7 @@ class Sites:
 
     def origin(self, tensor: torch.Tensor) -> Derivation | None:
         """How the storage of a tensor that is being saved could be made again; None where it cannot."""
-        made = tensor if tensor._base is None else tensor._base
+        made = base_of(tensor)
         if not self._finder.may_find(made.grad_fn):
             return None
         place = self._place(made)
@@ -275,9 +276,7 @@ class Sites:
 
     def note(self, tensor: torch.Tensor, held: SavedView | SavedCounted) -> None:
         """A tensor was saved: what recipes may want to know of it later."""
-        if isinstance(held, SavedView):
-            note_view(tensor, held)
-        note_epsilon(tensor, held)
+        note(tensor, held)
 
     def begin_forward(self) -> None:
         """Count occurrences anew, and read the comparisons that are done."""
@@ -354,16 +353,6 @@ class Sites:
             self._without.add(kind)
             self.stats.refused[reason] += 1
             logger.debug("a tensor of shape %s and %s is not rematerialized: %s", *reversed(kind[1:]), reason)
-
-
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The bits of each element, as a number."""
-    if tensor.itemsize == 16:
-        tensor = torch.view_as_real(tensor)
-    return tensor.view(_WORDS[tensor.itemsize])
 
 
 @contextmanager

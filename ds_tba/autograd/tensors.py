@@ -99,6 +99,11 @@ def stamp_of(storage: torch.UntypedStorage) -> Stamp:
     return _stamped(storage, _STAMP)
 
 
+def base_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that another is a view of; itself where it is no view."""
+    return tensor if tensor._base is None else tensor._base
+
+
 def lineage_of(tensor: torch.Tensor) -> Stamp:
     """The stamp of the version counter that a tensor shares with its base and the base's other views.
 
@@ -106,7 +111,7 @@ def lineage_of(tensor: torch.Tensor) -> Stamp:
     LSTM and GRU cells change in place), and ``x`` and ``x.data``, share bytes and count apart. Tensors that share a
     counter otherwise (``detach``) count as different here, which costs a second write and is never wrong.
     """
-    return _stamped(tensor if tensor._base is None else tensor._base, _LINEAGE)
+    return _stamped(base_of(tensor), _LINEAGE)
 
 
 def _stamped(holder: Any, attribute: str) -> Stamp:
@@ -152,7 +157,7 @@ def is_input(tensor: torch.Tensor) -> bool:
 
 def is_partitioned(tensor: torch.Tensor) -> bool:
     """Whether it is a parameter that ZeRO-3 partitions, or a view of one."""
-    return hasattr(tensor if tensor._base is None else tensor._base, "ds_id")
+    return hasattr(base_of(tensor), "ds_id")
 
 
 def may_be_released(tensor: torch.Tensor) -> bool:
@@ -160,8 +165,7 @@ def may_be_released(tensor: torch.Tensor) -> bool:
 
     Those that persist go, too, in the first step, or where modules run in another order than before.
     """
-    parameter = tensor if tensor._base is None else tensor._base
-    return is_partitioned(tensor) and (not getattr(parameter, "ds_persist", False) or not tensor.numel())
+    return is_partitioned(tensor) and (not getattr(base_of(tensor), "ds_persist", False) or not tensor.numel())
 
 
 def gathered(parameter: torch.Tensor) -> torch.Tensor:

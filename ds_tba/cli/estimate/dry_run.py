@@ -24,11 +24,11 @@ from ds_tba.autograd import recipe as op_recipe
 from ds_tba.autograd.blocks import Block, Blocks, find_blocks
 from ds_tba.autograd.cache import TensorCache
 from ds_tba.autograd.saved import SavedCounted, SavedStorage, SavedView, nbytes_of
-from ds_tba.autograd.tensors import mark_inputs, mark_owned
+from ds_tba.autograd.tensors import base_of, mark_inputs, mark_owned
 from ds_tba.cli.estimate.hardware import OpClock
 from ds_tba.cli.estimate.kernels import Attention, device_kernels
 from ds_tba.cli.estimate.subject import Recipe, Subject, loss_of
-from ds_tba.errors import ModelError
+from ds_tba.errors import ModelError, StateError
 from ds_tba.planner.trace import Resources, Trace
 
 
@@ -214,7 +214,7 @@ class _MicroStep:
 
     def _may_be_released(self, tensor: torch.Tensor) -> bool:
         """Whether it is a parameter that ZeRO-3 gathers for each use."""
-        parameter = tensor if tensor._base is None else tensor._base
+        parameter = base_of(tensor)
         most = self._settings.persistent_elements
         return most is not None and isinstance(parameter, torch.nn.Parameter) and parameter.numel() > most
 
@@ -289,13 +289,11 @@ class AssumedSites:
 
     def note(self, tensor: torch.Tensor, held: SavedView | SavedCounted) -> None:
         """A tensor was saved: what recipes may want to know of it later."""
-        if isinstance(held, SavedView):
-            op_recipe.note_view(tensor, held)
-        op_recipe.note_epsilon(tensor, held)
+        op_recipe.note(tensor, held)
 
     def make(self, origin: Any) -> torch.Tensor:
         """Never called: every storage is saved."""
-        raise NotImplementedError("nothing is made again in a dry run; this is a bug in ds_tba")
+        raise StateError("nothing is made again in a dry run; this is a bug in ds_tba")
 
     def compare(self, origin: Any, tensor: torch.Tensor, offset: int) -> None:
         """Nothing to do: every site is taken as proven."""
