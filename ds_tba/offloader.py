@@ -21,7 +21,7 @@ from torch import nn
 
 from ds_tba.adaptive.consensus import Planning
 from ds_tba.adaptive.controller import Controller
-from ds_tba.adaptive.monitor import Counts, moves_in_vain
+from ds_tba.adaptive.monitor import Counts, compilations, moves_in_vain
 from ds_tba.adaptive.ranks import Agreement
 from ds_tba.adaptive.rates import Rates
 from ds_tba.autograd.blocks import Blocks, find_blocks
@@ -242,6 +242,7 @@ class ActivationOffloader:
         self._process = Process(rank, ranks_on_node)
         self._controller: Controller | None = None
         self._undo: list[Callable[[], object]] = []
+        self._compilations_before = compilations()
         report_path = _checked_path("report.path", config.report.path, rank)
         _checked_path("report.trace_path", config.report.trace_path, rank)  # now, not after hours of training
         self._tiers = Tiers(
@@ -360,7 +361,7 @@ class ActivationOffloader:
             self._controller.end_step()
         self._reporter.step_peak_bytes = self.cache.stats.resident.lap() if self._controller is None else 0
         moved_bytes = _counts(self._tiers, self.cache).offloaded_bytes
-        if self._reporter.steps == 1 and moves_in_vain(self.cache.stats, moved_bytes):
+        if self._reporter.steps == 1 and moves_in_vain(self.cache.stats, moved_bytes, self._compilations_before):
             self._advise_to_compile_layers()
         self._reporter.end_step()
 

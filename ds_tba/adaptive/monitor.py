@@ -205,13 +205,16 @@ def compilations() -> int:
     return sum(map(len, list(times.values())))
 
 
-def moves_in_vain(stats: CacheStats, moved_bytes: int) -> bool:
-    """Whether most of what is saved was moved and the peak is no lower for it, in a process that compiles.
+def moves_in_vain(stats: CacheStats, moved_bytes: int, compilations_before: int) -> bool:
+    """Whether most of what is saved was moved and the peak is no lower for it, since code was compiled.
 
     Code that is compiled as one graph saves everything at its end, and takes all of it back before its backward begins.
+
+    Args:
+        compilations_before: how many there were when the first step began; they say nothing about what it ran.
     """
     in_vain = stats.resident.peak > (1 - MIN_GAIN) * stats.saved.peak
-    return in_vain and moved_bytes > stats.saved.peak / 2 and compilations() > 0
+    return in_vain and moved_bytes > stats.saved.peak / 2 and compilations() > compilations_before
 
 
 @dataclass(frozen=True, slots=True)
