@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -55,6 +55,7 @@ class Accelerator(Protocol):
     def new_event(self) -> Any: ...
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor: ...
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None: ...
+    def launch(self, kernel: Callable[..., object], *tensors: torch.Tensor) -> None: ...
     def share(self, tensor: torch.Tensor, stream: Any) -> None: ...
 
 
@@ -142,6 +143,10 @@ class CpuAccelerator:
             raise TypeError(f"{nbytes} bytes on {source.device} do not fit {target.numel()} bytes on {target.device}")
         # Not through NumPy: a tensor that it has seen can never be resized again, and the source is the user's.
         ctypes.memmove(target.data_ptr(), source.data_ptr(), nbytes)
+
+    def launch(self, kernel: Callable[..., object], *tensors: torch.Tensor) -> None:
+        """Run ops on tensors."""
+        kernel(*tensors)
 
     def share(self, tensor: torch.Tensor, stream: Any) -> None:
         """Nothing."""
@@ -258,6 +263,10 @@ class DeviceAccelerator:
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Queue a copy on the current stream."""
         target.copy_(source, non_blocking=True)
+
+    def launch(self, kernel: Callable[..., object], *tensors: torch.Tensor) -> None:
+        """Queue ops on tensors on the current stream."""
+        kernel(*tensors)
 
     def share(self, tensor: torch.Tensor, stream: Any) -> None:
         """Tell the allocator that ``stream`` uses a tensor which another stream allocated."""
