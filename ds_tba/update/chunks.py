@@ -1,8 +1,8 @@
 """Which part of the update goes to the host and which to the device: pure arithmetic.
 
 DeepSpeed's CPUAdam in slices of a multiple of 128 elements gives the bits of one call for all of them
-(``csrc/adam/cpu_adam_impl.cpp``: ``Step_8`` works on eight registers of up to 16 elements). What is left over at the end
-of a sub-group goes through code that rounds in another way, so it is never cut and always the host's.
+(``csrc/adam/cpu_adam_impl.cpp``: ``Step_8`` works on eight registers of up to 16 elements). What is left over at the
+end of a sub-group goes through code that rounds in another way, so it is never cut and always the host's.
 """
 
 from __future__ import annotations
