@@ -24,6 +24,8 @@ if TYPE_CHECKING:
         StateError,
         StorageError,
         TransferError,
+        UpdateInterruptedError,
+        UpdateMismatchError,
     )
     from ds_tba.offloader import ActivationOffloader
     from ds_tba.telemetry.report import OffloadReport
@@ -42,6 +44,8 @@ __all__ = [
     "StateError",
     "StorageError",
     "TransferError",
+    "UpdateInterruptedError",
+    "UpdateMismatchError",
     "attach",
 ]
 

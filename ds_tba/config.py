@@ -28,6 +28,8 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from ds_tba.errors import ConfigError
 
 BLOCK = "activation_nvme_offload"
+UPDATE_BLOCK = "interleaved_optimizer_update"
+BLOCKS = (BLOCK, UPDATE_BLOCK)
 SUPPORTED_DEEPSPEED = SpecifierSet(">=0.19.5,<0.20", prereleases=True)
 NEAR_MISS_RATIO = 0.8
 _LIKELY_BLOCKS = ("zero_optimization", "activation_checkpointing")
@@ -58,7 +60,7 @@ class Placement(IntEnum):
         return self.name.lower()
 
 
-def _number(value: Any) -> Any:
+def number(value: Any) -> Any:
     """Pydantic would read ``true`` as 1 and ``"64"`` as 64; in a config both are slips, not numbers."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise PydanticCustomError("number", "it must be a JSON number, in the unit that the key's name says")
@@ -73,20 +75,22 @@ def _path_or_paths(value: Any) -> Any:
     return value
 
 
-Count = Annotated[int, BeforeValidator(_number), Field(ge=0)]
-Bytes = Annotated[int, BeforeValidator(_number), Field(ge=0)]
-PositiveInt = Annotated[int, BeforeValidator(_number), Field(ge=1)]
-Lanes = Annotated[int, BeforeValidator(_number), Field(ge=1, le=64)]
-Fraction = Annotated[float, BeforeValidator(_number), Field(ge=0, allow_inf_nan=False)]
-PositiveFloat = Annotated[float, BeforeValidator(_number), Field(gt=0, allow_inf_nan=False)]
+Count = Annotated[int, BeforeValidator(number), Field(ge=0)]
+Bytes = Annotated[int, BeforeValidator(number), Field(ge=0)]
+PositiveInt = Annotated[int, BeforeValidator(number), Field(ge=1)]
+Lanes = Annotated[int, BeforeValidator(number), Field(ge=1, le=64)]
+Fraction = Annotated[float, BeforeValidator(number), Field(ge=0, allow_inf_nan=False)]
+PositiveFloat = Annotated[float, BeforeValidator(number), Field(gt=0, allow_inf_nan=False)]
 NonEmptyStr = Annotated[StrictStr, Field(min_length=1)]
 
 
-class _Block(BaseModel):
+class Block(BaseModel):
+    """A block of the config, or a part of one."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class IoConfig(_Block):
+class IoConfig(Block):
     """``io``: how bytes reach the swap file.
 
     ``integrity``: ``sampled`` finds I/O blocks that were lost, cut short at either end, or hold older bytes throughout.
@@ -97,8 +101,8 @@ class IoConfig(_Block):
     backend: BackendName | None = None
     write_lanes: Lanes = 2
     read_lanes: Lanes = 2
-    staging_bytes: Annotated[int, BeforeValidator(_number), Field(ge=1 << 20)] | None = None
-    swap_file_bytes: Annotated[int, BeforeValidator(_number), Field(ge=1 << 20)] | None = None
+    staging_bytes: Annotated[int, BeforeValidator(number), Field(ge=1 << 20)] | None = None
+    swap_file_bytes: Annotated[int, BeforeValidator(number), Field(ge=1 << 20)] | None = None
     integrity: Integrity = "sampled"
 
     @property
@@ -107,14 +111,14 @@ class IoConfig(_Block):
         return MIN_STAGING_BYTES if self.staging_bytes is None else self.staging_bytes
 
 
-class SsdConfig(_Block):
+class SsdConfig(Block):
     """``ssd``: endurance figures the planner may not exceed."""
 
     rated_endurance_tbw: PositiveFloat | None = None
     min_life_days: PositiveFloat | None = None
 
 
-class ReportConfig(_Block):
+class ReportConfig(Block):
     """``report``: where and how often the report is written."""
 
     path: NonEmptyStr | None = None
@@ -127,9 +131,9 @@ class AioConfig(BaseModel):
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
-    block_size: Annotated[int, BeforeValidator(_number), Field(ge=IO_ALIGNMENT_BYTES, le=1 << 30)] = 1 << 20
-    queue_depth: Annotated[int, BeforeValidator(_number), Field(ge=1, le=65536)] = 8
-    intra_op_parallelism: Annotated[int, BeforeValidator(_number), Field(ge=1, le=64)] = 1
+    block_size: Annotated[int, BeforeValidator(number), Field(ge=IO_ALIGNMENT_BYTES, le=1 << 30)] = 1 << 20
+    queue_depth: Annotated[int, BeforeValidator(number), Field(ge=1, le=65536)] = 8
+    intra_op_parallelism: Annotated[int, BeforeValidator(number), Field(ge=1, le=64)] = 1
     single_submit: StrictBool = False
     overlap_events: StrictBool = True
 
@@ -144,13 +148,13 @@ class AioConfig(BaseModel):
         return self
 
 
-class RematerializeConfig(_Block):
+class RematerializeConfig(Block):
     """``rematerialize`` in detail: what is not made again, by the names of its ops."""
 
     exclude: list[NonEmptyStr] = []
 
 
-class OffloadConfig(_Block):
+class OffloadConfig(Block):
     """The block. Units are in the names; no value is ever the string ``"auto"``."""
 
     enabled: StrictBool = True
@@ -263,60 +267,70 @@ def parse_block(ds_config: Mapping[str, Any]) -> tuple[OffloadConfig, AioConfig]
     Raises:
         ConfigError: naming for every bad key its value, the rule and the repair.
     """
-    if BLOCK not in ds_config:
-        return None
-    block = ds_config[BLOCK]
-    if not isinstance(block, Mapping):
-        raise ConfigError(
-            f'"{BLOCK}" is {block!r}: it must be an object, for example '
-            f'{{"enabled": true, "nvme_path": "/local_nvme"}}.'
-        )
-    _refuse_auto(block, BLOCK)
-    config = _validate(OffloadConfig, block, BLOCK)
-    if not config.enabled:
+    config: OffloadConfig | None = block_of(
+        ds_config, BLOCK, OffloadConfig, '{"enabled": true, "nvme_path": "/local_nvme"}'
+    )
+    if config is None or not config.enabled:
         return None
     aio = ds_config.get("aio") or {}
     if not isinstance(aio, Mapping):
         raise ConfigError(f'"aio" is {aio!r}: it must be an object.')
-    return config, _validate(AioConfig, aio, "aio")
+    return config, validate(AioConfig, aio, "aio")
+
+
+def block_of(ds_config: Mapping[str, Any], name: str, model: type[Block], example: str) -> Any:
+    """The validated block of that name, or None where it is absent.
+
+    Raises:
+        ConfigError: naming for every bad key its value, the rule and the repair.
+    """
+    if name not in ds_config:
+        return None
+    block = ds_config[name]
+    if not isinstance(block, Mapping):
+        raise ConfigError(f'"{name}" is {block!r}: it must be an object, for example {example}.')
+    _refuse_auto(block, name)
+    return validate(model, block, name)
 
 
 def refuse_misplaced(ds_config: Mapping[str, Any]) -> None:
-    """Refuse the block inside of another one, where DeepSpeed ignores it or says only that it knows no such key.
+    """Refuse a block of ours inside of another one, where DeepSpeed ignores it or says only that it knows no such key.
 
     Raises:
         ConfigError: naming the place and the right one.
     """
     for keys, _ in _entries(ds_config):
-        if len(keys) > 1 and keys[-1] == BLOCK:
+        if len(keys) > 1 and keys[-1] in BLOCKS:
             raise ConfigError(
-                f'"{BLOCK}" is inside "{".".join(keys[:-1])}", where nobody reads it: move the block to the top level '
-                f'of ds_config.json, beside "{keys[0]}".'
+                f'"{keys[-1]}" is inside "{".".join(keys[:-1])}", where nobody reads it: move the block to the top '
+                f'level of ds_config.json, beside "{keys[0]}".'
             )
 
 
-def near_misses(ds_config: Mapping[str, Any]) -> list[str]:
-    """Keys that look like a misspelt name of ours, at the top level or in the blocks where one might look for it.
+def near_misses(ds_config: Mapping[str, Any], block: str = BLOCK) -> list[str]:
+    """Keys that look like a misspelt name of ``block``, at the top level or in the blocks where one might look for it.
 
     Returns:
         Each with the block that it is in: ``"zero_optimization.nvme_offload"``.
     """
-    names = (".".join(keys) for keys, _ in _entries(ds_config) if keys[-1] != BLOCK and _is_like_ours(keys[-1]))
+    names = (".".join(keys) for keys, _ in _entries(ds_config) if _is_like(keys[-1], block))
     return [name for name in names if name.rpartition(".")[0] in ("", *_LIKELY_BLOCKS)]
 
 
 def _entries(blocks: Mapping[str, Any], *outer: str) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """All keys of all blocks but ours, as paths, with their values."""
+    """All keys of all blocks but those inside of ours, as paths, with their values."""
     for key, value in blocks.items():
         yield (*outer, str(key)), value
-        if isinstance(value, Mapping) and key != BLOCK:
+        if isinstance(value, Mapping) and key not in BLOCKS:
             yield from _entries(value, *outer, str(key))
 
 
-def _is_like_ours(key: str) -> bool:
+def _is_like(key: str, block: str) -> bool:
+    if key in BLOCKS:
+        return False
     words = _sorted_words(key)
-    stems = sum(stem in words for stem in ("activation", "nvme", "offload"))
-    return stems >= 2 or difflib.SequenceMatcher(None, words, _sorted_words(BLOCK)).ratio() >= NEAR_MISS_RATIO
+    stems = sum(stem in words for stem in block.split("_"))
+    return stems >= 2 or difflib.SequenceMatcher(None, words, _sorted_words(block)).ratio() >= NEAR_MISS_RATIO
 
 
 def _sorted_words(key: str) -> str:
@@ -331,7 +345,7 @@ def _refuse_auto(block: Mapping[str, Any], at: str) -> None:
             _refuse_auto(value, f"{at}.{key}")
 
 
-def _validate(model: Any, block: Mapping[str, Any], at: str) -> Any:
+def validate(model: Any, block: Mapping[str, Any], at: str) -> Any:
     try:
         return model.model_validate(dict(block))
     except ValidationError as error:

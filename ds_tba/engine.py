@@ -32,6 +32,7 @@ from ds_tba.autograd.blocks import FRAMES
 from ds_tba.autograd.tensors import mark_owned, skip_frames, uncompiled
 from ds_tba.config import (
     BLOCK,
+    BLOCKS,
     SUPPORTED_DEEPSPEED,
     AioConfig,
     OffloadConfig,
@@ -93,12 +94,15 @@ def hook_config(config_class: type) -> None:
 
     @functools.wraps(original)
     def _initialize_params(self: Any, param_dict: Mapping[str, Any]) -> None:
-        for key in set(near_misses(param_dict)) - said:
-            said.add(key)
-            _show_log()
-            logger.warning(
-                'ds_config.json has a key "%s", which nobody reads; did you mean "%s", at the top level?', key, BLOCK
-            )
+        for block in BLOCKS:
+            for key in set(near_misses(param_dict, block)) - said:
+                said.add(key)
+                _show_log()
+                logger.warning(
+                    'ds_config.json has a key "%s", which nobody reads; did you mean "%s", at the top level?',
+                    key,
+                    block,
+                )
         refuse_misplaced(param_dict)
         original(self, param_dict)
 

@@ -13,6 +13,8 @@
     │   ├── TransferError                        one I/O request failed or was short (the store handles it)
     │   ├── ActivationLostError                  bytes that backward needs could not be read back
     │   └── ActivationCorruptionError            bytes read back are not the bytes written
+    ├── UpdateMismatchError (RuntimeError)       the device's optimizer update is not bit for bit CPUAdam's
+    ├── UpdateInterruptedError (RuntimeError)    an optimizer update was not finished: the model is half updated
     ├── ActivationModifiedError (RuntimeError)   a saved tensor was modified in place, as autograd itself reports
     ├── RecomputationError (RuntimeError)        a block's forward saved other tensors when it ran again
     └── StateError (RuntimeError)                an illegal state transition: a bug in ds_tba, or use after close
@@ -26,7 +28,7 @@ class DsTbaError(Exception):
 
 
 class ConfigError(DsTbaError, ValueError):
-    """A value of the ``"activation_nvme_offload"`` block (or of ``"aio"``) breaks a rule."""
+    """A value of a block of ours (or of ``"aio"``) breaks a rule."""
 
 
 class PathError(ConfigError):
@@ -34,7 +36,7 @@ class PathError(ConfigError):
 
 
 class IncompatibleError(DsTbaError, RuntimeError):
-    """A DeepSpeed version or feature that cannot be combined with activation offload."""
+    """A DeepSpeed version or feature that cannot be combined with a block of ours."""
 
 
 class BackendUnavailableError(DsTbaError, RuntimeError):
@@ -72,6 +74,14 @@ class ActivationLostError(StorageError):
 
 class ActivationCorruptionError(StorageError):
     """Bytes read back differ from the bytes written (lost, short, stale or torn write)."""
+
+
+class UpdateMismatchError(DsTbaError, RuntimeError):
+    """The device's optimizer update is not bit for bit that of CPUAdam."""
+
+
+class UpdateInterruptedError(DsTbaError, RuntimeError):
+    """An earlier optimizer update was not finished, so that the model is half updated."""
 
 
 class ActivationModifiedError(DsTbaError, RuntimeError):

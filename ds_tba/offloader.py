@@ -40,7 +40,7 @@ from ds_tba.storage.base import Always
 from ds_tba.storage.finalizers import Closer, interrupts_us
 from ds_tba.storage.tiers import Tiers
 from ds_tba.telemetry.drive_health import write_limit_bytes_per_step
-from ds_tba.telemetry.report import OffloadReport, rank_path
+from ds_tba.telemetry.report import OffloadReport, checked_path, rank_path
 from ds_tba.telemetry.stats import StoreStats
 
 logger = logging.getLogger(__name__)
@@ -243,8 +243,8 @@ class ActivationOffloader:
         self._controller: Controller | None = None
         self._undo: list[Callable[[], object]] = []
         self._compilations_before = compilations()
-        report_path = _checked_path("report.path", config.report.path, rank)
-        _checked_path("report.trace_path", config.report.trace_path, rank)  # now, not after hours of training
+        report_path = checked_path("report.path", config.report.path, rank)
+        checked_path("report.trace_path", config.report.trace_path, rank)  # now, not after hours of training
         self._tiers = Tiers(
             config, aio_config, accelerator, zero_uses_nvme=zero_uses_nvme, rank=rank, ranks_on_node=ranks_on_node
         )
@@ -465,14 +465,3 @@ def _planning_text(config: OffloadConfig) -> str:
     ignored += ["ssd.min_life_days"] if config.ssd.min_life_days else []
     rule = f'placement "{config.placement}" is a rule, not a plan'
     return f"{rule}: no effect of {', '.join(ignored)}" if ignored else rule
-
-
-def _checked_path(key: str, path: str | None, rank: int) -> Path | None:
-    if path is None:
-        return None
-    target = rank_path(path, rank)
-    if target.is_dir():
-        raise ConfigError(f"{key} {target} is a directory: name a file, for example {target / 'report.json'}.")
-    if not os.access(target.parent, os.W_OK):
-        raise ConfigError(f"{key} {target}: its directory is missing or not writable: create it first.")
-    return target

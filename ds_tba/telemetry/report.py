@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ds_tba.errors import ConfigError
 from ds_tba.telemetry.stats import expanded, readable
 
 
@@ -93,9 +94,7 @@ class OffloadReport:
 
     def write_json(self, path: Path) -> None:
         """Write the report to ``path`` atomically: a reader never sees half of it."""
-        unfinished = path.with_name(f".{path.name}.tmp")
-        unfinished.write_text(json.dumps(self.to_dict(), indent=2) + "\n")
-        os.replace(unfinished, path)
+        write_json(path, self.to_dict())
 
     def summary(self) -> str:
         """One line for the log."""
@@ -156,6 +155,29 @@ class OffloadReport:
 def rank_path(path: str, rank: int) -> Path:
     """The path at which a rank writes its report: ``path`` for rank 0, ``path.rankN`` for others."""
     return expanded(path if rank == 0 else f"{path}.rank{rank}")
+
+
+def checked_path(key: str, path: str | None, rank: int) -> Path | None:
+    """:func:`rank_path` of a path that the config may name.
+
+    Raises:
+        ConfigError: nothing can be written there.
+    """
+    if path is None:
+        return None
+    target = rank_path(path, rank)
+    if target.is_dir():
+        raise ConfigError(f"{key} {target} is a directory: name a file, for example {target / 'report.json'}.")
+    if not os.access(target.parent, os.W_OK):
+        raise ConfigError(f"{key} {target}: its directory is missing or not writable: create it first.")
+    return target
+
+
+def write_json(path: Path, found: dict[str, Any]) -> None:
+    """Write a report to ``path`` atomically: a reader never sees half of it."""
+    unfinished = path.with_name(f".{path.name}.tmp")
+    unfinished.write_text(json.dumps(found, indent=2) + "\n")
+    os.replace(unfinished, path)
 
 
 def _step(plan: dict[str, Any]) -> str:

@@ -56,16 +56,26 @@ class Split:
         chunks: in the order of the sub-groups.
         device_share: the part of all elements that is the device's, rounded to whole chunks; None lets them meet.
         may_go: whether a chunk may go to the device. The first one from the back that may not ends the device's part.
+        reserved: so many chunks at the end are the device's in any case, where they may go there.
     """
 
     def __init__(
-        self, chunks: Sequence[Chunk], device_share: float | None, may_go: Callable[[Chunk], bool] = lambda _: True
+        self,
+        chunks: Sequence[Chunk],
+        device_share: float | None,
+        may_go: Callable[[Chunk], bool] = lambda _: True,
+        reserved: int = 0,
     ) -> None:
         self._chunks = chunks
         self._next_of_host = 0
         self._end = len(chunks)
-        self._first_of_device = _first(chunks, 0.0 if device_share is None else 1 - device_share, may_go)
-        self._host_end = len(chunks) if device_share is None else self._first_of_device
+        possible = _first(chunks, 0.0, may_go)
+        reserved_from = max(len(chunks) - reserved, possible)
+        if device_share is None:
+            self._first_of_device, self._host_end = possible, reserved_from
+        else:
+            wanted = _first(chunks, 1 - device_share, may_go)
+            self._first_of_device = self._host_end = min(wanted, reserved_from)
 
     def for_host(self) -> Chunk | None:
         """The host's next chunk; None where there is none."""
@@ -80,6 +90,11 @@ class Split:
             return None
         self._end -= 1
         return self._chunks[self._end]
+
+    def first_of_device(self, count: int) -> list[Chunk]:
+        """The chunks that the device would take first, at most so many."""
+        first = max(self._first_of_device, self._end - count)
+        return list(reversed(self._chunks[first : self._end]))
 
     def give_to_host(self) -> None:
         """Leave to the host all that the device has not taken yet."""

@@ -1,0 +1,79 @@
+"""The ``"interleaved_optimizer_update"`` block as a pydantic model, and its rules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, StrictBool, model_validator
+from pydantic_core import PydanticCustomError
+
+from ds_tba.config import UPDATE_BLOCK, Block, Bytes, Count, NonEmptyStr, block_of, number
+
+BYTES_PER_ELEMENT = 4  # of master, moments and gradients
+# Of one chunk on the device: master, two moments, gradient, and scratch for the formula.
+ARRAYS_PER_CHUNK = 5
+# The least chunk: below it the calls cost more than the work.
+MIN_CHUNK_BYTES = 1 << 16
+
+Share = Annotated[float, BeforeValidator(number), Field(ge=0, le=1, allow_inf_nan=False)]
+
+
+class UpdateReportConfig(Block):
+    """``report``: where and how often the report is written."""
+
+    path: NonEmptyStr | None = None
+    every_steps: Count = 0
+
+
+class UpdateConfig(Block):
+    """The block. Units are in the names; no value is ever the string ``"auto"``.
+
+    Attributes:
+        device_share: the part of the elements that the device updates; None balances in every step.
+        device_buffer_bytes: of device memory, during the update only.
+        chunk_bytes: of the fp32 parameters of a chunk. Moments and gradients of a chunk are as large each.
+        pinned_bytes: of host memory that may be pinned; None sets no limit. Only what is pinned goes to the device.
+        device_gradient_bytes: of gradients that stay on the device from backward to the update.
+        direct_gradients: gradients go to the host once, and not to it, back and to it again.
+        exact: the device computes only where its bits are CPUAdam's.
+        verify_chunks: of the device's part in the first step, computed on the host, too, and compared.
+    """
+
+    enabled: StrictBool = True
+    device_share: Share | None = None
+    device_buffer_bytes: Bytes = 1 << 30
+    chunk_bytes: Annotated[int, BeforeValidator(number), Field(ge=MIN_CHUNK_BYTES)] = 1 << 26
+    pinned_bytes: Bytes | None = None
+    device_gradient_bytes: Bytes = 0
+    direct_gradients: StrictBool = True
+    exact: StrictBool = True
+    verify_chunks: Count = 4
+    report: UpdateReportConfig = UpdateReportConfig()
+
+    @property
+    def chunk_elements(self) -> int:
+        """Elements of a chunk."""
+        return self.chunk_bytes // BYTES_PER_ELEMENT
+
+    @model_validator(mode="after")
+    def _consistent(self) -> UpdateConfig:
+        needed_bytes = ARRAYS_PER_CHUNK * self.chunk_bytes
+        if self.device_buffer_bytes < needed_bytes and self.device_share != 0:
+            raise PydanticCustomError(
+                "device_buffer_bytes",
+                "device_buffer_bytes {buffer} is below 5 x chunk_bytes ({needed}), what one chunk takes on the device "
+                "(parameters, two moments, gradient, scratch); raise it, lower chunk_bytes, or set device_share to 0",
+                {"buffer": self.device_buffer_bytes, "needed": needed_bytes},
+            )
+        return self
+
+
+def parse_update_block(ds_config: Mapping[str, Any]) -> UpdateConfig | None:
+    """The validated block of a DeepSpeed config, or None where it is absent or ``"enabled": false``.
+
+    Raises:
+        ConfigError: naming for every bad key its value, the rule and the repair.
+    """
+    config: UpdateConfig | None = block_of(ds_config, UPDATE_BLOCK, UpdateConfig, '{"enabled": true}')
+    return config if config is not None and config.enabled else None

@@ -1,0 +1,155 @@
+"""The host's part of an update: unscale, CPUAdam and cast, slice by slice, so that each slice is in the caches once.
+
+Stock DeepSpeed goes over all gradients, then over everything with CPUAdam, then casts all parameters into new memory
+and waits for their copy to the device (``runtime/zero/stage3.py``: ``unscale_and_clip_grads``, ``_optimizer_step``,
+``_reassign_or_swap_out_partitioned_parameters``). Here the cast of a slice goes to pinned memory, from which the device
+fetches it while the host works on.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ds_tba.device.accelerator import Accelerator
+from ds_tba.update.formula import HostAdam, Hyper
+
+# Of the host's work between two looks at the device. Four arrays of them fit the caches of a server's processor.
+SLICE_ELEMENTS = 1 << 20
+STAGING_BUFFERS = 8
+
+Upload = Callable[[torch.Tensor, torch.Tensor], Any]
+
+
+@dataclass(slots=True)
+class SubGroup:
+    """What one sub-group of ZeRO-3 holds in the step that is being taken.
+
+    Attributes:
+        master, exp_avg, exp_avg_sq, gradient: on the host; fp32, 1-D, of one length.
+        target: the parameters of the model's dtype, 1-D; None where DeepSpeed itself writes them, to NVMe.
+        hyper: of its parameter group.
+        step: number of the step, from 1.
+        factor: by which the gradient is multiplied first: unscaling and clipping.
+    """
+
+    master: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    gradient: torch.Tensor
+    target: torch.Tensor | None
+    hyper: Hyper
+    step: int
+    factor: float
+
+    @property
+    def elements(self) -> int:
+        """How many parameters."""
+        return self.master.numel()
+
+    def cut(self, start: int, stop: int) -> SubGroup:
+        """A part, as views."""
+        return SubGroup(
+            self.master[start:stop],
+            self.exp_avg[start:stop],
+            self.exp_avg_sq[start:stop],
+            self.gradient[start:stop],
+            None if self.target is None else self.target[start:stop],
+            self.hyper,
+            self.step,
+            self.factor,
+        )
+
+
+class WriteBack:
+    """The way of updated parameters from the host to the device, through a ring of pinned buffers.
+
+    Args:
+        accelerator: of the device.
+        dtype: of the parameters there.
+        elements: the most that one call has.
+    """
+
+    def __init__(self, accelerator: Accelerator, dtype: torch.dtype, elements: int) -> None:
+        self._dtype = dtype
+        nbytes = elements * dtype.itemsize
+        pin = accelerator.pin_memory
+        self._free = deque(pin(torch.empty(nbytes, dtype=torch.uint8)) for _ in range(STAGING_BUFFERS))
+        self._under_way: deque[tuple[Any, torch.Tensor]] = deque()
+        self.pinned_bytes = STAGING_BUFFERS * nbytes
+
+    def write(self, master: torch.Tensor, target: torch.Tensor, upload: Upload) -> None:
+        """Cast ``master`` and queue its copy to ``target``; waits only where all buffers are under way."""
+        buffer = self._buffer()
+        staged = buffer[: target.numel() * self._dtype.itemsize].view(self._dtype)
+        staged.copy_(master)
+        self._under_way.append((upload(staged, target), buffer))
+
+    def finish(self) -> None:
+        """Take all buffers back; every copy is done by now."""
+        self._free.extend(buffer for _, buffer in self._under_way)
+        self._under_way.clear()
+
+    def _buffer(self) -> torch.Tensor:
+        if self._free:
+            return self._free.popleft()
+        event, buffer = self._under_way.popleft()
+        event.synchronize()
+        return buffer
+
+
+class HostUpdate:
+    """Updates parts of sub-groups on the host.
+
+    Args:
+        adam: CPUAdam.
+        write_back: to the device; None where the host can write the parameters itself.
+    """
+
+    def __init__(self, adam: HostAdam, write_back: WriteBack | None) -> None:
+        self._adam = adam
+        self._write_back = write_back
+
+    def enter(self, sub_group: SubGroup) -> None:
+        """Tell CPUAdam's hidden state of a sub-group, as stock DeepSpeed does once for each, in order."""
+        self._update(sub_group.cut(0, 0))
+
+    def slices(self, part: SubGroup, upload: Upload) -> Iterator[None]:
+        """Update a part; yields after each slice."""
+        for start in range(0, part.elements, SLICE_ELEMENTS):
+            one = part.cut(start, start + SLICE_ELEMENTS)
+            self._unscale(one)
+            self._update(one)
+            self.write(one, upload)
+            yield
+
+    def write(self, part: SubGroup, upload: Upload) -> None:
+        """Bring the updated parameters to where the model has them."""
+        if part.target is None:
+            return
+        if self._write_back is None:
+            part.target.copy_(part.master)
+        else:
+            self._write_back.write(part.master, part.target, upload)
+
+    def finish(self) -> None:
+        """Every copy to the device is done."""
+        if self._write_back is not None:
+            self._write_back.finish()
+
+    def recompute(self, part: SubGroup) -> None:
+        """Update a copy of a part, to compare with; CPUAdam is at its sub-group."""
+        self._unscale(part)
+        self._update(part)
+
+    @staticmethod
+    def _unscale(part: SubGroup) -> None:
+        if part.factor != 1.0:
+            part.gradient.mul_(part.factor)
+
+    def _update(self, part: SubGroup) -> None:
+        self._adam.update(part.step, part.hyper, part.master, part.gradient, part.exp_avg, part.exp_avg_sq)

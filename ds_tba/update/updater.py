@@ -1,0 +1,274 @@
+"""One optimizer update, on host and device at once: the host takes chunks from the front, the device from the back.
+
+After Deep Optimizer States (Maurya et al., Middleware 2024), which gives every k-th sub-group to the device, k by hand.
+Results are bit for bit those of CPUAdam whoever computes them, so the two may meet wherever their speeds let them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from ds_tba.device.accelerator import Accelerator
+from ds_tba.errors import UpdateMismatchError
+from ds_tba.update.chunks import Chunk, Split, chunks_of, tail_start
+from ds_tba.update.config import UpdateConfig
+from ds_tba.update.device import DevicePipeline, Job
+from ds_tba.update.formula import Powers, Scalars, update_
+from ds_tba.update.host import HostUpdate, SubGroup
+from ds_tba.update.report import UpdateCounters
+
+class DeviceGradients(Protocol):
+    """Gradients that did not leave the device."""
+
+    def on_device(self, sub_group: int, start: int, stop: int) -> torch.Tensor | None: ...
+    def settle(self) -> None: ...
+
+
+class NoGradients:
+    """All gradients are on the host."""
+
+    def on_device(self, sub_group: int, start: int, stop: int) -> torch.Tensor | None:
+        """None: on the host."""
+        return None
+
+    def settle(self) -> None:
+        """Nothing."""
+
+
+@dataclass(slots=True)
+class Witness:
+    """A chunk of the first step that the host computes, too.
+
+    Attributes:
+        chunk: which one.
+        copy: what the host makes of it.
+        computed: whether it has.
+    """
+
+    chunk: Chunk
+    copy: SubGroup
+    computed: bool = False
+
+
+@dataclass(slots=True)
+class Parts:
+    """What updates are made with.
+
+    Attributes:
+        config: the block.
+        accelerator: of the device.
+        host: the host's side.
+        pipeline: the device's side.
+        powers: mirror of CPUAdam's hidden state.
+        is_pinned: whether the device may copy from and to the arrays of a sub-group by itself.
+        gradients: which stayed on the device.
+        counters: for the report.
+        target_on_device: whether the model's parameters are there.
+        device_share: as the config says, or 0 where the device's bits are not CPUAdam's.
+        chunks_to_verify: in the next update.
+    """
+
+    config: UpdateConfig
+    accelerator: Accelerator
+    host: HostUpdate
+    pipeline: DevicePipeline
+    powers: Powers
+    is_pinned: Callable[[SubGroup], bool]
+    gradients: DeviceGradients
+    counters: UpdateCounters
+    target_on_device: bool
+    device_share: float | None
+    chunks_to_verify: int
+
+
+def run_update(parts: Parts, sub_groups: Sequence[SubGroup]) -> None:
+    """Update all sub-groups of ZeRO-3, in their order; returns when every byte is where it belongs.
+
+    Raises:
+        UpdateMismatchError: a bit of the device's results is not CPUAdam's, in an update that is verified.
+    """
+    _Update(parts, sub_groups).run()
+    parts.chunks_to_verify = 0
+
+
+class _Update:
+    """One update."""
+
+    def __init__(self, parts: Parts, sub_groups: Sequence[SubGroup]) -> None:
+        self._parts = parts
+        self._sub_groups = sub_groups
+        self._pipeline = parts.pipeline
+        self._host = parts.host
+        # In the order of the sub-groups, as CPUAdam's hidden state will see them.
+        self._scalars: list[Scalars] = [parts.powers.scalars(one.step, one.hyper) for one in sub_groups]
+        self._chunks = chunks_of([one.elements for one in sub_groups], parts.config.chunk_elements)
+        self._device_chunks: list[Chunk] = []
+        self._entered = 0
+        self._host_s = 0.0
+        self._split = self._new_split()
+        self._witnesses: list[Witness] = []
+
+    def _new_split(self) -> Split:
+        pinned = [self._parts.is_pinned(one) for one in self._sub_groups]
+        reserved = 0
+        for chunk in reversed(self._chunks):
+            if not pinned[chunk.sub_group] or self._kept_gradient(chunk) is None:
+                break
+            reserved += 1
+        return Split(self._chunks, self._parts.device_share, lambda chunk: pinned[chunk.sub_group], reserved)
+
+    def _kept_gradient(self, chunk: Chunk) -> torch.Tensor | None:
+        return self._parts.gradients.on_device(chunk.sub_group, chunk.start, chunk.stop)
+
+    # ---- the update ---------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        began_s = time.perf_counter()
+        has_device = bool(self._split.first_of_device(1))
+        try:
+            if not self._pipeline.begin(with_slots=has_device) and has_device:
+                self._parts.counters.fall_back("no device memory", "the device has no memory for one chunk")
+                self._give_up_device()
+            self._take_witnesses()
+            self._feed()
+            self._take_front()
+            self._take_rest()
+        finally:
+            drain_began_s = time.perf_counter()
+            self._pipeline.drain()
+        drain_s = time.perf_counter() - drain_began_s
+        self._host.finish()
+        self._cast_on_host()
+        self._compare()
+        elements = sum(one.elements for one in self._sub_groups)
+        device_elements = sum(chunk.elements for chunk in self._device_chunks)
+        self._parts.counters.count(
+            elements, device_elements, time.perf_counter() - began_s, self._host_s, drain_s
+        )
+
+    def _give_up_device(self) -> None:
+        self._parts.gradients.settle()
+        self._split.give_to_host()
+
+    def _take_front(self) -> None:
+        """The host's chunks; the device is fed between slices."""
+        while (chunk := self._split.for_host()) is not None:
+            self._enter(chunk.sub_group)
+            part = self._sub_groups[chunk.sub_group].cut(chunk.start, chunk.stop)
+            began_s = time.perf_counter()
+            for _ in self._host.slices(part, self._pipeline.upload):
+                self._host_s += time.perf_counter() - began_s
+                self._feed()
+                began_s = time.perf_counter()
+        self._enter(len(self._sub_groups) - 1)
+
+    def _take_rest(self) -> None:
+        """What a fixed share, or gradients on the device, leave to the device alone."""
+        while (chunk := self._split.for_device()) is not None:
+            self._pipeline.wait_for_room()
+            self._submit(chunk)
+
+    def _enter(self, last: int) -> None:
+        """Bring CPUAdam's hidden state to a sub-group, through all before it, whose ragged ends are updated with that."""
+        while self._entered <= last:
+            sub_group = self._sub_groups[self._entered]
+            self._host.enter(sub_group)
+            for witness in self._witnesses:
+                if witness.chunk.sub_group == self._entered:
+                    self._host.recompute(witness.copy)
+                    witness.computed = True
+            for _ in self._host.slices(sub_group.cut(tail_start(sub_group.elements), sub_group.elements), self._upload):
+                pass
+            self._entered += 1
+
+    def _upload(self, source: torch.Tensor, target: torch.Tensor) -> object:
+        return self._pipeline.upload(source, target)
+
+    def _feed(self) -> None:
+        """Give the device what it has room for; where its work is done at once, one chunk, so that the host has some."""
+        while self._pipeline.has_room() and (chunk := self._split.for_device()) is not None:
+            self._submit(chunk)
+            if self._parts.accelerator.is_synchronized_device():
+                return
+
+    def _submit(self, chunk: Chunk) -> None:
+        part = self._sub_groups[chunk.sub_group].cut(chunk.start, chunk.stop)
+        kept = self._kept_gradient(chunk)
+        self._device_chunks.append(chunk)
+        self._pipeline.submit(
+            Job(
+                part.master,
+                part.exp_avg,
+                part.exp_avg_sq,
+                part.gradient if kept is None else kept,
+                part.target if self._parts.target_on_device else None,
+                part.factor,
+                partial(_update, scalars=self._scalars[chunk.sub_group]),
+            )
+        )
+
+    def _cast_on_host(self) -> None:
+        """Parameters that are kept on the host, of chunks that the device has updated."""
+        if not self._parts.target_on_device:
+            for chunk in self._device_chunks:
+                self._host.write(self._sub_groups[chunk.sub_group].cut(chunk.start, chunk.stop), self._upload)
+
+    # ---- the proof in the first step ----------------------------------------------------------------------------
+
+    def _take_witnesses(self) -> None:
+        for chunk in self._split.first_of_device(self._parts.chunks_to_verify):
+            part = self._sub_groups[chunk.sub_group].cut(chunk.start, chunk.stop)
+            kept = self._kept_gradient(chunk)
+            gradient = part.gradient.clone() if kept is None else kept.to("cpu", torch.float32, copy=True)
+            copy = replace(
+                part,
+                master=part.master.clone(),
+                exp_avg=part.exp_avg.clone(),
+                exp_avg_sq=part.exp_avg_sq.clone(),
+                gradient=gradient,
+                target=None,
+            )
+            self._witnesses.append(Witness(chunk, copy))
+
+    def _compare(self) -> None:
+        done = set(self._device_chunks)
+        for witness in self._witnesses:
+            if witness.chunk not in done or not witness.computed:
+                continue
+            part = self._sub_groups[witness.chunk.sub_group].cut(witness.chunk.start, witness.chunk.stop)
+            for name in ("master", "exp_avg", "exp_avg_sq"):
+                _check(name, getattr(part, name), getattr(witness.copy, name), witness.chunk)
+            if part.target is not None:
+                _check("parameters", part.target.cpu(), witness.copy.master.to(part.target.dtype), witness.chunk)
+            self._parts.counters.verified_chunks += 1
+
+
+def _update(
+    master: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    gradient: torch.Tensor,
+    scratch: torch.Tensor,
+    scalars: Scalars,
+) -> None:
+    update_(master, exp_avg, exp_avg_sq, gradient, scratch, scalars)
+
+
+def _check(name: str, found: torch.Tensor, expected: torch.Tensor, chunk: Chunk) -> None:
+    bits = torch.int32 if found.dtype.itemsize == 4 else torch.int16
+    differs = found.view(bits) != expected.view(bits)
+    count = int(differs.sum())
+    if count:
+        at = int(differs.nonzero()[0])
+        raise UpdateMismatchError(
+            f"the optimizer update of the device differs from CPUAdam in {count} of {chunk.elements} elements of {name} "
+            f"(sub-group {chunk.sub_group}, first at {chunk.start + at}: {float(found[at])!r} instead of "
+            f'{float(expected[at])!r}): set "device_share": 0 to update on the host alone, or "exact": false to accept '
+            "other roundings, and restart from the last checkpoint."
+        )

@@ -1,0 +1,305 @@
+"""The only file that knows ZeRO-3's optimizer: takes the update of ``step`` over, and gives it back.
+
+``DeepSpeedZeroOptimizer_Stage3.step`` (``deepspeed/runtime/zero/stage3.py`` of 0.19.8) stays as it is. It settles
+overflow, the gradients' norm and the loss scale, and then, for each sub-group in order, calls ``_prepare_sub_group``,
+``unscale_and_clip_grads``, ``_optimizer_step``, ``_reassign_or_swap_out_partitioned_parameters`` and
+``_release_sub_group``. Nothing in this loop is a collective, and every gradient is final before it. So the methods are
+overridden on the instance: all but the last call of the loop only note what is to be done, and the last does it, for
+all sub-groups at once. Outside of a step, and in steps that are left to DeepSpeed, the originals run.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from ds_tba.config import UPDATE_BLOCK
+from ds_tba.errors import IncompatibleError, UpdateInterruptedError
+from ds_tba.update.formula import Hyper, Powers
+from ds_tba.update.host import SubGroup
+
+CLASS_NAME = "DeepSpeedZeroOptimizer_Stage3"
+ADAM_NAME = "DeepSpeedCPUAdam"
+# What the loop of `step` calls, in order; what is optional changes nothing for the optimizers that are taken.
+_LOOP = (
+    "_prepare_sub_group",
+    "unscale_and_clip_grads",
+    "_optimizer_step",
+    "_reassign_or_swap_out_partitioned_parameters",
+    "_release_sub_group",
+)
+_OPTIONAL_IN_LOOP = frozenset({"_muon_update_lacks_loss_scale"})
+_PARAMETERS: Mapping[str, tuple[str, ...]] = {
+    "unscale_and_clip_grads": ("sub_group_id", "total_norm"),
+    "_optimizer_step": ("sub_group_id",),
+    "_reassign_or_swap_out_partitioned_parameters": ("sub_group_id",),
+    "_release_sub_group": ("sub_group_id", "timer_names"),
+}
+
+
+def refuse_unsupported(zero: Any) -> None:
+    """Refuse an optimizer whose update cannot be taken over.
+
+    Args:
+        zero: the engine's ``optimizer``.
+
+    Raises:
+        IncompatibleError: naming what stands in the way, and the way out.
+    """
+    for problem, repair in _problems(zero):
+        raise IncompatibleError(f'"{UPDATE_BLOCK}" {problem}: {repair}, or remove "{UPDATE_BLOCK}".')
+
+
+def _problems(zero: Any) -> Any:
+    """What stands in the way, with the way out."""
+    kind = type(zero).__name__
+    if kind != CLASS_NAME:
+        yield (
+            f"works with ZeRO-3 and its optimizer offload, and the optimizer is {kind}",
+            'set "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}, without "super_offload"',
+        )
+        return
+    if getattr(zero, "zenflow", False):
+        yield "cannot be combined with ZenFlow, whose updates are other ones", 'remove "zenflow"'
+    if getattr(zero, "swap_optimizer", False):
+        yield (
+            "updates optimizer states in host memory, and they are on NVMe",
+            'set "offload_optimizer": {"device": "cpu"}',
+        )
+    if not zero.offload_optimizer:
+        yield (
+            "needs optimizer states in host memory, and they are on the device",
+            'set "offload_optimizer": {"device": "cpu"}',
+        )
+    adam = type(zero.optimizer).__name__
+    if adam != ADAM_NAME:
+        yield (
+            f"computes what {ADAM_NAME} computes, and the optimizer is {adam}",
+            'set "optimizer": {"type": "AdamW"} (or "Adam") in ds_config.json, without "torch_adam"',
+        )
+        return
+    if any(device != "cpu" for device in zero.subgroup_to_device.values()):
+        yield (
+            "shares the update out by itself, and offload_optimizer.ratio keeps a part of it on the device for good",
+            'set "ratio": 1.0',
+        )
+    if zero.master_weights_and_grads_dtype != torch.float32 or not zero.optimizer.fp32_optimizer_states:
+        yield (
+            "needs master weights and optimizer states in fp32",
+            'remove "bf16_master_weights_and_grads", "fp16_master_weights_and_grads" and "bf16_optimizer_states"',
+        )
+    if getattr(zero, "torch_autocast_gradscaler", None):
+        yield "cannot be combined with the gradient scaler of torch_autocast in fp16", "autocast to bfloat16"
+    if getattr(zero, "use_muon", False):
+        yield "does not know Muon", "train with AdamW"
+    yield from _changed_methods(zero)
+
+
+def _changed_methods(zero: Any) -> Any:
+    """Methods of DeepSpeed that do not look as they did in the supported versions."""
+    repair = "use a supported version of DeepSpeed"
+    for name, expected in _PARAMETERS.items():
+        method = getattr(type(zero), name, None)
+        found = None if method is None else tuple(inspect.signature(method).parameters)[1:]
+        if found != expected:
+            yield f"relies on {CLASS_NAME}.{name}{expected}, which is {found} here", repair
+    replaced = sorted({*_PARAMETERS, "step"} & set(vars(zero)))
+    if replaced:
+        yield f"replaces methods of {CLASS_NAME} that somebody else has replaced already ({', '.join(replaced)})", (
+            "do without the other one"
+        )
+    calls = tuple(name for name in _calls_in_loop(type(zero).step) if name not in _OPTIONAL_IN_LOOP)
+    if calls != _LOOP:
+        yield f"relies on the order of calls in {CLASS_NAME}.step, which is {', '.join(calls) or 'unknown'} here", repair
+
+
+def _calls_in_loop(step: Callable[..., Any]) -> list[str]:
+    """The methods of ``self`` that the loop over sub-groups calls, in order."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(step))))
+    except (OSError, TypeError, SyntaxError):
+        return []
+    loops = [node for node in ast.walk(tree) if isinstance(node, ast.For) and "fp16_groups" in ast.unparse(node.iter)]
+    found = [
+        (node.lineno, node.col_offset, node.func.attr)
+        for loop in loops
+        for node in ast.walk(loop)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and isinstance(node.func.value, ast.Name)
+        and node.func.value.id == "self"
+    ]
+    return [name for _, _, name in sorted(found)]
+
+
+class Zero3Update:
+    """Takes the updates of one ZeRO-3 optimizer over.
+
+    Args:
+        zero: a ``DeepSpeedZeroOptimizer_Stage3`` that :func:`refuse_unsupported` has let pass.
+        run: does an update of all sub-groups.
+        leave: called before a step that is left to DeepSpeed, with the reason and its words.
+        done: called after each update, with the factor of each sub-group.
+    """
+
+    def __init__(
+        self,
+        zero: Any,
+        run: Callable[[list[SubGroup]], None],
+        leave: Callable[[str, str], None],
+        done: Callable[[list[float]], None],
+    ) -> None:
+        self._zero = zero
+        self._run = run
+        self._leave = leave
+        self._done = done
+        self._originals = {name: getattr(zero, name) for name in _PARAMETERS}
+        self._factors: list[float] = []
+        self._is_ours = False
+        # Moments of a model that an interrupted update has left half done; a checkpoint brings others.
+        self._half_updated: list[torch.Tensor] = []
+        self.powers = Powers(*zero.optimizer.defaults["betas"])
+        zero.unscale_and_clip_grads = self._unscale
+        zero._optimizer_step = self._optimizer_step
+        zero._reassign_or_swap_out_partitioned_parameters = self._reassign
+        zero._release_sub_group = self._release
+
+    def remove(self) -> None:
+        """Give the methods back to DeepSpeed."""
+        for name in _PARAMETERS:
+            vars(self._zero).pop(name, None)
+
+    # ---- what the loop of `step` calls --------------------------------------------------------------------------
+
+    def _unscale(self, sub_group_id: int, total_norm: Any) -> None:
+        if sub_group_id == 0:
+            self._begin()
+        if not self._is_ours:
+            self._originals["unscale_and_clip_grads"](sub_group_id, total_norm)
+            return
+        # DeepSpeed's own method multiplies a single one, which gives the factor without a copy of its rule.
+        groups = self._zero.fp32_partitioned_groups_flat
+        actual, one = groups[sub_group_id], torch.ones(1)
+        groups[sub_group_id] = SimpleNamespace(grad=one)
+        try:
+            self._originals["unscale_and_clip_grads"](sub_group_id, total_norm)
+        finally:
+            groups[sub_group_id] = actual
+        self._factors.append(float(one))
+
+    def _optimizer_step(self, sub_group_id: int) -> None:
+        if not self._is_ours:
+            self._originals["_optimizer_step"](sub_group_id)
+            master, group = self._zero.fp32_partitioned_groups_flat[sub_group_id], self._group(sub_group_id)
+            self.powers.scalars(int(self._zero.optimizer.state[master]["step"]), self._hyper(group))
+            return
+        # Without parameters: schedulers count the calls, and warn of a step that was never taken.
+        self._zero.optimizer.step()
+
+    def _reassign(self, sub_group_id: int) -> None:
+        if not self._is_ours:
+            self._originals["_reassign_or_swap_out_partitioned_parameters"](sub_group_id)
+
+    def _release(self, sub_group_id: int, timer_names: Any) -> None:
+        if self._is_ours and sub_group_id == len(self._zero.fp16_groups) - 1:
+            self._is_ours = False
+            self._update()
+        self._originals["_release_sub_group"](sub_group_id, timer_names)
+
+    # ---- one update ---------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        self._factors = []
+        self._refuse_half_updated()
+        problem = self._problem_of_step()
+        self._is_ours = problem is None
+        if problem is not None:
+            self._leave(*problem)
+
+    def _refuse_half_updated(self) -> None:
+        now = {id(state.get("exp_avg")) for state in self._zero.optimizer.state.values()}
+        if any(id(moment) in now for moment in self._half_updated):
+            raise UpdateInterruptedError(
+                "an earlier optimizer update was interrupted, so that some parameters have taken that step and others "
+                "have not: load a checkpoint before training on."
+            )
+        self._half_updated = []
+
+    def _problem_of_step(self) -> tuple[str, str] | None:
+        """Why this step is DeepSpeed's; None if it is ours."""
+        optimizer = self._zero.optimizer
+        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+            return "step hooks", "the optimizer has step hooks, which may read its states: DeepSpeed takes the steps"
+        for master in self._zero.fp32_partitioned_groups_flat:
+            arrays = [master, master.grad, *self._moments(optimizer.state.get(master) or {})]
+            if not all(_is_plain(array) and array.numel() == master.numel() for array in arrays):
+                return "other states", (
+                    "optimizer states are not fp32 tensors in host memory, of one length: DeepSpeed takes the steps"
+                )
+        return None
+
+    @staticmethod
+    def _moments(state: Mapping[str, Any]) -> list[Any]:
+        return [state[name] for name in ("exp_avg", "exp_avg_sq")] if state else []
+
+    def _group(self, sub_group_id: int) -> Mapping[str, Any]:
+        zero = self._zero
+        group: Mapping[str, Any] = zero.optimizer.param_groups[zero.sub_group_to_group_id[sub_group_id]]
+        return group
+
+    def _hyper(self, group: Mapping[str, Any]) -> Hyper:
+        return Hyper.of_group(group, adamw=self._zero.optimizer.adam_w_mode)
+
+    def _sub_group(self, sub_group_id: int) -> SubGroup:
+        """The sub-group, one step on. New moments are as CPUAdam makes them (``deepspeed/ops/adam/cpu_adam.py``)."""
+        zero = self._zero
+        master = zero.fp32_partitioned_groups_flat[sub_group_id]
+        state = zero.optimizer.state[master]
+        if len(state) == 0:
+            state["step"] = 0
+            state["exp_avg"] = torch.zeros_like(master.data)
+            state["exp_avg_sq"] = torch.zeros_like(master.data)
+        state["step"] += 1
+        target = zero.fp16_partitioned_groups_flat[sub_group_id]
+        return SubGroup(
+            master.data,
+            state["exp_avg"],
+            state["exp_avg_sq"],
+            master.grad.data,
+            None if target is None else target.data,
+            self._hyper(self._group(sub_group_id)),
+            int(state["step"]),
+            self._factors[sub_group_id],
+        )
+
+    def _update(self) -> None:
+        zero = self._zero
+        sub_groups = [self._sub_group(number) for number in range(len(zero.fp16_groups))]
+        try:
+            self._run(sub_groups)
+            for number, sub_group in enumerate(sub_groups):
+                if sub_group.target is None:
+                    self._originals["_reassign_or_swap_out_partitioned_parameters"](number)
+                else:
+                    zero._unflatten_partitioned_parameters(number)
+        except BaseException:
+            self._half_updated = [sub_group.exp_avg for sub_group in sub_groups]
+            raise
+        self._done(self._factors)
+
+
+def _is_plain(array: Any) -> bool:
+    """Whether it is an fp32 tensor in host memory, in one piece."""
+    return (
+        isinstance(array, torch.Tensor)
+        and array.device.type == "cpu"
+        and array.dtype == torch.float32
+        and array.dim() == 1
+        and array.is_contiguous()
+    )
