@@ -1,0 +1,309 @@
+"""The device's chunks of one optimizer update: copied in, updated, cast and written back, on streams of their own.
+
+[Note: Streams] There are three, so that both directions of the link and the kernels run at once. One job goes through
+them in turn: compute waits for its upload, the write-back waits for its compute. The host puts the next job into a slot
+only when it has seen the slot's last write-back done, so that no stream waits for a slot. All streams begin after what
+the caller's stream was given before :meth:`DevicePipeline.begin`: kernels that still read the parameters, gradients
+that are still on their way, and the former tenants of the slots' memory. That memory comes from the pool of the
+caller's stream, where activations were, and goes back when the host has seen all three streams done; so the allocator
+need not know of them, and whatever is queued later on any stream, or done by the host, comes after the update.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from ds_tba.device.accelerator import Accelerator, moment
+from ds_tba.errors import StateError
+
+# master, exp_avg, exp_avg_sq, gradient, scratch; all fp32.
+ARRAYS_PER_SLOT = 5
+BYTES_PER_ELEMENT = 4
+
+Update = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One chunk on its way through the device. All tensors are 1-D, contiguous and of one length.
+
+    Attributes:
+        master: on the host, fp32, pinned; updated in place when the job is done.
+        exp_avg: the same.
+        exp_avg_sq: the same.
+        gradient: on the host, fp32, pinned; or, where it never left the device, there, of any float dtype.
+        target: the parameters of this chunk on the device, in their own dtype; None where they are not there.
+        factor: the fp32 gradient is multiplied by it before the update. Where it is not 1.0, a gradient of the host
+            is written back multiplied; one of the device stays as it is.
+        update: ``update(master, exp_avg, exp_avg_sq, gradient, scratch)`` in place on fp32 tensors of the device;
+            leaves the gradient.
+        gradient_on_device: only to be said where device and host are the same (the CPU) and the gradient is fp32;
+            everywhere else the tensor tells.
+    """
+
+    master: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    gradient: torch.Tensor
+    target: torch.Tensor | None
+    factor: float
+    update: Update
+    gradient_on_device: bool = False
+
+    def has_gradient_on_device(self) -> bool:
+        """Whether the gradient need not be uploaded."""
+        gradient = self.gradient
+        return self.gradient_on_device or gradient.device.type != "cpu" or gradient.dtype != torch.float32
+
+
+@dataclass(slots=True)
+class DeviceStats:
+    """What the device did, summed over all steps.
+
+    Attributes:
+        jobs: chunks.
+        elements: in them.
+        uploaded_bytes: from the host to the device, for chunks and by :meth:`DevicePipeline.upload`.
+        written_back_bytes: from the device to the host.
+        busy_s: from the first submit of a step to its last write-back, as soon as the host saw it without waiting.
+        last_step_busy_s: the same, of the last step that was drained.
+        drain_s: that the host waited for the rest at the ends of steps.
+    """
+
+    jobs: int = 0
+    elements: int = 0
+    uploaded_bytes: int = 0
+    written_back_bytes: int = 0
+    busy_s: float = 0.0
+    last_step_busy_s: float = 0.0
+    drain_s: float = 0.0
+
+
+class _Slot:
+    """Device memory for one chunk, and the job that has it. The job is held: its tensors must outlive their use."""
+
+    __slots__ = ("_is_queued", "_written_back", "arrays", "job")
+
+    def __init__(self, arrays: list[torch.Tensor]) -> None:
+        self.arrays = arrays
+        self.job: Job | None = None
+        self._is_queued = False
+        self._written_back: Any = None
+
+    def take(self, job: Job) -> list[torch.Tensor]:
+        """The arrays, as long as the chunk."""
+        self.job, self._is_queued, self._written_back = job, False, None
+        return [array[: job.master.numel()] for array in self.arrays]
+
+    def queued(self, written_back: Any) -> None:
+        """The whole job was queued; ``written_back`` is its last event."""
+        self._is_queued, self._written_back = True, written_back
+
+    def is_done(self) -> bool:
+        """Whether the write-back is done. Never so where the job could not be queued."""
+        return self._is_queued and (self._written_back is None or bool(self._written_back.query()))
+
+
+class DevicePipeline:
+    """Runs jobs on the device, one step after the other: ``begin``, jobs and uploads, ``drain``. See [Note: Streams].
+
+    Where the accelerator is synchronized there are no streams: a job is done when :meth:`submit` returns.
+
+    Args:
+        accelerator: of the device.
+        device: on which the slots are.
+        chunk_elements: the most elements of a job.
+        buffer_bytes: for slots; one is made even where it is larger.
+    """
+
+    def __init__(self, accelerator: Accelerator, device: torch.device, chunk_elements: int, buffer_bytes: int) -> None:
+        self.stats = DeviceStats()
+        self._accelerator = accelerator
+        self._device = device
+        self._chunk_elements = chunk_elements
+        array_bytes = BYTES_PER_ELEMENT * chunk_elements
+        self._slots = max(1, buffer_bytes // (ARRAYS_PER_SLOT * array_bytes))
+        self._array_bytes = array_bytes
+        self._up, self._compute, self._down = (accelerator.new_stream() for _ in range(3))
+        self._has_begun = False
+        self._free: list[_Slot] = []
+        self._in_flight: deque[_Slot] = deque()
+        self._uploads: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._first_submit_s: float | None = None
+        self._last_written_back_s: float | None = None
+
+    def begin(self) -> bool:
+        """Begin a step: all that follows comes after what the current stream was given so far.
+
+        Returns:
+            Whether the device has memory for at least one slot. Where it has not, :meth:`upload` still works.
+
+        Raises:
+            StateError: the step before was not drained.
+        """
+        if self._has_begun:
+            raise StateError("a step begins on the device before the last one was drained: call drain() first")
+        while len(self._free) < self._slots:
+            try:
+                self._free.append(_Slot([self._allocate() for _ in range(ARRAYS_PER_SLOT)]))
+            except torch.OutOfMemoryError:
+                break
+        so_far = moment(self._accelerator)  # after the allocation, whose memory may be in use until now
+        for stream in (self._up, self._compute, self._down):
+            _wait(stream, so_far)
+        self._has_begun = True
+        return bool(self._free)
+
+    def has_room(self) -> bool:
+        """Whether a slot is free: its last write-back is done. Never blocks."""
+        while self._in_flight and self._in_flight[0].is_done():
+            slot = self._in_flight.popleft()
+            slot.job = None
+            self._free.append(slot)
+            self._last_written_back_s = time.perf_counter()
+        return bool(self._free)
+
+    def submit(self, job: Job) -> None:
+        """Queue all of one job. Never blocks.
+
+        Where ``job.update`` raises, neither the host's tensors of the job nor its target were or will be written. Where
+        something else fails, the device itself has failed, and they may hold anything. In both cases other jobs that
+        were queued still run: call :meth:`drain`, after which nothing is written any more.
+
+        Raises:
+            StateError: there is no room, or the tensors of the job do not fit together.
+        """
+        if not self.has_room():
+            raise StateError("no slot of the device is free: submit a chunk only where has_room() says so")
+        self._check(job)
+        if self._first_submit_s is None:
+            self._first_submit_s = time.perf_counter()
+        slot = self._free.pop()
+        self._in_flight.append(slot)
+        with torch.no_grad():
+            slot.queued(self._queue(job, slot.take(job)))
+
+    def upload(self, source: torch.Tensor, target: torch.Tensor) -> Any:
+        """Queue a copy of parameters that the host has updated and cast.
+
+        Args:
+            source: on the host, pinned.
+            target: on the device, of the same dtype and length.
+
+        Returns:
+            An event that is done with the copy: wait for it before ``source`` is filled again. None where the copy is
+            done at return.
+
+        Raises:
+            StateError: before :meth:`begin`, or the tensors differ in dtype or length.
+        """
+        if not self._has_begun:
+            raise StateError("an upload before the step has begun on the device: call begin() first")
+        if source.dtype != target.dtype or source.shape != target.shape:
+            raise StateError(
+                f"an upload of {source.dtype} {list(source.shape)} into {target.dtype} {list(target.shape)}: "
+                "the host casts first, then bytes are copied"
+            )
+        self._uploads.append((source, target))
+        with torch.no_grad(), self._accelerator.on(self._up):
+            self._upload_bytes(source, target)
+            return moment(self._accelerator)
+
+    def drain(self) -> None:
+        """End a step: block until all that was queued is done, then free the slots.
+
+        Afterwards the host's tensors and the parameters are final, for the host and for all that any stream is given
+        from now on. To be called also after a failure; safe to call twice.
+        """
+        began_s = time.perf_counter()
+        for stream in (self._down, self._up, self._compute):
+            self._block_until_done(stream)
+            self.has_room()
+        self._free.clear()
+        self._in_flight.clear()
+        self._uploads.clear()
+        self._has_begun = False
+        ended_s = time.perf_counter()
+        self.stats.drain_s += ended_s - began_s
+        if self._first_submit_s is not None:
+            last_s = self._last_written_back_s
+            self.stats.last_step_busy_s = (ended_s if last_s is None else last_s) - self._first_submit_s
+            self.stats.busy_s += self.stats.last_step_busy_s
+        self._first_submit_s = self._last_written_back_s = None
+
+    def _allocate(self) -> torch.Tensor:
+        return self._accelerator.allocate(self._array_bytes, self._device).view(torch.float32)
+
+    def _check(self, job: Job) -> None:
+        elements = job.master.numel()
+        tensors = [job.master, job.exp_avg, job.exp_avg_sq, job.gradient]
+        tensors += [] if job.target is None else [job.target]
+        fits = all(tensor.shape == (elements,) and tensor.is_contiguous() for tensor in tensors)
+        if not fits or elements > self._chunk_elements:
+            raise StateError(
+                f"a chunk of the shapes {[list(tensor.shape) for tensor in tensors]}: tensors are contiguous and of "
+                f"one length, at most {self._chunk_elements}; cut the sub-group into chunks of that length"
+            )
+        if any(tensor.dtype != torch.float32 for tensor in tensors[:3]):
+            raise StateError(f"a chunk of {[tensor.dtype for tensor in tensors[:3]]}: master and moments are fp32")
+
+    def _queue(self, job: Job, arrays: list[torch.Tensor]) -> Any:
+        """Queue a job in a slot; the event of its write-back."""
+        accelerator, stats = self._accelerator, self.stats
+        master, exp_avg, exp_avg_sq, gradient, scratch = arrays
+        state = [(job.master, master), (job.exp_avg, exp_avg), (job.exp_avg_sq, exp_avg_sq)]
+        host_gradient = [] if job.has_gradient_on_device() else [(job.gradient, gradient)]
+        with accelerator.on(self._up):
+            for on_host, on_device in state + host_gradient:
+                self._upload_bytes(on_host, on_device)
+            uploaded = moment(accelerator)
+        with accelerator.on(self._compute):
+            _wait(self._compute, uploaded)
+            if not host_gradient:
+                accelerator.launch(_cast, job.gradient, gradient)
+            if job.factor != 1.0:
+                accelerator.launch(partial(_scale, job.factor), gradient)
+            accelerator.launch(job.update, master, exp_avg, exp_avg_sq, gradient, scratch)
+            if job.target is not None:
+                accelerator.launch(_cast, master, job.target)
+            updated = moment(accelerator)
+        with accelerator.on(self._down):
+            _wait(self._down, updated)
+            for on_host, on_device in state + (host_gradient if job.factor != 1.0 else []):
+                accelerator.copy(on_device.view(torch.uint8), on_host.view(torch.uint8))
+                stats.written_back_bytes += on_host.nbytes
+            written_back = moment(accelerator)
+        stats.jobs += 1
+        stats.elements += job.master.numel()
+        return written_back
+
+    def _upload_bytes(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        self._accelerator.copy(source.view(torch.uint8), target.view(torch.uint8))
+        self.stats.uploaded_bytes += source.nbytes
+
+    def _block_until_done(self, stream: Any) -> None:
+        with self._accelerator.on(stream):
+            event = moment(self._accelerator)
+        if event is not None:
+            event.synchronize()
+
+
+def _wait(stream: Any, event: Any) -> None:
+    """What ``stream`` is given from now on comes after the event; None is an event that is done."""
+    if event is not None:
+        stream.wait_event(event)
+
+
+def _cast(source: torch.Tensor, target: torch.Tensor) -> None:
+    target.copy_(source)
+
+
+def _scale(factor: float, gradient: torch.Tensor) -> None:
+    gradient.mul_(factor)

@@ -1,0 +1,305 @@
+"""The formula of DeepSpeed's CPUAdam in torch's operations: the same bits on the host and on the device.
+
+Every operation of CPUAdam's vector code (``csrc/includes/cpu_adam.h``, ``Step_AVX``) is rounded once, in fp32, and so
+is each one here; a fused multiply-add is ``add`` with ``alpha``. A device that rounds in another way would train
+another model: :func:`is_exact` finds out. A NaN is a NaN, whatever its sign and payload, which no device promises.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+# On the CPU torch neither splits this among threads nor takes much memory for it in float64.
+_PIECE_ELEMENTS = 1 << 14
+# DeepSpeed counts its C++ objects from 0.
+_TRIAL_ID = -1
+# Blocks of a kernel of a device, and a part of one.
+_TRIAL_ELEMENTS = (1 << 14) + 3 * 128
+
+
+class AdamOp(Protocol):
+    """What is used of DeepSpeed's op ``cpu_adam`` (``DeepSpeedCPUAdam.ds_opt_adam``)."""
+
+    def create_adam(self, *arguments: Any) -> int: ...
+    def adam_update(self, *arguments: Any) -> int: ...
+    def destroy_adam(self, opt_id: int) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Hyper:
+    """The hyperparameters of one update."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    bias_correction: bool = True
+    adamw: bool = True
+
+    @classmethod
+    def of_group(cls, group: Mapping[str, Any], *, adamw: bool) -> Hyper:
+        """Those of a parameter group of ``DeepSpeedCPUAdam``.
+
+        Args:
+            group: one of ``param_groups``.
+            adamw: the optimizer's ``adam_w_mode``.
+        """
+        return cls(
+            lr=float(group["lr"]),
+            beta1=float(group["betas"][0]),
+            beta2=float(group["betas"][1]),
+            eps=float(group["eps"]),
+            weight_decay=float(group["weight_decay"]),
+            bias_correction=bool(group["bias_correction"]),
+            adamw=adamw,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Scalars:
+    """The numbers of one step, all of them exact in fp32, as Python's floats.
+
+    Attributes:
+        step_size: negative: -lr / (1 - beta1^t).
+        root_scale: 1 / sqrt(1 - beta2^t).
+        decay: -lr x weight decay for AdamW, the weight decay for Adam; None where there is none.
+    """
+
+    beta1: float
+    one_minus_beta1: float
+    beta2: float
+    one_minus_beta2: float
+    eps: float
+    step_size: float
+    root_scale: float
+    decay: float | None
+    adamw: bool
+
+
+class Powers:
+    """The state that CPUAdam's C++ object hides: the powers of the betas, which depend on all calls so far.
+
+    A step after the one before, with the same betas, multiplies the powers; any other step computes them anew, which
+    rounds in another way. There is one of these for each C++ object, and each call here stands for one ``adam_update``.
+
+    Args:
+        beta1: the optimizer's default, with which its C++ object was created.
+        beta2: likewise.
+    """
+
+    def __init__(self, beta1: float, beta2: float) -> None:
+        self._betas = (np.float32(beta1), np.float32(beta2))
+        self._powers = (np.float32(1), np.float32(1))
+        self._step = 0
+
+    def scalars(self, step: int, hyper: Hyper) -> Scalars:
+        """The numbers with which CPUAdam computes this call.
+
+        Args:
+            step: from 1 on; the state's ``step`` after it was increased.
+            hyper: the group's.
+        """
+        betas = (np.float32(hyper.beta1), np.float32(hyper.beta2))
+        if betas == self._betas and step == self._step + 1:
+            self._powers = (self._powers[0] * betas[0], self._powers[1] * betas[1])
+        elif betas != self._betas or step != self._step:
+            self._powers = (_power(betas[0], step), _power(betas[1], step))
+        self._betas, self._step = betas, step
+        return _scalars(betas, self._powers, hyper)
+
+
+def _power(base: np.float32, exponent: int) -> np.float32:
+    """``std::pow`` of a float and an integer: computed in double."""
+    power: np.float32 = np.float32(math.pow(float(base), exponent))
+    return power
+
+
+def _scalars(betas: tuple[np.float32, np.float32], powers: tuple[np.float32, np.float32], hyper: Hyper) -> Scalars:
+    """As ``update_state`` and ``Step_AVX`` compute them, in fp32 throughout."""
+    one, lr, weight_decay = np.float32(1), np.float32(hyper.lr), np.float32(hyper.weight_decay)
+    correction1 = root_scale = one
+    with np.errstate(all="ignore"):  # a beta that fp32 rounds to 1 divides by zero, in C++ too
+        if hyper.bias_correction:
+            correction1 = one - powers[0]
+            root_scale = one / np.sqrt(one - powers[1])
+        step_size = -lr / correction1
+    decay = None
+    if weight_decay > 0:
+        decay = float(-lr * weight_decay) if hyper.adamw else float(weight_decay)
+    return Scalars(
+        beta1=float(betas[0]),
+        one_minus_beta1=float(one - betas[0]),
+        beta2=float(betas[1]),
+        one_minus_beta2=float(one - betas[1]),
+        eps=float(np.float32(hyper.eps)),
+        step_size=float(step_size),
+        root_scale=float(root_scale),
+        decay=decay,
+        adamw=hyper.adamw,
+    )
+
+
+@torch.no_grad()  # DeepSpeed's master parameters are leaves
+def update_(
+    master: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    gradient: torch.Tensor,
+    scratch: torch.Tensor,
+    scalars: Scalars,
+) -> None:
+    """One step of Adam, in place; only queued on a device with streams.
+
+    Args:
+        master: fp32, contiguous, of one dimension, as are all others; of one device and one length. The length must be
+            a multiple of 128: CPUAdam rounds in another way what is left over.
+        exp_avg: the first moment.
+        exp_avg_sq: the second moment.
+        gradient: stays as it is.
+        scratch: what it held is lost.
+        scalars: of this step.
+    """
+    if master.device.type != "cpu":
+        _update(master, exp_avg, exp_avg_sq, gradient, scratch, scalars, _square_root)
+        return
+    for start in range(0, master.numel(), _PIECE_ELEMENTS):
+        piece = slice(start, start + _PIECE_ELEMENTS)
+        _update(
+            master[piece], exp_avg[piece], exp_avg_sq[piece], gradient[piece], scratch[piece], scalars,
+            _square_root_on_cpu,
+        )  # fmt: skip
+
+
+def _update(
+    master: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    gradient: torch.Tensor,
+    scratch: torch.Tensor,
+    scalars: Scalars,
+    square_root: Callable[[torch.Tensor, torch.Tensor], object],
+) -> None:
+    """Step by step as ``Step_AVX``."""
+    if scalars.decay is not None and not scalars.adamw:
+        gradient = torch.add(gradient, master, alpha=scalars.decay, out=scratch)
+    exp_avg.mul_(scalars.beta1).add_(gradient, alpha=scalars.one_minus_beta1)
+    torch.mul(gradient, gradient, out=scratch)
+    exp_avg_sq.mul_(scalars.beta2).add_(scratch, alpha=scalars.one_minus_beta2)
+    square_root(exp_avg_sq, scratch)
+    # A tensor without dimensions stays on the CPU and travels with the kernel's arguments: no copy, no synchronization.
+    eps = torch.tensor(scalars.eps, dtype=torch.float32, device="cpu")
+    torch.add(eps, scratch, alpha=scalars.root_scale, out=scratch)
+    torch.div(exp_avg, scratch, out=scratch)
+    if scalars.decay is not None and scalars.adamw:
+        master.add_(master, alpha=scalars.decay)
+    master.add_(scratch, alpha=scalars.step_size)
+
+
+def _square_root(source: torch.Tensor, target: torch.Tensor) -> None:
+    """The device's own, correctly rounded on CUDA."""
+    torch.sqrt(source, out=target)
+
+
+def _square_root_on_cpu(source: torch.Tensor, target: torch.Tensor) -> None:
+    """By way of float64: there torch's float32 is not correctly rounded, and the second rounding does no harm."""
+    target.copy_(source.double().sqrt_())
+
+
+class HostAdam:
+    """The C++ object of a ``DeepSpeedCPUAdam``.
+
+    Args:
+        op: the optimizer's ``ds_opt_adam``.
+        opt_id: the optimizer's ``opt_id``.
+    """
+
+    def __init__(self, op: AdamOp, opt_id: int) -> None:
+        self._op = op
+        self._opt_id = opt_id
+
+    def update(
+        self,
+        step: int,
+        hyper: Hyper,
+        master: torch.Tensor,
+        gradient: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+    ) -> None:
+        """One ``adam_update``, in place, on contiguous tensors of the host.
+
+        Tensors of no elements are fine: the call then does no more than take the object's hidden powers to this step. A
+        further call with the same step and betas leaves these as they are.
+        """
+        self._op.adam_update(
+            self._opt_id,
+            step,
+            hyper.lr,
+            hyper.beta1,
+            hyper.beta2,
+            hyper.eps,
+            hyper.weight_decay,
+            hyper.bias_correction,
+            master,
+            gradient,
+            exp_avg,
+            exp_avg_sq,
+        )
+
+
+def is_exact(
+    op: AdamOp, device: torch.device, *, adamw: bool, update: Callable[..., None] = update_, opt_id: int = _TRIAL_ID
+) -> bool:
+    """Whether the update on a device gives the bits of CPUAdam; tried out on random data.
+
+    Args:
+        op: DeepSpeed's ``cpu_adam``. A C++ object of its own is created in it, and destroyed.
+        device: where the update is to run.
+        adamw: whether the weight decay is AdamW's; else it is added to the gradient.
+        update: what is tried.
+        opt_id: the id of that object; must be no optimizer's.
+    """
+    generator = torch.Generator("cpu").manual_seed(0)
+    hyper = Hyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, adamw=adamw)
+    expected = (_trial(generator, 0), _trial(generator, 3), _trial(generator, 6).square_())
+    found = tuple(tensor.to(device, copy=True) for tensor in expected)
+    scratch = torch.empty_like(found[0])
+    powers, host = Powers(hyper.beta1, hyper.beta2), HostAdam(op, opt_id)
+    op.create_adam(opt_id, hyper.lr, hyper.beta1, hyper.beta2, hyper.eps, hyper.weight_decay, adamw, False)
+    try:
+        # Steps in a row, a resumed run, and what differs between groups and in the course of a schedule.
+        for step, lr, decay in ((1, 1e-3, 0.1), (2, 9e-4, 0.1), (3, 3e-5, 0.0), (57, 0.0, 0.1), (58, 7e-4, 0.01)):
+            current = replace(hyper, lr=lr, weight_decay=decay)
+            gradient = _trial(generator, 4)
+            on_device = gradient.to(device, copy=True)
+            host.update(step, current, expected[0], gradient, expected[1], expected[2])
+            update(*found, on_device, scratch, powers.scalars(step, current))
+            if not all(map(same_bits, (*expected, gradient), (*found, on_device))):
+                return False
+    finally:
+        op.destroy_adam(opt_id)
+    return True
+
+
+def _trial(generator: torch.Generator, magnitude: int) -> torch.Tensor:
+    """Numbers over many orders of magnitude, about 10 to the minus ``magnitude``; zeros and denormals among them."""
+    numbers = torch.randn(_TRIAL_ELEMENTS, generator=generator, dtype=torch.float32, device="cpu")
+    exponents = torch.randn(_TRIAL_ELEMENTS, generator=generator, dtype=torch.float32, device="cpu")
+    numbers *= 10 ** (2 * exponents - magnitude)
+    numbers[::101] = 0
+    numbers[::103] *= 1e-36
+    return numbers
+
+
+def same_bits(expected: torch.Tensor, found: torch.Tensor) -> bool:
+    """Whether two fp32 tensors are equal bit for bit; any NaN equals any other."""
+    found = found.to(expected.device)
+    same = (expected.view(torch.int32) == found.view(torch.int32)) | (expected.isnan() & found.isnan())
+    return bool(same.all())

@@ -1,0 +1,417 @@
+"""The update in torch's operations against DeepSpeed's CPUAdam, bit for bit."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.ops.op_builder import CPUAdamBuilder
+
+from ds_tba.update import formula
+from ds_tba.update.chunks import tail_start
+from ds_tba.update.formula import HostAdam, Hyper, Powers, Scalars, is_exact, same_bits, update_
+
+CPU = torch.device("cpu")
+HYPER = Hyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
+NEXT_ID = -10  # DeepSpeed's are from 0 on, is_exact's is -1
+
+
+@pytest.fixture(scope="module")
+def op() -> Any:
+    return CPUAdamBuilder().load()
+
+
+@pytest.fixture(params=[1, 2], ids=["1 thread", "2 threads"])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """OpenMP's threads, torch's and CPUAdam's."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@contextmanager
+def adams(op: Any, count: int, beta1: float, beta2: float, *, adamw: bool = True) -> Iterator[list[HostAdam]]:
+    """C++ objects of one kind."""
+    ids = [NEXT_ID - number for number in range(count)]
+    for opt_id in ids:
+        op.create_adam(opt_id, 1e-3, beta1, beta2, 1e-8, 0.0, adamw, False)
+    try:
+        yield [HostAdam(op, opt_id) for opt_id in ids]
+    finally:
+        for opt_id in ids:
+            op.destroy_adam(opt_id)
+
+
+@dataclass
+class State:
+    """Master parameters and moments."""
+
+    master: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+
+    @classmethod
+    def fresh(cls, elements: int, generator: torch.Generator) -> State:
+        return cls(torch.randn(elements, generator=generator), torch.zeros(elements), torch.zeros(elements))
+
+    def all(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.master, self.exp_avg, self.exp_avg_sq
+
+    def clone(self) -> State:
+        return State(*(one.clone() for one in self.all()))
+
+    def part(self, start: int, stop: int) -> State:
+        return State(*(one[start:stop] for one in self.all()))
+
+    def host_update(self, adam: HostAdam, step: int, hyper: Hyper, gradient: torch.Tensor) -> None:
+        adam.update(step, hyper, self.master, gradient, self.exp_avg, self.exp_avg_sq)
+
+    def update(self, gradient: torch.Tensor, scalars: Scalars) -> None:
+        """Ours, where the gradient must stay as it is."""
+        before = gradient.clone()
+        update_(*self.all(), gradient, torch.full_like(gradient, torch.nan), scalars)
+        assert gradient.view(torch.int32).equal(before.view(torch.int32))
+
+
+def differing(expected: State, found: State) -> int:
+    """How many elements are not the same bits; a NaN is a NaN."""
+    return sum(
+        int(((a.view(torch.int32) != b.view(torch.int32)) & ~(a.isnan() & b.isnan())).sum())
+        for a, b in zip(expected.all(), found.all(), strict=True)
+    )
+
+
+def gradient_of(elements: int, generator: torch.Generator) -> torch.Tensor:
+    """Of many magnitudes, with zeros and denormals."""
+    gradient = torch.randn(elements, generator=generator) * 10 ** (3 * torch.randn(elements, generator=generator) - 4)
+    gradient[::17] = 0
+    gradient[1::19] *= 1e-36
+    return gradient
+
+
+def update_both(op: Any, elements: int, steps: int, hyper_of: Callable[[int], Hyper]) -> tuple[State, State]:
+    """CPUAdam on everything, and ours with a second C++ object for the tail."""
+    generator = torch.Generator().manual_seed(elements)
+    expected = State.fresh(elements, generator)
+    found = expected.clone()
+    end = tail_start(elements)
+    first = hyper_of(1)
+    powers = Powers(first.beta1, first.beta2)
+    with adams(op, 2, first.beta1, first.beta2, adamw=first.adamw) as (stock, ours):
+        for step in range(1, steps + 1):
+            hyper = hyper_of(step)
+            gradient = gradient_of(elements, generator)
+            expected.host_update(stock, step, hyper, gradient)
+            found.part(0, end).update(gradient[:end], powers.scalars(step, hyper))
+            found.part(end, elements).host_update(ours, step, hyper, gradient[end:])
+            assert differing(expected, found) == 0, f"step {step}"
+    return expected, found
+
+
+@pytest.mark.parametrize("bias_correction", [True, False], ids=["corrected", "uncorrected"])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("adamw", [True, False], ids=["AdamW", "L2"])
+@pytest.mark.parametrize("elements", [128, 1000, 70_001])
+def test_twenty_steps_are_those_of_cpu_adam(
+    op: Any, elements: int, adamw: bool, weight_decay: float, bias_correction: bool
+) -> None:
+    hyper = replace(HYPER, adamw=adamw, weight_decay=weight_decay, bias_correction=bias_correction)
+    expected, _ = update_both(op, elements, 20, lambda step: replace(hyper, lr=1e-3 * min(step / 5, 2 - step / 15)))
+    assert not expected.master.isnan().any()
+
+
+@pytest.mark.parametrize("adamw", [True, False], ids=["AdamW", "L2"])
+def test_large_sizes(op: Any, threads: int, adamw: bool) -> None:
+    assert torch.get_num_threads() == threads
+    update_both(op, 3_000_077, 3, lambda _: replace(HYPER, adamw=adamw))
+
+
+@pytest.mark.parametrize("start", [0, 1, 57, 99_999])
+def test_a_resumed_run(op: Any, start: int) -> None:
+    """The powers come from ``pow`` at the first step, from products after it."""
+    generator = torch.Generator().manual_seed(0)
+    expected = State.fresh(1280, generator)
+    found, powers = expected.clone(), Powers(0.9, 0.999)
+    with adams(op, 1, 0.9, 0.999) as (stock,):
+        for step in [*range(1, 6), *range(start + 1, start + 30), 3, 4]:
+            gradient = gradient_of(1280, generator)
+            expected.host_update(stock, step, HYPER, gradient)
+            found.update(gradient, powers.scalars(step, HYPER))
+            assert differing(expected, found) == 0, f"step {step}"
+
+
+@pytest.mark.parametrize("of_others", [{}, {"beta2": 0.95}, {"beta1": 0.5}, {"lr": 1e-4, "weight_decay": 0.0}])
+def test_two_groups_on_one_object(op: Any, of_others: dict[str, float]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    expected = [State.fresh(1280, generator), State.fresh(512, generator)]
+    found, powers = [one.clone() for one in expected], Powers(0.9, 0.999)
+    hypers = [HYPER, replace(HYPER, **of_others)]
+    with adams(op, 1, 0.9, 0.999) as (stock,):
+        for step in range(1, 21):
+            for mine, theirs, hyper in zip(found, expected, hypers, strict=True):
+                gradient = gradient_of(len(mine.master), generator)
+                theirs.host_update(stock, step, hyper, gradient)
+                mine.update(gradient, powers.scalars(step, hyper))
+                assert differing(theirs, mine) == 0, f"step {step}"
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_call_without_elements_takes_the_object_to_its_step(op: Any, seed: int) -> None:
+    """One object gets all of the sub-groups, the other some of them or parts, and calls without elements."""
+    chance, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    sizes = [128 * chance.randrange(1, 6) + chance.randrange(128) for _ in range(4)]
+    betas = [(0.9, chance.choice([0.999, 0.999, 0.95])) for _ in sizes]
+    expected = [State.fresh(size, generator) for size in sizes]
+    found, powers = [one.clone() for one in expected], Powers(0.9, 0.999)
+    with adams(op, 2, 0.9, 0.999) as (stock, ours):
+        for step in [1, 2, 3, 4, 5, 50, 51, 52]:
+            for mine, theirs, (beta1, beta2) in zip(found, expected, betas, strict=True):
+                hyper = replace(HYPER, beta1=beta1, beta2=beta2)
+                gradient = gradient_of(len(mine.master), generator)
+                theirs.host_update(stock, step, hyper, gradient)
+                scalars = powers.scalars(step, hyper)
+                end = tail_start(len(gradient))
+                cut = 128 * chance.randrange(end // 128 + 1)
+                mine.part(0, 0).host_update(ours, step, hyper, gradient[:0])
+                for start, stop in chance.sample([(0, cut), (end, len(gradient))], 2):
+                    mine.part(start, stop).host_update(ours, step, hyper, gradient[start:stop])
+                mine.part(cut, end).update(gradient[cut:end], scalars)
+                assert differing(theirs, mine) == 0, f"step {step}"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_slices_in_any_order_are_one_call(op: Any, seed: int) -> None:
+    chance, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    elements = chance.randrange(1, 200_000)
+    expected = State.fresh(elements, generator)
+    found = expected.clone()
+    with adams(op, 2, 0.9, 0.999) as (stock, ours):
+        for step in range(1, 4):
+            gradient = gradient_of(elements, generator)
+            expected.host_update(stock, step, HYPER, gradient)
+            cuts = [128 * chance.randrange(elements // 128 + 1) for _ in range(chance.randrange(6))]
+            edges = sorted([0, *cuts, elements])
+            slices = list(pairwise(edges))
+            for start, stop in chance.sample(slices, len(slices)):
+                found.part(start, stop).host_update(ours, step, HYPER, gradient[start:stop])
+            assert differing(expected, found) == 0, f"step {step}"
+
+
+def test_the_tail_is_not_for_us(op: Any) -> None:
+    """Why it goes to the host; should this fail, CPUAdam rounds its tail as the rest."""
+    generator = torch.Generator().manual_seed(0)
+    expected = State.fresh(15, generator)
+    found, powers = expected.clone(), Powers(0.9, 0.999)
+    with adams(op, 1, 0.9, 0.999) as (stock,):
+        for step in range(1, 100):
+            gradient = gradient_of(15, generator)
+            expected.host_update(stock, step, HYPER, gradient)
+            found.update(gradient, powers.scalars(step, HYPER))
+    assert differing(expected, found)
+
+
+BETAS = [0.0, 0.5, 0.9, 0.95, 0.99, 0.999, 0.9999, 1 - 1e-9]  # fp32 makes 1 of the last
+LRS = [0.0, 1e-42, 1e-8, 1e-3, 0.3]
+EPS = [0.0, 1e-15, 1e-8, 1e-3]
+DECAYS = [0.0, 1e-50, 1e-30, 0.01, 0.1, -0.1]
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_hyperparameters_at_random(op: Any, block: int) -> None:
+    for seed in range(40 * block, 40 * block + 40):
+        chance, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+        elements = 128 * chance.randrange(1, 9)
+        created_with = betas = chance.choice(BETAS), chance.choice(BETAS)
+        adamw, step = chance.random() < 0.5, chance.choice([0, 0, 7, 100, 10**6])
+        expected = State.fresh(elements, generator)
+        expected.exp_avg, expected.exp_avg_sq = expected.master.flip(0), expected.master.square().flip(0)
+        expected.master[:3] = torch.tensor([0.0, -0.0, 1e-40])
+        found, powers = expected.clone(), Powers(*created_with)
+        with adams(op, 1, *created_with, adamw=adamw) as (stock,):
+            for _ in range(6):
+                step = chance.choice([step + 1, step + 1, step + 1, max(step, 1), step + 50, 1])
+                if chance.random() < 0.3:
+                    betas = chance.choice(BETAS), chance.choice(BETAS)
+                hyper = Hyper(
+                    chance.choice([*LRS, chance.random()]), *betas, chance.choice(EPS), chance.choice(DECAYS),
+                    chance.random() < 0.8, adamw,
+                )  # fmt: skip
+                gradient = gradient_of(elements, generator)
+                gradient[2 :: chance.choice([50, 10_000])] = chance.choice([torch.inf, -torch.inf, torch.nan, 1e25])
+                expected.host_update(stock, step, hyper, gradient)
+                found.update(gradient, powers.scalars(step, hyper))
+                assert differing(expected, found) == 0, f"seed {seed}, step {step}, {hyper}"
+
+
+@pytest.mark.parametrize("number", [torch.inf, -torch.inf, torch.nan, 1e38, 1e-45, -0.0, 0.0])
+@pytest.mark.parametrize("adamw", [True, False], ids=["AdamW", "L2"])
+def test_awkward_numbers_anywhere(op: Any, number: float, adamw: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    expected = State.fresh(512, generator)
+    expected.exp_avg, expected.exp_avg_sq = torch.randn(512, generator=generator), torch.rand(512, generator=generator)
+    gradient = gradient_of(512, generator)
+    expected.master[::8] = expected.exp_avg[1::8] = expected.exp_avg_sq[2::8] = gradient[3::8] = number
+    for one in (*expected.all(), gradient):
+        one[4::8] = number
+    found, powers = expected.clone(), Powers(0.9, 0.999)
+    with adams(op, 1, 0.9, 0.999, adamw=adamw) as (stock,):
+        for step in range(1, 6):
+            hyper = replace(HYPER, adamw=adamw, lr=0.0 if step == 3 else 1e-3)
+            expected.host_update(stock, step, hyper, gradient)
+            found.update(gradient, powers.scalars(step, hyper))
+            assert differing(expected, found) == 0, f"step {step}"
+
+
+def test_scalars_are_numbers_of_fp32() -> None:
+    scalars = Powers(0.9, 0.999).scalars(7, replace(HYPER, lr=0.3, eps=1e-7))
+    for name in Scalars.__slots__:
+        value = getattr(scalars, name)
+        assert type(value) is (bool if name == "adamw" else float)
+        assert torch.tensor(value, dtype=torch.float32).item() == value
+    assert scalars.beta1 != 0.9 and scalars.one_minus_beta1 != torch.tensor(0.1).item()
+
+
+def test_masters_may_require_a_gradient(op: Any) -> None:
+    master = torch.zeros(40_064, requires_grad=True)
+    update_(master, *(torch.zeros(40_064) for _ in range(2)), torch.ones(40_064), torch.empty(40_064),
+            Powers(0.9, 0.999).scalars(1, HYPER))  # fmt: skip
+    assert master.is_leaf and master.grad_fn is None and bool((master < 0).all())
+
+
+def test_against_the_optimizer_itself(op: Any) -> None:
+    """A group of DeepSpeed's own optimizer, its defaults and its state."""
+    generator = torch.Generator().manual_seed(0)
+    found = State.fresh(1280, generator)
+    parameter = torch.nn.Parameter(found.master.clone())
+    group = {"params": [parameter], "betas": (0.8, 0.99), "weight_decay": 0.05}
+    optimizer = DeepSpeedCPUAdam([group], lr=1e-3, betas=(0.9, 0.999), adamw_mode=False)
+    powers = Powers(*optimizer.defaults["betas"])
+    for step in range(1, 11):
+        parameter.grad = gradient_of(1280, generator)
+        optimizer.step()
+        hyper = Hyper.of_group(optimizer.param_groups[0], adamw=optimizer.adam_w_mode)
+        assert hyper == Hyper(1e-3, 0.8, 0.99, 1e-8, 0.05, True, False)
+        found.update(parameter.grad, powers.scalars(step, hyper))
+        state = optimizer.state[parameter]
+        assert differing(State(parameter.data, state["exp_avg"], state["exp_avg_sq"]), found) == 0
+
+
+def torch_adamw(*arguments: Any) -> None:
+    """torch's formula."""
+    master, exp_avg, exp_avg_sq, gradient, scratch, scalars = arguments
+    if scalars.decay is not None:
+        master.mul_(1 + scalars.decay)
+    exp_avg.lerp_(gradient, 1 - scalars.beta1)
+    exp_avg_sq.mul_(scalars.beta2).addcmul_(gradient, gradient, value=1 - scalars.beta2)
+    torch.sqrt(exp_avg_sq, out=scratch).mul_(scalars.root_scale).add_(scalars.eps)
+    master.addcdiv_(exp_avg, scratch, value=scalars.step_size)
+
+
+def without_decay(*arguments: Any) -> None:
+    update_(*arguments[:5], replace(arguments[5], decay=None))
+
+
+def raw_square_root(*arguments: Any) -> None:
+    formula._update(*arguments, formula._square_root)
+
+
+def flushes_denormals(*arguments: Any) -> None:
+    update_(*arguments)
+    arguments[1][arguments[1].abs() < 1.2e-38] = 0
+
+
+def spoils_the_gradient(*arguments: Any) -> None:
+    update_(*arguments)
+    arguments[3].copy_(arguments[4])
+
+
+def without_fma(*arguments: Any) -> None:
+    master, scratch, scalars = arguments[0].clone(), arguments[4], arguments[5]
+    update_(*arguments)
+    if scalars.decay is not None and scalars.adamw:
+        arguments[0].copy_(master + scalars.decay * master + scalars.step_size * scratch)
+    else:
+        arguments[0].copy_(master + scalars.step_size * scratch)
+
+
+@pytest.mark.parametrize("adamw", [True, False], ids=["AdamW", "L2"])
+def test_the_trial_finds_this_device_exact(op: Any, adamw: bool) -> None:
+    assert is_exact(op, CPU, adamw=adamw)
+
+
+@pytest.mark.parametrize(
+    "wrong", [torch_adamw, without_decay, raw_square_root, flushes_denormals, spoils_the_gradient, without_fma]
+)
+@pytest.mark.parametrize("adamw", [True, False], ids=["AdamW", "L2"])
+def test_the_trial_finds_what_rounds_in_another_way(op: Any, wrong: Callable[..., None], adamw: bool) -> None:
+    assert not is_exact(op, CPU, adamw=adamw, update=wrong)
+    assert is_exact(op, CPU, adamw=adamw)
+
+
+def test_the_trial_leaves_no_trace(op: Any) -> None:
+    """Neither in the optimizer's C++ object nor in torch's random numbers, and nothing is printed by it."""
+    random_state = torch.random.get_rng_state()
+    generator = torch.Generator().manual_seed(0)
+    expected = State.fresh(128, generator)
+    found = expected.clone()
+    with adams(op, 2, 0.9, 0.999) as (stock, ours):
+        for step in range(1, 20):
+            gradient = gradient_of(128, generator)
+            expected.host_update(stock, step, HYPER, gradient)
+            assert is_exact(op, CPU, adamw=True)
+            found.host_update(ours, step, HYPER, gradient)
+            assert differing(expected, found) == 0
+    assert torch.random.get_rng_state().equal(random_state)
+
+
+def test_a_trial_that_fails_ends_its_object(op: Any) -> None:
+    made: list[int] = []
+
+    class Counting:
+        adam_update = staticmethod(op.adam_update)
+
+        def create_adam(self, *arguments: Any) -> int:
+            made.append(arguments[0])
+            return int(op.create_adam(*arguments))
+
+        def destroy_adam(self, opt_id: int) -> int:
+            made.remove(opt_id)
+            return int(op.destroy_adam(opt_id))
+
+    def fails(*_: Any) -> None:
+        assert made
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        is_exact(Counting(), CPU, adamw=True, update=fails)
+    assert not made
+
+
+def test_torch_has_another_adamw(op: Any) -> None:
+    """So that the comparisons above can fail."""
+    generator = torch.Generator().manual_seed(0)
+    expected = State.fresh(1280, generator)
+    parameter = torch.nn.Parameter(expected.master.clone())
+    theirs = torch.optim.AdamW([parameter], lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
+    with adams(op, 1, 0.9, 0.999) as (stock,):
+        for step in range(1, 13):
+            parameter.grad = gradient_of(1280, generator)
+            expected.host_update(stock, step, HYPER, parameter.grad)
+            theirs.step()
+    assert not same_bits(expected.master, parameter.detach())
+    assert torch.allclose(expected.master, parameter.detach(), atol=1e-5)
+
+
+def test_bits_are_compared() -> None:
+    zero = torch.tensor([0.0, torch.nan])
+    assert same_bits(zero, -zero[:].neg()) and same_bits(zero, torch.tensor([0.0, -torch.nan]))
+    assert not same_bits(zero, torch.tensor([-0.0, torch.nan]))
+    assert not same_bits(zero, torch.tensor([torch.nan, torch.nan]))
