@@ -40,6 +40,8 @@ SLOTS_MADE = """\
             try:
                 self._free.append(_Slot([self._allocate() for _ in range(ARRAYS_PER_SLOT)]))
             except torch.OutOfMemoryError:
+                # Not again in each step: the allocator gives back all that it keeps before it says so.
+                self._slots = max(1, len(self._free))
                 break
 """
 SO_FAR = "        so_far = moment(self._accelerator)"

@@ -310,9 +310,11 @@ class LittleMemory(LateDevice):
     """Has memory for so many arrays of a slot, beside what it has now."""
 
     arrays = 1 << 30
+    failures = 0
 
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
         if self.arrays == 0:
+            self.failures += 1
             raise torch.OutOfMemoryError("no memory")
         self.arrays -= 1
         return super().allocate(nbytes, device)
@@ -345,9 +347,10 @@ def test_slots_are_as_many_as_there_is_memory_for(make_device: Callable[..., Lat
     assert pipeline.begin() and device.allocated_bytes == 2 * SLOT_BYTES
     pipeline.drain()
     assert device.allocated_bytes == 0
-    device.arrays = 100  # type: ignore[attr-defined]
-    assert pipeline.begin() and device.allocated_bytes == 4 * SLOT_BYTES
+    device.arrays = 10  # type: ignore[attr-defined]
+    assert pipeline.begin() and device.allocated_bytes == 2 * SLOT_BYTES  # and memory did not run out again
     pipeline.drain()
+    assert device.failures == 1  # type: ignore[attr-defined]
 
 
 class UpdateError(Exception):
