@@ -4,7 +4,7 @@ The table is that of the study this feature began with: seconds for 1e9 paramete
 direction, copies from pageable memory at 10 GB/s, CPUAdam at 1e9/s for each core, no clipping. There the host's chunks
 went up as fp32 (4 bytes for each parameter, cast on the device); here the host casts them (2 bytes up, and 2 + 2 bytes
 of host memory instead of 4). So host memory has the same traffic, and all columns whose limit it is must agree to the
-last printed digit. Where the link is a limit, too, shares are 0.01 to 0.06 higher than in the table, because fewer bytes
+last printed digit. Where the link is a limit, too, shares are 0.01 to 0.06 higher than in the table, as fewer bytes
 go up, and the time is lower by less than a printed digit.
 """
 
