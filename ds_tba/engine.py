@@ -34,6 +34,7 @@ from ds_tba.config import (
     BLOCK,
     BLOCKS,
     SUPPORTED_DEEPSPEED,
+    UPDATE_BLOCK,
     AioConfig,
     OffloadConfig,
     near_misses,
@@ -43,10 +44,13 @@ from ds_tba.config import (
 from ds_tba.device.accelerator import adapted
 from ds_tba.errors import ConfigError, IncompatibleError
 from ds_tba.offloader import ActivationOffloader
+from ds_tba.update.config import UpdateConfig, parse_update_block
+from ds_tba.update.interleaved import InterleavedUpdate
 
 logger = logging.getLogger("ds_tba")
 
 ATTRIBUTE = "activation_offloader"
+UPDATE_ATTRIBUTE = "interleaved_optimizer_update"
 _HOOKED = "_ds_tba_hooked"
 _NO_HOOKS = "support saved tensor hooks"  # in the message of torch/_functorch/eager_transforms.py
 # Ranks may arrive minutes apart: one of them builds DeepSpeed's aio op while the others wait for it.
@@ -67,16 +71,18 @@ def hook(engine_class: type) -> None:
         ds_config = arguments.get("config_class")
         param_dict = getattr(ds_config, "_param_dict", None) or {}
         trains = arguments.get("optimizer") is not None or bool(param_dict.get("optimizer"))
+        update = _update_config(param_dict, ds_config, trains=trains)
         offloader = _build(param_dict, ds_config, trains=trains)
-        if offloader is None:
-            original(self, *args, **kwargs)
-            return
         try:
             original(self, *args, **kwargs)
         except BaseException:
-            offloader.close()
+            if offloader is not None:
+                offloader.close()
             raise
-        _join(self, offloader)
+        if offloader is not None:
+            _join(self, offloader)
+        if update is not None:
+            _join_update(self, update)
 
     setattr(__init__, _HOOKED, True)
     engine_class.__init__ = __init__  # type: ignore[misc]
@@ -194,20 +200,31 @@ def _new_offloader(config: OffloadConfig, aio_config: AioConfig, param_dict: Map
     )
 
 
-def _refuse_incompatible(ds_config: Any) -> None:
+def _refuse_incompatible(ds_config: Any, block: str = BLOCK) -> None:
     import deepspeed
 
     version = deepspeed.__version__.partition("+")[0]
     if version not in SUPPORTED_DEEPSPEED:
         raise IncompatibleError(
             f"DeepSpeed {version} is not supported by this version of ds_tba, which was made for "
-            f'{SUPPORTED_DEEPSPEED}: pip install "deepspeed{SUPPORTED_DEEPSPEED}", or remove "{BLOCK}".'
+            f'{SUPPORTED_DEEPSPEED}: pip install "deepspeed{SUPPORTED_DEEPSPEED}", or remove "{block}".'
         )
     if getattr(getattr(ds_config, "compile_config", None), "deepcompile", False):
         raise IncompatibleError(
-            f'DeepCompile moves activations itself and cannot be combined with "{BLOCK}": set "compile": '
-            f'{{"deepcompile": false}}, or remove "{BLOCK}".'
+            f'DeepCompile moves activations and optimizer states itself and cannot be combined with "{block}": set '
+            f'"compile": {{"deepcompile": false}}, or remove "{block}".'
         )
+
+
+def _update_config(param_dict: Mapping[str, Any], ds_config: Any, *, trains: bool) -> UpdateConfig | None:
+    """The block of the optimizer update, or None without an enabled one."""
+    if UPDATE_BLOCK not in param_dict or not trains:
+        return None
+    config = parse_update_block(param_dict)
+    if config is not None:
+        _show_log()
+        _refuse_incompatible(ds_config, UPDATE_BLOCK)
+    return config
 
 
 # ---- from offloader to engine ---------------------------------------------------------------------------------------
@@ -234,6 +251,29 @@ def _join(engine: Any, offloader: ActivationOffloader) -> None:
         logger.info(offloader.start_line())
 
 
+def _join_update(engine: Any, config: UpdateConfig) -> None:
+    """Take the optimizer updates of a built engine over; ranks succeed or fail together."""
+    from deepspeed.accelerator import get_accelerator
+
+    update: InterleavedUpdate | None = None
+    problem: Exception | None = None
+    try:
+        update = InterleavedUpdate(config, adapted(get_accelerator()), engine.optimizer, rank=_rank())
+    except Exception as error:  # noqa: BLE001 - raised again below, once the other ranks know
+        problem = error
+    try:
+        _agree(problem)
+    except BaseException:
+        for part in (update, getattr(engine, ATTRIBUTE, None)):
+            if part is not None:
+                part.close()
+        raise
+    engine.interleaved_optimizer_update = update
+    _hook_methods(type(engine))
+    if update is not None and _rank() == 0:
+        logger.info(update.start_line())
+
+
 def _mark_owned(module: torch.nn.Module, _inputs: Any) -> None:
     if not torch.compiler.is_compiling():
         uncompiled(mark_owned, module)
@@ -252,6 +292,8 @@ def _wrapped(original: Callable[..., Any], around: Callable[..., Any]) -> Callab
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         offloader = self.__dict__.get(ATTRIBUTE)
+        if around is _destroy:
+            return _destroy(offloader, functools.partial(original, self, *args, **kwargs), self)
         if offloader is None:
             return original(self, *args, **kwargs)
         return around(offloader, functools.partial(original, self, *args, **kwargs), self)
@@ -297,11 +339,15 @@ def _train_batch(offloader: ActivationOffloader, original: Callable[[], Any], en
     return result
 
 
-def _destroy(offloader: ActivationOffloader, original: Callable[[], Any], engine: Any) -> Any:
+def _destroy(offloader: ActivationOffloader | None, original: Callable[[], Any], engine: Any) -> Any:
+    update = engine.__dict__.get(UPDATE_ATTRIBUTE)
+    if update is not None:  # before DeepSpeed takes the optimizer apart
+        update.close()
     try:
         return original()
     finally:
-        offloader.close()
+        if offloader is not None:
+            offloader.close()
 
 
 def _collected(offloader: ActivationOffloader, original: Callable[[], Any], engine: Any) -> Any:
@@ -361,7 +407,7 @@ def _agree(problem: Exception | None) -> None:
         found = _answer(store, f"ds_tba/{other}/{build}", other)
         if found is not None:
             store.set(f"ds_tba/{rank}/{build}/read", "")
-            raise ConfigError(f"rank {other} cannot offload activations, so no rank trains: {found}")
+            raise ConfigError(f"rank {other} cannot do what ds_config.json asks for, so no rank trains: {found}")
 
 
 def _answer(store: Any, key: str, rank: int) -> str | None:
@@ -369,7 +415,7 @@ def _answer(store: Any, key: str, rank: int) -> str | None:
         store.wait([key], AGREEMENT_TIMEOUT)
     except (RuntimeError, distributed.DistError) as error:
         raise ConfigError(
-            f'rank {rank} did not take part in setting up activation offload: give every rank the same "{BLOCK}" block.'
+            f"rank {rank} did not take part in setting up ds_tba: give every rank the same ds_config.json."
         ) from error
     problem: str | None = json.loads(store.get(key))["problem"]
     return problem

@@ -32,7 +32,7 @@ from ds_tba.autograd.tensors import mark_inputs
 from ds_tba.config import BLOCK, AioConfig, OffloadConfig, with_staging
 from ds_tba.device.accelerator import Accelerator
 from ds_tba.device.memory import available_bytes
-from ds_tba.errors import ConfigError, IncompatibleError, PathError
+from ds_tba.errors import IncompatibleError, PathError
 from ds_tba.planner.plan import Limits
 from ds_tba.planner.search import Planner, adaptive
 from ds_tba.planner.trace import Trace

@@ -34,6 +34,7 @@ STREAMS, SPACE, LANES, NVME = (
     "ds_tba/device/accelerator.py", "ds_tba/storage/space.py", "ds_tba/storage/worker.py", "ds_tba/storage/nvme.py"
 )  # fmt: skip
 HOST = "ds_tba/storage/host.py"
+FORMULA, OF_FORMULA = "ds_tba/update/formula.py", "tests/update/test_formula.py"
 MUTANTS = [
     Mutant("a copy out does not wait for the kernels that make the tensor", STREAMS,
            "            self._out_stream.wait_event(produced)\n", ""),
@@ -120,6 +121,21 @@ MUTANTS = [
     Mutant("staging is used before it was zeroed", "ds_tba/storage/staging.py",
            "wait_for_stream(self._accelerator)  # zeroing on the device", "#",
            "tests/storage/test_device_staging.py"),
+    Mutant("the update forgets the weight decay of AdamW", FORMULA,
+           "        master.add_(master, alpha=scalars.decay)\n", "        pass\n", OF_FORMULA),
+    Mutant("the update adds the weight decay to the gradient itself", FORMULA,
+           "alpha=scalars.decay, out=scratch)", "alpha=scalars.decay, out=gradient)", OF_FORMULA),
+    Mutant("the update takes torch's square root on the CPU", FORMULA,
+           "    target.copy_(source.double().sqrt_())\n", "    torch.sqrt(source, out=target)\n", OF_FORMULA),
+    Mutant("the powers of the betas are never running products", FORMULA,
+           "        if betas == self._betas and step == self._step + 1:\n", "        if False:\n", OF_FORMULA),
+    Mutant("a second call of one step computes the powers anew", FORMULA,
+           "        elif betas != self._betas or step != self._step:\n", "        else:\n", OF_FORMULA),
+    Mutant("the corrections are computed in double", FORMULA,
+           "root_scale = one / np.sqrt(one - powers[1])",
+           "root_scale = np.float32(1 / np.sqrt(np.float64(one - powers[1])))", OF_FORMULA),
+    Mutant("the trial leaves its object behind", FORMULA,
+           "        op.destroy_adam(opt_id)\n", "        pass\n", OF_FORMULA),
 ]  # fmt: skip
 
 

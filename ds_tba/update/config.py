@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -9,6 +10,7 @@ from pydantic import BeforeValidator, Field, StrictBool, model_validator
 from pydantic_core import PydanticCustomError
 
 from ds_tba.config import UPDATE_BLOCK, Block, Bytes, Count, NonEmptyStr, block_of, number
+from ds_tba.errors import ConfigError
 
 BYTES_PER_ELEMENT = 4  # of master, moments and gradients
 # Of one chunk on the device: master, two moments, gradient, and scratch for the formula.
@@ -76,4 +78,15 @@ def parse_update_block(ds_config: Mapping[str, Any]) -> UpdateConfig | None:
         ConfigError: naming for every bad key its value, the rule and the repair.
     """
     config: UpdateConfig | None = block_of(ds_config, UPDATE_BLOCK, UpdateConfig, '{"enabled": true}')
-    return config if config is not None and config.enabled else None
+    if config is None or not config.enabled:
+        return None
+    zero = ds_config.get("zero_optimization") or {}
+    device = (zero.get("offload_optimizer") or {}).get("device")
+    for key, found, needed in (("stage", zero.get("stage", 0), 3), ("offload_optimizer.device", device, "cpu")):
+        if found != needed:
+            raise ConfigError(
+                f'"zero_optimization.{key}" is {json.dumps(found)}: "{UPDATE_BLOCK}" needs {json.dumps(needed)}, for it '
+                f"shares out the update of optimizer states that ZeRO-3 keeps in host memory; set it so, or remove "
+                f'"{UPDATE_BLOCK}".'
+            )
+    return config

@@ -106,6 +106,12 @@ class _Slot:
         """The whole job was queued; ``written_back`` is its last event."""
         self._is_queued, self._written_back = True, written_back
 
+    def wait(self) -> bool:
+        """Block until the write-back is done; False where the job could not be queued."""
+        if self._is_queued and self._written_back is not None:
+            self._written_back.synchronize()
+        return self._is_queued
+
     def is_done(self) -> bool:
         """Whether the write-back is done. Never so where the job could not be queued."""
         return self._is_queued and (self._written_back is None or bool(self._written_back.query()))
@@ -139,8 +145,11 @@ class DevicePipeline:
         self._first_submit_s: float | None = None
         self._last_written_back_s: float | None = None
 
-    def begin(self) -> bool:
+    def begin(self, *, with_slots: bool = True) -> bool:
         """Begin a step: all that follows comes after what the current stream was given so far.
+
+        Args:
+            with_slots: whether there will be jobs, and not only uploads.
 
         Returns:
             Whether the device has memory for at least one slot. Where it has not, :meth:`upload` still works.
@@ -150,7 +159,7 @@ class DevicePipeline:
         """
         if self._has_begun:
             raise StateError("a step begins on the device before the last one was drained: call drain() first")
-        while len(self._free) < self._slots:
+        while with_slots and len(self._free) < self._slots:
             try:
                 self._free.append(_Slot([self._allocate() for _ in range(ARRAYS_PER_SLOT)]))
             except torch.OutOfMemoryError:
@@ -169,6 +178,16 @@ class DevicePipeline:
             self._free.append(slot)
             self._last_written_back_s = time.perf_counter()
         return bool(self._free)
+
+    def wait_for_room(self) -> None:
+        """Block until a slot is free.
+
+        Raises:
+            StateError: there are no slots.
+        """
+        while not self.has_room():
+            if not self._in_flight or not self._in_flight[0].wait():
+                raise StateError("no slot of the device will be free: begin() had no memory, or a job failed")
 
     def submit(self, job: Job) -> None:
         """Queue all of one job. Never blocks.

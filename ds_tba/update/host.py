@@ -51,6 +51,11 @@ class SubGroup:
         """How many parameters."""
         return self.master.numel()
 
+    @property
+    def arrays(self) -> tuple[torch.Tensor, ...]:
+        """What the device copies from and to."""
+        return self.master, self.exp_avg, self.exp_avg_sq, self.gradient
+
     def cut(self, start: int, stop: int) -> SubGroup:
         """A part, as views."""
         return SubGroup(

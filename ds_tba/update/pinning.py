@@ -39,7 +39,8 @@ class Registry:
         self._unregister = unregister
         self._limit_bytes = limit_bytes
         self._ranges: dict[int, PinnedRange] = {}
-        self.pinned_bytes = self.refused_bytes = 0
+        self._refused: dict[int, int] = {}  # tried once
+        self.pinned_bytes = 0
 
     def pin(self, tensor: torch.Tensor) -> bool:
         """Pin the whole storage of a host tensor, if it is not pinned yet and the limit allows it.
@@ -49,25 +50,38 @@ class Registry:
         """
         storage = tensor.untyped_storage()
         address, nbytes = storage.data_ptr(), storage.nbytes()
-        present = self._ranges.get(address)
-        if present is not None and present.nbytes == nbytes:
+        if self.is_pinned(tensor):
             return True
-        if nbytes == 0 or tensor.is_pinned():
-            return True
+        if address in self._refused:
+            return False
         if self._limit_bytes is not None and self.pinned_bytes + nbytes > self._limit_bytes:
             return False
         if self._covers_pages_of_others(address, nbytes) or not self._register(address, nbytes):
-            self.refused_bytes += nbytes
+            self._refused[address] = nbytes
             return False
         self._ranges[address] = PinnedRange(storage, address, nbytes)
         self.pinned_bytes += nbytes
         return True
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Whether a host tensor is pinned, by us or by somebody else."""
+        storage = tensor.untyped_storage()
+        present = self._ranges.get(storage.data_ptr())
+        return (
+            (present is not None and present.nbytes == storage.nbytes()) or not storage.nbytes() or tensor.is_pinned()
+        )
+
+    @property
+    def refused_bytes(self) -> int:
+        """Bytes that could not be pinned."""
+        return sum(self._refused.values())
 
     def keep(self, tensors: Sequence[torch.Tensor]) -> None:
         """Unpin everything but the storages of these tensors: the others were replaced, as by loading a checkpoint."""
         kept = {tensor.untyped_storage().data_ptr() for tensor in tensors}
         for address in [address for address in self._ranges if address not in kept]:
             self._unpin(address)
+        self._refused = {address: nbytes for address, nbytes in self._refused.items() if address in kept}
 
     def close(self) -> None:
         """Unpin everything."""
@@ -90,7 +104,7 @@ class Registry:
 
 def cuda_registry(limit_bytes: int | None) -> Registry:
     """For CUDA: ``cudaHostRegister`` and ``cudaHostUnregister``."""
-    runtime: Any = torch.cuda.cudart()
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
     def register(address: int, nbytes: int) -> bool:
         return int(runtime.cudaHostRegister(address, nbytes, 0)) == 0
@@ -99,8 +113,3 @@ def cuda_registry(limit_bytes: int | None) -> Registry:
         runtime.cudaHostUnregister(address)
 
     return Registry(register, unregister, limit_bytes)
-
-
-def no_registry() -> Registry:
-    """For a CPU, where nothing needs to be pinned."""
-    return Registry(lambda address, nbytes: True, lambda address: None, None)

@@ -70,10 +70,10 @@ class UpdateReport:
 
     def line(self) -> str:
         """For the log, after a number of steps."""
+        steps = max(self.steps, 1)
         return (
-            f"{self.steps} optimizer updates: {self.device_share:.0%} on the device, {self.update_s / max(self.steps, 1):.3f} "
-            f"s each ({self.host_s / max(self.steps, 1):.3f} s in the host's part, {self.drain_s / max(self.steps, 1):.3f} s "
-            f"waiting for the device at the end)"
+            f"{self.steps} optimizer updates of {self.update_s / steps:.3f} s: {self.device_share:.0%} on the device, "
+            f"{self.host_s / steps:.3f} s in the host's part, {self.drain_s / steps:.3f} s waiting for the device"
         )
 
 
@@ -94,6 +94,11 @@ class UpdateCounters:
         self.update_s += update_s
         self.host_s += host_s
         self.drain_s += drain_s
+
+    @property
+    def host_adam_per_s(self) -> float:
+        """Elements per second of the host."""
+        return (self.elements - self.device_elements) / self.host_s if self.host_s else 0.0
 
     def fall_back(self, reason: str, words: str) -> None:
         """Something was left to the host or to DeepSpeed; said once for each reason."""

@@ -23,6 +23,7 @@ from ds_tba.update.formula import Powers, Scalars, update_
 from ds_tba.update.host import HostUpdate, SubGroup
 from ds_tba.update.report import UpdateCounters
 
+
 class DeviceGradients(Protocol):
     """Gradients that did not leave the device."""
 
@@ -148,9 +149,7 @@ class _Update:
         self._compare()
         elements = sum(one.elements for one in self._sub_groups)
         device_elements = sum(chunk.elements for chunk in self._device_chunks)
-        self._parts.counters.count(
-            elements, device_elements, time.perf_counter() - began_s, self._host_s, drain_s
-        )
+        self._parts.counters.count(elements, device_elements, time.perf_counter() - began_s, self._host_s, drain_s)
 
     def _give_up_device(self) -> None:
         self._parts.gradients.settle()
@@ -175,7 +174,7 @@ class _Update:
             self._submit(chunk)
 
     def _enter(self, last: int) -> None:
-        """Bring CPUAdam's hidden state to a sub-group, through all before it, whose ragged ends are updated with that."""
+        """Bring CPUAdam's hidden state to a sub-group, through all before it, and update their ragged ends."""
         while self._entered <= last:
             sub_group = self._sub_groups[self._entered]
             self._host.enter(sub_group)
@@ -191,7 +190,7 @@ class _Update:
         return self._pipeline.upload(source, target)
 
     def _feed(self) -> None:
-        """Give the device what it has room for; where its work is done at once, one chunk, so that the host has some."""
+        """Give the device what it has room for; one chunk where its work is done at once, so that the host has some."""
         while self._pipeline.has_room() and (chunk := self._split.for_device()) is not None:
             self._submit(chunk)
             if self._parts.accelerator.is_synchronized_device():
@@ -210,6 +209,7 @@ class _Update:
                 part.target if self._parts.target_on_device else None,
                 part.factor,
                 partial(_update, scalars=self._scalars[chunk.sub_group]),
+                gradient_on_device=kept is not None,
             )
         )
 
@@ -261,14 +261,15 @@ def _update(
 
 
 def _check(name: str, found: torch.Tensor, expected: torch.Tensor, chunk: Chunk) -> None:
+    differs = ~((found == expected) | (found.isnan() & expected.isnan()))
     bits = torch.int32 if found.dtype.itemsize == 4 else torch.int16
-    differs = found.view(bits) != expected.view(bits)
+    differs |= (found.view(bits) != expected.view(bits)) & ~found.isnan()  # signs of zeros
     count = int(differs.sum())
     if count:
         at = int(differs.nonzero()[0])
         raise UpdateMismatchError(
-            f"the optimizer update of the device differs from CPUAdam in {count} of {chunk.elements} elements of {name} "
-            f"(sub-group {chunk.sub_group}, first at {chunk.start + at}: {float(found[at])!r} instead of "
+            f"the optimizer update of the device differs from CPUAdam in {count} of {chunk.elements} elements of "
+            f"{name} (sub-group {chunk.sub_group}, first at {chunk.start + at}: {float(found[at])!r} instead of "
             f'{float(expected[at])!r}): set "device_share": 0 to update on the host alone, or "exact": false to accept '
             "other roundings, and restart from the last checkpoint."
         )

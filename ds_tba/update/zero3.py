@@ -98,6 +98,8 @@ def _problems(zero: Any) -> Any:
         yield "cannot be combined with the gradient scaler of torch_autocast in fp16", "autocast to bfloat16"
     if getattr(zero, "use_muon", False):
         yield "does not know Muon", "train with AdamW"
+    if any(state.get("step") for state in zero.optimizer.state.values()):
+        yield "must see all steps of the optimizer, which has taken some already", "build the engine with a new one"
     yield from _changed_methods(zero)
 
 
@@ -111,12 +113,16 @@ def _changed_methods(zero: Any) -> Any:
             yield f"relies on {CLASS_NAME}.{name}{expected}, which is {found} here", repair
     replaced = sorted({*_PARAMETERS, "step"} & set(vars(zero)))
     if replaced:
-        yield f"replaces methods of {CLASS_NAME} that somebody else has replaced already ({', '.join(replaced)})", (
-            "do without the other one"
+        yield (
+            f"replaces methods of {CLASS_NAME} that somebody else has replaced already ({', '.join(replaced)})",
+            ("do without the other one"),
         )
     calls = tuple(name for name in _calls_in_loop(type(zero).step) if name not in _OPTIONAL_IN_LOOP)
     if calls != _LOOP:
-        yield f"relies on the order of calls in {CLASS_NAME}.step, which is {', '.join(calls) or 'unknown'} here", repair
+        yield (
+            f"relies on the order of calls in {CLASS_NAME}.step, which is {', '.join(calls) or 'unknown'} here",
+            repair,
+        )
 
 
 def _calls_in_loop(step: Callable[..., Any]) -> list[str]:

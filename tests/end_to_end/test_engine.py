@@ -45,7 +45,9 @@ def test_ranks_that_agree_go_on(two_ranks: distributed.Store) -> None:
 
 def test_the_problem_of_another_rank_is_raised_with_its_name(two_ranks: distributed.Store) -> None:
     two_ranks.set("ds_tba/1/1", '{"problem": "PathError: nvme_path /x does not exist"}')
-    with pytest.raises(ConfigError, match="rank 1 cannot offload activations, so no rank trains: PathError"):
+    with pytest.raises(
+        ConfigError, match="rank 1 cannot do what ds_config.json asks for, so no rank trains: PathError"
+    ):
         engine._agree(None)
 
 
@@ -72,7 +74,7 @@ def test_an_error_that_is_not_ours_reaches_the_others_too(
 
 
 def test_a_rank_without_the_block_is_named_instead_of_waited_for(two_ranks: distributed.Store) -> None:
-    with pytest.raises(ConfigError, match=r'rank 1 did not take part.*the same "activation_nvme_offload" block'):
+    with pytest.raises(ConfigError, match=r"rank 1 did not take part.*the same ds_config.json"):
         engine._agree(None)
 
 
