@@ -24,6 +24,7 @@ from torch import nn
 
 from ds_tba.config import BLOCK, AioConfig, OffloadConfig, parse_block
 from ds_tba.errors import ConfigError, ModelError
+from ds_tba.update.config import UpdateConfig, parse_update_block
 
 Recipe = Callable[[int, int], "Subject"]
 
@@ -234,12 +235,14 @@ class Zero:
 
     Attributes:
         persistent_elements: parameters that are larger are gathered for each use; None where all are there.
+        updates_on_host: ZeRO-3 has the optimizer states in host memory.
     """
 
     stage: int
     offloads_parameters: bool
     offloads_optimizer: bool
     persistent_elements: int | None = None
+    updates_on_host: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +257,8 @@ class Training:
         micro_steps: of one step.
         optimizer: its type; empty where the config names none.
         notes: assumptions, for the reader.
+        update: the block of the interleaved optimizer update; None where there is none.
+        clips: gradients are multiplied before the update, by clipping or a loss scale.
     """
 
     offload: OffloadConfig
@@ -265,6 +270,8 @@ class Training:
     zero: Zero
     optimizer: str
     notes: tuple[str, ...]
+    update: UpdateConfig | None = None
+    clips: bool = False
 
     @property
     def state_bytes(self) -> int | None:
@@ -302,20 +309,26 @@ def read_training(path: Path) -> Training:
         notes.append(f'{path} has no enabled "{BLOCK}" block: the defaults of the block are used')
         parsed = OffloadConfig(enabled=False), AioConfig()
     zero = _section(found, "zero_optimization")
+    stage = _number(zero, "stage") or 0
+    optimizer_device = _section(zero, "offload_optimizer").get("device", "none")
+    dtype = _dtype(found, notes)
     return Training(
         *parsed,
-        _dtype(found, notes),
+        dtype,
         _autocast(found),
         _number(found, "train_micro_batch_size_per_gpu"),
         _number(found, "gradient_accumulation_steps") or 1,
         Zero(
-            _number(zero, "stage") or 0,
+            stage,
             _section(zero, "offload_param").get("device", "none") != "none",
-            _section(zero, "offload_optimizer").get("device", "none") != "none",
-            _persistent_elements(zero, notes) if zero.get("stage") == 3 else None,
+            optimizer_device != "none",
+            _persistent_elements(zero, notes) if stage == 3 else None,
+            stage == 3 and optimizer_device == "cpu",
         ),
         str(_section(found, "optimizer").get("type", "")),
         tuple(notes),
+        parse_update_block(found),
+        dtype == torch.float16 or found.get("gradient_clipping", 0) not in (0, None),
     )
 
 
