@@ -362,7 +362,7 @@ def _assumptions_of_update(update: UpdateEstimate) -> Iterator[str]:
     yield (
         f"the optimizer update: one rank has {cores.value:g} cores of the host ({cores.source}), with CPUAdam at "
         f"{rates.host_adam_per_s / cores.value / 1e9:g} billion parameters/s each, and {memory.value / 1e9:.4g} GB/s "
-        f"of its memory ({memory.source}); the link moves {rates.up_bytes_per_s / 1e9:.3g} GB/s in each direction while "
+        f"of its memory ({memory.source}); the link moves {rates.up_bytes_per_s / 1e9:.3g} GB/s each way while "
         f"both are busy, and {rates.pageable_bytes_per_s / 1e9:.3g} GB/s from memory that is not pinned"
     )
     yield (
