@@ -47,10 +47,14 @@ class LateEvent:
 
 
 class LateStream:
-    """A queue of work and the thread that does it, late."""
+    """A queue of work and the thread that does it, late.
+
+    Attributes:
+        longest_pause_s: before each piece; a test may have one stream later than the others.
+    """
 
     def __init__(self, device: LateDevice) -> None:
-        self._device = device
+        self.longest_pause_s = device.longest_pause_s
         self._chance = random.Random(len(device.streams))
         self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._loop, name="late-stream", daemon=True)
@@ -69,7 +73,7 @@ class LateStream:
 
     def _loop(self) -> None:
         while (work := self._work.get()) is not None:
-            time.sleep(self._chance.random() * self._device.longest_pause_s)
+            time.sleep(self._chance.random() * self.longest_pause_s)
             work()
             del work
 
@@ -90,15 +94,19 @@ class LateDevice(CpuAccelerator):
     Args:
         late_compute: whether kernels run late too (:meth:`launch`); else the stream that is current by default is the
             host, so that real autograd can run on the device.
+        watch_freed: whether memory that was let go is kept for :meth:`is_freed_memory_written`.
     """
 
-    def __init__(self, *, late_compute: bool = False, longest_pause_s: float = LONGEST_PAUSE_S) -> None:
+    def __init__(
+        self, *, late_compute: bool = False, longest_pause_s: float = LONGEST_PAUSE_S, watch_freed: bool = False
+    ) -> None:
         self.longest_pause_s = longest_pause_s
         self.streams: list[LateStream] = []
         self._local = threading.local()
         self._default: Any = self.new_stream() if late_compute else HostStream()
         self.allocated_bytes = 0
         self.copies_under_way: list[object] = []
+        self.freed: list[torch.Tensor] | None = [] if watch_freed else None
 
     # ---- as an accelerator --------------------------------------------------------------------------------------
 
@@ -139,7 +147,7 @@ class LateDevice(CpuAccelerator):
         return data
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        from_bytes, to_bytes = _bytes_at(source), _bytes_at(target)
+        from_bytes, to_bytes = _memory_of(source), _memory_of(target)
         self.copies_under_way.append(copy := object())
 
         def work() -> None:
@@ -157,7 +165,7 @@ class LateDevice(CpuAccelerator):
 
     def launch(self, kernel: Callable[..., object], *tensors: torch.Tensor) -> None:
         """Run a kernel on the current stream; as on a real device, it has the addresses of the tensors and no more."""
-        memory = [_bytes_at(tensor) for tensor in tensors]
+        memory = [_memory_of(tensor) for tensor in tensors]
         self.current_stream().run(lambda: kernel(*memory))
 
     def synchronize(self) -> None:
@@ -165,6 +173,11 @@ class LateDevice(CpuAccelerator):
             event = LateEvent(self)
             event.record(stream)
             event.synchronize()
+
+    def is_freed_memory_written(self) -> bool:
+        """Whether somebody else than the next tenant has written to memory that was let go."""
+        self.synchronize()
+        return any(bool((memory != POISON).any()) for memory in self.freed or [])
 
     def end(self) -> None:
         for stream in self.streams:
@@ -188,12 +201,14 @@ class _Tenant:
             event.record(stream)
             owner.wait_event(event)
         owner.run(lambda: memory.fill_(POISON))
+        if self._device.freed is not None:
+            self._device.freed.append(memory)
 
 
-def _bytes_at(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor without a hold on its storage: an address is all that a copy engine knows."""
+def _memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor without a hold on its storage: an address and a type are all that a device knows."""
     tenant = getattr(tensor.untyped_storage(), "_tenant", None)
     if tenant is None:
         return tensor  # host memory, whose life is not the device's business
-    start = tensor.storage_offset()
-    return tenant.memory[start : start + tensor.numel()]
+    start = tensor.storage_offset() * tensor.element_size()
+    return tenant.memory[start : start + tensor.nbytes].view(tensor.dtype)

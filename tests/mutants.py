@@ -35,6 +35,17 @@ STREAMS, SPACE, LANES, NVME = (
 )  # fmt: skip
 HOST = "ds_tba/storage/host.py"
 FORMULA, OF_FORMULA = "ds_tba/update/formula.py", "tests/update/test_formula.py"
+UPDATE, OF_UPDATE = "ds_tba/update/device.py", "tests/update/test_device.py"
+SLOTS_MADE = """\
+        while len(self._free) < self._slots:
+            try:
+                self._free.append(_Slot([self._allocate() for _ in range(ARRAYS_PER_SLOT)]))
+            except torch.OutOfMemoryError:
+                # Not again in each step: the allocator gives back all that it keeps before it says so.
+                self._slots = max(1, len(self._free))
+                break
+"""
+SO_FAR = "        so_far = moment(self._accelerator)"
 MUTANTS = [
     Mutant("a copy out does not wait for the kernels that make the tensor", STREAMS,
            "            self._out_stream.wait_event(produced)\n", ""),
@@ -136,6 +147,47 @@ MUTANTS = [
            "root_scale = np.float32(1 / np.sqrt(np.float64(one - powers[1])))", OF_FORMULA),
     Mutant("the trial leaves its object behind", FORMULA,
            "        op.destroy_adam(opt_id)\n", "        pass\n", OF_FORMULA),
+    Mutant("the update does not wait for what was there before it", UPDATE,
+           "            _wait(stream, so_far)\n", "            pass\n", OF_UPDATE),
+    Mutant("the update does not wait for the former tenants of its memory", UPDATE,
+           SLOTS_MADE + SO_FAR, SO_FAR + "\n" + SLOTS_MADE + "        #", OF_UPDATE),
+    Mutant("the update of a chunk does not wait for its upload", UPDATE,
+           "            _wait(self._compute, uploaded)\n", "", OF_UPDATE),
+    Mutant("a chunk is written back before it is updated", UPDATE,
+           "            _wait(self._down, updated)\n", "", OF_UPDATE),
+    Mutant("a slot takes the next chunk before the last one was written back", UPDATE,
+           "self._is_queued and (self._written_back is None or bool(self._written_back.query()))", "self._is_queued",
+           OF_UPDATE),
+    Mutant("a slot takes the next chunk while a failed one uses it", UPDATE,
+           "return self._is_queued and (self", "return (self", OF_UPDATE),
+    Mutant("nobody holds what a chunk reads on the device", UPDATE,
+           "self._is_queued, self._written_back = job, False", "self._is_queued, self._written_back = None, False",
+           OF_UPDATE),
+    Mutant("a step of the update ends before it is written back", UPDATE,
+           "(self._down, self._up, self._compute):", "(self._up, self._compute):", OF_UPDATE),
+    Mutant("a step of the update ends before its uploads", UPDATE,
+           "(self._down, self._up, self._compute):", "(self._down, self._compute):", OF_UPDATE),
+    Mutant("a step of the update ends before a failed chunk", UPDATE,
+           "(self._down, self._up, self._compute):", "(self._down, self._up):", OF_UPDATE),
+    Mutant("slots are given back while they are used", UPDATE,
+           "        for stream in (self._down, self._up, self._compute):\n",
+           "        self._free.clear()\n        self._in_flight.clear()\n"
+           "        for stream in (self._down, self._up, self._compute):\n", OF_UPDATE),
+    Mutant("an upload of parameters is done before it is", UPDATE,
+           "            self._upload_bytes(source, target)\n            return moment(self._accelerator)\n",
+           "            event = moment(self._accelerator)\n"
+           "            self._upload_bytes(source, target)\n            return event\n", OF_UPDATE),
+    Mutant("the master is not written back", UPDATE,
+           "for on_host, on_device in state + (", "for on_host, on_device in state[1:] + (", OF_UPDATE),
+    Mutant("the multiplied gradient is not written back", UPDATE,
+           "(host_gradient if job.factor != 1.0 else [])", "[]", OF_UPDATE),
+    Mutant("the parameters get bytes of the master", UPDATE,
+           "accelerator.launch(_cast, master, job.target)",
+           "accelerator.copy(master.view(torch.uint8)[: job.target.nbytes], job.target.view(torch.uint8))", OF_UPDATE),
+    Mutant("a gradient of the device is taken for fp32", UPDATE,
+           "accelerator.launch(_cast, job.gradient, gradient)",
+           "accelerator.copy(job.gradient.view(torch.uint8), gradient.view(torch.uint8)[: job.gradient.nbytes])",
+           OF_UPDATE),
 ]  # fmt: skip
 
 

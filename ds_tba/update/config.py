@@ -85,8 +85,8 @@ def parse_update_block(ds_config: Mapping[str, Any]) -> UpdateConfig | None:
     for key, found, needed in (("stage", zero.get("stage", 0), 3), ("offload_optimizer.device", device, "cpu")):
         if found != needed:
             raise ConfigError(
-                f'"zero_optimization.{key}" is {json.dumps(found)}: "{UPDATE_BLOCK}" needs {json.dumps(needed)}, for it '
-                f"shares out the update of optimizer states that ZeRO-3 keeps in host memory; set it so, or remove "
-                f'"{UPDATE_BLOCK}".'
+                f'"zero_optimization.{key}" is {json.dumps(found)}: "{UPDATE_BLOCK}" needs {json.dumps(needed)}, '
+                "for it shares out the update of optimizer states that ZeRO-3 keeps in host memory; set it so, or "
+                f'remove "{UPDATE_BLOCK}".'
             )
     return config

@@ -121,12 +121,14 @@ class DevicePipeline:
     """Runs jobs on the device, one step after the other: ``begin``, jobs and uploads, ``drain``. See [Note: Streams].
 
     Where the accelerator is synchronized there are no streams: a job is done when :meth:`submit` returns.
+    Only one thread at a time may call it.
 
     Args:
         accelerator: of the device.
         device: on which the slots are.
         chunk_elements: the most elements of a job.
-        buffer_bytes: for slots; one is made even where it is larger.
+        buffer_bytes: for slots; one is made even where it is larger. Where memory runs out, later steps make no more
+            slots than there was memory for.
     """
 
     def __init__(self, accelerator: Accelerator, device: torch.device, chunk_elements: int, buffer_bytes: int) -> None:
@@ -163,6 +165,8 @@ class DevicePipeline:
             try:
                 self._free.append(_Slot([self._allocate() for _ in range(ARRAYS_PER_SLOT)]))
             except torch.OutOfMemoryError:
+                # Not again in each step: the allocator gives back all that it keeps before it says so.
+                self._slots = max(1, len(self._free))
                 break
         so_far = moment(self._accelerator)  # after the allocation, whose memory may be in use until now
         for stream in (self._up, self._compute, self._down):

@@ -108,7 +108,7 @@ def _changed_methods(zero: Any) -> Any:
     repair = "use a supported version of DeepSpeed"
     for name, expected in _PARAMETERS.items():
         method = getattr(type(zero), name, None)
-        found = None if method is None else tuple(inspect.signature(method).parameters)[1:]
+        found = None if method is None else tuple(inspect.signature(_as_written(method)).parameters)[1:]
         if found != expected:
             yield f"relies on {CLASS_NAME}.{name}{expected}, which is {found} here", repair
     replaced = sorted({*_PARAMETERS, "step"} & set(vars(zero)))
@@ -128,7 +128,7 @@ def _changed_methods(zero: Any) -> Any:
 def _calls_in_loop(step: Callable[..., Any]) -> list[str]:
     """The methods of ``self`` that the loop over sub-groups calls, in order."""
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(step))))
+        tree = ast.parse(textwrap.dedent(inspect.getsource(_as_written(step))))
     except (OSError, TypeError, SyntaxError):
         return []
     loops = [node for node in ast.walk(tree) if isinstance(node, ast.For) and "fp16_groups" in ast.unparse(node.iter)]
@@ -142,6 +142,14 @@ def _calls_in_loop(step: Callable[..., Any]) -> list[str]:
         and node.func.value.id == "self"
     ]
     return [name for _, _, name in sorted(found)]
+
+
+def _as_written(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The function inside of decorators; DeepSpeed's own (``instrument_w_nvtx``) does not name it."""
+    method = inspect.unwrap(method)
+    inside = [cell.cell_contents for cell in getattr(method, "__closure__", None) or ()]
+    functions = [one for one in inside if inspect.isfunction(one)]
+    return _as_written(functions[0]) if len(functions) == 1 else method
 
 
 class Zero3Update:

@@ -45,9 +45,7 @@ def test_ranks_that_agree_go_on(two_ranks: distributed.Store) -> None:
 
 def test_the_problem_of_another_rank_is_raised_with_its_name(two_ranks: distributed.Store) -> None:
     two_ranks.set("ds_tba/1/1", '{"problem": "PathError: nvme_path /x does not exist"}')
-    with pytest.raises(
-        ConfigError, match="rank 1 cannot do what ds_config.json asks for, so no rank trains: PathError"
-    ):
+    with pytest.raises(ConfigError, match=r"rank 1 cannot do what ds_config.json asks for, so no rank .*: PathError"):
         engine._agree(None)
 
 

@@ -1,0 +1,471 @@
+"""The device's part of an update, on the CPU and on a device as late and hostile as the rules of streams allow."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from late_device import LateDevice
+
+from ds_tba.device.accelerator import CpuAccelerator
+from ds_tba.errors import StateError
+from ds_tba.update.device import ARRAYS_PER_SLOT, DevicePipeline, Job
+
+CPU = torch.device("cpu")
+CHUNK = 256
+SLOT_BYTES = ARRAYS_PER_SLOT * 4 * CHUNK
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+# Long enough for a stream that does not wait to show it; a stream that does is not hurried by it.
+WRONG_SOON_S = 0.03
+Tensors = list[torch.Tensor]
+
+
+@pytest.fixture
+def make_device() -> Iterator[Callable[..., LateDevice]]:
+    devices: list[LateDevice] = []
+
+    def make(kind: type[LateDevice] = LateDevice, **options: Any) -> LateDevice:
+        devices.append(kind(late_compute=True, **{"longest_pause_s": 0.0004, "watch_freed": True} | options))
+        return devices[-1]
+
+    yield make
+    for device in devices:
+        device.end()
+
+
+def update(
+    rate: float,
+    master: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    gradient: torch.Tensor,
+    scratch: torch.Tensor,
+) -> None:
+    """Rounds each element of each op once, so that it has one right result."""
+    exp_avg.mul_(0.5).add_(gradient)
+    scratch.copy_(gradient).mul_(gradient)
+    exp_avg_sq.mul_(0.75).add_(scratch)
+    scratch.copy_(exp_avg_sq).add_(1)
+    torch.div(exp_avg, scratch, out=scratch)
+    master.sub_(scratch.mul_(rate))
+
+
+def state(elements: int) -> Tensors:
+    """Master, two moments and a gradient."""
+    return [torch.randn(elements) for _ in range(4)]
+
+
+def updated(tensors: Tensors, factor: float = 1.0, rate: float = 0.125) -> Tensors:
+    """What an update in one piece makes of them."""
+    result = [tensor.clone() for tensor in tensors]
+    if factor != 1.0:
+        result[3].mul_(factor)
+    update(rate, *result, torch.empty_like(result[0]))
+    return result
+
+
+def same(found: Tensors, expected: Tensors) -> bool:
+    return all(
+        one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+        for one, other in zip(found, expected, strict=True)
+    )
+
+
+def fill(device: CpuAccelerator, memory: torch.Tensor, values: torch.Tensor) -> None:
+    """The current stream writes the values."""
+    values = values.clone()
+    device.launch(lambda to: to.copy_(values), memory)
+
+
+def on_device(device: CpuAccelerator, values: torch.Tensor) -> torch.Tensor:
+    """Memory of the device into which the current stream writes the values."""
+    memory = device.allocate(values.nbytes, CPU).view(values.dtype)
+    fill(device, memory, values)
+    return memory
+
+
+def bits_of(device: CpuAccelerator, memory: torch.Tensor) -> torch.Tensor:
+    """What the current stream finds there; to be looked at when the device was synchronized."""
+    seen = torch.empty(memory.shape, dtype=memory.dtype)
+    device.launch(lambda found: seen.copy_(found), memory)
+    return seen
+
+
+def job_of(tensors: Tensors, target: torch.Tensor | None = None, factor: float = 1.0, rate: float = 0.125) -> Job:
+    return Job(tensors[0], tensors[1], tensors[2], tensors[3], target, factor, partial(update, rate))
+
+
+def submit(pipeline: DevicePipeline, job: Job) -> None:
+    until(pipeline.has_room)
+    pipeline.submit(job)
+
+
+def until(holds: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < end_s
+        time.sleep(0.0002)
+
+
+# ---- Random steps ---------------------------------------------------------------------------------------------------
+
+
+class Training:
+    """A few steps of which host and device take chunks at random, beside a plain computation of the same."""
+
+    def __init__(self, chance: random.Random, device: CpuAccelerator, slots: int) -> None:
+        self.chance, self.device = chance, device
+        self.pipeline = DevicePipeline(device, CPU, CHUNK, slots * SLOT_BYTES + chance.randrange(SLOT_BYTES))
+        sizes = [8 * chance.randrange(1, CHUNK // 8 + 1) for _ in range(chance.randrange(4, 14))]
+        self.cuts = [slice(end - size, end) for size, end in zip(sizes, running_sums(sizes), strict=True)]
+        self.elements = sum(sizes)
+        self.dtype = chance.choice(DTYPES)
+        self.host = state(self.elements)
+        self.expected = [tensor.clone() for tensor in self.host]
+        self.low = self.host[0].to(self.dtype, copy=True)
+        self.parameters = on_device(device, self.low)
+        self.staging = torch.empty(CHUNK, dtype=self.dtype)
+        self.staged: Any = None
+
+    def step(self) -> None:
+        """One step, and whether everything is as if it had been computed in one piece."""
+        chance, device, pipeline = self.chance, self.device, self.pipeline
+        factor, rate = chance.choice([1.0, 0.3]), chance.choice([0.125, 0.3])
+        share = chance.choice([0, 0.5, 1, chance.random()])
+        gradient = torch.randn(self.elements)
+        kinds = [chance.choice(["on host", "on device"]) if chance.random() < share else "host" for _ in self.cuts]
+        stays: dict[int, torch.Tensor] = {}
+        for number, (cut, kind) in enumerate(zip(self.cuts, kinds, strict=True)):
+            if kind == "on device":
+                values = gradient[cut].to(chance.choice(DTYPES))
+                gradient[cut] = values.float()
+                stays[number] = on_device(device, values)
+                self.host[3][cut] = -1.0  # nobody needs it
+            elif kind == "on host":  # on its way from the device
+                fill(device, self.host[3][cut], gradient[cut])
+            else:
+                self.host[3][cut] = gradient[cut]
+        before = bits_of(device, self.parameters)
+        old, self.expected[3] = self.low, gradient
+        self.expected = updated(self.expected, factor, rate)
+        self.low = self.expected[0].to(self.dtype, copy=True)
+
+        jobs = pipeline.stats.jobs
+        assert pipeline.begin()
+        missing = []
+        for number in chance.sample(range(len(self.cuts)), len(self.cuts)):
+            cut = self.cuts[number]
+            tensors = [tensor[cut] for tensor in self.host]
+            if kinds[number] == "host":
+                self.on_host(tensors, cut, factor, rate)
+                continue
+            target = self.parameters[cut] if chance.random() < 0.8 else None
+            missing += [] if target is not None else [cut]
+            if number in stays:
+                tensors[3] = stays.pop(number)
+            until(pipeline.has_room)
+            pipeline.submit(Job(*tensors, target, factor, partial(update, rate), kinds[number] == "on device"))
+            tensors.clear()  # the last hold on the gradient
+        pipeline.drain()
+
+        for number, cut in enumerate(self.cuts):
+            if kinds[number] == "on device":
+                assert bool((self.host[3][cut] == -1.0).all())  # left alone
+                self.host[3][cut] = self.expected[3][cut]
+        assert same(self.host, self.expected)
+        for cut in missing:
+            fill(device, self.parameters[cut], self.low[cut])
+        after = bits_of(device, self.parameters)
+        if isinstance(device, LateDevice):
+            assert not device.is_freed_memory_written()
+            assert device.allocated_bytes == self.parameters.nbytes
+        assert same([before, after], [old, self.low]) and same(self.host, self.expected)
+        assert pipeline.stats.jobs - jobs == sum(kind != "host" for kind in kinds)
+
+    def on_host(self, tensors: Tensors, cut: slice, factor: float, rate: float) -> None:
+        """The host's update of a chunk, through staging that it has only once."""
+        if factor != 1.0:
+            tensors[3].mul_(factor)
+        update(rate, *tensors, torch.empty_like(tensors[0]))
+        if self.staged is not None:
+            self.staged.synchronize()
+        low = self.staging[: cut.stop - cut.start]
+        low.copy_(tensors[0])
+        self.staged = self.pipeline.upload(low, self.parameters[cut])
+
+
+def running_sums(sizes: list[int]) -> list[int]:
+    return [sum(sizes[: number + 1]) for number in range(len(sizes))]
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(16))
+def test_random_steps_on_a_late_device(make_device: Callable[..., LateDevice], seed: int, slots: int) -> None:
+    torch.manual_seed(seed)
+    device = make_device()
+    training = Training(random.Random(seed), device, slots)
+    assert len(device.streams) == 4
+    device.streams[seed % 4].longest_pause_s *= 8
+    for _ in range(2):
+        training.step()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_steps_on_the_cpu(seed: int) -> None:
+    torch.manual_seed(seed)
+    training = Training(random.Random(seed), CpuAccelerator(), 1 + seed % 3)
+    for _ in range(3):
+        training.step()
+
+
+# ---- One wait each
+
+
+class Held:
+    """A stream that is held up until it is let go."""
+
+    def __init__(self, device: LateDevice, number: int) -> None:
+        self._gate = threading.Event()
+        device.streams[number].run(self._gate.wait)
+
+    def let_go(self) -> None:
+        self._gate.set()
+
+
+KERNELS, UP, COMPUTE, DOWN = range(4)
+
+
+def a_step(device: LateDevice) -> tuple[DevicePipeline, Tensors, torch.Tensor]:
+    """A pipeline with one slot; state; zeros for parameters."""
+    target = on_device(device, torch.zeros(CHUNK, dtype=torch.bfloat16))
+    pipeline = DevicePipeline(device, CPU, CHUNK, SLOT_BYTES)
+    device.synchronize()
+    return pipeline, state(CHUNK), target
+
+
+def parameters_now(target: torch.Tensor) -> torch.Tensor:
+    """Behind the back of the streams."""
+    return target.clone()
+
+
+@pytest.mark.parametrize("held", [KERNELS, UP, COMPUTE, DOWN])
+def test_nothing_goes_ahead_of_what_it_waits_for(make_device: Callable[..., LateDevice], held: int) -> None:
+    device = make_device(longest_pause_s=0.0)
+    pipeline, tensors, target = a_step(device)
+    old, new = [tensor.clone() for tensor in tensors], updated(tensors, 0.5)
+    staged, uploaded = torch.ones(8, dtype=torch.bfloat16), on_device(device, torch.zeros(8, dtype=torch.bfloat16))
+    device.synchronize()
+    gate = Held(device, held)
+    assert pipeline.begin()
+    pipeline.submit(job_of(tensors, target, 0.5))
+    event = pipeline.upload(staged, uploaded)
+    if held in (COMPUTE, DOWN):  # an upload waits for neither
+        until(event.query)
+        assert bool(parameters_now(uploaded).all())
+    if held == DOWN:  # nor does a cast
+        until(lambda: same([parameters_now(target)], [new[0].bfloat16()]))
+    time.sleep(WRONG_SOON_S)
+
+    assert same(tensors, old) and not pipeline.has_room()
+    assert held == DOWN or not bool(parameters_now(target).any())
+    assert held in (COMPUTE, DOWN) or not (event.query() or bool(parameters_now(uploaded).any()))
+    with pytest.raises(StateError, match="has_room"):
+        pipeline.submit(job_of(tensors, target))
+
+    drained = threading.Event()
+    thread = threading.Thread(target=lambda: (pipeline.drain(), drained.set()))
+    thread.start()
+    time.sleep(WRONG_SOON_S)
+    assert not drained.is_set()
+    gate.let_go()
+    thread.join()
+    assert same([*tensors, parameters_now(target)], [*new, new[0].bfloat16()])
+    assert bool(parameters_now(uploaded).all())
+    assert not device.is_freed_memory_written()
+
+
+def test_a_drain_waits_for_an_upload(make_device: Callable[..., LateDevice]) -> None:
+    device = make_device(longest_pause_s=0.0)
+    pipeline, _, target = a_step(device)
+    assert pipeline.begin()
+    gate = Held(device, UP)
+    pipeline.upload(torch.ones(CHUNK, dtype=torch.bfloat16), target)
+    timer = threading.Timer(WRONG_SOON_S, gate.let_go)
+    timer.start()
+    pipeline.drain()
+    assert bool(parameters_now(target).all())
+    timer.join()
+
+
+# ---- Faults ---------------------------------------------------------------------------------------------------------
+
+
+class LittleMemory(LateDevice):
+    """Has memory for so many arrays of a slot, beside what it has now."""
+
+    arrays = 1 << 30
+    failures = 0
+
+    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        if self.arrays == 0:
+            self.failures += 1
+            raise torch.OutOfMemoryError("no memory")
+        self.arrays -= 1
+        return super().allocate(nbytes, device)
+
+
+@pytest.mark.parametrize("arrays", [0, 4])
+def test_without_memory_for_a_slot_the_host_still_uploads(make_device: Callable[..., LateDevice], arrays: int) -> None:
+    device = make_device(LittleMemory)
+    pipeline, tensors, target = a_step(device)
+    device.arrays = arrays  # type: ignore[attr-defined]
+    assert not pipeline.begin() and not pipeline.has_room()
+    assert device.allocated_bytes == target.nbytes
+    with pytest.raises(StateError, match="has_room"):
+        pipeline.submit(job_of(tensors, target))
+    pipeline.upload(torch.ones(CHUNK, dtype=torch.bfloat16), target)
+    pipeline.drain()
+    assert bool(parameters_now(target).all())
+
+    device.arrays = 5  # type: ignore[attr-defined]
+    assert pipeline.begin()
+    pipeline.submit(job_of(tensors, target))
+    pipeline.drain()
+    assert same([parameters_now(target)], [tensors[0].bfloat16()])
+
+
+def test_slots_are_as_many_as_there_is_memory_for(make_device: Callable[..., LateDevice]) -> None:
+    device = make_device(LittleMemory)
+    pipeline = DevicePipeline(device, CPU, CHUNK, 4 * SLOT_BYTES)
+    device.arrays = 13  # type: ignore[attr-defined]
+    assert pipeline.begin() and device.allocated_bytes == 2 * SLOT_BYTES
+    pipeline.drain()
+    assert device.allocated_bytes == 0
+    device.arrays = 10  # type: ignore[attr-defined]
+    assert pipeline.begin() and device.allocated_bytes == 2 * SLOT_BYTES  # and memory did not run out again
+    pipeline.drain()
+    assert device.failures == 1  # type: ignore[attr-defined]
+
+
+class UpdateError(Exception):
+    pass
+
+
+def failing(*tensors: torch.Tensor) -> None:
+    """Does a part of its work first."""
+    for tensor in tensors:
+        tensor.fill_(7.0)
+    raise UpdateError
+
+
+class Raising(LateDevice):
+    """An op that cannot be queued raises on the host; what was queued before it runs."""
+
+    def launch(self, kernel: Callable[..., object], *tensors: torch.Tensor) -> None:
+        if kernel is not failing:
+            super().launch(kernel, *tensors)
+            return
+        super().launch(lambda *memory: [one.fill_(7.0) for one in memory], *tensors)
+        raise UpdateError
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+def test_an_update_that_raises_leaves_its_chunk_as_it_was(
+    make_device: Callable[..., LateDevice], is_late: bool
+) -> None:
+    device: CpuAccelerator = make_device(Raising) if is_late else CpuAccelerator()
+    pipeline = DevicePipeline(device, CPU, CHUNK, 2 * SLOT_BYTES)
+    chunks = [state(CHUNK) for _ in range(3)]
+    targets = [on_device(device, torch.zeros(CHUNK, dtype=torch.bfloat16)) for _ in chunks]
+    expected = [*updated(chunks[0], 0.5), *updated(chunks[1], 0.5), *[tensor.clone() for tensor in chunks[2]]]
+    assert pipeline.begin()
+    for tensors, target in zip(chunks[:2], targets, strict=False):
+        submit(pipeline, job_of(tensors, target, 0.5))
+    until(pipeline.has_room)
+    gate = None
+    if isinstance(device, LateDevice):
+        until(lambda: pipeline.has_room() and len(pipeline._free) == 2)
+        gate = Held(device, COMPUTE)
+    with pytest.raises(UpdateError):
+        pipeline.submit(Job(*chunks[2], targets[2], 0.5, failing))
+    pipeline.has_room()
+    assert len(pipeline._free) == 1  # the other slot may still be written
+    timer = threading.Timer(WRONG_SOON_S, gate.let_go if gate is not None else bool)
+    timer.start()
+    pipeline.drain()
+    timer.join()
+    for _ in range(2):
+        assert same([tensor for tensors in chunks for tensor in tensors], expected)
+        seen = [bits_of(device, target) for target in targets]
+        if isinstance(device, LateDevice):
+            assert not device.is_freed_memory_written() and device.allocated_bytes == 3 * targets[0].nbytes
+        assert same(seen, [expected[0].bfloat16(), expected[4].bfloat16(), torch.zeros_like(targets[2])])
+        pipeline.drain()  # once more
+
+    again = updated(chunks[2], 0.5)
+    assert pipeline.begin()
+    submit(pipeline, job_of(chunks[2], targets[2], 0.5))
+    pipeline.drain()
+    assert same([*chunks[2], parameters_now(targets[2])], [*again, again[0].bfloat16()])
+
+
+def test_misuse_is_refused() -> None:
+    pipeline, tensors = DevicePipeline(CpuAccelerator(), CPU, CHUNK, SLOT_BYTES), state(CHUNK)
+    target = torch.zeros(CHUNK, dtype=torch.bfloat16)
+    pipeline.drain()
+    with pytest.raises(StateError, match="has_room"):
+        pipeline.submit(job_of(tensors))
+    with pytest.raises(StateError, match=r"begin\(\)"):
+        pipeline.upload(target, target.clone())
+    assert pipeline.begin()
+    with pytest.raises(StateError, match=r"drain\(\)"):
+        pipeline.begin()
+    for source in (target.half(), target[:8]):  # bytes of fp16 are not bf16
+        with pytest.raises(StateError, match="casts first"):
+            pipeline.upload(source, target)
+    with pytest.raises(StateError, match="fp32"):
+        pipeline.submit(job_of([tensor.bfloat16() for tensor in tensors]))
+    for wrong in (job_of(state(CHUNK + 1)), job_of([*tensors[:3], tensors[3][:8]]), job_of(tensors, target[:8])):
+        with pytest.raises(StateError, match="length"):
+            pipeline.submit(wrong)
+    with pytest.raises(StateError, match="contiguous"):
+        pipeline.submit(job_of([torch.zeros(2 * CHUNK)[::2] for _ in tensors]))
+    assert pipeline.has_room()
+    pipeline.drain()
+    assert pipeline.stats.jobs == pipeline.stats.uploaded_bytes == 0
+
+
+def test_tensors_that_require_grad_are_updated_as_their_data() -> None:
+    pipeline, tensors = DevicePipeline(CpuAccelerator(), CPU, CHUNK, SLOT_BYTES), state(CHUNK)
+    expected, parameter = updated(tensors), torch.nn.Parameter(torch.zeros(CHUNK, dtype=torch.bfloat16))
+    tensors[0].requires_grad_()
+    assert pipeline.begin()
+    pipeline.submit(job_of(tensors, parameter))
+    pipeline.drain()
+    assert same([tensor.detach() for tensor in tensors], expected)
+    assert same([parameter.detach()], [expected[0].bfloat16()])
+
+
+def test_stats_count_what_was_moved(make_device: Callable[..., LateDevice]) -> None:
+    device = make_device()
+    pipeline, tensors, target = a_step(device)
+    stats = pipeline.stats
+    for factor, written_back in ((1.0, 12), (0.5, 16)):
+        before = stats.written_back_bytes
+        assert pipeline.begin()
+        submit(pipeline, job_of([tensor[:128] for tensor in tensors], target[:128], factor))
+        pipeline.upload(torch.zeros(128, dtype=torch.bfloat16), target[128:])
+        pipeline.drain()
+        assert stats.written_back_bytes - before == 128 * written_back
+    assert (stats.jobs, stats.elements, stats.uploaded_bytes) == (2, 256, 2 * 128 * (16 + 2))
+    assert 0 < stats.last_step_busy_s < stats.busy_s and stats.drain_s > 0
+    busy_s = stats.busy_s
+    assert pipeline.begin()
+    pipeline.drain()
+    assert stats.busy_s == busy_s

@@ -1,0 +1,145 @@
+"""Training with ZeRO-3 and its optimizer in host memory, as programs for processes of their own."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from late_device import LateDevice
+from torch import nn
+
+BLOCK = "interleaved_optimizer_update"
+CHUNKS = {"chunk_bytes": 1 << 16, "device_buffer_bytes": 3 * 5 << 16}
+
+
+class Model(nn.Module):
+    """Odd sizes, a parameter that some steps do not use, a frozen one, and one that decays unlike the others."""
+
+    def __init__(self, width: int = 193) -> None:
+        super().__init__()
+        self.first = nn.Linear(37, width)
+        self.norm = nn.LayerNorm(width)
+        self.middle = nn.Linear(width, width)
+        self.sometimes = nn.Linear(width, width, bias=False)
+        self.frozen = nn.Linear(width, width).requires_grad_(False)
+        self.last = nn.Linear(width, 5)
+
+    def forward(self, x: torch.Tensor, uses_all: bool) -> torch.Tensor:
+        x = torch.tanh(self.norm(self.first(x)))
+        x = torch.relu(self.middle(x)) + self.frozen(x)
+        if uses_all:
+            x = x + self.sometimes(x)
+        return self.last(x).float().square().mean()
+
+
+def ds_config(**more: Any) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
+        "zero_optimization": {
+            "stage": 3, "offload_optimizer": {"device": "cpu"}, "stage3_param_persistence_threshold": 200,
+            "sub_group_size": 30_000,
+        },
+    }  # fmt: skip
+    zero = more.pop("zero_optimization", {})
+    config["zero_optimization"] |= zero
+    return {**config, **more}
+
+
+def groups_of(model: nn.Module, kind: str) -> Any:
+    """Parameter groups."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if kind == "one":
+        return trained
+    flat = [parameter for parameter in trained if parameter.dim() < 2]
+    matrices = [parameter for parameter in trained if parameter.dim() > 1]
+    other = {"betas": (0.8, 0.99), "lr": 3e-3} if kind == "betas" else {}
+    return [{"params": matrices, "weight_decay": 0.1}, {"params": flat, "weight_decay": 0.0, **other}]
+
+
+def digest(tensor: torch.Tensor) -> str:
+    data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return hashlib.sha1(data.numpy().tobytes()).hexdigest()[:12]
+
+
+def state_of(engine: Any) -> dict[str, Any]:
+    """Everything that a step leaves, as digests."""
+    zero = engine.optimizer
+    found: dict[str, Any] = {
+        "norm": repr(engine.get_global_grad_norm()),
+        "lr": engine.get_lr(),
+        "skipped": engine.skipped_steps,
+    }
+    for number, master in enumerate(zero.fp32_partitioned_groups_flat):
+        state = zero.optimizer.state[master]
+        target = zero.fp16_partitioned_groups_flat[number]
+        found[f"master {number}"] = digest(master)
+        found[f"gradient {number}"] = digest(master.grad)
+        if target is not None:
+            found[f"parameters {number}"] = digest(target)
+        for name, value in sorted(state.items()):
+            found[f"{name} {number}"] = digest(value) if isinstance(value, torch.Tensor) else value
+    return found
+
+
+def build(config: dict[str, Any], groups: str = "one", late: dict[str, Any] | None = None, seed: int = 0) -> Any:
+    """An engine; with ``late``, its updates run on the double of a device, under that block."""
+    import deepspeed
+
+    torch.manual_seed(seed)
+    model = Model()
+    engine = deepspeed.initialize(model=model, model_parameters=groups_of(model, groups), config=config)[0]
+    if late is not None:
+        from ds_tba.update.config import UpdateConfig
+        from ds_tba.update.interleaved import InterleavedUpdate
+
+        engine.interleaved_optimizer_update = InterleavedUpdate(
+            UpdateConfig.model_validate(late), LateDevice(longest_pause_s=0.001), engine.optimizer
+        )
+    return engine
+
+
+def steps(engine: Any, count: int, seed: int = 1, *, clips_late: bool = False) -> list[dict[str, Any]]:
+    """Train; what each optimizer step leaves."""
+    generator = torch.Generator().manual_seed(seed)
+    dtype, found = next(engine.module.parameters()).dtype, []
+    for number in range(count):
+        losses = []
+        for _ in range(engine.gradient_accumulation_steps()):
+            x = torch.randn(4, 37, generator=generator).to(dtype) * (30.0 if clips_late and number == 1 else 1.0)
+            loss = engine(x, number % 3 != 1)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item().hex())
+        found.append({"losses": losses, **state_of(engine)})
+    return found
+
+
+def report_of(engine: Any) -> dict[str, Any]:
+    update = getattr(engine, "interleaved_optimizer_update", None)
+    return update.report().to_dict() if update is not None else {}
+
+
+def compare(config: dict[str, Any], *, variants: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Train each variant; what all steps of each left, and the reports.
+
+    Args:
+        variants: each with ``block`` or None, and what :func:`build` and :func:`steps` take.
+    """
+    results = []
+    for variant in variants:
+        variant = dict(variant)
+        block, count = variant.pop("block", None), variant.pop("count", 4)
+        late = block if variant.pop("late", False) else None
+        with_block = {**config, **variant.pop("config", {})} | (
+            {BLOCK: block} if block is not None and late is None else {}
+        )
+        engine = build(with_block, variant.pop("groups", "one"), late)
+        found = steps(engine, count)
+        results.append({"steps": found, "report": report_of(engine)})
+        engine.destroy()
+        if late is not None:
+            engine.interleaved_optimizer_update.close()
+    return {"variants": results}
