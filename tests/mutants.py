@@ -37,7 +37,7 @@ HOST = "ds_tba/storage/host.py"
 FORMULA, OF_FORMULA = "ds_tba/update/formula.py", "tests/update/test_formula.py"
 UPDATE, OF_UPDATE = "ds_tba/update/device.py", "tests/update/test_device.py"
 SLOTS_MADE = """\
-        while len(self._free) < self._slots:
+        while len(self._free) < slots:
             try:
                 self._free.append(_Slot([self._allocate() for _ in range(ARRAYS_PER_SLOT)]))
             except torch.OutOfMemoryError:

@@ -147,11 +147,11 @@ class DevicePipeline:
         self._first_submit_s: float | None = None
         self._last_written_back_s: float | None = None
 
-    def begin(self, *, with_slots: bool = True) -> bool:
+    def begin(self, *, most_jobs: int | None = None) -> bool:
         """Begin a step: all that follows comes after what the current stream was given so far.
 
         Args:
-            with_slots: whether there will be jobs, and not only uploads.
+            most_jobs: no more will be submitted, so that no more slots are made; 0 where there are uploads only.
 
         Returns:
             Whether the device has memory for at least one slot. Where it has not, :meth:`upload` still works.
@@ -161,7 +161,8 @@ class DevicePipeline:
         """
         if self._has_begun:
             raise StateError("a step begins on the device before the last one was drained: call drain() first")
-        while with_slots and len(self._free) < self._slots:
+        slots = self._slots if most_jobs is None else min(self._slots, most_jobs)
+        while len(self._free) < slots:
             try:
                 self._free.append(_Slot([self._allocate() for _ in range(ARRAYS_PER_SLOT)]))
             except torch.OutOfMemoryError:

@@ -53,7 +53,8 @@ class InterleavedUpdate:
         self._registry = cuda_registry(config.pinned_bytes) if device.type == "cuda" else None
         self._write_back = self._new_write_back(accelerator, zero)
         self._device_share, self._share_words = self._share(accelerator, zero)
-        self._pipeline = DevicePipeline(accelerator, device, config.chunk_elements, config.device_buffer_bytes)
+        chunk_elements = min(config.chunk_elements, max(one.numel() for one in zero.fp32_partitioned_groups_flat))
+        self._pipeline = DevicePipeline(accelerator, device, chunk_elements, config.device_buffer_bytes)
         self._zero3 = Zero3Update(zero, self._run, self._leave, self._done)
         self._parts = Parts(
             config=config,
@@ -77,6 +78,7 @@ class InterleavedUpdate:
         """The counters so far."""
         counters, stats = self._counters, self._pipeline.stats
         busy_s = stats.busy_s or float("inf")
+        both_per_s = counters.host_adam_per_s + stats.elements / busy_s
         return UpdateReport(
             rank=self._rank,
             state="finished" if self._is_closed else "running",
@@ -97,7 +99,7 @@ class InterleavedUpdate:
             written_back_bytes=stats.written_back_bytes,
             upload_bytes_per_s=stats.uploaded_bytes / busy_s,
             write_back_bytes_per_s=stats.written_back_bytes / busy_s,
-            predicted_s=counters.predicted_s,
+            predicted_s=counters.elements / both_per_s if both_per_s else 0.0,
             verified_chunks=counters.verified_chunks,
             pinned_bytes=self._pinned_bytes,
             fallbacks=dict(counters.fallbacks),

@@ -30,7 +30,7 @@ class UpdateReport:
         device_adam_per_s: elements per second of the device, with both copies; 0.0: none yet.
         uploaded_bytes, written_back_bytes: to the device and from it, in updates.
         upload_bytes_per_s, write_back_bytes_per_s: those by ``device_busy_s``.
-        predicted_s: of the updates by the rates of their sides, had neither waited for the other.
+        predicted_s: of the updates at the rates of both sides, had neither waited for the other; beside ``update_s``.
         verified_chunks: of the device that the host computed, too, bit for bit the same.
         pinned_bytes: of host memory, master and moments (in place) and buffers.
         direct_gradient_bytes: that were not copied to the host and back in backward.
@@ -82,7 +82,7 @@ class UpdateCounters:
 
     def __init__(self) -> None:
         self.steps = self.stock_steps = self.elements = self.device_elements = self.verified_chunks = 0
-        self.last_device_share = self.update_s = self.host_s = self.drain_s = self.predicted_s = 0.0
+        self.last_device_share = self.update_s = self.host_s = self.drain_s = 0.0
         self.fallbacks: Counter[str] = Counter()
 
     def count(self, elements: int, device_elements: int, update_s: float, host_s: float, drain_s: float) -> None:

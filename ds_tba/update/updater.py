@@ -131,9 +131,9 @@ class _Update:
 
     def run(self) -> None:
         began_s = time.perf_counter()
-        has_device = bool(self._split.first_of_device(1))
+        most_jobs = len(self._split.first_of_device(len(self._chunks)))
         try:
-            if not self._pipeline.begin(with_slots=has_device) and has_device:
+            if not self._pipeline.begin(most_jobs=most_jobs) and most_jobs:
                 self._parts.counters.fall_back("no device memory", "the device has no memory for one chunk")
                 self._give_up_device()
             self._take_witnesses()

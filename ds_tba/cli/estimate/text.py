@@ -362,8 +362,8 @@ def _assumptions_of_update(update: UpdateEstimate) -> Iterator[str]:
     yield (
         f"the optimizer update: one rank has {cores.value:g} cores of the host ({cores.source}), with CPUAdam at "
         f"{rates.host_adam_per_s / cores.value / 1e9:g} billion parameters/s each, and {memory.value / 1e9:.4g} GB/s "
-        f"of its memory ({memory.source}); the link moves {rates.up_bytes_per_s / 1e9:.3g} GB/s in each direction "
-        f"while both are busy, and {rates.pageable_bytes_per_s / 1e9:.3g} GB/s from memory that is not pinned"
+        f"of its memory ({memory.source}); the link moves {rates.up_bytes_per_s / 1e9:.3g} GB/s each way while "
+        f"both are busy, and {rates.pageable_bytes_per_s / 1e9:.3g} GB/s from memory that is not pinned"
     )
     yield (
         f"a step is forward and backward of {_WORDS[update.placement]}, with gradients on the link while backward "
