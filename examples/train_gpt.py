@@ -37,6 +37,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 BLOCK = "activation_nvme_offload"
+UPDATE_BLOCK = "interleaved_optimizer_update"
 VOCABULARY = 256
 WIDTH, DEPTH, SEQUENCE = 384, 6, 512
 GIB = 1 << 30
@@ -286,7 +287,8 @@ def read_config(options: argparse.Namespace) -> dict[str, Any]:
     """The JSON, with the directories and the backend of the command line put in."""
     ds_config: dict[str, Any] = json.loads(Path(options.deepspeed_config).read_text())
     if options.without_block:
-        ds_config.pop(BLOCK, None)
+        for block in (BLOCK, UPDATE_BLOCK):
+            ds_config.pop(block, None)
     if options.batch:
         ds_config["train_micro_batch_size_per_gpu"] = options.batch
     if options.nvme_path:

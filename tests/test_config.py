@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_tba.config import BLOCK, near_misses, parse_block, refuse_misplaced, with_staging
+from ds_tba.config import BLOCK, UPDATE_BLOCK, near_misses, parse_block, refuse_misplaced, with_staging
 from ds_tba.errors import ConfigError
+from ds_tba.update.config import parse_update_block
 
 GOOD = {"enabled": True, "nvme_path": "/local_nvme"}
 
@@ -209,4 +210,5 @@ def test_whatever_the_block_is_it_is_taken_or_refused_with_its_name(block: Any) 
 def test_shipped_configs_are_valid(path: Path) -> None:
     config = json.loads(path.read_text())
     assert (parse_block(config) is not None) == (BLOCK in config)
-    assert not near_misses(config)
+    assert not near_misses(config) and not near_misses(config, UPDATE_BLOCK)
+    assert (parse_update_block(config) is not None) == (UPDATE_BLOCK in config)

@@ -36,7 +36,7 @@ def test_every_shipped_config_trains(tmp_path: Path, config: str) -> None:
     if config == "zero3_nvme_params.json":
         assert left["report"] is None
     else:
-        if config == "rematerialize.json":  # without a drive
+        if config in ("rematerialize.json", "zero3_interleaved_update.json"):  # without a drive
             assert left["report"]["rematerialized_bytes"] > 0 and left["report"]["written_bytes"] == 0
         else:
             assert left["report"]["written_bytes"] > 0

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ds_tba.config import UPDATE_BLOCK, near_misses, refuse_misplaced
+from ds_tba.errors import ConfigError
+from ds_tba.update.config import UpdateConfig, parse_update_block
+
+ZERO = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+
+
+def test_the_defaults_are_those_of_the_guide() -> None:
+    assert UpdateConfig().model_dump() == {
+        "enabled": True, "device_share": None, "device_buffer_bytes": 1 << 30, "chunk_bytes": 1 << 26,
+        "pinned_bytes": None, "device_gradient_bytes": 0, "direct_gradients": True, "exact": True, "verify_chunks": 4,
+        "report": {"path": None, "every_steps": 0},
+    }  # fmt: skip
+
+
+def test_absent_or_disabled_is_nothing() -> None:
+    assert parse_update_block({}) is None and parse_update_block({UPDATE_BLOCK: {"enabled": False}}) is None
+    assert parse_update_block({UPDATE_BLOCK: {}, "zero_optimization": ZERO}) == UpdateConfig()
+
+
+@pytest.mark.parametrize(
+    ("block", "words"),
+    [
+        ({"device_share": 1.5}, ["device_share", "1.5", "less than or equal to 1"]),
+        ({"device_share": "auto"}, ["device_share", "auto"]),
+        ({"device_share": True}, ["device_share", "number"]),
+        ({"chunk_bytes": 1}, ["chunk_bytes", "65536"]),
+        ({"device_buffer_bytes": 1 << 20}, ["device_buffer_bytes", "335544320", "lower chunk_bytes"]),
+        ({"verify_chunk": 1}, ["verify_chunk", "did you mean `verify_chunks`?"]),
+        ({"report": {"every_steps": -1}}, ["report.every_steps", "-1"]),
+        ([], ["must be an object", "enabled"]),
+    ],
+)
+def test_a_bad_value_is_named_with_the_rule_and_the_repair(block: Any, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as found:
+        parse_update_block({UPDATE_BLOCK: block, "zero_optimization": ZERO})
+    assert all(word in str(found.value) for word in [UPDATE_BLOCK, *words]), found.value
+
+
+def test_no_device_buffer_is_needed_where_all_is_on_the_host() -> None:
+    assert UpdateConfig(device_share=0, device_buffer_bytes=0).device_share == 0
+
+
+@pytest.mark.parametrize(
+    ("zero", "words"),
+    [
+        (None, ["zero_optimization.stage", "is 0", "needs 3"]),
+        ({"stage": 2, "offload_optimizer": {"device": "cpu"}}, ["zero_optimization.stage", "is 2"]),
+        ({"stage": 3}, ["offload_optimizer.device", "is null", 'needs "cpu"']),
+        ({"stage": 3, "offload_optimizer": {"device": "nvme"}}, ["offload_optimizer.device", '"nvme"']),
+    ],
+)
+def test_another_stage_or_another_offload_is_refused(zero: Any, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as found:
+        parse_update_block({UPDATE_BLOCK: {}, "zero_optimization": zero})
+    assert all(word in str(found.value) for word in words), found.value
+
+
+def test_a_misplaced_or_misspelt_block_is_found() -> None:
+    with pytest.raises(ConfigError, match=f'"{UPDATE_BLOCK}" is inside "zero_optimization"'):
+        refuse_misplaced({"zero_optimization": {"stage": 3, UPDATE_BLOCK: {}}})
+    assert near_misses({"interleaved_update": {}, "optimizer": {}}, UPDATE_BLOCK) == ["interleaved_update"]
+    assert near_misses({"optimizer": {}, "scheduler": {}, UPDATE_BLOCK: {}}, UPDATE_BLOCK) == []
