@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import runs
+import update_time
 from soaking.meters import disk_bytes, slope
 from soaking.verdicts import memory
 
@@ -164,3 +165,71 @@ def test_step_time(tmp_path: Path) -> None:
     assert only["nvme"]["report"]["steps"] == 2
     without_a_drive = only["rematerialize"]["report"]
     assert without_a_drive["rematerialized_bytes"] > 0 and without_a_drive["offloaded_bytes"] == 0
+
+
+@pytest.mark.engine
+def test_update_time(tmp_path: Path) -> None:
+    small = ("--parameters", "5e5", "--width", "256", "--tokens", "16", "--rounds", "2", "--steps", "1")
+    files = ("--json", str(tmp_path / "json"), "--markdown", str(tmp_path / "md"))
+    output = benchmark("update_time.py", *small, "--sub_group", "2e5", "--chunk_mib", "1", "--clip", "1", *files)
+    (only,) = json.loads((tmp_path / "json").read_text())["results"]
+    assert "losses equal step by step: yes" in output and "update of share 0 against stock" in output
+    assert only["tokens"] == 16 and only["parameters"] == 8 * 256**2
+    for turns in only["rounds"]:
+        assert sorted(turns) == ["null", "share 0", "share 0.5", "stock"]
+        assert all(0 < one["update_s"] < one["step_s"] for one in turns.values())
+        assert turns["share 0.5"]["device_share"] > 0 == turns["share 0"]["device_share"]
+    assert len(only["losses"]["stock"]) == 1 + 2 * 2 and len(only["losses"]["interleaved"]) == 3 * (1 + 2 * 2)
+    report = only["reports"]["interleaved"]
+    assert report["steps"] == len(only["losses"]["interleaved"]) and not report["stock_steps"]
+    assert only["reports"]["stock"] is None
+    assert (tmp_path / "md").read_text() in output
+
+
+@pytest.mark.engine
+def test_update_time_with_each_family_in_a_process(tmp_path: Path) -> None:
+    small = ("--parameters", "3e5", "--width", "256", "--tokens", "16", "--rounds", "1", "--steps", "1")
+    output = benchmark(
+        "update_time.py",
+        "--apart",
+        *small,
+        "--shares",
+        "0",
+        "null",
+        "--chunk_mib",
+        "1",
+        "--json",
+        str(tmp_path / "json"),
+    )
+    (only,) = json.loads((tmp_path / "json").read_text())["results"]
+    assert len(only["rounds"]) == 2 and sorted(only["reports"]) == ["gradients kept 0", "interleaved 0", "stock 0"]
+    assert [sorted(turns) for turns in only["rounds"]] == [["null", "null, gradients kept", "share 0", "stock"]] * 2
+    assert "losses equal step by step: yes" in output
+    assert "at 0.3 M parameters and 16 tokens per step" in output  # beside every claim
+
+
+def test_update_time_in_slices(tmp_path: Path) -> None:
+    benchmark("update_time.py", "--slices", "--parameters", "3e5", "--rounds", "2", "--json", str(tmp_path / "json"))
+    rows = json.loads((tmp_path / "json").read_text())["slices"]
+    assert [(row["what"], row["slice"]) for row in rows] == [
+        (what, length) for what in ("adam", "all") for length in (0, *(1 << log for log in range(17, 23)))
+    ]
+    assert all(row["of_one"] == [1.0, 1.0] for row in rows if not row["slice"])
+
+
+def test_update_time_says_where_there_is_no_gpu() -> None:
+    environment = runs.environment(CUDA_VISIBLE_DEVICES="")
+    command = [sys.executable, str(runs.ROOT / "benchmarks" / "update_time.py"), "--gpu"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2 and "no CUDA device" in done.stderr and not done.stdout
+
+
+def test_losses_are_compared_step_by_step() -> None:
+    assert update_time.are_equal({"a": [3.0, 2.0, 1.0], "b": [3.0, 2.0]})
+    assert not update_time.are_equal({"a": [3.0, 2.0, 1.0], "b": [3.0, 2.5]})
+
+
+def test_ratios_are_to_the_same_round() -> None:
+    rounds = [{"stock": {"s": 1.0}, "x": {"s": 3.0}}, {"stock": {"s": 10.0}, "x": {"s": 5.0}}]
+    assert update_time.ratios(rounds, "x", "s") == [0.5, 3.0]
+    assert update_time.spread([1.0, 2.0, 3.0, 4.0]) == "2.500 (2.00-3.00) [1.00-4.00]"

@@ -1,0 +1,462 @@
+"""The optimizer update and the whole step: stock ZeRO-3 with its optimizer on the host, and interleaved, in turns.
+
+    python benchmarks/update_time.py [--parameters 50e6] [--tokens 64] [--rounds 20] [--steps 5]
+    python benchmarks/update_time.py --slices
+    python benchmarks/update_time.py --gpu [--parameters 3e9 5e9] [--tokens 2048]
+
+The model is a stack of linear layers in bf16. "update" is the optimizer's ``step``, "step" is forward, backward and
+update. In a round each variant takes some steps, in a new random order; reported are medians over the rounds of the
+medians of each turn, and of their ratios to stock's turn of the same round, with quartiles and range. The losses of all
+variants must be equal, step by step, bit for bit.
+
+Without ``--gpu`` the engines of stock and of the block are in one process, and the CPU is the device, too: only
+``share 0`` says something, and it must not be slower than stock by more than 2 %. With ``--gpu`` there is memory for
+one engine only, so that stock, the block, and the block with gradients that stay on the device are processes that take
+turns; within a process the shares do, twice. No GPU has run it yet: a round of 3e9 parameters is expected to take 5 to
+10 minutes (``--rounds 1`` is one of all processes, ``--shares`` takes fewer), and 5e9 to need 112 GB of host memory.
+``--slices`` times CPUAdam itself in slices against one call, alone and with unscaling and cast.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from alternating import add_process_options, in_a_process, rounds_of
+
+BLOCK = "interleaved_optimizer_update"
+ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+# The most that share 0 may be slower than stock, and slices than one call.
+TOLERANCE = 0.02
+# What the block is to reach on a GPU: null against the best fixed share, update and step against stock.
+NULL_TOLERANCE, UPDATE_FASTER, STEP_FASTER = 0.05, 2.0, 2.5
+GPU_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0, None)
+CPU_SHARES = (0.0, 0.5, None)
+STOCK, INTERLEAVED, KEPT = "stock", "interleaved", "gradients kept"
+TOGETHER = "together"
+TURNS_APART = 2
+
+
+class Variant(NamedTuple):
+    """What takes a turn.
+
+    Attributes:
+        family: variants of one family share an engine.
+        share: of the device; None lets host and device meet.
+    """
+
+    family: str
+    share: float | None = None
+
+    @property
+    def name(self) -> str:
+        """For tables and files."""
+        if self.family == STOCK:
+            return STOCK
+        share = "null" if self.share is None else f"share {self.share:g}"
+        return f"{share}, gradients kept" if self.family == KEPT else share
+
+
+def variants_of(options: argparse.Namespace) -> list[Variant]:
+    """All, stock first."""
+    shares = options.shares or (GPU_SHARES if options.gpu else CPU_SHARES)
+    found = [Variant(STOCK), *(Variant(INTERLEAVED, share) for share in shares)]
+    if options.apart:
+        found += [Variant(KEPT, share) for share in shares if share != 0]
+    return found
+
+
+# ---- one process ----------------------------------------------------------------------------------------------------
+
+
+class Trainee:
+    """An engine and its fixed batch."""
+
+    def __init__(self, family: str, options: argparse.Namespace) -> None:
+        import deepspeed
+        import torch
+
+        self._options = options
+        self.losses: list[float] = []
+        self._device = torch.device("cuda" if options.gpu else "cpu")
+        torch.manual_seed(1)
+        depth = max(1, round(options.size / options.width**2))
+        with self._device:
+            model = _stack(options.width, depth)
+            self._batch = torch.randn(options.tokens, options.width, dtype=torch.bfloat16)
+        self._engine, *_ = deepspeed.initialize(
+            model=model, model_parameters=model.parameters(), config=config_of(family, options)
+        )
+        self.parameters = depth * options.width**2
+        self._update_s = 0.0
+        self._updater = getattr(self._engine, BLOCK, None)
+        if (self._updater is None) != (family == STOCK):
+            raise SystemExit(f'{family}: "{BLOCK}" is {"not " if self._updater is None else ""}at work')
+        self._time_update()
+
+    def _time_update(self) -> None:
+        update = self._engine.optimizer.step
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began_s = self._now_s()
+            try:
+                return update(*args, **kwargs)
+            finally:
+                self._update_s = self._now_s() - began_s
+
+        self._engine.optimizer.step = timed
+
+    def _now_s(self) -> float:
+        """When all that was queued is done."""
+        if self._options.gpu:
+            import torch
+
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def use(self, share: float | None) -> None:
+        """The device's share from now on. Only a benchmark changes it while training."""
+        if self._updater is None:
+            return
+        if "not exact" in self._updater.report().fallbacks:
+            raise SystemExit("the device does not give the bits of this processor's CPUAdam: there is nothing to share")
+        self._updater._parts.device_share = share
+
+    def step(self) -> dict[str, Any]:
+        """One step and its times."""
+        began_s = self._now_s()
+        loss = self._engine(self._batch).float().square().mean()
+        self._engine.backward(loss)
+        self._engine.step()
+        step_s = self._now_s() - began_s
+        self.losses.append(loss.item())
+        share = 0.0 if self._updater is None else self._updater.report().last_device_share
+        return {"update_s": self._update_s, "step_s": step_s, "device_share": share}
+
+    def turn(self, share: float | None) -> dict[str, float]:
+        """Medians of a few steps, after one that does not count."""
+        self.use(share)
+        self.step()
+        steps = [self.step() for _ in range(self._options.steps)]
+        return {key: statistics.median(one[key] for one in steps) for key in steps[0]}
+
+    def close(self) -> dict[str, Any] | None:
+        """The report of the updates."""
+        report = None if self._updater is None else self._updater.report().to_dict()
+        self._engine.destroy()
+        return report
+
+
+def _stack(width: int, depth: int) -> Any:
+    import torch
+
+    class Residual(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(width, width, bias=False, dtype=torch.bfloat16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.linear(x)
+
+    return torch.nn.Sequential(*(Residual() for _ in range(depth)))
+
+
+def config_of(family: str, options: argparse.Namespace) -> dict[str, Any]:
+    """The DeepSpeed config of a family."""
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": options.tokens,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": ADAM},
+        "gradient_clipping": options.clip,
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {"device": "cpu", "pin_memory": options.gpu},
+            "sub_group_size": int(options.sub_group),
+        },
+    }
+    if family != STOCK:
+        config[BLOCK] = {"chunk_bytes": options.chunk_mib << 20}
+        # Slots for three chunks: one on its way up, one computed, one on its way down.
+        config[BLOCK]["device_buffer_bytes"] = 15 * config[BLOCK]["chunk_bytes"]
+        if family == KEPT:
+            config[BLOCK]["device_gradient_bytes"] = 2 * int(options.size)
+    return config
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """The turns of one process: of one family, or of all."""
+    variants = [one for one in variants_of(options) if options.variant in (one.family, TOGETHER)]
+    trainees = {family: Trainee(family, options) for family in dict.fromkeys(one.family for one in variants)}
+    for one in variants:  # moments are made, memory is pinned, chunks are verified, every share has run
+        trainees[one.family].use(one.share)
+        trainees[one.family].step()
+    most = TURNS_APART if options.apart else options.rounds
+    rounds = list(rounds_of(variants, lambda one: trainees[one.family].turn(one.share), most))
+    return {
+        "parameters": next(iter(trainees.values())).parameters,
+        "rounds": [{one.name: found for one, found in turns.items()} for turns in rounds],
+        "losses": {family: trainee.losses for family, trainee in trainees.items()},
+        "reports": {family: trainee.close() for family, trainee in trainees.items()},
+    }
+
+
+# ---- all processes --------------------------------------------------------------------------------------------------
+
+
+def run_size(options: argparse.Namespace, argv: Sequence[str], size: float, tokens: int) -> dict[str, Any]:
+    """All rounds of one number of parameters and of tokens."""
+    here = [*argv, "--size", str(size), "--its_tokens", str(tokens)]
+
+    def turn(family: str) -> dict[str, Any]:
+        began_s = time.monotonic()
+        found = in_a_process(__file__, family, here, CUBLAS_WORKSPACE_CONFIG=":4096:8")
+        print(f"{family} at {size:.3g} parameters took {time.monotonic() - began_s:.0f} s", flush=True)
+        return found
+
+    if not options.apart:
+        return turn(TOGETHER)
+    families = list(dict.fromkeys(one.family for one in variants_of(options)))
+    found: dict[str, Any] = {"rounds": [], "losses": {}, "reports": {}}
+    with contextlib.suppress(KeyboardInterrupt):
+        for number, turns in enumerate(rounds_of(families, turn, options.rounds)):
+            # Each process has rounds of its own, which stand beside those of the others.
+            for own in zip(*(one["rounds"] for one in turns.values()), strict=True):
+                found["rounds"].append({name: times for one in own for name, times in one.items()})
+            found["parameters"] = turns[STOCK]["parameters"]
+            for one in turns.values():
+                found["losses"] |= {f"{family} {number}": losses for family, losses in one["losses"].items()}
+                found["reports"] |= {f"{family} {number}": report for family, report in one["reports"].items()}
+    return found
+
+
+def ratios(rounds: Sequence[dict[str, dict[str, float]]], name: str, key: str, to: str = STOCK) -> list[float]:
+    """To another variant, by default stock, round by round; sorted."""
+    return sorted(one[name][key] / one[to][key] for one in rounds)
+
+
+def spread(values: Sequence[float]) -> str:
+    """Median, quartiles and range of sorted values."""
+    low, high = values[len(values) // 4], values[-1 - len(values) // 4]
+    return f"{statistics.median(values):.3f} ({low:.2f}-{high:.2f}) [{values[0]:.2f}-{values[-1]:.2f}]"
+
+
+def table(found: dict[str, Any], tokens: int, names: Sequence[str]) -> Iterator[str]:
+    """The Markdown table of one size."""
+    rounds = found["rounds"]
+    yield f"{found['parameters'] / 1e6:,.0f} M parameters, {tokens:,} tokens per step, {len(rounds)} rounds"
+    yield ""
+    yield "| variant | on the device | update s | update / stock (quartiles) [range] | step s | step / stock |"
+    yield "|---|---|---|---|---|---|"
+    for name in names:
+        share, update_s, step_s = (
+            statistics.median(one[name][key] for one in rounds) for key in ("device_share", "update_s", "step_s")
+        )
+        update, step = (spread(ratios(rounds, name, key)) for key in ("update_s", "step_s"))
+        yield f"| {name} | {share:.2f} | {update_s:.4f} | {update} | {step_s:.4f} | {step} |"
+
+
+def are_equal(losses: dict[str, list[float]]) -> bool:
+    """Step by step, as far as both went."""
+    first = max(losses.values(), key=len)
+    return all(one == first[: len(one)] for one in losses.values())
+
+
+def verdicts(found: dict[str, Any], options: argparse.Namespace, tokens: int) -> Iterator[str]:
+    """What was asked for, and what was found."""
+    rounds = found["rounds"]
+    host = Variant(INTERLEAVED, 0.0).name
+    yield f"losses equal step by step: {'yes' if are_equal(found['losses']) else 'NO'}"
+    if host in rounds[0]:
+        slower = statistics.median(ratios(rounds, host, "update_s")) - 1
+        held = _held(slower <= TOLERANCE)
+        yield f"update of {host} against stock: {slower:+.1%}, {TOLERANCE:.0%} more is allowed: {held}"
+    if not options.apart:
+        return
+    kept_bytes = [one["device_gradient_bytes"] for name, one in found["reports"].items() if name.startswith(KEPT)]
+    yield f"gradients that stayed on the device, of {KEPT!r}: {max(kept_bytes, default=0) / 1e9:.3g} GB"
+    at = f"at {found['parameters'] / 1e6:,.1f} M parameters and {tokens:,} tokens per step"
+    names = {one.name: one for one in variants_of(options)}
+    null = Variant(INTERLEAVED).name
+    fixed = [name for name, one in names.items() if one.family == INTERLEAVED and one.share is not None]
+    if null in names and fixed:
+        best = min(fixed, key=lambda name: statistics.median(one[name]["update_s"] for one in rounds))
+        slower = statistics.median(ratios(rounds, null, "update_s", best)) - 1
+        yield f"null against {best}, the best fixed share, {at}: {slower:+.1%}: {_held(slower <= NULL_TOLERANCE)}"
+    for family in (INTERLEAVED, KEPT):
+        own = [name for name, one in names.items() if one.family == family]
+        for key, least in (("update_s", UPDATE_FASTER), ("step_s", STEP_FASTER)):
+            if own:
+                best = min(own, key=lambda name, key=key: statistics.median(one[name][key] for one in rounds))  # type: ignore[misc]
+                faster = 1 / statistics.median(ratios(rounds, best, key))
+                what, held = key.removesuffix("_s"), _held(faster >= least)
+                yield f"{what} of {best} {at}: {faster:.2f} times as fast as stock, {least:g} asked for: {held}"
+
+
+def _held(held: bool) -> str:
+    return "held" if held else "NOT HELD"
+
+
+# ---- CPUAdam in slices ----------------------------------------------------------------------------------------------
+
+
+def slices(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """CPUAdam in slices against one call: alone, and with unscaling and cast."""
+    import torch
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+
+    op = CPUAdamBuilder().load()
+    elements = int(options.size)
+    master, exp_avg, exp_avg_sq = torch.randn(elements), torch.zeros(elements), torch.zeros(elements)
+    gradient, target = torch.randn(elements), torch.zeros(elements, dtype=torch.bfloat16)
+    op.create_adam(0, ADAM["lr"], *ADAM["betas"], ADAM["eps"], ADAM["weight_decay"], True, False)
+    steps = 0
+
+    def turn(case: tuple[str, int]) -> float:
+        nonlocal steps
+        what, length = case
+        steps += 1
+        began_s = time.perf_counter()
+        for start in range(0, elements, length or elements):
+            stop = min(elements, start + (length or elements))
+            one = gradient[start:stop]
+            if what == "all":
+                one.mul_(1 - 1e-7)
+            hyper = (ADAM["lr"], *ADAM["betas"], ADAM["eps"], ADAM["weight_decay"], True)
+            op.adam_update(0, steps, *hyper, master[start:stop], one, exp_avg[start:stop], exp_avg_sq[start:stop])
+            if what == "all":
+                target[start:stop].copy_(master[start:stop])
+        return time.perf_counter() - began_s
+
+    cases = [(what, length) for what in ("adam", "all") for length in (0, *(1 << log for log in range(17, 23)))]
+    for case in cases:
+        turn(case)
+    times: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for found in rounds_of(cases, turn, options.rounds):
+        for case, seconds in found.items():
+            times[case].append(seconds)
+    op.destroy_adam(0)
+    print(f"{elements / 1e6:.0f} M elements, {torch.get_num_threads()} threads, {options.rounds} rounds\n")
+    print("| what | slice | ms | / one call (quartiles) [range] |\n|---|---|---|---|")
+    rows = []
+    for what, length in cases:
+        of_one = sorted(a / b for a, b in zip(times[what, length], times[what, 0], strict=True))
+        words = {"adam": "CPUAdam alone", "all": "with unscaling and cast"}[what]
+        least_ms = 1e3 * statistics.median(times[what, length])
+        print(f"| {words} | {length or 'one call'} | {least_ms:.2f} | {spread(of_one)} |")
+        rows.append({"what": what, "slice": length, "seconds": times[what, length], "of_one": of_one})
+    return rows
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+def share_or_null(text: str) -> float | None:
+    """A device's share of the command line."""
+    if text == "null":
+        return None
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise ValueError
+    return value
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--apart", action="store_true", help="as --gpu has it, each family in a process of its own")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--gpu", action="store_true", help="on a GPU")
+    kinds.add_argument("--slices", action="store_true", help="CPUAdam in slices, no engine")
+    parser.add_argument("--parameters", type=float, nargs="+", help="default: 50e6; with --gpu 3e9 and 5e9")
+    parser.add_argument("--tokens", type=int, nargs="+", help="of a step, default: 64; with --gpu 2048")
+    parser.add_argument("--shares", type=share_or_null, nargs="+", help="device_share, numbers or null")
+    parser.add_argument("--rounds", type=int, help="default: 20; with --gpu 2 of each process")
+    parser.add_argument("--steps", type=int, help="of a turn, default: 5; with --gpu 2; one more does not count")
+    parser.add_argument("--width", type=int, help="default: 2048; with --gpu 8192")
+    parser.add_argument("--clip", type=float, default=0.0, help="gradient_clipping")
+    parser.add_argument("--sub_group", type=float, default=1e9, help="sub_group_size")
+    parser.add_argument("--chunk_mib", type=int, help="chunk_bytes, default: 4; with --gpu 64")
+    parser.add_argument("--json", type=Path, help="write every measurement to this file")
+    parser.add_argument("--markdown", type=Path, help="write the tables and verdicts to this file")
+    parser.add_argument("--size", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--its_tokens", type=int, help=argparse.SUPPRESS)
+    add_process_options(parser, (TOGETHER, STOCK, INTERLEAVED, KEPT))
+    options = parser.parse_args(argv)
+    defaults: dict[str, tuple[Any, Any]] = {
+        "parameters": ([50e6], [3e9, 5e9]),
+        "tokens": ([64], [2048]),
+        "rounds": (20, 2),
+        "steps": (5, 2),
+        "width": (2048, 8192),
+        "chunk_mib": (4, 64),
+    }
+    for name, values in defaults.items():
+        value = values[options.gpu]
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    options.apart |= options.gpu
+    if options.its_tokens:
+        options.tokens = options.its_tokens
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    options = parse(argv)
+    if options.variant:
+        options.result.write_text(json.dumps(measure(options)))
+        return 0
+    if options.gpu and not _has_gpu():
+        print("--gpu: PyTorch finds no CUDA device here; nothing was measured", file=sys.stderr)
+        return 2
+    if options.slices:
+        options.size = options.parameters[0]
+        _write(options.json, lambda: {"options": _plain(options), "slices": slices(options)})
+        return 0
+    lines: list[str] = []
+    results = []
+    is_equal = True
+    for size in options.parameters:
+        for tokens in options.tokens:
+            found = run_size(options, argv, size, tokens)
+            results.append({"tokens": tokens, **found})
+            is_equal = is_equal and are_equal(found["losses"])
+            part = [
+                *table(found, tokens, [one.name for one in variants_of(options)]),
+                "",
+                *(f"- {line}" for line in verdicts(found, options, tokens)),
+                "",
+            ]
+            print("\n".join(part), flush=True)
+            lines += part
+            _write(options.json, lambda: {"options": _plain(options), "results": results})
+    if options.markdown:
+        options.markdown.write_text("\n".join(lines))
+    return 0 if is_equal else 1
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _plain(options: argparse.Namespace) -> dict[str, Any]:
+    return {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
+
+
+def _write(path: Path | None, make: Callable[[], dict[str, Any]]) -> None:
+    found = make()
+    if path:
+        path.write_text(json.dumps(found, indent=2))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
