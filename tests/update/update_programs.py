@@ -73,6 +73,8 @@ def state_of(engine: Any) -> dict[str, Any]:
         "lr": engine.get_lr(),
         "skipped": engine.skipped_steps,
     }
+    if torch.distributed.get_world_size() > 1:  # partitions have padding there, which DeepSpeed leaves uninitialized
+        return found | states_of_parameters(engine)
     for number, master in enumerate(zero.fp32_partitioned_groups_flat):
         state = zero.optimizer.state[master]
         target = zero.fp16_partitioned_groups_flat[number]
