@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,9 +108,17 @@ def cuda_registry(limit_bytes: int | None) -> Registry:
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
     def register(address: int, nbytes: int) -> bool:
-        return int(runtime.cudaHostRegister(address, nbytes, 0)) == 0
+        return is_done(runtime.cudaHostRegister(address, nbytes, 0))
 
     def unregister(address: int) -> None:
-        runtime.cudaHostUnregister(address)
+        is_done(runtime.cudaHostUnregister(address))
+
+    def is_done(error: Any) -> bool:
+        if int(error) == 0:
+            return True
+        # CUDA keeps the refusal as its last error, and torch raises that after the next kernel, whosever it is.
+        with suppress(RuntimeError):
+            torch.ones(1, device="cuda")
+        return False
 
     return Registry(register, unregister, limit_bytes)

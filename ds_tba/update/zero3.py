@@ -85,7 +85,7 @@ def _problems(zero: Any) -> Any:
             'set "optimizer": {"type": "AdamW"} (or "Adam") in ds_config.json, without "torch_adam"',
         )
         return
-    if any(device != "cpu" for device in zero.subgroup_to_device.values()):
+    if zero.partial_offload < 1 or any(device != "cpu" for device in zero.subgroup_to_device.values()):
         yield (
             "shares the update out by itself, and offload_optimizer.ratio keeps a part of it on the device for good",
             'set "ratio": 1.0',
@@ -112,11 +112,18 @@ def _changed_methods(zero: Any) -> Any:
         found = None if method is None else tuple(inspect.signature(_as_written(method)).parameters)[1:]
         if found != expected:
             yield f"relies on {CLASS_NAME}.{name}{expected}, which is {found} here", repair
+    for owner, names in ((type(zero), (*_LOOP, "step")), (type(zero.optimizer), ("step",))):
+        foreign = [name for name in names if not _is_upstream(getattr(owner, name, None))]
+        if foreign:
+            yield (
+                f"relies on {owner.__name__}, of which somebody else has replaced {', '.join(foreign)}",
+                "do without the other one",
+            )
     replaced = sorted({*_PARAMETERS, "step"} & set(vars(zero)))
     if replaced:
         yield (
             f"replaces methods of {CLASS_NAME} that somebody else has replaced already ({', '.join(replaced)})",
-            ("do without the other one"),
+            "do without the other one",
         )
     calls = tuple(name for name in _calls_in_loop(type(zero).step) if name not in _OPTIONAL_IN_LOOP)
     if calls != _LOOP:
@@ -146,11 +153,26 @@ def _calls_in_loop(step: Callable[..., Any]) -> list[str]:
 
 
 def _as_written(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The function inside of decorators; DeepSpeed's own (``instrument_w_nvtx``) does not name it."""
-    method = inspect.unwrap(method)
-    inside = [cell.cell_contents for cell in getattr(method, "__closure__", None) or ()]
-    functions = [one for one in inside if inspect.isfunction(one)]
-    return _as_written(functions[0]) if len(functions) == 1 else method
+    """The function inside of decorators."""
+    return _layers(method)[-1]
+
+
+def _layers(method: Callable[..., Any]) -> list[Callable[..., Any]]:
+    """Decorators from the outside in, and the function; DeepSpeed's own (``instrument_w_nvtx``) does not name it."""
+    layers = [method]
+    while True:
+        inside = [cell.cell_contents for cell in getattr(layers[-1], "__closure__", None) or ()]
+        functions = [one for one in inside if inspect.isfunction(one)]
+        inner = getattr(layers[-1], "__wrapped__", functions[0] if len(functions) == 1 else None)
+        if inner is None:
+            return layers
+        layers.append(inner)
+
+
+def _is_upstream(method: Any) -> bool:
+    """Whether a method and all its decorators are DeepSpeed's or torch's; by globals, which ``wraps`` does not copy."""
+    modules = [getattr(layer, "__globals__", {}).get("__name__", "") for layer in _layers(method)]
+    return all(module.partition(".")[0] in ("deepspeed", "torch") for module in modules)
 
 
 class Zero3Update:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import forked
 import pytest
+import torch
 import update_fault_programs as programs
 from update_programs import CHUNKS, ds_config
+
+from ds_tba.update import pinning
 
 BF16 = {"bf16": {"enabled": True}}
 BLOCK = {**CHUNKS, "device_share": 0.5}
@@ -32,3 +37,34 @@ def test_default_types_and_hooks_of_all_optimizers_change_nothing(tmp_path: Path
     (found,) = forked.run(programs.surroundings, config, tmp_path, block=BLOCK)
     assert found["ours"] == found["stock"]
     assert found["fallbacks"] == {"step hooks": 1}
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [("zero", "_optimizer_step"), ("zero", "_prepare_sub_group"), ("zero", "step"), ("adam", "step")]
+)
+def test_methods_that_somebody_else_has_replaced_are_refused(owner: str, name: str) -> None:
+    found = programs.replaced(owner, name)
+    assert not any("somebody else" in problem for problem in found["before"])
+    assert any(f"somebody else has replaced {name}" in problem for problem in found["replaced"])
+
+
+def test_a_refused_pin_does_not_stay_for_the_next_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    last_error = [0]
+
+    def refuse(*_: int) -> int:
+        last_error[0] = 712
+        return 712
+
+    def launch(*_: Any, **__: Any) -> None:
+        if last_error.pop():
+            raise RuntimeError("CUDA error: resource already mapped")
+
+    runtime = SimpleNamespace(cudaHostRegister=refuse, cudaHostUnregister=refuse)
+    memory = torch.zeros(1000)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "cudart", lambda: runtime)
+        patch.setattr(pinning.torch, "ones", launch)
+        patch.setattr(torch.Tensor, "is_pinned", lambda _: False)
+        registry = pinning.cuda_registry(None)
+        assert not registry.pin(memory) and registry.refused_bytes == memory.nbytes
+    assert not last_error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from update_programs import BLOCK, build, digest, state_of, steps
 from ds_tba.errors import UpdateInterruptedError
 from ds_tba.update import updater
 from ds_tba.update.formula import HostAdam
-from ds_tba.update.zero3 import Zero3Update
+from ds_tba.update.zero3 import Zero3Update, _changed_methods
 
 
 class _Interrupted:
@@ -126,4 +127,27 @@ def surroundings(config: dict[str, Any], *, block: dict[str, Any]) -> dict[str, 
         if name == "ours":
             found["fallbacks"] = engine.interleaved_optimizer_update.report().fallbacks
         engine.destroy()
+    return found
+
+
+def replaced(owner: str, name: str) -> dict[str, Any]:
+    """What is said of a class before one of its methods is wrapped by somebody else, and then."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+    kind = {"zero": DeepSpeedZeroOptimizer_Stage3, "adam": DeepSpeedCPUAdam}[owner]
+    zero = DeepSpeedZeroOptimizer_Stage3.__new__(DeepSpeedZeroOptimizer_Stage3)
+    vars(zero)["optimizer"] = DeepSpeedCPUAdam.__new__(DeepSpeedCPUAdam)
+    original = getattr(kind, name)
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs)
+
+    found = {"before": [problem for problem, _ in _changed_methods(zero)]}
+    setattr(kind, name, wrapper)
+    try:
+        found["replaced"] = [problem for problem, _ in _changed_methods(zero)]
+    finally:
+        setattr(kind, name, original)
     return found
