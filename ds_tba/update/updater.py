@@ -172,13 +172,22 @@ class _Update:
                 if witness.chunk.sub_group == self._entered:
                     self._host.recompute(witness.copy)
                     witness.computed = True
-            tail = sub_group.cut(tail_start(sub_group.elements), sub_group.elements)
-            kept = self._parts.gradients.on_device(self._entered, tail_start(sub_group.elements), sub_group.elements)
-            if kept is not None:
-                tail.gradient.copy_(kept)
+            tail = self._tail(self._entered)
             for _ in self._host.slices(tail, self._upload):
                 pass
             self._entered += 1
+
+    def _tail(self, number: int) -> SubGroup:
+        """The ragged end of a sub-group, with its gradient on the host; not the whole last parameter's for it."""
+        sub_group = self._sub_groups[number]
+        start = tail_start(sub_group.elements)
+        tail = sub_group.cut(start, sub_group.elements)
+        kept = self._parts.gradients.on_device(number, start, sub_group.elements)
+        if kept is None:
+            self._parts.gradients.on_host(number, start, sub_group.elements)
+        else:
+            tail.gradient.copy_(kept)
+        return tail
 
     def _part(self, chunk: Chunk) -> SubGroup:
         """A chunk of which the host has the gradient."""

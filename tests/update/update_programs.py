@@ -106,12 +106,14 @@ def states_of_parameters(engine: Any) -> dict[str, Any]:
     return found
 
 
-def build(config: dict[str, Any], groups: str = "one", late: dict[str, Any] | None = None, seed: int = 0) -> Any:
+def build(
+    config: dict[str, Any], groups: str = "one", late: dict[str, Any] | None = None, seed: int = 0, width: int = 193
+) -> Any:
     """An engine; with ``late``, its updates run on the double of a device, under that block."""
     import deepspeed
 
     torch.manual_seed(seed)
-    model = Model()
+    model = Model(width)
     engine = deepspeed.initialize(model=model, model_parameters=groups_of(model, groups), config=config)[0]
     if late is not None:
         from ds_tba.update.config import UpdateConfig
@@ -158,7 +160,7 @@ def compare(config: dict[str, Any], *, variants: Sequence[dict[str, Any]]) -> di
         with_block = {**config, **variant.pop("config", {})} | (
             {BLOCK: block} if block is not None and late is None else {}
         )
-        engine = build(with_block, variant.pop("groups", "one"), late)
+        engine = build(with_block, variant.pop("groups", "one"), late, width=variant.pop("width", 193))
         found = steps(engine, count)
         results.append({"steps": found, "report": report_of(engine)})
         engine.destroy()
