@@ -451,6 +451,64 @@ def whoever_has_views_of_all_gradients_sees_each_new_one() -> None:
     same(*seen)
 
 
+class LateStream:
+    """Fills tensors when it is waited for; until then they hold something else."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self.late = [(tensor, tensor.clone()) for tensor in tensors]
+        for tensor in tensors:
+            tensor.fill_(77)
+
+    def synchronize(self) -> None:
+        for tensor, value in self.late:
+            tensor.copy_(value)
+        self.late = []
+
+
+ASKS: dict[str, Callable[[Gradients, Any], Any]] = {
+    "on_device": lambda gradients, zero: gradients.on_device(0, 0, 5),
+    "on_host": lambda gradients, zero: gradients.on_host(0, 0, 5),
+    "settle": lambda gradients, zero: gradients.settle() or zero.fp32_partitioned_groups_flat[0].grad[:5],
+    "remove": lambda gradients, zero: gradients.remove() or zero.fp32_partitioned_groups_flat[0].grad[:5],
+    "get": lambda gradients, zero: zero.get_local_fp32_grad_for_param(zero.fp16_groups[0][0])[:5],
+    "partitions": lambda gradients, zero: zero.get_fp32_grad_partitions()[0][0][:5],
+    "stock": lambda gradients, zero: (
+        zero.unscale_and_clip_grads(0, None) or zero.fp32_partitioned_groups_flat[0].grad[:5]
+    ),
+}
+
+
+@check
+def whoever_asks_waits_for_the_reduction() -> None:
+    run = Run(engine := build(Case()), None)
+    run.micro_step(True)
+    expected = engine.optimizer.fp32_partitioned_groups_flat[0].grad[:5].clone()
+    assert expected.any()
+    for name, ask in ASKS.items():
+        run = Run(engine := build(Case()), kept(engine.optimizer))
+        assert run.gradients is not None
+        run.micro_step(True)
+        late = LateStream([region.gradients for region in run.gradients._regions.values()])
+        engine.optimizer.reduce_and_partition_stream = late
+        found = ask(run.gradients, engine.optimizer)
+        assert torch.equal(found.float(), expected), name
+        engine.optimizer.reduce_and_partition_stream = None
+
+
+@check
+def the_low_precision_buffer_is_filled_from_what_has_arrived() -> None:
+    run = Run(engine := build(Case()), None)
+    run.micro_step(True)
+    expected = engine.optimizer.grad_partitions_flat_buffer.clone()
+    run = Run(engine := build(Case()), direct(engine.optimizer))
+    run.micro_step(True)
+    zero = engine.optimizer
+    zero.reduce_and_partition_stream = LateStream([master.grad for master in zero.fp32_partitioned_groups_flat])
+    zero.get_fp32_grad_partitions()
+    assert torch.equal(zero.grad_partitions_flat_buffer, expected)
+    zero.reduce_and_partition_stream = None
+
+
 @check
 def an_error_in_stock_leaves_the_buffers_in_place() -> None:
     engine = build(Case())
