@@ -16,8 +16,8 @@ micro-step of a step to what an earlier step left behind. That is refused, not g
 
 Kept: stock's fp32 gradient is the widened low-precision one, after the step times the step's factor, rounded once.
 While that holds it need not be on the host. It is put there before the low-precision gradient changes (but where the
-change ends in a new fp32 gradient), before a step in which the parameter has no new gradient, and before anybody may
-read or write it. Stock uses the old one when a parameter has no gradient in the last micro-step of a step.
+change ends in a new fp32 gradient), before it is used once more, and before anybody may read or write it. Stock uses
+the old one when a parameter has no gradient in the last micro-step of a step.
 
 fp16 scans the low-precision buffer for overflow in each step: there nothing is replaced.
 """
@@ -130,8 +130,9 @@ class _Region:
 class Gradients:
     """What is changed about the gradients of one optimizer. See [Note: What stock would read].
 
-    Put it on before other overrides of ``unscale_and_clip_grads``: this one brings what is kept to the host for a step
-    that stock takes.
+    An update that is not stock's takes every gradient from :meth:`on_device` or :meth:`on_host`, and ends with
+    :meth:`after_step`. Its own override of ``unscale_and_clip_grads`` is put on after this one, which brings what is
+    kept to the host for a step that stock takes.
 
     Args:
         zero: a ``DeepSpeedZeroOptimizer_Stage3`` with its update on the host.
@@ -297,15 +298,10 @@ class Gradients:
     # ---- the step ---------------------------------------------------------------------------------------------------
 
     def pre_step_with(self, stock: Callable[[], None]) -> None:
-        """From here on the fp32 gradients may change; those of an earlier step are used as they are."""
+        """From here on the fp32 gradients may change."""
         stock()
         self._lost |= set(self._owed)
         self._owed.clear()
-        if any(kept.factor not in (None, 1.0) for kept in self._kept.values()):
-            self._wait_for_reduction()
-        for kept in self._kept.values():
-            if kept.factor not in (None, 1.0):
-                self._put_on_host(kept)
 
     def unscale_and_clip_grads_with(self, stock: Callable[..., None], sub_group: int, *args: Any) -> None:
         """A step that stock takes, on the host."""
