@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +27,7 @@ sys.path[:0] = [str(Path(__file__).parents[1])] if __name__ == "__main__" else [
 import runs  # noqa: E402
 
 from ds_tba.errors import IncompatibleError  # noqa: E402
-from ds_tba.update.gradients import BUFFERS, Gradients, obstacle  # noqa: E402
+from ds_tba.update.gradients import BUFFERS, METHODS, Gradients, obstacle  # noqa: E402
 
 STEPS, WIDTH, ROWS = 5, 24, 4
 TIMEOUT_S = 400
@@ -67,6 +68,7 @@ class Case:
     backwards: int = 1  # per step of the engine, at accumulation 1
     managed: bool = True
     dtype: str | None = None  # of the gradients; None: the model's
+    stale: bool = False  # a micro-step adds to a gradient of an earlier step
 
     @property
     def config(self) -> dict[str, Any]:
@@ -109,6 +111,8 @@ CASES = {
     "no bucket": Case(clip=0.1, contiguous=False),
     "overlap": Case(clip=0.1, overlap=True, accumulation=(1, 2)),
     "backward twice": Case(clip=0.1, backwards=2),
+    "adds to the last step's": Case(clip=0.1, accumulation=(1, 1, 2), uses=(*[True] * 4, False, True), stale=True),
+    "never used": Case(clip=0.1, uses=(False,)),
     "looks": Case(clip=0.1, looks=("get", "get, after", "partitions"), uses=SOMETIMES),
     "sets": Case(clip=0.1, looks=("set", "local", "vectorized", ""), uses=SOMETIMES),
     "sets, backward twice": Case(clip=0.1, looks=("set", "local", "vectorized", "get"), backwards=2),
@@ -135,18 +139,19 @@ class Run:
         value = value if isinstance(value, Tensor) else torch.tensor(value)
         self.seen[name] = value.detach().clone()
 
-    def note_state(self, name: str) -> None:
+    def note_state(self, name: str, gradients: bool) -> None:
         """Everything that a step leaves."""
+        if gradients and self.gradients is not None:
+            self.gradients.settle()
         zero = self.engine.optimizer
         for number, master in enumerate(zero.fp32_partitioned_groups_flat):
             real = self.real_elements(number)
             self.note(f"{name} master {number}", master[real])
-            self.note(f"{name} gradient {number}", master.grad)
+            if gradients:
+                self.note(f"{name} gradient {number}", master.grad)
             for key, value in zero.optimizer.state[master].items():
                 self.note(f"{name} {key} {number}", value)
             self.note(f"{name} parameters {number}", zero.fp16_partitioned_groups_flat[number][real])
-        for number, norm in enumerate(zero.norm_for_param_grads.values()):
-            self.note(f"{name} norm {number}", norm)
 
     def real_elements(self, sub_group: int) -> Tensor:
         """Where a sub-group is not padding, which DeepSpeed leaves as it finds it in memory."""
@@ -163,6 +168,8 @@ class Run:
         loss = self.engine(x.bfloat16() if self.engine.bfloat16_enabled() else x, uses)
         self.note(f"loss {self.micro_steps}", loss)
         self.engine.backward(loss)
+        for number, norm in enumerate(self.engine.optimizer.norm_for_param_grads.values()):
+            self.note(f"norm of {number} in {self.micro_steps}", norm)
         self.micro_steps += 1
 
 
@@ -198,7 +205,8 @@ def look(run: Run, what: str, name: str) -> None:
         zero.finalize_gradient_accumulation_boundary()
 
 
-def train(case: Case, put: Callable[[Any], Gradients | None]) -> Run:
+def train(case: Case, put: Callable[[Any], Gradients | None], gradients: bool = True) -> Run:
+    """Args: gradients: whether those of all steps are compared, not only those of the last step."""
     engine = build(case)
     run = Run(engine, put(engine.optimizer))
     uses = (case.uses * 100).__getitem__
@@ -218,13 +226,23 @@ def train(case: Case, put: Callable[[Any], Gradients | None]) -> Run:
             run.note(f"norm {step}", engine.get_global_grad_norm())
         if "after" in what:
             look(run, what, f"after step {step}")
-        run.note_state(f"step {step}")
+        run.note_state(f"step {step}", gradients or step == STEPS - 1)
     return run
 
 
+def train_on(run: Run) -> None:
+    """After ours is taken off."""
+    run.engine.set_train_batch_size(2 * ROWS * run.engine.dp_world_size)
+    for _ in range(4):
+        run.micro_step(True)
+        run.engine.step()
+    run.note_state("further", gradients=True)
+
+
 def same(stock: Run, ours: Run) -> None:
-    assert stock.seen.keys() == ours.seen.keys()
-    different = [name for name, value in stock.seen.items() if not torch.equal(value, ours.seen[name])]
+    missing = stock.seen.keys() - ours.seen.keys()
+    assert not ours.seen.keys() - stock.seen.keys() and all(" gradient " in name for name in missing)
+    different = [name for name, value in ours.seen.items() if not torch.equal(value, stock.seen[name])]
     assert not different, f"{len(different)} of {len(stock.seen)} differ: {different[:20]}"
 
 
@@ -238,33 +256,94 @@ def check(function: Callable[[], None]) -> Callable[[], None]:
     return function
 
 
+CPU = torch.device("cpu")
+ALL = 1 << 30
+
+
 def direct(zero: Any) -> Gradients:
-    return Gradients(zero, direct=True)
+    return Gradients(zero, CPU, direct=True, device_gradient_bytes=0)
 
 
-def check_direct(case: Case) -> None:
-    stock, ours = train(case, lambda _: None), train(case, direct)
-    same(stock, ours)
-    applies = case.managed and 1 in case.accumulation
-    assert ours.gradients is not None and (ours.gradients.direct_bytes > 0) == applies
-    ours.gradients.remove()
-    assert not {"partition_grads", "_pre_step"} & set(vars(ours.engine.optimizer))
-    train_on(stock, ours)
+def kept(zero: Any) -> Gradients:
+    return Gradients(zero, CPU, direct=False, device_gradient_bytes=ALL)
 
 
-def train_on(stock: Run, ours: Run) -> None:
-    """After ours is taken off."""
-    for run in (stock, ours):
-        run.engine.set_train_batch_size(2 * ROWS * run.engine.dp_world_size)
-        for _ in range(4):
-            run.micro_step(True)
-            run.engine.step()
-        run.note_state("further")
-    same(stock, ours)
+class Consumer:
+    """An update in slices that takes gradients from the device where it finds them there, mostly."""
+
+    def __init__(self, zero: Any, gradients: Gradients, to_device: float = 0.7) -> None:
+        self.zero, self.gradients, self.to_device = zero, gradients, to_device
+        self.chance = random.Random(0)
+        self.factor, self.from_device = 1.0, 0
+        self.stock_step = zero._optimizer_step
+        zero.unscale_and_clip_grads = self.note_factor
+        zero._optimizer_step = self.step
+
+    def note_factor(self, sub_group: int, total_norm: Tensor) -> None:
+        self.factor = 1.0
+        if self.zero.clip_grad > 0.0:
+            clip = ((total_norm / self.zero.loss_scale) + 1e-6) / self.zero.clip_grad
+            self.factor = float(1.0 / (torch.clamp(clip, min=1.0) * self.zero.loss_scale))
+
+    def step(self, sub_group: int) -> None:
+        master = self.zero.fp32_partitioned_groups_flat[sub_group]
+        host, slices = master.grad, []
+        for start in range(0, master.numel(), 128):
+            place = sub_group, start, min(start + 128, master.numel())
+            gradient = self.gradients.on_device(*place)
+            if gradient is not None and self.chance.random() < self.to_device:
+                slices.append(gradient.float() * self.factor)
+                self.from_device += 1
+            else:
+                slices.append(self.gradients.on_host(*place).mul_(self.factor).clone())
+        master.grad = torch.cat(slices)
+        self.stock_step(sub_group)
+        master.grad = host
+        if sub_group == len(self.zero.fp32_partitioned_groups_flat) - 1:
+            self.gradients.after_step(self.factor)
+
+
+def consumed(zero: Any) -> Gradients:
+    gradients = kept(zero)
+    zero.consumer = Consumer(zero, gradients)
+    return gradients
+
+
+def half_consumed(zero: Any) -> Gradients:
+    gradients = Gradients(zero, CPU, direct=True, device_gradient_bytes=zero.grad_partitions_flat_buffer.nbytes // 2)
+    assert zero.grad_partitions_flat_buffer.nbytes // 4 < gradients.kept_bytes
+    zero.consumer = Consumer(zero, gradients)
+    return gradients
+
+
+@cache
+def stock_run(case: Case) -> Run:
+    run = train(case, lambda _: None)
+    train_on(run)
+    return run
+
+
+def compare(case: Case, put: Callable[[Any], Gradients]) -> None:
+    ours = train(case, put, gradients=put is direct)
+    zero, gradients = ours.engine.optimizer, ours.gradients
+    assert gradients is not None
+    if put is direct:
+        assert (gradients.direct_bytes > 0) == (case.managed and 1 in case.accumulation)
+    if hasattr(zero, "consumer"):
+        assert zero.consumer.from_device > 0
+        del zero.consumer, zero.unscale_and_clip_grads, zero._optimizer_step
+    gradients.remove()
+    assert not set(METHODS) & set(vars(zero))
+    train_on(ours)
+    same(stock_run(case), ours)
 
 
 for name, case in CASES.items():
-    CHECKS[f"direct, {name}"] = lambda case=case: check_direct(case)  # type: ignore[misc]
+    puts = [consumed] if case.stale else [direct, consumed]
+    if len(case.uses) > 1 or len(case.looks) > 1:
+        puts += [kept, half_consumed]
+    for put in puts:
+        CHECKS[f"{put.__name__.replace('_', ' ')}, {name}"] = partial(compare, case, put)
 
 
 @check
@@ -299,6 +378,77 @@ def a_gradient_that_stock_adds_to_the_last_step_s_is_refused() -> None:
     engine.step()
     with pytest.raises(IncompatibleError, match=r"shape \(24,.*in micro-step 1.*\"direct_gradients\" to false"):
         run.micro_step(True)
+
+
+def takes_all(case: Case, accumulation: int = 1) -> tuple[Run, Gradients]:
+    """An update that has every gradient on the device."""
+    run = Run(engine := build(case), kept(engine.optimizer))
+    assert run.gradients is not None
+    zero = engine.optimizer
+    zero.consumer = Consumer(zero, run.gradients, to_device=1.0)
+    for _ in range(3):
+        for _ in range(accumulation):
+            run.micro_step(True)
+            engine.step()
+    elements = [master.numel() for master in zero.fp32_partitioned_groups_flat]
+    assert zero.consumer.from_device == 3 * sum(-(-count // 128) for count in elements)
+    assert zero.consumer.factor < 1 and run.gradients.kept_bytes == zero.grad_partitions_flat_buffer.nbytes
+    return run, run.gradients
+
+
+@check
+def what_the_device_uses_never_reaches_the_host() -> None:
+    run, gradients = takes_all(Case(clip=0.1))
+    assert gradients.settled_bytes == 0 and not run.engine.optimizer.grad_partitions_flat_buffer.any()
+    assert not any(master.grad.any() for master in run.engine.optimizer.fp32_partitioned_groups_flat)
+    gradients.settle()
+    assert gradients.settled_bytes == 2 * gradients.kept_bytes  # bfloat16 there, float32 here
+    assert all(master.grad.any() for master in run.engine.optimizer.fp32_partitioned_groups_flat)
+    gradients.settle()
+    assert gradients.settled_bytes == 2 * gradients.kept_bytes
+
+
+@check
+def what_is_padding_on_two_ranks_stays_on_the_device() -> None:
+    _, gradients = takes_all(Case(clip=0.1, ranks=2))
+    assert gradients.settled_bytes == 0
+
+
+@check
+def accumulation_settles_once_per_step() -> None:
+    _, gradients = takes_all(Case(clip=0.1, accumulation=(3,)), accumulation=3)
+    assert gradients.settled_bytes == 2 * 2 * gradients.kept_bytes  # before the second and the third step
+
+
+@check
+def only_whole_parameters_from_the_end_that_fit_are_kept() -> None:
+    zero = build(Case()).optimizer
+    sizes = [one.partition_numel() for group in zero.fp16_groups for one in group]
+    for count in range(len(sizes) + 1):
+        fits = 2 * sum(sizes[len(sizes) - count :])
+        gradients = Gradients(zero, CPU, direct=False, device_gradient_bytes=fits + 1)
+        assert gradients.kept_bytes == fits
+        elements = zero.fp32_partitioned_groups_flat[-1].numel()
+        last = gradients.on_device(len(zero.fp16_groups) - 1, elements - 1, elements)
+        assert (last is None) == (count == 0)
+        gradients.remove()
+
+
+@check
+def whoever_has_views_of_all_gradients_sees_each_new_one() -> None:
+    seen = []
+    for put in (lambda _: None, kept):
+        run = Run(engine := build(Case(clip=0.1)), put(engine.optimizer))
+        run.micro_step(True)
+        views = engine.optimizer.get_fp32_grad_partitions()
+        for _ in range(2):
+            engine.step()
+            run.micro_step(True)
+            for group, partitions in views.items():
+                for number, partition in partitions.items():
+                    run.note(f"{run.micro_steps} {group} {number}", partition)
+        seen.append(run)
+    same(*seen)
 
 
 @check
@@ -383,25 +533,26 @@ def problems(ranks: int, directory: Path) -> dict[str, str]:
     """What each check said, of all ranks."""
     port, said = runs.free_port(), dict[str, str]()
     paths = [directory / f"{ranks}.{rank}.json" for rank in range(ranks)]
+    outputs = [directory / f"{ranks}.{rank}.out" for rank in range(ranks)]
     processes = [
         subprocess.Popen(
             [sys.executable, __file__, str(rank), str(ranks), str(port), str(paths[rank])],
             env=runs.environment(),
-            stdout=subprocess.PIPE,
+            stdout=outputs[rank].open("w"),
             stderr=subprocess.STDOUT,
-            text=True,
         )
         for rank in range(ranks)
     ]
     try:
-        outputs = [process.communicate(timeout=TIMEOUT_S)[0] for process in processes]
+        for process in processes:
+            process.wait(timeout=TIMEOUT_S)
     finally:
         for process in processes:
             process.kill()
             process.wait()
         runs.remove_shared_memory(port)
     for path, output in zip(paths, outputs, strict=True):
-        assert path.exists(), output
+        assert path.exists(), output.read_text()
         for name, problem in json.loads(path.read_text()).items():
             said[name] = said.get(name, "") + problem
     return said

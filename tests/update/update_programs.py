@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -72,6 +73,8 @@ def state_of(engine: Any) -> dict[str, Any]:
         "lr": engine.get_lr(),
         "skipped": engine.skipped_steps,
     }
+    if torch.distributed.get_world_size() > 1:  # partitions have padding there, which DeepSpeed leaves uninitialized
+        return found | states_of_parameters(engine)
     for number, master in enumerate(zero.fp32_partitioned_groups_flat):
         state = zero.optimizer.state[master]
         target = zero.fp16_partitioned_groups_flat[number]
@@ -81,6 +84,23 @@ def state_of(engine: Any) -> dict[str, Any]:
             found[f"parameters {number}"] = digest(target)
         for name, value in sorted(state.items()):
             found[f"{name} {number}"] = digest(value) if isinstance(value, torch.Tensor) else value
+    return found
+
+
+def states_of_parameters(engine: Any) -> dict[str, Any]:
+    """As :func:`state_of`, without padding."""
+    import deepspeed
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
+
+    found: dict[str, Any] = {}
+    for name, parameter in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter]):
+            found[f"parameter {name}"] = digest(parameter)
+        if parameter.requires_grad:
+            found[f"master {name}"] = digest(safe_get_full_fp32_param(parameter))
+            found[f"gradient {name}"] = digest(safe_get_full_grad(parameter))
+            for moment in ("exp_avg", "exp_avg_sq"):
+                found[f"{moment} {name}"] = digest(safe_get_full_optimizer_state(parameter, moment))
     return found
 
 
@@ -143,3 +163,53 @@ def compare(config: dict[str, Any], *, variants: Sequence[dict[str, Any]]) -> di
         if late is not None:
             engine.interleaved_optimizer_update.close()
     return {"variants": results}
+
+
+def resume(config: dict[str, Any], *, saved_in: str, block: dict[str, Any]) -> dict[str, Any]:
+    """Checkpoints saved with the block and without it, each loaded with it and without it, also in mid-run."""
+    found: dict[str, Any] = {}
+    saved: dict[str, Any] = {"stock": {}, "ours": {BLOCK: block}}
+    for name, own in saved.items():
+        engine = build({**config, **own}, "decay")
+        steps(engine, 3)
+        engine.save_checkpoint(str(Path(saved_in) / name), tag="at 3")
+        found[f"{name} goes on"] = steps(engine, 3, seed=2)
+        engine.load_checkpoint(str(Path(saved_in) / name), tag="at 3")
+        found[f"{name} goes back"] = steps(engine, 3, seed=2)
+        engine.destroy()
+    for name, own in saved.items():
+        for other in saved:
+            engine = build({**config, **own}, "decay", seed=5)
+            engine.load_checkpoint(str(Path(saved_in) / other), tag="at 3")
+            found[f"{name} loads {other}"] = steps(engine, 3, seed=2)
+            engine.destroy()
+    return found
+
+
+def states(config: dict[str, Any], *, block: dict[str, Any] | None) -> dict[str, Any]:
+    """What DeepSpeed's functions for one parameter show and set, after backward and after the step."""
+    from deepspeed.utils import (
+        safe_get_full_fp32_param,
+        safe_get_full_grad,
+        safe_get_full_optimizer_state,
+        safe_set_full_fp32_param,
+        safe_set_full_optimizer_state,
+    )
+
+    engine = build({**config, **({BLOCK: block} if block is not None else {})}, "decay")
+    generator, found = torch.Generator().manual_seed(3), []
+    trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
+    for number in range(3):
+        loss = engine(torch.randn(4, 37, generator=generator).to(trained[0].dtype), number != 1)
+        engine.backward(loss)
+        found.append([digest(safe_get_full_grad(parameter)) for parameter in trained])
+        engine.step()
+        found.append([digest(safe_get_full_grad(parameter)) for parameter in trained])
+        for parameter in trained:
+            master = safe_get_full_fp32_param(parameter)
+            moment = safe_get_full_optimizer_state(parameter, "exp_avg")
+            found.append([digest(master), digest(moment), loss.item().hex()])
+            safe_set_full_fp32_param(parameter, master * 0.99)
+            safe_set_full_optimizer_state(parameter, moment * 0.5, "exp_avg")
+    engine.destroy()
+    return {"found": found}
