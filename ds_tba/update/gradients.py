@@ -447,6 +447,38 @@ class Gradients:
             stream.synchronize()
 
 
+class StockGradients:
+    """Nothing is changed: all gradients are on the host.
+
+    Args:
+        zero: a ``DeepSpeedZeroOptimizer_Stage3``.
+    """
+
+    direct_bytes = 0
+    kept_bytes = 0
+
+    def __init__(self, zero: Any) -> None:
+        self._zero = zero
+
+    def on_device(self, sub_group: int, start: int, stop: int) -> torch.Tensor | None:
+        """None: on the host."""
+        return None
+
+    def on_host(self, sub_group: int, start: int, stop: int) -> torch.Tensor:
+        """The host's fp32 gradient of some elements."""
+        gradient: torch.Tensor = self._zero.fp32_partitioned_groups_flat[sub_group].grad
+        return gradient[start:stop]
+
+    def settle(self) -> None:
+        """Nothing to do."""
+
+    def after_step(self, factor: float) -> None:
+        """Nothing to do."""
+
+    def remove(self) -> None:
+        """Nothing to do."""
+
+
 class _Overrides:
     """Methods of one object replaced by functions that get the method as it was first."""
 

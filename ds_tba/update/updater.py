@@ -25,21 +25,11 @@ from ds_tba.update.report import UpdateCounters
 
 
 class DeviceGradients(Protocol):
-    """Gradients that did not leave the device."""
+    """Gradients of which some did not leave the device."""
 
     def on_device(self, sub_group: int, start: int, stop: int) -> torch.Tensor | None: ...
+    def on_host(self, sub_group: int, start: int, stop: int) -> torch.Tensor: ...
     def settle(self) -> None: ...
-
-
-class NoGradients:
-    """All gradients are on the host."""
-
-    def on_device(self, sub_group: int, start: int, stop: int) -> torch.Tensor | None:
-        """None: on the host."""
-        return None
-
-    def settle(self) -> None:
-        """Nothing."""
 
 
 @dataclass(slots=True)
@@ -159,7 +149,7 @@ class _Update:
         """The host's chunks; the device is fed between slices."""
         while (chunk := self._split.for_host()) is not None:
             self._enter(chunk.sub_group)
-            part = self._sub_groups[chunk.sub_group].cut(chunk.start, chunk.stop)
+            part = self._part(chunk)
             began_s = time.perf_counter()
             for _ in self._host.slices(part, self._pipeline.upload):
                 self._host_s += time.perf_counter() - began_s
@@ -182,9 +172,18 @@ class _Update:
                 if witness.chunk.sub_group == self._entered:
                     self._host.recompute(witness.copy)
                     witness.computed = True
-            for _ in self._host.slices(sub_group.cut(tail_start(sub_group.elements), sub_group.elements), self._upload):
+            tail = sub_group.cut(tail_start(sub_group.elements), sub_group.elements)
+            kept = self._parts.gradients.on_device(self._entered, tail_start(sub_group.elements), sub_group.elements)
+            if kept is not None:
+                tail.gradient.copy_(kept)
+            for _ in self._host.slices(tail, self._upload):
                 pass
             self._entered += 1
+
+    def _part(self, chunk: Chunk) -> SubGroup:
+        """A chunk of which the host has the gradient."""
+        self._parts.gradients.on_host(chunk.sub_group, chunk.start, chunk.stop)
+        return self._sub_groups[chunk.sub_group].cut(chunk.start, chunk.stop)
 
     def _upload(self, source: torch.Tensor, target: torch.Tensor) -> object:
         return self._pipeline.upload(source, target)
@@ -197,8 +196,8 @@ class _Update:
                 return
 
     def _submit(self, chunk: Chunk) -> None:
-        part = self._sub_groups[chunk.sub_group].cut(chunk.start, chunk.stop)
         kept = self._kept_gradient(chunk)
+        part = self._part(chunk) if kept is None else self._sub_groups[chunk.sub_group].cut(chunk.start, chunk.stop)
         self._device_chunks.append(chunk)
         self._pipeline.submit(
             Job(
@@ -223,8 +222,8 @@ class _Update:
 
     def _take_witnesses(self) -> None:
         for chunk in self._split.first_of_device(self._parts.chunks_to_verify):
-            part = self._sub_groups[chunk.sub_group].cut(chunk.start, chunk.stop)
             kept = self._kept_gradient(chunk)
+            part = self._part(chunk) if kept is None else self._sub_groups[chunk.sub_group].cut(chunk.start, chunk.stop)
             gradient = part.gradient.clone() if kept is None else kept.to("cpu", torch.float32, copy=True)
             copy = replace(
                 part,

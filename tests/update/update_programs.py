@@ -67,6 +67,8 @@ def digest(tensor: torch.Tensor) -> str:
 
 def state_of(engine: Any) -> dict[str, Any]:
     """Everything that a step leaves, as digests."""
+    from deepspeed.utils import safe_get_full_grad
+
     zero = engine.optimizer
     found: dict[str, Any] = {
         "norm": repr(engine.get_global_grad_norm()),
@@ -79,12 +81,12 @@ def state_of(engine: Any) -> dict[str, Any]:
         state = zero.optimizer.state[master]
         target = zero.fp16_partitioned_groups_flat[number]
         found[f"master {number}"] = digest(master)
-        found[f"gradient {number}"] = digest(master.grad)
         if target is not None:
             found[f"parameters {number}"] = digest(target)
         for name, value in sorted(state.items()):
             found[f"{name} {number}"] = digest(value) if isinstance(value, torch.Tensor) else value
-    return found
+    trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
+    return found | {"gradients": [digest(safe_get_full_grad(parameter)) for parameter in trained]}
 
 
 def states_of_parameters(engine: Any) -> dict[str, Any]:
