@@ -168,6 +168,7 @@ class Gradients:
         self._kept: dict[int, _Kept] = {}  # by DeepSpeed's id of the parameter
         self._regions: dict[int, _Region] = {}  # by sub-group
         self._views_are_out = False
+        self._is_reducing = True  # for all that is known
         self.direct_bytes = 0
         self.kept_bytes = 0
         self.settled_bytes = 0
@@ -249,6 +250,7 @@ class Gradients:
             if kept.real_elements and not self._stays(kept, partition.numel()):
                 self._put_on_host(kept, non_blocking=True)  # in the stream in which the buffer is written next
                 kept.factor, kept.is_zero = None, False
+            self._is_reducing = True
             stock([param], [partition])
 
     def _partition(self, stock: Callable[..., Any], param: Any, partition: torch.Tensor) -> None:
@@ -270,6 +272,7 @@ class Gradients:
             if self._skips:
                 # Of the current stream's pool, and used in that stream only.
                 buffers[number] = torch.empty_like(buffer, device=partition.device)
+            self._is_reducing = True
             stock([param], [partition])
         finally:
             buffers[number] = buffer
@@ -438,10 +441,11 @@ class Gradients:
         return buffers
 
     def _wait_for_reduction(self) -> None:
-        """Block until the gradients that backward has queued are where they go."""
+        """Block until what backward has queued is done. Once: kernels of the step may follow in that stream."""
         stream = self._zero.reduce_and_partition_stream
-        if stream is not None:
+        if stream is not None and self._is_reducing:
             stream.synchronize()
+        self._is_reducing = False
 
 
 class StockGradients:

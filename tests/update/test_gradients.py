@@ -517,6 +517,21 @@ def whoever_asks_waits_for_the_reduction() -> None:
 
 
 @check
+def whoever_asks_after_a_buffer_was_filled_in_backward_waits_too() -> None:
+    engine = build(Case())
+    zero = engine.optimizer
+    half = zero.grad_partitions_flat_buffer.nbytes // 2
+    gradients = Gradients(zero, CPU, direct=True, device_gradient_bytes=half)
+    run, last = Run(engine, gradients), zero.fp32_partitioned_groups_flat[-1].numel()
+    for _ in range(2):
+        run.micro_step(True)
+    zero.reduce_and_partition_stream = LateStream([region.gradients for region in gradients._regions.values()])
+    found = gradients.on_device(len(zero.fp16_groups) - 1, last - 1, last)
+    zero.reduce_and_partition_stream = None
+    assert found is not None and not (found == 77).any()
+
+
+@check
 def the_low_precision_buffer_is_filled_from_what_has_arrived() -> None:
     run = Run(engine := build(Case()), None)
     run.micro_step(True)
