@@ -62,7 +62,7 @@ class Parts:
         counters: for the report.
         target_on_device: whether the model's parameters are there.
         device_share: as the config says, or 0 where the device's bits are not CPUAdam's.
-        chunks_to_verify: in the next update.
+        chunks_to_verify: in the next update; 0 once the device has shown its bits.
     """
 
     config: UpdateConfig
@@ -84,8 +84,10 @@ def run_update(parts: Parts, sub_groups: Sequence[SubGroup]) -> None:
     Raises:
         UpdateMismatchError: a bit of the device's results is not CPUAdam's, in an update that is verified.
     """
+    verified_chunks = parts.counters.verified_chunks
     _Update(parts, sub_groups).run()
-    parts.chunks_to_verify = 0
+    if parts.counters.verified_chunks > verified_chunks:  # else the device has computed none of them yet
+        parts.chunks_to_verify = 0
 
 
 class _Update:

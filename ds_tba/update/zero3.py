@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.optim import optimizer as torch_optimizer
 
 from ds_tba.config import UPDATE_BLOCK
 from ds_tba.errors import IncompatibleError, UpdateInterruptedError
@@ -202,7 +203,7 @@ class Zero3Update:
             return
         # DeepSpeed's own method multiplies a single one, which gives the factor without a copy of its rule.
         groups = self._zero.fp32_partitioned_groups_flat
-        actual, one = groups[sub_group_id], torch.ones(1)
+        actual, one = groups[sub_group_id], torch.ones(1, dtype=torch.float32, device="cpu")
         groups[sub_group_id] = SimpleNamespace(grad=one)
         try:
             type(self._zero).unscale_and_clip_grads(self._zero, sub_group_id, total_norm)
@@ -244,14 +245,16 @@ class Zero3Update:
         if any(id(moment) in now for moment in self._half_updated):
             raise UpdateInterruptedError(
                 "an earlier optimizer update was interrupted, so that some parameters have taken that step and others "
-                "have not: load a checkpoint before training on."
+                "have not: load a checkpoint with its optimizer states before training on, and save none of this model."
             )
         self._half_updated = []
 
     def _problem_of_step(self) -> tuple[str, str] | None:
         """Why this step is DeepSpeed's; None if it is ours."""
         optimizer = self._zero.optimizer
-        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+        of_all_optimizers = (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks)
+        if any(hooks + of_all_optimizers):
             return "step hooks", "the optimizer has step hooks, which may read its states: DeepSpeed takes the steps"
         for master in self._zero.fp32_partitioned_groups_flat:
             arrays = [master, master.grad, *self._moments(optimizer.state.get(master) or {})]
@@ -279,9 +282,8 @@ class Zero3Update:
         master = zero.fp32_partitioned_groups_flat[sub_group_id]
         state = zero.optimizer.state[master]
         if len(state) == 0:
-            state["step"] = 0
-            state["exp_avg"] = torch.zeros_like(master.data)
-            state["exp_avg_sq"] = torch.zeros_like(master.data)
+            moments = {name: torch.zeros_like(master.data) for name in ("exp_avg", "exp_avg_sq")}
+            state.update({"step": 0} | moments)  # all or none, where memory runs out
         state["step"] += 1
         target = zero.fp16_partitioned_groups_flat[sub_group_id]
         return SubGroup(
@@ -297,8 +299,10 @@ class Zero3Update:
 
     def _update(self) -> None:
         zero = self._zero
-        sub_groups = [self._sub_group(number) for number in range(len(zero.fp16_groups))]
+        sub_groups: list[SubGroup] = []
         try:
+            for number in range(len(zero.fp16_groups)):
+                sub_groups.append(self._sub_group(number))
             self._run(sub_groups)
             for number, sub_group in enumerate(sub_groups):
                 if sub_group.target is None:
@@ -306,7 +310,8 @@ class Zero3Update:
                 else:
                     zero._unflatten_partitioned_parameters(number)
         except BaseException:
-            self._half_updated = [sub_group.exp_avg for sub_group in sub_groups]
+            states = (zero.optimizer.state[master] for master in zero.fp32_partitioned_groups_flat)
+            self._half_updated = [state["exp_avg"] for state in states if "exp_avg" in state]
             raise
         self._done(self._factors)
 
