@@ -312,6 +312,8 @@ def slices(options: argparse.Namespace) -> list[dict[str, Any]]:
     import torch
     from deepspeed.ops.op_builder import CPUAdamBuilder
 
+    from ds_tba.update.host import SLICE_ELEMENTS
+
     op = CPUAdamBuilder().load()
     elements = int(options.size)
     master, exp_avg, exp_avg_sq = torch.randn(elements), torch.zeros(elements), torch.zeros(elements)
@@ -345,13 +347,18 @@ def slices(options: argparse.Namespace) -> list[dict[str, Any]]:
     op.destroy_adam(0)
     print(f"{elements / 1e6:.0f} M elements, {torch.get_num_threads()} threads, {options.rounds} rounds\n")
     print("| what | slice | ms | / one call (quartiles) [range] |\n|---|---|---|---|")
-    rows = []
+    rows, found_words = [], []
     for what, length in cases:
         of_one = sorted(a / b for a, b in zip(times[what, length], times[what, 0], strict=True))
         words = {"adam": "CPUAdam alone", "all": "with unscaling and cast"}[what]
         least_ms = 1e3 * statistics.median(times[what, length])
         print(f"| {words} | {length or 'one call'} | {least_ms:.2f} | {spread(of_one)} |")
         rows.append({"what": what, "slice": length, "seconds": times[what, length], "of_one": of_one})
+        if length == SLICE_ELEMENTS:
+            slower = statistics.median(of_one) - 1
+            found_words.append(f"{words}, in slices of {length}, those of the block: {slower:+.1%} against one call")
+            found_words[-1] += f", {TOLERANCE:.0%} more is allowed: {_held(slower <= TOLERANCE)}"
+    print("\n" + "\n".join(f"- {one}" for one in found_words))
     return rows
 
 

@@ -16,8 +16,8 @@ micro-step of a step to what an earlier step left behind. That is refused, not g
 
 Kept: stock's fp32 gradient is the widened low-precision one, after the step times the step's factor, rounded once.
 While that holds it need not be on the host. It is put there before the low-precision gradient changes (but where the
-change ends in a new fp32 gradient), before a step in which the parameter has no new gradient, and before anybody may
-read or write it. Stock uses the old one when a parameter has no gradient in the last micro-step of a step.
+change ends in a new fp32 gradient), before it is used once more, and before anybody may read or write it. Stock uses
+the old one when a parameter has no gradient in the last micro-step of a step.
 
 fp16 scans the low-precision buffer for overflow in each step: there nothing is replaced.
 """
@@ -32,6 +32,7 @@ from typing import Any
 import torch
 
 from ds_tba.errors import IncompatibleError
+from ds_tba.update.overrides import Overrides
 
 OPTIMIZER = "DeepSpeedZeroOptimizer_Stage3"
 BUFFERS = f"_{OPTIMIZER}__param_id_to_grad_partition"
@@ -130,8 +131,9 @@ class _Region:
 class Gradients:
     """What is changed about the gradients of one optimizer. See [Note: What stock would read].
 
-    Put it on before other overrides of ``unscale_and_clip_grads``: this one brings what is kept to the host for a step
-    that stock takes.
+    An update that is not stock's takes every gradient from :meth:`on_device` or :meth:`on_host`, and ends with
+    :meth:`after_step`. Its own override of ``unscale_and_clip_grads`` is put on after this one, which brings what is
+    kept to the host for a step that stock takes.
 
     Args:
         zero: a ``DeepSpeedZeroOptimizer_Stage3`` with its update on the host.
@@ -166,11 +168,12 @@ class Gradients:
         self._kept: dict[int, _Kept] = {}  # by DeepSpeed's id of the parameter
         self._regions: dict[int, _Region] = {}  # by sub-group
         self._views_are_out = False
+        self._is_reducing = True  # for all that is known
         self.direct_bytes = 0
         self.kept_bytes = 0
         self.settled_bytes = 0
         self._keep(device, device_gradient_bytes)
-        self._overrides = _Overrides(zero)
+        self._overrides = Overrides(zero)
         for name in METHODS:
             self._overrides.put(name, getattr(self, name.lstrip("_") + "_with"))
 
@@ -247,6 +250,7 @@ class Gradients:
             if kept.real_elements and not self._stays(kept, partition.numel()):
                 self._put_on_host(kept, non_blocking=True)  # in the stream in which the buffer is written next
                 kept.factor, kept.is_zero = None, False
+            self._is_reducing = True
             stock([param], [partition])
 
     def _partition(self, stock: Callable[..., Any], param: Any, partition: torch.Tensor) -> None:
@@ -268,6 +272,7 @@ class Gradients:
             if self._skips:
                 # Of the current stream's pool, and used in that stream only.
                 buffers[number] = torch.empty_like(buffer, device=partition.device)
+            self._is_reducing = True
             stock([param], [partition])
         finally:
             buffers[number] = buffer
@@ -297,15 +302,10 @@ class Gradients:
     # ---- the step ---------------------------------------------------------------------------------------------------
 
     def pre_step_with(self, stock: Callable[[], None]) -> None:
-        """From here on the fp32 gradients may change; those of an earlier step are used as they are."""
+        """From here on the fp32 gradients may change."""
         stock()
         self._lost |= set(self._owed)
         self._owed.clear()
-        if any(kept.factor not in (None, 1.0) for kept in self._kept.values()):
-            self._wait_for_reduction()
-        for kept in self._kept.values():
-            if kept.factor not in (None, 1.0):
-                self._put_on_host(kept)
 
     def unscale_and_clip_grads_with(self, stock: Callable[..., None], sub_group: int, *args: Any) -> None:
         """A step that stock takes, on the host."""
@@ -441,40 +441,40 @@ class Gradients:
         return buffers
 
     def _wait_for_reduction(self) -> None:
-        """Block until the gradients that backward has queued are where they go."""
+        """Block until what backward has queued is done. Once: kernels of the step may follow in that stream."""
         stream = self._zero.reduce_and_partition_stream
-        if stream is not None:
+        if stream is not None and self._is_reducing:
             stream.synchronize()
+        self._is_reducing = False
 
 
-class _Overrides:
-    """Methods of one object replaced by functions that get the method as it was first."""
+class StockGradients:
+    """Nothing is changed: all gradients are on the host.
 
-    def __init__(self, target: Any) -> None:
-        self._target = target
-        self._put: dict[str, Any] = {}
-        self._before: dict[str, Any] = {}
-        self._active = True
+    Args:
+        zero: a ``DeepSpeedZeroOptimizer_Stage3``.
+    """
 
-    def put(self, name: str, function: Callable[..., Any]) -> None:
-        """Replace a method."""
-        method = getattr(self._target, name)
-        if name in vars(self._target):
-            self._before[name] = method
+    direct_bytes = 0
+    kept_bytes = 0
 
-        def override(*args: Any, **more: Any) -> Any:
-            return function(method, *args, **more) if self._active else method(*args, **more)
+    def __init__(self, zero: Any) -> None:
+        self._zero = zero
 
-        self._put[name] = override
-        setattr(self._target, name, override)
+    def on_device(self, sub_group: int, start: int, stop: int) -> torch.Tensor | None:
+        """None: on the host."""
+        return None
+
+    def on_host(self, sub_group: int, start: int, stop: int) -> torch.Tensor:
+        """The host's fp32 gradient of some elements."""
+        gradient: torch.Tensor = self._zero.fp32_partitioned_groups_flat[sub_group].grad
+        return gradient[start:stop]
+
+    def settle(self) -> None:
+        """Nothing to do."""
+
+    def after_step(self, factor: float) -> None:
+        """Nothing to do."""
 
     def remove(self) -> None:
-        """Every method as it was. One that somebody has wrapped since stays, and only hands calls on."""
-        self._active = False
-        for name, override in self._put.items():
-            if vars(self._target).get(name) is not override:
-                continue
-            if name in self._before:
-                setattr(self._target, name, self._before[name])
-            else:
-                delattr(self._target, name)
+        """Nothing to do."""

@@ -10,15 +10,18 @@ import time
 import weakref
 from typing import Any
 
+import torch
+
 from ds_tba.device.accelerator import Accelerator
 from ds_tba.telemetry.report import checked_path, write_json
 from ds_tba.update.config import UpdateConfig
 from ds_tba.update.device import DevicePipeline
 from ds_tba.update.formula import HostAdam, is_exact
+from ds_tba.update.gradients import Gradients, StockGradients, obstacle
 from ds_tba.update.host import SLICE_ELEMENTS, HostUpdate, SubGroup, WriteBack
 from ds_tba.update.pinning import cuda_registry
 from ds_tba.update.report import UpdateCounters, UpdateReport
-from ds_tba.update.updater import NoGradients, Parts, run_update
+from ds_tba.update.updater import Parts, run_update
 from ds_tba.update.zero3 import Zero3Update, refuse_unsupported
 
 logger = logging.getLogger("ds_tba")
@@ -55,6 +58,8 @@ class InterleavedUpdate:
         self._device_share, self._share_words = self._share(accelerator, zero)
         chunk_elements = min(config.chunk_elements, max(one.numel() for one in zero.fp32_partitioned_groups_flat))
         self._pipeline = DevicePipeline(accelerator, device, chunk_elements, config.device_buffer_bytes)
+        self._gradients = self._new_gradients(zero, device)
+        self._kept_bytes = self._gradients.kept_bytes
         self._zero3 = Zero3Update(zero, self._run, self._leave, self._done)
         self._parts = Parts(
             config=config,
@@ -63,7 +68,7 @@ class InterleavedUpdate:
             pipeline=self._pipeline,
             powers=self._zero3.powers,
             is_pinned=self._is_pinned,
-            gradients=NoGradients(),
+            gradients=self._gradients,
             counters=self._counters,
             target_on_device=not zero.offload_param,
             device_share=self._device_share,
@@ -102,6 +107,8 @@ class InterleavedUpdate:
             predicted_s=counters.elements / both_per_s if both_per_s else 0.0,
             verified_chunks=counters.verified_chunks,
             pinned_bytes=self._pinned_bytes,
+            direct_gradient_bytes=self._gradients.direct_bytes,
+            device_gradient_bytes=self._kept_bytes,
             fallbacks=dict(counters.fallbacks),
         )
 
@@ -116,6 +123,7 @@ class InterleavedUpdate:
         self._is_closed = True
         atexit.unregister(self._at_exit)
         self._zero3.remove()
+        self._gradients.remove()
         if self._registry is not None:
             self._registry.close()
         self._write()
@@ -128,6 +136,14 @@ class InterleavedUpdate:
         if accelerator.is_synchronized_device() or zero.offload_param:
             return None
         return WriteBack(accelerator, zero.dtype, SLICE_ELEMENTS)
+
+    def _new_gradients(self, zero: Any, device: torch.device) -> Gradients | StockGradients:
+        """What is changed about gradients; nothing where their way must be DeepSpeed's."""
+        config = self.config
+        if not config.device_gradient_bytes and (not config.direct_gradients or obstacle(zero) is not None):
+            return StockGradients(zero)
+        kept_bytes = config.device_gradient_bytes if self._device_share != 0 else 0
+        return Gradients(zero, device, direct=config.direct_gradients, device_gradient_bytes=kept_bytes)
 
     def _share(self, accelerator: Accelerator, zero: Any) -> tuple[float | None, str]:
         """The device's share, in words, too: as configured, if the device's bits are those of CPUAdam."""
@@ -178,6 +194,7 @@ class InterleavedUpdate:
     def _done(self, factors: list[float]) -> None:
         every = self.config.report.every_steps
         is_due = every and self._counters.steps % every == 0
+        self._gradients.after_step(factors[0])
         if is_due and self._rank == 0:
             logger.info("%s", self.report().line())
         if is_due or time.monotonic() - self._written_at > REPORT_AGE_S:

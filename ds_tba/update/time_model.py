@@ -32,8 +32,8 @@ is busy: on one A100 node copies ran at 25 GB/s in each direction alone, and at 
 back after everything was uploaded: one chunk's time is added.
 
 [Note: Gradients] In backward, stock DeepSpeed moves ``w`` bytes down and ``w`` up in every micro-step, and 4 down in
-the last, on one stream. With direct gradients and a single micro-step only the 4 are left; those of gradients that stay
-on the device are not.
+the last, on one stream. With direct gradients and a single micro-step only the 4 are left. Gradients that stay on the
+device are not moved at all; there micro-steps are summed, too.
 """
 
 from __future__ import annotations
@@ -211,15 +211,16 @@ def gradient_transfer_s(
 
     Args:
         elements: parameters of the rank.
-        micro_steps: of the step. With several, gradients take the stock way.
+        micro_steps: of the step. With several, gradients that go to the host do so in the stock way.
         direct: the block's ``direct_gradients``.
         device_gradients: the part of all gradients that stay on the device.
         parameter_bytes: of one gradient on the device.
     """
+    moved = elements * (1 - min(device_gradients, 1.0))
     if direct and micro_steps == 1:
-        return elements * GRADIENT_BYTES * (1 - min(device_gradients, 1.0)) / rates.down_bytes_per_s
+        return moved * GRADIENT_BYTES / rates.down_bytes_per_s
     down_bytes = micro_steps * parameter_bytes + GRADIENT_BYTES
-    return elements * (down_bytes / rates.down_bytes_per_s + micro_steps * parameter_bytes / rates.up_bytes_per_s)
+    return moved * (down_bytes / rates.down_bytes_per_s + micro_steps * parameter_bytes / rates.up_bytes_per_s)
 
 
 def iteration_s(computing_s: float, gradient_s: float, update_s: float, *, overlapped: bool = True) -> float:
@@ -312,8 +313,7 @@ def predict(work: Work, rates: Rates, variants: Sequence[Variant] = VARIANTS) ->
     stock_iteration_s = iteration_s(work.computing_s, moved_s, stock_s)
     found = [Predicted(STOCK, None, 0.0, stock_s, stock_iteration_s, 1.0, 1.0)]
     for variant in variants:
-        # Gradients of several micro-steps are summed on their way to the host, where they stay.
-        kept = variant.device_gradients if work.micro_steps == 1 else 0.0
+        kept = variant.device_gradients
         given: dict[str, Any] = {
             "device_gradients": kept,
             "chunk_elements": work.chunk_elements,

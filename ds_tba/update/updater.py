@@ -25,21 +25,11 @@ from ds_tba.update.report import UpdateCounters
 
 
 class DeviceGradients(Protocol):
-    """Gradients that did not leave the device."""
+    """Gradients of which some did not leave the device."""
 
     def on_device(self, sub_group: int, start: int, stop: int) -> torch.Tensor | None: ...
+    def on_host(self, sub_group: int, start: int, stop: int) -> torch.Tensor: ...
     def settle(self) -> None: ...
-
-
-class NoGradients:
-    """All gradients are on the host."""
-
-    def on_device(self, sub_group: int, start: int, stop: int) -> torch.Tensor | None:
-        """None: on the host."""
-        return None
-
-    def settle(self) -> None:
-        """Nothing."""
 
 
 @dataclass(slots=True)
@@ -161,7 +151,7 @@ class _Update:
         """The host's chunks; the device is fed between slices."""
         while (chunk := self._split.for_host()) is not None:
             self._enter(chunk.sub_group)
-            part = self._sub_groups[chunk.sub_group].cut(chunk.start, chunk.stop)
+            part = self._part(chunk)
             began_s = time.perf_counter()
             for _ in self._host.slices(part, self._pipeline.upload):
                 self._host_s += time.perf_counter() - began_s
@@ -184,9 +174,27 @@ class _Update:
                 if witness.chunk.sub_group == self._entered:
                     self._host.recompute(witness.copy)
                     witness.computed = True
-            for _ in self._host.slices(sub_group.cut(tail_start(sub_group.elements), sub_group.elements), self._upload):
+            tail = self._tail(self._entered)
+            for _ in self._host.slices(tail, self._upload):
                 pass
             self._entered += 1
+
+    def _tail(self, number: int) -> SubGroup:
+        """The ragged end of a sub-group, with its gradient on the host; not the whole last parameter's for it."""
+        sub_group = self._sub_groups[number]
+        start = tail_start(sub_group.elements)
+        tail = sub_group.cut(start, sub_group.elements)
+        kept = self._parts.gradients.on_device(number, start, sub_group.elements)
+        if kept is None:
+            self._parts.gradients.on_host(number, start, sub_group.elements)
+        else:
+            tail.gradient.copy_(kept)
+        return tail
+
+    def _part(self, chunk: Chunk) -> SubGroup:
+        """A chunk of which the host has the gradient."""
+        self._parts.gradients.on_host(chunk.sub_group, chunk.start, chunk.stop)
+        return self._sub_groups[chunk.sub_group].cut(chunk.start, chunk.stop)
 
     def _upload(self, source: torch.Tensor, target: torch.Tensor) -> object:
         return self._pipeline.upload(source, target)
@@ -199,8 +207,8 @@ class _Update:
                 return
 
     def _submit(self, chunk: Chunk) -> None:
-        part = self._sub_groups[chunk.sub_group].cut(chunk.start, chunk.stop)
         kept = self._kept_gradient(chunk)
+        part = self._part(chunk) if kept is None else self._sub_groups[chunk.sub_group].cut(chunk.start, chunk.stop)
         self._device_chunks.append(chunk)
         self._pipeline.submit(
             Job(
@@ -225,8 +233,8 @@ class _Update:
 
     def _take_witnesses(self) -> None:
         for chunk in self._split.first_of_device(self._parts.chunks_to_verify):
-            part = self._sub_groups[chunk.sub_group].cut(chunk.start, chunk.stop)
             kept = self._kept_gradient(chunk)
+            part = self._part(chunk) if kept is None else self._sub_groups[chunk.sub_group].cut(chunk.start, chunk.stop)
             gradient = part.gradient.clone() if kept is None else kept.to("cpu", torch.float32, copy=True)
             copy = replace(
                 part,

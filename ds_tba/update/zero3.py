@@ -197,6 +197,7 @@ class Zero3Update:
         self._leave = leave
         self._done = done
         self._originals = {name: getattr(zero, name) for name in _PARAMETERS}
+        self._before = {name: vars(zero).get(name) for name in _PARAMETERS}
         self._factors: list[float] = []
         self._is_ours = False
         # Moments of a model that an interrupted update has left half done; a checkpoint brings others.
@@ -209,8 +210,10 @@ class Zero3Update:
 
     def remove(self) -> None:
         """Give the methods back to DeepSpeed."""
-        for name in _PARAMETERS:
+        for name, before in self._before.items():
             vars(self._zero).pop(name, None)
+            if before is not None:
+                setattr(self._zero, name, before)
 
     # ---- what the loop of `step` calls --------------------------------------------------------------------------
 
@@ -225,7 +228,7 @@ class Zero3Update:
         actual, one = groups[sub_group_id], torch.ones(1, dtype=torch.float32, device="cpu")
         groups[sub_group_id] = SimpleNamespace(grad=one)
         try:
-            self._originals["unscale_and_clip_grads"](sub_group_id, total_norm)
+            type(self._zero).unscale_and_clip_grads(self._zero, sub_group_id, total_norm)
         finally:
             groups[sub_group_id] = actual
         self._factors.append(float(one))

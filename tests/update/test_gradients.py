@@ -208,6 +208,7 @@ def look(run: Run, what: str, name: str) -> None:
 def train(case: Case, put: Callable[[Any], Gradients | None], gradients: bool = True) -> Run:
     """Args: gradients: whether those of all steps are compared, not only those of the last step."""
     engine = build(case)
+    engine.optimizer.stale = case.stale
     run = Run(engine, put(engine.optimizer))
     uses = (case.uses * 100).__getitem__
     for step in range(STEPS):
@@ -256,6 +257,26 @@ def check(function: Callable[[], None]) -> Callable[[], None]:
     return function
 
 
+def drawn(seed: int, ranks: int) -> Case:
+    """Any training, to which direct gradients are not put."""
+    chance = random.Random(seed)
+    looks = ["", "", "get", "get, after", "set", "local", "vectorized", "finalize"]
+    return Case(
+        bf16=chance.random() < 0.7,
+        clip=chance.choice([0.0, 0.1, 0.1]),
+        accumulation=tuple(chance.choice([1, 1, 2, 3]) for _ in range(chance.randint(1, 4))),
+        reduce_scatter=chance.random() < 0.5,
+        contiguous=chance.random() < 0.5,
+        ranks=ranks,
+        uses=tuple(chance.random() < 0.6 for _ in range(chance.randint(1, 9))),
+        looks=tuple(chance.choice(looks) for _ in range(chance.randint(1, 4))),
+        backwards=chance.choice([1, 1, 2]),
+        stale=True,
+    )
+
+
+CASES |= {f"drawn {seed}": drawn(seed, 1) for seed in range(10)}
+CASES |= {f"two ranks, drawn {seed}": drawn(seed, 2) for seed in range(10, 13)}
 CPU = torch.device("cpu")
 ALL = 1 << 30
 
@@ -310,7 +331,8 @@ def consumed(zero: Any) -> Gradients:
 
 
 def half_consumed(zero: Any) -> Gradients:
-    gradients = Gradients(zero, CPU, direct=True, device_gradient_bytes=zero.grad_partitions_flat_buffer.nbytes // 2)
+    half = zero.grad_partitions_flat_buffer.nbytes // 2
+    gradients = Gradients(zero, CPU, direct=not zero.stale, device_gradient_bytes=half)
     assert zero.grad_partitions_flat_buffer.nbytes // 4 < gradients.kept_bytes
     zero.consumer = Consumer(zero, gradients)
     return gradients
@@ -324,13 +346,14 @@ def stock_run(case: Case) -> Run:
 
 
 def compare(case: Case, put: Callable[[Any], Gradients]) -> None:
+    """Ours against stock."""
     ours = train(case, put, gradients=put is direct)
     zero, gradients = ours.engine.optimizer, ours.gradients
     assert gradients is not None
     if put is direct:
         assert (gradients.direct_bytes > 0) == (case.managed and 1 in case.accumulation)
     if hasattr(zero, "consumer"):
-        assert zero.consumer.from_device > 0
+        assert zero.consumer.from_device > 0 or all(case.looks)
         del zero.consumer, zero.unscale_and_clip_grads, zero._optimizer_step
     gradients.remove()
     assert not set(METHODS) & set(vars(zero))
@@ -339,9 +362,7 @@ def compare(case: Case, put: Callable[[Any], Gradients]) -> None:
 
 
 for name, case in CASES.items():
-    puts = [consumed] if case.stale else [direct, consumed]
-    if len(case.uses) > 1 or len(case.looks) > 1:
-        puts += [kept, half_consumed]
+    puts = [kept, consumed, half_consumed] if case.stale else [direct, kept, consumed, half_consumed]
     for put in puts:
         CHECKS[f"{put.__name__.replace('_', ' ')}, {name}"] = partial(compare, case, put)
 
@@ -451,6 +472,79 @@ def whoever_has_views_of_all_gradients_sees_each_new_one() -> None:
     same(*seen)
 
 
+class LateStream:
+    """Fills tensors when it is waited for; until then they hold something else."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self.late = [(tensor, tensor.clone()) for tensor in tensors]
+        for tensor in tensors:
+            tensor.fill_(77)
+
+    def synchronize(self) -> None:
+        for tensor, value in self.late:
+            tensor.copy_(value)
+        self.late = []
+
+
+ASKS: dict[str, Callable[[Gradients, Any], Any]] = {
+    "on_device": lambda gradients, zero: gradients.on_device(0, 0, 5),
+    "on_host": lambda gradients, zero: gradients.on_host(0, 0, 5),
+    "settle": lambda gradients, zero: gradients.settle() or zero.fp32_partitioned_groups_flat[0].grad[:5],
+    "remove": lambda gradients, zero: gradients.remove() or zero.fp32_partitioned_groups_flat[0].grad[:5],
+    "get": lambda gradients, zero: zero.get_local_fp32_grad_for_param(zero.fp16_groups[0][0])[:5],
+    "partitions": lambda gradients, zero: zero.get_fp32_grad_partitions()[0][0][:5],
+    "stock": lambda gradients, zero: (
+        zero.unscale_and_clip_grads(0, None) or zero.fp32_partitioned_groups_flat[0].grad[:5]
+    ),
+}
+
+
+@check
+def whoever_asks_waits_for_the_reduction() -> None:
+    run = Run(engine := build(Case()), None)
+    run.micro_step(True)
+    expected = engine.optimizer.fp32_partitioned_groups_flat[0].grad[:5].clone()
+    assert expected.any()
+    for name, ask in ASKS.items():
+        run = Run(engine := build(Case()), kept(engine.optimizer))
+        assert run.gradients is not None
+        run.micro_step(True)
+        late = LateStream([region.gradients for region in run.gradients._regions.values()])
+        engine.optimizer.reduce_and_partition_stream = late
+        found = ask(run.gradients, engine.optimizer)
+        assert torch.equal(found.float(), expected), name
+        engine.optimizer.reduce_and_partition_stream = None
+
+
+@check
+def whoever_asks_after_a_buffer_was_filled_in_backward_waits_too() -> None:
+    engine = build(Case())
+    zero = engine.optimizer
+    half = zero.grad_partitions_flat_buffer.nbytes // 2
+    gradients = Gradients(zero, CPU, direct=True, device_gradient_bytes=half)
+    run, last = Run(engine, gradients), zero.fp32_partitioned_groups_flat[-1].numel()
+    for _ in range(2):
+        run.micro_step(True)
+    zero.reduce_and_partition_stream = LateStream([region.gradients for region in gradients._regions.values()])
+    found = gradients.on_device(len(zero.fp16_groups) - 1, last - 1, last)
+    zero.reduce_and_partition_stream = None
+    assert found is not None and not (found == 77).any()
+
+
+@check
+def the_low_precision_buffer_is_filled_from_what_has_arrived() -> None:
+    run = Run(engine := build(Case()), None)
+    run.micro_step(True)
+    expected = engine.optimizer.grad_partitions_flat_buffer.clone()
+    run = Run(engine := build(Case()), direct(engine.optimizer))
+    run.micro_step(True)
+    zero = engine.optimizer
+    zero.reduce_and_partition_stream = LateStream([master.grad for master in zero.fp32_partitioned_groups_flat])
+    zero.get_fp32_grad_partitions()
+    assert torch.equal(zero.grad_partitions_flat_buffer, expected)
+    zero.reduce_and_partition_stream = None
+
+
 @check
 def an_error_in_stock_leaves_the_buffers_in_place() -> None:
     engine = build(Case())
@@ -504,6 +598,9 @@ def main(rank: int, ranks: int, port: str, path: Path) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, LOCAL_WORLD_SIZE=str(ranks))
     torch.set_num_threads(1)
+    import cpuinfo  # type: ignore[import-untyped]
+
+    cpuinfo.get_cpu_info = cache(cpuinfo.get_cpu_info)  # DeepSpeed asks a new process for it at every engine
     problems = {}
     for name in names(ranks):
         problems[name] = ""

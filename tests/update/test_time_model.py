@@ -233,10 +233,14 @@ def test_as_configured() -> None:
     _, given = predict(work, machine, [Variant("given", 0.5, 0.25, direct=False)])
     assert given.device_share == 0.5 and given.device_gradient_bytes == 2 * 0.25 * 3e9
     assert given.update_s == interleaved_update_s(3e9, machine, 0.5, device_gradients=0.25)
-    assert given.iteration_s == iteration_s(0.5, gradient_transfer_s(3e9, machine), given.update_s)
+    assert given.iteration_s == iteration_s(0.5, 0.75 * gradient_transfer_s(3e9, machine), given.update_s)
 
 
-def test_gradients_of_several_micro_steps_do_not_stay_on_the_device() -> None:
-    *_, best, kept = predict(Work(3e9, 0.5, micro_steps=4), rates(16, 120))
-    assert kept.device_gradient_bytes == 0
-    assert (kept.update_s, kept.iteration_s) == (best.update_s, best.iteration_s)
+def test_gradients_of_several_micro_steps_are_not_moved_where_they_stay() -> None:
+    machine = rates(16, 120)
+    stock, *_, best, kept = predict(Work(3e9, 0.0, micro_steps=4), machine)
+    moved_s = stock.iteration_s - stock.update_s
+    assert moved_s == pytest.approx(3e9 * (4 * 2 + 4 * 2 + 4) / 55e9)
+    assert best.iteration_s - best.update_s == pytest.approx(moved_s)
+    assert kept.device_share is not None and kept.device_gradient_bytes > 0
+    assert kept.iteration_s - kept.update_s == pytest.approx((1 - kept.device_share) * moved_s)

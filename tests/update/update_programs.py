@@ -67,6 +67,8 @@ def digest(tensor: torch.Tensor) -> str:
 
 def state_of(engine: Any) -> dict[str, Any]:
     """Everything that a step leaves, as digests."""
+    from deepspeed.utils import safe_get_full_grad
+
     zero = engine.optimizer
     found: dict[str, Any] = {
         "norm": repr(engine.get_global_grad_norm()),
@@ -79,12 +81,12 @@ def state_of(engine: Any) -> dict[str, Any]:
         state = zero.optimizer.state[master]
         target = zero.fp16_partitioned_groups_flat[number]
         found[f"master {number}"] = digest(master)
-        found[f"gradient {number}"] = digest(master.grad)
         if target is not None:
             found[f"parameters {number}"] = digest(target)
         for name, value in sorted(state.items()):
             found[f"{name} {number}"] = digest(value) if isinstance(value, torch.Tensor) else value
-    return found
+    trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
+    return found | {"gradients": [digest(safe_get_full_grad(parameter)) for parameter in trained]}
 
 
 def states_of_parameters(engine: Any) -> dict[str, Any]:
@@ -104,12 +106,14 @@ def states_of_parameters(engine: Any) -> dict[str, Any]:
     return found
 
 
-def build(config: dict[str, Any], groups: str = "one", late: dict[str, Any] | None = None, seed: int = 0) -> Any:
+def build(
+    config: dict[str, Any], groups: str = "one", late: dict[str, Any] | None = None, seed: int = 0, width: int = 193
+) -> Any:
     """An engine; with ``late``, its updates run on the double of a device, under that block."""
     import deepspeed
 
     torch.manual_seed(seed)
-    model = Model()
+    model = Model(width)
     engine = deepspeed.initialize(model=model, model_parameters=groups_of(model, groups), config=config)[0]
     if late is not None:
         from ds_tba.update.config import UpdateConfig
@@ -156,7 +160,7 @@ def compare(config: dict[str, Any], *, variants: Sequence[dict[str, Any]]) -> di
         with_block = {**config, **variant.pop("config", {})} | (
             {BLOCK: block} if block is not None and late is None else {}
         )
-        engine = build(with_block, variant.pop("groups", "one"), late)
+        engine = build(with_block, variant.pop("groups", "one"), late, width=variant.pop("width", 193))
         found = steps(engine, count)
         results.append({"steps": found, "report": report_of(engine)})
         engine.destroy()

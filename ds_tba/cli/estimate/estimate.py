@@ -277,26 +277,26 @@ def estimate(request: Request) -> Estimate:
 
 
 def _variants(training: Training, config: UpdateConfig, work: Work) -> Iterator[Variant]:
-    """What may be shown: without what the dtype or micro-steps rule out, and as the block says, where it says so."""
-    is_direct = training.dtype != torch.float16 and training.micro_steps == 1
+    """What may be shown: without what the dtype rules out, and as the block says, where it says so."""
+    is_fp16 = training.dtype == torch.float16
     for variant in VARIANTS:
-        if is_direct or not variant.device_gradients:
-            yield replace(variant, direct=is_direct)
+        if not (is_fp16 and variant.device_gradients):
+            yield replace(variant, direct=not is_fp16)
     configured = config.device_share, config.device_gradient_bytes, config.direct_gradients
     default = UpdateConfig()
     if configured != (default.device_share, default.device_gradient_bytes, default.direct_gradients):
         share, gradient_bytes, direct = configured
-        kept = gradient_bytes / (work.elements * work.parameter_bytes) if is_direct and work.elements else 0.0
-        yield Variant(CONFIGURED, share, min(kept, 1.0), is_direct and direct)
+        kept = 0.0 if is_fp16 else gradient_bytes / (work.elements * work.parameter_bytes)
+        yield Variant(CONFIGURED, share, min(kept, 1.0), direct and not is_fp16)
 
 
 def _update_notes(training: Training) -> Iterator[str]:
     if training.zero.offloads_parameters:
         yield "the optimizer update is predicted for parameters on the device, and offload_param has them elsewhere"
     if training.dtype == torch.float16:
-        yield "in fp16 gradients go to the host the stock way, with the interleaved update, too"
+        yield "in fp16 gradients go to the host the stock way, interleaved or not"
     elif training.micro_steps > 1:
-        yield "with several micro-steps gradients go to the host the stock way, with the interleaved update, too"
+        yield "with several micro-steps gradients that go to the host go the stock way, interleaved or not"
 
 
 # ---- the drives -----------------------------------------------------------------------------------------------------
