@@ -24,6 +24,7 @@ from ds_tba.config import UPDATE_BLOCK
 from ds_tba.errors import IncompatibleError, UpdateInterruptedError
 from ds_tba.update.formula import Hyper, Powers
 from ds_tba.update.host import SubGroup
+from ds_tba.update.overrides import Overrides
 
 CLASS_NAME = "DeepSpeedZeroOptimizer_Stage3"
 ADAM_NAME = "DeepSpeedCPUAdam"
@@ -196,32 +197,29 @@ class Zero3Update:
         self._run = run
         self._leave = leave
         self._done = done
-        self._originals = {name: getattr(zero, name) for name in _PARAMETERS}
-        self._before = {name: vars(zero).get(name) for name in _PARAMETERS}
+        self._reassign_by_deepspeed = zero._reassign_or_swap_out_partitioned_parameters
         self._factors: list[float] = []
         self._is_ours = False
         # Moments of a model that an interrupted update has left half done; a checkpoint brings others.
         self._half_updated: list[torch.Tensor] = []
         self.powers = Powers(*zero.optimizer.defaults["betas"])
-        zero.unscale_and_clip_grads = self._unscale
-        zero._optimizer_step = self._optimizer_step
-        zero._reassign_or_swap_out_partitioned_parameters = self._reassign
-        zero._release_sub_group = self._release
+        self._overrides = Overrides(zero)
+        self._overrides.put("unscale_and_clip_grads", self._unscale)
+        self._overrides.put("_optimizer_step", self._optimizer_step)
+        self._overrides.put("_reassign_or_swap_out_partitioned_parameters", self._reassign)
+        self._overrides.put("_release_sub_group", self._release)
 
     def remove(self) -> None:
         """Give the methods back to DeepSpeed."""
-        for name, before in self._before.items():
-            vars(self._zero).pop(name, None)
-            if before is not None:
-                setattr(self._zero, name, before)
+        self._overrides.remove()
 
     # ---- what the loop of `step` calls --------------------------------------------------------------------------
 
-    def _unscale(self, sub_group_id: int, total_norm: Any) -> None:
+    def _unscale(self, stock: Callable[..., None], sub_group_id: int, total_norm: Any) -> None:
         if sub_group_id == 0:
             self._begin()
         if not self._is_ours:
-            self._originals["unscale_and_clip_grads"](sub_group_id, total_norm)
+            stock(sub_group_id, total_norm)
             return
         # DeepSpeed's own method multiplies a single one, which gives the factor without a copy of its rule.
         groups = self._zero.fp32_partitioned_groups_flat
@@ -233,24 +231,24 @@ class Zero3Update:
             groups[sub_group_id] = actual
         self._factors.append(float(one))
 
-    def _optimizer_step(self, sub_group_id: int) -> None:
+    def _optimizer_step(self, stock: Callable[[int], None], sub_group_id: int) -> None:
         if not self._is_ours:
-            self._originals["_optimizer_step"](sub_group_id)
+            stock(sub_group_id)
             master, group = self._zero.fp32_partitioned_groups_flat[sub_group_id], self._group(sub_group_id)
             self.powers.scalars(int(self._zero.optimizer.state[master]["step"]), self._hyper(group))
             return
         # Without parameters: schedulers count the calls, and warn of a step that was never taken.
         self._zero.optimizer.step()
 
-    def _reassign(self, sub_group_id: int) -> None:
+    def _reassign(self, stock: Callable[[int], None], sub_group_id: int) -> None:
         if not self._is_ours:
-            self._originals["_reassign_or_swap_out_partitioned_parameters"](sub_group_id)
+            stock(sub_group_id)
 
-    def _release(self, sub_group_id: int, timer_names: Any) -> None:
+    def _release(self, stock: Callable[..., None], sub_group_id: int, timer_names: Any) -> None:
         if self._is_ours and sub_group_id == len(self._zero.fp16_groups) - 1:
             self._is_ours = False
             self._update()
-        self._originals["_release_sub_group"](sub_group_id, timer_names)
+        stock(sub_group_id, timer_names)
 
     # ---- one update ---------------------------------------------------------------------------------------------
 
@@ -328,7 +326,7 @@ class Zero3Update:
             self._run(sub_groups)
             for number, sub_group in enumerate(sub_groups):
                 if sub_group.target is None:
-                    self._originals["_reassign_or_swap_out_partitioned_parameters"](number)
+                    self._reassign_by_deepspeed(number)
                 else:
                     zero._unflatten_partitioned_parameters(number)
         except BaseException:
