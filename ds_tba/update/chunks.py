@@ -7,7 +7,7 @@ end of a sub-group goes through code that rounds in another way, so it is never 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 SLICE_ELEMENTS = 128
@@ -50,13 +50,14 @@ def chunks_of(sub_groups: Sequence[int], chunk_elements: int) -> list[Chunk]:
 class Split:
     """Hands out the chunks of one step: to the host from the front, to the device from the back.
 
-    Whoever is faster takes more. Both compute the same bits, so that the place where they meet changes nothing.
+    Whoever is faster takes more. Both compute the same bits, so that the place where they meet changes nothing. What
+    may not go to the device is the host's, in its place: the host always goes forward.
 
     Args:
         chunks: in the order of the sub-groups.
         device_share: the part of all elements that is the device's, rounded to whole chunks; None lets them meet.
-        may_go: whether a chunk may go to the device. The first one from the back that may not ends the device's part.
-        reserved: so many chunks at the end are the device's in any case, where they may go there.
+        may_go: whether a chunk may go to the device.
+        must_go: whether a chunk that may go there is the device's in any case.
     """
 
     def __init__(
@@ -64,51 +65,61 @@ class Split:
         chunks: Sequence[Chunk],
         device_share: float | None,
         may_go: Callable[[Chunk], bool] = lambda _: True,
-        reserved: int = 0,
+        must_go: Callable[[Chunk], bool] = lambda _: False,
     ) -> None:
         self._chunks = chunks
         self._next_of_host = 0
-        self._end = len(chunks)
-        possible = _first(chunks, 0.0, may_go)
-        reserved_from = max(len(chunks) - reserved, possible)
-        if device_share is None:
-            self._first_of_device, self._host_end = possible, reserved_from
-        else:
-            wanted = _first(chunks, 1 - device_share, may_go)
-            self._first_of_device = self._host_end = min(wanted, reserved_from)
+        possible = [number for number in reversed(range(len(chunks))) if may_go(chunks[number])]
+        self._not_for_host = {number for number in possible if must_go(chunks[number])}
+        if device_share is not None:
+            self._not_for_host |= set(_share(chunks, possible, device_share))
+            possible = [number for number in possible if number in self._not_for_host]
+        # From the back, as the device takes them.
+        self._of_device = possible
+        self._taken_by_device = 0
 
     def for_host(self) -> Chunk | None:
         """The host's next chunk; None where there is none."""
-        if self._next_of_host >= min(self._host_end, self._end):
-            return None
-        self._next_of_host += 1
-        return self._chunks[self._next_of_host - 1]
+        while self._next_of_host < len(self._chunks):
+            number = self._next_of_host
+            self._next_of_host += 1
+            if number not in self._not_for_host:
+                return self._chunks[number]
+        return None
 
     def for_device(self) -> Chunk | None:
         """The device's next chunk; None where there is none."""
-        if self._end <= max(self._first_of_device, self._next_of_host):
+        number = self._next_of_device()
+        if number is None:
             return None
-        self._end -= 1
-        return self._chunks[self._end]
+        self._taken_by_device += 1
+        self._not_for_host.add(number)
+        return self._chunks[number]
 
     def first_of_device(self, count: int) -> list[Chunk]:
         """The chunks that the device would take first, at most so many."""
-        first = max(self._first_of_device, self._end - count)
-        return list(reversed(self._chunks[first : self._end]))
+        return [self._chunks[number] for number in self._of_device[self._taken_by_device :][:count]]
 
     def give_to_host(self) -> None:
-        """Leave to the host all that the device has not taken yet."""
-        self._first_of_device = self._host_end = self._end
+        """Leave everything to the host, before either has taken anything."""
+        self._of_device = []
+        self._not_for_host.clear()
+
+    def _next_of_device(self) -> int | None:
+        """The next one that the host has not taken. What only the device may take is never behind the host."""
+        while self._taken_by_device < len(self._of_device):
+            number = self._of_device[self._taken_by_device]
+            if number >= self._next_of_host or number in self._not_for_host:
+                return number
+            self._taken_by_device += 1
+        return None
 
 
-def _first(chunks: Sequence[Chunk], host_share: float, may_go: Callable[[Chunk], bool]) -> int:
-    """The first chunk that may go to the device."""
-    host_elements = host_share * sum(chunk.elements for chunk in chunks)
-    first, before = len(chunks), sum(chunk.elements for chunk in chunks)
-    for number in reversed(range(len(chunks))):
-        before -= chunks[number].elements
-        # Half of a chunk beyond the share is too much.
-        if before + chunks[number].elements / 2 < host_elements or not may_go(chunks[number]):
-            break
-        first = number
-    return first
+def _share(chunks: Sequence[Chunk], possible: Sequence[int], device_share: float) -> Iterator[int]:
+    """Those of the possible ones, from the back, that are a share of all elements, as nearly as whole chunks allow."""
+    left = device_share * sum(chunk.elements for chunk in chunks)
+    for number in possible:
+        if chunks[number].elements / 2 > left:
+            return
+        left -= chunks[number].elements
+        yield number

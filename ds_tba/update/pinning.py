@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ class Registry:
         self._limit_bytes = limit_bytes
         self._ranges: dict[int, PinnedRange] = {}
         self._refused: dict[int, int] = {}  # tried once
+        self._pid = os.getpid()
         self.pinned_bytes = 0
 
     def pin(self, tensor: torch.Tensor) -> bool:
@@ -85,7 +87,9 @@ class Registry:
         self._refused = {address: nbytes for address, nbytes in self._refused.items() if address in kept}
 
     def close(self) -> None:
-        """Unpin everything."""
+        """Unpin everything; not in a forked child, which has neither the pins nor the device."""
+        if os.getpid() != self._pid:
+            return
         for address in list(self._ranges):
             self._unpin(address)
 

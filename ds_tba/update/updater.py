@@ -109,12 +109,12 @@ class _Update:
 
     def _new_split(self) -> Split:
         pinned = [self._parts.is_pinned(one) for one in self._sub_groups]
-        reserved = 0
-        for chunk in reversed(self._chunks):
-            if not pinned[chunk.sub_group] or self._kept_gradient(chunk) is None:
-                break
-            reserved += 1
-        return Split(self._chunks, self._parts.device_share, lambda chunk: pinned[chunk.sub_group], reserved)
+        return Split(
+            self._chunks,
+            self._parts.device_share,
+            may_go=lambda chunk: pinned[chunk.sub_group],
+            must_go=lambda chunk: self._kept_gradient(chunk) is not None,
+        )
 
     def _kept_gradient(self, chunk: Chunk) -> torch.Tensor | None:
         return self._parts.gradients.on_device(chunk.sub_group, chunk.start, chunk.stop)

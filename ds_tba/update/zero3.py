@@ -208,6 +208,7 @@ class Zero3Update:
         self._overrides.put("_optimizer_step", self._optimizer_step)
         self._overrides.put("_reassign_or_swap_out_partitioned_parameters", self._reassign)
         self._overrides.put("_release_sub_group", self._release)
+        self._overrides.put("state_dict", self._state_dict)
 
     def remove(self) -> None:
         """Give the methods back to DeepSpeed."""
@@ -249,6 +250,11 @@ class Zero3Update:
             self._is_ours = False
             self._update()
         stock(sub_group_id, timer_names)
+
+    def _state_dict(self, stock: Callable[..., Any], *args: Any, **more: Any) -> Any:
+        """For a checkpoint."""
+        self._refuse_half_updated()
+        return stock(*args, **more)
 
     # ---- one update ---------------------------------------------------------------------------------------------
 

@@ -66,6 +66,10 @@ def interrupted(config: dict[str, Any], *, block: dict[str, Any], place: str) ->
     except KeyboardInterrupt:
         found["interrupted"] = "KeyboardInterrupt"
     found["at once"] = _problem(engine)
+    try:
+        engine.save_checkpoint(checkpoint, tag="half")
+    except UpdateInterruptedError:
+        found["saved"] = False
     engine.load_checkpoint(checkpoint, tag="1", load_optimizer_states=False)
     found["without optimizer states"] = _problem(engine)
     engine.load_checkpoint(checkpoint, tag="1")
