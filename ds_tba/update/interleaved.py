@@ -179,7 +179,8 @@ class InterleavedUpdate:
             self._counters.fall_back(
                 "pageable memory",
                 f"{self._registry.refused_bytes} bytes of optimizer states cannot be pinned, so that the host updates "
-                "them: raise the limit of locked memory (ulimit -l), or lower pinned_bytes to choose which",
+                "them: leave the driver more memory to pin (other pinned buffers, the container's limit), or set "
+                "pinned_bytes to what it can pin",
             )
 
     def _is_pinned(self, sub_group: SubGroup) -> bool:

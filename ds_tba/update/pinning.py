@@ -59,7 +59,9 @@ class Registry:
             return False
         if self._limit_bytes is not None and self.pinned_bytes + nbytes > self._limit_bytes:
             return False
-        if self._covers_pages_of_others(address, nbytes) or not self._register(address, nbytes):
+        if self._covers_pages_of_others(address, nbytes):
+            return False  # a small array, beside another one: not worth a word
+        if not self._register(address, nbytes):
             self._refused[address] = nbytes
             return False
         self._ranges[address] = PinnedRange(storage, address, nbytes)

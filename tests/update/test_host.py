@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import mmap
+
 import pytest
 import torch
 from late_device import LateDevice
@@ -68,6 +70,15 @@ def test_memory_that_is_pinned_cannot_be_freed_before_it_is_unpinned() -> None:
     others = [torch.zeros(1 << 18) for _ in range(8)]
     assert address not in {other.untyped_storage().data_ptr() for other in others}
     registry.close()
+
+
+def test_a_small_array_that_shares_a_page_is_left_out_without_a_word() -> None:
+    pins = Pins()
+    registry = Registry(pins.register, pins.unregister, None)
+    page = mmap.mmap(-1, 4096)
+    first, second = (torch.frombuffer(page, dtype=torch.uint8, offset=offset, count=100) for offset in (0, 200))
+    assert registry.pin(first) and not registry.pin(second)
+    assert registry.refused_bytes == 0 and not registry.is_pinned(second)
 
 
 def test_what_cannot_be_pinned_is_tried_once() -> None:
