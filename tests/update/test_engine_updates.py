@@ -50,6 +50,10 @@ def test_every_bit_is_that_of_unmodified_deepspeed(case: str, tmp_path: Path) ->
             assert abs(report["device_share"] - share) < 0.2
         if share != 0:
             assert report["device_elements"] and report["verified_chunks"]
+        if not variant.get("late") and "device_gradient_bytes" not in variant["block"]:
+            assert report["uploaded_bytes"] == 16 * report["device_elements"]
+            assert report["written_back_bytes"] in (12 * report["device_elements"], 16 * report["device_elements"])
+        assert report["predicted_s"] > 0 and report["host_s"] + report["drain_s"] <= report["update_s"]
 
 
 def test_checkpoints_with_the_block_and_without_it_go_on_alike(tmp_path: Path) -> None:
