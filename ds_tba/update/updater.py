@@ -218,7 +218,7 @@ class _Update:
                 part.gradient if kept is None else kept,
                 part.target if self._parts.target_on_device else None,
                 part.factor,
-                partial(_update, scalars=self._scalars[chunk.sub_group]),
+                partial(update_, scalars=self._scalars[chunk.sub_group]),
                 gradient_on_device=kept is not None,
             )
         )
@@ -257,17 +257,6 @@ class _Update:
             if part.target is not None:
                 _check("parameters", part.target.cpu(), witness.copy.master.to(part.target.dtype), witness.chunk)
             self._parts.counters.verified_chunks += 1
-
-
-def _update(
-    master: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    gradient: torch.Tensor,
-    scratch: torch.Tensor,
-    scalars: Scalars,
-) -> None:
-    update_(master, exp_avg, exp_avg_sq, gradient, scratch, scalars)
 
 
 def _check(name: str, found: torch.Tensor, expected: torch.Tensor, chunk: Chunk) -> None:
