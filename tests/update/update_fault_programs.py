@@ -27,11 +27,11 @@ class _Interrupted:
     def __enter__(self) -> None:
         original = self._original
 
-        def interrupted(*args: Any) -> Any:
+        def interrupted(*args: Any, **more: Any) -> Any:
             self._calls += 1
             if self._calls == self._call:
                 raise KeyboardInterrupt
-            return original(*args)
+            return original(*args, **more)
 
         setattr(self._owner, self._name, interrupted)
 
