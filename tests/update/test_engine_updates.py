@@ -106,3 +106,12 @@ def test_the_report_is_there_while_training_runs(tmp_path: Path) -> None:
     assert report["state"] == "finished" and report["steps"] == found["report"]["steps"] == 4
     assert report["elements"] == found["report"]["elements"] > 0
     assert result["output"].count("optimizer updates of") >= 2 and "on host and device" in result["output"]
+
+
+def test_universal_checkpoints_with_the_block_and_without_it_go_on_alike(tmp_path: Path) -> None:
+    block = {**CHUNKS, "device_share": 0.5}
+    (found,) = forked.run(programs.universal, ds_config(**BF16), tmp_path, saved_in=str(tmp_path), block=block)
+    found.pop("output")
+    expected = found["stock loads stock"]
+    assert [step["step 0"] for step in expected] == [4, 5]
+    assert len(found) == 4 and {name for name, steps in found.items() if steps != expected} == set()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -217,3 +219,25 @@ def states(config: dict[str, Any], *, block: dict[str, Any] | None) -> dict[str,
             safe_set_full_optimizer_state(parameter, moment * 0.5, "exp_avg")
     engine.destroy()
     return {"found": found}
+
+
+def universal(config: dict[str, Any], *, saved_in: str, block: dict[str, Any]) -> dict[str, Any]:
+    """Checkpoints saved with the block and without it, converted to universal ones, each loaded with and without it."""
+    saved: dict[str, Any] = {"stock": {}, "ours": {BLOCK: block}}
+    found: dict[str, Any] = {}
+    for name, own in saved.items():
+        engine, folder = build({**config, **own}, "decay"), Path(saved_in) / name
+        steps(engine, 3)
+        engine.save_checkpoint(str(folder), tag="3")
+        engine.destroy()
+        convert = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--num_extract_workers", "1"]
+        folders = ["--input_folder", str(folder / "3"), "--output_folder", str(folder / "universal")]
+        subprocess.run([*convert, "--num_merge_workers", "1", *folders], check=True)
+        (folder / "latest_universal").write_text("universal")
+    for name, own in saved.items():
+        for other in saved:
+            engine = build({**config, **own, "checkpoint": {"load_universal": True}}, "decay", seed=5)
+            engine.load_checkpoint(str(Path(saved_in) / other), tag="universal")
+            found[f"{name} loads {other}"] = steps(engine, 2, seed=2)
+            engine.destroy()
+    return found
