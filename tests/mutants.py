@@ -219,7 +219,7 @@ MUTANTS = [
     Mutant("the host forgets to unscale", OF_HOST,
            "        if part.factor != 1.0:\n", "        if False:\n", OF_ENGINES),
     Mutant("staging takes the next parameters before their copy is done", OF_HOST,
-           "        event.synchronize()\n", "        pass\n", "tests/update/test_host.py"),
+           "        event.synchronize()\n", "        pass\n", "tests/update/test_update_host.py"),
 ]  # fmt: skip
 
 
