@@ -52,7 +52,8 @@ def test_every_bit_is_that_of_unmodified_deepspeed(case: str, tmp_path: Path) ->
             assert report["device_elements"] and report["verified_chunks"]
         if not variant.get("late") and "device_gradient_bytes" not in variant["block"]:
             assert report["uploaded_bytes"] == 16 * report["device_elements"]
-            assert report["written_back_bytes"] in (12 * report["device_elements"], 16 * report["device_elements"])
+            # Gradients come back only in steps in which they are clipped.
+            assert 12 * report["device_elements"] <= report["written_back_bytes"] <= 16 * report["device_elements"]
         assert report["predicted_s"] > 0 and report["host_s"] + report["drain_s"] <= report["update_s"]
 
 
