@@ -10,8 +10,6 @@ import time
 import weakref
 from typing import Any
 
-import torch
-
 from ds_tba.device.accelerator import Accelerator
 from ds_tba.telemetry.report import checked_path, write_json
 from ds_tba.update.config import UpdateConfig
@@ -58,7 +56,7 @@ class InterleavedUpdate:
         self._device_share, self._share_words = self._share(accelerator, zero)
         chunk_elements = min(config.chunk_elements, max(one.numel() for one in zero.fp32_partitioned_groups_flat))
         self._pipeline = DevicePipeline(accelerator, device, chunk_elements, config.device_buffer_bytes)
-        self._gradients = self._new_gradients(zero, device)
+        self._gradients = self._new_gradients(accelerator, zero)
         self._kept_bytes = self._gradients.kept_bytes
         self._zero3 = Zero3Update(zero, self._run, self._leave, self._done)
         self._parts = Parts(
@@ -137,13 +135,15 @@ class InterleavedUpdate:
             return None
         return WriteBack(accelerator, zero.dtype, SLICE_ELEMENTS)
 
-    def _new_gradients(self, zero: Any, device: torch.device) -> Gradients | StockGradients:
+    def _new_gradients(self, accelerator: Accelerator, zero: Any) -> Gradients | StockGradients:
         """What is changed about gradients; nothing where their way must be DeepSpeed's."""
         config = self.config
-        if not config.device_gradient_bytes and (not config.direct_gradients or obstacle(zero) is not None):
+        # On a CPU there are no copies between host and device that could be saved.
+        direct = config.direct_gradients and not accelerator.is_synchronized_device()
+        if not config.device_gradient_bytes and (not direct or obstacle(zero) is not None):
             return StockGradients(zero)
         kept_bytes = config.device_gradient_bytes if self._device_share != 0 else 0
-        return Gradients(zero, device, direct=config.direct_gradients, device_gradient_bytes=kept_bytes)
+        return Gradients(zero, accelerator.device(), direct=direct, device_gradient_bytes=kept_bytes)
 
     def _share(self, accelerator: Accelerator, zero: Any) -> tuple[float | None, str]:
         """The device's share, in words, too: as configured, if the device's bits are those of CPUAdam."""
