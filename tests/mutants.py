@@ -39,7 +39,7 @@ UPDATE, OF_UPDATE = "ds_tba/update/device.py", "tests/update/test_device.py"
 SLOTS_MADE = """\
         while len(self._free) < slots:
             try:
-                self._free.append(_Slot([self._allocate() for _ in range(ARRAYS_PER_SLOT)]))
+                self._free.append(_Slot([self._allocate() for _ in range(ARRAYS_PER_CHUNK)]))
             except torch.OutOfMemoryError:
                 # Not again in each step: the allocator gives back all that it keeps before it says so.
                 self._slots = max(1, len(self._free))

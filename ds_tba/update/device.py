@@ -22,10 +22,7 @@ import torch
 
 from ds_tba.device.accelerator import Accelerator, moment
 from ds_tba.errors import StateError
-
-# master, exp_avg, exp_avg_sq, gradient, scratch; all fp32.
-ARRAYS_PER_SLOT = 5
-BYTES_PER_ELEMENT = 4
+from ds_tba.update.config import ARRAYS_PER_CHUNK, BYTES_PER_ELEMENT
 
 Update = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], object]
 
@@ -137,7 +134,7 @@ class DevicePipeline:
         self._device = device
         self._chunk_elements = chunk_elements
         array_bytes = BYTES_PER_ELEMENT * chunk_elements
-        self._slots = max(1, buffer_bytes // (ARRAYS_PER_SLOT * array_bytes))
+        self._slots = max(1, buffer_bytes // (ARRAYS_PER_CHUNK * array_bytes))
         self._array_bytes = array_bytes
         self._up, self._compute, self._down = (accelerator.new_stream() for _ in range(3))
         self._has_begun = False
@@ -164,7 +161,7 @@ class DevicePipeline:
         slots = self._slots if most_jobs is None else min(self._slots, most_jobs)
         while len(self._free) < slots:
             try:
-                self._free.append(_Slot([self._allocate() for _ in range(ARRAYS_PER_SLOT)]))
+                self._free.append(_Slot([self._allocate() for _ in range(ARRAYS_PER_CHUNK)]))
             except torch.OutOfMemoryError:
                 # Not again in each step: the allocator gives back all that it keeps before it says so.
                 self._slots = max(1, len(self._free))

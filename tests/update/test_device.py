@@ -15,11 +15,11 @@ from late_device import LateDevice
 
 from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.errors import StateError
-from ds_tba.update.device import ARRAYS_PER_SLOT, DevicePipeline, Job
+from ds_tba.update.device import ARRAYS_PER_CHUNK, DevicePipeline, Job
 
 CPU = torch.device("cpu")
 CHUNK = 256
-SLOT_BYTES = ARRAYS_PER_SLOT * 4 * CHUNK
+SLOT_BYTES = ARRAYS_PER_CHUNK * 4 * CHUNK
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 # Long enough for a stream that does not wait to show it; a stream that does is not hurried by it.
 WRONG_SOON_S = 0.03
