@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from ds_tba.autograd.saved import Keeper, RecordState, Reloaded, ResidencyGuard, SavedStorage
-from ds_tba.autograd.tensors import storage_bytes
+from ds_tba.autograd.tensors import stamp_of, storage_bytes
 from ds_tba.device.accelerator import Accelerator, Arrival, Clock, MemoryUse, moment
 from ds_tba.errors import StateError
 from ds_tba.storage.base import Choice, Loaded, Store, Ticket
@@ -316,7 +316,7 @@ class Residency:
             if guard.counts_for(self._keeper):
                 break
         else:
-            guard = ResidencyGuard(self._keeper)
+            guard = ResidencyGuard(self._keeper, stamp_of(storage))
             if storage is not None:
                 setattr(storage, _GUARDS, (*guards, guard))
         self._gauge.add(guard.count(nbytes))

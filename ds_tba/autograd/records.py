@@ -207,9 +207,8 @@ class Records:
         with self.lock:
             self.finalizers.act()
             self.residency.make_room(nbytes)
-            self._stats.kept_bytes[reason] += nbytes
-            self._stats.saved.add(nbytes)
             guard = self.residency.count(tensor.untyped_storage() if has_plain_storage(tensor) else None, nbytes)
+            self._stats.kept_bytes[reason] += self._stats.saved.enter(guard.stamp, nbytes)
         self.finalizers.act_if_free()
         return guard
 
@@ -251,7 +250,7 @@ class Records:
         forward.by_key[key] = record
         self.live += 1
         record.micro_step.saved += 1
-        self._stats.saved.add(record.nbytes)
+        self._stats.saved.enter(key.storage, record.nbytes)
         return record
 
     def _place(self, record: SavedStorage, tensor: torch.Tensor, choice: Choice) -> None:
@@ -291,13 +290,13 @@ class Records:
         if isinstance(finalized, int):
             self._stats.resident.add(-finalized)
             return
-        gone, count = finalized
-        if isinstance(gone, ResidencyGuard):
-            self._stats.saved.add(-count)
-            self._stats.resident.add(-gone.leave())
+        if isinstance(finalized, ResidencyGuard):
+            self._stats.saved.leave(finalized.stamp)
+            self._stats.resident.add(-finalized.leave())
             return
+        gone, was_pending = finalized
         gone.views -= 1
-        gone.pending -= count
+        gone.pending -= was_pending
         if gone.views == 0:
             self._forget(gone)
         else:
@@ -307,7 +306,7 @@ class Records:
         self.residency.remove(record)
         record.move(RecordState.DROPPED)
         record.reloaded = record.recipe = record.trial = None
-        self._stats.saved.add(-record.nbytes)
+        self._stats.saved.leave(record.key.storage)
         self.live -= 1
         if self.forward.by_key.get(record.key) is record:
             del self.forward.by_key[record.key]

@@ -234,7 +234,7 @@ class SavedCounted:
     def __del__(self) -> None:
         guard = getattr(self, "guard", None)
         if guard is not None:  # else __init__ raised before the tensor was counted
-            self._cache.defer((guard, self.nbytes))
+            self._cache.defer(guard)
 
 
 class SavedView:
@@ -321,12 +321,14 @@ class ResidencyGuard:
     """Finalizer that reports when a storage's device memory is freed: it lies on a storage with saved bytes.
 
     Attributes:
+        stamp: of the storage.
         users: records and tensors that have its memory counted. Changed only under the cache's lock.
     """
 
-    __slots__ = ("__weakref__", "_bytes", "_cache", "users")
+    __slots__ = ("__weakref__", "_bytes", "_cache", "stamp", "users")
 
-    def __init__(self, cache: Keeper) -> None:
+    def __init__(self, cache: Keeper, stamp: Stamp) -> None:
+        self.stamp = stamp
         self.users = 0
         self._cache = cache
         # At most one number. The finalizer of the storage takes it without the lock that leave() is called under: one
@@ -366,9 +368,9 @@ class ResidencyGuard:
         self._cache.defer(self.take())
 
 
-Finalized = tuple[SavedStorage, bool] | tuple[ResidencyGuard, int] | int
-"""Told by a finalizer: a view is gone, of this record, and whether it was pending; a tensor is gone of so many bytes
-that this guard counts; or so many bytes of device memory are free."""
+Finalized = tuple[SavedStorage, bool] | ResidencyGuard | int
+"""Told by a finalizer: a view is gone, of this record, and whether it was pending; a tensor is gone that this guard
+counts; or so many bytes of device memory are free."""
 
 
 def nbytes_of(tensor: torch.Tensor) -> int:

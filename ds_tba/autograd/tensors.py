@@ -94,9 +94,9 @@ class ViewSpec:
         return whole.view(self.dtype).as_strided(self.shape, self.stride, self.storage_offset)
 
 
-def stamp_of(storage: torch.UntypedStorage) -> Stamp:
-    """The stamp of a storage, issued at first sight; see [Note: Stamps]."""
-    return _stamped(storage, _STAMP)
+def stamp_of(storage: torch.UntypedStorage | None) -> Stamp:
+    """The stamp of a storage, issued at first sight; see [Note: Stamps]. A new one where there is no storage."""
+    return next(_stamps) if storage is None else _stamped(storage, _STAMP)
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -26,9 +26,8 @@ class OffloadReport:
         cancelled_bytes: offloaded, but read back or dropped before their write began.
         deduplicated_bytes: saved again as views of a storage that was written already.
         kept_bytes: left in device memory; ``kept_bytes_by_reason`` says why.
-        peak_saved_bytes: peak of saved tensors in device memory (a storage below min_tensor_bytes counts once per
-            save).
-        peak_saved_bytes_without: the same, had nothing been offloaded.
+        peak_saved_bytes: peak of saved tensors in device memory; each storage counts once.
+        peak_saved_bytes_without: the same, had all of them stayed there.
         budget_excess_bytes: ``peak_saved_bytes`` in excess of ``activation_budget_bytes``.
         fallbacks: tensors that were eligible and stayed in memory because the store could not take or write them.
         stall_s: time that forward and backward waited for the store.
@@ -101,8 +100,8 @@ class OffloadReport:
         return (
             f"{self.steps} steps: offloaded {readable(self.offloaded_bytes)}, wrote {readable(self.written_bytes)} at "
             f"{self.write_bytes_per_s / 1e9:.2f} GB/s, read {readable(self.read_bytes)} at "
-            f"{self.read_bytes_per_s / 1e9:.2f} GB/s, forwarded {readable(self.forwarded_bytes)}, kept "
-            f"{readable(self.kept_bytes)}, rematerialized {readable(self.rematerialized_bytes)}; "
+            f"{self.read_bytes_per_s / 1e9:.2f} GB/s, forwarded {readable(self.forwarded_bytes)}, "
+            f"rematerialized {readable(self.rematerialized_bytes)}; "
             f"peak saved {readable(self.peak_saved_bytes)} instead of "
             f"{readable(self.peak_saved_bytes_without)}; {self.fallbacks} fallbacks, {self.stall_s:.2f} s stalled"
         )

@@ -145,6 +145,7 @@ def test_every_steps_logs_and_writes(tmp_path: Path, caplog: pytest.LogCaptureFi
     for _ in range(4):
         step(offloader)
     assert [record.getMessage().split(":")[1].strip() for record in caplog.records] == ["2 steps", "4 steps"]
+    assert "kept" not in caplog.text  # a sum over steps
     offloader.close()
 
 
