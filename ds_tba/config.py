@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Iterator, Mapping
 from enum import IntEnum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from packaging.specifiers import SpecifierSet
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
     StrictBool,
     StrictStr,
+    Tag,
     ValidationError,
     model_validator,
 )
@@ -32,7 +36,12 @@ UPDATE_BLOCK = "interleaved_optimizer_update"
 BLOCKS = (BLOCK, UPDATE_BLOCK)
 SUPPORTED_DEEPSPEED = SpecifierSet(">=0.19.5,<0.20", prereleases=True)
 NEAR_MISS_RATIO = 0.8
-_LIKELY_BLOCKS = ("zero_optimization", "activation_checkpointing")
+# Words that make a key a near miss of a block, both of a pair; "optimizer" and "update" are words of anybody's keys.
+_TELLING_WORDS = {
+    BLOCK: (("activation", "nvme"), ("activation", "offload"), ("nvme", "offload")),
+    UPDATE_BLOCK: (("interleav", "optimi"), ("interleav", "update")),
+}
+_LIKELY_PLACES = ((), ("zero_optimization",), ("activation_checkpointing",))
 IO_ALIGNMENT_BYTES = 4096
 # Part of staging that reading ahead may use while there are writes.
 PREFETCH_FRACTION_OF_STAGING = 0.5
@@ -67,6 +76,24 @@ def number(value: Any) -> Any:
     return value
 
 
+def _not_per_cent(value: float) -> float:
+    """Refuse what may be meant as per cent. What is above cannot: whatever time it takes."""
+    if 1 <= value < 100:
+        raise PydanticCustomError(
+            "per_cent",
+            f"it is a fraction of the step's time, so {value:g} is {100 * value:g} %; did you mean {value / 100:g}? "
+            "It must be below 1, or 100 and more for no limit",
+        )
+    return value
+
+
+def _aligned(value: int) -> int:
+    if value % IO_ALIGNMENT_BYTES:
+        repair = -(-value // IO_ALIGNMENT_BYTES) * IO_ALIGNMENT_BYTES
+        raise PydanticCustomError("aligned", f"it must be a multiple of 4096 bytes; {repair} is the next one")
+    return value
+
+
 def _path_or_paths(value: Any) -> Any:
     """One message for the union; pydantic would print one for each branch."""
     paths = value if isinstance(value, list) else [value]
@@ -77,9 +104,8 @@ def _path_or_paths(value: Any) -> Any:
 
 Count = Annotated[int, BeforeValidator(number), Field(ge=0)]
 Bytes = Annotated[int, BeforeValidator(number), Field(ge=0)]
-PositiveInt = Annotated[int, BeforeValidator(number), Field(ge=1)]
 Lanes = Annotated[int, BeforeValidator(number), Field(ge=1, le=64)]
-Fraction = Annotated[float, BeforeValidator(number), Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, BeforeValidator(number), Field(ge=0, allow_inf_nan=False), AfterValidator(_not_per_cent)]
 PositiveFloat = Annotated[float, BeforeValidator(number), Field(gt=0, allow_inf_nan=False)]
 NonEmptyStr = Annotated[StrictStr, Field(min_length=1)]
 
@@ -131,21 +157,16 @@ class AioConfig(BaseModel):
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
-    block_size: Annotated[int, BeforeValidator(number), Field(ge=IO_ALIGNMENT_BYTES, le=1 << 30)] = 1 << 20
+    block_size: Annotated[
+        int, BeforeValidator(number), Field(ge=IO_ALIGNMENT_BYTES, le=1 << 30), AfterValidator(_aligned)
+    ] = 1 << 20
     queue_depth: Annotated[int, BeforeValidator(number), Field(ge=1, le=65536)] = 8
     intra_op_parallelism: Annotated[int, BeforeValidator(number), Field(ge=1, le=64)] = 1
     single_submit: StrictBool = False
     overlap_events: StrictBool = True
 
-    @model_validator(mode="after")
-    def _aligned(self) -> AioConfig:
-        if self.block_size % IO_ALIGNMENT_BYTES:
-            raise PydanticCustomError(
-                "aio_block_size",
-                "block_size {value} must be a multiple of 4096 bytes; {repair} is the next one",
-                {"value": self.block_size, "repair": -(-self.block_size // IO_ALIGNMENT_BYTES) * IO_ALIGNMENT_BYTES},
-            )
-        return self
+
+_SWITCH, _DETAILS = "on or off", "in detail"  # the kinds of ``rematerialize``
 
 
 class RematerializeConfig(Block):
@@ -163,7 +184,10 @@ class OffloadConfig(Block):
     min_tensor_bytes: Bytes = 1 << 20
     max_step_overhead: Fraction = 0.02
     activation_budget_bytes: Bytes | None = None
-    rematerialize: StrictBool | RematerializeConfig = True
+    rematerialize: Annotated[
+        Annotated[StrictBool, Tag(_SWITCH)] | Annotated[RematerializeConfig, Tag(_DETAILS)],
+        Discriminator(lambda value: _SWITCH if isinstance(value, bool) else _DETAILS),
+    ] = True
     recompute: StrictBool = False
     blocks: list[NonEmptyStr] | None = None
     host_budget_bytes: Bytes = 0
@@ -195,14 +219,14 @@ class OffloadConfig(Block):
 
     @model_validator(mode="after")
     def _consistent(self) -> OffloadConfig:
-        if self.enabled and self.uses_nvme and not self.nvme_paths:
+        if self.uses_nvme and not self.nvme_paths:
             raise PydanticCustomError(
                 "nvme_path_needed",
                 'nvme_path is missing: placement "{placement}" needs a directory on an NVMe drive, '
                 'for example "nvme_path": "/local_nvme"',
                 {"placement": self.placement},
             )
-        if self.enabled and self.placement == "host" and not self.host_budget_bytes:
+        if self.placement == "host" and not self.host_budget_bytes:
             raise PydanticCustomError(
                 "host_budget_needed",
                 'host_budget_bytes is 0: placement "host" needs the bytes of host memory that it may take',
@@ -221,18 +245,18 @@ class OffloadConfig(Block):
                 "set it from the data sheet, in terabytes written",
                 {"days": self.ssd.min_life_days},
             )
-        if self.io.swap_file_bytes is not None and self.min_tensor_bytes > self.io.swap_file_bytes:
+        if self.uses_nvme and self.io.swap_file_bytes is not None and self.min_tensor_bytes > self.io.swap_file_bytes:
             raise PydanticCustomError(
                 "swap_file_bytes",
                 "io.swap_file_bytes {file} is below min_tensor_bytes {least}, so the swap file could hold no tensor; "
                 "raise io.swap_file_bytes to what one step saves, or leave it out: the free space is the limit then",
                 {"least": self.min_tensor_bytes, "file": self.io.swap_file_bytes},
             )
-        if self.min_tensor_bytes > self.io.ring_bytes:
+        if self.uses_nvme and self.min_tensor_bytes > self.io.ring_bytes:
             raise PydanticCustomError(
                 "min_tensor_bytes",
-                "min_tensor_bytes {least} is above io.staging_bytes {staging}, so no tensor could ever be staged; "
-                "lower min_tensor_bytes or raise io.staging_bytes",
+                "min_tensor_bytes {least} is above the {staging} bytes of staging, so no tensor could ever be staged; "
+                "lower min_tensor_bytes, or set io.staging_bytes to more",
                 {"least": self.min_tensor_bytes, "staging": self.io.ring_bytes},
             )
         return self
@@ -259,18 +283,14 @@ def with_staging(config: OffloadConfig, host_bytes: float, *, is_host: bool) -> 
 
 
 def parse_block(ds_config: Mapping[str, Any]) -> tuple[OffloadConfig, AioConfig] | None:
-    """The validated block of a DeepSpeed config, or None where it is absent or ``"enabled": false``.
-
-    Args:
-        ds_config: the whole ``ds_config.json`` as a mapping.
+    """The validated block of a whole ``ds_config.json``, or None where it is absent or ``"enabled": false``.
 
     Raises:
         ConfigError: naming for every bad key its value, the rule and the repair.
     """
-    config: OffloadConfig | None = block_of(
-        ds_config, BLOCK, OffloadConfig, '{"enabled": true, "nvme_path": "/local_nvme"}'
-    )
-    if config is None or not config.enabled:
+    example = '{"enabled": true, "nvme_path": "/local_nvme"}'
+    config: OffloadConfig | None = block_of(ds_config, BLOCK, OffloadConfig, example)
+    if config is None:
         return None
     aio = ds_config.get("aio") or {}
     if not isinstance(aio, Mapping):
@@ -279,12 +299,8 @@ def parse_block(ds_config: Mapping[str, Any]) -> tuple[OffloadConfig, AioConfig]
 
 
 def block_of(ds_config: Mapping[str, Any], name: str, model: type[Block], example: str) -> Any:
-    """The validated block of that name, or None where it is absent.
-
-    Raises:
-        ConfigError: naming for every bad key its value, the rule and the repair.
-    """
-    if name not in ds_config:
+    """The validated block of that name, or None; see :func:`parse_block`."""
+    if name not in ds_config or _is_off(ds_config[name]):  # whatever else is in it
         return None
     block = ds_config[name]
     if not isinstance(block, Mapping):
@@ -293,28 +309,34 @@ def block_of(ds_config: Mapping[str, Any], name: str, model: type[Block], exampl
     return validate(model, block, name)
 
 
-def refuse_misplaced(ds_config: Mapping[str, Any]) -> None:
-    """Refuse a block of ours inside of another one, where DeepSpeed ignores it or says only that it knows no such key.
+def refuse_misnamed(ds_config: Mapping[str, Any]) -> None:
+    """Refuse what looks like a block of ours and is none: nobody would read it, and the run would go on without.
+
+    That is the name of a block inside of another block, and at the top level, or where one might look for it, a name
+    that is nearly a block's. What is switched off may stay, and so may keys such as ``"_activation_nvme_offload"``.
 
     Raises:
-        ConfigError: naming the place and the right one.
+        ConfigError: naming the place, the right name and the right place.
     """
-    for keys, _ in _entries(ds_config):
-        if len(keys) > 1 and keys[-1] in BLOCKS:
+    for keys, value in _entries(ds_config):
+        name, outer = keys[-1], keys[:-1]
+        if value in (None, False) or _is_off(value) or (name in BLOCKS and not outer):
+            continue
+        if name in BLOCKS:
             raise ConfigError(
-                f'"{keys[-1]}" is inside "{".".join(keys[:-1])}", where nobody reads it: move the block to the top '
-                f'level of ds_config.json, beside "{keys[0]}".'
+                f'"{name}" is inside "{".".join(outer)}", where nobody reads it: move the block to the top level of '
+                f'ds_config.json, beside "{outer[0]}".'
+            )
+        meant = next((block for block in BLOCKS if _is_like(name, block)), None)
+        if meant is not None and outer in _LIKELY_PLACES:
+            raise ConfigError(
+                f'ds_config.json has a key "{".".join(keys)}", which nobody reads; did you mean "{meant}", at the top '
+                f'level? Name it so. If not, remove the key, or rename it: "_{name}" is taken for a comment.'
             )
 
 
-def near_misses(ds_config: Mapping[str, Any], block: str = BLOCK) -> list[str]:
-    """Keys that look like a misspelt name of ``block``, at the top level or in the blocks where one might look for it.
-
-    Returns:
-        Each with the block that it is in: ``"zero_optimization.nvme_offload"``.
-    """
-    names = (".".join(keys) for keys, _ in _entries(ds_config) if _is_like(keys[-1], block))
-    return [name for name in names if name.rpartition(".")[0] in ("", *_LIKELY_BLOCKS)]
+def _is_off(block: Any) -> bool:
+    return isinstance(block, Mapping) and block.get("enabled") is False
 
 
 def _entries(blocks: Mapping[str, Any], *outer: str) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -326,11 +348,12 @@ def _entries(blocks: Mapping[str, Any], *outer: str) -> Iterator[tuple[tuple[str
 
 
 def _is_like(key: str, block: str) -> bool:
-    if key in BLOCKS:
+    """Whether a key is nearly a block's name: by two of its words, or by its letters."""
+    if not key[:1].isalpha():
         return False
     words = _sorted_words(key)
-    stems = sum(stem in words for stem in block.split("_"))
-    return stems >= 2 or difflib.SequenceMatcher(None, words, _sorted_words(block)).ratio() >= NEAR_MISS_RATIO
+    has_words = any(one in words and other in words for one, other in _TELLING_WORDS[block])
+    return has_words or difflib.SequenceMatcher(None, words, _sorted_words(block)).ratio() >= NEAR_MISS_RATIO
 
 
 def _sorted_words(key: str) -> str:
@@ -355,26 +378,42 @@ def validate(model: Any, block: Mapping[str, Any], at: str) -> Any:
 
 def _explain(model: type[BaseModel], detail: ErrorDetails, at: str) -> str:
     """One line for one pydantic error: key, value, rule, repair."""
-    steps = list(detail["loc"])
+    steps = [step for step in detail["loc"] if step not in (_SWITCH, _DETAILS)]
     key = ".".join([at, *map(str, steps)])
-    value = detail["input"]
+    value, rule = detail["input"], _rule(model, detail, steps)
     if detail["type"] == "extra_forbidden":
         keys = _keys_at(model, steps)
         closest = _did_you_mean(str(steps[-1]), keys) or f". The choices are {', '.join(keys)}."
         return f'"{key}": {value!r} is not a key of this block{closest}'
     if detail["type"] == "literal_error":
-        expected = str(detail.get("ctx", {}).get("expected", ""))
-        choices = [choice.strip("'\" ") for choice in expected.replace(" or ", ",").split(",")]
+        choices = re.findall(r"'(\w+)'", detail["msg"])
         allowed = ", ".join(f'"{choice}"' for choice in choices)
         return f'"{key}" is {value!r}: it must be one of {allowed}{_did_you_mean(str(value), choices) or "."}'
-    if not steps:
-        return f'"{key}": {_rule(detail)}.'
-    return f'"{key}" is {value!r}: {_rule(detail)}{_hint(key, value)}.'
+    return f'"{key}" is {value!r}: {rule}{_hint(key, value)}.' if steps else f'"{key}": {rule}.'
 
 
-def _rule(detail: ErrorDetails) -> str:
-    message = detail["msg"]
-    return message.replace("Input should", "it must").replace("Value error, ", "")
+# In our words, by pydantic's type of error, whose context has the bound.
+_RULES = {
+    "bool_type": "it must be true or false",
+    "finite_number": "it must be a finite number",
+    "greater_than": "it must be above {gt}",
+    "greater_than_equal": "it must be {ge} or more",
+    "int_from_float": "it must be a whole number",
+    "less_than_equal": "it must be {le} or less",
+    "list_type": "it must be a list",
+    "string_too_short": "it must not be empty",
+    "string_type": "it must be a string",
+}
+
+
+def _rule(model: type[BaseModel], detail: ErrorDetails, steps: list[Any]) -> str:
+    kind = detail["type"]
+    if kind in ("model_type", "model_attributes_type", "dict_type"):
+        keys = ", ".join(f'"{key}"' for key in _keys_at(model, [*steps, ""]))
+        return f"it must be {'true, false or ' if _DETAILS in detail['loc'] else ''}an object with keys among {keys}"
+    if "url" not in detail:  # in pydantic's documentation: the rule and its words are ours
+        return detail["msg"]
+    return _RULES.get(kind, "docs/configuration.md says what it must be").format(**detail.get("ctx", {}))
 
 
 def _hint(key: str, value: Any) -> str:
@@ -384,9 +423,8 @@ def _hint(key: str, value: Any) -> str:
     text = value.strip()
     if text.lower() in ("true", "false"):
         return f"; drop the quotes: {text.lower()}"
-    units = {"k": 10, "m": 20, "g": 30, "t": 40}
     digits = text.rstrip("iIbB ").strip() if key.endswith("_bytes") else text
-    unit = units.get(digits[-1:].lower()) if key.endswith("_bytes") else None
+    unit = {"k": 10, "m": 20, "g": 30, "t": 40}.get(digits[-1:].lower()) if key.endswith("_bytes") else None
     try:
         number = float(digits[:-1] if unit else digits)
     except ValueError:
@@ -400,11 +438,16 @@ def _hint(key: str, value: Any) -> str:
 
 def _keys_at(model: type[BaseModel], steps: list[Any]) -> list[str]:
     for step in steps[:-1]:
-        annotation = model.model_fields[str(step)].annotation if str(step) in model.model_fields else None
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
-            break
-        model = annotation
+        if str(step) in model.model_fields:
+            model = next(_models_in(model.model_fields[str(step)].annotation), model)
     return list(model.model_fields)
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _models_in(part)
 
 
 def _did_you_mean(word: str, choices: list[str]) -> str:

@@ -32,14 +32,12 @@ from ds_tba.autograd.blocks import FRAMES
 from ds_tba.autograd.tensors import mark_owned, skip_frames, uncompiled
 from ds_tba.config import (
     BLOCK,
-    BLOCKS,
     SUPPORTED_DEEPSPEED,
     UPDATE_BLOCK,
     AioConfig,
     OffloadConfig,
-    near_misses,
     parse_block,
-    refuse_misplaced,
+    refuse_misnamed,
 )
 from ds_tba.device.accelerator import adapted
 from ds_tba.errors import ConfigError, IncompatibleError
@@ -89,27 +87,17 @@ def hook(engine_class: type) -> None:
 
 
 def hook_config(config_class: type) -> None:
-    """Find the block in a wrong place, or under a wrong name, before DeepSpeed reads the config. Idempotent.
+    """Refuse a block in a wrong place, or under a wrong name, before DeepSpeed reads the config. Idempotent.
 
     Later is too late: DeepSpeed refuses unknown keys of some blocks without a word about the right place.
     """
     original = getattr(config_class, "_initialize_params", None)  # deepspeed/runtime/config.py
     if original is None or getattr(original, _HOOKED, False):
         return
-    said: set[str] = set()  # a run makes several configs of one file
 
     @functools.wraps(original)
     def _initialize_params(self: Any, param_dict: Mapping[str, Any]) -> None:
-        for block in BLOCKS:
-            for key in set(near_misses(param_dict, block)) - said:
-                said.add(key)
-                _show_log()
-                logger.warning(
-                    'ds_config.json has a key "%s", which nobody reads; did you mean "%s", at the top level?',
-                    key,
-                    block,
-                )
-        refuse_misplaced(param_dict)
+        refuse_misnamed(param_dict)
         original(self, param_dict)
 
     setattr(_initialize_params, _HOOKED, True)

@@ -40,7 +40,7 @@ from ds_tba.storage.base import Always
 from ds_tba.storage.finalizers import Closer, interrupts_us
 from ds_tba.storage.tiers import Tiers
 from ds_tba.telemetry.drive_health import write_limit_bytes_per_step
-from ds_tba.telemetry.report import OffloadReport, checked_path, rank_path
+from ds_tba.telemetry.report import LittleMoved, OffloadReport, checked_path, rank_path
 from ds_tba.telemetry.stats import StoreStats
 
 logger = logging.getLogger(__name__)
@@ -122,6 +122,7 @@ class Reporter:
         self._written_at = -REPORT_AGE_S
         self.controller: Controller | None = None
         self.steps = self.step_peak_bytes = 0
+        self._little = LittleMoved(config)
 
     def report(self) -> OffloadReport:
         """The counters of all parts as they are now."""
@@ -177,6 +178,10 @@ class Reporter:
 
     def end_step(self) -> None:
         """Log and write the report where ``report.every_steps`` asks for it."""
+        plans = 0 if self.controller is None else self.controller.plans
+        little = self._little.end_step(self._cache.stats.kept_bytes, self._done_bytes(), self.steps, plans)
+        if little and self._rank == 0:
+            logger.info("%s", little)
         every = self._config.report.every_steps
         if every and self.steps % every == 0:
             logger.info("rank %d: %s", self._rank, self.report().summary())
@@ -186,8 +191,15 @@ class Reporter:
     def end_run(self) -> None:
         """Log and write the last report."""
         self._ended_at = time.monotonic()
-        logger.info("ds_tba, rank %d: %s", self._rank, self.report().summary())
+        little = self._little.judge(self._cache.stats.kept_bytes, self._done_bytes())
+        logger.info("ds_tba, rank %d: %s", self._rank, "; ".join(filter(None, [self.report().summary(), little])))
         self.write()
+
+    def _done_bytes(self) -> int:
+        """Moved, made again or recomputed so far."""
+        recomputed_bytes = 0 if self.controller is None else self.controller.recomputed_bytes
+        moved_bytes = _counts(self._tiers, self._cache).offloaded_bytes
+        return moved_bytes + recomputed_bytes + self._cache.stats.rematerialized_bytes
 
     def refresh(self) -> None:
         """Write the JSON again if it is older than ``REPORT_AGE_S``.

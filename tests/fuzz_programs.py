@@ -166,7 +166,7 @@ def draw(seed: int) -> Program:
         recompute=recompute,
         rematerialize=random.Random(f"rematerialize {seed}").random() < 0.8,
         planner=chance.choice(planners) if forced else "adaptive",
-        max_step_overhead=chance.choice((10.0, 10.0, 0.02)),
+        max_step_overhead=chance.choice((1000.0, 1000.0, 0.02)),
         budget_part=budget_part,
         host_bytes=chance.choice((128 << 10, MIB, 16 * MIB)) if uses_host else 0,
         staging_bytes=chance.choice((MIB, 4 * MIB, 4 * MIB, 16 * MIB)),

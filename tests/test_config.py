@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import ast
+import importlib.util
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_tba.config import BLOCK, UPDATE_BLOCK, near_misses, parse_block, refuse_misplaced, with_staging
+from ds_tba.config import BLOCK, BLOCKS, UPDATE_BLOCK, parse_block, refuse_misnamed, with_staging
 from ds_tba.errors import ConfigError
 from ds_tba.update.config import parse_update_block
 
@@ -81,8 +84,14 @@ def test_absent_or_disabled_is_none() -> None:
     assert parse_block({BLOCK: {"enabled": False}}) is None
 
 
-def test_a_disabled_block_is_still_checked() -> None:
-    assert "placment" in refusal({"enabled": False, "placment": "nvme"})
+WORSE = {"enabled": False, "placment": "nvme", "io": 3, "min_tensor_bytes": "auto", "max_step_overhead": 2, "": None}
+
+
+def test_a_disabled_block_never_refuses() -> None:
+    config = {BLOCK: WORSE, "aio": 3, "zero_optimization": {BLOCK: WORSE, UPDATE_BLOCK: WORSE}, "nvme_offload": WORSE}
+    assert parse_block(config) is None
+    assert parse_update_block({UPDATE_BLOCK: WORSE, "zero_optimization": 3}) is None
+    refuse_misnamed(config)
 
 
 def test_aio_settings_are_inherited() -> None:
@@ -100,16 +109,16 @@ def test_aio_settings_are_inherited() -> None:
         ({**GOOD, "io": {"stagng_bytes": 1}}, ["io.stagng_bytes", "did you mean `staging_bytes`?"]),
         ({**GOOD, "min_tensor_bytes": "64MB"}, ["min_tensor_bytes", "'64MB'", "67108864"]),
         ({**GOOD, "min_tensor_bytes": True}, ["min_tensor_bytes", "True", "number"]),
-        ({**GOOD, "min_tensor_bytes": -1}, ["min_tensor_bytes", "-1", "greater than or equal to 0"]),
+        ({**GOOD, "min_tensor_bytes": -1}, ["min_tensor_bytes", "-1", "0 or more"]),
         ({**GOOD, "min_tensor_bytes": 1.5}, ["min_tensor_bytes", "1.5"]),
         ({**GOOD, "min_tensor_bytes": 1 << 40}, ["min_tensor_bytes", "io.staging_bytes", "268435456"]),
         ({**GOOD, "max_step_overhead": float("nan")}, ["max_step_overhead", "nan"]),
-        ({**GOOD, "io": {"write_lanes": 0}}, ["io.write_lanes", "0", "greater than or equal to 1"]),
+        ({**GOOD, "io": {"write_lanes": 0}}, ["io.write_lanes", "0", "1 or more"]),
         ({**GOOD, "io": 3}, ["io", "3"]),
         ({**GOOD, "blocks": ["layers.0", "layers.1", "layers.0"]}, ["blocks", "layers.0 more than once"]),
         ({**GOOD, "placement": "auto"}, ["placement", "auto", "leave the key out"]),
         ({**GOOD, "io": {"backend": "auto"}}, ["io.backend", "auto"]),
-        ({**GOOD, "enabled": "true"}, ["enabled", "'true'", "boolean"]),
+        ({**GOOD, "enabled": "true"}, ["enabled", "'true'", "true or false"]),
         ({**GOOD, "placement": "host"}, ["host_budget_bytes is 0"]),
         ({"enabled": True}, ["nvme_path", "missing", "/local_nvme"]),
         ({**GOOD, "nvme_path": []}, ["nvme_path", "[]", "non-empty"]),
@@ -122,6 +131,52 @@ def test_aio_settings_are_inherited() -> None:
 def test_a_bad_value_is_named_with_its_rule_and_the_repair(block: Any, words: list[str]) -> None:
     message = refusal(block)
     assert all(word in message for word in [BLOCK, *words]), message
+
+
+NOT_OBJECTS: list[Any] = [3, 1.5, "x", True, None, [], [{}]]
+NOT_NUMBERS: list[Any] = ["x", True, [], {}, math.nan, math.inf]
+ODD: list[tuple[str, list[Any]]] = [
+    *((key, NOT_OBJECTS) for key in ("io", "ssd", "report")),
+    ("rematerialize", [3, "true", None, [], {"exclude": "gelu"}, {"exclude": [1, ""]}, {"exlude": []}]),
+    *((key, [3, "x", {}, [3], [""], [None], True]) for key in ("blocks",)),
+    *((key, [*NOT_NUMBERS, None, -1, 2.5]) for key in ("min_tensor_bytes", "host_budget_bytes", "io.read_lanes")),
+    *((key, [*NOT_NUMBERS, -1]) for key in ("ssd.rated_endurance_tbw", "max_step_overhead", "io.staging_bytes")),
+    *((key, [1, "true", None, [], {}]) for key in ("enabled", "recompute")),
+    *((key, [3, True, [], {}, "zzz"]) for key in ("placement", "io.backend", "io.integrity")),
+    *((key, [3, True, [], {}, ""]) for key in ("report.path", "report.trace_path", "nvme_path")),
+]
+FOREIGN = (
+    "instance of",
+    "pydantic",
+    "nput should",
+    "dictionary",
+    "Value error",
+    "validation",
+    "ReportConfig",
+    "literal",
+)
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in ODD for value in values])
+def test_no_word_of_pydantic_reaches_a_user(key: str, value: Any) -> None:
+    outer, _, inner = key.rpartition(".")
+    message = refusal({**GOOD, **({outer: {inner: value}} if outer else {key: value})})
+    assert f'"{BLOCK}.{key}' in message and not any(word in message for word in FOREIGN), message
+    assert "it must" in message or "is not a key" in message, message
+
+
+@pytest.mark.parametrize(("value", "fraction"), [(2, "0.02"), (5.0, "0.05"), (1, "0.01"), (2.5, "0.025")])
+def test_an_overhead_in_per_cent_is_asked_about(value: float, fraction: str) -> None:
+    assert f"did you mean {fraction}?" in refusal({**GOOD, "max_step_overhead": value})
+    for meant in (0, 0.5, 0.999, 100.0, 1000):
+        assert parse_block({BLOCK: {**GOOD, "max_step_overhead": meant}}) is not None
+
+
+def test_staging_that_nobody_set_is_not_told_as_set() -> None:
+    assert "above the 268435456 bytes of staging" in refusal({**GOOD, "min_tensor_bytes": 1 << 40})
+    for placement in ("keep", "host"):  # which stage nothing
+        block = {"placement": placement, "host_budget_bytes": 1, "min_tensor_bytes": 1 << 40}
+        assert parse_block({BLOCK: block}) is not None
 
 
 def test_choices_are_listed_once() -> None:
@@ -144,27 +199,66 @@ def test_integral_floats_are_integers_as_in_other_deepspeed_blocks() -> None:
     assert parsed is not None and parsed[0].min_tensor_bytes == 2_000_000
 
 
-def test_near_misses_of_the_name_are_found_and_other_keys_are_not() -> None:
-    keys = ["activation_nvme_ofload", "activation-nvme-offload", "nvme_activation_offload", "Activation_NVMe_Offload"]
-    keys += ["nvme_offload", "activation_offload", "activations_nvme_offloading", "offload_nvme"]
-    others = ["zero_optimization", "activation_checkpointing", "aio", "data_types", "nebula", "amp", BLOCK]
-    others += ["offload_param", "offload_optimizer", "cpu_checkpointing", "partition_activations", "nvme_path"]
-    assert near_misses(dict.fromkeys(keys + others)) == keys
+NEAR_MISSES = {
+    BLOCK: [
+        "activation_nvme_ofload", "activation-nvme-offload", "nvme_activation_offload", "Activation_NVMe_Offload",
+        "nvme_offload", "activation_offload", "activations_nvme_offloading", "offload_nvme",
+    ],
+    UPDATE_BLOCK: [
+        "interleaved_update", "interleaved-optimizer-update", "interleave_optimizer", "interleavd_optimizer_update",
+        "optimizer_update_interleaved",
+    ],
+}  # fmt: skip
+OTHERS = [
+    "zero_optimization", "activation_checkpointing", "aio", "data_types", "nebula", "amp", "offload_param", "nvme_path",
+    "offload_optimizer", "cpu_checkpointing", "partition_activations", "optimizer", "scheduler", "update_interval",
+    "optimizer_update_freq", "interleaved", "activation", "nvme", "offload", "_activation_nvme_offload",
+    "//activation_offload", "# nvme_offload", "activation_function", "pipeline_interleave", *BLOCKS,
+]  # fmt: skip
 
 
-def test_near_misses_are_found_inside_other_blocks_and_not_inside_of_ours() -> None:
-    config = {
-        "zero_optimization": {"offload_param": {"device": "nvme"}, "nvme_offload": {}},
-        BLOCK: {"nvme_offload": 1},
-    }
-    assert near_misses(config) == ["zero_optimization.nvme_offload"]
+@pytest.mark.parametrize("outer", ["", "zero_optimization", "activation_checkpointing"])
+@pytest.mark.parametrize(("block", "name"), [(block, name) for block, names in NEAR_MISSES.items() for name in names])
+def test_near_misses_of_a_block_are_refused_with_its_name(block: str, name: str, outer: str) -> None:
+    for value in ({"enabled": True, "nvme_path": "/a"}, {}, True, "/a"):
+        inner = {"stage": 3, name: value}
+        with pytest.raises(ConfigError) as found:
+            refuse_misnamed({"bf16": {"enabled": True}, **({outer: inner} if outer else inner)})
+        where = f"{outer}.{name}" if outer else name
+        assert f'a key "{where}"' in str(found.value) and f'did you mean "{block}"' in str(found.value)
+        assert "remove the key" in str(found.value) and f'"_{name}"' in str(found.value)
+    for off in ({"enabled": False, "typo": "auto"}, None, False):
+        refuse_misnamed({outer: {name: off}} if outer else {name: off})
+
+
+def test_other_keys_are_nobodys_business() -> None:
+    refuse_misnamed({key: {"enabled": True} for key in OTHERS})
+    refuse_misnamed({"zero_optimization": {key: 1 for key in OTHERS if key not in BLOCKS}, BLOCK: {"nvme_offload": 1}})
+    refuse_misnamed({"my_settings": {"nvme_offload": {"path": "/a"}}})
+
+
+def test_no_key_of_deepspeed_is_taken_for_ours() -> None:
+    """Every name and every string of the modules that read its config."""
+    root = Path(importlib.util.find_spec("deepspeed").origin).parent / "runtime"  # type: ignore[union-attr, arg-type]
+    names: set[str] = set()
+    for path in (*root.rglob("*config*.py"), *root.rglob("constants.py"), *root.rglob("*offload*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                names.add(node.target.id)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
+                names.add(node.value)
+    assert {"offload_optimizer", "activation_checkpointing", "cpu_checkpointing"} <= names and len(names) > 300
+    refuse_misnamed({name: {"enabled": True} for name in names})
+    refuse_misnamed(
+        {"zero_optimization": dict.fromkeys(names, True), "activation_checkpointing": dict.fromkeys(names, 1)}
+    )
 
 
 @pytest.mark.parametrize("outer", ["zero_optimization", "activation_checkpointing", "aio"])
 def test_the_block_in_a_wrong_place_is_refused_with_the_right_one(outer: str) -> None:
     with pytest.raises(ConfigError, match=f'inside "{outer}".*move the block to the top level.*beside "{outer}"'):
-        refuse_misplaced({"bf16": {"enabled": True}, outer: {"stage": 3, BLOCK: GOOD}})
-    refuse_misplaced({outer: {"stage": 3}, BLOCK: GOOD})
+        refuse_misnamed({"bf16": {"enabled": True}, outer: {"stage": 3, BLOCK: GOOD}})
+    refuse_misnamed({outer: {"stage": 3}, BLOCK: GOOD})
 
 
 @pytest.mark.parametrize(
@@ -201,7 +295,7 @@ def test_whatever_the_block_is_it_is_taken_or_refused_with_its_name(block: Any) 
     try:
         parse_block({BLOCK: block})
     except ConfigError as error:
-        assert BLOCK in str(error)
+        assert BLOCK in str(error) and "pydantic" not in str(error) and "nput should" not in str(error)
 
 
 @pytest.mark.parametrize(
@@ -210,5 +304,5 @@ def test_whatever_the_block_is_it_is_taken_or_refused_with_its_name(block: Any) 
 def test_shipped_configs_are_valid(path: Path) -> None:
     config = json.loads(path.read_text())
     assert (parse_block(config) is not None) == (BLOCK in config)
-    assert not near_misses(config) and not near_misses(config, UPDATE_BLOCK)
+    refuse_misnamed(config)
     assert (parse_update_block(config) is not None) == (UPDATE_BLOCK in config)

@@ -436,8 +436,8 @@ class Controller:
     def _follow(self, found: PlanInForce) -> None:
         is_new = not found.is_same_as(self.in_force)  # on every rank alike
         self.in_force = found
-        # The room on the device, where the plan had to be made for that, else as the user has set it.
-        name = "" if self._budget_bytes is None else "activation_budget_bytes"
+        # A room that the user has not set was told with the plan.
+        name = "activation_budget_bytes" if found.held_bytes == self._budget_bytes else ""
         self._cache.limit_resident(found.held_bytes, name)
         if not any(place is Placement.NVME for place, _ in found.bytes_by_placement) and Placement.NVME in self._tiers:
             self._tiers[Placement.NVME].trim()

@@ -439,7 +439,7 @@ def _reasons(timeline: Timeline, outcome: Outcome, modules: Sequence[str]) -> li
         elif not possible[index] and not timeline.resources.paths:
             reasons.append("keep: there is no drive, and host memory is no gain here")
         elif not possible[index]:
-            reasons.append("keep: larger than io.staging_bytes")
+            reasons.append("keep: larger than staging")
         elif idle_s < nvme[index]:
             reasons.append(f"keep: idle for {idle_s:.3g} s, but there and back takes {nvme[index]:.3g} s")
         else:

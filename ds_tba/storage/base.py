@@ -23,7 +23,7 @@ class Refusal(Enum):
     """Why a store cannot take a tensor now; the values are the report's words."""
 
     STAGING_FULL = "staging full"
-    LARGER_THAN_STAGING = "larger than io.staging_bytes"
+    LARGER_THAN_STAGING = "larger than staging"
     NO_SPACE = "no space in the swap file"
     PATH_FAILED = "path failed"
     HOST_FULL = "no room in host_budget_bytes"
@@ -45,7 +45,7 @@ class Refusal(Enum):
 # What to do, for what is not said where it happens.
 _ADVICE = {
     Refusal.STAGING_FULL: "Forward saves faster than the drives write; a larger io.staging_bytes holds more of a burst",
-    Refusal.LARGER_THAN_STAGING: "Raise io.staging_bytes above that, or train smaller micro-batches",
+    Refusal.LARGER_THAN_STAGING: "Set io.staging_bytes above that, or train smaller micro-batches",
     Refusal.HOST_FULL: "A larger host_budget_bytes takes more",
 }
 

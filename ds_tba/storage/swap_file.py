@@ -29,14 +29,16 @@ class SwapFile:
     Args:
         directory: where it lives.
         limit_bytes: the size it never passes.
+        is_limit_set: whether io.swap_file_bytes says so; else it follows from the free space.
 
     Raises:
         PathError: the file cannot be made there.
     """
 
-    def __init__(self, directory: Path, limit_bytes: int) -> None:
+    def __init__(self, directory: Path, limit_bytes: int, *, is_limit_set: bool = False) -> None:
         self.directory = directory
         self.limit_bytes = limit_bytes
+        self.is_limit_set = is_limit_set
         self.size_bytes = 0
         self.direct = True
         self.fd = -1
@@ -72,7 +74,7 @@ class SwapFile:
         except OSError as error:
             raise PathError(
                 f"nvme_path {self.directory}: cannot reserve {least_bytes} bytes there ({error.strerror}). Free space, "
-                "lower io.swap_file_bytes, or name another directory."
+                "raise the quota where there is one, or name another directory."
             ) from error
 
     def grow(self, least_bytes: int) -> bool:
@@ -170,12 +172,15 @@ class SwapDirectory:
     free_bytes: int
 
 
-def check_directories(paths: tuple[str, ...], needed_bytes: int, ranks_on_node: int) -> list[SwapDirectory]:
+def check_directories(
+    paths: tuple[str, ...], needed_bytes: int, ranks_on_node: int, lower: str = ""
+) -> list[SwapDirectory]:
     """Check every directory of ``nvme_path``.
 
     Args:
         needed_bytes: room that each rank must find in each directory.
         ranks_on_node: ranks that share the directories of this machine.
+        lower: advice for who needs less, with a comma at its end.
 
     Returns:
         The directories with absolute paths, ``~`` and environment variables replaced.
@@ -183,7 +188,7 @@ def check_directories(paths: tuple[str, ...], needed_bytes: int, ranks_on_node: 
     Raises:
         PathError: naming the directory, the rule, the numbers and the repair.
     """
-    directories = [_checked(path, needed_bytes, ranks_on_node) for path in paths]
+    directories = [_checked(path, needed_bytes, ranks_on_node, lower) for path in paths]
     seen: dict[Path, Path] = {}
     for directory in directories:
         other = seen.setdefault(directory.path.resolve(), directory.path)
@@ -192,10 +197,10 @@ def check_directories(paths: tuple[str, ...], needed_bytes: int, ranks_on_node: 
     return directories
 
 
-def _checked(name: str, needed_bytes: int, ranks_on_node: int) -> SwapDirectory:
+def _checked(name: str, needed_bytes: int, ranks_on_node: int, lower: str) -> SwapDirectory:
     path = expanded(name)
     try:
-        return _check(path, needed_bytes, ranks_on_node)
+        return _check(path, needed_bytes, ranks_on_node, lower)
     except PathError as error:
         unset = re.findall(r"\$\{?(\w+)", str(path))
         if unset and not path.exists():
@@ -208,7 +213,7 @@ def _checked(name: str, needed_bytes: int, ranks_on_node: int) -> SwapDirectory:
         raise PathError(f"nvme_path {path} cannot be examined ({error.strerror}): check it and its parents.") from error
 
 
-def _check(path: Path, needed_bytes: int, ranks_on_node: int) -> SwapDirectory:
+def _check(path: Path, needed_bytes: int, ranks_on_node: int, lower: str) -> SwapDirectory:
     if not path.exists():
         raise PathError(f"nvme_path {path} does not exist: create it (mkdir -p {path}) or name another directory.")
     if not path.is_dir():
@@ -232,7 +237,7 @@ def _check(path: Path, needed_bytes: int, ranks_on_node: int) -> SwapDirectory:
         free, needed, missing = map(_exactly, (free_bytes, needed_bytes, needed_bytes * ranks_on_node - free_bytes))
         raise PathError(
             f"nvme_path {path} has {free} free, but {ranks_on_node} rank(s) on this machine need {needed} each: free "
-            f"{missing}, lower io.swap_file_bytes, or name another directory."
+            f"{missing}, {lower}or name another directory."
         )
     return SwapDirectory(path, file_system, free_bytes)
 

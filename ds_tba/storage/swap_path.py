@@ -201,7 +201,8 @@ class SwapPath:
         except OSError as error:
             self.full = True
             logger.warning(
-                "%s: the swap file cannot grow beyond %d bytes (%s); what does not fit stays in memory",
+                "%s: the swap file cannot grow beyond %d bytes (%s); what does not fit stays in memory. "
+                "Free space there, or raise the quota",
                 self.file.directory,
                 self.file.size_bytes,
                 error.strerror,
@@ -211,10 +212,12 @@ class SwapPath:
         if not grown and not self._is_limit_said:
             self._is_limit_said = True
             logger.warning(
-                "%s: the swap file has reached its limit of %s; what does not fit stays in memory. Raise "
-                "io.swap_file_bytes to what one step saves; where it is not set, free space on the drive",
+                "%s: the swap file has reached its limit of %s; what does not fit stays in memory. %s",
                 self.file.directory,
                 readable(self.file.limit_bytes),
+                "Raise io.swap_file_bytes to what one step saves"
+                if self.file.is_limit_set
+                else "That is 90 % of what was free on the drive, shared by the ranks: free space there",
             )
         return grown
 

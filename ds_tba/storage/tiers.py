@@ -161,8 +161,10 @@ class Tiers:
 
     def _open_nvme(self, aio_config: AioConfig, accelerator: Accelerator, zero_uses_nvme: bool) -> NvmeStore:
         config = self._config
-        needed = config.io.swap_file_bytes or config.io.ring_bytes
-        self.directories = check_directories(config.nvme_paths, needed, self._ranks_on_node)
+        limit_bytes = config.io.swap_file_bytes
+        needed = limit_bytes or config.io.ring_bytes
+        lower = "set io.staging_bytes to less, " if limit_bytes is None else "lower io.swap_file_bytes, "
+        self.directories = check_directories(config.nvme_paths, needed, self._ranks_on_node, lower)
         self._drives = [examine(directory.path) for directory in self.directories]
         self._warn_of_spinning_disks()
         self.selection = select_backend(
@@ -176,7 +178,7 @@ class Tiers:
             files = []
             for directory in self.directories:
                 share = int(directory.free_bytes * FREE_SPACE_FRACTION) // self._ranks_on_node
-                file = SwapFile(directory.path, config.io.swap_file_bytes or max(share, needed))
+                file = SwapFile(directory.path, limit_bytes or max(share, needed), is_limit_set=limit_bytes is not None)
                 undo.callback(file.close)
                 _check_direct(file, self.selection)
                 file.reserve_first(min(needed, config.io.ring_bytes))
@@ -212,8 +214,8 @@ def _check_direct(file: SwapFile, selection: Selection) -> None:
     name = selection.backend.name
     if not file.direct and name != "posix":
         raise BackendUnavailableError(
-            f"io.backend {name}: the file system of {file.directory} has no O_DIRECT, which {name} needs: set "
-            '"io": {"backend": "posix"}, or name another directory.'
+            f"backend {name}: the file system of {file.directory} has no O_DIRECT, which {name} "
+            f'({selection.reason}) needs: set "io": {{"backend": "posix"}}, or name another directory.'
         )
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ds_tba.config import OffloadConfig
 from ds_tba.errors import ConfigError
 from ds_tba.telemetry.stats import expanded, readable
 
@@ -149,6 +151,71 @@ class OffloadReport:
         rows += [(f"  fallback: {reason}", str(count)) for reason, count in self.fallbacks_by_reason.items()]
         rows += [(f"wear of {path['path']}", _wear(path)) for path in self.wear]
         return [*rows, ("stalled", f"{self.stall_s:.2f} s")]
+
+
+# Below this part of the saved bytes a user wants to know why no more is moved.
+LITTLE = 0.1
+# Proofs of what can be made again take two; then a step without a plan is as all later ones.
+FIRST_STEPS = 3
+
+
+class LittleMoved:
+    """Tells why little is moved or made again, with the key that says so.
+
+    Attributes:
+        text: empty where enough is, or nothing is to be; None before the first step that is as all later ones.
+    """
+
+    def __init__(self, config: OffloadConfig) -> None:
+        self.text: str | None = None
+        self._config = config
+        self._kept = Counter[str]()
+        self._done_bytes = 0
+        self._is_settled = False
+
+    def end_step(self, kept: Mapping[str, int], done_bytes: int, steps: int, plans: int) -> str:
+        """The text, where this step is the first to tell; else empty.
+
+        Args:
+            kept: bytes that were neither moved nor made again so far, by reason.
+            done_bytes: that were.
+            steps, plans: so far.
+        """
+        if self.text is not None:
+            return ""
+        if self._is_settled:
+            return self.judge(Counter(kept) - self._kept, done_bytes - self._done_bytes)
+        self._kept, self._done_bytes = Counter(kept), done_bytes
+        self._is_settled = plans > 0 if self._config.placement == "adaptive" else steps >= FIRST_STEPS
+        return ""
+
+    def judge(self, kept: Mapping[str, int], done_bytes: int) -> str:
+        """The text, by these bytes where nothing was told yet."""
+        if self.text is None:
+            self.text = self._judged(Counter(kept), done_bytes)
+        return self.text
+
+    def _judged(self, kept: Counter[str], done_bytes: int) -> str:
+        config, all_bytes = self._config, kept.total() + done_bytes
+        if config.placement == "keep" or done_bytes >= LITTLE * all_bytes:
+            return ""
+        ((reason, nbytes),) = kept.most_common(1)
+        is_all = nbytes == all_bytes
+        if reason == "plan" and config.activation_budget_bytes is not None:
+            return (
+                f"little is moved: activation_budget_bytes {config.activation_budget_bytes} has room for what is kept"
+            )
+        if reason == "plan":
+            life = f" or ssd.min_life_days {config.ssd.min_life_days:g}" if config.ssd.min_life_days else ""
+            more = "" if is_all else "more "
+            return (
+                f"little is moved: max_step_overhead {config.max_step_overhead:g}{life} allows no {more}moves on this "
+                "drive, or they would not lower the peak"
+            )
+        what = "all saved tensors are" if is_all else f"{nbytes / all_bytes:.0%} of the saved bytes are of tensors"
+        is_small = reason == "small"
+        why = f"smaller than min_tensor_bytes {config.min_tensor_bytes}" if is_small else f"kept, because of: {reason}"
+        return f"little is moved: {what} {why}"
 
 
 def rank_path(path: str, rank: int) -> Path:

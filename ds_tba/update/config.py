@@ -78,7 +78,7 @@ def parse_update_block(ds_config: Mapping[str, Any]) -> UpdateConfig | None:
         ConfigError: naming for every bad key its value, the rule and the repair.
     """
     config: UpdateConfig | None = block_of(ds_config, UPDATE_BLOCK, UpdateConfig, '{"enabled": true}')
-    if config is None or not config.enabled:
+    if config is None:
         return None
     zero = ds_config.get("zero_optimization") or {}
     device = (zero.get("offload_optimizer") or {}).get("device")

@@ -86,7 +86,7 @@ def make(tmp_path: Path, backend: dict[str, IoBackend]) -> Iterator[Make]:
     ) -> ActivationOffloader:
         io = {"staging_bytes": 4 << 20, "swap_file_bytes": 64 << 20}
         config = {
-            "nvme_path": str(tmp_path), "io": io, "min_tensor_bytes": 4096, "max_step_overhead": 10.0,
+            "nvme_path": str(tmp_path), "io": io, "min_tensor_bytes": 4096, "max_step_overhead": 1000.0,
             "recompute": True, **block,
         }  # fmt: skip
         offloader = ActivationOffloader(
@@ -375,7 +375,7 @@ def test_a_drive_that_becomes_slow_is_used_less(make: Make, backend: dict[str, I
     ours, rows = model(), 64 * ROWS  # too large to share a request
     # Much may be added, and nothing recomputed: the first plan uses the drive, however busy the machine is.
     io = {"staging_bytes": 16 << 20, "swap_file_bytes": 256 << 20}
-    offloader = make(ours, max_step_overhead=2.0, recompute=False, io=io)
+    offloader = make(ours, max_step_overhead=1000.0, recompute=False, io=io)
     steps(ours, offloader, [rows] * (FIRST_PLAN + 2))
     planned = offloader.report()
     delay["s"] = 0.5  # longer than a step of this model, also where others use the cores

@@ -42,7 +42,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
     def make(model: nn.Module, planner: Planner = adaptive, **block: Any) -> ActivationOffloader:
         io = {"backend": "posix", "staging_bytes": 8 << 20, "swap_file_bytes": 64 << 20}
         config = {
-            "nvme_path": str(tmp_path), "io": io, "min_tensor_bytes": 4096, "max_step_overhead": 10.0, **block,
+            "nvme_path": str(tmp_path), "io": io, "min_tensor_bytes": 4096, "max_step_overhead": 1000.0, **block,
         }  # fmt: skip
         offloader = ActivationOffloader(OffloadConfig.model_validate(config), AioConfig(), CpuAccelerator())
         offloader.watch(model, Alone(), planner)

@@ -731,7 +731,7 @@ def make(tmp_path: Path) -> Iterator[Callable[..., ActivationOffloader]]:
 
     def make(model: nn.Module, **block: Any) -> ActivationOffloader:
         io = {"backend": "posix", "staging_bytes": 4 << 20, "swap_file_bytes": 64 << 20}
-        config = {"nvme_path": str(tmp_path), "io": io, "min_tensor_bytes": 1024, "max_step_overhead": 10.0, **block}
+        config = {"nvme_path": str(tmp_path), "io": io, "min_tensor_bytes": 1024, "max_step_overhead": 1000.0, **block}
         offloader = ActivationOffloader(OffloadConfig.model_validate(config), AioConfig(), CpuAccelerator())
         # The plan would recompute whatever is proven.
         planner = PLANNERS["recompute"] if config.get("recompute") else PLANNERS["adaptive"]

@@ -93,7 +93,7 @@ def test_blocks_with_state_train_as_without_us(tmp_path: Path) -> None:
     assert default.outcome == without.outcome
     assert all(not one["unproven_blocks"] and not one["recomputed_bytes"] for one in reports(default).values())
     # Nothing is large enough to be moved: recomputing alone makes the peak lower.
-    block = runs.with_block(config, tmp_path, min_tensor_bytes=1 << 20, recompute=True, max_step_overhead=10.0)
+    block = runs.with_block(config, tmp_path, min_tensor_bytes=1 << 20, recompute=True, max_step_overhead=1000.0)
     asked = train(block, tmp_path, REASONS, steps=20, ranks=1)
     assert asked.outcome == without.outcome
     for kind, report in reports(asked).items():
@@ -107,7 +107,7 @@ def test_blocks_are_proven_by_two_ranks_under_zero_3(tmp_path: Path) -> None:
     config, kinds = runs.plain_config(3), ["plain", "tracker", "memory"]
     config["zero_optimization"] |= EAGER
     without = train(config, tmp_path, kinds, steps=8, ranks=2)
-    block = runs.with_block(config, tmp_path, min_tensor_bytes=16384, recompute=True, max_step_overhead=10.0)
+    block = runs.with_block(config, tmp_path, min_tensor_bytes=16384, recompute=True, max_step_overhead=1000.0)
     ours = train(block, tmp_path, kinds, steps=8, ranks=2)
     assert ours.outcome == without.outcome
     left_out = {kind: len(report["unproven_blocks"]) for kind, report in reports(ours).items()}

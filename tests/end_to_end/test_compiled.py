@@ -24,7 +24,7 @@ def train(
     plain = runs.plain_config(stage)
     if stage == 3:
         plain["zero_optimization"]["stage3_param_persistence_threshold"] = 0
-    common = {"min_tensor_bytes": 65536, "max_step_overhead": 5.0}
+    common = {"min_tensor_bytes": 65536, "max_step_overhead": 1000.0}
     configs = [plain, *(runs.with_block(plain, directory, **common, **block) for block in blocks)]
     (directory / "configs.json").write_text(json.dumps(configs))
     arguments = ("--configs", str(directory / "configs.json"), "--steps", str(STEPS), *arguments)

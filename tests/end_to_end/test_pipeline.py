@@ -15,7 +15,7 @@ import runs
 
 pytestmark = pytest.mark.engine
 MICRO_BATCHES = 4
-ADAPTIVE = {"placement": "adaptive", "max_step_overhead": 10.0}
+ADAPTIVE = {"placement": "adaptive", "max_step_overhead": 1000.0}
 HOST = {"placement": "host", "host_budget_bytes": 32 << 20}
 # The memory of the first steps is looked at, which is more where they prove.
 SAVED = {"rematerialize": False}

@@ -128,7 +128,7 @@ def block(placement, directory):
     made = {"nvme_path": str(directory), "io": io, "min_tensor_bytes": options.min_tensor_bytes}
     made["placement"] = "adaptive" if placement == "recompute" else placement
     if placement == "recompute":  # nothing is large enough to be moved: recomputing alone makes the peak lower
-        made |= {"recompute": True, "max_step_overhead": 10.0, "min_tensor_bytes": 8 << 20}
+        made |= {"recompute": True, "max_step_overhead": 1000.0, "min_tensor_bytes": 8 << 20}
     return made | ({"host_budget_bytes": 64 << 20} if placement == "host" else {})
 
 

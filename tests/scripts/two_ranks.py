@@ -75,7 +75,7 @@ def offloader_of(model: torch.nn.Module, rank: int, directory: Path, case: str) 
     own = directory / f"{case}{rank}"
     own.mkdir()
     io = {"staging_bytes": 16 * MIB, "swap_file_bytes": 64 * MIB}
-    block = {"nvme_path": str(own), "io": io, "min_tensor_bytes": 4096, "max_step_overhead": 10.0}
+    block = {"nvme_path": str(own), "io": io, "min_tensor_bytes": 4096, "max_step_overhead": 1000.0}
     if case in ("counts", "raises"):
         block |= {"recompute": True}
     offloader = ActivationOffloader(OffloadConfig.model_validate(block), AioConfig(), CpuAccelerator(), rank=rank)

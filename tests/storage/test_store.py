@@ -157,10 +157,10 @@ def test_full_staging_refuses_instead_of_waiting(make_store: StoreFactory, caplo
     for _ in range(2):
         assert store.put(noise(MIB), wait=False) is Refusal.STAGING_FULL
     assert store.put(noise(5 * MIB), wait=True) is Refusal.LARGER_THAN_STAGING
-    assert store.stats.fallbacks == {"staging full": 2, "larger than io.staging_bytes": 1}
+    assert store.stats.fallbacks == {"staging full": 2, "larger than staging": 1}
     full, larger = caplog.messages  # each kind when it first happens
     assert full.startswith(f"staging full: a saved storage of {MIB} bytes stays") and "io.staging_bytes" in full
-    assert larger.startswith(f"larger than io.staging_bytes: a saved storage of {5 * MIB} bytes stays")
+    assert larger.startswith(f"larger than staging: a saved storage of {5 * MIB} bytes stays")
     gate.opened.set()
     until(lambda: store.ring.slots.used_bytes == 0, "the writes to drain")
     assert all(ticket.state is TicketState.STORED for ticket in tickets)

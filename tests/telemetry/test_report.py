@@ -19,7 +19,7 @@ from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.errors import BackendUnavailableError, ConfigError, PathError
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.storage.backends import aio
-from ds_tba.telemetry.report import rank_path
+from ds_tba.telemetry.report import LittleMoved, rank_path
 
 CONTRACT = {
     "backend", "steps", "packed_tensors", "offloaded_bytes", "written_bytes", "read_bytes", "forwarded_bytes",
@@ -288,3 +288,69 @@ def test_the_doctor_tells_of_each_backend(capsys: pytest.CaptureFixture[str], mo
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
     assert "io.backend kvikio can run here" in out and "io.backend gds may run here" in out
+
+
+def little(offloader: ActivationOffloader, caplog: pytest.LogCaptureFixture, steps: int = 8) -> list[str]:
+    """What the log says of that: once in training, and at the end."""
+    caplog.set_level("INFO", "ds_tba")
+    for _ in range(steps):
+        x = torch.randn(512, 512, requires_grad=True)
+        with offloader.saving():
+            loss = x.exp().sin().tanh().sum()
+        loss.backward()
+        offloader.note_micro_step()
+        offloader.note_step()
+    offloader.close()
+    return [record.getMessage() for record in caplog.records if "little is moved" in record.getMessage()]
+
+
+@pytest.mark.parametrize("placement", ["adaptive", "nvme"])
+def test_where_all_tensors_are_small_one_line_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, placement: str
+) -> None:
+    offloader = make(tmp_path, placement=placement, min_tensor_bytes=2 << 20, rematerialize=False)
+    offloader.watch(torch.nn.Linear(1, 1), Alone())
+    said = little(offloader, caplog)
+    why = "little is moved: all saved tensors are smaller than min_tensor_bytes 2097152"
+    assert said[0] == why and said[1].endswith(f"; {why}") and len(said) == 2
+
+
+def test_where_a_plan_moves_little_one_line_names_the_limit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    offloader = make(tmp_path, placement="adaptive", max_step_overhead=0.0, rematerialize=False)
+    offloader.watch(torch.nn.Linear(1, 1), Alone())
+    said = little(offloader, caplog)
+    assert said[0].startswith("little is moved: max_step_overhead 0 allows no moves on this drive") and len(said) == 2
+    caplog.clear()
+    bounded = make(tmp_path, placement="adaptive", activation_budget_bytes=1 << 30, rematerialize=False)
+    bounded.watch(torch.nn.Linear(1, 1), Alone())
+    assert little(bounded, caplog)[0] == (
+        "little is moved: activation_budget_bytes 1073741824 has room for what is kept"
+    )
+
+
+def test_where_much_is_moved_or_nothing_is_to_be_nothing_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert little(make(tmp_path, placement="nvme"), caplog) == []
+    keep = OffloadConfig.model_validate({"placement": "keep", "rematerialize": False})
+    assert little(ActivationOffloader(keep, AioConfig(), CpuAccelerator()), caplog) == []
+
+
+def test_a_short_run_is_told_at_its_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    said = little(make(tmp_path, placement="nvme", min_tensor_bytes=2 << 20), caplog, steps=1)
+    assert len(said) == 1 and "min_tensor_bytes 2097152" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("kept", "done", "why"),
+    [
+        ({"small": 95, "plan": 2}, 3, "95% of the saved bytes are of tensors smaller than min_tensor_bytes 1048576"),
+        ({"staging full": 100}, 5, "95% of the saved bytes are of tensors kept, because of: staging full"),
+        ({"plan": 80, "small": 15}, 5, "max_step_overhead 0.02 allows no more moves on this drive, or they would not"),
+        ({"small": 90}, 10, ""),
+        ({}, 0, ""),
+    ],
+)
+def test_the_largest_cause_is_named(kept: dict[str, int], done: int, why: str) -> None:
+    found = LittleMoved(OffloadConfig.model_validate({"nvme_path": "/a"})).judge(kept, done)
+    assert why in found and bool(found) == bool(why)

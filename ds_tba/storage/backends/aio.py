@@ -96,7 +96,7 @@ class AioBackend(IoBackend):
             handle.free_cpu_locked_tensor(data)
         if completed != _COMPLETED:
             raise BackendUnavailableError(
-                "io.backend aio: DeepSpeed's op cannot open the swap file (standard error has its reason). If that is "
+                "backend aio: DeepSpeed's op cannot open the swap file (standard error has its reason). If that is "
                 'error 24, raise the limit of open files (ulimit -n); else set "io": {"backend": "posix"}.'
             )
         self._wrote = True
@@ -227,13 +227,13 @@ def _load_op() -> Any:
         'Install libaio-dev (Debian, Ubuntu) or libaio-devel (Fedora), g++ and ninja, or set "io": {"backend": "posix"}'
     )
     if not _installed_or_compatible(builder):
-        raise BackendUnavailableError(f"io.backend aio: DeepSpeed's {OP} op cannot be built here. {repair}.")
+        raise BackendUnavailableError(f"backend aio: DeepSpeed's {OP} op cannot be built here. {repair}.")
     _warn_of_build()
     try:
         return builder.load(verbose=False)
     except (RuntimeError, ImportError, OSError) as error:
         raise BackendUnavailableError(
-            f"io.backend aio: DeepSpeed's {OP} op did not build or load: {error}. {repair}."
+            f"backend aio: DeepSpeed's {OP} op did not build or load: {error}. {repair}."
         ) from error
 
 

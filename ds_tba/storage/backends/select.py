@@ -99,8 +99,8 @@ def _aio_obstacle(config: OffloadConfig, aio_config: AioConfig, pinned: bool) ->
     """A limit of this process or machine that aio would run into, with the repair; None if there is none."""
     if not (pinned or can_lock(config.io.ring_bytes)):
         return (
-            f"aio locks io.staging_bytes ({config.io.ring_bytes} bytes) in memory, above this process's limit: "
-            "raise it (ulimit -l unlimited) or lower io.staging_bytes"
+            f"aio locks all {config.io.ring_bytes} bytes of staging in memory, above this process's limit: raise it "
+            "(ulimit -l unlimited) or set io.staging_bytes to less"
         )
     needed = aio.requests_needed(aio_config, _lanes(config))
     free = aio.requests_free()
