@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Iterator, Mapping
 from enum import IntEnum
 from typing import Annotated, Any, Literal
@@ -39,6 +40,8 @@ PREFETCH_FRACTION_OF_STAGING = 0.5
 # Staging where the config has null: bounds (the upper one for a GPU), and the part of the rank's available host memory.
 MIN_STAGING_BYTES, MAX_STAGING_BYTES = 256 << 20, 1 << 30
 STAGING_FRACTION = 1 / 16
+
+_IN_NO_PATH = re.compile(r"[\0\ud800-\udfff]")
 
 PlacementMode = Literal["adaptive", "nvme", "host", "keep"]
 BackendName = Literal["aio", "gds", "kvikio", "posix"]
@@ -72,6 +75,16 @@ def _path_or_paths(value: Any) -> Any:
     paths = value if isinstance(value, list) else [value]
     if not paths or not all(isinstance(path, str) and path.strip() for path in paths):
         raise PydanticCustomError("paths", "it must be a directory or a non-empty list of directories")
+    for path in paths:
+        _path(path)
+    return value
+
+
+def _path(value: Any) -> Any:
+    if isinstance(value, str) and _IN_NO_PATH.search(value):
+        raise PydanticCustomError(
+            "path", "it must be a path, which has no NUL and no half of a surrogate pair; take that character out"
+        )
     return value
 
 
@@ -82,6 +95,7 @@ Lanes = Annotated[int, BeforeValidator(number), Field(ge=1, le=64)]
 Fraction = Annotated[float, BeforeValidator(number), Field(ge=0, allow_inf_nan=False)]
 PositiveFloat = Annotated[float, BeforeValidator(number), Field(gt=0, allow_inf_nan=False)]
 NonEmptyStr = Annotated[StrictStr, Field(min_length=1)]
+FilePath = Annotated[NonEmptyStr, BeforeValidator(_path)]
 
 
 class Block(BaseModel):
@@ -121,8 +135,8 @@ class SsdConfig(Block):
 class ReportConfig(Block):
     """``report``: where and how often the report is written."""
 
-    path: NonEmptyStr | None = None
-    trace_path: NonEmptyStr | None = None
+    path: FilePath | None = None
+    trace_path: FilePath | None = None
     every_steps: Count = 0
 
 
