@@ -49,6 +49,8 @@ PREFETCH_FRACTION_OF_STAGING = 0.5
 MIN_STAGING_BYTES, MAX_STAGING_BYTES = 256 << 20, 1 << 30
 STAGING_FRACTION = 1 / 16
 
+_IN_NO_PATH = re.compile(r"[\0\ud800-\udfff]")
+
 PlacementMode = Literal["adaptive", "nvme", "host", "keep"]
 BackendName = Literal["aio", "gds", "kvikio", "posix"]
 Integrity = Literal["off", "sampled", "full"]
@@ -99,6 +101,16 @@ def _path_or_paths(value: Any) -> Any:
     paths = value if isinstance(value, list) else [value]
     if not paths or not all(isinstance(path, str) and path.strip() for path in paths):
         raise PydanticCustomError("paths", "it must be a directory or a non-empty list of directories")
+    for path in paths:
+        _path(path)
+    return value
+
+
+def _path(value: Any) -> Any:
+    if isinstance(value, str) and _IN_NO_PATH.search(value):
+        raise PydanticCustomError(
+            "path", "it must be a path, which has no NUL and no half of a surrogate pair; take that character out"
+        )
     return value
 
 
@@ -108,6 +120,7 @@ Lanes = Annotated[int, BeforeValidator(number), Field(ge=1, le=64)]
 Fraction = Annotated[float, BeforeValidator(number), Field(ge=0, allow_inf_nan=False), AfterValidator(_not_per_cent)]
 PositiveFloat = Annotated[float, BeforeValidator(number), Field(gt=0, allow_inf_nan=False)]
 NonEmptyStr = Annotated[StrictStr, Field(min_length=1)]
+FilePath = Annotated[NonEmptyStr, BeforeValidator(_path)]
 
 
 class Block(BaseModel):
@@ -147,8 +160,8 @@ class SsdConfig(Block):
 class ReportConfig(Block):
     """``report``: where and how often the report is written."""
 
-    path: NonEmptyStr | None = None
-    trace_path: NonEmptyStr | None = None
+    path: FilePath | None = None
+    trace_path: FilePath | None = None
     every_steps: Count = 0
 
 

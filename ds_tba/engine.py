@@ -1,8 +1,9 @@
 """The only module that knows ``DeepSpeedEngine``: finds the block, builds the offloader, hooks the class.
 
 DeepSpeed has no plugin mechanism, so methods of the class are wrapped: ``__init__`` always (to look up one key of the
-config); ``forward``, ``step`` and ``destroy`` once there is an engine whose config has the block. Reading a config is
-wrapped too, to find the block where it does not belong. References are to ``deepspeed/runtime/engine.py`` of 0.19.8.
+config); ``forward``, ``step`` and ``destroy`` once there is an engine whose config has a block of ours, and what saves
+a model once one has that of the optimizer update. Reading a config is wrapped too, to find the block where it does not
+belong. References are to ``deepspeed/runtime/engine.py`` of 0.19.8.
 
 [Note: Pipelines] ``PipelineEngine`` (``deepspeed/runtime/pipe/engine.py``) calls the base class's ``forward`` for each
 micro-batch and never ``step``: its ``train_batch`` is one step, in which forwards and backwards of several
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import json
 import logging
 import os
@@ -44,6 +46,7 @@ from ds_tba.errors import ConfigError, IncompatibleError
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.update.config import UpdateConfig, parse_update_block
 from ds_tba.update.interleaved import InterleavedUpdate
+from ds_tba.update.zero3 import refuse_half_updated
 
 logger = logging.getLogger("ds_tba")
 
@@ -221,7 +224,7 @@ def _update_config(param_dict: Mapping[str, Any], ds_config: Any, *, trains: boo
 def _join(engine: Any, offloader: ActivationOffloader) -> None:
     """Tie an offloader to a built engine."""
     try:
-        _hook_methods(type(engine))
+        _hook_methods(type(engine), _AROUND)
         everyone = _agreement()
         offloader.watch(engine.module, _agreement_of_stage(engine) or everyone, everyone=everyone)
         engine.activation_offloader = offloader
@@ -257,9 +260,11 @@ def _join_update(engine: Any, config: UpdateConfig) -> None:
                 part.close()
         raise
     engine.interleaved_optimizer_update = update
-    _hook_methods(type(engine))
-    if update is not None and _rank() == 0:
-        logger.info(update.start_line())
+    _hook_methods(type(engine), _AROUND, _SAVING)
+    if update is not None:
+        update.agree(_agreement().all_reduce_max)
+        if _rank() == 0:
+            logger.info(update.start_line())
 
 
 def _mark_owned(module: torch.nn.Module, _inputs: Any) -> None:
@@ -267,10 +272,10 @@ def _mark_owned(module: torch.nn.Module, _inputs: Any) -> None:
         uncompiled(mark_owned, module)
 
 
-def _hook_methods(engine_class: type) -> None:
+def _hook_methods(engine_class: type, *tables: _Table) -> None:
     """Wrap the methods of DeepSpeed's engines once, on the classes that define them."""
-    for defining in engine_class.__mro__:
-        for name, around in _AROUND.get(defining.__name__, {}).items():
+    for defining, table in itertools.product(engine_class.__mro__, tables):
+        for name, around in table.get(defining.__name__, {}).items():
             original = getattr(defining, name)
             if not getattr(original, _HOOKED, False):
                 setattr(defining, name, _wrapped(original, around))
@@ -280,9 +285,9 @@ def _wrapped(original: Callable[..., Any], around: Callable[..., Any]) -> Callab
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         offloader = self.__dict__.get(ATTRIBUTE)
-        if around is _destroy:
-            return _destroy(offloader, functools.partial(original, self, *args, **kwargs), self)
-        if offloader is None:
+        if around in (_forward, _save):
+            refuse_half_updated(getattr(self, "optimizer", None))
+        if offloader is None and around is not _destroy:
             return original(self, *args, **kwargs)
         return around(offloader, functools.partial(original, self, *args, **kwargs), self)
 
@@ -320,6 +325,10 @@ def _step(offloader: ActivationOffloader, original: Callable[[], Any], engine: A
     return result
 
 
+def _save(offloader: ActivationOffloader, original: Callable[[], Any], engine: Any) -> Any:
+    return original()
+
+
 def _train_batch(offloader: ActivationOffloader, original: Callable[[], Any], engine: Any) -> Any:
     with offloader.interleaving():
         result = original()
@@ -346,9 +355,15 @@ def _collected(offloader: ActivationOffloader, original: Callable[[], Any], engi
 
 
 # By the class that defines the methods.
-_AROUND: Mapping[str, Mapping[str, Callable[..., Any]]] = {
+_Table = Mapping[str, Mapping[str, Callable[..., Any]]]
+_AROUND: _Table = {
     "DeepSpeedEngine": {"forward": _forward, "step": _step, "destroy": _destroy, "__del__": _collected},
     "PipelineEngine": {"train_batch": _train_batch},  # see [Note: Pipelines]
+}
+_SAVING: _Table = {
+    "DeepSpeedEngine": dict.fromkeys(
+        ("save_checkpoint", "save_16bit_model", "_zero3_consolidated_16bit_state_dict"), _save
+    )
 }
 
 

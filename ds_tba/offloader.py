@@ -40,7 +40,7 @@ from ds_tba.storage.base import Always
 from ds_tba.storage.finalizers import Closer, interrupts_us
 from ds_tba.storage.tiers import Tiers
 from ds_tba.telemetry.drive_health import write_limit_bytes_per_step
-from ds_tba.telemetry.report import LittleMoved, OffloadReport, checked_path, rank_path
+from ds_tba.telemetry.report import LittleMoved, OffloadReport, checked_path, rank_path, write_file
 from ds_tba.telemetry.stats import StoreStats
 
 logger = logging.getLogger(__name__)
@@ -459,7 +459,7 @@ def _write_trace(path: Path | None, trace: Trace) -> None:
     if path is None:
         return
     try:
-        path.write_text(trace.to_json() + "\n", encoding="utf-8")
+        write_file(path, trace.to_json() + "\n")
     except OSError as error:
         logger.warning("report.trace_path %s cannot be written: %s", path, error)
 

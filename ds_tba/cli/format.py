@@ -7,9 +7,11 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from ds_tba.errors import DsTbaError
+from ds_tba.telemetry.report import is_replaceable, write_file
 
 
 def count(text: str) -> int:
@@ -62,7 +64,8 @@ def show(command: str, make: Make, options: argparse.Namespace) -> int:
         return 2
     if options.json is not None:
         try:
-            options.json.write_text(json.dumps(found, indent=2))
+            write = write_file if is_replaceable(options.json) else Path.write_text  # to /dev/stdout, to a pipe
+            write(options.json, json.dumps(found, indent=2) + "\n")
         except OSError as error:
             sys.stderr.write(f"ds_tba {command}: --json {options.json} cannot be written: {error.strerror}\n")
             return 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -234,16 +235,43 @@ def checked_path(key: str, path: str | None, rank: int) -> Path | None:
     target = rank_path(path, rank)
     if target.is_dir():
         raise ConfigError(f"{key} {target} is a directory: name a file, for example {target / 'report.json'}.")
+    if not is_replaceable(target):
+        raise ConfigError(f"{key} {target} is a device, a pipe or a file of the system's: name a regular file.")
     if not os.access(target.parent, os.W_OK):
         raise ConfigError(f"{key} {target}: its directory is missing or not writable: create it first.")
     return target
 
 
+def is_replaceable(path: Path) -> bool:
+    """Whether :func:`write_file` may take the name: what is there, if anything, is a file or a symlink.
+
+    Names in ``/dev`` and ``/proc`` are the system's, also those that are symlinks, such as ``/dev/stdout``.
+    """
+    directory = path.parent.resolve()
+    is_of_system = directory == Path("/dev") or directory.is_relative_to("/proc")
+    return not is_of_system and (path.is_file() or path.is_symlink() or not path.exists())
+
+
+def write_file(path: Path, text: str) -> None:
+    """Put a file at ``path`` at once: a reader never sees half of it.
+
+    A symlink at ``path`` is replaced, not followed, and the name in between cannot be foreseen: in a directory that
+    others may write to, either could lead to a file that only this user may change.
+    """
+    unfinished = path.with_name(f".ds_tba_{secrets.token_hex(8)}.tmp")
+    fd = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    try:
+        with os.fdopen(fd, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(unfinished, path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+
+
 def write_json(path: Path, found: dict[str, Any]) -> None:
-    """Write a report to ``path`` atomically: a reader never sees half of it."""
-    unfinished = path.with_name(f".{path.name}.tmp")
-    unfinished.write_text(json.dumps(found, indent=2) + "\n")
-    os.replace(unfinished, path)
+    """:func:`write_file` of a report."""
+    write_file(path, json.dumps(found, indent=2) + "\n")
 
 
 def _step(plan: dict[str, Any]) -> str:

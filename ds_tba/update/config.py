@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, StrictBool, model_validator
 from pydantic_core import PydanticCustomError
 
-from ds_tba.config import UPDATE_BLOCK, Block, Bytes, Count, NonEmptyStr, block_of, number
+from ds_tba.config import UPDATE_BLOCK, Block, Bytes, Count, FilePath, block_of, number
 from ds_tba.errors import ConfigError
 
 BYTES_PER_ELEMENT = 4  # of master, moments and gradients
@@ -24,7 +24,7 @@ Share = Annotated[float, BeforeValidator(number), Field(ge=0, le=1, allow_inf_na
 class UpdateReportConfig(Block):
     """``report``: where and how often the report is written."""
 
-    path: NonEmptyStr | None = None
+    path: FilePath | None = None
     every_steps: Count = 0
 
 

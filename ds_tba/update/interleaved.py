@@ -8,6 +8,7 @@ import logging
 import os
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from ds_tba.device.accelerator import Accelerator
@@ -109,6 +110,14 @@ class InterleavedUpdate:
             device_gradient_bytes=self._kept_bytes,
             fallbacks=dict(counters.fallbacks),
         )
+
+    def agree(self, highest_of_ranks: Callable[[int], int]) -> None:
+        """Let all ranks refuse to go on where the update of one was interrupted.
+
+        Args:
+            highest_of_ranks: the highest number that any rank has; a collective of all of them, in host memory.
+        """
+        self._zero3.highest_of_ranks = highest_of_ranks
 
     def start_line(self) -> str:
         """The start-up line of the log."""

@@ -6,6 +6,12 @@ overflow, the gradients' norm and the loss scale, and then, for each sub-group i
 ``_release_sub_group``. Nothing in this loop is a collective, and every gradient is final before it. So the methods are
 overridden on the instance: all but the last call of the loop only note what is to be done, and the last does it, for
 all sub-groups at once. Outside of a step, and in steps that are left to DeepSpeed, the originals run.
+
+[Note: Interrupted updates] While the loop runs, the optimizer is marked as half updated, and so it stays if the loop
+does not end. Until a checkpoint is loaded with its optimizer states, :func:`refuse_half_updated` stops whoever would
+use or save the model; the overrides that refuse and that clear the mark stay until then, also after ``remove``. Ranks
+compare at the end of the loop, so that all are marked where one is: the others would wait for it in the next
+collective.
 """
 
 from __future__ import annotations
@@ -14,6 +20,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +33,7 @@ from ds_tba.update.formula import Hyper, Powers
 from ds_tba.update.host import SubGroup
 from ds_tba.update.overrides import Overrides
 
+HALF_UPDATED = "ds_tba_half_updated"
 CLASS_NAME = "DeepSpeedZeroOptimizer_Stage3"
 ADAM_NAME = "DeepSpeedCPUAdam"
 # What the loop of `step` calls, in order; what is optional changes nothing for the optimizers that are taken.
@@ -43,6 +51,23 @@ _PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "_reassign_or_swap_out_partitioned_parameters": ("sub_group_id",),
     "_release_sub_group": ("sub_group_id", "timer_names"),
 }
+
+
+def refuse_half_updated(zero: Any) -> None:
+    """Refuse to go on with a model of which only a part has taken a step. See [Note: Interrupted updates].
+
+    Args:
+        zero: the engine's ``optimizer``, of any kind.
+
+    Raises:
+        UpdateInterruptedError: an update was interrupted, on any rank, and no checkpoint was loaded since.
+    """
+    if getattr(zero, HALF_UPDATED, False):
+        raise UpdateInterruptedError(
+            "an optimizer update was interrupted, on this rank or another, so that some parameters have taken that "
+            "step and others have not: load a checkpoint with its optimizer states before going on, and save none of "
+            "this model."
+        )
 
 
 def refuse_unsupported(zero: Any) -> None:
@@ -184,6 +209,9 @@ class Zero3Update:
         run: does an update of all sub-groups.
         leave: called before a step that is left to DeepSpeed, with the reason and its words.
         done: called after each update, with the factor of each sub-group.
+
+    Attributes:
+        highest_of_ranks: the highest number that any rank has; called by all ranks, once in each step that updates.
     """
 
     def __init__(
@@ -200,24 +228,66 @@ class Zero3Update:
         self._reassign_by_deepspeed = zero._reassign_or_swap_out_partitioned_parameters
         self._factors: list[float] = []
         self._is_ours = False
-        # Moments of a model that an interrupted update has left half done; a checkpoint brings others.
-        self._half_updated: list[torch.Tensor] = []
+        self._is_in_loop = False
+        self._is_removed = False
+        self.highest_of_ranks: Callable[[int], int] = int
         self.powers = Powers(*zero.optimizer.defaults["betas"])
         self._overrides = Overrides(zero)
         self._overrides.put("unscale_and_clip_grads", self._unscale)
         self._overrides.put("_optimizer_step", self._optimizer_step)
         self._overrides.put("_reassign_or_swap_out_partitioned_parameters", self._reassign)
         self._overrides.put("_release_sub_group", self._release)
-        self._overrides.put("state_dict", self._state_dict)
+        self._guard = Overrides(zero)
+        self._guard.put("step", self._step)
+        self._guard.put("state_dict", self._state_dict)
+        self._guard.put("load_state_dict", self._load_state_dict)
 
     def remove(self) -> None:
-        """Give the methods back to DeepSpeed."""
+        """Give the methods back to DeepSpeed; those that guard a half updated model after the next load."""
+        self._is_removed = True
         self._overrides.remove()
+        if not getattr(self._zero, HALF_UPDATED, False):
+            self._guard.remove()
+
+    # ---- the guard: see [Note: Interrupted updates] -------------------------------------------------------------
+
+    def _step(self, stock: Callable[..., None], *args: Any, **more: Any) -> None:
+        refuse_half_updated(self._zero)
+        try:
+            stock(*args, **more)
+        except BaseException:
+            if self._is_in_loop:  # the others wait at its end
+                self._is_in_loop = False
+                for group in self._zero.optimizer.param_groups:
+                    group["params"] = []  # as between steps; DeepSpeed's own loop leaves one there, and no load works
+                with suppress(RuntimeError):  # ranks that are gone
+                    self.highest_of_ranks(1)
+            raise
+
+    def _state_dict(self, stock: Callable[..., Any], *args: Any, **more: Any) -> Any:
+        refuse_half_updated(self._zero)
+        return stock(*args, **more)
+
+    def _load_state_dict(
+        self,
+        stock: Callable[..., None],
+        state_dict_list: Any,
+        load_optimizer_states: bool = True,
+        *args: Any,
+        **more: Any,
+    ) -> None:
+        stock(state_dict_list, load_optimizer_states, *args, **more)
+        if load_optimizer_states:
+            setattr(self._zero, HALF_UPDATED, False)
+            if self._is_removed:
+                self._guard.remove()
 
     # ---- what the loop of `step` calls --------------------------------------------------------------------------
 
     def _unscale(self, stock: Callable[..., None], sub_group_id: int, total_norm: Any) -> None:
         if sub_group_id == 0:
+            setattr(self._zero, HALF_UPDATED, True)
+            self._is_in_loop = True
             self._begin()
         if not self._is_ours:
             stock(sub_group_id, total_norm)
@@ -246,34 +316,24 @@ class Zero3Update:
             stock(sub_group_id)
 
     def _release(self, stock: Callable[..., None], sub_group_id: int, timer_names: Any) -> None:
-        if self._is_ours and sub_group_id == len(self._zero.fp16_groups) - 1:
+        is_last = sub_group_id == len(self._zero.fp16_groups) - 1
+        if is_last and self._is_ours:
             self._is_ours = False
             self._update()
         stock(sub_group_id, timer_names)
-
-    def _state_dict(self, stock: Callable[..., Any], *args: Any, **more: Any) -> Any:
-        """For a checkpoint."""
-        self._refuse_half_updated()
-        return stock(*args, **more)
+        if is_last:
+            self._is_in_loop = False
+            setattr(self._zero, HALF_UPDATED, bool(self.highest_of_ranks(0)))
+            refuse_half_updated(self._zero)
 
     # ---- one update ---------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
         self._factors = []
-        self._refuse_half_updated()
         problem = self._problem_of_step()
         self._is_ours = problem is None
         if problem is not None:
             self._leave(*problem)
-
-    def _refuse_half_updated(self) -> None:
-        now = {id(state.get("exp_avg")) for state in self._zero.optimizer.state.values()}
-        if any(id(moment) in now for moment in self._half_updated):
-            raise UpdateInterruptedError(
-                "an earlier optimizer update was interrupted, so that some parameters have taken that step and others "
-                "have not: load a checkpoint with its optimizer states before training on, and save none of this model."
-            )
-        self._half_updated = []
 
     def _problem_of_step(self) -> tuple[str, str] | None:
         """Why this step is DeepSpeed's; None if it is ours."""
@@ -325,20 +385,13 @@ class Zero3Update:
 
     def _update(self) -> None:
         zero = self._zero
-        sub_groups: list[SubGroup] = []
-        try:
-            for number in range(len(zero.fp16_groups)):
-                sub_groups.append(self._sub_group(number))
-            self._run(sub_groups)
-            for number, sub_group in enumerate(sub_groups):
-                if sub_group.target is None:
-                    self._reassign_by_deepspeed(number)
-                else:
-                    zero._unflatten_partitioned_parameters(number)
-        except BaseException:
-            states = (zero.optimizer.state[master] for master in zero.fp32_partitioned_groups_flat)
-            self._half_updated = [state["exp_avg"] for state in states if "exp_avg" in state]
-            raise
+        sub_groups = [self._sub_group(number) for number in range(len(zero.fp16_groups))]
+        self._run(sub_groups)
+        for number, sub_group in enumerate(sub_groups):
+            if sub_group.target is None:
+                self._reassign_by_deepspeed(number)
+            else:
+                zero._unflatten_partitioned_parameters(number)
         self._done(self._factors)
 
 

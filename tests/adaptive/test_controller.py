@@ -419,9 +419,9 @@ def test_forwards_without_a_backward_are_said_once_and_tried_again_later(
     assert offloader.report().plans >= 1
 
 
-def test_a_trace_that_cannot_be_had_changes_no_rule(make: Make) -> None:
+def test_a_trace_that_cannot_be_had_changes_no_rule(make: Make, tmp_path: Path) -> None:
     ours = model()
-    offloader = make(ours, placement="nvme", report={"trace_path": "/dev/null"})
+    offloader = make(ours, placement="nvme", report={"trace_path": str(tmp_path / "trace.json")})
     for _ in range(8):
         with offloader.saving():
             first = ours(torch.randn(ROWS, WIDTH))
@@ -585,7 +585,11 @@ def test_a_planner_that_fails_does_not_end_the_training(make: Make, caplog: pyte
 @pytest.mark.parametrize("placement", ["adaptive", "nvme", "keep"])
 def test_a_trace_is_written_and_can_be_read(make: Make, tmp_path: Path, placement: str) -> None:
     path = tmp_path / "trace.json"
+    precious = tmp_path / "precious"
+    precious.write_text("of somebody else")
+    path.symlink_to(precious)
     check(make, placement=placement, report={"trace_path": str(path)})
+    assert precious.read_text() == "of somebody else" and not path.is_symlink()
     trace = Trace.from_json(path.read_text())
     assert [block.module for block in trace.blocks] == [f"blocks.{number}" for number in range(DEPTH)]
     assert trace.end_s > 0 and trace.optimizer_s > 0

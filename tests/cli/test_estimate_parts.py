@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +22,7 @@ from ds_tba.cli.estimate.hardware import GivenRates, OpClock, compute_of, drives
 from ds_tba.cli.estimate.kernels import Attention, attention_of, device_kernels
 from ds_tba.cli.estimate.subject import Subject, loss_of, read_training, recipe_of
 from ds_tba.cli.estimate.summary import breakdown_of, summarize
+from ds_tba.cli.format import show
 from ds_tba.config import OffloadConfig
 from ds_tba.errors import ConfigError, ModelError
 from ds_tba.planner.trace import OUTSIDE, BlockTrace, StorageTrace, Trace
@@ -426,3 +430,21 @@ def test_rates_have_their_source() -> None:
 def test_a_subject_is_put_into_training_mode() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout()).eval()
     assert Subject(model, ({"x": torch.ones(2)},)).to("meta", None).model.training
+
+
+# ---- the file of --json ---------------------------------------------------------------------------------------------
+
+
+def test_json_goes_to_pipes_but_not_through_symlinks(tmp_path: Path) -> None:
+    link, pipe, precious = tmp_path / "link", tmp_path / "pipe", tmp_path / "precious"
+    precious.write_text("of somebody else")
+    link.symlink_to(precious)
+    os.mkfifo(pipe)
+    read: list[str] = []
+    reader = threading.Thread(target=lambda: read.append(pipe.read_text()), daemon=True)
+    reader.start()
+    for path in (link, pipe, Path("/dev/null")):
+        assert show("estimate", lambda _: ([], {"a": 1}), Namespace(json=path)) == 0
+    reader.join(10.0)
+    assert json.loads(read[0]) == json.loads(link.read_text()) == {"a": 1}
+    assert precious.read_text() == "of somebody else" and Path("/dev/null").is_char_device()

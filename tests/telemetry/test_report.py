@@ -19,7 +19,7 @@ from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.errors import BackendUnavailableError, ConfigError, PathError
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.storage.backends import aio
-from ds_tba.telemetry.report import LittleMoved, rank_path
+from ds_tba.telemetry.report import LittleMoved, rank_path, write_file
 
 CONTRACT = {
     "backend", "steps", "packed_tensors", "offloaded_bytes", "written_bytes", "read_bytes", "forwarded_bytes",
@@ -152,6 +152,52 @@ def test_every_steps_logs_and_writes(tmp_path: Path, caplog: pytest.LogCaptureFi
 def test_one_file_per_rank() -> None:
     assert rank_path("/a/report.json", 0) == Path("/a/report.json")
     assert rank_path("/a/report.json", 3) == Path("/a/report.json.rank3")
+
+
+def test_a_report_is_not_written_through_symlinks_that_others_have_put_there(tmp_path: Path) -> None:
+    precious, shared = tmp_path / "precious", tmp_path / "shared"
+    precious.write_text("of somebody else")
+    shared.mkdir()
+    for name in ("report.json", ".report.json.tmp"):
+        (shared / name).symlink_to(precious)
+    offloader = make(tmp_path, report={"path": str(shared / "report.json")})
+    step(offloader)
+    offloader.close()
+    assert precious.read_text() == "of somebody else"
+    assert json.loads((shared / "report.json").read_text())["steps"] == 1
+    assert {path.name for path in shared.iterdir()} == {"report.json", ".report.json.tmp"}
+
+
+def test_a_file_is_written_at_once_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, seen = tmp_path / "report.json", []
+    replace = os.replace
+
+    def look(source: Path, target: Path) -> None:
+        seen.append(source.name)
+        if len(seen) == 3:
+            raise OSError("full")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", look)
+    before = os.umask(0o027)
+    try:
+        write_file(path, "one")
+        write_file(path, "two")
+        with pytest.raises(OSError, match="full"):
+            write_file(path, "three")
+    finally:
+        os.umask(before)
+    assert path.read_text() == "two" and path.stat().st_mode & 0o777 == 0o640
+    assert len(set(seen)) == 3 and [one.name for one in tmp_path.iterdir()] == ["report.json"]
+
+
+@pytest.mark.parametrize("key", ["path", "trace_path"])
+def test_devices_and_pipes_are_refused(tmp_path: Path, key: str) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in ("/dev/null", "/dev/stdout", "/dev/report.json", "/proc/self/fd/1", "/dev/fd/1", tmp_path / "pipe"):
+        with pytest.raises(ConfigError, match=rf"report\.{key} {path} is a device, a pipe or .*: name a regular file"):
+            make(tmp_path, report={key: str(path)})
+    assert Path("/dev/null").is_char_device() and (tmp_path / "pipe").is_fifo()
 
 
 def test_keys_for_plans_are_named_where_there_is_no_plan(tmp_path: Path) -> None:

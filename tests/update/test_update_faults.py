@@ -18,13 +18,38 @@ BF16 = {"bf16": {"enabled": True}}
 BLOCK = {**CHUNKS, "device_share": 0.5}
 
 
-@pytest.mark.parametrize("place", ["counting steps", "host", "device"])
+SAVES = ds_config(**BF16, zero_optimization={"stage3_gather_16bit_weights_on_model_save": True})
+
+
+def check_refusals(found: dict[str, Any]) -> None:
+    for then in ("at once", "without optimizer states", "closed"):
+        assert found[then].pop("files") == "", then
+        for way, said in found[then].items():
+            assert "load a checkpoint with its optimizer states" in said, f"{way}, {then}: {said}"
+    assert found["after a load"] == found["closed, after a load"] == found["uninterrupted"]
+    assert found["left behind"] == []
+
+
+@pytest.mark.parametrize("place", ["counting steps", "host", "device", "DeepSpeed's"])
 def test_after_an_interrupted_update_only_a_checkpoint_helps(place: str, tmp_path: Path) -> None:
-    (found,) = forked.run(programs.interrupted, ds_config(**BF16), tmp_path, block=BLOCK, place=place)
-    assert found["interrupted"] == "KeyboardInterrupt" and found["saved"] is False
-    for then in ("at once", "without optimizer states"):
-        assert "load a checkpoint with its optimizer states" in found[then], then
-    assert found["after a load"] == found["uninterrupted"]
+    (found,) = forked.run(programs.interrupted, SAVES, tmp_path / "run", block=BLOCK, place=place)
+    assert found["interrupted"] == "KeyboardInterrupt"
+    check_refusals(found)
+
+
+def test_where_one_rank_is_interrupted_all_refuse(tmp_path: Path) -> None:
+    found = forked.run(programs.interrupted, SAVES, tmp_path / "run", ranks=2, block=BLOCK, place="host")
+    assert [rank["interrupted"] for rank in found] == ["UpdateInterruptedError", "KeyboardInterrupt"]
+    for rank in found:
+        check_refusals(rank)
+
+
+def test_the_saving_methods_of_deepspeed_are_hooked_for_this_block_only(tmp_path: Path) -> None:
+    (found,) = forked.run(programs.hooked, ds_config(**BF16), tmp_path, block=BLOCK)
+    assert found["none"] == ["__init__"]
+    assert found["activations"] == ["__del__", "__init__", "destroy", "forward", "step"]
+    saving = {"_zero3_consolidated_16bit_state_dict", "save_16bit_model", "save_checkpoint"}
+    assert set(found["both"]) - set(found["activations"]) == saving
 
 
 def test_the_device_is_verified_in_the_first_update_in_which_it_computes(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,19 +40,42 @@ class _Interrupted:
         setattr(self._owner, self._name, self._original)
 
 
-def _problem(engine: Any) -> str:
-    try:
-        steps(engine, 1)
-    except UpdateInterruptedError as error:
-        return str(error)
-    return "none"
+def _refusals(engine: Any, folder: Path) -> dict[str, str]:
+    """What each way to use or save the model says; nothing may be in the folder afterwards."""
+
+    def evaluate() -> None:
+        engine.eval()
+        try:
+            with torch.no_grad():
+                engine(torch.zeros(4, 37, dtype=torch.bfloat16), True)
+        finally:
+            engine.train()
+
+    ways: dict[str, Callable[[], Any]] = {
+        "forward": lambda: steps(engine, 1),
+        "evaluation": evaluate,
+        "step": engine.step,
+        "save_checkpoint": lambda: engine.save_checkpoint(str(folder), tag="half"),
+        "save_16bit_model": lambda: engine.save_16bit_model(str(folder)),
+        "consolidated": engine._zero3_consolidated_16bit_state_dict,
+        "optimizer's state_dict": engine.optimizer.state_dict,
+    }
+    found = {}
+    for way, call in ways.items():
+        try:
+            call()
+            found[way] = "done"
+        except UpdateInterruptedError as error:
+            found[way] = str(error)
+    return found | {"files": ", ".join(path.name for path in folder.glob("*"))}
 
 
 def interrupted(config: dict[str, Any], *, block: dict[str, Any], place: str) -> dict[str, Any]:
-    """An interrupted update, and attempts to go on."""
+    """An update that is interrupted on the last rank, and attempts to go on."""
     engine = build({**config, BLOCK: block}, "decay")
+    last = torch.distributed.get_world_size() - 1
     steps(engine, 1)
-    checkpoint = str(Path.cwd() / "checkpoint")
+    checkpoint, folder = str(Path.cwd().parent / "checkpoint"), Path.cwd().parent / "half"
     engine.save_checkpoint(checkpoint, tag="1")
     found: dict[str, Any] = {"uninterrupted": steps(engine, 2)}
     engine.load_checkpoint(checkpoint, tag="1")
@@ -59,22 +83,47 @@ def interrupted(config: dict[str, Any], *, block: dict[str, Any], place: str) ->
         "counting steps": (Zero3Update, "_sub_group", 2),
         "host": (HostAdam, "update", 7),
         "device": (updater, "update_", 1),
+        "DeepSpeed's": (type(engine.optimizer.optimizer), "step", 2),
     }[place]
+    see = register_optimizer_step_post_hook(lambda *_: None) if place == "DeepSpeed's" else None
+    try:
+        if torch.distributed.get_rank() == last:
+            with _Interrupted(owner, name, call):
+                steps(engine, 1)
+        else:
+            steps(engine, 1)
+    except (KeyboardInterrupt, UpdateInterruptedError) as error:
+        found["interrupted"] = type(error).__name__
+    if see is not None:
+        see.remove()
+    found["at once"] = _refusals(engine, folder)
+    engine.load_checkpoint(checkpoint, tag="1", load_optimizer_states=False)
+    found["without optimizer states"] = _refusals(engine, folder)
+    engine.load_checkpoint(checkpoint, tag="1")
+    found["after a load"] = steps(engine, 2)
     try:
         with _Interrupted(owner, name, call):
             steps(engine, 1)
     except KeyboardInterrupt:
-        found["interrupted"] = "KeyboardInterrupt"
-    found["at once"] = _problem(engine)
-    try:
-        engine.save_checkpoint(checkpoint, tag="half")
-    except UpdateInterruptedError:
-        found["saved"] = False
-    engine.load_checkpoint(checkpoint, tag="1", load_optimizer_states=False)
-    found["without optimizer states"] = _problem(engine)
+        engine.interleaved_optimizer_update.close()
+    found["closed"] = _refusals(engine, folder)
     engine.load_checkpoint(checkpoint, tag="1")
-    found["after a load"] = steps(engine, 2)
+    found["closed, after a load"] = steps(engine, 2)
+    found["left behind"] = sorted({"step", "state_dict", "load_state_dict"} & set(vars(engine.optimizer)))
     engine.destroy()
+    return found
+
+
+def hooked(config: dict[str, Any], *, block: dict[str, Any]) -> dict[str, Any]:
+    """The methods of DeepSpeed's engine that are hooked with no block, with that of activations, and with both."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    found = {}
+    activations = {"activation_nvme_offload": {"placement": "keep"}}
+    for name, blocks in {"none": {}, "activations": activations, "both": {**activations, BLOCK: block}}.items():
+        engine = build({**config, **blocks})
+        engine.destroy()
+        found[name] = sorted(key for key, one in vars(DeepSpeedEngine).items() if hasattr(one, "_ds_tba_hooked"))
     return found
 
 
