@@ -17,6 +17,7 @@
     ├── UpdateInterruptedError (RuntimeError)    an optimizer update was not finished: the model is half updated
     ├── ActivationModifiedError (RuntimeError)   a saved tensor was modified in place, as autograd itself reports
     ├── RecomputationError (RuntimeError)        a block's forward saved other tensors when it ran again
+    ├── RematerializationError (RuntimeError)    a tensor made again is no longer what forward has made
     └── StateError (RuntimeError)                an illegal state transition: a bug in ds_tba, or use after close
 """
 
@@ -90,6 +91,13 @@ class ActivationModifiedError(DsTbaError, RuntimeError):
 
 class RecomputationError(DsTbaError, RuntimeError):
     """A block's forward, run again in backward, did not save the tensors that it saved the first time."""
+
+
+class RematerializationError(DsTbaError, RuntimeError):
+    """A tensor made again was equal to that of forward in an earlier step, and is not in this one.
+
+    Gradients since that earlier step may have been computed from wrong values.
+    """
 
 
 class StateError(DsTbaError, RuntimeError):

@@ -27,6 +27,7 @@ from ds_tba.adaptive.rates import Rates
 from ds_tba.autograd.blocks import Blocks, find_blocks
 from ds_tba.autograd.budget import MemoryMeter
 from ds_tba.autograd.cache import TensorCache
+from ds_tba.autograd.discovery import RunningModule
 from ds_tba.autograd.sites import Sites, open_sites
 from ds_tba.autograd.tensors import mark_inputs
 from ds_tba.config import BLOCK, AioConfig, OffloadConfig, with_staging
@@ -267,9 +268,9 @@ class ActivationOffloader:
             wait_for_staging=config.placement == "nvme",
             accelerator=None if is_host else accelerator,
         )
-        sites = open_sites(config, self.cache.records, accelerator)
-        self.cache.rematerialize(sites)
-        self._reporter = Reporter(config, rank, report_path, self._tiers, self.cache, sites, started_at)
+        self._sites = open_sites(config, self.cache.records, accelerator)
+        self.cache.rematerialize(self._sites)
+        self._reporter = Reporter(config, rank, report_path, self._tiers, self.cache, self._sites, started_at)
         self._closer = Closer(self._close)
         atexit.register(self.close)
 
@@ -293,6 +294,8 @@ class ActivationOffloader:
             ConfigError: ``blocks`` names a module that the model lacks, or a rank cannot measure its drives.
         """
         config, tiers = self.config, self._tiers
+        if self._sites is not None:
+            self._sites.running_module = RunningModule({id(module): path for path, module in model.named_modules()}).path
         plans = config.placement == "adaptive"
         trace_path = rank_path(config.report.trace_path, self._process.rank) if config.report.trace_path else None
         if self._controller is not None or not (plans or trace_path):
@@ -345,7 +348,7 @@ class ActivationOffloader:
         if self._process.is_forked():
             return nullcontext()
         self._reporter.refresh()
-        if self.cache.records.sites is not None:
+        if self._sites is not None:
             mark_inputs(inputs)
         return self.cache.saving() if self._controller is None else self._controller.saving()
 
@@ -369,6 +372,8 @@ class ActivationOffloader:
         if self._process.is_forked():
             return
         self._reporter.steps += 1
+        if self._sites is not None:
+            self._sites.step = self._reporter.steps + 1
         if self._controller is not None:
             self._controller.end_step()
         self._reporter.step_peak_bytes = self.cache.stats.resident.lap() if self._controller is None else 0

@@ -145,8 +145,8 @@ class Controller:
         around = None if recorder is None else recorder.around
         lead = self._policy.prefetch_distance if isinstance(self._policy, ByPlan) else ()
         listening = nullcontext() if self._blocks is None else self._blocks.listening()
-        proves = recorder is not None
-        with self._cache.saving(self._policy, around, lead, continues=continues, proves=proves), listening:
+        is_recorded = recorder is not None
+        with self._cache.saving(self._policy, around, lead, continues=continues, is_recorded=is_recorded), listening:
             yield
 
     @contextmanager

@@ -14,7 +14,6 @@ takes none off: which module runs is read from the call stack, when a storage is
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,17 +21,16 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import nn
 
+from ds_tba.autograd.discovery import RunningModule
 from ds_tba.autograd.saved import (
     Hooks,
     ObservedCache,
-    Origin,
     PassedThrough,
+    Place,
     ResidencyGuard,
     SavedCounted,
     SavedView,
-    Site,
     StorageKey,
 )
 from ds_tba.autograd.tensors import Eligibility
@@ -56,7 +54,7 @@ class _Storage:
     packed: int
     left: int | None  # by forward: freed where it was moved (None: not yet), else saved for the last time
     is_movable: bool
-    site: Site | None = None  # where it could be made again, from ``sources``
+    place: Place | None = None  # that could make it again, from ``sources``
     sources: tuple[int, ...] = ()
     passes: list[int] = field(default_factory=list)
     unpacked: int | None = None
@@ -225,7 +223,7 @@ class MicroStepRecord:
             used_s,
             max(used_s, freed_s),
             found.is_movable,
-            None if found.site is None else found.site.seconds,
+            None if found.place is None else found.place.seconds,
             found.sources,
         )
 
@@ -263,34 +261,10 @@ class _Watch:
         self._report(self._index)
 
 
-class _RunningModule:
-    """The path of the module that runs; see [Note: Guards].
-
-    Args:
-        paths: for each module (by ``id``) its path in the model.
-    """
-
-    _CALL = nn.Module._wrapped_call_impl.__code__
-
-    def __init__(self, paths: dict[int, str]) -> None:
-        self._paths = paths
-
-    @property
-    def path(self) -> str:
-        """Of the innermost module of the model that the caller's thread runs; empty outside of all."""
-        frame = inspect.currentframe()
-        while frame is not None:
-            path = self._paths.get(id(frame.f_locals["self"])) if frame.f_code is self._CALL else None
-            if path is not None:
-                return path
-            frame = frame.f_back
-        return ""
-
-
 class _StorageIndex:
     """Finds the index of a storage in a record, and adds those that are new."""
 
-    def __init__(self, record: MicroStepRecord, module: _RunningModule) -> None:
+    def __init__(self, record: MicroStepRecord, module: RunningModule) -> None:
         self._record = record
         self._module = module
         self._by_key: dict[StorageKey, int] = {}
@@ -303,9 +277,9 @@ class _StorageIndex:
             index = self._by_key[key] = self._add(key.nbytes, is_movable)
         return index
 
-    def sources_of(self, origin: Origin) -> tuple[int, ...]:
-        """The indices of the storages that another is made of."""
-        found = (self._by_key.get(record.key) for record in origin.records())
+    def of_all(self, keys: Sequence[StorageKey]) -> tuple[int, ...]:
+        """The indices of storages, as far as they have one."""
+        found = (self._by_key.get(key) for key in keys)
         return tuple(sorted({index for index in found if index is not None}))
 
     def of_small(self, held: SavedCounted, scope: _Scope) -> int:
@@ -321,7 +295,7 @@ class _StorageIndex:
 
     def _add(self, nbytes: int, is_movable: bool) -> int:
         storages, now = self._record.storages, len(self._record.pauses)
-        storages.append(_Storage(nbytes, self._module.path, now, now, is_movable))
+        storages.append(_Storage(nbytes, self._module.path(), now, now, is_movable))
         return len(storages) - 1
 
 
@@ -353,7 +327,7 @@ class Recorder:
         self._unpack: Callable[[Any], torch.Tensor]
         self._clock = clock
         self._is_synchronous = is_synchronous
-        self._module = _RunningModule(paths)
+        self._module = RunningModule(paths)
         self._index = _StorageIndex(self.record, self._module)
         self._depth = 0
 
@@ -445,11 +419,10 @@ class Recorder:
         else:
             index = self._index.of(held.record.key, self._cache.eligibility_of(tensor) is Eligibility.ELIGIBLE)
             scope.members[index] = None
-            origin = held.record.trial
-            if origin is not None and self.record.storages[index].site is None:
-                # Not the origin itself: it holds its operands.
-                self.record.storages[index].site = origin.site
-                self.record.storages[index].sources = self._index.sources_of(origin)
+            origin = held.record.origin
+            if origin is not None and self.record.storages[index].place is None:
+                self.record.storages[index].place = origin.place
+                self.record.storages[index].sources = self._index.of_all(origin.sources)
         storage = self.record.storages[index]
         storage.left = len(self.record.pauses)
         if self._is_synchronous and isinstance(held, SavedView) and held.is_offloaded:

@@ -135,7 +135,7 @@ class Evictor:
             self._evict_kept(record, kept_at)
 
     def _evict_kept(self, record: SavedStorage, kept_at: Any) -> None:
-        views = [view for reference in record.kept_views if (view := reference()) is not None]
+        views = [view for reference in record.kept_views or () if (view := reference()) is not None]
         held = next((view.held for view in views if view.held is not None), None)
         if held is None:
             return
@@ -144,8 +144,8 @@ class Evictor:
             self._device.current_stream().wait_event(kept_at)
         if not self._offload(record, held):
             return
-        record.pending = sum(not view.is_unpacked for view in views)
-        record.kept_views.clear()
+        record.pending = sum(not (view.is_unpacked or view.is_lent) for view in views)
+        record.kept_views = None
         for view in views:
             view.let_go()
 
@@ -243,6 +243,7 @@ class Residency:
         self._largest_bytes = 0  # of the storages that were moved
         self._recomputed_bytes = 0
         self._evictable: dict[SavedStorage, Any] = {}  # oldest first, with the event of the stream that makes the bytes
+        self._early: dict[SavedStorage, None] = {}  # oldest first: see add_early()
         self._ahead: dict[SavedStorage, None] = {}  # oldest first: what is being read ahead onto the device
 
     def add_kept(self, record: SavedStorage, storage: torch.UntypedStorage) -> None:
@@ -285,6 +286,31 @@ class Residency:
         if self.budget.is_set:
             self._evictable[record] = None
         return record.reloaded
+
+    def add_early(self, record: SavedStorage) -> None:
+        """A recipe has brought a storage back, which backward wants for itself later, or not at all.
+
+        It stays for that. But of those that no recipe wants any more, only as many as two operands of an op take: what
+        backward wants much later is brought back once more.
+        """
+        self._early[record] = None
+        excess_bytes = sum(one.nbytes for one in self._early) - 2 * self._largest_bytes
+        for one in list(self._early):
+            if excess_bytes <= 0:
+                return
+            if one is not record and not one.lent:
+                excess_bytes -= one.nbytes
+                self.evict(one)
+
+    def end_early(self) -> None:
+        """Hold none of them any longer: forward goes on, and backward is far."""
+        for record in list(self._early):
+            self.evict(record)
+
+    def end_kept(self, record: SavedStorage) -> None:
+        """A storage that was kept need not be: it can be made again."""
+        self._largest_bytes = max(self._largest_bytes, record.nbytes)
+        self._evictable.pop(record, None)
 
     def has_room(self, nbytes: int) -> bool:
         """Whether ``nbytes`` more fit the budget, once room was made for them."""
@@ -332,6 +358,7 @@ class Residency:
 
     def evict(self, record: SavedStorage) -> None:
         """Hold the bytes of a record no longer, if a store has them or takes them."""
+        self._early.pop(record, None)
         self._evictor.evict(record, self._evictable.pop(record, None))
         if record.state is RecordState.OFFLOADED:
             self._largest_bytes = max(self._largest_bytes, record.nbytes)
@@ -342,6 +369,7 @@ class Residency:
         if guard is not None:  # else the storage is freed, and the guard's finalizer has reported that
             self._gauge.add(-guard.leave())
         self.end_prefetch(record)
+        self._early.pop(record, None)
         self._evictable.pop(record, None)
 
     def prefetch(self, record: SavedStorage) -> bool:

@@ -76,7 +76,7 @@ class TensorCache:
         lead: Sequence[int] = (),
         *,
         continues: bool = False,
-        proves: bool = False,
+        is_recorded: bool = False,
     ) -> Iterator[None]:
         """A forward: what autograd saves inside goes through the cache.
 
@@ -85,12 +85,13 @@ class TensorCache:
             around: makes the hooks that autograd calls from ours, which they call.
             lead: see ``Plan.prefetch_distance``.
             continues: the forward belongs to the micro-step of the last one; see [Note: Micro-steps].
-            proves: nothing is rematerialized, and what could be is made again in backward all the same, and compared.
+            is_recorded: the micro-step is being recorded.
         """
         if not torch.is_grad_enabled():
             yield
             return
         if self.records.sites is not None:
+            self.records.keep_cheaper()
             self.records.sites.begin_forward()
         with self._lock:
             self._finalizers.act()
@@ -99,7 +100,7 @@ class TensorCache:
                 step = MicroStep()
                 self.stats.micro_steps += 1
             step.begin_forward(lead)
-            self.records.forward = Forward(step, policy or self._default_policy, proves)
+            self.records.forward = Forward(step, policy or self._default_policy, is_recorded)
         hooks: Hooks = (self.pack, partial(self.records.unpack, step))
         try:
             with uncompiled_hooks(*(hooks if around is None else around(hooks))):
@@ -158,10 +159,16 @@ class TensorCache:
             return self.records.forward.micro_step.expects_forward
 
     def end_micro_step(self) -> None:
-        """The micro-step is over, whatever is still saved: the next forward begins another."""
+        """The micro-step is over, whatever is still saved: the next forward begins another.
+
+        Raises:
+            RematerializationError: what was made again in earlier steps is no longer what forward makes.
+        """
         with self._lock:
             self._finalizers.act()
             self.records.forward.micro_step = MicroStep()
+        self.records.read_comparisons(wait=True)
+        self.records.keep_cheaper()
         self._finalizers.act_if_free()
 
     def settle(self) -> None:

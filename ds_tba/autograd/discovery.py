@@ -20,6 +20,7 @@ shallow copy shares the hooks, which compare the module that is called.
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -35,6 +36,29 @@ from ds_tba.errors import ConfigError
 # Containers that nobody calls, and those that hold layers.
 _UNCALLED = (nn.ModuleList, nn.ModuleDict)
 _CONTAINERS = (*_UNCALLED, nn.Sequential)
+
+
+class RunningModule:
+    """Which module of a model runs, read from the call stack: no module has a hook for that.
+
+    Args:
+        paths: for each module (by ``id``) its path in the model.
+    """
+
+    _CALL = nn.Module._wrapped_call_impl.__code__
+
+    def __init__(self, paths: dict[int, str]) -> None:
+        self._paths = paths
+
+    def path(self) -> str:
+        """Of the innermost module of the model that the caller's thread runs; empty outside of all."""
+        frame = inspect.currentframe()
+        while frame is not None:
+            path = self._paths.get(id(frame.f_locals["self"])) if frame.f_code is self._CALL else None
+            if path is not None:
+                return path
+            frame = frame.f_back
+        return ""
 
 
 def repeated_layers(model: nn.Module) -> dict[str, nn.Module]:

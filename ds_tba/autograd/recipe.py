@@ -5,18 +5,25 @@ Knows graph nodes, rules and the objects that autograd holds; does not know wher
 [Note: Operands] A node's saved operands are the objects that our pack hook returned for them: they are looked up, never
 unpacked, and no hook of the user is called. An operand that the node does not hold may have been saved by another node:
 each saved view is noted at the node that made it, in the node's ``metadata``, and lives no longer for that. Else it is
-made again in turn, up to a bound of ops and of bytes. A recipe holds views of its own of what it needs, not the nodes:
-another backward may free the buffers of a node.
+made again in turn, within a bound of steps and of bytes; a node that is wanted twice is one step. A recipe holds views
+of its own of what it needs, not the nodes: another backward may free the buffers of a node.
 
-[Note: What is derived] The output of an op, whole and dense, untouched since. The graph sees changes in place by their
-version; those behind its back are seen by the comparison in ``sites.py`` only. Operands that may change or go without
-autograd's knowledge are refused: the inputs of the model, which a data loader may refill, and parameters that ZeRO-3
-partitions.
+[Note: What is refused] The output of an op is made again only where it is whole, dense and untouched since, and where
+all that it is made of is under autograd's eye until backward. So no operand is a parameter, a buffer of a module or an
+input of the model, whose owners change them without a version: ZeRO's optimizer in ``engine.step()``, a data loader.
+No graph of an earlier forward is entered: what was changed in between, it does not tell. What the graph cannot tell
+even of this forward, a change through ``tensor.data`` say, only the comparisons in ``sites.py`` see.
+
+[Note: Order of elements] The vector loop of a CPU's kernel and the scalar loop behind it may round differently, so the
+last bits of an element may depend on its place in memory. Steps get their operands in the strides of forward, and give
+their results in the same, but for copies and casts: the graph does not tell into which memory format. Behind one of
+those only such ops are made again whose results are rounded once, wherever an element lies.
 """
 
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,16 +35,7 @@ from torch.nn import functional
 
 from ds_tba.autograd.rules import PASSING, RULES, Operand, Output, Rule, constant, is_passing
 from ds_tba.autograd.saved import Keeper, PassedThrough, SavedCounted, SavedView
-from ds_tba.autograd.tensors import (
-    base_of,
-    gathered,
-    has_plain_storage,
-    is_input,
-    is_owned,
-    is_parameter,
-    is_partitioned,
-    may_be_released,
-)
+from ds_tba.autograd.tensors import base_of, has_plain_storage, is_input, is_owned, is_parameter
 
 MAX_OPS = 8
 # Bytes of the steps between, relative to the result's.
@@ -58,9 +56,9 @@ class NoRecipeError(Exception):
 
 
 def is_supported() -> bool:
-    """Whether this PyTorch shows what a node holds without unpacking it."""
+    """Whether this PyTorch shows what a node holds without unpacking it, and when a node was made."""
     saved: Any = getattr(torch._C._autograd, "SavedTensor", None)
-    return hasattr(saved, "data") and hasattr(saved, "unpack_hook")
+    return hasattr(saved, "data") and hasattr(saved, "unpack_hook") and hasattr(torch.autograd, "_get_sequence_nr")
 
 
 def note(tensor: torch.Tensor, held: SavedView | SavedCounted) -> None:
@@ -101,82 +99,115 @@ def _is_rms_norm(node: Any) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class Step:
     """An op and its operands.
 
     Attributes:
-        operands: objects that hold tensors, constants of the op, other recipes; None for an operand that is left out.
+        operands: numbers of earlier steps, objects that hold tensors, constants of the op; None for an operand that is
+            left out.
         constants: numbers of the op.
     """
 
     rule: Rule
-    operands: tuple[Held | torch.Tensor | Recipe | None, ...]
+    operands: tuple[int | Held | torch.Tensor | None, ...]
     constants: tuple[Any, ...]
     output: Output
 
-    def make(self) -> torch.Tensor:
+    @property
+    def nbytes(self) -> int:
+        """That it takes; a view takes none."""
+        return 0 if self.rule.is_view else self.output.shape.numel() * self.output.dtype.itemsize
+
+    def run(self, operands: list[torch.Tensor | None]) -> torch.Tensor:
         """The output.
+
+        Raises:
+            NoRecipeError: it has another shape or dtype than in forward, as that of an op in place may have.
+        """
+        made = self.rule.make(*operands, *self.constants, self.output)
+        if made.shape != self.output.shape or made.dtype != self.output.dtype:
+            raise NoRecipeError("made again it has another shape or dtype")
+        return made
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """The steps that make a storage again, each behind those it needs; the last gives the storage itself."""
+
+    steps: tuple[Step, ...]
+
+    @property
+    def rule(self) -> Rule:
+        """Of the last step."""
+        return self.steps[-1].rule
+
+    def restored(self) -> dict[int, torch.Tensor]:
+        """The tensors that are held for it, by the ``id`` of the object that holds each.
 
         Raises:
             ActivationModifiedError: an operand was modified in place after it was saved.
             ActivationLostError, ActivationCorruptionError: an operand cannot be read back.
         """
-        operands = [one if one is None or isinstance(one, torch.Tensor) else _tensor(one) for one in self.operands]
-        made = self.rule.make(*operands, *self.constants, self.output)
+        return {id(one): one.restore() for one in self.held()}
+
+    def make(self, restored: dict[int, torch.Tensor]) -> torch.Tensor:
+        """The output of the last step, from what :meth:`restored` returned.
+
+        Raises:
+            NoRecipeError: as :meth:`Step.run`.
+        """
+        last_use = {one: place for place, step in enumerate(self.steps) for one in step.operands if type(one) is int}
+        made: dict[int, torch.Tensor] = {}
+        for place, step in enumerate(self.steps):
+            operands = [
+                made[one]
+                if isinstance(one, int)
+                else one
+                if one is None or isinstance(one, torch.Tensor)
+                else restored[id(one)]
+                for one in step.operands
+            ]
+            made[place] = step.run(operands)
+            for one in [one for one in made if last_use.get(one, len(self.steps)) <= place]:
+                del made[one]
+        result = made[len(self.steps) - 1]
         taken = {one.untyped_storage().data_ptr() for one in operands if one is not None}
-        return made if self.rule.is_view or made.untyped_storage().data_ptr() not in taken else made.clone()
+        return result.clone() if result.untyped_storage().data_ptr() in taken else result
 
     def held(self) -> Iterator[Held]:
-        """What it needs, of its own steps and of those between."""
-        for one in self.operands:
-            if isinstance(one, Recipe):
-                yield from one.held()
-            elif isinstance(one, Held):
-                yield one
-
-    def steps(self) -> Iterator[Recipe]:
-        """The steps between, the last first."""
-        for one in self.operands:
-            if isinstance(one, Recipe):
-                yield one
-                yield from one.steps()
+        """What it needs, each once."""
+        seen: set[int] = set()
+        for step in self.steps:
+            for one in step.operands:
+                if isinstance(one, Held) and id(one) not in seen:
+                    seen.add(id(one))
+                    yield one
 
     def bound(self, share: Callable[[SavedView], SavedView]) -> Recipe:
         """The same with views of its own."""
-        operands = tuple(
-            one.bound(share) if isinstance(one, Recipe) else share(one) if isinstance(one, SavedView) else one
-            for one in self.operands
+        own = {id(one): share(one) for one in self.held() if isinstance(one, SavedView)}
+        return Recipe(
+            tuple(
+                Step(step.rule, tuple(own.get(id(one), one) for one in step.operands), step.constants, step.output)
+                for step in self.steps
+            )
         )
-        return Recipe(self.rule, operands, self.constants, self.output)
 
     def signature(self) -> tuple[Any, ...]:
         """Equal for equal work: the ops, the constants, and of all tensors dtype, shape and stride."""
-        return (
-            self.rule.make,
-            self.output,
-            self.constants,
-            *(one.signature() if isinstance(one, Recipe) else _look(one) for one in self.operands),
+        return tuple(
+            (step.rule.make, step.output, step.constants, *(_look(one) for one in step.operands)) for step in self.steps
         )
 
     @property
     def between_bytes(self) -> int:
-        """Of the steps between, all together."""
-        return sum(_nbytes(one.output) for one in self.steps() if not one.rule.is_view)
-
-    @property
-    def depth(self) -> int:
-        """How many recipes lie behind each other, with this one."""
-        behind = [one.record.recipe for one in self.held() if isinstance(one, SavedView)]
-        return 1 + max((one.depth for one in behind if one is not None), default=0)
+        """Of the steps before the last, all together."""
+        return sum(step.nbytes for step in self.steps[:-1])
 
 
-def _tensor(one: Held | Recipe) -> torch.Tensor:
-    return one.make() if isinstance(one, Recipe) else one.restore()
-
-
-def _look(one: Held | torch.Tensor | None) -> Any:
-    if one is None:
-        return None
+def _look(one: int | Held | torch.Tensor | None) -> Any:
+    if one is None or isinstance(one, int):
+        return one
     if isinstance(one, torch.Tensor):  # a number, in host memory
         return one.item(), one.dtype
     if isinstance(one, SavedView):
@@ -185,39 +216,33 @@ def _look(one: Held | torch.Tensor | None) -> Any:
     return one.held.dtype, one.held.shape, one.held.stride(), type(one).__name__
 
 
-def _nbytes(output: Output) -> int:
-    return output.shape.numel() * output.dtype.itemsize
-
-
 class Finder:
     """Finds recipes.
 
     Args:
         cache: whose saved views may be operands.
         exclude: ops that no recipe may have.
-        may_be_released: whether a parameter may be gone when backward wants it.
     """
 
-    def __init__(
-        self,
-        cache: Keeper,
-        exclude: frozenset[str] = frozenset(),
-        may_be_released: Callable[[torch.Tensor], bool] = may_be_released,
-    ) -> None:
-        self._cache = cache
-        self._may_be_released = may_be_released
-        self._rules = {name: rule for name, rule in RULES.items() if rule.op not in exclude}
-        self._names = PASSING | {name for name, rule in self._rules.items() if rule.operands and not rule.is_view}
-        self._parameters: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+    def __init__(self, cache: Keeper, exclude: frozenset[str] = frozenset()) -> None:
+        self.cache = cache
+        self.rules = {name: rule for name, rule in RULES.items() if rule.op not in exclude}
+        self._names = PASSING | {name for name, rule in self.rules.items() if rule.operands and not rule.is_view}
+        self.begin_forward()
 
     def begin_forward(self) -> None:
-        """Note the versions of the parameters that no op saves, and that recipes have had as operands."""
-        alive = [parameter for held, _ in list(self._parameters.values()) if (parameter := held()) is not None]
-        self._parameters = {id(one): (weakref.ref(one), one._version) for one in alive}
+        """From here on nodes are of this forward; see [Note: What is refused]."""
+        self._thread = threading.get_ident()  # each thread counts its nodes itself
+        counter = getattr(torch.autograd, "_get_sequence_nr", None)
+        self._first_node: int = 0 if counter is None else counter()
 
     def may_find(self, node: Any) -> bool:
         """Whether there is a rule for what a node has made."""
         return type(node).__name__ in self._names
+
+    def is_of_this_forward(self, node: Any) -> bool:
+        """Whether a node was made since :meth:`begin_forward`."""
+        return bool(node._sequence_nr() >= self._first_node)
 
     def find(self, tensor: torch.Tensor) -> Recipe | None:
         """The recipe of the storage of a tensor that is being saved; None where no rule is for the op that made it.
@@ -227,33 +252,62 @@ class Finder:
         """
         made = base_of(tensor)
         node, number = _made_by(made)
-        rule = None if node is None else self._rules.get(type(node).__name__)
+        rule = None if node is None else self.rules.get(type(node).__name__)
         if rule is None or rule.is_view or not rule.operands or number:
             return None
+        if threading.get_ident() != self._thread:
+            raise NoRecipeError("saved in another thread than that of the forward")
         if made._version or made.storage_offset() or made.untyped_storage().nbytes() != made.numel() * made.itemsize:
             raise NoRecipeError("changed in place, or a part of its storage")
-        recipe = self._recipe(node, rule, 0, MAX_OPS)
-        if sum(1 for _ in recipe.steps()) >= MAX_OPS or recipe.between_bytes > MAX_BETWEEN_FACTOR * _nbytes(
-            recipe.output
-        ):
+        search = _Search(self)
+        search.add(node, rule, 0)
+        recipe = Recipe(tuple(search.steps))
+        if recipe.between_bytes > MAX_BETWEEN_FACTOR * recipe.steps[-1].nbytes:
             raise NoRecipeError("too many steps")
-        if recipe.depth > MAX_DEPTH:
-            raise NoRecipeError("too many recipes behind each other")
         return recipe
 
-    def _recipe(self, node: Any, rule: Rule, number: int, ops: int) -> Recipe:
-        if ops < 1:
+
+class _Search:
+    """The steps of one recipe, as they are found.
+
+    Attributes:
+        steps: each behind those it needs.
+    """
+
+    def __init__(self, finder: Finder) -> None:
+        self.steps: list[Step] = []
+        self._finder = finder
+        self._entered = 0
+        self._found: dict[tuple[int, int], tuple[Any, int]] = {}  # with the node, so that its id stays its own
+        self._is_copied: list[bool] = []  # of each step: whether its strides may be others than in forward
+
+    def add(self, node: Any, rule: Rule, number: int) -> int:
+        """The number of the step that makes the output of a node; the same for the same output."""
+        known = self._found.get((id(node), number))
+        if known is not None:
+            return known[1]
+        self._entered += 1  # before those it needs: what is too large is not looked at to its end
+        if self._entered > MAX_OPS:
             raise NoRecipeError("too many steps")
-        operands = [self._operand(node, one, ops - 1) for one in rule.operands]  # first: most are refused here
+        if not self._finder.is_of_this_forward(node):
+            raise NoRecipeError("made in an earlier forward")
+        operands = [self._operand(node, one) for one in rule.operands]
         if rule.listed:
             operands += [self._held(saved) for saved in getattr(node, f"_raw_saved_{rule.listed}")]
         constants = tuple([constant(node, name) for name in rule.constants])
+        is_copied = any(self._is_copied[one] for one in operands if isinstance(one, int))
+        if is_copied and not rule.is_rounded_once(constants):
+            raise NoRecipeError("behind a copy that may have another order of elements")
         if rule.needs_epsilon:
             constants += (_epsilon(node),)
         metadata = node._input_metadata[number]
-        return Recipe(rule, tuple(operands), constants, Output(torch.Size(metadata.shape), metadata.dtype, number))
+        output = Output(torch.Size(metadata.shape), metadata.dtype, number)
+        self.steps.append(Step(rule, tuple(operands), constants, output))
+        self._is_copied.append(is_copied or rule.is_copy)
+        self._found[id(node), number] = node, len(self.steps) - 1
+        return len(self.steps) - 1
 
-    def _operand(self, node: Any, operand: Operand, ops: int) -> Held | torch.Tensor | Recipe | None:
+    def _operand(self, node: Any, operand: Operand) -> int | Held | torch.Tensor | None:
         if operand.attribute:
             found = self._attribute(node, operand.attribute)
             if found is not None:
@@ -263,11 +317,14 @@ class Finder:
             if operand.is_optional:
                 return None
             raise NoRecipeError(UNSAVED)
-        return self._output(made_by, number, ops)
+        return self._output(made_by, number)
 
-    def _output(self, node: Any, number: int, ops: int) -> Held | torch.Tensor | Recipe:
+    def _output(self, node: Any, number: int) -> int | Held | torch.Tensor:
         """The output of a node, for another one that has it as input."""
-        noted = node.metadata.get((_NOTE, number))
+        if type(node).__name__ == "AccumulateGrad":
+            is_parameter = isinstance(node.variable, torch.nn.Parameter)
+            raise NoRecipeError("a parameter" if is_parameter else "an input of the model")
+        noted = node.metadata.get((_NOTE, number)) if self._finder.is_of_this_forward(node) else None
         view = None if noted is None else noted()
         if view is not None:
             return self._usable(view)
@@ -275,31 +332,17 @@ class Finder:
             passed, number = node.next_functions[0]
             if passed is None:
                 raise NoRecipeError(UNSAVED)
-            return self._output(passed, number, ops)
-        if type(node).__name__ == "AccumulateGrad":
-            variable = node.variable
-            if not isinstance(variable, torch.nn.Parameter):
-                raise NoRecipeError("an input of the model")
-            self._check_unmodified(variable)
-            return self._usable(PassedThrough(variable))
-        rule = self._rules.get(type(node).__name__)
+            return self._output(passed, number)
+        rule = self._finder.rules.get(type(node).__name__)
         if rule is None or (number and not rule.is_view):
             raise NoRecipeError(UNSAVED)
-        if rule.result:
+        if rule.result and self._finder.is_of_this_forward(node):
             found = self._attribute(node, rule.result)
             if found is not None:
                 return found
         if not rule.operands:
             raise NoRecipeError(UNSAVED)
-        return self._recipe(node, rule, number, ops)
-
-    def _check_unmodified(self, parameter: torch.Tensor) -> None:
-        """An op took it that has not saved it: which version that was is known of the begin of this forward only."""
-        held, version = self._parameters.get(id(parameter), (None, 0))
-        if held is None or held() is not parameter:
-            self._parameters[id(parameter)] = (weakref.ref(parameter), parameter._version)
-        elif parameter._version != version:
-            raise NoRecipeError("an operand was changed in place")
+        return self.add(node, rule, number)
 
     def _attribute(self, node: Any, name: str) -> Held | torch.Tensor | None:
         """What a node holds; None where it holds nothing."""
@@ -320,22 +363,24 @@ class Finder:
         return self._usable(held)
 
     def _usable(self, held: Held) -> Held:
-        if not held.is_of(self._cache):
+        if not held.is_of(self._finder.cache):
             raise NoRecipeError("saved by hooks of another engine")
         if not held.is_unmodified:
             raise NoRecipeError("an operand was changed in place")
         tensor = held.held
         if tensor is None:
             return held
-        if not has_plain_storage(tensor.data if isinstance(tensor, torch.nn.Parameter) else tensor):
+        if is_parameter(tensor):
+            raise NoRecipeError("a parameter")
+        if not has_plain_storage(tensor):
             raise NoRecipeError("an operand that is not dense")
-        if isinstance(held, PassedThrough) and tensor.dim() and not (is_parameter(tensor) or is_owned(tensor)):
+        if is_owned(tensor):
+            raise NoRecipeError("a parameter or buffer of a module")
+        if isinstance(held, PassedThrough) and tensor.dim():
             raise NoRecipeError("an operand that is not on the device")
-        if self._may_be_released(tensor):
-            raise NoRecipeError("a parameter that ZeRO-3 partitions")
         if is_input(tensor):
             raise NoRecipeError("an input of the model")
-        return PassedThrough(gathered(tensor)) if is_partitioned(tensor) else held
+        return held
 
 
 def _made_by(tensor: torch.Tensor) -> tuple[Any, int]:

@@ -18,6 +18,12 @@ because every allocation inside a critical section may start the garbage collect
 takes it twice; it defers itself (``ds_tba/storage/finalizers.py``). Whoever takes the lock acts on deferred finalizers
 first, so that their memory is free, and after letting go of it acts on those that found the lock taken.
 
+[Note: Made again] What can be made again is compared before its bytes are let go of (``sites.py``). A device answers
+late; until then the record keeps its bytes, beside ``MAX_UNREAD_BYTES`` of others at most: then the host waits for the
+oldest. An operand that a recipe brings back before backward wants it for itself stays for that, as long as the recipe
+lives, and as long as there are few. What a graph that outlives backward still needs, and no operand is wanted for
+anything else, is made once and kept, where that takes less than its operands do.
+
 [Note: Order of locks] The cache's lock is taken before a store's, never after: stores do not know the cache. But a
 finalizer may run inside a store's critical section, take the cache's lock if that is free, and give a ticket back. So
 ``Store.release`` waits for no lock, and defers itself in turn.
@@ -27,7 +33,11 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -35,7 +45,9 @@ from ds_tba.autograd.budget import Residency, Transfers
 from ds_tba.autograd.prefetch import MicroStep, Phase
 from ds_tba.autograd.saved import (
     NO_INDEX,
+    Comparison,
     Finalized,
+    Makeable,
     Origin,
     PassedThrough,
     RecordState,
@@ -51,10 +63,13 @@ from ds_tba.autograd.saved import (
 )
 from ds_tba.autograd.tensors import has_plain_storage, keep_originals
 from ds_tba.device.accelerator import Accelerator
-from ds_tba.errors import StateError
+from ds_tba.errors import ActivationModifiedError, StateError, StorageError
 from ds_tba.storage.base import Choice, Policy, Ticket
 from ds_tba.storage.finalizers import DeferredFinalizers
 from ds_tba.telemetry.stats import CacheStats
+
+# Of storages whose comparison a device has not answered yet.
+MAX_UNREAD_BYTES = 256 << 20
 
 
 @dataclass(eq=False)
@@ -62,14 +77,27 @@ class Forward:
     """The forward under way, or the last one.
 
     Attributes:
-        proves: see :meth:`TensorCache.saving`.
+        is_recorded: see :meth:`TensorCache.saving`.
         by_key: records of the storages saved in it; those of earlier forwards are found no more, but live on.
     """
 
     micro_step: MicroStep[SavedStorage]
     policy: Policy
-    proves: bool = False
+    is_recorded: bool = False
     by_key: dict[StorageKey, SavedStorage] = field(default_factory=dict)
+
+
+class _Proof(NamedTuple):
+    """What is known of how a storage that is being saved can be made again.
+
+    Attributes:
+        recipe: with views of its own; None where the storage is to be saved.
+        comparison: that must be read before it need not be saved; None where that is certain.
+    """
+
+    found: Makeable
+    recipe: Origin | None = None
+    comparison: Comparison | None = None
 
 
 class Records:
@@ -97,22 +125,37 @@ class Records:
         self._transfers = transfers
         self._empties: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
         self._originals = keep_originals()
+        # With the record that waits for the answer; without, where the place was proven before.
+        self._unread: deque[tuple[SavedStorage | None, Origin, Comparison]] = deque()
+        self._absent: dict[SavedStorage, None] = {}  # not saved, to be made again
 
     def save(self, tensor: torch.Tensor) -> SavedView:
-        """The object to hold in place of an eligible tensor."""
-        key, origin = StorageKey.of(tensor), None
-        if self.sites is not None and key not in self.forward.by_key:
-            origin = self.sites.origin(tensor)
+        """The object to hold in place of an eligible tensor.
+
+        Raises:
+            RematerializationError: what was made again in earlier steps is no longer what forward makes.
+        """
+        key, proof = StorageKey.of(tensor), None
         with self.lock:
             self.finalizers.act()
-            record = self._record(tensor, key, origin)
+            forward = self.forward
+            choice, record = forward.policy.choose(key, key.nbytes), forward.by_key.get(key)
+        if record is None and self.sites is not None:
+            self.read_comparisons()
+            proof = self._prove(self.sites, tensor, key, choice)  # without the lock: operands are loaded on their own
+        with self.lock:
+            record = forward.by_key.get(key)
+            if record is None:
+                record = self._add(forward, tensor, key, choice, proof)
+            elif record.state is not RecordState.KEPT:
+                self._stats.deduplicated_bytes += nbytes_of(tensor)
             offloaded = record.state is not RecordState.KEPT
             record.views += 1
             record.pending += offloaded
         self.finalizers.act_if_free()
         view = SavedView(self, record, tensor, offloaded=offloaded)
         # Without the lock: a view that is not listed yet keeps its bytes, even if the record is evicted meanwhile.
-        if not offloaded and self.residency.budget.is_set:
+        if not offloaded and record.kept_views is not None:
             record.kept_views.append(weakref.ref(view))
         if self.sites is not None:
             self.sites.note(tensor, view)
@@ -130,8 +173,6 @@ class Records:
         """
         tensor = held.restore()  # first of all: backward waits for this read, and for no read ahead
         self._originals.add(tensor, tensor is held.held)
-        if isinstance(held, SavedView) and held.record.trial is not None:
-            self._try(held, tensor)
         if micro_step.phase is Phase.WAITING:
             with self.lock:
                 self.finalizers.act()
@@ -139,19 +180,24 @@ class Records:
             self.finalizers.act_if_free()
         return tensor
 
-    # ---- for the objects that autograd holds --------------------------------------------------------------------
+    def load(self, record: SavedStorage, *, first_time: bool, is_lent: bool) -> torch.Tensor:
+        """The bytes of a record on its device (uint8, 1-D), for the calling thread's current stream.
 
-    def load(self, record: SavedStorage, *, first_time: bool) -> torch.Tensor:
-        """The bytes of a record on its device (uint8, 1-D), for the calling thread's current stream."""
+        Args:
+            first_time: autograd asks for them through a view that it has not unpacked before.
+            is_lent: a recipe asks for them.
+        """
         data = None
         while data is None:
             # Without the lock: the operands are loaded on their own.
             made = self._make(record) if record.recipe is not None and record.reloaded is None else None
-            data = self._load(record, made, first_time=first_time)
+            data = self._load(record, made, first_time=first_time, is_lent=is_lent)
         self.finalizers.act_if_free()
         return data
 
-    def _load(self, record: SavedStorage, made: torch.Tensor | None, *, first_time: bool) -> torch.Tensor | None:
+    def _load(
+        self, record: SavedStorage, made: torch.Tensor | None, *, first_time: bool, is_lent: bool
+    ) -> torch.Tensor | None:
         """As :meth:`load`; None where the bytes are to be made first, as they were evicted meanwhile."""
         with self.lock:
             self.finalizers.act()
@@ -162,45 +208,135 @@ class Records:
             unmodified(data, reloaded.version)
             if first_time:
                 record.pending -= 1
+            if is_lent:
+                self.residency.add_early(record)
             self._evict_if_unpacked(record)  # the record lets go of the memory, and the caller's ``data`` holds it
             record.micro_step.read_ahead(self.learned_order, self.residency.prefetch, after=record.index)
         return data
+
+    # ---- made again ---------------------------------------------------------------------------------------------
 
     def _make(self, record: SavedStorage) -> torch.Tensor:
         """Make the bytes of a record again."""
         recipe = record.recipe
         if recipe is None or self.sites is None:
             raise StateError("there is no recipe; this is a bug in ds_tba")
-        nbytes = record.nbytes + recipe.scratch_bytes
         with self.lock:
             self.finalizers.act()
-            taken_bytes = self.residency.take_scratch(nbytes)
+            taken_bytes = self.residency.take_scratch(record.nbytes + recipe.scratch_bytes)
         try:
-            return self.sites.make(recipe)
+            with self._as_one_move():
+                return self.sites.make(recipe)
         finally:
             with self.lock:
                 self.residency.give_scratch(taken_bytes)
 
-    def _try(self, held: SavedView, tensor: torch.Tensor) -> None:
-        """Make the bytes of a record again, which were saved, and compare; ``tensor`` was unpacked."""
-        record = held.record
+    def _prove(self, sites: Rematerialization, tensor: torch.Tensor, key: StorageKey, choice: Choice) -> _Proof | None:
+        """Whether the storage of a tensor can be made again, by a comparison where one is due."""
+        origin = sites.origin(tensor)
+        if origin is None:
+            return None
+        found = _Proof(Makeable(origin.place, origin.depth, origin.sources))
+        was_proven = origin.place.is_proven
+        # Operands that were moved are brought back only for a place that comes again: lengths may not.
+        if not choice.rematerialize or not (was_proven or origin.place.visits > 1 or _are_in_memory(origin)):
+            return found
         with self.lock:
             self.finalizers.act()
-            trial, record.trial = record.trial, None
-            if trial is None or self.sites is None:
-                return
-            nbytes = 2 * record.nbytes + trial.scratch_bytes
-            # Its operands count whether they are in memory or not: room for one may be made by evicting another.
-            operand_bytes = sum(one.nbytes for one in set(trial.records()))
-            if not self.residency.has_room(nbytes + operand_bytes):
-                return
-            taken_bytes = self.residency.take_scratch(nbytes)
+            origin = origin.bound(self._share)
+        if not origin.place.is_due:
+            return found._replace(recipe=origin)
+        comparison = self._compare(sites, origin, tensor, key.nbytes)
+        if comparison is None:  # refused, or no room to compare
+            return found._replace(recipe=origin) if was_proven and origin.place.is_proven else found
+        if comparison.is_done:
+            return found._replace(recipe=origin) if sites.read(comparison) else found
+        if was_proven:
+            self._unread.append((None, origin, comparison))
+            comparison = None
+        return found._replace(recipe=origin, comparison=comparison)
+
+    def _compare(
+        self, sites: Rematerialization, origin: Origin, tensor: torch.Tensor, nbytes: int
+    ) -> Comparison | None:
+        needed_bytes = 2 * nbytes + origin.scratch_bytes
+        with self.lock:
+            self.finalizers.act()
+            if not self.residency.has_room(needed_bytes):
+                return None
+            taken_bytes = self.residency.take_scratch(needed_bytes)
         try:
-            with self._transfers.as_one_move():
-                self.sites.compare(trial, tensor, held.spec.storage_offset)
+            with self._as_one_move():
+                return sites.compare(origin, tensor)
         finally:
             with self.lock:
                 self.residency.give_scratch(taken_bytes)
+                self.residency.end_early()
+
+    @contextmanager
+    def _as_one_move(self) -> Iterator[None]:
+        """While a micro-step is recorded: what making takes is not a part of its hooks' time."""
+        if not self.forward.is_recorded:
+            yield
+            return
+        with self._transfers.as_one_move():
+            yield
+
+    def read_comparisons(self, *, wait: bool = False) -> None:
+        """Let go of the bytes of what a device has found equal by now.
+
+        Args:
+            wait: for all of them.
+
+        Raises:
+            RematerializationError: what was made again in earlier steps is no longer what forward makes.
+        """
+        while self._unread and self.sites is not None:
+            if not (wait or self._unread[0][2].is_done or self._unread_bytes() > MAX_UNREAD_BYTES):
+                return
+            record, recipe, comparison = self._unread.popleft()
+            is_equal = self.sites.read(comparison)
+            if record is not None:
+                with self.lock:
+                    self.finalizers.act()
+                    self._answer(record, recipe, is_equal=is_equal)
+
+    def _unread_bytes(self) -> int:
+        return sum(record.nbytes for record, _, _ in self._unread if record is not None)
+
+    def _answer(self, record: SavedStorage, recipe: Origin, *, is_equal: bool) -> None:
+        """What was kept until its comparison was read need not be, or goes where it would have gone."""
+        if record.state is not RecordState.KEPT or record.kept_views is None:
+            return  # nobody wants it any more, or the budget had it moved
+        if not is_equal:
+            self.residency.evict(record)
+            return
+        views = [view for reference in record.kept_views if (view := reference()) is not None]
+        record.move(RecordState.ABSENT)
+        self._leave_out(record, recipe)
+        self.residency.end_kept(record)
+        record.pending = sum(not (view.is_unpacked or view.is_lent) for view in views)
+        for view in views:
+            view.let_go()
+
+    def keep_cheaper(self) -> None:
+        """Make what takes less than operands that nobody else wants any more, and keep it; see [Note: Made again]."""
+        with self.lock:
+            self.finalizers.act()
+            records = [record for record in self._absent if record.state is RecordState.ABSENT and _costs_more(record)]
+        for record in records:
+            try:
+                data = self._make(record)
+            except (ActivationModifiedError, StorageError):  # raised again where backward wants it
+                continue
+            with self.lock:
+                if record.state is RecordState.ABSENT:
+                    self.residency.add_made(record, data)
+                    record.move(RecordState.FORWARDED)
+                    record.recipe = None
+                    del self._absent[record]
+
+    # ---- for the objects that autograd holds --------------------------------------------------------------------
 
     def count_kept(self, tensor: torch.Tensor, nbytes: int, reason: str) -> ResidencyGuard:
         """Count a tensor that is kept, without a record, as ``nbytes`` of its storage."""
@@ -226,32 +362,36 @@ class Records:
 
     # ---- under the lock -----------------------------------------------------------------------------------------
 
-    def _record(self, tensor: torch.Tensor, key: StorageKey, origin: Origin | None) -> SavedStorage:
-        """The record of a tensor's storage at its present version, made and offloaded at first sight."""
-        forward = self.forward
-        choice = forward.policy.choose(key, key.nbytes)
-        record = forward.by_key.get(key)
-        if record is not None:
-            if record.state is not RecordState.KEPT:
-                self._stats.deduplicated_bytes += nbytes_of(tensor)
-            return record
+    def _add(
+        self, forward: Forward, tensor: torch.Tensor, key: StorageKey, choice: Choice, proof: _Proof | None
+    ) -> SavedStorage:
+        """The record of a storage at its present version, which goes where it was proven and chosen to go."""
         self.residency.make_room(key.nbytes)
         record = SavedStorage(key, forward.micro_step)
-        is_proven = origin is not None and origin.site.is_proven
-        if origin is not None and is_proven and choice.rematerialize and not forward.proves:
-            record.recipe = origin.bound(self._share)
+        if proof is not None:
+            record.origin = proof.found
+        if proof is None or proof.recipe is None:
+            self._place(record, tensor, choice)
+        elif proof.comparison is None:
             record.state = RecordState.ABSENT
-            self._stats.rematerialized_bytes += record.nbytes
+            self._leave_out(record, proof.recipe)
             self.residency.add_moved(record, tensor.untyped_storage())
         else:
-            if origin is not None and (forward.proves or not is_proven):
-                record.trial = origin.bound(self._share)
-            self._place(record, tensor, choice)
+            record.kept_views = []
+            self.residency.add_kept(record, tensor.untyped_storage())
+            self._unread.append((record, proof.recipe, proof.comparison))
         forward.by_key[key] = record
         self.live += 1
         record.micro_step.saved += 1
         self._stats.saved.enter(key.storage, record.nbytes)
         return record
+
+    def _leave_out(self, record: SavedStorage, recipe: Origin) -> None:
+        """The bytes of a record are not saved."""
+        record.recipe = recipe
+        record.kept_views = None
+        self._absent[record] = None
+        self._stats.rematerialized_bytes += record.nbytes
 
     def _place(self, record: SavedStorage, tensor: torch.Tensor, choice: Choice) -> None:
         """Have a store take a storage, or keep it."""
@@ -263,21 +403,22 @@ class Records:
             self.residency.add_moved(record, tensor.untyped_storage())
         else:
             self._stats.kept_bytes[taken] += record.nbytes
+            record.kept_views = [] if self.residency.budget.is_set else None
             self.residency.add_kept(record, tensor.untyped_storage())
 
     def _share(self, view: SavedView) -> SavedView:
         """One more view of the same bytes, for a recipe."""
         twin, record = view.twin(), view.record
         record.views += 1
-        record.pending += twin.is_offloaded
-        if not twin.is_offloaded and self.residency.budget.is_set:
+        record.lent += 1
+        if not twin.is_offloaded and record.kept_views is not None:
             record.kept_views.append(weakref.ref(twin))
         return twin
 
     def _reload(self, record: SavedStorage, made: torch.Tensor | None) -> Reloaded | None:
         if record.recipe is not None:
             return None if made is None else self.residency.add_made(record, made)
-        if record.index != NO_INDEX:
+        if record.index != NO_INDEX and record.micro_step.phase is not Phase.FORWARD:
             record.micro_step.add_use(record.index)
         return self.residency.reload(record)
 
@@ -294,9 +435,10 @@ class Records:
             self._stats.saved.leave(finalized.stamp)
             self._stats.resident.add(-finalized.leave())
             return
-        gone, was_pending = finalized
+        gone, was_lent, was_pending = finalized
         gone.views -= 1
-        gone.pending -= was_pending
+        gone.lent -= was_lent
+        gone.pending -= was_pending and not was_lent
         if gone.views == 0:
             self._forget(gone)
         else:
@@ -305,7 +447,8 @@ class Records:
     def _forget(self, record: SavedStorage) -> None:
         self.residency.remove(record)
         record.move(RecordState.DROPPED)
-        record.reloaded = record.recipe = record.trial = None
+        record.reloaded = record.recipe = record.origin = None
+        self._absent.pop(record, None)
         self._stats.saved.leave(record.key.storage)
         self.live -= 1
         if self.forward.by_key.get(record.key) is record:
@@ -315,3 +458,23 @@ class Records:
         record.micro_step.saved -= 1
         if record.index != NO_INDEX:
             self.learned_order = record.micro_step.remove(record.index) or self.learned_order
+
+
+def _are_in_memory(origin: Origin) -> bool:
+    """Whether nothing must be brought back to make a storage."""
+    return all(
+        one.reloaded is not None or (one.ticket is None and (one.recipe is None or _are_in_memory(one.recipe)))
+        for one in origin.records()
+    )
+
+
+def _costs_more(record: SavedStorage) -> bool:
+    """Whether what only recipes hold for a record takes more than the record itself."""
+    only_lent = {one for one in _sources(record) if one.views == one.lent}
+    return sum(one.nbytes for one in only_lent) > record.nbytes
+
+
+def _sources(record: SavedStorage) -> Iterator[SavedStorage]:
+    """The storages with bytes of their own that a record is made of."""
+    for one in record.recipe.records() if record.recipe is not None else ():
+        yield from _sources(one) if one.recipe is not None else (one,)

@@ -59,7 +59,8 @@ class Rule:
         result: attribute under which the node may hold its own output.
         is_view: the output shares its operand's memory, so that it is a step between others only.
         listed: attribute under which the node holds a list of operands more.
-        needs_epsilon: the last constant is the ``eps`` of a norm; see ``sites.py``.
+        needs_epsilon: the last constant is the ``eps`` of a norm; see ``recipe.py``.
+        is_copy: the graph does not tell the strides of its output.
     """
 
     op: str
@@ -70,6 +71,17 @@ class Rule:
     is_view: bool = False
     listed: str = ""
     needs_epsilon: bool = False
+    is_copy: bool = False
+
+    def is_rounded_once(self, constants: tuple[Any, ...]) -> bool:
+        """Whether each element has the same bits wherever it lies in memory: no more than one operation rounds it."""
+        has_factor = self.op in ("add", "sub") and constants != (1,)  # which some loops fuse, and others do not
+        return self.is_view or (self.op in _ROUNDED_ONCE and not has_factor)
+
+
+_ROUNDED_ONCE = frozenset(
+    {"mul", "div", "add", "sub", "maximum", "minimum", "where", "relu", "abs", "neg", "index", "cast", "copy"}
+)
 
 
 def _rule(op: str, operands: str, make: Callable[..., Any], constants: str = "", result: str = "") -> Rule:
@@ -189,8 +201,8 @@ RULES: dict[str, Rule] = {
         "dropout", (Operand("", 0), Operand("result1", None)), _native_dropout, ("p",)
     ),
     "IndexBackward0": Rule("index", _ONE, _index, listed="indices"),
-    "ToCopyBackward0": Rule("cast", _ONE, lambda x, output: x.to(output.dtype)),
-    "CloneBackward0": Rule("copy", _ONE, lambda x, _: x.contiguous()),
+    "ToCopyBackward0": Rule("cast", _ONE, lambda x, output: x.to(output.dtype), is_copy=True),
+    "CloneBackward0": Rule("copy", _ONE, lambda x, _: x.contiguous(), is_copy=True),
     "UnsafeViewBackward0": Rule("copy", _ONE, lambda x, output: x.reshape(output.shape)),
     # What lies between: views, and ops that hold their own output.
     "ViewBackward0": _view(lambda x, output: x.reshape(output.shape)),

@@ -27,22 +27,28 @@ NO_INDEX = -1  # of a record that was not moved when it was saved
 class Keeper(Protocol):
     """The cache's records, as the objects that autograd holds know them."""
 
-    def load(self, record: SavedStorage, *, first_time: bool) -> torch.Tensor: ...
+    def load(self, record: SavedStorage, *, first_time: bool, is_lent: bool) -> torch.Tensor: ...
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor: ...
     def count_kept(self, tensor: torch.Tensor, nbytes: int, reason: str) -> ResidencyGuard: ...
     def defer(self, finalized: Finalized) -> None: ...
 
 
-class Site(Protocol):
+class Place(Protocol):
     """The place of the forward that makes a storage; see ``sites.py``.
 
     Attributes:
         is_proven: what was made equalled what had been saved, whenever they were compared.
+        is_due: they are to be compared now.
+        visits: how often a tensor was saved there.
         seconds: that the work takes, as measured; None unless it is proven.
     """
 
     @property
     def is_proven(self) -> bool: ...
+    @property
+    def is_due(self) -> bool: ...
+    @property
+    def visits(self) -> int: ...
     @property
     def seconds(self) -> float | None: ...
 
@@ -51,18 +57,28 @@ class Origin(Protocol):
     """How a storage is made again, as its record knows it; see ``sites.py``.
 
     Attributes:
-        depth: how many storages lie behind each other that are made again one from the other, with this one.
+        depth: how many storages lie behind each other that can be made one from the other, with this one.
         scratch_bytes: of what is made on the way, beside the storage itself.
+        sources: the saved storages that it is made of.
     """
 
     @property
-    def site(self) -> Site: ...
+    def place(self) -> Place: ...
     @property
     def depth(self) -> int: ...
     @property
     def scratch_bytes(self) -> int: ...
+    @property
+    def sources(self) -> tuple[StorageKey, ...]: ...
     def records(self) -> Iterator[SavedStorage]: ...
     def bound(self, share: Callable[[SavedView], SavedView]) -> Origin: ...
+
+
+class Comparison(Protocol):
+    """What a place makes, compared with what was saved; see ``sites.py``."""
+
+    @property
+    def is_done(self) -> bool: ...
 
 
 class Rematerialization(Protocol):
@@ -71,7 +87,8 @@ class Rematerialization(Protocol):
     def origin(self, tensor: torch.Tensor) -> Origin | None: ...
     def note(self, tensor: torch.Tensor, held: SavedView | SavedCounted) -> None: ...
     def make(self, origin: Any) -> torch.Tensor: ...
-    def compare(self, origin: Any, tensor: torch.Tensor, offset: int) -> None: ...
+    def compare(self, origin: Any, tensor: torch.Tensor) -> Comparison | None: ...
+    def read(self, comparison: Any) -> bool: ...
     def begin_forward(self) -> None: ...
 
 
@@ -96,9 +113,9 @@ class RecordState(Enum):
 
 _R = RecordState
 _MOVES: dict[RecordState, tuple[RecordState, ...]] = {
-    _R.KEPT: (_R.OFFLOADED, _R.DROPPED),
+    _R.KEPT: (_R.OFFLOADED, _R.ABSENT, _R.DROPPED),
     _R.ABSENT: (_R.MADE, _R.DROPPED),
-    _R.MADE: (_R.ABSENT, _R.DROPPED),
+    _R.MADE: (_R.ABSENT, _R.FORWARDED, _R.DROPPED),
     _R.OFFLOADED: (_R.RELOADED, _R.FORWARDED, _R.DROPPED),
     _R.RELOADED: (_R.OFFLOADED, _R.DROPPED),
     _R.FORWARDED: (_R.OFFLOADED, _R.DROPPED),
@@ -120,40 +137,50 @@ class StorageKey(NamedTuple):
         return cls(stamp_of(storage), lineage_of(tensor), tensor._version, storage.nbytes())
 
 
+class Makeable(NamedTuple):
+    """How a storage could be made again; holds nothing that it is made of. See :class:`Origin`."""
+
+    place: Place
+    depth: int
+    sources: tuple[StorageKey, ...]
+
+
 class SavedStorage(StateMachine):
     """One storage saved for backward. Changed only under the cache's lock.
 
     Attributes:
         reloaded: the bytes in device memory again, after they were in a store or made again.
+        origin: how it could be made again, if it can.
         recipe: how it is made again, where its bytes are not saved.
-        trial: the same, to be compared with the saved bytes in backward.
-        kept_views: views that hold the bytes; filled only where the cache may have to move them later.
+        kept_views: views that hold the bytes; None where the cache never has to let go of them.
         guard: lies on the storage that was saved, and counts its memory.
         index: in its micro-step.
         views: how many are alive.
-        pending: of those, how many have no bytes and were not unpacked yet.
+        lent: of those, how many belong to recipes, not to autograd.
+        pending: of autograd's, how many have no bytes and were not unpacked yet.
     """
 
     noun = "a saved storage"
     moves = _MOVES
 
     __slots__ = (
-        "guard", "index", "kept_views", "key", "micro_step", "pending", "recipe", "reloaded", "state", "ticket",
-        "trial", "views",
+        "guard", "index", "kept_views", "key", "lent", "micro_step", "origin", "pending", "recipe", "reloaded", "state",
+        "ticket", "views",
     )  # fmt: skip
 
     def __init__(self, key: StorageKey, micro_step: MicroStep[SavedStorage]) -> None:
         self.key = key
         self.state = RecordState.KEPT
         self.ticket: Ticket | None = None
+        self.origin: Makeable | None = None
         self.recipe: Origin | None = None
-        self.trial: Origin | None = None
         self.reloaded: Reloaded | None = None
-        self.kept_views: list[weakref.ref[SavedView]] = []
+        self.kept_views: list[weakref.ref[SavedView]] | None = None
         self.guard: weakref.ref[ResidencyGuard] | None = None
         self.micro_step = micro_step
         self.index = NO_INDEX
         self.views = 0
+        self.lent = 0
         self.pending = 0
 
     @property
@@ -244,14 +271,15 @@ class SavedView:
         held: the tensor, or an alias of it, while its bytes stay in memory; else None. Set to None under the cache's
             lock, and read without it.
         eps: see :class:`SavedCounted`.
+        is_lent: it belongs to a recipe.
     """
 
-    __slots__ = ("__weakref__", "_cache", "_spec", "_witness", "eps", "held", "is_unpacked", "record")
+    __slots__ = ("__weakref__", "_cache", "_spec", "_witness", "eps", "held", "is_lent", "is_unpacked", "record")
 
     def __init__(self, cache: Keeper, record: SavedStorage, tensor: torch.Tensor, *, offloaded: bool) -> None:
         self.held: torch.Tensor | None = None
         self.eps: tuple[Any] | None = None
-        self.is_unpacked = False
+        self.is_unpacked = self.is_lent = False
         self._cache = cache
         self.record = record
         if offloaded:
@@ -273,7 +301,8 @@ class SavedView:
             return unmodified(held, self.record.key.version)
         if self._witness.current != self._witness.version:
             raise _modified(self._spec.shape, self._spec.dtype, self._witness.version, self._witness.current)
-        data = self._cache.load(self.record, first_time=not self.is_unpacked)
+        first_time = not (self.is_unpacked or self.is_lent)
+        data = self._cache.load(self.record, first_time=first_time, is_lent=self.is_lent)
         self.is_unpacked = True
         return self._spec.rebuild(data)
 
@@ -296,9 +325,9 @@ class SavedView:
         return self._cache is cache
 
     def twin(self) -> SavedView:
-        """Another view of the same bytes, not unpacked yet. Called under the cache's lock, which counts it."""
+        """Another view of the same bytes, for a recipe. Called under the cache's lock, which counts it."""
         other = SavedView.__new__(SavedView)
-        other.held, other.eps, other.is_unpacked = self.held, self.eps, False
+        other.held, other.eps, other.is_unpacked, other.is_lent = self.held, self.eps, False, True
         other._cache, other.record = self._cache, self.record
         if other.held is None:
             other._spec, other._witness = self._spec, self._witness
@@ -314,7 +343,7 @@ class SavedView:
         self.held = None
 
     def __del__(self) -> None:
-        self._cache.defer((self.record, not self.is_unpacked and self.held is None))
+        self._cache.defer((self.record, self.is_lent, not self.is_unpacked and self.held is None))
 
 
 class ResidencyGuard:
@@ -368,9 +397,9 @@ class ResidencyGuard:
         self._cache.defer(self.take())
 
 
-Finalized = tuple[SavedStorage, bool] | ResidencyGuard | int
-"""Told by a finalizer: a view is gone, of this record, and whether it was pending; a tensor is gone that this guard
-counts; or so many bytes of device memory are free."""
+Finalized = tuple[SavedStorage, bool, bool] | ResidencyGuard | int
+"""Told by a finalizer: a view is gone, of this record, lent to a recipe or not, and else pending or not; or a
+tensor is gone that this guard counts; or so many bytes of device memory are free."""
 
 
 def nbytes_of(tensor: torch.Tensor) -> int:

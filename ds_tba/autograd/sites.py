@@ -1,13 +1,20 @@
 """Sites: where rematerialization is proven, bit for bit, before it is used, and how long it takes.
 
-Knows recipes and an accelerator; does not know plans.
+Knows recipes and an accelerator; does not know plans, nor where storages go.
 
-[Note: Proof] A site is a recipe with its dtypes, shapes and strides; in one forward it occurs in each layer, say. The
-n-th occurrence is not proven at first: its storage is saved as usual, and in backward, where it would be made again, it
-is made and compared with what was saved. If every bit is equal, the n-th occurrence is made again from the next forward
-on. Of equal elements (zeros, say) that proves nothing, and it is compared again. If one differs, raises, or had an
-operand changed in place before backward, none of the site is used any more. A device is not waited for: a comparison is
-read once it is done.
+[Note: Proof] A site is a recipe with its dtypes, shapes and strides. A place is where in a forward the work of a site
+is done, in one of many layers, say; places are told apart by the sites that came before them in the forward. When a
+tensor of a place that is not proven is saved, it is made from its operands, while forward has both, and every bit is
+compared. Only where none differs is the tensor not saved, in that very forward. If one differs, or making it raises,
+none of the site is used any more. Of equal elements (zeros, say) that proves nothing for the next time.
+
+[Note: Proof, again] What autograd does not record may begin at any time. So each place is compared again, in turn: at
+its second visit with a chance of one half, at its n-th of 1/n, and from ``PERIOD`` visits on once in so many. Where one
+that was equal differs, ``RematerializationError`` says since when gradients may be wrong. What begins and ends between
+two comparisons of a place is not seen.
+
+[Note: Late answers] A device is not waited for: a comparison is read once the device has done it. Until then the tensor
+is kept if its place is not proven (``records.py``).
 
 [Note: Kernels] Those of a CPU cut their work by the number of threads, and oneDNN has some of its own: the last bits
 may follow from that. So what was made by so many threads, and with oneDNN or without, is made again likewise.
@@ -16,7 +23,7 @@ may follow from that. So what was made by so many threads, and with oneDNN or wi
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -26,18 +33,21 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ds_tba.autograd.comparison import integers_of
-from ds_tba.autograd.recipe import UNSAVED, Finder, NoRecipeError, Recipe, is_supported, note
+from ds_tba.autograd.recipe import MAX_DEPTH, UNSAVED, Finder, NoRecipeError, Recipe, is_supported, note
 from ds_tba.autograd.rules import OPS
-from ds_tba.autograd.saved import Keeper, SavedCounted, SavedStorage, SavedView
+from ds_tba.autograd.saved import Keeper, SavedCounted, SavedStorage, SavedView, StorageKey
 from ds_tba.autograd.tensors import ViewSpec, base_of, storage_bytes
 from ds_tba.config import BLOCK, OffloadConfig
 from ds_tba.device.accelerator import Accelerator, moment
-from ds_tba.errors import ActivationModifiedError, ConfigError, StorageError
+from ds_tba.errors import ConfigError, RematerializationError, StorageError
 
 logger = logging.getLogger(__name__)
 
 MAX_SITES = 4096
-MAX_PLACES = 1 << 16
+MAX_PLACES = 1024  # of a site
+MAX_KINDS = 1 << 16
+# Visits of a place after which it is compared again at the latest.
+PERIOD = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -47,20 +57,22 @@ class Site:
     Attributes:
         op: the last of its ops.
         reason: why it is not used; empty where nothing speaks against it.
-        proven: the occurrences that were equal.
-        occurred: how often it has in this forward.
+        number: one of its own.
+        places: by what came before them.
+        forward: the last in which it was met.
     """
 
     op: str
     reason: str = ""
-    proven: set[int] = field(default_factory=set)
-    occurred: int = 0
+    number: int = 0
+    places: dict[int, Place] = field(default_factory=dict)
+    forward: int = 0
     _sum_s: float = 0.0
     _measured: int = 0
 
     @property
     def seconds(self) -> float:
-        """Of one making, as measured."""
+        """Mean measured seconds to make the storage."""
         return self._sum_s / max(1, self._measured)
 
     def add_time(self, seconds: float) -> None:
@@ -69,16 +81,30 @@ class Site:
         self._measured += 1
 
 
-class Occurrence(NamedTuple):
-    """One of the places of a forward that have the same site."""
+@dataclass(slots=True, eq=False)
+class Place:
+    """Where in a forward the work of a site is done; see [Note: Proof].
+
+    Attributes:
+        before: tells it apart: a hash of the sites before it, and its own.
+        visits: how often a tensor was saved here.
+        equal_in: the last step in which it was compared; None before the first.
+    """
 
     site: Site
-    number: int
+    before: int
+    visits: int = 0
+    equal_in: int | None = None
 
     @property
     def is_proven(self) -> bool:
-        """Whether its storage need not be saved."""
-        return not self.site.reason and self.number in self.site.proven
+        """Whether a comparison was equal, and nothing has spoken against the site since."""
+        return self.equal_in is not None and not self.site.reason
+
+    @property
+    def is_due(self) -> bool:
+        """Whether this visit is to be compared; see [Note: Proof, again]."""
+        return not self.is_proven or (self.before + self.visits) % min(PERIOD, max(1, self.visits)) == 0
 
     @property
     def seconds(self) -> float | None:
@@ -104,89 +130,91 @@ class Kernels(NamedTuple):
         torch._C._set_mkldnn_enabled(self.with_onednn)
 
 
-class Derivation(NamedTuple):
-    """How a saved storage is made again: the recipe, its site, and how the storage was laid out.
+class Origin(NamedTuple):
+    """How a saved storage is made again: the recipe, its place, and how the storage was laid out.
 
     Attributes:
         kernels: that made it.
+        depth: how many storages lie behind each other that can be made one from the other, with this one.
     """
 
     recipe: Recipe
-    site: Occurrence
+    place: Place
     spec: ViewSpec
     kernels: Kernels | None
-
-    @property
-    def depth(self) -> int:
-        """See ``Recipe.depth``."""
-        return self.recipe.depth
+    depth: int = 1
 
     @property
     def scratch_bytes(self) -> int:
         """Of what is made on the way, beside the storage itself."""
         return self.recipe.between_bytes
 
-    def bound(self, share: Callable[[SavedView], SavedView]) -> Derivation:
+    @property
+    def sources(self) -> tuple[StorageKey, ...]:
+        """The saved storages that it is made of."""
+        return tuple(dict.fromkeys(record.key for record in self.records()))
+
+    def bound(self, share: Callable[[SavedView], SavedView]) -> Origin:
         """The same with views of its own; see ``Recipe.bound``."""
         return self._replace(recipe=self.recipe.bound(share))
 
     def records(self) -> Iterator[SavedStorage]:
-        """The saved storages that it is made of."""
-        for held in self.recipe.held():
-            if isinstance(held, SavedView):
-                yield held.record
+        """The saved storages that it is made of, as often as they are held."""
+        return (held.record for held in self.recipe.held() if isinstance(held, SavedView))
 
-    def make(self) -> torch.Tensor:
-        """The storage (uint8, 1-D).
+    def made(self, restored: dict[int, torch.Tensor]) -> torch.Tensor:
+        """The output of the op, laid out as in forward.
 
         Raises:
-            ActivationModifiedError, ActivationLostError, ActivationCorruptionError: as :meth:`Recipe.make`.
+            NoRecipeError: it cannot be the same bits.
         """
-        return storage_bytes(self.made())
-
-    def made(self) -> torch.Tensor:
-        """The output of the op, laid out as in forward."""
+        spec, last = self.spec, self.recipe.steps[-1]
         with _as_in_forward(self.kernels):
-            made = self.recipe.make()
-            if made.stride() != self.spec.stride or made.untyped_storage().nbytes() != made.numel() * made.itemsize:
-                laid_out = torch.empty_strided(
-                    self.spec.shape, self.spec.stride, dtype=self.spec.dtype, device=made.device
-                )
+            made = self.recipe.make(restored)
+            if made.stride() != spec.stride or made.untyped_storage().nbytes() != made.numel() * made.itemsize:
+                if not (_is_same_order(made, spec) or last.rule.is_rounded_once(last.constants)):
+                    raise NoRecipeError("made again it has another order of elements")
+                laid_out = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=made.device)
                 made = laid_out.copy_(made)
         return made
 
-    def differs(self, made: torch.Tensor, saved: torch.Tensor, offset: int) -> torch.Tensor | None:
-        """Whether any bit differs, and whether the elements do (two bools); None where the two cannot be compared.
-
-        Args:
-            saved: a view of the storage that was saved, in whatever memory it lies now.
-            offset: of that view in the storage, in elements.
-        """
-        spec = self.spec
-        is_alike = (made.shape, made.stride(), made.dtype, made.device) == (
-            spec.shape, spec.stride, saved.dtype, saved.device
-        )  # fmt: skip
-        if not is_alike:
+    def flags(self, made: torch.Tensor, saved: torch.Tensor) -> torch.Tensor | None:
+        """Whether any bit differs, and whether the elements do (two bools); None where the two cannot be compared."""
+        form, other = ((one.shape, one.stride(), one.dtype, one.device) for one in (made, saved))
+        if form != other:
             return None
         with _as_in_forward(self.kernels):
-            whole = saved.as_strided(spec.shape, spec.stride, int(saved.storage_offset()) - offset)
-            bits = integers_of(whole)
+            bits = integers_of(saved)
             return torch.stack(((integers_of(made) != bits).any(), bits.amin() != bits.amax()))
 
 
-class _Comparison(NamedTuple):
-    """A comparison under way.
+def _is_same_order(made: torch.Tensor, spec: ViewSpec) -> bool:
+    strides = zip(made.shape, made.stride(), spec.stride, strict=True)
+    return all(size == 1 or one == other for size, one, other in strides)
+
+
+class Comparison(NamedTuple):
+    """A comparison under way, or done.
 
     Attributes:
-        differs: see :meth:`Derivation.differs`; in host memory, once ``done``.
+        flags: see :meth:`Origin.flags`; in host memory, once ``done``.
         done: event; None where it is done.
         marks: of the clock, before and after the making.
+        step: in which the tensor was saved.
+        module: path of the module that made it; empty where the place was not proven before.
     """
 
-    site: Occurrence
-    differs: torch.Tensor
+    origin: Origin
+    flags: torch.Tensor
     done: Any
     marks: tuple[Any, Any]
+    step: int
+    module: str
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it can be read without waiting for the device."""
+        return self.done is None or bool(self.done.query())
 
 
 @dataclass
@@ -202,6 +230,10 @@ class RematerializationStats:
     refused: Counter[str] = field(default_factory=Counter)
 
 
+def _nowhere() -> str:
+    return ""
+
+
 class Sites:
     """All sites of a run; see [Note: Proof].
 
@@ -209,32 +241,40 @@ class Sites:
         cache: whose saved views are operands.
         accelerator: the training device.
         exclude: ops that are not made again.
+
+    Attributes:
+        step: the number of the step that runs, from 1 on.
+        running_module: tells the path of the module that runs.
     """
 
     def __init__(self, cache: Keeper, accelerator: Accelerator, exclude: frozenset[str] = frozenset()) -> None:
         self.stats = RematerializationStats()
+        self.step = 1
+        self.running_module: Callable[[], str] = _nowhere
         self._finder = Finder(cache, exclude)
         self._accelerator = accelerator
         self._is_synchronous = accelerator.is_synchronized_device()
-        self._sites: dict[Any, Site] = {}
+        self._sites: dict[Any, Site] = {}  # the least recently met first
+        self._met = 0
+        self._forward = 0
+        self._before = 0
         self._without: set[Any] = set()
-        self._places: dict[Any, int] = {}
+        self._numbers: dict[Any, int] = {}
         self._unsaved: set[Any] = set()
-        self._under_way: deque[_Comparison] = deque()
 
-    def origin(self, tensor: torch.Tensor) -> Derivation | None:
+    def origin(self, tensor: torch.Tensor) -> Origin | None:
         """How the storage of a tensor that is being saved could be made again; None where it cannot."""
         made = base_of(tensor)
         if not self._finder.may_find(made.grad_fn):
             return None
-        place = self._place(made)
-        if place in self._unsaved:
+        kind = self._kind(made)
+        if kind in self._unsaved:
             return None
         try:
             recipe = self._finder.find(tensor)
         except NoRecipeError as reason:
-            if str(reason) == UNSAVED and len(self._unsaved) < MAX_PLACES:
-                self._unsaved.add(place)
+            if str(reason) == UNSAVED and len(self._unsaved) < MAX_KINDS:
+                self._unsaved.add(kind)
             self._count_without(tensor, str(reason))
             return None
         # A node of another PyTorch, or one whose buffers are freed.
@@ -243,103 +283,136 @@ class Sites:
             return None
         if recipe is None:
             return None
-        spec, kernels = ViewSpec.of(made), Kernels.present() if self._is_synchronous else None
-        site = self._site((recipe.signature(), spec.stride, kernels), recipe.rule.op)
-        if site.reason:
+        depth = depth_of(recipe)
+        if depth > MAX_DEPTH:
+            self._count_without(tensor, "too many recipes behind each other")
             return None
-        site.occurred += 1
-        return Derivation(recipe, Occurrence(site, site.occurred), spec, kernels)
+        spec, kernels = ViewSpec.of(made), Kernels.present() if self._is_synchronous else None
+        place = self._place((recipe.signature(), spec.stride, kernels), recipe.rule.op)
+        return None if place.site.reason else Origin(recipe, place, spec, kernels, depth)
 
-    def compare(self, origin: Derivation, tensor: torch.Tensor, offset: int) -> None:
-        """Make a storage again, and compare it with what was saved of it; see :meth:`Derivation.differs`."""
-        site, clock = origin.site.site, self._accelerator.clock
-        before = clock.mark()
+    def compare(self, origin: Origin, tensor: torch.Tensor) -> Comparison | None:
+        """Make the storage of a tensor that is being saved, and compare; None where that shows that it cannot be made.
+
+        Args:
+            origin: with views of its own.
+        """
+        place, clock = origin.place, self._accelerator.clock
         try:
-            made = origin.made()
-        except ActivationModifiedError:
-            self._refuse(site, "an operand was changed in place before backward")
-            return
-        except StorageError:  # backward will want the operand, too
-            return
+            restored = origin.recipe.restored()
+            before = clock.mark()
+            made = origin.made(restored)
+        except NoRecipeError as reason:
+            self._refuse(place.site, str(reason))
+            return None
+        except (StorageError, torch.OutOfMemoryError):  # backward will want the operand, too; or another time
+            return None
         except (LookupError, RuntimeError, ValueError, TypeError) as error:
-            self._refuse(site, f"{type(error).__name__} while it was made again")
-            return
+            self._refuse(place.site, f"{type(error).__name__} while it was made again")
+            return None
         after = clock.mark()
-        differs = origin.differs(made, tensor, offset)
-        if differs is None:
-            self._refuse(site, "made again it has another shape")
-            return
+        flags = origin.flags(made, base_of(tensor))
+        if flags is None:
+            self._refuse(place.site, "made again it has another shape")
+            return None
+        module = self.running_module() if place.is_proven else ""
         if not self._is_synchronous:
             host = self._accelerator.pin_memory(torch.empty(2, dtype=torch.bool))
-            differs = host.copy_(differs, non_blocking=True)
-        self._under_way.append(_Comparison(origin.site, differs, moment(self._accelerator), (before, after)))
+            flags = host.copy_(flags, non_blocking=True)
+        return Comparison(origin, flags, moment(self._accelerator), (before, after), self.step, module)
+
+    def read(self, comparison: Comparison) -> bool:
+        """Whether no bit differed. Waits for the device.
+
+        Raises:
+            RematerializationError: one did, at a place where none had.
+        """
+        place = comparison.origin.place
+        if comparison.done is not None:
+            comparison.done.synchronize()
+        place.site.add_time(self._accelerator.clock.elapsed_s(*comparison.marks))
+        is_other, has_values = comparison.flags.tolist()
+        if not is_other:
+            if has_values:
+                place.equal_in = comparison.step
+            return True
+        self._refuse(place.site, "made again it differs")
+        if place.equal_in is not None:
+            raise RematerializationError(_differs(comparison, place.equal_in))
+        return False
 
     def note(self, tensor: torch.Tensor, held: SavedView | SavedCounted) -> None:
         """A tensor was saved: what recipes may want to know of it later."""
         note(tensor, held)
 
     def begin_forward(self) -> None:
-        """Count occurrences anew, and read the comparisons that are done."""
+        """A forward begins: nothing of earlier ones is entered, and places are told from its first op on."""
         self._finder.begin_forward()
-        self._places = {}
-        for site in list(self._sites.values()):
-            site.occurred = 0
-        while True:
-            try:
-                comparison = self._under_way.popleft()
-            except IndexError:  # perhaps because another thread begins a forward, too
-                break
-            (site, number), differs, done, marks = comparison
-            if done is not None and not done.query():
-                self._under_way.appendleft(comparison)
-                break
-            site.add_time(self._accelerator.clock.elapsed_s(*marks))
-            is_other, has_values = differs.tolist()
-            if is_other:
-                self._refuse(site, "made again it differs")
-            elif has_values:
-                site.proven.add(number)
+        self._numbers = {}
+        self._before = 0
+        self._forward += 1
 
-    def make(self, origin: Derivation) -> torch.Tensor:
-        """Make a storage again (uint8, 1-D); raises what :meth:`Derivation.make` raises."""
-        made = origin.make()
-        self._share(origin)
-        self.stats.seconds += origin.site.site.seconds
-        return made
+    def make(self, origin: Origin) -> torch.Tensor:
+        """Make a storage again (uint8, 1-D).
 
-    def _share(self, origin: Derivation) -> None:
-        """Tell the allocator that this stream has used the operands, which another may have allocated."""
-        if not self._is_synchronous:
+        Raises:
+            ActivationModifiedError, ActivationLostError, ActivationCorruptionError: as :meth:`Recipe.restored`.
+        """
+        restored = origin.recipe.restored()
+        made = storage_bytes(origin.made(restored))
+        if not self._is_synchronous:  # this stream has used the operands, which another may have allocated
             stream = self._accelerator.current_stream()
-            for held in origin.recipe.held():
-                if held.held is not None and held.held.device == self._accelerator.device():
-                    self._accelerator.share(held.held, stream)
+            for operand in restored.values():
+                if operand.device == self._accelerator.device():
+                    self._accelerator.share(operand, stream)
+        self.stats.seconds += origin.place.site.seconds
+        return made
 
     def summary(self) -> dict[str, Any]:
         """For the report."""
         sites = list(self._sites.values())
+        used = [site for site in sites if any(place.is_proven for place in list(site.places.values()))]
         refused = Counter(site.reason for site in sites if site.reason) + self.stats.refused
         return {
             "rematerialized_s": self.stats.seconds,
-            "rematerialized_sites": dict(Counter(site.op for site in sites if site.proven and not site.reason)),
+            "rematerialized_sites": dict(Counter(site.op for site in used)),
             "refused_sites": dict(refused),
         }
 
-    def _place(self, made: torch.Tensor) -> Any:
+    def _kind(self, made: torch.Tensor) -> Any:
         """Which of a forward's outputs of one op and shape this is: what was in vain there is not tried again."""
         kind = type(made.grad_fn), made.shape
-        number = self._places[kind] = self._places.get(kind, 0) + 1
+        number = self._numbers[kind] = self._numbers.get(kind, 0) + 1
         return kind, number
+
+    def _place(self, signature: Any, op: str) -> Place:
+        """The place of a site that comes next in this forward."""
+        site = self._site(signature, op)
+        self._before = before = hash((self._before, site.number))
+        place = site.places.get(before)
+        if place is None:
+            if len(site.places) >= MAX_PLACES:  # of forwards that do not come again
+                site.places.clear()
+            place = site.places[before] = Place(site, before)
+        place.visits += 1
+        return place
 
     def _site(self, signature: Any, op: str) -> Site:
         site = self._sites.get(signature)
+        if site is not None and site.forward == self._forward:
+            return site
         if site is None:
             if len(self._sites) >= MAX_SITES:  # of lengths that do not come again; what was refused stays so
                 unused = next((one for one, site in self._sites.items() if not site.reason), None)
                 if unused is None:
                     return Site(op, "too many kinds")
                 del self._sites[unused]
-            site = self._sites[signature] = Site(op)
+            self._met += 1
+            site = Site(op, number=self._met)
+        else:
+            del self._sites[signature]
+        site.forward = self._forward
+        self._sites[signature] = site
         return site
 
     def _refuse(self, site: Site, reason: str) -> None:
@@ -353,6 +426,29 @@ class Sites:
             self._without.add(kind)
             self.stats.refused[reason] += 1
             logger.debug("a tensor of shape %s and %s is not rematerialized: %s", *reversed(kind[1:]), reason)
+
+
+def depth_of(recipe: Recipe) -> int:
+    """How many storages lie behind each other that can be made one from the other, with the recipe's own."""
+    behind = (held.record.origin for held in recipe.held() if isinstance(held, SavedView))
+    return 1 + max((one.depth for one in behind if one is not None), default=0)
+
+
+def _differs(comparison: Comparison, equal_in: int) -> str:
+    steps = comparison.origin.recipe.steps
+    ops = sorted({step.rule.op for step in steps if step.rule.op in OPS})
+    since = f"step {comparison.step}"
+    if equal_in + 1 < comparison.step:
+        since = f"steps {equal_in + 1} to {comparison.step}"
+    where = f" in {comparison.module}" if comparison.module else ""
+    names = ", ".join(f'"{op}"' for op in ops)
+    return (
+        f"what {steps[-1].rule.op}{where} makes is not saved but made again, and that is no longer the same: it was in "
+        f"step {equal_in}, so gradients of {since} may be wrong. Something changes the tensor, or what it is made of, "
+        "without autograd's knowledge (through .data, or under torch.no_grad()). Go back to a checkpoint of step "
+        f'{equal_in} or earlier, and set "{BLOCK}": {{"rematerialize": {{"exclude": [{names}]}}}}, or '
+        '"rematerialize": false.'
+    )
 
 
 @contextmanager

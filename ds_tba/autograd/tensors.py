@@ -155,24 +155,6 @@ def is_input(tensor: torch.Tensor) -> bool:
     return has_plain_storage(tensor) and getattr(tensor.untyped_storage(), _INPUT, False)
 
 
-def is_partitioned(tensor: torch.Tensor) -> bool:
-    """Whether it is a parameter that ZeRO-3 partitions, or a view of one."""
-    return hasattr(base_of(tensor), "ds_id")
-
-
-def may_be_released(tensor: torch.Tensor) -> bool:
-    """Whether it is a parameter that ZeRO-3 lets go of between its uses.
-
-    Those that persist go, too, in the first step, or where modules run in another order than before.
-    """
-    return is_partitioned(tensor) and (not getattr(base_of(tensor), "ds_persist", False) or not tensor.numel())
-
-
-def gathered(parameter: torch.Tensor) -> torch.Tensor:
-    """What is in a parameter now: ZeRO-3 replaces the parameter's data when it lets go of it, and not this tensor's."""
-    return parameter.detach()
-
-
 def is_parameter(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a parameter or a view of one (Linear saves the transpose of its weight)."""
     if isinstance(tensor, torch.nn.Parameter):

@@ -23,13 +23,15 @@ from ds_tba.adaptive.recorder import Recorder
 from ds_tba.autograd import recipe as op_recipe
 from ds_tba.autograd.blocks import Block, Blocks, find_blocks
 from ds_tba.autograd.cache import TensorCache
-from ds_tba.autograd.saved import SavedCounted, SavedStorage, SavedView, nbytes_of
-from ds_tba.autograd.tensors import base_of, mark_inputs, mark_owned
+from ds_tba.autograd.saved import SavedCounted, SavedStorage, SavedView, StorageKey, nbytes_of
+from ds_tba.autograd.sites import depth_of
+from ds_tba.autograd.tensors import mark_inputs, mark_owned
 from ds_tba.cli.estimate.hardware import OpClock
 from ds_tba.cli.estimate.kernels import Attention, device_kernels
 from ds_tba.cli.estimate.subject import Recipe, Subject, loss_of
 from ds_tba.errors import ModelError, StateError
 from ds_tba.planner.trace import Resources, Trace
+from ds_tba.storage.base import Always
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,6 @@ class Settings:
         flops_per_s, memory_bytes_per_s: rates of the device.
         micro_steps: of one step.
         rematerialize, exclude: whether outputs of ops may be made again, and of which they may not.
-        persistent_elements: see :class:`ds_tba.cli.estimate.subject.Zero`.
     """
 
     device: str
@@ -57,7 +58,6 @@ class Settings:
     micro_steps: int = 1
     rematerialize: bool = True
     exclude: frozenset[str] = frozenset()
-    persistent_elements: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ def dry_run(recipe: Recipe, batch: int, sequence: int, settings: Settings, resou
         sum(one.numel() for one in parameters if one.requires_grad),
         micro_step.temporary_bytes,
         frozenset(attention),
-        tuple(one.site.op if isinstance(one.site, OpSite) else "" for one in recorder.record.storages),
+        tuple(one.place.op if isinstance(one.place, OpPlace) else "" for one in recorder.record.storages),
         tuple(micro_step.notes()),
     )
 
@@ -157,7 +157,7 @@ class _MicroStep:
         self.cache = TensorCache([], self._runs_on, self._settings.min_tensor_bytes)
         settings = self._settings
         if settings.rematerialize and op_recipe.is_supported():
-            finder = op_recipe.Finder(self.cache.records, settings.exclude, self._may_be_released)
+            finder = op_recipe.Finder(self.cache.records, settings.exclude)
             self.cache.rematerialize(AssumedSites(finder, self._clock))
         self._recorder = Recorder(self.cache, self._clock, self._paths)
 
@@ -176,7 +176,7 @@ class _MicroStep:
         try:
             with self._clock, self._answers if self._runs_on == "meta" else nullcontext(), temporaries:
                 with (
-                    self.cache.saving(around=recorder.around, proves=True),
+                    self.cache.saving(Always((), wait=False), recorder.around, is_recorded=True),
                     self._blocks.listening(),
                     self._autocast(),
                 ):
@@ -215,12 +215,6 @@ class _MicroStep:
             for why, path in obstacles.items()
         ]
 
-    def _may_be_released(self, tensor: torch.Tensor) -> bool:
-        """Whether it is a parameter that ZeRO-3 gathers for each use."""
-        parameter = base_of(tensor)
-        most = self._settings.persistent_elements
-        return most is not None and isinstance(parameter, torch.nn.Parameter) and parameter.numel() > most
-
     def _autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast("cpu", self._settings.autocast) if self._settings.autocast else nullcontext()
 
@@ -242,26 +236,28 @@ class _MicroStep:
 
 
 @dataclass(frozen=True, slots=True)
-class OpSite:
-    """The op that would make a storage again, taken as proven, and the time that its bytes take on the device."""
+class OpPlace:
+    """Where an op would make a storage again, taken as proven, and the time that its bytes take on the device."""
 
     op: str
     seconds: float
     is_proven: bool = True
+    is_due: bool = False
+    visits: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class OpOrigin:
     """How a storage would be made again. Holds no tensors: each is freed when it would be without rematerialization."""
 
-    site: OpSite
+    place: OpPlace
     depth: int
-    sources: tuple[SavedStorage, ...]
+    sources: tuple[StorageKey, ...]
     scratch_bytes: int = 0
 
     def records(self) -> Iterator[SavedStorage]:
-        """The saved storages that it is made of."""
-        return iter(self.sources)
+        """None: nothing is made."""
+        return iter(())
 
     def bound(self, share: Callable[[SavedView], SavedView]) -> OpOrigin:
         """Itself: nothing is made, so no view is needed."""
@@ -283,40 +279,47 @@ class AssumedSites:
             return None
         if recipe is None:
             return None
-        sources = tuple(dict.fromkeys(held.record for held in recipe.held() if isinstance(held, SavedView)))
-        # In the recorded micro-steps of a run nothing is made again, so that its recipes do not know their depth.
-        depth = 1 + max((one.trial.depth for one in sources if one.trial is not None), default=0)
+        depth = depth_of(recipe)
         if depth > op_recipe.MAX_DEPTH:
             return None
-        return OpOrigin(OpSite(recipe.rule.op, self._clock.moving_s(_moved_bytes(recipe))), depth, sources)
+        sources = dict.fromkeys(held.record.key for held in recipe.held() if isinstance(held, SavedView))
+        return OpOrigin(OpPlace(recipe.rule.op, self._clock.moving_s(_moved_bytes(recipe))), depth, tuple(sources))
 
     def note(self, tensor: torch.Tensor, held: SavedView | SavedCounted) -> None:
         """A tensor was saved: what recipes may want to know of it later."""
         op_recipe.note(tensor, held)
 
+    def begin_forward(self) -> None:
+        """A forward begins."""
+        self._finder.begin_forward()
+
     def make(self, origin: Any) -> torch.Tensor:
         """Never called: every storage is saved."""
         raise StateError("nothing is made again in a dry run; this is a bug in ds_tba")
 
-    def compare(self, origin: Any, tensor: torch.Tensor, offset: int) -> None:
-        """Nothing to do: every site is taken as proven."""
+    def compare(self, origin: Any, tensor: torch.Tensor) -> None:
+        """Never called, like :meth:`make`."""
 
-    def begin_forward(self) -> None:
-        """Nothing to do."""
+    def read(self, comparison: Any) -> bool:
+        """Never called, like :meth:`make`."""
+        return False
 
 
 def _moved_bytes(recipe: op_recipe.Recipe) -> int:
     """Bytes that an op and the steps between read and write."""
     return sum(
-        sum(_nbytes(one) for one in (step, *step.operands))
-        for step in (recipe, *recipe.steps())
+        _output_bytes(step)
+        + sum(_output_bytes(recipe.steps[one]) if isinstance(one, int) else _nbytes(one) for one in step.operands)
+        for step in recipe.steps
         if not step.rule.is_view
     )
 
 
-def _nbytes(one: op_recipe.Held | torch.Tensor | op_recipe.Recipe | None) -> int:
-    if isinstance(one, op_recipe.Recipe):
-        return one.output.shape.numel() * one.output.dtype.itemsize
+def _output_bytes(step: op_recipe.Step) -> int:
+    return step.output.shape.numel() * step.output.dtype.itemsize
+
+
+def _nbytes(one: op_recipe.Held | torch.Tensor | None) -> int:
     tensor = one if one is None or isinstance(one, torch.Tensor) else one.held
     return 0 if tensor is None else nbytes_of(tensor)
 

@@ -265,7 +265,6 @@ def estimate(request: Request) -> Estimate:
         training.micro_steps,
         offload.rematerialize_enabled,
         excluded_ops(offload),
-        training.zero.persistent_elements,
     )
     run = dry_run(recipe, batch, request.sequence, settings, resources)
     summary = summarize(run.trace, offload, run.ops)

@@ -226,7 +226,6 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 # Bytes per parameter: Adam's two moments, and the FP32 copy of a 16-bit parameter.
 _MOMENTS_BYTES, _MASTER_BYTES = 8, 4
-_PERSISTENCE, _PERSISTENT_ELEMENTS = "stage3_param_persistence_threshold", 100000  # DeepSpeed's default
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,14 +233,12 @@ class Zero:
     """ZeRO's stage, and whether it keeps parameters and optimizer states off the device.
 
     Attributes:
-        persistent_elements: parameters that are larger are gathered for each use; None where all are there.
         updates_on_host: ZeRO-3 has the optimizer states in host memory.
     """
 
     stage: int
     offloads_parameters: bool
     offloads_optimizer: bool
-    persistent_elements: int | None = None
     updates_on_host: bool = False
 
 
@@ -322,7 +319,6 @@ def read_training(path: Path) -> Training:
             stage,
             _section(zero, "offload_param").get("device", "none") != "none",
             optimizer_device != "none",
-            _persistent_elements(zero, notes) if stage == 3 else None,
             stage == 3 and optimizer_device == "cpu",
         ),
         str(_section(found, "optimizer").get("type", "")),
@@ -340,14 +336,6 @@ def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 def _number(config: Mapping[str, Any], key: str) -> int | None:
     value = config.get(key)
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
-
-
-def _persistent_elements(zero: Mapping[str, Any], notes: list[str]) -> int:
-    value = zero.get(_PERSISTENCE, _PERSISTENT_ELEMENTS)
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return int(value)  # often written as 1e5
-    notes.append(f'"{_PERSISTENCE}" is {json.dumps(value)}: taken as {_PERSISTENT_ELEMENTS}, DeepSpeed\'s default')
-    return _PERSISTENT_ELEMENTS
 
 
 def _dtype(config: Mapping[str, Any], notes: list[str]) -> torch.dtype | None:

@@ -348,9 +348,7 @@ def _assumptions(found: Estimate) -> Iterator[str]:
             "what rematerialization has a rule for is taken as proven, and takes the time of the bytes that its ops "
             "read and write"
         )
-        most = found.training.zero.persistent_elements
-        if most is not None:
-            yield f"nothing is made again from parameters of more than {most} elements: ZeRO-3 gathers them anew"
+        yield "nothing is made again from parameters"
     placement = found.training.offload.placement
     if placement != "adaptive":
         yield f'the config has "placement": "{placement}"; the plan shown is that of "adaptive"{_without_plan(found)}'
