@@ -308,7 +308,7 @@ def train(case: Case, stage: int, block: dict[str, Any] | None) -> Outcome:
             values = [loss.item().hex() for loss in losses]
             outcome.steps.append((*values, *sorted(gradients), digest(parameters(engine))))
             gradients.clear()
-    except Exception as error:  # noqa: BLE001 - what it may be, the caller says
+    except Exception as error:
         if block is None:
             raise
         outcome.error = error
