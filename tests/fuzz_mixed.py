@@ -37,7 +37,7 @@ from torch.nn import functional
 
 from ds_tba.autograd.cache import TensorCache
 from ds_tba.autograd.sites import Sites
-from ds_tba.autograd.tensors import mark_inputs
+from ds_tba.autograd.tensors import mark_inputs, mark_owned
 from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.errors import DsTbaError
 
@@ -236,7 +236,7 @@ def carried(state: Mixed, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
             lambda: UNARY[r.choice(list(UNARY))](a_still * state.ones) - state.zero,
             lambda: a_still.bfloat16() + state.zeros.bfloat16(),
             lambda: (a_still * state.scalar).sin() * state.ones,
-            lambda: functional.linear(a_still.sin(), state.square) + state.zero,
+            lambda: functional.linear(a_still.float().sin(), state.square) + state.zero,
         ]
     )()
     before = state.carried.get(state.place)
@@ -487,6 +487,7 @@ class Run:
         for name in names:
             setattr(self, name, torch.nn.Parameter(getattr(self, name)))
         self.parameters: list[Tensor] = [getattr(self, name) for name in names]
+        self._owner = torch.nn.ParameterList(self.parameters)
         self.results: list[list[Any]] = []
         self.error: Exception | None = None
         self._carried: dict[int, Tensor] = {}
@@ -501,12 +502,13 @@ class Run:
             self.results.append([])
             try:
                 self._step(step, self.results[-1])
-            except Exception as error:  # whatever it is, it must come in both
+            except Exception as error:  # noqa: BLE001 - whatever it is, it must come in both
                 self.error = error
 
     def _step(self, step: int, result: list[Any]) -> None:
         x = torch.randn(*self.program.shape, generator=self._generator).to(self.program.dtype)
         mark_inputs(x)
+        mark_owned(self._owner)
         logged, self._logged = self._logged, []
         with contextlib.nullcontext() if self.cache is None else self.cache.saving(around=self.watch.around):
             one, two = self._model(step, x)
