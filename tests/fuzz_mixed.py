@@ -333,6 +333,7 @@ class Program:
         )
 
 
+BACKWARDS = ["at once", "one by one", "step between"]
 FIRST = 4  # tensors of the pool before the first line
 
 
@@ -348,7 +349,7 @@ def draw(seed: int) -> Program:
         first, second = (size - 1 - min(int(r.expovariate(0.5)), size - 1) for _ in range(2))
         lines.append(Line(name, r.randrange(1 << 30), first, second))
     last = count + FIRST - 1
-    backward = r.choice(["at once", "at once", "one by one", "step between"])
+    backward = r.choices(BACKWARDS, [2, 1, 1])[0]
     return Program(
         seed=seed,
         shape=r.choices(SHAPES, SHAPE_WEIGHTS)[0],
@@ -371,11 +372,12 @@ def smaller(program: Program) -> Iterator[Program]:
             lines[place] = Line("nothing", 0, line.first, line.second)
             yield replace(program, lines=tuple(lines))
     changes: tuple[dict[str, Any], ...] = (
-        {"backward": "at once"}, {"updates": "versions"}, {"stores": ()}, {"min_bytes": 1}, {"dtype": torch.float32},
+        {"backward": "at once"}, {"backward": "one by one"}, {"stores": ()}, {"min_bytes": 1}, {"dtype": torch.float32},
     )  # fmt: skip
     for change in changes:
         fewer = replace(program, **change)
-        if fewer != program:
+        is_less = "backward" not in change or BACKWARDS.index(fewer.backward) < BACKWARDS.index(program.backward)
+        if fewer != program and is_less:
             yield fewer
 
 

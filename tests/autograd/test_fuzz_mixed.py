@@ -12,6 +12,7 @@ from fuzz_rematerialize import Stores
 from torch import Tensor
 
 from ds_tba.autograd.cache import TensorCache
+from ds_tba.errors import DsTbaError
 
 SEEDS = range(300)
 SHOWN = 5  # of those that fail
@@ -62,6 +63,31 @@ def test_a_bit_is_seen(comes_back: Any, wrong: int) -> None:
     pack, unpack = watch.around((lambda tensor: tensor, comes_back))
     unpack(pack(torch.zeros(3, 5)))
     assert len(watch.wrong) == wrong
+
+
+class RematerializationError(DsTbaError):
+    """Named as the one that checks in turn raise."""
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_what_is_found_later_is_an_error(ends: bool, stores: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Changes that begin late may be wrong for a while; not to the end."""
+    saving, forwards = TensorCache.saving, []
+
+    def checked(cache: TensorCache, **options: Any) -> Any:
+        forwards.append(cache)
+        if ends and len(forwards) > 40:
+            raise RematerializationError
+        return saving(cache, **options)
+
+    program = next(one for one in map(draw, SEEDS) if "late_change" in {line.name for line in one.lines})
+    monkeypatch.setattr(TensorCache, "rematerialize", lambda *_: None)
+    monkeypatch.setattr(Watch, "look", lambda watch, saved, found: watch.wrong.append("a tensor"))
+    monkeypatch.setattr(TensorCache, "saving", checked)
+    tally = Tally()
+    assert bool(check(program, stores, tally)) is not ends
+    assert tally.found_later == ends
+    assert len(forwards) == 41 if ends else len(forwards) >= 64
 
 
 def test_smaller_programs_fail_as_well(stores: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
