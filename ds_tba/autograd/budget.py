@@ -290,17 +290,17 @@ class Residency:
     def add_early(self, record: SavedStorage) -> None:
         """A recipe has brought a storage back, which backward wants for itself later, or not at all.
 
-        It stays for that. But of those that no recipe wants any more, only as many as two operands of an op take: what
-        backward wants much later is brought back once more.
+        It stays for that, but no more of them than the two operands of an op take: first those leave that no recipe
+        wants any more, then those that take no read to come back.
         """
         self._early[record] = None
         excess_bytes = sum(one.nbytes for one in self._early) - 2 * self._largest_bytes
-        for one in list(self._early):
+        others = [one for one in self._early if one is not record and not (one.lent and one.recipe is None)]
+        for one in sorted(others, key=lambda other: other.lent > 0):
             if excess_bytes <= 0:
                 return
-            if one is not record and not one.lent:
-                excess_bytes -= one.nbytes
-                self.evict(one)
+            excess_bytes -= one.nbytes
+            self.evict(one)
 
     def end_early(self) -> None:
         """Hold none of them any longer: forward goes on, and backward is far."""

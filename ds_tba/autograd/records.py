@@ -323,15 +323,16 @@ class Records:
         """Make what takes less than operands that nobody else wants any more, and keep it; see [Note: Made again]."""
         with self.lock:
             self.finalizers.act()
-            records = [record for record in self._absent if record.state is RecordState.ABSENT and _costs_more(record)]
+            records = [record for record in self._absent if _takes_more(record)]
         for record in records:
             try:
-                data = self._make(record)
+                data = self._make(record) if record.reloaded is None else None
             except (ActivationModifiedError, StorageError):  # raised again where backward wants it
                 continue
             with self.lock:
-                if record.state is RecordState.ABSENT:
+                if data is not None and record.state is RecordState.ABSENT:
                     self.residency.add_made(record, data)
+                if record.state is RecordState.MADE:
                     record.move(RecordState.FORWARDED)
                     record.recipe = None
                     del self._absent[record]
@@ -468,10 +469,10 @@ def _are_in_memory(origin: Origin) -> bool:
     )
 
 
-def _costs_more(record: SavedStorage) -> bool:
-    """Whether what only recipes hold for a record takes more than the record itself."""
+def _takes_more(record: SavedStorage) -> bool:
+    """Whether what only recipes hold for a record takes more than the record would, beside what is there already."""
     only_lent = {one for one in _sources(record) if one.views == one.lent}
-    return sum(one.nbytes for one in only_lent) > record.nbytes
+    return sum(one.nbytes for one in only_lent) > (record.nbytes if record.reloaded is None else 0)
 
 
 def _sources(record: SavedStorage) -> Iterator[SavedStorage]:

@@ -16,7 +16,7 @@ from ds_tba.autograd.cache import TensorCache
 from ds_tba.autograd.recipe import Finder, NoRecipeError, Recipe
 from ds_tba.autograd.rules import RULES
 from ds_tba.autograd.sites import Sites
-from ds_tba.autograd.tensors import mark_inputs
+from ds_tba.autograd.tensors import mark_inputs, mark_owned
 from ds_tba.device.accelerator import CpuAccelerator
 
 NAMES = {rule.make: name for name, rule in RULES.items()}
@@ -25,10 +25,6 @@ SPECIAL = [0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-40, -1e-40, 
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 
 Make = Callable[[Tensor, Tensor], Tensor]
-
-
-def row(tensor: Tensor) -> Parameter:
-    return Parameter(tensor[0].detach().clone())
 
 
 MAKES: dict[str, Make] = {
@@ -67,7 +63,7 @@ MAKES: dict[str, Make] = {
     "ClampMinBackward0": lambda a, b: a.clamp_min(-0.5),
     "ClampBackward1": lambda a, b: a.clamp(-1, 2),
     "NativeLayerNormBackward0": lambda a, b: functional.layer_norm(a, SIZE[1:], a[0].detach(), None, 0.1),
-    "NativeGroupNormBackward0": lambda a, b: functional.group_norm((a * b)[:, :, None], 2, row(a), row(b), 1e-3),
+    "NativeGroupNormBackward0": lambda a, b: functional.group_norm((a * b)[:, :, None], 2, a[0], b[0], 1e-3),
     "SoftmaxBackward0": lambda a, b: torch.softmax(a, -1),
     "NativeDropoutBackward0": lambda a, b: torch.native_dropout(a, 0.3, True)[0],
     "IndexBackward0": lambda a, b: a[torch.tensor([1, 1, 0]), :],
@@ -114,7 +110,10 @@ class Run:
         self.finder = Finder(self.cache.records, exclude)
 
     def find(self, make: Make, a: Tensor, b: Tensor) -> tuple[Tensor, Recipe | None]:
+        """Of what is made of activations with these values, which are saved elsewhere."""
         with self.cache.saving():
+            a, b = (one.clone() if isinstance(one, Parameter) else one for one in (a, b))
+            self.saved = [one.sin() for one in (a, b)]
             made = make(a, b)
             return made, self.finder.find(made)
 
@@ -125,7 +124,12 @@ class Run:
 
 
 def names(recipe: Recipe) -> set[str]:
-    return {NAMES[one.rule.make] for one in (recipe, *recipe.steps())}
+    return {NAMES[one.rule.make] for one in recipe.steps}
+
+
+def made_by(recipe: Recipe) -> Tensor:
+    with torch.no_grad():
+        return recipe.make(recipe.restored())
 
 
 # ---- rules ----------------------------------------------------------------------------------------------------------
@@ -140,8 +144,7 @@ def test_every_rule_has_a_case() -> None:
 def test_a_rule_makes_the_same_bits(name: str, dtype: torch.dtype) -> None:
     made, recipe = Run().find(MAKES[name], values(0, dtype), values(1, dtype))
     assert recipe is not None and name in names(recipe)
-    with torch.no_grad():
-        again = recipe.make()
+    again = made_by(recipe)
     assert again.dtype == made.dtype and again.shape == made.shape
     assert torch.equal(bits(again), bits(made))
 
@@ -161,7 +164,7 @@ def test_a_rule_makes_the_same_bits(name: str, dtype: torch.dtype) -> None:
         lambda a, b: a.clamp(max=1),
         lambda a, b: functional.softplus(a),
         lambda a, b: functional.layer_norm(a, SIZE, a, b, 1e-3),
-        lambda a, b: torch.softmax(a, 0, dtype=torch.float32),
+        lambda a, b: torch.softmax(a, 0),
         lambda a, b: torch.native_dropout(a, 1.0, True)[0],
         lambda a, b: torch.native_dropout(a, 0.0, True)[0],
         lambda a, b: a[:, torch.tensor([2, 2])],
@@ -175,8 +178,7 @@ def test_a_rule_makes_the_same_bits(name: str, dtype: torch.dtype) -> None:
 def test_other_forms_of_ops_make_the_same_bits(make: Make, dtype: torch.dtype) -> None:
     made, recipe = Run().find(make, values(0, dtype), values(1, dtype))
     assert recipe is not None
-    with torch.no_grad():
-        again = recipe.make()
+    again = made_by(recipe)
     assert again.dtype == made.dtype
     assert torch.equal(again.detach().contiguous().view(torch.uint8), made.detach().contiguous().view(torch.uint8))
 
@@ -189,14 +191,14 @@ def test_dropout_rounds_as_in_forward_whatever_the_values(p: float, dtype: torch
         made, recipe = Run().find(
             lambda a, b: torch.native_dropout(a, p, True)[0], values(seed, dtype), values(1, dtype)
         )
-        assert recipe is not None and torch.equal(bits(recipe.make()), bits(made))
+        assert recipe is not None and torch.equal(bits(made_by(recipe)), bits(made))
 
 
 @dtypes
 @pytest.mark.parametrize("eps", [None, 1e-3])
 def test_a_fused_rms_norm_is_made_by_the_op_that_made_it(eps: float | None, dtype: torch.dtype) -> None:
     """Its epsilon is known on a GPU only: on a CPU, PyTorch's function is made of other ops."""
-    a, weight = values(0, dtype), row(values(1, dtype))
+    a, weight = values(0, dtype), values(1, dtype)[0].detach()
     made = torch.ops.aten._fused_rms_norm(a, SIZE[1:], weight, eps)[0]
     rule = RULES["FusedRmsNormBackward0"]
     assert torch.equal(bits(rule.make(a, weight, SIZE[1:], eps, None)), bits(made))
@@ -233,7 +235,7 @@ def test_a_norm_is_made_with_its_own_epsilon() -> None:
     run, a, b = Run(), values(0), values(1)
     for eps in (1e-5, 0.5):
         made, recipe = run.find(lambda x, _, eps=eps: functional.layer_norm(x, SIZE[1:], eps=eps), a, b)
-        assert recipe is not None and torch.equal(bits(recipe.make()), bits(made))
+        assert recipe is not None and torch.equal(bits(made_by(recipe)), bits(made))
     direct = lambda x, _: torch.native_layer_norm(x, SIZE[1:], None, None, 1e-5)[0]  # noqa: E731
     assert run.refusal(direct, a, b) == "a norm whose eps is not known"
 
@@ -303,16 +305,62 @@ def late(run: Run, forward: Callable[[bool], Tensor], parameters: list[Tensor]) 
     assert run.cache.stats.rematerialized_bytes
 
 
-def test_a_parameter_changed_between_an_op_and_the_save_of_its_output_is_seen() -> None:
-    a, b = (Parameter(torch.randn(SIZE)) for _ in range(2))
+@pytest.mark.parametrize("make", [lambda a, p: a * p, lambda a, p: a + p, lambda a, p: p.bfloat16()])
+def test_parameters_are_no_operands(make: Make) -> None:
+    """DeepSpeed changes them without a version, between two backwards of one forward, say."""
+    p = values(1)
+    assert Run().refusal(lambda a, _: make(a.bfloat16(), p).neg().relu(), values(0), values(1)) == "a parameter"
+    module = torch.nn.BatchNorm1d(SIZE[1])
+    mark_owned(module)
+    buffer = module.running_var
+    assert isinstance(buffer, Tensor)
+    assert Run().refusal(lambda a, _: a * buffer, values(0), values(1)) == "a parameter or buffer of a module"
 
-    def forward(changes: bool) -> Tensor:
-        made = a + b
-        if changes:
-            double_in_place(b)
-        return made.sin()
 
-    late(Run(), forward, [a, b])
+def test_graphs_of_earlier_forwards_are_not_entered() -> None:
+    run, a = Run(), values(0)
+    with run.cache.saving():
+        carried = functional.silu(a * 2)
+    run.finder.begin_forward()
+    assert run.refusal(lambda x, _: torch.relu(carried.t()), a, values(1)) == "made in an earlier forward"
+    assert run.refusal(lambda x, _: carried, a, values(1)) == "made in an earlier forward"
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        lambda h: h.contiguous(memory_format=torch.channels_last),
+        lambda h: h.to(memory_format=torch.channels_last),
+        lambda h: h.permute(0, 2, 3, 1).clone(),
+        lambda h: h.to(torch.float64),
+    ],
+)
+def test_what_rounds_by_place_is_not_made_behind_a_copy(order: Callable[[Tensor], Tensor]) -> None:
+    def moved(a: Tensor) -> Tensor:
+        return order(functional.silu(a)[None, :, :, None].expand(2, -1, -1, 3))
+
+    a, b = values(0), values(1)
+    with pytest.raises(NoRecipeError, match="another order of elements"):
+        Run().find(lambda x, _: torch.sigmoid(moved(x)), a, b)
+    for make in (torch.neg, lambda h: h * h, lambda h: h + h, torch.relu, torch.abs):  # each element on its own
+        made, recipe = Run().find(lambda x, _, make=make: make(moved(x)), a, b)
+        assert recipe is not None
+        again = made_by(recipe).contiguous()
+        assert torch.equal(again.view(torch.uint8), made.detach().contiguous().view(torch.uint8))
+
+
+def test_an_op_in_place_that_would_promote_is_not_made() -> None:
+    scale = torch.ones(SIZE[1])
+
+    def make(a: Tensor, b: Tensor) -> Tensor:
+        h = functional.silu(a.bfloat16()) * b.bfloat16()
+        h.mul_(scale)
+        return torch.relu(-h)
+
+    made, recipe = Run().find(make, values(0), values(1))
+    assert recipe is not None and made.dtype == torch.bfloat16
+    with pytest.raises(NoRecipeError, match="another shape or dtype"):
+        made_by(recipe)
 
 
 def test_an_operand_changed_between_two_uses_is_not_taken_for_the_first() -> None:
@@ -320,8 +368,9 @@ def test_an_operand_changed_between_two_uses_is_not_taken_for_the_first() -> Non
     kept: list[Tensor] = []
 
     def forward(changes: bool) -> Tensor:
-        held = functional.silu(a)
-        made = held + b
+        held, other = functional.silu(a * 2), b * 2
+        kept.append(other.sin())
+        made = held + other
         if changes:
             double_in_place(held)
         kept.append(held.sin())  # saves it, as it is now
@@ -338,15 +387,20 @@ def test_a_bias_that_is_not_trained_is_not_taken_for_none() -> None:
         if changes:
             bias.fill_(3)
         made = functional.group_norm(a.sin()[:, :, None], 2, weight, bias).sin()
-        return made + (a * 2).sin()[:, :, None]
+        return made + functional.silu(a * 2).sin()[:, :, None]
 
     late(Run(), forward, [a])
 
 
 def test_a_tensor_without_dimensions_is_no_number() -> None:
     run, a, scale = Run(), Parameter(torch.randn(SIZE)), torch.tensor(0.5)
-    outside = a * scale  # saved without our hooks, as a number is
-    assert run.refusal(lambda a, b: torch.exp(outside.t() + b.t()), a, values(1)) == "saved without our hooks"
+
+    def make(a: Tensor, b: Tensor) -> Tensor:
+        with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            outside = a * scale
+        return torch.exp(outside.t() + b.t())
+
+    assert run.refusal(make, a, values(1)) == "saved by hooks of the user"
 
 
 # ---- the state of the process ---------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 from fuzz_rematerialize import USABLE, Program, Stores, Tally, check, draw, drawing, main, smaller
 
 from ds_tba.autograd.rules import RULES
-from ds_tba.autograd.sites import Derivation
+from ds_tba.autograd.sites import Sites
 
 SEEDS = range(150)
 
@@ -49,8 +49,8 @@ def wrong(made: torch.Tensor) -> torch.Tensor:
 def test_what_is_made_wrong_is_found_and_made_smaller(stores: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fuzz itself: it sees a bit, and its smaller programs are smaller."""
     program = next(one for one in map(draw, SEEDS) if uses(one, stores))
-    make = Derivation.make
-    monkeypatch.setattr(Derivation, "make", lambda self: wrong(make(self)))
+    make = Sites.make
+    monkeypatch.setattr(Sites, "make", lambda self, origin: wrong(make(self, origin)))
     assert "difference" in {one.kind for one in check(program, stores, Tally())}
     assert all(len(one.lines) <= len(program.lines) for one in smaller(program))
 

@@ -91,6 +91,7 @@ def test_operands_are_held_no_longer_than_what_is_made_of_them_is_worth(model: t
             with cache.saving():
                 loss = logging.loss()
             loss.backward()
+            cache.end_micro_step()
             del loss
             for parameter in parameters:
                 parameter.grad = None

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from ds_tba.adaptive.recorder import Recorder
 from ds_tba.autograd.blocks import Block, Blocks, find_blocks
 from ds_tba.autograd.cache import TensorCache
-from ds_tba.autograd.sites import Derivation, Sites
+from ds_tba.autograd.sites import Origin, Sites
 from ds_tba.autograd.tensors import mark_inputs, mark_owned
 from ds_tba.cli.estimate.dry_run import DryRun, Settings, dry_run
 from ds_tba.cli.estimate.kernels import Attention
@@ -178,7 +178,7 @@ def made_again(
     within: Callable[[], AbstractContextManager[Any]] = nullcontext,
     prepare: Callable[[torch.nn.Module], None] = lambda _: None,
 ) -> dict[str, int]:
-    """Bytes by op that the second step of a run on the CPU makes again, whose first step has proven them."""
+    """Bytes by op that a step of a run on the CPU makes again."""
     torch.manual_seed(0)
     subject = Subject(*make(BATCH, SEQUENCE)).to("cpu", dtype)
     prepare(subject.model)
@@ -188,18 +188,17 @@ def made_again(
     cache = TensorCache([], "cpu", MIN_BYTES)
     cache.rematerialize(Sites(cache.records, CpuAccelerator(), exclude))
     found: Counter[str] = Counter()
-    for proves in (True, False):
-        for module in subject.model.modules():
-            mark_owned(module)
-        mark_inputs(subject.inputs)
-        with cache.saving(proves=proves), within():
-            output = subject.forward()
-        for record in cache.records.forward.by_key.values():
-            if isinstance(record.recipe, Derivation):
-                found[record.recipe.recipe.rule.op] += record.nbytes
-        loss_of(output).backward()
-        del output
-        cache.settle()
+    for module in subject.model.modules():
+        mark_owned(module)
+    mark_inputs(subject.inputs)
+    with cache.saving(), within():
+        output = subject.forward()
+    for record in cache.records.forward.by_key.values():
+        if isinstance(record.recipe, Origin):
+            found[record.recipe.recipe.rule.op] += record.nbytes
+    loss_of(output).backward()
+    del output
+    cache.settle()
     assert sum(found.values()) == cache.stats.rematerialized_bytes
     return dict(found)
 
