@@ -231,6 +231,7 @@ class Controller:
     def _end_policy(self) -> None:
         """Collect what the last micro-step has shown."""
         if self._step is not None and isinstance(self._policy, ByPlan):
+            self._policy.end()
             self._step.deviation.add(self._policy.deviation)
         if self._recording is not None:
             self._recording.settle()

@@ -227,6 +227,7 @@ class MicroStepRecord:
             found.is_movable,
             None if found.site is None else found.site.seconds,
             found.sources,
+            found.unpacked is not None or bool(readers),
         )
 
 

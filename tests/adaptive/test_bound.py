@@ -144,6 +144,31 @@ def test_no_step_of_random_lengths_is_above_the_budget(make: Make, part: float, 
     assert offloader.report().plans >= 1
 
 
+@pytest.mark.usefixtures("one_thread", "needs_recompute")
+@pytest.mark.parametrize("part", [0.5, 0.15])
+def test_a_loss_that_is_kept_without_backward_fits_the_plan_and_later_plans_go_without_it(
+    make: Make, caplog: pytest.LogCaptureFixture, part: float
+) -> None:
+    """A validation loss, held with its graph in the steps that are recorded and in no other."""
+    budget_bytes = int(part * kept_peak(make, 1))
+    ours, kept = fresh(), []
+    offloader = make(ours, activation_budget_bytes=budget_bytes, recompute=True)
+    recorded = range(FIRST_PLAN - 2, FIRST_PLAN + 1)
+    blocks = []
+    for step in range(30):
+        kept.clear()
+        if step in recorded:
+            kept.append(forward(ours, torch.randn(max(LENGTHS), WIDTH), offloader))
+        _, peaks = train(ours, offloader, [max(LENGTHS)])
+        assert peaks[0] <= budget_bytes
+        plan = offloader.report().plan
+        if plan is not None:
+            assert plan["peak_saved_bytes"] <= budget_bytes
+            blocks.append(plan["blocks"])
+    assert (blocks[0], blocks[-1]) == (2 * len(ours.blocks), len(ours.blocks))
+    assert "no plan fits" not in caplog.text and offloader.report().budget_excess_bytes == 0
+
+
 @pytest.mark.usefixtures("one_thread")
 def test_a_budget_that_cannot_be_held_is_said_before_it_is_exceeded(
     make: Make, caplog: pytest.LogCaptureFixture
