@@ -322,7 +322,8 @@ class ActivationOffloader:
             config.activation_budget_bytes if plans else None,
         )
         is_watching = plans and config.recompute
-        controller.watch(model, Blocks(find_blocks(model, config.blocks), controller, is_watching=is_watching))
+        blocks = Blocks(find_blocks(model, config.blocks), controller, is_watching=is_watching, account=self.cache)
+        controller.watch(model, blocks)
         self._controller = self._reporter.controller = controller
 
     def on_close(self, undo: Callable[[], object]) -> None:

@@ -137,7 +137,7 @@ class Controller:
         if not torch.is_grad_enabled():
             yield
             return
-        self._cache.count_recomputed(0)  # of a backward that raised, or of another micro-batch
+        self._cache.end_recomputations()  # of a backward that raised, or of another micro-batch
         continues = not self._is_new_step and self._cache.expects_forward
         if not continues:
             self._begin()
@@ -169,7 +169,7 @@ class Controller:
         """Backward is over."""
         if self._recording is not None:
             self._recording.end_micro_step()
-        self._cache.count_recomputed(0)
+        self._cache.end_recomputations()
         self._cache.end_micro_step()
 
     def end_step(self) -> None:
@@ -231,6 +231,7 @@ class Controller:
     def _end_policy(self) -> None:
         """Collect what the last micro-step has shown."""
         if self._step is not None and isinstance(self._policy, ByPlan):
+            self._policy.end()
             self._step.deviation.add(self._policy.deviation)
         if self._recording is not None:
             self._recording.settle()
@@ -278,10 +279,10 @@ class Controller:
     def recompute(self, token: int) -> None:
         """Backward begins to run a pass again, which saves so many bytes."""
         self.recomputed_bytes += token
-        self._cache.count_recomputed(token)
+        self._cache.has_room(token)  # at once: what it saves then finds the room
 
     def recomputed(self, token: int) -> None:
-        """The pass has run; its storages are counted until the next recomputation, or the end of backward."""
+        """The pass has run."""
 
     # ---- a step -------------------------------------------------------------------------------------------------
 

@@ -3,8 +3,8 @@
 [Note: Reviews] A review fits the cost of steps anew and plans with the fit; the plan changes if that makes a difference
 (``consensus.py``). Reviews come after 5, 10, 20, ... steps. A surprise makes the next one come early: storages that
 found no room, changed rates of the drives, steps longer or shorter than expected. After the review the same is no
-surprise any more. Saves that the plan does not know ask for a new recording instead. Larger storages than those of the
-plan ask for a new plan at once.
+surprise any more. Saves that the plan does not know, or that it expects in vain, ask for a new recording instead.
+Larger storages than those of the plan ask for a new plan at once.
 
 ``Monitor`` knows numbers only, ``Step`` the clock and the plan; neither decides alone, as ranks have to agree.
 """
@@ -89,6 +89,7 @@ class StepMetrics:
         growth: the fraction by which they are larger.
         rates: of the drives as they are now.
         more_micro_steps: than the plan was made for.
+        missed: the fraction of all saved bytes of the plan that was not saved.
     """
 
     time_s: float
@@ -98,6 +99,7 @@ class StepMetrics:
     rates: tuple[float, ...]
     growth: float = 0.0
     more_micro_steps: int = 0
+    missed: float = 0.0
 
 
 class Monitor:
@@ -157,6 +159,8 @@ class Monitor:
         action, surprise = Action.PLAN, self._surprise(seen)
         if seen.unplanned:
             action, surprise = Action.RECORD, f"{seen.unplanned} saves that the plan did not know"
+        elif seen.missed > MAX_DRIFT:
+            action, surprise = Action.RECORD, f"{seen.missed:.0%} of what the plan expects was not saved"
         if seen.more_micro_steps:
             action, surprise = Action.RECORD, f"a step had {seen.more_micro_steps:+d} micro-steps"
         if not self._reviews.is_due(step, is_surprised=bool(surprise), is_large=self._is_far_off(LARGE_FACTOR)):
@@ -288,6 +292,7 @@ class Step:
             rates,
             self.deviation.grown_bytes / max(1, plan.trace.saved_bytes),
             self.micro_steps - plan.trace.micro_steps,
+            self._part(plan, self.deviation.missed_bytes),
         )
 
     def time_s(self, clock: Clock) -> float:
@@ -296,7 +301,10 @@ class Step:
 
     def drift(self, followed: PlanInForce) -> float:
         """The fraction of all saved bytes by which storages differed in size from those of the plan."""
-        return self.deviation.drift_bytes / (max(1, followed.trace.saved_bytes) * max(1, self.micro_steps))
+        return self._part(followed, self.deviation.drift_bytes)
+
+    def _part(self, followed: PlanInForce, nbytes: int) -> float:
+        return nbytes / (max(1, followed.trace.saved_bytes) * max(1, self.micro_steps))
 
     def observation(self, trace: Trace, followed: PlanInForce, clock: Clock) -> Observation | None:
         """The step's observation for the fit; None if the step was not of the kind that was recorded.

@@ -138,12 +138,14 @@ class Deviation:
 
     Attributes:
         unplanned: saves that the plan does not know.
-        drift_bytes: by which storages differ in size.
+        missed_bytes: of storages of the plan that were not saved.
+        drift_bytes: by which storages differ in size, those that were not saved in full.
         grown: sizes of larger storages, by their number in the trace; of the micro-step in which they grew most.
         grown_bytes: by which these are larger.
     """
 
     unplanned: int = 0
+    missed_bytes: int = 0
     drift_bytes: int = 0
     grown_bytes: int = 0
     grown: dict[int, int] = field(default_factory=dict)
@@ -155,9 +157,15 @@ class Deviation:
             self.grown_bytes += nbytes - self.grown.get(index, planned_bytes)
             self.grown[index] = nbytes
 
+    def record_missed(self, nbytes: int) -> None:
+        """Storages of so many bytes were not saved."""
+        self.missed_bytes += nbytes
+        self.drift_bytes += nbytes
+
     def add(self, other: Deviation) -> None:
         """Another micro-step of the same step is over."""
         self.unplanned += other.unplanned
+        self.missed_bytes += other.missed_bytes
         self.drift_bytes += other.drift_bytes
         if other.grown_bytes > self.grown_bytes:
             self.grown_bytes, self.grown = other.grown_bytes, other.grown
@@ -226,7 +234,7 @@ class ByPlan:
         self._depth += 1
         if self._depth > 1:
             return None
-        self._scope = _Scope(self._scope.number + 1, self._plan)
+        self._next_scope()
         number = self._scope.number // 2
         blocks = self._plan.trace.blocks
         if number >= len(blocks) or blocks[number].module != module:
@@ -238,7 +246,18 @@ class ByPlan:
         """The pass is over."""
         self._depth -= 1
         if self._depth == 0:
-            self._scope = _Scope(self._scope.number + 1, self._plan)
+            self._next_scope()
+
+    def end(self) -> None:
+        """The micro-step is over."""
+        while self._scope.number < len(self._plan.layout.scopes):
+            self._next_scope()
+
+    def _next_scope(self) -> None:
+        left, storages = self._scope, self._storages
+        missed = [storages[index] for index in left.expected[left.position :]]
+        self.deviation.record_missed(sum(one.nbytes for one in missed if one.is_movable))  # others may not be told of
+        self._scope = _Scope(left.number + 1, self._plan)
 
     def choose(self, key: Hashable, nbytes: int) -> Choice:
         """The plan's choice for the storage that is next in this scope."""

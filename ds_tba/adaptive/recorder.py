@@ -225,6 +225,7 @@ class MicroStepRecord:
             found.is_movable,
             None if found.place is None else found.place.seconds,
             found.sources,
+            found.unpacked is not None or bool(readers),
         )
 
 

@@ -31,9 +31,11 @@ import torch
 from torch import nn
 
 from ds_tba.autograd.checkpoint import (
+    Account,
     Arguments,
     Conditions,
     RecomputedPass,
+    counting,
     innermost_hooks,
     replace_forward,
     restore_forward,
@@ -135,6 +137,7 @@ class Blocks:
         blocks: from :func:`find_blocks`.
         listener: is told of each pass inside :meth:`listening`.
         is_watching: whether passes are watched. Without that none is ever recomputed.
+        account: counts what passes hold that run again.
 
     Attributes:
         to_verify: paths of the blocks whose passes are verified from now on, each kind once in a step. Every rank has
@@ -142,12 +145,20 @@ class Blocks:
         is_strict: whether a pass that is to run again and cannot must end the run: other ranks would wait in backward.
     """
 
-    def __init__(self, blocks: Sequence[Block], listener: PassListener, *, is_watching: bool = True) -> None:
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        listener: PassListener,
+        *,
+        is_watching: bool = True,
+        account: Account | None = None,
+    ) -> None:
         self.all: tuple[Block, ...] = tuple(blocks)
         self.is_watching = is_watching
         self.to_verify: frozenset[str] = frozenset()
         self.is_strict = False
         self._listener = listener
+        self._account = account
         self._thread = _Thread()
         self._known = [Evidence(StateReader(block.module, block.module.forward)) for block in self.all]
         self._ties: list[tuple[_Forward, Any]] = []
@@ -396,7 +407,8 @@ class _Session:
             return forward(*args, **kwargs)
         the_pass = block.path, block.module, forward, arguments, conditions
         if token is None:
-            verified = VerifiedPass(*the_pass, self._watch(known, arguments, kind), known, is_strict=is_strict)
+            watch, account = self._watch(known, arguments, kind), self._blocks._account
+            verified = VerifiedPass(*the_pass, watch, known, account, is_strict=is_strict)
             known.begin_verification(kind, verified)
             return verified.run(args, kwargs)
         recomputed = RecomputedPass(*the_pass, functools.partial(_recomputing, self._blocks, token))
@@ -433,7 +445,8 @@ def _recomputing(blocks: Blocks, token: Any) -> Iterator[None]:
     """
     try:
         blocks._listener.recompute(token)
-        yield
+        with counting(blocks._account):
+            yield
     finally:
         blocks._listener.recomputed(token)
 

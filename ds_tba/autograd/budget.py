@@ -241,7 +241,7 @@ class Residency:
         self._keeper = keeper
         self._device = accelerator
         self._largest_bytes = 0  # of the storages that were moved
-        self._recomputed_bytes = 0
+        self._made_again: list[weakref.ref[ResidencyGuard]] = []  # by recomputations, in this backward
         self._evictable: dict[SavedStorage, Any] = {}  # oldest first, with the event of the stream that makes the bytes
         self._early: dict[SavedStorage, None] = {}  # oldest first: see add_early()
         self._ahead: dict[SavedStorage, None] = {}  # oldest first: what is being read ahead onto the device
@@ -348,13 +348,19 @@ class Residency:
         self._gauge.add(guard.count(nbytes))
         return guard
 
-    def count_recomputed(self, nbytes: int) -> None:
-        """Count so many bytes of a block's recomputation from now on, in place of another's."""
-        self._gauge.add(-self._recomputed_bytes)
-        self._recomputed_bytes = 0
-        self.make_room(nbytes)
-        self._gauge.add(nbytes)
-        self._recomputed_bytes = nbytes
+    def count_again(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """Count what a recomputation saves until it is free, or until :meth:`end_recomputations`."""
+        if not any(guard.counts_for(self._keeper) for guard in getattr(storage, _GUARDS, ())):
+            self.make_room(nbytes)
+        self._made_again.append(weakref.ref(self.count(storage, nbytes)))
+
+    def end_recomputations(self) -> None:
+        """Backward is over: what it saved again and others hold on to, a buffer say, is theirs."""
+        for reference in self._made_again:
+            guard = reference()
+            if guard is not None:
+                self._gauge.add(-guard.leave())
+        self._made_again.clear()
 
     def evict(self, record: SavedStorage) -> None:
         """Hold the bytes of a record no longer, if a store has them or takes them."""

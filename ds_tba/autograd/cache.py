@@ -21,6 +21,7 @@ from ds_tba.autograd.saved import Hooks, PassedThrough, Rematerialization, Saved
 from ds_tba.autograd.tensors import (
     Eligibility,
     eligibility,
+    has_plain_storage,
     held_bytes,
     is_parameter,
     is_under_a_mode,
@@ -189,11 +190,29 @@ class TensorCache:
         with self._lock:
             self.records.learned_order = []
 
-    def count_recomputed(self, nbytes: int) -> None:
-        """Count what a block's recomputation holds from now on, in place of what another's did."""
+    def has_room(self, nbytes: int) -> bool:
+        """Whether so many bytes more fit the budget, once room was made for them."""
         with self._lock:
             self._finalizers.act()
-            self.records.residency.count_recomputed(nbytes)
+            found = self.records.residency.has_room(nbytes)
+        self._finalizers.act_if_free()
+        return found
+
+    def count_again(self, tensor: torch.Tensor) -> None:
+        """Count a tensor that a forward saves which runs again in backward, until it is free or backward is over."""
+        nbytes = held_bytes(tensor, self._device)
+        if not nbytes or not has_plain_storage(tensor):
+            return
+        with self._lock:
+            self._finalizers.act()
+            self.records.residency.count_again(tensor.untyped_storage(), nbytes)
+        self._finalizers.act_if_free()
+
+    def end_recomputations(self) -> None:
+        """Backward is over, or has raised; see :meth:`Residency.end_recomputations`."""
+        with self._lock:
+            self._finalizers.act()
+            self.records.residency.end_recomputations()
         self._finalizers.act_if_free()
 
     def limit_resident(self, nbytes: int | None, name: str = "") -> None:

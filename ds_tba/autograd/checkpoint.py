@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -127,6 +127,35 @@ def _together(form: Any, tensors: Sequence[torch.Tensor]) -> Any:
     if kind is dict:
         return {key: _together(one, tensors) for key, one in form.items()}
     return form
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+
+
+class Account(Protocol):
+    """Counts what forwards hold that run again, within the budget: the cache."""
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether so many bytes more fit, once room was made for them."""
+
+    def count_again(self, tensor: torch.Tensor) -> None:
+        """Such a forward saves a tensor."""
+
+
+@contextmanager
+def counting(account: Account | None) -> Iterator[None]:
+    """Count what the innermost hooks, those of a checkpoint that runs a forward again, are given to hold."""
+    if account is None:
+        yield
+        return
+    pack, unpack = hooks_of_checkpoint()
+
+    def counted(tensor: torch.Tensor) -> Any:
+        account.count_again(tensor)
+        return pack(tensor)
+
+    with uncompiled_hooks(counted, unpack):
+        yield
 
 
 # ---- the pass -------------------------------------------------------------------------------------------------------

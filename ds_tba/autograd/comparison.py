@@ -25,7 +25,7 @@ from torch.overrides import _get_current_function_mode_stack as function_modes
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from ds_tba.autograd.tensors import lineage_of, stamp_of, uncompiled_hooks
+from ds_tba.autograd.tensors import Stamp, has_plain_storage, lineage_of, stamp_of, uncompiled_hooks
 from ds_tba.device.memory import digest_of
 
 # ---- the process: random generators, PyTorch's settings and modes, what is compiled ----------------------------------
@@ -345,16 +345,25 @@ class Run:
 
     Attributes:
         parameters: by id, in the order in which the run saved tensors; None for each tensor that is no parameter.
+        sizes: in bytes, of the storages behind the others.
     """
 
     def __init__(self) -> None:
         self.parameters: list[int | None] = []
+        self.sizes: dict[Stamp, int] = {}
         self.outputs: Outputs | None = None
+
+    @property
+    def held_bytes(self) -> int:
+        """What another run like it holds, with the one tensor that it is compared with."""
+        return sum(self.sizes.values()) + max(self.sizes.values(), default=0)
 
     def add(self, tensor: torch.Tensor) -> bool:
         """The run saves a tensor; whether that is a parameter."""
         is_parameter = isinstance(tensor, nn.Parameter)
         self.parameters.append(id(tensor) if is_parameter else None)
+        if not is_parameter and has_plain_storage(tensor):
+            self.sizes[stamp_of(tensor.untyped_storage())] = tensor.untyped_storage().nbytes()
         return is_parameter
 
 

@@ -7,8 +7,8 @@ others change until backward, is never run again. Then passes that left none are
 usual, and runs inside a checkpoint as well, which is the one of a recomputation. When backward first wants a saved
 tensor of the pass, the checkpoint runs the forward again, to its end. Each tensor that this gives is compared with the
 saved one, which is what backward gets, and the result with digests of the first result. Meanwhile the second tensors
-take the memory of one block's activations, each until it is compared. The checkpoint's inputs are saved through the
-hooks around the pass, as those of a recomputation are; the second tensors never reach these hooks.
+take the memory of one block's activations, if the budget has it, each until it is compared. The checkpoint's inputs
+are saved through the hooks around the pass, as those of a recomputation; the second tensors never reach these hooks.
 
 [Note: Random numbers] A checkpoint restores PyTorch's default generators. That does not help a forward which puts
 another state into them (``fork_rng``, the trackers of tensor-parallel training) or draws from a generator that is
@@ -32,9 +32,11 @@ from torch.utils.checkpoint import CheckpointError
 
 from ds_tba.autograd.checkpoint import (
     CAN_RECOMPUTE,
+    Account,
     Arguments,
     Conditions,
     RecomputedPass,
+    counting,
     hooks_of_checkpoint,
     innermost_hooks,
 )
@@ -203,7 +205,9 @@ class Watch:
             self.obstacle = "its forward changes a gradient"
         else:
             self._state = state
-        self._inputs = [_witness(one) for one in tensors if _is_plain(one)]
+        self._inputs = [
+            VersionWitness(one, torch.empty(0, dtype=one.dtype, device=one.device)) for one in tensors if _is_plain(one)
+        ]
 
     def end_forward(self) -> None:
         """The forward of the whole model is over."""
@@ -230,10 +234,6 @@ class Watch:
 
     def _is_input_changed(self) -> bool:
         return any(one.current != one.version for one in self._inputs)
-
-
-def _witness(tensor: torch.Tensor) -> VersionWitness:
-    return VersionWitness(tensor, torch.empty(0, dtype=tensor.dtype, device=tensor.device))
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -296,18 +296,19 @@ class VerifiedPass(RecomputedPass):
         conditions: Conditions,
         watch: Watch,
         evidence: Evidence,
+        account: Account | None,
         *,
         is_strict: bool,
     ) -> None:
         super().__init__(path, module, forward, arguments, conditions, nullcontext)
+        self._account = account
         self._watch = watch
         self._evidence = evidence
         self._is_strict = is_strict
         self._outer = innermost_hooks() or (_as_it_is, _as_it_is)
         self._unpack_again: Callable[[Any], torch.Tensor] = _as_it_is
         self._saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
-        self._first_run = Run()
-        self._second_run = Run()
+        self._first_run, self._second_run = Run(), Run()
         self._is_over = False
         self.has_run = False
 
@@ -389,6 +390,9 @@ class VerifiedPass(RecomputedPass):
 
     def _first_again(self, holder: Any) -> torch.Tensor:
         """Run the forward again, and look whether that left a trace."""
+        nbytes = self._first_run.held_bytes
+        if not (self._account is None or self._account.has_room(nbytes) or self._is_strict):
+            raise LeavesTraceError(f"activation_budget_bytes has no room for the {nbytes} bytes that a trial takes")
         self.has_run = True
         reader, others = self._evidence.reader, self._arguments.others
         state, rng_states = reader.read(others, with_bytes=True), python_rng_states()
@@ -417,7 +421,7 @@ class VerifiedPass(RecomputedPass):
             if not self._evidence.reader.is_compiled:
                 with nothing_saved(), RandomGuard():
                     self._forward_again(tensors)
-            with self._saving_again():
+            with counting(self._account), self._saving_again():
                 result = self._forward_again(tensors)
             self._second_run.outputs = outputs_of(result)
             return result

@@ -373,15 +373,7 @@ class BlockCosts:
     @classmethod
     def of(cls, timeline: Timeline) -> BlockCosts:
         """Those of every block."""
-        storages = timeline.storages
-        own = storages.owner >= 0
-        freed = np.bincount(storages.owner[own], storages.nbytes[own], minlength=len(timeline.blocks))
-        inputs = timeline.blocks.inputs.unique()
-        is_own = storages.owner[inputs.storage] == inputs.block
-        freed -= np.bincount(
-            inputs.block[is_own], storages.nbytes[inputs.storage[is_own]], minlength=len(timeline.blocks)
-        )
-        return cls(timeline.blocks.recompute_s, freed.astype(np.int64))
+        return cls(timeline.blocks.recompute_s, timeline.dropped_bytes(timeline.storages.nbytes))
 
 
 def make_plan(planner: str, timeline: Timeline, modules: Sequence[str], outcome: Outcome) -> Plan:

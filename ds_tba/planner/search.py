@@ -374,9 +374,10 @@ def adaptive(trace: Trace, limits: Limits) -> Plan:
 
     With a budget, writing must gain more time over recomputing than predictions can tell. Deterministic. Keeps within
     ``host_budget_bytes`` and ``write_limit_bytes_per_step``; where no plan fits the budget, the plan with the lowest
-    peak.
+    peak. A block that alone makes more again than the budget is moved instead, where that is possible: what was moved
+    comes back one by one.
     """
-    timeline = Timeline.of(trace)
+    timeline = Timeline.of(trace).recomputing_within(limits.activation_budget_bytes)
     exact = Replays(timeline, limits)
     start = _recompute_all(timeline) if limits.recompute else timeline.kept
     exact.replay_both(start)

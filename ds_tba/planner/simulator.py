@@ -6,6 +6,7 @@ slot is free. In backward, reads go ahead in the order of first use: as far as h
 else as far as all of it. A storage that is still being written then is retained in staging when its write ends. At its
 use a storage is handed over from staging (a write that has not begun is cancelled), is there already, or is read at
 once, ahead of the others, while compute waits.
+What backward never uses does not come back.
 A storage on its way to host memory is copied out, and copied in ahead of its use as far as the bound of what is ahead.
 With a prefetch distance, nothing is asked for earlier than the distance says; see ``prefetch_distance.py``.
 I/O and copies may slow the kernels: a storage's share of that (``compute_s_per_byte``) counts at its pack.
@@ -295,9 +296,9 @@ class Replay:
         self._liveness = timeline.liveness(self._recomputed)
         place = self._effective(assignment.placements)
         again = place == REMATERIALIZE
-        self._rematerialized = np.flatnonzero(again)
-        if self._rematerialized.size:
+        if again.any():
             self._liveness = timeline.rematerializing(self._liveness, again)
+        self._rematerialized = np.flatnonzero(again & self._liveness.used)
         order, self._events = self._schedule(place)
         self._storages = storages = Storages(timeline, self._liveness, place)
         self._clock = clock = ReplayClock(np.zeros(len(timeline.blocks)))
@@ -369,10 +370,11 @@ class Replay:
         moved, made = np.flatnonzero((place == HOST) | (place == NVME)), self._rematerialized
         blocks = np.flatnonzero(self._recomputed)
         ordered = moved[np.lexsort((-moved, need_s[moved]))]
+        ordered = ordered[self._liveness.used[ordered]]
         recompute_s = timeline.blocks.backward_start_s[blocks]
         starts = np.concatenate([need_s[self._liveness.exists], recompute_s])
         at_s = [timeline.storages.pack_s[moved], need_s[ordered], need_s[made], recompute_s]
-        kinds = [np.full(moved.size, _PACK), np.full(moved.size, _USE)]
+        kinds = [np.full(moved.size, _PACK), np.full(ordered.size, _USE)]
         kinds += [np.full(made.size, _REMATERIALIZE), np.full(blocks.size, _RECOMPUTE)]
         which = [moved, ordered, made, blocks]
         if timeline.resources.prefetches_from_backward_start and starts.size and moved.size:

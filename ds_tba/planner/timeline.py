@@ -43,12 +43,14 @@ class Liveness:
         dropped: dropped in forward; its block's recomputation makes the storage again.
         need_s: first needed in backward, on the trace's clock.
         freed_s: no longer needed by anyone.
+        used: needed in backward at all.
     """
 
     exists: Bools
     dropped: Bools
     need_s: Floats
     freed_s: Floats
+    used: Bools
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,7 @@ class StorageColumns:
         unsaved: nobody saves it unless a block that reads it is recomputed.
         made_again_s: how far into that recomputation; 0 without an owner.
         rematerialize_s: to make a storage again from its sources; not a number where that cannot be.
+        used: by backward.
     """
 
     nbytes: Ints
@@ -74,6 +77,7 @@ class StorageColumns:
     unsaved: Bools
     made_again_s: Floats
     rematerialize_s: Floats
+    used: Bools
 
     @classmethod
     def of(cls, trace: Trace) -> StorageColumns:
@@ -96,6 +100,7 @@ class StorageColumns:
             np.array([not row.blocks for row in rows], bool),
             np.maximum(0.0, np.array(into_s, float)) * trace.recompute_factor,
             np.array([row.rematerialize_s for row in rows], float),
+            np.array([row.is_used for row in rows], bool),
         )
 
     def __len__(self) -> int:
@@ -129,6 +134,7 @@ class StorageColumns:
             self.unsaved[firsts],
             mean(self.made_again_s),
             np.add.reduceat(self.rematerialize_s, firsts),
+            self.used[firsts],
         )
 
 
@@ -276,7 +282,7 @@ class Timeline:
         storages, blocks = self.storages, self.blocks
         if not recomputed.any():
             dropped = np.zeros(len(storages), bool)
-            return Liveness(~storages.unsaved, dropped, storages.first_backward_use_s, storages.freed_s)
+            return Liveness(~storages.unsaved, dropped, storages.first_backward_use_s, storages.freed_s, storages.used)
         is_input = np.zeros(len(storages), bool)
         is_input[blocks.inputs.storage[recomputed[blocks.inputs.block]]] = True
         dropped = (storages.owner >= 0) & recomputed[storages.owner] & ~is_input
@@ -284,7 +290,9 @@ class Timeline:
         read = recomputed[blocks.readers.block]
         np.minimum.at(need_s, blocks.readers.storage[read], blocks.backward_start_s[blocks.readers.block[read]])
         need_s = np.maximum(need_s, storages.last_forward_use_s)
-        return Liveness(~storages.unsaved | is_input, dropped, need_s, storages.freed_s)
+        used = storages.used.copy()
+        used[blocks.readers.storage[read]] = True
+        return Liveness(~storages.unsaved | is_input, dropped, need_s, storages.freed_s, used)
 
     def rematerializable(self, liveness: Liveness) -> Bools:
         """Which storages can be made again from their sources."""
@@ -296,13 +304,36 @@ class Timeline:
     def rematerializing(self, liveness: Liveness, again: Bools) -> Liveness:
         """The same where these are made again: sources are needed when the first of what is made of them is."""
         left_s = self.storages.last_forward_use_s.tolist()
-        need_s, freed_s = liveness.need_s.tolist(), liveness.freed_s.tolist()
-        used = again[self.sources.storage]
-        pairs = zip(self.sources.storage[used].tolist(), self.sources.source[used].tolist(), strict=True)
+        need_s, freed_s, used = liveness.need_s.tolist(), liveness.freed_s.tolist(), liveness.used.tolist()
+        is_again = again[self.sources.storage]
+        pairs = zip(self.sources.storage[is_again].tolist(), self.sources.source[is_again].tolist(), strict=True)
         for made, source in reversed(list(pairs)):  # a source comes before what is made of it
             need_s[source] = max(left_s[source], min(need_s[source], need_s[made]))
             freed_s[source] = max(freed_s[source], need_s[made])
-        return replace(liveness, need_s=np.array(need_s), freed_s=np.array(freed_s))
+            used[source] |= used[made]
+        return replace(liveness, need_s=np.array(need_s), freed_s=np.array(freed_s), used=np.array(used, bool))
+
+    def recomputing_within(self, budget_bytes: int | None) -> Timeline:
+        """The same, where blocks that alone make more again than a budget are not recomputed if that can be moved."""
+        if budget_bytes is None:
+            return self
+        nbytes = self.storages.nbytes
+        staying = self.dropped_bytes(np.where(self.can_go_to_nvme(), 0, nbytes))
+        is_better_moved = (self.dropped_bytes(nbytes) > budget_bytes) & (staying <= budget_bytes)
+        return replace(self, blocks=replace(self.blocks, recomputable=self.blocks.recomputable & ~is_better_moved))
+
+    def dropped_bytes(self, nbytes: Ints) -> Ints:
+        """Of each block that is recomputed alone: what it does not save, and makes again all at once.
+
+        Args:
+            nbytes: of each storage.
+        """
+        storages, inputs, count = self.storages, self.blocks.inputs.unique(), len(self.blocks)
+        own = storages.owner >= 0
+        found = np.bincount(storages.owner[own], nbytes[own], minlength=count)
+        is_own = storages.owner[inputs.storage] == inputs.block
+        found -= np.bincount(inputs.block[is_own], nbytes[inputs.storage[is_own]], minlength=count)
+        return found.astype(np.int64)
 
     def without_rematerialization(self) -> Timeline:
         """The same where nothing can be made again from other storages."""
@@ -326,6 +357,7 @@ class Timeline:
             np.where(self.storages.owner.reshape(count, storages) == OUTSIDE, OUTSIDE, owner),
             self.storages.movable.reshape(count, storages),
             self.storages.unsaved.reshape(count, storages),
+            self.storages.used.reshape(count, storages),
             self.blocks.recomputable.reshape(count, blocks),
             self.storages.rematerializable.reshape(count, storages),
         )
@@ -374,7 +406,7 @@ class Timeline:
         part = (np.cumsum(storages.nbytes) / group_bytes).astype(np.int64)
         cut = np.zeros(count, bool)
         cut[0] = True
-        alike = (storages.owner, storages.movable, storages.unsaved, storages.rematerializable)
+        alike = (storages.owner, storages.movable, storages.unsaved, storages.rematerializable, storages.used)
         for column in (*alike, readers, inputs, part):
             cut[1:] |= column[1:] != column[:-1]
         return np.asarray(np.cumsum(cut) - 1)

@@ -38,12 +38,14 @@ class StorageTrace:
         blocks: see [Note: Readers].
         pack_s: first saved.
         last_forward_use_s: from then on forward no longer needs the storage.
-        first_backward_use_s: first unpacked.
+        first_backward_use_s: first unpacked; the end of the micro-step where it is not used.
         freed_s: autograd has let go of the storage.
         is_movable: False where it must stay in device memory (too small, not the training device, ...); it still goes
             with its block where that is recomputed.
         rematerialize_s: of the compute stream, to make the storage again from its sources; None where that cannot be.
         sources: indices of storages, each smaller than its own; see [Note: Sources].
+        is_used: False where backward never asked for it: a loss that is kept with its graph, say. Once moved, it need
+            not come back.
     """
 
     nbytes: int
@@ -56,6 +58,7 @@ class StorageTrace:
     is_movable: bool = True
     rematerialize_s: float | None = None
     sources: tuple[int, ...] = ()
+    is_used: bool = True
 
 
 @dataclass(frozen=True, slots=True)

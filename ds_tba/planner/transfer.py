@@ -420,7 +420,7 @@ def peak_saved_bytes(timeline: Timeline, liveness: Liveness, clock: ReplayClock,
     freed_s = clock.shifted(liveness.freed_s, after=True)
     gone = moves.place != Placement.KEEP
     first_end_s = np.where(gone, np.maximum(moves.copied_s, left_s), np.where(dropped, left_s, freed_s))
-    again = exists & (gone | dropped)
+    again = exists & ((gone & liveness.used) | dropped)
     again_s = np.where(dropped, _made_again_s(timeline, dropped, clock.recompute_at_s), moves.allocated_s)
     begins = np.concatenate([packed_s[exists], again_s[again]])
     ends = np.concatenate([first_end_s[exists], freed_s[again]])

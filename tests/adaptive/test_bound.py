@@ -16,10 +16,12 @@ import torch
 from conftest import StoreFactory
 from doubles import ScriptedBackend, slow
 from late_device import LateDevice
+from planners import PLANNERS
 from stepping import end_step, forward, note_backward
 from test_controller import FIRST_PLAN, SmallDevice, controller_of, model, steps
 from test_hazards import store_is_empty
 from torch import Tensor, nn
+from torch.utils import checkpoint as checkpointing
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_tba.adaptive.ranks import Alone
@@ -30,6 +32,7 @@ from ds_tba.autograd.tensors import Eligibility
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.offloader import ActivationOffloader
+from ds_tba.planner.search import adaptive
 from ds_tba.storage.backends.posix import PosixBackend
 from ds_tba.storage.backends.select import Selection
 from ds_tba.storage.base import Choice
@@ -74,13 +77,15 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     monkeypatch.setattr("ds_tba.storage.tiers.select_backend", lambda *_, **__: Selection(PosixBackend(), "the test's"))
     made = []
 
-    def make(ours: nn.Module, accelerator: CpuAccelerator | None = None, **block: Any) -> ActivationOffloader:
+    def make(
+        ours: nn.Module, accelerator: CpuAccelerator | None = None, planner: Any = adaptive, **block: Any
+    ) -> ActivationOffloader:
         io = {"staging_bytes": 8 * MIB, "swap_file_bytes": 128 * MIB}
         config = {"nvme_path": str(tmp_path), "io": io, "min_tensor_bytes": 4 * KIB, **block}
         offloader = ActivationOffloader(
             OffloadConfig.model_validate(config), AioConfig(), accelerator or CpuAccelerator()
         )
-        offloader.watch(ours, Alone())
+        offloader.watch(ours, Alone(), planner)
         made.append(offloader)
         return offloader
 
@@ -142,6 +147,31 @@ def test_no_step_of_random_lengths_is_above_the_budget(make: Make, part: float, 
     assert same(expected, found)
     assert max(peaks) <= budget_bytes, f"{sum(peak > budget_bytes for peak in peaks)} steps of {len(peaks)}"
     assert offloader.report().plans >= 1
+
+
+@pytest.mark.usefixtures("one_thread", "needs_recompute")
+@pytest.mark.parametrize("part", [0.5, 0.15])
+def test_a_loss_that_is_kept_without_backward_fits_the_plan_and_later_plans_go_without_it(
+    make: Make, caplog: pytest.LogCaptureFixture, part: float
+) -> None:
+    """A validation loss, held with its graph in the steps that are recorded and in no other."""
+    budget_bytes = int(part * kept_peak(make, 1))
+    ours, kept = fresh(), []
+    offloader = make(ours, activation_budget_bytes=budget_bytes, recompute=True)
+    recorded = range(FIRST_PLAN - 2, FIRST_PLAN + 1)
+    blocks = []
+    for step in range(30):
+        kept.clear()
+        if step in recorded:
+            kept.append(forward(ours, torch.randn(max(LENGTHS), WIDTH), offloader))
+        _, peaks = train(ours, offloader, [max(LENGTHS)])
+        assert peaks[0] <= budget_bytes
+        plan = offloader.report().plan
+        if plan is not None:
+            assert plan["peak_saved_bytes"] <= budget_bytes
+            blocks.append(plan["blocks"])
+    assert (blocks[0], blocks[-1]) == (2 * len(ours.blocks), len(ours.blocks))
+    assert "no plan fits" not in caplog.text and offloader.report().budget_excess_bytes == 0
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -409,6 +439,66 @@ def test_a_device_really_holds_no_more_than_the_bound(make_store: StoreFactory, 
         del loss
     assert device.peak_bytes <= 5 * size
     device.end()
+
+
+class Held:
+    """Memory that is really alive, of what forward saved and what was computed again; what came back is in staging."""
+
+    def __init__(self, offloader: ActivationOffloader, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.alive: weakref.WeakSet[Original] = weakref.WeakSet()
+        self.peak_bytes = 0
+        cache = offloader.cache
+        pack = cache.pack
+        cache.pack = lambda tensor: (pack(tensor), self.note(tensor))[0]  # type: ignore[method-assign]
+        note = self.note
+
+        class Again(checkpointing._recomputation_hook):
+            def __init__(self, *of: Any) -> None:
+                super().__init__(*of)
+                save = self.pack_hook
+                self.pack_hook = lambda tensor: (save(tensor), note(tensor))[0]
+
+        monkeypatch.setattr(checkpointing, "_recomputation_hook", Again)
+
+    def note(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if not isinstance(tensor, nn.Parameter) and tensor._base is None and not hasattr(storage, "_original"):
+            storage._original = original = Original(storage.nbytes())
+            self.alive.add(original)
+        self.peak_bytes = max(self.peak_bytes, sum(one.nbytes for one in list(self.alive)))
+        return tensor
+
+
+@pytest.mark.usefixtures("one_thread", "needs_recompute")
+@pytest.mark.parametrize(("part", "steps"), [(0.1, 8), (0.25, 8), (2.0, 3)], ids=["no room", "plan", "trials alone"])
+def test_what_blocks_hold_that_run_again_is_in_the_report_and_within_the_budget(
+    make: Make, monkeypatch: pytest.MonkeyPatch, part: float, steps: int
+) -> None:
+    """In trials, too: where there is no room for one, there is none."""
+    budget_bytes, ours, fits = int(part * kept_peak(make, 1)), fresh(), part > 0.2
+    planner = PLANNERS["recompute" if fits else "adaptive"]
+    offloader = make(ours, planner=planner, activation_budget_bytes=budget_bytes, recompute=True)
+    held = Held(offloader, monkeypatch)
+    train(ours, offloader, [max(LENGTHS)] * steps)
+    report = offloader.report()
+    assert held.peak_bytes <= report.peak_saved_bytes <= budget_bytes and report.budget_excess_bytes == 0
+    assert (report.recomputed_bytes > 0) == (fits and report.plans > 0)
+    assert ["no room" in one["reason"] for one in report.unproven_blocks] == [True] * (0 if fits else len(ours.blocks))
+
+
+def test_a_buffer_that_recomputations_save_is_no_longer_counted_after_backward() -> None:
+    cache = TensorCache([], "cpu", KIB)
+    buffer = torch.ones(64, 64)
+    for _ in range(2):
+        cache.count_again(buffer)
+    made = torch.ones(64, 64)
+    cache.count_again(made)
+    assert cache.stats.resident.now == 2 * buffer.nbytes
+    del made
+    cache.settle()
+    assert cache.stats.resident.now == buffer.nbytes
+    cache.end_recomputations()
+    assert cache.stats.resident.now == 0
 
 
 def test_what_was_partly_forwarded_leaves_nothing_when_it_is_moved_again(make_store: StoreFactory) -> None:

@@ -143,6 +143,12 @@ def test_other_storages_than_planned_ask_for_a_recording(monitor: Monitor) -> No
     assert "2 saves that the plan did not know" in monitor.reason
 
 
+def test_storages_that_the_plan_expects_in_vain_ask_for_a_recording(monitor: Monitor) -> None:
+    due = PLANNED_AT + MIN_STEPS
+    assert monitor.decide(due, replace(GOOD, missed=0.5, drift=0.5)) is Action.RECORD
+    assert monitor.reason == "50% of what the plan expects was not saved"
+
+
 def test_other_micro_steps_in_a_step_ask_for_a_recording_and_their_time_is_no_surprise(monitor: Monitor) -> None:
     seen = replace(GOOD, more_micro_steps=3, time_s=4.0)
     assert [monitor.decide(step, seen) for step in range(3, 8)] == [Action.GO_ON] * 4 + [Action.RECORD]

@@ -70,6 +70,29 @@ def test_a_recomputed_block_saves_its_inputs_and_shifts_nobody() -> None:
     assert policy.deviation.unplanned == 0
 
 
+def test_what_the_plan_expects_and_nobody_saves_is_missed() -> None:
+    policy = by_plan(NVME, KEEP, HOST, NVME, KEEP)
+    policy.choose("x0", SIZE)
+    policy.enter("a")
+    policy.choose("x1", SIZE)
+    policy.leave()
+    policy.end()  # without x2 in the first block, the second block with two, and x4 behind it
+    assert policy.deviation.missed_bytes == policy.deviation.drift_bytes == 4 * SIZE
+    assert policy.deviation.unplanned == 0
+
+
+def test_a_micro_step_as_it_was_planned_misses_nothing() -> None:
+    policy = by_plan(NVME, RECOMPUTE, HOST, NVME, KEEP, recomputed=(True, False))
+    policy.choose("x0", SIZE)
+    for block, keys in (("a", ["x0"]), ("b", ["x2", "x3"])):
+        policy.enter(block)
+        chosen(policy, *keys)
+        policy.leave()
+    policy.choose("x4", SIZE)
+    policy.end()
+    assert policy.deviation.missed_bytes == 0
+
+
 def test_what_the_plan_does_not_know_goes_where_there_is_room_without_waiting() -> None:
     policy = by_plan(NVME, KEEP, KEEP, KEEP, KEEP)
     choices = [policy.choose(key, SIZE) for key in ("x0", "new")]

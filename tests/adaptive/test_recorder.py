@@ -151,6 +151,21 @@ def test_what_came_back_is_free_again_although_the_graph_is_retained(cache: Tens
     assert freed_s == ({20.0} if not cache.transfers.stores else {10.0})  # what was kept lives as long as the graph
 
 
+def test_what_backward_never_touched_is_not_used(cache: TensorCache, ticks: Ticks) -> None:
+    torch.manual_seed(0)
+    model, recorder = Stack(ticks), Recorder(cache, ticks, {})
+    losses = []
+    for _ in range(2):
+        with cache.saving(around=recorder.around):
+            losses.append(model(torch.randn(ROWS, WIDTH, requires_grad=True), recorder))
+    losses[1].backward()
+    recorder.end()
+    trace = recorder.record.trace(MACHINE)
+    count = len(trace.storages) // 2
+    assert [one.is_used for one in trace.storages] == [False] * count + [True] * count
+    assert {one.freed_s for one in trace.storages[:count]} == {trace.end_s}
+
+
 def test_a_small_tensor_that_every_block_saves_counts_once(make_store: StoreFactory) -> None:
     """As T5's position bias or rotary tables: a trace with a storage of no bytes would be refused."""
     shared = torch.randn(ROWS, 1)

@@ -45,6 +45,22 @@ def test_what_is_kept_costs_no_time_and_lies_from_pack_to_release() -> None:
     assert cost(trace, K, K) == Prediction(2 * SIZE, 3.0, 0.0, 0.0, 0, 0, 0, 0, 0)
 
 
+@pytest.mark.parametrize(("place", "written"), [(N, SIZE), (H, 0)])
+def test_what_backward_never_uses_does_not_come_back(place: Placement, written: int) -> None:
+    unused = replace(storage(0.2, 3.0), is_used=False)
+    trace = one_block(unused, storage(0.5, 2.0, 3.0), machine=traces.resources())
+    found = cost(trace, place, K)
+    assert (found.peak_saved_bytes, found.stall_s, found.read_bytes) == (SIZE, 0.0, 0)
+    assert found.written_bytes == written
+    assert cost(trace, K, K).peak_saved_bytes == 2 * SIZE
+
+
+def test_a_recomputed_block_uses_its_inputs_whoever_else_does() -> None:
+    unused = replace(storage(0.0, 3.0, blocks=(-1,)), is_used=False)
+    trace = one_block(unused, storage(0.5, 2.0), machine=traces.resources(), inputs=(0,))
+    assert cost(trace, N, K, recomputed=(True,)).read_bytes == SIZE
+
+
 def test_a_read_is_waited_for_where_nothing_before_it_could_begin_it() -> None:
     found = cost(one_block(storage(0.5, 2.0), machine=traces.resources()), N)
     assert (found.step_s, found.stall_s) == (4.0, 1.0)

@@ -14,7 +14,7 @@ import traces
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from planners import PLANNERS, teraio
-from traces import SIZE, UNLIMITED, storage
+from traces import SIZE, UNLIMITED, one_block, storage
 
 from ds_tba.config import Placement
 from ds_tba.planner.plan import Limits, Plan, Prediction
@@ -217,6 +217,24 @@ def test_blocks_of_widely_differing_sizes_are_moved_where_that_is_better_than_re
     trace = uneven_layers(seed=2, count=12, per_layer=6, spread=2.0, rate=0.6)
     kept_bytes = PLANNERS["keep"](trace, Limits()).prediction.peak_saved_bytes
     assert adaptive(trace, Limits(max_step_overhead=0.1)).prediction.peak_saved_bytes < 0.2 * kept_bytes
+
+
+def test_a_kept_loss_that_nobody_takes_back_fits_any_budget() -> None:
+    kept_loss = [replace(storage(0.02 * number, 3.0), is_used=False) for number in range(20)]
+    trace = one_block(*kept_loss, storage(0.5, 1.5), storage(0.8, 1.2), machine=traces.resources(write=100 * SIZE))
+    found = adaptive(trace, Limits(activation_budget_bytes=3 * SIZE))
+    assert found.prediction.peak_saved_bytes <= 3 * SIZE and found.prediction.read_bytes <= 2 * SIZE
+
+
+@pytest.mark.parametrize("has_drive", [True, False])
+def test_where_nothing_fits_a_block_larger_than_the_budget_is_moved_and_not_recomputed(has_drive: bool) -> None:
+    logits = replace(storage(0.9, 1.0, 1.1, blocks=(-1,)), nbytes=9 * SIZE, is_movable=False)
+    saved = [storage(0.1 * number, 3.0 - 0.2 * number) for number in range(5)]
+    machine = traces.resources() if has_drive else replace(traces.resources(), paths=())
+    trace = Trace((*saved, logits), (BlockTrace("layer.0", 0.0, 0.8, 1.2, 3.0),), machine, 3.0)
+    found = adaptive(trace, Limits(activation_budget_bytes=3 * SIZE))
+    assert found.recomputed_blocks == (not has_drive,)
+    assert found.prediction.peak_saved_bytes == 9 * SIZE
 
 
 def test_the_wear_limit_bounds_what_is_written() -> None:
