@@ -295,7 +295,9 @@ class ActivationOffloader:
         """
         config, tiers = self.config, self._tiers
         if self._sites is not None:
-            self._sites.running_module = RunningModule({id(module): path for path, module in model.named_modules()}).path
+            self._sites.running_module = RunningModule(
+                {id(module): path for path, module in model.named_modules()}
+            ).path
         plans = config.placement == "adaptive"
         trace_path = rank_path(config.report.trace_path, self._process.rank) if config.report.trace_path else None
         if self._controller is not None or not (plans or trace_path):

@@ -8,10 +8,10 @@ tensor of a place that is not proven is saved, it is made from its operands, whi
 compared. Only where none differs is the tensor not saved, in that very forward. If one differs, or making it raises,
 none of the site is used any more. Of equal elements (zeros, say) that proves nothing for the next time.
 
-[Note: Proof, again] What autograd does not record may begin at any time. So each place is compared again, in turn: at
-its second visit with a chance of one half, at its n-th of 1/n, and from ``PERIOD`` visits on once in so many. Where one
-that was equal differs, ``RematerializationError`` says since when gradients may be wrong. What begins and ends between
-two comparisons of a place is not seen.
+[Note: Proof, again] What autograd does not record may begin at any time. So each place is compared again: at
+its second visit, its fourth, then ever more seldom, but once in ``PERIOD`` visits at least, each place in a turn of its
+own. Where one that was equal differs, ``RematerializationError`` says since when gradients may be wrong. What begins
+and ends between two comparisons of a place is not seen.
 
 [Note: Late answers] A device is not waited for: a comparison is read once the device has done it. Until then the tensor
 is kept if its place is not proven (``records.py``).
@@ -39,7 +39,7 @@ from ds_tba.autograd.saved import Keeper, SavedCounted, SavedStorage, SavedView,
 from ds_tba.autograd.tensors import ViewSpec, base_of, storage_bytes
 from ds_tba.config import BLOCK, OffloadConfig
 from ds_tba.device.accelerator import Accelerator, moment
-from ds_tba.errors import ConfigError, RematerializationError, StorageError
+from ds_tba.errors import ActivationModifiedError, ConfigError, RematerializationError, StorageError
 
 logger = logging.getLogger(__name__)
 
@@ -88,12 +88,14 @@ class Place:
     Attributes:
         before: tells it apart: a hash of the sites before it, and its own.
         visits: how often a tensor was saved here.
+        next_visit: that is compared again.
         equal_in: the last step in which it was compared; None before the first.
     """
 
     site: Site
     before: int
     visits: int = 0
+    next_visit: int = 0
     equal_in: int | None = None
 
     @property
@@ -104,7 +106,12 @@ class Place:
     @property
     def is_due(self) -> bool:
         """Whether this visit is to be compared; see [Note: Proof, again]."""
-        return not self.is_proven or (self.before + self.visits) % min(PERIOD, max(1, self.visits)) == 0
+        return not self.is_proven or self.visits >= self.next_visit
+
+    def compared(self) -> None:
+        """This visit is compared."""
+        interval = min(PERIOD, self.visits)
+        self.next_visit = self.visits + interval - self.before % max(1, interval // 2)
 
     @property
     def seconds(self) -> float | None:
@@ -311,6 +318,7 @@ class Sites:
             self._refuse(place.site, f"{type(error).__name__} while it was made again")
             return None
         after = clock.mark()
+        place.compared()
         flags = origin.flags(made, base_of(tensor))
         if flags is None:
             self._refuse(place.site, "made again it has another shape")
@@ -358,7 +366,13 @@ class Sites:
         Raises:
             ActivationModifiedError, ActivationLostError, ActivationCorruptionError: as :meth:`Recipe.restored`.
         """
-        restored = origin.recipe.restored()
+        try:
+            restored = origin.recipe.restored()
+        except ActivationModifiedError as error:  # perhaps of a tensor that nobody else wants any more
+            raise ActivationModifiedError(
+                f"{error} Output of {origin.place.site.op} was to be made again from it, not saved: "
+                f"{_remedy(origin.recipe)} if your model may change it."
+            ) from error
         made = storage_bytes(origin.made(restored))
         if not self._is_synchronous:  # this stream has used the operands, which another may have allocated
             stream = self._accelerator.current_stream()
@@ -436,19 +450,22 @@ def depth_of(recipe: Recipe) -> int:
 
 def _differs(comparison: Comparison, equal_in: int) -> str:
     steps = comparison.origin.recipe.steps
-    ops = sorted({step.rule.op for step in steps if step.rule.op in OPS})
     since = f"step {comparison.step}"
     if equal_in + 1 < comparison.step:
         since = f"steps {equal_in + 1} to {comparison.step}"
     where = f" in {comparison.module}" if comparison.module else ""
-    names = ", ".join(f'"{op}"' for op in ops)
     return (
         f"what {steps[-1].rule.op}{where} makes is not saved but made again, and that is no longer the same: it was in "
         f"step {equal_in}, so gradients of {since} may be wrong. Something changes the tensor, or what it is made of, "
         "without autograd's knowledge (through .data, or under torch.no_grad()). Go back to a checkpoint of step "
-        f'{equal_in} or earlier, and set "{BLOCK}": {{"rematerialize": {{"exclude": [{names}]}}}}, or '
-        '"rematerialize": false.'
+        f"{equal_in} or earlier, and {_remedy(comparison.origin.recipe)}."
     )
+
+
+def _remedy(recipe: Recipe) -> str:
+    ops = sorted({step.rule.op for step in recipe.steps} & OPS)
+    names = ", ".join(f'"{op}"' for op in ops)
+    return f'set "{BLOCK}": {{"rematerialize": {{"exclude": [{names}]}}}}, or "rematerialize": false'
 
 
 @contextmanager
