@@ -232,14 +232,14 @@ class OffloadConfig(Block):
 
     @model_validator(mode="after")
     def _consistent(self) -> OffloadConfig:
-        if self.uses_nvme and not self.nvme_paths:
+        if self.enabled and self.uses_nvme and not self.nvme_paths:
             raise PydanticCustomError(
                 "nvme_path_needed",
                 'nvme_path is missing: placement "{placement}" needs a directory on an NVMe drive, '
                 'for example "nvme_path": "/local_nvme"',
                 {"placement": self.placement},
             )
-        if self.placement == "host" and not self.host_budget_bytes:
+        if self.enabled and self.placement == "host" and not self.host_budget_bytes:
             raise PydanticCustomError(
                 "host_budget_needed",
                 'host_budget_bytes is 0: placement "host" needs the bytes of host memory that it may take',

@@ -131,7 +131,7 @@ def test_a_file_that_cannot_be_opened_names_the_mode_and_the_way_out(
 
 def test_staging_that_cannot_be_registered_names_the_number(fake: FakeKvikio) -> None:
     fake.registrable_bytes = MIB
-    with pytest.raises(BackendUnavailableError, match=r"io.staging_bytes \(2097152 bytes .*Lower io.staging_bytes"):
+    with pytest.raises(BackendUnavailableError, match=r"staging \(2097152 bytes .*Set io.staging_bytes to less"):
         KvikioBackend(4, "cuda").allocate_staging(2 * MIB)
 
 

@@ -13,6 +13,7 @@ from cuda_doubles import FakeGdsOp, FakeKvikio
 from doubles import CpuAccelerator
 
 from ds_tba import offloader as offloader_module
+from ds_tba.adaptive.policy import PlanInForce
 from ds_tba.adaptive.ranks import Alone
 from ds_tba.cli import main
 from ds_tba.config import AioConfig, OffloadConfig
@@ -248,6 +249,10 @@ def test_aio_without_o_direct_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     for name in ("aio", "kvikio"):
         with pytest.raises(BackendUnavailableError, match=rf"{name}: .*has no O_DIRECT.*posix"):
             make(tmp_path, io={"backend": name, "staging_bytes": 8 << 20})
+    with pytest.raises(
+        BackendUnavailableError, match=r"^backend aio: .*O_DIRECT, which aio \(DeepSpeed's aio op is bui"
+    ):
+        make(tmp_path, io={"staging_bytes": 8 << 20})
     offloader = make(tmp_path)
     assert "no O_DIRECT on this file system" in offloader.start_line()
     step(offloader)
@@ -334,6 +339,27 @@ def test_the_doctor_tells_of_each_backend(capsys: pytest.CaptureFixture[str], mo
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
     assert "io.backend kvikio can run here" in out and "io.backend gds may run here" in out
+
+
+def test_a_drive_that_is_too_small_is_told_by_the_key_that_was_set(tmp_path: Path) -> None:
+    for set_bytes, unset in (("staging_bytes", "swap_file_bytes"), ("swap_file_bytes", "staging_bytes")):
+        with pytest.raises(PathError, match=f"io.{set_bytes}") as found:
+            make(tmp_path, io={"backend": "posix", set_bytes: 1 << 55})
+        assert unset not in str(found.value)
+
+
+def test_a_bound_that_is_no_budget_of_the_user_is_not_told_as_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offloader = make(tmp_path, placement="adaptive", activation_budget_bytes=5 << 20, rematerialize=False)
+    limits: list[tuple[object, ...]] = []
+    monkeypatch.setattr(offloader.cache, "limit_resident", lambda *limit: limits.append(limit))
+    monkeypatch.setattr(PlanInForce, "held_bytes", 6 << 20)  # the least that any plan can reach
+    offloader.watch(torch.nn.Linear(1, 1), Alone())
+    for _ in range(6):
+        step(offloader)
+    offloader.close()
+    assert limits[0] == (5 << 20, "activation_budget_bytes") and limits[-1] == (6 << 20, "")
 
 
 def little(offloader: ActivationOffloader, caplog: pytest.LogCaptureFixture, steps: int = 8) -> list[str]:

@@ -108,8 +108,8 @@ class KvikioBackend(IoBackend):
             self._kvikio.memory_register(staging)
         except (RuntimeError, OSError) as error:
             raise BackendUnavailableError(
-                f"io.backend kvikio: io.staging_bytes ({nbytes} bytes of device memory) cannot be registered with "
-                f"cuFile: {error}. Lower io.staging_bytes, or set KVIKIO_COMPAT_MODE=ON; or {_INSTEAD}."
+                f"io.backend kvikio: staging ({nbytes} bytes of device memory) cannot be registered with cuFile: "
+                f"{error}. Set io.staging_bytes to less, or set KVIKIO_COMPAT_MODE=ON; or {_INSTEAD}."
             ) from error
         return staging
 
