@@ -200,12 +200,11 @@ class TensorCache:
 
     def count_again(self, tensor: torch.Tensor) -> None:
         """Count a tensor that a forward saves which runs again in backward, until it is free or backward is over."""
-        nbytes = held_bytes(tensor, self._device)
-        if not nbytes or not has_plain_storage(tensor):
+        if is_parameter(tensor) or not has_plain_storage(tensor):
             return
         with self._lock:
             self._finalizers.act()
-            self.records.residency.count_again(tensor.untyped_storage(), nbytes)
+            self.records.residency.count_again(tensor.untyped_storage(), held_bytes(tensor, self._device))
         self._finalizers.act_if_free()
 
     def end_recomputations(self) -> None:

@@ -25,7 +25,7 @@ from torch.overrides import _get_current_function_mode_stack as function_modes
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from ds_tba.autograd.tensors import Stamp, has_plain_storage, lineage_of, stamp_of, uncompiled_hooks
+from ds_tba.autograd.tensors import Stamp, has_plain_storage, is_parameter, lineage_of, stamp_of, uncompiled_hooks
 from ds_tba.device.memory import digest_of
 
 # ---- the process: random generators, PyTorch's settings and modes, what is compiled ----------------------------------
@@ -360,11 +360,11 @@ class Run:
 
     def add(self, tensor: torch.Tensor) -> bool:
         """The run saves a tensor; whether that is a parameter."""
-        is_parameter = isinstance(tensor, nn.Parameter)
-        self.parameters.append(id(tensor) if is_parameter else None)
-        if not is_parameter and has_plain_storage(tensor):
+        is_own = isinstance(tensor, nn.Parameter)
+        self.parameters.append(id(tensor) if is_own else None)
+        if not is_parameter(tensor) and has_plain_storage(tensor):  # nor a view of one
             self.sizes[stamp_of(tensor.untyped_storage())] = tensor.untyped_storage().nbytes()
-        return is_parameter
+        return is_own
 
 
 @contextmanager

@@ -493,6 +493,7 @@ def test_a_buffer_that_recomputations_save_is_no_longer_counted_after_backward()
         cache.count_again(buffer)
     made = torch.ones(64, 64)
     cache.count_again(made)
+    cache.count_again(nn.Linear(64, 64).weight.t())  # a parameter's memory is its owner's
     assert cache.stats.resident.now == 2 * buffer.nbytes
     del made
     cache.settle()
