@@ -11,8 +11,10 @@ of its own of what it needs, not the nodes: another backward may free the buffer
 [Note: What is refused] The output of an op is made again only where it is whole, dense and untouched since, and where
 all that it is made of is under autograd's eye until backward. So no operand is a parameter, a buffer of a module or an
 input of the model, whose owners change them without a version: ZeRO's optimizer in ``engine.step()``, a data loader.
-No graph of an earlier forward is entered: what was changed in between, it does not tell. What the graph cannot tell
-even of this forward, a change through ``tensor.data`` say, only the comparisons in ``sites.py`` see.
+Of a parameter or buffer that the op itself saves, a norm's weight say, a copy is the operand, taken in forward, if it
+is small beside what need not be saved for it. No graph of an earlier forward is entered: what was changed in between,
+it does not tell. What the graph cannot tell even of this forward, a change through ``tensor.data`` say, only the
+comparisons in ``sites.py`` see.
 
 [Note: Order of elements] The vector loop of a CPU's kernel and the scalar loop behind it may round differently, so the
 last bits of an element may depend on its place in memory. Steps get their operands in the strides of forward, and give
@@ -25,16 +27,16 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.nn import functional
 
 from ds_tba.autograd.rules import PASSING, RULES, Operand, Output, Rule, constant, is_passing
-from ds_tba.autograd.saved import Keeper, PassedThrough, SavedCounted, SavedView
+from ds_tba.autograd.saved import Keeper, PassedThrough, SavedCounted, SavedView, nbytes_of
 from ds_tba.autograd.tensors import base_of, has_plain_storage, is_input, is_owned, is_parameter
 
 MAX_OPS = 8
@@ -42,6 +44,8 @@ MAX_OPS = 8
 MAX_BETWEEN_FACTOR = 4
 # Recipes whose operands are made again themselves, one behind the other.
 MAX_DEPTH = 4
+# Copies of parameters take no larger part of the result's bytes, each.
+MAX_COPIED_PART = 1 / 16
 UNSAVED = "an operand that nobody saves"
 _NOTE = "ds_tba"
 _NORMS: frozenset[CodeType] = frozenset(
@@ -185,7 +189,19 @@ class Recipe:
 
     def bound(self, share: Callable[[SavedView], SavedView]) -> Recipe:
         """The same with views of its own."""
-        own = {id(one): share(one) for one in self.held() if isinstance(one, SavedView)}
+        return self._replaced({id(one): share(one) for one in self.held() if isinstance(one, SavedView)})
+
+    def copied(self, cache: Keeper) -> Recipe:
+        """The same with copies of its own of parameters and buffers, as they are now."""
+        copies = {}
+        for one in self.held():
+            if _is_of_a_module(one):
+                with torch.no_grad():
+                    copy = one.held.detach().clone()
+                copies[id(one)] = SavedCounted(cache, copy, nbytes_of(copy), "copies of parameters")
+        return self._replaced(copies) if copies else self
+
+    def _replaced(self, own: Mapping[int, Held]) -> Recipe:
         return Recipe(
             tuple(
                 Step(step.rule, tuple(own.get(id(one), one) for one in step.operands), step.constants, step.output)
@@ -262,6 +278,9 @@ class Finder:
         search = _Search(self)
         search.add(node, rule, 0)
         recipe = Recipe(tuple(search.steps))
+        for one in recipe.held():
+            if _is_of_a_module(one) and nbytes_of(one.held) > MAX_COPIED_PART * recipe.steps[-1].nbytes:
+                raise NoRecipeError("a parameter or buffer of a module")
         if recipe.between_bytes > MAX_BETWEEN_FACTOR * recipe.steps[-1].nbytes:
             raise NoRecipeError("too many steps")
         return recipe
@@ -370,17 +389,21 @@ class _Search:
         tensor = held.held
         if tensor is None:
             return held
-        if is_parameter(tensor):
-            raise NoRecipeError("a parameter")
-        if not has_plain_storage(tensor):
+        if not has_plain_storage(tensor.data if isinstance(tensor, torch.nn.Parameter) else tensor):
             raise NoRecipeError("an operand that is not dense")
-        if is_owned(tensor):
-            raise NoRecipeError("a parameter or buffer of a module")
-        if isinstance(held, PassedThrough) and tensor.dim():
+        if is_parameter(tensor) or is_owned(tensor):
+            if not tensor.numel() or not tensor.is_contiguous() or not isinstance(held, PassedThrough):
+                raise NoRecipeError("a parameter or buffer of a module")  # ZeRO-3 may have let go of it
+        elif isinstance(held, PassedThrough) and tensor.dim():
             raise NoRecipeError("an operand that is not on the device")
         if is_input(tensor):
             raise NoRecipeError("an input of the model")
         return held
+
+
+def _is_of_a_module(held: Held) -> TypeGuard[PassedThrough]:
+    """Whether it is a parameter or buffer, whose owner may change it at any time."""
+    return isinstance(held, PassedThrough) and (is_parameter(held.held) or is_owned(held.held))
 
 
 def _made_by(tensor: torch.Tensor) -> tuple[Any, int]:

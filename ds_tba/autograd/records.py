@@ -241,6 +241,7 @@ class Records:
         # Operands that were moved are brought back only for a place that comes again: lengths may not.
         if not choice.rematerialize or not (was_proven or origin.place.visits > 1 or _are_in_memory(origin)):
             return found
+        origin = origin.copied(self)
         with self.lock:
             self.finalizers.act()
             origin = origin.bound(self._share)

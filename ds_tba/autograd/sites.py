@@ -165,6 +165,10 @@ class Origin(NamedTuple):
         """The same with views of its own; see ``Recipe.bound``."""
         return self._replace(recipe=self.recipe.bound(share))
 
+    def copied(self, cache: Keeper) -> Origin:
+        """The same with copies of its own; see ``Recipe.copied``."""
+        return self._replace(recipe=self.recipe.copied(cache))
+
     def records(self) -> Iterator[SavedStorage]:
         """The saved storages that it is made of, as often as they are held."""
         return (held.record for held in self.recipe.held() if isinstance(held, SavedView))

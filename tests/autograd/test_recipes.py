@@ -309,12 +309,35 @@ def late(run: Run, forward: Callable[[bool], Tensor], parameters: list[Tensor]) 
 def test_parameters_are_no_operands(make: Make) -> None:
     """DeepSpeed changes them without a version, between two backwards of one forward, say."""
     p = values(1)
-    assert Run().refusal(lambda a, _: make(a.bfloat16(), p).neg().relu(), values(0), values(1)) == "a parameter"
+    assert "a parameter" in Run().refusal(lambda a, _: make(a.bfloat16(), p).neg().relu(), values(0), values(1))
+
+
+@pytest.mark.parametrize("is_buffer", [True, False])
+def test_of_what_a_norm_saves_of_its_module_a_copy_is_the_operand(is_buffer: bool) -> None:
     module = torch.nn.BatchNorm1d(SIZE[1])
     mark_owned(module)
-    buffer = module.running_var
-    assert isinstance(buffer, Tensor)
-    assert Run().refusal(lambda a, _: a * buffer, values(0), values(1)) == "a parameter or buffer of a module"
+    owned = module.running_var if is_buffer else module.weight
+    assert isinstance(owned, Tensor)
+    run = Run()
+    made, recipe = run.find(lambda a, _: a * owned, Parameter(torch.randn(64, SIZE[1])), values(1))
+    assert recipe is not None
+    expected, recipe = made.detach().clone(), recipe.copied(run.cache.records)
+    owned.data.mul_(3)  # as DeepSpeed does, without a version
+    assert torch.equal(made_by(recipe), expected)
+    assert run.cache.stats.kept_bytes["copies of parameters"] == owned.nbytes
+    # Not small beside what need not be saved.
+    assert "a parameter" in run.refusal(lambda a, _: a * owned, Parameter(torch.randn(8, SIZE[1])), values(1))
+
+
+def test_what_zero3_has_let_go_of_is_no_operand() -> None:
+    weight = Parameter(torch.ones(SIZE[1]))
+
+    def make(a: Tensor, _: Tensor) -> Tensor:
+        made = a * weight
+        weight.data = torch.empty(0)
+        return made
+
+    assert "a parameter" in Run().refusal(make, Parameter(torch.randn(64, SIZE[1])), values(1))
 
 
 def test_graphs_of_earlier_forwards_are_not_entered() -> None:

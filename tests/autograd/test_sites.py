@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -146,6 +147,22 @@ def test_every_place_is_compared_again_within_so_many_visits() -> None:
         assert due[:4] in ([True, True, False, True], [True, True, True, False])
         assert all(any(due[start : start + sites.PERIOD]) for start in range(len(due) - sites.PERIOD))
         assert due[sites.PERIOD :].count(True) <= 2 * len(due) / sites.PERIOD
+
+
+def test_a_parameter_that_changes_without_a_version_is_that_of_forward() -> None:
+    """As under ZeRO, whose optimizer writes so, between two backwards of one forward."""
+    run, x = Run(), tensor()
+    weight = torch.nn.Parameter(torch.rand(SIZE[1]) + 0.5)
+    found = {}
+    for is_ours in (False, True):
+        original = weight.detach().clone()
+        with run.cache.saving() if is_ours else nullcontext():
+            loss = ((x * 0.5) * weight).sin().sum()
+        weight.data.mul_(3)
+        found[is_ours] = torch.autograd.grad(loss, [x, weight])
+        weight.data.copy_(original)
+    assert run.nbytes == x.nbytes
+    assert all(torch.equal(one, other) for one, other in zip(*found.values(), strict=True))
 
 
 class Waiting(EventAccelerator):

@@ -238,19 +238,6 @@ def test_ops_that_the_config_excludes_are_not_made_again() -> None:
     assert predicted(ALL["llama"], settings("cpu", torch.bfloat16, rematerialize=False)) == {}
 
 
-@pytest.mark.parametrize(("elements", "has_norms"), [(63, False), (64, True)])
-def test_parameters_that_zero_3_gathers_are_no_operands(elements: int, has_norms: bool) -> None:
-    """The norms' weights have 64 elements; the attributes are DeepSpeed's."""
-
-    def partition(model: torch.nn.Module) -> None:
-        for number, parameter in enumerate(model.parameters()):
-            parameter.ds_id, parameter.ds_persist = number, parameter.numel() <= elements  # type: ignore[attr-defined]
-
-    found = predicted(ALL["gpt"], settings("cpu", torch.float32, persistent_elements=elements))
-    assert found == made_again(ALL["gpt"], torch.float32, prepare=partition)
-    assert ("layer_norm" in found) == has_norms and "gelu" in found
-
-
 def test_a_model_s_input_is_no_operand() -> None:
     class Gated(torch.nn.Module):
         def __init__(self) -> None:

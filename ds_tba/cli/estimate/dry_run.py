@@ -23,7 +23,7 @@ from ds_tba.adaptive.recorder import Recorder
 from ds_tba.autograd import recipe as op_recipe
 from ds_tba.autograd.blocks import Block, Blocks, find_blocks
 from ds_tba.autograd.cache import TensorCache
-from ds_tba.autograd.saved import SavedCounted, SavedStorage, SavedView, StorageKey, nbytes_of
+from ds_tba.autograd.saved import Keeper, SavedCounted, SavedStorage, SavedView, StorageKey, nbytes_of
 from ds_tba.autograd.sites import depth_of
 from ds_tba.autograd.tensors import mark_inputs, mark_owned
 from ds_tba.cli.estimate.hardware import OpClock
@@ -258,6 +258,10 @@ class OpOrigin:
     def records(self) -> Iterator[SavedStorage]:
         """None: nothing is made."""
         return iter(())
+
+    def copied(self, cache: Keeper) -> OpOrigin:
+        """Itself, likewise."""
+        return self
 
     def bound(self, share: Callable[[SavedView], SavedView]) -> OpOrigin:
         """Itself: nothing is made, so no view is needed."""

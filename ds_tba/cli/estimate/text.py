@@ -348,7 +348,6 @@ def _assumptions(found: Estimate) -> Iterator[str]:
             "what rematerialization has a rule for is taken as proven, and takes the time of the bytes that its ops "
             "read and write"
         )
-        yield "nothing is made again from parameters"
     placement = found.training.offload.placement
     if placement != "adaptive":
         yield f'the config has "placement": "{placement}"; the plan shown is that of "adaptive"{_without_plan(found)}'
