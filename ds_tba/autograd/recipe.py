@@ -198,7 +198,7 @@ class Recipe:
             if _is_of_a_module(one):
                 with torch.no_grad():
                     copy = one.held.detach().clone()
-                copies[id(one)] = SavedCounted(cache, copy, nbytes_of(copy), "copies of parameters")
+                copies[id(one)] = SavedCounted(cache, copy, nbytes_of(copy), "")
         return self._replaced(copies) if copies else self
 
     def _replaced(self, own: Mapping[int, Held]) -> Recipe:

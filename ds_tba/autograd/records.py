@@ -150,6 +150,8 @@ class Records:
             elif record.state is not RecordState.KEPT:
                 self._stats.deduplicated_bytes += nbytes_of(tensor)
             offloaded = record.state is not RecordState.KEPT
+            if record.views == record.lent:
+                self._stats.saved.enter(key.storage, key.nbytes)
             record.views += 1
             record.pending += offloaded
         self.finalizers.act_if_free()
@@ -293,9 +295,14 @@ class Records:
             RematerializationError: what was made again in earlier steps is no longer what forward makes.
         """
         while self._unread and self.sites is not None:
-            if not (wait or self._unread[0][2].is_done or self._unread_bytes() > MAX_UNREAD_BYTES):
+            is_urgent = wait or self._unread_bytes() > MAX_UNREAD_BYTES
+            try:
+                record, recipe, comparison = oldest = self._unread.popleft()
+            except IndexError:  # another thread has read it
                 return
-            record, recipe, comparison = self._unread.popleft()
+            if not (is_urgent or comparison.is_done):
+                self._unread.appendleft(oldest)
+                return
             is_equal = self.sites.read(comparison)
             if record is not None:
                 with self.lock:
@@ -341,12 +348,18 @@ class Records:
     # ---- for the objects that autograd holds --------------------------------------------------------------------
 
     def count_kept(self, tensor: torch.Tensor, nbytes: int, reason: str) -> ResidencyGuard:
-        """Count a tensor that is kept, without a record, as ``nbytes`` of its storage."""
+        """Count a tensor that is kept, without a record, as ``nbytes`` of its storage.
+
+        Args:
+            reason: in the report's words; empty for a tensor of ours, which autograd has not saved.
+        """
         with self.lock:
             self.finalizers.act()
             self.residency.make_room(nbytes)
             guard = self.residency.count(tensor.untyped_storage() if has_plain_storage(tensor) else None, nbytes)
-            self._stats.kept_bytes[reason] += self._stats.saved.enter(guard.stamp, nbytes)
+            added_bytes = self._stats.saved.enter(guard.stamp, nbytes if reason else 0)
+            if reason:
+                self._stats.kept_bytes[reason] += added_bytes
         self.finalizers.act_if_free()
         return guard
 
@@ -385,7 +398,6 @@ class Records:
         forward.by_key[key] = record
         self.live += 1
         record.micro_step.saved += 1
-        self._stats.saved.enter(key.storage, record.nbytes)
         return record
 
     def _leave_out(self, record: SavedStorage, recipe: Origin) -> None:
@@ -441,6 +453,8 @@ class Records:
         gone.views -= 1
         gone.lent -= was_lent
         gone.pending -= was_pending and not was_lent
+        if gone.views == gone.lent and not was_lent:
+            self._stats.saved.leave(gone.key.storage)
         if gone.views == 0:
             self._forget(gone)
         else:
@@ -451,7 +465,6 @@ class Records:
         record.move(RecordState.DROPPED)
         record.reloaded = record.recipe = record.origin = None
         self._absent.pop(record, None)
-        self._stats.saved.leave(record.key.storage)
         self.live -= 1
         if self.forward.by_key.get(record.key) is record:
             del self.forward.by_key[record.key]

@@ -81,6 +81,7 @@ class LoggingSums(Logging):
 def test_operands_are_held_no_longer_than_what_is_made_of_them_is_worth(model: type[Logging]) -> None:
     held: dict[bool, list[int]] = {False: [], True: []}
     counted: dict[bool, list[int]] = {False: [], True: []}
+    without: dict[bool, list[int]] = {False: [], True: []}
     for with_sites, one in held.items():
         logging, cache = model(), cache_of(with_sites=with_sites)
         parameters = (logging.x, logging.y, logging.z)
@@ -98,9 +99,11 @@ def test_operands_are_held_no_longer_than_what_is_made_of_them_is_worth(model: t
             cache.settle()
             one.append(live_bytes() - before)
             counted[with_sites].append(cache.stats.resident.now)
+            without[with_sites] += [cache.stats.saved.now, cache.stats.saved.peak]
         del parameter, parameters
     assert all(ours <= plain + KIB for ours, plain in zip(held[True], held[False], strict=True)), held
     assert all(ours <= plain for ours, plain in zip(counted[True], counted[False], strict=True)), counted
+    assert without[True] == without[False]
 
 
 def unet(inputs: list[Parameter]) -> Tensor:
