@@ -311,6 +311,12 @@ def parse_block(ds_config: Mapping[str, Any]) -> tuple[OffloadConfig, AioConfig]
     return config, validate(AioConfig, aio, "aio")
 
 
+def zero_block(ds_config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``"zero_optimization"``; empty where it has the old form, ``true`` or ``false``."""
+    zero = ds_config.get("zero_optimization")
+    return zero if isinstance(zero, Mapping) else {}
+
+
 def block_of(ds_config: Mapping[str, Any], name: str, model: type[Block], example: str) -> Any:
     """The validated block of that name, or None; see :func:`parse_block`."""
     if name not in ds_config or _is_off(ds_config[name]):  # whatever else is in it
@@ -391,7 +397,9 @@ def validate(model: Any, block: Mapping[str, Any], at: str) -> Any:
 
 def _explain(model: type[BaseModel], detail: ErrorDetails, at: str) -> str:
     """One line for one pydantic error: key, value, rule, repair."""
-    steps = [step for step in detail["loc"] if step not in (_SWITCH, _DETAILS)]
+    steps = list(detail["loc"])
+    if steps[:1] == ["rematerialize"]:
+        del steps[1:2]  # which kind of it
     key = ".".join([at, *map(str, steps)])
     value, rule = detail["input"], _rule(model, detail, steps)
     if detail["type"] == "extra_forbidden":
@@ -409,13 +417,17 @@ def _explain(model: type[BaseModel], detail: ErrorDetails, at: str) -> str:
 _RULES = {
     "bool_type": "it must be true or false",
     "finite_number": "it must be a finite number",
+    "float_type": "it must be below 1e308 in magnitude",
     "greater_than": "it must be above {gt}",
     "greater_than_equal": "it must be {ge} or more",
     "int_from_float": "it must be a whole number",
+    "int_parsing_size": "it must be below 2**63 in magnitude",
+    "invalid_key": "it must be a string",
     "less_than_equal": "it must be {le} or less",
     "list_type": "it must be a list",
     "string_too_short": "it must not be empty",
     "string_type": "it must be a string",
+    "string_unicode": "it must have no half of a surrogate pair, in no key and no value; take that character out",
 }
 
 

@@ -40,6 +40,7 @@ from ds_tba.config import (
     OffloadConfig,
     parse_block,
     refuse_misnamed,
+    zero_block,
 )
 from ds_tba.device.accelerator import adapted
 from ds_tba.errors import ConfigError, IncompatibleError
@@ -178,7 +179,7 @@ def _say_untrained() -> None:
 def _new_offloader(config: OffloadConfig, aio_config: AioConfig, param_dict: Mapping[str, Any]) -> ActivationOffloader:
     from deepspeed.accelerator import get_accelerator
 
-    zero = param_dict.get("zero_optimization") or {}
+    zero = zero_block(param_dict)
     return ActivationOffloader(
         config,
         aio_config,

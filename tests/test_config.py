@@ -183,6 +183,29 @@ def test_staging_that_nobody_set_is_not_told_as_set() -> None:
         assert parse_block({BLOCK: block}) is not None
 
 
+def test_halves_of_surrogate_pairs_are_found_in_keys_and_choices() -> None:
+    for block in ({"\ud800": 1}, {"placement": "\ud800"}, {"io": {"\ud800": 1}}):
+        assert "half of a surrogate pair" in refusal({**GOOD, **block})
+
+
+def test_what_is_too_large_for_a_number_is_told_so() -> None:
+    assert "it must be below 2**63 in magnitude" in refusal({**GOOD, "min_tensor_bytes": 1e30})
+    assert "it must be below 1e308 in magnitude" in refusal({**GOOD, "max_step_overhead": 10**400})
+
+
+@pytest.mark.parametrize("key", ["on or off", "in detail", "", "{x}", 1])
+def test_odd_keys_are_named_as_others_are(key: Any) -> None:
+    for block, at in (({key: 1}, ""), ({"rematerialize": {key: 1}}, ".rematerialize"), ({"io": {key: 1}}, ".io")):
+        if isinstance(key, str) or at:
+            assert f'"{BLOCK}{at}.{key}"' in refusal({**GOOD, **block})
+
+
+@pytest.mark.parametrize("zero", [True, False])
+def test_the_old_form_of_zero_optimization_says_no_stage(zero: bool) -> None:
+    with pytest.raises(ConfigError, match=r'"zero_optimization\.stage" is 0: .* needs 3'):
+        parse_update_block({UPDATE_BLOCK: {}, "zero_optimization": zero})
+
+
 def test_choices_are_listed_once() -> None:
     message = refusal({**GOOD, "io": {"backend": "zzz"}})
     assert message.count("kvikio") == 1, message

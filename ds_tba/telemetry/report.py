@@ -204,7 +204,8 @@ class LittleMoved:
         is_all = nbytes == all_bytes
         if reason == "plan" and config.activation_budget_bytes is not None:
             return (
-                f"little is moved: activation_budget_bytes {config.activation_budget_bytes} has room for what is kept"
+                f"little is moved: activation_budget_bytes {config.activation_budget_bytes} has room for what is kept, "
+                "or moving it would not lower the peak"
             )
         if reason == "plan":
             life = f" or ssd.min_life_days {config.ssd.min_life_days:g}" if config.ssd.min_life_days else ""
@@ -233,6 +234,14 @@ def checked_path(key: str, path: str | None, rank: int) -> Path | None:
     if path is None:
         return None
     target = rank_path(path, rank)
+    try:
+        target.lstat()
+    except FileNotFoundError:
+        pass
+    except OSError as error:  # too long, below a file, in a loop of symlinks, in a directory that may not be searched
+        raise ConfigError(
+            f"{key} {target} cannot be a file ({error.strerror}): name one in a directory that you may write to."
+        ) from error
     if target.is_dir():
         raise ConfigError(f"{key} {target} is a directory: name a file, for example {target / 'report.json'}.")
     if not is_replaceable(target):
@@ -247,7 +256,7 @@ def is_replaceable(path: Path) -> bool:
 
     Names in ``/dev`` and ``/proc`` are the system's, also those that are symlinks, such as ``/dev/stdout``.
     """
-    directory = path.parent.resolve()
+    directory = Path(os.path.realpath(path.parent))  # Path's raises for loops
     is_of_system = directory == Path("/dev") or directory.is_relative_to("/proc")
     return not is_of_system and (path.is_file() or path.is_symlink() or not path.exists())
 

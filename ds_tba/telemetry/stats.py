@@ -141,7 +141,7 @@ def readable(nbytes: float) -> str:
 
 def expanded(path: str) -> Path:
     """A path of the config as an absolute one, with ``~`` and environment variables replaced."""
-    return Path(os.path.expandvars(path)).expanduser().absolute()
+    return Path(os.path.expanduser(os.path.expandvars(path))).absolute()  # Path's raises for users it does not know
 
 
 # ---- rates of a path ------------------------------------------------------------------------------------------------

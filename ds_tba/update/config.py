@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, StrictBool, model_validator
 from pydantic_core import PydanticCustomError
 
-from ds_tba.config import UPDATE_BLOCK, Block, Bytes, Count, FilePath, block_of, number
+from ds_tba.config import UPDATE_BLOCK, Block, Bytes, Count, FilePath, block_of, number, zero_block
 from ds_tba.errors import ConfigError
 
 BYTES_PER_ELEMENT = 4  # of master, moments and gradients
@@ -80,7 +80,7 @@ def parse_update_block(ds_config: Mapping[str, Any]) -> UpdateConfig | None:
     config: UpdateConfig | None = block_of(ds_config, UPDATE_BLOCK, UpdateConfig, '{"enabled": true}')
     if config is None:
         return None
-    zero = ds_config.get("zero_optimization") or {}
+    zero = zero_block(ds_config)
     device = (zero.get("offload_optimizer") or {}).get("device")
     for key, found, needed in (("stage", zero.get("stage", 0), 3), ("offload_optimizer.device", device, "cpu")):
         if found != needed:

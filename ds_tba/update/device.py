@@ -152,12 +152,9 @@ class DevicePipeline:
 
         Returns:
             Whether the device has memory for at least one slot. Where it has not, :meth:`upload` still works.
-
-        Raises:
-            StateError: the step before was not drained.
         """
         if self._has_begun:
-            raise StateError("a step begins on the device before the last one was drained: call drain() first")
+            self.drain()  # the step before, whose own drain was interrupted
         slots = self._slots if most_jobs is None else min(self._slots, most_jobs)
         while len(self._free) < slots:
             try:

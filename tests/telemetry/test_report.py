@@ -201,6 +201,22 @@ def test_devices_and_pipes_are_refused(tmp_path: Path, key: str) -> None:
     assert Path("/dev/null").is_char_device() and (tmp_path / "pipe").is_fifo()
 
 
+@pytest.mark.parametrize("key", ["path", "trace_path"])
+@pytest.mark.parametrize("name", ["file/x", "loop/x", "a" * 256])
+def test_names_that_can_be_no_file_are_refused(tmp_path: Path, key: str, name: str) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(ConfigError, match=rf"report\.{key} {tmp_path / name} cannot be a file \(.*\): name one in"):
+        make(tmp_path, report={key: str(tmp_path / name)})
+
+
+def test_a_home_of_nobody_is_a_missing_directory(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"report\.path .*/~nobody_at_all/x: its directory is missing"):
+        make(tmp_path, report={"path": "~nobody_at_all/x"})
+    with pytest.raises(PathError, match=r"nvme_path .*/~nobody_at_all/x does not exist"):
+        make(tmp_path, nvme_path="~nobody_at_all/x")
+
+
 def test_keys_for_plans_are_named_where_there_is_no_plan(tmp_path: Path) -> None:
     offloader = make(tmp_path, placement="nvme", activation_budget_bytes=1 << 30, max_step_overhead=0.1)
     assert "no effect of activation_budget_bytes, max_step_overhead" in offloader.start_line()
@@ -396,7 +412,8 @@ def test_where_a_plan_moves_little_one_line_names_the_limit(tmp_path: Path, capl
     bounded = make(tmp_path, placement="adaptive", activation_budget_bytes=1 << 30, rematerialize=False)
     bounded.watch(torch.nn.Linear(1, 1), Alone())
     assert little(bounded, caplog)[0] == (
-        "little is moved: activation_budget_bytes 1073741824 has room for what is kept"
+        "little is moved: activation_budget_bytes 1073741824 has room for what is kept, or moving it would not lower "
+        "the peak"
     )
 
 

@@ -30,7 +30,7 @@ def check_refusals(found: dict[str, Any]) -> None:
     assert found["left behind"] == []
 
 
-@pytest.mark.parametrize("place", ["counting steps", "host", "device", "DeepSpeed's"])
+@pytest.mark.parametrize("place", ["counting steps", "host", "device", "draining", "DeepSpeed's"])
 def test_after_an_interrupted_update_only_a_checkpoint_helps(place: str, tmp_path: Path) -> None:
     (found,) = forked.run(programs.interrupted, SAVES, tmp_path / "run", block=BLOCK, place=place)
     assert found["interrupted"] == "KeyboardInterrupt"

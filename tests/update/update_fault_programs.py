@@ -14,6 +14,7 @@ from update_programs import BLOCK, build, digest, state_of, steps
 
 from ds_tba.errors import UpdateInterruptedError
 from ds_tba.update import updater
+from ds_tba.update.device import DevicePipeline
 from ds_tba.update.formula import HostAdam
 from ds_tba.update.zero3 import Zero3Update, _changed_methods
 
@@ -83,6 +84,7 @@ def interrupted(config: dict[str, Any], *, block: dict[str, Any], place: str) ->
         "counting steps": (Zero3Update, "_sub_group", 2),
         "host": (HostAdam, "update", 7),
         "device": (updater, "update_", 1),
+        "draining": (DevicePipeline, "_block_until_done", 2),
         "DeepSpeed's": (type(engine.optimizer.optimizer), "step", 2),
     }[place]
     see = register_optimizer_step_post_hook(lambda *_: None) if place == "DeepSpeed's" else None
