@@ -74,7 +74,7 @@ def hook(engine_class: type) -> None:
         param_dict = getattr(ds_config, "_param_dict", None) or {}
         trains = arguments.get("optimizer") is not None or bool(param_dict.get("optimizer"))
         update = _update_config(param_dict, ds_config, trains=trains)
-        offloader = _build(param_dict, ds_config, trains=trains)
+        offloader = _build(param_dict, ds_config, trains=trains, device_rank=_device_rank(arguments.get("args")))
         try:
             original(self, *args, **kwargs)
         except BaseException:
@@ -137,7 +137,9 @@ def attach(engine: Any) -> ActivationOffloader:
 # ---- from config to offloader ---------------------------------------------------------------------------------------
 
 
-def _build(param_dict: Mapping[str, Any], ds_config: Any, *, trains: bool = True) -> ActivationOffloader | None:
+def _build(
+    param_dict: Mapping[str, Any], ds_config: Any, *, trains: bool = True, device_rank: int = -1
+) -> ActivationOffloader | None:
     """The offloader for a config, or None without an enabled block; ranks succeed or fail together.
 
     An engine that does not train, such as TRL's for a reference model, gets the config of the one that does. A second
@@ -156,7 +158,7 @@ def _build(param_dict: Mapping[str, Any], ds_config: Any, *, trains: bool = True
             _say_untrained()
             return None
         _refuse_incompatible(ds_config)
-        offloader = _new_offloader(*parsed, param_dict)
+        offloader = _new_offloader(*parsed, param_dict, device_rank)
     except Exception as error:  # noqa: BLE001 - raised again below, once the other ranks know
         problem = error
     try:
@@ -168,6 +170,12 @@ def _build(param_dict: Mapping[str, Any], ds_config: Any, *, trains: bool = True
     return offloader
 
 
+def _device_rank(args: Any) -> int:
+    """The device that ``DeepSpeedEngine._set_distributed_vars`` will make current; below 0 it leaves that as it is."""
+    local_rank = os.environ.get("LOCAL_RANK") or os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK") or -1
+    return int(getattr(args, "device_rank", local_rank))
+
+
 def _say_untrained() -> None:
     if _rank() == 0:
         logger.info(
@@ -176,9 +184,13 @@ def _say_untrained() -> None:
         )
 
 
-def _new_offloader(config: OffloadConfig, aio_config: AioConfig, param_dict: Mapping[str, Any]) -> ActivationOffloader:
+def _new_offloader(
+    config: OffloadConfig, aio_config: AioConfig, param_dict: Mapping[str, Any], device_rank: int
+) -> ActivationOffloader:
     from deepspeed.accelerator import get_accelerator
 
+    if device_rank >= 0:  # before DeepSpeed has set it, every rank's current device may be the first
+        get_accelerator().set_device(device_rank)
     zero = zero_block(param_dict)
     return ActivationOffloader(
         config,

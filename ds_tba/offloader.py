@@ -271,7 +271,7 @@ class ActivationOffloader:
         self._sites = open_sites(config, self.cache.records, accelerator)
         self.cache.rematerialize(self._sites)
         self._reporter = Reporter(config, rank, report_path, self._tiers, self.cache, self._sites, started_at)
-        self._closer = Closer(self._close)
+        self._closer = Closer(self._close, accelerator)
         atexit.register(self.close)
 
     def watch(

@@ -27,6 +27,10 @@ class TorchCuda:
         return torch.cuda.current_device()
 
     @staticmethod
+    def set_device(index: int) -> None:
+        torch.cuda.set_device(index)
+
+    @staticmethod
     def is_synchronized_device() -> bool:
         return False
 

@@ -10,6 +10,7 @@ neither.
 from __future__ import annotations
 
 import ctypes
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -46,6 +47,7 @@ class Accelerator(Protocol):
     memory: MemoryUse
 
     def device(self) -> torch.device: ...
+    def make_current(self) -> None: ...
     def is_synchronized_device(self) -> bool: ...
     def is_capturing(self) -> bool: ...
     def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor: ...
@@ -97,6 +99,9 @@ class CpuAccelerator:
     def device(self) -> torch.device:
         """The device."""
         return torch.device("cpu")
+
+    def make_current(self) -> None:
+        """Nothing: there is one."""
 
     def is_synchronized_device(self) -> bool:
         """True: there are neither streams nor events."""
@@ -225,6 +230,10 @@ class DeviceAccelerator:
         """This rank's device, with its index."""
         return torch.device(self._api.device_name(), self._index)
 
+    def make_current(self) -> None:
+        """Make it the calling thread's current device."""
+        self._api.set_device(self._index)
+
     def is_synchronized_device(self) -> bool:
         """False."""
         return False
@@ -276,6 +285,18 @@ class DeviceAccelerator:
 def adapted(api: Any) -> Accelerator:
     """DeepSpeed's accelerator as ours."""
     return CpuAccelerator() if api.is_synchronized_device() else DeviceAccelerator(api)
+
+
+def new_thread(accelerator: Accelerator, run: Callable[[], None], name: str) -> threading.Thread:
+    """A thread of ours, not yet started; left on the first device, it would open a context there (half a GiB)."""
+
+    def on_device() -> None:
+        accelerator.make_current()
+        run()
+
+    # Not a subclass: what Python itself keeps in a Thread differs from version to version.
+    # A daemon: interpreter exit must reach our own atexit hook, which stops the lanes in order.
+    return threading.Thread(target=on_device, name=name, daemon=True)
 
 
 def pins_memory(accelerator: Accelerator) -> bool:

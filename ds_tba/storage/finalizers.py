@@ -14,6 +14,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
+from ds_tba.device.accelerator import Accelerator, new_thread
+
 Item = TypeVar("Item")
 
 
@@ -81,10 +83,10 @@ PACKAGE = __name__.partition(".")[0]
 class Closer:
     """Calls ``close`` once, in a thread of its own, when it is asked to.
 
-    The thread exists from the start, because starting one waits for it.
+    The thread exists from the start, because starting one waits for it. It runs on the accelerator's device.
     """
 
-    def __init__(self, close: Callable[[], None]) -> None:
+    def __init__(self, close: Callable[[], None], accelerator: Accelerator) -> None:
         self._close = close
         self._asked: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._is_done = False
@@ -92,7 +94,7 @@ class Closer:
         # takes the thread for ended.
         self._closing = threading.Lock()
         self._closing.acquire()
-        self._thread = threading.Thread(target=self._run, name=f"{PACKAGE}-close", daemon=True)
+        self._thread = new_thread(accelerator, self._run, f"{PACKAGE}-close")
         self._thread.start()
 
     def ask(self) -> None:

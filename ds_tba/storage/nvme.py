@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ds_tba.device.accelerator import Arrival
+from ds_tba.device.accelerator import Accelerator, Arrival
 from ds_tba.errors import StateError
 from ds_tba.storage.backends.base import IoBackend
 from ds_tba.storage.bandwidth_probe import BandwidthProbe
@@ -67,7 +67,7 @@ class NvmeStore(Store[SwapTicket]):
         self._reloader = Reloader(self.space)
         self._integrity = Integrity(integrity, backend.blocks, on_device=backend.stages_on_device)
         try:
-            open_lanes(self.paths, backend, lanes, LaneWork(self.space, self._integrity))
+            open_lanes(self.paths, backend, lanes, LaneWork(self.space, self._integrity), ring.accelerator)
         except BaseException:
             stop_lanes(self.paths)
             raise
@@ -179,15 +179,17 @@ class NvmeStore(Store[SwapTicket]):
                 self.space.changed.wait(SLOW_WAIT_S)
 
 
-def open_lanes(paths: Sequence[SwapPath], backend: IoBackend, lanes: Lanes, work: LaneWork) -> None:
+def open_lanes(
+    paths: Sequence[SwapPath], backend: IoBackend, lanes: Lanes, work: LaneWork, accelerator: Accelerator
+) -> None:
     """Start the lanes of all paths. Every handle comes before any thread: a failure must leave no thread behind."""
     for index, path in enumerate(paths):
         for _ in range(lanes.write):
             handle = backend.open_handle(path.file.fd)
-            path.write_lanes.append(Lane(f"ds_tba-write-{index}", path.writes, handle, work.write))
+            path.write_lanes.append(Lane(f"ds_tba-write-{index}", path.writes, handle, work.write, accelerator))
         for _ in range(lanes.read):
             handle = backend.open_handle(path.file.fd)
-            path.read_lanes.append(Lane(f"ds_tba-read-{index}", path.reads, handle, work.read))
+            path.read_lanes.append(Lane(f"ds_tba-read-{index}", path.reads, handle, work.read, accelerator))
     for path in paths:
         for lane in path.write_lanes + path.read_lanes:
             lane.start()

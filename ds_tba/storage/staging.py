@@ -91,6 +91,7 @@ class StagingRing:
         staging_bytes: its size.
 
     Attributes:
+        accelerator: as given.
         zero_copy: whether a slot can be a tensor's memory, so that nothing need be copied. On an asynchronous device it
             cannot, even where staging is on the device: kernels that still use a tensor when its last reference goes
             would run while the slot is overwritten.
@@ -98,7 +99,7 @@ class StagingRing:
     """
 
     def __init__(self, accelerator: Accelerator, backend: IoBackend, staging_bytes: int) -> None:
-        self._accelerator = accelerator
+        self.accelerator = accelerator
         self._on_device = backend.stages_on_device
         self.zero_copy = accelerator.is_synchronized_device()
         self.copies = Copies(accelerator)
@@ -119,7 +120,7 @@ class StagingRing:
         """Put host bytes into a slot, there at return."""
         self.view(slot).copy_(data)
         if self._on_device:
-            wait_for_stream(self._accelerator)
+            wait_for_stream(self.accelerator)
 
     def rescue(self, staged: torch.Tensor, nbytes: int) -> torch.Tensor:
         """The first ``nbytes`` of a slot in host memory of their own; in a lane, so inside :meth:`lane_stream`."""
@@ -135,10 +136,10 @@ class StagingRing:
             return nullcontext()
         if not hasattr(self._streams, "own"):
             try:
-                self._streams.own = self._accelerator.new_stream()
+                self._streams.own = self.accelerator.new_stream()
             except RuntimeError:  # a lane must survive anything; without a stream it is only slower
                 return nullcontext()
-        return self._accelerator.on(self._streams.own)
+        return self.accelerator.on(self._streams.own)
 
     def lend(self, slot: Span, nbytes: int, give_back: Callable[[Span], None]) -> torch.Tensor:
         """The first ``nbytes`` of a slot as a tensor's own memory: on the CPU a copy would cost as much as the read.

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
+from ds_tba.device.accelerator import Accelerator, new_thread
 from ds_tba.errors import StateError, TransferError
 from ds_tba.storage.allocator import Span, SpanAllocator
 from ds_tba.storage.backends.base import IoBackend, IoHandle
@@ -19,6 +20,7 @@ from ds_tba.storage.swap_file import SwapFile
 from ds_tba.telemetry.stats import KindMeter, PathMeter, RollingRate, readable
 
 # A lane: one thread with its own I/O handle, for writes or for reads of one swap file, never for both.
+Work = Callable[[Any, IoHandle], None]
 
 URGENT = 0
 AHEAD = 1
@@ -68,12 +70,11 @@ class Lane:
 
     Args:
         work: handles its own errors; what escapes it is a bug and ends the thread loudly.
+        accelerator: on whose device the thread runs.
     """
 
-    def __init__(self, name: str, tasks: LaneQueue, handle: IoHandle, work: Callable[[Any, IoHandle], None]) -> None:
-        # Not a subclass: what Python itself keeps in a Thread differs from version to version.
-        # A daemon: interpreter exit must reach our own atexit hook, which stops the lanes in order.
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+    def __init__(self, name: str, tasks: LaneQueue, handle: IoHandle, work: Work, accelerator: Accelerator) -> None:
+        self._thread = new_thread(accelerator, self._run, name)
         self._tasks = tasks
         self._handle = handle
         self._work = work

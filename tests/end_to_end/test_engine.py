@@ -273,3 +273,41 @@ def test_an_engine_that_cannot_be_built_closes_its_offloader(tmp_path: Path) -> 
     """
     done = program(body, tmp_path)
     assert done.stdout.endswith("good\n"), done.stdout + done.stderr
+
+
+BUILT_ON = """
+    from types import SimpleNamespace
+    from ds_tba import engine as ours
+    api, adapted = deepspeed.accelerator.get_accelerator(), ours.adapted
+    current, built_on = [0], []
+    api.set_device = current.append
+    def adapted_now(api):
+        built_on.append(current[-1])
+        return adapted(api)
+    ours.adapted = adapted_now
+    os.environ["LOCAL_RANK"] = "1"
+    net = torch.nn.Linear(64, 64)
+    {change}
+    engine = deepspeed.initialize(args=args, model=net, model_parameters=net.parameters(), config=dict(config))[0]
+    print(built_on, current)
+    """
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ("args = None", "[1] [0, 1, 1]"),
+        ("args = SimpleNamespace(local_rank=1)", "[1] [0, 1, 1]"),
+        ("args = SimpleNamespace(device_rank=3)", "[3] [0, 3, 3]"),
+        ("args = SimpleNamespace(device_rank=-1); current.append(5)", "[5] [0, 5]"),
+        ("args = None; config['activation_nvme_offload']['enabled'] = False", "[] [0, 1]"),
+    ],
+    ids=["LOCAL_RANK", "local_rank", "device_rank", "the script's own", "disabled"],
+)
+def test_the_offloader_is_built_for_the_device_that_deepspeed_is_about_to_set(
+    tmp_path: Path, change: str, found: str
+) -> None:
+    """Last in ``current`` is what DeepSpeed has set itself, where it sets one."""
+    done = program(BUILT_ON.format(change=change), tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert found in done.stdout.splitlines(), done.stdout

@@ -49,14 +49,14 @@ def step(offloader: ActivationOffloader, *, written_first: bool = False) -> None
 
 
 def test_the_contract_and_the_sums(tmp_path: Path) -> None:
-    offloader = make(tmp_path)
+    offloader = make(tmp_path, rematerialize=False)  # else what is compared in forward is read once more
     for _ in range(3):
         step(offloader)
     offloader.close()
     report = offloader.report().to_dict()
     assert report.keys() >= CONTRACT
     assert report["steps"] == report["micro_steps"] == 3 and report["state"] == "finished"
-    assert report["offloaded_bytes"] + report["rematerialized_bytes"] == 3 * 2 * 512 * 512 * 4
+    assert report["offloaded_bytes"] == 3 * 2 * 512 * 512 * 4
     assert report["written_bytes"] + report["cancelled_bytes"] == report["offloaded_bytes"]
     assert report["read_bytes"] + report["forwarded_bytes"] == report["offloaded_bytes"]
     assert report["deduplicated_bytes"] == 3 * 512 * 512 * 4
