@@ -136,7 +136,7 @@ MUTANTS = [
            "Arrival(self._device, data, moment(self._device))\n", "Arrival.done(data)\n",
            "tests/autograd/test_sites.py"),
     Mutant("the allocator is not told who makes from an operand", "ds_tba/autograd/sites.py",
-           "                    self._accelerator.share(operand, stream)\n", "                    pass\n",
+           "            self._accelerator.share(operand, self._accelerator.current_stream())\n", "            pass\n",
            "tests/autograd/test_sites.py"),
     Mutant("staging is used before it was zeroed", "ds_tba/storage/staging.py",
            "wait_for_stream(self._accelerator)  # zeroing on the device", "#",

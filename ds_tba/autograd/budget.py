@@ -20,7 +20,7 @@ import logging
 import math
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -68,9 +68,11 @@ class Transfers:
             yield
             return
         count, before = len(self._times), clock.mark()
-        yield
-        del self._times[count:]
-        self._times.append((before, clock.mark()))
+        try:
+            yield
+        finally:
+            del self._times[count:]
+            self._times.append((before, clock.mark()))
 
     def offload(self, tensor: torch.Tensor, choice: Choice) -> Ticket | str:
         """Have the first store that can take a tensor's storage; the reason why none did, in the report's words."""
@@ -194,6 +196,10 @@ class Budget:
         self._bytes = math.inf if nbytes is None else nbytes
         self._name = name
 
+    def is_halved_by(self, nbytes: int) -> bool:
+        """Whether so many bytes at once would take more than half of it."""
+        return 2 * nbytes > self._bytes
+
     def is_exceeded_by(self, more_bytes: int) -> bool:
         """Whether so many bytes more do not fit."""
         return self._gauge.now + more_bytes > self._bytes
@@ -312,9 +318,18 @@ class Residency:
         self._largest_bytes = max(self._largest_bytes, record.nbytes)
         self._evictable.pop(record, None)
 
-    def has_room(self, nbytes: int) -> bool:
-        """Whether ``nbytes`` more fit the budget, once room was made for them."""
-        self._free_room(nbytes)
+    def has_room(self, nbytes: int, pinned: Collection[SavedStorage] = ()) -> bool:
+        """Whether ``nbytes`` more fit the budget, once room was made for them.
+
+        Args:
+            pinned: storages that stay where they are. Nothing is moved where that would not suffice.
+        """
+        if not self.budget.is_exceeded_by(nbytes):
+            return True
+        movable_bytes = sum(one.nbytes for one in (*self._evictable, *self._ahead) if one not in pinned)
+        if self.budget.is_exceeded_by(nbytes - movable_bytes):
+            return False
+        self._free_room(nbytes, pinned)
         return not self.budget.is_exceeded_by(nbytes)
 
     def take_scratch(self, nbytes: int) -> int:
@@ -407,15 +422,16 @@ class Residency:
         if self.budget.is_exceeded_by(nbytes):
             self.budget.warn(nbytes)
 
-    def _free_room(self, nbytes: int) -> None:
+    def _free_room(self, nbytes: int, pinned: Collection[SavedStorage] = ()) -> None:
         if not self.budget.is_exceeded_by(nbytes):
             return
         self._evictor.finish_copies()
         for record in list(self._evictable):  # a copy: finalizers that finish_copies() acts on remove records
             if not self.budget.is_exceeded_by(nbytes):
                 return
-            self.evict(record)
-            self._evictor.finish_copies()
+            if record not in pinned:
+                self.evict(record)
+                self._evictor.finish_copies()
         for ahead in reversed(list(self._ahead)):
             if not self.budget.is_exceeded_by(nbytes):
                 return

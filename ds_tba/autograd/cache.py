@@ -92,7 +92,6 @@ class TensorCache:
             yield
             return
         if self.records.sites is not None:
-            self.records.keep_cheaper()
             self.records.sites.begin_forward()
         with self._lock:
             self._finalizers.act()

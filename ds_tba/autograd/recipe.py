@@ -38,6 +38,7 @@ from torch.nn import functional
 from ds_tba.autograd.rules import PASSING, RULES, Operand, Output, Rule, constant, is_passing
 from ds_tba.autograd.saved import Keeper, PassedThrough, SavedCounted, SavedView, nbytes_of
 from ds_tba.autograd.tensors import base_of, has_plain_storage, is_input, is_owned, is_parameter
+from ds_tba.device.accelerator import Clock
 
 MAX_OPS = 8
 # Bytes of the steps between, relative to the result's.
@@ -145,17 +146,12 @@ class Recipe:
         """Of the last step."""
         return self.steps[-1].rule
 
-    def restored(self) -> dict[int, torch.Tensor]:
-        """The tensors that are held for it, by the ``id`` of the object that holds each.
+    def make(self, restore: Callable[[Held], torch.Tensor], clock: Clock, marks: list[tuple[Any, Any]]) -> torch.Tensor:
+        """The output of the last step.
 
-        Raises:
-            ActivationModifiedError: an operand was modified in place after it was saved.
-            ActivationLostError, ActivationCorruptionError: an operand cannot be read back.
-        """
-        return {id(one): one.restore() for one in self.held()}
-
-    def make(self, restored: dict[int, torch.Tensor]) -> torch.Tensor:
-        """The output of the last step, from what :meth:`restored` returned.
+        Args:
+            restore: gives the tensor that is held; asked for those of one step at a time.
+            marks: where marks of the clock around each step are added, without what ``restore`` takes.
 
         Raises:
             NoRecipeError: as :meth:`Step.run`.
@@ -164,19 +160,18 @@ class Recipe:
         made: dict[int, torch.Tensor] = {}
         for place, step in enumerate(self.steps):
             operands = [
-                made[one]
-                if isinstance(one, int)
-                else one
-                if one is None or isinstance(one, torch.Tensor)
-                else restored[id(one)]
+                made[one] if isinstance(one, int) else restore(one) if isinstance(one, Held) else one
                 for one in step.operands
             ]
-            made[place] = step.run(operands)
+            before = clock.mark()
+            result = made[place] = step.run(operands)
+            taken = {one.untyped_storage().data_ptr() for one in operands if one is not None}
+            if place == len(self.steps) - 1 and result.untyped_storage().data_ptr() in taken:
+                result = result.clone()
+            marks.append((before, clock.mark()))
             for one in [one for one in made if last_use.get(one, len(self.steps)) <= place]:
                 del made[one]
-        result = made[len(self.steps) - 1]
-        taken = {one.untyped_storage().data_ptr() for one in operands if one is not None}
-        return result.clone() if result.untyped_storage().data_ptr() in taken else result
+        return result
 
     def held(self) -> Iterator[Held]:
         """What it needs, each once."""
@@ -244,13 +239,17 @@ class Finder:
         self.cache = cache
         self.rules = {name: rule for name, rule in RULES.items() if rule.op not in exclude}
         self._names = PASSING | {name for name, rule in self.rules.items() if rule.operands and not rule.is_view}
-        self.begin_forward()
+        self._thread: threading.Thread | None = None
+        self._has_other_threads = False
+        self._first_node: float = 0
 
     def begin_forward(self) -> None:
         """From here on nodes are of this forward; see [Note: What is refused]."""
-        self._thread = threading.get_ident()  # each thread counts its nodes itself
         counter = getattr(torch.autograd, "_get_sequence_nr", None)
-        self._first_node: int = 0 if counter is None else counter()
+        self._first_node = 0 if counter is None else counter()
+        self._thread = self._thread or threading.current_thread()
+        # Each thread counts its nodes itself: with a second one, nobody knows any more which came first.
+        self._has_other_threads |= threading.current_thread() != self._thread
 
     def may_find(self, node: Any) -> bool:
         """Whether there is a rule for what a node has made."""
@@ -271,8 +270,8 @@ class Finder:
         rule = None if node is None else self.rules.get(type(node).__name__)
         if rule is None or rule.is_view or not rule.operands or number:
             return None
-        if threading.get_ident() != self._thread:
-            raise NoRecipeError("saved in another thread than that of the forward")
+        if self._has_other_threads or threading.current_thread() != (self._thread or threading.current_thread()):
+            raise NoRecipeError("forwards run in several threads")
         if made._version or made.storage_offset() or made.untyped_storage().nbytes() != made.numel() * made.itemsize:
             raise NoRecipeError("changed in place, or a part of its storage")
         search = _Search(self)

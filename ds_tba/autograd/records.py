@@ -128,6 +128,7 @@ class Records:
         # With the record that waits for the answer; without, where the place was proven before.
         self._unread: deque[tuple[SavedStorage | None, Origin, Comparison]] = deque()
         self._absent: dict[SavedStorage, None] = {}  # not saved, to be made again
+        self._orphans: set[SavedStorage] = set()  # operands that autograd itself has let go of lately
 
     def save(self, tensor: torch.Tensor) -> SavedView:
         """The object to hold in place of an eligible tensor.
@@ -192,7 +193,8 @@ class Records:
         data = None
         while data is None:
             # Without the lock: the operands are loaded on their own.
-            made = self._make(record) if record.recipe is not None and record.reloaded is None else None
+            recipe = record.recipe
+            made = self._make(record, recipe) if recipe is not None and record.reloaded is None else None
             data = self._load(record, made, first_time=first_time, is_lent=is_lent)
         self.finalizers.act_if_free()
         return data
@@ -218,11 +220,10 @@ class Records:
 
     # ---- made again ---------------------------------------------------------------------------------------------
 
-    def _make(self, record: SavedStorage) -> torch.Tensor:
+    def _make(self, record: SavedStorage, recipe: Origin) -> torch.Tensor:
         """Make the bytes of a record again."""
-        recipe = record.recipe
-        if recipe is None or self.sites is None:
-            raise StateError("there is no recipe; this is a bug in ds_tba")
+        if self.sites is None:
+            raise StateError("there is a recipe, and no sites; this is a bug in ds_tba")
         with self.lock:
             self.finalizers.act()
             taken_bytes = self.residency.take_scratch(record.nbytes + recipe.scratch_bytes)
@@ -240,18 +241,23 @@ class Records:
             return None
         found = _Proof(Makeable(origin.place, origin.depth, origin.sources))
         was_proven = origin.place.is_proven
-        # Operands that were moved are brought back only for a place that comes again: lengths may not.
-        if not choice.rematerialize or not (was_proven or origin.place.visits > 1 or _are_in_memory(origin)):
+        if not choice.rematerialize or self.residency.budget.is_halved_by(origin.work_bytes):
             return found
-        origin = origin.copied(self)
+        # Operands that were moved are brought back only for a place that comes again: lengths may not.
+        if not (was_proven or origin.place.visits > 1 or _are_in_memory(origin)):
+            return found
+        try:
+            origin = origin.copied(self)
+        except torch.OutOfMemoryError:
+            return found
         with self.lock:
             self.finalizers.act()
             origin = origin.bound(self._share)
         if not origin.place.is_due:
             return found._replace(recipe=origin)
         comparison = self._compare(sites, origin, tensor, key.nbytes)
-        if comparison is None:  # refused, or no room to compare
-            return found._replace(recipe=origin) if was_proven and origin.place.is_proven else found
+        if comparison is None:  # refused, or no room to compare: what is due and unseen is saved
+            return found
         if comparison.is_done:
             return found._replace(recipe=origin) if sites.read(comparison) else found
         if was_proven:
@@ -262,10 +268,11 @@ class Records:
     def _compare(
         self, sites: Rematerialization, origin: Origin, tensor: torch.Tensor, nbytes: int
     ) -> Comparison | None:
-        needed_bytes = 2 * nbytes + origin.scratch_bytes
+        needed_bytes, operands = 2 * nbytes + origin.scratch_bytes, set(origin.records())
+        absent_bytes = sum(_absent_bytes(one) for one in operands)
         with self.lock:
             self.finalizers.act()
-            if not self.residency.has_room(needed_bytes):
+            if not self.residency.has_room(needed_bytes + absent_bytes, operands):
                 return None
             taken_bytes = self.residency.take_scratch(needed_bytes)
         try:
@@ -331,11 +338,15 @@ class Records:
         """Make what takes less than operands that nobody else wants any more, and keep it; see [Note: Made again]."""
         with self.lock:
             self.finalizers.act()
-            records = [record for record in self._absent if _takes_more(record)]
-        for record in records:
+            if not self._orphans:
+                return
+            self._orphans.clear()
+            found = [(one, one.recipe) for one in self._absent if one.recipe is not None and _takes_more(one)]
+        for record, recipe in found:
             try:
-                data = self._make(record) if record.reloaded is None else None
-            except (ActivationModifiedError, StorageError):  # raised again where backward wants it
+                data = self._make(record, recipe) if record.reloaded is None else None
+            # Raised again where backward wants it; or there will be room another time.
+            except (ActivationModifiedError, StorageError, torch.OutOfMemoryError):
                 continue
             with self.lock:
                 if data is not None and record.state is RecordState.ABSENT:
@@ -455,6 +466,8 @@ class Records:
         gone.pending -= was_pending and not was_lent
         if gone.views == gone.lent and not was_lent:
             self._stats.saved.leave(gone.key.storage)
+            if gone.views:
+                self._orphans.add(gone)
         if gone.views == 0:
             self._forget(gone)
         else:
@@ -465,6 +478,7 @@ class Records:
         record.move(RecordState.DROPPED)
         record.reloaded = record.recipe = record.origin = None
         self._absent.pop(record, None)
+        self._orphans.discard(record)
         self.live -= 1
         if self.forward.by_key.get(record.key) is record:
             del self.forward.by_key[record.key]
@@ -483,9 +497,18 @@ def _are_in_memory(origin: Origin) -> bool:
     )
 
 
+def _absent_bytes(operand: SavedStorage) -> int:
+    """That come into memory where an operand is wanted."""
+    if operand.reloaded is not None:
+        return 0
+    if operand.recipe is not None:
+        return operand.recipe.work_bytes
+    return operand.nbytes if operand.ticket is not None else 0
+
+
 def _takes_more(record: SavedStorage) -> bool:
     """Whether what only recipes hold for a record takes more than the record would, beside what is there already."""
-    only_lent = {one for one in _sources(record) if one.views == one.lent}
+    only_lent = {one for one in _sources(record) if one.views == one.lent and not (one.ticket and not one.reloaded)}
     return sum(one.nbytes for one in only_lent) > (record.nbytes if record.reloaded is None else 0)
 
 

@@ -59,6 +59,7 @@ class Origin(Protocol):
     Attributes:
         depth: how many storages lie behind each other that can be made one from the other, with this one.
         scratch_bytes: of what is made on the way, beside the storage itself.
+        work_bytes: at most, of all that is in memory at once while it is made and compared.
         sources: the saved storages that it is made of.
     """
 
@@ -68,6 +69,8 @@ class Origin(Protocol):
     def depth(self) -> int: ...
     @property
     def scratch_bytes(self) -> int: ...
+    @property
+    def work_bytes(self) -> int: ...
     @property
     def sources(self) -> tuple[StorageKey, ...]: ...
     def records(self) -> Iterator[SavedStorage]: ...

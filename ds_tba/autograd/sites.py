@@ -3,10 +3,10 @@
 Knows recipes and an accelerator; does not know plans, nor where storages go.
 
 [Note: Proof] A site is a recipe with its dtypes, shapes and strides. A place is where in a forward the work of a site
-is done, in one of many layers, say; places are told apart by the sites that came before them in the forward. When a
-tensor of a place that is not proven is saved, it is made from its operands, while forward has both, and every bit is
-compared. Only where none differs is the tensor not saved, in that very forward. If one differs, or making it raises,
-none of the site is used any more. Of equal elements (zeros, say) that proves nothing for the next time.
+is done, in one of many layers, say; places are told apart by the lines that run, the module, and the sites that came before.
+When a tensor of a place that is not proven is saved, it is made from its operands, while forward has both, and every
+bit is compared. Only where none differs is the tensor not saved, in that very forward. If one differs, or making it
+raises, none of the site is used any more. Of equal elements (zeros, say) that proves nothing for the next time.
 
 [Note: Proof, again] What autograd does not record may begin at any time. So each place is compared again: at
 its second visit, its fourth, then ever more seldom, but once in ``PERIOD`` visits at least, each place in a turn of its
@@ -33,12 +33,13 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ds_tba.autograd.comparison import integers_of
-from ds_tba.autograd.recipe import MAX_DEPTH, UNSAVED, Finder, NoRecipeError, Recipe, is_supported, note
+from ds_tba.autograd.discovery import place_in_code
+from ds_tba.autograd.recipe import MAX_DEPTH, UNSAVED, Finder, Held, NoRecipeError, Recipe, is_supported, note
 from ds_tba.autograd.rules import OPS
 from ds_tba.autograd.saved import Keeper, SavedCounted, SavedStorage, SavedView, StorageKey
 from ds_tba.autograd.tensors import ViewSpec, base_of, storage_bytes
 from ds_tba.config import BLOCK, OffloadConfig
-from ds_tba.device.accelerator import Accelerator, moment
+from ds_tba.device.accelerator import Accelerator, Clock, moment
 from ds_tba.errors import ActivationModifiedError, ConfigError, RematerializationError, StorageError
 
 logger = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ class Place:
     """Where in a forward the work of a site is done; see [Note: Proof].
 
     Attributes:
-        before: tells it apart: a hash of the sites before it, and its own.
+        before: tells it apart: a hash of the sites before it and their places in the code, and its own.
         visits: how often a tensor was saved here.
         next_visit: that is compared again.
         equal_in: the last step in which it was compared; None before the first.
@@ -157,6 +158,12 @@ class Origin(NamedTuple):
         return self.recipe.between_bytes
 
     @property
+    def work_bytes(self) -> int:
+        """At most, of all that is in memory at once while it is made and compared."""
+        result_bytes = self.recipe.steps[-1].nbytes
+        return 2 * result_bytes + self.scratch_bytes + sum(_work_bytes(record) for record in set(self.records()))
+
+    @property
     def sources(self) -> tuple[StorageKey, ...]:
         """The saved storages that it is made of."""
         return tuple(dict.fromkeys(record.key for record in self.records()))
@@ -173,15 +180,15 @@ class Origin(NamedTuple):
         """The saved storages that it is made of, as often as they are held."""
         return (held.record for held in self.recipe.held() if isinstance(held, SavedView))
 
-    def made(self, restored: dict[int, torch.Tensor]) -> torch.Tensor:
-        """The output of the op, laid out as in forward.
+    def made(self, restore: Callable[[Held], torch.Tensor], clock: Clock, marks: list[tuple[Any, Any]]) -> torch.Tensor:
+        """The output of the op, laid out as in forward; see ``Recipe.make``.
 
         Raises:
             NoRecipeError: it cannot be the same bits.
         """
         spec, last = self.spec, self.recipe.steps[-1]
         with _as_in_forward(self.kernels):
-            made = self.recipe.make(restored)
+            made = self.recipe.make(restore, clock, marks)
             if made.stride() != spec.stride or made.untyped_storage().nbytes() != made.numel() * made.itemsize:
                 if not (_is_same_order(made, spec) or last.rule.is_rounded_once(last.constants)):
                     raise NoRecipeError("made again it has another order of elements")
@@ -210,7 +217,7 @@ class Comparison(NamedTuple):
     Attributes:
         flags: see :meth:`Origin.flags`; in host memory, once ``done``.
         done: event; None where it is done.
-        marks: of the clock, before and after the making.
+        marks: of the clock, around each step of the making.
         step: in which the tensor was saved.
         module: path of the module that made it; empty where the place was not proven before.
     """
@@ -218,7 +225,7 @@ class Comparison(NamedTuple):
     origin: Origin
     flags: torch.Tensor
     done: Any
-    marks: tuple[Any, Any]
+    marks: list[tuple[Any, Any]]
     step: int
     module: str
 
@@ -243,6 +250,16 @@ class RematerializationStats:
 
 def _nowhere() -> str:
     return ""
+
+
+def _restore(held: Held) -> torch.Tensor:
+    return held.restore()
+
+
+def _work_bytes(record: SavedStorage) -> int:
+    """Of an operand, and where that is made again itself, of what this takes."""
+    recipe = record.recipe
+    return record.nbytes if recipe is None else recipe.work_bytes
 
 
 class Sites:
@@ -308,11 +325,12 @@ class Sites:
         Args:
             origin: with views of its own.
         """
-        place, clock = origin.place, self._accelerator.clock
+        place, marks = origin.place, list[tuple[Any, Any]]()
         try:
-            restored = origin.recipe.restored()
-            before = clock.mark()
-            made = origin.made(restored)
+            made = origin.made(_restore, self._accelerator.clock, marks)
+            flags = origin.flags(made, base_of(tensor))
+            if flags is not None and not self._is_synchronous:
+                flags = self._accelerator.pin_memory(torch.empty(2, dtype=torch.bool)).copy_(flags, non_blocking=True)
         except NoRecipeError as reason:
             self._refuse(place.site, str(reason))
             return None
@@ -321,17 +339,12 @@ class Sites:
         except (LookupError, RuntimeError, ValueError, TypeError) as error:
             self._refuse(place.site, f"{type(error).__name__} while it was made again")
             return None
-        after = clock.mark()
         place.compared()
-        flags = origin.flags(made, base_of(tensor))
         if flags is None:
             self._refuse(place.site, "made again it has another shape")
             return None
         module = self.running_module() if place.is_proven else ""
-        if not self._is_synchronous:
-            host = self._accelerator.pin_memory(torch.empty(2, dtype=torch.bool))
-            flags = host.copy_(flags, non_blocking=True)
-        return Comparison(origin, flags, moment(self._accelerator), (before, after), self.step, module)
+        return Comparison(origin, flags, moment(self._accelerator), marks, self.step, module)
 
     def read(self, comparison: Comparison) -> bool:
         """Whether no bit differed. Waits for the device.
@@ -342,7 +355,7 @@ class Sites:
         place = comparison.origin.place
         if comparison.done is not None:
             comparison.done.synchronize()
-        place.site.add_time(self._accelerator.clock.elapsed_s(*comparison.marks))
+        place.site.add_time(sum(self._accelerator.clock.elapsed_s(*marks) for marks in comparison.marks))
         is_other, has_values = comparison.flags.tolist()
         if not is_other:
             if has_values:
@@ -368,23 +381,24 @@ class Sites:
         """Make a storage again (uint8, 1-D).
 
         Raises:
-            ActivationModifiedError, ActivationLostError, ActivationCorruptionError: as :meth:`Recipe.restored`.
+            ActivationModifiedError, ActivationLostError, ActivationCorruptionError: as ``SavedView.restore``.
         """
         try:
-            restored = origin.recipe.restored()
+            made = storage_bytes(origin.made(self._restore, self._accelerator.clock, []))
         except ActivationModifiedError as error:  # perhaps of a tensor that nobody else wants any more
             raise ActivationModifiedError(
                 f"{error} Output of {origin.place.site.op} was to be made again from it, not saved: "
                 f"{_remedy(origin.recipe)} if your model may change it."
             ) from error
-        made = storage_bytes(origin.made(restored))
-        if not self._is_synchronous:  # this stream has used the operands, which another may have allocated
-            stream = self._accelerator.current_stream()
-            for operand in restored.values():
-                if operand.device == self._accelerator.device():
-                    self._accelerator.share(operand, stream)
         self.stats.seconds += origin.place.site.seconds
         return made
+
+    def _restore(self, held: Held) -> torch.Tensor:
+        """An operand, for the current stream; another may have allocated it."""
+        operand = held.restore()
+        if not self._is_synchronous and operand.device == self._accelerator.device():
+            self._accelerator.share(operand, self._accelerator.current_stream())
+        return operand
 
     def summary(self) -> dict[str, Any]:
         """For the report."""
@@ -406,7 +420,7 @@ class Sites:
     def _place(self, signature: Any, op: str) -> Place:
         """The place of a site that comes next in this forward."""
         site = self._site(signature, op)
-        self._before = before = hash((self._before, site.number))
+        self._before = before = hash((self._before, site.number, place_in_code()))
         place = site.places.get(before)
         if place is None:
             if len(site.places) >= MAX_PLACES:  # of forwards that do not come again

@@ -116,6 +116,30 @@ def test_places_are_told_apart_by_what_came_before() -> None:
         agrees(run, lambda a, b, skip=skip: layers(a, b, skip), x, y)
 
 
+def test_branches_of_one_shape_are_places_of_their_own() -> None:
+    class Branches(torch.nn.Module):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return changed(x, y) if step > 3 and step % 7 == 3 else gated(x, y)
+
+    run, x, y, branches = Run(), tensor(), tensor(1), Branches()
+    for step in range(40):
+        agrees(run, branches, x, y)
+
+
+def test_modules_of_one_class_are_places_of_their_own() -> None:
+    class Gate(torch.nn.Module):
+        def __init__(self, factor: float) -> None:
+            super().__init__()
+            self.factor = factor
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return changed(x, y, self.factor)
+
+    run, x, y, gates = Run(), tensor(), tensor(1), [Gate(1.0), Gate(2.0)]
+    for step in range(40):
+        agrees(run, gates[step > 3 and step % 7 == 3], x, y)
+
+
 def test_what_begins_to_differ_is_an_error_within_so_many_steps() -> None:
     run, x, y = Run(), tensor(), tensor(1)
     run.sites.running_module = lambda: "layers.3"

@@ -254,6 +254,7 @@ class OpOrigin:
     depth: int
     sources: tuple[StorageKey, ...]
     scratch_bytes: int = 0
+    work_bytes: int = 0
 
     def records(self) -> Iterator[SavedStorage]:
         """None: nothing is made."""
