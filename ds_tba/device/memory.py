@@ -47,13 +47,13 @@ def aligned_memory(nbytes: int, device: torch.device | str) -> torch.Tensor:
     return memory[start : start + nbytes]
 
 
-def keep_from_children(memory: torch.Tensor) -> None:
-    """Keep page-aligned memory, of whole pages, out of forked children.
+def keep_from_children(memory: torch.Tensor) -> bool:
+    """Keep page-aligned memory, of whole pages, out of forked children; False where the kernel refuses.
 
     Memory that goes back to ``malloc`` needs :func:`show_to_children` first: whatever is put there next must exist in a
     child, or the child dies of it.
     """
-    _madvise(memory, mmap.MADV_DONTFORK)
+    return _madvise(memory, mmap.MADV_DONTFORK) == 0
 
 
 def show_to_children(memory: torch.Tensor) -> None:

@@ -2,7 +2,8 @@
 
 DeepSpeed's CPUAdam in slices of a multiple of 128 elements gives the bits of one call for all of them
 (``csrc/adam/cpu_adam_impl.cpp``: ``Step_8`` works on eight registers of up to 16 elements). What is left over at the
-end of a sub-group goes through code that rounds in another way, so it is never cut and always the host's.
+end of a sub-group goes through code that rounds in another way, so it is never cut and always the host's. So is the
+first and the last page of a sub-group's arrays, which is pinned nowhere: they share it with others.
 """
 
 from __future__ import annotations
@@ -10,7 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from ds_tba.device.memory import PAGE_BYTES
+from ds_tba.update.config import BYTES_PER_ELEMENT
+
 SLICE_ELEMENTS = 128
+_PAGE_ELEMENTS = PAGE_BYTES // BYTES_PER_ELEMENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +37,17 @@ def tail_start(elements: int) -> int:
     return elements - elements % SLICE_ELEMENTS
 
 
+def inside(elements: int) -> tuple[int, int]:
+    """Where the chunks of a sub-group begin and end: within whole pages of its arrays, wherever in a page these begin.
+
+    Before it and after it everything is the host's; both are 0 where that is all.
+    """
+    start, stop = _PAGE_ELEMENTS, tail_start(max(elements - _PAGE_ELEMENTS, 0))
+    return (start, stop) if start < stop else (0, 0)
+
+
 def chunks_of(sub_groups: Sequence[int], chunk_elements: int) -> list[Chunk]:
-    """All sub-groups without their ragged ends, in order, cut into chunks.
+    """The insides of all sub-groups, in order, cut into chunks.
 
     Args:
         sub_groups: the number of elements of each.
@@ -41,9 +55,9 @@ def chunks_of(sub_groups: Sequence[int], chunk_elements: int) -> list[Chunk]:
     """
     step = max(chunk_elements // SLICE_ELEMENTS, 1) * SLICE_ELEMENTS
     return [
-        Chunk(sub_group, start, min(start + step, tail_start(elements)))
+        Chunk(sub_group, start, min(start + step, inside(elements)[1]))
         for sub_group, elements in enumerate(sub_groups)
-        for start in range(0, tail_start(elements), step)
+        for start in range(*inside(elements), step)
     ]
 
 

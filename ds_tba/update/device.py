@@ -23,6 +23,7 @@ import torch
 from ds_tba.device.accelerator import Accelerator, moment
 from ds_tba.errors import StateError
 from ds_tba.update.config import ARRAYS_PER_CHUNK, BYTES_PER_ELEMENT
+from ds_tba.update.formula import cast, scale
 
 Update = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], object]
 
@@ -285,12 +286,12 @@ class DevicePipeline:
         with accelerator.on(self._compute):
             _wait(self._compute, uploaded)
             if not host_gradient:
-                accelerator.launch(_cast, job.gradient, gradient)
+                accelerator.launch(cast, job.gradient, gradient)
             if job.factor != 1.0:
-                accelerator.launch(partial(_scale, job.factor), gradient)
+                accelerator.launch(partial(scale, job.factor), gradient)
             accelerator.launch(job.update, master, exp_avg, exp_avg_sq, gradient, scratch)
             if job.target is not None:
-                accelerator.launch(_cast, master, job.target)
+                accelerator.launch(cast, master, job.target)
             updated = moment(accelerator)
         with accelerator.on(self._down):
             _wait(self._down, updated)
@@ -317,11 +318,3 @@ def _wait(stream: Any, event: Any) -> None:
     """What ``stream`` is given from now on comes after the event; None is an event that is done."""
     if event is not None:
         stream.wait_event(event)
-
-
-def _cast(source: torch.Tensor, target: torch.Tensor) -> None:
-    target.copy_(source)
-
-
-def _scale(factor: float, gradient: torch.Tensor) -> None:
-    gradient.mul_(factor)

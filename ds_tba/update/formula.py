@@ -1,8 +1,9 @@
 """The formula of DeepSpeed's CPUAdam in torch's operations: the same bits on the host and on the device.
 
 Every operation of CPUAdam's vector code (``csrc/includes/cpu_adam.h``, ``Step_AVX``) is rounded once, in fp32, and so
-is each one here; a fused multiply-add is ``add`` with ``alpha``. A device that rounds in another way would train
-another model: :func:`is_exact` finds out. A NaN is a NaN, whatever its sign and payload, which no device promises.
+is each one here; a fused multiply-add is ``add`` with ``alpha``. So are what comes before it, unscaling and clipping,
+and the cast that comes after it. A device that rounds in another way would train another model: :func:`is_exact` finds
+out. A NaN is a NaN, whatever its sign and payload, which no device promises.
 """
 
 from __future__ import annotations
@@ -21,6 +22,10 @@ _PIECE_ELEMENTS = 1 << 14
 _TRIAL_ID = -1
 # Blocks of a kernel of a device, and a part of one.
 _TRIAL_ELEMENTS = (1 << 14) + 3 * 128
+# Unscaling of fp16 alone, which fp32 may not round, and together with clipping.
+_TRIAL_FACTORS = (2.0**-16, 0.1, 1 / 3, 3.7e-7)
+# What a cast drops of fp32.
+_DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}
 
 
 class AdamOp(Protocol):
@@ -202,6 +207,16 @@ def _update(
     master.add_(scratch, alpha=scalars.step_size)
 
 
+def cast(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Parameters to the model's dtype, or gradients to fp32."""
+    target.copy_(source)
+
+
+def scale(factor: float, gradient: torch.Tensor) -> None:
+    """Unscale and clip."""
+    gradient.mul_(factor)
+
+
 def _square_root(source: torch.Tensor, target: torch.Tensor) -> None:
     """The device's own, correctly rounded on CUDA."""
     torch.sqrt(source, out=target)
@@ -255,18 +270,29 @@ class HostAdam:
 
 
 def is_exact(
-    op: AdamOp, device: torch.device, *, adamw: bool, update: Callable[..., None] = update_, opt_id: int = _TRIAL_ID
+    op: AdamOp,
+    device: torch.device,
+    *,
+    adamw: bool,
+    update: Callable[..., None] = update_,
+    cast: Callable[[torch.Tensor, torch.Tensor], object] = cast,
+    scale: Callable[[float, torch.Tensor], object] = scale,
+    opt_id: int = _TRIAL_ID,
 ) -> bool:
-    """Whether the update on a device gives the bits of CPUAdam; tried out on random data.
+    """Whether the update on a device, and all around it, gives the bits of the host; tried out on random data.
 
     Args:
         op: DeepSpeed's ``cpu_adam``. A C++ object of its own is created in it, and destroyed.
         device: where the update is to run.
         adamw: whether the weight decay is AdamW's; else it is added to the gradient.
         update: what is tried.
+        cast: likewise, to bf16, fp16 and back.
+        scale: likewise.
         opt_id: the id of that object; must be no optimizer's.
     """
     generator = torch.Generator("cpu").manual_seed(0)
+    if not _is_exact_around(generator, device, cast, scale):
+        return False
     hyper = Hyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, adamw=adamw)
     expected = (_trial(generator, 0), _trial(generator, 3), _trial(generator, 6).square_())
     found = tuple(tensor.to(device, copy=True) for tensor in expected)
@@ -288,6 +314,34 @@ def is_exact(
     return True
 
 
+def _is_exact_around(
+    generator: torch.Generator,
+    device: torch.device,
+    cast: Callable[[torch.Tensor, torch.Tensor], object],
+    scale: Callable[[float, torch.Tensor], object],
+) -> bool:
+    """Whether a device casts and multiplies as the host does."""
+    for factor in _TRIAL_FACTORS:
+        gradient = _trial(generator, 4)
+        on_device = gradient.to(device, copy=True)
+        scale(factor, on_device)
+        if not same_bits(gradient.mul_(factor), on_device):
+            return False
+    for dtype, dropped in _DROPPED_BITS.items():
+        # What lies in the middle between two results, and beside it; fp16's denormals, and what overflows.
+        bits = torch.cat([_trial(generator, magnitude) for magnitude in (4, -3, -36)]).view(torch.int32)
+        middle = bits & -(1 << dropped) | 1 << (dropped - 1)
+        master = torch.cat([bits, middle - 1, middle, middle + 1]).view(torch.float32)
+        low = torch.empty_like(master, dtype=dtype, device=device)
+        wide = torch.empty_like(master, device=device)
+        cast(master.to(device, copy=True), low)
+        cast(low, wide)
+        expected = master.to(dtype)
+        if not same_bits(expected, low) or not same_bits(expected.float(), wide):
+            return False
+    return True
+
+
 def _trial(generator: torch.Generator, magnitude: int) -> torch.Tensor:
     """Numbers over many orders of magnitude, about 10 to the minus ``magnitude``; zeros and denormals among them."""
     numbers = torch.randn(_TRIAL_ELEMENTS, generator=generator, dtype=torch.float32, device="cpu")
@@ -299,7 +353,7 @@ def _trial(generator: torch.Generator, magnitude: int) -> torch.Tensor:
 
 
 def same_bits(expected: torch.Tensor, found: torch.Tensor) -> bool:
-    """Whether two fp32 tensors are equal bit for bit; any NaN equals any other."""
-    found = found.to(expected.device)
-    same = (expected.view(torch.int32) == found.view(torch.int32)) | (expected.isnan() & found.isnan())
+    """Whether two tensors of one float dtype are equal bit for bit; any NaN equals any other."""
+    found, bits = found.to(expected.device), torch.int32 if expected.dtype.itemsize == 4 else torch.int16
+    same = (expected.view(bits) == found.view(bits)) | (expected.isnan() & found.isnan())
     return bool(same.all())

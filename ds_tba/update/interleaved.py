@@ -11,6 +11,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from ds_tba.device.accelerator import Accelerator
 from ds_tba.telemetry.report import checked_path, write_json
 from ds_tba.update.config import UpdateConfig
@@ -59,7 +61,7 @@ class InterleavedUpdate:
         self._pipeline = DevicePipeline(accelerator, device, chunk_elements, config.device_buffer_bytes)
         self._gradients = self._new_gradients(accelerator, zero)
         self._kept_bytes = self._gradients.kept_bytes
-        self._zero3 = Zero3Update(zero, self._run, self._leave, self._done)
+        self._zero3 = Zero3Update(zero, self._run, self._leave, self._done, self._loaded)
         self._parts = Parts(
             config=config,
             accelerator=accelerator,
@@ -177,7 +179,7 @@ class InterleavedUpdate:
         run_update(self._parts, sub_groups)
 
     def _pin(self, sub_groups: list[SubGroup]) -> None:
-        """Pin from the back, where the device begins; what a checkpoint has replaced is unpinned."""
+        """Pin from the back, where the device begins; what somebody has replaced is unpinned."""
         if self._registry is None or self._device_share == 0:
             return
         self._registry.keep([array for one in sub_groups for array in one.arrays])
@@ -191,6 +193,11 @@ class InterleavedUpdate:
                 "them: leave the driver more memory to pin (other pinned buffers, the container's limit), or set "
                 "pinned_bytes to what it can pin",
             )
+
+    def _loaded(self, arrays: list[torch.Tensor]) -> None:
+        """Let what a checkpoint has replaced go at once."""
+        if self._registry is not None:
+            self._registry.keep(arrays)
 
     def _is_pinned(self, sub_group: SubGroup) -> bool:
         registry = self._registry

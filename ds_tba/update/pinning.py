@@ -1,32 +1,28 @@
 """Pinning host memory where it lies, so that a device copies from it and to it by itself.
 
 ``torch``'s own pinned memory is rounded up to powers of two, and is new memory: master and moments would have to move.
+
+[Note: Pins and forks] After a fork private pages are the parent's and the child's, until one of them writes: then a
+page that is pinned is copied for the child at once, or, under older kernels and drivers, the parent's writes go to
+another page than the device's, which reads old bytes. So pinned pages are kept out of forked children. A page that an
+array has in part is never pinned: a child may need what else is there, such as the notes of ``malloc``.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ds_tba.device.memory import PAGE_BYTES
-
-
-@dataclass(slots=True)
-class PinnedRange:
-    """Bytes of one tensor's storage that are pinned; holds the storage, which must not be freed before."""
-
-    storage: torch.UntypedStorage
-    address: int
-    nbytes: int
+from ds_tba.device.memory import PAGE_BYTES, keep_from_children, show_to_children
 
 
 class Registry:
-    """The host memory that one run has pinned.
+    """The host memory that one run has pinned: whole pages, which forked children do not have.
 
     Args:
         register: pins ``(address, nbytes)``; False where that is refused.
@@ -40,41 +36,41 @@ class Registry:
         self._register = register
         self._unregister = unregister
         self._limit_bytes = limit_bytes
-        self._ranges: dict[int, PinnedRange] = {}
+        # By the address of a storage: its whole pages, as a view that holds it. It must not be freed before.
+        self._pages: dict[int, torch.Tensor] = {}
         self._refused: dict[int, int] = {}  # tried once
         self._pid = os.getpid()
         self.pinned_bytes = 0
 
     def pin(self, tensor: torch.Tensor) -> bool:
-        """Pin the whole storage of a host tensor, if it is not pinned yet and the limit allows it.
+        """Pin the whole pages of a host tensor's storage, if they are not pinned yet and the limit allows it.
 
         Returns:
-            Whether it is pinned.
+            Whether they are pinned.
         """
-        storage = tensor.untyped_storage()
-        address, nbytes = storage.data_ptr(), storage.nbytes()
         if self.is_pinned(tensor):
             return True
-        if address in self._refused:
+        storage = tensor.untyped_storage()
+        address, pages = storage.data_ptr(), _whole_pages(storage)
+        if address in self._refused or not pages.nbytes:
             return False
-        if self._limit_bytes is not None and self.pinned_bytes + nbytes > self._limit_bytes:
+        if self._limit_bytes is not None and self.pinned_bytes + pages.nbytes > self._limit_bytes:
             return False
-        if self._covers_pages_of_others(address, nbytes):
-            return False  # a small array, beside another one: not worth a word
-        if not self._register(address, nbytes):
-            self._refused[address] = nbytes
+        # First of all: there may be a fork at any time, by another thread.
+        if not keep_from_children(pages) or not self._register(pages.data_ptr(), pages.nbytes):
+            show_to_children(pages)
+            self._refused[address] = pages.nbytes
             return False
-        self._ranges[address] = PinnedRange(storage, address, nbytes)
-        self.pinned_bytes += nbytes
+        self._pages[address] = pages
+        self.pinned_bytes += pages.nbytes
         return True
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Whether a host tensor is pinned, by us or by somebody else."""
+        """Whether a host tensor is pinned, in its whole pages by us, or by somebody else."""
         storage = tensor.untyped_storage()
-        present = self._ranges.get(storage.data_ptr())
-        return (
-            (present is not None and present.nbytes == storage.nbytes()) or not storage.nbytes() or tensor.is_pinned()
-        )
+        present = self._pages.get(storage.data_ptr())
+        is_ours = present is not None and present.untyped_storage().nbytes() == storage.nbytes()
+        return is_ours or not storage.nbytes() or tensor.is_pinned()
 
     @property
     def refused_bytes(self) -> int:
@@ -84,29 +80,32 @@ class Registry:
     def keep(self, tensors: Sequence[torch.Tensor]) -> None:
         """Unpin everything but the storages of these tensors: the others were replaced, as by loading a checkpoint."""
         kept = {tensor.untyped_storage().data_ptr() for tensor in tensors}
-        for address in [address for address in self._ranges if address not in kept]:
+        for address in [address for address in self._pages if address not in kept]:
             self._unpin(address)
         self._refused = {address: nbytes for address, nbytes in self._refused.items() if address in kept}
 
     def close(self) -> None:
-        """Unpin everything; not in a forked child, which has neither the pins nor the device."""
+        """Unpin everything; not in a forked child, which has neither the pins nor the pages nor the device."""
         if os.getpid() != self._pid:
+            # Never to be freed there: malloc would hand out memory that does not exist.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._pages))
             return
-        for address in list(self._ranges):
+        for address in list(self._pages):
             self._unpin(address)
 
     def _unpin(self, address: int) -> None:
-        self.pinned_bytes -= self._ranges[address].nbytes
-        self._unregister(address)
-        del self._ranges[address]
+        pages = self._pages[address]
+        self._unregister(pages.data_ptr())
+        show_to_children(pages)  # before malloc has it again
+        self.pinned_bytes -= pages.nbytes
+        del self._pages[address]
 
-    def _covers_pages_of_others(self, address: int, nbytes: int) -> bool:
-        """Whether one of the pages is pinned already, for a neighbour: a page cannot be pinned twice."""
-        first, last = address // PAGE_BYTES, (address + nbytes - 1) // PAGE_BYTES
-        return any(
-            one.address // PAGE_BYTES <= last and first <= (one.address + one.nbytes - 1) // PAGE_BYTES
-            for one in self._ranges.values()
-        )
+
+def _whole_pages(storage: torch.UntypedStorage) -> torch.Tensor:
+    """The bytes of a storage that lie in pages of its own."""
+    start = -storage.data_ptr() % PAGE_BYTES
+    nbytes = max(0, storage.nbytes() - start) // PAGE_BYTES * PAGE_BYTES
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)[start : start + nbytes]
 
 
 def cuda_registry(limit_bytes: int | None) -> Registry:

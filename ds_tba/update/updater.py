@@ -16,7 +16,7 @@ import torch
 
 from ds_tba.device.accelerator import Accelerator
 from ds_tba.errors import UpdateMismatchError
-from ds_tba.update.chunks import Chunk, Split, chunks_of, tail_start
+from ds_tba.update.chunks import Chunk, Split, chunks_of, inside
 from ds_tba.update.config import UpdateConfig
 from ds_tba.update.device import DevicePipeline, Job
 from ds_tba.update.formula import Powers, Scalars, update_
@@ -166,7 +166,7 @@ class _Update:
             self._submit(chunk)
 
     def _enter(self, last: int) -> None:
-        """Bring CPUAdam's hidden state to a sub-group, through all before it, and update their ragged ends."""
+        """Bring CPUAdam's hidden state to a sub-group, through all before it, and update their ends."""
         while self._entered <= last:
             sub_group = self._sub_groups[self._entered]
             self._host.enter(sub_group)
@@ -174,22 +174,21 @@ class _Update:
                 if witness.chunk.sub_group == self._entered:
                     self._host.recompute(witness.copy)
                     witness.computed = True
-            tail = self._tail(self._entered)
-            for _ in self._host.slices(tail, self._upload):
-                pass
+            start, stop = inside(sub_group.elements)
+            for end in (self._end(self._entered, 0, start), self._end(self._entered, stop, sub_group.elements)):
+                for _ in self._host.slices(end, self._upload):
+                    pass
             self._entered += 1
 
-    def _tail(self, number: int) -> SubGroup:
-        """The ragged end of a sub-group, with its gradient on the host; not the whole last parameter's for it."""
-        sub_group = self._sub_groups[number]
-        start = tail_start(sub_group.elements)
-        tail = sub_group.cut(start, sub_group.elements)
-        kept = self._parts.gradients.on_device(number, start, sub_group.elements)
+    def _end(self, number: int, start: int, stop: int) -> SubGroup:
+        """What lies outside of the chunks, with its gradient on the host; not a whole parameter's for it."""
+        end = self._sub_groups[number].cut(start, stop)
+        kept = self._parts.gradients.on_device(number, start, stop)
         if kept is None:
-            self._parts.gradients.on_host(number, start, sub_group.elements)
+            self._parts.gradients.on_host(number, start, stop)
         else:
-            tail.gradient.copy_(kept)
-        return tail
+            end.gradient.copy_(kept)
+        return end
 
     def _part(self, chunk: Chunk) -> SubGroup:
         """A chunk of which the host has the gradient."""

@@ -220,11 +220,13 @@ class Zero3Update:
         run: Callable[[list[SubGroup]], None],
         leave: Callable[[str, str], None],
         done: Callable[[list[float]], None],
+        loaded: Callable[[list[torch.Tensor]], None],
     ) -> None:
         self._zero = zero
         self._run = run
         self._leave = leave
         self._done = done
+        self._loaded = loaded
         self._reassign_by_deepspeed = zero._reassign_or_swap_out_partitioned_parameters
         self._factors: list[float] = []
         self._is_ours = False
@@ -277,6 +279,8 @@ class Zero3Update:
         **more: Any,
     ) -> None:
         stock(state_dict_list, load_optimizer_states, *args, **more)
+        arrays = [array for master in self._zero.fp32_partitioned_groups_flat for array in self._arrays(master)]
+        self._loaded([array for array in arrays if isinstance(array, torch.Tensor)])
         if load_optimizer_states:
             setattr(self._zero, HALF_UPDATED, False)
             if self._is_removed:
@@ -343,16 +347,16 @@ class Zero3Update:
         if any(hooks + of_all_optimizers):
             return "step hooks", "the optimizer has step hooks, which may read its states: DeepSpeed takes the steps"
         for master in self._zero.fp32_partitioned_groups_flat:
-            arrays = [master, master.grad, *self._moments(optimizer.state.get(master) or {})]
-            if not all(_is_plain(array) and array.numel() == master.numel() for array in arrays):
+            if not all(_is_plain(array) and array.numel() == master.numel() for array in self._arrays(master)):
                 return "other states", (
                     "optimizer states are not fp32 tensors in host memory, of one length: DeepSpeed takes the steps"
                 )
         return None
 
-    @staticmethod
-    def _moments(state: Mapping[str, Any]) -> list[Any]:
-        return [state[name] for name in ("exp_avg", "exp_avg_sq")] if state else []
+    def _arrays(self, master: torch.Tensor) -> list[Any]:
+        """What a sub-group holds: its moments only where there are any yet."""
+        state = self._zero.optimizer.state.get(master) or {}
+        return [master, master.grad, *([state.get("exp_avg"), state.get("exp_avg_sq")] if state else [])]
 
     def _group(self, sub_group_id: int) -> Mapping[str, Any]:
         zero = self._zero

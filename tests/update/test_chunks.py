@@ -4,27 +4,38 @@ import random
 
 import pytest
 
-from ds_tba.update.chunks import SLICE_ELEMENTS, Chunk, Split, chunks_of, tail_start
+from ds_tba.update.chunks import SLICE_ELEMENTS, Chunk, Split, chunks_of, inside, tail_start
+
+PAGE = 1024  # elements of one
 
 
-@pytest.mark.parametrize("sub_groups", [[], [0], [1], [127], [128], [129, 0, 5000], [3_000_001, 127, 256]])
+def of_sizes(*sizes: int) -> list[Chunk]:
+    """Chunks of 256 elements of sub-groups with so many inside."""
+    return chunks_of([size + 2 * PAGE for size in sizes], 256)
+
+
+@pytest.mark.parametrize("sub_groups", [[], [0], [1], [127], [2175], [2176, 0, 5000], [3_000_001, 127, 256]])
 @pytest.mark.parametrize("chunk_elements", [1, 128, 1000, 1 << 20])
-def test_chunks_and_tails_are_every_element_once(sub_groups: list[int], chunk_elements: int) -> None:
+def test_chunks_and_ends_are_every_element_once(sub_groups: list[int], chunk_elements: int) -> None:
     chunks = chunks_of(sub_groups, chunk_elements)
     for sub_group, elements in enumerate(sub_groups):
-        end = 0
+        end, stop = inside(elements)
         for chunk in (one for one in chunks if one.sub_group == sub_group):
             assert chunk.start == end and chunk.elements > 0 and chunk.elements % SLICE_ELEMENTS == 0
             assert chunk.elements <= max(chunk_elements, SLICE_ELEMENTS)
             end = chunk.stop
-        assert end == tail_start(elements) and elements - end < SLICE_ELEMENTS
+        assert end == stop == tail_start(stop)
+        if elements < 2 * PAGE + SLICE_ELEMENTS:
+            assert stop == 0
+        else:
+            assert inside(elements)[0] == PAGE <= elements - stop < PAGE + SLICE_ELEMENTS
     assert chunks == sorted(chunks, key=lambda one: (one.sub_group, one.start))
 
 
 @pytest.mark.parametrize("seed", range(200))
 def test_every_chunk_is_handed_out_once(seed: int) -> None:
     chance = random.Random(seed)
-    chunks = chunks_of([chance.randrange(5000) for _ in range(chance.randrange(6))], 256)
+    chunks = chunks_of([chance.randrange(7000) for _ in range(chance.randrange(6))], 256)
     share = chance.choice([None, 0, 0.3, 0.5, 1, chance.random()])
     barred = {chunk for chunk in chunks if chance.random() < chance.choice([0, 0.1, 0.9])}
     forced = {chunk for chunk in chunks if chance.random() < chance.choice([0, 0.1])}
@@ -52,7 +63,7 @@ def test_every_chunk_is_handed_out_once(seed: int) -> None:
 
 
 def test_what_may_not_go_to_the_device_does_not_end_its_part() -> None:
-    chunks = chunks_of([2560, 300], 256)
+    chunks = of_sizes(2560, 300)
     split = Split(chunks, None, lambda chunk: chunk.sub_group == 0)
     assert split.for_device() == chunks[9] and split.for_device() == chunks[8]
     assert [split.for_host() for _ in range(10)] == [*chunks[:8], chunks[10], None]
@@ -60,7 +71,7 @@ def test_what_may_not_go_to_the_device_does_not_end_its_part() -> None:
 
 @pytest.mark.parametrize(("share", "device"), [(0, 0), (0.04, 0), (0.06, 1), (0.5, 5), (0.94, 9), (0.96, 10), (1, 10)])
 def test_a_share_is_rounded_to_whole_chunks(share: float, device: int) -> None:
-    split = Split(chunks_of([2560], 256), share)
+    split = Split(of_sizes(2560), share)
     taken = 0
     while split.for_device() is not None:
         taken += 1
@@ -68,7 +79,7 @@ def test_a_share_is_rounded_to_whole_chunks(share: float, device: int) -> None:
 
 
 def test_the_host_leaves_a_fixed_share_to_the_device() -> None:
-    split = Split(chunks_of([2560], 256), 0.5)
+    split = Split(of_sizes(2560), 0.5)
     for _ in range(5):
         assert split.for_host() is not None
     assert split.for_host() is None

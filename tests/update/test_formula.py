@@ -343,6 +343,71 @@ def test_the_trial_finds_what_rounds_in_another_way(op: Any, wrong: Callable[...
     assert is_exact(op, CPU, adamw=adamw)
 
 
+def truncates(source: torch.Tensor, target: torch.Tensor) -> None:
+    dropped = {torch.bfloat16: 16, torch.float16: 13}.get(target.dtype, 0)
+    target.copy_((source.float().view(torch.int32) & -(1 << dropped)).view(torch.float32))
+
+
+def rounds_the_middle_up(source: torch.Tensor, target: torch.Tensor) -> None:
+    if target.dtype != torch.bfloat16:
+        target.copy_(source)
+        return
+    bits = source.view(torch.int32)
+    target.copy_(torch.where(source.isfinite(), bits + 0x8000 & -(1 << 16), bits).view(torch.float32))
+
+
+def rounds_the_middle_of_fp16_down(source: torch.Tensor, target: torch.Tensor) -> None:
+    bits = source.float().view(torch.int32)
+    is_middle = (bits & 0x1FFF) == 0x1000
+    target.copy_((bits - is_middle.int()).view(torch.float32) if target.dtype == torch.float16 else source)
+
+
+def saturates(source: torch.Tensor, target: torch.Tensor) -> None:
+    greatest = torch.finfo(target.dtype).max
+    target.copy_(source.clamp(-greatest, greatest) if target.dtype == torch.bfloat16 else source)
+
+
+def loses_denormals_of_fp16(source: torch.Tensor, target: torch.Tensor) -> None:
+    target.copy_(source)
+    if target.dtype == torch.float16:
+        target[target.abs() < torch.finfo(torch.float16).tiny] = 0
+
+
+def loses_denormals_on_the_way_back(source: torch.Tensor, target: torch.Tensor) -> None:
+    target.copy_(source)
+    if target.dtype == torch.float32:
+        target[source.abs() < torch.finfo(source.dtype).tiny] = 0
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        truncates, rounds_the_middle_up, rounds_the_middle_of_fp16_down, saturates, loses_denormals_of_fp16,
+        loses_denormals_on_the_way_back,
+    ],
+)  # fmt: skip
+def test_the_trial_finds_a_cast_that_rounds_in_another_way(op: Any, wrong: Callable[..., None]) -> None:
+    assert not is_exact(op, CPU, adamw=True, cast=wrong)
+
+
+def multiplies_in_double(factor: float, gradient: torch.Tensor) -> None:
+    gradient.copy_(gradient.double() * factor)
+
+
+def divides(factor: float, gradient: torch.Tensor) -> None:
+    gradient.div_(1 / factor)
+
+
+def multiplies_without_denormals(factor: float, gradient: torch.Tensor) -> None:
+    gradient.mul_(factor)
+    gradient[gradient.abs() < torch.finfo(torch.float32).tiny] = 0
+
+
+@pytest.mark.parametrize("wrong", [multiplies_in_double, divides, multiplies_without_denormals])
+def test_the_trial_finds_unscaling_that_rounds_in_another_way(op: Any, wrong: Callable[..., None]) -> None:
+    assert not is_exact(op, CPU, adamw=True, scale=wrong)
+
+
 def test_the_trial_leaves_no_trace(op: Any) -> None:
     """Neither in the optimizer's C++ object nor in torch's random numbers, and nothing is printed by it."""
     random_state = torch.random.get_rng_state()

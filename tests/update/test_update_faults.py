@@ -85,11 +85,11 @@ def test_a_refused_pin_does_not_stay_for_the_next_kernel(monkeypatch: pytest.Mon
             raise RuntimeError("CUDA error: resource already mapped")
 
     runtime = SimpleNamespace(cudaHostRegister=refuse, cudaHostUnregister=refuse)
-    memory = torch.zeros(1000)
+    memory = torch.zeros(10_000)
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "cudart", lambda: runtime)
         patch.setattr(pinning.torch, "ones", launch)
         patch.setattr(torch.Tensor, "is_pinned", lambda _: False)
         registry = pinning.cuda_registry(None)
-        assert not registry.pin(memory) and registry.refused_bytes == memory.nbytes
+        assert not registry.pin(memory) and 0 < registry.refused_bytes <= memory.nbytes
     assert not last_error
