@@ -293,11 +293,16 @@ class Residency:
             self._evictable[record] = None
         return record.reloaded
 
+    def share(self, tensor: torch.Tensor) -> None:
+        """Have the allocator wait for this stream with the memory of a tensor that autograd would have held longer."""
+        if self._device is not None:
+            self._device.share(tensor, self._device.current_stream())
+
     def add_early(self, record: SavedStorage) -> None:
         """A recipe has brought a storage back, which backward wants for itself later, or not at all.
 
-        It stays for that, but no more of them than the two operands of an op take: first those leave that no recipe
-        wants any more, then those that take no read to come back.
+        It stays for that. But beyond what two operands of an op take, those leave that no recipe wants any more, and then
+        those that take no read to come back; the others are left to their recipes.
         """
         self._early[record] = None
         excess_bytes = sum(one.nbytes for one in self._early) - 2 * self._largest_bytes

@@ -2,7 +2,6 @@
 
 Knows autograd, storages and a store's contract; does not know DeepSpeed, files or staging. ``records.py`` has the
 records and says what becomes of them.
-
 """
 
 from __future__ import annotations
@@ -141,7 +140,8 @@ class TensorCache:
 
     def eligibility_of(self, tensor: torch.Tensor) -> Eligibility:
         """Whether a tensor may leave device memory."""
-        if self._stores and torch._C._len_torch_dispatch_stack() and is_under_a_mode():
+        acts = self._stores or self.records.sites is not None
+        if acts and torch._C._len_torch_dispatch_stack() and is_under_a_mode():
             return Eligibility.PARAMETER if is_parameter(tensor) else Eligibility.UNDER_A_MODE
         return eligibility(tensor, self._device, self._min_tensor_bytes)
 

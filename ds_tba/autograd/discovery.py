@@ -47,7 +47,7 @@ def place_in_code() -> int:
     path: list[Any] = []
     frame = inspect.currentframe()
     while frame is not None and frame.f_code is not _CALL:
-        if not frame.f_globals.get("__name__", "").startswith(_OURS):  # of which there are more in a recorded step
+        if not str(frame.f_globals.get("__name__")).startswith(_OURS):  # of which there are more in a recorded step
             path.append((id(frame.f_code), frame.f_lasti))
         frame = frame.f_back
     return 0 if frame is None else hash((*path, id(frame.f_locals["self"])))

@@ -93,7 +93,7 @@ def note_epsilon(tensor: torch.Tensor, held: SavedView | SavedCounted) -> None:
     if tensor.grad_fn is not None and not _is_rms_norm(tensor.grad_fn):
         return
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(("ds_tba.", "contextlib")):
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith(("ds_tba.", "contextlib")):
         frame = frame.f_back
     if frame is not None and frame.f_code in _NORMS:
         held.eps = (frame.f_locals["eps"],)
@@ -146,11 +146,14 @@ class Recipe:
         """Of the last step."""
         return self.steps[-1].rule
 
-    def make(self, restore: Callable[[Held], torch.Tensor], clock: Clock, marks: list[tuple[Any, Any]]) -> torch.Tensor:
+    def make(
+        self, restore: Callable[[Held], torch.Tensor], clock: Clock | None, marks: list[tuple[Any, Any]]
+    ) -> torch.Tensor:
         """The output of the last step.
 
         Args:
             restore: gives the tensor that is held; asked for those of one step at a time.
+            clock: None where nothing is timed.
             marks: where marks of the clock around each step are added, without what ``restore`` takes.
 
         Raises:
@@ -163,12 +166,13 @@ class Recipe:
                 made[one] if isinstance(one, int) else restore(one) if isinstance(one, Held) else one
                 for one in step.operands
             ]
-            before = clock.mark()
+            before = None if clock is None else clock.mark()
             result = made[place] = step.run(operands)
             taken = {one.untyped_storage().data_ptr() for one in operands if one is not None}
             if place == len(self.steps) - 1 and result.untyped_storage().data_ptr() in taken:
                 result = result.clone()
-            marks.append((before, clock.mark()))
+            if clock is not None:
+                marks.append((before, clock.mark()))
             for one in [one for one in made if last_use.get(one, len(self.steps)) <= place]:
                 del made[one]
         return result
@@ -421,7 +425,7 @@ def _is_number(tensor: torch.Tensor) -> bool:
     narrow = _NARROW.get(tensor.dtype)
     if tensor.dim() or tensor._version or tensor.device.type != "cpu" or narrow is None:
         return False
-    return torch.result_type(torch.empty((), dtype=narrow), tensor) == narrow
+    return torch.result_type(torch.empty((), dtype=narrow, device="cpu"), tensor) == narrow
 
 
 def _epsilon(node: Any) -> Any:

@@ -158,8 +158,9 @@ class Records:
         self.finalizers.act_if_free()
         view = SavedView(self, record, tensor, offloaded=offloaded)
         # Without the lock: a view that is not listed yet keeps its bytes, even if the record is evicted meanwhile.
-        if not offloaded and record.kept_views is not None:
-            record.kept_views.append(weakref.ref(view))
+        kept_views = record.kept_views  # read once: another thread may evict the record meanwhile
+        if not offloaded and kept_views is not None:
+            kept_views.append(weakref.ref(view))
         if self.sites is not None:
             self.sites.note(tensor, view)
         return view
@@ -236,15 +237,17 @@ class Records:
 
     def _prove(self, sites: Rematerialization, tensor: torch.Tensor, key: StorageKey, choice: Choice) -> _Proof | None:
         """Whether the storage of a tensor can be made again, by a comparison where one is due."""
+        if not (choice.rematerialize or self.forward.is_recorded):
+            return None
         origin = sites.origin(tensor)
         if origin is None:
             return None
         found = _Proof(Makeable(origin.place, origin.depth, origin.sources))
-        was_proven = origin.place.is_proven
+        was_proven, owes = origin.place.is_proven, origin.place.unseen_since is not None
         if not choice.rematerialize or self.residency.budget.is_halved_by(origin.work_bytes):
             return found
         # Operands that were moved are brought back only for a place that comes again: lengths may not.
-        if not (was_proven or origin.place.visits > 1 or _are_in_memory(origin)):
+        if not (was_proven or owes or origin.place.visits > 1 or _are_in_memory(origin)):
             return found
         try:
             origin = origin.copied(self)
@@ -254,14 +257,20 @@ class Records:
             self.finalizers.act()
             origin = origin.bound(self._share)
         if not origin.place.is_due:
+            sites.left_out(origin)
             return found._replace(recipe=origin)
         comparison = self._compare(sites, origin, tensor, key.nbytes)
         if comparison is None:  # refused, or no room to compare: what is due and unseen is saved
             return found
         if comparison.is_done:
-            return found._replace(recipe=origin) if sites.read(comparison) else found
-        if was_proven:
-            self._unread.append((None, origin, comparison))
+            is_equal = sites.read(comparison)
+            return found._replace(recipe=origin) if is_equal and (was_proven or not owes) else found
+        if was_proven or owes:
+            with self.lock:
+                self._unread.append((None, origin, comparison))
+            if not was_proven:
+                return found
+            sites.left_out(origin)
             comparison = None
         return found._replace(recipe=origin, comparison=comparison)
 
@@ -302,22 +311,19 @@ class Records:
             RematerializationError: what was made again in earlier steps is no longer what forward makes.
         """
         while self._unread and self.sites is not None:
-            is_urgent = wait or self._unread_bytes() > MAX_UNREAD_BYTES
-            try:
-                record, recipe, comparison = oldest = self._unread.popleft()
-            except IndexError:  # another thread has read it
-                return
-            if not (is_urgent or comparison.is_done):
-                self._unread.appendleft(oldest)
-                return
+            with self.lock:
+                if not self._unread:  # another thread has read it
+                    return
+                kept_bytes = sum(one.nbytes for one, _, _ in self._unread if one and one.state is RecordState.KEPT)
+                is_urgent = wait or kept_bytes > MAX_UNREAD_BYTES or self.residency.budget.is_exceeded_by(kept_bytes)
+                if not (is_urgent or self._unread[0][2].is_done):
+                    return
+                record, recipe, comparison = self._unread.popleft()
             is_equal = self.sites.read(comparison)
             if record is not None:
                 with self.lock:
                     self.finalizers.act()
                     self._answer(record, recipe, is_equal=is_equal)
-
-    def _unread_bytes(self) -> int:
-        return sum(record.nbytes for record, _, _ in self._unread if record is not None)
 
     def _answer(self, record: SavedStorage, recipe: Origin, *, is_equal: bool) -> None:
         """What was kept until its comparison was read need not be, or goes where it would have gone."""
@@ -327,6 +333,8 @@ class Records:
             self.residency.evict(record)
             return
         views = [view for reference in record.kept_views if (view := reference()) is not None]
+        for held in [view.held for view in views if view.held is not None][:1]:
+            self.residency.share(held)
         record.move(RecordState.ABSENT)
         self._leave_out(record, recipe)
         self.residency.end_kept(record)
@@ -346,7 +354,7 @@ class Records:
             try:
                 data = self._make(record, recipe) if record.reloaded is None else None
             # Raised again where backward wants it; or there will be room another time.
-            except (ActivationModifiedError, StorageError, torch.OutOfMemoryError):
+            except (ActivationModifiedError, StorageError, RuntimeError):
                 continue
             with self.lock:
                 if data is not None and record.state is RecordState.ABSENT:
@@ -401,6 +409,7 @@ class Records:
         elif proof.comparison is None:
             record.state = RecordState.ABSENT
             self._leave_out(record, proof.recipe)
+            self.residency.share(tensor)
             self.residency.add_moved(record, tensor.untyped_storage())
         else:
             record.kept_views = []

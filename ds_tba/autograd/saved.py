@@ -40,6 +40,7 @@ class Place(Protocol):
         is_proven: what was made equalled what had been saved, whenever they were compared.
         is_due: they are to be compared now.
         visits: how often a tensor was saved there.
+        unseen_since: the step from which on tensors were left out that were not compared; None without any.
         seconds: that the work takes, as measured; None unless it is proven.
     """
 
@@ -49,6 +50,8 @@ class Place(Protocol):
     def is_due(self) -> bool: ...
     @property
     def visits(self) -> int: ...
+    @property
+    def unseen_since(self) -> int | None: ...
     @property
     def seconds(self) -> float | None: ...
 
@@ -93,6 +96,7 @@ class Rematerialization(Protocol):
     def make(self, origin: Any) -> torch.Tensor: ...
     def compare(self, origin: Any, tensor: torch.Tensor) -> Comparison | None: ...
     def read(self, comparison: Any) -> bool: ...
+    def left_out(self, origin: Any) -> None: ...
     def begin_forward(self) -> None: ...
 
 
@@ -294,7 +298,7 @@ class SavedView:
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether a store has its bytes."""
+        """Whether its bytes are elsewhere: in a store, or to be made again."""
         return self.held is None
 
     def restore(self) -> torch.Tensor:

@@ -3,15 +3,16 @@
 Knows recipes and an accelerator; does not know plans, nor where storages go.
 
 [Note: Proof] A site is a recipe with its dtypes, shapes and strides. A place is where in a forward the work of a site
-is done, in one of many layers, say; places are told apart by the module, the lines that run, and the sites that came
-before. When a tensor of a place that is not proven is saved, it is made from its operands, while forward has both, and
+is done, in one of many layers, say; places are told apart by the module that runs, the lines of it, and how often they
+have run. When a tensor of a place that is not proven is saved, it is made from its operands, while forward has both, and
 every bit is compared. Only where none differs is the tensor not saved, in that very forward. If one differs, or making
 it raises, none of the site is used any more. Of equal elements (zeros, say) that proves nothing for the next time.
 
 [Note: Proof, again] What autograd does not record may begin at any time. So each place is compared again: at
 its second visit, its fourth, then ever more seldom, but once in ``PERIOD`` visits at least, each place in a turn of its
-own. Where one that was equal differs, ``RematerializationError`` says since when gradients may be wrong. What begins
-and ends between two comparisons of a place is not seen.
+own. Where one differs, and tensors were left out at that place since one was equal, ``RematerializationError`` says
+since when gradients may be wrong; a place that owes this comparison is compared also after its site was given up. What
+begins and ends between two comparisons of a place is not seen.
 
 [Note: Late answers] A device is not waited for: a comparison is read once the device has done it. Until then the tensor
 is kept if its place is not proven (``records.py``).
@@ -40,7 +41,7 @@ from ds_tba.autograd.saved import Keeper, SavedCounted, SavedStorage, SavedView,
 from ds_tba.autograd.tensors import ViewSpec, base_of, storage_bytes
 from ds_tba.config import BLOCK, OffloadConfig
 from ds_tba.device.accelerator import Accelerator, Clock, moment
-from ds_tba.errors import ActivationModifiedError, ConfigError, RematerializationError, StorageError
+from ds_tba.errors import ActivationModifiedError, ConfigError, RematerializationError, StateError, StorageError
 
 logger = logging.getLogger(__name__)
 
@@ -58,14 +59,12 @@ class Site:
     Attributes:
         op: the last of its ops.
         reason: why it is not used; empty where nothing speaks against it.
-        number: one of its own.
-        places: by what came before them.
+        places: by their keys.
         forward: the last in which it was met.
     """
 
     op: str
     reason: str = ""
-    number: int = 0
     places: dict[int, Place] = field(default_factory=dict)
     forward: int = 0
     _sum_s: float = 0.0
@@ -75,6 +74,11 @@ class Site:
     def seconds(self) -> float:
         """Mean measured seconds to make the storage."""
         return self._sum_s / max(1, self._measured)
+
+    @property
+    def owes(self) -> bool:
+        """Whether tensors were left out that no comparison has vouched for since."""
+        return any(place.unseen_since is not None for place in self.places.values())
 
     def add_time(self, seconds: float) -> None:
         """One making was measured."""
@@ -87,17 +91,19 @@ class Place:
     """Where in a forward the work of a site is done; see [Note: Proof].
 
     Attributes:
-        before: tells it apart: a hash of the sites before it and their places in the code, and its own.
+        key: tells it apart from the others of its site.
         visits: how often a tensor was saved here.
         next_visit: that is compared again.
-        equal_in: the last step in which it was compared; None before the first.
+        equal_in: the last step in which it was compared, and equal; None before the first.
+        unseen_since: the first step since then in which a tensor was left out and not compared; None without any.
     """
 
     site: Site
-    before: int
+    key: int
     visits: int = 0
     next_visit: int = 0
     equal_in: int | None = None
+    unseen_since: int | None = None
 
     @property
     def is_proven(self) -> bool:
@@ -112,7 +118,7 @@ class Place:
     def compared(self) -> None:
         """This visit is compared."""
         interval = min(PERIOD, self.visits)
-        self.next_visit = self.visits + interval - self.before % max(1, interval // 2)
+        self.next_visit = self.visits + interval - self.key % max(1, interval // 2)
 
     @property
     def seconds(self) -> float | None:
@@ -180,7 +186,9 @@ class Origin(NamedTuple):
         """The saved storages that it is made of, as often as they are held."""
         return (held.record for held in self.recipe.held() if isinstance(held, SavedView))
 
-    def made(self, restore: Callable[[Held], torch.Tensor], clock: Clock, marks: list[tuple[Any, Any]]) -> torch.Tensor:
+    def made(
+        self, restore: Callable[[Held], torch.Tensor], clock: Clock | None, marks: list[tuple[Any, Any]]
+    ) -> torch.Tensor:
         """The output of the op, laid out as in forward; see ``Recipe.make``.
 
         Raises:
@@ -219,7 +227,8 @@ class Comparison(NamedTuple):
         done: event; None where it is done.
         marks: of the clock, around each step of the making.
         step: in which the tensor was saved.
-        module: path of the module that made it; empty where the place was not proven before.
+        visit: of the place.
+        module: path of the module in which the tensor was saved; empty where the place was not proven before.
     """
 
     origin: Origin
@@ -227,6 +236,7 @@ class Comparison(NamedTuple):
     done: Any
     marks: list[tuple[Any, Any]]
     step: int
+    visit: int
     module: str
 
     @property
@@ -252,14 +262,11 @@ def _nowhere() -> str:
     return ""
 
 
-def _restore(held: Held) -> torch.Tensor:
-    return held.restore()
-
-
 def _work_bytes(record: SavedStorage) -> int:
     """Of an operand, and where that is made again itself, of what this takes."""
     recipe = record.recipe
-    return record.nbytes if recipe is None else recipe.work_bytes
+    passing_bytes = 0 if record.ticket is None else record.ticket.passing_bytes
+    return record.nbytes + passing_bytes if recipe is None else recipe.work_bytes
 
 
 class Sites:
@@ -283,9 +290,7 @@ class Sites:
         self._accelerator = accelerator
         self._is_synchronous = accelerator.is_synchronized_device()
         self._sites: dict[Any, Site] = {}  # the least recently met first
-        self._met = 0
         self._forward = 0
-        self._before = 0
         self._without: set[Any] = set()
         self._numbers: dict[Any, int] = {}
         self._unsaved: set[Any] = set()
@@ -317,7 +322,8 @@ class Sites:
             return None
         spec, kernels = ViewSpec.of(made), Kernels.present() if self._is_synchronous else None
         place = self._place((recipe.signature(), spec.stride, kernels), recipe.rule.op)
-        return None if place.site.reason else Origin(recipe, place, spec, kernels, depth)
+        is_over = place.site.reason and place.unseen_since is None
+        return None if is_over else Origin(recipe, place, spec, kernels, depth)
 
     def compare(self, origin: Origin, tensor: torch.Tensor) -> Comparison | None:
         """Make the storage of a tensor that is being saved, and compare; None where that shows that it cannot be made.
@@ -327,10 +333,11 @@ class Sites:
         """
         place, marks = origin.place, list[tuple[Any, Any]]()
         try:
-            made = origin.made(_restore, self._accelerator.clock, marks)
+            made = origin.made(self._restore, self._accelerator.clock, marks)
             flags = origin.flags(made, base_of(tensor))
             if flags is not None and not self._is_synchronous:
-                flags = self._accelerator.pin_memory(torch.empty(2, dtype=torch.bool)).copy_(flags, non_blocking=True)
+                host = self._accelerator.pin_memory(torch.empty(2, dtype=torch.bool, device="cpu"))
+                flags = host.copy_(flags, non_blocking=True)
         except NoRecipeError as reason:
             self._refuse(place.site, str(reason))
             return None
@@ -344,13 +351,13 @@ class Sites:
             self._refuse(place.site, "made again it has another shape")
             return None
         module = self.running_module() if place.is_proven else ""
-        return Comparison(origin, flags, moment(self._accelerator), marks, self.step, module)
+        return Comparison(origin, flags, moment(self._accelerator), marks, self.step, place.visits, module)
 
     def read(self, comparison: Comparison) -> bool:
         """Whether no bit differed. Waits for the device.
 
         Raises:
-            RematerializationError: one did, at a place where none had.
+            RematerializationError: one did, at a place where tensors were left out since none had.
         """
         place = comparison.origin.place
         if comparison.done is not None:
@@ -360,11 +367,18 @@ class Sites:
         if not is_other:
             if has_values:
                 place.equal_in = comparison.step
+                place.unseen_since = None if comparison.visit == place.visits else comparison.step
             return True
         self._refuse(place.site, "made again it differs")
-        if place.equal_in is not None:
-            raise RematerializationError(_differs(comparison, place.equal_in))
+        since, place.unseen_since = place.unseen_since, None
+        if since is not None:
+            raise RematerializationError(_differs(comparison, since))
         return False
+
+    def left_out(self, origin: Origin) -> None:
+        """A storage is not saved, and was not compared, or is not known to be equal yet."""
+        if origin.place.unseen_since is None:
+            origin.place.unseen_since = self.step
 
     def note(self, tensor: torch.Tensor, held: SavedView | SavedCounted) -> None:
         """A tensor was saved: what recipes may want to know of it later."""
@@ -374,7 +388,6 @@ class Sites:
         """A forward begins: nothing of earlier ones is entered, and places are told from its first op on."""
         self._finder.begin_forward()
         self._numbers = {}
-        self._before = 0
         self._forward += 1
 
     def make(self, origin: Origin) -> torch.Tensor:
@@ -384,12 +397,14 @@ class Sites:
             ActivationModifiedError, ActivationLostError, ActivationCorruptionError: as ``SavedView.restore``.
         """
         try:
-            made = storage_bytes(origin.made(self._restore, self._accelerator.clock, []))
+            made = storage_bytes(origin.made(self._restore, None, []))
         except ActivationModifiedError as error:  # perhaps of a tensor that nobody else wants any more
             raise ActivationModifiedError(
                 f"{error} Output of {origin.place.site.op} was to be made again from it, not saved: "
                 f"{_remedy(origin.recipe)} if your model may change it."
             ) from error
+        except NoRecipeError as error:
+            raise StateError(f"{origin.place.site.op}, equal in forward: {error}; this is a bug in ds_tba") from error
         self.stats.seconds += origin.place.site.seconds
         return made
 
@@ -419,13 +434,14 @@ class Sites:
 
     def _place(self, signature: Any, op: str) -> Place:
         """The place of a site that comes next in this forward."""
-        site = self._site(signature, op)
-        self._before = before = hash((self._before, site.number, place_in_code()))
-        place = site.places.get(before)
+        site, code = self._site(signature, op), place_in_code()
+        number = self._numbers[site, code] = self._numbers.get((site, code), 0) + 1
+        key = hash((code, number))
+        place = site.places.get(key)
         if place is None:
             if len(site.places) >= MAX_PLACES:  # of forwards that do not come again
-                site.places.clear()
-            place = site.places[before] = Place(site, before)
+                site.places = {one.key: one for one in site.places.values() if one.unseen_since is not None}
+            place = site.places[key] = Place(site, key)
         place.visits += 1
         return place
 
@@ -435,12 +451,11 @@ class Sites:
             return site
         if site is None:
             if len(self._sites) >= MAX_SITES:  # of lengths that do not come again; what was refused stays so
-                unused = next((one for one, site in self._sites.items() if not site.reason), None)
+                unused = next((one for one, site in self._sites.items() if not (site.reason or site.owes)), None)
                 if unused is None:
                     return Site(op, "too many kinds")
                 del self._sites[unused]
-            self._met += 1
-            site = Site(op, number=self._met)
+            site = Site(op)
         else:
             del self._sites[signature]
         site.forward = self._forward
@@ -466,17 +481,16 @@ def depth_of(recipe: Recipe) -> int:
     return 1 + max((one.depth for one in behind if one is not None), default=0)
 
 
-def _differs(comparison: Comparison, equal_in: int) -> str:
-    steps = comparison.origin.recipe.steps
-    since = f"step {comparison.step}"
-    if equal_in + 1 < comparison.step:
-        since = f"steps {equal_in + 1} to {comparison.step}"
-    where = f" in {comparison.module}" if comparison.module else ""
+def _differs(comparison: Comparison, since: int) -> str:
+    place = comparison.origin.place
+    steps = f"step {since}" if since >= comparison.step else f"steps {since} to {comparison.step}"
+    where = f", saved in {comparison.module}," if comparison.module else ""
     return (
-        f"what {steps[-1].rule.op}{where} makes is not saved but made again, and that is no longer the same: it was in "
-        f"step {equal_in}, so gradients of {since} may be wrong. Something changes the tensor, or what it is made of, "
-        "without autograd's knowledge (through .data, or under torch.no_grad()). Go back to a checkpoint of step "
-        f"{equal_in} or earlier, and {_remedy(comparison.origin.recipe)}."
+        f"what {place.site.op} has made{where} is made again in backward instead of being saved, and that is no longer "
+        f"the same: it was in step {place.equal_in}, so gradients of {steps} of this run may be wrong. Something has "
+        "changed the tensor, or what it is made of, without autograd's knowledge (through .data, or under "
+        f"torch.no_grad()). Go back to a checkpoint from before step {since} of this run, and "
+        f"{_remedy(comparison.origin.recipe)}."
     )
 
 

@@ -19,6 +19,7 @@ from ds_tba.autograd.cache import TensorCache
 from ds_tba.autograd.sites import Sites
 from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.errors import ActivationModifiedError, RematerializationError
+from ds_tba.storage.base import Always
 
 Forward = Callable[..., torch.Tensor]
 SIZE = (33, 65)
@@ -104,16 +105,39 @@ def test_a_place_that_was_never_compared_is_compared() -> None:
         agrees(run, lambda a, b, both=both: two(a, b, both), x, y)
 
 
-def test_places_are_told_apart_by_what_came_before() -> None:
-    """A layer that is skipped makes the next one's place another: it is compared before it is made again."""
-
-    def layers(x: torch.Tensor, y: torch.Tensor, skip: bool) -> torch.Tensor:
-        first = 0 if skip else functional.gelu(x * 0.5).sin()
-        return first + changed(x, y, 2.0 if skip else 1.0)
-
+def test_a_difference_is_no_error_where_nothing_was_left_out_unseen() -> None:
+    """It is compared in the second step, before it is let go of: the first was equal, and this one is saved."""
     run, x, y = Run(), tensor(), tensor(1)
-    for skip in (False, False, False, True, True):
-        agrees(run, lambda a, b, skip=skip: layers(a, b, skip), x, y)
+    agrees(run, gated, x, y)
+    agrees(run, changed, x, y)
+    assert "made again it differs" in run.sites.summary()["refused_sites"]
+    run = Run()
+    for kept in (False, True, True, True, True, True, False):  # a plan that keeps it while the change begins
+        policy = Always((), wait=False, rematerialize=not kept)
+        forward = changed if kept else gated
+        with run.cache.saving(policy):
+            forward(x, y).sum().backward()
+        run.cache.end_micro_step()
+    with run.cache.saving():
+        changed(x, y).sum().backward()
+
+
+def test_a_place_that_owes_a_comparison_is_compared_after_its_site_was_given_up() -> None:
+    class Gate(torch.nn.Module):
+        factor = 1.0
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return changed(x, y, self.factor)
+
+    run, x, y, first, other = Run(), tensor(), tensor(1), Gate(), Gate()
+    for step in range(1, 30):
+        run.sites.step = step
+        agrees(run, first, x, y)
+    other.factor = first.factor = 2.0
+    agrees(run, other, x, y)  # a new place of the same site, compared at once: the site is given up
+    assert "made again it differs" in run.sites.summary()["refused_sites"]
+    with pytest.raises(RematerializationError, match=r"gradients of steps [0-9]* to 29 of"):
+        run.step(first, x, y)
 
 
 def test_branches_of_one_shape_are_places_of_their_own() -> None:
@@ -151,19 +175,20 @@ def test_what_begins_to_differ_is_an_error_within_so_many_steps() -> None:
                 changed(x, y, 1.0 if step <= equal else 2.0).sum().backward()
             run.cache.end_micro_step()
     text = str(error.value)
-    assert "silu in layers.3" in text and '"exclude": ["silu"]' in text
+    assert "silu has made, saved in layers.3," in text and '"exclude": ["silu"]' in text
     last = run.sites.step
     assert equal < last <= equal + sites.PERIOD
     known = int(text.split("it was in step ")[1].split(",")[0])
-    assert last - sites.PERIOD <= known <= equal and f"gradients of steps {known + 1} to {last}" in text
+    assert last - sites.PERIOD <= known <= equal and f"gradients of steps {known + 1} to {last} of" in text
+    assert f"before step {known + 1} of" in text
     before = run.nbytes
     agrees(run, changed, x, y)  # a script that goes on does so without the site
     assert run.nbytes == before
 
 
 def test_every_place_is_compared_again_within_so_many_visits() -> None:
-    for before in range(200):
-        place, due = sites.Place(sites.Site("silu"), before=before, equal_in=1), []
+    for key in range(200):
+        place, due = sites.Place(sites.Site("silu"), key, equal_in=1), []
         for place.visits in range(1, 1000):
             due.append(place.is_due)
             if due[-1]:

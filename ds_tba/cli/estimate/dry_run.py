@@ -244,6 +244,7 @@ class OpPlace:
     is_proven: bool = True
     is_due: bool = False
     visits: int = 1
+    unseen_since: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,6 +304,9 @@ class AssumedSites:
         raise StateError("nothing is made again in a dry run; this is a bug in ds_tba")
 
     def compare(self, origin: Any, tensor: torch.Tensor) -> None:
+        """Never called, like :meth:`make`."""
+
+    def left_out(self, origin: Any) -> None:
         """Never called, like :meth:`make`."""
 
     def read(self, comparison: Any) -> bool:
