@@ -301,8 +301,8 @@ class Residency:
     def add_early(self, record: SavedStorage) -> None:
         """A recipe has brought a storage back, which backward wants for itself later, or not at all.
 
-        It stays for that. But beyond what two operands of an op take, those leave that no recipe wants any more, and then
-        those that take no read to come back; the others are left to their recipes.
+        It stays for that. But beyond what two operands of an op take, those leave that no recipe wants any more, and
+        then those that take no read to come back; the others are left to their recipes.
         """
         self._early[record] = None
         excess_bytes = sum(one.nbytes for one in self._early) - 2 * self._largest_bytes

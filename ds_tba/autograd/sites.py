@@ -4,9 +4,10 @@ Knows recipes and an accelerator; does not know plans, nor where storages go.
 
 [Note: Proof] A site is a recipe with its dtypes, shapes and strides. A place is where in a forward the work of a site
 is done, in one of many layers, say; places are told apart by the module that runs, the lines of it, and how often they
-have run. When a tensor of a place that is not proven is saved, it is made from its operands, while forward has both, and
-every bit is compared. Only where none differs is the tensor not saved, in that very forward. If one differs, or making
-it raises, none of the site is used any more. Of equal elements (zeros, say) that proves nothing for the next time.
+have run. When a tensor of a place that is not proven is saved, it is made from its operands, while forward has both,
+and every bit is compared. Only where none differs is the tensor not saved, in that very forward. If one differs, or
+making it raises, none of the site is used any more. Of equal elements (zeros, say) that proves nothing for the next
+time.
 
 [Note: Proof, again] What autograd does not record may begin at any time. So each place is compared again: at
 its second visit, its fourth, then ever more seldom, but once in ``PERIOD`` visits at least, each place in a turn of its
