@@ -470,7 +470,7 @@ class Held:
 
 
 @pytest.mark.usefixtures("one_thread", "needs_recompute")
-@pytest.mark.parametrize(("part", "steps"), [(0.1, 8), (0.25, 8), (2.0, 3)], ids=["no room", "plan", "trials alone"])
+@pytest.mark.parametrize(("part", "steps"), [(0.12, 8), (0.25, 8), (2.0, 3)], ids=["no room", "plan", "trials alone"])
 def test_what_blocks_hold_that_run_again_is_in_the_report_and_within_the_budget(
     make: Make, monkeypatch: pytest.MonkeyPatch, part: float, steps: int
 ) -> None:

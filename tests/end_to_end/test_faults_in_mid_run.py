@@ -100,7 +100,7 @@ def test_a_quota_is_used_up(disk: Disk, victims: Victims, call: str, user_sees: 
     fault = Fault(call, "fail", errno.EDQUOT, first=2)
     job = Job(str(disk.path), "posix", grow_step_bytes=4 * MIB, faults=[fault])
     outcome = told(victims.run(job), user_sees, "Disk quota exceeded")
-    assert outcome.said.endswith("in memory" + " instead" * (call == "write"))
+    assert outcome.said.endswith("in memory instead" if call == "write" else "or raise the quota")
     assert 0 < outcome.report["fallbacks"] < STORAGES
 
 

@@ -73,8 +73,9 @@ def test_a_wrong_gradient_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     def wrong(self: Records, *args: object, **options: object) -> object:
         data = load(self, *args, **options)  # type: ignore[arg-type]
-        loaded.append(data.numel())
-        if len(loaded) == 20:
+        if not options["is_lent"]:  # what is wrong in a comparison only is saved
+            loaded.append(data.numel())
+        if len(loaded) == 20 and not options["is_lent"]:
             data.numpy()[3] ^= 1
         return data
 
