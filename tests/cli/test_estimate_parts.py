@@ -146,26 +146,6 @@ def test_the_config_tells_how_it_is_trained(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("zero", "elements", "note"),
-    [
-        ({"stage": 3}, 100000, ""),
-        ({"stage": 3, "stage3_param_persistence_threshold": 1e4, "offload_param": {"device": "cpu"}}, 10000, ""),
-        ({"stage": 3, "stage3_param_persistence_threshold": 0}, 0, ""),
-        ({"stage": 3, "stage3_param_persistence_threshold": "auto"}, 100000, 'is "auto": taken as 100000'),
-        ({"stage": 2, "stage3_param_persistence_threshold": "auto"}, None, ""),
-        ({}, None, ""),
-    ],
-)
-def test_parameters_above_zero_3_s_threshold_are_gathered_for_each_use(
-    tmp_path: Path, zero: Any, elements: int | None, note: str
-) -> None:
-    block = {"nvme_path": "/local_nvme"}
-    found = training_of(tmp_path / "ds.json", {"zero_optimization": zero, "activation_nvme_offload": block})
-    assert found.zero.persistent_elements == elements
-    assert note in " ".join(found.notes) and bool(note) == bool(found.notes)
-
-
 def test_without_the_block_its_defaults_are_taken_and_that_is_said(tmp_path: Path) -> None:
     found = training_of(tmp_path / "ds.json", {"fp16": {"enabled": "auto"}, "train_micro_batch_size_per_gpu": "auto"})
     assert found.offload.min_tensor_bytes == 1 << 20 and found.micro_batch is None and found.dtype is None

@@ -392,6 +392,8 @@ class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given: number of answers so far.
     """
 
+    observes_only = True  # to the cache: what is saved is as in a run without it
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.given = 0

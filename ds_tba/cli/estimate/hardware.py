@@ -166,6 +166,8 @@ class OpClock(TorchDispatchMode):  # type: ignore[no-untyped-call]
         last_operation: name of the last one, which may have failed.
     """
 
+    observes_only = True  # to the cache: what is saved is as in a run without it
+
     def __init__(self, flops_per_s: float, memory_bytes_per_s: float) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now_s = 0.0
