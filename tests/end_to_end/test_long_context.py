@@ -37,7 +37,7 @@ def test_checkpoints_go_to_nvme_and_blocks_may_be_recomputed(tmp_path: Path) -> 
     plain, output = long_context(tmp_path, "--without_block", "--no-checkpointing")
     assert plain["report"] is None and "no checkpointing" in output
     checkpointed, output = long_context(tmp_path)
-    recomputed, _ = long_context(tmp_path, "--recompute", "--budget_mib", "16")
+    recomputed, _ = long_context(tmp_path, "--recompute", "--budget_mib", "64")
     assert len(plain["losses"]) == 7
     for run in (checkpointed, recomputed):
         assert (run["losses"], run["parameters_sha256"]) == (plain["losses"], plain["parameters_sha256"])
