@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -27,7 +28,10 @@ PINNED_MEBIBYTE = MEBIBYTE - PAGE_BYTES  # of memory that begins and ends within
 @pytest.fixture(scope="module")
 def of_children() -> dict[str, Any]:
     program = "import json, pinning_programs; print(json.dumps(pinning_programs.forks()))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=240)
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=variables, capture_output=True, text=True, check=False, timeout=240
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
