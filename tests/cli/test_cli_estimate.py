@@ -156,7 +156,7 @@ def test_a_config_without_a_drive_is_estimated(directory: Path, capsys: pytest.C
     found = estimate(directory, *GIVEN, model="gated")
     text = capsys.readouterr().out
     assert found["predictions"]["rematerialize"]["peak_saved_bytes"] < found["predictions"]["keep"]["peak_saved_bytes"]
-    assert 'that of the run "rematerialize all"' in text and "more than 100000 elements" in text
+    assert 'that of the run "rematerialize all"' in text
 
 
 def test_an_op_that_there_is_no_rule_for_is_named(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -101,7 +101,8 @@ def test_two_stages_with_micro_batches_in_flight(tmp_path: Path) -> None:
 
 
 def test_stages_recompute_each_what_its_drive_asks_for(tmp_path: Path) -> None:
-    block = {**ADAPTIVE, "activation_budget_bytes": 4_000_000, "recompute": True}
+    # More than the 4.2 MB that the trial of a block takes.
+    block = {**ADAPTIVE, "activation_budget_bytes": 5_000_000, "recompute": True}
     options = {"steps": 10, "is_masked": True, "is_seeded": True}
     found = train(
         tmp_path,

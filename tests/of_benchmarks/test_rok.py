@@ -162,7 +162,7 @@ def test_the_curve_of_a_tiny_model(tmp_path: Path) -> None:
 
 def test_slower_drives_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "nvme").mkdir()
-    options = ["--tiny", "--rounds", "2", "--settle", "4", "--overhead", "1", "--nvme_path", str(tmp_path / "nvme")]
+    options = ["--tiny", "--rounds", "2", "--settle", "4", "--overhead", "100", "--nvme_path", str(tmp_path / "nvme")]
     throttle.main([*options, "--json", str(tmp_path / "json")])
     assert list((tmp_path / "nvme").iterdir()) == []
     found = json.loads((tmp_path / "json").read_text())
