@@ -512,7 +512,7 @@ def _absent_bytes(operand: SavedStorage) -> int:
         return 0
     if operand.recipe is not None:
         return operand.recipe.work_bytes
-    return operand.nbytes if operand.ticket is not None else 0
+    return 0 if operand.ticket is None else operand.nbytes + operand.ticket.passing_bytes
 
 
 def _takes_more(record: SavedStorage) -> bool:
