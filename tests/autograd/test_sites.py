@@ -136,7 +136,8 @@ def test_a_place_that_owes_a_comparison_is_compared_after_its_site_was_given_up(
     other.factor = first.factor = 2.0
     agrees(run, other, x, y)  # a new place of the same site, compared at once: the site is given up
     assert "made again it differs" in run.sites.summary()["refused_sites"]
-    with pytest.raises(RematerializationError, match=r"gradients of steps [0-9]* to 29 of"):
+    # How many steps ago it was compared last is a matter of its turn.
+    with pytest.raises(RematerializationError, match=r"gradients of steps? ([0-9]* to )?29 of"):
         run.step(first, x, y)
 
 
