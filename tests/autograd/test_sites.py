@@ -180,7 +180,8 @@ def test_what_begins_to_differ_is_an_error_within_so_many_steps() -> None:
     last = run.sites.step
     assert equal < last <= equal + sites.PERIOD
     known = int(text.split("it was in step ")[1].split(",")[0])
-    assert last - sites.PERIOD <= known <= equal and f"gradients of steps {known + 1} to {last} of" in text
+    concerned = f"step {last}" if known + 1 == last else f"steps {known + 1} to {last}"
+    assert last - sites.PERIOD <= known <= equal and f"gradients of {concerned} of" in text
     assert f"before step {known + 1} of" in text
     before = run.nbytes
     agrees(run, changed, x, y)  # a script that goes on does so without the site
