@@ -1,7 +1,8 @@
 # make demo              train the example with parameters and activations on NVMe, and compare with the same run without us
 # make demo ZERO=2 BACKEND=posix   the same without DeepSpeed's aio op, hence without its compilation
-# make test              lint, types and every test but the slow ones
-# make test-slow         the others: a quarter of an hour
+# make check             lint, types and the quick tests: minutes
+# make test              lint, types, and what decides whether a change lands: faults, engines, some rows of each table
+# make test-all          everything, and the tables of docs/ written again: hours
 # make bench             the benchmarks
 # make soak              2,000 random steps with random faults, compared with the run without us: about 10 minutes
 
@@ -15,7 +16,10 @@ SIZE    ?= --width 256 --depth 24 --sequence 2048 --batch 4
 LIMITS  ?= --activation_budget_bytes 67108864 --staging_bytes 67108864
 NVME    ?= $(CURDIR)/.cache/nvme
 RANKS   ?= 1
-PYTEST_ARGS ?= -m "not slow"
+PYTEST_ARGS ?= -m "not slow and not thorough"
+QUICK ?= -m "not slow and not thorough and not engine and not fault"
+# Processes that share the tests; more of them need more memory, some GiB each.
+WORKERS ?= 2
 
 BIN := $(VENV)/bin
 # One cache of compiled DeepSpeed ops for the demo, the tests and the benchmarks.
@@ -33,7 +37,10 @@ ifeq ($(ACCELERATORS),)
 demo: export DS_ACCELERATOR ?= cpu
 endif
 
-.PHONY: demo test test-slow lint reliability compatibility rematerialize mutants bench soak venv aio libaio clean
+.PHONY: help demo check test test-all lint reliability compatibility rematerialize mutants bench soak venv aio libaio clean
+
+help:
+	@sed -n 's/^# make/make/p' $(MAKEFILE_LIST)
 
 # --quiet is the launcher's: it has lines about its own work, and a warning that there is no list of other hosts.
 # glibc is to give freed memory back, or a process on the CPU holds what it needs no more, with the block and without.
@@ -48,11 +55,18 @@ demo: $(BIN)/.installed $(if $(NEEDS_AIO),aio)
 	    examples/train_gpt.py --deepspeed_config $(CONFIG) --nvme_path $(NVME) --steps $(STEPS) $(SIZE) $(LIMITS) \
 	    --report $(CURDIR)/.cache/report.json --compare $(if $(BACKEND),--backend $(BACKEND))
 
-test: lint aio
-	python -m pytest --basetemp=$(CURDIR)/.cache/pytest $(PYTEST_ARGS)
+PYTEST := python -m pytest --basetemp=$(CURDIR)/.cache/pytest
+SHARED := $(PYTEST) -n $(WORKERS) --dist loadfile --durations=30
 
-test-slow: aio
-	python -m pytest --basetemp=$(CURDIR)/.cache/pytest -m slow
+check: lint
+	$(SHARED) $(QUICK)
+
+test: lint aio
+	$(SHARED) $(PYTEST_ARGS)
+
+test-all: lint aio
+	$(SHARED)
+	$(MAKE) reliability compatibility rematerialize mutants bench soak
 
 lint: $(BIN)/.installed
 	ruff check .
@@ -61,15 +75,15 @@ lint: $(BIN)/.installed
 
 # The table of faults and outcomes, from a run of the tests that inject them.
 reliability: aio
-	python -m pytest --basetemp=$(CURDIR)/.cache/pytest -m fault --reliability=docs/reliability.md
+	$(PYTEST) -m fault --reliability=docs/reliability.md
 
 # The table of models, trainers and settings, from a run of the tests that train each.
 compatibility: $(BIN)/.installed
-	python -m pytest --basetemp=$(CURDIR)/.cache/pytest -m compatible --compatibility=docs/compatibility.md tests
+	$(PYTEST) -m compatible --compatibility=docs/compatibility.md tests
 
 # The table of saved bytes, from a run of the tests that train each model without and with rematerialization.
 rematerialize: $(BIN)/.installed
-	python -m pytest --basetemp=$(CURDIR)/.cache/pytest -m rematerialized --rematerialized=docs/rematerialize.md tests
+	$(PYTEST) -m rematerialized --rematerialized=docs/rematerialize.md tests
 
 # Takes out every wait that orders copies, one at a time: a test must fail for each. Minutes.
 mutants: $(BIN)/.installed

@@ -77,6 +77,25 @@ class CompatibilityTable:
         path.write_text(text)
 
 
+def covering(items: Iterable[pytest.Item]) -> set[pytest.Item]:
+    """Some of these tests: each function, and each value of each parameter, is in one of them at least."""
+    values = {item: _values(item) for item in items}
+    missing: set[object] = set().union(*values.values())
+    chosen = set()
+    while missing:
+        best = max(values, key=lambda item: len(values[item] & missing))
+        chosen.add(best)
+        missing -= values[best]
+    return chosen
+
+
+def _values(item: pytest.Item) -> set[object]:
+    function = item.nodeid.partition("[")[0]
+    if not isinstance(item, pytest.Function) or not hasattr(item, "callspec"):
+        return {function}
+    return {function, *((name, str(value)) for name, value in item.callspec.params.items())}
+
+
 def row_of(marker: pytest.Mark) -> tuple[str, str]:
     section, row = marker.args
     return section, row

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import os
 import platform
 from collections.abc import Callable, Iterator
@@ -11,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from compatibility_table import CompatibilityTable
+from compatibility_table import CompatibilityTable, covering
 from disks import EXT4, MIB, Disk, mounted, run, until
 from doubles import CpuAccelerator
 from fault_table import FaultTable
@@ -25,6 +27,23 @@ from ds_tba.storage.backends.posix import PosixBackend
 from ds_tba.storage.nvme import Lanes, NvmeStore
 from ds_tba.storage.staging import StagingRing
 from ds_tba.storage.swap_file import SwapFile
+
+
+class Factory:
+    """Makes something for a test, and closes what it has made, the last one first."""
+
+    def __init__(self, make: Callable[..., Any], close: Callable[[Any], None]) -> None:
+        self._make, self._close = make, close
+        self._made: list[Any] = []
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        self._made.append(self._make(*arguments, **options))
+        return self._made[-1]
+
+    def close(self) -> None:
+        while self._made:
+            self._close(self._made.pop())
+
 
 StoreFactory = Callable[..., NvmeStore]
 
@@ -42,6 +61,17 @@ def backend(request: pytest.FixtureRequest) -> IoBackend:
     return make_backend(request.param)
 
 
+def freeze_garbage_collector() -> None:
+    """Many tests collect garbage, and DeepSpeed does: not among all that was imported, a tenth of a second each."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen_imports() -> None:
+    freeze_garbage_collector()
+
+
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """For tensors so small: several threads mostly wait for one another, and for a machine that others use too."""
@@ -53,7 +83,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def make_store(tmp_path: Path) -> Iterator[StoreFactory]:
-    stores: list[NvmeStore] = []
+    directories = itertools.count()
 
     def make(
         backend: IoBackend | None = None,
@@ -66,9 +96,9 @@ def make_store(tmp_path: Path) -> Iterator[StoreFactory]:
         accelerator: CpuAccelerator | None = None,
     ) -> NvmeStore:
         backend = backend or PosixBackend()
-        files = []
+        files, number = [], next(directories)
         for index in range(paths):
-            directory = tmp_path / f"nvme{len(stores)}.{index}"
+            directory = tmp_path / f"nvme{number}.{index}"
             directory.mkdir()
             files.append(SwapFile(directory, swap_file_bytes))
         ring = StagingRing(accelerator or CpuAccelerator(), backend, staging_bytes)
@@ -77,14 +107,13 @@ def make_store(tmp_path: Path) -> Iterator[StoreFactory]:
         except BaseException:
             ring.close()
             raise
-        stores.append(store)
         if paths > 1:
             store.measure()
         return store
 
-    yield make
-    for store in stores:
-        store.close()
+    factory = Factory(make, NvmeStore.close)
+    yield factory
+    factory.close()
 
 
 # ---- faults ---------------------------------------------------------------------------------------------------------
@@ -187,6 +216,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for table in TABLES:
         config.stash[table].collect(items)
+    rows = [item for item in items if item.get_closest_marker("compatible")]
+    for item in set(rows) - covering(rows):
+        item.add_marker("thorough")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -138,7 +138,7 @@ def kept_peak(make: Make, forwards: int) -> int:
 @pytest.mark.parametrize("part", [0.5, 0.25, 0.125], ids=["half", "a quarter", "an eighth"])
 def test_no_step_of_random_lengths_is_above_the_budget(make: Make, part: float, forwards: int) -> None:
     chance = random.Random(3)
-    lengths = [chance.choice(LENGTHS) for _ in range(60)]
+    lengths = [chance.choice(LENGTHS) for _ in range(30)]
     expected, _ = train(fresh(), None, lengths, forwards)
     budget_bytes = int(part * kept_peak(make, forwards))
     ours = fresh()

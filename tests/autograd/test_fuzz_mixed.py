@@ -14,7 +14,9 @@ from torch import Tensor
 from ds_tba.autograd.cache import TensorCache
 from ds_tba.errors import DsTbaError
 
-SEEDS = range(300)
+DRAWS = 60
+# The first is a part of every run of the tests, the others of ``make test-all``.
+CHUNKS = [0, *(pytest.param(chunk, marks=pytest.mark.thorough) for chunk in range(1, 5))]
 SHOWN = 5  # of those that fail
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -26,24 +28,25 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stores]:
         yield found
 
 
-def test_backward_gets_what_was_saved(stores: Stores) -> None:
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_backward_gets_what_was_saved(chunk: int, stores: Stores) -> None:
     tally, failed = Tally(), []
-    for seed in SEEDS:
+    for seed in range(chunk * DRAWS, (chunk + 1) * DRAWS):
         program = draw(seed)
         failures = check(program, stores, tally)
         if failures:
             failed.append("\n".join([program.describe(), *(f"  {one}" for one in failures), again(seed)]))
     print(tally)
-    assert not failed, "\n\n".join([f"{len(failed)} of {len(SEEDS)} draws", *failed[:SHOWN]])
+    assert not failed, "\n\n".join([f"{len(failed)} of {DRAWS} draws", *failed[:SHOWN]])
     # Else it would prove nothing.
-    assert tally.made_again > 10 * len(SEEDS)
+    assert tally.made_again > 10 * DRAWS
     assert set(MIXED) <= set(tally.ops)
 
 
 def test_without_rematerialization_nothing_fails(stores: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fuzz itself: what it says is wrong is wrong because of rematerialization."""
     monkeypatch.setattr(TensorCache, "rematerialize", lambda *_: None)
-    for seed in range(60):
+    for seed in range(DRAWS):
         program = draw(seed)
         assert not check(program, stores, Tally()), program.describe()
 
@@ -80,7 +83,7 @@ def test_what_is_found_later_is_an_error(ends: bool, stores: Stores, monkeypatch
             raise RematerializationError
         return saving(cache, **options)
 
-    program = next(one for one in map(draw, SEEDS) if "late_change" in {line.name for line in one.lines})
+    program = next(one for one in map(draw, range(DRAWS)) if "late_change" in {line.name for line in one.lines})
     monkeypatch.setattr(TensorCache, "rematerialize", lambda *_: None)
     monkeypatch.setattr(Watch, "look", lambda watch, saved, found: watch.wrong.append("a tensor"))
     monkeypatch.setattr(TensorCache, "saving", checked)
@@ -96,7 +99,7 @@ def test_smaller_programs_fail_as_well(stores: Stores, monkeypatch: pytest.Monke
             watch.wrong.append("a sigmoid")
 
     monkeypatch.setattr(Watch, "look", look)
-    program = next(one for one in map(draw, SEEDS) if not one.may_be_found_later and check(one, stores, Tally()))
+    program = next(one for one in map(draw, range(DRAWS)) if not one.may_be_found_later and check(one, stores, Tally()))
     found: Program = shrink(program, stores)
     assert check(found, stores, Tally())
     assert [one.name for one in found.lines].count("nothing") >= [one.name for one in program.lines].count("nothing")

