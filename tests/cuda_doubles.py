@@ -1,7 +1,7 @@
-"""Stand-ins for what needs an NVIDIA driver: kvikio's modules, DeepSpeed's gds op. Host memory plays the device's.
+"""Stand-ins for what needs an NVIDIA driver: kvikio's modules. Host memory plays the device's.
 
 They keep to what the originals do where our code could go wrong: requests end late and in another thread, a future
-knows addresses only and answers once, submodules must be imported by name, unregistered memory ends the process.
+knows addresses only and answers once, submodules must be imported by name.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import pytest
 import torch
 
 from ds_tba.device.memory import aligned_memory
-from ds_tba.storage.backends import gds as gds_backend
 from ds_tba.storage.backends import kvikio as kvikio_backend
 
 Script = Callable[[str, int], str | None]
@@ -177,86 +176,3 @@ class FakeCuFile:
         if not isinstance(memory, torch.Tensor):
             raise ValueError("Non-CUDA buffers not supported")
         return memory.data_ptr()
-
-
-class ProcessExit(BaseException):
-    """Where the original calls ``exit``."""
-
-
-class FakeGdsOp:
-    """DeepSpeed's op: as a module, with ``gds_handle``.
-
-    Args:
-        script: called with the verb and the number of the request; returns "drop" to claim success without moving a
-            byte, "refuse" to return -1 as for a file that does not open, "exit" for any error of cuFile.
-    """
-
-    def __init__(self, script: Script = lambda verb, number: None) -> None:
-        self.script = script
-        self.registered: dict[int, int] = {}
-        self.requests: list[tuple[str, int]] = []
-        self.handles = 0
-        self.lock = threading.Lock()
-
-    def gds_handle(
-        self, block_size: int, queue_depth: int, single_submit: bool, overlap_events: bool, intra_op_parallelism: int
-    ) -> FakeGdsHandle:
-        if self.handles == 0:
-            Path("local_cufile.json").write_text("{}")
-        self.handles += 1
-        return FakeGdsHandle(self, intra_op_parallelism)
-
-    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(gds_backend, "driver_obstacle", lambda: None)
-        monkeypatch.setattr(gds_backend, "current_device", lambda device: "cpu")
-        monkeypatch.setattr(gds_backend, "aligned_memory", lambda nbytes, device: aligned_memory(nbytes, "cpu"))
-        monkeypatch.setattr(gds_backend, "_load_op", lambda: self)
-        # The proof runs in this process here; that it runs in its own is tested by itself.
-        monkeypatch.setattr(gds_backend, "run_proof", lambda command, limit_s: gds_backend.main(command[-1]))
-        monkeypatch.setenv("CUFILE_LOGFILE_PATH", "/dev/null")
-
-
-class FakeGdsHandle:
-    def __init__(self, op: FakeGdsOp, intra_op_parallelism: int) -> None:
-        self._op = op
-        self._parts = intra_op_parallelism
-
-    def pin_device_tensor(self, tensor: torch.Tensor) -> bool:
-        self._op.registered[tensor.data_ptr()] = tensor.numel()
-        return True
-
-    def unpin_device_tensor(self, tensor: torch.Tensor) -> bool:
-        del self._op.registered[tensor.data_ptr()]
-        return True
-
-    def sync_pwrite(self, tensor: torch.Tensor, filename: str, offset: int) -> int:
-        return self._move("write", os.pwritev, tensor, filename, offset)
-
-    def sync_pread(self, tensor: torch.Tensor, filename: str, offset: int) -> int:
-        return self._move("read", os.preadv, tensor, filename, offset)
-
-    def _move(self, verb: str, call: Any, tensor: torch.Tensor, filename: str, offset: int) -> int:
-        nbytes = tensor.numel()
-        with self._op.lock:
-            number = sum(one == verb for one, _ in self._op.requests)
-            self._op.requests.append((verb, nbytes))
-        if nbytes % self._parts:
-            return -1
-        below = [base for base in self._op.registered if base <= tensor.data_ptr()]
-        base = max(below, default=None)
-        if base is None or tensor.data_ptr() + nbytes > base + self._op.registered[base]:
-            raise ProcessExit("BASE PTR ERROR")
-        action = self._op.script(verb, number)
-        if action == "refuse":
-            return -1
-        if action == "exit":
-            raise ProcessExit(f"{verb} failed with cuFile error")
-        if action != "drop":
-            fd = os.open(filename, os.O_RDWR | os.O_DIRECT)
-            try:
-                if not cufile_finds(fd):
-                    raise ProcessExit("file register error: failed to obtain new file descriptor")
-                call(fd, [memory_at(tensor.data_ptr(), nbytes)], offset)
-            finally:
-                os.close(fd)
-        return 1

@@ -90,7 +90,7 @@ def test_planning_is_pure() -> None:
 
 def test_deepspeed_is_imported_in_its_places_only() -> None:
     users = {name for name in MODULES if any(one.split(".")[0] == "deepspeed" for one in named(name))}
-    assert users == {"engine", "storage.backends.aio", "storage.backends.gds"}
+    assert users == {"engine", "storage.backends.aio"}
 
 
 def test_there_are_not_many_lines() -> None:

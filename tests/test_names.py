@@ -14,19 +14,18 @@ import pytest
 import runs
 
 from ds_tba.errors import BackendUnavailableError
-from ds_tba.storage.backends.cufile import Shared, give_name, lasting_name, named
+from ds_tba.storage.backends.cufile import Shared, give_name, named
 from ds_tba.storage.swap_file import SwapFile
 
 PROGRAM = f"""
 import os, signal, sys
 sys.path.insert(0, {str(runs.ROOT)!r})
 from pathlib import Path
-from ds_tba.storage.backends.cufile import lasting_name
+from ds_tba.storage.backends.cufile import give_name
 from ds_tba.storage.swap_file import SwapFile
 directory = Path(sys.argv[1])
 file = SwapFile(directory, 1 << 20)
-name = lasting_name(file.fd, "gds")
-name.join()
+give_name(file.fd, "gds")
 """
 
 
@@ -61,32 +60,16 @@ def test_a_file_that_cannot_be_named_is_told_with_the_way_out(tmp_path: Path) ->
 def test_what_a_killed_run_left_goes_with_the_next_and_what_a_live_one_has_stays(
     file: SwapFile, tmp_path: Path
 ) -> None:
-    alive = lasting_name(file.fd, "gds")
-    alive.join()
+    alive = give_name(file.fd, "gds")
     assert python(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)") == -signal.SIGKILL
     assert len(list(tmp_path.iterdir())) == 2
     another = SwapFile(tmp_path, 1 << 20)
     with named(another.fd, "kvikio") as path:
-        assert set(tmp_path.iterdir()) == {alive.resource, path}
-    alive.leave()
+        assert set(tmp_path.iterdir()) == {alive, path}
+    alive.unlink()
     assert list(tmp_path.iterdir()) == []
     file.close()
     another.close()
-
-
-def test_a_process_that_ends_by_itself_leaves_nothing(tmp_path: Path) -> None:
-    assert python(tmp_path, "raise SystemExit(3)") == 3
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_the_end_of_a_forked_child_takes_no_name_away(tmp_path: Path) -> None:
-    ending = """
-if os.fork() == 0:
-    sys.exit(0)  # runs finalizers, as os._exit does not
-os.wait()
-sys.exit(0 if name.resource.exists() else 5)
-"""
-    assert python(tmp_path, ending) == 0
 
 
 def test_the_last_of_many_threads_ends_what_they_share() -> None:

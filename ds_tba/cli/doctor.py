@@ -77,14 +77,13 @@ def checks(options: argparse.Namespace) -> Iterator[tuple[bool, str]]:
 
 def backends() -> Iterator[tuple[str, str]]:
     """Each backend, and whether it can run here."""
-    from ds_tba.storage.backends import aio, gds, kvikio
+    from ds_tba.storage.backends import aio, kvikio
 
     yield "posix", "can run here"
     yield "aio", "can run here" if aio.is_built() else "can run here once DeepSpeed's op is built"
     problem = kvikio.obstacle()
     yield "kvikio", f"cannot run here: {problem}" if problem else "can run here; the start-up line shows its mode"
-    problem = gds.obstacle("cuda")
-    yield "gds", f"cannot run here: {problem}" if problem else "may run here; a run that names gds tries it"
+    yield "gds", f"cannot run here: {problem}" if problem else "may run here; a run that names it tries it"
 
 
 def build_aio() -> int:

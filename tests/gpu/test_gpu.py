@@ -46,8 +46,6 @@ from ds_tba.device import accelerator
 from ds_tba.errors import BackendUnavailableError, IncompatibleError
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.planner.search import Planner
-from ds_tba.storage.backends import gds
-from ds_tba.storage.backends.aio import is_built
 from ds_tba.storage.backends.base import IoBackend
 from ds_tba.storage.backends.kvikio import KvikioBackend
 from ds_tba.storage.backends.posix import PosixBackend
@@ -140,38 +138,14 @@ def test_a_mutation_after_the_save_raises(
     store.close()
 
 
-def kvikio_backend(*, from_device: bool) -> IoBackend:
-    """Without GPUDirect Storage, transfers from the device go through cuFile's own compatibility mode."""
+def kvikio_backend(*, from_device: bool, direct: bool = False) -> IoBackend:
+    """Without GPUDirect Storage, transfers from the device go through cuFile's own compatibility mode, but for gds."""
     defaults = pytest.importorskip("kvikio.defaults")
     modes = importlib.import_module("kvikio").CompatMode
     defaults.set({"compat_mode": modes.OFF if from_device else modes.ON})
-    backend = KvikioBackend(4, "cuda")
+    backend = KvikioBackend(4, "cuda", direct=direct)
     assert backend.stages_on_device == from_device
     return backend
-
-
-@pytest.fixture(scope="module")
-def gds_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], IoBackend]:
-    """The backend or its refusal, once: it proves itself in a process of its own first."""
-    directory = tmp_path_factory.mktemp("proof")
-
-    @functools.cache
-    def attempt() -> IoBackend | BackendUnavailableError:
-        try:
-            return gds.GdsBackend(AioConfig(), [str(directory)], 4 * MIB, "cuda")
-        except BackendUnavailableError as error:
-            return error
-
-    def make() -> IoBackend:
-        pytest.importorskip("deepspeed")
-        if not is_built(gds.OP):
-            pytest.skip("DeepSpeed's gds op is not built, which takes minutes")
-        found = attempt()
-        if isinstance(found, BackendUnavailableError):
-            raise found
-        return found
-
-    return make
 
 
 def aio_backend() -> IoBackend:
@@ -183,11 +157,11 @@ def aio_backend() -> IoBackend:
 @scenarios
 @pytest.mark.parametrize("name", ["aio", "gds", "kvikio through the host", "kvikio from the device"])
 def test_gradients_are_exact_over_other_backends(
-    rig: Rig, make_store: StoreFactory, gds_once: Callable[[], IoBackend], name: str, scenario: Scenario
+    rig: Rig, make_store: StoreFactory, name: str, scenario: Scenario
 ) -> None:
     make = {
         "aio": aio_backend,
-        "gds": gds_once,
+        "gds": functools.partial(kvikio_backend, from_device=True, direct=True),
         "kvikio through the host": functools.partial(kvikio_backend, from_device=False),
         "kvikio from the device": functools.partial(kvikio_backend, from_device=True),
     }[name]

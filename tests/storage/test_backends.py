@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cuda_doubles import FakeGdsOp, FakeKvikio
+from cuda_doubles import FakeKvikio
 
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.device.memory import huge_page_memory
@@ -323,7 +323,7 @@ class TestSelection:
 
     @pytest.mark.parametrize("name", ["gds", "kvikio"])
     def test_without_a_driver_the_cuda_backends_are_refused(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(f"ds_tba.storage.backends.{name}.driver_obstacle", lambda: "there is no NVIDIA driver here")
+        monkeypatch.setattr("ds_tba.storage.backends.kvikio.driver_obstacle", lambda: "there is no NVIDIA driver here")
         with pytest.raises(
             BackendUnavailableError,
             match=f'^io.backend {name}: there is no NVIDIA driver here: install the driver; or set "io": .*"posix"',
@@ -338,11 +338,12 @@ class TestSelection:
         assert chosen.backend.name == "kvikio" and not chosen.backend.stages_on_device
         assert chosen.reason.startswith("named in io.backend; compatibility mode, through host memory: ")
 
-    def test_gds_says_what_an_error_will_do(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        FakeGdsOp().install(monkeypatch)
-        config = self.config(backend="gds").model_copy(update={"nvme_path": str(tmp_path)})
+    def test_gds_is_kvikio_that_never_goes_through_the_host(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        FakeKvikio(nvidia_fs=False).install(monkeypatch)  # which newer drivers do without
+        config = self.config(backend="gds")
         chosen = select_backend(config, AioConfig(), zero_uses_nvme=False, pinned=True, device="cuda")
-        assert chosen.backend.name == "gds" and "ends the process when a transfer fails" in chosen.reason
+        assert chosen.backend.name == "gds" and chosen.backend.stages_on_device
+        assert chosen.reason.startswith("named in io.backend; GPUDirect Storage")
 
     @pytest.mark.parametrize(
         ("backend", "lanes", "needed"), [("posix", 64, 34), ("kvikio", 1, 42), ("kvikio", 64, 546)]

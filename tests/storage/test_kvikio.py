@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -187,6 +188,10 @@ def test_compatibility_mode_says_that_it_is_and_why(
     backend = KvikioBackend(4, device)
     assert not backend.stages_on_device and fake.settings["compat_mode"] is CompatMode.ON
     assert backend.remark.startswith("compatibility mode, through host memory: ") and words in backend.remark
+    if "nvidia_fs" not in hidden:  # if it cannot do without, cuFile says so when it opens the file
+        fake.change({"compat_mode": CompatMode.AUTO, **settings})
+        with pytest.raises(BackendUnavailableError, match=f'gds reaches .* cannot be: .*{re.escape(words)}.* "kvikio"'):
+            KvikioBackend(4, device, direct=True)
 
 
 def test_what_the_user_chose_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

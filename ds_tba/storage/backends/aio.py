@@ -136,11 +136,11 @@ class _AioHandle(IoHandle):
         self._handle = None
 
 
-def is_built(op: str = OP) -> bool:
-    """Whether an op was built before, with DeepSpeed's installation or just in time, so that loading takes seconds."""
-    if _is_installed(op):
+def is_built() -> bool:
+    """Whether the op was built before, with DeepSpeed's installation or just in time, so that loading takes seconds."""
+    if _is_installed(OP):
         return True
-    return any((directory / f"{op}.so").is_file() for directory in _build_directories(op))
+    return any((directory / f"{OP}.so").is_file() for directory in _build_directories(OP))
 
 
 def build_locks() -> list[Path]:

@@ -14,7 +14,6 @@ import re
 import tempfile
 import threading
 import uuid
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -141,19 +140,6 @@ class Shared(Generic[T]):
             last = self._handles == 0
         if last:
             self._end()
-
-
-def lasting_name(fd: int, backend: str) -> Shared[Path]:
-    """The name until the last handle is closed, or the process ends other than by a signal; see :func:`give_name`."""
-    path = give_name(fd, backend)
-    shared = Shared(path, lambda: path.unlink(missing_ok=True))
-    weakref.finalize(shared, _unlink_of, os.getpid(), path)
-    return shared
-
-
-def _unlink_of(pid: int, path: Path) -> None:
-    if os.getpid() == pid:  # the exit of a forked child is not the end
-        path.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """NVIDIA's kvikio: from device memory straight to the file where GPUDirect Storage is, else through host memory.
 
+As ``gds`` it never goes through host memory. DeepSpeed's op of that name is not used: it ends the process on an error.
 References are to kvikio 26.10. It opens files by path, so the swap file is given as ``/proc/self/fd/N``; cuFile wants a
 real name (``cufile.py``), which a file can be given once, so that the lanes share one ``CuFile``. The thread pool is
 one for the process, first in first out: a request of host memory is cut short, so that a read never waits behind more
@@ -34,6 +35,7 @@ HOST_REQUEST_BYTES = MIN_THREADS * TASK_BYTES
 _EXPANDABLE = re.compile(r"expandable_segments\s*:\s*true", re.IGNORECASE)
 _ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _INSTEAD = 'set "io": {"backend": "aio"} or "posix", or leave it out'
+_NO_CUFILE = "cuFile is not there, or /run/udev is not (mount it into a container), or this is WSL"
 
 
 class KvikioBackend(IoBackend):
@@ -42,25 +44,32 @@ class KvikioBackend(IoBackend):
     Args:
         lanes: lanes of all paths together, for the size of the thread pool.
         device: the training device, such as ``"cuda"``.
+        direct: ``"gds"``: refuse to go through host memory.
 
     Raises:
-        BackendUnavailableError: no driver, no kvikio, or one that is too old.
+        BackendUnavailableError: no driver, no kvikio, or one that is too old; or not ``direct``, with the reason.
     """
 
-    name = "kvikio"
     alignment_bytes = IO_ALIGNMENT_BYTES
     block_bytes = TASK_BYTES
     descriptors_per_handle = 2  # it opens the file with and without O_DIRECT
 
-    def __init__(self, lanes: int, device: str) -> None:
+    def __init__(self, lanes: int, device: str, *, direct: bool = False) -> None:
+        self.name = "gds" if direct else "kvikio"
         problem = obstacle()
         if problem is not None:
-            raise BackendUnavailableError(f"io.backend kvikio: {problem}; or {_INSTEAD}.")
+            raise BackendUnavailableError(f"io.backend {self.name}: {problem}; or {_INSTEAD}.")
         move_cufile_log()
         self._kvikio = imported("kvikio")
         self._device = device
         self._shared: dict[int, Shared[Any]] = {}
-        why_not = _why_not_direct(self._kvikio.CompatMode, device)
+        why_not = _why_not_direct(self._kvikio.CompatMode, device, insist=direct)
+        if direct and why_not is not None:
+            raise BackendUnavailableError(
+                f"io.backend gds reaches files from device memory only, and here that cannot be: {why_not}. Repair it "
+                f'(gdscheck -p tells more), or set "io": {{"backend": "kvikio"}}, which may go through host memory; or '
+                f"{_INSTEAD}."
+            )
         self.stages_on_device = why_not is None
         self.remark = (
             "GPUDirect Storage, from device memory straight to the file"
@@ -96,8 +105,8 @@ class KvikioBackend(IoBackend):
             return self._kvikio.CuFile(path, "r+")
         except (RuntimeError, OSError) as error:
             raise BackendUnavailableError(
-                f"io.backend kvikio cannot open the swap file ({self.remark}): {error}. "
-                f"Set the environment variable KVIKIO_COMPAT_MODE=ON to go through host memory; or {_INSTEAD}."
+                f"io.backend {self.name} cannot open the swap file ({self.remark}): {error}. To go through host memory "
+                f'set "io": {{"backend": "kvikio"}} and the environment variable KVIKIO_COMPAT_MODE=ON; or {_INSTEAD}.'
             ) from error
 
     def allocate_staging(self, nbytes: int) -> torch.Tensor:
@@ -108,8 +117,8 @@ class KvikioBackend(IoBackend):
             self._kvikio.memory_register(staging)
         except (RuntimeError, OSError) as error:
             raise BackendUnavailableError(
-                f"io.backend kvikio: staging ({nbytes} bytes of device memory) cannot be registered with cuFile: "
-                f"{error}. Set io.staging_bytes to less, or set KVIKIO_COMPAT_MODE=ON; or {_INSTEAD}."
+                f"io.backend {self.name}: staging ({nbytes} bytes of device memory) cannot be registered with cuFile: "
+                f"{error}. Set io.staging_bytes to less; or {_INSTEAD}."
             ) from error
         return staging
 
@@ -172,8 +181,12 @@ def obstacle() -> str | None:
     return None
 
 
-def _why_not_direct(modes: Any, device: str) -> str | None:
-    """Why transfers go through host memory; None where GPUDirect Storage serves them."""
+def _why_not_direct(modes: Any, device: str, *, insist: bool) -> str | None:
+    """Why transfers go through host memory; None where GPUDirect Storage serves them, or will say so at the file.
+
+    Args:
+        insist: as with ``KVIKIO_COMPAT_MODE=OFF``: also without nvidia-fs, which newer drivers do not need.
+    """
     if device != "cuda":
         return f"the training device is {device}"
     if any(_EXPANDABLE.search(os.environ.get(name, "")) for name in _ALLOCATOR_SETTINGS):
@@ -182,12 +195,12 @@ def _why_not_direct(modes: Any, device: str) -> str | None:
     asked = defaults.get("compat_mode")
     if asked == modes.ON:
         return "kvikio's compat_mode was ON already (environment variable KVIKIO_COMPAT_MODE)"
-    if asked == modes.OFF:
-        return None
-    if defaults.is_compat_mode_preferred():
-        return "cuFile is not there, or /run/udev is not (mount it into a container), or this is WSL"
+    if asked != modes.OFF and defaults.is_compat_mode_preferred():
+        return _NO_CUFILE
     # cuFile has a compatibility mode of its own, for a missing module and for single file systems, and is silent too.
     os.environ.setdefault("CUFILE_ALLOW_COMPAT_MODE", "false")
+    if insist or asked == modes.OFF:
+        return None
     if not imported("kvikio.cufile_driver").get("is_gds_available"):
         return "the kernel module nvidia-fs is not loaded (KVIKIO_COMPAT_MODE=OFF insists)"
     return None

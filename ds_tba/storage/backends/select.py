@@ -13,7 +13,6 @@ from ds_tba.device.memory import can_lock
 from ds_tba.errors import BackendUnavailableError, ConfigError
 from ds_tba.storage.backends import aio
 from ds_tba.storage.backends.base import IoBackend
-from ds_tba.storage.backends.gds import GdsBackend
 from ds_tba.storage.backends.kvikio import KvikioBackend
 from ds_tba.storage.backends.posix import PosixBackend
 
@@ -114,10 +113,8 @@ def _aio_obstacle(config: OffloadConfig, aio_config: AioConfig, pinned: bool) ->
 
 def _named(config: OffloadConfig, aio_config: AioConfig, obstacle: str | None, device: str) -> IoBackend:
     match config.io.backend:
-        case "kvikio":
-            return KvikioBackend(_lanes(config), device)
-        case "gds":
-            return GdsBackend(aio_config, config.nvme_paths, config.io.ring_bytes, device)
+        case "kvikio" | "gds":
+            return KvikioBackend(_lanes(config), device, direct=config.io.backend == "gds")
         case "aio" if obstacle is not None:
             raise BackendUnavailableError(f'io.backend: {obstacle}, or set "backend": "posix".')
         case "aio":
