@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from ds_tba.device.accelerator import CpuAccelerator
-from ds_tba.errors import PathError
 from ds_tba.planner.trace import PathRates
 from ds_tba.storage.backends.base import IoBackend
 from ds_tba.storage.bandwidth_probe import LARGEST_REQUEST_BYTES, REGION_BYTES
-from ds_tba.storage.base import Refusal, SwapTicket
 from ds_tba.storage.nvme import Lanes, NvmeStore
 from ds_tba.storage.staging import StagingRing
 from ds_tba.storage.swap_file import SwapFile, check_directories
-
-STORAGE_BYTES = 16 << 20  # of a typical activation
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,67 +65,3 @@ def probe(paths: Sequence[str], backend: IoBackend, lanes: Lanes, integrity: str
         with store.space.lock:
             rates = tuple(PathRates(*path.rates()) for path in store.paths)
             return Probed(rates, sum(path.written_bytes for path in store.paths))
-
-
-@dataclass(frozen=True, slots=True)
-class Flowed:
-    """The rates of a whole store, and the bytes written to measure them."""
-
-    write_bytes_per_s: float
-    read_bytes_per_s: float
-    written_bytes: int
-
-
-def flow(
-    paths: Sequence[str],
-    backend: IoBackend,
-    lanes: Lanes,
-    staging_bytes: int,
-    integrity: str,
-    nbytes: int,
-    clock: Callable[[], float] = time.perf_counter,
-) -> Flowed:
-    """Send storages of a typical size through the whole store and read them back, as fast as possible.
-
-    Args:
-        nbytes: of all storages; written twice, because the first write to an extent is slower.
-        clock: seconds.
-
-    Raises:
-        PathError: a directory cannot hold them.
-    """
-    count = max(1, nbytes // STORAGE_BYTES)
-    file_bytes = (count // len(paths) + 1) * STORAGE_BYTES
-    data = torch.arange(STORAGE_BYTES // 8, dtype=torch.int64).view(torch.uint8)
-    with opened(paths, backend, lanes, staging_bytes, file_bytes, integrity) as store:
-        for ticket in _out(store, data, count):
-            store.release(ticket)
-        started_s = clock()
-        tickets = _out(store, data, count)
-        written_s = clock()
-        _back(store, tickets)
-        read_s = clock()
-        written_bytes = sum(path.written_bytes for path in store.paths)
-    moved = count * STORAGE_BYTES
-    return Flowed(moved / (written_s - started_s), moved / (read_s - written_s), written_bytes)
-
-
-def _out(store: NvmeStore, data: torch.Tensor, count: int) -> list[SwapTicket]:
-    tickets: list[SwapTicket] = []
-    for _ in range(count):
-        taken = store.put(data, wait=True)
-        if isinstance(taken, Refusal):
-            raise PathError(f"{store.paths[0].file.directory} took {len(tickets)} of {count} storages: {taken.value}")
-        tickets.append(taken)
-    store.wait_for_writes()
-    return tickets
-
-
-def _back(store: NvmeStore, tickets: list[SwapTicket]) -> None:
-    ahead = 0
-    for index, ticket in enumerate(tickets):
-        while ahead < len(tickets) and store.prefetch(tickets[ahead]):
-            ahead += 1
-        store.get(ticket, torch.device("cpu"))
-        store.release(ticket)
-        ahead = max(ahead, index + 1)

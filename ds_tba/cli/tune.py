@@ -1,11 +1,8 @@
-"""``ds_tba tune``: measures the drives with the store of a real run, and prints the fastest blocks to paste.
+"""``ds_tba tune``: which backend, and how many lanes, are fastest on these drives?
 
-[Note: Honest rounds] All candidates are measured in turn, in a new order each round. The one with the best median then
-meets the defaults again, in pairs measured one after the other: to be the best of many in the first rounds is partly
-luck. A candidate is faster only if it won every pair; else there is no difference, and the defaults stay.
-
-[Note: Staging] Less staging may reach the same rate. The output says so but does not recommend it: nothing computes
-here, while in a run staging also buffers what forward saves in bursts, and must hold the largest storage.
+All candidates are measured in turn, in a new order each round, with the lanes of a real store. Machines are noisy, so
+one is recommended only if its slowest measurement is above the fastest of the defaults. Nothing computes meanwhile: how
+much staging a run needs to buffer what forward saves in bursts is not seen.
 """
 
 from __future__ import annotations
@@ -26,21 +23,13 @@ from ds_tba.config import AioConfig, IoConfig
 from ds_tba.errors import DsTbaError
 
 _DESCRIPTION = """\
-Writes and reads noise with every backend that runs here, with 1, 2 and 4 lanes of each kind. Prints the fastest "io"
-block of "activation_nvme_offload" (and DeepSpeed's "aio" block) next to the defaults. A difference counts only if every
-pair of measurements shows it. Leaves no file behind; the bytes written are printed, because they wear the drives.
+Writes and reads noise with every backend that runs here, with 1, 2 and 4 lanes of each kind. Prints a table, and the
+fastest "io" block of "activation_nvme_offload" to paste, if one was faster than the defaults in every measurement.
+Leaves no file behind; the bytes written are printed, because they wear the drives.
 """
 GIB = 1 << 30
-
-# Parts of the time: for all candidates, then for the pairs with the best of them; the rest is for staging.
-EXPLORED_FRACTION, PAIRED_FRACTION = 0.35, 0.65
-MIN_PAIRS = 3
 LANES = (1, 2, 4)
-STAGING_BYTES = (64 << 20, 128 << 20)
-DEEP_QUEUE = 32
-# Bytes that one measurement sends through the store: about so many seconds' worth, within bounds.
-FLOW_S = 0.3
-MIN_FLOW_BYTES, MAX_FLOW_BYTES = 64 << 20, 192 << 20
+MIN_ROUNDS = 3  # below, nothing is recommended: two measurements are in one order half of the time
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,24 +38,13 @@ class Candidate:
 
     backend: str
     lanes: int
-    aio: AioConfig
-    staging_bytes: int
 
-    @property
-    def name(self) -> str:
-        """Name in a table."""
-        depth = f", queue_depth {self.aio.queue_depth}" if self.backend == "aio" else ""
-        return f"{self.backend}, {self.lanes} + {self.lanes} lanes{depth}"
+    def __str__(self) -> str:
+        return f"{self.backend}, {self.lanes} + {self.lanes} lanes"
 
-    def blocks(self) -> dict[str, Any]:
-        """The JSON to paste: ``"io"`` for the block, and DeepSpeed's ``"aio"`` if that is the backend."""
-        io = {
-            "backend": self.backend,
-            "write_lanes": self.lanes,
-            "read_lanes": self.lanes,
-            "staging_bytes": self.staging_bytes,
-        }
-        return {"io": io, "aio": self.aio.model_dump()} if self.backend == "aio" else {"io": io}
+    def block(self) -> dict[str, Any]:
+        """For the key ``"io"``."""
+        return {"backend": self.backend, "write_lanes": self.lanes, "read_lanes": self.lanes}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,183 +57,56 @@ class Measured:
     written_bytes: int
 
     @property
-    def score(self) -> float:
-        """Bytes per second of a round trip."""
+    def round_trip(self) -> float:
+        """Bytes per second of a write and a read."""
         return 2.0 / (1.0 / self.write + 1.0 / self.read)
-
-
-@dataclass(frozen=True, slots=True)
-class Ratios:
-    """A candidate's score over that of the defaults, for each pair of measurements."""
-
-    values: tuple[float, ...]
-
-    @property
-    def median(self) -> float:
-        """NaN without a pair."""
-        return statistics.median(self.values) if self.values else float("nan")
-
-    @property
-    def is_faster(self) -> bool:
-        """Whether the candidate won every pair, of at least ``MIN_PAIRS``."""
-        return len(self.values) >= MIN_PAIRS and min(self.values) > 1.0
-
-    @property
-    def is_slower(self) -> bool:
-        """Whether the candidate lost every pair, of at least ``MIN_PAIRS``."""
-        return len(self.values) >= MIN_PAIRS and max(self.values) < 1.0
-
-    @property
-    def words(self) -> str:
-        """Median, range and verdict."""
-        if len(self.values) < MIN_PAIRS:
-            return f"{len(self.values)} pairs measured, too few to tell: raise --seconds or --most-gib"
-        verdict = "faster" if self.is_faster else "slower" if self.is_slower else "no difference"
-        return f"{self.median:.2f} [{min(self.values):.2f}-{max(self.values):.2f}], {verdict}"
 
 
 @dataclass(slots=True)
 class Tuned:
-    """The result.
-
-    Attributes:
-        default: the settings of a run without an ``"io"`` block on this machine.
-        found: all measurements of each candidate in the first rounds.
-        best: the candidate with the best median; None if only the default was measured.
-        ratios: of the best candidate.
-        staging: of each size, with the lanes of the recommended candidate.
-    """
+    """All measurements of each candidate."""
 
     default: Candidate
     found: dict[Candidate, list[Measured]] = field(default_factory=dict)
-    best: Candidate | None = None
-    ratios: Ratios = Ratios(())
-    staging: dict[int, Ratios] = field(default_factory=dict)
-    written_bytes: int = 0
     took_s: float = 0.0
 
     @property
+    def written_bytes(self) -> int:
+        """By all measurements."""
+        return sum(one.written_bytes for found in self.found.values() for one in found)
+
+    @property
     def recommended(self) -> Candidate:
-        """The candidate to use; see [Note: Honest rounds]."""
-        return self.best if self.best is not None and self.ratios.is_faster else self.default
+        """The best of those that were faster than the default in every measurement, or the default."""
+        trips = {one: [each.round_trip for each in found] for one, found in self.found.items()}
+        usual = max(trips[self.default])
+        faster = [one for one, found in trips.items() if len(found) >= MIN_ROUNDS and min(found) > usual]
+        return max(faster, key=lambda one: statistics.median(trips[one]), default=self.default)
 
 
-def candidates_of(backends: Sequence[str], aio: AioConfig, staging_bytes: int) -> list[Candidate]:
-    """All settings to compare.
-
-    Args:
-        backends: those that can run here.
-        aio: DeepSpeed's ``"aio"`` block with its defaults.
-    """
-    found = []
-    for backend in backends:
-        found += [Candidate(backend, lanes, aio, staging_bytes) for lanes in LANES]
-        if backend == "aio":
-            deep = aio.model_copy(update={"queue_depth": DEEP_QUEUE})
-            found.append(Candidate(backend, IoConfig().write_lanes, deep, staging_bytes))
-    return found
-
-
-def default_of(backend: str) -> Candidate:
-    """The settings of a run without an ``"io"`` and an ``"aio"`` block, for the backend that it would select."""
-    io = IoConfig()
-    return Candidate(backend, io.write_lanes, AioConfig(), io.ring_bytes)
-
-
-Measure = Callable[[Candidate], Measured]
-Flow = Callable[[Candidate, int], Measured]
-
-
-class Tuning:
-    """The rounds of measurements; see [Note: Honest rounds].
+def tuned(
+    backends: Sequence[str],
+    measure: Callable[[Candidate], Measured],
+    seconds: float,
+    max_written_bytes: float,
+    clock: Callable[[], float] = time.monotonic,
+) -> Tuned:
+    """Measure in rounds until a limit is reached; the default once at least.
 
     Args:
-        default: the settings of a run without ``"io"`` and ``"aio"`` blocks.
-        others: compared with the default.
-        measure: measures the drives with a candidate, as the lanes do at the start of a run.
-        flow: sends a number of bytes through the whole store, staging included.
-        seconds: time limit; one measurement may end later.
-        max_written_bytes: limit of the bytes written, likewise.
-        clock: seconds.
+        backends: that can run here, that of a run without an ``"io"`` block first.
+        seconds, max_written_bytes: limits; one measurement may go beyond.
     """
-
-    def __init__(
-        self,
-        default: Candidate,
-        others: Sequence[Candidate],
-        measure: Measure,
-        flow: Flow,
-        seconds: float,
-        max_written_bytes: int,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._others = tuple(others)
-        self._measure = measure
-        self._flow = flow
-        self._seconds = seconds
-        self._max_written_bytes = max_written_bytes
-        self._clock = clock
-        self._started_s = clock()
-        self._order = random.Random(0)
-        self.tuned = Tuned(default)
-
-    def run(self) -> Tuned:
-        """Measure until a limit is reached."""
-        tuned = self.tuned
-        self._explore()
-        medians = {one: statistics.median(each.score for each in found) for one, found in tuned.found.items()}
-        medians.pop(tuned.default, None)
-        if medians:
-            tuned.best = max(medians, key=lambda one: medians[one])
-            tuned.ratios = Ratios(tuple(self._pairs(tuned.best)))
-        tuned.staging = self._try_staging(tuned.recommended)
-        tuned.took_s = self._clock() - self._started_s
-        return tuned
-
-    def _explore(self) -> None:
-        default, found = self.tuned.default, self.tuned.found
-        found[default] = [self._counted(self._measure, default)]  # however little time there is
-        order = list(self._others)
-        while self._has_time(EXPLORED_FRACTION):
-            self._order.shuffle(order)
-            for candidate in order:
-                if not self._has_time(EXPLORED_FRACTION):
-                    return
-                found.setdefault(candidate, []).append(self._counted(self._measure, candidate))
-            order = [default, *self._others]
-
-    def _pairs(self, best: Candidate) -> list[float]:
-        ratios: list[float] = []
-        while self._has_time(PAIRED_FRACTION):
-            pair = [self.tuned.default, best]
-            scores = {one: self._counted(self._measure, one).score for one in self._order.sample(pair, 2)}
-            ratios.append(scores[best] / scores[self.tuned.default])
-        return ratios
-
-    def _try_staging(self, base: Candidate) -> dict[int, Ratios]:
-        usual = self.tuned.default.staging_bytes
-        sizes = sorted({*STAGING_BYTES, usual})
-        ratios: dict[int, list[float]] = {size: [] for size in sizes if size != usual}
-        rate = statistics.median(measured.write for measured in self.tuned.found[self.tuned.default])
-        nbytes = int(min(MAX_FLOW_BYTES, max(MIN_FLOW_BYTES, rate * FLOW_S)))
-        while self._has_time(1.0):
-            scores = {}
-            for size in self._order.sample(sizes, len(sizes)):
-                one = Candidate(base.backend, base.lanes, base.aio, size)
-                scores[size] = self._counted(lambda each: self._flow(each, nbytes), one).score
-            for size, values in ratios.items():
-                values.append(scores[size] / scores[usual])
-        return {size: Ratios(tuple(values)) for size, values in ratios.items()}
-
-    def _counted(self, measure: Measure, candidate: Candidate) -> Measured:
-        measured = measure(candidate)
-        self.tuned.written_bytes += measured.written_bytes
-        return measured
-
-    def _has_time(self, part: float) -> bool:
-        """Whether less than this part of the time and of the bytes is used."""
-        spent_s = self._clock() - self._started_s
-        return spent_s < part * self._seconds and self.tuned.written_bytes < part * self._max_written_bytes
+    result = Tuned(Candidate(backends[0], IoConfig().write_lanes))
+    candidates = [Candidate(backend, lanes) for backend in backends for lanes in LANES]
+    order, started_s = random.Random(0), clock()
+    result.found[result.default] = [measure(result.default)]
+    while True:
+        for candidate in order.sample(candidates, len(candidates)):
+            result.took_s = clock() - started_s
+            if result.took_s >= seconds or result.written_bytes >= max_written_bytes:
+                return result
+            result.found.setdefault(candidate, []).append(measure(candidate))
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
@@ -283,23 +134,20 @@ def add_parser(commands: Any) -> None:
 
 
 def _tuned(options: argparse.Namespace) -> tuple[list[str], dict[str, Any]]:
-    from ds_tba.cli.opened_store import flow, probe
+    from ds_tba.cli.opened_store import probe
+    from ds_tba.storage.backends.aio import AioBackend
     from ds_tba.storage.backends.base import IoBackend
     from ds_tba.storage.backends.posix import PosixBackend
     from ds_tba.storage.nvme import Lanes
 
-    paths, integrity = tuple(options.nvme_path), IoConfig().integrity
     backends, remarks = _backends(options.backend)
-
-    def backend_of(one: Candidate) -> IoBackend:
-        if one.backend == "posix":
-            return PosixBackend()
-        from ds_tba.storage.backends.aio import AioBackend
-
-        return AioBackend(one.aio)
+    opened: dict[str, IoBackend] = {
+        name: PosixBackend() if name == "posix" else AioBackend(AioConfig()) for name in backends
+    }
 
     def measure(one: Candidate) -> Measured:
-        found = probe(paths, backend_of(one), Lanes(one.lanes, one.lanes), integrity)
+        lanes = Lanes(one.lanes, one.lanes)
+        found = probe(tuple(options.nvme_path), opened[one.backend], lanes, IoConfig().integrity)
         return Measured(
             sum(path.write_bytes_per_s for path in found.paths),
             sum(path.read_bytes_per_s for path in found.paths),
@@ -307,16 +155,8 @@ def _tuned(options: argparse.Namespace) -> tuple[list[str], dict[str, Any]]:
             found.written_bytes,
         )
 
-    def through_store(one: Candidate, nbytes: int) -> Measured:
-        lanes = Lanes(one.lanes, one.lanes)
-        found = flow(paths, backend_of(one), lanes, one.staging_bytes, integrity, nbytes)
-        return Measured(found.write_bytes_per_s, found.read_bytes_per_s, 0.0, found.written_bytes)
-
-    default = default_of(backends[0])
-    backend_of(default)  # loads DeepSpeed's op, whose seconds must not count
-    others = [one for one in candidates_of(backends, AioConfig(), default.staging_bytes) if one != default]
-    tuned = Tuning(default, others, measure, through_store, options.seconds, int(options.most_gib)).run()
-    return [*lines(tuned), *remarks], to_dict(tuned)
+    result = tuned(backends, measure, options.seconds, options.most_gib)
+    return [*lines(result), *remarks], to_dict(result)
 
 
 def _backends(named: list[str] | None) -> tuple[list[str], list[str]]:
@@ -324,13 +164,11 @@ def _backends(named: list[str] | None) -> tuple[list[str], list[str]]:
     from ds_tba.device.memory import can_lock
     from ds_tba.storage.backends import aio
 
-    remarks = []
-    backends = ["posix"]
-    needed = aio.requests_needed(AioConfig(queue_depth=DEEP_QUEUE), 2 * max(LANES))
-    free = aio.requests_free()
+    remarks, backends = [], ["posix"]
+    needed, free = aio.requests_needed(AioConfig(), 2 * max(LANES)), aio.requests_free()
     if not aio.is_built():
         remarks.append("not measured: aio, because DeepSpeed's op is not built (ds_tba doctor --build)")
-    elif not can_lock(max(IoConfig().ring_bytes, *STAGING_BYTES)):
+    elif not can_lock(IoConfig().ring_bytes):
         remarks.append("not measured: aio, because this process cannot lock its staging (ulimit -l unlimited)")
     elif free is not None and needed > free:
         remarks.append(f"not measured: aio, which needs {needed} requests; fs.aio-max-nr leaves {free}")
@@ -343,70 +181,48 @@ def _backends(named: list[str] | None) -> tuple[list[str], list[str]]:
     return chosen, remarks
 
 
-# ---- what is printed ------------------------------------------------------------------------------------------------
-
-
-def lines(tuned: Tuned) -> Iterator[str]:
+def lines(result: Tuned) -> Iterator[str]:
     """The text of a result, with the JSON to paste."""
-    yield from table([("GB/s", "write", "read", "both at once", "round trip", "over the defaults"), *_rows(tuned)])
+    yield from table([("GB/s", "write", "read", "both at once", "round trip", "over the defaults"), *_rows(result)])
     yield ""
-    if tuned.best is not None:
-        yield f"{tuned.best.name} against the defaults, in pairs: {tuned.ratios.words}"
-    for size, ratios in sorted(tuned.staging.items()):
-        usual = tuned.default.staging_bytes >> 20
-        yield f"staging of {size >> 20} MiB against {usual} MiB, in pairs: {ratios.words}"
-    wrote = f"wrote {tuned.written_bytes / GIB:.1f} GiB"
-    yield f"took {tuned.took_s:.0f} s and {wrote}, which counts as wear; no file is left"
-    yield ""
-    is_default = tuned.recommended == tuned.default
+    wrote = f"wrote {result.written_bytes / GIB:.1f} GiB"
+    yield f"took {result.took_s:.0f} s and {wrote}, which counts as wear; no file is left"
+    is_default = result.recommended == result.default
     yield (
-        "nothing proved faster than the defaults, which are:"
+        "nothing was faster than the defaults in every measurement; they are:"
         if is_default
-        else "proved faster than the defaults; to paste:"
+        else "faster than the defaults in every measurement; to paste:"
     )
-    blocks = tuned.recommended.blocks()
-    yield f'  into "activation_nvme_offload":  "io": {json.dumps(blocks["io"])}'
-    if "aio" in blocks:
-        yield f'  into ds_config.json:             "aio": {json.dumps(blocks["aio"])}'
-    yield (
-        "io.staging_bytes also buffers what forward saves in bursts: raise it if the report of a run shows stalls or "
-        "fallbacks"
-    )
+    yield f'  into "activation_nvme_offload":  "io": {json.dumps(result.recommended.block())}'
 
 
-def _rows(tuned: Tuned) -> Iterator[tuple[str, ...]]:
-    usual = _median(tuned.found[tuned.default], "score")
-    for one, found in sorted(tuned.found.items(), key=lambda item: -_median(item[1], "score")):
-        name = f"{one.name} (defaults)" if one == tuned.default else one.name
-        scores = [each.score / usual for each in found]
-        spread = f"{statistics.median(scores):.2f} [{min(scores):.2f}-{max(scores):.2f}]"
-        rates = [f"{_median(found, key) / 1e9:.2f}" for key in ("write", "read", "both", "score")]
-        yield name, *rates, spread
+def _rows(result: Tuned) -> Iterator[tuple[str, ...]]:
+    usual = _median(result.found[result.default], "round_trip")
+    for one, found in sorted(result.found.items(), key=lambda item: -_median(item[1], "round_trip")):
+        over = sorted(each.round_trip / usual for each in found)
+        rates = [f"{_median(found, key) / 1e9:.2f}" for key in ("write", "read", "both", "round_trip")]
+        spread = f"{statistics.median(over):.2f} [{over[0]:.2f}-{over[-1]:.2f}]"
+        yield f"{one} (defaults)" if one == result.default else str(one), *rates, spread
 
 
 def _median(found: list[Measured], key: str) -> float:
     return float(statistics.median(getattr(one, key) for one in found))
 
 
-def to_dict(tuned: Tuned) -> dict[str, Any]:
+def to_dict(result: Tuned) -> dict[str, Any]:
     """For JSON."""
     return {
-        "recommended": tuned.recommended.blocks(),
-        "defaults": tuned.default.blocks(),
-        "best": None if tuned.best is None else tuned.best.name,
-        "best_over_defaults": list(tuned.ratios.values),
-        "is_faster": tuned.ratios.is_faster,
-        "staging_over_default": {str(size): list(ratios.values) for size, ratios in tuned.staging.items()},
-        "written_bytes": tuned.written_bytes,
-        "took_s": tuned.took_s,
+        "recommended": result.recommended.block(),
+        "defaults": result.default.block(),
+        "written_bytes": result.written_bytes,
+        "took_s": result.took_s,
         "candidates": [
             {
-                "name": one.name,
-                **one.blocks(),
+                **one.block(),
                 "write_bytes_per_s": [each.write for each in found],
                 "read_bytes_per_s": [each.read for each in found],
                 "both_bytes_per_s": [each.both for each in found],
             }
-            for one, found in tuned.found.items()
+            for one, found in result.found.items()
         ],
     }
