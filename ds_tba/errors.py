@@ -100,5 +100,9 @@ class RematerializationError(DsTbaError, RuntimeError):
     """
 
 
+class ReportError(DsTbaError, ValueError):
+    """A file is not a report."""
+
+
 class StateError(DsTbaError, RuntimeError):
     """An illegal state transition, or use after close."""

@@ -3,37 +3,46 @@
 from __future__ import annotations
 
 import argparse
-import json
+import os
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 
-from ds_tba.cli import doctor, tune
+from ds_tba.cli import doctor, env, tune
 from ds_tba.cli.estimate import text as estimate
+from ds_tba.errors import ReportError
 from ds_tba.telemetry.report import OffloadReport
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; its exit status."""
     parser = argparse.ArgumentParser(prog="ds_tba", description="Activations on NVMe for DeepSpeed training.")
+    parser.add_argument("--version", action="version", version=f"ds_tba {version('ds_tba')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     doctor.add_parser(commands)
+    env.add_parser(commands)
     estimate.add_parser(commands)
     report = commands.add_parser("report", help="show the JSON at report.path as a table")
     report.add_argument("file", type=Path, help="the JSON that report.path named")
     report.set_defaults(run=_print_report)
     tune.add_parser(commands)
     options = parser.parse_args(argv)
-    status: int = options.run(options)
+    try:
+        status: int = options.run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # as behind "| head": nobody reads on, also not what is flushed at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # as of a process that the pipe has ended
     return status
 
 
 def _print_report(options: argparse.Namespace) -> int:
     """Print the table; 2 if the file is not a report."""
     try:
-        report = OffloadReport(**json.loads(options.file.read_text()))
-    except (OSError, ValueError, TypeError) as error:
-        sys.stderr.write(f"ds_tba report: {options.file} is not a report that this version wrote: {error}\n")
+        report = OffloadReport.read_json(options.file)
+    except ReportError as error:
+        sys.stderr.write(f"ds_tba report: {error}\n")
         return 2
     rows = [("state", report.state), *report.rows()]
     width = max(len(name) for name, _ in rows)

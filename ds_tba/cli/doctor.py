@@ -12,12 +12,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distributions, entry_points, version
+from pathlib import Path
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
 _BUILD = "from deepspeed.ops.op_builder import AsyncIOBuilder; AsyncIOBuilder().load(verbose=True)"
+_LOCKED = "another build is running, or was killed. If none is running, remove the lock, or a build waits for ever"
+_MARKS = {True: "ok  ", None: "--  ", False: "FAIL"}
 _NINJA_STEP = re.compile(r"^\[(\d+)/(\d+)\]")
 
 
@@ -36,13 +39,13 @@ def run(options: argparse.Namespace) -> int:
         return status
     failed = False
     for good, line in checks(options):
-        failed = failed or not good
-        sys.stdout.write(f"{'ok  ' if good else 'FAIL'}  {line}\n")
+        failed = failed or good is False
+        sys.stdout.write(f"{_MARKS[good]}  {line}\n")
     return 1 if failed else 0
 
 
-def checks(options: argparse.Namespace) -> Iterator[tuple[bool, str]]:
-    """A verdict and a line for each check."""
+def checks(options: argparse.Namespace) -> Iterator[tuple[bool | None, str]]:
+    """A verdict and a line for each check; None where something is missing that a run can do without."""
     from ds_tba.config import SUPPORTED_DEEPSPEED
     from ds_tba.device.memory import can_lock
     from ds_tba.errors import PathError
@@ -51,21 +54,23 @@ def checks(options: argparse.Namespace) -> Iterator[tuple[bool, str]]:
 
     yield _version("deepspeed", SUPPORTED_DEEPSPEED)
     yield _version("torch", SpecifierSet(">=2.5", prereleases=True))  # as in NVIDIA's containers: 2.9.0a0+145a3a7
-    if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1":
-        yield True, "torch loads ds_tba by its entry point"
+    yield _entry_point()
+    if aio.is_built():
+        yield True, "DeepSpeed's aio op is built"
     else:
-        yield False, 'TORCH_DEVICE_BACKEND_AUTOLOAD=0 is set: unset it, or put "import ds_tba" into the training script'
-    not_built = "DeepSpeed's aio op is not built, so io.backend null means posix (build it: ds_tba doctor --build)"
-    yield True, "DeepSpeed's aio op is built" if aio.is_built() else not_built
+        yield None, "DeepSpeed's aio op is not built, so io.backend null means posix (build it: ds_tba doctor --build)"
     abandoned = aio.abandoned_build()
     if abandoned is not None:
         yield False, abandoned
+    else:
+        for lock in aio.build_locks():
+            yield None, f"{lock} exists: {_LOCKED}"
     if can_lock(options.staging_bytes):
         yield True, f"{options.staging_bytes} bytes can be locked, as aio needs without a GPU"
     else:
         need = "aio needs a GPU or ulimit -l unlimited, posix needs neither"
-        yield True, f"{options.staging_bytes} bytes cannot be locked: {need}"
-    yield from ((True, f"io.backend {name} {state}") for name, state in backends())
+        yield None, f"{options.staging_bytes} bytes cannot be locked: {need}"
+    yield from ((good, f"io.backend {name} {state}") for name, good, state in backends())
     for path in options.nvme_path:
         try:
             (directory,) = check_directories((path,), options.staging_bytes, 1)
@@ -75,15 +80,33 @@ def checks(options: argparse.Namespace) -> Iterator[tuple[bool, str]]:
             yield True, f"{path}: {directory.file_system}, {directory.free_bytes / 2**30:.1f} GiB free"
 
 
-def backends() -> Iterator[tuple[str, str]]:
-    """Each backend, and whether it can run here."""
+def backends() -> Iterator[tuple[str, bool | None, str]]:
+    """Each backend, whether it can run here, and that in words."""
     from ds_tba.storage.backends import aio, kvikio
 
-    yield "posix", "can run here"
-    yield "aio", "can run here" if aio.is_built() else "can run here once DeepSpeed's op is built"
+    yield "posix", True, "can run here"
+    built = aio.is_built()
+    yield "aio", built or None, "can run here" if built else "can run here once DeepSpeed's op is built"
     problem = kvikio.obstacle()
-    yield "kvikio", f"cannot run here: {problem}" if problem else "can run here; the start-up line shows its mode"
-    yield "gds", f"cannot run here: {problem}" if problem else "may run here; a run that names it tries it"
+    for name, can in (("kvikio", "can run here; the start-up line shows its mode"), ("gds", "is tried by a run")):
+        yield (name, None, f"cannot run here: {problem}") if problem else (name, True, can)
+
+
+def _entry_point() -> tuple[bool, str]:
+    """Whether ``import torch`` will load this very package."""
+    if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
+        return (
+            False,
+            'TORCH_DEVICE_BACKEND_AUTOLOAD=0 is set: unset it, or put "import ds_tba" into the training script',
+        )
+    repair = f"{sys.executable} -m pip uninstall ds_tba, until none is left, then pip install it again"
+    if not entry_points(group="torch.backends", name="ds_tba"):
+        return False, f"torch does not load ds_tba: there is no entry point of it in {sys.prefix}: {repair}"
+    homes = {one.version: str(one.locate_file("")) for one in distributions(name="ds_tba")}
+    if len(homes) > 1:
+        found = ", ".join(f"{number} in {home}" for number, home in homes.items())
+        return False, f"ds_tba is installed in several versions ({found}): {repair}"
+    return True, f"torch loads ds_tba {version('ds_tba')} from {Path(__file__).parents[1]} by its entry point"
 
 
 def build_aio() -> int:
@@ -95,10 +118,7 @@ def build_aio() -> int:
         what = "checking DeepSpeed's aio op"
     environment = {"MAX_JOBS": str(os.cpu_count() or 1), **os.environ}
     for lock in aio.build_locks():
-        sys.stdout.write(
-            f"{lock} exists: another build is running, or was killed. If none is running, remove the lock, or this "
-            "build waits for ever\n"
-        )
+        sys.stdout.write(f"{lock} exists: {_LOCKED}\n")
     started, output = time.monotonic(), []
     with subprocess.Popen(
         [sys.executable, "-c", _BUILD], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment

@@ -7,13 +7,15 @@ import os
 import secrets
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from ds_tba.config import OffloadConfig
-from ds_tba.errors import ConfigError
+from ds_tba.errors import ConfigError, ReportError
 from ds_tba.telemetry.stats import expanded, readable
+
+SCHEMA = 1  # goes up when a field changes its meaning; one more field is no change
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class OffloadReport:
         unproven_blocks: ``path`` and ``reason`` of each block that is not recomputed, with ``"recompute": true``.
         bandwidth: for each path its written bytes and its recent rates, as measured.
         wear: for each path the fields of :class:`ds_tba.telemetry.drive_health.PathWear`.
+        schema: of these fields.
     """
 
     state: str
@@ -89,6 +92,31 @@ class OffloadReport:
     rematerialized_s: float = 0.0
     rematerialized_sites: dict[str, int] = field(default_factory=dict)
     refused_sites: dict[str, int] = field(default_factory=dict)
+    schema: int = SCHEMA
+
+    @classmethod
+    def read_json(cls, path: Path) -> OffloadReport:
+        """The report that a run wrote to ``path``, also one of an older or newer version of this package.
+
+        Raises:
+            ReportError: there is no such file, or it is something else.
+        """
+        try:
+            found = json.loads(path.read_text())
+        except OSError as error:
+            raise ReportError(
+                f"{path} cannot be read ({error.strerror}): name the file of report.path, which a run writes."
+            ) from error
+        except ValueError as error:
+            raise ReportError(f"{path} is no JSON ({error}): name the file of report.path.") from error
+        names = {one.name for one in fields(cls)}
+        needed = {one.name for one in fields(cls) if one.default is one.default_factory is MISSING}
+        missing = needed - set(found) if isinstance(found, dict) else needed
+        if missing:
+            raise ReportError(
+                f"{path} is no report of ds_tba ({', '.join(sorted(missing)[:3])} missing): name that of report.path."
+            )
+        return cls(**{name: value for name, value in found.items() if name in names})
 
     def to_dict(self) -> dict[str, Any]:
         """Every field, ready for JSON."""

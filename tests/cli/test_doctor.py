@@ -1,0 +1,110 @@
+"""``ds_tba doctor`` and ``ds_tba env``: what is said of the machine, and where it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import runs
+from cuda_doubles import FakeKvikio
+
+from ds_tba.cli import main
+from ds_tba.storage.backends import aio
+
+
+def test_the_doctor_names_what_is_wrong(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["doctor", "--nvme-path", str(tmp_path)]) == 0
+    assert main(["doctor", "--nvme-path", "/nowhere"]) == 1
+    assert "FAIL  nvme_path /nowhere does not exist" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("torch_version", "line"),
+    [
+        ("2.9.0a0+145a3a7bda", "ok    torch 2.9.0a0"),  # as NVIDIA's containers name theirs
+        ("2.14.1+cu130", "ok    torch 2.14.1"),
+        ("2.4.1", "FAIL  torch 2.4.1 is outside >=2.5"),
+    ],
+)
+def test_the_doctor_takes_each_build_of_a_supported_torch(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, torch_version: str, line: str
+) -> None:
+    monkeypatch.setattr(
+        "ds_tba.cli.doctor.version", {"torch": torch_version, "deepspeed": "0.19.5", "ds_tba": "1"}.__getitem__
+    )
+    assert main(["doctor"]) == (1 if line.startswith("FAIL") else 0)
+    assert line in capsys.readouterr().out
+
+
+def test_the_doctor_tells_of_each_backend(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aio, "is_built", lambda: False)
+    monkeypatch.setattr("ds_tba.storage.backends.kvikio.driver_obstacle", lambda: "there is no NVIDIA driver here")
+    assert main(["doctor"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "io.backend" in line and "means" not in line]
+    assert lines == [
+        "ok    io.backend posix can run here",
+        "--    io.backend aio can run here once DeepSpeed's op is built",
+        "--    io.backend kvikio cannot run here: there is no NVIDIA driver here: install the driver",
+        "--    io.backend gds cannot run here: there is no NVIDIA driver here: install the driver",
+    ]
+    FakeKvikio().install(monkeypatch)
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert "io.backend kvikio can run here" in out and "io.backend gds is tried by a run" in out
+
+
+def test_the_doctor_looks_for_the_entry_point(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["doctor"]) == 0
+    assert f"from {runs.ROOT / 'ds_tba'} by its entry point" in capsys.readouterr().out
+    copies = [SimpleNamespace(version=one, locate_file=lambda name, one=one: f"/{one}") for one in ("0.1", "0.2")]
+    monkeypatch.setattr("ds_tba.cli.doctor.distributions", lambda **_: copies)
+    assert main(["doctor"]) == 1
+    assert "FAIL  ds_tba is installed in several versions (0.1 in /0.1, 0.2 in /0.2)" in capsys.readouterr().out
+    monkeypatch.setattr("ds_tba.cli.doctor.entry_points", lambda **_: [])
+    assert main(["doctor"]) == 1
+    assert "FAIL  torch does not load ds_tba: there is no entry point of it" in capsys.readouterr().out
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    assert main(["doctor"]) == 1
+    assert "FAIL  TORCH_DEVICE_BACKEND_AUTOLOAD=0 is set" in capsys.readouterr().out
+
+
+def test_a_lock_is_told_at_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whether the build was abandoned shows only after a quarter of an hour."""
+    monkeypatch.setattr(aio, "build_locks", lambda: [tmp_path / "lock"])
+    assert main(["doctor"]) == 0
+    assert f"--    {tmp_path / 'lock'} exists: another build is running, or was killed" in capsys.readouterr().out
+
+
+def test_a_pipe_that_closes_ends_a_command_quietly() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "ds_tba", "env"], stdout=writer, stderr=subprocess.PIPE, text=True, cwd=runs.ROOT
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_env_tells_versions_and_no_secrets(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "a|b")
+    assert main(["env"]) == 0
+    out = capsys.readouterr().out
+    assert "| deepspeed | 0." in out and "| PYTORCH_CUDA_ALLOC_CONF | a\\|b |" in out and "secret" not in out
+    assert main(["env", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["torch"].startswith("2.")
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out.startswith("ds_tba 0.")
