@@ -290,58 +290,9 @@ def test_the_example_of_the_readme_is_estimated(capsys: pytest.CaptureFixture[st
     assert "blocks.0-5" in told and "the plan" in told
 
 
-# ---- the optimizer update -------------------------------------------------------------------------------------------
+# ---- the block of the optimizer update ------------------------------------------------------------------------------
 
 OFFLOADED = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
-MACHINE = ("--host-cores", "16", "--host-memory-gbps", "120", "--copy-gbps", "55", "--tflops", "400", *GIVEN[2:6])
-
-
-def update_of(directory: Path, *arguments: str, **others: Any) -> dict[str, Any]:
-    """The part of the JSON about the optimizer update."""
-    write_config(directory, **{"zero_optimization": OFFLOADED, **others})
-    found: dict[str, Any] = estimate(directory, *MACHINE, *arguments)
-    assert found["optimizer_update"] is not None
-    return found["optimizer_update"] | {"found": found}
-
-
-def by_name(update: dict[str, Any], row: int = 0) -> dict[str, dict[str, Any]]:
-    return {one["name"]: one for one in update["by_tokens"][row]["predictions"]}
-
-
-def test_the_optimizer_update_is_predicted(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    update = update_of(directory, interleaved_optimizer_update={"chunk_bytes": 1 << 16})
-    text = capsys.readouterr().out
-    found, rows = update["found"], by_name(update)
-    assert list(rows) == ["stock DeepSpeed", "device_share 0", "best share", "best share, gradients stay"]
-    assert update["elements"] == found["parameters"] and update["is_measured"] is False
-    each_s = {name: one["update_s"] / update["elements"] * 1e9 for name, one in rows.items()}
-    assert each_s["stock DeepSpeed"] == pytest.approx(0.55, abs=0.005)
-    assert each_s["device_share 0"] == pytest.approx(0.27, abs=0.005)
-    assert each_s["device_share 0"] > each_s["best share"] > each_s["best share, gradients stay"]
-    assert [one["tokens"] for one in update["by_tokens"]] == [512, 2048, 8192]
-    plan_s = found["predictions"]["plan"]["step_s"]
-    assert update["of_placement"] == "plan" and update["computing_s"] == plan_s
-    assert rows["device_share 0"]["iteration_s"] >= plan_s + rows["device_share 0"]["update_s"]
-    faster = [by_name(update, row)["best share"]["iteration_faster"] for row in range(3)]
-    assert faster == sorted(faster, reverse=True) and faster[0] > faster[2] > 1
-    for words in ("optimizer update (calculated, not measured)", "16 cores of the host (as given)", "512 tokens",
-                  "best speed-up of the step", "fusion and communication are left out"):  # fmt: skip
-        assert words in text
-    assert "as configured" not in text and all(len(line) == len(line.rstrip()) for line in text.splitlines())
-
-
-def test_an_update_without_the_block_is_predicted_where_it_could_have_it(
-    directory: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    update = update_of(directory, "--ranks", "4")
-    assert update["elements"] == -(-update["found"]["parameters"] // 4)
-    for others in ({"stage": 2, "offload_optimizer": {"device": "cpu"}}, {"stage": 3}, {}):
-        write_config(directory, zero_optimization=others)
-        capsys.readouterr()
-        assert estimate(directory, *GIVEN)["optimizer_update"] is None
-        assert "optimizer update" not in capsys.readouterr().out
-    write_config(directory, zero_optimization=OFFLOADED)
-    assert estimate(directory, *GIVEN, "--device", "cpu")["optimizer_update"] is None
 
 
 def test_the_block_without_what_it_needs_is_told(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -351,70 +302,8 @@ def test_the_block_without_what_it_needs_is_told(directory: Path, capsys: pytest
     assert '"zero_optimization.stage" is 2' in capsys.readouterr().err
 
 
-def test_parameters_off_the_device_are_told(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    offloaded = {**OFFLOADED, "offload_param": {"device": "cpu"}}
-    assert "offload_param" in update_of(directory, zero_optimization=offloaded)["notes"][0]
-    assert "predicted for parameters on the device" in capsys.readouterr().out
-
-
-def test_what_the_block_says_is_predicted_too(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    block = {"device_share": 0.5, "chunk_bytes": 1 << 16, "device_gradient_bytes": 1000}
-    rows = by_name(update_of(directory, interleaved_optimizer_update=block))
-    given = rows["as configured"]
-    assert given["device_share"] == 0.5 and given["device_gradient_bytes"] == pytest.approx(1000)
-    assert given["update_s"] > rows["best share"]["update_s"]
-    assert "as configured: 1000 B of GPU memory hold them" in capsys.readouterr().out
-    slow = {"direct_gradients": False, "device_share": 0.0, "chunk_bytes": 1 << 16}
-    rows = by_name(update_of(directory, interleaved_optimizer_update=slow))
-    assert rows["as configured"]["update_s"] == rows["device_share 0"]["update_s"]
-    assert rows["as configured"]["iteration_s"] > rows["device_share 0"]["iteration_s"]
-
-
-def test_gradients_that_cannot_stay_are_not_predicted_to(directory: Path) -> None:
-    block = {"device_gradient_bytes": 1000}
-    fp16 = {"bf16": {"enabled": False}, "fp16": {"enabled": True}}
-    update = update_of(directory, interleaved_optimizer_update=block, **fp16)
-    rows = by_name(update)
-    assert list(rows) == ["stock DeepSpeed", "device_share 0", "best share", "as configured"]
-    assert rows["as configured"]["device_gradient_bytes"] == 0 and "in fp16 gradients go" in " ".join(update["notes"])
-    moved = [one["iteration_s"] - one["update_s"] for one in rows.values()]
-    assert moved == pytest.approx([moved[0]] * 4)  # the same gradients on the link, with us and without
-
-
-def test_gradients_of_several_micro_steps(directory: Path) -> None:
-    update = update_of(directory, gradient_accumulation_steps=2)
-    assert "several micro-steps" in " ".join(update["notes"]) and update["by_tokens"][0]["tokens"] == 2 * 512
-    stock, host, _, kept = (one["iteration_s"] - one["update_s"] for one in by_name(update).values())
-    assert host == pytest.approx(stock) and kept <= stock
-
-
-def test_clipping_writes_gradients_back(directory: Path) -> None:
-    without = by_name(update_of(directory))["device_share 0"]["update_s"]
-    clipping = by_name(update_of(directory, gradient_clipping=1.0))["device_share 0"]["update_s"]
-    assert clipping == pytest.approx(without * (28 + 4 + 4) / (28 + 4))
-
-
-def test_frozen_parameters_are_not_updated(directory: Path) -> None:
-    frozen = "\ndef adapted(batch, sequence):\n    model, inputs = stack(batch, sequence)\n"
-    frozen += "    model.layers[:16].requires_grad_(False)\n    return model, inputs\n"
-    frozen += "\ndef frozen(batch, sequence):\n    model, inputs = stack(batch, sequence)\n"
-    frozen += "    return model.requires_grad_(False), (inputs[0].requires_grad_(),)\n"
-    (directory / "models.py").write_text(MODELS + frozen)
-    write_config(directory, zero_optimization=OFFLOADED)
-    found = estimate(directory, *GIVEN, model="adapted")
-    assert found["optimizer_update"]["elements"] == found["parameters"] // 2
-    assert estimate(directory, *GIVEN, model="frozen")["optimizer_update"] is None
-
-
 def test_a_wrong_block_of_the_update_is_refused(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_config(directory, zero_optimization=OFFLOADED, interleaved_optimizer_update={"device_shar": 0.5})
     given = ["--config", f"{directory}/ds_config.json", "--model", f"{directory}/models.py:stack", "--seq", "64"]
     assert main(["estimate", *given, *GIVEN]) == 2
     assert "device_share" in capsys.readouterr().err
-
-
-def test_without_figures_the_host_is_one_eighth_of_a_node(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_config(directory, zero_optimization=OFFLOADED)
-    update = estimate(directory, *GIVEN)["optimizer_update"]
-    assert (update["host_cores"], update["host_memory_bytes_per_s"]) == (12, 50e9)
-    assert "12 cores of the host (as documented for one of 8 GPUs)" in capsys.readouterr().out

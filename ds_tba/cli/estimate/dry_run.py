@@ -68,7 +68,6 @@ class DryRun:
         runs_on: ``"meta"`` or ``"cpu"``.
         peak_saved_bytes: peak of saved tensors, as the cache counts them.
         parameters, parameter_bytes: number and size of all parameters.
-        trained_parameters: number of those that are not frozen.
         temporary_bytes: peak of other tensors; see :class:`PeakMeter`.
         attention: the attention kernels that ran.
         ops: of each storage of the trace, the op that could make it again; empty where there is none.
@@ -81,7 +80,6 @@ class DryRun:
     packed_tensors: int
     parameters: int
     parameter_bytes: int
-    trained_parameters: int
     temporary_bytes: int
     attention: frozenset[Attention]
     ops: tuple[str, ...]
@@ -131,7 +129,6 @@ def dry_run(recipe: Recipe, batch: int, sequence: int, settings: Settings, resou
         stats.packed_tensors,
         sum(one.numel() for one in parameters),
         sum(one.numel() * one.element_size() for one in parameters),
-        sum(one.numel() for one in parameters if one.requires_grad),
         micro_step.temporary_bytes,
         frozenset(attention),
         tuple(one.place.op if isinstance(one.place, OpPlace) else "" for one in recorder.record.storages),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 
 from ds_tba.autograd.sites import excluded_ops
 from ds_tba.cli.estimate.dry_run import DryRun, Settings, dry_run
-from ds_tba.cli.estimate.hardware import Compute, Drives, GivenRates, Host, compute_of, drives_of, host_of
+from ds_tba.cli.estimate.hardware import Compute, Drives, GivenRates, compute_of, drives_of
 from ds_tba.cli.estimate.subject import Training, read_training, recipe_of
 from ds_tba.cli.estimate.summary import Summary, summarize
 from ds_tba.cli.opened_store import Probed, probe
@@ -21,12 +20,6 @@ from ds_tba.errors import BackendUnavailableError, ConfigError
 from ds_tba.planner.trace import Resources
 from ds_tba.storage.backends.select import select_backend
 from ds_tba.storage.nvme import Lanes
-from ds_tba.update.config import UpdateConfig
-from ds_tba.update.time_model import VARIANTS, Predicted, Rates, Variant, Work, predict
-
-CONFIGURED = "as configured"
-# Times the tokens of a step, to show where compute dominates.
-MORE_TOKENS = (1, 4, 16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,86 +90,8 @@ class DeviceNeed:
 
 
 @dataclass(frozen=True, slots=True)
-class UpdateEstimate:
-    """The optimizer update of one rank, stock and interleaved. Calculated, not measured.
-
-    Attributes:
-        tokens: of the rank in a step.
-        placement: of the activations, whose forward and backward stand before the update.
-        variants: that :meth:`predicted` has beside stock.
-        notes: assumptions, for the reader.
-    """
-
-    work: Work
-    tokens: int
-    placement: str
-    host: Host
-    rates: Rates
-    variants: tuple[Variant, ...]
-    notes: tuple[str, ...]
-
-    @classmethod
-    def of(
-        cls,
-        request: Request,
-        batch: int,
-        training: Training,
-        compute: Compute,
-        host: Host,
-        run: DryRun,
-        summary: Summary,
-    ) -> UpdateEstimate | None:
-        """The estimate; None where there is no update on the host, or no other device that could share it."""
-        if not training.zero.updates_on_host or request.device == "cpu" or not run.trained_parameters:
-            return None
-        config = training.update or UpdateConfig()
-        placement = "plan" if training.offload.enabled else "keep"
-        work = Work(
-            -(-run.trained_parameters // request.ranks),
-            summary.predictions[placement].step_s,
-            training.micro_steps,
-            (training.dtype or torch.float32).itemsize,
-            training.clips,
-            config.chunk_elements,
-        )
-        rates = Rates.of(int(host.cores.value), host.memory.value, compute.copy.value, compute.memory.value)
-        tokens = batch * request.sequence * training.micro_steps
-        variants, notes = tuple(_variants(training, config, work)), tuple(_update_notes(training))
-        return cls(work, tokens, placement, host, rates, variants, notes)
-
-    def predicted(self, more_tokens: int = 1) -> list[Predicted]:
-        """Stock and the variants, with this many times the tokens in a step."""
-        return predict(replace(self.work, computing_s=more_tokens * self.work.computing_s), self.rates, self.variants)
-
-    def best_by_tokens(self) -> list[tuple[int, float]]:
-        """How many times faster than stock the best variant's step is, by the tokens of a step."""
-        return [(more * self.tokens, max(one.iteration_faster for one in self.predicted(more))) for more in MORE_TOKENS]
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {
-            "is_measured": False,
-            "elements": self.work.elements,
-            "computing_s": self.work.computing_s,
-            "of_placement": self.placement,
-            "host_cores": self.host.cores.value,
-            "host_memory_bytes_per_s": self.host.memory.value,
-            "rates": asdict(self.rates),
-            "by_tokens": [
-                {"tokens": more * self.tokens, "predictions": [asdict(one) for one in self.predicted(more)]}
-                for more in MORE_TOKENS
-            ],
-            "notes": self.notes,
-        }
-
-
-@dataclass(frozen=True, slots=True)
 class Estimate:
-    """The answer to a request.
-
-    Attributes:
-        update: of the optimizer; None where it is not on the host.
-    """
+    """The answer to a request."""
 
     request: Request
     batch: int
@@ -185,7 +100,6 @@ class Estimate:
     drives: Drives
     run: DryRun
     summary: Summary
-    update: UpdateEstimate | None
 
     @property
     def need(self) -> DeviceNeed:
@@ -225,7 +139,6 @@ class Estimate:
             "read_bytes_per_s": trace.resources.read_bytes_per_s,
             "drives": self.drives.source,
             **self.summary.to_dict(),
-            "optimizer_update": None if self.update is None else self.update.to_dict(),
             "notes": [*self.training.notes, *self.run.notes],
         }
 
@@ -268,34 +181,7 @@ def estimate(request: Request) -> Estimate:
     )
     run = dry_run(recipe, batch, request.sequence, settings, resources)
     summary = summarize(run.trace, offload, run.ops)
-    update = UpdateEstimate.of(request, batch, training, compute, host_of(request.rates), run, summary)
-    return Estimate(request, batch, training, compute, drives, run, summary, update)
-
-
-# ---- the optimizer update -------------------------------------------------------------------------------------------
-
-
-def _variants(training: Training, config: UpdateConfig, work: Work) -> Iterator[Variant]:
-    """What may be shown: without what the dtype rules out, and as the block says, where it says so."""
-    is_fp16 = training.dtype == torch.float16
-    for variant in VARIANTS:
-        if not (is_fp16 and variant.device_gradients):
-            yield replace(variant, direct=not is_fp16)
-    configured = config.device_share, config.device_gradient_bytes, config.direct_gradients
-    default = UpdateConfig()
-    if configured != (default.device_share, default.device_gradient_bytes, default.direct_gradients):
-        share, gradient_bytes, direct = configured
-        kept = 0.0 if is_fp16 else gradient_bytes / (work.elements * work.parameter_bytes)
-        yield Variant(CONFIGURED, share, min(kept, 1.0), direct and not is_fp16)
-
-
-def _update_notes(training: Training) -> Iterator[str]:
-    if training.zero.offloads_parameters:
-        yield "the optimizer update is predicted for parameters on the device, and offload_param has them elsewhere"
-    if training.dtype == torch.float16:
-        yield "in fp16 gradients go to the host the stock way, interleaved or not"
-    elif training.micro_steps > 1:
-        yield "with several micro-steps gradients that go to the host go the stock way, interleaved or not"
+    return Estimate(request, batch, training, compute, drives, run, summary)
 
 
 # ---- the drives -----------------------------------------------------------------------------------------------------

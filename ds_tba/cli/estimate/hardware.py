@@ -1,7 +1,7 @@
 """The rates of the machine that will train, each with its source, and a clock that runs at these rates.
 
-A rate is given by the user, measured here, or documented: for one GPU of the H100 class with an eighth of its node's
-host, and one PCIe 4.0 drive of a data center.
+A rate is given by the user, measured here, or documented: for one GPU of the H100 class, and one PCIe 4.0 drive of a
+data center.
 
 [Note: The roofline] An operation takes as long as its FLOPs at the rate that matrix products reach, or as its inputs
 and outputs at the rate of device memory, whichever is longer. Left out: launching kernels, fusing several into one, and
@@ -30,9 +30,6 @@ DOCUMENTED_FLOPS_16_BIT_PER_S = 400e12
 DOCUMENTED_FLOPS_32_BIT_PER_S = 50e12
 DOCUMENTED_MEMORY_BYTES_PER_S = 3.35e12
 DOCUMENTED_COPY_BYTES_PER_S = 50e9
-# One rank's part of a host with 8 GPUs, 96 cores and 400 GB/s sustained.
-DOCUMENTED_HOST_CORES = 12
-DOCUMENTED_HOST_MEMORY_BYTES_PER_S = 50e9
 DOCUMENTED_WRITE_BYTES_PER_S = 4.2e9
 DOCUMENTED_READ_BYTES_PER_S = 7.1e9
 # A drive's rate of writes, and of reads, while both run: this part of its rate alone.
@@ -45,15 +42,13 @@ _PRODUCT_SIZE = 1024
 
 @dataclass(frozen=True, slots=True)
 class GivenRates:
-    """The rates that the user gave, all per second, and the host's cores; None where they are to be found."""
+    """The rates that the user gave, all per second; None where they are to be found."""
 
     flops: float | None = None
     memory_bytes: float | None = None
     copy_bytes: float | None = None
     write_bytes: float | None = None
     read_bytes: float | None = None
-    host_cores: int | None = None
-    host_memory_bytes: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +66,6 @@ class Compute:
     flops: Figure
     memory: Figure
     copy: Figure
-
-
-@dataclass(frozen=True, slots=True)
-class Host:
-    """One rank's part of the host: cores, and bytes of its memory per second."""
-
-    cores: Figure
-    memory: Figure
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,15 +88,6 @@ def compute_of(device: str, dtype: torch.dtype, given: GivenRates) -> Compute:
     )
 
 
-def host_of(given: GivenRates) -> Host:
-    """One rank's part of the host; never measured, because the host of the training is seldom this one."""
-    documented = "as documented for one of 8 GPUs"
-    return Host(
-        _given_or(given.host_cores, DOCUMENTED_HOST_CORES, documented),
-        _given_or(given.host_memory_bytes, DOCUMENTED_HOST_MEMORY_BYTES_PER_S, documented),
-    )
-
-
 def drives_of(write_bytes_per_s: float | None, read_bytes_per_s: float | None) -> Drives:
     """All drives as one path, whose rates are given or documented."""
     write = DOCUMENTED_WRITE_BYTES_PER_S if write_bytes_per_s is None else write_bytes_per_s
@@ -125,11 +103,7 @@ def drives_of(write_bytes_per_s: float | None, read_bytes_per_s: float | None) -
 def _figure(given: float | None, is_cpu: bool, measure: Callable[[], float], documented: float) -> Figure:
     if given is None and is_cpu:
         return Figure(measure(), "measured here")
-    return _given_or(given, documented, "as documented for an H100")
-
-
-def _given_or(given: float | None, documented: float, source: str) -> Figure:
-    return Figure(documented, source) if given is None else Figure(given, "as given")
+    return Figure(documented, "as documented for an H100") if given is None else Figure(given, "as given")
 
 
 def _measured_flops_per_s(dtype: torch.dtype) -> float:

@@ -24,7 +24,7 @@ from torch import nn
 
 from ds_tba.config import BLOCK, AioConfig, OffloadConfig, parse_block
 from ds_tba.errors import ConfigError, ModelError
-from ds_tba.update.config import UpdateConfig, parse_update_block
+from ds_tba.update.config import parse_update_block
 
 Recipe = Callable[[int, int], "Subject"]
 
@@ -230,16 +230,11 @@ _MOMENTS_BYTES, _MASTER_BYTES = 8, 4
 
 @dataclass(frozen=True, slots=True)
 class Zero:
-    """ZeRO's stage, and whether it keeps parameters and optimizer states off the device.
-
-    Attributes:
-        updates_on_host: ZeRO-3 has the optimizer states in host memory.
-    """
+    """ZeRO's stage, and whether it keeps parameters and optimizer states off the device."""
 
     stage: int
     offloads_parameters: bool
     offloads_optimizer: bool
-    updates_on_host: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,8 +249,6 @@ class Training:
         micro_steps: of one step.
         optimizer: its type; empty where the config names none.
         notes: assumptions, for the reader.
-        update: the block of the interleaved optimizer update; None where there is none.
-        clips: gradients are multiplied before the update, by clipping or a loss scale.
     """
 
     offload: OffloadConfig
@@ -267,8 +260,6 @@ class Training:
     zero: Zero
     optimizer: str
     notes: tuple[str, ...]
-    update: UpdateConfig | None = None
-    clips: bool = False
 
     @property
     def state_bytes(self) -> int | None:
@@ -305,26 +296,21 @@ def read_training(path: Path) -> Training:
     if parsed is None:
         notes.append(f'{path} has no enabled "{BLOCK}" block: the defaults of the block are used')
         parsed = OffloadConfig(enabled=False), AioConfig()
+    parse_update_block(found)  # refuses here what training would refuse
     zero = _section(found, "zero_optimization")
-    stage = _number(zero, "stage") or 0
-    optimizer_device = _section(zero, "offload_optimizer").get("device", "none")
-    dtype = _dtype(found, notes)
     return Training(
         *parsed,
-        dtype,
+        _dtype(found, notes),
         _autocast(found),
         _number(found, "train_micro_batch_size_per_gpu"),
         _number(found, "gradient_accumulation_steps") or 1,
         Zero(
-            stage,
+            _number(zero, "stage") or 0,
             _section(zero, "offload_param").get("device", "none") != "none",
-            optimizer_device != "none",
-            stage == 3 and optimizer_device == "cpu",
+            _section(zero, "offload_optimizer").get("device", "none") != "none",
         ),
         str(_section(found, "optimizer").get("type", "")),
         tuple(notes),
-        parse_update_block(found),
-        dtype == torch.float16 or found.get("gradient_clipping", 0) not in (0, None),
     )
 
 

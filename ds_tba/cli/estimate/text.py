@@ -12,15 +12,14 @@ from ds_tba.cli.format import count, in_units_of, show, table
 from ds_tba.telemetry.stats import readable
 
 if TYPE_CHECKING:
-    from ds_tba.cli.estimate.estimate import Estimate, UpdateEstimate
+    from ds_tba.cli.estimate.estimate import Estimate
     from ds_tba.cli.estimate.summary import Summary
 
 _DESCRIPTION = """\
 Runs one forward and backward of the model on PyTorch's meta device (shapes without values), through the cache and the
 recorder of a real run, and plans for the recorded trace. Prints the saved bytes of each block, the predicted peak and
 step time of keep, rematerialize, recompute, offload and the plan, what is made again by which op, the cost of smaller
-budgets, the bandwidth needed, and SSD life. Where ZeRO-3 has the optimizer's states in host memory, also the optimizer
-update: stock, and interleaved on host and device.
+budgets, the bandwidth needed, and SSD life.
 """
 _EPILOG = """\
 --model FILE.py:function
@@ -77,12 +76,6 @@ def add_parser(commands: Any) -> None:
         "--read-gbps", type=in_units_of(1e9), help="GB/s read by all drives (default: measured, else 7.1)"
     )
     parser.add_argument(
-        "--host-cores", type=count, help="cores of the host that one rank has for the optimizer update (default: 12)"
-    )
-    parser.add_argument(
-        "--host-memory-gbps", type=in_units_of(1e9), help="GB/s of host memory that one rank has (default: 50)"
-    )
-    parser.add_argument(
         "--gpu-memory", type=in_units_of(2**30), metavar="GIB", help="memory of the GPU, to see what fits"
     )
     parser.add_argument("--ranks", type=count, default=1, help="ranks that ZeRO divides among (default: 1)")
@@ -110,8 +103,6 @@ def _estimate(options: argparse.Namespace) -> tuple[list[str], dict[str, Any]]:
             options.copy_gbps,
             options.write_gbps,
             options.read_gbps,
-            options.host_cores,
-            options.host_memory_gbps,
         ),
         options.gpu_memory,
         options.ranks,
@@ -124,8 +115,6 @@ def lines(found: Estimate) -> Iterator[str]:
     """The text of an estimate."""
     summary = found.summary
     parts = [_subject(found), _breakdown(summary), _predictions(summary), _budgets(summary), _verdicts(found)]
-    if found.update is not None:
-        parts.append(_about_update(found.update))
     for part in parts:
         yield from part
         yield ""
@@ -296,25 +285,6 @@ def _about_wear(found: Estimate) -> Iterator[str]:
         )
 
 
-def _about_update(update: UpdateEstimate) -> Iterator[str]:
-    """The optimizer update, and where it matters."""
-    rows = [("optimizer update (calculated, not measured)", "device_share", "update", "speed-up", "step", "speed-up")]
-    for one in update.predicted():
-        share = "" if one.device_share is None else f"{one.device_share:.2f}"
-        update_s, step_s = _duration(one.update_s), _duration(one.iteration_s)
-        rows.append((one.name, share, update_s, f"{one.update_faster:.1f}", step_s, f"{one.iteration_faster:.1f}"))
-    yield from table(rows)
-    for one in update.predicted():
-        if one.device_gradient_bytes:
-            yield f"gradients   {one.name}: {readable(int(one.device_gradient_bytes))} of GPU memory hold them"
-    yield (
-        f"the rank    {update.work.elements / 1e6:,.1f} M trained parameters, {update.tokens:,} tokens per step, "
-        f"{update.host.cores.value:g} cores, {update.host.memory.value / 1e9:.4g} GB/s of host memory"
-    )
-    by_tokens = [f"{faster:.1f} at {tokens:,} tokens per step" for tokens, faster in update.best_by_tokens()]
-    yield f"tokens      best speed-up of the step: {', '.join(by_tokens)}"
-
-
 def _assumptions(found: Estimate) -> Iterator[str]:
     """Everything that the figures rest on."""
     compute, request = found.compute, found.request
@@ -328,13 +298,10 @@ def _assumptions(found: Estimate) -> Iterator[str]:
     yield f"the drives: {found.drives.source}"
     if found.drives.written_bytes:
         yield f"measuring the drives wrote {found.drives.written_bytes / 1e6:.0f} MB"
-    left_out = ", communication and the optimizer" if found.update is None else " and communication"
     yield (
         "an operation takes the time of its FLOPs (causal attention counts in full) or of its bytes, whichever is "
-        f"longer; kernel launches, kernel fusion{left_out} are left out"
+        "longer; kernel launches, kernel fusion, communication and the optimizer are left out"
     )
-    if found.update is not None:
-        yield from _assumptions_of_update(found.update)
     for one in sorted(found.run.attention):
         yield f"on {request.device}: {one.words}"
     if found.run.runs_on == "cpu" and request.device == "cuda":  # under autocast
@@ -351,21 +318,6 @@ def _assumptions(found: Estimate) -> Iterator[str]:
     placement = found.training.offload.placement
     if placement != "adaptive":
         yield f'the config has "placement": "{placement}"; the plan shown is that of "adaptive"{_without_plan(found)}'
-
-
-def _assumptions_of_update(update: UpdateEstimate) -> Iterator[str]:
-    cores, memory, rates = update.host.cores, update.host.memory, update.rates
-    yield from update.notes
-    yield (
-        f"the optimizer update: one rank has {cores.value:g} cores of the host ({cores.source}), with CPUAdam at "
-        f"{rates.host_adam_per_s / cores.value / 1e9:g} billion parameters/s each, and {memory.value / 1e9:.4g} GB/s "
-        f"of its memory ({memory.source}); the link moves {rates.up_bytes_per_s / 1e9:.3g} GB/s each way while "
-        f"both are busy, and {rates.pageable_bytes_per_s / 1e9:.3g} GB/s from memory that is not pinned"
-    )
-    yield (
-        f"a step is forward and backward of {_WORDS[update.placement]}, with gradients on the link while backward "
-        "computes, and the update"
-    )
 
 
 def _without_plan(found: Estimate) -> str:
