@@ -11,9 +11,9 @@ variants must be equal, step by step, bit for bit.
 
 Without ``--gpu`` the engines of stock and of the block are in one process, and the CPU is the device, too: only
 ``share 0`` says something, and it must not be slower than stock by more than 2 %. With ``--gpu`` there is memory for
-one engine only, so that stock, the block, and the block with gradients that stay on the device are processes that take
-turns; within a process the shares do, twice. No GPU has run it yet: a round of 3e9 parameters is expected to take 5 to
-10 minutes (``--rounds 1`` is one of all processes, ``--shares`` takes fewer), and 5e9 to need 112 GB of host memory.
+one engine only, so that stock and the block are processes that take turns; within a process the shares do, twice.
+No GPU has run it yet: a round of 3e9 parameters is expected to take 5 to 10 minutes (``--rounds 1`` is one of all
+processes, ``--shares`` takes fewer), and 5e9 to need 112 GB of host memory.
 ``--slices`` times CPUAdam itself in slices against one call, alone and with unscaling and cast.
 """
 
@@ -40,7 +40,7 @@ TOLERANCE = 0.02
 NULL_TOLERANCE, UPDATE_FASTER, STEP_FASTER = 0.05, 2.0, 2.5
 GPU_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0, None)
 CPU_SHARES = (0.0, 0.5, None)
-STOCK, INTERLEAVED, KEPT = "stock", "interleaved", "gradients kept"
+STOCK, INTERLEAVED = "stock", "interleaved"
 TOGETHER = "together"
 TURNS_APART = 2
 
@@ -61,17 +61,13 @@ class Variant(NamedTuple):
         """For tables and files."""
         if self.family == STOCK:
             return STOCK
-        share = "null" if self.share is None else f"share {self.share:g}"
-        return f"{share}, gradients kept" if self.family == KEPT else share
+        return "null" if self.share is None else f"share {self.share:g}"
 
 
 def variants_of(options: argparse.Namespace) -> list[Variant]:
     """All, stock first."""
     shares = options.shares or (GPU_SHARES if options.gpu else CPU_SHARES)
-    found = [Variant(STOCK), *(Variant(INTERLEAVED, share) for share in shares)]
-    if options.apart:
-        found += [Variant(KEPT, share) for share in shares if share != 0]
-    return found
+    return [Variant(STOCK), *(Variant(INTERLEAVED, share) for share in shares)]
 
 
 # ---- one process ----------------------------------------------------------------------------------------------------
@@ -186,8 +182,6 @@ def config_of(family: str, options: argparse.Namespace) -> dict[str, Any]:
         config[BLOCK] = {"chunk_bytes": options.chunk_mib << 20}
         # Slots for three chunks: one on its way up, one computed, one on its way down.
         config[BLOCK]["device_buffer_bytes"] = 15 * config[BLOCK]["chunk_bytes"]
-        if family == KEPT:
-            config[BLOCK]["device_gradient_bytes"] = 2 * int(options.size)
     return config
 
 
@@ -280,8 +274,6 @@ def verdicts(found: dict[str, Any], options: argparse.Namespace, tokens: int) ->
         yield f"update of {host} against stock: {slower:+.1%}, {TOLERANCE:.0%} more is allowed: {held}"
     if not options.apart:
         return
-    kept_bytes = [one["device_gradient_bytes"] for name, one in found["reports"].items() if name.startswith(KEPT)]
-    yield f"gradients that stayed on the device, of {KEPT!r}: {max(kept_bytes, default=0) / 1e9:.3g} GB"
     at = f"at {found['parameters'] / 1e6:,.1f} M parameters and {tokens:,} tokens per step"
     names = {one.name: one for one in variants_of(options)}
     null = Variant(INTERLEAVED).name
@@ -290,14 +282,13 @@ def verdicts(found: dict[str, Any], options: argparse.Namespace, tokens: int) ->
         best = min(fixed, key=lambda name: statistics.median(one[name]["update_s"] for one in rounds))
         slower = statistics.median(ratios(rounds, null, "update_s", best)) - 1
         yield f"null against {best}, the best fixed share, {at}: {slower:+.1%}: {_held(slower <= NULL_TOLERANCE)}"
-    for family in (INTERLEAVED, KEPT):
-        own = [name for name, one in names.items() if one.family == family]
-        for key, least in (("update_s", UPDATE_FASTER), ("step_s", STEP_FASTER)):
-            if own:
-                best = min(own, key=lambda name, key=key: statistics.median(one[name][key] for one in rounds))  # type: ignore[misc]
-                faster = 1 / statistics.median(ratios(rounds, best, key))
-                what, held = key.removesuffix("_s"), _held(faster >= least)
-                yield f"{what} of {best} {at}: {faster:.2f} times as fast as stock, {least:g} asked for: {held}"
+    own = [name for name, one in names.items() if one.family == INTERLEAVED]
+    for key, least in (("update_s", UPDATE_FASTER), ("step_s", STEP_FASTER)):
+        if own:
+            best = min(own, key=lambda name, key=key: statistics.median(one[name][key] for one in rounds))  # type: ignore[misc]
+            faster = 1 / statistics.median(ratios(rounds, best, key))
+            what, held = key.removesuffix("_s"), _held(faster >= least)
+            yield f"{what} of {best} {at}: {faster:.2f} times as fast as stock, {least:g} asked for: {held}"
 
 
 def _held(held: bool) -> str:
@@ -394,7 +385,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--markdown", type=Path, help="write the tables and verdicts to this file")
     parser.add_argument("--size", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--its_tokens", type=int, help=argparse.SUPPRESS)
-    add_process_options(parser, (TOGETHER, STOCK, INTERLEAVED, KEPT))
+    add_process_options(parser, (TOGETHER, STOCK, INTERLEAVED))
     options = parser.parse_args(argv)
     defaults: dict[str, tuple[Any, Any]] = {
         "parameters": ([50e6], [3e9, 5e9]),

@@ -46,7 +46,6 @@ SLOTS_MADE = """\
                 break
 """
 SO_FAR = "        so_far = moment(self._accelerator)"
-GRADIENTS, OF_GRADIENTS = "ds_tba/update/gradients.py", "tests/update/test_gradients.py"
 UPDATER, OF_ENGINES = "ds_tba/update/updater.py", "tests/update/test_engine_updates.py"
 OF_HOST = "ds_tba/update/host.py"
 PINNING, OF_PINNING = "ds_tba/update/pinning.py", "tests/update/test_pinning.py"
@@ -194,23 +193,6 @@ MUTANTS = [
     Mutant("the parameters get bytes of the master", UPDATE,
            "accelerator.launch(cast, master, job.target)",
            "accelerator.copy(master.view(torch.uint8)[: job.target.nbytes], job.target.view(torch.uint8))", OF_UPDATE),
-    Mutant("a gradient of the device is taken for fp32", UPDATE,
-           "accelerator.launch(cast, job.gradient, gradient)",
-           "accelerator.copy(job.gradient.view(torch.uint8), gradient.view(torch.uint8)[: job.gradient.nbytes])",
-           OF_UPDATE),
-    Mutant("a kept gradient changes before the host has what stock reads of it", GRADIENTS,
-           "                self._put_on_host(kept, non_blocking=True)", "                #",
-           OF_GRADIENTS),
-    Mutant("a kept gradient is read before its reduction is done", GRADIENTS,
-           "            stream.synchronize()\n", "            pass\n", OF_GRADIENTS),
-    Mutant("a micro-step is added to a buffer that was skipped", GRADIENTS,
-           "            self._fill([number])\n", "", OF_GRADIENTS),
-    Mutant("a step that stock takes does not see what is kept", GRADIENTS,
-           "                self._put_on_host(kept)\n                kept.factor = kept.factor if",
-           "                kept.factor = kept.factor if", OF_GRADIENTS),
-    Mutant("the host is not owed the gradient as the step has left it", GRADIENTS,
-           "                kept.factor, kept.on_host = factor, False\n", "                pass\n",
-           OF_GRADIENTS),
     Mutant("the ends of a sub-group are not updated", UPDATER,
            "                for _ in self._host.slices(end, self._upload):\n", "                for _ in ():\n",
            OF_ENGINES),

@@ -71,7 +71,6 @@ class Split:
         chunks: in the order of the sub-groups.
         device_share: the part of all elements that is the device's, rounded to whole chunks; None lets them meet.
         may_go: whether a chunk may go to the device.
-        must_go: whether a chunk that may go there is the device's in any case.
     """
 
     def __init__(
@@ -79,15 +78,14 @@ class Split:
         chunks: Sequence[Chunk],
         device_share: float | None,
         may_go: Callable[[Chunk], bool] = lambda _: True,
-        must_go: Callable[[Chunk], bool] = lambda _: False,
     ) -> None:
         self._chunks = chunks
         self._next_of_host = 0
         possible = [number for number in reversed(range(len(chunks))) if may_go(chunks[number])]
-        self._not_for_host = {number for number in possible if must_go(chunks[number])}
+        self._not_for_host: set[int] = set()
         if device_share is not None:
-            self._not_for_host |= set(_share(chunks, possible, device_share))
-            possible = [number for number in possible if number in self._not_for_host]
+            possible = list(_share(chunks, possible, device_share))
+            self._not_for_host |= set(possible)
         # From the back, as the device takes them.
         self._of_device = possible
         self._taken_by_device = 0

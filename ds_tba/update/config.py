@@ -18,6 +18,10 @@ ARRAYS_PER_CHUNK = 5
 # The least chunk: below it the calls cost more than the work.
 MIN_CHUNK_BYTES = 1 << 16
 
+# Keys of earlier versions, and why nobody needs them.
+_GRADIENTS = 'DeepSpeed copies gradients to pinned memory asynchronously by itself, with `"pin_memory": true`'
+REMOVED_KEYS = {"device_gradient_bytes": _GRADIENTS, "direct_gradients": _GRADIENTS}
+
 Share = Annotated[float, BeforeValidator(number), Field(ge=0, le=1, allow_inf_nan=False)]
 
 
@@ -36,8 +40,6 @@ class UpdateConfig(Block):
         device_buffer_bytes: of device memory, during the update only.
         chunk_bytes: of the fp32 parameters of a chunk. Moments and gradients of a chunk are as large each.
         pinned_bytes: of host memory that may be pinned; None sets no limit. Only what is pinned goes to the device.
-        device_gradient_bytes: of gradients that stay on the device from backward to the update.
-        direct_gradients: gradients go to the host once, and not to it, back and to it again.
         exact: the device computes only where its bits are CPUAdam's.
         verify_chunks: of the device's part in the first step, computed on the host, too, and compared.
     """
@@ -47,8 +49,6 @@ class UpdateConfig(Block):
     device_buffer_bytes: Bytes = 1 << 30
     chunk_bytes: Annotated[int, BeforeValidator(number), Field(ge=MIN_CHUNK_BYTES)] = 1 << 26
     pinned_bytes: Bytes | None = None
-    device_gradient_bytes: Bytes = 0
-    direct_gradients: StrictBool = True
     exact: StrictBool = True
     verify_chunks: Count = 4
     report: UpdateReportConfig = UpdateReportConfig()
@@ -57,6 +57,14 @@ class UpdateConfig(Block):
     def chunk_elements(self) -> int:
         """Elements of a chunk."""
         return self.chunk_bytes // BYTES_PER_ELEMENT
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_no_removed_key(cls, block: Any) -> Any:
+        for key, why in REMOVED_KEYS.items():
+            if isinstance(block, Mapping) and key in block:
+                raise PydanticCustomError("removed", f"`{key}` is gone: {why}; remove it")
+        return block
 
     @model_validator(mode="after")
     def _consistent(self) -> UpdateConfig:

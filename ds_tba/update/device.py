@@ -36,14 +36,11 @@ class Job:
         master: on the host, fp32, pinned; updated in place when the job is done.
         exp_avg: the same.
         exp_avg_sq: the same.
-        gradient: on the host, fp32, pinned; or, where it never left the device, there, of any float dtype.
+        gradient: the same; multiplied in place by ``factor`` where that is not 1.0.
         target: the parameters of this chunk on the device, in their own dtype; None where they are not there.
-        factor: the fp32 gradient is multiplied by it before the update. Where it is not 1.0, a gradient of the host
-            is written back multiplied; one of the device stays as it is.
+        factor: the gradient is multiplied by it before the update.
         update: ``update(master, exp_avg, exp_avg_sq, gradient, scratch)`` in place on fp32 tensors of the device;
             leaves the gradient.
-        gradient_on_device: only to be said where device and host are the same (the CPU) and the gradient is fp32;
-            everywhere else the tensor tells.
     """
 
     master: torch.Tensor
@@ -53,12 +50,6 @@ class Job:
     target: torch.Tensor | None
     factor: float
     update: Update
-    gradient_on_device: bool = False
-
-    def has_gradient_on_device(self) -> bool:
-        """Whether the gradient need not be uploaded."""
-        gradient = self.gradient
-        return self.gradient_on_device or gradient.device.type != "cpu" or gradient.dtype != torch.float32
 
 
 @dataclass(slots=True)
@@ -270,23 +261,20 @@ class DevicePipeline:
                 f"a chunk of the shapes {[list(tensor.shape) for tensor in tensors]}: tensors are contiguous and of "
                 f"one length, at most {self._chunk_elements}; cut the sub-group into chunks of that length"
             )
-        if any(tensor.dtype != torch.float32 for tensor in tensors[:3]):
-            raise StateError(f"a chunk of {[tensor.dtype for tensor in tensors[:3]]}: master and moments are fp32")
+        if any(tensor.dtype != torch.float32 for tensor in tensors[:4]):
+            raise StateError(f"a chunk of {[tensor.dtype for tensor in tensors[:4]]}: all but the parameters are fp32")
 
     def _queue(self, job: Job, arrays: list[torch.Tensor]) -> Any:
         """Queue a job in a slot; the event of its write-back."""
         accelerator, stats = self._accelerator, self.stats
         master, exp_avg, exp_avg_sq, gradient, scratch = arrays
         state = [(job.master, master), (job.exp_avg, exp_avg), (job.exp_avg_sq, exp_avg_sq)]
-        host_gradient = [] if job.has_gradient_on_device() else [(job.gradient, gradient)]
         with accelerator.on(self._up):
-            for on_host, on_device in state + host_gradient:
+            for on_host, on_device in [*state, (job.gradient, gradient)]:
                 self._upload_bytes(on_host, on_device)
             uploaded = moment(accelerator)
         with accelerator.on(self._compute):
             _wait(self._compute, uploaded)
-            if not host_gradient:
-                accelerator.launch(cast, job.gradient, gradient)
             if job.factor != 1.0:
                 accelerator.launch(partial(scale, job.factor), gradient)
             accelerator.launch(job.update, master, exp_avg, exp_avg_sq, gradient, scratch)
@@ -295,7 +283,7 @@ class DevicePipeline:
             updated = moment(accelerator)
         with accelerator.on(self._down):
             _wait(self._down, updated)
-            for on_host, on_device in state + (host_gradient if job.factor != 1.0 else []):
+            for on_host, on_device in state + ([(job.gradient, gradient)] if job.factor != 1.0 else []):
                 accelerator.copy(on_device.view(torch.uint8), on_host.view(torch.uint8))
                 stats.written_back_bytes += on_host.nbytes
             written_back = moment(accelerator)

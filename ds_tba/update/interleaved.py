@@ -18,7 +18,6 @@ from ds_tba.telemetry.report import checked_path, write_json
 from ds_tba.update.config import UpdateConfig
 from ds_tba.update.device import DevicePipeline
 from ds_tba.update.formula import HostAdam, is_exact
-from ds_tba.update.gradients import Gradients, StockGradients, obstacle
 from ds_tba.update.host import SLICE_ELEMENTS, HostUpdate, SubGroup, WriteBack
 from ds_tba.update.pinning import cuda_registry
 from ds_tba.update.report import UpdateCounters, UpdateReport
@@ -59,8 +58,6 @@ class InterleavedUpdate:
         self._device_share, self._share_words = self._share(accelerator, zero)
         chunk_elements = min(config.chunk_elements, max(one.numel() for one in zero.fp32_partitioned_groups_flat))
         self._pipeline = DevicePipeline(accelerator, device, chunk_elements, config.device_buffer_bytes)
-        self._gradients = self._new_gradients(accelerator, zero)
-        self._kept_bytes = self._gradients.kept_bytes
         self._zero3 = Zero3Update(zero, self._run, self._leave, self._done, self._loaded)
         self._parts = Parts(
             config=config,
@@ -69,7 +66,6 @@ class InterleavedUpdate:
             pipeline=self._pipeline,
             powers=self._zero3.powers,
             is_pinned=self._is_pinned,
-            gradients=self._gradients,
             counters=self._counters,
             target_on_device=not zero.offload_param,
             device_share=self._device_share,
@@ -108,8 +104,6 @@ class InterleavedUpdate:
             predicted_s=counters.elements / both_per_s if both_per_s else 0.0,
             verified_chunks=counters.verified_chunks,
             pinned_bytes=self._pinned_bytes,
-            direct_gradient_bytes=self._gradients.direct_bytes,
-            device_gradient_bytes=self._kept_bytes,
             fallbacks=dict(counters.fallbacks),
         )
 
@@ -132,7 +126,6 @@ class InterleavedUpdate:
         self._is_closed = True
         atexit.unregister(self._at_exit)
         self._zero3.remove()
-        self._gradients.remove()
         if self._registry is not None:
             self._registry.close()
         self._write()
@@ -145,16 +138,6 @@ class InterleavedUpdate:
         if accelerator.is_synchronized_device() or zero.offload_param:
             return None
         return WriteBack(accelerator, zero.dtype, SLICE_ELEMENTS)
-
-    def _new_gradients(self, accelerator: Accelerator, zero: Any) -> Gradients | StockGradients:
-        """What is changed about gradients; nothing where their way must be DeepSpeed's."""
-        config = self.config
-        # On a CPU there are no copies between host and device that could be saved.
-        direct = config.direct_gradients and not accelerator.is_synchronized_device()
-        if not config.device_gradient_bytes and (not direct or obstacle(zero) is not None):
-            return StockGradients(zero)
-        kept_bytes = config.device_gradient_bytes if self._device_share != 0 else 0
-        return Gradients(zero, accelerator.device(), direct=direct, device_gradient_bytes=kept_bytes)
 
     def _share(self, accelerator: Accelerator, zero: Any) -> tuple[float | None, str]:
         """The device's share, in words, too: as configured, if the device's bits are those of CPUAdam."""
@@ -206,12 +189,10 @@ class InterleavedUpdate:
     def _leave(self, reason: str, words: str) -> None:
         self._counters.stock_steps += 1
         self._counters.fall_back(reason, words)
-        self._parts.gradients.settle()
 
-    def _done(self, factors: list[float]) -> None:
+    def _done(self) -> None:
         every = self.config.report.every_steps
         is_due = every and self._counters.steps % every == 0
-        self._gradients.after_step(factors[0])
         if is_due and self._rank == 0:
             logger.info("%s", self.report().line())
         if is_due or time.monotonic() - self._written_at > REPORT_AGE_S:

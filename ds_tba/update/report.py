@@ -33,8 +33,6 @@ class UpdateReport:
         predicted_s: of the updates at the rates of both sides, had neither waited for the other; beside ``update_s``.
         verified_chunks: of the device that the host computed, too, bit for bit the same.
         pinned_bytes: of host memory, master and moments (in place) and buffers.
-        direct_gradient_bytes: that were not copied to the host and back in backward.
-        device_gradient_bytes: of gradients that stayed on the device, at most at one time.
         fallbacks: how often something was left to the host or to DeepSpeed, by reason.
     """
 
@@ -60,8 +58,6 @@ class UpdateReport:
     predicted_s: float = 0.0
     verified_chunks: int = 0
     pinned_bytes: int = 0
-    direct_gradient_bytes: int = 0
-    device_gradient_bytes: int = 0
     fallbacks: dict[str, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
 
 import torch
 
@@ -22,14 +21,6 @@ from ds_tba.update.device import DevicePipeline, Job
 from ds_tba.update.formula import Powers, Scalars, update_
 from ds_tba.update.host import HostUpdate, SubGroup
 from ds_tba.update.report import UpdateCounters
-
-
-class DeviceGradients(Protocol):
-    """Gradients of which some did not leave the device."""
-
-    def on_device(self, sub_group: int, start: int, stop: int) -> torch.Tensor | None: ...
-    def on_host(self, sub_group: int, start: int, stop: int) -> torch.Tensor: ...
-    def settle(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -58,7 +49,6 @@ class Parts:
         pipeline: the device's side.
         powers: mirror of CPUAdam's hidden state.
         is_pinned: whether the device may copy from and to the arrays of a sub-group by itself.
-        gradients: which stayed on the device.
         counters: for the report.
         target_on_device: whether the model's parameters are there.
         device_share: as the config says, or 0 where the device's bits are not CPUAdam's.
@@ -71,7 +61,6 @@ class Parts:
     pipeline: DevicePipeline
     powers: Powers
     is_pinned: Callable[[SubGroup], bool]
-    gradients: DeviceGradients
     counters: UpdateCounters
     target_on_device: bool
     device_share: float | None
@@ -109,15 +98,7 @@ class _Update:
 
     def _new_split(self) -> Split:
         pinned = [self._parts.is_pinned(one) for one in self._sub_groups]
-        return Split(
-            self._chunks,
-            self._parts.device_share,
-            may_go=lambda chunk: pinned[chunk.sub_group],
-            must_go=lambda chunk: self._kept_gradient(chunk) is not None,
-        )
-
-    def _kept_gradient(self, chunk: Chunk) -> torch.Tensor | None:
-        return self._parts.gradients.on_device(chunk.sub_group, chunk.start, chunk.stop)
+        return Split(self._chunks, self._parts.device_share, may_go=lambda chunk: pinned[chunk.sub_group])
 
     # ---- the update ---------------------------------------------------------------------------------------------
 
@@ -127,7 +108,7 @@ class _Update:
         try:
             if not self._pipeline.begin(most_jobs=most_jobs) and most_jobs:
                 self._parts.counters.fall_back("no device memory", "the device has no memory for one chunk")
-                self._give_up_device()
+                self._split.give_to_host()
             self._take_witnesses()
             self._feed()
             self._take_front()
@@ -143,10 +124,6 @@ class _Update:
         device_elements = sum(chunk.elements for chunk in self._device_chunks)
         self._parts.counters.count(elements, device_elements, time.perf_counter() - began_s, self._host_s, drain_s)
 
-    def _give_up_device(self) -> None:
-        self._parts.gradients.settle()
-        self._split.give_to_host()
-
     def _take_front(self) -> None:
         """The host's chunks; the device is fed between slices."""
         while (chunk := self._split.for_host()) is not None:
@@ -160,7 +137,7 @@ class _Update:
         self._enter(len(self._sub_groups) - 1)
 
     def _take_rest(self) -> None:
-        """What a fixed share, or gradients on the device, leave to the device alone."""
+        """What a fixed share leaves to the device alone."""
         while (chunk := self._split.for_device()) is not None:
             self._pipeline.wait_for_room()
             self._submit(chunk)
@@ -175,24 +152,12 @@ class _Update:
                     self._host.recompute(witness.copy)
                     witness.computed = True
             start, stop = inside(sub_group.elements)
-            for end in (self._end(self._entered, 0, start), self._end(self._entered, stop, sub_group.elements)):
+            for end in (sub_group.cut(0, start), sub_group.cut(stop, sub_group.elements)):
                 for _ in self._host.slices(end, self._upload):
                     pass
             self._entered += 1
 
-    def _end(self, number: int, start: int, stop: int) -> SubGroup:
-        """What lies outside of the chunks, with its gradient on the host; not a whole parameter's for it."""
-        end = self._sub_groups[number].cut(start, stop)
-        kept = self._parts.gradients.on_device(number, start, stop)
-        if kept is None:
-            self._parts.gradients.on_host(number, start, stop)
-        else:
-            end.gradient.copy_(kept)
-        return end
-
     def _part(self, chunk: Chunk) -> SubGroup:
-        """A chunk of which the host has the gradient."""
-        self._parts.gradients.on_host(chunk.sub_group, chunk.start, chunk.stop)
         return self._sub_groups[chunk.sub_group].cut(chunk.start, chunk.stop)
 
     def _upload(self, source: torch.Tensor, target: torch.Tensor) -> object:
@@ -206,19 +171,17 @@ class _Update:
                 return
 
     def _submit(self, chunk: Chunk) -> None:
-        kept = self._kept_gradient(chunk)
-        part = self._part(chunk) if kept is None else self._sub_groups[chunk.sub_group].cut(chunk.start, chunk.stop)
+        part = self._part(chunk)
         self._device_chunks.append(chunk)
         self._pipeline.submit(
             Job(
                 part.master,
                 part.exp_avg,
                 part.exp_avg_sq,
-                part.gradient if kept is None else kept,
+                part.gradient,
                 part.target if self._parts.target_on_device else None,
                 part.factor,
                 partial(update_, scalars=self._scalars[chunk.sub_group]),
-                gradient_on_device=kept is not None,
             )
         )
 
@@ -226,21 +189,19 @@ class _Update:
         """Parameters that are kept on the host, of chunks that the device has updated."""
         if not self._parts.target_on_device:
             for chunk in self._device_chunks:
-                self._host.write(self._sub_groups[chunk.sub_group].cut(chunk.start, chunk.stop), self._upload)
+                self._host.write(self._part(chunk), self._upload)
 
     # ---- the proof in the first step ----------------------------------------------------------------------------
 
     def _take_witnesses(self) -> None:
         for chunk in self._split.first_of_device(self._parts.chunks_to_verify):
-            kept = self._kept_gradient(chunk)
-            part = self._part(chunk) if kept is None else self._sub_groups[chunk.sub_group].cut(chunk.start, chunk.stop)
-            gradient = part.gradient.clone() if kept is None else kept.to("cpu", torch.float32, copy=True)
+            part = self._part(chunk)
             copy = replace(
                 part,
                 master=part.master.clone(),
                 exp_avg=part.exp_avg.clone(),
                 exp_avg_sq=part.exp_avg_sq.clone(),
-                gradient=gradient,
+                gradient=part.gradient.clone(),
                 target=None,
             )
             self._witnesses.append(Witness(chunk, copy))
@@ -250,7 +211,7 @@ class _Update:
         for witness in self._witnesses:
             if witness.chunk not in done or not witness.computed:
                 continue
-            part = self._sub_groups[witness.chunk.sub_group].cut(witness.chunk.start, witness.chunk.stop)
+            part = self._part(witness.chunk)
             for name in ("master", "exp_avg", "exp_avg_sq"):
                 _check(name, getattr(part, name), getattr(witness.copy, name), witness.chunk)
             if part.target is not None:

@@ -208,7 +208,7 @@ class Zero3Update:
         zero: a ``DeepSpeedZeroOptimizer_Stage3`` that :func:`refuse_unsupported` has let pass.
         run: does an update of all sub-groups.
         leave: called before a step that is left to DeepSpeed, with the reason and its words.
-        done: called after each update, with the factor of each sub-group.
+        done: called after each update.
 
     Attributes:
         highest_of_ranks: the highest number that any rank has; called by all ranks, once in each step that updates.
@@ -219,7 +219,7 @@ class Zero3Update:
         zero: Any,
         run: Callable[[list[SubGroup]], None],
         leave: Callable[[str, str], None],
-        done: Callable[[list[float]], None],
+        done: Callable[[], None],
         loaded: Callable[[list[torch.Tensor]], None],
     ) -> None:
         self._zero = zero
@@ -396,7 +396,7 @@ class Zero3Update:
                 self._reassign_by_deepspeed(number)
             else:
                 zero._unflatten_partitioned_parameters(number)
-        self._done(self._factors)
+        self._done()
 
 
 def _is_plain(array: Any) -> bool:

@@ -3,7 +3,7 @@
     python tests/update/fuzz_update.py --draws 200 [--first 0]
 
 Drawn are sizes, dtypes, parameter groups, clipping, accumulation, where parameters are, sub-groups, chunks, the
-device's share, gradients that stay on the device, and whether its streams run late. Prints the seeds that fail.
+device's share, and whether its streams run late. Prints the seeds that fail.
 """
 
 from __future__ import annotations
@@ -54,8 +54,6 @@ def draw(seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
         "chunk_bytes": chunk_bytes,
         "device_buffer_bytes": chunk_bytes * 5 * chance.choice([1, 2, 4]),
         "device_share": chance.choice([0, 1, None, chance.random()]),
-        "device_gradient_bytes": chance.choice([0, 1_000, 100_000, 10**7]),
-        "direct_gradients": chance.random() < 0.7,
         "verify_chunks": chance.choice([0, 1, 4]),
     }
     variant = {

@@ -139,15 +139,9 @@ class Training:
         factor, rate = chance.choice([1.0, 0.3]), chance.choice([0.125, 0.3])
         share = chance.choice([0, 0.5, 1, chance.random()])
         gradient = torch.randn(self.elements)
-        kinds = [chance.choice(["on host", "on device"]) if chance.random() < share else "host" for _ in self.cuts]
-        stays: dict[int, torch.Tensor] = {}
-        for number, (cut, kind) in enumerate(zip(self.cuts, kinds, strict=True)):
-            if kind == "on device":
-                values = gradient[cut].to(chance.choice(DTYPES))
-                gradient[cut] = values.float()
-                stays[number] = on_device(device, values)
-                self.host[3][cut] = -1.0  # nobody needs it
-            elif kind == "on host":  # on its way from the device
+        is_job = [chance.random() < share for _ in self.cuts]
+        for cut, on_its_way in zip(self.cuts, is_job, strict=True):
+            if on_its_way:  # from the device
                 fill(device, self.host[3][cut], gradient[cut])
             else:
                 self.host[3][cut] = gradient[cut]
@@ -162,22 +156,16 @@ class Training:
         for number in chance.sample(range(len(self.cuts)), len(self.cuts)):
             cut = self.cuts[number]
             tensors = [tensor[cut] for tensor in self.host]
-            if kinds[number] == "host":
+            if not is_job[number]:
                 self.on_host(tensors, cut, factor, rate)
                 continue
             target = self.parameters[cut] if chance.random() < 0.8 else None
             missing += [] if target is not None else [cut]
-            if number in stays:
-                tensors[3] = stays.pop(number)
             until(pipeline.has_room)
-            pipeline.submit(Job(*tensors, target, factor, partial(update, rate), kinds[number] == "on device"))
+            pipeline.submit(Job(*tensors, target, factor, partial(update, rate)))
             tensors.clear()  # the last hold on the gradient
         pipeline.drain()
 
-        for number, cut in enumerate(self.cuts):
-            if kinds[number] == "on device":
-                assert bool((self.host[3][cut] == -1.0).all())  # left alone
-                self.host[3][cut] = self.expected[3][cut]
         assert same(self.host, self.expected)
         for cut in missing:
             fill(device, self.parameters[cut], self.low[cut])
@@ -186,7 +174,7 @@ class Training:
             assert not device.is_freed_memory_written()
             assert device.allocated_bytes == self.parameters.nbytes
         assert same([before, after], [old, self.low]) and same(self.host, self.expected)
-        assert pipeline.stats.jobs - jobs == sum(kind != "host" for kind in kinds)
+        assert pipeline.stats.jobs - jobs == sum(is_job)
 
     def on_host(self, tensors: Tensors, cut: slice, factor: float, rate: float) -> None:
         """The host's update of a chunk, through staging that it has only once."""

@@ -26,17 +26,6 @@ class Calls:
         self.made.append((hyper.lr, master.numel()))
 
 
-class OnHost:
-    def on_device(self, sub_group: int, start: int, stop: int) -> None:
-        return None
-
-    def on_host(self, sub_group: int, start: int, stop: int) -> None:
-        return None
-
-    def settle(self) -> None:
-        return None
-
-
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0, None])
 def test_cpu_adam_hears_of_each_sub_group_once_in_order_before_its_parts(share: float | None) -> None:
     """Its hidden powers of the betas depend on that; see ``Powers``."""
@@ -55,7 +44,6 @@ def test_cpu_adam_hears_of_each_sub_group_once_in_order_before_its_parts(share: 
         pipeline=DevicePipeline(accelerator, torch.device("cpu"), config.chunk_elements, config.device_buffer_bytes),
         powers=Powers(0.9, 0.999),
         is_pinned=lambda _: True,
-        gradients=OnHost(),  # type: ignore[arg-type]
         counters=counters,
         target_on_device=True,
         device_share=share,
