@@ -189,7 +189,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """The turns of one process: of one family, or of all."""
     variants = [one for one in variants_of(options) if options.variant in (one.family, TOGETHER)]
     trainees = {family: Trainee(family, options) for family in dict.fromkeys(one.family for one in variants)}
-    for one in variants:  # moments are made, memory is pinned, chunks are verified, every share has run
+    for one in variants:  # moments are made, memory is pinned, every share has run
         trainees[one.family].use(one.share)
         trainees[one.family].step()
     most = TURNS_APART if options.apart else options.rounds

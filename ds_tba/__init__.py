@@ -25,7 +25,6 @@ if TYPE_CHECKING:
         StorageError,
         TransferError,
         UpdateInterruptedError,
-        UpdateMismatchError,
     )
     from ds_tba.offloader import ActivationOffloader
     from ds_tba.telemetry.report import OffloadReport
@@ -45,7 +44,6 @@ __all__ = [
     "StorageError",
     "TransferError",
     "UpdateInterruptedError",
-    "UpdateMismatchError",
     "attach",
 ]
 

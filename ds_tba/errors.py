@@ -13,7 +13,6 @@
     │   ├── TransferError                        one I/O request failed or was short (the store handles it)
     │   ├── ActivationLostError                  bytes that backward needs could not be read back
     │   └── ActivationCorruptionError            bytes read back are not the bytes written
-    ├── UpdateMismatchError (RuntimeError)       the device's optimizer update is not bit for bit CPUAdam's
     ├── UpdateInterruptedError (RuntimeError)    an optimizer update was not finished: the model is half updated
     ├── ActivationModifiedError (RuntimeError)   a saved tensor was modified in place, as autograd itself reports
     ├── RecomputationError (RuntimeError)        a block's forward saved other tensors when it ran again
@@ -75,10 +74,6 @@ class ActivationLostError(StorageError):
 
 class ActivationCorruptionError(StorageError):
     """Bytes read back differ from the bytes written (lost, short, stale or torn write)."""
-
-
-class UpdateMismatchError(DsTbaError, RuntimeError):
-    """The device's optimizer update is not bit for bit that of CPUAdam."""
 
 
 class UpdateInterruptedError(DsTbaError, RuntimeError):

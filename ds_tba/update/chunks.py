@@ -108,9 +108,9 @@ class Split:
         self._not_for_host.add(number)
         return self._chunks[number]
 
-    def first_of_device(self, count: int) -> list[Chunk]:
-        """The chunks that the device would take first, at most so many."""
-        return [self._chunks[number] for number in self._of_device[self._taken_by_device :][:count]]
+    def most_of_device(self) -> int:
+        """How many chunks the device can still be given, where the host takes none of them before."""
+        return len(self._of_device) - self._taken_by_device
 
     def give_to_host(self) -> None:
         """Leave everything to the host, before either has taken anything."""

@@ -20,7 +20,11 @@ MIN_CHUNK_BYTES = 1 << 16
 
 # Keys of earlier versions, and why nobody needs them.
 _GRADIENTS = 'DeepSpeed copies gradients to pinned memory asynchronously by itself, with `"pin_memory": true`'
-REMOVED_KEYS = {"device_gradient_bytes": _GRADIENTS, "direct_gradients": _GRADIENTS}
+REMOVED_KEYS = {
+    "device_gradient_bytes": _GRADIENTS,
+    "direct_gradients": _GRADIENTS,
+    "verify_chunks": "`exact` tries the device's bits at the start",
+}
 
 Share = Annotated[float, BeforeValidator(number), Field(ge=0, le=1, allow_inf_nan=False)]
 
@@ -41,7 +45,6 @@ class UpdateConfig(Block):
         chunk_bytes: of the fp32 parameters of a chunk. Moments and gradients of a chunk are as large each.
         pinned_bytes: of host memory that may be pinned; None sets no limit. Only what is pinned goes to the device.
         exact: the device computes only where its bits are CPUAdam's.
-        verify_chunks: of the device's part in the first step, computed on the host, too, and compared.
     """
 
     enabled: StrictBool = True
@@ -50,7 +53,6 @@ class UpdateConfig(Block):
     chunk_bytes: Annotated[int, BeforeValidator(number), Field(ge=MIN_CHUNK_BYTES)] = 1 << 26
     pinned_bytes: Bytes | None = None
     exact: StrictBool = True
-    verify_chunks: Count = 4
     report: UpdateReportConfig = UpdateReportConfig()
 
     @property

@@ -146,11 +146,6 @@ class HostUpdate:
         if self._write_back is not None:
             self._write_back.finish()
 
-    def recompute(self, part: SubGroup) -> None:
-        """Update a copy of a part, to compare with; CPUAdam is at its sub-group."""
-        self._unscale(part)
-        self._update(part)
-
     @staticmethod
     def _unscale(part: SubGroup) -> None:
         if part.factor != 1.0:

@@ -69,7 +69,6 @@ class InterleavedUpdate:
             counters=self._counters,
             target_on_device=not zero.offload_param,
             device_share=self._device_share,
-            chunks_to_verify=config.verify_chunks if config.exact else 0,
         )
         if self._registry is not None:
             weakref.finalize(self, self._registry.close)
@@ -102,7 +101,6 @@ class InterleavedUpdate:
             upload_bytes_per_s=stats.uploaded_bytes / busy_s,
             write_back_bytes_per_s=stats.written_back_bytes / busy_s,
             predicted_s=counters.elements / both_per_s if both_per_s else 0.0,
-            verified_chunks=counters.verified_chunks,
             pinned_bytes=self._pinned_bytes,
             fallbacks=dict(counters.fallbacks),
         )

@@ -31,7 +31,6 @@ class UpdateReport:
         uploaded_bytes, written_back_bytes: to the device and from it, in updates.
         upload_bytes_per_s, write_back_bytes_per_s: those by ``device_busy_s``.
         predicted_s: of the updates at the rates of both sides, had neither waited for the other; beside ``update_s``.
-        verified_chunks: of the device that the host computed, too, bit for bit the same.
         pinned_bytes: of host memory, master and moments (in place) and buffers.
         fallbacks: how often something was left to the host or to DeepSpeed, by reason.
     """
@@ -56,7 +55,6 @@ class UpdateReport:
     upload_bytes_per_s: float = 0.0
     write_back_bytes_per_s: float = 0.0
     predicted_s: float = 0.0
-    verified_chunks: int = 0
     pinned_bytes: int = 0
     fallbacks: dict[str, int] = field(default_factory=dict)
 
@@ -77,7 +75,7 @@ class UpdateCounters:
     """Counts, for the report."""
 
     def __init__(self) -> None:
-        self.steps = self.stock_steps = self.elements = self.device_elements = self.verified_chunks = 0
+        self.steps = self.stock_steps = self.elements = self.device_elements = 0
         self.last_device_share = self.update_s = self.host_s = self.drain_s = 0.0
         self.fallbacks: Counter[str] = Counter()
 

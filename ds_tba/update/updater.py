@@ -8,34 +8,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from ds_tba.device.accelerator import Accelerator
-from ds_tba.errors import UpdateMismatchError
 from ds_tba.update.chunks import Chunk, Split, chunks_of, inside
 from ds_tba.update.config import UpdateConfig
 from ds_tba.update.device import DevicePipeline, Job
 from ds_tba.update.formula import Powers, Scalars, update_
 from ds_tba.update.host import HostUpdate, SubGroup
 from ds_tba.update.report import UpdateCounters
-
-
-@dataclass(slots=True)
-class Witness:
-    """A chunk of the first step that the host computes, too.
-
-    Attributes:
-        chunk: which one.
-        copy: what the host makes of it.
-        computed: whether it has.
-    """
-
-    chunk: Chunk
-    copy: SubGroup
-    computed: bool = False
 
 
 @dataclass(slots=True)
@@ -52,7 +36,6 @@ class Parts:
         counters: for the report.
         target_on_device: whether the model's parameters are there.
         device_share: as the config says, or 0 where the device's bits are not CPUAdam's.
-        chunks_to_verify: in the next update; 0 once the device has shown its bits.
     """
 
     config: UpdateConfig
@@ -64,19 +47,11 @@ class Parts:
     counters: UpdateCounters
     target_on_device: bool
     device_share: float | None
-    chunks_to_verify: int
 
 
 def run_update(parts: Parts, sub_groups: Sequence[SubGroup]) -> None:
-    """Update all sub-groups of ZeRO-3, in their order; returns when every byte is where it belongs.
-
-    Raises:
-        UpdateMismatchError: a bit of the device's results is not CPUAdam's, in an update that is verified.
-    """
-    verified_chunks = parts.counters.verified_chunks
+    """Update all sub-groups of ZeRO-3, in their order; returns when every byte is where it belongs."""
     _Update(parts, sub_groups).run()
-    if parts.counters.verified_chunks > verified_chunks:  # else the device has computed none of them yet
-        parts.chunks_to_verify = 0
 
 
 class _Update:
@@ -89,27 +64,25 @@ class _Update:
         self._host = parts.host
         # In the order of the sub-groups, as CPUAdam's hidden state will see them.
         self._scalars: list[Scalars] = [parts.powers.scalars(one.step, one.hyper) for one in sub_groups]
-        self._chunks = chunks_of([one.elements for one in sub_groups], parts.config.chunk_elements)
         self._device_chunks: list[Chunk] = []
         self._entered = 0
         self._host_s = 0.0
         self._split = self._new_split()
-        self._witnesses: list[Witness] = []
 
     def _new_split(self) -> Split:
         pinned = [self._parts.is_pinned(one) for one in self._sub_groups]
-        return Split(self._chunks, self._parts.device_share, may_go=lambda chunk: pinned[chunk.sub_group])
+        chunks = chunks_of([one.elements for one in self._sub_groups], self._parts.config.chunk_elements)
+        return Split(chunks, self._parts.device_share, may_go=lambda chunk: pinned[chunk.sub_group])
 
     # ---- the update ---------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         began_s = time.perf_counter()
-        most_jobs = len(self._split.first_of_device(len(self._chunks)))
+        most_jobs = self._split.most_of_device()
         try:
             if not self._pipeline.begin(most_jobs=most_jobs) and most_jobs:
                 self._parts.counters.fall_back("no device memory", "the device has no memory for one chunk")
                 self._split.give_to_host()
-            self._take_witnesses()
             self._feed()
             self._take_front()
             self._take_rest()
@@ -119,7 +92,6 @@ class _Update:
         drain_s = time.perf_counter() - drain_began_s
         self._host.finish()
         self._cast_on_host()
-        self._compare()
         elements = sum(one.elements for one in self._sub_groups)
         device_elements = sum(chunk.elements for chunk in self._device_chunks)
         self._parts.counters.count(elements, device_elements, time.perf_counter() - began_s, self._host_s, drain_s)
@@ -147,10 +119,6 @@ class _Update:
         while self._entered <= last:
             sub_group = self._sub_groups[self._entered]
             self._host.enter(sub_group)
-            for witness in self._witnesses:
-                if witness.chunk.sub_group == self._entered:
-                    self._host.recompute(witness.copy)
-                    witness.computed = True
             start, stop = inside(sub_group.elements)
             for end in (sub_group.cut(0, start), sub_group.cut(stop, sub_group.elements)):
                 for _ in self._host.slices(end, self._upload):
@@ -190,45 +158,3 @@ class _Update:
         if not self._parts.target_on_device:
             for chunk in self._device_chunks:
                 self._host.write(self._part(chunk), self._upload)
-
-    # ---- the proof in the first step ----------------------------------------------------------------------------
-
-    def _take_witnesses(self) -> None:
-        for chunk in self._split.first_of_device(self._parts.chunks_to_verify):
-            part = self._part(chunk)
-            copy = replace(
-                part,
-                master=part.master.clone(),
-                exp_avg=part.exp_avg.clone(),
-                exp_avg_sq=part.exp_avg_sq.clone(),
-                gradient=part.gradient.clone(),
-                target=None,
-            )
-            self._witnesses.append(Witness(chunk, copy))
-
-    def _compare(self) -> None:
-        done = set(self._device_chunks)
-        for witness in self._witnesses:
-            if witness.chunk not in done or not witness.computed:
-                continue
-            part = self._part(witness.chunk)
-            for name in ("master", "exp_avg", "exp_avg_sq"):
-                _check(name, getattr(part, name), getattr(witness.copy, name), witness.chunk)
-            if part.target is not None:
-                _check("parameters", part.target.cpu(), witness.copy.master.to(part.target.dtype), witness.chunk)
-            self._parts.counters.verified_chunks += 1
-
-
-def _check(name: str, found: torch.Tensor, expected: torch.Tensor, chunk: Chunk) -> None:
-    differs = ~((found == expected) | (found.isnan() & expected.isnan()))
-    bits = torch.int32 if found.dtype.itemsize == 4 else torch.int16
-    differs |= (found.view(bits) != expected.view(bits)) & ~found.isnan()  # signs of zeros
-    count = int(differs.sum())
-    if count:
-        at = int(differs.nonzero()[0])
-        raise UpdateMismatchError(
-            f"the optimizer update of the device differs from CPUAdam in {count} of {chunk.elements} elements of "
-            f"{name} (sub-group {chunk.sub_group}, first at {chunk.start + at}: {float(found[at])!r} instead of "
-            f'{float(expected[at])!r}): set "device_share": 0 to update on the host alone, or "exact": false to accept '
-            "other roundings, and restart from the last checkpoint."
-        )

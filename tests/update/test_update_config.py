@@ -14,7 +14,7 @@ ZERO = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
 def test_the_defaults_are_those_of_the_guide() -> None:
     assert UpdateConfig().model_dump() == {
         "enabled": True, "device_share": None, "device_buffer_bytes": 1 << 30, "chunk_bytes": 1 << 26,
-        "pinned_bytes": None, "exact": True, "verify_chunks": 4,
+        "pinned_bytes": None, "exact": True,
         "report": {"path": None, "every_steps": 0},
     }  # fmt: skip
 
@@ -32,9 +32,10 @@ def test_absent_or_disabled_is_nothing() -> None:
         ({"device_share": True}, ["device_share", "number"]),
         ({"chunk_bytes": 1}, ["chunk_bytes", "65536"]),
         ({"device_buffer_bytes": 1 << 20}, ["device_buffer_bytes", "335544320", "lower chunk_bytes"]),
-        ({"verify_chunk": 1}, ["verify_chunk", "did you mean `verify_chunks`?"]),
+        ({"device_shar": 1}, ["device_shar", "did you mean `device_share`?"]),
         ({"direct_gradients": False}, ["`direct_gradients` is gone", "DeepSpeed copies gradients", "remove it"]),
         ({"device_gradient_bytes": 0}, ["`device_gradient_bytes` is gone", "DeepSpeed copies gradients", "remove it"]),
+        ({"verify_chunks": 4}, ["`verify_chunks` is gone", "`exact`", "remove it"]),
         ({"report": {"every_steps": -1}}, ["report.every_steps", "-1"]),
         ({"report": {"path": "/a\0"}}, ["report.path", r"'/a\x00'", "NUL"]),
         ([], ["must be an object", "enabled"]),

@@ -52,9 +52,9 @@ def test_the_saving_methods_of_deepspeed_are_hooked_for_this_block_only(tmp_path
     assert set(found["both"]) - set(found["activations"]) == saving
 
 
-def test_the_device_is_verified_in_the_first_update_in_which_it_computes(tmp_path: Path) -> None:
+def test_the_device_computes_from_the_update_on_in_which_it_has_memory(tmp_path: Path) -> None:
     (found,) = forked.run(programs.late_memory, ds_config(**BF16), tmp_path, block={**CHUNKS, "device_share": 1})
-    assert found["verified"] == [0, 0, 4, 4] and found["elements"][1] == 0 < found["elements"][2]
+    assert found["elements"][1] == 0 < found["elements"][2]
 
 
 def test_default_types_and_hooks_of_all_optimizers_change_nothing(tmp_path: Path) -> None:

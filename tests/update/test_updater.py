@@ -47,7 +47,6 @@ def test_cpu_adam_hears_of_each_sub_group_once_in_order_before_its_parts(share: 
         counters=counters,
         target_on_device=True,
         device_share=share,
-        chunks_to_verify=0,
     )
     run_update(parts, sub_groups)
     assert [lr for lr, elements in calls.made if elements == 0] == [1.0, 2.0, 3.0, 4.0]
