@@ -16,9 +16,7 @@ collective.
 
 from __future__ import annotations
 
-import ast
 import inspect
-import textwrap
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import SimpleNamespace
@@ -36,7 +34,7 @@ from ds_tba.update.overrides import Overrides
 HALF_UPDATED = "ds_tba_half_updated"
 CLASS_NAME = "DeepSpeedZeroOptimizer_Stage3"
 ADAM_NAME = "DeepSpeedCPUAdam"
-# What the loop of `step` calls, in order; what is optional changes nothing for the optimizers that are taken.
+# What the loop of `step` calls, in order, in all supported versions: none of it may be somebody else's.
 _LOOP = (
     "_prepare_sub_group",
     "unscale_and_clip_grads",
@@ -44,7 +42,6 @@ _LOOP = (
     "_reassign_or_swap_out_partitioned_parameters",
     "_release_sub_group",
 )
-_OPTIONAL_IN_LOOP = frozenset({"_muon_update_lacks_loss_scale"})
 _PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "unscale_and_clip_grads": ("sub_group_id", "total_norm"),
     "_optimizer_step": ("sub_group_id",),
@@ -151,31 +148,6 @@ def _changed_methods(zero: Any) -> Any:
             f"replaces methods of {CLASS_NAME} that somebody else has replaced already ({', '.join(replaced)})",
             "do without the other one",
         )
-    calls = tuple(name for name in _calls_in_loop(type(zero).step) if name not in _OPTIONAL_IN_LOOP)
-    if calls != _LOOP:
-        yield (
-            f"relies on the order of calls in {CLASS_NAME}.step, which is {', '.join(calls) or 'unknown'} here",
-            repair,
-        )
-
-
-def _calls_in_loop(step: Callable[..., Any]) -> list[str]:
-    """The methods of ``self`` that the loop over sub-groups calls, in order."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(_as_written(step))))
-    except (OSError, TypeError, SyntaxError):
-        return []
-    loops = [node for node in ast.walk(tree) if isinstance(node, ast.For) and "fp16_groups" in ast.unparse(node.iter)]
-    found = [
-        (node.lineno, node.col_offset, node.func.attr)
-        for loop in loops
-        for node in ast.walk(loop)
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and isinstance(node.func.value, ast.Name)
-        and node.func.value.id == "self"
-    ]
-    return [name for _, _, name in sorted(found)]
 
 
 def _as_written(method: Callable[..., Any]) -> Callable[..., Any]:
