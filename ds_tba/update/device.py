@@ -133,6 +133,7 @@ class DevicePipeline:
         self._free: list[_Slot] = []
         self._in_flight: deque[_Slot] = deque()
         self._uploads: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._upload_begins: Any = None  # the event, of the last job
         self._first_submit_s: float | None = None
         self._last_written_back_s: float | None = None
 
@@ -169,6 +170,13 @@ class DevicePipeline:
             self._free.append(slot)
             self._last_written_back_s = time.perf_counter()
         return bool(self._free)
+
+    def wants_job(self) -> bool:
+        """Whether a slot is free, and the uploads of all jobs have begun. Never blocks.
+
+        With more than one waiting, what the host uploads would wait behind them all, and the host for its buffers.
+        """
+        return self.has_room() and (self._upload_begins is None or bool(self._upload_begins.query()))
 
     def wait_for_room(self) -> None:
         """Block until a slot is free.
@@ -239,6 +247,7 @@ class DevicePipeline:
         self._free.clear()
         self._in_flight.clear()
         self._uploads.clear()
+        self._upload_begins = None
         self._has_begun = False
         ended_s = time.perf_counter()
         self.stats.drain_s += ended_s - began_s
@@ -270,6 +279,7 @@ class DevicePipeline:
         master, exp_avg, exp_avg_sq, gradient, scratch = arrays
         state = [(job.master, master), (job.exp_avg, exp_avg), (job.exp_avg_sq, exp_avg_sq)]
         with accelerator.on(self._up):
+            self._upload_begins = moment(accelerator)
             for on_host, on_device in [*state, (job.gradient, gradient)]:
                 self._upload_bytes(on_host, on_device)
             uploaded = moment(accelerator)
@@ -300,6 +310,11 @@ class DevicePipeline:
             event = moment(self._accelerator)
         if event is not None:
             event.synchronize()
+
+
+def uploads_before(chunk_elements: int) -> int:
+    """Bytes that may be queued before an upload of the host: a chunk on the link, and one that waits."""
+    return 2 * 4 * BYTES_PER_ELEMENT * chunk_elements  # parameters, two moments, gradient
 
 
 def _wait(stream: Any, event: Any) -> None:

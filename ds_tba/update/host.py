@@ -20,7 +20,7 @@ from ds_tba.update.formula import HostAdam, Hyper
 
 # Of the host's work between two looks at the device. Four arrays of them fit the caches of a server's processor.
 SLICE_ELEMENTS = 1 << 20
-STAGING_BUFFERS = 8
+LEAST_BUFFERS = 8
 
 Upload = Callable[[torch.Tensor, torch.Tensor], Any]
 
@@ -73,19 +73,23 @@ class SubGroup:
 class WriteBack:
     """The way of updated parameters from the host to the device, through a ring of pinned buffers.
 
+    The ring is as long as what may be queued before it in the same stream: while that is on the link, the host goes on,
+    unless its parameters alone would fill the link.
+
     Args:
         accelerator: of the device.
         dtype: of the parameters there.
         elements: the most that one call has.
+        queued_bytes: the most of other uploads that a buffer waits for.
     """
 
-    def __init__(self, accelerator: Accelerator, dtype: torch.dtype, elements: int) -> None:
+    def __init__(self, accelerator: Accelerator, dtype: torch.dtype, elements: int, queued_bytes: int = 0) -> None:
         self._dtype = dtype
         nbytes = elements * dtype.itemsize
-        pin = accelerator.pin_memory
-        self._free = deque(pin(torch.empty(nbytes, dtype=torch.uint8)) for _ in range(STAGING_BUFFERS))
+        self.pinned_bytes = max(LEAST_BUFFERS, -(-queued_bytes // nbytes)) * nbytes
+        ring = accelerator.pin_memory(torch.empty(self.pinned_bytes, dtype=torch.uint8))
+        self._free = deque(ring.split(nbytes))
         self._under_way: deque[tuple[Any, torch.Tensor]] = deque()
-        self.pinned_bytes = STAGING_BUFFERS * nbytes
 
     def write(self, master: torch.Tensor, target: torch.Tensor, upload: Upload) -> None:
         """Cast ``master`` and queue its copy to ``target``; waits only where all buffers are under way."""
@@ -124,13 +128,13 @@ class HostUpdate:
         self._update(sub_group.cut(0, 0))
 
     def slices(self, part: SubGroup, upload: Upload) -> Iterator[None]:
-        """Update a part; yields after each slice."""
+        """Update a part; yields before each slice is written, which may wait: the device is to be fed first."""
         for start in range(0, part.elements, SLICE_ELEMENTS):
             one = part.cut(start, start + SLICE_ELEMENTS)
             self._unscale(one)
             self._update(one)
-            self.write(one, upload)
             yield
+            self.write(one, upload)
 
     def write(self, part: SubGroup, upload: Upload) -> None:
         """Bring the updated parameters to where the model has them."""

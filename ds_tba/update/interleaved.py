@@ -16,7 +16,7 @@ import torch
 from ds_tba.device.accelerator import Accelerator
 from ds_tba.telemetry.report import checked_path, write_json
 from ds_tba.update.config import UpdateConfig
-from ds_tba.update.device import DevicePipeline
+from ds_tba.update.device import DevicePipeline, uploads_before
 from ds_tba.update.formula import HostAdam, is_exact
 from ds_tba.update.host import SLICE_ELEMENTS, HostUpdate, SubGroup, WriteBack
 from ds_tba.update.pinning import cuda_registry
@@ -54,9 +54,9 @@ class InterleavedUpdate:
         self._counters = UpdateCounters()
         device = accelerator.device()
         self._registry = cuda_registry(config.pinned_bytes) if device.type == "cuda" else None
-        self._write_back = self._new_write_back(accelerator, zero)
         self._device_share, self._share_words = self._share(accelerator, zero)
         chunk_elements = min(config.chunk_elements, max(one.numel() for one in zero.fp32_partitioned_groups_flat))
+        self._write_back = self._new_write_back(accelerator, zero, chunk_elements)
         self._pipeline = DevicePipeline(accelerator, device, chunk_elements, config.device_buffer_bytes)
         self._zero3 = Zero3Update(zero, self._run, self._leave, self._done, self._loaded)
         self._parts = Parts(
@@ -132,10 +132,11 @@ class InterleavedUpdate:
 
     # ---- how it starts ------------------------------------------------------------------------------------------
 
-    def _new_write_back(self, accelerator: Accelerator, zero: Any) -> WriteBack | None:
+    def _new_write_back(self, accelerator: Accelerator, zero: Any, chunk_elements: int) -> WriteBack | None:
         if accelerator.is_synchronized_device() or zero.offload_param:
             return None
-        return WriteBack(accelerator, zero.dtype, SLICE_ELEMENTS)
+        queued_bytes = 0 if self._device_share == 0 else uploads_before(chunk_elements)
+        return WriteBack(accelerator, zero.dtype, SLICE_ELEMENTS, queued_bytes)
 
     def _share(self, accelerator: Accelerator, zero: Any) -> tuple[float | None, str]:
         """The device's share, in words, too: as configured, if the device's bits are those of CPUAdam."""

@@ -106,6 +106,7 @@ class _Update:
                 self._host_s += time.perf_counter() - began_s
                 self._feed()
                 began_s = time.perf_counter()
+            self._host_s += time.perf_counter() - began_s
         self._enter(len(self._sub_groups) - 1)
 
     def _take_rest(self) -> None:
@@ -132,8 +133,8 @@ class _Update:
         return self._pipeline.upload(source, target)
 
     def _feed(self) -> None:
-        """Give the device what it has room for; one chunk where its work is done at once, so that the host has some."""
-        while self._pipeline.has_room() and (chunk := self._split.for_device()) is not None:
+        """Give the device what it wants; one chunk where its work is done at once, so that the host has some."""
+        while self._pipeline.wants_job() and (chunk := self._split.for_device()) is not None:
             self._submit(chunk)
             if self._parts.accelerator.is_synchronized_device():
                 return

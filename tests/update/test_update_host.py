@@ -5,7 +5,7 @@ import torch
 from late_device import LateDevice
 
 from ds_tba.update.device import DevicePipeline
-from ds_tba.update.host import STAGING_BUFFERS, WriteBack
+from ds_tba.update.host import LEAST_BUFFERS, WriteBack
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -13,7 +13,7 @@ def test_parameters_reach_the_device_through_a_few_buffers(dtype: torch.dtype) -
     device = LateDevice()
     pipeline = DevicePipeline(device, torch.device("cpu"), 128, 1 << 20)
     write_back = WriteBack(device, dtype, 100)
-    master, target = torch.randn(100 * 4 * STAGING_BUFFERS), torch.zeros(100 * 4 * STAGING_BUFFERS, dtype=dtype)
+    master, target = torch.randn(100 * 4 * LEAST_BUFFERS), torch.zeros(100 * 4 * LEAST_BUFFERS, dtype=dtype)
     for _ in range(2):
         master.mul_(1.5)
         pipeline.begin(most_jobs=0)
