@@ -4,6 +4,8 @@
 # make test              lint, types, and what decides whether a change lands: faults, engines, some rows of each table
 # make test-all          everything, and the tables of docs/ written again: hours
 # make bench             the benchmarks
+# make gpu               everything that only a GPU can tell, in pieces of less than 10 minutes; run again, it goes on
+# make gpu REHEARSE=1    the same on the CPU, tiny, in 2 minutes (GPU_ARGS="--pieces headline --again": these, once more)
 # make soak              2,000 random steps with random faults, compared with the run without us: about 10 minutes
 
 VENV    ?= .venv
@@ -20,6 +22,7 @@ PYTEST_ARGS ?= -m "not slow and not thorough"
 QUICK ?= -m "not slow and not thorough and not engine and not fault"
 # Processes that share the tests; more of them need more memory, some GiB each.
 WORKERS ?= 2
+GPU_ARGS ?=
 
 BIN := $(VENV)/bin
 # One cache of compiled DeepSpeed ops for the demo, the tests and the benchmarks.
@@ -37,7 +40,7 @@ ifeq ($(ACCELERATORS),)
 demo: export DS_ACCELERATOR ?= cpu
 endif
 
-.PHONY: help demo check test test-all lint reliability compatibility rematerialize mutants bench soak venv aio libaio clean
+.PHONY: help demo check test test-all lint reliability compatibility rematerialize mutants bench gpu soak venv aio libaio clean
 
 help:
 	@sed -n 's/^# make/make/p' $(MAKEFILE_LIST)
@@ -94,6 +97,10 @@ bench: $(BIN)/.installed aio
 	python benchmarks/hook_cost.py
 	python benchmarks/planner_scale.py
 	python benchmarks/step_time.py
+
+# On a GPU with the torch that is there, and `pip install .[examples,bench] pytest hypothesis`: our venv's is for the CPU.
+gpu: $(if $(REHEARSE),$(BIN)/.installed)
+	$(PYTHON) benchmarks/gpu $(if $(REHEARSE),--rehearse) $(GPU_ARGS)
 
 soak: $(BIN)/.installed aio
 	python benchmarks/soak.py --nvme_path $(NVME)

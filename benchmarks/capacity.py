@@ -1,16 +1,13 @@
 """The longest sequence within a memory limit, and memory and seconds per token: keep, checkpointing, others, and ours.
 
     python benchmarks/capacity.py [--nvme_path DIR] [--headroom_mib 112] [--rounds 3] [--json FILE]
-    python benchmarks/capacity.py --gpu --nvme_path /local_nvme      # the layers of Llama-3-8B, until they do not fit
-    python benchmarks/capacity.py --gpu --longest_sequence 8192 --nvme_path /local_nvme --budget_mib 4096 \\
-        --variants rematerialize recompute both checkpoint           # peak and step at 8,192 tokens alone
 
 A Llama with random weights (16 layers) under DeepSpeed, one sequence per step. Each variant runs in processes of its
-own. Memory is measured, not limited: the peak of a step is what the accelerator reports, or on a CPU-only machine the
-process's peak of resident bytes, staging included, and a sequence fits if that is within the limit. (RLIMIT_AS would
-count reserved addresses, of which PyTorch has many.) On a CPU the limit is what the process without anything of this
-holds between two steps, plus a headroom; on a GPU it is 90 % of its memory. Sequences are doubled until one does not
-fit; then the longest is sought in between. No sequence is tried that would take longer than ``--longest_s``.
+own. Memory is measured, not limited: the peak of a step is the process's peak of resident bytes, staging included, and
+a sequence fits if that is within the limit. (RLIMIT_AS would count reserved addresses, of which PyTorch has many.) The
+limit is what the process without anything of this holds between two steps, plus a headroom. Sequences are doubled
+until one does not fit; then the longest is sought in between. No sequence is tried that would take longer than
+``--longest_s``. On a GPU ``make gpu`` measures the layers of Llama-3-8B instead.
 
 Time is taken at one length that all variants can train, in rounds; from the second on the variants take turns in
 random order. Seconds on the clock, and of the process's processor time, on which a busy machine has less influence. The
@@ -41,11 +38,6 @@ TIMED_STEPS = 4
 MMAP_THRESHOLD_BYTES = str(64 << 10)  # narrow tensors, too, are given back to the system when they are freed
 INTERPOLATIONS = 3
 BLOCK_OF_TOKENS = 64  # sequences are multiples of it
-LLAMA_3_8B = {
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-}
 
 
 @dataclass(frozen=True)
@@ -100,8 +92,7 @@ class Training:
         self.variant = VARIANTS[options.variant]
         self._peak_bytes, self._reset_peak = peak_memory_bytes, reset_peak_memory
         torch.manual_seed(1)
-        more = LLAMA_3_8B if options.gpu else {}
-        model = llama(options.width, options.layers, options.longest_sequence, **more)
+        model = llama(options.width, options.layers, options.longest_sequence)
         if self.variant.checkpointing is not None:
             checkpoint_layers(model, **self.variant.checkpointing)
         self._engine, *_ = deepspeed.initialize(
@@ -153,7 +144,6 @@ def ds_config(options: argparse.Namespace) -> dict[str, Any]:
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
-        "bf16": {"enabled": options.gpu},
     }
     variant = VARIANTS[options.variant]
     if variant.block is not None:
@@ -223,7 +213,7 @@ def sweep(training: Training, options: argparse.Namespace) -> Iterator[dict[str,
             break
         fits = sequence
         # attention is quadratic: the next may take four times as long
-        if 4 * training.variant.steps * found["step_s" if options.gpu else "cpu_s"] > options.longest_s:
+        if 4 * training.variant.steps * found["cpu_s"] > options.longest_s:
             return
         sequence *= 2
     for _ in range(INTERPOLATIONS):
@@ -310,49 +300,26 @@ def table(rounds: list[dict[str, dict[str, Any]]], refused: dict[str, str], opti
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--gpu", action="store_true", help="the layers of Llama-3-8B, in bf16, on the accelerator")
-    parser.add_argument("--headroom_mib", type=int, default=112, help="beyond what a process holds anyway, on a CPU")
+    parser.add_argument("--headroom_mib", type=int, default=112, help="beyond what a process holds anyway")
     parser.add_argument("--limit_mib", type=int, help="memory limit instead of that")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
-    parser.add_argument("--width", type=int, help="(default: 128, with --gpu 4096)")
+    parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--timed_sequence", type=int, help="(default: 1024, with --gpu 8192)")
-    parser.add_argument("--shortest_sequence", type=int, help="(default: 512, with --gpu 8192)")
-    parser.add_argument("--longest_sequence", type=int, help="(default: 8192, with --gpu 4194304)")
+    parser.add_argument("--timed_sequence", type=int, default=1024)
+    parser.add_argument("--shortest_sequence", type=int, default=512)
+    parser.add_argument("--longest_sequence", type=int, default=8192)
     parser.add_argument("--longest_s", type=float, default=60.0, help="try no length that takes longer")
-    parser.add_argument("--staging_mib", type=int, help="io.staging_bytes of ours (default: 32, with --gpu 1024)")
-    parser.add_argument("--min_tensor_kib", type=int, help="min_tensor_bytes of ours (default: 32, with --gpu 1024)")
-    parser.add_argument("--budget_mib", type=int, help="budget of recompute (default: 16, with --gpu 8192)")
+    parser.add_argument("--staging_mib", type=int, default=32, help="io.staging_bytes of ours")
+    # Per token, a tensor of width 128 has a 32nd of the bytes of one of width 4096.
+    parser.add_argument("--min_tensor_kib", type=int, default=32, help="min_tensor_bytes of ours")
+    parser.add_argument("--budget_mib", type=int, default=16, help="budget of recompute")
     parser.add_argument("--backend", default="posix", help="io.backend of ours")
     parser.add_argument("--nvme_path", default=".")
     parser.add_argument("--json", type=Path, help="write every measurement to this file")
     parser.add_argument("--sweep", action="store_true", help=argparse.SUPPRESS)
     add_process_options(parser, list(VARIANTS))
-    options = parser.parse_args(argv)
-    for name, (cpu, gpu) in {
-        "width": (128, 4096),
-        "timed_sequence": (1024, 8192),
-        "shortest_sequence": (512, 8192),
-        "longest_sequence": (8192, 4194304),
-        "staging_mib": (32, 1024),
-        "min_tensor_kib": (32, 1024),  # per token, a tensor of width 128 has a 32nd of the bytes of one of width 4096
-        "budget_mib": (16, 8192),
-    }.items():
-        if getattr(options, name) is None:
-            setattr(options, name, gpu if options.gpu else cpu)
-    if options.gpu and options.limit_mib is None:
-        options.limit_mib = gpu_memory_mib() * 9 // 10
-    return options
-
-
-def gpu_memory_mib() -> int:
-    """Of the first accelerator."""
-    import torch
-
-    if not torch.cuda.is_available():
-        raise SystemExit("--gpu needs a CUDA device, and PyTorch finds none: leave --gpu out to measure on the CPU")
-    return int(torch.cuda.get_device_properties(0).total_memory // MIB)
+    return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -94,16 +94,21 @@ class Device:
         if self.is_cuda:
             torch.cuda.synchronize()
 
-    def allocated_bytes(self) -> int | None:
-        return torch.cuda.memory_allocated() if self.is_cuda else None
+    def held_bytes(self) -> int | None:
+        """Physically, with what was freed and a stream may still use (``record_stream``): "allocated" lacks that."""
+        return torch.cuda.memory_stats()["active_bytes.all.current"] if self.is_cuda else None
 
     def reset_peak(self) -> None:
         if self.is_cuda:
             torch.cuda.reset_peak_memory_stats()
 
     def peak_bytes(self) -> int | None:
-        """Most bytes allocated since the last reset; None where nobody counts."""
-        return torch.cuda.max_memory_allocated() if self.is_cuda else None
+        """Most bytes held since the last reset; None where nobody counts."""
+        return torch.cuda.memory_stats()["active_bytes.all.peak"] if self.is_cuda else None
+
+    def alloc_retries(self) -> int | None:
+        """How often in all CUDA's allocator ran out, gave back what it had cached, and asked again."""
+        return torch.cuda.memory_stats()["num_alloc_retries"] if self.is_cuda else None
 
     def give_back(self) -> None:
         """Let go of the device memory and the pinned memory that no tensor uses."""

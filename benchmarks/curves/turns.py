@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,12 +43,14 @@ class Contender:
         planner: of ``PLANNERS``; None is the model without us.
         limits: keys of the config block.
         drive: instead of the machine's own.
+        around: what forward runs in, beside what is ours.
     """
 
     name: str
     planner: str | None = None
     limits: Mapping[str, Any] = field(default_factory=dict)
     drive: IoBackend | None = None
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
 PLAIN = Contender("plain")
@@ -64,7 +66,7 @@ class StepTaken:
         plan: the report's, as it was in force.
         plans: how many there were by then.
         is_recorded: it ran without the plan, because it was to be recorded.
-        device_peak_bytes: on CUDA.
+        device_peak_bytes: on CUDA, beyond what is held between steps.
         saved_peak_bytes: as the offloader counts.
     """
 
@@ -125,7 +127,7 @@ class Runner:
         before_it = None if offloader is None else offloader.report()  # at its end there may be another plan
         is_recorded = self.is_measuring
         device.synchronize()
-        before = device.allocated_bytes()
+        before = device.held_bytes()
         device.reset_peak()
         started = time.perf_counter()
         loss = self._step()
@@ -150,7 +152,7 @@ class Runner:
 
     def _forward_and_backward(self) -> torch.Tensor:
         workload, offloader = self._workload, self.offloader
-        with nullcontext() if offloader is None else offloader.saving():
+        with self.contender.around(), nullcontext() if offloader is None else offloader.saving():
             loss: torch.Tensor = workload.model(*workload.batch)
         loss.backward()
         if offloader is not None:

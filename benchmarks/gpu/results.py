@@ -1,0 +1,108 @@
+"""The results file: what each piece found, and where and when. Written after every piece, so that a run can go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+DONE, CUT, FAILED = "done", "cut", "failed"
+
+
+def today() -> str:
+    """As in the file's name."""
+    return datetime.now(timezone.utc).date().isoformat()
+
+
+def now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+class Results:
+    """A results file, which holds what earlier runs found.
+
+    Args:
+        path: read if it exists.
+        rehearsal: the run is one; a file of the other kind is refused.
+    """
+
+    def __init__(self, path: Path, *, rehearsal: bool) -> None:
+        self.path = path
+        self.found: dict[str, Any] = {"rehearsal": rehearsal, "pieces": {}}
+        if path.exists():
+            self.found = json.loads(path.read_text(encoding="utf-8"))
+            if self.found["rehearsal"] != rehearsal:
+                kinds = ("a rehearsal", "a measurement")
+                raise SystemExit(
+                    f"{path} is of {kinds[rehearsal]}, this run is {kinds[not rehearsal]}: name another file"
+                )
+
+    @property
+    def pieces(self) -> dict[str, Any]:
+        """By name: ``state``, ``reason`` unless it is done, ``found``, ``took_s``, ``at``, ``commit``, ``machine``."""
+        pieces: dict[str, Any] = self.found["pieces"]
+        return pieces
+
+    def is_done(self, name: str) -> bool:
+        return self.pieces.get(name, {}).get("state") == DONE
+
+    def put(self, name: str, **found: Any) -> None:
+        """Keep what a piece found, on disk before this returns."""
+        self.pieces[name] = {**found, "at": now()}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(self.path, json.dumps(self.found, indent=1) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """The file has all of the text, or what it had before, whenever the process ends."""
+    beside = path.with_name(path.name + ".part")
+    beside.write_text(text, encoding="utf-8")
+    beside.replace(path)
+
+
+def commit() -> str:
+    """Of the tree, with a mark where it was changed; where there is no git, that."""
+    try:
+        done = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    except OSError:
+        return "unknown"
+    return done.stdout.strip() or "unknown"
+
+
+def machine() -> dict[str, str]:
+    """What it ran on, in words."""
+    import torch
+
+    versions = {name: _version(name) for name in ("deepspeed", "transformers", "trl")}
+    device, driver = f"CPU, {os.cpu_count()} cores", ""
+    if torch.cuda.is_available():
+        total = torch.cuda.get_device_properties(0).total_memory / 2**30
+        device, driver = f"{torch.cuda.get_device_name()}, {total:.0f} GiB", f"CUDA {torch.version.cuda}"
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return {
+        "device": device,
+        "host": f"{os.cpu_count()} cores, {host:.0f} GiB, Linux {platform.release()}",
+        "torch": torch.__version__ + (f", {driver}" if driver else ""),
+        "python": platform.python_version(),
+        **versions,
+    }
+
+
+def _version(package: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
