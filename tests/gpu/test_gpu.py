@@ -173,14 +173,21 @@ def test_gradients_are_exact_over_other_backends(
     assert store_is_empty(store)
 
 
-@on_both
-def test_gradients_are_exact_in_a_process_with_expandable_segments(rig: Rig) -> None:
+EXPANDABLE = "expandable_segments:True"
+
+
+@pytest.mark.parametrize(
+    ("rig", "setting"),
+    [("late", EXPANDABLE), *(pytest.param("cuda", one, marks=gpu) for one in (EXPANDABLE, "backend:cudaMallocAsync"))],
+    indirect=["rig"],
+)
+def test_gradients_are_exact_in_a_process_with_another_allocator(rig: Rig, setting: str) -> None:
     """The setting counts before CUDA starts; the double has no such allocator, but the same program."""
     here = [str(TESTS), str(TESTS.parent / "benchmarks"), str(TESTS.parent)]
     paths = os.pathsep.join([*here, os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, str(TESTS / "gpu_rig.py"), "cuda" if rig.is_cuda else "late"],
-        env={**os.environ, "PYTHONPATH": paths, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+        env={**os.environ, "PYTHONPATH": paths, "PYTORCH_CUDA_ALLOC_CONF": setting},
         capture_output=True,
         text=True,
         timeout=300,

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from late_device import LateDevice
 from torch import nn
+from torch.utils.data import DataLoader
 
 BLOCK = "interleaved_optimizer_update"
 CHUNKS = {"chunk_bytes": 1 << 16, "device_buffer_bytes": 3 * 5 << 16}
@@ -127,20 +128,29 @@ def build(
     return engine
 
 
-def steps(engine: Any, count: int, seed: int = 1, *, clips_late: bool = False) -> list[dict[str, Any]]:
-    """Train; what each optimizer step leaves."""
+def steps(
+    engine: Any, count: int, seed: int = 1, *, clips_late: bool = False, workers: bool = False
+) -> list[dict[str, Any]]:
+    """Train; what each optimizer step leaves. With ``workers``, forked ones are there during each."""
     generator = torch.Generator().manual_seed(seed)
     dtype, found = next(engine.module.parameters()).dtype, []
     for number in range(count):
         losses = []
+        batches = iter(forking_loader() if workers else ())
+        next(batches, None)
         for _ in range(engine.gradient_accumulation_steps()):
-            x = torch.randn(4, 37, generator=generator).to(dtype) * (30.0 if clips_late and number == 1 else 1.0)
+            x = torch.randn(4, 37, generator=generator).to(engine.device, dtype)
+            x *= 30.0 if clips_late and number == 1 else 1.0
             loss = engine(x, number % 3 != 1)
             engine.backward(loss)
             engine.step()
             losses.append(loss.item().hex())
-        found.append({"losses": losses, **state_of(engine)})
+        found.append({"losses": losses, "batches": [batch.tolist() for batch in batches], **state_of(engine)})
     return found
+
+
+def forking_loader() -> DataLoader[float]:
+    return DataLoader([float(one) for one in range(16)], batch_size=2, num_workers=2, multiprocessing_context="fork")
 
 
 def report_of(engine: Any) -> dict[str, Any]:
@@ -159,11 +169,12 @@ def compare(config: dict[str, Any], *, variants: Sequence[dict[str, Any]]) -> di
         variant = dict(variant)
         block, count = variant.pop("block", None), variant.pop("count", 4)
         late = block if variant.pop("late", False) else None
+        workers = variant.pop("workers", False)
         with_block = {**config, **variant.pop("config", {})} | (
             {BLOCK: block} if block is not None and late is None else {}
         )
         engine = build(with_block, variant.pop("groups", "one"), late, width=variant.pop("width", 193))
-        found = steps(engine, count)
+        found = steps(engine, count, workers=workers)
         results.append({"steps": found, "report": report_of(engine)})
         engine.destroy()
         if late is not None:
