@@ -267,6 +267,7 @@ class ActivationOffloader:
             config.min_tensor_bytes,
             wait_for_staging=config.placement == "nvme",
             accelerator=None if is_host else accelerator,
+            released_bytes=config.io.ring_bytes,
         )
         self._sites = open_sites(config, self.cache.records, accelerator)
         self.cache.rematerialize(self._sites)

@@ -4,7 +4,7 @@ Every stream is a thread that runs what it was given in order, each piece after 
 and out of step with each other. Memory comes from an allocator as CUDA's caching one: what the host lets go of belongs
 at once to the next tenant of the stream it was allocated on, who fills it with poison, unless the memory was shared
 with other streams: then after what these were given so far. A missing wait, a source dropped early or a slot reused
-early shows as wrong bytes.
+early shows as wrong bytes. Memory that was let go is held, as on a device, until its streams have come so far.
 """
 
 from __future__ import annotations
@@ -105,6 +105,8 @@ class LateDevice(CpuAccelerator):
         self._local = threading.local()
         self._default: Any = self.new_stream() if late_compute else HostStream()
         self.allocated_bytes = 0
+        self.peak_held_bytes = 0
+        self._held: dict[object, int] = {}  # an entry for each block: finalizers change it, where no lock may be taken
         self.copies_under_way: list[object] = []
         self.freed: list[torch.Tensor] | None = [] if watch_freed else None
 
@@ -141,9 +143,12 @@ class LateDevice(CpuAccelerator):
         owner = self.current_stream()
         owner.run(lambda: bytes_of.fill_(POISON))
         self.allocated_bytes += nbytes
+        block = object()
+        self._held[block] = nbytes
+        self.peak_held_bytes = max(self.peak_held_bytes, self.held_bytes)
         data = torch.frombuffer(memory, dtype=torch.uint8)
         # The tenant's storage is watched, not its memory, which lives on in the hands of the next.
-        data.untyped_storage()._tenant = _Tenant(self, bytes_of, owner)  # type: ignore[attr-defined]
+        data.untyped_storage()._tenant = _Tenant(self, block, bytes_of, owner)  # type: ignore[attr-defined]
         return data
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
@@ -161,6 +166,22 @@ class LateDevice(CpuAccelerator):
         if tenant is not None:  # else memory that autograd took from the host
             tenant.sharers.append(stream)
 
+    def free(self, tenant: _Tenant) -> None:
+        """The last stream to come so far gives the block back to the allocator, for another tenant of its owner."""
+        streams, block, owner = tenant.sharers or [tenant.owner], tenant.block, tenant.owner
+        memory, left = tenant.memory, list(range(len(streams)))
+        self.allocated_bytes -= memory.numel()
+
+        def leave() -> None:
+            if left.pop() == 0:
+                del self._held[block]
+                owner.run(lambda: memory.fill_(POISON))
+                if self.freed is not None:
+                    self.freed.append(memory)
+
+        for stream in streams:
+            stream.run(leave)
+
     # ---- for tests ----------------------------------------------------------------------------------------------
 
     def launch(self, kernel: Callable[..., object], *tensors: torch.Tensor) -> None:
@@ -168,8 +189,13 @@ class LateDevice(CpuAccelerator):
         memory = [_memory_of(tensor) for tensor in tensors]
         self.current_stream().run(lambda: kernel(*memory))
 
+    @property
+    def held_bytes(self) -> int:
+        """Memory that no new tenant can have: of tensors that are alive, and of those that streams still use."""
+        return sum(list(self._held.values()))
+
     def synchronize(self) -> None:
-        for stream in self.streams:
+        for stream in 2 * self.streams:  # what is given back, another stream may fill
             event = LateEvent(self)
             event.record(stream)
             event.synchronize()
@@ -187,22 +213,15 @@ class LateDevice(CpuAccelerator):
 class _Tenant:
     """Lies on a storage; when that is gone, the next tenant of its memory moves in."""
 
-    def __init__(self, device: LateDevice, memory: torch.Tensor, owner: Any) -> None:
+    def __init__(self, device: LateDevice, block: object, memory: torch.Tensor, owner: Any) -> None:
+        self.block = block
         self.memory = memory
+        self.owner = owner
         self.sharers: list[Any] = []
         self._device = device
-        self._owner = owner
 
     def __del__(self) -> None:
-        memory, owner = self.memory, self._owner
-        self._device.allocated_bytes -= memory.numel()
-        for stream in self.sharers:
-            event = LateEvent(self._device)
-            event.record(stream)
-            owner.wait_event(event)
-        owner.run(lambda: memory.fill_(POISON))
-        if self._device.freed is not None:
-            self._device.freed.append(memory)
+        self._device.free(self)
 
 
 def _memory_of(tensor: torch.Tensor) -> torch.Tensor:

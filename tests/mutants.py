@@ -133,7 +133,7 @@ MUTANTS = [
     Mutant("a recipe does not hold its operands", "ds_tba/autograd/records.py",
            "            origin = origin.bound(self._share)\n", "            pass\n", "tests/autograd/test_recipes.py"),
     Mutant("a second consumer does not wait for what was made again", "ds_tba/autograd/budget.py",
-           "Arrival(self._device, data, moment(self._device))\n", "Arrival.done(data)\n",
+           "Arrival(device, data, moment(device), device.current_stream())\n", "Arrival.done(data)\n",
            "tests/autograd/test_sites.py"),
     Mutant("the allocator is not told who makes from an operand", "ds_tba/autograd/sites.py",
            "            self._accelerator.share(operand, self._accelerator.current_stream())\n", "            pass\n",

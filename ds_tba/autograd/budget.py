@@ -8,6 +8,10 @@ room. Room is made by waiting for copies, then by moving what was kept, the olde
 last, then by giving up what was read ahead. So a plan that keeps too much costs time and no memory. Tensors that
 forward itself holds, or that are too small to move, may exceed the budget: a warning says so once, before they do.
 
+What was reloaded counts until the streams that used it have passed the point at which the host let go of it: before
+that the allocator takes new memory for the next reload. Before a reload the host waits for the oldest of these, without
+the lock: with a budget until there is room, without one until they are no more than the store's own bound.
+
 [Note: Room] Saved tensors may take what is left of a device beside the peak of everything else in a step: gradients,
 logits, buckets, optimizer states. Free memory after the optimizer step says too little: gradients and logits are gone
 by then. So everything else is sampled at the ends of steps, and at every hook while micro-steps are recorded. Between
@@ -28,7 +32,7 @@ import torch
 
 from ds_tba.autograd.saved import Keeper, RecordState, Reloaded, ResidencyGuard, SavedStorage
 from ds_tba.autograd.tensors import stamp_of, storage_bytes
-from ds_tba.device.accelerator import Accelerator, Arrival, Clock, MemoryUse, moment
+from ds_tba.device.accelerator import Accelerator, Arrival, Clock, MemoryUse, Release, Releases, moment
 from ds_tba.errors import StateError
 from ds_tba.storage.base import Choice, Loaded, Store, Ticket
 from ds_tba.telemetry.stats import CacheStats, Gauge
@@ -230,6 +234,7 @@ class Residency:
         settle: acts on deferred finalizers.
         keeper: told when memory is free.
         accelerator: of the device, where that is asynchronous.
+        released_bytes: without a budget, the bound of what the host has let go of and streams still use.
     """
 
     def __init__(
@@ -239,8 +244,11 @@ class Residency:
         settle: Callable[[], None],
         keeper: Keeper,
         accelerator: Accelerator | None,
+        released_bytes: int,
     ) -> None:
         self.budget = Budget(gauge)
+        self.releases = Releases(accelerator, lambda nbytes: gauge.add(-nbytes))
+        self._released_limit_bytes = released_bytes
         self._gauge = gauge
         self._transfers = transfers
         self._evictor = Evictor(transfers, settle, accelerator)
@@ -275,10 +283,11 @@ class Residency:
         try:
             loaded, data = self._transfers.reload(record.ticket)
         finally:
-            self._gauge.add(-passing_bytes)
+            if self._device is not None and passing_bytes:  # the current stream reads it from there
+                self.releases.add(passing_bytes, (self._device.current_stream(),))
         record.move(RecordState.RELOADED if loaded.stored else RecordState.FORWARDED)
         record.reloaded = Reloaded(loaded.arrival, data._version)
-        self.count(data.untyped_storage(), record.nbytes)
+        self.count(data.untyped_storage(), record.nbytes).consumers = loaded.arrival.consumers
         if self.budget.is_set:
             self._evictable[record] = None
         return record.reloaded
@@ -286,9 +295,13 @@ class Residency:
     def add_made(self, record: SavedStorage, data: torch.Tensor) -> Reloaded:
         """The bytes of a record were made again on the calling thread's current stream."""
         record.move(RecordState.MADE)
-        arrival = Arrival.done(data) if self._device is None else Arrival(self._device, data, moment(self._device))
+        device = self._device
+        if device is None:
+            arrival = Arrival.done(data)
+        else:
+            arrival = Arrival(device, data, moment(device), device.current_stream())
         record.reloaded = Reloaded(arrival, data._version)
-        self.count(data.untyped_storage(), record.nbytes)
+        self.count(data.untyped_storage(), record.nbytes).consumers = arrival.consumers
         if self.budget.is_set:
             self._evictable[record] = None
         return record.reloaded
@@ -324,18 +337,15 @@ class Residency:
         self._evictable.pop(record, None)
 
     def has_room(self, nbytes: int, pinned: Collection[SavedStorage] = ()) -> bool:
-        """Whether ``nbytes`` more fit the budget, once room was made for them.
+        """Whether ``nbytes`` more fit the budget, once :meth:`free_room` has made room for them.
 
         Args:
-            pinned: storages that stay where they are. Nothing is moved where that would not suffice.
+            pinned: storages that stay where they are.
         """
         if not self.budget.is_exceeded_by(nbytes):
             return True
         movable_bytes = sum(one.nbytes for one in (*self._evictable, *self._ahead) if one not in pinned)
-        if self.budget.is_exceeded_by(nbytes - movable_bytes):
-            return False
-        self._free_room(nbytes, pinned)
-        return not self.budget.is_exceeded_by(nbytes)
+        return not self.budget.is_exceeded_by(nbytes - movable_bytes - self.releases.nbytes)
 
     def take_scratch(self, nbytes: int) -> int:
         """Have room for what is needed for a moment and is not saved; returns the bytes to give back.
@@ -406,6 +416,7 @@ class Residency:
             return record.ticket.store.prefetch(record.ticket)
         if self.budget.is_set and record.ticket.passing_bytes:
             return True  # it is read ahead part by part when it is wanted
+        self.releases.settle()
         # The largest storage must fit as well: backward may want any other first.
         if self.budget.is_exceeded_by(record.nbytes + self._largest_bytes):
             return False
@@ -423,25 +434,49 @@ class Residency:
 
     def make_room(self, nbytes: int) -> None:
         """Have ``nbytes`` more fit the budget, as far as that can be done; see [Note: The budget]."""
-        self._free_room(nbytes)
+        while (release := self.free_room(nbytes)) is not None:
+            release.wait()  # under the lock, where another thread took the room that was waited for without it
         if self.budget.is_exceeded_by(nbytes):
             self.budget.warn(nbytes)
 
-    def _free_room(self, nbytes: int, pinned: Collection[SavedStorage] = ()) -> None:
-        if not self.budget.is_exceeded_by(nbytes):
-            return
+    def free_room(self, nbytes: int, pinned: Collection[SavedStorage] = ()) -> Release | None:
+        """Move what can be moved until ``nbytes`` more fit the budget, or will once streams are done with the rest.
+
+        Returns:
+            What to wait for before this is called again; None where no wait would give more room.
+        """
+        self.releases.settle()
+        if self._fits(nbytes):
+            is_too_far = self.releases.nbytes > self._released_limit_bytes and not self.budget.is_set
+            return self.releases.oldest if is_too_far or self.budget.is_exceeded_by(nbytes) else None
         self._evictor.finish_copies()
         for record in list(self._evictable):  # a copy: finalizers that finish_copies() acts on remove records
-            if not self.budget.is_exceeded_by(nbytes):
-                return
+            if self._fits(nbytes):
+                return self.releases.oldest
             if record not in pinned:
                 self.evict(record)
                 self._evictor.finish_copies()
         for ahead in reversed(list(self._ahead)):
-            if not self.budget.is_exceeded_by(nbytes):
-                return
+            if self._fits(nbytes):
+                break
             if ahead.ticket is not None and ahead.ticket.store.cancel_prefetch(ahead.ticket):
                 self.end_prefetch(ahead)
+        return self.releases.oldest
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether anything may have to be waited for, or moved, before more is counted."""
+        return self._device is not None and (self.budget.is_set or self.releases.nbytes > 0)
+
+    def _fits(self, nbytes: int) -> bool:
+        """Whether ``nbytes`` more fit the budget, once streams are done with what the host has let go of."""
+        return not self.budget.is_exceeded_by(nbytes - self.releases.nbytes)
+
+    def reloading_bytes(self, record: SavedStorage) -> int:
+        """That a reload adds to what is counted."""
+        if record.ticket is None or record.reloaded is not None:
+            return 0
+        return record.ticket.passing_bytes + (0 if record in self._ahead else record.nbytes)
 
 
 # ---- beside saved tensors -------------------------------------------------------------------------------------------

@@ -45,6 +45,8 @@ class TensorCache:
         wait_for_staging: wait for room in staging instead of keeping the tensor, likewise.
         accelerator: of that device, where it is asynchronous: streams matter then, and what is read ahead takes device
             memory before backward asks for it.
+        released_bytes: without a budget, the bound of the device memory that backward has let go of and the device has
+            not: see [Note: The budget].
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class TensorCache:
         *,
         wait_for_staging: bool = False,
         accelerator: Accelerator | None = None,
+        released_bytes: int = 256 << 20,
     ) -> None:
         self.stats = CacheStats()
         self._stores = tuple(stores)
@@ -62,7 +65,7 @@ class TensorCache:
         self._min_tensor_bytes = min_tensor_bytes
         self._default_policy: Policy = Always(stores, wait=wait_for_staging, rematerialize=True)
         self.transfers = Transfers(self.stats, self._stores, self._device)
-        self.records = Records(self.stats, self._default_policy, self.transfers, accelerator)
+        self.records = Records(self.stats, self._default_policy, self.transfers, accelerator, released_bytes)
         self._lock = self.records.lock
         self._finalizers = self.records.finalizers
 
@@ -175,6 +178,7 @@ class TensorCache:
         """Act on every deferred finalizer, and let go of what finished copies still hold."""
         with self._lock:
             self._finalizers.act()
+            self.records.residency.releases.settle()
         for store in self._stores:  # under their own locks
             store.settle()
         self._finalizers.act_if_free()
@@ -191,19 +195,16 @@ class TensorCache:
 
     def has_room(self, nbytes: int) -> bool:
         """Whether so many bytes more fit the budget, once room was made for them."""
-        with self._lock:
-            self._finalizers.act()
-            found = self.records.residency.has_room(nbytes)
-        self._finalizers.act_if_free()
-        return found
+        return self.records.has_room(nbytes)
 
     def count_again(self, tensor: torch.Tensor) -> None:
         """Count a tensor that a forward saves which runs again in backward, until it is free or backward is over."""
         if is_parameter(tensor) or not has_plain_storage(tensor):
             return
+        self.records.wait_for_room(nbytes := held_bytes(tensor, self._device))
         with self._lock:
             self._finalizers.act()
-            self.records.residency.count_again(tensor.untyped_storage(), held_bytes(tensor, self._device))
+            self.records.residency.count_again(tensor.untyped_storage(), nbytes)
         self._finalizers.act_if_free()
 
     def end_recomputations(self) -> None:

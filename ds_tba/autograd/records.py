@@ -34,7 +34,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -47,6 +47,7 @@ from ds_tba.autograd.saved import (
     NO_INDEX,
     Comparison,
     Finalized,
+    Freed,
     Makeable,
     Origin,
     PassedThrough,
@@ -62,7 +63,7 @@ from ds_tba.autograd.saved import (
     unmodified,
 )
 from ds_tba.autograd.tensors import has_plain_storage, keep_originals
-from ds_tba.device.accelerator import Accelerator
+from ds_tba.device.accelerator import Accelerator, Release
 from ds_tba.errors import ActivationModifiedError, StateError, StorageError
 from ds_tba.storage.base import Choice, Policy, Ticket
 from ds_tba.storage.finalizers import DeferredFinalizers
@@ -112,11 +113,16 @@ class Records:
     """
 
     def __init__(
-        self, stats: CacheStats, policy: Policy, transfers: Transfers, accelerator: Accelerator | None
+        self,
+        stats: CacheStats,
+        policy: Policy,
+        transfers: Transfers,
+        accelerator: Accelerator | None,
+        released_bytes: int,
     ) -> None:
         self.lock = threading.Lock()
         self.finalizers: DeferredFinalizers[Finalized] = DeferredFinalizers(self.lock, self._act_on)
-        self.residency = Residency(stats.resident, transfers, self.finalizers.act, self, accelerator)
+        self.residency = Residency(stats.resident, transfers, self.finalizers.act, self, accelerator, released_bytes)
         self.forward = Forward(MicroStep(), policy)
         self.learned_order: list[int] = []
         self.live = 0
@@ -144,6 +150,8 @@ class Records:
         if record is None and self.sites is not None:
             self.read_comparisons()
             proof = self._prove(self.sites, tensor, key, choice)  # without the lock: operands are loaded on their own
+        if record is None:
+            self.wait_for_room(key.nbytes)
         with self.lock:
             record = forward.by_key.get(key)
             if record is None:
@@ -196,6 +204,8 @@ class Records:
             # Without the lock: the operands are loaded on their own.
             recipe = record.recipe
             made = self._make(record, recipe) if recipe is not None and record.reloaded is None else None
+            if recipe is None:
+                self.wait_for_room(self.residency.reloading_bytes(record))
             data = self._load(record, made, first_time=first_time, is_lent=is_lent)
         self.finalizers.act_if_free()
         return data
@@ -225,6 +235,7 @@ class Records:
         """Make the bytes of a record again."""
         if self.sites is None:
             raise StateError("there is a recipe, and no sites; this is a bug in ds_tba")
+        self.wait_for_room(record.nbytes + recipe.scratch_bytes)
         with self.lock:
             self.finalizers.act()
             taken_bytes = self.residency.take_scratch(record.nbytes + recipe.scratch_bytes)
@@ -279,10 +290,10 @@ class Records:
     ) -> Comparison | None:
         needed_bytes, operands = 2 * nbytes + origin.scratch_bytes, set(origin.records())
         absent_bytes = sum(_absent_bytes(one) for one in operands)
+        if not self.has_room(needed_bytes + absent_bytes, operands):
+            return None
         with self.lock:
             self.finalizers.act()
-            if not self.residency.has_room(needed_bytes + absent_bytes, operands):
-                return None
             taken_bytes = self.residency.take_scratch(needed_bytes)
         try:
             with self._as_one_move():
@@ -291,6 +302,36 @@ class Records:
             with self.lock:
                 self.residency.give_scratch(taken_bytes)
                 self.residency.end_early()
+
+    def has_room(self, nbytes: int, pinned: Collection[SavedStorage] = ()) -> bool:
+        """Whether so many bytes more fit the budget, once room was made for them.
+
+        Args:
+            pinned: storages that stay where they are. Nothing is moved where that would not suffice.
+        """
+        with self.lock:
+            self.finalizers.act()
+            can_have = self.residency.has_room(nbytes, pinned)
+        if can_have:
+            self._wait_for_room(nbytes, pinned)
+            can_have = not self.residency.budget.is_exceeded_by(nbytes)
+        self.finalizers.act_if_free()
+        return can_have
+
+    def wait_for_room(self, nbytes: int) -> None:
+        """Before ``nbytes`` more are counted: wait for streams that are to make room for them, without the lock."""
+        if self.residency.may_wait:
+            self._wait_for_room(nbytes)
+
+    def _wait_for_room(self, nbytes: int, pinned: Collection[SavedStorage] = ()) -> None:
+        release: Release | None = None
+        while True:
+            with self.lock:
+                self.finalizers.act()
+                release = self.residency.free_room(nbytes, pinned)
+            if release is None:
+                return
+            release.wait()
 
     @contextmanager
     def _as_one_move(self) -> Iterator[None]:
@@ -372,6 +413,7 @@ class Records:
         Args:
             reason: in the report's words; empty for a tensor of ours, which autograd has not saved.
         """
+        self.wait_for_room(nbytes)
         with self.lock:
             self.finalizers.act()
             self.residency.make_room(nbytes)
@@ -468,6 +510,9 @@ class Records:
         if isinstance(finalized, ResidencyGuard):
             self._stats.saved.leave(finalized.stamp)
             self._stats.resident.add(-finalized.leave())
+            return
+        if isinstance(finalized, Freed):
+            self.residency.releases.add(*finalized)
             return
         gone, was_lent, was_pending = finalized
         gone.views -= 1

@@ -6,7 +6,7 @@ Knows tensors and tickets; does not know where storages go. The cache changes re
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
@@ -360,13 +360,15 @@ class ResidencyGuard:
     Attributes:
         stamp: of the storage.
         users: records and tensors that have its memory counted. Changed only under the cache's lock.
+        consumers: streams that may still use the memory when the host lets go of it.
     """
 
-    __slots__ = ("__weakref__", "_bytes", "_cache", "stamp", "users")
+    __slots__ = ("__weakref__", "_bytes", "_cache", "consumers", "stamp", "users")
 
     def __init__(self, cache: Keeper, stamp: Stamp) -> None:
         self.stamp = stamp
         self.users = 0
+        self.consumers: Sequence[Any] = ()
         self._cache = cache
         # At most one number. The finalizer of the storage takes it without the lock that leave() is called under: one
         # of the two must come first, and pop() of a list is atomic.
@@ -402,12 +404,19 @@ class ResidencyGuard:
             return 0
 
     def __del__(self) -> None:
-        self._cache.defer(self.take())
+        self._cache.defer(Freed(self.take(), self.consumers) if self.consumers else self.take())
 
 
-Finalized = tuple[SavedStorage, bool, bool] | ResidencyGuard | int
+class Freed(NamedTuple):
+    """The host has let go of so many bytes of device memory, and these streams may still use them."""
+
+    nbytes: int
+    consumers: Sequence[Any]
+
+
+Finalized = tuple[SavedStorage, bool, bool] | ResidencyGuard | Freed | int
 """Told by a finalizer: a view is gone, of this record, lent to a recipe or not, and else pending or not; or a
-tensor is gone that this guard counts; or so many bytes of device memory are free."""
+tensor is gone that this guard counts; or so many bytes of device memory are free, or will be."""
 
 
 def nbytes_of(tensor: torch.Tensor) -> int:

@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -327,19 +327,82 @@ class PendingCopy:
             self._source = None
 
 
+class Release(NamedTuple):
+    """Device memory that the host has let go of, and events of the streams that may still use it."""
+
+    nbytes: int
+    events: list[Any]
+
+    def is_passed(self) -> bool:
+        """Whether the streams have come so far."""
+        return all(event.query() for event in self.events)
+
+    def wait(self) -> None:
+        """Block the calling host thread until they have."""
+        for event in self.events:
+            event.synchronize()
+
+
+class Releases:
+    """Device memory that the host has let go of, oldest first, until the allocator can hand it out again.
+
+    The host runs far ahead of a device. Memory that another stream uses than the one it was allocated on is free only
+    when that stream has come so far; new memory would be taken for whatever is reloaded until then. Changed only under
+    one lock.
+
+    Args:
+        passed: told how many bytes are free.
+    """
+
+    def __init__(self, accelerator: Accelerator | None, passed: Callable[[int], None]) -> None:
+        self.nbytes = 0
+        self._accelerator = accelerator
+        self._passed = passed
+        self._pending: deque[Release] = deque()
+
+    @property
+    def oldest(self) -> Release | None:
+        """The one that is free first."""
+        return self._pending[0] if self._pending else None
+
+    def add(self, nbytes: int, streams: Iterable[Any]) -> None:
+        """The host has let go of memory that these streams use."""
+        accelerator = self._accelerator
+        if accelerator is None or accelerator.is_capturing():  # an event of a capture says nothing of the device
+            self._passed(nbytes)
+            return
+        events = []
+        for stream in streams:
+            events.append(accelerator.new_event())
+            events[-1].record(stream)
+        self._pending.append(Release(nbytes, events))
+        self.nbytes += nbytes
+
+    def settle(self) -> None:
+        """Report what is free by now. Never blocks."""
+        while self._pending and self._pending[0].is_passed():
+            nbytes = self._pending.popleft().nbytes
+            self.nbytes -= nbytes
+            self._passed(nbytes)
+
+
 class Arrival:
     """Device memory into which a copy is under way.
 
     Attributes:
         event: done with the copy; None where that was done at once.
+        consumers: streams that use the memory beside the one it was allocated on.
     """
 
-    __slots__ = ("_accelerator", "_data", "event")
+    __slots__ = ("_accelerator", "_data", "_owner", "consumers", "event")
 
-    def __init__(self, accelerator: Accelerator | None, data: torch.Tensor, event: Any) -> None:
+    def __init__(self, accelerator: Accelerator | None, data: torch.Tensor, event: Any, owner: Any = None) -> None:
+        """``owner``: the stream that the memory was allocated on."""
         self._accelerator = accelerator
         self._data = data
+        self._owner = owner
         self.event = event
+        self.consumers: list[Any] = []
 
     @classmethod
     def done(cls, data: torch.Tensor) -> Arrival:
@@ -351,7 +414,9 @@ class Arrival:
         if self.event is not None and self._accelerator is not None:
             consumer = self._accelerator.current_stream()
             consumer.wait_event(self.event)
-            self._accelerator.share(self._data, consumer)
+            if consumer != self._owner and consumer not in self.consumers:
+                self._accelerator.share(self._data, consumer)
+                self.consumers.append(consumer)
         return self._data
 
     def wait(self) -> None:
@@ -416,7 +481,7 @@ class Copies:
             accelerator.copy(source[:nbytes], data)
             event = accelerator.new_event()
             event.record(self._in_stream)
-        return Arrival(accelerator, data, event)
+        return Arrival(accelerator, data, event, self._in_stream)
 
     def arrived(self, data: torch.Tensor) -> Arrival:
         """Device memory for any stream, which this thread's current stream has filled."""
