@@ -24,7 +24,7 @@ import logging
 import math
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,7 +32,7 @@ import torch
 
 from ds_tba.autograd.saved import Keeper, RecordState, Reloaded, ResidencyGuard, SavedStorage
 from ds_tba.autograd.tensors import stamp_of, storage_bytes
-from ds_tba.device.accelerator import Accelerator, Arrival, Clock, MemoryUse, Release, Releases, moment
+from ds_tba.device.accelerator import Accelerator, Arrival, Clock, MemoryUse, PendingCopy, Release, Releases, moment
 from ds_tba.errors import StateError
 from ds_tba.storage.base import Choice, Loaded, Store, Ticket
 from ds_tba.telemetry.stats import CacheStats, Gauge
@@ -120,11 +120,11 @@ class Evictor:
         self._settle = settle
         self._device = accelerator
 
-    def finish_copies(self) -> None:
-        """Wait for copies that hold device memory on its way out."""
-        for store in self._transfers.stores:
-            store.finish_copies()
+    def copies_out(self) -> list[PendingCopy]:
+        """Copies that hold device memory on its way out, oldest first of each store."""
+        found = [copy for store in self._transfers.stores for copy in store.copies_out()]
         self._settle()
+        return found
 
     def evict(self, record: SavedStorage, kept_at: Any) -> None:
         """Have a store take the bytes of a record, if one does.
@@ -439,38 +439,41 @@ class Residency:
         if self.budget.is_exceeded_by(nbytes):
             self.budget.warn(nbytes)
 
-    def free_room(self, nbytes: int, pinned: Collection[SavedStorage] = ()) -> Release | None:
+    def free_room(self, nbytes: int, pinned: Collection[SavedStorage] = ()) -> Release | PendingCopy | None:
         """Move what can be moved until ``nbytes`` more fit the budget, or will once streams are done with the rest.
 
         Returns:
             What to wait for before this is called again; None where no wait would give more room.
         """
         self.releases.settle()
-        if self._fits(nbytes):
+        if self._fits(nbytes, ()):
             is_too_far = self.releases.nbytes > self._released_limit_bytes and not self.budget.is_set
             return self.releases.oldest if is_too_far or self.budget.is_exceeded_by(nbytes) else None
-        self._evictor.finish_copies()
-        for record in list(self._evictable):  # a copy: finalizers that finish_copies() acts on remove records
-            if self._fits(nbytes):
-                return self.releases.oldest
+        copies = self._evictor.copies_out()
+        for record in list(self._evictable):  # a copy: finalizers that copies_out() acts on remove records
+            if self._fits(nbytes, copies):
+                break
             if record not in pinned:
                 self.evict(record)
-                self._evictor.finish_copies()
+                copies = self._evictor.copies_out()
         for ahead in reversed(list(self._ahead)):
-            if self._fits(nbytes):
+            if self._fits(nbytes, copies):
                 break
             if ahead.ticket is not None and ahead.ticket.store.cancel_prefetch(ahead.ticket):
                 self.end_prefetch(ahead)
-        return self.releases.oldest
+        if not self.budget.is_exceeded_by(nbytes):
+            return None
+        return copies[0] if copies else self.releases.oldest
 
     @property
     def may_wait(self) -> bool:
         """Whether anything may have to be waited for, or moved, before more is counted."""
         return self._device is not None and (self.budget.is_set or self.releases.nbytes > 0)
 
-    def _fits(self, nbytes: int) -> bool:
-        """Whether ``nbytes`` more fit the budget, once streams are done with what the host has let go of."""
-        return not self.budget.is_exceeded_by(nbytes - self.releases.nbytes)
+    def _fits(self, nbytes: int, copies: Sequence[PendingCopy]) -> bool:
+        """Whether ``nbytes`` more fit the budget, once these copies are done and streams with what was let go of."""
+        leaving_bytes = self.releases.nbytes + sum(copy.nbytes for copy in copies)
+        return not self.budget.is_exceeded_by(nbytes - leaving_bytes)
 
     def reloading_bytes(self, record: SavedStorage) -> int:
         """That a reload adds to what is counted."""

@@ -67,6 +67,7 @@ class TensorCache:
         self.transfers = Transfers(self.stats, self._stores, self._device)
         self.records = Records(self.stats, self._default_policy, self.transfers, accelerator, released_bytes)
         self._lock = self.records.lock
+        self._accelerator = accelerator
         self._finalizers = self.records.finalizers
 
     # ---- the contract with autograd -----------------------------------------------------------------------------
@@ -137,7 +138,7 @@ class TensorCache:
         small = why is Eligibility.SMALL
         nbytes = tensor.untyped_storage().nbytes() if small else held_bytes(tensor, self._device)
         counted = SavedCounted(self.records, tensor, nbytes, why.value)
-        if self.records.sites is not None:
+        if self.records.sites is not None and why is not Eligibility.OF_GRAPH:
             self.records.sites.note(tensor, counted)
         return counted
 
@@ -146,7 +147,16 @@ class TensorCache:
         acts = self._stores or self.records.sites is not None
         if acts and torch._C._len_torch_dispatch_stack() and is_under_a_mode():
             return Eligibility.PARAMETER if is_parameter(tensor) else Eligibility.UNDER_A_MODE
-        return eligibility(tensor, self._device, self._min_tensor_bytes)
+        why = eligibility(tensor, self._device, self._min_tensor_bytes)
+        accelerator = self._accelerator
+        # Moving the memory of a graph frees nothing, and its next run writes there whoever has saved it.
+        if (
+            why is Eligibility.ELIGIBLE
+            and accelerator is not None
+            and (accelerator.is_capturing() or accelerator.is_of_graph(tensor.untyped_storage()))
+        ):
+            return Eligibility.OF_GRAPH
+        return why
 
     def rematerialize(self, sites: Rematerialization | None) -> None:
         """Make storages again from others in backward instead of saving them, where that is proven; None: never."""

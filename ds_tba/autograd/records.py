@@ -63,7 +63,7 @@ from ds_tba.autograd.saved import (
     unmodified,
 )
 from ds_tba.autograd.tensors import has_plain_storage, keep_originals
-from ds_tba.device.accelerator import Accelerator, Release
+from ds_tba.device.accelerator import Accelerator
 from ds_tba.errors import ActivationModifiedError, StateError, StorageError
 from ds_tba.storage.base import Choice, Policy, Ticket
 from ds_tba.storage.finalizers import DeferredFinalizers
@@ -324,7 +324,6 @@ class Records:
             self._wait_for_room(nbytes)
 
     def _wait_for_room(self, nbytes: int, pinned: Collection[SavedStorage] = ()) -> None:
-        release: Release | None = None
         while True:
             with self.lock:
                 self.finalizers.act()

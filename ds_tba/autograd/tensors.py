@@ -70,6 +70,7 @@ class Eligibility(Enum):
     OTHER_DEVICE = "not on the training device"
     NO_STORAGE = "no storage"
     UNDER_A_MODE = "under a dispatch mode of the user"
+    OF_GRAPH = "of a CUDA graph"
 
 
 @dataclass(frozen=True, slots=True)

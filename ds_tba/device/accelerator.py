@@ -10,6 +10,7 @@ neither.
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 import time
 from collections import deque
@@ -23,6 +24,8 @@ from ds_tba.device.memory import available_bytes, give_back_freed_memory, peak_r
 
 # Part of a device's memory that is left to temporaries, fragmentation and other libraries, where no budget is set.
 TEMPORARY_FRACTION = 0.1
+CUDA_DRIVER = "libcuda.so.1"
+RELAXED_CAPTURE = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 class Clock(Protocol):
@@ -47,9 +50,10 @@ class Accelerator(Protocol):
     memory: MemoryUse
 
     def device(self) -> torch.device: ...
-    def make_current(self) -> None: ...
+    def enter_thread(self) -> None: ...
     def is_synchronized_device(self) -> bool: ...
     def is_capturing(self) -> bool: ...
+    def is_of_graph(self, storage: torch.UntypedStorage) -> bool: ...
     def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor: ...
     def new_stream(self) -> Any: ...
     def current_stream(self) -> Any: ...
@@ -100,8 +104,8 @@ class CpuAccelerator:
         """The device."""
         return torch.device("cpu")
 
-    def make_current(self) -> None:
-        """Nothing: there is one."""
+    def enter_thread(self) -> None:
+        """Nothing: there is one device."""
 
     def is_synchronized_device(self) -> bool:
         """True: there are neither streams nor events."""
@@ -109,6 +113,10 @@ class CpuAccelerator:
 
     def is_capturing(self) -> bool:
         """False: there are no graphs."""
+        return False
+
+    def is_of_graph(self, storage: torch.UntypedStorage) -> bool:
+        """False."""
         return False
 
     def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -230,8 +238,8 @@ class DeviceAccelerator:
         """This rank's device, with its index."""
         return torch.device(self._api.device_name(), self._index)
 
-    def make_current(self) -> None:
-        """Make it the calling thread's current device."""
+    def enter_thread(self) -> None:
+        """Make it the current device of the calling thread, which is one of ours."""
         self._api.set_device(self._index)
 
     def is_synchronized_device(self) -> bool:
@@ -242,6 +250,10 @@ class DeviceAccelerator:
         """Whether the current stream is being captured into a graph."""
         capturing: bool = self._api.is_current_stream_capturing()
         return capturing
+
+    def is_of_graph(self, storage: torch.UntypedStorage) -> bool:
+        """Whether device memory belongs to a graph, which uses it again whoever lets go of it."""
+        return False
 
     def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
         """A pinned copy."""
@@ -282,16 +294,49 @@ class DeviceAccelerator:
         tensor.record_stream(stream)
 
 
+class CudaAccelerator(DeviceAccelerator):
+    """A CUDA device (or one of ROCm, which torch gives the same name)."""
+
+    def enter_thread(self) -> None:
+        """Likewise. What the thread asks of events spoils no capture of another thread.
+
+        While any thread captures a graph in the global mode, which is torch's, ``cudaEventQuery`` and others fail in
+        all threads of that mode, and the capture with them (CUDA driver API, cuThreadExchangeStreamCaptureMode).
+        """
+        super().enter_thread()
+        if torch.version.cuda is not None:
+            ctypes.CDLL(CUDA_DRIVER).cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(RELAXED_CAPTURE)))
+
+    def is_of_graph(self, storage: torch.UntypedStorage) -> bool:
+        """Whether ``torch.compile(mode="reduce-overhead")`` has the memory in its pool (``cudagraph_trees.py``)."""
+        trees = sys.modules.get("torch._inductor.cudagraph_trees")
+        manager = None if trees is None else trees.get_manager(self._index, create_if_none_exists=False)
+        return manager is not None and storage._cdata in manager.live_cudagraph_pool_storages_in_curr_execution()
+
+    def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A pinned copy, by torch: with ``DS_PIN_MEMORY_BACKEND=native`` DeepSpeed locks pages, and CUDA does not know.
+
+        Copies of such memory would block the host.
+        """
+        return tensor.pin_memory()
+
+    def new_event(self) -> Any:
+        """An event without timing; whoever waits for it sleeps, and leaves the core to others."""
+        return self._api.Event(blocking=True)
+
+
 def adapted(api: Any) -> Accelerator:
     """DeepSpeed's accelerator as ours."""
-    return CpuAccelerator() if api.is_synchronized_device() else DeviceAccelerator(api)
+    if api.is_synchronized_device():
+        return CpuAccelerator()
+    return CudaAccelerator(api) if api.device_name() == "cuda" else DeviceAccelerator(api)
 
 
 def new_thread(accelerator: Accelerator, run: Callable[[], None], name: str) -> threading.Thread:
     """A thread of ours, not yet started; left on the first device, it would open a context there (half a GiB)."""
 
     def on_device() -> None:
-        accelerator.make_current()
+        accelerator.enter_thread()
         run()
 
     # Not a subclass: what Python itself keeps in a Thread differs from version to version.
@@ -510,6 +555,11 @@ class Copies:
         """Block until every copy out is done."""
         while self._pending:
             self._pending.popleft().wait()
+
+    @property
+    def under_way(self) -> list[PendingCopy]:
+        """Copies out, oldest first, as far as :meth:`settle` knows."""
+        return list(self._pending)
 
     @property
     def pending(self) -> int:

@@ -130,8 +130,8 @@ class Store(ABC, Generic[OwnTicket]):
         """
 
     @abstractmethod
-    def finish_copies(self) -> None:
-        """Block until no copy out of device memory is under way, and free that memory."""
+    def copies_out(self) -> Sequence[PendingCopy]:
+        """The copies out of device memory that are under way, oldest first. Never blocks, and acts on finalizers."""
 
     def trim(self) -> None:
         """Give pages of memory back to the system, while nothing goes to this store."""

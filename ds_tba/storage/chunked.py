@@ -7,10 +7,12 @@ reads overlap with each other, whatever its size.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from ds_tba.device.accelerator import PendingCopy
 from ds_tba.storage.base import Loaded, Refusal, Store, Ticket
 from ds_tba.storage.space import SwapSpace
 
@@ -100,8 +102,8 @@ class PiecesStore(Store[PiecesTicket]):
             cancelled = sum(piece.store.cancel_prefetch(piece) for piece in waiting)
         return cancelled == len(waiting)
 
-    def finish_copies(self) -> None:
-        self._inner.finish_copies()
+    def copies_out(self) -> Sequence[PendingCopy]:
+        return self._inner.copies_out()
 
     def trim(self) -> None:
         self._inner.trim()

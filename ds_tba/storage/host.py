@@ -7,6 +7,7 @@ powers of two that it is the sum of.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -168,13 +169,14 @@ class HostStore(Store[HostTicket]):
         with self._lock:
             return self._take_arrival(ticket) is not None
 
-    def finish_copies(self) -> None:
+    def copies_out(self) -> Sequence[PendingCopy]:
         with self._lock:
-            self._copies.finish()
             self._deferred.act()
             self._copies.settle()
             self._memory.settle()
+            found = self._copies.under_way
         self._deferred.act_if_free()
+        return found
 
     def close(self) -> None:
         with self._lock:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ds_tba.device.accelerator import Accelerator, Arrival
+from ds_tba.device.accelerator import Accelerator, Arrival, PendingCopy
 from ds_tba.errors import StateError
 from ds_tba.storage.backends.base import IoBackend
 from ds_tba.storage.bandwidth_probe import BandwidthProbe
@@ -146,13 +146,13 @@ class NvmeStore(Store[SwapTicket]):
         self.space.deferred.act_if_free()
         return cancelled
 
-    def finish_copies(self) -> None:
+    def copies_out(self) -> Sequence[PendingCopy]:
         with self.space.lock:
-            self.ring.copies.finish()
-            self.ring.slots.finish()
             self.space.deferred.act()
             self.space.settle_copies()
+            found = self.ring.copies.under_way
         self.space.deferred.act_if_free()
+        return found
 
     def close(self) -> None:
         with self.space.lock:

@@ -14,7 +14,7 @@ from late_device import LateDevice
 from torch import Tensor
 
 from ds_tba.autograd.cache import TensorCache
-from ds_tba.storage.base import Store
+from ds_tba.storage.base import Always, Store
 from ds_tba.storage.host import HostStore
 
 MIB = 1 << 20
@@ -137,3 +137,42 @@ def test_the_wait_is_without_the_lock_and_for_the_oldest(device: LateDevice) -> 
             gate.set()
         thread.join(30)
     assert len(done) == 6
+
+
+def test_forward_waits_for_the_oldest_copy_out_and_without_the_lock(device: LateDevice) -> None:
+    store = of_host_memory(device, ahead_bytes=8 * MIB)
+    cache = TensorCache([store], "cpu", 1024, accelerator=device)
+    cache.limit_resident(4 * MIB, "the budget")
+    gates, packed = [threading.Event(), threading.Event()], threading.Event()
+
+    def tensor() -> Tensor:
+        data = device.allocate(MIB, CPU)
+        device.launch(lambda to: to.fill_(1), data)
+        return data
+
+    with cache.saving():
+        held = []
+        for gate in gates:  # two copies out that hold their tensors until their gates open
+            store._copies._out_stream.run(lambda gate=gate: gate.wait(30))
+            held.append(cache.pack(tensor()))
+    with cache.saving(Always((), wait=False)):
+        held += [cache.pack(tensor()) for _ in range(2)]
+
+        def run() -> None:
+            held.append(cache.pack(tensor()))
+            packed.set()
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            assert not packed.wait(0.1) and cache.stats.resident.now == 4 * MIB
+            assert cache.records.lock.acquire(timeout=10)
+            cache.records.lock.release()
+            gates[0].set()
+            assert packed.wait(10) and not gates[1].is_set()
+            assert cache.stats.resident.peak <= 4 * MIB
+        finally:
+            for gate in gates:
+                gate.set()
+            thread.join(30)
+    store.close()

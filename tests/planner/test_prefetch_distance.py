@@ -175,7 +175,7 @@ class Asked(Store[Ticket]):
             return True
         return False
 
-    put = get = release = settle = close = cancel_prefetch = finish_copies = None  # type: ignore[assignment]
+    put = get = release = settle = close = cancel_prefetch = copies_out = None  # type: ignore[assignment]
 
 
 class Record:
