@@ -1,4 +1,4 @@
-"""What a CUDA device asks for beyond DeepSpeed's accelerator API; doubles stand for the device, its driver and torch."""
+"""What a CUDA device asks for beyond DeepSpeed's accelerator API; doubles stand for device, driver and torch."""
 
 from __future__ import annotations
 
