@@ -38,6 +38,7 @@ from ds_tba.storage.base import Always, Policy, Store
 
 logger = logging.getLogger(__name__)
 
+REVIEW_STEPS = 8  # from one talk of the ranks to the next, while a plan is followed
 WARM_STEPS = 1  # not recorded: allocators, compilers and caches warm up
 
 
@@ -103,6 +104,7 @@ class Controller:
         self._reviewed: Step | None = None  # of these, for the decision
         self._is_new_step = True
         self._problem = ""  # the last that was said
+        self._wanted = Action.GO_ON  # since the ranks talked last
         self._is_over = False
         self.monitor = Monitor()
         self.in_force: PlanInForce | None = None
@@ -173,7 +175,7 @@ class Controller:
         self._cache.end_micro_step()
 
     def end_step(self) -> None:
-        """The optimizer has stepped. A collective."""
+        """The optimizer has stepped. A collective in some steps, the same ones on all ranks."""
         has_run, self._is_new_step = not self._is_new_step, True
         self._reviewed = None
         self._end_policy()
@@ -190,7 +192,19 @@ class Controller:
             if self._proving is not None:
                 self._proving.end_step()
             self._steps += 1
-            self._do(Action(self._agreement.all_reduce_max(self._wanted_action() if has_run else Action.GO_ON)))
+            self._wanted = max(self._wanted, self._wanted_action() if has_run else Action.GO_ON)
+            if self._is_review:
+                wanted, self._wanted = self._wanted, Action.GO_ON
+                self._do(Action(self._agreement.all_reduce_max(wanted)))
+
+    @property
+    def _is_review(self) -> bool:
+        """Whether the ranks talk at the end of this step: the same on all of them.
+
+        While a plan is followed they do so seldom, since each time waits for the slowest rank.
+        """
+        is_steady = self.in_force is not None and self._recording is None
+        return not is_steady or self._agreement.size == 1 or self._steps % REVIEW_STEPS == 0
 
     def _begin(self) -> None:
         self._end_policy()

@@ -525,6 +525,17 @@ def test_a_forward_of_one_rank_alone_waits_for_nobody(make: Make) -> None:
         assert agreement.calls > before
 
 
+def test_ranks_that_follow_a_plan_talk_seldom(make: Make) -> None:
+    ours, agreement = model(), Counting()
+    agreement.size = 2
+    offloader = make(ours, planner=PLANNERS["keep"], agreement=agreement)
+    steps(ours, offloader, [ROWS] * (FIRST_PLAN + 1))
+    assert offloader.report().plans == 1
+    before = agreement.calls
+    steps(ours, offloader, [ROWS] * 24)
+    assert 0 < agreement.calls - before <= 2 * 3 and offloader.report().plans == 1
+
+
 class AsOfTwo(Alone):
     """One of two ranks, and the other is like this one."""
 
