@@ -124,6 +124,7 @@ def test_a_drive_that_becomes_slower_in_mid_run_is_used_less_and_results_are_exa
     assert report.plans >= 1 and 0 < report.step_peak_saved_bytes <= report.peak_saved_bytes_without
 
 
+@pytest.mark.thorough
 def test_a_drive_that_is_fast_again_is_used_again(make: Make) -> None:
     backend = ThrottledBackend()
     backend.throttle(FULL, FULL)

@@ -71,6 +71,7 @@ def test_compiled_layers_save_less_at_once(tmp_path: Path) -> None:
     assert ADVICE not in output
 
 
+@pytest.mark.thorough
 def test_of_a_model_that_is_one_graph_plans_move_nothing_and_that_is_said_once(tmp_path: Path) -> None:
     budget = {"activation_budget_bytes": STEP_BYTES // 2}
     found, output = train(tmp_path, 0, [{}, budget, {"placement": "nvme"}], "--way", "engine")

@@ -16,8 +16,13 @@ SMALL = ("--steps", "2", "--width", "128", "--depth", "2", "--sequence", "256", 
 pytestmark = pytest.mark.engine
 
 
+CONFIGS = sorted(path.name for path in (runs.ROOT / "ds_configs").glob("*.json"))
+IN_BRIEF = {"minimal.json", "zero2_activations.json", "zero3_nvme_params_activations.json"}
+
+
 @pytest.mark.parametrize(
-    "config", sorted(path.name for path in (runs.ROOT / "ds_configs").glob("*.json")), ids=lambda name: name
+    "config",
+    [pytest.param(one, marks=() if one in IN_BRIEF else pytest.mark.thorough, id=one) for one in CONFIGS],
 )
 def test_every_shipped_config_trains(tmp_path: Path, config: str) -> None:
     if "nvme_params" in config and not aio.is_built():

@@ -100,6 +100,7 @@ def test_two_stages_with_micro_batches_in_flight(tmp_path: Path) -> None:
     assert first > 1.9 * last  # the first stage has two micro-batches in flight
 
 
+@pytest.mark.thorough
 def test_stages_recompute_each_what_its_drive_asks_for(tmp_path: Path) -> None:
     # More than the 4.2 MB that the trial of a block takes.
     block = {**ADAPTIVE, "activation_budget_bytes": 5_000_000, "recompute": True}
@@ -117,6 +118,7 @@ def test_stages_recompute_each_what_its_drive_asks_for(tmp_path: Path) -> None:
         assert report["budget_excess_bytes"] == 0
 
 
+@pytest.mark.thorough
 def test_one_stage_alone_also_after_a_step_that_raised(tmp_path: Path) -> None:
     options = {"stages": 1, "steps": 8}
     found = train(

@@ -61,6 +61,7 @@ def test_soak(tmp_path: Path) -> None:
     assert offload["sums"]["written_bytes"] and offload["faults"] and not result["runs"]["plain"]["sums"]
 
 
+@pytest.mark.thorough
 @pytest.mark.engine
 @pytest.mark.parametrize(
     ("sabotage", "checks"),

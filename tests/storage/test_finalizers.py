@@ -103,7 +103,7 @@ def test_a_signal_handler_that_raises_leaves_no_lock_taken() -> None:
 
 def test_a_handler_that_closes_and_exits_never_hangs(tmp_path: Path) -> None:
     """At random moments, most of them in the middle of our own code, which may hold any lock."""
-    runs = 25
+    runs = 10
     done = script("closes_on_signal.py", tmp_path, runs)
     assert done.returncode == 0, done.stderr
     ends = re.findall(r"^END \d+ (.*)$", done.stdout, re.MULTILINE)

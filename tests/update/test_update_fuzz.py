@@ -7,7 +7,9 @@ import fuzz_update
 import pytest
 
 
-@pytest.mark.parametrize("first", [0, 8, 16])
+@pytest.mark.parametrize(
+    "first", [0, pytest.param(8, marks=pytest.mark.thorough), pytest.param(16, marks=pytest.mark.thorough)]
+)
 def test_random_trainings_leave_every_bit_as_stock_does(first: int, tmp_path: Path) -> None:
     (result,) = forked.run(fuzz_update.compare, None, tmp_path, seeds=list(range(first, first + 8)))
     assert result["failed"] == {}
