@@ -10,6 +10,7 @@ neither.
 from __future__ import annotations
 
 import ctypes
+import logging
 import sys
 import threading
 import time
@@ -21,6 +22,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ds_tba.device.memory import available_bytes, give_back_freed_memory, peak_resident_set_bytes, resident_set_bytes
+
+logger = logging.getLogger(__name__)
 
 # Part of a device's memory that is left to temporaries, fragmentation and other libraries, where no budget is set.
 TEMPORARY_FRACTION = 0.1
@@ -305,7 +308,12 @@ class CudaAccelerator(DeviceAccelerator):
         """
         super().enter_thread()
         if torch.version.cuda is not None:
-            ctypes.CDLL(CUDA_DRIVER).cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(RELAXED_CAPTURE)))
+            try:
+                exchange = ctypes.CDLL(CUDA_DRIVER).cuThreadExchangeStreamCaptureMode
+            except (OSError, AttributeError):  # a thread without it works, but for captures elsewhere
+                logger.debug("%s has no cuThreadExchangeStreamCaptureMode", CUDA_DRIVER)
+            else:
+                exchange(ctypes.byref(ctypes.c_int(RELAXED_CAPTURE)))
 
     def is_of_graph(self, storage: torch.UntypedStorage) -> bool:
         """Whether ``torch.compile(mode="reduce-overhead")`` has the memory in its pool (``cudagraph_trees.py``)."""

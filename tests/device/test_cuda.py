@@ -78,6 +78,16 @@ def test_threads_of_ours_spoil_no_capture_of_another(monkeypatch: pytest.MonkeyP
     assert modes == {"ours-0": 2, "ours-1": 2}  # and not that of the script
 
 
+def test_a_driver_without_such_modes_ends_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(module, "CUDA_DRIVER", "libnothing.so.1")
+    ran: list[int] = []
+    thread = new_thread(adapted(Api()), lambda: ran.append(1), "ours")
+    thread.start()
+    thread.join()
+    assert ran == [1]
+
+
 def test_memory_is_pinned_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor + 1)
     assert adapted(Api()).pin_memory(torch.zeros(1)).item() == 1
