@@ -74,6 +74,8 @@ class InterleavedUpdate:
             weakref.finalize(self, self._registry.close)
         self._at_exit = functools.partial(_close, weakref.ref(self))
         atexit.register(self._at_exit)
+        if config.pinned_bytes is None:  # else whole sub-groups first, whose moments come with the first step
+            self._pin(self._zero3.arrays())
 
     def report(self) -> UpdateReport:
         """The counters so far."""
@@ -157,17 +159,21 @@ class InterleavedUpdate:
     # ---- in each step -------------------------------------------------------------------------------------------
 
     def _run(self, sub_groups: list[SubGroup]) -> None:
-        self._pin(sub_groups)
+        self._pin([array for one in sub_groups for array in one.arrays])
         run_update(self._parts, sub_groups)
 
-    def _pin(self, sub_groups: list[SubGroup]) -> None:
+    def _pin(self, arrays: list[torch.Tensor]) -> None:
         """Pin from the back, where the device begins; what somebody has replaced is unpinned."""
         if self._registry is None or self._device_share == 0:
             return
-        self._registry.keep([array for one in sub_groups for array in one.arrays])
-        for one in reversed(sub_groups):
-            for array in one.arrays:
-                self._registry.pin(array)
+        self._registry.keep(arrays)
+        began_s, before_bytes = time.perf_counter(), self._registry.pinned_bytes
+        for array in reversed(arrays):
+            self._registry.pin(array)
+        pinned_bytes = self._registry.pinned_bytes - before_bytes
+        if pinned_bytes and self._rank == 0:
+            seconds = time.perf_counter() - began_s
+            logger.info("optimizer states: %d bytes of host memory pinned in %.1f s", pinned_bytes, seconds)
         if self._registry.refused_bytes:
             self._counters.fall_back(
                 "pageable memory",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
 import os
 import re
@@ -16,10 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from late_device import LateDevice
 from torch.utils.data import DataLoader
 from update_programs import build, steps
 
 from ds_tba.device.memory import PAGE_BYTES
+from ds_tba.update import interleaved
+from ds_tba.update.config import UpdateConfig
 from ds_tba.update.pinning import Registry
 
 ENDS = [1.0, 2.0]
@@ -178,3 +182,31 @@ def loads(config: dict[str, Any], *, block: dict[str, Any]) -> dict[str, Any]:
     engine.load_checkpoint(str(Path.cwd() / "checkpoint"), tag="2")
     found["goes on again"] = steps(engine, 2, seed=2)
     return found
+
+
+class _AsCuda(LateDevice):
+    def device(self) -> torch.device:
+        return torch.device("cuda", 0)
+
+
+def starts(config: dict[str, Any], *, block: dict[str, Any]) -> dict[str, Any]:
+    """What is pinned when the update is taken over, and after each of two steps; and what the log says."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("ds_tba")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    pins = Pins()
+    interleaved.cuda_registry = lambda limit: Registry(pins.register, pins.unregister, limit)  # type: ignore[assignment]
+    engine = build(config)
+    device = _AsCuda(longest_pause_s=0.001)
+    update = interleaved.InterleavedUpdate(UpdateConfig.model_validate(block), device, engine.optimizer)
+    engine.interleaved_optimizer_update = update
+    found: dict[str, Any] = {"pinned": [len(pins.pinned)]}
+    for _ in range(2):
+        steps(engine, 1)
+        found["pinned"].append(len(pins.pinned))
+    update.close()
+    engine.destroy()
+    return {**found, "lines": [line for line in lines if "pinned in" in line]}

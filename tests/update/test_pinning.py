@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from pinning_programs import Pins
 from update_programs import CHUNKS, ds_config
 
 from ds_tba.device.memory import PAGE_BYTES
+from ds_tba.update import zero3
 from ds_tba.update.chunks import chunks_of
 from ds_tba.update.pinning import Registry
 
@@ -135,6 +137,31 @@ def test_a_data_loader_with_forked_workers_still_works(of_children: dict[str, An
 
 def test_a_child_that_ends_as_programs_do_does_not_free_what_it_does_not_have(of_children: dict[str, Any]) -> None:
     assert of_children["child's end"] == "0"
+
+
+# ---- when a run starts
+
+
+@pytest.mark.parametrize("limit_bytes", [None, 10**9])
+def test_what_is_there_at_the_start_is_pinned_then_and_said(limit_bytes: int | None, tmp_path: Path) -> None:
+    """With a limit whole sub-groups come first, which are whole in the first step only."""
+    block = {**CHUNKS, "exact": False, "device_share": 0.5, "pinned_bytes": limit_bytes}
+    (found,) = forked.run(programs.starts, ds_config(bf16={"enabled": True}), tmp_path, block=block)
+    at_start, first, second = found["pinned"]
+    assert first == second > 0 and at_start == (0 if limit_bytes else first // 2)
+    assert len(found["lines"]) == (1 if limit_bytes else 2)
+    assert all(re.fullmatch(r"optimizer states: \d+ bytes .* pinned in \d+\.\d s", line) for line in found["lines"])
+
+
+def test_moments_are_advised_to_be_in_huge_pages_before_they_are_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    advised: list[int] = []
+
+    def advise(memory: torch.Tensor) -> None:
+        advised.append(memory.nbytes)
+        memory.fill_(1)
+
+    monkeypatch.setattr(zero3, "advise_huge_pages", advise)
+    assert not zero3._zeros_like(torch.ones(100)).any() and advised == [400]
 
 
 # ---- loads
