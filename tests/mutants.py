@@ -194,7 +194,7 @@ MUTANTS = [
            "accelerator.launch(cast, master, job.target)",
            "accelerator.copy(master.view(torch.uint8)[: job.target.nbytes], job.target.view(torch.uint8))", OF_UPDATE),
     Mutant("the ends of a sub-group are not updated", UPDATER,
-           "                for _ in self._host.slices(end, self._upload):\n", "                for _ in ():\n",
+           "                for _ in self._host.slices(end, self._pipeline.upload):\n", "                for _ in ():\n",
            OF_ENGINES),
     Mutant("CPUAdam does not hear of each sub-group in order", UPDATER,
            "            self._host.enter(sub_group)\n", "            pass\n", "tests/update/test_updater.py"),

@@ -6,12 +6,12 @@ Results are bit for bit those of CPUAdam whoever computes them, so the two may m
 
 from __future__ import annotations
 
+import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-
-import torch
 
 from ds_tba.device.accelerator import Accelerator
 from ds_tba.update.chunks import Chunk, Split, chunks_of, inside
@@ -19,7 +19,38 @@ from ds_tba.update.config import UpdateConfig
 from ds_tba.update.device import DevicePipeline, Job
 from ds_tba.update.formula import Powers, Scalars, update_
 from ds_tba.update.host import HostUpdate, SubGroup
-from ds_tba.update.report import UpdateCounters
+
+logger = logging.getLogger("ds_tba")
+
+
+class UpdateCounters:
+    """Counts, for the report."""
+
+    def __init__(self) -> None:
+        self.steps = self.stock_steps = self.elements = self.device_elements = 0
+        self.last_device_share = self.update_s = self.host_s = self.drain_s = 0.0
+        self.fallbacks: Counter[str] = Counter()
+
+    def count(self, elements: int, device_elements: int, update_s: float, host_s: float, drain_s: float) -> None:
+        """One update."""
+        self.steps += 1
+        self.elements += elements
+        self.device_elements += device_elements
+        self.last_device_share = device_elements / max(elements, 1)
+        self.update_s += update_s
+        self.host_s += host_s
+        self.drain_s += drain_s
+
+    @property
+    def host_adam_per_s(self) -> float:
+        """Elements per second of the host."""
+        return (self.elements - self.device_elements) / self.host_s if self.host_s else 0.0
+
+    def fall_back(self, reason: str, words: str) -> None:
+        """Something was left to the host or to DeepSpeed; said once for each reason."""
+        if not self.fallbacks[reason]:
+            logger.warning("interleaved optimizer update: %s", words)
+        self.fallbacks[reason] += 1
 
 
 @dataclass(slots=True)
@@ -122,15 +153,12 @@ class _Update:
             self._host.enter(sub_group)
             start, stop = inside(sub_group.elements)
             for end in (sub_group.cut(0, start), sub_group.cut(stop, sub_group.elements)):
-                for _ in self._host.slices(end, self._upload):
+                for _ in self._host.slices(end, self._pipeline.upload):
                     pass
             self._entered += 1
 
     def _part(self, chunk: Chunk) -> SubGroup:
         return self._sub_groups[chunk.sub_group].cut(chunk.start, chunk.stop)
-
-    def _upload(self, source: torch.Tensor, target: torch.Tensor) -> object:
-        return self._pipeline.upload(source, target)
 
     def _feed(self) -> None:
         """Give the device what it wants; one chunk where its work is done at once, so that the host has some."""
@@ -158,4 +186,4 @@ class _Update:
         """Parameters that are kept on the host, of chunks that the device has updated."""
         if not self._parts.target_on_device:
             for chunk in self._device_chunks:
-                self._host.write(self._part(chunk), self._upload)
+                self._host.write(self._part(chunk), self._pipeline.upload)

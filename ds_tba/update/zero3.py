@@ -30,7 +30,6 @@ from ds_tba.device.memory import advise_huge_pages
 from ds_tba.errors import IncompatibleError, UpdateInterruptedError
 from ds_tba.update.formula import Hyper, Powers
 from ds_tba.update.host import SubGroup
-from ds_tba.update.overrides import Overrides
 
 HALF_UPDATED = "ds_tba_half_updated"
 CLASS_NAME = "DeepSpeedZeroOptimizer_Stage3"
@@ -172,6 +171,39 @@ def _is_upstream(method: Any) -> bool:
     """Whether a method and all its decorators are DeepSpeed's or torch's; by globals, which ``wraps`` does not copy."""
     modules = [getattr(layer, "__globals__", {}).get("__name__", "") for layer in _layers(method)]
     return all(module.partition(".")[0] in ("deepspeed", "torch") for module in modules)
+
+
+class Overrides:
+    """Methods of one object replaced by functions that get the method as it was first."""
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+        self._put: dict[str, Any] = {}
+        self._before: dict[str, Any] = {}
+        self._active = True
+
+    def put(self, name: str, function: Callable[..., Any]) -> None:
+        """Replace a method."""
+        method = getattr(self._target, name)
+        if name in vars(self._target):
+            self._before[name] = method
+
+        def override(*args: Any, **more: Any) -> Any:
+            return function(method, *args, **more) if self._active else method(*args, **more)
+
+        self._put[name] = override
+        setattr(self._target, name, override)
+
+    def remove(self) -> None:
+        """Every method as it was. One that somebody has wrapped since stays, and only hands calls on."""
+        self._active = False
+        for name, override in self._put.items():
+            if vars(self._target).get(name) is not override:
+                continue
+            if name in self._before:
+                setattr(self._target, name, self._before[name])
+            else:
+                delattr(self._target, name)
 
 
 class Zero3Update:

@@ -17,8 +17,7 @@ from ds_tba.update.config import UpdateConfig
 from ds_tba.update.device import DevicePipeline, uploads_before
 from ds_tba.update.formula import Hyper, Powers
 from ds_tba.update.host import SLICE_ELEMENTS, HostUpdate, SubGroup, WriteBack
-from ds_tba.update.report import UpdateCounters
-from ds_tba.update.updater import Parts, run_update
+from ds_tba.update.updater import Parts, UpdateCounters, run_update
 
 LINK_BYTES_PER_S, DEVICE_BYTES_PER_S = 55e9, 3.35e12
 META = torch.device("meta")

@@ -12,8 +12,7 @@ from ds_tba.update.config import UpdateConfig
 from ds_tba.update.device import DevicePipeline
 from ds_tba.update.formula import Hyper, Powers
 from ds_tba.update.host import HostUpdate, SubGroup
-from ds_tba.update.report import UpdateCounters
-from ds_tba.update.updater import Parts, run_update
+from ds_tba.update.updater import Parts, UpdateCounters, run_update
 
 
 class Calls:
