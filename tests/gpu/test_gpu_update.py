@@ -60,7 +60,7 @@ def check(found: dict[str, Any]) -> None:
         assert one["steps"] == stock["steps"]
         report = one["report"]
         assert report["steps"] == len(stock["steps"]) and not report["stock_steps"] and not report["fallbacks"]
-        assert report["device_elements"] and report["verified_chunks"]
+        assert report["device_elements"]
 
 
 @on_cuda
