@@ -88,7 +88,7 @@ class WriteBack:
         nbytes = elements * dtype.itemsize
         self.pinned_bytes = max(LEAST_BUFFERS, -(-queued_bytes // nbytes)) * nbytes
         ring = accelerator.pin_memory(torch.empty(self.pinned_bytes, dtype=torch.uint8))
-        self._free = deque(ring.split(nbytes))
+        self._free = deque(ring[start : start + nbytes] for start in range(0, ring.numel(), nbytes))
         self._under_way: deque[tuple[Any, torch.Tensor]] = deque()
 
     def write(self, master: torch.Tensor, target: torch.Tensor, upload: Upload) -> None:
