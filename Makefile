@@ -100,7 +100,8 @@ bench: $(BIN)/.installed aio
 
 # On a GPU with the torch that is there, and `pip install .[examples,bench] pytest hypothesis`: our venv's is for the CPU.
 gpu: $(if $(REHEARSE),$(BIN)/.installed)
-	$(PYTHON) benchmarks/gpu $(if $(REHEARSE),--rehearse) $(GPU_ARGS)
+	@mkdir -p $(NVME)
+	$(PYTHON) benchmarks/gpu $(if $(REHEARSE),--rehearse) --nvme_path $(NVME) $(GPU_ARGS)
 
 soak: $(BIN)/.installed aio
 	python benchmarks/soak.py --nvme_path $(NVME)

@@ -72,7 +72,7 @@ def in_a_process(program: str, variant: str, argv: Sequence[str], **variables: s
         argv: of the benchmark itself; the process has it, too.
         variables: of its environment, beside ours.
     """
-    port = str(_free_port())
+    port = str(free_port())
     with tempfile.NamedTemporaryFile(suffix=".json") as result:
         done = subprocess.run(
             [sys.executable, program, *argv, "--variant", variant, "--result", result.name],
@@ -90,7 +90,7 @@ def in_a_process(program: str, variant: str, argv: Sequence[str], **variables: s
         return found
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -65,7 +65,7 @@ def run(piece: Piece, results: Results, directory: Path, *, limit_s: float, rehe
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory(dir=directory, prefix="gpu_") as scratch:
         result = Path(scratch) / "result.json"
-        status, output = _ended(piece.command(result, Path(scratch)), limit_s, rehearse=rehearse)
+        status, output = _ended(piece.command(result, Path(scratch), limit_s), limit_s, rehearse=rehearse)
         state, reason, found = DONE, "", None
         try:
             found = piece.read(result, Path(scratch))
@@ -122,7 +122,8 @@ def main(argv: list[str] | None = None) -> int:
             "PyTorch finds no CUDA device here; nothing was measured. On the CPU: make gpu REHEARSE=1", file=sys.stderr
         )
         return 2
-    for piece in asked:
+    # What was never tried comes first: what fails or takes too long here may do so again.
+    for piece in sorted(asked, key=lambda piece: piece.name in results.pieces):
         if results.is_done(piece.name) and not options.again:
             print(f"{piece.name}: done before")
             continue

@@ -26,7 +26,7 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).resolve().parent), *map(str, Path(__file__).resolve().parents[1:3])]
 
 import torch  # noqa: E402
-from alternating import ALONE, _free_port, rounds_of  # noqa: E402
+from alternating import ALONE, free_port, rounds_of  # noqa: E402
 from curves.device import Device  # noqa: E402
 from curves.turns import Contender, Runner  # noqa: E402
 
@@ -116,7 +116,8 @@ class Headline:
         lengths = [max(64, self._options.tokens // part) for part in (16, 32)]
         found = []
         for length in lengths:
-            block = {"placement": "keep", "rematerialize": False, "min_tensor_bytes": self._block["min_tensor_bytes"]}
+            # Short as they are, all tensors count that are counted at full length.
+            block = {"placement": "keep", "rematerialize": False, "min_tensor_bytes": 4096}
             model = workload_of(self._workload, length)
             runner = Runner(Contender("measure", "adaptive", block), model, self._device, {})
             runner.step()
@@ -234,8 +235,10 @@ class Headline:
                 took_s = self._measured(entrant, entrant.runner, steps)
             except REFUSALS as error:
                 entrant.fail(error)
+            # Out here, where no traceback holds the tensors of a step that failed.
+            if entrant.state != "runs":
                 self._drop(entrant)
-            if entrant.way.pins_all:
+            elif entrant.way.pins_all:
                 self._device.give_back()
         entrant.turns.append(took_s)
 
@@ -328,8 +331,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--result", type=Path, required=True)
     options = parser.parse_args(argv)
     ends_s = time.monotonic() + options.seconds
-    os.environ.update({"MASTER_PORT": str(_free_port()), **ALONE})  # DeepSpeed's checkpointing wants a process group
+    os.environ.update({"MASTER_PORT": str(free_port()), **ALONE})  # DeepSpeed's checkpointing wants a process group
     torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # else every tensor is written once more
     headline = Headline(options, ends_s)
     try:
         headline.enter()

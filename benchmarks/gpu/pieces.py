@@ -23,7 +23,8 @@ class Piece:
 
     Attributes:
         part: of the table, a to e.
-        argv: of the program; ``RESULT`` and ``SCRATCH`` stand for a file to write and a directory to work in.
+        argv: of the program; ``RESULT`` stands for a file to write, ``SCRATCH`` for a directory to work in, and
+            ``SECONDS`` for how long.
         read: what it found, from these two.
         limit_s: ended then; what it had written until then counts.
     """
@@ -34,8 +35,9 @@ class Piece:
     read: Callable[[Path, Path], Any] = field(default=lambda result, _: json.loads(result.read_text(encoding="utf-8")))
     limit_s: float = LIMIT_S
 
-    def command(self, result: Path, scratch: Path) -> list[str]:
-        places = {"RESULT": str(result), "SCRATCH": str(scratch), "SECONDS": str(self.limit_s - 60)}
+    def command(self, result: Path, scratch: Path, limit_s: float) -> list[str]:
+        """``SECONDS`` is what it may plan for: a step that has begun is not stopped."""
+        places = {"RESULT": str(result), "SCRATCH": str(scratch), "SECONDS": f"{max(30, limit_s - 60):.0f}"}
         return [sys.executable, *(places.get(argument, argument) for argument in self.argv)]
 
 
@@ -61,11 +63,13 @@ def pieces(*, rehearse: bool) -> list[Piece]:
     hooks = ("--rounds", "1", "--counts", "10") if rehearse else ()
     found.append(
         Piece(
-            "hook cost", "d", (str(BENCHMARKS / "hook_cost.py"), "--json", "RESULT", "--nvme_path", "SCRATCH", *hooks)
+            "hook cost",
+            "d",
+            (str(BENCHMARKS / "hook_cost.py"), *device, "--json", "RESULT", "--nvme_path", "SCRATCH", *hooks),
         )
     )
     curve = ("--nvme_path", "SCRATCH", "--out", "SCRATCH", *device, *tiny)
-    short = ("--rounds", "2", "--steps", "1", "--batches", "2") if rehearse else ("--batches", "8")
+    short = ("--rounds", "2", "--steps", "1", "--batches", "2") if rehearse else ("--batches", "4")
     found += [
         Piece(
             f"rok {model}", "d", (str(BENCHMARKS / "rok.py"), "--models", model, "--minutes", "6", *short, *curve), _rok
