@@ -55,7 +55,7 @@ def test_the_rehearsal_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
     check_facts(found["facts"]["found"])
     check_headline(found["headline 256"]["found"])
     suite = found["tests test_gpu"]["found"]
-    assert suite["counts"]["skipped"] > 100 and set(suite["skipped"]) == {"no CUDA device"} and not suite["failed"]
+    assert suite["counts"]["skipped"] > 10 and set(suite["skipped"]) == {"no CUDA device"} and not suite["failed"]
     (update,) = found["update 300000"]["found"]["results"]
     assert {name for turns in update["rounds"] for name in turns} == {"stock", "share 0", "share 0.5", "null"}
     table = path.with_suffix(".md").read_text()
