@@ -69,7 +69,9 @@ class PiecesStore(Store[PiecesTicket]):
         except BaseException:
             _release(pieces)
             raise
-        return PiecesTicket(data.numel(), self, pieces, min(data.numel(), self._space.ring.slots.capacity_bytes))
+        # On a device that runs behind, every piece is held until the kernels queued before have gone.
+        ring, nbytes = self._space.ring, data.numel()
+        return PiecesTicket(nbytes, self, pieces, min(nbytes, ring.slots.capacity_bytes) if ring.zero_copy else nbytes)
 
     def prefetch(self, ticket: PiecesTicket) -> bool:
         with self._lock:
