@@ -31,7 +31,7 @@ from ds_tba.autograd.discovery import RunningModule
 from ds_tba.autograd.sites import Sites, open_sites
 from ds_tba.autograd.tensors import mark_inputs
 from ds_tba.config import BLOCK, AioConfig, OffloadConfig, with_staging
-from ds_tba.device.accelerator import Accelerator
+from ds_tba.device.accelerator import Accelerator, MemoryUse
 from ds_tba.device.memory import available_bytes
 from ds_tba.errors import IncompatibleError, PathError
 from ds_tba.planner.plan import Limits
@@ -101,6 +101,7 @@ class Reporter:
         path: of the JSON; None writes none.
         tiers, cache, sites: whose counters the report shows.
         started_at: on the monotonic clock.
+        memory: of the device, where that is not the host.
 
     Attributes:
         controller: of placement "adaptive" and of traces, once there is one.
@@ -110,7 +111,7 @@ class Reporter:
 
     def __init__(
         self, config: OffloadConfig, rank: int, path: Path | None, tiers: Tiers, cache: TensorCache,
-        sites: Sites | None, started_at: float,
+        sites: Sites | None, started_at: float, memory: MemoryUse | None,
     ) -> None:  # fmt: skip
         self._config = config
         self._sites = sites
@@ -119,6 +120,7 @@ class Reporter:
         self._tiers = tiers
         self._cache = cache
         self._started_at = started_at
+        self._memory = memory
         self._ended_at: float | None = None
         self._written_at = -REPORT_AGE_S
         self.controller: Controller | None = None
@@ -174,6 +176,7 @@ class Reporter:
             plan=controller.summary() if controller is not None else None,
             unproven_blocks=controller.unproven_blocks() if controller is not None else [],
             rematerialized_bytes=cache.rematerialized_bytes,
+            device_memory={} if self._memory is None else self._memory.levels()._asdict(),
             **({} if self._sites is None else self._sites.summary()),
         )
 
@@ -271,7 +274,8 @@ class ActivationOffloader:
         )
         self._sites = open_sites(config, self.cache.records, accelerator)
         self.cache.rematerialize(self._sites)
-        self._reporter = Reporter(config, rank, report_path, self._tiers, self.cache, self._sites, started_at)
+        memory = None if is_host else accelerator.memory
+        self._reporter = Reporter(config, rank, report_path, self._tiers, self.cache, self._sites, started_at, memory)
         self._closer = Closer(self._close, accelerator)
         atexit.register(self.close)
 

@@ -14,7 +14,7 @@ from statistics import median
 
 import torch
 
-from ds_tba.device.accelerator import Accelerator, pins_memory
+from ds_tba.device.accelerator import Accelerator, Copies, pins_memory
 from ds_tba.device.memory import huge_page_memory
 from ds_tba.planner.trace import PathRates, Resources
 from ds_tba.storage.nvme import NvmeStore
@@ -48,6 +48,7 @@ class Rates:
         self._accelerator = accelerator
         self._staging_bytes = staging_bytes
         self.copies = CopyRates(math.inf, math.inf)
+        self._copies = Copies(accelerator)  # once: a device has few streams, and more share these
         self._compute_s_per_byte = 0.0
         self._seen_bytes_per_s: deque[float] = deque(maxlen=SEEN_STEPS)
         self._moved_until = 0
@@ -127,7 +128,7 @@ class Rates:
 
     def _measure_copies(self) -> CopyRates:
         with self._staged() as staged:
-            return measure_copies(self._accelerator, staged)
+            return measure_copies(self._accelerator, self._copies, staged)
 
     @contextmanager
     def _staged(self) -> Iterator[torch.Tensor]:

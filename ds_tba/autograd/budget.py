@@ -32,7 +32,17 @@ import torch
 
 from ds_tba.autograd.saved import Keeper, RecordState, Reloaded, ResidencyGuard, SavedStorage
 from ds_tba.autograd.tensors import stamp_of, storage_bytes
-from ds_tba.device.accelerator import Accelerator, Arrival, Clock, MemoryUse, PendingCopy, Release, Releases, moment
+from ds_tba.device.accelerator import (
+    Accelerator,
+    Arrival,
+    Clock,
+    MemoryLevels,
+    MemoryUse,
+    PendingCopy,
+    Release,
+    Releases,
+    moment,
+)
 from ds_tba.errors import StateError
 from ds_tba.storage.base import Choice, Loaded, Store, Ticket
 from ds_tba.telemetry.stats import CacheStats, Gauge
@@ -498,24 +508,42 @@ class MemoryMeter:
         self._resident = resident
         self._resident_before_bytes = 0
         self._peak_bytes: int | None = None
+        self._retries: int | None = None  # at the first sample
+        self._has_warned = False
         self.most_bytes = 0
 
     def sample(self) -> None:
         """Take the level of this moment, and the peak since the last sample."""
         resident_bytes = self._resident.now
         try:
-            peak_bytes = self._memory.peak_in_use_bytes()
-            others_bytes = self._memory.in_use_bytes() - resident_bytes
+            levels = self._memory.levels()
         except OSError:  # /proc cannot be read while no file descriptor is free: the samples before count
             return
+        self._warn_of_retries(levels)
+        peak_bytes, others_bytes = levels.peak_in_use_bytes, levels.in_use_bytes - resident_bytes
         if self._peak_bytes is not None and peak_bytes > self._peak_bytes:
             # How much of that peak was ours is not known. Take the lower of our two levels: that errs on the safe side.
             others_bytes = max(others_bytes, peak_bytes - min(self._resident_before_bytes, resident_bytes))
         self.most_bytes = max(self.most_bytes, others_bytes)
         self._resident_before_bytes, self._peak_bytes = resident_bytes, peak_bytes
 
+    def _warn_of_retries(self, levels: MemoryLevels) -> None:
+        if self._retries is None:
+            self._retries = levels.allocation_retries
+        elif levels.allocation_retries > self._retries and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "the device was full %d times, and its allocator gave back all that it kept in reserve (%d bytes in "
+                "use, %d reserved): such steps are slow, and an allocation may fail yet. A smaller "
+                "activation_budget_bytes, smaller micro-batches or PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True "
+                "would help",
+                levels.allocation_retries - self._retries,
+                levels.in_use_bytes,
+                levels.reserved_bytes,
+            )
+
     def room_bytes(self) -> float:
         """The bytes that saved tensors may hold; see [Note: Room]."""
         free_bytes = self._memory.free_bytes()
-        others_bytes = self._memory.in_use_bytes() - self._resident.now
+        others_bytes = self._memory.levels().in_use_bytes - self._resident.now
         return max(0.0, free_bytes - max(0, self.most_bytes - others_bytes))

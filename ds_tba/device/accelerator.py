@@ -38,12 +38,27 @@ class Clock(Protocol):
     def elapsed_s(self, earlier: Any, later: Any) -> float: ...
 
 
+class MemoryLevels(NamedTuple):
+    """Of a device's memory at one time.
+
+    Attributes:
+        in_use_bytes: that nothing new can have: of tensors, and of what was dropped while another stream uses it.
+        peak_in_use_bytes: the most of that since the peak was last reset.
+        reserved_bytes: that the allocator has taken from the device.
+        allocation_retries: how often the allocator gave everything unused back, because the device was full.
+    """
+
+    in_use_bytes: int
+    peak_in_use_bytes: int
+    reserved_bytes: int
+    allocation_retries: int
+
+
 class MemoryUse(Protocol):
     """How much of the device's memory is free and in use."""
 
     def free_bytes(self) -> float: ...
-    def in_use_bytes(self) -> int: ...
-    def peak_in_use_bytes(self) -> int: ...
+    def levels(self) -> MemoryLevels: ...
 
 
 class Accelerator(Protocol):
@@ -88,13 +103,10 @@ class HostMemoryUse:
         give_back_freed_memory()
         return (1 - TEMPORARY_FRACTION) * available_bytes()
 
-    def in_use_bytes(self) -> int:
-        """Resident memory of this process."""
-        return resident_set_bytes()
-
-    def peak_in_use_bytes(self) -> int:
-        """The most that was ever resident."""
-        return peak_resident_set_bytes()
+    def levels(self) -> MemoryLevels:
+        """Resident memory of this process, and the most that ever was."""
+        resident_bytes = resident_set_bytes()
+        return MemoryLevels(resident_bytes, peak_resident_set_bytes(), resident_bytes, 0)
 
 
 class CpuAccelerator:
@@ -207,19 +219,28 @@ class DeviceMemoryUse:
         self._index = index
 
     def free_bytes(self) -> float:
-        """Memory that tensors do not hold now, less a part for what is made and dropped between activations."""
-        total_bytes: int = self._api.total_memory(self._index)
-        return max(0.0, (1 - TEMPORARY_FRACTION) * total_bytes - self.in_use_bytes())
+        """What the device and the allocator have left, less a part for what is made and dropped between activations.
 
-    def in_use_bytes(self) -> int:
-        """Memory that tensors hold now."""
-        allocated_bytes: int = self._api.memory_allocated(self._index)
-        return allocated_bytes
+        Of the device's own, whatever holds the rest: other pools and processes, other libraries, contexts.
+        """
+        # Without nvidia-ml-py, DeepSpeed's available_memory() is the total less what this process has allocated.
+        ask = getattr(getattr(torch, self._api.device_name(), None), "mem_get_info", None)
+        free_bytes: int = self._api.available_memory(self._index) if ask is None else ask(self._index)[0]
+        levels = self.levels()
+        free_bytes += max(0, levels.reserved_bytes - levels.in_use_bytes)
+        return max(0.0, free_bytes - TEMPORARY_FRACTION * self._api.total_memory(self._index))
 
-    def peak_in_use_bytes(self) -> int:
-        """The most that tensors held since the peak was last reset."""
-        peak_bytes: int = self._api.max_memory_allocated(self._index)
-        return peak_bytes
+    def levels(self) -> MemoryLevels:
+        """As the allocator counts them."""
+        api, index = self._api, self._index
+        counts: dict[str, int] = api.memory_stats(index) or {}
+        # "active" also has what record_stream() holds; not every allocator counts it.
+        return MemoryLevels(
+            max(counts.get("active_bytes.all.current", 0), api.memory_allocated(index)),
+            max(counts.get("active_bytes.all.peak", 0), api.max_memory_allocated(index)),
+            counts.get("reserved_bytes.all.current", 0),
+            counts.get("num_alloc_retries", 0),
+        )
 
 
 class DeviceAccelerator:

@@ -49,6 +49,7 @@ class OffloadReport:
         bandwidth: for each path its written bytes and its recent rates, as measured.
         wear: for each path the fields of :class:`ds_tba.telemetry.drive_health.PathWear`.
         schema: of these fields.
+        device_memory: the fields of :class:`ds_tba.device.accelerator.MemoryLevels`; empty on the CPU.
     """
 
     state: str
@@ -92,6 +93,7 @@ class OffloadReport:
     rematerialized_s: float = 0.0
     rematerialized_sites: dict[str, int] = field(default_factory=dict)
     refused_sites: dict[str, int] = field(default_factory=dict)
+    device_memory: dict[str, int] = field(default_factory=dict)
     schema: int = SCHEMA
 
     @classmethod

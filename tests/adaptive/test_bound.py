@@ -30,7 +30,7 @@ from ds_tba.autograd.cache import TensorCache
 from ds_tba.autograd.saved import Hooks, RecordState
 from ds_tba.autograd.tensors import Eligibility
 from ds_tba.config import AioConfig, OffloadConfig
-from ds_tba.device.accelerator import CpuAccelerator
+from ds_tba.device.accelerator import CpuAccelerator, MemoryLevels
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.planner.search import adaptive
 from ds_tba.storage.backends.posix import PosixBackend
@@ -622,7 +622,7 @@ class Device(SmallDevice):
 
     def __init__(self) -> None:
         super().__init__(0)
-        self.allocated = self.peak = 0
+        self.allocated = self.peak = self.retries = 0
 
     def take(self, nbytes: int) -> None:
         self.allocated += nbytes
@@ -631,11 +631,8 @@ class Device(SmallDevice):
     def free_bytes(self) -> float:
         return 100 - self.allocated
 
-    def in_use_bytes(self) -> int:
-        return self.allocated
-
-    def peak_in_use_bytes(self) -> int:
-        return self.peak
+    def levels(self) -> MemoryLevels:
+        return MemoryLevels(self.allocated, self.peak, 100, self.retries)
 
 
 def test_room_is_what_is_left_beside_the_peak_of_everything_else() -> None:
@@ -674,12 +671,25 @@ def test_where_memory_cannot_be_read_the_samples_before_count() -> None:
     device.take(60)
     meter.sample()
     device.take(-60)
-    in_use_bytes, device.in_use_bytes = device.in_use_bytes, _no_descriptors
+    levels, device.levels = device.levels, _no_descriptors
     meter.sample()
     with pytest.raises(OSError, match="Too many open files"):  # for who asks: a plan is made another time
         meter.room_bytes()
-    device.in_use_bytes = in_use_bytes
+    device.levels = levels
     assert meter.room_bytes() == 40
+
+
+def test_that_an_allocator_had_to_retry_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    device = Device()
+    device.retries = 3  # before us
+    meter = MemoryMeter(device, Gauge())
+    for _ in range(2):
+        meter.sample()
+    assert not caplog.text
+    device.retries = 5
+    for _ in range(2):
+        meter.sample()
+    assert caplog.text.count("the device was full 2 times") == 1
 
 
 def _no_descriptors() -> int:

@@ -22,6 +22,7 @@ from ds_tba.adaptive.monitor import MIN_STEPS, Action
 from ds_tba.adaptive.ranks import Agreement, Alone
 from ds_tba.autograd.checkpoint import innermost_hooks
 from ds_tba.config import AioConfig, OffloadConfig
+from ds_tba.device.accelerator import MemoryLevels
 from ds_tba.errors import PathError, TraceError
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.planner.search import adaptive
@@ -219,11 +220,8 @@ class SmallDevice(CpuAccelerator):
     def free_bytes(self) -> float:
         return self.room_bytes
 
-    def in_use_bytes(self) -> int:
-        return 0
-
-    def peak_in_use_bytes(self) -> int:
-        return 0
+    def levels(self) -> MemoryLevels:
+        return MemoryLevels(0, 0, 0, 0)
 
 
 def test_what_steps_cost_is_fitted_to_them_and_promised_from_then_on(

@@ -12,6 +12,7 @@ from late_device import LateDevice
 from test_path_meter import Clock
 
 from ds_tba.adaptive.rates import LINK_FRACTION, MEASURING_FRACTION, SEEN_STEPS, Rates
+from ds_tba.device.accelerator import Copies
 from ds_tba.errors import StateError, TraceError
 from ds_tba.planner.trace import PathRates, Resources, Trace, slowest
 from ds_tba.storage.nvme import NvmeStore
@@ -36,7 +37,7 @@ class Paced(CpuAccelerator):
 def test_the_best_copy_each_way_counts() -> None:
     clock = Clock()
     device = Paced(clock, 99.0, 4.0, 3.0, 2.0, 5.0, 6.0, 9.0, 0.5, 9.0, 9.0, 9.0)
-    found = measure_copies(device, torch.zeros(MIB, dtype=torch.uint8), clock)
+    found = measure_copies(device, Copies(device), torch.zeros(MIB, dtype=torch.uint8), clock)
     assert (found.out_bytes_per_s, found.in_bytes_per_s) == (MIB / 2.0, MIB / 0.5)
     assert TIMES == 5 and not device.took_s
 
@@ -72,7 +73,8 @@ def test_an_asynchronous_copy_has_ended_before_its_time_is_taken() -> None:
             super().copy(source, target)
             self.copied += 1
 
-    found = measure_copies(Accelerator(), torch.zeros(MIB, dtype=torch.uint8), clock)
+    device = Accelerator()
+    found = measure_copies(device, Copies(device), torch.zeros(MIB, dtype=torch.uint8), clock)
     assert (found.out_bytes_per_s, found.in_bytes_per_s) == (4 * MIB, 4 * MIB)
 
 
@@ -103,6 +105,15 @@ def test_copies_are_measured_through_the_ring_and_leave_it_free(
         store.ring.slots.allocate(32 * MIB)
     Rates(store, device, 32 * MIB).measure()  # staging is in use: beside it
     assert looks == [COPY_BYTES] and store.ring.slots.used_bytes == 32 * MIB
+
+
+def test_measuring_again_makes_no_more_streams() -> None:
+    device = LateDevice()
+    rates = Rates(None, device, MIB)
+    for _ in range(20):
+        rates.measure()
+    assert len(device.streams) == 2
+    device.end()
 
 
 def measured(store: NvmeStore, index: int, *rates: float) -> Clock:

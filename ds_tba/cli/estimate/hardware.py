@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from ds_tba.device.accelerator import CpuAccelerator
+from ds_tba.device.accelerator import Copies, CpuAccelerator
 from ds_tba.device.memory import huge_page_memory
 from ds_tba.planner.trace import PathRates
 from ds_tba.storage.staging import COPY_BYTES, measure_copies
@@ -112,7 +112,8 @@ def _measured_flops_per_s(dtype: torch.dtype) -> float:
 
 
 def _measured_copy_bytes_per_s() -> float:
-    return measure_copies(CpuAccelerator(), huge_page_memory(COPY_BYTES)).out_bytes_per_s
+    cpu = CpuAccelerator()
+    return measure_copies(cpu, Copies(cpu), huge_page_memory(COPY_BYTES)).out_bytes_per_s
 
 
 def _least_s(work: Callable[[], object]) -> float:
