@@ -47,7 +47,8 @@ from ds_tba.telemetry.stats import StoreStats
 logger = logging.getLogger(__name__)
 
 # Maximum age of the JSON at report.path when the process is killed (or one step, where steps take longer).
-REPORT_AGE_S = 0.25
+# How old the JSON may become: at first, so that a run which ends early leaves one, and after some doublings.
+FIRST_REPORT_AGE_S, REPORT_AGE_S = 0.25, 10.0
 
 # Longer than the stores take to give up on an I/O request that never ends.
 CLOSE_LIMIT_S = 90.0
@@ -122,7 +123,7 @@ class Reporter:
         self._started_at = started_at
         self._memory = memory
         self._ended_at: float | None = None
-        self._written_at = -REPORT_AGE_S
+        self._written_at, self._age_s = -REPORT_AGE_S, 0.0
         self.controller: Controller | None = None
         self.steps = self.step_peak_bytes = 0
         self._little = LittleMoved(config)
@@ -206,13 +207,14 @@ class Reporter:
         return moved_bytes + recomputed_bytes + self._cache.stats.rematerialized_bytes
 
     def refresh(self) -> None:
-        """Write the JSON again if it is older than ``REPORT_AGE_S``.
+        """Write the JSON again if it is old: seldom once a run is steady, because it takes a millisecond of a step.
 
         Called in training rather than from a signal handler: a handler runs only when the main thread comes back from
         C++, and SIGKILL has none. So a process that is killed in a hang still leaves a report.
         """
-        if self._path is not None and time.monotonic() - self._written_at >= REPORT_AGE_S:
+        if self._path is not None and time.monotonic() - self._written_at >= self._age_s:
             self.write()
+            self._age_s = min(max(FIRST_REPORT_AGE_S, 2 * self._age_s), REPORT_AGE_S)
 
     def write(self) -> None:
         """Write the JSON at ``report.path``, if one is set; a failure is logged, never raised into training."""

@@ -228,7 +228,8 @@ class DeviceMemoryUse:
         free_bytes: int = self._api.available_memory(self._index) if ask is None else ask(self._index)[0]
         levels = self.levels()
         free_bytes += max(0, levels.reserved_bytes - levels.in_use_bytes)
-        return max(0.0, free_bytes - TEMPORARY_FRACTION * self._api.total_memory(self._index))
+        total_bytes: int = self._api.total_memory(self._index)
+        return max(0.0, free_bytes - TEMPORARY_FRACTION * total_bytes)
 
     def levels(self) -> MemoryLevels:
         """As the allocator counts them."""

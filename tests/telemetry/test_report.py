@@ -140,6 +140,20 @@ def test_the_json_is_there_while_training_and_at_the_end(tmp_path: Path, monkeyp
     assert [one.name for one in tmp_path.iterdir()] == ["report.json"]
 
 
+def test_a_run_that_is_steady_writes_the_json_seldom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, written_s = [100.0], []
+    monkeypatch.setattr(offloader_module.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(OffloadReport, "write_json", lambda *_: written_s.append(now_s[0]))
+    offloader = make(tmp_path, report={"path": str(tmp_path / "report.json")})
+    for _ in range(400):  # of a tenth of a second
+        step(offloader)
+        now_s[0] += 0.1
+    assert written_s[0] == 100.0 and written_s[1] < 101.0  # a run that is killed early has one
+    assert len([one for one in written_s if one >= 120.0]) <= 3
+    monkeypatch.undo()
+    offloader.close()
+
+
 def test_every_steps_logs_and_writes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "ds_tba")
     offloader = make(tmp_path, report={"every_steps": 2})
