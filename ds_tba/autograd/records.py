@@ -425,7 +425,8 @@ class Records:
 
     def defer(self, finalized: Finalized) -> None:
         """Have a finalizer's work done by whoever holds the lock next. Never blocks; see [Note: Finalizers]."""
-        self.finalizers.leave(finalized)
+        # The event of a release must come after all that the allocator records when the memory goes.
+        self.finalizers.leave(finalized, acts=not isinstance(finalized, Freed))
 
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
         """An empty tensor of the same dtype and device, for version witnesses."""

@@ -40,10 +40,15 @@ class DeferredFinalizers(Generic[Item]):
         self._act = act
         self._left: queue.SimpleQueue[Item] = queue.SimpleQueue()
 
-    def leave(self, item: Item) -> None:
-        """Leave an item, and act on all of them if the lock is free. Never blocks."""
+    def leave(self, item: Item, *, acts: bool = True) -> None:
+        """Leave an item, and act on all of them if the lock is free. Never blocks.
+
+        Args:
+            acts: False where the item is about memory that goes only when this finalizer has returned.
+        """
         self._left.put(item)
-        self.act_if_free()
+        if acts:
+            self.act_if_free()
 
     def act_if_free(self) -> None:
         """Act on the items unless the lock is taken. Whoever releases the lock calls this."""

@@ -75,6 +75,7 @@ def peak_of_backward(device: LateDevice, cache: TensorCache) -> int:
     assert device.held_bytes == 0 == cache.stats.resident.now
     device.peak_held_bytes = 0
     backward(device, cache, saved)
+    settle(device, cache)
     cache.settle()
     assert cache.stats.resident.now == 0
     return device.peak_held_bytes
