@@ -176,6 +176,7 @@ class Ours(Plain):
         self._program = program
         self._budget_bytes = budget_bytes
         self._failures: list[Failure] = []
+        self._others = set(threading.enumerate())
         self._step = 0
         self.warnings = Warnings()
         logging.getLogger("ds_tba").addHandler(self.warnings)
@@ -222,10 +223,14 @@ class Ours(Plain):
             if self.device is not None:
                 self.device.end()
             logging.getLogger("ds_tba").removeHandler(self.warnings)
-        alive = _until_empty(lambda: [one.name for one in threading.enumerate() if one.name.startswith("ds_tba")])
+        alive = _until_empty(self._alive)
         if alive:
             self._failures.append(Failure("threads", f"alive after close: {', '.join(alive)}"))
         return self._failures
+
+    def _alive(self) -> list[str]:
+        """Threads of ours that were not there before."""
+        return [one.name for one in set(threading.enumerate()) - self._others if one.name.startswith("ds_tba")]
 
     def _left(self) -> str:
         def left() -> list[str]:
