@@ -107,8 +107,12 @@ def make_store(tmp_path: Path) -> Iterator[StoreFactory]:
         except BaseException:
             ring.close()
             raise
-        if paths > 1:
-            store.measure()
+        try:
+            if paths > 1:
+                store.measure()
+        except BaseException:
+            store.close()
+            raise
         return store
 
     factory = Factory(make, NvmeStore.close)

@@ -51,6 +51,14 @@ class TorchCuda:
         return torch.cuda.get_device_properties(index).total_memory
 
     @staticmethod
+    def available_memory(index: int | None = None) -> int:
+        return torch.cuda.mem_get_info(index)[0]
+
+    @staticmethod
+    def memory_stats(index: int | None = None) -> dict[str, int]:
+        return torch.cuda.memory_stats(index)
+
+    @staticmethod
     def memory_allocated(index: int | None = None) -> int:
         return torch.cuda.memory_allocated(index)
 

@@ -325,7 +325,7 @@ def test_the_checksums_of_the_device_are_those_of_the_host(rig: Rig, pages: int,
 
 
 def test_the_api_without_deepspeed_has_all_that_is_asked_of_it() -> None:
-    asked = set(re.findall(r"self\._api\.(\w+)", inspect.getsource(accelerator)))
+    asked = set(re.findall(r"\b_?api\.(\w+)", inspect.getsource(accelerator)))
     assert len(asked) >= 7 and asked | {"is_synchronized_device"} <= set(dir(TorchCuda))
     abstract = pytest.importorskip("deepspeed.accelerator.abstract_accelerator")
     assert asked <= set(dir(abstract.DeepSpeedAccelerator))
