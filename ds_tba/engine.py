@@ -31,7 +31,7 @@ from torch import distributed
 
 from ds_tba.adaptive.ranks import Agreement, Alone, Ranks
 from ds_tba.autograd.blocks import FRAMES
-from ds_tba.autograd.tensors import mark_owned, skip_frames, uncompiled
+from ds_tba.autograd.tensors import OwnedStorages, mark_owned, skip_frames, uncompiled
 from ds_tba.config import (
     BLOCK,
     SUPPORTED_DEEPSPEED,
@@ -54,6 +54,7 @@ logger = logging.getLogger("ds_tba")
 ATTRIBUTE = "activation_offloader"
 UPDATE_ATTRIBUTE = "interleaved_optimizer_update"
 _HOOKED = "_ds_tba_hooked"
+_OWNED = "_ds_tba_owned"
 _NO_HOOKS = "support saved tensor hooks"  # in the message of torch/_functorch/eager_transforms.py
 # Ranks may arrive minutes apart: one of them builds DeepSpeed's aio op while the others wait for it.
 AGREEMENT_TIMEOUT = timedelta(minutes=30)
@@ -315,8 +316,7 @@ def _forward(offloader: ActivationOffloader, original: functools.partial[Any], e
             f'without compiled_autograd_enabled=True, or remove "{BLOCK}".'
         )
     skip_frames((_mark_owned, *FRAMES))
-    for module in engine.module.modules():
-        mark_owned(module)
+    engine.__dict__.setdefault(_OWNED, OwnedStorages()).mark(engine.module)
     try:
         with offloader.saving(inputs=(original.args, original.keywords)):
             return original()

@@ -27,10 +27,11 @@ from __future__ import annotations
 import itertools
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -133,10 +134,45 @@ def mark_owned(module: torch.nn.Module) -> None:
 
     ZeRO-3 gathers parameters into new storage for every use, so this is called again before each forward of the module.
     """
-    for tensors in (module._parameters, module._buffers):
-        for tensor in tensors.values():
-            if tensor is not None and type(tensor) in (torch.nn.Parameter, torch.Tensor):
-                setattr(tensor.untyped_storage(), _OWNED, True)
+    for tensor in _own_tensors(module):
+        setattr(tensor.untyped_storage(), _OWNED, True)
+
+
+class OwnedStorages:
+    """Marks the storages of a whole model before each forward, as :func:`mark_owned` does those of a module.
+
+    The modules are walked again only where one of their tables has another member: nothing tells of all the ways to
+    exchange one. A tensor may have another storage at any time, so each is marked in every forward.
+    """
+
+    def __init__(self) -> None:
+        self._modules: list[torch.nn.Module] = []
+        self._tensors: list[torch.Tensor] = []
+        self._members: list[Any] = []  # held, so that another object cannot have the place of one of them
+
+    def mark(self, model: torch.nn.Module) -> None:
+        """Mark the storages of the parameters and buffers that the model has now."""
+        members = _members(self._modules)
+        is_same = len(members) == len(self._members) and all(map(is_, members, self._members))
+        if not (is_same and self._modules and self._modules[0] is model):
+            self._modules = list(model.modules())
+            self._tensors = [tensor for module in self._modules for tensor in _own_tensors(module)]
+            self._members = _members(self._modules)
+        for tensor in self._tensors:
+            setattr(tensor.untyped_storage(), _OWNED, True)
+
+
+_TABLES = attrgetter("_modules", "_parameters", "_buffers")
+
+
+def _members(modules: list[torch.nn.Module]) -> list[Any]:
+    return [member for tables in map(_TABLES, modules) for table in tables for member in table.values()]
+
+
+def _own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    for tensor in (*module._parameters.values(), *module._buffers.values()):
+        if tensor is not None and type(tensor) in (torch.nn.Parameter, torch.Tensor):
+            yield tensor
 
 
 def is_owned(tensor: torch.Tensor) -> bool:

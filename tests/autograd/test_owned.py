@@ -1,0 +1,72 @@
+"""Which storages are a model's own is known in every forward, whatever became of the model since the last one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from ds_tba.autograd.tensors import OwnedStorages, is_owned
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2, bias=False)))
+
+
+def all_owned(model: nn.Module) -> bool:
+    return all(is_owned(one) for one in (*model.parameters(), *model.buffers()))
+
+
+def swap(data: nn.Module) -> None:
+    for parameter in data.parameters():
+        parameter.data = parameter.data.clone()
+
+
+def there_and_back(data: nn.Module) -> None:
+    for parameter in data.parameters():
+        parameter.data = torch.empty(0)
+        parameter.data = torch.randn(2, 2) if parameter.dim() > 1 else torch.randn(2)
+
+
+CHANGES: dict[str, Callable[[nn.Module], object]] = {
+    "another parameter": lambda model: setattr(model[0], "weight", nn.Parameter(torch.randn(2, 2))),
+    "another parameter in the table": lambda model: model[0]._parameters.update(weight=nn.Parameter(torch.randn(2, 2))),
+    "another table": lambda model: setattr(model[0], "_parameters", {"weight": nn.Parameter(torch.randn(2, 2))}),
+    "another buffer": lambda model: setattr(model[1][0], "running_mean", torch.randn(2)),
+    "one more module": lambda model: model[1].add_module("more", nn.Linear(2, 2)),
+    "another module": lambda model: model[1].__setitem__(1, nn.Linear(2, 2)),
+    "one more parameter": lambda model: model[1].register_parameter("gain", nn.Parameter(torch.ones(2))),
+    "a parameter in place of None": lambda model: setattr(model[1][1], "bias", nn.Parameter(torch.ones(2))),
+    "other storages": swap,
+    "other storages at the old addresses, perhaps": there_and_back,
+    "another dtype": lambda model: model.double(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_after_a_change_all_are_marked(change: Callable[[nn.Module], object]) -> None:
+    changed, owned = model(), OwnedStorages()
+    owned.mark(changed)
+    owned.mark(changed)
+    assert all_owned(changed)
+    change(changed)
+    owned.mark(changed)
+    assert all_owned(changed)
+
+
+def test_another_model_is_marked() -> None:
+    owned, first, second = OwnedStorages(), model(), nn.Identity()
+    owned.mark(second)
+    owned.mark(first)
+    assert all_owned(first) and not is_owned(torch.zeros(1))
+
+
+def test_modules_are_walked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    walked, walk = [], nn.Module.modules
+    monkeypatch.setattr(nn.Module, "modules", lambda module: walked.append(module) or walk(module))
+    owned, same = OwnedStorages(), model()
+    for _ in range(3):
+        owned.mark(same)
+    assert walked == [same]
