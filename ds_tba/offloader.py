@@ -46,8 +46,8 @@ from ds_tba.telemetry.stats import StoreStats
 
 logger = logging.getLogger(__name__)
 
-# Maximum age of the JSON at report.path when the process is killed (or one step, where steps take longer).
-# How old the JSON may become: at first, so that a run which ends early leaves one, and after some doublings.
+# Maximum age of the JSON at report.path when the process is killed (or one step, where steps take longer): at first, so
+# that a run which ends early leaves one, and after some doublings.
 FIRST_REPORT_AGE_S, REPORT_AGE_S = 0.25, 10.0
 
 # Longer than the stores take to give up on an I/O request that never ends.

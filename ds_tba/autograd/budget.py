@@ -444,6 +444,8 @@ class Residency:
 
     def make_room(self, nbytes: int) -> None:
         """Have ``nbytes`` more fit the budget, as far as that can be done; see [Note: The budget]."""
+        if not (self.budget.is_set or self.releases.nbytes):
+            return
         while (release := self.free_room(nbytes)) is not None:
             release.wait()  # under the lock, where another thread took the room that was waited for without it
         if self.budget.is_exceeded_by(nbytes):

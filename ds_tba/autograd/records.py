@@ -142,27 +142,23 @@ class Records:
         Raises:
             RematerializationError: what was made again in earlier steps is no longer what forward makes.
         """
-        key, proof = StorageKey.of(tensor), None
+        key = StorageKey.of(tensor)
         with self.lock:
             self.finalizers.act()
             forward = self.forward
             choice, record = forward.policy.choose(key, key.nbytes), forward.by_key.get(key)
-        if record is None and self.sites is not None:
-            self.read_comparisons()
-            proof = self._prove(self.sites, tensor, key, choice)  # without the lock: operands are loaded on their own
-        if record is None:
+            entered = None
+            if record is not None or (self.sites is None and not self.residency.may_wait):
+                entered = self._enter(forward, tensor, key, choice, None)
+        if entered is None:  # something may have to be proven or waited for first
+            proof = None
+            if self.sites is not None:
+                self.read_comparisons()
+                proof = self._prove(self.sites, tensor, key, choice)  # without the lock: operands load on their own
             self.wait_for_room(key.nbytes)
-        with self.lock:
-            record = forward.by_key.get(key)
-            if record is None:
-                record = self._add(forward, tensor, key, choice, proof)
-            elif record.state is not RecordState.KEPT:
-                self._stats.deduplicated_bytes += nbytes_of(tensor)
-            offloaded = record.state is not RecordState.KEPT
-            if record.views == record.lent:
-                self._stats.saved.enter(key.storage, key.nbytes)
-            record.views += 1
-            record.pending += offloaded
+            with self.lock:
+                entered = self._enter(forward, tensor, key, choice, proof)
+        record, offloaded = entered
         self.finalizers.act_if_free()
         view = SavedView(self, record, tensor, offloaded=offloaded)
         # Without the lock: a view that is not listed yet keeps its bytes, even if the record is evicted meanwhile.
@@ -437,6 +433,22 @@ class Records:
         return empty
 
     # ---- under the lock -----------------------------------------------------------------------------------------
+
+    def _enter(
+        self, forward: Forward, tensor: torch.Tensor, key: StorageKey, choice: Choice, proof: _Proof | None
+    ) -> tuple[SavedStorage, bool]:
+        """One more view of a storage, which is new unless it has a record; and whether its bytes leave."""
+        record = forward.by_key.get(key)
+        if record is None:
+            record = self._add(forward, tensor, key, choice, proof)
+        elif record.state is not RecordState.KEPT:
+            self._stats.deduplicated_bytes += nbytes_of(tensor)
+        offloaded = record.state is not RecordState.KEPT
+        if record.views == record.lent:
+            self._stats.saved.enter(key.storage, key.nbytes)
+        record.views += 1
+        record.pending += offloaded
+        return record, offloaded
 
     def _add(
         self, forward: Forward, tensor: torch.Tensor, key: StorageKey, choice: Choice, proof: _Proof | None

@@ -66,13 +66,9 @@ class DeferredFinalizers(Generic[Item]):
                 return
 
     def act(self) -> None:
-        """Act on every item; call it under the lock."""
-        while True:
-            try:
-                item = self._left.get_nowait()
-            except queue.Empty:
-                return
-            self._act(item)
+        """Act on every item; call it under the lock, which whoever takes an item has."""
+        while not self._left.empty():
+            self._act(self._left.get_nowait())
 
 
 # Closing from anywhere: from a finalizer, which may not wait, and from a signal handler, which may wait in vain.

@@ -77,9 +77,11 @@ class Gauge:
 
     def add(self, nbytes: int) -> None:
         """Change the level by ``nbytes``, which may be negative."""
-        self.now += nbytes
-        self.peak = max(self.peak, self.now)
-        self.lap_peak = max(self.lap_peak, self.now)
+        now = self.now = self.now + nbytes
+        if now > self.lap_peak:  # not max(): each saved tensor comes here several times
+            self.lap_peak = now
+            if now > self.peak:
+                self.peak = now
 
     def lap(self) -> int:
         """The peak since the last lap."""
