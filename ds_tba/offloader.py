@@ -24,10 +24,9 @@ from ds_tba.adaptive.controller import Controller
 from ds_tba.adaptive.monitor import Counts, compilations, moves_in_vain
 from ds_tba.adaptive.ranks import Agreement
 from ds_tba.adaptive.rates import Rates
-from ds_tba.autograd.blocks import Blocks, find_blocks
+from ds_tba.autograd.blocks import Blocks, RunningModule, find_blocks
 from ds_tba.autograd.budget import MemoryMeter
 from ds_tba.autograd.cache import TensorCache
-from ds_tba.autograd.discovery import RunningModule
 from ds_tba.autograd.sites import Sites, open_sites
 from ds_tba.autograd.tensors import mark_inputs
 from ds_tba.config import BLOCK, AioConfig, OffloadConfig, with_staging
@@ -175,7 +174,6 @@ class Reporter:
             step_peak_saved_bytes=controller.step_peak_bytes if controller is not None else self.step_peak_bytes,
             plans=controller.plans if controller is not None else 0,
             plan=controller.summary() if controller is not None else None,
-            unproven_blocks=controller.unproven_blocks() if controller is not None else [],
             rematerialized_bytes=cache.rematerialized_bytes,
             device_memory={} if self._memory is None else self._memory.levels()._asdict(),
             **({} if self._sites is None else self._sites.summary()),
@@ -330,8 +328,9 @@ class ActivationOffloader:
             memory,
             config.activation_budget_bytes if plans else None,
         )
-        is_watching = plans and config.recompute
-        blocks = Blocks(find_blocks(model, config.blocks), controller, is_watching=is_watching, account=self.cache)
+        may_recompute = plans and config.recompute
+        found = find_blocks(model, config.blocks)
+        blocks = Blocks(found, controller, may_recompute=may_recompute, count=self.cache.count_again)
         controller.watch(model, blocks)
         self._controller = self._reporter.controller = controller
 

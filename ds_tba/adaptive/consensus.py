@@ -237,7 +237,7 @@ def _recompute_advice(found: PlanInForce) -> str:
         return '"recompute": true, '
     if all(block.is_recomputable for block in found.trace.blocks):
         return ""
-    return "blocks that can be recomputed (the log and unproven_blocks in the report say why some cannot), "
+    return "blocks that can be recomputed (the log says why some cannot), "
 
 
 def _old_or_new(old: Plan, new: Plan, expected: Trace, careful: Trace, limits: Limits, room_bytes: float) -> Plan:

@@ -1,11 +1,10 @@
 """Records a few steps, makes a plan, and has the plan followed and reviewed.
 
 [Note: The course] The first step runs with everything that is eligible moved, which is the safe thing to do while
-nothing is known. Where the config lets blocks be recomputed, the next one or two prove which can be (``proving.py``).
-Two micro-steps of the next ones are recorded (``recording.py``). From then on a plan is in force. Its steps show the
-cost of recomputing and moving (``calibration.py``), and ``monitor.py`` says when to review the plan. Every decision
-falls at the end of an optimizer step, which every rank makes (a forward may be one rank's alone). The ranks decide
-together: the highest ``Action`` of any rank is done by all.
+nothing is known. Two micro-steps of the next ones are recorded (``recording.py``). From then on a plan is in force. Its
+steps show the cost of recomputing and moving (``calibration.py``), and ``monitor.py`` says when to review the plan.
+Every decision falls at the end of an optimizer step, which every rank makes (a forward may be one rank's alone). The
+ranks decide together: the highest ``Action`` of any rank is done by all.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from ds_tba.adaptive.calibration import Calibration, Fit, Observation
 from ds_tba.adaptive.consensus import Machine, Planning, calibrated
 from ds_tba.adaptive.monitor import Action, Counts, Monitor, Step
 from ds_tba.adaptive.policy import ByPlan, PlanInForce
-from ds_tba.adaptive.proving import Proving
 from ds_tba.adaptive.ranks import Agreement
 from ds_tba.adaptive.recorder import Recorder
 from ds_tba.adaptive.recording import MAX_RECORDED_STEPS, RecordedTrace, Recording
@@ -96,7 +94,7 @@ class Controller:
         self._recorded: RecordedTrace | None = None
         self._is_other_trace = False  # than that of the plan in force
         self._blocks: Blocks | None = None
-        self._proving: Proving | None = None
+        self._is_strict = False  # a rank that deviates from a plan must not leave others waiting in backward
         self._policy = safe
         self._steps = 0
         self._step: Step | None = None
@@ -117,9 +115,7 @@ class Controller:
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._blocks = blocks
         # Under ZeRO-3 a recomputation gathers parameters, which takes all ranks.
-        blocks.is_strict = self._agreement.size > 1 and any(hasattr(one, "ds_id") for one in model.parameters())
-        if blocks.is_watching:
-            self._proving = Proving(blocks, self._agreement)
+        self._is_strict = self._agreement.size > 1 and any(hasattr(one, "ds_id") for one in model.parameters())
         blocks.install()
         if self._budget_bytes is not None:
             self._cache.limit_resident(self._budget_bytes, "activation_budget_bytes")
@@ -189,8 +185,6 @@ class Controller:
             if self.in_force is None:
                 self._memory.sample()
         if not self._is_over:
-            if self._proving is not None:
-                self._proving.end_step()
             self._steps += 1
             self._wanted = max(self._wanted, self._wanted_action() if has_run else Action.GO_ON)
             if self._is_review:
@@ -215,20 +209,15 @@ class Controller:
             stats = self._cache.stats
             self.step_peak_bytes = stats.resident.lap()
             self._before = self._step
-            plan = 0 if self._is_proving or self._recording is not None else self.plans
+            plan = 0 if self._recording is not None else self.plans
             self._step = Step(self._clock.mark(), plan, self._counts())
         if self._step is not None:
             self._step.micro_steps += 1
         self._policy = self._safe
         if self._recording is not None and self._recording.begin() is not None:
             self._policy = self._while_recording()
-        elif self.in_force is not None and not self._is_proving:
+        elif self.in_force is not None:
             self._policy = ByPlan(self.in_force, self._tiers, self._may_wait)
-
-    @property
-    def _is_proving(self) -> bool:
-        """Whether blocks are proven in this step: no plan foresees the saves and the time of such a step."""
-        return self._proving is not None and self._proving.is_running
 
     def _while_recording(self) -> Policy:
         """The policy of a recorded micro-step.
@@ -264,29 +253,29 @@ class Controller:
         """A pass through a block begins; the bytes that it will not save, if it is to be recomputed."""
         recorder = self._recorder
         if recorder is not None:
-            is_recomputable = self._blocks is not None and self._blocks.leaves_no_trace(block)
+            is_recomputable = self._blocks is not None and self._blocks.is_recomputable(block)
             recorder.enter(block.path, inputs, is_recomputable=is_recomputable)
         if not isinstance(self._policy, ByPlan) or self._blocks is None:
             return None
         deviation = self._policy.deviation
         unplanned = deviation.unplanned
         saved_bytes = self._policy.enter(block.path)
-        if saved_bytes is not None and not self._blocks.is_proven(block):
+        if saved_bytes is not None and not self._blocks.is_recomputable(block):
             deviation.unplanned += 1  # an obstacle that came up since
             saved_bytes = None
-        if deviation.unplanned > unplanned and self._blocks.is_strict and self._policy.recomputes:
+        if deviation.unplanned > unplanned and self._is_strict and self._policy.recomputes:
+            why = self._blocks.left_out().get(block.path, "it comes at another place")
             raise IncompatibleError(
-                f"the block {block.path!r} does not do here what the plan of all ranks says "
-                f"({self._blocks.obstacle(block) or 'it comes at another place'}), and the others would wait for this "
-                'rank in backward: set "recompute": false.'
+                f"the block {block.path!r} does not do here what the plan of all ranks says ({why}), and the others "
+                'would wait for this rank in backward: set "recompute": false.'
             )
         return saved_bytes
 
     def leave(self, block: Block) -> None:
         """The pass is over."""
         recorder = self._recorder
-        if recorder is not None:
-            recorder.leave()
+        if recorder is not None and self._blocks is not None:
+            self._blocks.note_saves(block, has_saved=recorder.leave())
         if isinstance(self._policy, ByPlan):
             self._policy.leave()
 
@@ -294,9 +283,6 @@ class Controller:
         """Backward begins to run a pass again, which saves so many bytes."""
         self.recomputed_bytes += token
         self._cache.has_room(token)  # at once: what it saves then finds the room
-
-    def recomputed(self, token: int) -> None:
-        """The pass has run."""
 
     # ---- a step -------------------------------------------------------------------------------------------------
 
@@ -322,7 +308,7 @@ class Controller:
             return Action.GO_ON
 
     def _decide(self) -> Action:
-        if self._steps < WARM_STEPS or self._step is None or self._is_proving:
+        if self._steps < WARM_STEPS or self._step is None:
             return Action.GO_ON
         if self._recording is not None:
             return self._decide_recording(self._recording)
@@ -357,7 +343,7 @@ class Controller:
 
     def _do(self, action: Action) -> None:
         if action is Action.RECORD:
-            if self._recording is None and (self._proving is None or not self._proving.begin()):
+            if self._recording is None:
                 self._record()
         elif action is Action.REST:
             self.monitor.reviewed(self._steps)
@@ -431,7 +417,10 @@ class Controller:
         trace, layout, fit, non_recomputable = None, Layout(()), None, frozenset[str]()
         try:
             self._grow()
-            non_recomputable = frozenset() if self._blocks is None else self._blocks.unproven
+            if self._blocks is not None:
+                non_recomputable = frozenset(self._blocks.left_out())
+                if self._agreement.rank == 0:
+                    self._blocks.warn_left_out()
             if self._recorded is not None:
                 layout, fit, trace = self._recorded.layout, self._fit(), self._recorded.trace
         except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer: no trace is one
@@ -476,10 +465,6 @@ class Controller:
         self._recorded = RecordedTrace(trace, followed.layout, Observation(trace.step_s, 0.0, 0))
         self._calibration.begin(self._recorded.observation, trace.recompute_factor)
         self._is_other_trace = True
-
-    def unproven_blocks(self) -> list[dict[str, str]]:
-        """For the report: blocks that are not recomputed, with the reason."""
-        return [] if self._proving is None else self._proving.unproven()
 
     def summary(self) -> dict[str, Any] | None:
         """The plan for the report; None without one."""

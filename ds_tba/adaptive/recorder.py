@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from ds_tba.autograd.discovery import RunningModule
+from ds_tba.autograd.blocks import RunningModule
 from ds_tba.autograd.saved import (
     Hooks,
     ObservedCache,
@@ -33,7 +33,7 @@ from ds_tba.autograd.saved import (
     SavedView,
     StorageKey,
 )
-from ds_tba.autograd.tensors import Eligibility
+from ds_tba.autograd.tensors import Eligibility, Stamp, has_plain_storage, stamp_of
 from ds_tba.device.accelerator import Clock
 from ds_tba.planner.trace import OUTSIDE, BlockTrace, Layout, Resources, StorageTrace, Trace
 
@@ -74,6 +74,8 @@ class _Scope:
     members: dict[int, None] = field(default_factory=dict)  # in order
     small: int = _NOTHING
     is_recomputable: bool = True
+    given: frozenset[Stamp] = frozenset()  # storages of all inputs
+    has_saved: bool = False  # anything else
 
     @property
     def pass_number(self) -> int:
@@ -347,11 +349,13 @@ class Recorder:
         if self._depth == 1:
             self._pause(lambda: self._open_pass(module, inputs, is_recomputable))
 
-    def leave(self) -> None:
-        """The pass is over."""
+    def leave(self) -> bool:
+        """The pass is over: whether it saved anything but its inputs and parameters."""
+        has_saved = self.record.scopes[-1].has_saved
         self._depth -= 1
         if self._depth == 0:
             self._pause(lambda: self._open_scope(""))
+        return has_saved
 
     def pack(self, tensor: torch.Tensor) -> Recorded:
         """Autograd's pack hook."""
@@ -406,6 +410,7 @@ class Recorder:
     def _open_pass(self, module: str, inputs: Sequence[torch.Tensor], is_recomputable: bool) -> None:
         scope = self._open_scope(module)
         scope.is_recomputable = is_recomputable
+        scope.given = frozenset(stamp_of(one.untyped_storage()) for one in inputs if has_plain_storage(one))
         for tensor in inputs:
             why = self._cache.eligibility_of(tensor)
             if why in (Eligibility.ELIGIBLE, Eligibility.SPARSE_VIEW):
@@ -415,6 +420,8 @@ class Recorder:
         """The index of the storage behind a saved tensor."""
         if isinstance(held, PassedThrough):
             return _NOTHING
+        if not scope.has_saved:
+            scope.has_saved = not has_plain_storage(tensor) or stamp_of(tensor.untyped_storage()) not in scope.given
         if isinstance(held, SavedCounted):
             index = self._index.of_small(held, scope)
         else:

@@ -20,10 +20,10 @@ from ds_tba.adaptive.calibration import Observation
 from ds_tba.adaptive.controller import Controller
 from ds_tba.adaptive.monitor import MIN_STEPS, Action
 from ds_tba.adaptive.ranks import Agreement, Alone
-from ds_tba.autograd.checkpoint import innermost_hooks
+from ds_tba.autograd.recompute import innermost_hooks
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.device.accelerator import MemoryLevels
-from ds_tba.errors import PathError, TraceError
+from ds_tba.errors import IncompatibleError, PathError, TraceError
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.planner.search import adaptive
 from ds_tba.planner.trace import Trace
@@ -33,8 +33,8 @@ from ds_tba.storage.backends.select import Selection
 
 WIDTH, ROWS, DEPTH = 64, 64, 4
 NARROW_BYTES = 4 * ROWS * WIDTH
-# One to warm up, one in which blocks are tried, two that are recorded: then comes a plan.
-FIRST_PLAN = 4
+# One to warm up, two that are recorded: then comes a plan.
+FIRST_PLAN = 3
 STEPS = FIRST_PLAN + 3
 Make = Callable[..., ActivationOffloader]
 
@@ -548,6 +548,44 @@ def test_with_several_ranks_nothing_is_recomputed_that_no_plan_asks_for(make: Ma
     offloader = make(ours, planner=PLANNERS["keep"], agreement=AsOfTwo())
     steps(ours, offloader, [ROWS] * 4)
     assert offloader.report().plans == 1 and offloader.report().recomputed_bytes == 0
+
+
+@pytest.mark.usefixtures("needs_recompute")
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_under_zero_3_a_block_that_does_not_come_where_the_plan_has_it_ends_the_run(
+    make: Make, is_sharded: bool
+) -> None:
+    """The others would wait for this rank's part of the parameters, when they run the block again in backward."""
+    ours = model()
+    if is_sharded:
+        ours.head.weight.ds_id = 0  # ZeRO-3's
+    offloader = make(ours, planner=PLANNERS["recompute"], agreement=AsOfTwo())
+    steps(ours, offloader, [ROWS] * FIRST_PLAN)
+    assert offloader.report().recomputed_bytes > 0
+    ours.blocks = nn.ModuleList(reversed(ours.blocks))
+    if is_sharded:
+        with pytest.raises(IncompatibleError, match=r"comes at another place.*\"recompute\": false"):
+            steps(ours, offloader, [ROWS])
+    else:
+        steps(ours, offloader, [ROWS])
+
+
+@pytest.mark.usefixtures("needs_recompute")
+def test_under_zero_3_a_block_that_cannot_run_again_any_more_ends_the_run(make: Make) -> None:
+    ours = model()
+    ours.head.weight.ds_id = 0
+    offloader = make(ours, planner=PLANNERS["recompute"], agreement=AsOfTwo())
+    steps(ours, offloader, [ROWS] * FIRST_PLAN)
+    block = ours.blocks[1]
+    call = block.forward
+
+    def saved_elsewhere(*args: Any) -> Any:
+        with torch.autograd.graph.save_on_cpu():
+            return call(*args)
+
+    block.forward = saved_elsewhere
+    with pytest.raises(IncompatibleError, match=r"saved-tensor hooks around it.*\"recompute\": false"):
+        steps(ours, offloader, [ROWS])
 
 
 def test_without_optimizer_steps_nothing_piles_up(make: Make) -> None:
