@@ -19,10 +19,9 @@ from typing import Any
 
 from torch import nn
 
-from ds_tba.adaptive.consensus import Planning
+from ds_tba.adaptive.agreement import Agreement, Planning
 from ds_tba.adaptive.controller import Controller
-from ds_tba.adaptive.monitor import Counts, compilations, moves_in_vain
-from ds_tba.adaptive.ranks import Agreement
+from ds_tba.adaptive.feedback import compilations, moves_in_vain
 from ds_tba.adaptive.rates import Rates
 from ds_tba.autograd.blocks import Blocks, find_blocks
 from ds_tba.autograd.budget import MemoryMeter
@@ -203,8 +202,7 @@ class Reporter:
     def _done_bytes(self) -> int:
         """Moved, made again or recomputed so far."""
         recomputed_bytes = 0 if self.controller is None else self.controller.recomputed_bytes
-        moved_bytes = _counts(self._tiers, self._cache).offloaded_bytes
-        return moved_bytes + recomputed_bytes + self._cache.stats.rematerialized_bytes
+        return _offloaded_bytes(self._tiers) + recomputed_bytes + self._cache.stats.rematerialized_bytes
 
     def refresh(self) -> None:
         """Write the JSON again if it is old: seldom once a run is steady, because it takes a millisecond of a step.
@@ -325,7 +323,6 @@ class ActivationOffloader:
             rates,
             agreement,
             self._accelerator.clock,
-            partial(_counts, tiers, self.cache),
             partial(_write_trace, trace_path),
             memory,
             config.activation_budget_bytes if plans else None,
@@ -387,7 +384,7 @@ class ActivationOffloader:
         if self._controller is not None:
             self._controller.end_step()
         self._reporter.step_peak_bytes = self.cache.stats.resident.lap() if self._controller is None else 0
-        moved_bytes = _counts(self._tiers, self.cache).offloaded_bytes
+        moved_bytes = _offloaded_bytes(self._tiers)
         if self._reporter.steps == 1 and moves_in_vain(self.cache.stats, moved_bytes, self._compilations_before):
             self._advise_to_compile_layers()
         self._reporter.end_step()
@@ -460,14 +457,8 @@ def _limits(config: OffloadConfig, tiers: Tiers, step_s: float) -> Limits:
     return Limits.of(config, write_limit)
 
 
-def _counts(tiers: Tiers, cache: TensorCache) -> Counts:
-    stores = [store.stats for store in (tiers.nvme, tiers.host) if store is not None]
-    return Counts(
-        tiers.refusals,
-        sum(one.offloaded_bytes for one in stores),
-        cache.stats.moving_s,
-        sum(one.stall_s for one in stores),
-    )
+def _offloaded_bytes(tiers: Tiers) -> int:
+    return sum(store.stats.offloaded_bytes for store in (tiers.nvme, tiers.host) if store is not None)
 
 
 def _write_trace(path: Path | None, trace: Trace) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from ds_tba.adaptive.ranks import Agreement
+from ds_tba.adaptive.agreement import Agreement
 from ds_tba.autograd.blocks import Block, Blocks
 
 logger = logging.getLogger(__name__)

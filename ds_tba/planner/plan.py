@@ -31,6 +31,7 @@ class Limits:
         write_limit_bytes_per_step: bound of what one step writes.
         recompute: whether blocks may be recomputed.
         rematerialize: whether storages may be made again from others.
+        movable_share: of the movable bytes, the part that may be moved to NVMe or to the host.
 
     Raises:
         ConfigError: a limit is negative.
@@ -42,6 +43,7 @@ class Limits:
     write_limit_bytes_per_step: float = math.inf
     recompute: bool = True
     rematerialize: bool = True
+    movable_share: float = 1.0
 
     @classmethod
     def of(cls, config: OffloadConfig, write_limit_bytes_per_step: float) -> Limits:

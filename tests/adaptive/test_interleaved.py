@@ -15,15 +15,15 @@ from stepping import end_step, forward
 from test_controller import ROWS, WIDTH, Model, controller_of, model
 from torch import nn
 
-from ds_tba.adaptive.ranks import Alone
-from ds_tba.adaptive.recording import RecordedTrace, Recording
+from ds_tba.adaptive.agreement import Alone
+from ds_tba.adaptive.recorder import Recording
 from ds_tba.config import AioConfig, OffloadConfig, Placement
 from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.planner.plan import Limits, Plan
 from ds_tba.planner.search import Planner, adaptive
 from ds_tba.planner.timeline import Timeline
-from ds_tba.planner.trace import Trace
+from ds_tba.planner.trace import Layout, Trace
 
 FORWARDS = 4
 STEPS = 8
@@ -137,7 +137,7 @@ def test_a_step_that_raised_is_not_recorded_and_the_next_ones_are_exact(
 ) -> None:
     recorded, sizes = Recording.recorded, list[set[int]]()
 
-    def watched(recording: Recording, *args: Any) -> RecordedTrace:
+    def watched(recording: Recording, *args: Any) -> tuple[Trace, Layout]:
         sizes.append({len(record.storages) for record in recording._done})
         return recorded(recording, *args)
 

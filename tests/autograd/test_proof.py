@@ -38,7 +38,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 
-from ds_tba.adaptive.ranks import Alone
+from ds_tba.adaptive.agreement import Alone
 from ds_tba.autograd.comparison import difference
 from ds_tba.autograd.forward_state import StateReader, UnreadableError
 from ds_tba.config import AioConfig, OffloadConfig
