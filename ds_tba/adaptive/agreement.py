@@ -112,13 +112,15 @@ class Wish:
     Attributes:
         trace, layout: as recorded.
         kept_s: of one of its steps with everything kept.
-        movable_share: see ``Limits``; the least of all ranks counts.
+        share_in_force: see ``Limits.movable_share``; of the plan before.
+        movable_share: that this rank asks for.
         non_recomputable: paths of the blocks that it cannot recompute.
     """
 
     trace: Trace
     layout: Layout
     kept_s: float
+    share_in_force: float = 1.0
     movable_share: float = 1.0
     non_recomputable: frozenset[str] = frozenset()
 
@@ -226,15 +228,13 @@ class Planning:
         try:
             trace = _for_all(wish, offers)
             room_bytes = min(offer.room_bytes for offer in offers)
-            share = min(offer.movable_share for offer in offers)
+            # Who wants less has seen steps that are too long; else some have yet to see that there is room for more.
+            shares = [offer.movable_share for offer in offers]
+            share = min(shares) if min(shares) < wish.share_in_force else max(shares)
             limits = replace(self._limits(trace.step_s), movable_share=share)
             plan = self._planner(trace, limits)
             if limits.activation_budget_bytes is None and plan.prediction.peak_saved_bytes > room_bytes:
                 limits = replace(limits, activation_budget_bytes=int(room_bytes))
-                plan = self._planner(trace, limits)
-            budget_bytes = limits.activation_budget_bytes
-            if share < 1 and budget_bytes is not None and plan.prediction.peak_saved_bytes > budget_bytes:
-                limits = replace(limits, movable_share=1.0)  # the budget comes first
                 plan = self._planner(trace, limits)
             return PlanInForce.of(plan, trace, wish.layout, limits)
         except Exception as error:  # noqa: BLE001 - see [Note: Answers]; training can go on without a plan

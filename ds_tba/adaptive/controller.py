@@ -196,32 +196,21 @@ class Controller:
                 self._memory.sample()
             stats = self._cache.stats
             self.step_peak_bytes = stats.resident.lap()
-            plan = 0 if self._is_proving or self._recording is not None else self.plans
-            self._before, self._step = self._step, Step(self._clock.mark(), plan, stats.moving_s)
+            number = 0 if self._is_proving or self._recording is not None else self.plans
+            self._before, self._step = self._step, Step(self._clock.mark(), number, stats.moving_s)
         if self._step is not None:
             self._step.micro_steps += 1
         self._policy = self._safe
-        if self._recording is not None and self._recording.begin() is not None:
-            self._policy = self._while_recording()
-        elif self.in_force is not None and not self._is_proving:
-            self._policy = ByPlan(self.in_force, self._tiers, self._may_wait)
+        is_recorded = self._recording is not None and self._recording.begin() is not None
+        plan = None if self._is_proving else self.in_force
+        # What recomputed blocks save in a recording would be kept, and may not fit: then everything is moved.
+        if plan is not None and not (is_recorded and any(plan.plan.recomputed_blocks)):
+            self._policy = ByPlan(plan, self._tiers, self._may_wait)
 
     @property
     def _is_proving(self) -> bool:
         """Whether blocks are proven in this step: no plan foresees the saves and the time of such a step."""
         return self._proving is not None and self._proving.is_running
-
-    def _while_recording(self) -> Policy:
-        """The policy of a recorded micro-step.
-
-        With everything moved, the recording shows when forward is done with each storage; a slow drive has no time for
-        that.
-        """
-        if self.in_force is None or any(self.in_force.plan.recomputed_blocks):
-            return self._safe  # the kept storages may not fit where recomputed blocks are saved, too
-        sizes = dict(self.in_force.bytes_by_placement)
-        kept_bytes = sizes.pop(Placement.KEEP, 0)
-        return ByPlan(self.in_force, self._tiers, self._may_wait) if kept_bytes > sum(sizes.values()) else self._safe
 
     def _end_policy(self) -> None:
         """Collect what the last micro-step has shown."""
@@ -317,7 +306,8 @@ class Controller:
             return Action.GO_ON
         self._grown = step.mismatch.grown or self._grown
         seen = step.metrics(self.in_force, self._clock, self._machine.resources().rates)
-        return self.feedback.decide(self._steps, seen)
+        action = self.feedback.decide(self._steps, seen)
+        return Action.MEASURE if action is Action.PLAN and self._machine.should_measure() else action
 
     def _decide_recording(self, recording: Recording) -> Action:
         if recording.is_enough:
@@ -339,11 +329,11 @@ class Controller:
                 self._record()
         elif action is Action.REST:
             self._rest()
-        elif action is Action.PLAN:
+        elif action in (Action.PLAN, Action.MEASURE):
             recording, self._recording = self._recording, None
             if recording is not None:
                 self._take(recording)
-            elif self._agreement.all_reduce_max(int(self._machine.should_measure())):  # together: they share drives
+            elif action is Action.MEASURE:  # all together: they share drives
                 self._measure()
             self._make_plan()
 
@@ -410,7 +400,8 @@ class Controller:
             if self._recorded is None:
                 return None
             unproven = frozenset[str]() if self._blocks is None else self._blocks.unproven
-            return Wish(*self._recorded, self.feedback.kept_s, self.feedback.movable_share, unproven)
+            share = 1.0 if followed is None else followed.limits.movable_share
+            return Wish(*self._recorded, self.feedback.kept_s, share, self.feedback.movable_share, unproven)
         except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer: no wish is one
             logger.warning("this rank has no part in a plan now: %s: %s", type(error).__name__, error)
             return None

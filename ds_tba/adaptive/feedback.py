@@ -5,7 +5,7 @@ the kernels, the host's threads or other processes. So a plan is followed, its s
 median is longer than ``max_step_overhead`` allows, the share of the bytes that may move is lowered: to the part whose
 time beyond a step with everything kept is allowed. The share is raised again, slowly, once steps leave room for that.
 With a budget, time is already the least that the planner finds: there a step is too long that takes longer than its
-plan said, and the budget comes first (``agreement.py``).
+plan said, and the planner moves more than the share where less would not fit.
 
 [Note: The kept step] What a step takes with everything kept is first read from the recording, in which our own work
 does not count. It is corrected where steps show better: no step is shorter for moving, and where a plan moves nothing
@@ -34,7 +34,7 @@ from ds_tba.telemetry.stats import CacheStats
 
 MIN_STEPS, MAX_STEPS = 5, 640
 # After so many steps without its cause, a cause is new.
-QUIET_STEPS = 50
+QUIET_STEPS = 100
 # The median of the last so many steps counts, of ``MIN_STEPS`` at least.
 COUNTED_STEPS = 16
 # A rate that has left this band since the last plan asks for another.
@@ -59,8 +59,9 @@ class Action(IntEnum):
 
     GO_ON = 0
     PLAN = 1
-    RECORD = 2
-    REST = 3  # stop recording for a while
+    MEASURE = 2  # the drives, which nobody uses, and plan
+    RECORD = 3
+    REST = 4  # stop recording for a while
 
 
 @dataclass(slots=True)
@@ -123,7 +124,7 @@ class Feedback:
         self._rates: tuple[float, ...] = ()
         self._times_s: deque[float] = deque(maxlen=COUNTED_STEPS)
         self._tried: tuple[PlanInForce, float] | None = None  # the plan that took too long, and its median step
-        self._is_raised = False
+        self._raises = 0  # since the share was lowered
         self._share_backoff, self._rates_backoff, self._record_backoff = Backoff(), Backoff(), Backoff()
         self._resting_until = 0
 
@@ -230,12 +231,12 @@ class Feedback:
 
     def _lowered(self, plan: PlanInForce, median_s: float, step: int) -> str:
         backoff = self._share_backoff
-        if self._is_raised:
+        if self._raises:
             backoff.last_seen = step  # the cause was there all the while: this is no news after a quiet time
         if not backoff.is_due(step):
             return ""
         backoff.run(step)
-        self._is_raised = False
+        self._raises = 0
         if self._tried is None:
             self._tried = plan, median_s
         moving_s, room_s = self._beyond_kept(plan, median_s)
@@ -245,16 +246,17 @@ class Feedback:
 
     def _raised(self, plan: PlanInForce, step: int) -> str:
         share, tried, backoff = plan.limits.movable_share, self._tried, self._share_backoff
-        if share >= 1 or step - backoff.last_run < (backoff.wait if tried is None else MIN_STEPS):
+        wait = MIN_STEPS if tried is not None else max(MIN_STEPS, backoff.wait >> self._raises // 2)
+        if share >= 1 or step - backoff.last_run < wait:
             return ""
-        self.movable_share = min(1.0, RAISE_FACTOR * share) if plan.moved_share else LEAST_SHARE
+        self.movable_share = min(1.0, RAISE_FACTOR * share) if share and plan.moved_share else LEAST_SHARE
         if tried is not None:  # what that plan's moves take is known now
             before, step_s = tried
             moving_s, room_s = self._beyond_kept(before, step_s)
             was_right = moving_s <= room_s
             self.movable_share = before.limits.movable_share if was_right else before.moved_share * room_s / moving_s
             backoff.run(step)
-        self._tried, self._is_raised, backoff.last_run = None, True, step
+        self._tried, self._raises, backoff.last_run = None, self._raises + (tried is None), step
         return "steps leave room to move more"
 
 

@@ -175,10 +175,18 @@ def test_with_a_budget_steps_are_held_against_what_the_plan_promised() -> None:
 
 
 def test_where_a_budget_leaves_no_choice_the_share_stays_and_is_asked_for_ever_more_rarely() -> None:
-    """See ``Planning``: the budget comes first."""
-    world = World(hidden_s=0.6, plan=lambda _: plan_of(1.0, budget=SIZE))
+    """The planner moves what it takes."""
+
+    def all_moved(share: float) -> PlanInForce:
+        full = plan_of(1.0, budget=SIZE)
+        return replace(full, limits=replace(full.limits, movable_share=share))
+
+    world = World(hidden_s=0.6, plan=all_moved)
     world.run(2000)
-    assert world.in_force.moved_share == world.feedback.movable_share == 1.0 and len(world.actions) <= 12
+    assert world.in_force.moved_share == 1.0 and len(world.actions) <= 12
+    world.hidden_s = 0.0
+    world.run(4000)
+    assert world.feedback.movable_share == 1.0
 
 
 @pytest.mark.parametrize("run", [3, 5, 7, 10, 30])
@@ -329,7 +337,7 @@ def test_where_nothing_could_be_recorded_it_is_tried_again_later() -> None:
 
 
 def test_of_several_wishes_the_highest_is_done() -> None:
-    assert sorted(Action) == [Action.GO_ON, Action.PLAN, Action.RECORD, Action.REST]
+    assert sorted(Action) == [Action.GO_ON, Action.PLAN, Action.MEASURE, Action.RECORD, Action.REST]
 
 
 # ---- one step -------------------------------------------------------------------------------------------------------

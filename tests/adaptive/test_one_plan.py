@@ -130,29 +130,17 @@ def test_a_planner_that_fails_is_not_asked_again() -> None:
     assert found == NoPlan("rank 0 could not plan (ZeroDivisionError: a bug)", is_final=True)
 
 
-def test_the_least_share_that_any_rank_wants_to_move_counts() -> None:
+@pytest.mark.parametrize(
+    ("in_force", "mine", "other", "planned"),
+    [(1.0, 0.5, 0.25, 0.25), (1.0, 1.0, 0.5, 0.5), (0.2, 0.2, 0.3, 0.3), (0.2, 0.3, 0.1, 0.1), (0.0, 0.1, 0.0, 0.1)],
+)
+def test_less_is_moved_if_one_rank_asks_for_it_and_more_if_none_does(
+    in_force: float, mine: float, other: float, planned: float
+) -> None:
     planner = Seeing()
-    found = made(planner, replace(WISH, movable_share=0.5), agreement=Besides(movable_share=0.25))
-    assert planner.limits[0].movable_share == found.limits.movable_share == 0.25
-    assert made(planner, replace(WISH, movable_share=0.5)).limits.movable_share == 0.5
-
-
-@pytest.mark.parametrize(("fits", "planned"), [(True, [0.0]), (False, [0.0, 1.0])])
-def test_the_budget_comes_before_the_share(fits: bool, planned: list[float]) -> None:
-    planner = Seeing()
-    peak_bytes = made(planner).plan.prediction.peak_saved_bytes
-    planner.limits.clear()
-    budget = Limits(activation_budget_bytes=peak_bytes if fits else peak_bytes - 1)
-    found = made(planner, replace(WISH, movable_share=0.0), limits=budget)
-    assert [limits.movable_share for limits in planner.limits] == planned
-    assert found.limits.movable_share == planned[-1]
-
-
-def test_room_on_the_device_comes_before_the_share() -> None:
-    planner = Seeing()
-    peak_bytes = made(planner).plan.prediction.peak_saved_bytes
-    found = made(planner, replace(WISH, movable_share=0.0), room_bytes=peak_bytes - 1)
-    assert found.limits.movable_share == 1.0 and found.limits.activation_budget_bytes == peak_bytes - 1
+    wish = replace(WISH, share_in_force=in_force, movable_share=mine)
+    found = made(planner, wish, agreement=Besides(movable_share=other))
+    assert planner.limits[0].movable_share == found.limits.movable_share == planned
 
 
 def test_the_same_warning_of_a_budget_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
