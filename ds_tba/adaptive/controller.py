@@ -362,7 +362,9 @@ class Controller:
             logger.warning("discarding an inconsistent trace: %s", error)
             return
         self._recorded, self._grown = (trace, layout), {}
-        self.feedback.recorded(trace.step_s)
+        moved_share = 1.0 if self.in_force is None else self.in_force.moved_share
+        moved_bytes = trace.micro_steps * moved_share * trace.movable_bytes
+        self.feedback.recorded(trace.step_s, moved_bytes * trace.resources.compute_s_per_byte)
         try:
             self._on_trace(trace)
         except Exception as error:  # noqa: BLE001 - as above; the plan does not need the file
@@ -396,7 +398,7 @@ class Controller:
                 grown = followed.trace.grown(self._grown)
                 longer = grown.step_s / followed.trace.step_s if followed.trace.step_s else 1.0
                 self._recorded, self._grown = (grown, followed.layout), {}
-                self.feedback.recorded(self.feedback.kept_s * longer)
+                self.feedback.recorded(self.feedback.kept_s * longer, 0.0)
             if self._recorded is None:
                 return None
             unproven = frozenset[str]() if self._blocks is None else self._blocks.unproven

@@ -9,8 +9,9 @@ plan said, and the planner moves more than the share where less would not fit.
 
 [Note: The kept step] What a step takes with everything kept is first read from the recording, in which our own work
 does not count. It is corrected where steps show better: no step is shorter for moving, and where a plan moves nothing
-its steps are the kept ones. If steps are far too long, a plan that moves nothing is tried: either its steps are as
-long, and moving was not the cause, or the difference is what moving costs.
+its steps are the kept ones. Where steps stay too long although much less is moved, moving is not the cause, or not
+alone: the line through both, at nothing moved, is the kept step then. What moving costs the kernels in the recording
+itself, where everything is moved, is taken off as far as ``rates.py`` knows it; more of that cannot be seen.
 
 [Note: Reviews] Drives whose rates have changed ask for a new plan, larger storages than those of the plan at once.
 Saves that the plan does not know, or that it expects in vain, ask for a new recording. Each comes after 5, 10, 20, ...
@@ -25,7 +26,7 @@ import sys
 from collections import deque
 from dataclasses import dataclass, field
 from enum import IntEnum
-from statistics import median
+from statistics import median, median_low
 from typing import Any
 
 from ds_tba.adaptive.policy import PlanInForce, PlanMismatch
@@ -42,8 +43,9 @@ RATE_BAND = (0.67, 1.5)
 MAX_DRIFT = 0.1
 # The share is raised by this factor, from nothing to the least.
 RAISE_FACTOR, LEAST_SHARE = 1.5, 0.1
-# Where less than this part of what is moved is affordable, none is, until that has been measured.
-PROBED_PART = 0.25
+# The share is lowered to this part at the least, before steps have shown that moving is the cause; steps that moved no
+# more than the other part of what others did are compared with those.
+LEAST_PART, COMPARED_PART = 0.5, 0.75
 # Of a step: what everything kept takes at least.
 MIN_KEPT_FRACTION = 0.5
 # The fraction by which moving is to lower the peak.
@@ -107,6 +109,15 @@ class StepMetrics:
     more_micro_steps: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    """A share that took too long: as it was allowed, as it was moved, and the step without what was computed again."""
+
+    movable_share: float
+    moved_share: float
+    step_s: float
+
+
 class Feedback:
     """See the notes.
 
@@ -123,7 +134,7 @@ class Feedback:
         self._plan: PlanInForce | None = None
         self._rates: tuple[float, ...] = ()
         self._times_s: deque[float] = deque(maxlen=COUNTED_STEPS)
-        self._tried: tuple[PlanInForce, float] | None = None  # the plan that took too long, and its median step
+        self._tried: _Tried | None = None
         self._raises = 0  # since the share was lowered
         self._share_backoff, self._rates_backoff, self._record_backoff = Backoff(), Backoff(), Backoff()
         self._resting_until = 0
@@ -133,13 +144,14 @@ class Feedback:
         """The median of the last few steps under the plan; None before the first."""
         return median(list(self._times_s)[-REPORTED_STEPS:]) if self._times_s else None
 
-    def recorded(self, kept_s: float) -> None:
+    def recorded(self, step_s: float, moving_s: float) -> None:
         """There is a new trace.
 
         Args:
-            kept_s: of its step.
+            step_s: of its step.
+            moving_s: that kernels took longer in it for moving, as far as that is known.
         """
-        self.kept_s, self._tried = kept_s, None
+        self.kept_s, self._tried = max(MIN_KEPT_FRACTION * step_s, step_s - moving_s), None
         self._times_s.clear()
 
     def planned(self, plan: PlanInForce, rates: tuple[float, ...], step: int, *, is_new: bool) -> None:
@@ -207,56 +219,63 @@ class Feedback:
 
     def _adjusted(self, plan: PlanInForce, step: int) -> str:
         """Why the share is another from now on; empty if it is not."""
-        median_s = median(self._times_s)
+        median_s = median_low(self._times_s)  # of two groups of steps it is that of one
         spread_s = median(abs(time_s - median_s) for time_s in self._times_s)
         error_s = _ERROR * spread_s / len(self._times_s) ** 0.5
-        share = plan.moved_share
+        self._learn(plan, median_s, error_s)
+        moving_s, room_s = median_s - plan.computed_s - self.kept_s, self._room_s(plan)
+        if plan.moved_share and moving_s > 0 and moving_s - error_s > room_s:
+            return self._lowered(plan, median_s, step)
+        return self._raised(plan, step, has_room=RAISE_FACTOR * moving_s <= room_s)
+
+    def _learn(self, plan: PlanInForce, median_s: float, error_s: float) -> None:
+        """What a step with everything kept takes; see [Note: The kept step]."""
+        share, step_s = plan.moved_share, median_s - plan.computed_s
         self.kept_s = min(self.kept_s, median_s + error_s)
         if not share:
-            self.kept_s = max(median_s - plan.computed_s, MIN_KEPT_FRACTION * median_s)
-            return self._raised(plan, step)
-        moving_s, room_s = self._beyond_kept(plan, median_s)
-        if moving_s > 0 and moving_s - error_s > room_s:
-            return self._lowered(plan, median_s, step)
-        self._tried = None
-        return self._raised(plan, step) if RAISE_FACTOR * moving_s <= room_s else ""
+            self.kept_s = max(step_s, MIN_KEPT_FRACTION * median_s)
+        elif self._tried is not None and share <= COMPARED_PART * self._tried.moved_share:
+            more = self._tried.moved_share - share
+            of_share_s = max(0.0, self._tried.step_s - step_s) * share / more
+            sure_s = step_s - of_share_s - 2 * error_s * (1 + 2 * share / more)
+            self.kept_s = max(self.kept_s, sure_s)
 
-    def _beyond_kept(self, plan: PlanInForce, step_s: float) -> tuple[float, float]:
-        """What moving takes of a step, and what it may take."""
-        base_s = self.kept_s + plan.computed_s
-        allowed_s = self.kept_s * (1 + plan.limits.max_step_overhead)
+    def _room_s(self, plan: PlanInForce) -> float:
+        """What moving may take of a step."""
+        overhead = plan.limits.max_step_overhead
+        allowed_s = self.kept_s * (1 + overhead)
         if plan.limits.activation_budget_bytes is not None:
-            allowed_s = max(allowed_s, plan.plan.prediction.step_s * (1 + plan.limits.max_step_overhead))
-        return step_s - base_s, max(0.0, allowed_s - base_s)
+            allowed_s = max(allowed_s, plan.plan.prediction.step_s * (1 + overhead))
+        return max(0.0, allowed_s - self.kept_s - plan.computed_s)
 
     def _lowered(self, plan: PlanInForce, median_s: float, step: int) -> str:
-        backoff = self._share_backoff
+        backoff, share, step_s = self._share_backoff, plan.moved_share, median_s - plan.computed_s
         if self._raises:
             backoff.last_seen = step  # the cause was there all the while: this is no news after a quiet time
         if not backoff.is_due(step):
             return ""
         backoff.run(step)
         self._raises = 0
-        if self._tried is None:
-            self._tried = plan, median_s
-        moving_s, room_s = self._beyond_kept(plan, median_s)
-        part = room_s / moving_s
-        self.movable_share = part * plan.moved_share if part >= PROBED_PART else 0.0
+        part = self._room_s(plan) / (step_s - self.kept_s)
+        if self._tried is None:  # whether moving is the cause is not known before less is moved
+            self._tried, part = _Tried(plan.limits.movable_share, share, step_s), max(part, LEAST_PART)
+        self.movable_share = part * share
         return f"steps took {median_s:.3g} s where {self.kept_s:.3g} s were measured with everything kept"
 
-    def _raised(self, plan: PlanInForce, step: int) -> str:
+    def _raised(self, plan: PlanInForce, step: int, *, has_room: bool) -> str:
         share, tried, backoff = plan.limits.movable_share, self._tried, self._share_backoff
-        wait = MIN_STEPS if tried is not None else max(MIN_STEPS, backoff.wait >> self._raises // 2)
-        if share >= 1 or step - backoff.last_run < wait:
+        self._tried = None
+        if tried is not None:  # what that share takes is known by now
+            moving_s, room_s = tried.step_s - self.kept_s, self._room_s(plan)
+            found = tried.movable_share if moving_s <= room_s else tried.moved_share * room_s / moving_s
+            if found > RAISE_FACTOR * share:
+                self.movable_share = found
+                backoff.run(step)
+                return f"a step with everything kept takes {self.kept_s:.3g} s by now"
+        if share >= 1 or not has_room or step - backoff.last_run < max(MIN_STEPS, backoff.wait >> self._raises // 2):
             return ""
         self.movable_share = min(1.0, RAISE_FACTOR * share) if share and plan.moved_share else LEAST_SHARE
-        if tried is not None:  # what that plan's moves take is known now
-            before, step_s = tried
-            moving_s, room_s = self._beyond_kept(before, step_s)
-            was_right = moving_s <= room_s
-            self.movable_share = before.limits.movable_share if was_right else before.moved_share * room_s / moving_s
-            backoff.run(step)
-        self._tried, self._raises, backoff.last_run = None, self._raises + (tried is None), step
+        self._raises, backoff.last_run = self._raises + 1, step
         return "steps leave room to move more"
 
 

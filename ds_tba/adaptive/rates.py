@@ -19,6 +19,9 @@ from ds_tba.planner.trace import PathRates, Resources
 from ds_tba.storage.nvme import NvmeStore
 from ds_tba.storage.staging import COPY_BYTES, CopyRates, measure_copies
 
+# Kernel time that copies by an engine of their own take, as a fraction of the copies' time: the link has about this
+# fraction of the device memory's bandwidth.
+LINK_FRACTION = 0.02
 # Of a run: the most that may be spent on measuring drives to which nothing is moved.
 MEASURING_FRACTION = 0.01
 
@@ -26,9 +29,9 @@ MEASURING_FRACTION = 0.01
 class Rates:
     """The rates of a store and its device. Call :meth:`measure` before anything else.
 
-    [Note: I/O interference] On a device the lanes and the copy engine work beside the kernels. On a CPU they share
-    processor and memory: there moving a byte is assumed to cost the kernels as much time as its write and read took of
-    the processor when they were measured alone.
+    [Note: I/O interference] On a device the lanes and the copy engine work beside the kernels, and take next to nothing
+    from them. On a CPU they share processor and memory: there moving a byte is assumed to cost the kernels as much time
+    as its write and read took of the processor when they were measured alone.
 
     Args:
         store: None where nothing goes to NVMe.
@@ -91,7 +94,9 @@ class Rates:
             self.copies.in_bytes_per_s,
             self._staging_bytes,
             is_synchronous=self.is_synchronous,
-            compute_s_per_byte=self._compute_s_per_byte,
+            compute_s_per_byte=self._compute_s_per_byte
+            if self.is_synchronous
+            else LINK_FRACTION / self.copies.out_bytes_per_s,
         )
 
     def _moved_bytes(self) -> int:

@@ -58,12 +58,14 @@ class World:
 
     Attributes:
         hidden_s: of moving everything.
+        known_s: that moving is known to cost the kernels, in the recording too.
         noise_s: standard deviation of a step's time.
         plan: makes one for a share.
     """
 
     kept_s: float = KEPT_S
     hidden_s: float = 0.0
+    known_s: float = 0.0
     noise_s: float = 0.0
     plan: Callable[[float], PlanInForce] = plan_of
     feedback: Feedback = field(default_factory=Feedback)
@@ -74,7 +76,7 @@ class World:
     chance: random.Random = field(default_factory=lambda: random.Random(5))
 
     def __post_init__(self) -> None:
-        self.feedback.recorded(KEPT_S)
+        self.feedback.recorded(KEPT_S + self.known_s, self.known_s)
         self._follow()
 
     def _follow(self) -> None:
@@ -146,6 +148,18 @@ def test_a_machine_that_is_slower_or_faster_than_recorded_moves_all_the_same(fac
     world.run(100)
     assert world.in_force.moved_share == 1.0
     assert world.feedback.kept_s == pytest.approx(factor * KEPT_S)
+
+
+@pytest.mark.parametrize("known_s", [0.0, 0.1, 9.0])
+def test_what_the_recording_itself_took_longer_for_moving_is_taken_off(known_s: float) -> None:
+    world = World(known_s=known_s)
+    assert world.feedback.kept_s == pytest.approx(KEPT_S if known_s < 1 else 0.5 * (KEPT_S + known_s))
+
+
+def test_a_noisy_machine_that_is_slower_than_recorded_moves_most_in_the_end() -> None:
+    world = World(kept_s=1.3 * KEPT_S, noise_s=0.01)
+    world.run(400)
+    assert world.in_force.moved_share >= 0.5
 
 
 def test_a_faster_machine_than_recorded_hides_no_overhead() -> None:

@@ -11,7 +11,7 @@ from doubles import CpuAccelerator, EventAccelerator
 from late_device import LateDevice
 from test_path_meter import Clock
 
-from ds_tba.adaptive.rates import MEASURING_FRACTION, Rates
+from ds_tba.adaptive.rates import LINK_FRACTION, MEASURING_FRACTION, Rates
 from ds_tba.device.accelerator import Copies
 from ds_tba.errors import StateError, TraceError
 from ds_tba.planner.trace import PathRates, Resources, Trace, slowest
@@ -232,10 +232,13 @@ def measured_rates(store: NvmeStore, device: CpuAccelerator) -> Rates:
     return rates
 
 
-def test_lanes_take_of_the_kernels_on_a_cpu_and_nothing_on_a_device(make_store: StoreFactory) -> None:
+def test_lanes_take_of_the_kernels_on_a_cpu_and_copies_next_to_nothing_on_a_device(make_store: StoreFactory) -> None:
     for device in (CpuAccelerator(), EventAccelerator()):
         rates = measured_rates(make_store(accelerator=device), device)
-        assert (rates.resources().compute_s_per_byte > 0) is device.is_synchronized_device()
+        found = rates.resources()
+        of_copies = LINK_FRACTION / found.copy_out_bytes_per_s
+        assert (found.compute_s_per_byte == of_copies) is not device.is_synchronized_device()
+        assert found.compute_s_per_byte > 0
 
 
 def test_drives_that_move_nothing_are_measured_again_but_not_all_the_time(
