@@ -25,7 +25,7 @@ from ds_tba.adaptive.feedback import Action, Feedback, Step
 from ds_tba.adaptive.policy import ByPlan, PlanInForce
 from ds_tba.adaptive.proving import Proving
 from ds_tba.adaptive.rates import Rates
-from ds_tba.adaptive.recorder import MAX_RECORDED_STEPS, Recorder, Recording, at_least
+from ds_tba.adaptive.recorder import MAX_RECORDED_STEPS, Recorder, Recording
 from ds_tba.autograd.blocks import Block, Blocks
 from ds_tba.autograd.budget import MemoryMeter
 from ds_tba.autograd.cache import TensorCache
@@ -356,8 +356,6 @@ class Controller:
             return
         try:
             trace, layout = recording.recorded(self._machine.resources(), micro_steps)
-            if self._recorded is not None:
-                trace = at_least(trace, layout, *self._recorded)
         except Exception as error:  # noqa: BLE001 - the other ranks wait for this rank's part of the plan
             logger.warning("discarding an inconsistent trace: %s", error)
             return

@@ -14,9 +14,8 @@ on all modules, and runs without compilation once that has happened too often. S
 takes none off: which module runs is read from the call stack, when a storage is saved for the first time.
 
 [Note: Two recordings] One recording alone holds whatever else the machine did: on two cores a pause of 40 ms in a gap
-of 5 ms is not rare, and every plan made of that trace would carry the pause. Of two recordings the time between two
-hooks is the mean, or the shorter of the two where they are far apart. With gradient accumulation both are of one step,
-else of two.
+of 5 ms is not rare. Of two recordings that save as much, the shorter one counts. With gradient accumulation both are of
+one step, else of two.
 
 [Note: Compilation] A step in which something was compiled shows how long that took, and not how long steps take. What
 was recorded in it is dropped, and a later step is recorded.
@@ -27,7 +26,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from statistics import median
 from typing import Any
 
@@ -51,8 +49,6 @@ from ds_tba.planner.trace import OUTSIDE, BlockTrace, Layout, Resources, Storage
 RECORDINGS = 2
 # Steps that are recorded at most until there are so many.
 MAX_RECORDED_STEPS = 5
-# Where two recordings of the same gap are further apart, the machine did something else in the longer one.
-APART_S, APART_FACTOR = 0.001, 1.5
 # Fraction of the time since the pause before.
 HAIR = 2.0**-10
 _NOTHING = -1
@@ -113,7 +109,6 @@ class MicroStepRecord:
     forwards: list[tuple[int, int]] = field(default_factory=list)
     uses: list[tuple[int, int]] = field(default_factory=list)
     ended: Any = None
-    _alike: list[MicroStepRecord] = field(default_factory=list)
 
     # Finalizers call these three, in any thread and at any time: they append to nothing and take no lock.
 
@@ -144,6 +139,11 @@ class MicroStepRecord:
         """Whether there was a forward, and then its backward."""
         return bool(self.uses) and self.ended is not None
 
+    @property
+    def end_s(self) -> float:
+        """The end of the micro-step on the trace's clock; blocks the host until the device has reached it."""
+        return self._times()[-1]
+
     def layout(self) -> Layout:
         """The places of the trace's storages."""
         return Layout(tuple(tuple(scope.members) for scope in self.scopes))
@@ -166,28 +166,15 @@ class MicroStepRecord:
         forwards = tuple(storage for _, storage in self.forwards) if is_interleaved else ()
         return Trace(tuple(storages), tuple(blocks), resources, times[-1], optimizer_s, micro_steps, forwards=forwards)
 
-    def confirm(self, earlier: MicroStepRecord) -> bool:
-        """Have times come from both; False, and nothing changes, if ``earlier`` was of another kind of micro-step."""
-        shape, other = ([(storage.nbytes, storage.module) for storage in record.storages] for record in (self, earlier))
-        is_alike = len(earlier.pauses) == len(self.pauses) and shape == other
-        if is_alike:
-            self._alike.append(earlier)
-        return is_alike
-
     def _times(self) -> list[float]:
         """When each pause began, on the trace's clock, with the end of the micro-step as the last."""
-        all_gaps = zip(self._gaps_s(), *(earlier._gaps_s() for earlier in self._alike), strict=True)
-        return list(accumulate(usual_s(gaps) for gaps in all_gaps))
-
-    def _gaps_s(self) -> list[float]:
-        """The times that the clock counts: before each pause, and after the last."""
         # The first pause opens the first scope: there the clock starts.
-        last, gaps = self.pauses[0][0], []
-        for before, after in self.pauses:
-            gaps.append(max(0.0, self.clock.elapsed_s(last, before)))
+        last, at_s, times = self.pauses[0][0], 0.0, []
+        for before, after in (*self.pauses, (self.ended, None)):
+            at_s += max(0.0, self.clock.elapsed_s(last, before))
+            times.append(at_s)
             last = after
-        gaps.append(0.0 if self.ended is None else max(0.0, self.clock.elapsed_s(last, self.ended)))
-        return gaps
+        return times
 
     def _block(self, scope: _Scope, span: tuple[int, int] | None, times: list[float]) -> BlockTrace:
         """A pass; ``span`` are the places in ``uses`` of the first and the last unpack of what it saved."""
@@ -225,13 +212,6 @@ class MicroStepRecord:
             found.sources,
             found.unpacked is not None or bool(readers),
         )
-
-
-def usual_s(times_s: Sequence[float]) -> float:
-    """One time from several measurements: their mean, or the least where they are far apart."""
-    least, most = min(times_s), max(times_s)
-    is_apart = most - least > APART_S and most > APART_FACTOR * least
-    return least if is_apart else sum(times_s) / len(times_s)
 
 
 def _before(times: list[float], moment: int | None) -> float:
@@ -519,17 +499,6 @@ class Recording:
             TraceError: it is not consistent.
         """
         # A plan for the recording that saved most holds for smaller micro-steps, too.
-        largest = max(reversed(self._done), key=lambda record: record.saved_bytes)
-        for other in self._done:
-            if other is not largest:
-                largest.confirm(other)
+        best = max(self._done, key=lambda record: (record.saved_bytes, -record.end_s))
         optimizer_s = [max(0.0, self._clock.elapsed_s(*marks)) for marks in self._optimizer_steps]
-        return largest.trace(resources, median(optimizer_s or [0.0]), micro_steps), largest.layout()
-
-
-def at_least(trace: Trace, layout: Layout, earlier: Trace, earlier_layout: Layout) -> Trace:
-    """A trace with the sizes of an earlier one of the same places where those were larger."""
-    if earlier_layout != layout or len(earlier.blocks) != len(trace.blocks):
-        return trace
-    pairs = zip(earlier.storages, trace.storages, strict=False)
-    return trace.grown({index: one.nbytes for index, (one, other) in enumerate(pairs) if one.nbytes > other.nbytes})
+        return best.trace(resources, median(optimizer_s or [0.0]), micro_steps), best.layout()
