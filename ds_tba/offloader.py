@@ -313,7 +313,7 @@ class ActivationOffloader:
         # The memory of a CPU is shared by all ranks of the machine.
         sharers = self._process.ranks_on_node if self._accelerator.is_synchronized_device() else 1
         planning = Planning(
-            planner, partial(_limits, config, tiers), rates, lambda: memory.room_bytes() / sharers, agreement
+            planner, partial(_limits, config, tiers), rates.resources, lambda: memory.room_bytes() / sharers, agreement
         )
         controller = Controller(
             self.cache,

@@ -21,7 +21,6 @@ import torch
 from torch import distributed
 
 from ds_tba.adaptive.policy import PlanInForce
-from ds_tba.adaptive.rates import Rates
 from ds_tba.planner.plan import Limits
 from ds_tba.planner.search import Planner
 from ds_tba.planner.trace import MIN_FRACTION, Layout, Resources, Trace, slowest
@@ -161,7 +160,7 @@ class Planning:
     Args:
         planner: chooses the placements.
         limits: of the cost of a plan, given the seconds of a step.
-        machine: the rates of this rank.
+        resources: the rates of this rank's machine as they are now.
         room_bytes: device memory that is free for activations at the beginning of a step.
         agreement: the ranks.
     """
@@ -170,14 +169,14 @@ class Planning:
         self,
         planner: Planner,
         limits: Callable[[float], Limits],
-        machine: Rates,
+        resources: Callable[[], Resources],
         room_bytes: Callable[[], float],
         agreement: Agreement,
     ) -> None:
         self._planner = planner
         self._limits = limits
         self._warned = ""  # the kind of the last warning
-        self._machine = machine
+        self._resources = resources
         self._room_bytes = room_bytes
         self._agreement = agreement
 
@@ -218,7 +217,7 @@ class Planning:
         if wish is None:
             return "has no trace"
         try:
-            resources, room_bytes = self._machine.resources(), self._room_bytes()
+            resources, room_bytes = self._resources(), self._room_bytes()
         except Exception as error:  # noqa: BLE001 - see [Note: Answers]
             return f"failed ({type(error).__name__}: {error})"
         return Offer(wish.trace.saved_bytes, room_bytes, resources, wish.movable_share, wish.non_recomputable)

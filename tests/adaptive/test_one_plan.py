@@ -12,21 +12,11 @@ from traces import resources
 
 from ds_tba.adaptive.agreement import Alone, NoPlan, Offer, Planning, Wish, stretched
 from ds_tba.adaptive.policy import PlanInForce
-from ds_tba.adaptive.rates import Rates
 from ds_tba.planner.plan import Limits, Plan
 from ds_tba.planner.search import Planner
-from ds_tba.planner.trace import Resources, Trace
+from ds_tba.planner.trace import Trace
 
 WISH = Wish(TRACE, LAYOUT, TRACE.step_s)
-
-
-class FixedMachine(Rates):
-    """Of known rates."""
-
-    def __init__(self) -> None: ...
-
-    def resources(self) -> Resources:
-        return resources()
 
 
 class Besides(Alone):
@@ -56,7 +46,7 @@ class Answering(Alone):
 def planning(
     planner: Planner, limits: Limits | None = None, agreement: Alone | None = None, room_bytes: float = float("inf")
 ) -> Planning:
-    return Planning(planner, lambda _: limits or Limits(), FixedMachine(), lambda: room_bytes, agreement or Alone())
+    return Planning(planner, lambda _: limits or Limits(), resources, lambda: room_bytes, agreement or Alone())
 
 
 class Seeing:
@@ -117,7 +107,7 @@ def test_what_a_rank_cannot_find_out_is_its_answer_and_no_error() -> None:
     def no_descriptors() -> float:
         raise OSError("Too many open files")
 
-    failing = Planning(PLANNERS["keep"], lambda _: Limits(), FixedMachine(), no_descriptors, Alone())
+    failing = Planning(PLANNERS["keep"], lambda _: Limits(), resources, no_descriptors, Alone())
     found = failing.make(WISH)
     assert found == NoPlan("rank 0 failed (OSError: Too many open files)", is_final=False)
 
