@@ -48,7 +48,7 @@ def plan_of(
     places = (Placement.NVME,) * count + (Placement.KEEP,) * (STORAGES - count)
     cost = Prediction(SIZE, step_s, 0.0, 0.0, 0, 0, 0, 0, 0, rematerialized_s=computed_s)
     limits = Limits(OVERHEAD, budget, movable_share=share)
-    plan = Plan("test", places, (), (), (), (), cost)
+    plan = Plan("test", places, (), (), cost)
     return PlanInForce.of(plan, TRACE, Layout(()), limits)
 
 
