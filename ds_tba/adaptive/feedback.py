@@ -68,22 +68,27 @@ class Action(IntEnum):
 
 @dataclass(slots=True)
 class Backoff:
-    """When to act on a cause: each time after twice as many steps, and soon if it comes after a quiet time."""
+    """When to act on a cause: each time after twice as many steps, and soon if it comes after a quiet time.
 
-    wait: int = MIN_STEPS
+    Attributes:
+        first: the steps to wait for then.
+    """
+
+    first: int = MIN_STEPS
+    wait: int = 0
     last_run: int = 0
     last_seen: int = -QUIET_STEPS
 
     def is_due(self, step: int) -> bool:
         """The cause is there: whether to act now."""
         if step - self.last_seen > QUIET_STEPS:
-            self.wait = MIN_STEPS
+            self.wait = self.first
         self.last_seen = step
         return step - self.last_run >= self.wait
 
     def run(self, step: int) -> None:
         """It is acted on; double the wait."""
-        self.last_run, self.wait = step, min(MAX_STEPS, 2 * self.wait)
+        self.last_run, self.wait = step, min(MAX_STEPS, max(MIN_STEPS, 2 * self.wait))
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +141,7 @@ class Feedback:
         self._times_s: deque[float] = deque(maxlen=COUNTED_STEPS)
         self._tried: _Tried | None = None
         self._raises = 0  # since the share was lowered
-        self._share_backoff, self._rates_backoff, self._record_backoff = Backoff(), Backoff(), Backoff()
+        self._share_backoff, self._rates_backoff, self._record_backoff = Backoff(), Backoff(first=0), Backoff()
         self._resting_until = 0
 
     @property
