@@ -309,7 +309,7 @@ def zero_block(ds_config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def block_of(ds_config: Mapping[str, Any], name: str, model: type[Block], example: str) -> Any:
     """The validated block of that name, or None; see :func:`parse_block`."""
-    if name not in ds_config or _is_off(ds_config[name]):  # whatever else is in it
+    if name not in ds_config or is_off(ds_config[name]):  # whatever else is in it
         return None
     block = ds_config[name]
     if not isinstance(block, Mapping):
@@ -329,7 +329,7 @@ def refuse_misnamed(ds_config: Mapping[str, Any]) -> None:
     """
     for keys, value in _entries(ds_config):
         name, outer = keys[-1], keys[:-1]
-        if value in (None, False) or _is_off(value) or (name in BLOCKS and not outer):
+        if value in (None, False) or is_off(value) or (name in BLOCKS and not outer):
             continue
         if name in BLOCKS:
             raise ConfigError(
@@ -344,7 +344,8 @@ def refuse_misnamed(ds_config: Mapping[str, Any]) -> None:
             )
 
 
-def _is_off(block: Any) -> bool:
+def is_off(block: Any) -> bool:
+    """Whether a block of ours is switched off, whatever else is in it."""
     return isinstance(block, Mapping) and block.get("enabled") is False
 
 

@@ -1,4 +1,4 @@
-"""The device's chunks of one optimizer update: copied in, updated, cast and written back, on streams of their own.
+"""How the device updates its chunks: copied in, updated, cast and written back, on streams of their own.
 
 [Note: Streams] There are three, so that both directions of the link and the kernels run at once. One job goes through
 them in turn: compute waits for its upload, the write-back waits for its compute. The host puts the next job into a slot
@@ -57,22 +57,16 @@ class DeviceStats:
     """What the device did, summed over all steps.
 
     Attributes:
-        jobs: chunks.
-        elements: in them.
+        elements: in chunks.
         uploaded_bytes: from the host to the device, for chunks and by :meth:`DevicePipeline.upload`.
         written_back_bytes: from the device to the host.
         busy_s: from the first submit of a step to its last write-back, as soon as the host saw it without waiting.
-        last_step_busy_s: the same, of the last step that was drained.
-        drain_s: that the host waited for the rest at the ends of steps.
     """
 
-    jobs: int = 0
     elements: int = 0
     uploaded_bytes: int = 0
     written_back_bytes: int = 0
     busy_s: float = 0.0
-    last_step_busy_s: float = 0.0
-    drain_s: float = 0.0
 
 
 class _Slot:
@@ -240,7 +234,6 @@ class DevicePipeline:
         Afterwards the host's tensors and the parameters are final, for the host and for all that any stream is given
         from now on. To be called also after a failure; safe to call twice.
         """
-        began_s = time.perf_counter()
         for stream in (self._down, self._up, self._compute):
             self._block_until_done(stream)
             self.has_room()
@@ -249,12 +242,8 @@ class DevicePipeline:
         self._uploads.clear()
         self._upload_begins = None
         self._has_begun = False
-        ended_s = time.perf_counter()
-        self.stats.drain_s += ended_s - began_s
         if self._first_submit_s is not None:
-            last_s = self._last_written_back_s
-            self.stats.last_step_busy_s = (ended_s if last_s is None else last_s) - self._first_submit_s
-            self.stats.busy_s += self.stats.last_step_busy_s
+            self.stats.busy_s += (self._last_written_back_s or time.perf_counter()) - self._first_submit_s
         self._first_submit_s = self._last_written_back_s = None
 
     def _allocate(self) -> torch.Tensor:
@@ -297,7 +286,6 @@ class DevicePipeline:
                 accelerator.copy(on_device.view(torch.uint8), on_host.view(torch.uint8))
                 stats.written_back_bytes += on_host.nbytes
             written_back = moment(accelerator)
-        stats.jobs += 1
         stats.elements += job.master.numel()
         return written_back
 
@@ -318,6 +306,6 @@ def uploads_before(chunk_elements: int) -> int:
 
 
 def _wait(stream: Any, event: Any) -> None:
-    """What ``stream`` is given from now on comes after the event; None is an event that is done."""
+    """Make ``stream`` wait for ``event`` (no-op if None: it is done)."""
     if event is not None:
         stream.wait_event(event)

@@ -1,4 +1,4 @@
-"""The host's part of an update: unscale, CPUAdam and cast, slice by slice, so that each slice is in the caches once.
+"""How the host updates its part: unscale, CPUAdam and cast, slice by slice, so that each slice is in the caches once.
 
 Stock DeepSpeed goes over all gradients, then over everything with CPUAdam, then casts all parameters into new memory
 and waits for their copy to the device (``runtime/zero/stage3.py``: ``unscale_and_clip_grads``, ``_optimizer_step``,
@@ -48,7 +48,6 @@ class SubGroup:
 
     @property
     def elements(self) -> int:
-        """How many parameters."""
         return self.master.numel()
 
     @property
@@ -107,6 +106,7 @@ class WriteBack:
         if self._free:
             return self._free.popleft()
         event, buffer = self._under_way.popleft()
+        # Else the next cast would overwrite parameters that are still being copied.
         event.synchronize()
         return buffer
 
@@ -123,8 +123,13 @@ class HostUpdate:
         self._adam = adam
         self._write_back = write_back
 
+    @property
+    def pinned_bytes(self) -> int:
+        """Of buffers to the device."""
+        return 0 if self._write_back is None else self._write_back.pinned_bytes
+
     def enter(self, sub_group: SubGroup) -> None:
-        """Tell CPUAdam's hidden state of a sub-group, as stock DeepSpeed does once for each, in order."""
+        """Bring CPUAdam's hidden state to a sub-group, as stock DeepSpeed does once for each, in order."""
         self._update(sub_group.cut(0, 0))
 
     def slices(self, part: SubGroup, upload: Upload) -> Iterator[None]:
