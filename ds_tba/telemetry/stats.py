@@ -1,11 +1,13 @@
-"""How much was saved, moved and kept, and how fast each path is; the lock of the part that is counted guards them.
+"""Counters of the stores and the cache, and the rates of each path; the lock of the part that is counted guards them.
+
+A path has rates of writes and of reads, each alone and concurrent with the other kind.
 
 [Note: Whose time] While several transfers of a kind are under way, each is charged its share of the time. Bytes over
 charged time are then the rate of the path and not of one lane, in whatever order the transfers end. Idle time is
 charged to none. Where a lane had nothing to do, the path could have been faster, by at most the ratio of lanes to
-transfers: the estimate moves only if it is outside of that range. A transfer counts for the rate alone or for that
-concurrent with the other kind, by where it spent more of its time. What the page cache or another process does to the
-drive is not seen.
+transfers: the estimate moves only if it is outside of that range. A transfer that ran partly alone and partly
+concurrent with the other kind counts for both estimates; its bytes are divided in the proportion that the estimates so
+far predict.
 """
 
 from __future__ import annotations
@@ -17,7 +19,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import NamedTuple
 
 # Bytes that count as much as all before them: in the rates alone and concurrent, and in the recent rate.
 QUICK_BYTES = 16 << 20
@@ -155,9 +156,11 @@ class RollingRate:
         half_bytes: the last so many bytes count as much as all before them.
     """
 
+    UNKNOWN_S_PER_BYTE = 1e-9
+
     def __init__(self, half_bytes: int) -> None:
         self._half_bytes = half_bytes
-        self.s_per_byte = 0.0
+        self.s_per_byte = self.UNKNOWN_S_PER_BYTE
         self._unmeasured = 1.0  # weight of the initial value, which was never measured
 
     def add(self, nbytes: float, min_s: float, max_s: float) -> None:
@@ -191,16 +194,22 @@ class Kind(Enum):
     READ = "read"
 
 
-class _Times(NamedTuple):
-    """Seconds so far in which a kind was busy, and the share of them that each of its transfers is charged."""
+@dataclass(frozen=True, slots=True)
+class _Times:
+    """Seconds in which a kind was busy, and the share of them that each of its transfers is charged."""
 
     busy_s: float = 0.0
     charged_s: float = 0.0
-    concurrent_s: float = 0.0  # busy while the other kind was, too
+
+    def __sub__(self, other: _Times) -> _Times:
+        return _Times(self.busy_s - other.busy_s, self.charged_s - other.charged_s)
+
+    def after(self, passed_s: float, active: int) -> _Times:
+        return _Times(self.busy_s + passed_s, self.charged_s + passed_s / active)
 
 
 class KindMeter:
-    """The transfers of one kind on a path, at most ``lanes`` at once.
+    """The transfers of one kind on a path.
 
     Attributes:
         recent: the rate, whatever else was under way; steadier, because bytes are divided among paths by it.
@@ -214,22 +223,31 @@ class KindMeter:
         self.concurrent = RollingRate(QUICK_BYTES)
         self.moved_bytes = 0
         self.active = 0
-        self.times = _Times()
+        self.alone_times = _Times()
+        self.concurrent_times = _Times()
         self._lanes = lanes
 
     def charge(self, passed_s: float, *, is_concurrent: bool) -> None:
         """Charge ``passed_s`` to the transfers under way."""
-        if self.active:
-            busy_s, charged_s, concurrent_s = self.times
-            self.times = _Times(
-                busy_s + passed_s, charged_s + passed_s / self.active, concurrent_s + passed_s * is_concurrent
-            )
+        if self.active and is_concurrent:
+            self.concurrent_times = self.concurrent_times.after(passed_s, self.active)
+        elif self.active:
+            self.alone_times = self.alone_times.after(passed_s, self.active)
 
-    def learn(self, nbytes: int, since: _Times) -> None:
-        """Add a transfer that began at ``since`` to the estimates. See [Note: Whose time]."""
-        busy_s, charged_s, concurrent_s = (now - then for now, then in zip(self.times, since, strict=True))
-        for rate in (self.recent, self.concurrent if 2 * concurrent_s > busy_s else self.alone):
-            rate.add(nbytes, busy_s / self._lanes, charged_s)
+    def learn(self, nbytes: int, alone: _Times, concurrent: _Times) -> None:
+        """Add a transfer to the estimates. See [Note: Whose time]."""
+        alone_part = alone.charged_s / _known(self.alone, self.concurrent).s_per_byte
+        concurrent_part = concurrent.charged_s / _known(self.concurrent, self.alone).s_per_byte
+        if alone_part + concurrent_part <= 0:
+            return
+        alone_bytes = nbytes * alone_part / (alone_part + concurrent_part)
+        self._add(self.alone, alone_bytes, alone)
+        self._add(self.concurrent, nbytes - alone_bytes, concurrent)
+        both = _Times(alone.busy_s + concurrent.busy_s, alone.charged_s + concurrent.charged_s)
+        self._add(self.recent, nbytes, both)
+
+    def _add(self, rate: RollingRate, nbytes: float, times: _Times) -> None:
+        rate.add(nbytes, times.busy_s / self._lanes, times.charged_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +256,8 @@ class Transfer:
 
     kind: Kind
     nbytes: int
-    since: _Times
+    alone_times: _Times
+    concurrent_times: _Times
 
 
 class PathMeter:
@@ -264,7 +283,7 @@ class PathMeter:
         self._charge()
         one = self.of(kind)
         one.active += 1
-        return Transfer(kind, nbytes, one.times)
+        return Transfer(kind, nbytes, one.alone_times, one.concurrent_times)
 
     def stop(self, transfer: Transfer, *, moved: bool = True, is_typical: bool = True) -> None:
         """Record that a transfer ends.
@@ -278,7 +297,8 @@ class PathMeter:
         one.active -= 1
         one.moved_bytes += transfer.nbytes if moved else 0
         if moved and is_typical:
-            one.learn(transfer.nbytes, transfer.since)
+            alone = one.alone_times - transfer.alone_times
+            one.learn(transfer.nbytes, alone, one.concurrent_times - transfer.concurrent_times)
 
     def _charge(self) -> None:
         now_s = self._clock()
@@ -286,3 +306,7 @@ class PathMeter:
         is_concurrent = self.writes.active > 0 and self.reads.active > 0
         self.writes.charge(passed_s, is_concurrent=is_concurrent)
         self.reads.charge(passed_s, is_concurrent=is_concurrent)
+
+
+def _known(rate: RollingRate, other: RollingRate) -> RollingRate:
+    return rate if rate.is_known or not other.is_known else other
