@@ -150,9 +150,7 @@ def path_wear(
 def write_limit_bytes_per_step(rated_endurance_tbw: float | None, min_life_days: float | None, step_s: float) -> float:
     """Bytes that a step of ``step_s`` may write so that the drives last for ``min_life_days``.
 
-    Args:
-        rated_endurance_tbw: terabytes (10^12 bytes) that all drives together are rated for, less what was written
-            before, divided by the ranks that share them.
+    The endurance is what all drives together have left, divided by the ranks that share them.
 
     Raises:
         ConfigError: a life is asked for and the rating is not known.

@@ -33,14 +33,10 @@ class Job:
     """One chunk on its way through the device. All tensors are 1-D, contiguous and of one length.
 
     Attributes:
-        master: on the host, fp32, pinned; updated in place when the job is done.
-        exp_avg: the same.
-        exp_avg_sq: the same.
-        gradient: the same; multiplied in place by ``factor`` where that is not 1.0.
+        master, exp_avg, exp_avg_sq, gradient: on the host, fp32, pinned; final when the job is done.
         target: the parameters of this chunk on the device, in their own dtype; None where they are not there.
-        factor: the gradient is multiplied by it before the update.
-        update: ``update(master, exp_avg, exp_avg_sq, gradient, scratch)`` in place on fp32 tensors of the device;
-            leaves the gradient.
+        factor: the gradient is multiplied by it, in place, before the update.
+        update: in place on master, moments, gradient and scratch of the device; leaves the gradient.
     """
 
     master: torch.Tensor
@@ -70,7 +66,7 @@ class DeviceStats:
 
 
 class _Slot:
-    """Device memory for one chunk, and the job that has it. The job is held: its tensors must outlive their use."""
+    """Device memory for one chunk, and the job that has it. It is held: its tensors must outlive their use."""
 
     __slots__ = ("_is_queued", "_written_back", "arrays", "job")
 
@@ -81,12 +77,11 @@ class _Slot:
         self._written_back: Any = None
 
     def take(self, job: Job) -> list[torch.Tensor]:
-        """The arrays, as long as the chunk."""
         self.job, self._is_queued, self._written_back = job, False, None
         return [array[: job.master.numel()] for array in self.arrays]
 
     def queued(self, written_back: Any) -> None:
-        """The whole job was queued; ``written_back`` is its last event."""
+        """Note that the whole job was queued; ``written_back`` is its last event."""
         self._is_queued, self._written_back = True, written_back
 
     def wait(self) -> bool:
@@ -185,9 +180,8 @@ class DevicePipeline:
     def submit(self, job: Job) -> None:
         """Queue all of one job. Never blocks.
 
-        Where ``job.update`` raises, neither the host's tensors of the job nor its target were or will be written. Where
-        something else fails, the device itself has failed, and they may hold anything. In both cases other jobs that
-        were queued still run: call :meth:`drain`, after which nothing is written any more.
+        Where ``job.update`` raises, nothing of the job was or will be written; where something else fails, the device
+        has, and its tensors may hold anything. Other jobs still run: call :meth:`drain`, which ends all writing.
 
         Raises:
             StateError: there is no room, or the tensors of the job do not fit together.
@@ -203,15 +197,10 @@ class DevicePipeline:
             slot.queued(self._queue(job, slot.take(job)))
 
     def upload(self, source: torch.Tensor, target: torch.Tensor) -> Any:
-        """Queue a copy of parameters that the host has updated and cast.
-
-        Args:
-            source: on the host, pinned.
-            target: on the device, of the same dtype and length.
+        """Queue a copy of parameters that the host has updated and cast into pinned memory.
 
         Returns:
-            An event that is done with the copy: wait for it before ``source`` is filled again. None where the copy is
-            done at return.
+            An event that is done with the copy: wait for it before ``source`` is filled again. None: done at return.
 
         Raises:
             StateError: before :meth:`begin`, or the tensors differ in dtype or length.

@@ -72,14 +72,8 @@ class SubGroup:
 class WriteBack:
     """The way of updated parameters from the host to the device, through a ring of pinned buffers.
 
-    The ring is as long as what may be queued before it in the same stream: while that is on the link, the host goes on,
-    unless its parameters alone would fill the link.
-
-    Args:
-        accelerator: of the device.
-        dtype: of the parameters there.
-        elements: the most that one call has.
-        queued_bytes: the most of other uploads that a buffer waits for.
+    The ring is as long as what may be queued before it in the same stream (``queued_bytes``): while that is on the
+    link, the host goes on, unless its parameters alone would fill the link. ``elements`` is the most of one call.
     """
 
     def __init__(self, accelerator: Accelerator, dtype: torch.dtype, elements: int, queued_bytes: int = 0) -> None:
@@ -112,12 +106,7 @@ class WriteBack:
 
 
 class HostUpdate:
-    """Updates parts of sub-groups on the host.
-
-    Args:
-        adam: CPUAdam.
-        write_back: to the device; None where the host can write the parameters itself.
-    """
+    """Updates parts of sub-groups on the host; without ``write_back`` it writes the model's parameters itself."""
 
     def __init__(self, adam: HostAdam, write_back: WriteBack | None) -> None:
         self._adam = adam
