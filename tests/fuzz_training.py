@@ -24,9 +24,9 @@ from fuzz_programs import Program, Step
 from late_device import LateDevice
 from torch import Tensor, nn
 
+from ds_tba.adaptive.agreement import Alone
 from ds_tba.adaptive.controller import Controller
 from ds_tba.adaptive.feedback import Action
-from ds_tba.adaptive.agreement import Alone
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.errors import ActivationModifiedError, DsTbaError
 from ds_tba.offloader import ActivationOffloader

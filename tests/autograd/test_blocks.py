@@ -18,8 +18,8 @@ from torch.autograd.graph import save_on_cpu
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from ds_tba.adaptive.proving import Proving
 from ds_tba.adaptive.agreement import Alone
+from ds_tba.adaptive.proving import Proving
 from ds_tba.autograd.blocks import Block, Blocks, find_blocks
 from ds_tba.autograd.cache import TensorCache
 from ds_tba.errors import ActivationModifiedError, IncompatibleError

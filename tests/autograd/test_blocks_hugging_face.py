@@ -10,8 +10,8 @@ import torch
 from test_blocks import Listener, assert_same
 from torch import Tensor, nn
 
-from ds_tba.adaptive.proving import Proving
 from ds_tba.adaptive.agreement import Alone
+from ds_tba.adaptive.proving import Proving
 from ds_tba.autograd.blocks import Blocks, find_blocks
 
 transformers = pytest.importorskip("transformers")

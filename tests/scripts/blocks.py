@@ -19,8 +19,8 @@ from deepspeed.runtime.zero import parameter_offload
 from torch import nn
 from torch.nn import functional
 
-from ds_tba.adaptive.proving import Proving
 from ds_tba.adaptive.agreement import Alone, Ranks
+from ds_tba.adaptive.proving import Proving
 from ds_tba.autograd.blocks import Blocks, find_blocks
 
 parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
