@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils import checkpoint as checkpointing
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_tba.adaptive.ranks import Alone
+from ds_tba.adaptive.agreement import Alone
 from ds_tba.autograd.budget import MemoryMeter
 from ds_tba.autograd.cache import TensorCache
 from ds_tba.autograd.saved import Hooks, RecordState

@@ -23,8 +23,8 @@ from stepping import end_step, forward, note_backward
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ds_tba.adaptive.agreement import Alone
 from ds_tba.adaptive.controller import WARM_STEPS
-from ds_tba.adaptive.ranks import Alone
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.errors import RecomputationError
 from ds_tba.offloader import ActivationOffloader

@@ -71,5 +71,5 @@ def test_blocks_with_state_of_their_own_are_left_out(tmp_path: Path, row_says: C
         megatron.trained, CONFIG, tmp_path, ranks=2, block={**ADAPTIVE, "recompute": True}, steps=12, must_move=False
     )
     for report in compared.reports:
-        assert len(report["unproven_blocks"]) == megatron.LAYERS and not report["recomputed_bytes"]
+        assert len(report["blocks_left_out"]) == megatron.LAYERS and not report["recomputed_bytes"]
     row_says(str(compared))

@@ -78,11 +78,11 @@ def test_when_one_rank_wants_a_trace_both_take_one(tmp_path: Path) -> None:
 def test_a_block_that_is_unfit_on_one_rank_is_left_out_on_both(tmp_path: Path, case: str, reason: str) -> None:
     found = check(tmp_path, case)
     for rank in found:
-        (left_out,) = rank["report"]["unproven_blocks"]
+        (left_out,) = rank["report"]["blocks_left_out"]
         assert left_out["path"] == "blocks.2" and reason in left_out["reason"]
         assert rank["plans"][-1]["recomputed"] == [True, True, False, True]
         assert rank["report"]["recomputed_bytes"] > 0
-    assert found[0]["report"]["unproven_blocks"][0]["reason"].startswith("on rank 1 ")
+    assert found[0]["report"]["blocks_left_out"][0]["reason"].startswith("on rank 1 ")
 
 
 @pytest.mark.engine

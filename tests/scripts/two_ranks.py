@@ -29,7 +29,7 @@ from stepping import end_step, forward, note_backward  # noqa: E402
 from test_controller import DEPTH, ROWS, WIDTH, Block, Model  # noqa: E402
 
 import ds_tba.storage.tiers  # noqa: E402
-from ds_tba.adaptive.ranks import Ranks  # noqa: E402
+from ds_tba.adaptive.agreement import Ranks  # noqa: E402
 from ds_tba.config import AioConfig, OffloadConfig  # noqa: E402
 from ds_tba.device.accelerator import CpuAccelerator  # noqa: E402
 from ds_tba.offloader import ActivationOffloader  # noqa: E402
