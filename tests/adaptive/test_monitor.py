@@ -218,7 +218,7 @@ def test_time_in_which_storages_are_made_again_is_no_time_of_a_step_in_which_all
     machine = replace(resources(), is_synchronous=is_synchronous)
     trace = Trace((storage(0.0, 1.0, None, (-1,)), storage(0.0, 1.0, None, (-1,))), (), machine, 2.0)
     predicted = Prediction(SIZE, 2.25, 0.0, 0.0, 0, 0, 0, 0, 0, rematerialized_s=0.25, rematerialized_bytes=SIZE)
-    plan = Plan("test", (Placement.KEEP, Placement.REMATERIALIZE), (), (), (), (), predicted)
+    plan = Plan("test", (Placement.KEEP, Placement.REMATERIALIZE), (), (), predicted)
     step = Step(0.0, 1, Counts(), micro_steps=1)
     step.end(2.5, Counts(), [])
     clock = SimpleNamespace(elapsed_s=lambda before, after: after - before)

@@ -35,7 +35,7 @@ LAYOUT = Layout(((0,), (1, 2), (), (2, 3), (4,)))
 
 
 def by_plan(*placements: Placement, recomputed: tuple[bool, bool] = (False, False), may_wait: bool = True) -> ByPlan:
-    plan = Plan("test", placements, recomputed, (), (), (), cast("Any", None))
+    plan = Plan("test", placements, recomputed, (), cast("Any", None))
     stores = {NVME: NVME_STORE, HOST: HOST_STORE}
     return ByPlan(PlanInForce.of(plan, TRACE, LAYOUT, Limits()), stores, lambda: may_wait)
 
@@ -128,14 +128,14 @@ def test_what_is_made_again_may_be_moved_where_it_cannot_be_and_nothing_else_is_
 
 
 def test_without_any_store_storages_are_made_again_all_the_same() -> None:
-    plan = Plan("test", (REMATERIALIZE, *[KEEP] * 4), (False, False), (), (), (), cast("Any", None))
+    plan = Plan("test", (REMATERIALIZE, *[KEEP] * 4), (False, False), (), cast("Any", None))
     policy = ByPlan(PlanInForce.of(plan, TRACE, LAYOUT, Limits()), {}, lambda: True)
     assert [(one.rematerialize, one.stores) for one in (policy.choose(key, SIZE) for key in "xy")] == [(True, ())] * 2
 
 
 def costly(*places: Placement, limits: Limits = Limits(), **seconds: float) -> PlanInForce:  # noqa: B008 - frozen
     prediction = Prediction(9 * SIZE, 3.0, 0.0, 0.0, 0, 0, 0, 0, 0, rematerialized_bytes=SIZE)
-    plan = Plan("test", places, (False, False), (), (), (), replace(prediction, **seconds))
+    plan = Plan("test", places, (False, False), (), replace(prediction, **seconds))
     return PlanInForce.of(plan, TRACE, LAYOUT, limits)
 
 
@@ -199,6 +199,6 @@ def test_the_budget_is_held_except_where_moving_is_in_vain(
     budget_bytes: int | None, peak_bytes: float, are_movable: bool, placement: Placement, held_bytes: int | None
 ) -> None:
     trace = replace(TRACE, storages=tuple(replace(one, is_movable=are_movable) for one in TRACE.storages))
-    plan = Plan("test", (placement,) * 5, (False, False), (), (), (), SimpleNamespace(peak_saved_bytes=peak_bytes))
+    plan = Plan("test", (placement,) * 5, (False, False), (), SimpleNamespace(peak_saved_bytes=peak_bytes))
     limits = Limits(activation_budget_bytes=budget_bytes)
     assert PlanInForce.of(plan, trace, LAYOUT, limits).held_bytes == held_bytes
