@@ -115,7 +115,7 @@ class ActivationOffloader:
         self._report_file = ReportFile("report.path", checked_path("report.path", config.report.path, rank))
         # Checked now, not after hours of training.
         trace_path = checked_path("report.trace_path", config.report.trace_path, rank)
-        self._trace_file = ReportFile("report.trace_path", trace_path)
+        self._trace_file = ReportFile("report.trace_path", trace_path) if trace_path is not None else None
         self._tiers = Tiers(
             config, aio_config, accelerator, zero_uses_nvme=zero_uses_nvme, rank=rank, ranks_on_node=ranks_on_node
         )
@@ -176,7 +176,7 @@ class ActivationOffloader:
             agreement,
             self._accelerator.clock,
             partial(_counts, tiers, self.cache),
-            self._write_trace,
+            partial(_write_trace, self._trace_file),  # not of this object, which would hold itself
             memory,
             config.activation_budget_bytes if plans else None,
         )
@@ -184,10 +184,6 @@ class ActivationOffloader:
         blocks = Blocks(find_blocks(model, config.blocks), controller, is_watching=is_watching, account=self.cache)
         controller.watch(model, blocks)
         self._controller = controller
-
-    def _write_trace(self, trace: Trace) -> None:
-        if self.config.report.trace_path is not None:
-            self._trace_file.write_text(trace.to_json() + "\n")
 
     def on_close(self, undo: Callable[[], object]) -> None:
         """Call ``undo`` in :meth:`close`, for example to remove a hook from the model."""
@@ -401,6 +397,11 @@ def _counts(tiers: Tiers, cache: TensorCache) -> Counts:
         cache.stats.moving_s,
         sum(one.stall_s for one in stores),
     )
+
+
+def _write_trace(file: ReportFile | None, trace: Trace) -> None:
+    if file is not None:
+        file.write_text(trace.to_json() + "\n")
 
 
 def _planning_text(config: OffloadConfig) -> str:
