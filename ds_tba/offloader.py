@@ -25,9 +25,9 @@ from ds_tba.adaptive.monitor import Counts, compilations, moves_in_vain
 from ds_tba.adaptive.ranks import Agreement
 from ds_tba.adaptive.rates import Rates
 from ds_tba.autograd.blocks import Blocks, find_blocks
-from ds_tba.autograd.budget import MemoryMeter
 from ds_tba.autograd.cache import TensorCache
 from ds_tba.autograd.discovery import RunningModule
+from ds_tba.autograd.residency import MemoryMeter
 from ds_tba.autograd.sites import Sites, open_sites
 from ds_tba.autograd.tensors import mark_inputs
 from ds_tba.config import BLOCK, AioConfig, OffloadConfig, with_staging
@@ -274,7 +274,7 @@ class ActivationOffloader:
             accelerator=None if is_host else accelerator,
             released_bytes=config.io.ring_bytes,
         )
-        self._sites = open_sites(config, self.cache.records, accelerator)
+        self._sites = open_sites(config, self.cache, accelerator)
         self.cache.rematerialize(self._sites)
         memory = None if is_host else accelerator.memory
         self._reporter = Reporter(config, rank, report_path, self._tiers, self.cache, self._sites, started_at, memory)

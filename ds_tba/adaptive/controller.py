@@ -28,8 +28,8 @@ from ds_tba.adaptive.ranks import Agreement
 from ds_tba.adaptive.recorder import Recorder
 from ds_tba.adaptive.recording import MAX_RECORDED_STEPS, RecordedTrace, Recording
 from ds_tba.autograd.blocks import Block, Blocks
-from ds_tba.autograd.budget import MemoryMeter
 from ds_tba.autograd.cache import TensorCache
+from ds_tba.autograd.residency import MemoryMeter
 from ds_tba.config import Placement
 from ds_tba.device.accelerator import Clock
 from ds_tba.errors import IncompatibleError

@@ -37,7 +37,8 @@ from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_e
 
 from ds_tba.autograd.comparison import drawn_from, python_rng_states, set_python_rng_states, version_of
 from ds_tba.autograd.forward_state import StateReader
-from ds_tba.autograd.tensors import keep_originals, uncompiled_hooks
+from ds_tba.autograd.originals import keep_originals
+from ds_tba.autograd.tensors import uncompiled_hooks
 from ds_tba.errors import ActivationModifiedError, RecomputationError, StateError
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]

@@ -205,9 +205,7 @@ class Watch:
             self.obstacle = "its forward changes a gradient"
         else:
             self._state = state
-        self._inputs = [
-            VersionWitness(one, torch.empty(0, dtype=one.dtype, device=one.device)) for one in tensors if _is_plain(one)
-        ]
+        self._inputs = [VersionWitness(one) for one in tensors if _is_plain(one)]
 
     def end_forward(self) -> None:
         """The forward of the whole model is over."""

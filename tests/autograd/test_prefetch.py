@@ -336,7 +336,7 @@ def cache_over(store: NvmeStore) -> TensorCache:
 
 
 def tickets_of(cache: TensorCache) -> list[SwapTicket]:
-    records = [record for record in cache.records.forward.micro_step._records if record is not None]
+    records = [record for record in cache.forward.micro_step._records if record is not None]
     return [record.ticket for record in records if isinstance(record.ticket, SwapTicket)]
 
 
@@ -414,4 +414,4 @@ def test_a_second_backward_does_not_spoil_the_order_that_was_learned(make_store:
     y.backward()
     del y
     cache.settle()
-    assert cache.records.learned_order == [2, 1, 0]
+    assert cache.learned_order == [2, 1, 0]
