@@ -14,6 +14,7 @@ from conftest import StoreFactory
 from doubles import EventAccelerator
 from torch.nn import functional
 
+from ds_tba.autograd import cache as cache_module
 from ds_tba.autograd import sites
 from ds_tba.autograd.cache import TensorCache
 from ds_tba.autograd.sites import Sites
