@@ -349,6 +349,11 @@ class TensorCache(Keeper):
             self.residency.add_kept(record, tensor.untyped_storage())
 
     def count_kept(self, tensor: torch.Tensor, nbytes: int, reason: str) -> ResidencyGuard:
+        """Count a tensor that is kept, without a record, as ``nbytes`` of its storage.
+
+        Args:
+            reason: in the report's words; empty for a tensor of ours, which autograd has not saved.
+        """
         self._wait_for_room(nbytes)
         with self.lock:
             self.finalizers.act()
@@ -380,6 +385,12 @@ class TensorCache(Keeper):
         return tensor
 
     def load(self, record: SavedStorage, *, first_time: bool, is_lent: bool) -> torch.Tensor:
+        """The bytes of a record on its device (uint8, 1-D), for the calling thread's current stream.
+
+        Args:
+            first_time: autograd asks for them through a view that it has not unpacked before.
+            is_lent: a recipe asks for them.
+        """
         while True:
             # Without the lock: operands are loaded on their own, and streams are waited for.
             recipe, made = record.recipe, None

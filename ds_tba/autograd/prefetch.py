@@ -1,8 +1,7 @@
 """What backward wants next: the moved records of one micro-step, in the order of their first uses.
 
-Sees order alone, and how far it was asked for. Whether bytes are on their way is the state of their record
-(``saved.py``), and whether there is room for them is asked of ``residency.py``. The cache changes micro-steps, under its
-lock.
+Sees order alone, and how far it was asked for; cannot see whether bytes are on their way, which is the state of their
+record (``saved.py``), nor whether there is room (``residency.py``). The cache changes micro-steps, under its lock.
 
 [Note: Micro-steps] A micro-step has one forward as a rule. Several forwards before the first backward (a contrastive
 pair, two outputs in one loss) are one micro-step to a plan: what they save lies in memory together. So is a whole step

@@ -2,9 +2,9 @@
 
 Sees tensors, tickets and versions; cannot see where storages go, nor why: the cache changes records, under its lock.
 
-[Note: Versions] Autograd does not compare version counters for hooked tensors, so ``restore`` does, for every view, kept
-or moved. A kept tensor is held as a detached alias: the tensor itself would close a reference cycle through its own
-graph node.
+[Note: Versions] Autograd does not compare version counters for hooked tensors, so ``restore`` does, for every view,
+kept or moved. A kept tensor is held as a detached alias: the tensor itself would close a reference cycle through its
+own graph node.
 
 [Note: Finalizers] A view's ``__del__`` may run anywhere: in any thread, and also while its own thread holds the lock,
 because every allocation inside a critical section may start the garbage collector. So it neither waits for the lock nor
@@ -50,25 +50,11 @@ class Keeper(ABC):
         self.finalizers: DeferredFinalizers[Finalized] = DeferredFinalizers(self.lock, self._finalize)
 
     @abstractmethod
-    def load(self, record: SavedStorage, *, first_time: bool, is_lent: bool) -> torch.Tensor:
-        """The bytes of a record on its device (uint8, 1-D), for the calling thread's current stream.
-
-        Args:
-            first_time: autograd asks for them through a view that it has not unpacked before.
-            is_lent: a recipe asks for them.
-        """
-
+    def load(self, record: SavedStorage, *, first_time: bool, is_lent: bool) -> torch.Tensor: ...
     @abstractmethod
-    def count_kept(self, tensor: torch.Tensor, nbytes: int, reason: str) -> ResidencyGuard:
-        """Count a tensor that is kept, without a record, as ``nbytes`` of its storage.
-
-        Args:
-            reason: in the report's words; empty for a tensor of ours, which autograd has not saved.
-        """
-
+    def count_kept(self, tensor: torch.Tensor, nbytes: int, reason: str) -> ResidencyGuard: ...
     @abstractmethod
-    def _finalize(self, finalized: Finalized) -> None:
-        """Act on a finalizer, under the lock."""
+    def _finalize(self, finalized: Finalized) -> None: ...
 
 
 # ---- the records ----------------------------------------------------------------------------------------------------
@@ -161,7 +147,6 @@ class SavedStorage(StateMachine):
 
     @property
     def nbytes(self) -> int:
-        """Of the storage."""
         return self.key.nbytes
 
     def holders(self) -> list[SavedView]:
@@ -176,19 +161,11 @@ class SavedStorage(StateMachine):
             view.let_go()
 
 
-# ---- how a storage is made again: what the cache asks of ``sites.py``, and of the dry run of an estimate --------------
+# ---- how a storage is made again: what the cache asks of ``sites.py``, or of an estimate's dry run --------------------
 
 
 class Place(Protocol):
-    """The place of the forward that makes a storage.
-
-    Attributes:
-        is_proven: what was made equalled what had been saved, whenever they were compared.
-        is_due: they are to be compared now.
-        visits: how often a tensor was saved there.
-        unseen_since: the step from which on tensors were left out that were not compared; None without any.
-        seconds: that the work takes, as measured; None unless it is proven.
-    """
+    """The place of the forward that makes a storage; its attributes are described in ``sites.py``."""
 
     @property
     def is_proven(self) -> bool: ...
@@ -203,14 +180,7 @@ class Place(Protocol):
 
 
 class Origin(Protocol):
-    """How a storage is made again, as its record knows it.
-
-    Attributes:
-        depth: how many storages lie behind each other that can be made one from the other, with this one.
-        scratch_bytes: of what is made on the way, beside the storage itself.
-        work_bytes: at most, of all that is in memory at once while it is made and compared.
-        sources: the saved storages that it is made of.
-    """
+    """How a storage is made again, as its record knows it; its attributes are described in ``sites.py``."""
 
     @property
     def place(self) -> Place: ...
@@ -265,7 +235,6 @@ class _Kept:
 
     @property
     def is_unmodified(self) -> bool:
-        """Whether it was not modified since."""
         return self._version < 0 or self.held._version == self._version
 
 
@@ -278,8 +247,7 @@ class PassedThrough(_Kept):
     __slots__ = ()
 
     def is_of(self, cache: Keeper) -> bool:
-        """True: no cache has a record of it."""
-        return True
+        return True  # no cache has a record of it
 
 
 class SavedCounted(_Kept):
@@ -302,7 +270,6 @@ class SavedCounted(_Kept):
         self.guard = cache.count_kept(tensor, nbytes, reason)
 
     def is_of(self, cache: Keeper) -> bool:
-        """Whether this cache counts it."""
         return self._cache is cache
 
     def __del__(self) -> None:
@@ -361,14 +328,12 @@ class SavedView:
 
     @property
     def is_unmodified(self) -> bool:
-        """Whether the tensor was not modified since it was saved."""
         held = self.held
         if held is not None:
             return held._version == self.record.key.version
         return self._witness.current == self._witness.version
 
     def is_of(self, cache: Keeper) -> bool:
-        """Whether its record is one of this cache."""
         return self._cache is cache
 
     def twin(self) -> SavedView:
