@@ -161,7 +161,7 @@ class SavedStorage(StateMachine):
             view.let_go()
 
 
-# ---- how a storage is made again: what the cache asks of ``sites.py``, or of the dry run of an estimate ----------------
+# ---- how a storage is made again: what the cache asks of ``sites.py``, or of the dry run of an estimate --------------
 
 
 class Place(Protocol):
