@@ -24,8 +24,8 @@ from ds_tba.adaptive.controller import Controller
 from ds_tba.adaptive.feedback import compilations, moves_in_vain
 from ds_tba.adaptive.rates import Rates
 from ds_tba.autograd.blocks import Blocks, RunningModule, find_blocks
-from ds_tba.autograd.budget import MemoryMeter
 from ds_tba.autograd.cache import TensorCache
+from ds_tba.autograd.residency import MemoryMeter
 from ds_tba.autograd.sites import open_sites
 from ds_tba.autograd.tensors import mark_inputs
 from ds_tba.config import BLOCK, AioConfig, OffloadConfig, with_staging
@@ -125,7 +125,7 @@ class ActivationOffloader:
             accelerator=None if is_host else accelerator,
             released_bytes=config.io.ring_bytes,
         )
-        self._sites = open_sites(config, self.cache.records, accelerator)
+        self._sites = open_sites(config, self.cache, accelerator)
         self.cache.rematerialize(self._sites)
         self._closer = Closer(self._close, accelerator)
         atexit.register(self.close)

@@ -1162,7 +1162,7 @@ def _check(program: Program, stores: Stores, tally: Tally) -> list[Failure]:
     plain.run()
     used = stores.named(program.stores)
     cache = TensorCache(used, "cpu", program.min_bytes, wait_for_staging=True)
-    sites = CountingSites(cache.records, CpuAccelerator(), tally)
+    sites = CountingSites(cache, CpuAccelerator(), tally)
     cache.rematerialize(sites)
     cache.limit_resident(program.budget_bytes)
     ours = Run(program, cache, used)

@@ -25,8 +25,8 @@ from torch.utils import checkpoint as checkpointing
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_tba.adaptive.agreement import Alone
-from ds_tba.autograd.budget import MemoryMeter
 from ds_tba.autograd.cache import TensorCache
+from ds_tba.autograd.residency import MemoryMeter
 from ds_tba.autograd.saved import Hooks, RecordState
 from ds_tba.autograd.tensors import Eligibility
 from ds_tba.config import AioConfig, OffloadConfig
@@ -247,7 +247,7 @@ def test_recording_again_follows_the_plan_for_the_rest_of_the_step(make: Make) -
 
 def bounded(make_store: StoreFactory, bound_bytes: int) -> TensorCache:
     cache = TensorCache([make_store(staging_bytes=4 * MIB)], "cpu", KIB)
-    cache._default_policy = cache.records.forward.policy = Keeping()
+    cache._default_policy = cache.forward.policy = Keeping()
     cache.limit_resident(bound_bytes, "the bound")
     return cache
 
@@ -272,7 +272,7 @@ def test_a_plan_that_keeps_too_much_costs_no_memory(make_store: StoreFactory) ->
     expected, x.grad = x.grad, None
     with cache.saving():
         loss = function(x)
-    assert any(record.state is RecordState.OFFLOADED for record in cache.records.forward.by_key.values())
+    assert any(record.state is RecordState.OFFLOADED for record in cache.forward.by_key.values())
     loss.backward()
     assert torch.equal(expected, x.grad)
     cache.settle()
@@ -339,7 +339,7 @@ def test_reading_ahead_onto_a_device_is_within_the_bound(make_store: StoreFactor
 def test_what_was_kept_on_one_stream_is_moved_from_another_after_its_kernels(make_store: StoreFactory) -> None:
     device = LateDevice(late_compute=True)
     cache = TensorCache([make_store(accelerator=device)], "cpu", KIB, accelerator=device)
-    cache._default_policy = cache.records.forward.policy = Keeping()
+    cache._default_policy = cache.forward.policy = Keeping()
     cache.limit_resident(2 * 64 * KIB)
     streams, exact = [device.new_stream() for _ in range(3)], []
     for _ in range(5):

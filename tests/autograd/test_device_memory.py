@@ -49,10 +49,10 @@ def backward(device: LateDevice, cache: TensorCache, saved: list[object], second
         time.sleep(seconds)
         exact.append(bool((found == wanted).all()))
 
-    count, step = len(saved), cache.records.forward.micro_step
+    count, step = len(saved), cache.forward.micro_step
     while saved:
         held = saved.pop()
-        tensor = cache.records.unpack(step, held)  # type: ignore[arg-type]
+        tensor = cache.unpack(step, held)  # type: ignore[arg-type]
         device.launch(partial(kernel, wanted=len(saved)), tensor)
         del held, tensor
     device.synchronize()
@@ -114,11 +114,11 @@ def test_the_wait_is_without_the_lock_and_for_the_oldest(device: LateDevice) -> 
     saved = forward(device, cache, 6)
     device.synchronize()
     gates = [threading.Event() for _ in saved]
-    step, done = cache.records.forward.micro_step, []
+    step, done = cache.forward.micro_step, []
 
     def run() -> None:
         for gate in gates:
-            tensor = cache.records.unpack(step, saved.pop())  # type: ignore[arg-type]
+            tensor = cache.unpack(step, saved.pop())  # type: ignore[arg-type]
             device.launch(lambda found, gate=gate: gate.wait(30), tensor)
             del tensor
             done.append(gate)
@@ -132,8 +132,8 @@ def test_the_wait_is_without_the_lock_and_for_the_oldest(device: LateDevice) -> 
                 time.sleep(0.01)
             time.sleep(0.05)
             assert len(done) == 3 + passed  # as many as fit, beside those that the device is done with
-            assert cache.records.lock.acquire(timeout=10)
-            cache.records.lock.release()
+            assert cache.lock.acquire(timeout=10)
+            cache.lock.release()
             gates[passed].set()
     finally:
         for gate in gates:
@@ -169,8 +169,8 @@ def test_forward_waits_for_the_oldest_copy_out_and_without_the_lock(device: Late
         thread.start()
         try:
             assert not packed.wait(0.1) and cache.stats.resident.now == 4 * MIB
-            assert cache.records.lock.acquire(timeout=10)
-            cache.records.lock.release()
+            assert cache.lock.acquire(timeout=10)
+            cache.lock.release()
             gates[0].set()
             assert packed.wait(10) and not gates[1].is_set()
             assert cache.stats.resident.peak <= 4 * MIB

@@ -14,6 +14,7 @@ from late_device import LateDevice
 from test_store import CPU, MIB, noise, nothing_is_held, put, slots_in_use, stored, until
 
 from ds_tba.autograd.cache import TensorCache
+from ds_tba.autograd.saved import RecordState
 from ds_tba.errors import ActivationLostError, StateError
 from ds_tba.storage.base import SwapTicket, TicketState
 from ds_tba.storage.chunked import PiecesStore, PiecesTicket
@@ -336,7 +337,7 @@ def cache_over(store: NvmeStore) -> TensorCache:
 
 
 def tickets_of(cache: TensorCache) -> list[SwapTicket]:
-    records = [record for record in cache.records.forward.micro_step._records if record is not None]
+    records = [record for record in cache.forward.micro_step._records if record is not None]
     return [record.ticket for record in records if isinstance(record.ticket, SwapTicket)]
 
 
@@ -414,4 +415,27 @@ def test_a_second_backward_does_not_spoil_the_order_that_was_learned(make_store:
     y.backward()
     del y
     cache.settle()
-    assert cache.records.learned_order == [2, 1, 0]
+    assert cache.learned_order == [2, 1, 0]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_that_a_storage_is_read_ahead_is_the_state_of_its_record(make_store: StoreFactory, asynchronous: bool) -> None:
+    device = EventAccelerator() if asynchronous else None
+    store = make_store(accelerator=device or CpuAccelerator())
+    cache, seen = TensorCache([store], "cpu", 64 * KIB, accelerator=device), list[list[RecordState]]()
+    x = torch.randn(128, 128, requires_grad=True)
+    with cache.saving():
+        look = lambda: seen.append([one.state for one in records])  # noqa: E731
+        y = Spy.apply(chain(x, 2), torch.ones(4), look)
+    records = [one for one in cache.forward.micro_step._records if one is not None]
+    store.wait_for_writes()
+    before = cache.stats.resident.now
+    ahead, cancelled = records[-1], records[0]
+    with cache.lock:
+        assert cache.residency.prefetch(cancelled) and cancelled.state is RecordState.AHEAD
+        assert cache.stats.resident.now == before + asynchronous * cancelled.nbytes
+        assert cache.residency.prefetch(cancelled)  # counted once
+        cache.residency.end_prefetch(cancelled)
+        assert cancelled.state is RecordState.OFFLOADED and cache.stats.resident.now == before
+    y.sum().backward()
+    assert set(seen[0]) == {RecordState.AHEAD} and ahead.reloaded is None
