@@ -16,7 +16,6 @@ from ds_tba.device.memory import available_bytes
 from ds_tba.errors import BackendUnavailableError, ConfigError
 from ds_tba.storage.backends.select import Selection, select_backend
 from ds_tba.storage.base import Store
-from ds_tba.storage.chunked import PiecesStore
 from ds_tba.storage.host import HostStore
 from ds_tba.storage.nvme import Lanes, NvmeStore
 from ds_tba.storage.staging import StagingRing
@@ -78,7 +77,7 @@ class Tiers:
         self.host: HostStore | None = self._open_host(accelerator) if uses_host else None
         self.by_placement: dict[Placement, Store[Any]] = {}
         if self.nvme is not None:
-            self.by_placement[Placement.NVME] = PiecesStore(self.nvme, self.nvme.space)
+            self.by_placement[Placement.NVME] = self.nvme
         if self.host is not None:
             self.by_placement[Placement.HOST] = self.host
 
