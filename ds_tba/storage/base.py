@@ -168,7 +168,7 @@ class StateMachine:
         self.state = state
 
 
-# Where storages go: asked by the cache at each save.
+# Where storages go: asked by the cache at each save. Here because who asks and who answers know no other common place.
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +245,7 @@ class SwapTicket(Ticket, StateMachine):
 
     Attributes:
         copies: into the slot, and ``uses``: events of copies out of it. The slot is free after both.
-        arrival: on the device ahead of its use: read, or handed over before its write ended.
+        arrival: the copy on the device, while LOADED, if it was made ahead.
         host: memory outside of staging: of a read for which there was no slot, or of a failed write.
     """
 

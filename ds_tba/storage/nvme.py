@@ -1,10 +1,10 @@
 """How does a storage come to NVMe and back? The store over anonymous swap files, one per directory.
 
 [Note: The way of a ticket] ``put`` reserves an extent and a staging slot, copies the device bytes into the slot and
-queues a write. A write lane writes it and frees the slot. ``prefetch`` queues a read into a new slot, or hands over
-bytes that are still to be written. ``get`` hands over bytes that are still in staging (cancelling a write that has not
-begun), else waits for the read, else queues one that overtakes the others. ``release`` only defers, because finalizers
-call it; see ``ds_tba/storage/finalizers.py``.
+queues a write. A write lane writes it and frees the slot. ``prefetch`` queues a read into a new slot, or has bytes that
+are still to be written stay in memory when that is done. ``get`` hands over bytes that are still in staging (cancelling
+a write that has not begun), else waits for the read, else queues one that overtakes the others. ``release`` only
+defers, because finalizers call it; see ``ds_tba/storage/finalizers.py``.
 
 [Note: Pieces] A storage that is larger than a part of staging is cut, so that it fits whatever its size, spreads over
 all paths, and its copies, writes and reads overlap with each other.
@@ -21,7 +21,6 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -190,26 +189,12 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
             if self.space.closed or ticket in self.space.read_ahead:
                 return True
             if ticket.state in BEFORE_WRITTEN:
-                return self._hand_over_early(ticket)
+                return self.space.read_ahead.add_early(ticket)
             if ticket.state is not _S.STORED:
                 return True  # in memory already, or nothing to do
             if not self.space.begin_prefetch(ticket):
                 return False
         ticket.path.reads.put(partial(self._work.read, ticket))
-        return True
-
-    def _hand_over_early(self, ticket: SwapTicket) -> bool:
-        """Bring a ticket that is still to be written onto the device, or hold its slot: it need not be read.
-
-        Its write goes on, so that it can still be given up. On an asynchronous device the slot is free with the end of
-        the write, so that what backward wants first holds nothing up.
-        """
-        if not self.space.read_ahead.add_early(ticket):
-            return False
-        if not self.ring.zero_copy:
-            with suppress(RuntimeError):  # no device memory: it stays in its slot
-                ticket.arrival = self._copy_staged(ticket, ticket.device)
-        self.stats.forwarded_bytes += ticket.nbytes
         return True
 
     def get(self, ticket: SwapTicket | PiecesTicket, device: torch.device) -> Loaded:
@@ -232,15 +217,14 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
         """The bytes of a ticket that is in memory, and what that changes about it."""
         space, state = self.space, ticket.state
         arrival = ticket.arrival or self._bring(ticket, device)
-        if state in BEFORE_WRITTEN and ticket not in space.read_ahead:  # else counted when prefetching came to it
+        if state in BEFORE_WRITTEN:
             self.stats.forwarded_bytes += ticket.nbytes
         if state is _S.QUEUED:
             space.give_up(ticket)  # the lane skips it: the write is cancelled
             return Loaded(arrival, stored=False)
         space.read_ahead.end(ticket)
-        ticket.arrival = None
         if state is _S.LOADED:
-            ticket.host = None
+            ticket.host = ticket.arrival = None
             ticket.move(_S.STORED)
             space.free_slot(ticket)
         return Loaded(arrival, stored=True)
@@ -276,7 +260,7 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
         if ticket.state is _S.STORED:
             ticket.slot = self.ring.slots.allocate(ticket.extent.nbytes)
             if ticket.slot is None:
-                ticket.host = self.ring.backing.overflow(ticket.extent.nbytes)
+                ticket.host = self.ring.overflow(ticket.extent.nbytes)
             ticket.move(_S.READ_QUEUED)
         if ticket.state is _S.READ_QUEUED:
             ticket.path.reads.put(partial(self._work.read, ticket), URGENT)

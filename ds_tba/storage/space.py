@@ -28,8 +28,8 @@ BEFORE_WRITTEN = frozenset({_S.QUEUED, _S.WRITING})
 class ReadAhead:
     """The tickets that prefetching has come to, and the bytes that they take: nobody else knows this of a ticket.
 
-    Most are read ahead. *Early* ones were still to be written when prefetching came: they are handed over from their
-    slot, or keep it when their write ends, and from then on count as read ahead.
+    Most are read ahead. *Early* ones were still to be written when prefetching came: their bytes stay in memory when
+    the write ends, and from then on count as read ahead.
 
     Args:
         capacity_bytes: of staging, which bounds all of it. Bytes that were read ahead on an asynchronous device wait in
@@ -240,7 +240,6 @@ class SwapSpace:
             self.changed.notify_all()
         elif released.state in (_S.WRITING, _S.READING):  # see [Note: Who frees a slot]
             self.read_ahead.end(released)
-            released.arrival = None
             released.move(_S.ABANDONED)
         elif released.state not in (_S.ABANDONED, _S.RELEASED):
             self.give_up(released)

@@ -65,10 +65,16 @@ class LaneWork:
         if has_failed or failure is not None:
             self._rescue(ticket, staged, failure)
             return
+        # Prefetching came to it: onto the device now, so that its slot is free for what backward wants next.
+        arrival = self._onto_device(ticket, staged) if ticket in space.read_ahead else None
         with space.deferred:
             self._count_write(ticket.extent.nbytes)
             stays = space.read_ahead.end_write(ticket)
             written = space.end_work(ticket, _S.LOADED if stays else _S.STORED)
+            if written and stays:
+                space.stats.forwarded_bytes += ticket.nbytes
+                ticket.arrival = arrival
+            arrival = None  # this frame must not hold it when backward has let go of it
             if written and (not stays or ticket.arrival is not None):
                 space.free_slot(ticket)
             space.settle_copies()
@@ -96,7 +102,7 @@ class LaneWork:
         with space.deferred:
             self._count_write(0)
             space.read_ahead.end(ticket)
-            ticket.error, ticket.arrival = error, None
+            ticket.error = error
             if not space.end_work(ticket, _S.LOST):
                 space.stats.cancelled_bytes += ticket.nbytes
 
@@ -109,7 +115,7 @@ class LaneWork:
         with space.deferred:
             self._count_write(0)
             space.read_ahead.end(ticket)
-            ticket.host, ticket.arrival = host, None
+            ticket.host = host
             space.stats.rescued_bytes += ticket.nbytes
             Refusal.PATH_FAILED.count(space.stats, ticket.nbytes)
             if failure is not None:
@@ -134,7 +140,7 @@ class LaneWork:
         with space.deferred:
             space.stats.reads.stop(ticket.extent.nbytes if failure is None else 0)
             ticket.error = failure
-            ticket.arrival, arrival = arrival, None  # this frame must not hold it when backward has let go of it
+            ticket.arrival, arrival = arrival, None  # as above
             if failure is not None:
                 space.read_ahead.end(ticket)
             read = space.end_work(ticket, _S.LOADED if failure is None else _S.LOST)
