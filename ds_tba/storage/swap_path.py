@@ -14,7 +14,7 @@ from ds_tba.storage.allocator import Span, SpanAllocator
 from ds_tba.storage.backends.base import IoBackend
 from ds_tba.storage.lanes import LaneGroup
 from ds_tba.storage.swap_file import SwapFile
-from ds_tba.telemetry.stats import KindMeter, PathMeter, RecentRate, readable
+from ds_tba.telemetry.stats import KindMeter, PathMeter, readable
 
 logger = logging.getLogger(__name__)
 
@@ -53,22 +53,12 @@ class SwapPath:
         """Bytes that this process had the drive write: they count as wear."""
         return self.meter.writes.moved_bytes
 
-    @property
-    def write_rate(self) -> RecentRate:
-        """The recent rate of writes, with or without concurrent reads."""
-        return self.meter.writes.recent
-
-    @property
-    def read_rate(self) -> RecentRate:
-        """The recent rate of reads, with or without concurrent writes."""
-        return self.meter.reads.recent
-
     def busy_s(self, more_bytes: int) -> float:
         """Seconds to write and read back the bytes that the path holds, and ``more_bytes``.
 
         Tensors go where this is least, so that paths hold bytes in proportion to their bandwidth.
         """
-        s_per_byte = self.write_rate.s_per_byte + self.read_rate.s_per_byte
+        s_per_byte = self.meter.writes.recent.s_per_byte + self.meter.reads.recent.s_per_byte
         return (self.extents.used_bytes + more_bytes) * s_per_byte
 
     def bandwidth(self) -> dict[str, Any]:

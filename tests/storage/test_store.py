@@ -254,8 +254,8 @@ def test_paths_hold_bytes_in_proportion_to_their_bandwidth(make_store: StoreFact
     gate = Gate()
     store = make_store(ScriptedBackend(gate), paths=3, staging_bytes=64 * MIB)
     for path, factor in zip(store.paths, (1, 2, 5), strict=True):
-        for rate in (path.write_rate, path.read_rate):
-            rate.add(1 << 40, 1.0, 1.0 / factor)
+        for kind in (path.meter.writes, path.meter.reads):
+            kind.recent.add(1 << 40, 1.0, 1.0 / factor)
     tickets = [put(store, noise(MIB)) for _ in range(32)]
     assert [path.extents.used_bytes // MIB for path in store.paths] == [4, 8, 20]
     gate.opened.set()
@@ -278,7 +278,7 @@ def test_bandwidth_is_measured_at_the_start_and_corrected_as_it_runs(
 
     store = make_store(UnequalBackend(), paths=2, lanes=Lanes(1, 1))
     first, second = store.paths
-    assert first.write_rate.bytes_per_s > 0 and second.read_rate.bytes_per_s > 0
+    assert first.meter.writes.recent.bytes_per_s > 0 and second.meter.reads.recent.bytes_per_s > 0
     before = first.busy_s(MIB)
     slow_files.add(first.file.fd)
     for _ in range(6):
