@@ -23,7 +23,8 @@ class DeferredFinalizers(Generic[Item]):
     As a context it is the lock: on the way in, and again after the way out, it acts on what was left.
 
     [Note: Interrupts] A signal handler that raises, as that of Ctrl-C does, may come between two bytecodes of the way
-    in or out, and the lock then stays taken: training is over, and closing gives up after its limit of time.
+    in or out (or of the lanes' queue), and the lock then stays taken. That is not handled: training is over, closing
+    gives up after its limit of time, and the kernel takes the files back with the process.
 
     Args:
         lock: not reentrant, or an item left in a critical section would be acted on in the middle of it.

@@ -672,6 +672,31 @@ def test_release_from_a_finalizer_inside_a_critical_section(make_store: StoreFac
     assert ticket.state is TicketState.RELEASED
 
 
+@pytest.mark.parametrize("verb", ["write", "read"])
+def test_what_is_given_up_while_a_lane_uses_its_slot_goes_when_the_lane_is_done(
+    make_store: StoreFactory, verb: str
+) -> None:
+    """Earlier, and the drive would move the bytes of the slot's next ticket; but it is ahead no more."""
+    gate = Gate(verb)
+    store = make_store(ScriptedBackend(gate), lanes=Lanes(1, 1))
+    ticket = put(store, noise(MIB)) if verb == "write" else stored(store, noise(MIB))
+    if verb == "write":
+        gate.arrived.acquire()
+    assert store.prefetch(ticket)
+    if verb == "read":
+        gate.arrived.acquire()
+    ahead = store.space.read_ahead
+    assert ahead.prefetched_bytes + ahead.early_bytes == MIB
+    store.release(ticket)
+    assert ahead.prefetched_bytes + ahead.early_bytes == 0
+    assert ticket.state is TicketState.ABANDONED and ticket.slot is not None and slots_in_use(store) == MIB
+    with pytest.raises(StateError, match="given up"):
+        store.get(ticket, CPU)
+    gate.opened.set()
+    until(lambda: ticket.state is TicketState.RELEASED, "the lane")
+    nothing_is_held(store)
+
+
 def test_illegal_moves_raise() -> None:
     ticket = SwapTicket(1, None, None, None, None, CPU)  # type: ignore[arg-type]
     with pytest.raises(StateError, match="illegal move of a ticket from 'in staging, write not started' to"):
