@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Sequence
 
+from ds_tba.config import PREFETCH_FRACTION_OF_STAGING
 from ds_tba.storage.allocator import Span
 from ds_tba.storage.base import Refusal, SwapTicket, TicketState
 from ds_tba.storage.finalizers import DeferredFinalizers
@@ -19,8 +20,6 @@ from ds_tba.telemetry.stats import StoreStats
 
 SLOW_WAIT_S = 30.0
 COPY_POLL_S = 0.001
-# While there are writes, reads ahead leave the rest of staging to them.
-PREFETCH_FRACTION_OF_STAGING = 0.5
 _S = TicketState
 BEFORE_WRITTEN = frozenset({_S.QUEUED, _S.WRITING})
 
@@ -47,7 +46,7 @@ class ReadAhead:
         return ticket in self._prefetched or ticket in self._early
 
     def has_room(self, nbytes: int, *, beside_writes: bool) -> bool:
-        """Whether ``nbytes`` more may be read; the first storage always may."""
+        """Whether ``nbytes`` more may be read; the first always may. Beside writes, a part of staging is left to them."""
         ahead_bytes = self.prefetched_bytes + nbytes
         bound_bytes = self._capacity_bytes * (PREFETCH_FRACTION_OF_STAGING if beside_writes else 1)
         fits = ahead_bytes <= bound_bytes and ahead_bytes + self.early_bytes <= self._capacity_bytes
