@@ -239,7 +239,7 @@ class OffloadConfig(Block):
         return self
 
     def _problems(self) -> Iterator[str]:
-        """What fits no other key, with the repair."""
+        """Values that fit no other key's, each with the repair."""
         least, io = self.min_tensor_bytes, self.io
         if self.enabled and self.uses_nvme and not self.nvme_paths:
             yield (

@@ -111,7 +111,7 @@ class ActivationOffloader:
         self._report_file = ReportFile("report.path", checked_path("report.path", config.report.path, rank))
         # Checked now, not after hours of training.
         trace_path = checked_path("report.trace_path", config.report.trace_path, rank)
-        self._trace_file = ReportFile("report.trace_path", trace_path)
+        self._trace_file = ReportFile("report.trace_path", trace_path) if trace_path is not None else None
         self._tiers = Tiers(
             config, aio_config, accelerator, zero_uses_nvme=zero_uses_nvme, rank=rank, ranks_on_node=ranks_on_node
         )
@@ -171,7 +171,7 @@ class ActivationOffloader:
             rates,
             agreement,
             self._accelerator.clock,
-            self._write_trace,
+            partial(_write_trace, self._trace_file),  # not of this object, which would hold itself
             memory,
             config.activation_budget_bytes if plans else None,
         )
@@ -180,10 +180,6 @@ class ActivationOffloader:
         blocks = Blocks(found, controller, may_recompute=may_recompute, count=self.cache.count_again)
         controller.watch(model, blocks)
         self._controller = controller
-
-    def _write_trace(self, trace: Trace) -> None:
-        if self.config.report.trace_path is not None:
-            self._trace_file.write_text(trace.to_json() + "\n")
 
     def on_close(self, undo: Callable[[], object]) -> None:
         """Call ``undo`` in :meth:`close`, for example to remove a hook from the model."""
@@ -389,6 +385,11 @@ def _limits(config: OffloadConfig, tiers: Tiers, step_s: float) -> Limits:
 
 def _offloaded_bytes(tiers: Tiers) -> int:
     return sum(store.stats.offloaded_bytes for store in (tiers.nvme, tiers.host) if store is not None)
+
+
+def _write_trace(file: ReportFile | None, trace: Trace) -> None:
+    if file is not None:
+        file.write_text(trace.to_json() + "\n")
 
 
 def _planning_text(config: OffloadConfig) -> str:
