@@ -46,7 +46,7 @@ class ReadAhead:
         return ticket in self._prefetched or ticket in self._early
 
     def has_room(self, nbytes: int, *, beside_writes: bool) -> bool:
-        """Whether ``nbytes`` more may be read; the first always may. Beside writes, a part of staging is left to them."""
+        """Whether ``nbytes`` more may be read; the first always may; beside writes, less."""
         ahead_bytes = self.prefetched_bytes + nbytes
         bound_bytes = self._capacity_bytes * (PREFETCH_FRACTION_OF_STAGING if beside_writes else 1)
         fits = ahead_bytes <= bound_bytes and ahead_bytes + self.early_bytes <= self._capacity_bytes
