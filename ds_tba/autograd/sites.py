@@ -16,7 +16,7 @@ since when gradients may be wrong; a place that owes this comparison is compared
 begins and ends between two comparisons of a place is not seen.
 
 [Note: Late answers] A device is not waited for: a comparison is read once the device has done it. Until then the tensor
-is kept if its place is not proven (``records.py``).
+is kept if its place is not proven (``cache.py``).
 
 [Note: Kernels] Those of a CPU cut their work by the number of threads, oneDNN has some of its own, and a thread may
 flush denormals: the last bits may follow from that. So what was made by so many threads, with oneDNN or without, and

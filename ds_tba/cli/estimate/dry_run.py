@@ -154,7 +154,7 @@ class _MicroStep:
         self.cache = TensorCache([], self._runs_on, self._settings.min_tensor_bytes)
         settings = self._settings
         if settings.rematerialize and op_recipe.is_supported():
-            finder = op_recipe.Finder(self.cache.records, settings.exclude)
+            finder = op_recipe.Finder(self.cache, settings.exclude)
             self.cache.rematerialize(AssumedSites(finder, self._clock))
         self._recorder = Recorder(self.cache, self._clock, self._paths)
 
