@@ -29,7 +29,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import distributed
 
-from ds_tba.adaptive.ranks import Agreement, Alone, Ranks
+from ds_tba.adaptive.agreement import Agreement, Alone, Ranks
 from ds_tba.autograd.blocks import FRAMES
 from ds_tba.autograd.tensors import OwnedStorages, mark_owned, skip_frames, uncompiled
 from ds_tba.config import (

@@ -19,14 +19,12 @@ from typing import Any
 
 from torch import nn
 
-from ds_tba.adaptive.consensus import Planning
+from ds_tba.adaptive.agreement import Agreement, Planning
 from ds_tba.adaptive.controller import Controller
-from ds_tba.adaptive.monitor import Counts, compilations, moves_in_vain
-from ds_tba.adaptive.ranks import Agreement
+from ds_tba.adaptive.feedback import compilations, moves_in_vain
 from ds_tba.adaptive.rates import Rates
-from ds_tba.autograd.blocks import Blocks, find_blocks
+from ds_tba.autograd.blocks import Blocks, RunningModule, find_blocks
 from ds_tba.autograd.cache import TensorCache
-from ds_tba.autograd.discovery import RunningModule
 from ds_tba.autograd.residency import MemoryMeter
 from ds_tba.autograd.sites import open_sites
 from ds_tba.autograd.tensors import mark_inputs
@@ -165,7 +163,7 @@ class ActivationOffloader:
         # The memory of a CPU is shared by all ranks of the machine.
         sharers = self._ranks_on_node if self._accelerator.is_synchronized_device() else 1
         planning = Planning(
-            planner, partial(_limits, config, tiers), rates, lambda: memory.room_bytes() / sharers, agreement
+            planner, partial(_limits, config, tiers), rates.resources, lambda: memory.room_bytes() / sharers, agreement
         )
         controller = Controller(
             self.cache,
@@ -175,13 +173,13 @@ class ActivationOffloader:
             rates,
             agreement,
             self._accelerator.clock,
-            partial(_counts, tiers, self.cache),
             self._write_trace,
             memory,
             config.activation_budget_bytes if plans else None,
         )
-        is_watching = plans and config.recompute
-        blocks = Blocks(find_blocks(model, config.blocks), controller, is_watching=is_watching, account=self.cache)
+        may_recompute = plans and config.recompute
+        found = find_blocks(model, config.blocks)
+        blocks = Blocks(found, controller, may_recompute=may_recompute, count=self.cache.count_again)
         controller.watch(model, blocks)
         self._controller = controller
 
@@ -242,7 +240,7 @@ class ActivationOffloader:
             self._controller.end_step()
         else:
             self._step_peak_bytes = self.cache.stats.resident.lap()
-        moved_bytes = _counts(self._tiers, self.cache).offloaded_bytes
+        moved_bytes = _offloaded_bytes(self._tiers)
         if self._steps == 1 and moves_in_vain(self.cache.stats, moved_bytes, self._compilations_before):
             self._advise_to_compile_layers()
         plans = 0 if self._controller is None else self._controller.plans
@@ -315,7 +313,7 @@ class ActivationOffloader:
             step_peak_saved_bytes=controller.step_peak_bytes if controller is not None else self._step_peak_bytes,
             plans=controller.plans if controller is not None else 0,
             plan=controller.summary() if controller is not None else None,
-            unproven_blocks=controller.unproven_blocks() if controller is not None else [],
+            blocks_left_out=controller.blocks_left_out() if controller is not None else [],
             rematerialized_bytes=cache.rematerialized_bytes,
             device_memory={} if memory is None else memory.levels()._asdict(),
             **({} if self._sites is None else self._sites.summary()),
@@ -328,7 +326,7 @@ class ActivationOffloader:
     def _done_bytes(self) -> int:
         """Moved, made again or recomputed so far."""
         recomputed_bytes = 0 if self._controller is None else self._controller.recomputed_bytes
-        moved_bytes = _counts(self._tiers, self.cache).offloaded_bytes
+        moved_bytes = _offloaded_bytes(self._tiers)
         return moved_bytes + recomputed_bytes + self.cache.stats.rematerialized_bytes
 
     def start_line(self) -> str:
@@ -393,14 +391,8 @@ def _limits(config: OffloadConfig, tiers: Tiers, step_s: float) -> Limits:
     return Limits.of(config, write_limit)
 
 
-def _counts(tiers: Tiers, cache: TensorCache) -> Counts:
-    stores = [store.stats for store in (tiers.nvme, tiers.host) if store is not None]
-    return Counts(
-        tiers.refusals,
-        sum(one.offloaded_bytes for one in stores),
-        cache.stats.moving_s,
-        sum(one.stall_s for one in stores),
-    )
+def _offloaded_bytes(tiers: Tiers) -> int:
+    return sum(store.stats.offloaded_bytes for store in (tiers.nvme, tiers.host) if store is not None)
 
 
 def _planning_text(config: OffloadConfig) -> str:

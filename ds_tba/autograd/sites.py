@@ -36,8 +36,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ds_tba.autograd.blocks import place_in_code
 from ds_tba.autograd.comparison import integers_of
-from ds_tba.autograd.discovery import place_in_code
 from ds_tba.autograd.recipe import MAX_DEPTH, UNSAVED, Finder, Held, NoRecipeError, Recipe, is_supported, note
 from ds_tba.autograd.rules import OPS
 from ds_tba.autograd.saved import Keeper, SavedCounted, SavedStorage, SavedView, StorageKey
