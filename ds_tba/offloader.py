@@ -36,7 +36,7 @@ from ds_tba.planner.plan import Limits
 from ds_tba.planner.search import Planner, adaptive
 from ds_tba.planner.trace import Trace
 from ds_tba.storage.base import Always
-from ds_tba.storage.finalizers import Closer, interrupts_us
+from ds_tba.storage.finalizers import Closer
 from ds_tba.storage.tiers import Tiers
 from ds_tba.telemetry.drive_health import write_limit_bytes_per_step
 from ds_tba.telemetry.report import LittleMoved, OffloadReport, ReportFile, checked_path
@@ -46,8 +46,6 @@ logger = logging.getLogger(__name__)
 
 # Longer than the stores take to give up on an I/O request that never ends.
 CLOSE_LIMIT_S = 90.0
-# How long close() blocks in a signal handler that interrupted our own code: that code cannot go on before it returns.
-INTERRUPTED_CLOSE_LIMIT_S = 3.0
 
 # Keys that only a plan uses. The start-up line names those that are set without a plan, or users take them for active.
 _PLAN_KEYS = ("activation_budget_bytes", "blocks", "max_step_overhead", "recompute")
@@ -113,7 +111,7 @@ class ActivationOffloader:
         self._report_file = ReportFile("report.path", checked_path("report.path", config.report.path, rank))
         # Checked now, not after hours of training.
         trace_path = checked_path("report.trace_path", config.report.trace_path, rank)
-        self._trace_file = ReportFile("report.trace_path", trace_path)
+        self._trace_file = ReportFile("report.trace_path", trace_path) if trace_path is not None else None
         self._tiers = Tiers(
             config, aio_config, accelerator, zero_uses_nvme=zero_uses_nvme, rank=rank, ranks_on_node=ranks_on_node
         )
@@ -173,7 +171,7 @@ class ActivationOffloader:
             rates,
             agreement,
             self._accelerator.clock,
-            self._write_trace,
+            partial(_write_trace, self._trace_file),  # not of this object, which would hold itself
             memory,
             config.activation_budget_bytes if plans else None,
         )
@@ -182,10 +180,6 @@ class ActivationOffloader:
         blocks = Blocks(found, controller, may_recompute=may_recompute, count=self.cache.count_again)
         controller.watch(model, blocks)
         self._controller = controller
-
-    def _write_trace(self, trace: Trace) -> None:
-        if self.config.report.trace_path is not None:
-            self._trace_file.write_text(trace.to_json() + "\n")
 
     def on_close(self, undo: Callable[[], object]) -> None:
         """Call ``undo`` in :meth:`close`, for example to remove a hook from the model."""
@@ -348,16 +342,14 @@ class ActivationOffloader:
     def close(self) -> None:
         """Stop the lanes, free all memory and files, write the last report. Idempotent.
 
-        Blocks until the I/O under way is done, so a finalizer must call :meth:`close_soon` instead. A signal handler
-        may call this method. If the handler interrupted our own code, which may hold a lock that closing needs, the
-        call blocks for a few seconds at most, and closing ends once that code goes on.
+        Blocks until the I/O under way is done, so a finalizer must call :meth:`close_soon` instead, and so should a
+        signal handler: it may have interrupted our own code, which holds a lock that closing needs and cannot go on
+        before the handler returns. This call then gives up after its limit of time.
         """
         if self._is_forked():
             return
         self._closer.ask()
-        if interrupts_us("ds_tba.engine"):
-            self._closer.wait(INTERRUPTED_CLOSE_LIMIT_S)
-        elif not self._closer.wait(CLOSE_LIMIT_S):
+        if not self._closer.wait(CLOSE_LIMIT_S):
             logger.error(
                 "rank %d: not closed after %.0f s; the rest is left to process exit", self._rank, CLOSE_LIMIT_S
             )
@@ -393,6 +385,11 @@ def _limits(config: OffloadConfig, tiers: Tiers, step_s: float) -> Limits:
 
 def _offloaded_bytes(tiers: Tiers) -> int:
     return sum(store.stats.offloaded_bytes for store in (tiers.nvme, tiers.host) if store is not None)
+
+
+def _write_trace(file: ReportFile | None, trace: Trace) -> None:
+    if file is not None:
+        file.write_text(trace.to_json() + "\n")
 
 
 def _planning_text(config: OffloadConfig) -> str:

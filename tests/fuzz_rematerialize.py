@@ -1133,7 +1133,7 @@ class Stores:
         return {
             "bytes of staging": self.nvme.ring.slots.used_bytes,
             "bytes of extents": sum(path.extents.used_bytes for path in self.nvme.paths),
-            "bytes of the host": sum(segment.spans.used_bytes for segment in self.host._memory.segments),
+            "bytes of the host": sum(segment.spans.used_bytes for segment in self.host._segments),
         }
 
     def close(self) -> None:

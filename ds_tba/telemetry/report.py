@@ -340,7 +340,6 @@ class ReportFile:
         self._age_s = min(max(FIRST_REPORT_AGE_S, 2 * self._age_s), REPORT_AGE_S)
 
     def write(self, found: Mapping[str, Any]) -> None:
-        """Write JSON."""
         self.write_text(json.dumps(found, indent=2) + "\n")
 
     def write_text(self, text: str) -> None:

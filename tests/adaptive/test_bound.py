@@ -36,7 +36,6 @@ from ds_tba.planner.search import adaptive
 from ds_tba.storage.backends.posix import PosixBackend
 from ds_tba.storage.backends.select import Selection
 from ds_tba.storage.base import Choice
-from ds_tba.storage.chunked import PiecesStore
 from ds_tba.storage.nvme import Lanes
 from ds_tba.telemetry.stats import Gauge
 
@@ -419,8 +418,7 @@ class Original:
 @pytest.mark.parametrize(("size", "staging"), [(64 * KIB, MIB), (MIB, 2 * MIB), (MIB, 8 * MIB), (2 * MIB, 4 * MIB)])
 def test_a_device_really_holds_no_more_than_the_bound(make_store: StoreFactory, size: int, staging: int) -> None:
     device = TruthfulDevice()
-    nvme = make_store(accelerator=device, staging_bytes=staging)
-    store = PiecesStore(nvme, nvme.space)
+    store = make_store(accelerator=device, staging_bytes=staging)
     cache = TensorCache([store], "cpu", KIB, wait_for_staging=True, accelerator=device)
     cache.limit_resident(5 * size)
     x = torch.randn(size // 4, requires_grad=True)
@@ -502,7 +500,7 @@ def test_a_buffer_that_recomputations_save_is_no_longer_counted_after_backward()
 
 def test_what_was_partly_forwarded_leaves_nothing_when_it_is_moved_again(make_store: StoreFactory) -> None:
     nvme = make_store(ScriptedBackend(slow(0.02)), staging_bytes=MIB, lanes=Lanes(1, 1))
-    cache = TensorCache([PiecesStore(nvme, nvme.space)], "cpu", KIB, wait_for_staging=True)
+    cache = TensorCache([nvme], "cpu", KIB, wait_for_staging=True)
     cache.limit_resident(4 * MIB)
     x = torch.randn(384 * KIB, requires_grad=True)
     two_backwards_give_twice_the_gradient(cache, x, 6)

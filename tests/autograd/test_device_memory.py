@@ -15,7 +15,6 @@ from torch import Tensor
 
 from ds_tba.autograd.cache import TensorCache
 from ds_tba.storage.base import Always
-from ds_tba.storage.chunked import PiecesStore
 from ds_tba.storage.host import HostStore
 
 MIB = 1 << 20
@@ -97,8 +96,7 @@ def test_without_a_budget_backward_holds_little_more_than_its_bound(device: Late
 def test_what_pieces_pass_through_counts_until_the_device_has_read_it(
     device: LateDevice, make_store: StoreFactory
 ) -> None:
-    store = make_store(accelerator=device, staging_bytes=MIB)
-    pieces = PiecesStore(store, store.space)
+    pieces = make_store(accelerator=device, staging_bytes=MIB)
     cache = TensorCache([pieces], "cpu", 1024, wait_for_staging=True, accelerator=device)
     cache.limit_resident(8 * MIB, "the budget")
     saved = forward(device, cache, 12, 2 * MIB)

@@ -127,7 +127,7 @@ def test_gradients_are_exact_in_host_memory(scenario: Scenario) -> None:
     cache = TensorCache([host], "cpu", hazards.MIN_BYTES)
     hazards.check(scenario, cache)
     host.put(torch.zeros(1, dtype=torch.uint8), wait=False)  # acts on the notes of finalizers
-    assert sum(segment.spans.used_bytes for segment in host._memory.segments) == 4096
+    assert sum(segment.spans.used_bytes for segment in host._segments) == 4096
     host.close()
 
 
