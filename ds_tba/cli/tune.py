@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ds_tba.cli.format import in_units_of, show, table
 from ds_tba.config import AioConfig, IoConfig
@@ -50,8 +50,7 @@ class Candidate:
         return {"backend": self.backend, "write_lanes": self.lanes, "read_lanes": self.lanes}
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
+class Measured(NamedTuple):
     """Rates of each path, and the bytes written to measure them."""
 
     paths: tuple[PathRates, ...]

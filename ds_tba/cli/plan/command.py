@@ -5,20 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_tba.cli.format import in_units_of, show, size, table
-from ds_tba.config import Placement, parse_block, with_staging
+from ds_tba.config import parse_block, with_staging
 from ds_tba.errors import ConfigError
 from ds_tba.telemetry.report import write_file
 from ds_tba.telemetry.stats import readable
 
 if TYPE_CHECKING:
-    from ds_tba.cli.plan.machine import Device, Drives
     from ds_tba.cli.plan.rows import Row, Setup
     from ds_tba.planner.plan import Plan
 
@@ -38,7 +38,7 @@ example:
 """
 ASSUMED_TBW = 600.0  # of one drive of 1 TB
 FEW_DAYS = 365.0
-_SHOWN = 6
+_SHOWN_GROUPS, _SHOWN_OPS = 20, 6
 
 
 def add_parser(commands: Any) -> None:
@@ -53,7 +53,7 @@ def add_parser(commands: Any) -> None:
         )
         add = parser.add_argument
         add("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help="see below")
-        add("--model", dest="model", metavar="MODEL", help=argparse.SUPPRESS)
+        add("--model", help=argparse.SUPPRESS)
         add("--seq", type=size, required=True, help="tokens of a sequence, such as 32k")
         add("--batch", type=size, help="sequences per micro-step and rank (default: the config's, else 1)")
         add("--gpu", "--gpu-memory", metavar="GPU", help='its memory or name: 24GB, "RTX 4090"')
@@ -66,69 +66,52 @@ def add_parser(commands: Any) -> None:
         add("--details", action="store_true", default=name == "estimate", help="also what is saved where, and more")
         add("--dtype", choices=("fp32", "bf16", "fp16"), help="of the parameters (default: the config's)")
         add("--device", choices=("cuda", "cpu"), default="cuda", help="training device (default: cuda)")
-        for option, unit, what in (
-            ("tflops", 1e12, "TFLOP/s of matrix products"), ("memory-gbps", 1e9, "GB/s of device memory"),
-            ("copy-gbps", 1e9, "GB/s between device and host"), ("write-gbps", 1e9, "GB/s written by all drives"),
-            ("read-gbps", 1e9, "GB/s read by all drives"),
-        ):  # fmt: skip
-            add(f"--{option}", type=in_units_of(unit), help=f"{what} (default: measured, or of the data sheet)")
+        default = "default: measured, or of the data sheet"
+        add("--tflops", type=in_units_of(1e12), help=f"TFLOP/s of matrix products ({default})")
+        for option, of in (("memory", "device memory"), ("copy", "copies between device and host"),
+                           ("write", "all drives' writes"), ("read", "all drives' reads")):  # fmt: skip
+            add(f"--{option}-gbps", type=in_units_of(1e9), help=f"GB/s of {of} ({default})")
         add("--json", type=Path, help="also write everything to this file")
-        parser.set_defaults(run=partial(show, name, _answer))
+        parser.set_defaults(run=partial(show, name, _plan))
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """All that is printed.
+def _plan(options: argparse.Namespace) -> tuple[int, list[str], dict[str, Any]]:
+    from ds_tba.cli.plan.rows import detail_rows, recommended, rows_of
 
-    Attributes:
-        plan: that of the adaptive row.
-        chosen: the recommended row.
-        notes: what the figures rest on.
-    """
-
-    title: str
-    gpu: str
-    setup: Setup
-    device: Device
-    drives: Drives
-    rows: list[Row]
-    plan: Plan
-    chosen: Row | None
-    notes: list[str]
-
-
-def _answer(options: argparse.Namespace) -> tuple[int, list[str], dict[str, Any]]:
-    from ds_tba.cli.plan.rows import recommended, rows_of
-
-    if options.model is None:
-        raise ConfigError("MODEL is missing: name a config.json, a folder, a model on this machine or FILE.py:function")
-    title, gpu, setup, device, drives, notes = _setup(options)
+    setup, title, notes = _setup(options)
     rows, plan = rows_of(setup)
     chosen = None if setup.memory_bytes is None else recommended(rows)
-    answer = Answer(title, gpu, setup, device, drives, rows, plan, chosen, notes)
-    lines = [*_lines(answer), *(_details(answer) if options.details else ())]
+    more = detail_rows(setup) if options.details else []
+    found = _to_dict(setup, [*rows, *more], plan, chosen)
+    lines = [f"model       {title}", *_table(setup, rows, more), "", *_verdict(setup, rows, chosen)]
+    if options.details:
+        lines += ["", *_details(setup, plan, found)]
     if options.write is not None:
         if chosen is None:
-            raise ConfigError(f"--write {options.write}: nothing is recommended" + (
-                "; --gpu is needed for that" if setup.memory_bytes is None else ", for nothing fits"
-            ))  # fmt: skip
-        lines.append(write_merged(options.write, {**setup.training.config, **_batch(options, setup)}, chosen.merged))
+            why = "--gpu is needed for that" if setup.memory_bytes is None else "nothing fits"
+            raise ConfigError(f"--write {options.write}: nothing is recommended, for {why}")
+        new = {**setup.training.config, "train_micro_batch_size_per_gpu": found["batch"]}
+        lines.append(write_merged(options.write, new, chosen.merged))
     lines += ["", "assumed", *(f"  {note}" for note in notes)]
     is_hopeless = setup.memory_bytes is not None and chosen is None
-    return 3 if is_hopeless else 0, lines, _to_dict(answer, options)
+    return 3 if is_hopeless else 0, lines, {"title": title, **found, "notes": notes}
 
 
-def _setup(options: argparse.Namespace) -> tuple[str, str, Setup, Device, Drives, list[str]]:
+def _setup(options: argparse.Namespace) -> tuple[Setup, str, list[str]]:
+    """With a title, and what the figures rest on."""
     import torch
 
     from ds_tba.autograd.sites import excluded_ops
     from ds_tba.cli.plan.dry_run import Settings, dry_run
-    from ds_tba.cli.plan.machine import GivenRates, device_of, drives_of, gpu_of
+    from ds_tba.cli.plan.machine import device_of, drives_of, gpu_of
     from ds_tba.cli.plan.model import recipe_of
     from ds_tba.cli.plan.rows import FRAGMENTATION, TIGHT, Setup
     from ds_tba.cli.plan.training import CONTEXT_BYTES, HOST_BYTES_PER_S, read_training
     from ds_tba.planner.trace import Resources
 
+    if options.model is None:
+        raise ConfigError("MODEL is missing: name a config.json, a folder, a model on this machine or FILE.py:function")
+    recipe = recipe_of(options.model, options.lora)
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
     training = read_training(options.config, dtypes[options.dtype])
     batch = options.batch or training.micro_batch or (1 if options.config is None else None)
@@ -143,79 +126,87 @@ def _setup(options: argparse.Namespace) -> tuple[str, str, Setup, Device, Drives
     if options.nvme_path:
         offload = offload.model_copy(update={"nvme_path": options.nvme_path})
     training = replace(training, offload=offload)
-    given = GivenRates(
-        options.tflops, options.memory_gbps, options.copy_gbps, options.write_gbps, options.read_gbps
-    )  # fmt: skip
-    device = device_of(options.device, gpu, training.autocast or training.dtype or torch.float32, given)
-    drives = drives_of(given, offload, training.aio)
+    dtype = training.autocast or training.dtype or torch.float32
+    device = device_of(options.device, gpu, dtype, (options.tflops, options.memory_gbps, options.copy_gbps))
+    paths, drives = drives_of(options.write_gbps, options.read_gbps, offload, training.aio)
     copy = device.copy_bytes
     settings = Settings(
         options.device, training.dtype, training.autocast, offload.min_tensor_bytes, offload.blocks, device.flops,
         device.memory_bytes, device.launch_s, training.micro_steps, offload.rematerialize_enabled,
         excluded_ops(offload),
     )  # fmt: skip
-    resources = Resources(drives.paths, copy, copy, offload.io.ring_bytes, is_synchronous=is_host)
-    run = dry_run(recipe_of(options.model, options.lora), batch, options.seq, settings, resources)
+    resources = Resources(paths, copy, copy, offload.io.ring_bytes, is_synchronous=is_host)
+    run = dry_run(recipe, batch, options.seq, settings, resources)
     tbw = options.drive_tbw or offload.ssd.rated_endurance_tbw
-    paths = list(offload.nvme_paths) or ["/local_nvme"]
     setup = Setup(
-        run, training, options.ranks, options.device, memory_bytes, device.memory_bytes, tbw or ASSUMED_TBW,
-        paths[0] if len(paths) == 1 else paths,
+        run, training, options.ranks, options.device, gpu, memory_bytes, device.memory_bytes, tbw or ASSUMED_TBW,
+        offload.nvme_path or "/local_nvme",
     )  # fmt: skip
-    dtype = "dtypes of the model" if training.dtype is None else str(training.dtype).removeprefix("torch.")
+    kind = "dtypes of the model" if training.dtype is None else str(training.dtype).removeprefix("torch.")
     adapted = f", LoRA of rank {options.lora}" if options.lora else ""
-    title = f"{options.model}, batch {batch} x {options.seq} tokens, {dtype}{adapted}"
-    flops, memory, copies = device.flops / 1e12, device.memory_bytes / 1e9, device.copy_bytes / 1e9
+    flops, memory = device.flops / 1e12, device.memory_bytes / 1e9
     notes = [
         *training.notes,
         *run.notes,
         f"GPU peak: {FRAGMENTATION:.0%} of saved and temporary tensors are lost to fragmentation, "
         f"{readable(CONTEXT_BYTES)} to the CUDA context; a peak above {TIGHT:.0%} of the GPU is tight",
-        f"rates {device.source}: {flops:.3g} TFLOP/s, device memory {memory:.4g} GB/s, copies {copies:.3g} GB/s",
-        f"the drives: {drives.source}; rated for {setup.tbw:g} TBW"
+        f"rates {device.source}: {flops:.3g} TFLOP/s, device memory {memory:.4g} GB/s, copies {copy / 1e9:.3g} GB/s",
+        f"rates of the drives {drives}; rated for {setup.tbw:g} TBW"
         + ("" if tbw else ", the usual rating of a drive of 1 TB (--drive-tbw has yours)"),
         "an operation takes the time of its FLOPs, of its bytes or of its launch, whichever is longest; communication "
         f"is left out; states in host memory are updated at {HOST_BYTES_PER_S / 1e9:g} GB/s",
         *(f"attention on {options.device}: {one.name.lower()}" for one in sorted(run.attention)),
         "what rematerialization has a rule for is taken to come out equal; the model is in training mode",
     ]
-    return title, gpu, setup, device, drives, notes
+    return setup, f"{options.model}, batch {batch} x {options.seq} tokens, {kind}{adapted}", notes
 
 
 # ---- the text -------------------------------------------------------------------------------------------------------
 
 
-def _lines(answer: Answer) -> Iterator[str]:
-    setup, run = answer.setup, answer.setup.run
-    first = next((row for row in answer.rows if row.verdict in ("fits", "tight")), answer.rows[0])
-    held = answer.rows[0].held
-    yield f"model       {answer.title}"
+def _table(setup: Setup, rows: Sequence[Row], more: Sequence[Row]) -> Iterator[str]:
+    run, held = setup.run, rows[0].held
+    first = next((row for row in rows if row.verdict in ("fits", "tight")), rows[0])
     yield f"parameters  {run.parameters / 1e6:,.1f} M, of which {run.trained / 1e6:,.1f} M are trained"
     named = [f"{name} {readable(nbytes)}" for name, nbytes in {**held.always, **held.passing}.items() if nbytes]
     yield f"held        {', '.join(named)}"
+    yield f"temporary   {readable(run.temporary_bytes)}, with logits and the gradients of activations"
     if setup.memory_bytes is not None:
-        yield f"GPU         {readable(setup.memory_bytes)}, rates of one {answer.gpu}"
+        yield f"GPU         {readable(setup.memory_bytes)}, rates of one {setup.gpu}"
     yield ""
-    rows = [("setting", "GPU peak", "verdict", "step", "TB a day", "drives last")]
-    for row in answer.rows:
-        step = f"x {row.cost.step_s / first.cost.step_s:.2f}" if first.cost.step_s else ""
+    cells = [("setting", "saved peak", "GPU peak", "verdict", "step", "TB a day", "drives last")]
+    for row in (*rows, *more):
         per_day = row.written_bytes_per_day / 1e12
+        step = row.cost.step_s / first.cost.step_s if first.cost.step_s else 1.0
+        sizes = readable(row.cost.peak_saved_bytes), readable(row.need_bytes)
         wear = (f"{per_day:.2f}", _life(row.life_days)) if per_day else ("-", "-")
-        rows.append((row.name, readable(row.need_bytes), row.verdict or "?", step, *wear))
-    yield from table(rows)
-    yield f"            the step of {first.name!r} takes {_duration(first.cost.step_s)}"
-    yield ""
+        cells.append((row.name, *sizes, row.verdict or "?", f"x {step:.2f}", *wear))
+    yield from table(cells)
+    step_s = first.cost.step_s
+    yield f"            {first.name!r} takes {f'{step_s:.2f} s' if step_s >= 1 else f'{step_s * 1e3:.3g} ms'} a step"
+
+
+def _life(days: float | None) -> str:
+    if days is None:
+        return "-"
+    return f"{days:.0f} days" if days < 2 * 365 else f"{days / 365:.0f} years"
+
+
+def _verdict(setup: Setup, rows: Sequence[Row], chosen: Row | None) -> Iterator[str]:
+    from ds_tba.cli.plan.rows import REMEDIES, SAME_STEP, holders
+
     if setup.memory_bytes is None:
         yield "--gpu (24GB, or a name) says what fits, and recommends a setting"
-    elif answer.chosen is None:
-        yield from _remedies(answer)
-    else:
-        yield from _recommendation(answer, answer.chosen)
-
-
-def _recommendation(answer: Answer, chosen: Row) -> Iterator[str]:
+        return
+    if chosen is None:
+        least = min(rows, key=lambda row: row.need_bytes)
+        yield f"NOTHING FITS: {least.name!r} needs least, {readable(least.need_bytes)}; what holds most of it:"
+        yield from (
+            f"  {readable(nbytes):>10}  {name}: {REMEDIES[name]}" for name, nbytes in holders(least, setup.run)[:3]
+        )
+        return
     how = "it fits" if chosen.verdict == "fits" else "nothing fits with a margin, it is tight"
-    yield f"recommended {chosen.name!r}: {how}, and no other setting that does is faster by more than 5 %"
+    yield f"recommended {chosen.name!r}: {how}, and no other that does is faster by more than {SAME_STEP - 1:.0%}"
     if chosen.advice:
         yield f"            {chosen.advice}"
     if chosen.merged:
@@ -226,129 +217,59 @@ def _recommendation(answer: Answer, chosen: Row) -> Iterator[str]:
     if chosen.life_days is not None and chosen.life_days < FEW_DAYS:
         yield (
             f'            IT WEARS the drives out in {_life(chosen.life_days)}: "ssd": {{"rated_endurance_tbw": '
-            f'{answer.setup.tbw:g}, "min_life_days": {FEW_DAYS:g}}} makes plans write less'
+            f'{setup.tbw:g}, "min_life_days": {FEW_DAYS:g}}} makes plans write less'
         )
 
 
-def _remedies(answer: Answer) -> Iterator[str]:
-    from ds_tba.cli.plan.rows import REMEDIES, holders
+def _details(setup: Setup, plan: Plan, found: dict[str, Any]) -> Iterator[str]:
+    from ds_tba.cli.plan.rows import made_again
 
-    least = min(answer.rows, key=lambda row: row.need_bytes)
-    yield f"NOTHING FITS. {least.name!r} needs least, {readable(least.need_bytes)}; what holds most of it:"
-    for name, nbytes in holders(least, answer.setup.run)[:3]:
-        yield f"  {readable(nbytes):>10}  {name}: {REMEDIES[name]}"
-
-
-def _details(answer: Answer) -> Iterator[str]:
-    from ds_tba.cli.plan.rows import groups_of, made_again
-
-    run, plan = answer.setup.run, answer.plan
-    rows = [("saved for backward", "passes", "each", "all", "may be moved")]
-    for group in groups_of(run.trace):
-        name, times = (group.name, group.count) if group.count else (f"outside: {group.name}", 1)
-        cells = [readable(one) for one in (group.saved_bytes, times * group.saved_bytes, times * group.movable_bytes)]
-        rows.append((name, str(group.count or ""), *cells))  # type: ignore[arg-type]
+    run = setup.run
+    cells = [("saved for backward", "passes", "each", "all", "may be moved")]
+    for group in found["groups"][:_SHOWN_GROUPS]:
+        name, times = (group["name"], group["count"]) if group["count"] else (f"outside: {group['name']}", 1)
+        saved_bytes, movable_bytes = group["saved_bytes"], times * group["movable_bytes"]
+        sizes = readable(saved_bytes), readable(times * saved_bytes), readable(movable_bytes)
+        cells.append((name, str(group["count"] or ""), *sizes))
+    yield from table(cells)
     yield ""
-    yield from table(rows[: 4 * _SHOWN])
-    yield ""
-    keep = answer.rows[0].cost
-    costs = [("predicted", "peak saved", "of keep", "step", "longer by", "written per step")]
-    for name, cost in {**{row.name: row.cost for row in answer.rows}, **_others(answer)}.items():
-        part = cost.peak_saved_bytes / keep.peak_saved_bytes if keep.peak_saved_bytes else 1.0
-        longer = cost.step_s / keep.step_s - 1 if keep.step_s else 0.0
-        peak, written = readable(cost.peak_saved_bytes), readable(cost.written_bytes)
-        costs.append((name, peak, f"{part:.2f}", _duration(cost.step_s), f"{longer:.1%}", written))
-    yield from table(costs)
-    yield ""
-    shares = {word: nbytes for word, nbytes in _shares(answer).items() if nbytes}
-    again = sum(plan.recomputed_blocks)
-    yield f"adaptive    {', '.join(f'{word} {readable(nbytes)}' for word, nbytes in shares.items()) or 'saves nothing'}"
-    yield f"recomputed  {again} of {len(plan.recomputed_blocks)} passes"
-    for what, found in (("can be", made_again(run)), ("the plan", made_again(run, plan.placements))):
-        ops = [f"{op} {readable(nbytes)}" for op, nbytes in list(found.items())[:_SHOWN]]
-        yield f"made again  {what}: {readable(sum(found.values()))} ({', '.join(ops) or 'no op'})"
+    shares = [f"{word} {readable(nbytes)}" for word, nbytes in found["plan_bytes"].items()]
+    again = f"{sum(plan.recomputed_blocks)} of {len(plan.recomputed_blocks)} passes are recomputed"
+    yield f"adaptive    {', '.join(shares) or 'nothing is saved'}; {again}"
+    for what, ops in (("can be", found["made_again_bytes"]), ("the plan", made_again(run, plan.placements))):
+        named = [f"{op} {readable(nbytes)}" for op, nbytes in list(ops.items())[:_SHOWN_OPS]]
+        yield f"made again  {what}: {readable(sum(ops.values()))} ({', '.join(named) or 'no op'})"
     moved = [one for one in run.trace.storages if one.is_movable and one.blocks]
-    nbytes, ends_s = sum(one.nbytes for one in moved), min((one.first_backward_use_s for one in moved), default=0.0)
-    forward_s = ends_s - min((one.pack_s for one in moved), default=0.0)
-    if forward_s and run.trace.end_s > ends_s:
+    if moved:
+        nbytes, turn_s = sum(one.nbytes for one in moved), min(one.first_backward_use_s for one in moved)
+        spans = turn_s - min(one.pack_s for one in moved), run.trace.end_s - turn_s
+        write, read = (f"{nbytes / span_s / 1e9:.1f}" if span_s else "?" for span_s in spans)
         yield (
-            f"bandwidth   to move all {readable(nbytes)} at no cost in time: {nbytes / forward_s / 1e9:.1f} GB/s "
-            f"written in forward, {nbytes / (run.trace.end_s - ends_s) / 1e9:.1f} GB/s read in backward"
+            f"bandwidth   to move all {readable(nbytes)} at no cost in time: {write} GB/s written in forward, {read} "
+            "GB/s read in backward"
         )
-    yield f"temporary   {readable(run.temporary_bytes)}, with logits and the gradients of activations"
 
 
-def _others(answer: Answer) -> dict[str, Any]:
-    """Predictions that are no rows: everything to NVMe, and plans for smaller budgets."""
-    from ds_tba.cli.plan.rows import BUDGET_FRACTIONS, fixed
-    from ds_tba.planner.search import adaptive
-
-    setup, keep = answer.setup, answer.rows[0].cost
-    trace, limits = setup.trace(setup.training), setup.limits(setup.training)
-    found = {"offload all": fixed(trace, Placement.NVME)}
-    for budget in (int(part * keep.peak_saved_bytes) for part in BUDGET_FRACTIONS):
-        cost = adaptive(trace, replace(limits, activation_budget_bytes=budget)).prediction
-        found[f"budget {budget}{'' if cost.peak_saved_bytes <= budget else ' (cannot be held)'}"] = cost
-    return found
-
-
-def _shares(answer: Answer) -> dict[str, int]:
-    """Bytes of the adaptive plan by placement."""
-    found = dict.fromkeys((one.word for one in Placement), 0)
-    for storage, placement in zip(answer.setup.run.trace.storages, answer.plan.placements, strict=True):
-        found[placement.word] += storage.nbytes if storage.blocks else 0
-    return found
-
-
-def _life(days: float | None) -> str:
-    if days is None:
-        return "-"
-    return f"{days:.0f} days" if days < 2 * 365 else f"{days / 365:.0f} years"
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
-
-
-# ---- JSON -----------------------------------------------------------------------------------------------------------
-
-
-def _to_dict(answer: Answer, options: argparse.Namespace) -> dict[str, Any]:
+def _to_dict(setup: Setup, rows: Sequence[Row], plan: Plan, chosen: Row | None) -> dict[str, Any]:
     from ds_tba.cli.plan.rows import groups_of, made_again
 
-    setup, run, resources = answer.setup, answer.setup.run, answer.setup.run.trace.resources
-    rows = [
-        {**{key: value for key, value in asdict(row).items() if key not in ("cost", "held")}, **asdict(row.cost)}
-        for row in answer.rows
-    ]
-    found = {
-        "title": answer.title,
-        **_batch(options, setup),
+    run, resources, shares = setup.run, setup.run.trace.resources, Counter[str]()
+    for storage, placement in zip(run.trace.storages, plan.placements, strict=True):
+        shares[placement.word] += storage.nbytes if storage.blocks else 0
+    keys = ("batch", "parameters", "parameter_bytes", "trained", "saved_bytes", "peak_saved_bytes", "temporary_bytes")
+    return {
+        **{key: getattr(run, key) for key in keys},
         "ran_on": run.runs_on,
-        **{key: getattr(run, key) for key in (
-            "parameters", "parameter_bytes", "trained", "saved_bytes", "peak_saved_bytes", "temporary_bytes",
-        )},
         "attention": sorted(one.name.lower() for one in run.attention),
-        "held": asdict(answer.rows[0].held),
         "gpu_bytes": setup.memory_bytes,
-        **{f"{key}_per_s": getattr(answer.device, key) for key in ("flops", "memory_bytes", "copy_bytes")},
         "write_bytes_per_s": resources.write_bytes_per_s,
         "read_bytes_per_s": resources.read_bytes_per_s,
-        "drives": answer.drives.source,
-        "rows": rows,
-        "recommended": None if answer.chosen is None else answer.chosen.name,
-        "plan_bytes": _shares(answer),
+        "rows": [{**asdict(row), "held": row.held._asdict()} for row in rows],
+        "recommended": None if chosen is None else chosen.name,
+        "plan_bytes": +shares,
         "groups": [asdict(group) for group in groups_of(run.trace)],
         "made_again_bytes": made_again(run),
-        "notes": answer.notes,
-    }  # fmt: skip
-    if options.details:
-        found["others"] = {name: asdict(cost) for name, cost in _others(answer).items()}
-    return found
-
-
-def _batch(options: argparse.Namespace, setup: Setup) -> dict[str, int]:
-    return {"train_micro_batch_size_per_gpu": options.batch or setup.training.micro_batch or 1}
+    }
 
 
 def write_merged(path: Path, new: dict[str, Any], merged: dict[str, Any]) -> str:
@@ -360,11 +281,11 @@ def write_merged(path: Path, new: dict[str, Any], merged: dict[str, Any]) -> str
     Raises:
         ConfigError: the file cannot be read or written, or the result is none that a run would take.
     """
+    kept = ""
     try:
         text = path.read_text() if path.exists() else json.dumps(new)
         result = _merged(json.loads(text), merged)
         parse_block(result)
-        kept = ""
         if path.exists():
             backups = (path.with_name(f"{path.name}.bak{number or ''}") for number in range(1000))
             backup = next(one for one in backups if not one.exists())
@@ -379,8 +300,9 @@ def write_merged(path: Path, new: dict[str, Any], merged: dict[str, Any]) -> str
 
 
 def _merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    found = dict(old)
-    for key, value in new.items():
-        below = old.get(key)
-        found[key] = _merged(below, value) if isinstance(value, dict) and isinstance(below, dict) else value
-    return found
+    found = {**old, **new}
+    return found | {
+        key: _merged(old[key], value)
+        for key, value in new.items()
+        if isinstance(value, dict) and isinstance(old.get(key), dict)
+    }

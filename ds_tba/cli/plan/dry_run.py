@@ -70,6 +70,7 @@ class DryRun:
     """The result of one micro-step.
 
     Attributes:
+        batch: sequences.
         runs_on: ``"meta"`` or ``"cpu"``.
         peak_saved_bytes: peak of saved tensors, as the cache counts them.
         parameters, parameter_bytes: number and size of all parameters.
@@ -83,6 +84,7 @@ class DryRun:
     """
 
     trace: Trace
+    batch: int
     runs_on: str
     peak_saved_bytes: int
     packed_tensors: int
@@ -114,12 +116,12 @@ def dry_run(recipe: Recipe, batch: int, sequence: int, settings: Settings, resou
     runs_on = "meta" if settings.autocast is None else "cpu"
     clock = OpClock(settings.flops_per_s, settings.memory_bytes_per_s, settings.launch_s)
     cache = TensorCache([], runs_on, settings.min_tensor_bytes)
-    answers, doing = Answers(), "making the model"
+    doing = "making the model"
     try:
         with torch.device(runs_on):
             subject = recipe(batch, sequence).to(runs_on, settings.dtype)
         doing = "forward and backward"
-        with device_kernels(settings.device, runs_on) as attention, answers if runs_on == "meta" else nullcontext():
+        with device_kernels(settings.device, runs_on) as attention:
             recorder, meter, blocks = _micro_step(subject, settings, cache, clock)
     except ModelError:
         raise
@@ -135,7 +137,7 @@ def dry_run(recipe: Recipe, batch: int, sequence: int, settings: Settings, resou
         notes.append("torch_autocast: the model ran on the CPU, which casts nearly the same operations as CUDA")
     if settings.rematerialize and not op_recipe.is_supported():
         notes.append(f"nothing is rematerialized: PyTorch {torch.__version__} does not show what its graph holds")
-    if answers.given:
+    if clock.answers:
         notes.append("where the model asks whether all or any elements of a mask are true: all() is true, any() false")
     if not blocks:
         notes.append('no repeated layers were found, so nothing is recomputed: name the layers in "blocks"')
@@ -143,6 +145,7 @@ def dry_run(recipe: Recipe, batch: int, sequence: int, settings: Settings, resou
     places = [one.place for one in recorder.record.storages]
     return DryRun(
         recorder.record.trace(resources, micro_steps=settings.micro_steps),
+        batch,
         runs_on,
         cache.stats.saved.peak,
         cache.stats.packed_tensors,
@@ -234,19 +237,15 @@ class OpOrigin:
 
     @property
     def place(self) -> OpOrigin:
-        """Itself: nobody looks for more at the place."""
         return self
 
     def records(self) -> Iterator[SavedStorage]:
-        """None: nothing is made."""
         return iter(())
 
     def copied(self, cache: Keeper) -> OpOrigin:
-        """Itself, likewise."""
         return self
 
     def bound(self, share: Callable[[SavedView], SavedView]) -> OpOrigin:
-        """Itself, likewise."""
         return self
 
 
@@ -269,11 +268,9 @@ class AssumedSites:
         return OpOrigin(recipe.rule.op, self._clock.moving_s(_moved_bytes(recipe)), depth, tuple(sources))
 
     def note(self, tensor: torch.Tensor, held: SavedView | SavedCounted) -> None:
-        """A tensor was saved: what recipes may want to know of it later."""
         op_recipe.note(tensor, held)
 
     def begin_forward(self) -> None:
-        """A forward begins."""
         self._finder.begin_forward()
 
     def make(self, *given: Any) -> Any:
@@ -303,9 +300,12 @@ def _moved_bytes(recipe: op_recipe.Recipe) -> int:
 class OpClock(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The time that the operations run inside would take on the device; see [Note: The roofline].
 
+    On the meta device it answers ``all()`` with true and ``any()`` with false, so that masks do not stop a model.
+
     Attributes:
         now_s: seconds of all operations so far.
         last_operation: name of the last one, which may have failed.
+        answers: that were given so far.
         observes_only: to the cache: what is saved is as in a run without it.
     """
 
@@ -315,16 +315,15 @@ class OpClock(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.now_s = 0.0
         self.last_operation = ""
+        self.answers = 0
         self._flops_per_s = flops_per_s
         self._memory_bytes_per_s = memory_bytes_per_s
         self._launch_s = launch_s
 
     def mark(self) -> float:
-        """The time now, in seconds."""
         return self.now_s
 
     def elapsed_s(self, earlier: float, later: float) -> float:
-        """Seconds between two marks."""
         return later - earlier
 
     def moving_s(self, nbytes: int) -> float:
@@ -334,12 +333,16 @@ class OpClock(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        self.last_operation = str(func)
-        kwargs = kwargs or {}
+        self.last_operation, name, kwargs = str(func), func._schema.name, kwargs or {}
+        if name == "aten::_local_scalar_dense" and hasattr(args[0], _ANSWER):
+            self.answers += 1
+            return getattr(args[0], _ANSWER)
         result = func(*args, **kwargs)
+        if name in _OF_ALL and isinstance(result, torch.Tensor) and result.is_meta:
+            setattr(result, _ANSWER, _OF_ALL[name])
         aliases = [one.alias_info for one in func._schema.returns]
         is_view = any(alias is not None and not alias.is_write for alias in aliases)
-        if not (is_view or func._schema.name.startswith(("aten::empty", "aten::new_empty"))):
+        if not (is_view or name.startswith(("aten::empty", "aten::new_empty"))):
             tensors = {id(one): one for one in tree_leaves((args, kwargs, result)) if isinstance(one, torch.Tensor)}
             moved_s = self.moving_s(sum(one.numel() * one.element_size() for one in tensors.values()))
             self.now_s += max(_flops(func, args, kwargs, result) / self._flops_per_s, moved_s)
@@ -362,6 +365,8 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: 
     return float(flops) / 2 if is_causal else float(flops)
 
 
+_ANSWER = "_ds_tba_answer"
+_OF_ALL = {"aten::all": True, "aten::any": False}
 _FLASH = "_scaled_dot_product_flash_attention"
 # Torch's registry has no FLOPs of these; they are those of CUDA's.
 _OF_CPU = {f"aten::{_FLASH}_for_cpu{end}": getattr(torch.ops.aten, f"{_FLASH}{end}") for end in ("", "_backward")}
@@ -414,35 +419,3 @@ class PeakMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if key not in self._seen:
             self._seen[key] = weakref.ref(storage, lambda _: self._freed.append((key, nbytes)))
             self._now_bytes += nbytes
-
-
-_ANSWER = "_ds_tba_answer"
-_OF_ALL = {"aten::all": True, "aten::any": False}
-
-
-class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers ``all()`` with true and ``any()`` with false for meta tensors inside, so that masks do not stop a model.
-
-    Attributes:
-        given: number of answers so far.
-    """
-
-    observes_only = True  # to the cache: what is saved is as in a run without it
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.given = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        name = func._schema.name
-        if name == "aten::_local_scalar_dense":
-            answer = getattr(args[0], _ANSWER, None)
-            if answer is not None:
-                self.given += 1
-                return answer
-        result = func(*args, **(kwargs or {}))
-        if name in _OF_ALL and isinstance(result, torch.Tensor):
-            setattr(result, _ANSWER, _OF_ALL[name])
-        return result

@@ -4,9 +4,9 @@ PyTorch runs plain kernels on the meta device. A CUDA device has fused kernels f
 output and a log-sum-exp per row, not the probabilities), dropout (a mask of one byte per element) and RMS norm (a
 factor per row); the CPU has one for attention without dropout.
 
-[Note: Which attention] For the CPU PyTorch itself chooses, for small tensors of the same kind. For a CUDA device its
-rules are applied: flash for 16-bit dtypes without a mask, memory-efficient for others, plain products for shapes that
-neither supports. Blind spot: cuDNN's attention, which saves as much as flash does.
+[Note: Which attention] PyTorch's rules are applied. CUDA: flash for 16-bit dtypes without a mask, memory-efficient for
+others, plain products for shapes that neither supports. CPU: flash without dropout, plain products else. Blind spot:
+cuDNN's attention, which saves as much as flash does.
 """
 
 from __future__ import annotations
@@ -77,8 +77,7 @@ def _attend(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """``scaled_dot_product_attention`` of a device."""
-    options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-    chosen = attention_of(target, query, key, value, attn_mask, dropout_p, **options)
+    chosen = attention_of(target, query, key, value, attn_mask, dropout_p)
     taken.add(chosen)
     mask = attn_mask
     if mask is not None and mask.dtype is torch.bool:
@@ -98,6 +97,7 @@ def _attend(
         bias = _padded_bias(mask, query, key)
         attend = _aten._scaled_dot_product_efficient_attention
         return attend(query, key, value, bias, True, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+    options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     return _aten._scaled_dot_product_attention_math(query, key, value, mask, dropout_p, **options)[0]  # type: ignore[no-any-return]
 
 
@@ -108,34 +108,22 @@ def attention_of(
     value: torch.Tensor,
     mask: torch.Tensor | None,
     dropout_p: float,
-    **options: Any,
 ) -> Attention:
     """The kernel that a device runs for this call; see [Note: Which attention]."""
-    inputs = (query, key, value)
-    if device == "cpu":
-        q, k, v = (_small(one, one.shape[-1]) for one in inputs)
-        small_mask = None if mask is None else _small(mask, min(mask.shape[-1], 2))
-        return Attention(torch._fused_sdp_choice(q, k, v, small_mask, dropout_p, **options))
-    if any(one.dim() != 4 or one.stride(-1) != 1 for one in inputs):
+    if any(one.dim() != 4 or one.stride(-1) != 1 for one in (query, key, value)):
         return Attention.MATH
-    is_flash = query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= FLASH_HEAD_DIM
-    if mask is None and is_flash and query.shape[-1] == key.shape[-1] == value.shape[-1]:
+    is_one_width = query.shape[-1] == key.shape[-1] == value.shape[-1]
+    is_as_many_heads = query.shape[1] == key.shape[1] == value.shape[1]
+    if device == "cpu":
+        is_trained = mask is not None and mask.requires_grad
+        is_flash = is_one_width and not dropout_p and not is_trained
+        return Attention.FLASH if is_flash else Attention.MATH
+    is_half = query.dtype in (torch.float16, torch.bfloat16)
+    if mask is None and is_half and is_one_width and query.shape[-1] <= FLASH_HEAD_DIM:
         return Attention.FLASH
-    if query.shape[1] == key.shape[1] == value.shape[1] and query.dtype is not torch.float64:
+    if is_as_many_heads and query.dtype is not torch.float64:
         return Attention.EFFICIENT
     return Attention.MATH
-
-
-def _small(tensor: torch.Tensor, columns: int) -> torch.Tensor:
-    """A tensor of the same kind and number of heads, with two rows at most."""
-    sizes = [min(size, 2) for size in tensor.shape]
-    if tensor.dim() == 4:
-        sizes[1] = tensor.shape[1]
-    sizes[-1] = columns
-    order = 1 if tensor.stride(-1) == 1 else -1
-    strides = torch.empty(sizes[::order], device="meta").stride()[::order]
-    made = torch.empty_strided(sizes, strides, dtype=tensor.dtype, device="cpu")
-    return made.requires_grad_(tensor.requires_grad)
 
 
 def _padded_bias(bias: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:

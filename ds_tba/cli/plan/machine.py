@@ -1,22 +1,19 @@
-"""The machine that will train: a table of GPUs, and the rates of device and drives, each with its source.
+"""The machine that will train: GPUs by name, and the rates of device and drives: given, measured or documented.
 
-A rate is given by the user, measured here, or documented. FLOP/s are what training sustains in matrix products, about
-two fifths of what data sheets say; the second figure is for TF32 or FP32 products.
+FLOP/s are what training sustains in matrix products, about two fifths of what data sheets say.
 """
 
 from __future__ import annotations
 
 import re
-import time
 from argparse import ArgumentTypeError
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from ds_tba.cli.format import size
-from ds_tba.cli.tune import Measured, probe
+from ds_tba.cli.tune import probe
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.errors import BackendUnavailableError, ConfigError
 from ds_tba.planner.trace import PathRates
@@ -50,25 +47,14 @@ GPUS = {
     "V100": Gpu(32, 60, 12, 900, 12),
     "T4": Gpu(16, 25, 6, 320, 12),
 }
+CPU = Gpu(0, 0.2, 0.2, 20, 10)
 LAUNCH_S = 10e-6  # of one operation in eager mode, from Python
 WRITE_BYTES_PER_S, READ_BYTES_PER_S = 4.2e9, 7.1e9  # of the data sheet of one PCIe 4.0 drive of a data center
 # A drive's rate of writes, and of reads, while both run: this part of its rate alone.
 CONCURRENT_FRACTION = 0.6
 
 
-@dataclass(frozen=True, slots=True)
-class GivenRates:
-    """The rates that the user gave, all per second; None where they are to be found."""
-
-    flops: float | None = None
-    memory_bytes: float | None = None
-    copy_bytes: float | None = None
-    write_bytes: float | None = None
-    read_bytes: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Device:
+class Device(NamedTuple):
     """The training device: rates per second, seconds to launch an operation, and where the rates are from."""
 
     flops: float
@@ -78,16 +64,8 @@ class Device:
     source: str
 
 
-@dataclass(frozen=True, slots=True)
-class Drives:
-    """The rates of the drives, and their source."""
-
-    paths: tuple[PathRates, ...]
-    source: str
-
-
 def gpu_of(text: str) -> tuple[str, int]:
-    """A GPU of the table and its memory in bytes, from a name ("RTX 4090") or a size ("24GB").
+    """A GPU of the table and its memory in bytes, from a name ("RTX 4090") or a size ("24GB", in GiB without a unit).
 
     Raises:
         ConfigError: ``text`` is neither.
@@ -100,73 +78,51 @@ def gpu_of(text: str) -> tuple[str, int]:
         if plain(name) == plain(text):
             return name, int(gpu.memory_gib * 2**30)
     try:
-        memory_bytes = size(f"{text}GiB" if text.replace(".", "").isdigit() else text)  # --gpu-memory 24
+        memory_bytes = size(f"{text}GiB" if text.replace(".", "").isdigit() else text)
     except ArgumentTypeError:
         raise ConfigError(f"--gpu {text!r} must be a size such as 24GB, or one of {', '.join(GPUS)}") from None
     return min(GPUS, key=lambda name: abs(GPUS[name].memory_gib - memory_bytes / 2**30)), memory_bytes
 
 
-def device_of(device: str, gpu: str, dtype: torch.dtype, given: GivenRates) -> Device:
-    """The training device's rates; those not given are measured on a CPU, and the table's for CUDA."""
-    found = GPUS[gpu]
-    documented = (found.tflops if dtype.itemsize == 2 else found.tflops_32_bit, found.memory_gbps, found.copy_gbps)
-    units, source, launch_s = (1e12, 1e9, 1e9), f"of one {gpu}", LAUNCH_S
-    rates = [rate * unit for rate, unit in zip(documented, units, strict=True)]
-    wanted = (given.flops, given.memory_bytes, given.copy_bytes)
-    if device == "cpu":
-        launch_s, source = 0.0, "measured here"
-        if None in wanted:
-            a, block = torch.ones(1024, 1024, dtype=dtype), torch.ones(1 << 26, dtype=torch.uint8)
-            copied = torch.empty_like(block)
-            copies = block.nbytes / _least_s(lambda: copied.copy_(block))
-            rates = [2 * 1024**3 / _least_s(lambda: torch.mm(a, a)), 2 * copies, copies]
-    rates = [rate if one is None else one for rate, one in zip(rates, wanted, strict=True)]
-    if None not in wanted:
-        source = "as given"
-    elif any(wanted):
-        source += ", but those that were given"
-    flops, memory_bytes, copy_bytes = rates
-    return Device(flops, memory_bytes, copy_bytes, launch_s, source)
+def device_of(device: str, gpu: str, dtype: torch.dtype, given: Sequence[float | None]) -> Device:
+    """The training device, with the table's rates where none are given.
+
+    Args:
+        given: the first three of :class:`Device`, where the user gave them.
+    """
+    found, source = (CPU, "of a small CPU") if device == "cpu" else (GPUS[gpu], f"of one {gpu}")
+    flops = found.tflops if dtype.itemsize == 2 else found.tflops_32_bit
+    rates = [1e12 * flops, 1e9 * found.memory_gbps, 1e9 * found.copy_gbps]
+    if any(given):
+        source = f"{source}, but those that were given" if None in given else "as given"
+    flops, memory_bytes, copy_bytes = (one or rate for one, rate in zip(given, rates, strict=True))
+    return Device(flops, memory_bytes, copy_bytes, 0.0 if device == "cpu" else LAUNCH_S, source)
 
 
-def _least_s(work: Callable[[], object]) -> float:
-    """The shortest of a few runs after a first one that does not count."""
-    times = []
-    for _ in range(4):
-        started = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - started)
-    return min(times[1:])
-
-
-def drives_of(given: GivenRates, config: OffloadConfig, aio: AioConfig) -> Drives:
-    """As given; else measured, if the config names directories of this machine; else as documented."""
-    measured, why = None, "no nvme_path is named"
-    if config.nvme_paths and None in (given.write_bytes, given.read_bytes):
-        where = ", ".join(config.nvme_paths)
+def drives_of(
+    write: float | None, read: float | None, config: OffloadConfig, aio: AioConfig
+) -> tuple[tuple[PathRates, ...], str]:
+    """Their rates and where these are from: given, else measured if the config names directories that are here."""
+    paths: tuple[PathRates, ...] = ()
+    source = "of the data sheet of one PCIe 4.0 drive"
+    if config.nvme_paths and None in (write, read):
         try:
-            measured, why = _measured(config, aio), f"measured here at {where}"
+            backend = select_backend(config, aio, zero_uses_nvme=False, pinned=False).backend
+            lanes = Lanes(config.io.write_lanes, config.io.read_lanes)
+            paths, written_bytes = probe(config.nvme_paths, backend, lanes, config.io.integrity)
+            source = f"measured here at {', '.join(config.nvme_paths)}, which wrote {written_bytes / 1e6:.0f} MB"
         except (ConfigError, BackendUnavailableError) as error:
-            why = f"nvme_path cannot be measured here: {error}"
-    if measured is not None and given.write_bytes is None and given.read_bytes is None:
-        return Drives(measured.paths, f"{why}, which wrote {measured.written_bytes / 1e6:.0f} MB")
-    rates, sources = [], []
-    for kind, one, documented in (
-        ("write", given.write_bytes, WRITE_BYTES_PER_S), ("read", given.read_bytes, READ_BYTES_PER_S)
-    ):  # fmt: skip
-        if one is not None:
-            rate, source = one, "as given"
-        elif measured is not None:
-            rate, source = sum(getattr(path, f"{kind}_bytes_per_s") for path in measured.paths), why
-        else:
-            rate, source = documented, f"of the data sheet of one PCIe 4.0 drive ({why})"
-        rates.append(rate)
-        sources.append(f"{kind} {source}")
+            source += f" (nvme_path cannot be measured here: {error})"
+    if paths and write is None and read is None:
+        return paths, source
+    given = {"write": write, "read": read}
+    documented = {"write": WRITE_BYTES_PER_S, "read": READ_BYTES_PER_S}
+    rates = [
+        one or sum(getattr(path, f"{kind}_bytes_per_s") for path in paths) or documented[kind]
+        for kind, one in given.items()
+    ]
+    named = " and ".join(kind for kind, one in given.items() if one)
+    if named:
+        source = f"{named} as given{'' if write and read else f', else {source}'}"
     both = [CONCURRENT_FRACTION * rate for rate in rates]
-    return Drives((PathRates(*rates, *both),), f"{', '.join(sources)}; {CONCURRENT_FRACTION} of each while both run")
-
-
-def _measured(config: OffloadConfig, aio: AioConfig) -> Measured:
-    backend = select_backend(config, aio, zero_uses_nvme=False, pinned=False).backend
-    lanes = Lanes(config.io.write_lanes, config.io.read_lanes)
-    return probe(config.nvme_paths, backend, lanes, config.io.integrity)
+    return (PathRates(*rates, *both),), f"{source}; {CONCURRENT_FRACTION} of each while both run"

@@ -112,11 +112,6 @@ def _function(path: Path, name: str) -> Callable[..., Any]:
         raise ModelError(
             f"MODEL {path}:{name}: {path} has no function {name!r}; it has {', '.join(functions) or 'none'}."
         )
-    try:
-        inspect.signature(function).bind(batch=1, sequence=1)
-    except TypeError as error:
-        signature = inspect.signature(function)
-        raise ModelError(f"MODEL {path}:{name}: {name}{signature}: {error}; {_CONTRACT}.") from error
     return function  # type: ignore[no-any-return]
 
 
@@ -141,11 +136,11 @@ def _imported(path: Path) -> Any:
 def _from_function(function: Callable[..., Any]) -> Recipe:
     def make(batch: int, sequence: int) -> Subject:
         made = function(batch=batch, sequence=sequence)
-        if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
-            raise ModelError(f"{function.__name__} returned {type(made).__name__}: {_CONTRACT}.")
+        is_pair = isinstance(made, tuple) and len(made) == 2
+        if not (is_pair and isinstance(made[0], nn.Module) and isinstance(made[1], (tuple, list, dict))):
+            classes = [type(one).__name__ for one in (made if is_pair else [made])]
+            raise ModelError(f"{function.__name__} returned {', '.join(classes)}: {_CONTRACT}.")
         model, inputs = made
-        if not isinstance(inputs, (tuple, list, dict)):
-            raise ModelError(f"{function.__name__} returned inputs of class {type(inputs).__name__}: {_CONTRACT}.")
         return Subject(model, inputs if isinstance(inputs, dict) else tuple(inputs))
 
     return make

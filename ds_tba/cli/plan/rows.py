@@ -17,7 +17,7 @@ from typing import Any
 
 from ds_tba.cli.plan.dry_run import DryRun
 from ds_tba.cli.plan.training import Held, Training, held_of
-from ds_tba.config import BLOCK, Placement
+from ds_tba.config import BLOCK, Placement, zero_block
 from ds_tba.planner.plan import Limits, Plan, Prediction
 from ds_tba.planner.search import adaptive
 from ds_tba.planner.simulator import simulate
@@ -74,7 +74,9 @@ class Setup:
     """What all rows have in common.
 
     Attributes:
+        device, gpu: ``"cuda"`` or ``"cpu"``; whose rates are taken.
         memory_bytes: of the device; None where it is not known.
+        memory_bytes_per_s: of the device.
         tbw: terabytes that the drives are rated for, together.
         nvme_path: to paste.
     """
@@ -83,6 +85,7 @@ class Setup:
     training: Training
     ranks: int
     device: str
+    gpu: str
     memory_bytes: int | None
     memory_bytes_per_s: float
     tbw: float
@@ -122,22 +125,32 @@ def rows_of(setup: Setup) -> tuple[list[Row], Plan]:
     training, trace = setup.training, setup.trace(setup.training)
     found = [setup.row("as it is", fixed(trace), training, {})]
     if training.offload.rematerialize_enabled:
-        cost = fixed(trace, Placement.REMATERIALIZE)
-        found.append(setup.row("+ rematerialize", cost, training, {BLOCK: {"enabled": True, "placement": "keep"}}))
+        block = {"enabled": True, "placement": "keep"}
+        found.append(setup.row("+ rematerialize", fixed(trace, Placement.REMATERIALIZE), training, {BLOCK: block}))
     if trace.blocks:
-        cost = fixed(trace, recompute=True)
-        found.append(setup.row("+ checkpointing", cost, training, {}, CHECKPOINTING))
-        cost = fixed(trace, Placement.NVME, recompute=True)
+        found.append(setup.row("+ checkpointing", fixed(trace, recompute=True), training, {}, CHECKPOINTING))
         block = {"enabled": True, "nvme_path": setup.nvme_path, "placement": "adaptive"}
+        cost = fixed(trace, Placement.NVME, recompute=True)
         found.append(setup.row("+ checkpointing and NVMe", cost, training, {BLOCK: block}, CHECKPOINTING))
     row, plan = _adaptive(setup, training, "+ adaptive in a budget", {})
     found.append(row)
     if not training.offloads("optimizer"):
         zero = {"stage": max(2, training.stage), "offload_optimizer": {"device": "cpu"}}
-        config = {**training.config, "zero_optimization": {**training.config.get("zero_optimization", {}), **zero}}
+        config = {**training.config, "zero_optimization": {**zero_block(training.config), **zero}}
         offloading = replace(training, config=config)
         found.append(_adaptive(setup, offloading, "+ offloaded optimizer", {"zero_optimization": zero})[0])
     return found, plan
+
+
+def detail_rows(setup: Setup) -> list[Row]:
+    """Everything to NVMe, and plans for smaller budgets."""
+    training, trace = setup.training, setup.trace(setup.training)
+    found = [setup.row("offload all", fixed(trace, Placement.NVME), training, {})]
+    for budget in (int(part * fixed(trace).peak_saved_bytes) for part in BUDGET_FRACTIONS):
+        cost = adaptive(trace, replace(setup.limits(training), activation_budget_bytes=budget)).prediction
+        name = f"budget {budget}{'' if cost.peak_saved_bytes <= budget else ' (cannot be held)'}"
+        found.append(setup.row(name, cost, training, {}))
+    return found
 
 
 def _adaptive(setup: Setup, training: Training, name: str, merged: dict[str, Any]) -> tuple[Row, Plan]:
@@ -158,22 +171,23 @@ def fixed(trace: Trace, placement: Placement = Placement.KEEP, *, recompute: boo
     """The cost of one placement for everything that it is possible for; all else is kept.
 
     Storages larger than staging go to NVMe in pieces, so staging is taken to be as large as the largest.
+
+    Args:
+        recompute: also every block, and then only what blocks save is placed.
     """
     largest = max((storage.nbytes for storage in trace.storages), default=0) + 4096
     machine = replace(trace.resources, staging_bytes=max(trace.resources.staging_bytes, largest))
     trace = replace(trace, resources=machine)
-    is_again = placement is Placement.REMATERIALIZE
-    places = tuple(
-        placement if (one.rematerialize_s is not None if is_again else one.is_movable) else Placement.KEEP
-        for one in trace.storages
-    )
-    own: Counter[int] = Counter()  # what a block need not save: not its inputs, as of a checkpointed one
-    for index, storage in enumerate(trace.storages):
-        if storage.blocks and storage.blocks[0] != OUTSIDE and index not in trace.blocks[storage.blocks[0]].inputs:
-            own[storage.blocks[0]] += storage.nbytes
-    again = tuple(recompute and block.is_recomputable and own[at] > 0 for at, block in enumerate(trace.blocks))
+    places, own = [], Counter[int]()  # what a block need not save: not its inputs, as of a checkpointed one
+    for index, one in enumerate(trace.storages):
+        block = one.blocks[0] if one.blocks else OUTSIDE
+        can = one.is_movable if placement is not Placement.REMATERIALIZE else one.rematerialize_s is not None
+        places.append(placement if can and (block != OUTSIDE or not recompute) else Placement.KEEP)
+        if block != OUTSIDE and index not in trace.blocks[block].inputs:
+            own[block] += one.nbytes
+    again = tuple(recompute and own[at] > 0 for at in range(len(trace.blocks)))
     keep = adaptive(replace(trace, resources=replace(machine, paths=())), Limits(recompute=False, rematerialize=False))
-    return simulate(trace, replace(keep, placements=places, recomputed_blocks=again, prefetch_distance=()))
+    return simulate(trace, replace(keep, placements=tuple(places), recomputed_blocks=again, prefetch_distance=()))
 
 
 def recommended(rows: Sequence[Row]) -> Row | None:

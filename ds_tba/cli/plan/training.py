@@ -1,7 +1,7 @@
 """How a ds_config.json has a model trained, and what that holds of the device's memory beside activations.
 
-No DeepSpeed here: the figures are what its ZeRO optimizers allocate. Blind spots: expert, tensor and pipeline
-parallelism.
+No DeepSpeed here: the figures are what its ZeRO optimizers allocate (``stage_1_and_2.py``, ``stage3.py``). Blind spots:
+expert, tensor and pipeline parallelism.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -51,17 +51,14 @@ class Training:
 
     @property
     def micro_batch(self) -> int | None:
-        """Of one rank, if the config has a number."""
         return _number(self.config, "train_micro_batch_size_per_gpu")
 
     @property
     def micro_steps(self) -> int:
-        """Of one step."""
         return _number(self.config, "gradient_accumulation_steps") or 1
 
     @property
     def stage(self) -> int:
-        """Of ZeRO."""
         return _number(zero_block(self.config), "stage") or 0
 
     def offloads(self, what: str) -> bool:
@@ -70,7 +67,7 @@ class Training:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of optimizer states for each trained parameter."""
+        """Of the optimizer's states, for each trained parameter."""
         optimizer = str(_section(self.config, "optimizer").get("type", "adam")).lower()
         moments = 4 if any(name in optimizer for name in ONE_MOMENT) else 8
         return moments + (MASTER_BYTES if self.dtype is not None else 0)
@@ -83,14 +80,10 @@ class Training:
         return trained * 2 * (self.state_bytes + MASTER_BYTES) / memory_bytes_per_s
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
-    """Device memory of one rank beside what comes and goes in a micro-step.
+class Held(NamedTuple):
+    """Device bytes of one rank, by holder, beside what comes and goes in a micro-step.
 
-    Attributes:
-        always: bytes by holder, in forward and backward and in the optimizer's step.
-        passing: bytes by holder, in forward and backward only.
-        stepping_bytes: in the optimizer's step only.
+    ``passing`` is there in forward and backward only, ``stepping_bytes`` in the optimizer's step only.
     """
 
     always: dict[str, int]
@@ -104,9 +97,8 @@ class Held:
 
 
 def held_of(training: Training, run: DryRun, ranks: int, device: str = "cuda") -> Held:
-    """What one of ``ranks`` ranks holds; see DeepSpeed's ``stage_1_and_2.py`` and ``stage3.py``."""
-    zero, stage = zero_block(training.config), training.stage
-    is_on_host = training.offloads("optimizer")
+    """What one of ``ranks`` ranks holds."""
+    zero, stage, is_on_host = zero_block(training.config), training.stage, training.offloads("optimizer")
     element_bytes = run.parameter_bytes / max(1, run.parameters)
     named = str(_section(training.config, "data_types").get("grad_accum_dtype"))
     gradient_bytes = _GRADIENT_BYTES.get(named, element_bytes)
@@ -115,8 +107,8 @@ def held_of(training: Training, run: DryRun, ranks: int, device: str = "cuda") -
         return -(-int(nbytes) // ranks) if stage >= divided_from else int(nbytes)
 
     def elements(key: str, usual: float) -> float:
-        if zero.get(key) == "auto":  # as the Trainer of transformers sets it
-            return run.hidden_size**2 or usual
+        if zero.get(key) == "auto" and run.hidden_size:  # as the Trainer of transformers sets it
+            return run.hidden_size**2
         return _number(zero, key) or usual
 
     gathered_bytes = bucket_bytes = 0.0
@@ -125,7 +117,9 @@ def held_of(training: Training, run: DryRun, ranks: int, device: str = "cuda") -
     if stage and zero.get("contiguous_gradients", True):
         buffers = 2 if stage < 3 and zero.get("overlap_comm") is True else 1
         bucket_bytes = buffers * elements("reduce_bucket_size", 5e8) * gradient_bytes
-    copied = 0 if is_on_host or training.dtype is None else part(1, run.trained)
+    stepping = 0 if is_on_host or training.dtype is None else part(1, run.trained)
+    if stage == 3:
+        stepping = min(stepping, int(elements("sub_group_size", 1e9)))
     return Held(
         {
             "parameters": 0 if stage == 3 and training.offloads("param") else part(3, run.parameter_bytes),
@@ -134,7 +128,7 @@ def held_of(training: Training, run: DryRun, ranks: int, device: str = "cuda") -
             "CUDA context": CONTEXT_BYTES if device == "cuda" else 0,
         },
         {"gathered parameters": int(gathered_bytes), "ZeRO's buckets": int(bucket_bytes)},
-        int(MASTER_BYTES * (min(copied, _number(zero, "sub_group_size") or 10**9) if stage == 3 else copied)),
+        MASTER_BYTES * stepping,
     )
 
 
@@ -147,9 +141,8 @@ def read_training(path: Path | None, dtype: torch.dtype | None = None) -> Traini
     Raises:
         ConfigError: the file cannot be read, or a block of ours in it is wrong or misplaced.
     """
-    if path is None:
-        found, notes = ASSUMED, ["no --config was given: bf16, AdamW and ZeRO stage 2 are assumed"]
-    else:
+    found, notes = ASSUMED, ["no --config was given: bf16, AdamW and ZeRO stage 2 are assumed"]
+    if path is not None:
         notes = []
         try:
             found = json.loads(path.read_text())
@@ -161,14 +154,18 @@ def read_training(path: Path | None, dtype: torch.dtype | None = None) -> Traini
     parse_update_block(found)  # refuses here what training would refuse
     parsed = parse_block(found)
     if parsed is None:
-        if path is not None:
-            notes.append(f'{path} has no enabled "{BLOCK}" block: the defaults of the block are used')
+        notes += [] if path is None else [f'{path} has no enabled "{BLOCK}" block: its defaults are used']
         parsed = OffloadConfig(enabled=False), AioConfig()
     if "type" not in _section(found, "optimizer"):
         notes.append('no "optimizer" is named: the states of Adam are counted')
     autocast = _section(found, "torch_autocast")
     cast = _DTYPES.get(str(autocast.get("dtype")), torch.bfloat16) if autocast.get("enabled") is True else None
-    return Training(found, *parsed, dtype or _dtype(found, notes), cast, tuple(notes))
+    for wanted, name in ((True, "bf16"), (True, "fp16"), ("auto", "bf16"), ("auto", "fp16")):
+        if dtype is None and _section(found, name).get("enabled") == wanted:
+            dtype = _DTYPES[name]
+            if wanted == "auto":
+                notes.append(f'"{name}.enabled" is "auto", which the trainer decides: taken as on (else --dtype)')
+    return Training(found, *parsed, dtype, cast, tuple(notes))
 
 
 def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -180,14 +177,4 @@ def _number(config: Mapping[str, Any], key: str) -> int | None:
     value = config.get(key)
     if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
         return int(value)
-    return None
-
-
-def _dtype(config: Mapping[str, Any], notes: list[str]) -> torch.dtype | None:
-    for wanted in (True, "auto"):
-        for name in ("bf16", "fp16"):
-            if _section(config, name).get("enabled") == wanted:
-                if wanted == "auto":
-                    notes.append(f'"{name}.enabled" is "auto", which the trainer decides: taken as on (else --dtype)')
-                return _DTYPES[name]
     return None
