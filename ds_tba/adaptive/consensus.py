@@ -18,8 +18,8 @@ from ds_tba.adaptive.calibration import Fit
 from ds_tba.adaptive.policy import PlanInForce
 from ds_tba.adaptive.ranks import Agreement
 from ds_tba.planner.plan import Limits, Plan, is_outside, rank
+from ds_tba.planner.replay import simulate
 from ds_tba.planner.search import Planner
-from ds_tba.planner.simulator import simulate
 from ds_tba.planner.trace import MIN_FRACTION, Layout, Resources, Trace, slowest
 
 logger = logging.getLogger(__name__)
