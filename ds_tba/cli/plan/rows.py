@@ -19,8 +19,8 @@ from ds_tba.cli.plan.dry_run import DryRun
 from ds_tba.cli.plan.training import Held, Training, held_of
 from ds_tba.config import BLOCK, Placement, zero_block
 from ds_tba.planner.plan import Limits, Plan, Prediction
+from ds_tba.planner.replay import simulate
 from ds_tba.planner.search import adaptive
-from ds_tba.planner.simulator import simulate
 from ds_tba.planner.trace import OUTSIDE, Trace
 from ds_tba.telemetry.drive_health import DAY_S, life_days, write_limit_bytes_per_step
 
