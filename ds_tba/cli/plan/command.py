@@ -292,7 +292,7 @@ def write_merged(path: Path, new: dict[str, Any], merged: dict[str, Any]) -> str
             write_file(backup, text)
             kept = f"; what it was is in {backup}"
         write_file(path, json.dumps(result, indent=2) + "\n")
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise ConfigError(
             f"--write {path}: it must be a ds_config.json that can be read and written: {error}"
         ) from error
