@@ -505,6 +505,10 @@ def test_the_first_of_the_fastest_that_fit_is_recommended() -> None:
     less = rows_of(setup_of(trace, int(6 * SIZE)))[0]
     chosen = recommended(less)
     assert chosen is not None and chosen.name == "+ rematerialize" and less[0].verdict == "does not fit"
+    worn = replace(less[1], life_days=5.0)
+    sparing = replace(worn, name="slow", life_days=None, cost=replace(worn.cost, step_s=2 * worn.cost.step_s))
+    assert recommended([worn, sparing]) is sparing and recommended([worn]) is worn
+    assert recommended([worn, replace(sparing, verdict="tight")]) is worn
     nothing = rows_of(setup_of(trace, SIZE))[0]
     assert recommended(nothing) is None
     assert holders(nothing[0], run_of(trace))[0][0] == "saved tensors"

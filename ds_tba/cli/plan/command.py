@@ -86,10 +86,9 @@ def _plan(options: argparse.Namespace) -> tuple[int, list[str], dict[str, Any]]:
     lines = [f"model       {title}", *_table(setup, rows, more), "", *_verdict(setup, rows, chosen)]
     if options.details:
         lines += ["", *_details(setup, plan, found)]
-    if options.write is not None:
-        if chosen is None:
-            why = "--gpu is needed for that" if setup.memory_bytes is None else "nothing fits"
-            raise ConfigError(f"--write {options.write}: nothing is recommended, for {why}")
+    if options.write is not None and chosen is None:
+        lines.append(f"not written {options.write}: nothing is recommended")
+    elif options.write is not None and chosen is not None:
         new = {**setup.training.config, "train_micro_batch_size_per_gpu": found["batch"]}
         lines.append(write_merged(options.write, new, chosen.merged))
     lines += ["", "assumed", *(f"  {note}" for note in notes)]
@@ -206,7 +205,8 @@ def _verdict(setup: Setup, rows: Sequence[Row], chosen: Row | None) -> Iterator[
         )
         return
     how = "it fits" if chosen.verdict == "fits" else "nothing fits with a margin, it is tight"
-    yield f"recommended {chosen.name!r}: {how}, and no other that does is faster by more than {SAME_STEP - 1:.0%}"
+    faster = f"no other that does, and spares the drives, is faster by more than {SAME_STEP - 1:.0%}"
+    yield f"recommended {chosen.name!r}: {how}, and {faster}"
     if chosen.advice:
         yield f"            {chosen.advice}"
     if chosen.merged:

@@ -28,6 +28,7 @@ FRAGMENTATION = 0.05
 TIGHT = 0.9
 # Of rows whose steps are as short within this factor, the first is taken: it changes least.
 SAME_STEP = 1.05
+SHORT_LIFE_DAYS = 30.0  # of drives that a recommended row would wear out, if another fits
 BUDGET_FRACTIONS = (0.75, 0.5, 0.25)  # of keep's peak; their cost is shown in detail
 CHECKPOINTING = "turn on gradient checkpointing (model.gradient_checkpointing_enable())"
 REMEDIES = {
@@ -154,12 +155,14 @@ def detail_rows(setup: Setup) -> list[Row]:
 
 
 def _adaptive(setup: Setup, training: Training, name: str, merged: dict[str, Any]) -> tuple[Row, Plan]:
-    """The plan of the default block in the budget; with recomputation where only that fits."""
+    """The plan of the default block in the budget; with recomputation where only that fits, or is faster."""
     trace, limits = setup.trace(training), setup.limits(training)
     plan, budget = adaptive(trace, limits), limits.activation_budget_bytes
-    if budget is not None and not limits.recompute and plan.prediction.peak_saved_bytes > budget:
+    if budget is not None and not limits.recompute:
         again = adaptive(trace, replace(limits, recompute=True))
-        if again.prediction.peak_saved_bytes < plan.prediction.peak_saved_bytes:
+        costs = plan.prediction, again.prediction
+        held, held_again = (max(cost.peak_saved_bytes, budget) for cost in costs)
+        if held_again < held or (held_again == held and costs[1].step_s * SAME_STEP < costs[0].step_s):
             plan, limits = again, replace(limits, recompute=True)
     block = {"enabled": True, "nvme_path": setup.nvme_path, "placement": "adaptive", "recompute": limits.recompute}
     if budget is not None:
@@ -191,9 +194,10 @@ def fixed(trace: Trace, placement: Placement = Placement.KEEP, *, recompute: boo
 
 
 def recommended(rows: Sequence[Row]) -> Row | None:
-    """The first of the fastest that fit, else of those that are tight."""
+    """The first of the fastest that fit, else of those that are tight; where there are some, that spare the drives."""
     for verdict in ("fits", "tight"):
         fitting = [row for row in rows if row.verdict == verdict]
+        fitting = [row for row in fitting if row.life_days is None or row.life_days >= SHORT_LIFE_DAYS] or fitting
         least_s = min((row.cost.step_s for row in fitting), default=0.0)
         for row in fitting:
             if row.cost.step_s <= SAME_STEP * least_s:
