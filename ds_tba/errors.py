@@ -17,6 +17,7 @@
     ├── ActivationModifiedError (RuntimeError)   a saved tensor was modified in place, as autograd itself reports
     ├── RecomputationError (RuntimeError)        a block's forward saved other tensors when it ran again
     ├── RematerializationError (RuntimeError)    a tensor made again is no longer what forward has made
+    ├── ReportError (ValueError)                 a file is not a report
     └── StateError (RuntimeError)                an illegal state transition: a bug in ds_tba, or use after close
 """
 

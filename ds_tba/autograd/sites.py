@@ -18,13 +18,15 @@ begins and ends between two comparisons of a place is not seen.
 [Note: Late answers] A device is not waited for: a comparison is read once the device has done it. Until then the tensor
 is kept if its place is not proven (``records.py``).
 
-[Note: Kernels] Those of a CPU cut their work by the number of threads, and oneDNN has some of its own: the last bits
-may follow from that. So what was made by so many threads, and with oneDNN or without, is made again likewise.
+[Note: Kernels] Those of a CPU cut their work by the number of threads, oneDNN has some of its own, and a thread may
+flush denormals: the last bits may follow from that. So what was made by so many threads, with oneDNN or without, and
+with ``torch.set_flush_denormal`` or without, is made again likewise.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -132,17 +134,21 @@ class Kernels(NamedTuple):
 
     threads: int
     with_onednn: bool
+    flushes_denormals: bool
 
     @classmethod
     def present(cls) -> Kernels:
         """As they are chosen now, in this thread."""
-        return cls(torch.get_num_threads(), torch._C._get_mkldnn_enabled())
+        # The processor does for Python's numbers what it does for PyTorch's, which has no name for asking.
+        flushes = sys.float_info.min * 0.5 == 0.0
+        return cls(torch.get_num_threads(), torch._C._get_mkldnn_enabled(), flushes)
 
     def choose(self) -> None:
         """Choose them."""
         if torch.get_num_threads() != self.threads:
             torch.set_num_threads(self.threads)
         torch._C._set_mkldnn_enabled(self.with_onednn)
+        torch.set_flush_denormal(self.flushes_denormals)
 
 
 class Origin(NamedTuple):

@@ -1,4 +1,4 @@
-"""The only file that knows ZeRO-3's optimizer: takes the update of ``step`` over, and gives it back.
+"""How the update inside of ZeRO-3's ``step`` is taken over, and given back; the only file that knows its methods.
 
 ``DeepSpeedZeroOptimizer_Stage3.step`` (``deepspeed/runtime/zero/stage3.py`` of 0.19.8) stays as it is. It settles
 overflow, the gradients' norm and the loss scale, and then, for each sub-group in order, calls ``_prepare_sub_group``,
@@ -17,7 +17,7 @@ collective.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
@@ -28,8 +28,9 @@ from torch.optim import optimizer as torch_optimizer
 from ds_tba.config import UPDATE_BLOCK
 from ds_tba.device.memory import advise_huge_pages
 from ds_tba.errors import IncompatibleError, UpdateInterruptedError
-from ds_tba.update.formula import Hyper, Powers
+from ds_tba.update.formula import Hyper
 from ds_tba.update.host import SubGroup
+from ds_tba.update.updater import Updater
 
 HALF_UPDATED = "ds_tba_half_updated"
 CLASS_NAME = "DeepSpeedZeroOptimizer_Stage3"
@@ -42,12 +43,7 @@ _LOOP = (
     "_reassign_or_swap_out_partitioned_parameters",
     "_release_sub_group",
 )
-_PARAMETERS: Mapping[str, tuple[str, ...]] = {
-    "unscale_and_clip_grads": ("sub_group_id", "total_norm"),
-    "_optimizer_step": ("sub_group_id",),
-    "_reassign_or_swap_out_partitioned_parameters": ("sub_group_id",),
-    "_release_sub_group": ("sub_group_id", "timer_names"),
-}
+_OVERRIDDEN = (*_LOOP[1:], "step")
 
 
 def refuse_half_updated(zero: Any) -> None:
@@ -68,10 +64,7 @@ def refuse_half_updated(zero: Any) -> None:
 
 
 def refuse_unsupported(zero: Any) -> None:
-    """Refuse an optimizer whose update cannot be taken over.
-
-    Args:
-        zero: the engine's ``optimizer``.
+    """Refuse an engine's ``optimizer`` whose update cannot be taken over.
 
     Raises:
         IncompatibleError: naming what stands in the way, and the way out.
@@ -80,7 +73,7 @@ def refuse_unsupported(zero: Any) -> None:
         raise IncompatibleError(f'"{UPDATE_BLOCK}" {problem}: {repair}, or remove "{UPDATE_BLOCK}".')
 
 
-def _problems(zero: Any) -> Any:
+def _problems(zero: Any) -> Iterator[tuple[str, str]]:
     """What stands in the way, with the way out."""
     kind = type(zero).__name__
     if kind != CLASS_NAME:
@@ -127,54 +120,36 @@ def _problems(zero: Any) -> Any:
     yield from _changed_methods(zero)
 
 
-def _changed_methods(zero: Any) -> Any:
-    """Methods of DeepSpeed that do not look as they did in the supported versions."""
-    repair = "use a supported version of DeepSpeed"
-    for name, expected in _PARAMETERS.items():
-        method = getattr(type(zero), name, None)
-        found = None if method is None else tuple(inspect.signature(_as_written(method)).parameters)[1:]
-        if found != expected:
-            yield f"relies on {CLASS_NAME}.{name}{expected}, which is {found} here", repair
+def _changed_methods(zero: Any) -> Iterator[tuple[str, str]]:
+    """Methods that somebody else has replaced, on the class or on the object."""
+    repair = "do without the other one"
     for owner, names in ((type(zero), (*_LOOP, "step")), (type(zero.optimizer), ("step",))):
         foreign = [name for name in names if not _is_upstream(getattr(owner, name, None))]
         if foreign:
-            yield (
-                f"relies on {owner.__name__}, of which somebody else has replaced {', '.join(foreign)}",
-                "do without the other one",
-            )
-    replaced = sorted({*_PARAMETERS, "step"} & set(vars(zero)))
+            yield f"relies on {owner.__name__}, of which somebody else has replaced {', '.join(foreign)}", repair
+    replaced = sorted(set(_OVERRIDDEN) & set(vars(zero)))
     if replaced:
-        yield (
-            f"replaces methods of {CLASS_NAME} that somebody else has replaced already ({', '.join(replaced)})",
-            "do without the other one",
-        )
-
-
-def _as_written(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The function inside of decorators."""
-    return _layers(method)[-1]
-
-
-def _layers(method: Callable[..., Any]) -> list[Callable[..., Any]]:
-    """Decorators from the outside in, and the function; DeepSpeed's own (``instrument_w_nvtx``) does not name it."""
-    layers = [method]
-    while True:
-        inside = [cell.cell_contents for cell in getattr(layers[-1], "__closure__", None) or ()]
-        functions = [one for one in inside if inspect.isfunction(one)]
-        inner = getattr(layers[-1], "__wrapped__", functions[0] if len(functions) == 1 else None)
-        if inner is None:
-            return layers
-        layers.append(inner)
+        names_of = ", ".join(replaced)
+        yield f"replaces methods of {CLASS_NAME} that somebody else has replaced already ({names_of})", repair
 
 
 def _is_upstream(method: Any) -> bool:
-    """Whether a method and all its decorators are DeepSpeed's or torch's; by globals, which ``wraps`` does not copy."""
-    modules = [getattr(layer, "__globals__", {}).get("__name__", "") for layer in _layers(method)]
-    return all(module.partition(".")[0] in ("deepspeed", "torch") for module in modules)
+    """Whether a method and all its decorators are DeepSpeed's or torch's; by globals, which ``wraps`` does not copy.
+
+    DeepSpeed's own decorator (``instrument_w_nvtx``) does not name what it wraps, so that closures are searched.
+    """
+    while True:
+        if getattr(method, "__globals__", {}).get("__name__", "").partition(".")[0] not in ("deepspeed", "torch"):
+            return False
+        inside = [cell.cell_contents for cell in getattr(method, "__closure__", None) or ()]
+        functions = [one for one in inside if inspect.isfunction(one)]
+        method = getattr(method, "__wrapped__", functions[0] if len(functions) == 1 else None)
+        if method is None:
+            return True
 
 
 class Overrides:
-    """Methods of one object replaced by functions that get the method as it was first."""
+    """Methods of one object replaced by functions whose first argument is the method as it was."""
 
     def __init__(self, target: Any) -> None:
         self._target = target
@@ -183,7 +158,6 @@ class Overrides:
         self._active = True
 
     def put(self, name: str, function: Callable[..., Any]) -> None:
-        """Replace a method."""
         method = getattr(self._target, name)
         if name in vars(self._target):
             self._before[name] = method
@@ -211,39 +185,25 @@ class Zero3Update:
 
     Args:
         zero: a ``DeepSpeedZeroOptimizer_Stage3`` that :func:`refuse_unsupported` has let pass.
-        run: does an update of all sub-groups.
-        leave: called before a step that is left to DeepSpeed, with the reason and its words.
-        done: called after each update.
+        updater: does an update of all sub-groups.
 
     Attributes:
         highest_of_ranks: the highest number that any rank has; called by all ranks, once in each step that updates.
     """
 
-    def __init__(
-        self,
-        zero: Any,
-        run: Callable[[list[SubGroup]], None],
-        leave: Callable[[str, str], None],
-        done: Callable[[], None],
-        loaded: Callable[[list[torch.Tensor]], None],
-    ) -> None:
+    def __init__(self, zero: Any, updater: Updater) -> None:
         self._zero = zero
-        self._run = run
-        self._leave = leave
-        self._done = done
-        self._loaded = loaded
+        self._updater = updater
         self._reassign_by_deepspeed = zero._reassign_or_swap_out_partitioned_parameters
         self._factors: list[float] = []
         self._is_ours = False
         self._is_in_loop = False
         self._is_removed = False
         self.highest_of_ranks: Callable[[int], int] = int
-        self.powers = Powers(*zero.optimizer.defaults["betas"])
         self._overrides = Overrides(zero)
-        self._overrides.put("unscale_and_clip_grads", self._unscale)
-        self._overrides.put("_optimizer_step", self._optimizer_step)
-        self._overrides.put("_reassign_or_swap_out_partitioned_parameters", self._reassign)
-        self._overrides.put("_release_sub_group", self._release)
+        ours: tuple[Callable[..., Any], ...] = (self._unscale, self._optimizer_step, self._reassign, self._release)
+        for name, function in zip(_LOOP[1:], ours, strict=True):
+            self._overrides.put(name, function)
         self._guard = Overrides(zero)
         self._guard.put("step", self._step)
         self._guard.put("state_dict", self._state_dict)
@@ -289,7 +249,7 @@ class Zero3Update:
         **more: Any,
     ) -> None:
         stock(state_dict_list, load_optimizer_states, *args, **more)
-        self._loaded(self.arrays())
+        self._updater.unpin_others(self.arrays())
         if load_optimizer_states:
             setattr(self._zero, HALF_UPDATED, False)
             if self._is_removed:
@@ -301,7 +261,11 @@ class Zero3Update:
         if sub_group_id == 0:
             setattr(self._zero, HALF_UPDATED, True)
             self._is_in_loop = True
-            self._begin()
+            self._factors = []
+            problem = self._problem_of_step()
+            self._is_ours = problem is None
+            if problem is not None:
+                self._updater.leave(*problem)
         if not self._is_ours:
             stock(sub_group_id, total_norm)
             return
@@ -319,7 +283,7 @@ class Zero3Update:
         if not self._is_ours:
             stock(sub_group_id)
             master, group = self._zero.fp32_partitioned_groups_flat[sub_group_id], self._group(sub_group_id)
-            self.powers.scalars(int(self._zero.optimizer.state[master]["step"]), self._hyper(group))
+            self._updater.powers.scalars(int(self._zero.optimizer.state[master]["step"]), self._hyper(group))
             return
         # Without parameters: schedulers count the calls, and warn of a step that was never taken.
         self._zero.optimizer.step()
@@ -340,13 +304,6 @@ class Zero3Update:
             refuse_half_updated(self._zero)
 
     # ---- one update ---------------------------------------------------------------------------------------------
-
-    def _begin(self) -> None:
-        self._factors = []
-        problem = self._problem_of_step()
-        self._is_ours = problem is None
-        if problem is not None:
-            self._leave(*problem)
 
     def _problem_of_step(self) -> tuple[str, str] | None:
         """Why this step is DeepSpeed's; None if it is ours."""
@@ -399,13 +356,12 @@ class Zero3Update:
     def _update(self) -> None:
         zero = self._zero
         sub_groups = [self._sub_group(number) for number in range(len(zero.fp16_groups))]
-        self._run(sub_groups)
+        self._updater.update(sub_groups)
         for number, sub_group in enumerate(sub_groups):
             if sub_group.target is None:
                 self._reassign_by_deepspeed(number)
             else:
                 zero._unflatten_partitioned_parameters(number)
-        self._done()
 
 
 def _zeros_like(array: torch.Tensor) -> torch.Tensor:

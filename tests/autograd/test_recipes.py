@@ -451,6 +451,32 @@ def test_onednn_is_used_where_forward_used_it(dtype: torch.dtype) -> None:
     assert run.cache.stats.rematerialized_bytes
 
 
+@pytest.mark.parametrize("in_forward", [True, False])
+def test_numbers_near_zero_are_flushed_where_forward_flushed_them(in_forward: bool) -> None:
+    run, packed, unpacked = Run(), [], []
+    a, b = (Parameter(torch.randn(SIZE)) for _ in range(2))
+
+    def around(hooks: Any) -> Any:
+        pack, unpack = hooks
+        return (
+            lambda tensor: (packed.append(bits(tensor).clone()), pack(tensor))[1],
+            lambda held: (unpacked.append(bits(found := unpack(held)).clone()), found)[1],
+        )
+
+    try:
+        torch.set_flush_denormal(in_forward)
+        with run.cache.saving(around=around):
+            product = (a * 1e-20) * (b.sin() * 1e-20)
+            loss = (product.sin() + product * a).sum()
+        torch.set_flush_denormal(not in_forward)
+        loss.backward()
+        assert (float(torch.tensor(1e-30) * 1e-10) == 0) is not in_forward
+    finally:
+        torch.set_flush_denormal(False)
+    assert run.cache.stats.rematerialized_bytes
+    assert sorted(one.sum().item() for one in packed) == sorted(one.sum().item() for one in unpacked)
+
+
 # ---- lifetimes ------------------------------------------------------------------------------------------------------
 
 

@@ -37,7 +37,7 @@ def test_random_programs_are_the_same_bits(chunk: int, stores: Stores) -> None:
     print(tally)
     assert not failed, "\n\n".join(["", *failed])
     # Else it would prove nothing.
-    assert len(tally.rules) > 0.75 * len(USABLE), sorted(USABLE - set(tally.rules))
+    assert len(tally.rules) > (0.6 if chunk else 0.75) * len(USABLE), sorted(USABLE - set(tally.rules))
     assert tally.finite > 0.9 * DRAWS
     assert sum(tally.nbytes.values()) > 1 << 20
     assert {"modified", "freed", "boom"} <= set(tally.errors)

@@ -324,3 +324,24 @@ def test_less_is_saved_and_every_gradient_is_equal(
     ops = ", ".join(sorted(ours.sites.summary()["rematerialized_sites"]))
     row_says(f"{without / MIB:.1f} | {with_it / MIB:.1f} | **-{less:.0%}** | {ops} | {ours.what_is_left()}")
     assert less >= REACHED.get((name, section, dtype), aim(name, dtype)), f"-{less:.1%}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_first_step_has_the_peak_of_later_ones(dtype: str) -> None:
+    """A run that needs rematerialization to fit does not end in its first step, where all is compared."""
+    model, peaks = MODELS["Llama-3-8B"], []
+    module, batch = built(model, DTYPES[dtype], WITHOUT), batch_of(model, DTYPES[dtype])
+    cache = TensorCache([], "cpu", MIN_TENSOR_BYTES)
+    cache.rematerialize(Sites(cache.records, CpuAccelerator()))
+
+    def forward(module: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        peaks.append(cache.stats.resident.lap())
+        with cache.saving():
+            loss: torch.Tensor = module(**batch).loss
+        return loss
+
+    train(module, batch, forward)
+    cache.end_micro_step()
+    peaks.append(cache.stats.resident.lap())
+    first, *later = peaks[1:]
+    assert first <= 1.05 * min(later), [f"{peak / MIB:.2f} MiB" for peak in peaks]

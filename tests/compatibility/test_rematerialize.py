@@ -55,7 +55,6 @@ def test_placement(
         assert compared.rematerialized_bytes > 0
     for report in compared.reports:
         assert report["budget_excess_bytes"] == 0
-        # In the first step all is saved, and compared with what is made again.
         assert not is_alone or report["step_peak_saved_bytes"] < 0.8 * report["peak_saved_bytes_without"]
     row_says(str(compared))
 
