@@ -18,10 +18,10 @@ from ds_tba.autograd.blocks import find_blocks
 from ds_tba.autograd.cache import TensorCache
 from ds_tba.autograd.sites import Origin, Sites
 from ds_tba.autograd.tensors import mark_inputs, mark_owned
-from ds_tba.cli.plan.dry_run import DryRun, Settings, dry_run, told_of_passes
-from ds_tba.cli.plan.kernels import Attention
+from ds_tba.cli.plan.dry_run import PeakMeter, Settings, dry_run, told_of_passes
 from ds_tba.cli.plan.model import Subject, loss_of
 from ds_tba.cli.plan.rows import fixed, made_again
+from ds_tba.cli.plan.training import DryRun
 from ds_tba.config import AioConfig, OffloadConfig, Placement
 from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.errors import ModelError
@@ -139,14 +139,12 @@ def attention_s_bytes(run: DryRun) -> int:
 
 def test_dropout_and_attention_are_the_training_device_s() -> None:
     cpu, cuda = (estimated(ALL["bert"], device, torch.bfloat16) for device in ("cpu", "cuda"))
-    assert cpu.attention == {Attention.MATH} and cuda.attention == {
-        Attention.EFFICIENT
-    }  # the mask; the dropout on the CPU
+    assert cpu.attention == ["math"] and cuda.attention == ["efficient"]  # the mask; the dropout on the CPU
     assert attention_s_bytes(cpu) > 0 and attention_s_bytes(cuda) == 0
     masks = [one for one in cuda.trace.storages if one.nbytes == BATCH * SEQUENCE * 64]
     assert len(masks) == 1 + 2 * 3  # one byte for each element
     gpt = estimated(ALL["gpt"], "cuda", torch.bfloat16)
-    assert gpt.attention == {Attention.FLASH}
+    assert gpt.attention == ["flash"]
 
 
 # ---- what can be made again -----------------------------------------------------------------------------------------
@@ -377,3 +375,16 @@ def test_temporaries_are_logits_and_gradients_and_nothing_that_is_saved_or_was_t
     assert run.temporary_bytes >= logits_bytes
     # The gradient of a sum is one number, expanded: backward has it whole for the product, and the weight's beside it.
     assert run.temporary_bytes <= logits_bytes + 2 * weight_bytes + 4096
+
+
+@pytest.mark.parametrize("name", list(ALL))
+def test_the_peak_of_all_tensors_is_that_of_a_run(name: str) -> None:
+    """As an allocator would count them, without parameters and gradients."""
+    run = estimated(ALL[name], "cpu", torch.float32)
+    model, forward = ready(ALL[name], "cpu", torch.float32)
+    for one in model.parameters():
+        one.grad = torch.zeros_like(one)
+    held = [one.untyped_storage() for each in model.parameters() for one in (each, each.grad) if one is not None]
+    with PeakMeter(held) as meter:
+        loss_of(forward()).backward()
+    assert run.kept_bytes == pytest.approx(meter.peak_bytes, rel=0.1)

@@ -17,14 +17,15 @@ from torch import nn
 from torch.nn import functional
 from traces import SIZE, one_block, resources, storage
 
+from ds_tba.autograd.blocks import find_blocks
 from ds_tba.cli.format import show, size
 from ds_tba.cli.plan.command import write_merged
-from ds_tba.cli.plan.dry_run import DryRun, OpClock
+from ds_tba.cli.plan.dry_run import OpClock
 from ds_tba.cli.plan.kernels import Attention, attention_of, device_kernels
 from ds_tba.cli.plan.machine import device_of, drives_of, gpu_of
-from ds_tba.cli.plan.model import Subject, loss_of, recipe_of
+from ds_tba.cli.plan.model import Subject, add_lora, loss_of, recipe_of
 from ds_tba.cli.plan.rows import Row, Setup, fixed, groups_of, holders, made_again, recommended, rows_of
-from ds_tba.cli.plan.training import CONTEXT_BYTES, Training, held_of, read_training
+from ds_tba.cli.plan.training import CONTEXT_BYTES, DryRun, Training, held_of, read_training
 from ds_tba.config import AioConfig, OffloadConfig, Placement
 from ds_tba.errors import ConfigError, ModelError
 from ds_tba.planner.trace import OUTSIDE, BlockTrace, StorageTrace, Trace
@@ -191,7 +192,7 @@ def run_of(trace: Trace, parameters: int = 1000, trained: int = 1000, temporary:
     """Of 16-bit parameters."""
     kept = sum(one.nbytes for one in trace.storages) + temporary
     return DryRun(
-        trace, 1, "meta", kept - temporary, 1, parameters, 2 * parameters, trained, 4096, temporary, kept, frozenset(),
+        trace, 1, "meta", kept - temporary, 1, parameters, 2 * parameters, trained, 4096, temporary, kept, [],
         tuple(ops) or ("",) * len(trace.storages),
     )  # fmt: skip
 
@@ -250,7 +251,8 @@ def test_lora_trains_what_peft_trains_of_a_model_of_8b(tmp_path: Path) -> None:
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **sizes, **heads}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with torch.device("meta"):
-        model = recipe_of(str(tmp_path), 16)(1, 8).model  # a folder
+        model = recipe_of(str(tmp_path))(1, 8).model  # a folder
+        add_lora(model, [one.module for one in find_blocks(model, None)], 16)
     trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
     assert trained == TRAINED and sum(one.numel() for one in model.parameters()) == ALL + TRAINED
 

@@ -110,7 +110,7 @@ def _setup(options: argparse.Namespace) -> tuple[Setup, str, list[str]]:
 
     if options.model is None:
         raise ConfigError("MODEL is missing: name a config.json, a folder, a model on this machine or FILE.py:function")
-    recipe = recipe_of(options.model, options.lora)
+    recipe = recipe_of(options.model)
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
     training = read_training(options.config, dtypes[options.dtype])
     batch = options.batch or training.micro_batch or (1 if options.config is None else None)
@@ -132,7 +132,7 @@ def _setup(options: argparse.Namespace) -> tuple[Setup, str, list[str]]:
     settings = Settings(
         options.device, training.dtype, training.autocast, offload.min_tensor_bytes, offload.blocks, device.flops,
         device.memory_bytes, device.launch_s, training.micro_steps, offload.rematerialize_enabled,
-        excluded_ops(offload),
+        excluded_ops(offload), options.lora,
     )  # fmt: skip
     resources = Resources(paths, copy, copy, offload.io.ring_bytes, is_synchronous=is_host)
     run = dry_run(recipe, batch, options.seq, settings, resources)
@@ -154,7 +154,7 @@ def _setup(options: argparse.Namespace) -> tuple[Setup, str, list[str]]:
         + ("" if tbw else ", the usual rating of a drive of 1 TB (--drive-tbw has yours)"),
         "an operation takes the time of its FLOPs, of its bytes or of its launch, whichever is longest; communication "
         f"is left out; states in host memory are updated at {HOST_BYTES_PER_S / 1e9:g} GB/s",
-        *(f"attention on {options.device}: {one.name.lower()}" for one in sorted(run.attention)),
+        f"attention on {options.device}: {', '.join(run.attention) or 'none of PyTorch'}",
         "what rematerialization has a rule for is taken to come out equal; the model is in training mode",
     ]
     return setup, f"{options.model}, batch {batch} x {options.seq} tokens, {kind}{adapted}", notes
@@ -256,11 +256,19 @@ def _to_dict(setup: Setup, rows: Sequence[Row], plan: Plan, chosen: Row | None) 
     run, resources, shares = setup.run, setup.run.trace.resources, Counter[str]()
     for storage, placement in zip(run.trace.storages, plan.placements, strict=True):
         shares[placement.word] += storage.nbytes if storage.blocks else 0
-    keys = ("batch", "parameters", "parameter_bytes", "trained", "saved_bytes", "peak_saved_bytes", "temporary_bytes")
+    keys = (
+        "batch",
+        "parameters",
+        "parameter_bytes",
+        "trained",
+        "saved_bytes",
+        "peak_saved_bytes",
+        "temporary_bytes",
+        "attention",
+    )
     return {
         **{key: getattr(run, key) for key in keys},
         "ran_on": run.runs_on,
-        "attention": sorted(one.name.lower() for one in run.attention),
         "gpu_bytes": setup.memory_bytes,
         "write_bytes_per_s": resources.write_bytes_per_s,
         "read_bytes_per_s": resources.read_bytes_per_s,

@@ -31,10 +31,11 @@ from ds_tba.autograd.cache import TensorCache
 from ds_tba.autograd.saved import Keeper, SavedCounted, SavedStorage, SavedView, StorageKey, nbytes_of
 from ds_tba.autograd.sites import depth_of
 from ds_tba.autograd.tensors import mark_inputs, mark_owned
-from ds_tba.cli.plan.kernels import Attention, device_kernels
-from ds_tba.cli.plan.model import Recipe, Subject, loss_of
+from ds_tba.cli.plan.kernels import device_kernels
+from ds_tba.cli.plan.model import Recipe, Subject, add_lora, loss_of
+from ds_tba.cli.plan.training import DryRun
 from ds_tba.errors import ModelError, StateError
-from ds_tba.planner.trace import Resources, Trace
+from ds_tba.planner.trace import Resources
 from ds_tba.storage.base import Always
 
 
@@ -50,6 +51,7 @@ class Settings:
         flops_per_s, memory_bytes_per_s, launch_s: of the device; see [Note: The roofline].
         micro_steps: of one step.
         rematerialize, exclude: whether outputs of ops may be made again, and of which they may not.
+        lora_rank: of adapters, which are trained instead of the model.
     """
 
     device: str
@@ -63,45 +65,7 @@ class Settings:
     micro_steps: int = 1
     rematerialize: bool = True
     exclude: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
-class DryRun:
-    """The result of one micro-step.
-
-    Attributes:
-        batch: sequences.
-        runs_on: ``"meta"`` or ``"cpu"``.
-        peak_saved_bytes: peak of saved tensors, as the cache counts them.
-        parameters, parameter_bytes: number and size of all parameters.
-        trained: number of the parameters that have gradients.
-        hidden_size: of a Hugging Face model's config, else 0.
-        temporary_bytes: peak of other tensors; see :class:`PeakMeter`.
-        kept_bytes: peak of both together, which need not coincide.
-        attention: the attention kernels that ran.
-        ops: of each storage of the trace, the op that could make it again; empty where there is none.
-        notes: limitations of this result, for the reader.
-    """
-
-    trace: Trace
-    batch: int
-    runs_on: str
-    peak_saved_bytes: int
-    packed_tensors: int
-    parameters: int
-    parameter_bytes: int
-    trained: int
-    hidden_size: int
-    temporary_bytes: int
-    kept_bytes: int
-    attention: frozenset[Attention]
-    ops: tuple[str, ...]
-    notes: tuple[str, ...] = ()
-
-    @property
-    def saved_bytes(self) -> int:
-        """Bytes of all saved storages."""
-        return sum(storage.nbytes for storage in self.trace.storages if storage.blocks)
+    lora_rank: int | None = None
 
 
 def dry_run(recipe: Recipe, batch: int, sequence: int, settings: Settings, resources: Resources) -> DryRun:
@@ -119,7 +83,10 @@ def dry_run(recipe: Recipe, batch: int, sequence: int, settings: Settings, resou
     doing = "making the model"
     try:
         with torch.device(runs_on):
-            subject = recipe(batch, sequence).to(runs_on, settings.dtype)
+            subject = recipe(batch, sequence)
+            if settings.lora_rank is not None:
+                add_lora(subject.model, [one.module for one in find_blocks(subject.model, None)], settings.lora_rank)
+            subject = subject.to(runs_on, settings.dtype)
         doing = "forward and backward"
         with device_kernels(settings.device, runs_on) as attention:
             recorder, meter, blocks = _micro_step(subject, settings, cache, clock)
@@ -155,7 +122,7 @@ def dry_run(recipe: Recipe, batch: int, sequence: int, settings: Settings, resou
         getattr(getattr(subject.model, "config", None), "hidden_size", 0) or 0,
         meter.peak_bytes,
         meter.whole_peak_bytes,
-        frozenset(attention),
+        sorted(one.name.lower() for one in attention),
         tuple(place.op if isinstance(place, OpOrigin) else "" for place in places),
         tuple(notes),
     )

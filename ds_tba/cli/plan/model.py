@@ -21,7 +21,6 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from ds_tba.autograd.blocks import find_blocks
 from ds_tba.errors import ModelError
 
 Recipe = Callable[[int, int], "Subject"]
@@ -76,27 +75,17 @@ def loss_of(output: Any) -> torch.Tensor:
     return found if found.dim() == 0 else found.sum()
 
 
-def recipe_of(text: str, lora_rank: int | None = None) -> Recipe:
+def recipe_of(text: str) -> Recipe:
     """The function that makes the subject for a batch and a sequence length.
 
     Args:
         text: ``FILE.py:function``, or the ``config.json``, folder or name of a Hugging Face model on this machine.
-        lora_rank: train adapters of this rank only.
 
     Raises:
         ModelError: ``text`` is none of these.
     """
     file, _, name = text.rpartition(":")
-    make = _from_function(_function(Path(file), name)) if file.endswith(".py") else _from_hf_config(text)
-    if lora_rank is None:
-        return make
-
-    def make_adapted(batch: int, sequence: int) -> Subject:
-        subject = make(batch, sequence)
-        add_lora(subject.model, lora_rank)
-        return subject
-
-    return make_adapted
+    return _from_function(_function(Path(file), name)) if file.endswith(".py") else _from_hf_config(text)
 
 
 # ---- a function -----------------------------------------------------------------------------------------------------
@@ -231,11 +220,11 @@ class _Adapted(nn.Module):
         return self.base(x) + self.up(self.down(x)) * 2.0
 
 
-def add_lora(model: nn.Module, rank: int) -> None:
-    """Freeze a model and put adapters on every linear layer of its repeated layers, as peft's ``all-linear`` does."""
+def add_lora(model: nn.Module, layers: Sequence[nn.Module], rank: int) -> None:
+    """Freeze a model and put adapters on every linear layer in some layers, as peft's ``all-linear`` does."""
     model.requires_grad_(False)
-    for block in find_blocks(model, None):
-        for parent in list(block.module.modules()):
+    for layer in layers:
+        for parent in list(layer.modules()):
             for name, child in list(parent.named_children()):
                 if type(child).__name__ in ("Linear", "NonDynamicallyQuantizableLinear", "Conv1D"):
                     weight: Any = child.weight

@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
-from ds_tba.cli.plan.dry_run import DryRun
-from ds_tba.cli.plan.training import Held, Training, held_of
+from ds_tba.cli.plan.training import DryRun, Held, Training, held_of
 from ds_tba.config import BLOCK, Placement, zero_block
 from ds_tba.planner.plan import Limits, Plan, Prediction
 from ds_tba.planner.replay import simulate

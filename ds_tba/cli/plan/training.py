@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ds_tba.cli.plan.dry_run import DryRun
 from ds_tba.config import BLOCK, AioConfig, OffloadConfig, parse_block, refuse_misnamed, zero_block
 from ds_tba.errors import ConfigError
+from ds_tba.planner.trace import Trace
 from ds_tba.update.config import parse_update_block
 
 # Without --config.
@@ -28,6 +28,45 @@ ONE_MOMENT = ("sgd", "lion", "adagrad", "muon")
 HOST_UPDATE_BYTES, HOST_BYTES_PER_S = 30, 60e9
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _GRADIENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class DryRun:
+    """The result of one micro-step.
+
+    Attributes:
+        batch: sequences.
+        runs_on: ``"meta"`` or ``"cpu"``.
+        peak_saved_bytes: peak of saved tensors, as the cache counts them.
+        parameters, parameter_bytes: number and size of all parameters.
+        trained: number of the parameters that have gradients.
+        hidden_size: of a Hugging Face model's config, else 0.
+        temporary_bytes: peak of other tensors.
+        kept_bytes: peak of both together, which need not coincide.
+        attention: the attention kernels that ran.
+        ops: of each storage of the trace, the op that could make it again; empty where there is none.
+        notes: limitations of this result, for the reader.
+    """
+
+    trace: Trace
+    batch: int
+    runs_on: str
+    peak_saved_bytes: int
+    packed_tensors: int
+    parameters: int
+    parameter_bytes: int
+    trained: int
+    hidden_size: int
+    temporary_bytes: int
+    kept_bytes: int
+    attention: list[str]
+    ops: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of all saved storages."""
+        return sum(storage.nbytes for storage in self.trace.storages if storage.blocks)
 
 
 @dataclass(frozen=True, slots=True)
