@@ -29,7 +29,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import distributed
 
-from ds_tba.adaptive.ranks import Agreement, Alone, Ranks
+from ds_tba.adaptive.agreement import Agreement, Alone, Ranks
 from ds_tba.autograd.blocks import FRAMES
 from ds_tba.autograd.tensors import OwnedStorages, mark_owned, skip_frames, uncompiled
 from ds_tba.config import (
@@ -381,7 +381,7 @@ def _agreement_of_stage(engine: Any) -> Agreement | None:
 
 
 def _on_all_ranks(make: Callable[[], _Made]) -> _Made:
-    """What ``make`` returns; where it raises on any rank, it is closed again, and all ranks raise."""
+    """Call ``make`` on each rank; where it raises on one, what it made on others is closed, and all raise."""
     made, problem = None, None
     try:
         made = make()

@@ -19,15 +19,13 @@ from typing import Any
 
 from torch import nn
 
-from ds_tba.adaptive.consensus import Planning
+from ds_tba.adaptive.agreement import Agreement, Planning
 from ds_tba.adaptive.controller import Controller
-from ds_tba.adaptive.monitor import Counts, compilations, moves_in_vain
-from ds_tba.adaptive.ranks import Agreement
+from ds_tba.adaptive.feedback import compilations, moves_in_vain
 from ds_tba.adaptive.rates import Rates
-from ds_tba.autograd.blocks import Blocks, find_blocks
-from ds_tba.autograd.budget import MemoryMeter
+from ds_tba.autograd.blocks import Blocks, RunningModule, find_blocks
 from ds_tba.autograd.cache import TensorCache
-from ds_tba.autograd.discovery import RunningModule
+from ds_tba.autograd.residency import MemoryMeter
 from ds_tba.autograd.sites import open_sites
 from ds_tba.autograd.tensors import mark_inputs
 from ds_tba.config import BLOCK, AioConfig, OffloadConfig, with_staging
@@ -38,7 +36,7 @@ from ds_tba.planner.plan import Limits
 from ds_tba.planner.search import Planner, adaptive
 from ds_tba.planner.trace import Trace
 from ds_tba.storage.base import Always
-from ds_tba.storage.finalizers import Closer, interrupts_us
+from ds_tba.storage.finalizers import Closer
 from ds_tba.storage.tiers import Tiers
 from ds_tba.telemetry.drive_health import write_limit_bytes_per_step
 from ds_tba.telemetry.report import LittleMoved, OffloadReport, ReportFile, checked_path
@@ -48,8 +46,6 @@ logger = logging.getLogger(__name__)
 
 # Longer than the stores take to give up on an I/O request that never ends.
 CLOSE_LIMIT_S = 90.0
-# How long close() blocks in a signal handler that interrupted our own code: that code cannot go on before it returns.
-INTERRUPTED_CLOSE_LIMIT_S = 3.0
 
 # Keys that only a plan uses. The start-up line names those that are set without a plan, or users take them for active.
 _PLAN_KEYS = ("activation_budget_bytes", "blocks", "max_step_overhead", "recompute")
@@ -115,7 +111,7 @@ class ActivationOffloader:
         self._report_file = ReportFile("report.path", checked_path("report.path", config.report.path, rank))
         # Checked now, not after hours of training.
         trace_path = checked_path("report.trace_path", config.report.trace_path, rank)
-        self._trace_file = ReportFile("report.trace_path", trace_path)
+        self._trace_file = ReportFile("report.trace_path", trace_path) if trace_path is not None else None
         self._tiers = Tiers(
             config, aio_config, accelerator, zero_uses_nvme=zero_uses_nvme, rank=rank, ranks_on_node=ranks_on_node
         )
@@ -127,7 +123,7 @@ class ActivationOffloader:
             accelerator=None if is_host else accelerator,
             released_bytes=config.io.ring_bytes,
         )
-        self._sites = open_sites(config, self.cache.records, accelerator)
+        self._sites = open_sites(config, self.cache, accelerator)
         self.cache.rematerialize(self._sites)
         self._closer = Closer(self._close, accelerator)
         atexit.register(self.close)
@@ -165,7 +161,7 @@ class ActivationOffloader:
         # The memory of a CPU is shared by all ranks of the machine.
         sharers = self._ranks_on_node if self._accelerator.is_synchronized_device() else 1
         planning = Planning(
-            planner, partial(_limits, config, tiers), rates, lambda: memory.room_bytes() / sharers, agreement
+            planner, partial(_limits, config, tiers), rates.resources, lambda: memory.room_bytes() / sharers, agreement
         )
         controller = Controller(
             self.cache,
@@ -175,19 +171,15 @@ class ActivationOffloader:
             rates,
             agreement,
             self._accelerator.clock,
-            partial(_counts, tiers, self.cache),
-            self._write_trace,
+            partial(_write_trace, self._trace_file),  # not of this object, which would hold itself
             memory,
             config.activation_budget_bytes if plans else None,
         )
-        is_watching = plans and config.recompute
-        blocks = Blocks(find_blocks(model, config.blocks), controller, is_watching=is_watching, account=self.cache)
+        may_recompute = plans and config.recompute
+        found = find_blocks(model, config.blocks)
+        blocks = Blocks(found, controller, may_recompute=may_recompute, count=self.cache.count_again)
         controller.watch(model, blocks)
         self._controller = controller
-
-    def _write_trace(self, trace: Trace) -> None:
-        if self.config.report.trace_path is not None:
-            self._trace_file.write_text(trace.to_json() + "\n")
 
     def on_close(self, undo: Callable[[], object]) -> None:
         """Call ``undo`` in :meth:`close`, for example to remove a hook from the model."""
@@ -242,7 +234,7 @@ class ActivationOffloader:
             self._controller.end_step()
         else:
             self._step_peak_bytes = self.cache.stats.resident.lap()
-        moved_bytes = _counts(self._tiers, self.cache).offloaded_bytes
+        moved_bytes = _offloaded_bytes(self._tiers)
         if self._steps == 1 and moves_in_vain(self.cache.stats, moved_bytes, self._compilations_before):
             self._advise_to_compile_layers()
         plans = 0 if self._controller is None else self._controller.plans
@@ -315,7 +307,7 @@ class ActivationOffloader:
             step_peak_saved_bytes=controller.step_peak_bytes if controller is not None else self._step_peak_bytes,
             plans=controller.plans if controller is not None else 0,
             plan=controller.summary() if controller is not None else None,
-            unproven_blocks=controller.unproven_blocks() if controller is not None else [],
+            blocks_left_out=controller.blocks_left_out() if controller is not None else [],
             rematerialized_bytes=cache.rematerialized_bytes,
             device_memory={} if memory is None else memory.levels()._asdict(),
             **({} if self._sites is None else self._sites.summary()),
@@ -328,7 +320,7 @@ class ActivationOffloader:
     def _done_bytes(self) -> int:
         """Moved, made again or recomputed so far."""
         recomputed_bytes = 0 if self._controller is None else self._controller.recomputed_bytes
-        moved_bytes = _counts(self._tiers, self.cache).offloaded_bytes
+        moved_bytes = _offloaded_bytes(self._tiers)
         return moved_bytes + recomputed_bytes + self.cache.stats.rematerialized_bytes
 
     def start_line(self) -> str:
@@ -350,16 +342,14 @@ class ActivationOffloader:
     def close(self) -> None:
         """Stop the lanes, free all memory and files, write the last report. Idempotent.
 
-        Blocks until the I/O under way is done, so a finalizer must call :meth:`close_soon` instead. A signal handler
-        may call this method. If the handler interrupted our own code, which may hold a lock that closing needs, the
-        call blocks for a few seconds at most, and closing ends once that code goes on.
+        Blocks until the I/O under way is done, so a finalizer must call :meth:`close_soon` instead, and so should a
+        signal handler: it may have interrupted our own code, which holds a lock that closing needs and cannot go on
+        before the handler returns. This call then gives up after its limit of time.
         """
         if self._is_forked():
             return
         self._closer.ask()
-        if interrupts_us("ds_tba.engine"):
-            self._closer.wait(INTERRUPTED_CLOSE_LIMIT_S)
-        elif not self._closer.wait(CLOSE_LIMIT_S):
+        if not self._closer.wait(CLOSE_LIMIT_S):
             logger.error(
                 "rank %d: not closed after %.0f s; the rest is left to process exit", self._rank, CLOSE_LIMIT_S
             )
@@ -393,14 +383,13 @@ def _limits(config: OffloadConfig, tiers: Tiers, step_s: float) -> Limits:
     return Limits.of(config, write_limit)
 
 
-def _counts(tiers: Tiers, cache: TensorCache) -> Counts:
-    stores = [store.stats for store in (tiers.nvme, tiers.host) if store is not None]
-    return Counts(
-        tiers.refusals,
-        sum(one.offloaded_bytes for one in stores),
-        cache.stats.moving_s,
-        sum(one.stall_s for one in stores),
-    )
+def _offloaded_bytes(tiers: Tiers) -> int:
+    return sum(store.stats.offloaded_bytes for store in (tiers.nvme, tiers.host) if store is not None)
+
+
+def _write_trace(file: ReportFile | None, trace: Trace) -> None:
+    if file is not None:
+        file.write_text(trace.to_json() + "\n")
 
 
 def _planning_text(config: OffloadConfig) -> str:

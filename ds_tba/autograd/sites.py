@@ -16,7 +16,7 @@ since when gradients may be wrong; a place that owes this comparison is compared
 begins and ends between two comparisons of a place is not seen.
 
 [Note: Late answers] A device is not waited for: a comparison is read once the device has done it. Until then the tensor
-is kept if its place is not proven (``records.py``).
+is kept if its place is not proven (``cache.py``).
 
 [Note: Kernels] Those of a CPU cut their work by the number of threads, oneDNN has some of its own, and a thread may
 flush denormals: the last bits may follow from that. So what was made by so many threads, with oneDNN or without, and
@@ -36,8 +36,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ds_tba.autograd.blocks import place_in_code
 from ds_tba.autograd.comparison import integers_of
-from ds_tba.autograd.discovery import place_in_code
 from ds_tba.autograd.recipe import MAX_DEPTH, UNSAVED, Finder, Held, NoRecipeError, Recipe, is_supported, note
 from ds_tba.autograd.rules import OPS
 from ds_tba.autograd.saved import Keeper, SavedCounted, SavedStorage, SavedView, StorageKey

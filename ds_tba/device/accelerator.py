@@ -41,7 +41,7 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """Of the host, whose calls wait for their kernels."""
+    """Time of the host, whose calls wait for their kernels."""
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -71,7 +71,7 @@ class StreamClock:
 
 
 class MemoryLevels(NamedTuple):
-    """Of a device's memory at one time.
+    """A device's memory at one time.
 
     Attributes:
         in_use_bytes: that nothing new can have: of tensors, and of what was dropped while another stream uses it.
@@ -108,7 +108,7 @@ class DeviceMemoryUse:
         self._index = index
 
     def free_bytes(self) -> float:
-        """What the device and the allocator have left, less a part for what is made and dropped between activations.
+        """Bytes left to the device and the allocator, less a part for what is made and dropped between activations.
 
         Of the device's own, whatever holds the rest: other pools and processes, other libraries, contexts.
         """
@@ -201,7 +201,7 @@ class Accelerator:
 
 
 class CpuAccelerator(Accelerator):
-    """The CPU."""
+    """The CPU, whose copies leave the cores to the lanes."""
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy bytes, on one thread.

@@ -1,27 +1,29 @@
 """One micro-step under an assignment: how long it takes, and how many bytes it holds at most.
 
-[Note: Replay model] Compute is one stream that waits. Writes, reads, and the copies of either way are queues, served one
-transfer at a time: each ends its own duration after it is asked for or the one before has ended, whichever is later. A
-storage on its way to NVMe takes a place in staging at pack, is copied out, and is written; compute waits at pack until
-writes have left room. In backward reads are asked for in the order of first use: as far as half of staging while there
-are writes, else as far as all of it, and no further than the prefetch distance says. A storage that is still being
-written by then stays in staging and is not read; one whose write has not begun at its use is not written either. What
-backward never uses does not come back. Host memory is the same without staging and drive. A recomputed block runs its
-forward again and makes its storages anew; a rematerialized storage is made at its first use.
-It is a model of averages. What it leaves out (lanes that share a drive unevenly, a ring that is fragmented, kernels that
-copies slow) shows in the measured steps, which ``ds_tba/adaptive`` answers, and costs time, never memory.
+[Note: Replay model] Compute is one stream that waits. Writes, reads, and the copies of either way are queues, served
+one transfer at a time: each ends its own duration after it was asked for or the one before has ended, whichever is
+later. A storage on its way to NVMe takes a place in staging at pack, is copied out, and is written; compute waits at
+pack until writes have left room. In backward reads are asked for in the order of first use: as far as half of staging
+while there are writes, else as far as all of it, and no further than the prefetch distance says. A storage that is
+still being written by then stays in staging and is not read; one whose write has not begun at its use is not written
+either. What backward never uses does not come back. Host memory is the same without staging and drive. A recomputed
+block runs its forward again and makes its storages anew; a rematerialized storage is made at its first use.
 
-[Note: Synchronous devices] There the training thread does the copies, and compute waits for them. Nothing is copied ahead;
-what was read is used where it lies.
+It is a model of averages. What it leaves out (lanes that share a drive unevenly, a ring that is fragmented, kernels
+that copies slow) shows in the measured steps, which ``ds_tba/adaptive`` answers, and costs time, never memory.
 
-[Note: Latest starts] First uses are walked backwards: each copy in ends before its use and before the next copy begins,
-each read ends before its copy begins and before the next read begins. Every transfer is assumed to last ``SLOWER`` times
-as long as measured. Each storage is asked for at the use before the one that its start allows: a reload that comes too
-late costs time, where one that comes too early costs only memory.
+[Note: Synchronous devices] There the training thread does the copies, and compute waits for them. Nothing is copied
+ahead; what was read is used where it lies, in staging.
+
+[Note: Latest starts] First uses are walked backwards: each copy in ends before its use and before the next copy
+begins, each read ends before its copy begins and before the next read begins. Every transfer is assumed to last
+``SLOWER`` times as long as measured. Each storage is asked for at the use before the one that its start allows: a
+reload that comes too late costs time, where one that comes too early costs only memory.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import deque
 from collections.abc import Sequence
@@ -40,7 +42,7 @@ SLOWER = 1.25
 MIN_DISTANCE = 2
 
 _KEEP, _HOST, _NVME = int(Placement.KEEP), int(Placement.HOST), int(Placement.NVME)
-# Of what happens at the same time: uses before what is computed again, so that its outcome is in order of time.
+# In this order where they happen at the same time.
 _PACK, _BEGIN, _USE, _REMATERIALIZE, _RECOMPUTE = range(5)
 
 
@@ -108,6 +110,8 @@ class _Replay:
         self._ahead: set[int] = set()
         self._handed_over: set[int] = set()
         self._unwritten_bytes = self._ahead_bytes = self._handed_over_bytes = self._peak_staging_bytes = 0
+        self._host_ahead_bytes = self._lent_bytes = 0
+        self._lent: list[tuple[float, int]] = []
         self._written_bytes = self._read_bytes = self._forwarded_bytes = 0
         # Reloads, in order: those before the cursor were asked for.
         self._distance = distance
@@ -205,15 +209,24 @@ class _Replay:
         """What is written by now has left staging, unless backward gets it from there."""
         while self._unwritten and self._written_s[self._unwritten[0]] <= now_s:
             storage = self._unwritten.popleft()
-            self._unwritten_bytes -= 0 if storage in self._handed_over else self._padded[storage]
+            if storage not in self._handed_over:
+                self._unwritten_bytes -= self._padded[storage]
+            elif storage in self._ahead:  # from now on as one that was read
+                self._handed_over_bytes -= self._padded[storage]
+                self._ahead_bytes += self._padded[storage]
+        while self._lent and self._lent[0][0] <= now_s - self._shift_s:
+            self._lent_bytes -= heapq.heappop(self._lent)[1]
+
+    @property
+    def _staging_bytes(self) -> int:
+        """In use now."""
+        return self._unwritten_bytes + self._ahead_bytes + self._handed_over_bytes + self._lent_bytes
 
     def _has_room(self, padded: int) -> bool:
-        used_bytes = self._unwritten_bytes + self._ahead_bytes + self._handed_over_bytes
-        return used_bytes + padded <= self._resources.staging_bytes
+        return self._staging_bytes + padded <= self._resources.staging_bytes
 
     def _note_staging(self) -> None:
-        used_bytes = self._unwritten_bytes + self._ahead_bytes + self._handed_over_bytes
-        self._peak_staging_bytes = max(self._peak_staging_bytes, used_bytes)
+        self._peak_staging_bytes = max(self._peak_staging_bytes, self._staging_bytes)
 
     # ---- back, in backward --------------------------------------------------------------------------------------
 
@@ -230,10 +243,15 @@ class _Replay:
 
     def _there_s(self, storage: int, now_s: float) -> float:
         """When a storage can be used that is needed now."""
+        self._settle(now_s)
+        if self._resources.is_synchronous and self._place[storage] == _NVME:
+            self._lend(storage)
         if storage not in self._ahead:
             self._bring(storage, now_s)
-        elif storage in self._handed_over:
+        elif storage in self._handed_over and self._written_s[storage] > now_s:
             self._handed_over_bytes -= self._padded[storage]
+        elif self._place[storage] == _HOST:
+            self._host_ahead_bytes -= self._nbytes[storage]
         else:
             self._ahead_bytes -= self._padded[storage]
         self._ahead.discard(storage)
@@ -250,19 +268,25 @@ class _Replay:
             self._allocated_s[storage] = max(now_s, self._arrived_s[storage])
         return max(now_s, self._arrived_s[storage])
 
+    def _lend(self, storage: int) -> None:
+        """Backward uses a storage where it was read or still lies in staging, which has it back when that is over."""
+        padded = self._padded[storage]
+        if storage in self._ahead or self._has_room(padded):  # else it is read to memory of its own
+            heapq.heappush(self._lent, (float(self._lifetimes.freed_s[storage]), padded))
+            self._lent_bytes += padded
+
     def _bring(self, storage: int, now_s: float) -> None:
         """Ask for the reload of a storage."""
-        there_s = max(now_s, self._copied_s[storage])
-        if self._place[storage] == _NVME:
-            if self._written_s[storage] > now_s:
-                self._forwarded_bytes += self._nbytes[storage]
-                there_s = self._written_s[storage]
-            else:
-                there_s = self._read(now_s, self._padded[storage])
-        self._allocated_s[storage] = self._arrived_s[storage] = there_s
-        if not self._resources.is_synchronous:
-            took_s = self._nbytes[storage] / self._resources.copy_in_bytes_per_s
-            self._arrived_s[storage] = self._in.serve(there_s, took_s)
+        took_s = self._nbytes[storage] / self._resources.copy_in_bytes_per_s
+        if self._written_s[storage] > now_s:
+            self._forwarded_bytes += self._nbytes[storage]
+            self._allocated_s[storage] = self._written_s[storage]
+            self._arrived_s[storage] = self._written_s[storage] + took_s  # copies of what was read do not wait for it
+            return
+        on_drive = self._place[storage] == _NVME
+        there_s = self._read(now_s, self._padded[storage]) if on_drive else max(now_s, self._copied_s[storage])
+        self._allocated_s[storage] = there_s
+        self._arrived_s[storage] = there_s if self._resources.is_synchronous else self._in.serve(there_s, took_s)
 
     def _read(self, now_s: float, padded: int) -> float:
         """When a read is done: slower as long as there are writes."""
@@ -293,32 +317,33 @@ class _Replay:
         reach = min(len(order), self._used + distance[self._used]) if self._used < len(distance) else len(order)
         while self._cursor < reach and self._packed_at_s[order[self._cursor]] <= at_s:
             storage = order[self._cursor]
-            place, padded = self._place[storage], self._padded[storage]
-            if place == _NVME or (place == _HOST and not self._resources.is_synchronous):
-                if self._written_s[storage] > now_s:
-                    if not self._may_hand_over(padded):
-                        return
-                    self._handed_over.add(storage)
-                    self._handed_over_bytes += padded
-                    self._unwritten_bytes -= padded
-                elif self._may_read(padded, now_s):
-                    self._ahead_bytes += padded
-                else:
+            if self._place[storage] == _NVME or (self._place[storage] == _HOST and not self._resources.is_synchronous):
+                if not self._hold_ahead(storage, now_s):
                     return
                 self._ahead.add(storage)
                 self._bring(storage, now_s)
                 self._note_staging()
             self._cursor += 1
 
-    def _may_hand_over(self, padded: int) -> bool:
-        """Whether a storage that is being written may stay in staging until its use: it has its place already."""
-        return self._ahead_bytes + self._handed_over_bytes + padded <= self._resources.staging_bytes
-
-    def _may_read(self, padded: int, now_s: float) -> bool:
-        """Whether staging has room for one more storage before its use; a part of it is left to writes."""
-        part = PREFETCH_FRACTION_OF_STAGING if self._writes.free_s > now_s else 1.0
-        bound_bytes = self._resources.staging_bytes * part
-        return self._has_room(padded) and (not self._ahead_bytes or self._ahead_bytes + padded <= bound_bytes)
+    def _hold_ahead(self, storage: int, now_s: float) -> bool:
+        """Take the room for one more storage before its use, if there is."""
+        padded, capacity = self._padded[storage], self._resources.staging_bytes
+        if self._place[storage] == _HOST:
+            if self._host_ahead_bytes and self._host_ahead_bytes + self._nbytes[storage] > capacity:
+                return False
+            self._host_ahead_bytes += self._nbytes[storage]
+        elif self._written_s[storage] > now_s:  # has its place in staging already
+            if self._ahead_bytes + self._handed_over_bytes + padded > capacity:
+                return False
+            self._handed_over.add(storage)
+            self._handed_over_bytes += padded
+            self._unwritten_bytes -= padded
+        else:
+            bound_bytes = capacity * PREFETCH_FRACTION_OF_STAGING if self._writes.free_s > now_s else capacity
+            if not self._has_room(padded) or (self._ahead_bytes and self._ahead_bytes + padded > bound_bytes):
+                return False
+            self._ahead_bytes += padded
+        return True
 
     def _begin_reading(self, at_s: float) -> None:
         """Backward begins, and it is known what was moved."""

@@ -1,23 +1,23 @@
 """From a trace and limits to a plan.
 
-[Note: Search strategy] Storages are ordered by the bytes and seconds of memory that they give back for each second of the
-resource that they take: of compute, where they are rematerialized or recomputed with their block, of drive and copies,
-where they are moved (both take time by the byte, so that the longest idle goes first). For each order of what is
-computed again, bisection finds how much of it the limits call for, while of the rest all that costs no time is moved: as
-much as staging has room for at its pack, less what backward would wait for. Then bisection finds how much of the rest is
-moved: without a budget as much as there is time for, with one as little as it takes to fit. Without a budget the best
-has the lowest peak, with one the least time; see ``rank``. The number of replays is bounded, and no clock is asked, so
-that every rank would find the same plan.
+[Note: Search strategy] Storages are ordered by the bytes and seconds of memory that they give back for each second of
+the resource that they take: of compute, where they are rematerialized or recomputed with their block; of drive and
+copies, where they are moved (which takes time by the byte, so that the longest idle goes first). For each order of
+what is computed again, bisection finds how much of it the limits call for, while of the rest all that costs no time is
+moved: as much as staging has room for at its pack, less what backward would wait for. Then bisection finds how much of
+the rest is moved: without a budget as much as there is time for, with one as little as it takes to fit. Of all that
+was replayed the best is taken; see ``rank``. No clock is asked, so that every rank would find the same plan.
 
-[Note: Groups] Where there are many storages, neighbours are placed together, and of interleaved forwards that are alike
-all are placed alike: what one of them saves lowers no peak. Only the best is replayed in full; if it misses the limits,
-the search is repeated within narrower ones.
+[Note: Groups] Where there are many storages, neighbours are placed together, and of interleaved forwards that are
+alike all are placed alike: what one of them saves lowers no peak. Only the best is replayed in full; if it misses the
+limits, the search is repeated within narrower ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -134,7 +134,8 @@ class _Search:
         self._by_idle = np.argsort(-self._idle_s, kind="stable")
         self._to_nvme: Bools = timeline.to_nvme[:units]
         self._to_host: Bools = timeline.movable[:units] & (self._nbytes <= limits.host_budget_bytes)
-        self.best = self.simplest = self._replay(Assignment(np.zeros(units, np.int8), np.zeros(blocks, np.bool_)))
+        self.best = self.simplest = replay(timeline, timeline.kept)
+        self._seen: dict[bytes, Outcome] = {}
         # Of one forward: the bytes that are moved at most, written, and held by the host if as many are in flight as
         # make the peak.
         self._movable_bytes = limits.movable_share * self._nbytes[timeline.movable[:units]].sum()
@@ -156,13 +157,15 @@ class _Search:
         timeline, limits = self._timeline, self._limits
         made = self._cheapest(timeline.rematerializable & limits.rematerialize)
         most = self._affordable(self._mean(timeline.rematerialize_s)[made], 0.0)
-        self._grow(most, lambda count: self._again(made[:count], made[:0]))
+        self._grow(most, lambda count: self._again_with(made[:count], made, 0))
         for order in self._block_orders():
             for besides in (made[:0], made[:most]) if most else (made[:0],):
                 spent_s = float(self._mean(timeline.rematerialize_s)[besides].sum())
                 count = self._affordable(self._mean(timeline.recompute_s)[order], spent_s)
                 if count:
-                    self._grow(count, lambda n, order=order, besides=besides: self._again(besides, order[:n]))
+                    self._grow(count, partial(self._again_with, besides, order))
+        if self.is_exact and not self._has_budget:
+            self._trim(self.best)
 
     # ---- what is computed again ---------------------------------------------------------------------------------
 
@@ -191,11 +194,13 @@ class _Search:
         left_s = longest_step_s(self._limits, self._timeline.step_s) - self._timeline.step_s - spent_s * steps
         return int(np.searchsorted(np.cumsum(seconds) * steps, left_s, "right"))
 
-    def _again(self, made: Ints, recomputed: Ints) -> Assignment:
-        placements, blocks = np.zeros(len(self._nbytes), np.int8), np.zeros(int(self._block.max(initial=-1)) + 1, bool)
-        placements[made] = _REMATERIALIZE
-        blocks[recomputed] = True
-        return Assignment(placements, blocks)
+    def _again_with(self, rematerialized: Ints, blocks: Ints, count: int) -> Assignment:
+        """Some units rematerialized, and the first ``count`` of these blocks recomputed."""
+        recomputed = np.zeros(len(self._timeline.recompute_s) // self._forwards, bool)
+        placements = np.zeros(len(self._nbytes), np.int8)
+        placements[rematerialized] = _REMATERIALIZE
+        recomputed[blocks[:count]] = True
+        return Assignment(placements, recomputed)
 
     def _grow(self, most: int, again: Callable[[int], Assignment]) -> None:
         """Bisect how much is computed again, with all moved besides that costs no time; then how much is moved."""
@@ -208,7 +213,12 @@ class _Search:
         if self._has_budget:
             self._bisect(most, lambda count: self._replay(again(count)))
         few, many = self._bisect(most, moved)
-        for count in sorted({few, many, 0} & set(free)):
+        counts = {0, few, many}
+        if few == many:  # all of it is not enough; where sources must be there, a part of it may leave a lower peak
+            counts |= {most * part // 4 for part in range(4)}
+        for count in sorted(counts):
+            if count not in free:
+                moved(count)
             self._spend(again(count), *free[count][1:])
 
     # ---- what is moved ------------------------------------------------------------------------------------------
@@ -216,36 +226,39 @@ class _Search:
     def _free(self, again: Assignment) -> tuple[Outcome, Ints, Places]:
         """Move what costs no time, or no more than there is; the units to move in order, and where each would go."""
         where = np.where(self._to_nvme & (again.placements == _KEEP), _NVME, again.placements).astype(np.int8)
+        lifetimes = self._timeline.lifetimes(self._spread(again))
+        is_open = (lifetimes.exists & ~lifetimes.dropped)[: len(where)] & (again.placements == _KEEP)
         paced = self._gathered(
             replay(self._timeline, self._spread(Assignment(where, again.recomputed)), may_wait=False)
         )
-        is_open = (again.placements == _KEEP) & (self._to_nvme | self._to_host)
-        where, order = self._capped(where, is_open, paced == _NVME)
+        where, order = self._capped(is_open & (self._to_nvme | self._to_host), paced == _NVME)
         found = self._replay(self._with(again, where, order[(paced[order] == _NVME) | (where[order] == _HOST)]))
         longest_s = self._timeline.step_s + found.cost.recomputed_s + found.cost.rematerialized_s
         if not self._has_budget:
             longest_s = max(longest_s, longest_step_s(self._limits, self._timeline.step_s))
+        found = self._relieved(found, again, longest_s)
+        moved = self._gathered(found)[order] != _KEEP
+        return found, np.concatenate([order[moved], order[~moved]]), where
+
+    def _capped(self, is_open: Bools, first: Bools) -> tuple[Places, Ints]:
+        """Where each of the open units would go within the bounds of host memory, wear and share, in order."""
+        order = self._by_idle[is_open[self._by_idle]]
+        order = np.concatenate([order[first[order]], order[~first[order]]])
+        order = _fitting(order, self._nbytes, self._movable_bytes)
+        written = _fitting(order[self._to_nvme[order]], self._padded, self._write_bytes)
+        rest = order[~(np.isin(order, written) & first[order]) & self._to_host[order]]
+        where = np.zeros(len(self._nbytes), np.int8)
+        where[written] = _NVME
+        where[_fitting(rest, self._nbytes, self._host_bytes)] = _HOST
+        return where, order[where[order] != _KEEP]
+
+    def _relieved(self, found: Outcome, again: Assignment, longest_s: float) -> Outcome:
+        """With as many units kept after all as it takes to end a step within ``longest_s``, if that is possible."""
         for _ in range(RELIEF_ROUNDS):
             if found.cost.step_s <= longest_s + SAME_TIME_S:
                 break
             found = self._replay(Assignment(self._with_less_moved(found, longest_s), again.recomputed))
-        moved = self._gathered(found)[order] != _KEEP
-        return found, np.concatenate([order[moved], order[~moved]]), where
-
-    def _capped(self, where: Places, is_open: Bools, first: Bools) -> tuple[Places, Ints]:
-        """Where each of the open units would go within the bounds of host memory, wear and share, in order."""
-        where = where.copy()
-        order = self._by_idle[is_open[self._by_idle]]
-        order = np.concatenate([order[first[order]], order[~first[order]]])
-        written = order[self._to_nvme[order]]
-        written = written[np.cumsum(self._padded[written]) <= self._write_bytes]
-        rest = order[~(np.isin(order, written) & first[order]) & self._to_host[order]]
-        host = rest[np.cumsum(self._nbytes[rest]) <= self._host_bytes]
-        where[order] = _KEEP
-        where[written] = _NVME
-        where[host] = _HOST
-        order = order[where[order] != _KEEP]
-        return where, order[np.cumsum(self._nbytes[order]) <= self._movable_bytes]
+        return found
 
     def _with_less_moved(self, outcome: Outcome, longest_s: float) -> Places:
         """For each stall beyond what is allowed, keep as many of the bytes moved just before it as that time moves."""
@@ -275,6 +288,25 @@ class _Search:
 
     def _spend(self, again: Assignment, order: Ints, where: Places) -> None:
         self._bisect(len(order), lambda count: self._replay(self._with(again, where, order[:count])), MOVES_RESOLUTION)
+        if not self._has_budget:  # the last to be packed are not always the ones to be kept
+            everything = self._replay(self._with(again, where, order))
+            self._relieved(everything, again, longest_step_s(self._limits, self._timeline.step_s))
+
+    def _trim(self, best: Outcome) -> None:
+        """Bisect how little need be moved for the same peak."""
+        where = self._gathered(best)
+        is_moved = (where == _HOST) | (where == _NVME)
+        order = self._by_idle[is_moved[self._by_idle]]
+        kept = np.where(is_moved, _KEEP, where).astype(np.int8)
+        again = Assignment(kept, best.assignment.recomputed[: len(self._block) // self._forwards])
+        few, many = 0, len(order)
+        while many - few > 1:
+            middle = (few + many) // 2
+            found = self._replay(self._with(again, where, order[:middle]))
+            if found.cost.peak_saved_bytes > best.cost.peak_saved_bytes:
+                few = middle
+            else:
+                many = middle
 
     def _with(self, again: Assignment, where: Places, moved: Ints) -> Assignment:
         placements = again.placements.copy()
@@ -315,14 +347,14 @@ class _Search:
 
     def _replay(self, assignment: Assignment) -> Outcome:
         """Replay an assignment of units just in time, and remember the outcome if it is the best."""
-        found = replay(self._timeline, self._spread(assignment), None)
-        moves = np.isin(assignment.placements, (_HOST, _NVME)).any()
-        if not hasattr(self, "best"):
-            return found
-        if self._rank(found) < self._rank(self.best):
-            self.best = found
-        if not moves and self._rank(found) < self._rank(self.simplest):
-            self.simplest = found
+        key = assignment.placements.tobytes() + assignment.recomputed.tobytes()
+        found = self._seen.get(key)
+        if found is None:
+            found = self._seen[key] = replay(self._timeline, self._spread(assignment), None)
+            if self._rank(found) < self._rank(self.best):
+                self.best = found
+            if not found.order and self._rank(found) < self._rank(self.simplest):
+                self.simplest = found
         return found
 
     def _spread(self, assignment: Assignment) -> Assignment:
@@ -337,6 +369,16 @@ class _Search:
     def _mean(self, column: Floats | Ints) -> Floats:
         """Of each unit over the forwards."""
         return np.asarray(column.reshape(self._forwards, -1).mean(axis=0))
+
+
+def _fitting(units: Ints, nbytes: Floats, bound_bytes: float) -> Ints:
+    """The units, in order, that fit a bound together with those before them."""
+    held_bytes, fitting = 0.0, []
+    for unit in units.tolist():
+        if held_bytes + nbytes[unit] <= bound_bytes:
+            held_bytes += nbytes[unit]
+            fitting.append(unit)
+    return np.array(fitting, np.int64)
 
 
 def _rounded(price: Floats) -> Floats:

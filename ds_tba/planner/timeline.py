@@ -1,8 +1,9 @@
-"""A trace as arrays, also at a coarser grain: which storages there are under an assignment, and when they are needed."""
+"""A trace as arrays, also at a coarser grain: what is saved under an assignment, and when it is needed."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -227,7 +228,7 @@ class Timeline:
         cut = np.arange(count) == 0
         for column in (*(one[:count] for one in columns), (bytes_so_far / group_bytes).astype(np.int64)):
             cut[1:] |= column[1:] != column[:-1]
-        return np.cumsum(np.tile(cut, forwards)) - 1
+        return np.asarray(np.cumsum(np.tile(cut, forwards)) - 1)
 
     def merged(self, group: Ints) -> Timeline:
         """With one storage for each group of neighbours; times are means, weighted by size."""
@@ -235,23 +236,21 @@ class Timeline:
         if len(firsts) == len(group):
             return self
         nbytes = np.add.reduceat(self.nbytes, firsts)
-        times = {
-            name: np.add.reduceat(getattr(self, name) * self.nbytes, firsts) / nbytes
-            for name in ("pack_s", "left_s", "used_s", "freed_s", "made_again_s")
-        }
-        sums = {name: np.add.reduceat(getattr(self, name), firsts) for name in ("padded_bytes", "rematerialize_s")}
-        firsts_of = {name: getattr(self, name)[firsts] for name in ("movable", "saved", "used", "owner")}
         made, source = np.unique(group[self.sources], axis=1)
-        pairs = {name: np.stack([group[getattr(self, name)[0]], getattr(self, name)[1]]) for name in _PAIRS}
-        return replace(
-            self,
-            nbytes=nbytes,
-            sources=np.stack([made, source])[:, made != source],  # what is made within a group is made with it
-            **times,
-            **sums,
-            **firsts_of,
-            **{name: np.unique(one, axis=1) for name, one in pairs.items()},
-        )
+        columns: dict[str, Any] = {
+            "nbytes": nbytes,
+            "sources": np.stack([made, source])[:, made != source],  # what is made within a group is made with it
+        }
+        for name in ("pack_s", "left_s", "used_s", "freed_s", "made_again_s"):
+            columns[name] = np.add.reduceat(getattr(self, name) * self.nbytes, firsts) / nbytes
+        for name in ("padded_bytes", "rematerialize_s"):
+            columns[name] = np.add.reduceat(getattr(self, name), firsts)
+        for name in ("movable", "saved", "used", "owner"):
+            columns[name] = getattr(self, name)[firsts]
+        for name in ("inputs", "readers"):
+            storage, block = getattr(self, name)
+            columns[name] = np.unique(np.stack([group[storage], block]), axis=1)
+        return replace(self, **columns)
 
     def _signature(self, pairs: Ints) -> Ints:
         """A number for each storage that tells apart which blocks it is paired with."""
@@ -261,8 +260,5 @@ class Timeline:
         return found
 
 
-_PAIRS = "inputs", "readers"
-
-
 def _pairs(pairs: list[tuple[int, int]]) -> Ints:
-    return np.array(pairs, np.int64).reshape(-1, 2).T
+    return np.asarray(np.array(pairs, np.int64).reshape(-1, 2).T)

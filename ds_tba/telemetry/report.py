@@ -56,7 +56,7 @@ class OffloadReport:
         plans: number of plans so far.
         plan: the plan in force: planner, reason, bytes of each placement, its predictions, and ``measured_step_s``, the
             median of the last steps under it (None before the first); None without a plan.
-        unproven_blocks: ``path`` and ``reason`` of each block that is not recomputed, with ``"recompute": true``.
+        blocks_left_out: ``path`` and ``reason`` of each block that is not recomputed, with ``"recompute": true``.
         bandwidth: for each path its written bytes and its recent rates, as measured.
         wear: for each path the fields of :class:`ds_tba.telemetry.drive_health.PathWear`.
         schema: of these fields.
@@ -99,7 +99,7 @@ class OffloadReport:
     step_peak_saved_bytes: int = 0
     plans: int = 0
     plan: dict[str, Any] | None = None
-    unproven_blocks: list[dict[str, str]] = field(default_factory=list)
+    blocks_left_out: list[dict[str, str]] = field(default_factory=list)
     rematerialized_bytes: int = 0
     rematerialized_s: float = 0.0
     rematerialized_sites: dict[str, int] = field(default_factory=dict)
@@ -184,7 +184,7 @@ class OffloadReport:
                 ("  plan: step", _step(self.plan)),
                 ("recomputed in backward", readable(self.recomputed_bytes)),
             ]
-        reasons = Counter(one["reason"] for one in self.unproven_blocks)
+        reasons = Counter(one["reason"] for one in self.blocks_left_out)
         rows += [("blocks not recomputed", f"{count}: {reason}") for reason, count in reasons.items()]
         rows += [(f"  fallback: {reason}", str(count)) for reason, count in self.fallbacks_by_reason.items()]
         rows += [(f"wear of {path['path']}", _wear(path)) for path in self.wear]
@@ -340,7 +340,6 @@ class ReportFile:
         self._age_s = min(max(FIRST_REPORT_AGE_S, 2 * self._age_s), REPORT_AGE_S)
 
     def write(self, found: Mapping[str, Any]) -> None:
-        """Write JSON."""
         self.write_text(json.dumps(found, indent=2) + "\n")
 
     def write_text(self, text: str) -> None:

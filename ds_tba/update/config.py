@@ -49,7 +49,6 @@ class UpdateConfig(Block):
 
     @property
     def chunk_elements(self) -> int:
-        """Elements of a chunk."""
         return self.chunk_bytes // BYTES_PER_ELEMENT
 
     @model_validator(mode="before")

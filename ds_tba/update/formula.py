@@ -184,7 +184,7 @@ def cast(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def scale(factor: float, gradient: torch.Tensor) -> None:
-    """Unscale and clip."""
+    """Unscale and clip a gradient, in place."""
     gradient.mul_(factor)
 
 

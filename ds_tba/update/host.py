@@ -27,7 +27,7 @@ Upload = Callable[[torch.Tensor, torch.Tensor], Any]
 
 @dataclass(slots=True)
 class SubGroup:
-    """What one sub-group of ZeRO-3 holds in the step that is being taken.
+    """The tensors and numbers of one sub-group of ZeRO-3 in the step that is being taken.
 
     Attributes:
         master, exp_avg, exp_avg_sq, gradient: on the host; fp32, 1-D, of one length.
@@ -52,11 +52,10 @@ class SubGroup:
 
     @property
     def arrays(self) -> tuple[torch.Tensor, ...]:
-        """What the device copies from and to."""
+        """All that the device copies from and to."""
         return self.master, self.exp_avg, self.exp_avg_sq, self.gradient
 
     def cut(self, start: int, stop: int) -> SubGroup:
-        """A part, as views."""
         return SubGroup(
             self.master[start:stop],
             self.exp_avg[start:stop],
@@ -114,7 +113,7 @@ class HostUpdate:
 
     @property
     def pinned_bytes(self) -> int:
-        """Of buffers to the device."""
+        """Host memory of the buffers on the way to the device."""
         return 0 if self._write_back is None else self._write_back.pinned_bytes
 
     def enter(self, sub_group: SubGroup) -> None:

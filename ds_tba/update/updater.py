@@ -212,7 +212,7 @@ class Updater:
 
 
 class _Update:
-    """One update."""
+    """One update under way: which chunks the device has, and how far the host is."""
 
     def __init__(self, updater: Updater, sub_groups: Sequence[SubGroup]) -> None:
         self._updater = updater

@@ -17,7 +17,7 @@ collective.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
@@ -49,9 +49,6 @@ _OVERRIDDEN = (*_LOOP[1:], "step")
 def refuse_half_updated(zero: Any) -> None:
     """Refuse to go on with a model of which only a part has taken a step. See [Note: Interrupted updates].
 
-    Args:
-        zero: the engine's ``optimizer``, of any kind.
-
     Raises:
         UpdateInterruptedError: an update was interrupted, on any rank, and no checkpoint was loaded since.
     """
@@ -74,7 +71,7 @@ def refuse_unsupported(zero: Any) -> None:
 
 
 def _problems(zero: Any) -> Iterator[tuple[str, str]]:
-    """What stands in the way, with the way out."""
+    """Obstacles and the ways out, beyond what ``parse_update_block`` finds in the config."""
     kind = type(zero).__name__
     if kind != CLASS_NAME:
         yield (
@@ -84,16 +81,6 @@ def _problems(zero: Any) -> Iterator[tuple[str, str]]:
         return
     if getattr(zero, "zenflow", False):
         yield "cannot be combined with ZenFlow, whose updates are other ones", 'remove "zenflow"'
-    if getattr(zero, "swap_optimizer", False):
-        yield (
-            "updates optimizer states in host memory, and they are on NVMe",
-            'set "offload_optimizer": {"device": "cpu"}',
-        )
-    if not zero.offload_optimizer:
-        yield (
-            "needs optimizer states in host memory, and they are on the device",
-            'set "offload_optimizer": {"device": "cpu"}',
-        )
     adam = type(zero.optimizer).__name__
     if adam != ADAM_NAME:
         yield (
@@ -153,31 +140,26 @@ class Overrides:
 
     def __init__(self, target: Any) -> None:
         self._target = target
-        self._put: dict[str, Any] = {}
-        self._before: dict[str, Any] = {}
+        self._put: dict[str, tuple[Any, Any]] = {}  # by name: what is there now, and what the object itself had before
         self._active = True
 
     def put(self, name: str, function: Callable[..., Any]) -> None:
         method = getattr(self._target, name)
-        if name in vars(self._target):
-            self._before[name] = method
 
         def override(*args: Any, **more: Any) -> Any:
             return function(method, *args, **more) if self._active else method(*args, **more)
 
-        self._put[name] = override
+        self._put[name] = override, vars(self._target).get(name)
         setattr(self._target, name, override)
 
     def remove(self) -> None:
         """Every method as it was. One that somebody has wrapped since stays, and only hands calls on."""
         self._active = False
-        for name, override in self._put.items():
-            if vars(self._target).get(name) is not override:
-                continue
-            if name in self._before:
-                setattr(self._target, name, self._before[name])
-            else:
+        for name, (override, before) in self._put.items():
+            if vars(self._target).get(name) is override:
                 delattr(self._target, name)
+                if before is not None:
+                    setattr(self._target, name, before)
 
 
 class Zero3Update:
@@ -217,7 +199,7 @@ class Zero3Update:
             self._guard.remove()
 
     def arrays(self) -> list[torch.Tensor]:
-        """What all sub-groups hold now; see :attr:`SubGroup.arrays`."""
+        """Tensors of all sub-groups as they are now; see :attr:`SubGroup.arrays`."""
         arrays = [array for master in self._zero.fp32_partitioned_groups_flat for array in self._arrays(master)]
         return [array for array in arrays if isinstance(array, torch.Tensor)]
 
@@ -245,10 +227,10 @@ class Zero3Update:
         stock: Callable[..., None],
         state_dict_list: Any,
         load_optimizer_states: bool = True,
-        *args: Any,
+        *rest: Any,
         **more: Any,
     ) -> None:
-        stock(state_dict_list, load_optimizer_states, *args, **more)
+        stock(state_dict_list, load_optimizer_states, *rest, **more)
         self._updater.unpin_others(self.arrays())
         if load_optimizer_states:
             setattr(self._zero, HALF_UPDATED, False)
@@ -282,8 +264,8 @@ class Zero3Update:
     def _optimizer_step(self, stock: Callable[[int], None], sub_group_id: int) -> None:
         if not self._is_ours:
             stock(sub_group_id)
-            master, group = self._zero.fp32_partitioned_groups_flat[sub_group_id], self._group(sub_group_id)
-            self._updater.powers.scalars(int(self._zero.optimizer.state[master]["step"]), self._hyper(group))
+            state = self._zero.optimizer.state[self._zero.fp32_partitioned_groups_flat[sub_group_id]]
+            self._updater.powers.scalars(int(state["step"]), self._hyper(sub_group_id))
             return
         # Without parameters: schedulers count the calls, and warn of a step that was never taken.
         self._zero.optimizer.step()
@@ -320,17 +302,14 @@ class Zero3Update:
         return None
 
     def _arrays(self, master: torch.Tensor) -> list[Any]:
-        """What a sub-group holds: its moments only where there are any yet."""
+        """Tensors of a sub-group, with moments where there are any yet."""
         state = self._zero.optimizer.state.get(master) or {}
         return [master, master.grad, *([state.get("exp_avg"), state.get("exp_avg_sq")] if state else [])]
 
-    def _group(self, sub_group_id: int) -> Mapping[str, Any]:
-        zero = self._zero
-        group: Mapping[str, Any] = zero.optimizer.param_groups[zero.sub_group_to_group_id[sub_group_id]]
-        return group
-
-    def _hyper(self, group: Mapping[str, Any]) -> Hyper:
-        return Hyper.of_group(group, adamw=self._zero.optimizer.adam_w_mode)
+    def _hyper(self, sub_group_id: int) -> Hyper:
+        optimizer = self._zero.optimizer
+        group = optimizer.param_groups[self._zero.sub_group_to_group_id[sub_group_id]]
+        return Hyper.of_group(group, adamw=optimizer.adam_w_mode)
 
     def _sub_group(self, sub_group_id: int) -> SubGroup:
         """The sub-group, one step on. New moments are as CPUAdam makes them (``deepspeed/ops/adam/cpu_adam.py``)."""
@@ -348,7 +327,7 @@ class Zero3Update:
             state["exp_avg_sq"],
             master.grad.data,
             None if target is None else target.data,
-            self._hyper(self._group(sub_group_id)),
+            self._hyper(sub_group_id),
             int(state["step"]),
             self._factors[sub_group_id],
         )

@@ -12,8 +12,8 @@ import torch
 from cuda_doubles import FakeKvikio
 from doubles import CpuAccelerator
 
+from ds_tba.adaptive.agreement import Alone
 from ds_tba.adaptive.policy import PlanInForce
-from ds_tba.adaptive.ranks import Alone
 from ds_tba.cli import main
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.errors import BackendUnavailableError, ConfigError, PathError
