@@ -134,7 +134,7 @@ def _micro_step(
     """One forward, one backward."""
     model = subject.model
     if settings.rematerialize and op_recipe.is_supported():
-        cache.rematerialize(AssumedSites(op_recipe.Finder(cache.records, settings.exclude), clock))
+        cache.rematerialize(AssumedSites(op_recipe.Finder(cache, settings.exclude), clock))
     recorder = Recorder(cache, clock, {id(module): path for path, module in model.named_modules()})
     for module in model.modules():
         mark_owned(module)
