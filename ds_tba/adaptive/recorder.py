@@ -27,10 +27,10 @@ from ds_tba.autograd.saved import (
     Hooks,
     ObservedCache,
     PassedThrough,
-    Place,
     ResidencyGuard,
     SavedCounted,
     SavedView,
+    Site,
     StorageKey,
 )
 from ds_tba.autograd.tensors import Eligibility
@@ -54,7 +54,7 @@ class _Storage:
     packed: int
     left: int | None  # by forward: freed where it was moved (None: not yet), else saved for the last time
     is_movable: bool
-    place: Place | None = None  # that could make it again, from ``sources``
+    site: Site | None = None  # that could make it again, from ``sources``
     sources: tuple[int, ...] = ()
     passes: list[int] = field(default_factory=list)
     unpacked: int | None = None
@@ -223,7 +223,7 @@ class MicroStepRecord:
             used_s,
             max(used_s, freed_s),
             found.is_movable,
-            None if found.place is None else found.place.seconds,
+            None if found.site is None else found.site.seconds,
             found.sources,
             found.unpacked is not None or bool(readers),
         )
@@ -420,10 +420,10 @@ class Recorder:
         else:
             index = self._index.of(held.record.key, self._cache.eligibility_of(tensor) is Eligibility.ELIGIBLE)
             scope.members[index] = None
-            origin = held.record.origin
-            if origin is not None and self.record.storages[index].place is None:
-                self.record.storages[index].place = origin.place
-                self.record.storages[index].sources = self._index.of_all(origin.sources)
+            makeable = held.record.makeable
+            if makeable is not None and self.record.storages[index].site is None:
+                self.record.storages[index].site = makeable.site
+                self.record.storages[index].sources = self._index.of_all(makeable.sources)
         storage = self.record.storages[index]
         storage.left = len(self.record.pauses)
         if self._is_synchronous and isinstance(held, SavedView) and held.is_offloaded:

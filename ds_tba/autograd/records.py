@@ -49,8 +49,8 @@ from ds_tba.autograd.saved import (
     Finalized,
     Freed,
     Makeable,
-    Origin,
     PassedThrough,
+    Recipe,
     RecordState,
     Reloaded,
     Rematerialization,
@@ -97,7 +97,7 @@ class _Proof(NamedTuple):
     """
 
     found: Makeable
-    recipe: Origin | None = None
+    recipe: Recipe | None = None
     comparison: Comparison | None = None
 
 
@@ -131,8 +131,8 @@ class Records:
         self._transfers = transfers
         self._empties: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
         self._originals = keep_originals()
-        # With the record that waits for the answer; without, where the place was proven before.
-        self._unread: deque[tuple[SavedStorage | None, Origin, Comparison]] = deque()
+        # With the record that waits for the answer; without, where the site was proven before.
+        self._unread: deque[tuple[SavedStorage | None, Recipe, Comparison]] = deque()
         self._absent: dict[SavedStorage, None] = {}  # not saved, to be made again
         self._orphans: set[SavedStorage] = set()  # operands that autograd itself has let go of lately
 
@@ -227,7 +227,7 @@ class Records:
 
     # ---- made again ---------------------------------------------------------------------------------------------
 
-    def _make(self, record: SavedStorage, recipe: Origin) -> torch.Tensor:
+    def _make(self, record: SavedStorage, recipe: Recipe) -> torch.Tensor:
         """Make the bytes of a record again."""
         if self.sites is None:
             raise StateError("there is a recipe, and no sites; this is a bug in ds_tba")
@@ -246,45 +246,45 @@ class Records:
         """Whether the storage of a tensor can be made again, by a comparison where one is due."""
         if not (choice.rematerialize or self.forward.is_recorded):
             return None
-        origin = sites.origin(tensor)
-        if origin is None:
+        recipe = sites.recipe(tensor)
+        if recipe is None:
             return None
-        found = _Proof(Makeable(origin.place, origin.depth, origin.sources))
-        was_proven, owes = origin.place.is_proven, origin.place.unseen_since is not None
-        if not choice.rematerialize or self.residency.budget.is_halved_by(origin.work_bytes):
+        found = _Proof(Makeable(recipe.site, recipe.depth, recipe.sources))
+        was_proven, owes = recipe.site.is_proven, recipe.site.unseen_since is not None
+        if not choice.rematerialize or self.residency.budget.is_halved_by(recipe.work_bytes):
             return found
-        # Operands that were moved are brought back only for a place that comes again: lengths may not.
-        if not (was_proven or owes or origin.place.visits > 1 or _are_in_memory(origin)):
+        # Operands that were moved are brought back only for a site that comes again: lengths may not.
+        if not (was_proven or owes or recipe.site.visits > 1 or _are_in_memory(recipe)):
             return found
         try:
-            origin = origin.copied(self)
+            recipe = recipe.copied(self)
         except torch.OutOfMemoryError:
             return found
         with self.lock:
             self.finalizers.act()
-            origin = origin.bound(self._share)
-        if not origin.place.is_due:
-            sites.left_out(origin)
-            return found._replace(recipe=origin)
-        comparison = self._compare(sites, origin, tensor, key.nbytes)
+            recipe = recipe.bound(self._share)
+        if not recipe.site.is_due:
+            sites.left_out(recipe)
+            return found._replace(recipe=recipe)
+        comparison = self._compare(sites, recipe, tensor, key.nbytes)
         if comparison is None:  # refused, or no room to compare: what is due and unseen is saved
             return found
         if comparison.is_done:
             is_equal = sites.read(comparison)
-            return found._replace(recipe=origin) if is_equal and (was_proven or not owes) else found
+            return found._replace(recipe=recipe) if is_equal and (was_proven or not owes) else found
         if was_proven or owes:
             with self.lock:
-                self._unread.append((None, origin, comparison))
+                self._unread.append((None, recipe, comparison))
             if not was_proven:
                 return found
-            sites.left_out(origin)
+            sites.left_out(recipe)
             comparison = None
-        return found._replace(recipe=origin, comparison=comparison)
+        return found._replace(recipe=recipe, comparison=comparison)
 
     def _compare(
-        self, sites: Rematerialization, origin: Origin, tensor: torch.Tensor, nbytes: int
+        self, sites: Rematerialization, recipe: Recipe, tensor: torch.Tensor, nbytes: int
     ) -> Comparison | None:
-        needed_bytes, operands = 2 * nbytes + origin.scratch_bytes, set(origin.records())
+        needed_bytes, operands = 2 * nbytes + recipe.scratch_bytes, set(recipe.records())
         absent_bytes = sum(_absent_bytes(one) for one in operands)
         if not self.has_room(needed_bytes + absent_bytes, operands):
             return None
@@ -293,7 +293,7 @@ class Records:
             taken_bytes = self.residency.take_scratch(needed_bytes)
         try:
             with self._as_one_move():
-                return sites.compare(origin, tensor)
+                return sites.compare(recipe, tensor)
         finally:
             with self.lock:
                 self.residency.give_scratch(taken_bytes)
@@ -361,7 +361,7 @@ class Records:
                     self.finalizers.act()
                     self._answer(record, recipe, is_equal=is_equal)
 
-    def _answer(self, record: SavedStorage, recipe: Origin, *, is_equal: bool) -> None:
+    def _answer(self, record: SavedStorage, recipe: Recipe, *, is_equal: bool) -> None:
         """What was kept until its comparison was read need not be, or goes where it would have gone."""
         if record.state is not RecordState.KEPT or record.kept_views is None:
             return  # nobody wants it any more, or the budget had it moved
@@ -457,7 +457,7 @@ class Records:
         self.residency.make_room(key.nbytes)
         record = SavedStorage(key, forward.micro_step)
         if proof is not None:
-            record.origin = proof.found
+            record.makeable = proof.found
         if proof is None or proof.recipe is None:
             self._place(record, tensor, choice)
         elif proof.comparison is None:
@@ -474,7 +474,7 @@ class Records:
         record.micro_step.saved += 1
         return record
 
-    def _leave_out(self, record: SavedStorage, recipe: Origin) -> None:
+    def _leave_out(self, record: SavedStorage, recipe: Recipe) -> None:
         """The bytes of a record are not saved."""
         record.recipe = recipe
         record.kept_views = None
@@ -542,7 +542,7 @@ class Records:
     def _forget(self, record: SavedStorage) -> None:
         self.residency.remove(record)
         record.move(RecordState.DROPPED)
-        record.reloaded = record.recipe = record.origin = None
+        record.reloaded = record.recipe = record.makeable = None
         self._absent.pop(record, None)
         self._orphans.discard(record)
         self.live -= 1
@@ -555,11 +555,11 @@ class Records:
             self.learned_order = record.micro_step.remove(record.index) or self.learned_order
 
 
-def _are_in_memory(origin: Origin) -> bool:
+def _are_in_memory(recipe: Recipe) -> bool:
     """Whether nothing must be brought back to make a storage."""
     return all(
         one.reloaded is not None or (one.ticket is None and (one.recipe is None or _are_in_memory(one.recipe)))
-        for one in origin.records()
+        for one in recipe.records()
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -20,16 +20,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ds_tba.adaptive.recorder import Recorder
-from ds_tba.autograd import recipe as op_recipe
+from ds_tba.autograd import sites
 from ds_tba.autograd.blocks import Block, Blocks, find_blocks
 from ds_tba.autograd.cache import TensorCache
-from ds_tba.autograd.saved import Keeper, SavedCounted, SavedStorage, SavedView, StorageKey, nbytes_of
-from ds_tba.autograd.sites import depth_of
+from ds_tba.autograd.saved import Keeper, nbytes_of
 from ds_tba.autograd.tensors import mark_inputs, mark_owned
 from ds_tba.cli.estimate.hardware import OpClock
 from ds_tba.cli.estimate.kernels import Attention, device_kernels
 from ds_tba.cli.estimate.subject import Recipe, Subject, loss_of
-from ds_tba.errors import ModelError, StateError
+from ds_tba.device.accelerator import CpuAccelerator
+from ds_tba.errors import ModelError
 from ds_tba.planner.trace import Resources, Trace
 from ds_tba.storage.base import Always
 
@@ -131,7 +131,7 @@ def dry_run(recipe: Recipe, batch: int, sequence: int, settings: Settings, resou
         sum(one.numel() * one.element_size() for one in parameters),
         micro_step.temporary_bytes,
         frozenset(attention),
-        tuple(one.place.op if isinstance(one.place, OpPlace) else "" for one in recorder.record.storages),
+        tuple(one.site.kind.op if isinstance(one.site, sites.Site) else "" for one in recorder.record.storages),
         tuple(micro_step.notes()),
     )
 
@@ -153,9 +153,8 @@ class _MicroStep:
     def _new_recording(self) -> None:
         self.cache = TensorCache([], self._runs_on, self._settings.min_tensor_bytes)
         settings = self._settings
-        if settings.rematerialize and op_recipe.is_supported():
-            finder = op_recipe.Finder(self.cache.records, settings.exclude)
-            self.cache.rematerialize(AssumedSites(finder, self._clock))
+        if settings.rematerialize and sites.is_supported():
+            self.cache.rematerialize(AssumedSites(self.cache.records, settings.exclude, self._clock))
         self._recorder = Recorder(self.cache, self._clock, self._paths)
 
     def run(self) -> Recorder:
@@ -193,7 +192,7 @@ class _MicroStep:
         notes = []
         if self._settings.autocast is not None:
             notes.append("torch_autocast: the model ran on the CPU, which casts nearly the same operations as CUDA")
-        if self._settings.rematerialize and not op_recipe.is_supported():
+        if self._settings.rematerialize and not sites.is_supported():
             notes.append(f"nothing is rematerialized: PyTorch {torch.__version__} does not show what its graph holds")
         if self._answers.given:
             notes.append(
@@ -232,86 +231,24 @@ class _MicroStep:
         """Never called, like :meth:`recompute`."""
 
 
-@dataclass(frozen=True, slots=True)
-class OpPlace:
-    """Where an op would make a storage again, taken as proven, and the time that its bytes take on the device."""
+class AssumedSites(sites.Sites):
+    """Sites of a dry run: found as in a run, and taken as proven; nothing is made."""
 
-    op: str
-    seconds: float
-    is_proven: bool = True
-    is_due: bool = False
-    visits: int = 1
-    unseen_since: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class OpOrigin:
-    """How a storage would be made again. Holds no tensors: each is freed when it would be without rematerialization."""
-
-    place: OpPlace
-    depth: int
-    sources: tuple[StorageKey, ...]
-    scratch_bytes: int = 0
-    work_bytes: int = 0
-
-    def records(self) -> Iterator[SavedStorage]:
-        """None: nothing is made."""
-        return iter(())
-
-    def copied(self, cache: Keeper) -> OpOrigin:
-        """Itself, likewise."""
-        return self
-
-    def bound(self, share: Callable[[SavedView], SavedView]) -> OpOrigin:
-        """Itself: nothing is made, so no view is needed."""
-        return self
-
-
-class AssumedSites:
-    """What could be made again, as the cache of a dry run knows it: found as in a run, taken as proven, never made."""
-
-    def __init__(self, finder: op_recipe.Finder, clock: OpClock) -> None:
-        self._finder = finder
+    def __init__(self, cache: Keeper, exclude: frozenset[str], clock: OpClock) -> None:
+        super().__init__(cache, CpuAccelerator(), exclude)
         self._clock = clock
 
-    def origin(self, tensor: torch.Tensor) -> OpOrigin | None:
-        """How the storage of a tensor that is being saved could be made again; None where it cannot."""
-        try:
-            recipe = self._finder.find(tensor)
-        except (op_recipe.NoRecipeError, AttributeError, RuntimeError):  # as in a run
-            return None
+    def recipe(self, tensor: torch.Tensor) -> sites.Recipe | None:
+        """With the time that the bytes of its ops take on the device."""
+        recipe = super().recipe(tensor)
         if recipe is None:
             return None
-        depth = depth_of(recipe)
-        if depth > op_recipe.MAX_DEPTH:
-            return None
-        sources = dict.fromkeys(held.record.key for held in recipe.held() if isinstance(held, SavedView))
-        return OpOrigin(OpPlace(recipe.rule.op, self._clock.moving_s(_moved_bytes(recipe))), depth, tuple(sources))
-
-    def note(self, tensor: torch.Tensor, held: SavedView | SavedCounted) -> None:
-        """A tensor was saved: what recipes may want to know of it later."""
-        op_recipe.note(tensor, held)
-
-    def begin_forward(self) -> None:
-        """A forward begins."""
-        self._finder.begin_forward()
-
-    def make(self, origin: Any) -> torch.Tensor:
-        """Never called: every storage is saved."""
-        raise StateError("nothing is made again in a dry run; this is a bug in ds_tba")
-
-    def compare(self, origin: Any, tensor: torch.Tensor) -> None:
-        """Never called, like :meth:`make`."""
-
-    def left_out(self, origin: Any) -> None:
-        """Never called, like :meth:`make`."""
-
-    def read(self, comparison: Any) -> bool:
-        """Never called, like :meth:`make`."""
-        return False
+        kind = sites.Kind(recipe.steps[-1].rule.op)
+        kind.add_time(self._clock.moving_s(_moved_bytes(recipe)))
+        return recipe._replace(site=sites.Site(kind, 0, equal_in=self.step))
 
 
-def _moved_bytes(recipe: op_recipe.Recipe) -> int:
+def _moved_bytes(recipe: sites.Recipe) -> int:
     """Bytes that an op and the steps between read and write."""
     return sum(
         _output_bytes(step)
@@ -321,11 +258,11 @@ def _moved_bytes(recipe: op_recipe.Recipe) -> int:
     )
 
 
-def _output_bytes(step: op_recipe.Step) -> int:
+def _output_bytes(step: sites.Step) -> int:
     return step.output.shape.numel() * step.output.dtype.itemsize
 
 
-def _nbytes(one: op_recipe.Held | torch.Tensor | None) -> int:
+def _nbytes(one: sites.Held | torch.Tensor | None) -> int:
     tensor = one if one is None or isinstance(one, torch.Tensor) else one.held
     return 0 if tensor is None else nbytes_of(tensor)
 
