@@ -521,12 +521,11 @@ class Sites:
         depth = 1 + max((one.makeable.depth for one in recipe.records() if one.makeable is not None), default=0)
         if depth > MAX_DEPTH:
             raise NoRecipeError("too many recipes behind each other")
-        signature = (*(step.signature() for step in steps), spec.stride, kernels)
-        return recipe._replace(site=self._site(signature, rule.op), depth=depth)
+        return recipe._replace(site=self.site_of(recipe), depth=depth)
 
-    def _site(self, signature: Any, op: str) -> Site:
-        """The site of this kind that comes next in this forward."""
-        kind, code = self._kind(signature, op), place_in_code()
+    def site_of(self, recipe: Recipe) -> Site:
+        """The site with such a recipe that comes next in this forward."""
+        kind, code = self._kind(recipe), place_in_code()
         self._numbers[kind, code] += 1
         key = hash((code, self._numbers[kind, code]))
         site = kind.sites.get(key)
@@ -537,7 +536,9 @@ class Sites:
         site.visits += 1
         return site
 
-    def _kind(self, signature: Any, op: str) -> Kind:
+    def _kind(self, recipe: Recipe) -> Kind:
+        op = recipe.steps[-1].rule.op
+        signature = (*(step.signature() for step in recipe.steps), recipe.spec.stride, recipe.kernels)
         kind = self._kinds.get(signature)
         if kind is not None and kind.forward == self._forward:
             return kind
