@@ -82,7 +82,7 @@ class Recipe(Protocol):
 
 
 class Comparison(Protocol):
-    """What a place makes, compared with what was saved; see ``sites.py``."""
+    """What a recipe makes, compared with what was saved; see ``sites.py``."""
 
     @property
     def is_done(self) -> bool: ...

@@ -358,7 +358,7 @@ def test_graphs_of_earlier_forwards_are_not_entered() -> None:
         lambda h: h.to(torch.float64),
     ],
 )
-def test_what_rounds_by_place_is_not_made_behind_a_copy(order: Callable[[Tensor], Tensor]) -> None:
+def test_what_rounds_by_position_is_not_made_behind_a_copy(order: Callable[[Tensor], Tensor]) -> None:
     def moved(a: Tensor) -> Tensor:
         return order(functional.silu(a)[None, :, :, None].expand(2, -1, -1, 3))
 
