@@ -124,7 +124,8 @@ class Trainee:
             return
         if "not exact" in self._updater.report().fallbacks:
             raise SystemExit("the device does not give the bits of this processor's CPUAdam: there is nothing to share")
-        self._updater._parts.device_share = share
+        updater = self._updater._updater
+        updater.config = updater.config.model_copy(update={"device_share": share})
 
     def step(self) -> dict[str, Any]:
         """One step and its times."""

@@ -1,7 +1,7 @@
-"""The ``"activation_nvme_offload"`` block as pydantic models, and every rule that needs no look at the machine.
+"""What may stand in ``"activation_nvme_offload"``, and what a refusal says: key, value, rule and repair, in our words.
 
-Knows JSON and the rules; does not know DeepSpeed, torch or the file system (``storage/swap_file.py`` checks
-directories).
+Knows JSON and every rule that needs no look at the machine. Cannot see DeepSpeed, torch or the file system
+(``storage/swap_file.py`` checks directories).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from enum import IntEnum
 from typing import Annotated, Any, Literal, get_args
@@ -50,6 +51,8 @@ MIN_STAGING_BYTES, MAX_STAGING_BYTES = 256 << 20, 1 << 30
 STAGING_FRACTION = 1 / 16
 
 _IN_NO_PATH = re.compile(r"[\0\ud800-\udfff]")
+_NUMBER = re.compile(r"([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)\s*([kmgt]?i?b?)", re.ASCII | re.IGNORECASE)
+_UNITS = {"b": 0, "i": 0, "k": 10, "m": 20, "g": 30, "t": 40}
 
 PlacementMode = Literal["adaptive", "nvme", "host", "keep"]
 BackendName = Literal["aio", "gds", "kvikio", "posix"]
@@ -71,20 +74,24 @@ class Placement(IntEnum):
         return self.name.lower()
 
 
+def refusal(rule: str) -> PydanticCustomError:
+    """A rule of ours that a value breaks, with its repair; :func:`validate` adds key and value."""
+    return PydanticCustomError("rule", "{rule}", {"rule": rule})
+
+
 def number(value: Any) -> Any:
     """Pydantic would read ``true`` as 1 and ``"64"`` as 64; in a config both are slips, not numbers."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise PydanticCustomError("number", "it must be a JSON number, in the unit that the key's name says")
+        raise refusal("it must be a JSON number, in the unit that the key's name says")
     return value
 
 
 def _not_per_cent(value: float) -> float:
     """Refuse what may be meant as per cent. What is above cannot: whatever time it takes."""
     if 1 <= value < 100:
-        raise PydanticCustomError(
-            "per_cent",
+        raise refusal(
             f"it is a fraction of the step's time, so {value:g} is {100 * value:g} %; did you mean {value / 100:g}? "
-            "It must be below 1, or 100 and more for no limit",
+            "It must be below 1, or 100 and more for no limit"
         )
     return value
 
@@ -92,7 +99,7 @@ def _not_per_cent(value: float) -> float:
 def _aligned(value: int) -> int:
     if value % IO_ALIGNMENT_BYTES:
         repair = -(-value // IO_ALIGNMENT_BYTES) * IO_ALIGNMENT_BYTES
-        raise PydanticCustomError("aligned", f"it must be a multiple of 4096 bytes; {repair} is the next one")
+        raise refusal(f"it must be a multiple of 4096 bytes; {repair} is the next one")
     return value
 
 
@@ -100,7 +107,7 @@ def _path_or_paths(value: Any) -> Any:
     """One message for the union; pydantic would print one for each branch."""
     paths = value if isinstance(value, list) else [value]
     if not paths or not all(isinstance(path, str) and path.strip() for path in paths):
-        raise PydanticCustomError("paths", "it must be a directory or a non-empty list of directories")
+        raise refusal("it must be a directory or a non-empty list of directories")
     for path in paths:
         _path(path)
     return value
@@ -108,9 +115,7 @@ def _path_or_paths(value: Any) -> Any:
 
 def _path(value: Any) -> Any:
     if isinstance(value, str) and _IN_NO_PATH.search(value):
-        raise PydanticCustomError(
-            "path", "it must be a path, which has no NUL and no half of a surrogate pair; take that character out"
-        )
+        raise refusal("it must be a path, which has no NUL and no half of a surrogate pair; take that character out")
     return value
 
 
@@ -130,11 +135,10 @@ class Block(BaseModel):
 
 
 class IoConfig(Block):
-    """``io``: how bytes reach the swap file.
+    """``io``: how bytes reach the swap file. ``staging_bytes``: null is derived; see :func:`with_staging`.
 
-    ``integrity``: ``sampled`` finds I/O blocks that were lost, cut short at either end, or hold older bytes throughout.
-    Only ``full`` finds a hole inside of a block, which a kernel or a drive that splits requests may leave.
-    ``staging_bytes``: null is derived when a run starts; see :func:`with_staging`.
+    ``integrity``: ``sampled`` finds I/O blocks that were lost, cut short at either end, or are stale throughout; only
+    ``full`` a hole inside of a block, which a kernel or a drive that splits requests may leave.
     """
 
     backend: BackendName | None = None
@@ -170,11 +174,9 @@ class AioConfig(BaseModel):
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
-    block_size: Annotated[
-        int, BeforeValidator(number), Field(ge=IO_ALIGNMENT_BYTES, le=1 << 30), AfterValidator(_aligned)
-    ] = 1 << 20
+    block_size: Annotated[int, BeforeValidator(number), Field(ge=4096, le=1 << 30), AfterValidator(_aligned)] = 1 << 20
     queue_depth: Annotated[int, BeforeValidator(number), Field(ge=1, le=65536)] = 8
-    intra_op_parallelism: Annotated[int, BeforeValidator(number), Field(ge=1, le=64)] = 1
+    intra_op_parallelism: Lanes = 1
     single_submit: StrictBool = False
     overlap_events: StrictBool = True
 
@@ -232,59 +234,47 @@ class OffloadConfig(Block):
 
     @model_validator(mode="after")
     def _consistent(self) -> OffloadConfig:
+        for problem in self._problems():
+            raise refusal(problem)
+        return self
+
+    def _problems(self) -> Iterator[str]:
+        """Values that fit no other key's, each with the repair."""
+        least, io = self.min_tensor_bytes, self.io
         if self.enabled and self.uses_nvme and not self.nvme_paths:
-            raise PydanticCustomError(
-                "nvme_path_needed",
-                'nvme_path is missing: placement "{placement}" needs a directory on an NVMe drive, '
-                'for example "nvme_path": "/local_nvme"',
-                {"placement": self.placement},
+            yield (
+                f'nvme_path is missing: placement "{self.placement}" needs a directory on an NVMe drive, for example '
+                '"nvme_path": "/local_nvme"'
             )
         if self.enabled and self.placement == "host" and not self.host_budget_bytes:
-            raise PydanticCustomError(
-                "host_budget_needed",
-                'host_budget_bytes is 0: placement "host" needs the bytes of host memory that it may take',
-            )
-        repeated = sorted({path for path in self.blocks or () if (self.blocks or []).count(path) > 1})
+            yield 'host_budget_bytes is 0: placement "host" needs the bytes of host memory that it may take'
+        repeated = sorted(path for path, count in Counter(self.blocks).items() if count > 1)
         if repeated:
-            raise PydanticCustomError(
-                "blocks_repeated",
-                "blocks names {repeated} more than once; name each layer once",
-                {"repeated": ", ".join(repeated)},
-            )
+            yield f"blocks names {', '.join(repeated)} more than once; name each layer once"
         if self.ssd.min_life_days is not None and self.ssd.rated_endurance_tbw is None:
-            raise PydanticCustomError(
-                "rated_endurance_needed",
-                "ssd.min_life_days is {days} without ssd.rated_endurance_tbw: a drive's life follows from its rating; "
-                "set it from the data sheet, in terabytes written",
-                {"days": self.ssd.min_life_days},
+            yield (
+                f"ssd.min_life_days is {self.ssd.min_life_days} without ssd.rated_endurance_tbw: a drive's life "
+                "follows from its rating; set it from the data sheet, in terabytes written"
             )
-        if self.uses_nvme and self.io.swap_file_bytes is not None and self.min_tensor_bytes > self.io.swap_file_bytes:
-            raise PydanticCustomError(
-                "swap_file_bytes",
-                "io.swap_file_bytes {file} is below min_tensor_bytes {least}, so the swap file could hold no tensor; "
-                "raise io.swap_file_bytes to what one step saves, or leave it out: the free space is the limit then",
-                {"least": self.min_tensor_bytes, "file": self.io.swap_file_bytes},
+        if self.uses_nvme and io.swap_file_bytes is not None and least > io.swap_file_bytes:
+            yield (
+                f"io.swap_file_bytes {io.swap_file_bytes} is below min_tensor_bytes {least}, so the swap file could "
+                "hold no tensor; raise io.swap_file_bytes to what one step saves, or leave it out: the free space is "
+                "the limit then"
             )
-        if self.uses_nvme and self.min_tensor_bytes > self.io.ring_bytes:
-            raise PydanticCustomError(
-                "min_tensor_bytes",
-                "min_tensor_bytes {least} is above the {staging} bytes of staging, so no tensor could ever be staged; "
-                "lower min_tensor_bytes, or set io.staging_bytes to more",
-                {"least": self.min_tensor_bytes, "staging": self.io.ring_bytes},
+        if self.uses_nvme and least > io.ring_bytes:
+            yield (
+                f"min_tensor_bytes {least} is above the {io.ring_bytes} bytes of staging, so no tensor could ever be "
+                "staged; lower min_tensor_bytes, or set io.staging_bytes to more"
             )
-        return self
 
 
 def with_staging(config: OffloadConfig, host_bytes: float, *, is_host: bool) -> OffloadConfig:
-    """The config with ``io.staging_bytes`` derived where it is null.
+    """The config with ``io.staging_bytes`` derived where it is null, from the host memory available to this rank.
 
     Forward saves in bursts, which staging buffers while the drives write; a tensor that finds no room in staging is
-    kept. Staging stays small on a CPU, whose own memory it takes, and with GPUDirect Storage, where it is device
-    memory; also without a plan, where its size bounds what is read ahead onto the device.
-
-    Args:
-        host_bytes: host memory that is available to this rank.
-        is_host: whether the training device is a CPU.
+    kept. Staging stays small on a CPU (``is_host``), whose own memory it takes, and with GPUDirect Storage, where it is
+    device memory; also without a plan, where its size bounds what is read ahead onto the device.
     """
     if config.io.staging_bytes is not None:
         return config
@@ -319,7 +309,7 @@ def zero_block(ds_config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def block_of(ds_config: Mapping[str, Any], name: str, model: type[Block], example: str) -> Any:
     """The validated block of that name, or None; see :func:`parse_block`."""
-    if name not in ds_config or _is_off(ds_config[name]):  # whatever else is in it
+    if name not in ds_config or is_off(ds_config[name]):  # whatever else is in it
         return None
     block = ds_config[name]
     if not isinstance(block, Mapping):
@@ -331,15 +321,15 @@ def block_of(ds_config: Mapping[str, Any], name: str, model: type[Block], exampl
 def refuse_misnamed(ds_config: Mapping[str, Any]) -> None:
     """Refuse what looks like a block of ours and is none: nobody would read it, and the run would go on without.
 
-    That is the name of a block inside of another block, and at the top level, or where one might look for it, a name
-    that is nearly a block's. What is switched off may stay, and so may keys such as ``"_activation_nvme_offload"``.
+    That is a block's name inside of another block, and where one might look for it a name that is nearly a block's.
+    What is switched off may stay, and so may keys such as ``"_activation_nvme_offload"``.
 
     Raises:
         ConfigError: naming the place, the right name and the right place.
     """
     for keys, value in _entries(ds_config):
         name, outer = keys[-1], keys[:-1]
-        if value in (None, False) or _is_off(value) or (name in BLOCKS and not outer):
+        if value in (None, False) or is_off(value) or (name in BLOCKS and not outer):
             continue
         if name in BLOCKS:
             raise ConfigError(
@@ -354,7 +344,8 @@ def refuse_misnamed(ds_config: Mapping[str, Any]) -> None:
             )
 
 
-def _is_off(block: Any) -> bool:
+def is_off(block: Any) -> bool:
+    """Whether a block of ours is switched off, whatever else is in it."""
     return isinstance(block, Mapping) and block.get("enabled") is False
 
 
@@ -395,24 +386,6 @@ def validate(model: Any, block: Mapping[str, Any], at: str) -> Any:
         raise ConfigError("ds_config.json is refused:\n  " + "\n  ".join(lines)) from None
 
 
-def _explain(model: type[BaseModel], detail: ErrorDetails, at: str) -> str:
-    """One line for one pydantic error: key, value, rule, repair."""
-    steps = list(detail["loc"])
-    if steps[:1] == ["rematerialize"]:
-        del steps[1:2]  # which kind of it
-    key = ".".join([at, *map(str, steps)])
-    value, rule = detail["input"], _rule(model, detail, steps)
-    if detail["type"] == "extra_forbidden":
-        keys = _keys_at(model, steps)
-        closest = _did_you_mean(str(steps[-1]), keys) or f". The choices are {', '.join(keys)}."
-        return f'"{key}": {value!r} is not a key of this block{closest}'
-    if detail["type"] == "literal_error":
-        choices = re.findall(r"'(\w+)'", detail["msg"])
-        allowed = ", ".join(f'"{choice}"' for choice in choices)
-        return f'"{key}" is {value!r}: it must be one of {allowed}{_did_you_mean(str(value), choices) or "."}'
-    return f'"{key}" is {value!r}: {rule}{_hint(key, value)}.' if steps else f'"{key}": {rule}.'
-
-
 # In our words, by pydantic's type of error, whose context has the bound.
 _RULES = {
     "bool_type": "it must be true or false",
@@ -431,40 +404,49 @@ _RULES = {
 }
 
 
-def _rule(model: type[BaseModel], detail: ErrorDetails, steps: list[Any]) -> str:
-    kind = detail["type"]
+def _explain(model: type[BaseModel], detail: ErrorDetails, at: str) -> str:
+    """One line for one pydantic error: key, value, rule, repair."""
+    kind, value, steps = detail["type"], detail["input"], list(detail["loc"])
+    if steps[:1] == ["rematerialize"]:
+        del steps[1:2]  # which kind of it
+    key = ".".join([at, *map(str, steps)])
+    if kind == "extra_forbidden":
+        keys = _keys_at(model, steps[:-1])
+        closest = _did_you_mean(str(steps[-1]), keys) or f". The choices are {', '.join(keys)}."
+        return f'"{key}": {value!r} is not a key of this block{closest}'
+    if kind == "literal_error":
+        choices = re.findall(r"'(\w+)'", detail["msg"])
+        allowed = ", ".join(f'"{choice}"' for choice in choices)
+        return f'"{key}" is {value!r}: it must be one of {allowed}{_did_you_mean(str(value), choices) or "."}'
     if kind in ("model_type", "model_attributes_type", "dict_type"):
-        keys = ", ".join(f'"{key}"' for key in _keys_at(model, [*steps, ""]))
-        return f"it must be {'true, false or ' if _DETAILS in detail['loc'] else ''}an object with keys among {keys}"
-    if "url" not in detail:  # in pydantic's documentation: the rule and its words are ours
-        return detail["msg"]
-    return _RULES.get(kind, "docs/configuration.md says what it must be").format(**detail.get("ctx", {}))
+        known = ", ".join(f'"{one}"' for one in _keys_at(model, steps))
+        rule = f"it must be {'true, false or ' if _DETAILS in detail['loc'] else ''}an object with keys among {known}"
+    elif "url" not in detail:  # in pydantic's documentation: the rule and its words are ours
+        rule = detail["msg"]
+    else:
+        rule = _RULES.get(kind, "docs/configuration.md says what it must be").format(**detail.get("ctx", {}))
+    return f'"{key}" is {value!r}: {rule}{_hint(key, value)}.' if steps else f'"{key}": {rule}.'
 
 
 def _hint(key: str, value: Any) -> str:
     """What to write instead of a string, where a number or a boolean is expected."""
-    if not isinstance(value, str):
-        return ""
-    text = value.strip()
+    text = value.strip() if isinstance(value, str) else ""
     if text.lower() in ("true", "false"):
         return f"; drop the quotes: {text.lower()}"
-    digits = text.rstrip("iIbB ").strip() if key.endswith("_bytes") else text
-    unit = {"k": 10, "m": 20, "g": 30, "t": 40}.get(digits[-1:].lower()) if key.endswith("_bytes") else None
-    try:
-        number = float(digits[:-1] if unit else digits)
-    except ValueError:
+    found = _NUMBER.fullmatch(text)
+    if found is None or not math.isfinite(float(found[1])):
         return ""
-    if not math.isfinite(number):
-        return ""
-    if unit or text != digits:
-        return f"; {value!r} would be {int(number * (1 << (unit or 0)))}"
-    return f"; drop the quotes: {text}"
+    if not found[2]:
+        return f"; drop the quotes: {text}"
+    nbytes = int(float(found[1]) * (1 << _UNITS[found[2][0].lower()]))
+    return f"; {value!r} would be {nbytes}" if key.endswith("_bytes") else ""
 
 
 def _keys_at(model: type[BaseModel], steps: list[Any]) -> list[str]:
-    for step in steps[:-1]:
-        if str(step) in model.model_fields:
-            model = next(_models_in(model.model_fields[str(step)].annotation), model)
+    """The keys of the block to which these steps lead."""
+    for step in steps:
+        field = model.model_fields.get(str(step))
+        model = model if field is None else next(_models_in(field.annotation), model)
     return list(model.model_fields)
 
 

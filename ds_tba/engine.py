@@ -1,4 +1,4 @@
-"""The only module that knows ``DeepSpeedEngine``: finds the block, builds the offloader, hooks the class.
+"""When DeepSpeed's engine does what: finds the block, builds the offloader, hooks the class; nobody else knows it.
 
 DeepSpeed has no plugin mechanism, so methods of the class are wrapped: ``__init__`` always (to look up one key of the
 config); ``forward``, ``step`` and ``destroy`` once there is an engine whose config has a block of ours, and what saves
@@ -24,12 +24,12 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import distributed
 
-from ds_tba.adaptive.ranks import Agreement, Alone, Ranks
+from ds_tba.adaptive.agreement import Agreement, Alone, Ranks
 from ds_tba.autograd.blocks import FRAMES
 from ds_tba.autograd.tensors import OwnedStorages, mark_owned, skip_frames, uncompiled
 from ds_tba.config import (
@@ -38,6 +38,7 @@ from ds_tba.config import (
     UPDATE_BLOCK,
     AioConfig,
     OffloadConfig,
+    is_off,
     parse_block,
     refuse_misnamed,
     zero_block,
@@ -55,6 +56,7 @@ ATTRIBUTE = "activation_offloader"
 UPDATE_ATTRIBUTE = "interleaved_optimizer_update"
 _HOOKED = "_ds_tba_hooked"
 _OWNED = "_ds_tba_owned"
+_Made = TypeVar("_Made", bound=ActivationOffloader | InterleavedUpdate | None)
 _NO_HOOKS = "support saved tensor hooks"  # in the message of torch/_functorch/eager_transforms.py
 # Ranks may arrive minutes apart: one of them builds DeepSpeed's aio op while the others wait for it.
 AGREEMENT_TIMEOUT = timedelta(minutes=30)
@@ -110,13 +112,7 @@ def hook_config(config_class: type) -> None:
 
 
 def attach(engine: Any) -> ActivationOffloader:
-    """Attach an offloader to an engine that exists already.
-
-    Args:
-        engine: a ``DeepSpeedEngine`` whose config has the block.
-
-    Returns:
-        The engine's offloader; the present one, if it has one.
+    """Attach an offloader to a ``DeepSpeedEngine`` that exists already, and return it; the present one, if it has one.
 
     Raises:
         ConfigError: the engine's config has no enabled block, or a bad one.
@@ -146,43 +142,35 @@ def _build(
     An engine that does not train, such as TRL's for a reference model, gets the config of the one that does. A second
     offloader would take staging and a swap file for nothing, and write its report over the first one's.
     """
-    if BLOCK not in param_dict:
+    if BLOCK not in param_dict or is_off(param_dict[BLOCK]):
         return None
-    offloader: ActivationOffloader | None = None
-    problem: Exception | None = None
-    try:
+
+    if not trains:
+        parse_block(param_dict)
+        _show_log()
+        if _rank() == 0:
+            logger.info(
+                "ds_tba: an engine without an optimizer (for evaluation, or of a reference model) keeps its "
+                "activations in memory; if it trains with an optimizer that DeepSpeed does not know, call "
+                "ds_tba.attach(engine)"
+            )
+        return None
+
+    def make() -> ActivationOffloader | None:
         parsed = parse_block(param_dict)
         if parsed is None:
             return None
         _show_log()
-        if not trains:
-            _say_untrained()
-            return None
         _refuse_incompatible(ds_config)
-        offloader = _new_offloader(*parsed, param_dict, device_rank)
-    except Exception as error:  # noqa: BLE001 - raised again below, once the other ranks know
-        problem = error
-    try:
-        _agree(problem)
-    except BaseException:
-        if offloader is not None:
-            offloader.close()
-        raise
-    return offloader
+        return _new_offloader(*parsed, param_dict, device_rank)
+
+    return _on_all_ranks(make)
 
 
 def _device_rank(args: Any) -> int:
     """The device that ``DeepSpeedEngine._set_distributed_vars`` will make current; below 0 it leaves that as it is."""
     local_rank = os.environ.get("LOCAL_RANK") or os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK") or -1
     return int(getattr(args, "device_rank", local_rank))
-
-
-def _say_untrained() -> None:
-    if _rank() == 0:
-        logger.info(
-            "ds_tba: an engine without an optimizer (for evaluation, or of a reference model) keeps its activations in "
-            "memory; if it trains with an optimizer that DeepSpeed does not know, call ds_tba.attach(engine)"
-        )
 
 
 def _new_offloader(
@@ -260,25 +248,21 @@ def _join_update(engine: Any, config: UpdateConfig) -> None:
     """Take the optimizer updates of a built engine over; ranks succeed or fail together."""
     from deepspeed.accelerator import get_accelerator
 
-    update: InterleavedUpdate | None = None
-    problem: Exception | None = None
+    def make() -> InterleavedUpdate:
+        return InterleavedUpdate(config, adapted(get_accelerator()), engine.optimizer, rank=_rank())
+
     try:
-        update = InterleavedUpdate(config, adapted(get_accelerator()), engine.optimizer, rank=_rank())
-    except Exception as error:  # noqa: BLE001 - raised again below, once the other ranks know
-        problem = error
-    try:
-        _agree(problem)
+        update = _on_all_ranks(make)
     except BaseException:
-        for part in (update, getattr(engine, ATTRIBUTE, None)):
-            if part is not None:
-                part.close()
+        offloader = getattr(engine, ATTRIBUTE, None)
+        if offloader is not None:
+            offloader.close()
         raise
     engine.interleaved_optimizer_update = update
     _hook_methods(type(engine), _AROUND, _SAVING)
-    if update is not None:
-        update.agree(_agreement().all_reduce_max)
-        if _rank() == 0:
-            logger.info(update.start_line())
+    update.agree(_agreement().all_reduce_max)
+    if _rank() == 0:
+        logger.info(update.start_line())
 
 
 def _mark_owned(module: torch.nn.Module, _inputs: Any) -> None:
@@ -295,13 +279,15 @@ def _hook_methods(engine_class: type, *tables: _Table) -> None:
                 setattr(defining, name, _wrapped(original, around))
 
 
-def _wrapped(original: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
+def _wrapped(original: Callable[..., Any], around: Callable[..., Any] | None) -> Callable[..., Any]:
+    """A method inside of ``around``; without that, refused while the model is half updated."""
+
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         offloader = self.__dict__.get(ATTRIBUTE)
-        if around in (_forward, _save):
+        if around in (_forward, None):
             refuse_half_updated(getattr(self, "optimizer", None))
-        if offloader is None and around is not _destroy:
+        if around is None or (offloader is None and around is not _destroy):
             return original(self, *args, **kwargs)
         return around(offloader, functools.partial(original, self, *args, **kwargs), self)
 
@@ -338,10 +324,6 @@ def _step(offloader: ActivationOffloader, original: Callable[[], Any], engine: A
     return result
 
 
-def _save(offloader: ActivationOffloader, original: Callable[[], Any], engine: Any) -> Any:
-    return original()
-
-
 def _train_batch(offloader: ActivationOffloader, original: Callable[[], Any], engine: Any) -> Any:
     with offloader.interleaving():
         result = original()
@@ -368,15 +350,13 @@ def _collected(offloader: ActivationOffloader, original: Callable[[], Any], engi
 
 
 # By the class that defines the methods.
-_Table = Mapping[str, Mapping[str, Callable[..., Any]]]
+_Table = Mapping[str, Mapping[str, Callable[..., Any] | None]]
 _AROUND: _Table = {
     "DeepSpeedEngine": {"forward": _forward, "step": _step, "destroy": _destroy, "__del__": _collected},
     "PipelineEngine": {"train_batch": _train_batch},  # see [Note: Pipelines]
 }
 _SAVING: _Table = {
-    "DeepSpeedEngine": dict.fromkeys(
-        ("save_checkpoint", "save_16bit_model", "_zero3_consolidated_16bit_state_dict"), _save
-    )
+    "DeepSpeedEngine": dict.fromkeys(("save_checkpoint", "save_16bit_model", "_zero3_consolidated_16bit_state_dict"))
 }
 
 
@@ -398,6 +378,22 @@ def _agreement_of_stage(engine: Any) -> Agreement | None:
     topology = engine.module.topology()
     stages = [topology.get_axis_list("pipe", stage) for stage in range(engine.module.num_stages)]
     return Ranks.of_part(stages, "stage")
+
+
+def _on_all_ranks(make: Callable[[], _Made]) -> _Made:
+    """Call ``make`` on each rank; where it raises on one, what it made on others is closed, and all raise."""
+    made, problem = None, None
+    try:
+        made = make()
+    except Exception as error:  # noqa: BLE001 - raised again below, once the other ranks know
+        problem = error
+    try:
+        _agree(problem)
+    except BaseException:
+        if made is not None:
+            made.close()
+        raise
+    return cast(_Made, made)
 
 
 def _agree(problem: Exception | None) -> None:

@@ -15,8 +15,9 @@
     │   └── ActivationCorruptionError            bytes read back are not the bytes written
     ├── UpdateInterruptedError (RuntimeError)    an optimizer update was not finished: the model is half updated
     ├── ActivationModifiedError (RuntimeError)   a saved tensor was modified in place, as autograd itself reports
-    ├── RecomputationError (RuntimeError)        a block's forward saved other tensors when it ran again
+    ├── RecomputationError (RuntimeError)        a block's forward gave other tensors when it ran again
     ├── RematerializationError (RuntimeError)    a tensor made again is no longer what forward has made
+    ├── ReportError (ValueError)                 a file is not a report
     └── StateError (RuntimeError)                an illegal state transition: a bug in ds_tba, or use after close
 """
 
@@ -85,7 +86,7 @@ class ActivationModifiedError(DsTbaError, RuntimeError):
 
 
 class RecomputationError(DsTbaError, RuntimeError):
-    """A block's forward, run again in backward, did not save the tensors that it saved the first time."""
+    """A block's forward, run again in backward, did not save or return what it did the first time."""
 
 
 class RematerializationError(DsTbaError, RuntimeError):

@@ -1,37 +1,35 @@
-"""The activation offloader of one engine: builds the parts from the config, reports on them, closes them.
+"""What ``engine.activation_offloader`` is: builds the parts from the config, opens ``saving()``, reports, closes.
 
-Knows every part below; does not know DeepSpeed's engine (``engine.py`` ties the two together).
+Knows every part below, and decides nothing itself; cannot see DeepSpeed's engine (``engine.py`` ties the two together).
 """
 
 from __future__ import annotations
 
 import atexit
 import logging
+import math
 import os
 import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from ds_tba.adaptive.consensus import Planning
+from ds_tba.adaptive.agreement import Agreement, Planning
 from ds_tba.adaptive.controller import Controller
-from ds_tba.adaptive.monitor import Counts, compilations, moves_in_vain
-from ds_tba.adaptive.ranks import Agreement
+from ds_tba.adaptive.feedback import compilations, moves_in_vain
 from ds_tba.adaptive.rates import Rates
-from ds_tba.autograd.blocks import Blocks, find_blocks
+from ds_tba.autograd.blocks import Blocks, RunningModule, find_blocks
 from ds_tba.autograd.budget import MemoryMeter
 from ds_tba.autograd.cache import TensorCache
-from ds_tba.autograd.discovery import RunningModule
-from ds_tba.autograd.sites import Sites, open_sites
+from ds_tba.autograd.sites import open_sites
 from ds_tba.autograd.tensors import mark_inputs
 from ds_tba.config import BLOCK, AioConfig, OffloadConfig, with_staging
-from ds_tba.device.accelerator import Accelerator, MemoryUse
+from ds_tba.device.accelerator import Accelerator
 from ds_tba.device.memory import available_bytes
 from ds_tba.errors import IncompatibleError, PathError
 from ds_tba.planner.plan import Limits
@@ -41,14 +39,10 @@ from ds_tba.storage.base import Always
 from ds_tba.storage.finalizers import Closer, interrupts_us
 from ds_tba.storage.tiers import Tiers
 from ds_tba.telemetry.drive_health import write_limit_bytes_per_step
-from ds_tba.telemetry.report import LittleMoved, OffloadReport, checked_path, rank_path, write_file
+from ds_tba.telemetry.report import LittleMoved, OffloadReport, ReportFile, checked_path
 from ds_tba.telemetry.stats import StoreStats
 
 logger = logging.getLogger(__name__)
-
-# Maximum age of the JSON at report.path when the process is killed (or one step, where steps take longer): at first, so
-# that a run which ends early leaves one, and after some doublings.
-FIRST_REPORT_AGE_S, REPORT_AGE_S = 0.25, 10.0
 
 # Longer than the stores take to give up on an I/O request that never ends.
 CLOSE_LIMIT_S = 90.0
@@ -80,153 +74,6 @@ def _measure_together(rates: Rates, agreement: Agreement) -> None:
             raise PathError(f"rank {rank}: {found}")
 
 
-@dataclass(frozen=True, slots=True)
-class Process:
-    """The process that built the offloader, and its rank among those of the run and of the machine."""
-
-    rank: int
-    ranks_on_node: int
-    pid: int = field(default_factory=os.getpid)
-
-    def is_forked(self) -> bool:
-        """Whether the caller runs in a forked child, which has neither our threads nor our memory nor our report."""
-        return self.pid != os.getpid()
-
-
-class Reporter:
-    """Makes the report of a run, and keeps the JSON at ``report.path`` up to date.
-
-    Args:
-        config: the block.
-        rank: of this process.
-        path: of the JSON; None writes none.
-        tiers, cache, sites: whose counters the report shows.
-        started_at: on the monotonic clock.
-        memory: of the device, where that is not the host.
-
-    Attributes:
-        controller: of placement "adaptive" and of traces, once there is one.
-        steps: optimizer steps so far.
-        step_peak_bytes: of saved tensors in the last step; a controller has its own.
-    """
-
-    def __init__(
-        self, config: OffloadConfig, rank: int, path: Path | None, tiers: Tiers, cache: TensorCache,
-        sites: Sites | None, started_at: float, memory: MemoryUse | None,
-    ) -> None:  # fmt: skip
-        self._config = config
-        self._sites = sites
-        self._rank = rank
-        self._path = path
-        self._tiers = tiers
-        self._cache = cache
-        self._started_at = started_at
-        self._memory = memory
-        self._ended_at: float | None = None
-        self._written_at, self._age_s = -REPORT_AGE_S, 0.0
-        self.controller: Controller | None = None
-        self.steps = self.step_peak_bytes = 0
-        self._little = LittleMoved(config)
-
-    def report(self) -> OffloadReport:
-        """The counters of all parts as they are now."""
-        # Takes no lock: training calls this, and the closer's thread after a lane has hung with its lock held.
-        cache = self._cache.stats
-        config, tiers, controller = self._config, self._tiers, self.controller
-        budget_bytes = config.activation_budget_bytes if config.placement == "adaptive" else None
-        store = tiers.nvme.stats if tiers.nvme is not None else StoreStats()
-        host = tiers.host.stats if tiers.host is not None else StoreStats()
-        # A tensor that both NVMe and the host tier refuse is one fallback.
-        kept, fallbacks = Counter(cache.kept_bytes), Counter((store if tiers.nvme else host).fallbacks)
-        return OffloadReport(
-            state="running" if self._ended_at is None else "finished",
-            rank=self._rank,
-            backend=tiers.selection.backend.name if tiers.selection else "none",
-            backend_reason=tiers.selection.reason if tiers.selection else f"placement {config.placement}",
-            paths=[str(directory.path) for directory in tiers.directories],
-            placement=config.placement,
-            integrity=config.io.integrity,
-            steps=self.steps,
-            micro_steps=cache.micro_steps,
-            packed_tensors=cache.packed_tensors,
-            passed_through_tensors=cache.passed_through_tensors,
-            offloaded_bytes=store.offloaded_bytes + host.offloaded_bytes,
-            written_bytes=store.writes.nbytes,
-            read_bytes=store.reads.nbytes,
-            forwarded_bytes=store.forwarded_bytes,
-            cancelled_bytes=store.cancelled_bytes,
-            deduplicated_bytes=cache.deduplicated_bytes,
-            kept_bytes=sum(kept.values()),
-            host_bytes=host.offloaded_bytes + store.rescued_bytes,
-            recomputed_bytes=controller.recomputed_bytes if controller is not None else 0,
-            peak_staging_bytes=tiers.nvme.ring.slots.peak_used_bytes if tiers.nvme is not None else 0,
-            swap_file_bytes=sum(path.file.size_bytes for path in tiers.paths),
-            peak_saved_bytes=cache.resident.peak,
-            peak_saved_bytes_without=cache.saved.peak,
-            budget_excess_bytes=0 if budget_bytes is None else max(0, cache.resident.peak - budget_bytes),
-            fallbacks=sum(fallbacks.values()),
-            write_bytes_per_s=store.writes.bytes_per_s,
-            read_bytes_per_s=store.reads.bytes_per_s,
-            stall_s=store.stall_s,
-            kept_bytes_by_reason=dict(kept),
-            fallbacks_by_reason=dict(fallbacks),
-            bandwidth=[path.bandwidth() for path in tiers.paths],
-            wear=[asdict(one) for one in tiers.wear((self._ended_at or time.monotonic()) - self._started_at)],
-            step_peak_saved_bytes=controller.step_peak_bytes if controller is not None else self.step_peak_bytes,
-            plans=controller.plans if controller is not None else 0,
-            plan=controller.summary() if controller is not None else None,
-            unproven_blocks=controller.unproven_blocks() if controller is not None else [],
-            rematerialized_bytes=cache.rematerialized_bytes,
-            device_memory={} if self._memory is None else self._memory.levels()._asdict(),
-            **({} if self._sites is None else self._sites.summary()),
-        )
-
-    def end_step(self) -> None:
-        """Log and write the report where ``report.every_steps`` asks for it."""
-        plans = 0 if self.controller is None else self.controller.plans
-        little = self._little.end_step(self._cache.stats.kept_bytes, self._done_bytes(), self.steps, plans)
-        if little and self._rank == 0:
-            logger.info("%s", little)
-        every = self._config.report.every_steps
-        if every and self.steps % every == 0:
-            logger.info("rank %d: %s", self._rank, self.report().summary())
-            self.write()
-        self.refresh()
-
-    def end_run(self) -> None:
-        """Log and write the last report."""
-        self._ended_at = time.monotonic()
-        little = self._little.judge(self._cache.stats.kept_bytes, self._done_bytes())
-        logger.info("ds_tba, rank %d: %s", self._rank, "; ".join(filter(None, [self.report().summary(), little])))
-        self.write()
-
-    def _done_bytes(self) -> int:
-        """Moved, made again or recomputed so far."""
-        recomputed_bytes = 0 if self.controller is None else self.controller.recomputed_bytes
-        moved_bytes = _counts(self._tiers, self._cache).offloaded_bytes
-        return moved_bytes + recomputed_bytes + self._cache.stats.rematerialized_bytes
-
-    def refresh(self) -> None:
-        """Write the JSON again if it is old: seldom once a run is steady, because it takes a millisecond of a step.
-
-        Called in training rather than from a signal handler: a handler runs only when the main thread comes back from
-        C++, and SIGKILL has none. So a process that is killed in a hang still leaves a report.
-        """
-        if self._path is not None and time.monotonic() - self._written_at >= self._age_s:
-            self.write()
-            self._age_s = min(max(FIRST_REPORT_AGE_S, 2 * self._age_s), REPORT_AGE_S)
-
-    def write(self) -> None:
-        """Write the JSON at ``report.path``, if one is set; a failure is logged, never raised into training."""
-        if self._path is None:
-            return
-        try:
-            self.report().write_json(self._path)
-        except OSError as error:
-            logger.warning("report.path %s cannot be written: %s", self._path, error)
-        self._written_at = time.monotonic()
-
-
 class ActivationOffloader:
     """The object at ``engine.activation_offloader``.
 
@@ -253,16 +100,20 @@ class ActivationOffloader:
         rank: int = 0,
         ranks_on_node: int = 1,
     ) -> None:
-        started_at = time.monotonic()
+        self._started_at, self._ended_at = time.monotonic(), math.inf
         is_host = accelerator.is_synchronized_device()
         self.config = config = with_staging(config, _host_bytes() / ranks_on_node, is_host=is_host)
         self._accelerator = accelerator
-        self._process = Process(rank, ranks_on_node)
+        self._rank, self._ranks_on_node, self._pid = rank, ranks_on_node, os.getpid()
         self._controller: Controller | None = None
         self._undo: list[Callable[[], object]] = []
         self._compilations_before = compilations()
-        report_path = checked_path("report.path", config.report.path, rank)
-        checked_path("report.trace_path", config.report.trace_path, rank)  # now, not after hours of training
+        self._steps = self._step_peak_bytes = 0  # optimizer steps so far; peak of the last, where no controller has it
+        self._little = LittleMoved(config)
+        self._report_file = ReportFile("report.path", checked_path("report.path", config.report.path, rank))
+        # Checked now, not after hours of training.
+        trace_path = checked_path("report.trace_path", config.report.trace_path, rank)
+        self._trace_file = ReportFile("report.trace_path", trace_path) if trace_path is not None else None
         self._tiers = Tiers(
             config, aio_config, accelerator, zero_uses_nvme=zero_uses_nvme, rank=rank, ranks_on_node=ranks_on_node
         )
@@ -276,8 +127,6 @@ class ActivationOffloader:
         )
         self._sites = open_sites(config, self.cache.records, accelerator)
         self.cache.rematerialize(self._sites)
-        memory = None if is_host else accelerator.memory
-        self._reporter = Reporter(config, rank, report_path, self._tiers, self.cache, self._sites, started_at, memory)
         self._closer = Closer(self._close, accelerator)
         atexit.register(self.close)
 
@@ -306,16 +155,15 @@ class ActivationOffloader:
                 {id(module): path for path, module in model.named_modules()}
             ).path
         plans = config.placement == "adaptive"
-        trace_path = rank_path(config.report.trace_path, self._process.rank) if config.report.trace_path else None
-        if self._controller is not None or not (plans or trace_path):
+        if self._controller is not None or not (plans or config.report.trace_path):
             return
         rates = Rates(tiers.nvme, self._accelerator, config.io.ring_bytes)
         _measure_together(rates, everyone or agreement)
         memory = MemoryMeter(self._accelerator.memory, self.cache.stats.resident)
         # The memory of a CPU is shared by all ranks of the machine.
-        sharers = self._process.ranks_on_node if self._accelerator.is_synchronized_device() else 1
+        sharers = self._ranks_on_node if self._accelerator.is_synchronized_device() else 1
         planning = Planning(
-            planner, partial(_limits, config, tiers), rates, lambda: memory.room_bytes() / sharers, agreement
+            planner, partial(_limits, config, tiers), rates.resources, lambda: memory.room_bytes() / sharers, agreement
         )
         controller = Controller(
             self.cache,
@@ -325,15 +173,15 @@ class ActivationOffloader:
             rates,
             agreement,
             self._accelerator.clock,
-            partial(_counts, tiers, self.cache),
-            partial(_write_trace, trace_path),
+            partial(_write_trace, self._trace_file),  # not of this object, which would hold itself
             memory,
             config.activation_budget_bytes if plans else None,
         )
-        is_watching = plans and config.recompute
-        blocks = Blocks(find_blocks(model, config.blocks), controller, is_watching=is_watching, account=self.cache)
+        may_recompute = plans and config.recompute
+        found = find_blocks(model, config.blocks)
+        blocks = Blocks(found, controller, may_recompute=may_recompute, count=self.cache.count_again)
         controller.watch(model, blocks)
-        self._controller = self._reporter.controller = controller
+        self._controller = controller
 
     def on_close(self, undo: Callable[[], object]) -> None:
         """Call ``undo`` in :meth:`close`, for example to remove a hook from the model."""
@@ -355,22 +203,22 @@ class ActivationOffloader:
                 "forward is being captured into a graph (torch.cuda.graph), whose replays would neither write nor read "
                 f'activations: capture without "{BLOCK}", or run forward outside of the capture.'
             )
-        if self._process.is_forked():
+        if self._is_forked():
             return nullcontext()
-        self._reporter.refresh()
+        self._refresh_report()
         if self._sites is not None:
             mark_inputs(inputs)
         return self.cache.saving() if self._controller is None else self._controller.saving()
 
     def interleaving(self) -> AbstractContextManager[None]:
         """Context for a whole step in which forwards and backwards of several micro-batches alternate."""
-        if self._process.is_forked():
+        if self._is_forked():
             return nullcontext()
         return self.cache.interleaving() if self._controller is None else self._controller.interleaving()
 
     def note_micro_step(self) -> None:
         """Record that backward is over."""
-        if self._process.is_forked():
+        if self._is_forked():
             return
         if self._controller is not None:
             self._controller.end_micro_step()
@@ -379,21 +227,30 @@ class ActivationOffloader:
 
     def note_step(self) -> None:
         """Record that an optimizer step is done; reports every ``report.every_steps`` of them."""
-        if self._process.is_forked():
+        if self._is_forked():
             return
-        self._reporter.steps += 1
+        self._steps += 1
         if self._sites is not None:
-            self._sites.step = self._reporter.steps + 1
+            self._sites.step = self._steps + 1
         if self._controller is not None:
             self._controller.end_step()
-        self._reporter.step_peak_bytes = self.cache.stats.resident.lap() if self._controller is None else 0
-        moved_bytes = _counts(self._tiers, self.cache).offloaded_bytes
-        if self._reporter.steps == 1 and moves_in_vain(self.cache.stats, moved_bytes, self._compilations_before):
+        else:
+            self._step_peak_bytes = self.cache.stats.resident.lap()
+        moved_bytes = _offloaded_bytes(self._tiers)
+        if self._steps == 1 and moves_in_vain(self.cache.stats, moved_bytes, self._compilations_before):
             self._advise_to_compile_layers()
-        self._reporter.end_step()
+        plans = 0 if self._controller is None else self._controller.plans
+        little = self._little.end_step(self.cache.stats.kept_bytes, self._done_bytes(), self._steps, plans)
+        if little and self._rank == 0:
+            logger.info("%s", little)
+        every = self.config.report.every_steps
+        is_due = every > 0 and self._steps % every == 0
+        if is_due:
+            logger.info("rank %d: %s", self._rank, self.report().summary())
+        self._refresh_report(now=is_due)
 
     def _advise_to_compile_layers(self) -> None:
-        if self._process.rank == 0:
+        if self._rank == 0:
             logger.warning(
                 "moving activations does not lower their peak: probably the model is compiled as one graph, which "
                 "saves all of them at the end of forward and takes all back before backward begins. %s. Compile each "
@@ -402,9 +259,71 @@ class ActivationOffloader:
                 "Plans keep them" if self.config.placement == "adaptive" else "They are moved, as placement says",
             )
 
+    # ---- reports ------------------------------------------------------------------------------------------------
+
     def report(self) -> OffloadReport:
-        """The counters so far."""
-        return self._reporter.report()
+        """The counters of all parts as they are now."""
+        # Takes no lock: training calls this, and the closer's thread after a lane has hung with its lock held.
+        cache = self.cache.stats
+        config, tiers, controller = self.config, self._tiers, self._controller
+        budget_bytes = config.activation_budget_bytes if config.placement == "adaptive" else None
+        store = tiers.nvme.stats if tiers.nvme is not None else StoreStats()
+        host = tiers.host.stats if tiers.host is not None else StoreStats()
+        memory = None if self._accelerator.is_synchronized_device() else self._accelerator.memory
+        # A tensor that both NVMe and the host tier refuse is one fallback.
+        kept, fallbacks = Counter(cache.kept_bytes), Counter((store if tiers.nvme else host).fallbacks)
+        return OffloadReport(
+            state="running" if self._ended_at == math.inf else "finished",
+            rank=self._rank,
+            backend=tiers.selection.backend.name if tiers.selection else "none",
+            backend_reason=tiers.selection.reason if tiers.selection else f"placement {config.placement}",
+            paths=[str(directory.path) for directory in tiers.directories],
+            placement=config.placement,
+            integrity=config.io.integrity,
+            steps=self._steps,
+            micro_steps=cache.micro_steps,
+            packed_tensors=cache.packed_tensors,
+            passed_through_tensors=cache.passed_through_tensors,
+            offloaded_bytes=store.offloaded_bytes + host.offloaded_bytes,
+            written_bytes=store.writes.nbytes,
+            read_bytes=store.reads.nbytes,
+            forwarded_bytes=store.forwarded_bytes,
+            cancelled_bytes=store.cancelled_bytes,
+            deduplicated_bytes=cache.deduplicated_bytes,
+            kept_bytes=sum(kept.values()),
+            host_bytes=host.offloaded_bytes + store.rescued_bytes,
+            recomputed_bytes=controller.recomputed_bytes if controller is not None else 0,
+            peak_staging_bytes=tiers.nvme.ring.slots.peak_used_bytes if tiers.nvme is not None else 0,
+            swap_file_bytes=sum(path.file.size_bytes for path in tiers.paths),
+            peak_saved_bytes=cache.resident.peak,
+            peak_saved_bytes_without=cache.saved.peak,
+            budget_excess_bytes=0 if budget_bytes is None else max(0, cache.resident.peak - budget_bytes),
+            fallbacks=sum(fallbacks.values()),
+            write_bytes_per_s=store.writes.bytes_per_s,
+            read_bytes_per_s=store.reads.bytes_per_s,
+            stall_s=store.stall_s,
+            kept_bytes_by_reason=dict(kept),
+            fallbacks_by_reason=dict(fallbacks),
+            bandwidth=[path.bandwidth() for path in tiers.paths],
+            wear=[asdict(one) for one in tiers.wear(min(self._ended_at, time.monotonic()) - self._started_at)],
+            step_peak_saved_bytes=controller.step_peak_bytes if controller is not None else self._step_peak_bytes,
+            plans=controller.plans if controller is not None else 0,
+            plan=controller.summary() if controller is not None else None,
+            blocks_left_out=controller.blocks_left_out() if controller is not None else [],
+            rematerialized_bytes=cache.rematerialized_bytes,
+            device_memory={} if memory is None else memory.levels()._asdict(),
+            **({} if self._sites is None else self._sites.summary()),
+        )
+
+    def _refresh_report(self, *, now: bool = False) -> None:
+        """Write the JSON at ``report.path`` again where it is old, or ``now``."""
+        self._report_file.refresh(lambda: self.report().to_dict(), now=now)
+
+    def _done_bytes(self) -> int:
+        """Moved, made again or recomputed so far."""
+        recomputed_bytes = 0 if self._controller is None else self._controller.recomputed_bytes
+        moved_bytes = _offloaded_bytes(self._tiers)
+        return moved_bytes + recomputed_bytes + self.cache.stats.rematerialized_bytes
 
     def start_line(self) -> str:
         """The start-up line of the log: where activations go, and by which rule."""
@@ -416,6 +335,10 @@ class ActivationOffloader:
             return f'ds_tba: placement "keep": activations are measured, not moved{again}'
         return f"ds_tba: {'; '.join([*parts, _planning_text(self.config)])}"
 
+    def _is_forked(self) -> bool:
+        """Whether the caller runs in a forked child, which has neither our threads nor our memory nor our report."""
+        return self._pid != os.getpid()
+
     # ---- closing ------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -425,20 +348,20 @@ class ActivationOffloader:
         may call this method. If the handler interrupted our own code, which may hold a lock that closing needs, the
         call blocks for a few seconds at most, and closing ends once that code goes on.
         """
-        if self._process.is_forked():
+        if self._is_forked():
             return
         self._closer.ask()
         if interrupts_us("ds_tba.engine"):
             self._closer.wait(INTERRUPTED_CLOSE_LIMIT_S)
         elif not self._closer.wait(CLOSE_LIMIT_S):
             logger.error(
-                "rank %d: not closed after %.0f s; the rest is left to process exit", self._process.rank, CLOSE_LIMIT_S
+                "rank %d: not closed after %.0f s; the rest is left to process exit", self._rank, CLOSE_LIMIT_S
             )
-            self._reporter.write()
+            self._refresh_report(now=True)
 
     def close_soon(self) -> None:
         """Close in another thread: a finalizer may run in a lane, or while this very thread holds one of our locks."""
-        if not self._process.is_forked():
+        if not self._is_forked():
             self._closer.ask()
 
     def _close(self) -> None:  # in the closer's thread
@@ -451,7 +374,11 @@ class ActivationOffloader:
             self.cache.settle()
         finally:
             self._tiers.close()
-            self._reporter.end_run()
+            self._ended_at = time.monotonic()
+            little = self._little.judge(self.cache.stats.kept_bytes, self._done_bytes())
+            words = "; ".join(filter(None, [self.report().summary(), little]))
+            logger.info("ds_tba, rank %d: %s", self._rank, words)
+            self._refresh_report(now=True)
             atexit.unregister(self.close)
 
 
@@ -460,23 +387,13 @@ def _limits(config: OffloadConfig, tiers: Tiers, step_s: float) -> Limits:
     return Limits.of(config, write_limit)
 
 
-def _counts(tiers: Tiers, cache: TensorCache) -> Counts:
-    stores = [store.stats for store in (tiers.nvme, tiers.host) if store is not None]
-    return Counts(
-        tiers.refusals,
-        sum(one.offloaded_bytes for one in stores),
-        cache.stats.moving_s,
-        sum(one.stall_s for one in stores),
-    )
+def _offloaded_bytes(tiers: Tiers) -> int:
+    return sum(store.stats.offloaded_bytes for store in (tiers.nvme, tiers.host) if store is not None)
 
 
-def _write_trace(path: Path | None, trace: Trace) -> None:
-    if path is None:
-        return
-    try:
-        write_file(path, trace.to_json() + "\n")
-    except OSError as error:
-        logger.warning("report.trace_path %s cannot be written: %s", path, error)
+def _write_trace(file: ReportFile | None, trace: Trace) -> None:
+    if file is not None:
+        file.write_text(trace.to_json() + "\n")
 
 
 def _planning_text(config: OffloadConfig) -> str:

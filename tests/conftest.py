@@ -19,7 +19,7 @@ from doubles import CpuAccelerator
 from fault_table import FaultTable
 from victims import NoVictims, Victims, serving
 
-from ds_tba.autograd.checkpoint import CAN_RECOMPUTE
+from ds_tba.autograd.recompute import CAN_RECOMPUTE
 from ds_tba.config import AioConfig
 from ds_tba.storage.backends import aio
 from ds_tba.storage.backends.base import IoBackend

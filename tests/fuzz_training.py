@@ -24,9 +24,9 @@ from fuzz_programs import Program, Step
 from late_device import LateDevice
 from torch import Tensor, nn
 
+from ds_tba.adaptive.agreement import Alone
 from ds_tba.adaptive.controller import Controller
-from ds_tba.adaptive.monitor import Action
-from ds_tba.adaptive.ranks import Alone
+from ds_tba.adaptive.feedback import Action
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.errors import ActivationModifiedError, DsTbaError
 from ds_tba.offloader import ActivationOffloader
@@ -262,8 +262,8 @@ def _surprise(controller: Controller, program: Program) -> None:
         clock.elapsed_s = lambda *marks: chance.choice(CLOCK_FACTORS) * elapsed_s(*marks)
     elif program.surprises:
         action = Action.PLAN if program.surprises == "looks" else Action.RECORD
-        monitor: Any = controller.monitor
-        monitor.decide = lambda *_: action if chance.random() < SURPRISE_PART else Action.GO_ON
+        feedback: Any = controller.feedback
+        feedback.decide = lambda *_: action if chance.random() < SURPRISE_PART else Action.GO_ON
 
 
 def _until_empty(look: Callable[[], list[str]]) -> list[str]:

@@ -25,9 +25,9 @@ class Scope:
     start_s: float
 
 
-def tba_assignment(trace: Trace, timeline: Timeline) -> Assignment:
+def tba_assignment(trace: Trace) -> Assignment:
     """The prefix to NVMe, everything else kept."""
-    assignment = timeline.kept
+    assignment = Timeline.of(trace).kept
     if trace.resources.paths and trace.storages:
         assignment.placements[: _suffix(trace)] = Placement.NVME
     return assignment

@@ -12,10 +12,12 @@ import heapq
 from dataclasses import dataclass
 
 import numpy as np
+from oracle.plan import StorageCosts
+from oracle.timeline import Floats, Timeline
 
 from ds_tba.config import Placement
-from ds_tba.planner.plan import Limits, StorageCosts
-from ds_tba.planner.timeline import Assignment, Floats, Timeline
+from ds_tba.planner.plan import Limits
+from ds_tba.planner.timeline import Assignment
 
 SLICES = 1024
 MAX_GROUPS = 1024
@@ -94,7 +96,10 @@ class Greedy:
 
     def choose(self) -> Assignment:
         """The moves."""
-        assignment, nbytes = self._timeline.kept, self._timeline.storages.nbytes
+        assignment, nbytes = (
+            Assignment(self._timeline.kept.placements, self._timeline.kept.recomputed),
+            self._timeline.storages.nbytes,
+        )
         heap = [(-self._highest_ratio(index), index) for index in self._candidates()]
         heapq.heapify(heap)
         while heap and self._memory.max() > self._capacity_bytes:
@@ -149,6 +154,6 @@ class Greedy:
 def teraio_assignment(timeline: Timeline, limits: Limits) -> Assignment:
     """TERAIO's choice; neighbours are moved together where there are very many storages."""
     if not len(timeline.storages) or timeline.end_s <= 0:
-        return timeline.kept
+        return Assignment(timeline.kept.placements, timeline.kept.recomputed)
     coarse, group = timeline.grouped(MAX_GROUPS)
     return Assignment(Greedy(coarse, limits).choose().placements[group], timeline.kept.recomputed)

@@ -1,11 +1,12 @@
-"""Records a few steps, makes a plan, and has the plan followed and reviewed.
+"""Records a few steps, makes a plan, has it followed, and makes another where steps ask for it.
 
 [Note: The course] The first step runs with everything that is eligible moved, which is the safe thing to do while
-nothing is known. Where the config lets blocks be recomputed, the next one or two prove which can be (``proving.py``).
-Two micro-steps of the next ones are recorded (``recording.py``). From then on a plan is in force. Its steps show the
-cost of recomputing and moving (``calibration.py``), and ``monitor.py`` says when to review the plan. Every decision
-falls at the end of an optimizer step, which every rank makes (a forward may be one rank's alone). The ranks decide
-together: the highest ``Action`` of any rank is done by all.
+nothing is known. Two micro-steps of the next ones are recorded (``recorder.py``). From then on a plan is in force, and
+its steps are measured (``feedback.py``). Every decision falls at the end of an optimizer step, which every rank makes
+(a forward may be one rank's alone). The ranks decide together: the highest ``Action`` of any rank is done by all. While
+a plan is followed they talk in every eighth step only, since each time waits for the slowest rank.
+
+It cannot see what the next micro-step will save: the policy of a micro-step meets what comes.
 """
 
 from __future__ import annotations
@@ -19,14 +20,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_tba.adaptive.calibration import Calibration, Fit, Observation
-from ds_tba.adaptive.consensus import Machine, Planning, calibrated
-from ds_tba.adaptive.monitor import Action, Counts, Monitor, Step
+from ds_tba.adaptive.agreement import Agreement, Planning, Wish
+from ds_tba.adaptive.feedback import Action, Feedback, Step
 from ds_tba.adaptive.policy import ByPlan, PlanInForce
-from ds_tba.adaptive.proving import Proving
-from ds_tba.adaptive.ranks import Agreement
-from ds_tba.adaptive.recorder import Recorder
-from ds_tba.adaptive.recording import MAX_RECORDED_STEPS, RecordedTrace, Recording
+from ds_tba.adaptive.rates import Rates
+from ds_tba.adaptive.recorder import MAX_RECORDED_STEPS, Recorder, Recording
 from ds_tba.autograd.blocks import Block, Blocks
 from ds_tba.autograd.budget import MemoryMeter
 from ds_tba.autograd.cache import TensorCache
@@ -53,7 +51,6 @@ class Controller:
         machine: its rates, measured already.
         agreement: the ranks.
         clock: of the training device.
-        counts: of moving, so far.
         on_trace: called with each trace.
         memory: measures the device memory of everything but saved tensors.
         budget_bytes: bound of the saved tensors in device memory, as the user set it.
@@ -71,10 +68,9 @@ class Controller:
         tiers: Mapping[Placement, Store[Any]],
         safe: Policy,
         planning: Planning | None,
-        machine: Machine,
+        machine: Rates,
         agreement: Agreement,
         clock: Clock,
-        counts: Callable[[], Counts],
         on_trace: Callable[[Trace], None],
         memory: MemoryMeter,
         budget_bytes: int | None = None,
@@ -88,25 +84,22 @@ class Controller:
         self._budget_bytes = budget_bytes
         self._agreement = agreement
         self._clock = clock
-        self._counts = counts
         self._on_trace = on_trace
         self._paths: dict[int, str] = {}  # of each module, by id
-        self._calibration = Calibration()
         self._recording: Recording | None = None
-        self._recorded: RecordedTrace | None = None
-        self._is_other_trace = False  # than that of the plan in force
+        self._recorded: tuple[Trace, Layout] | None = None
+        self._grown: dict[int, int] = {}  # sizes of larger storages than those of the plan, by number
         self._blocks: Blocks | None = None
-        self._proving: Proving | None = None
+        self._is_strict = False  # a rank that deviates from a plan must not leave others waiting in backward
         self._policy = safe
         self._steps = 0
         self._step: Step | None = None
         self._before: Step | None = None  # the step before that
-        self._reviewed: Step | None = None  # of these, for the decision
         self._is_new_step = True
         self._problem = ""  # the last that was said
         self._wanted = Action.GO_ON  # since the ranks talked last
         self._is_over = False
-        self.monitor = Monitor()
+        self.feedback = Feedback()
         self.in_force: PlanInForce | None = None
         self.plans = 0
         self.recomputed_bytes = 0
@@ -117,17 +110,14 @@ class Controller:
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._blocks = blocks
         # Under ZeRO-3 a recomputation gathers parameters, which takes all ranks.
-        blocks.is_strict = self._agreement.size > 1 and any(hasattr(one, "ds_id") for one in model.parameters())
-        if blocks.is_watching:
-            self._proving = Proving(blocks, self._agreement)
+        self._is_strict = self._agreement.size > 1 and any(hasattr(one, "ds_id") for one in model.parameters())
         blocks.install()
         if self._budget_bytes is not None:
             self._cache.limit_resident(self._budget_bytes, "activation_budget_bytes")
 
     def close(self) -> None:
         """Remove the hooks from the model, and decide nothing more."""
-        self._is_over = True
-        self._stop_recording()
+        self._is_over, self._recording = True, None
         if self._blocks is not None:
             self._blocks.uninstall()
 
@@ -160,7 +150,6 @@ class Controller:
                 yield
         except BaseException:  # the step is not over, and shows nothing
             self._is_new_step = True
-            self._cache.take_moves()
             if self._recording is not None:
                 self._recording.abandon()
             raise
@@ -177,34 +166,22 @@ class Controller:
     def end_step(self) -> None:
         """The optimizer has stepped. A collective in some steps, the same ones on all ranks."""
         has_run, self._is_new_step = not self._is_new_step, True
-        self._reviewed = None
         self._end_policy()
         self._policy = self._safe
-        step = self._step
-        if has_run and step is not None:
-            step.end(self._clock.mark(), self._counts(), self._cache.take_moves())
-            self._machine.note_copies(step.counts.offloaded_bytes, step.counts.moving_s - step.counts.stall_s)
+        if has_run and self._step is not None:
+            self._step.end(self._clock.mark())
             if self._recording is not None:
-                self._recording.end_step(step.ended, step.counts.offloaded_bytes, has_compiled=step.has_compiled)
+                self._recording.end_step(self._step.ended, has_compiled=self._step.has_compiled)
             if self.in_force is None:
                 self._memory.sample()
-        if not self._is_over:
-            if self._proving is not None:
-                self._proving.end_step()
-            self._steps += 1
-            self._wanted = max(self._wanted, self._wanted_action() if has_run else Action.GO_ON)
-            if self._is_review:
-                wanted, self._wanted = self._wanted, Action.GO_ON
-                self._do(Action(self._agreement.all_reduce_max(wanted)))
-
-    @property
-    def _is_review(self) -> bool:
-        """Whether the ranks talk at the end of this step: the same on all of them.
-
-        While a plan is followed they do so seldom, since each time waits for the slowest rank.
-        """
+        if self._is_over:
+            return
+        self._steps += 1
+        self._wanted = max(self._wanted, self._wanted_action() if has_run else Action.GO_ON)
         is_steady = self.in_force is not None and self._recording is None
-        return not is_steady or self._agreement.size == 1 or self._steps % REVIEW_STEPS == 0
+        if not is_steady or self._agreement.size == 1 or self._steps % REVIEW_STEPS == 0:  # alike on all ranks
+            wanted, self._wanted = self._wanted, Action.GO_ON
+            self._do(Action(self._agreement.all_reduce_max(wanted)))
 
     def _begin(self) -> None:
         self._end_policy()
@@ -214,39 +191,22 @@ class Controller:
                 self._memory.sample()
             stats = self._cache.stats
             self.step_peak_bytes = stats.resident.lap()
-            self._before = self._step
-            plan = 0 if self._is_proving or self._recording is not None else self.plans
-            self._step = Step(self._clock.mark(), plan, self._counts())
+            number = 0 if self._recording is not None else self.plans
+            self._before, self._step = self._step, Step(self._clock.mark(), number, stats.moving_s)
         if self._step is not None:
             self._step.micro_steps += 1
         self._policy = self._safe
-        if self._recording is not None and self._recording.begin() is not None:
-            self._policy = self._while_recording()
-        elif self.in_force is not None and not self._is_proving:
-            self._policy = ByPlan(self.in_force, self._tiers, self._may_wait)
-
-    @property
-    def _is_proving(self) -> bool:
-        """Whether blocks are proven in this step: no plan foresees the saves and the time of such a step."""
-        return self._proving is not None and self._proving.is_running
-
-    def _while_recording(self) -> Policy:
-        """The policy of a recorded micro-step.
-
-        With everything moved, the recording shows when forward is done with each storage; a slow drive has no time for
-        that.
-        """
-        if self.in_force is None or any(self.in_force.plan.recomputed_blocks):
-            return self._safe  # the kept storages may not fit where recomputed blocks are saved, too
-        sizes = dict(self.in_force.bytes_by_placement)
-        kept_bytes = sizes.pop(Placement.KEEP, 0)
-        return ByPlan(self.in_force, self._tiers, self._may_wait) if kept_bytes > sum(sizes.values()) else self._safe
+        is_recorded = self._recording is not None and self._recording.begin() is not None
+        plan = self.in_force
+        # What recomputed blocks save in a recording would be kept, and may not fit: then everything is moved.
+        if plan is not None and not (is_recorded and any(plan.plan.recomputed_blocks)):
+            self._policy = ByPlan(plan, self._tiers, self._may_wait)
 
     def _end_policy(self) -> None:
         """Collect what the last micro-step has shown."""
         if self._step is not None and isinstance(self._policy, ByPlan):
             self._policy.end()
-            self._step.deviation.add(self._policy.deviation)
+            self._step.mismatch.add(self._policy.mismatch)
         if self._recording is not None:
             self._recording.settle()
 
@@ -255,38 +215,40 @@ class Controller:
 
         The host of an asynchronous device may wait for as long as it would be ahead otherwise.
         """
-        step, plan, moving_s = self._step, self.in_force, self._cache.stats.moving_s
-        return step is not None and plan is not None and moving_s - step.before.moving_s <= plan.patience_s
+        step, plan = self._step, self.in_force
+        if step is None or plan is None:
+            return False
+        return self._cache.stats.moving_s - step.moving_before_s <= plan.patience_s
 
-    # ---- passes through blocks ---------------------------------------------------------------------------------------
+    # ---- passes through blocks ----------------------------------------------------------------------------------
 
     def enter(self, block: Block, inputs: Sequence[torch.Tensor]) -> int | None:
         """A pass through a block begins; the bytes that it will not save, if it is to be recomputed."""
         recorder = self._recorder
         if recorder is not None:
-            is_recomputable = self._blocks is not None and self._blocks.leaves_no_trace(block)
+            is_recomputable = self._blocks is not None and self._blocks.is_recomputable(block)
             recorder.enter(block.path, inputs, is_recomputable=is_recomputable)
         if not isinstance(self._policy, ByPlan) or self._blocks is None:
             return None
-        deviation = self._policy.deviation
-        unplanned = deviation.unplanned
+        mismatch = self._policy.mismatch
+        unknown_saves = mismatch.unknown_saves
         saved_bytes = self._policy.enter(block.path)
-        if saved_bytes is not None and not self._blocks.is_proven(block):
-            deviation.unplanned += 1  # an obstacle that came up since
+        if saved_bytes is not None and not self._blocks.is_recomputable(block):
+            mismatch.unknown_saves += 1  # an obstacle that came up since
             saved_bytes = None
-        if deviation.unplanned > unplanned and self._blocks.is_strict and self._policy.recomputes:
+        if mismatch.unknown_saves > unknown_saves and self._is_strict and self._policy.recomputes:
+            why = self._blocks.left_out().get(block.path, "it comes at another place")
             raise IncompatibleError(
-                f"the block {block.path!r} does not do here what the plan of all ranks says "
-                f"({self._blocks.obstacle(block) or 'it comes at another place'}), and the others would wait for this "
-                'rank in backward: set "recompute": false.'
+                f"the block {block.path!r} does not do here what the plan of all ranks says ({why}), and the others "
+                'would wait for this rank in backward: set "recompute": false.'
             )
         return saved_bytes
 
     def leave(self, block: Block) -> None:
         """The pass is over."""
         recorder = self._recorder
-        if recorder is not None:
-            recorder.leave()
+        if recorder is not None and self._blocks is not None:
+            self._blocks.note_saves(block, has_saved=recorder.leave())
         if isinstance(self._policy, ByPlan):
             self._policy.leave()
 
@@ -295,10 +257,7 @@ class Controller:
         self.recomputed_bytes += token
         self._cache.has_room(token)  # at once: what it saves then finds the room
 
-    def recomputed(self, token: int) -> None:
-        """The pass has run."""
-
-    # ---- a step -------------------------------------------------------------------------------------------------
+    # ---- decisions ----------------------------------------------------------------------------------------------
 
     @property
     def is_recording(self) -> bool:
@@ -322,24 +281,20 @@ class Controller:
             return Action.GO_ON
 
     def _decide(self) -> Action:
-        if self._steps < WARM_STEPS or self._step is None or self._is_proving:
+        if self._steps < WARM_STEPS:
             return Action.GO_ON
         if self._recording is not None:
             return self._decide_recording(self._recording)
         if self.in_force is None:
-            return Action.RECORD if self.monitor.may_record(self._steps) else Action.GO_ON
-        resources = self._machine.resources()
+            return Action.RECORD if self.feedback.may_record(self._steps) else Action.GO_ON
         # A device is behind the host: marks of the step before the last can be read without waiting for the device.
-        step = self._step if resources.is_synchronous else self._before
+        step = self._step if self._machine.is_synchronous else self._before
         if step is None or step.plan != self.plans or step.ended is None or step.has_compiled:
             return Action.GO_ON
-        self._reviewed = step
-        seen = step.metrics(self.in_force, self._clock, resources.rates)
-        if self._recorded is not None and not self._is_other_trace:
-            shown = step.observation(self._recorded.trace, self.in_force, self._clock)
-            if shown is not None:
-                self._calibration.add(shown)
-        return self.monitor.decide(self._steps, seen)
+        self._grown = step.mismatch.grown or self._grown
+        seen = step.metrics(self.in_force, self._clock, self._machine.resources().rates)
+        action = self.feedback.decide(self._steps, seen)
+        return Action.MEASURE if action is Action.PLAN and self._machine.should_measure() else action
 
     def _decide_recording(self, recording: Recording) -> Action:
         if recording.is_enough:
@@ -357,34 +312,29 @@ class Controller:
 
     def _do(self, action: Action) -> None:
         if action is Action.RECORD:
-            if self._recording is None and (self._proving is None or not self._proving.begin()):
+            if self._recording is None:
                 self._record()
         elif action is Action.REST:
-            self.monitor.reviewed(self._steps)
             self._rest()
-        elif action is Action.PLAN:
+        elif action in (Action.PLAN, Action.MEASURE):
             recording, self._recording = self._recording, None
             if recording is not None:
                 self._take(recording)
-            elif self._agreement.all_reduce_max(int(self._machine.should_measure())):  # together: they share drives
+            elif action is Action.MEASURE:  # all together: they share drives
                 self._measure()
             self._make_plan()
 
     def _rest(self) -> None:
         """Go on without another plan, and try again later."""
+        self.feedback.rest(self._steps)
         self._recording = None
         if self._planning is not None and self.in_force is None:
             self._safe = Always(list(self._tiers.values()), wait=False, rematerialize=True)
 
     def _record(self) -> None:
-        self._cache.transfers.clock = self._clock
         is_synchronous, look = self._machine.is_synchronous, self._memory.sample
         make = partial(Recorder, self._cache, self._clock, self._paths, is_synchronous=is_synchronous, look=look)
         self._recording = Recording(self._clock, make)
-
-    def _stop_recording(self) -> None:
-        self._recording = None
-        self._cache.transfers.clock = None
 
     def _take(self, recording: Recording) -> None:
         """Go on from the recording; where it is broken, from the one before, if there is one."""
@@ -392,14 +342,16 @@ class Controller:
         if not recording.has_any:
             return
         try:
-            recorded = recording.recorded(self._machine.resources(), micro_steps).at_least(self._recorded)
+            trace, layout = recording.recorded(self._machine.resources(), micro_steps)
         except Exception as error:  # noqa: BLE001 - the other ranks wait for this rank's part of the plan
             logger.warning("discarding an inconsistent trace: %s", error)
             return
-        self._recorded, self._is_other_trace = recorded, True
-        self._calibration.begin(recorded.observation, recorded.trace.recompute_factor)
+        self._recorded, self._grown = (trace, layout), {}
+        moved_share = 1.0 if self.in_force is None else self.in_force.moved_share
+        moved_bytes = trace.micro_steps * moved_share * trace.movable_bytes
+        self.feedback.recorded(trace.step_s, moved_bytes * trace.resources.compute_s_per_byte)
         try:
-            self._on_trace(calibrated(recorded.trace, self._fit()))
+            self._on_trace(trace)
         except Exception as error:  # noqa: BLE001 - as above; the plan does not need the file
             logger.warning("the trace is not written: %s: %s", type(error).__name__, error)
 
@@ -410,43 +362,40 @@ class Controller:
         except Exception as error:  # noqa: BLE001 - the other ranks wait for this rank's part of the plan
             logger.warning("%s; what was measured before counts", error)
 
-    def _give_up(self) -> None:
-        """Make no more plans; the last one stays in force."""
-        self._is_over = True
-        self._stop_recording()
-        if self._planning is not None:
-            self._safe = Always(list(self._tiers.values()), wait=False, rematerialize=True)
-
     # ---- a plan -------------------------------------------------------------------------------------------------
-
-    def _fit(self) -> Fit:
-        return self._calibration.fit(
-            self._machine.resources().compute_s_per_byte, self._machine.compute_error_s_per_byte
-        )
 
     def _make_plan(self) -> None:
         if self._planning is None:
-            self._give_up()
+            self._is_over = True
             return
-        trace, layout, fit, non_recomputable = None, Layout(()), None, frozenset[str]()
-        try:
-            self._grow()
-            non_recomputable = frozenset() if self._blocks is None else self._blocks.unproven
-            if self._recorded is not None:
-                layout, fit, trace = self._recorded.layout, self._fit(), self._recorded.trace
-        except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer: no trace is one
-            logger.warning("this rank has no part in a plan now: %s: %s", type(error).__name__, error)
-        current = None if self._is_other_trace else self.in_force
-        found = self._planning.make(trace, layout, fit, non_recomputable, current)
+        found = self._planning.make(self._wish())
         if isinstance(found, PlanInForce):
-            self._is_other_trace = False
-            self.monitor.reviewed(self._steps)
             self._follow(found)
-        elif found.is_final:
-            self._give_up()
-        else:
-            self.monitor.rest(self._steps)
-            self._rest()
+            return
+        self._rest()
+        self._is_over = found.is_final  # the last one stays in force
+
+    def _wish(self) -> Wish | None:
+        """This rank's part in the next plan: of a trace of larger storages, where steps under the last one had such."""
+        try:
+            followed = self.in_force
+            if followed is not None and self._grown:
+                grown = followed.trace.grown(self._grown)
+                longer = grown.step_s / followed.trace.step_s if followed.trace.step_s else 1.0
+                self._recorded, self._grown = (grown, followed.layout), {}
+                self.feedback.recorded(self.feedback.kept_s * longer, 0.0)
+            if self._recorded is None:
+                return None
+            left_out = frozenset[str]()
+            if self._blocks is not None:
+                left_out = frozenset(self._blocks.left_out())
+                if self._agreement.rank == 0:
+                    self._blocks.warn_left_out()
+            share = 1.0 if followed is None else followed.limits.movable_share
+            return Wish(*self._recorded, self.feedback.kept_s, share, self.feedback.movable_share, left_out)
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer: no wish is one
+            logger.warning("this rank has no part in a plan now: %s: %s", type(error).__name__, error)
+            return None
 
     def _follow(self, found: PlanInForce) -> None:
         is_new = not found.is_same_as(self.in_force)  # on every rank alike
@@ -456,34 +405,22 @@ class Controller:
         self._cache.limit_resident(found.held_bytes, name)
         if not any(place is Placement.NVME for place, _ in found.bytes_by_placement) and Placement.NVME in self._tiers:
             self._tiers[Placement.NVME].trim()
-        self.monitor.planned(found.plan.prediction.step_s, self._machine.resources().rates, is_new=is_new)
-        self._calibration.age()
-        if is_new or self._calibration.is_beginning:
-            self._calibration.begin_plan()
+        self.feedback.planned(found, self._machine.resources().rates, self._steps, is_new=is_new)
         if not is_new:
             return
         self._cache.forget_order()
         self.plans += 1
         if self._agreement.rank == 0:
-            logger.info("plan %d%s: %s", self.plans, self._agreement.where, found.describe(self.monitor.reason))
+            logger.info("plan %d%s: %s", self.plans, self._agreement.where, found.describe(self.feedback.reason))
 
-    def _grow(self) -> None:
-        """Go on from a trace of larger storages, where the reviewed step had such."""
-        followed, step = self.in_force, self._reviewed
-        if followed is None or step is None or not step.deviation.grown or self._is_other_trace:
-            return
-        trace = followed.trace.grown(step.deviation.grown)
-        self._recorded = RecordedTrace(trace, followed.layout, Observation(trace.step_s, 0.0, 0))
-        self._calibration.begin(self._recorded.observation, trace.recompute_factor)
-        self._is_other_trace = True
-
-    def unproven_blocks(self) -> list[dict[str, str]]:
+    def blocks_left_out(self) -> list[dict[str, str]]:
         """For the report: blocks that are not recomputed, with the reason."""
-        return [] if self._proving is None else self._proving.unproven()
+        left_out = {} if self._blocks is None else self._blocks.left_out()
+        return [{"path": path, "reason": reason} for path, reason in left_out.items()]
 
     def summary(self) -> dict[str, Any] | None:
         """The plan for the report; None without one."""
         if self.in_force is None:
             return None
-        monitor = self.monitor
-        return {"reason": monitor.reason, "measured_step_s": monitor.measured_step_s, **self.in_force.summary()}
+        feedback = self.feedback
+        return {"reason": feedback.reason, "measured_step_s": feedback.measured_step_s, **self.in_force.summary()}

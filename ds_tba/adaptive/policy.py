@@ -1,6 +1,7 @@
 """Where the storages of one micro-step go, asked by the cache at each save.
 
-Knows stores, and plans where there is one; does not know the cache.
+Knows stores, and plans where there is one; does not know the cache. It cannot see why a micro-step is another than the
+planned one: it counts how they differ, and ``feedback.py`` judges.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class PlanInForce:
     Attributes:
         layout: of the trace.
         dropped_bytes: for each pass through a block the bytes that are not saved if the pass is recomputed.
-        wait_s_per_byte: unforeseen waits in the prediction; see ``calibration.py``.
+        moved_share: of the movable bytes, the part that goes to NVMe or to the host.
     """
 
     plan: Plan
@@ -35,25 +36,18 @@ class PlanInForce:
     layout: Layout
     limits: Limits
     dropped_bytes: tuple[int, ...]
-    wait_s_per_byte: float = 0.0
+    moved_share: float
 
     @classmethod
-    def of(cls, plan: Plan, trace: Trace, layout: Layout, limits: Limits, wait_s_per_byte: float = 0.0) -> PlanInForce:
+    def of(cls, plan: Plan, trace: Trace, layout: Layout, limits: Limits) -> PlanInForce:
         """A plan for ``trace``."""
-        dropped = [0] * len(trace.blocks)
+        dropped, moved_bytes = [0] * len(trace.blocks), 0
         for storage, placement in zip(trace.storages, plan.placements, strict=True):
             if placement is Placement.RECOMPUTE:
                 dropped[storage.blocks[0]] += storage.nbytes
-        return cls(plan, trace, layout, limits, tuple(dropped), wait_s_per_byte)
-
-    def is_for(self, trace: Trace, layout: Layout) -> bool:
-        """Whether the plan was made for a trace of the same storages and blocks."""
-        ours = self.trace
-        return (
-            self.layout == layout
-            and len(ours.storages) == len(trace.storages)
-            and [block.module for block in ours.blocks] == [block.module for block in trace.blocks]
-        )
+            elif placement in (Placement.NVME, Placement.HOST):
+                moved_bytes += storage.nbytes
+        return cls(plan, trace, layout, limits, tuple(dropped), moved_bytes / max(1, trace.movable_bytes))
 
     def is_same_as(self, other: PlanInForce | None) -> bool:
         """Whether both place every storage alike, and recompute the same blocks."""
@@ -64,33 +58,26 @@ class PlanInForce:
         return self.layout, self.trace.saved_bytes, self.plan.placements, self.plan.recomputed_blocks
 
     @property
-    def foreseen_wait_s(self) -> float:
-        """The predicted wait of a step for lanes and copies, without the compute time that moving takes in any case."""
-        resources = self.trace.resources
-        s_per_byte = resources.compute_s_per_byte + self.wait_s_per_byte
-        s_per_byte += 1 / resources.copy_out_bytes_per_s if resources.is_synchronous else 0.0
-        moved_bytes = self.trace.micro_steps * sum(
-            nbytes for place, nbytes in self.bytes_by_placement if place in (Placement.NVME, Placement.HOST)
-        )
-        return max(0.0, self.plan.prediction.stall_s - moved_bytes * s_per_byte)
-
-    @property
-    def patience_s(self) -> float:
-        """How long the host may wait for room in staging, in one step."""
-        cost, limits, trace = self.plan.prediction, self.limits, self.trace
-        if limits.activation_budget_bytes is not None:
-            return math.inf
-        ahead_s = 0.0 if trace.resources.is_synchronous else HOST_AHEAD_FRACTION * trace.step_s
-        computed_s = cost.recomputed_s + cost.rematerialized_s
-        return max(ahead_s, cost.stall_s, limits.max_step_overhead * trace.step_s - computed_s)
-
-    @property
     def bytes_by_placement(self) -> list[tuple[Placement, int]]:
         """Bytes of the trace's storages, for each placement that any has."""
         sizes = dict.fromkeys(Placement, 0)
         for storage, placement in zip(self.trace.storages, self.plan.placements, strict=True):
             sizes[placement] += storage.nbytes
         return [(placement, nbytes) for placement, nbytes in sizes.items() if nbytes]
+
+    @property
+    def computed_s(self) -> float:
+        """Predicted seconds of a step in which blocks are recomputed and storages are made again."""
+        return self.plan.prediction.recomputed_s + self.plan.prediction.rematerialized_s
+
+    @property
+    def patience_s(self) -> float:
+        """How long the host may wait for room in staging, in one step."""
+        limits, trace = self.limits, self.trace
+        if limits.activation_budget_bytes is not None:
+            return math.inf
+        ahead_s = 0.0 if trace.resources.is_synchronous else HOST_AHEAD_FRACTION * trace.step_s
+        return max(ahead_s, self.plan.prediction.stall_s, limits.max_step_overhead * trace.step_s - self.computed_s)
 
     @property
     def held_bytes(self) -> int | None:
@@ -102,9 +89,8 @@ class PlanInForce:
         budget_bytes, peak_bytes = self.limits.activation_budget_bytes, self.plan.prediction.peak_saved_bytes
         if budget_bytes is None or peak_bytes <= budget_bytes:
             return budget_bytes
-        movable_bytes = sum(storage.nbytes for storage in self.trace.storages if storage.is_movable)
         moves_none = all(place in (Placement.KEEP, Placement.REMATERIALIZE) for place in self.plan.placements)
-        return math.ceil(peak_bytes) if moves_none and 2 * movable_bytes > peak_bytes else budget_bytes
+        return math.ceil(peak_bytes) if moves_none and 2 * self.trace.movable_bytes > peak_bytes else budget_bytes
 
     def describe(self, reason: str) -> str:
         """In one line.
@@ -128,23 +114,24 @@ class PlanInForce:
             "recomputed_blocks": sum(self.plan.recomputed_blocks),
             "blocks": len(self.trace.blocks),
             "kept_step_s": self.trace.step_s,
+            "movable_share": self.limits.movable_share,
             **asdict(self.plan.prediction),
         }
 
 
 @dataclass(slots=True)
-class Deviation:
+class PlanMismatch:
     """How the saves of a micro-step, or of the micro-steps of a step, differ from the plan's trace.
 
     Attributes:
-        unplanned: saves that the plan does not know.
+        unknown_saves: that the plan has no storage or no block for.
         missed_bytes: of storages of the plan that were not saved.
         drift_bytes: by which storages differ in size, those that were not saved in full.
         grown: sizes of larger storages, by their number in the trace; of the micro-step in which they grew most.
         grown_bytes: by which these are larger.
     """
 
-    unplanned: int = 0
+    unknown_saves: int = 0
     missed_bytes: int = 0
     drift_bytes: int = 0
     grown_bytes: int = 0
@@ -157,42 +144,20 @@ class Deviation:
             self.grown_bytes += nbytes - self.grown.get(index, planned_bytes)
             self.grown[index] = nbytes
 
-    def record_missed(self, nbytes: int) -> None:
-        """Storages of so many bytes were not saved."""
-        self.missed_bytes += nbytes
-        self.drift_bytes += nbytes
-
-    def add(self, other: Deviation) -> None:
+    def add(self, other: PlanMismatch) -> None:
         """Another micro-step of the same step is over."""
-        self.unplanned += other.unplanned
+        self.unknown_saves += other.unknown_saves
         self.missed_bytes += other.missed_bytes
         self.drift_bytes += other.drift_bytes
         if other.grown_bytes > self.grown_bytes:
             self.grown_bytes, self.grown = other.grown_bytes, other.grown
 
 
-class _Scope:
-    """The saves of one scope; see [Note: Scopes] in ``ds_tba/planner/trace.py``.
-
-    Attributes:
-        expected: numbers of the storages that the plan expects, in order; ``position`` of them were saved.
-        seen: keys of the storages saved so far.
-    """
-
-    __slots__ = ("expected", "number", "position", "seen")
-
-    def __init__(self, number: int, in_force: PlanInForce) -> None:
-        self.number = number
-        self.expected = in_force.layout.expected(number, in_force.trace, in_force.plan.recomputed_blocks)
-        self.position = 0
-        self.seen: set[Hashable] = set()
-
-
 class ByPlan:
     """Follows a plan for one micro-step.
 
     Storages that the plan does not know are made again where that can be, as it takes no room; else they go where there
-    is room without waiting.
+    is room without waiting. The saves are matched scope by scope; see [Note: Scopes] in ``ds_tba/planner/trace.py``.
 
     Args:
         in_force: the plan.
@@ -203,9 +168,8 @@ class ByPlan:
     def __init__(
         self, in_force: PlanInForce, stores: Mapping[Placement, Store[Any]], may_wait: Callable[[], bool]
     ) -> None:
-        self.deviation = Deviation()
+        self.mismatch = PlanMismatch()
         self._plan = in_force
-        self._placements = in_force.plan.placements
         self._storages = in_force.trace.storages
         self._may_wait = may_wait
         # Where NVMe has no room, host memory may take the storage; the reverse would load the drive beyond its plan.
@@ -213,11 +177,26 @@ class ByPlan:
             place: tuple({one: stores[one] for one in (place, Placement.HOST) if one in stores}.values())
             for place in stores
         }
-        self._anywhere = tuple(stores.values())
-        self._unplanned = Choice(self._anywhere, False, rematerialize=True)
+        self._all_stores = tuple(stores.values())
+        self._unknown = Choice(self._all_stores, False, rematerialize=True)
         self._kept = Choice((), False, "plan")
         self._depth = 0
-        self._scope = _Scope(0, in_force)
+        self._begin_scope(0)
+
+    def _begin_scope(self, number: int) -> None:
+        self._scope = number
+        plan = self._plan
+        self._expected = plan.layout.expected(number, plan.trace, plan.plan.recomputed_blocks)
+        self._position = 0  # how many of the expected were saved
+        self._seen: set[Hashable] = set()
+
+    def _end_scope(self) -> None:
+        missed = [self._storages[index] for index in self._expected[self._position :]]
+        # Of those that may not be moved, not every save is asked about here.
+        missed_bytes = sum(one.nbytes for one in missed if one.is_movable)
+        self.mismatch.missed_bytes += missed_bytes
+        self.mismatch.drift_bytes += missed_bytes
+        self._begin_scope(self._scope + 1)
 
     @property
     def recomputes(self) -> bool:
@@ -234,11 +213,10 @@ class ByPlan:
         self._depth += 1
         if self._depth > 1:
             return None
-        self._next_scope()
-        number = self._scope.number // 2
-        blocks = self._plan.trace.blocks
+        self._end_scope()
+        number, blocks = self._scope // 2, self._plan.trace.blocks
         if number >= len(blocks) or blocks[number].module != module:
-            self.deviation.unplanned += 1
+            self.mismatch.unknown_saves += 1
             return None
         return self._plan.dropped_bytes[number] if self._plan.plan.recomputed_blocks[number] else None
 
@@ -246,39 +224,32 @@ class ByPlan:
         """The pass is over."""
         self._depth -= 1
         if self._depth == 0:
-            self._next_scope()
+            self._end_scope()
 
     def end(self) -> None:
         """The micro-step is over."""
-        while self._scope.number < len(self._plan.layout.scopes):
-            self._next_scope()
-
-    def _next_scope(self) -> None:
-        left, storages = self._scope, self._storages
-        missed = [storages[index] for index in left.expected[left.position :]]
-        self.deviation.record_missed(sum(one.nbytes for one in missed if one.is_movable))  # others may not be told of
-        self._scope = _Scope(left.number + 1, self._plan)
+        while self._scope < len(self._plan.layout.scopes):
+            self._end_scope()
 
     def choose(self, key: Hashable, nbytes: int) -> Choice:
         """The plan's choice for the storage that is next in this scope."""
-        scope = self._scope
-        if key in scope.seen:
+        if key in self._seen:
             return self._kept  # it has its place
-        scope.seen.add(key)
-        if scope.position >= len(scope.expected):
-            self.deviation.unplanned += 1
-            return self._unplanned
-        index = scope.expected[scope.position]
-        scope.position += 1
+        self._seen.add(key)
+        if self._position >= len(self._expected):
+            self.mismatch.unknown_saves += 1
+            return self._unknown
+        index = self._expected[self._position]
+        self._position += 1
         if nbytes != self._storages[index].nbytes:
-            self.deviation.record_size(index, nbytes, self._storages[index].nbytes)
-        placement = self._placements[index]
+            self.mismatch.record_size(index, nbytes, self._storages[index].nbytes)
+        placement = self._plan.plan.placements[index]
         if placement is Placement.KEEP:
             return self._kept
         if placement is Placement.REMATERIALIZE:
-            return Choice(self._anywhere, self._may_wait(), "plan", rematerialize=True)
+            return Choice(self._all_stores, self._may_wait(), "plan", rematerialize=True)
         stores = self._stores.get(placement)
         if stores is None:  # it was to be recomputed with a block that is not
-            self.deviation.unplanned += 1
-            return self._unplanned
+            self.mismatch.unknown_saves += 1
+            return self._unknown
         return Choice(stores, self._may_wait())

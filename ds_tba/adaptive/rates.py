@@ -1,16 +1,15 @@
 """The rates of this machine as a plan needs them: of the copies as last measured, of the drives as they are now.
 
-They are this rank's own: ranks that share drives have to measure at the same time.
+They are this rank's own: ranks that share drives have to measure at the same time. They cannot see what moving costs
+the kernels in training, which ``feedback.py`` learns from the steps.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from statistics import median
 
 import torch
 
@@ -23,8 +22,6 @@ from ds_tba.storage.staging import COPY_BYTES, CopyRates, measure_copies
 # Kernel time that copies by an engine of their own take, as a fraction of the copies' time: the link has about this
 # fraction of the device memory's bandwidth.
 LINK_FRACTION = 0.02
-# The median of so many steps is the rate of copies.
-SEEN_STEPS = 5
 # Of a run: the most that may be spent on measuring drives to which nothing is moved.
 MEASURING_FRACTION = 0.01
 
@@ -34,8 +31,7 @@ class Rates:
 
     [Note: I/O interference] On a device the lanes and the copy engine work beside the kernels, and take next to nothing
     from them. On a CPU they share processor and memory: there moving a byte is assumed to cost the kernels as much time
-    as its write and read took of the processor when they were measured alone, until steps have shown the true cost
-    (``calibration.py``).
+    as its write and read took of the processor when they were measured alone.
 
     Args:
         store: None where nothing goes to NVMe.
@@ -50,9 +46,13 @@ class Rates:
         self.copies = CopyRates(math.inf, math.inf)
         self._copies = Copies(accelerator)  # once: a device has few streams, and more share these
         self._compute_s_per_byte = 0.0
-        self._seen_bytes_per_s: deque[float] = deque(maxlen=SEEN_STEPS)
         self._moved_until = 0
         self._measured_at_s = self._measuring_s = 0.0
+
+    @property
+    def is_synchronous(self) -> bool:
+        """Whether the device is the host."""
+        return self._accelerator.is_synchronized_device()
 
     def measure(self) -> None:
         """Measure drives and copies; blocks for a moment.
@@ -65,28 +65,13 @@ class Rates:
             began_s, before = time.process_time(), self._moved_bytes()
             self._store.measure()
             moved_bytes = self._moved_bytes() - before
-            if moved_bytes and self._accelerator.is_synchronized_device():
-                # Either way was counted; a storage goes both.
+            if moved_bytes and self.is_synchronous:  # either way was counted; a storage goes both
                 self._compute_s_per_byte = 2 * (time.process_time() - began_s) / moved_bytes
-        self.copies = self._measure_copies()
+        with self._staged() as staged:
+            self.copies = measure_copies(self._accelerator, self._copies, staged)
         self._moved_until = self._moved_bytes()
         self._measured_at_s = time.monotonic()
         self._measuring_s = self._measured_at_s - started_s
-
-    @property
-    def is_synchronous(self) -> bool:
-        """Whether the device is the host."""
-        return self._accelerator.is_synchronized_device()
-
-    @property
-    def compute_error_s_per_byte(self) -> float:
-        """How far ``compute_s_per_byte`` may be off. See [Note: I/O interference]."""
-        return self._compute_s_per_byte + LINK_FRACTION / self.copies.out_bytes_per_s
-
-    def note_copies(self, nbytes: int, took_s: float) -> None:
-        """The copies of one step; counted on a CPU, where they find colder caches than when measured alone."""
-        if self._accelerator.is_synchronized_device() and nbytes and took_s > 0:
-            self._seen_bytes_per_s.append(nbytes / took_s)
 
     def should_measure(self) -> bool:
         """Whether the rates may be out of date, because nothing was written or read since the last call.
@@ -105,11 +90,13 @@ class Rates:
         """
         return Resources(
             self._paths(),
-            min([self.copies.out_bytes_per_s, *([median(self._seen_bytes_per_s)] if self._seen_bytes_per_s else [])]),
+            self.copies.out_bytes_per_s,
             self.copies.in_bytes_per_s,
             self._staging_bytes,
-            is_synchronous=self._accelerator.is_synchronized_device(),
-            compute_s_per_byte=self._compute_s_per_byte,
+            is_synchronous=self.is_synchronous,
+            compute_s_per_byte=self._compute_s_per_byte
+            if self.is_synchronous
+            else LINK_FRACTION / self.copies.out_bytes_per_s,
         )
 
     def _moved_bytes(self) -> int:
@@ -125,10 +112,6 @@ class Rates:
             return ()
         with self._store.space.lock:
             return tuple(PathRates(*path.rates()) for path in self._store.paths if path.failure is None)
-
-    def _measure_copies(self) -> CopyRates:
-        with self._staged() as staged:
-            return measure_copies(self._accelerator, self._copies, staged)
 
     @contextmanager
     def _staged(self) -> Iterator[torch.Tensor]:

@@ -1,4 +1,6 @@
-"""Records one micro-step: the storages that autograd saves in each block, and when it saves, uses and frees them.
+"""Records micro-steps: the storages that autograd saves in each block, and when it saves, uses and frees them.
+
+It cannot see what saves outside of the hooks, nor which of two micro-steps is the usual one.
 
 [Note: Pauses] Each call of a hook lies between two marks of the compute stream, and only the time outside of these
 pauses counts: the trace shows the micro-step as if nothing had been moved, however long moving took. So a micro-step
@@ -10,6 +12,13 @@ here, which may not be moved: their bytes count, and go with a block that is rec
 [Note: Guards] Code that ``torch.compile`` has compiled is compiled again when the hooks on modules change, also those
 on all modules, and runs without compilation once that has happened too often. So recording puts no hooks on modules and
 takes none off: which module runs is read from the call stack, when a storage is saved for the first time.
+
+[Note: Two recordings] One recording alone holds whatever else the machine did: on two cores a pause of 40 ms in a gap
+of 5 ms is not rare. Of two recordings that save as much, the shorter one counts. With gradient accumulation both are of
+one step, else of two.
+
+[Note: Compilation] A step in which something was compiled shows how long that took, and not how long steps take. What
+was recorded in it is dropped, and a later step is recorded.
 """
 
 from __future__ import annotations
@@ -17,12 +26,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from statistics import median
 from typing import Any
 
 import torch
 
-from ds_tba.autograd.discovery import RunningModule
+from ds_tba.autograd.blocks import RunningModule
 from ds_tba.autograd.saved import (
     Hooks,
     ObservedCache,
@@ -33,12 +42,13 @@ from ds_tba.autograd.saved import (
     Site,
     StorageKey,
 )
-from ds_tba.autograd.tensors import Eligibility
+from ds_tba.autograd.tensors import Eligibility, Stamp, has_plain_storage, stamp_of
 from ds_tba.device.accelerator import Clock
 from ds_tba.planner.trace import OUTSIDE, BlockTrace, Layout, Resources, StorageTrace, Trace
 
-# Where two recordings of the same gap are further apart, the machine did something else in the longer one.
-APART_S, APART_FACTOR = 0.001, 1.5
+RECORDINGS = 2
+# Steps that are recorded at most until there are so many.
+MAX_RECORDED_STEPS = 5
 # Fraction of the time since the pause before.
 HAIR = 2.0**-10
 _NOTHING = -1
@@ -74,6 +84,8 @@ class _Scope:
     members: dict[int, None] = field(default_factory=dict)  # in order
     small: int = _NOTHING
     is_recomputable: bool = True
+    given: frozenset[Stamp] = frozenset()  # storages of all inputs
+    has_saved: bool = False  # anything else
 
     @property
     def pass_number(self) -> int:
@@ -89,8 +101,6 @@ class MicroStepRecord:
         pauses: marks around all work of ours, during which the trace's clock stands still.
         forwards: the numbers of the next pause and the next storage when each forward began.
         uses: pause and scope of each unpack.
-        hooks: marks around the cache's own hooks, within the pauses; only on a synchronous device.
-        moves: marks around each storage that was moved.
         ended: mark of the end of backward.
     """
 
@@ -100,19 +110,12 @@ class MicroStepRecord:
     scopes: list[_Scope] = field(default_factory=list)
     forwards: list[tuple[int, int]] = field(default_factory=list)
     uses: list[tuple[int, int]] = field(default_factory=list)
-    hooks: list[tuple[Any, Any]] = field(default_factory=list)
-    moves: list[tuple[Any, Any]] = field(default_factory=list)
     ended: Any = None
-    _alike: list[MicroStepRecord] = field(default_factory=list)
 
-    def begin_forward(self) -> None:
-        """A forward begins, the first or one more."""
-        self.forwards.append((len(self.pauses), len(self.storages)))
-        if self.scopes:
-            self.scopes[-1].small = _NOTHING  # those of two forwards do not live equally long
+    # Finalizers call these three, in any thread and at any time: they append to nothing and take no lock.
 
     def freed(self, index: int) -> None:
-        """Autograd has let go of a saved tensor. Safe in a finalizer."""
+        """Autograd has let go of a saved tensor."""
         if index != _NOTHING and self.ended is None and not self.storages[index].is_evicted:
             self.storages[index].freed = len(self.pauses)
 
@@ -122,7 +125,7 @@ class MicroStepRecord:
             self.storages[index].freed, self.storages[index].is_evicted = len(self.pauses), True
 
     def left(self, index: int) -> None:
-        """Forward has let go of a storage that was moved. Safe in a finalizer."""
+        """Forward has let go of a storage that was moved."""
         if self.ended is None:
             self.storages[index].left = len(self.pauses)
 
@@ -138,6 +141,11 @@ class MicroStepRecord:
         """Whether there was a forward, and then its backward."""
         return bool(self.uses) and self.ended is not None
 
+    @property
+    def end_s(self) -> float:
+        """The end of the micro-step on the trace's clock; blocks the host until the device has reached it."""
+        return self._times()[-1]
+
     def layout(self) -> Layout:
         """The places of the trace's storages."""
         return Layout(tuple(tuple(scope.members) for scope in self.scopes))
@@ -149,7 +157,7 @@ class MicroStepRecord:
             resources: the machine.
             optimizer_s, micro_steps: see :class:`ds_tba.planner.trace.Trace`.
         """
-        times, end_s = self._times()
+        times = self._times()
         spans: dict[int, tuple[int, int]] = {}
         for place, (_, number) in enumerate(self.uses):
             spans[number] = (spans.get(number, (place,))[0], place)
@@ -158,38 +166,17 @@ class MicroStepRecord:
         # Forwards whose backward is yet to come when the last of them is over make no pipeline.
         is_interleaved = any(self.uses[0][0] < pause for pause, _ in self.forwards)
         forwards = tuple(storage for _, storage in self.forwards) if is_interleaved else ()
-        return Trace(tuple(storages), tuple(blocks), resources, end_s, optimizer_s, micro_steps, forwards=forwards)
+        return Trace(tuple(storages), tuple(blocks), resources, times[-1], optimizer_s, micro_steps, forwards=forwards)
 
-    def confirm(self, earlier: MicroStepRecord) -> bool:
-        """Have times come from both; False, and nothing changes, if ``earlier`` was of another kind of micro-step."""
-        shape, other = ([(storage.nbytes, storage.module) for storage in record.storages] for record in (self, earlier))
-        is_alike = len(earlier.pauses) == len(self.pauses) and shape == other
-        if is_alike:
-            self._alike.append(earlier)
-        return is_alike
-
-    def hooks_s(self) -> float:
-        """The device time of the cache's hooks without moving; the cache must time its moves."""
-        if not self.hooks:  # a device has none: its moves are not waited for
-            return 0.0
-        took_s = sum(self.clock.elapsed_s(*hook) for hook in self.hooks)
-        return max(0.0, took_s - sum(self.clock.elapsed_s(*move) for move in self.moves))
-
-    def _times(self) -> tuple[list[float], float]:
-        """When each pause began, on the trace's clock, with the end of the micro-step as the last; and that end."""
-        all_gaps = zip(self._gaps_s(), *(earlier._gaps_s() for earlier in self._alike), strict=True)
-        times = list(accumulate(usual_s(gaps) for gaps in all_gaps))
-        return times, times[-1]
-
-    def _gaps_s(self) -> list[float]:
-        """The times that the clock counts: before each pause, and after the last."""
+    def _times(self) -> list[float]:
+        """When each pause began, on the trace's clock, with the end of the micro-step as the last."""
         # The first pause opens the first scope: there the clock starts.
-        last, gaps = self.pauses[0][0], []
-        for before, after in self.pauses:
-            gaps.append(max(0.0, self.clock.elapsed_s(last, before)))
+        last, at_s, times = self.pauses[0][0], 0.0, []
+        for before, after in (*self.pauses, (self.ended, None)):
+            at_s += max(0.0, self.clock.elapsed_s(last, before))
+            times.append(at_s)
             last = after
-        gaps.append(0.0 if self.ended is None else max(0.0, self.clock.elapsed_s(last, self.ended)))
-        return gaps
+        return times
 
     def _block(self, scope: _Scope, span: tuple[int, int] | None, times: list[float]) -> BlockTrace:
         """A pass; ``span`` are the places in ``uses`` of the first and the last unpack of what it saved."""
@@ -229,6 +216,14 @@ class MicroStepRecord:
         )
 
 
+def _before(times: list[float], moment: int | None) -> float:
+    """Just before the pause of that number: a storage freed in the pause is gone when it begins. None is the end."""
+    if moment is None or moment >= len(times):
+        return times[-1]
+    at_s, before_s = times[moment], times[max(0, moment - 1)]
+    return at_s - (at_s - before_s) * HAIR  # not the next smaller number: that is the same number after scaling
+
+
 class Recorded:
     """The object that autograd holds in place of one saved tensor of a recorded micro-step."""
 
@@ -262,44 +257,6 @@ class _Watch:
         self._report(self._index)
 
 
-class _StorageIndex:
-    """Finds the index of a storage in a record, and adds those that are new."""
-
-    def __init__(self, record: MicroStepRecord, module: RunningModule) -> None:
-        self._record = record
-        self._module = module
-        self._by_key: dict[StorageKey, int] = {}
-        self._small: weakref.WeakKeyDictionary[ResidencyGuard, int] = weakref.WeakKeyDictionary()
-
-    def of(self, key: StorageKey, is_movable: bool) -> int:
-        """The index of a storage that has a record in the cache, or is an input."""
-        index = self._by_key.get(key)
-        if index is None:
-            index = self._by_key[key] = self._add(key.nbytes, is_movable)
-        return index
-
-    def of_all(self, keys: Sequence[StorageKey]) -> tuple[int, ...]:
-        """The indices of storages, as far as they have one."""
-        found = (self._by_key.get(key) for key in keys)
-        return tuple(sorted({index for index in found if index is not None}))
-
-    def of_small(self, held: SavedCounted, scope: _Scope) -> int:
-        """See [Note: Small tensors]."""
-        index = self._small.get(held.guard)  # a storage that is saved many times takes its memory once
-        if index is not None:
-            return index
-        if scope.small == _NOTHING:
-            scope.small = self._add(0, False)
-        self._small[held.guard] = scope.small
-        self._record.storages[scope.small].nbytes += max(1, held.nbytes)
-        return scope.small
-
-    def _add(self, nbytes: int, is_movable: bool) -> int:
-        storages, now = self._record.storages, len(self._record.pauses)
-        storages.append(_Storage(nbytes, self._module.path(), now, now, is_movable))
-        return len(storages) - 1
-
-
 class Recorder:
     """The hooks that record one micro-step.
 
@@ -308,7 +265,7 @@ class Recorder:
         clock: of the training device.
         paths: for each module (by ``id``) its path in the model.
         is_synchronous: whether the device is the host. Elsewhere a copy holds the tensor until the host sees that the
-            copy is done, which says nothing about when forward lets go of the tensor; and hooks take no device time.
+            copy is done, which says nothing about when forward lets go of the tensor.
         look: called at each hook, while the trace's clock stands still.
     """
 
@@ -329,16 +286,19 @@ class Recorder:
         self._clock = clock
         self._is_synchronous = is_synchronous
         self._module = RunningModule(paths)
-        self._index = _StorageIndex(self.record, self._module)
+        self._by_key: dict[StorageKey, int] = {}  # of the storages that have a record in the cache, or are inputs
+        self._small: weakref.WeakKeyDictionary[ResidencyGuard, int] = weakref.WeakKeyDictionary()
         self._depth = 0
 
     def around(self, hooks: Hooks) -> Hooks:
         """The hooks that record what those of the cache do, for a forward that begins."""
         self._pack, self._unpack = hooks
-        if not self.record.scopes:  # else one more forward of the same micro-step
-            self._cache.take_moves()
+        record = self.record
+        if not record.scopes:
             self._pause(lambda: self._open_scope(""))
-        self.record.begin_forward()
+        else:  # one more forward of the same micro-step: small tensors of two forwards do not live equally long
+            record.scopes[-1].small = _NOTHING
+        record.forwards.append((len(record.pauses), len(record.storages)))
         return self.pack, self.unpack
 
     def enter(self, module: str, inputs: Sequence[torch.Tensor], *, is_recomputable: bool) -> None:
@@ -347,18 +307,18 @@ class Recorder:
         if self._depth == 1:
             self._pause(lambda: self._open_pass(module, inputs, is_recomputable))
 
-    def leave(self) -> None:
-        """The pass is over."""
+    def leave(self) -> bool:
+        """The pass is over: whether it saved anything but its inputs and parameters."""
+        has_saved = self.record.scopes[-1].has_saved
         self._depth -= 1
         if self._depth == 0:
             self._pause(lambda: self._open_scope(""))
+        return has_saved
 
     def pack(self, tensor: torch.Tensor) -> Recorded:
         """Autograd's pack hook."""
         before = self._clock.mark()
         held = self._pack(tensor)
-        if self._is_synchronous:
-            self.record.hooks.append((before, self._clock.mark()))
         self._look()
         scope = self.record.scopes[-1]
         recorded = Recorded(self.record, held, self._saved(held, tensor, scope), scope.number)
@@ -372,8 +332,6 @@ class Recorder:
             return self._unpack(recorded.held)
         before = self._clock.mark()
         tensor = self._unpack(recorded.held)
-        if self._is_synchronous:
-            record.hooks.append((before, self._clock.mark()))
         self._look()
         now = len(record.pauses)
         record.uses.append((now, recorded.scope))
@@ -388,7 +346,6 @@ class Recorder:
         """Backward is over. Idempotent."""
         if self.record.ended is None:
             self.record.ended = self._clock.mark()
-            self.record.moves = self._cache.take_moves()
 
     def _pause(self, work: Callable[[], object]) -> None:
         """Do something of ours while the trace's clock stands still."""
@@ -406,24 +363,28 @@ class Recorder:
     def _open_pass(self, module: str, inputs: Sequence[torch.Tensor], is_recomputable: bool) -> None:
         scope = self._open_scope(module)
         scope.is_recomputable = is_recomputable
+        scope.given = frozenset(stamp_of(one.untyped_storage()) for one in inputs if has_plain_storage(one))
         for tensor in inputs:
             why = self._cache.eligibility_of(tensor)
             if why in (Eligibility.ELIGIBLE, Eligibility.SPARSE_VIEW):
-                scope.inputs.append(self._index.of(StorageKey.of(tensor), why is Eligibility.ELIGIBLE))
+                scope.inputs.append(self._index_of(StorageKey.of(tensor), why is Eligibility.ELIGIBLE))
 
     def _saved(self, held: PassedThrough | SavedCounted | SavedView, tensor: torch.Tensor, scope: _Scope) -> int:
         """The index of the storage behind a saved tensor."""
         if isinstance(held, PassedThrough):
             return _NOTHING
+        if not scope.has_saved:
+            scope.has_saved = not has_plain_storage(tensor) or stamp_of(tensor.untyped_storage()) not in scope.given
         if isinstance(held, SavedCounted):
-            index = self._index.of_small(held, scope)
+            index = self._index_of_small(held, scope)
         else:
-            index = self._index.of(held.record.key, self._cache.eligibility_of(tensor) is Eligibility.ELIGIBLE)
+            index = self._index_of(held.record.key, self._cache.eligibility_of(tensor) is Eligibility.ELIGIBLE)
             scope.members[index] = None
             makeable = held.record.makeable
             if makeable is not None and self.record.storages[index].site is None:
+                found = {self._by_key.get(key, _NOTHING) for key in makeable.sources} - {_NOTHING}
                 self.record.storages[index].site = makeable.site
-                self.record.storages[index].sources = self._index.of_all(makeable.sources)
+                self.record.storages[index].sources = tuple(sorted(found))
         storage = self.record.storages[index]
         storage.left = len(self.record.pauses)
         if self._is_synchronous and isinstance(held, SavedView) and held.is_offloaded:
@@ -433,17 +394,118 @@ class Recorder:
             storage.passes.append(scope.pass_number)
         return index
 
+    def _index_of(self, key: StorageKey, is_movable: bool) -> int:
+        index = self._by_key.get(key)
+        if index is None:
+            index = self._by_key[key] = self._add(key.nbytes, is_movable)
+        return index
 
-def usual_s(times_s: Sequence[float]) -> float:
-    """One time from several measurements: their mean, or the least where they are far apart."""
-    least, most = min(times_s), max(times_s)
-    is_apart = most - least > APART_S and most > APART_FACTOR * least
-    return least if is_apart else sum(times_s) / len(times_s)
+    def _index_of_small(self, held: SavedCounted, scope: _Scope) -> int:
+        """See [Note: Small tensors]."""
+        index = self._small.get(held.guard)  # a storage that is saved many times takes its memory once
+        if index is not None:
+            return index
+        if scope.small == _NOTHING:
+            scope.small = self._add(0, False)
+        self._small[held.guard] = scope.small
+        self.record.storages[scope.small].nbytes += max(1, held.nbytes)
+        return scope.small
+
+    def _add(self, nbytes: int, is_movable: bool) -> int:
+        storages, now = self.record.storages, len(self.record.pauses)
+        storages.append(_Storage(nbytes, self._module.path(), now, now, is_movable))
+        return len(storages) - 1
 
 
-def _before(times: list[float], moment: int | None) -> float:
-    """Just before the pause of that number: a storage freed in the pause is gone when it begins. None is the end."""
-    if moment is None or moment >= len(times):
-        return times[-1]
-    at_s, before_s = times[moment], times[max(0, moment - 1)]
-    return at_s - (at_s - before_s) * HAIR  # not the next smaller number: that is the same number after scaling
+class Recording:
+    """The recordings of micro-steps from which one trace is made. Does not decide when to record.
+
+    Args:
+        clock: of the training device.
+        make_recorder: of one micro-step.
+
+    Attributes:
+        running: the recorder of the micro-step that runs, if it is recorded.
+        steps: optimizer steps since the beginning.
+    """
+
+    def __init__(self, clock: Clock, make_recorder: Callable[[], Recorder]) -> None:
+        self._clock = clock
+        self._make_recorder = make_recorder
+        self._done: list[MicroStepRecord] = []
+        self._of_step: list[MicroStepRecord] = []  # not done before the step is
+        self._is_broken = False  # this step had a forward without its backward
+        self._backward_ended: Any = None
+        self._optimizer_steps: list[tuple[Any, Any]] = []
+        self.running: Recorder | None = None
+        self.steps = 0
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether no more need be recorded."""
+        return len(self._done) + len(self._of_step) >= RECORDINGS
+
+    @property
+    def has_any(self) -> bool:
+        """Whether a trace can be made."""
+        return bool(self._done)
+
+    def begin(self) -> Recorder | None:
+        """A forward begins: its recorder, if it is to be recorded."""
+        if self.is_enough or self._is_broken:
+            return None
+        self.running = self._make_recorder()
+        return self.running
+
+    def end_micro_step(self) -> None:
+        """Backward is over."""
+        if self.running is not None:
+            self.running.end()
+        self._backward_ended = self._clock.mark()
+
+    def abandon(self) -> None:
+        """The micro-step that runs has raised: record nothing more in this step."""
+        self.running, self._is_broken = None, True
+
+    def settle(self) -> None:
+        """Keep the record of the last micro-step, before the next forward, or at the end of the step."""
+        recorder, self.running = self.running, None
+        if recorder is None:
+            return
+        recorder.end()
+        if recorder.record.is_complete:
+            self._of_step.append(recorder.record)
+        else:
+            self._is_broken = True
+
+    def end_step(self, ended: Any, *, has_compiled: bool = False) -> None:
+        """The optimizer has stepped.
+
+        Args:
+            ended: mark of the clock.
+            has_compiled: whether something was compiled in the step; see [Note: Compilation].
+        """
+        self.steps += 1
+        self._is_broken = False
+        records, self._of_step = self._of_step, []
+        backward_ended, self._backward_ended = self._backward_ended, None
+        if has_compiled:
+            return
+        self._done += records
+        if backward_ended is not None:
+            self._optimizer_steps.append((backward_ended, ended))
+
+    def recorded(self, resources: Resources, micro_steps: int) -> tuple[Trace, Layout]:
+        """The trace of all recordings; blocks the host until the device has reached their end.
+
+        Args:
+            resources: the machine.
+            micro_steps: of one step.
+
+        Raises:
+            TraceError: it is not consistent.
+        """
+        # A plan for the recording that saved most holds for smaller micro-steps, too.
+        best = max(self._done, key=lambda record: (record.saved_bytes, -record.end_s))
+        optimizer_s = [max(0.0, self._clock.elapsed_s(*marks)) for marks in self._optimizer_steps]
+        return best.trace(resources, median(optimizer_s or [0.0]), micro_steps), best.layout()

@@ -2,11 +2,19 @@
 
 Knows torch only; does not know how the listener uses the passes, nor why one is to be recomputed.
 
-[Note: Recomputable passes] A forward that runs a second time must neither change anything nor find anything changed.
-So a pass of a kind not seen before (in training or evaluation, with objects of other classes among the arguments) is
-never recomputed but watched, and a kind that left no trace is verified before a plan relies on it: see ``proof.py``. A
-trace found in two forwards is the block's obstacle from then on. Saved-tensor hooks of others (a checkpoint of the
-user's around the block) are another obstacle. Every recomputation looks again whether the state is that of forward.
+[Note: Repeated layers] A repeated layer is a child of a ``ModuleList``, ``Sequential`` or ``ModuleDict`` with at least
+one sibling of the same class and shape. A module that keeps layers under numbers as names, as these containers do, is
+one, too (a stage of a pipeline).
+
+- The outermost win: modules inside a layer, such as the experts of a mixture, are part of it.
+- Stages that differ in shape, each with layers of its own (Swin, ResNet), are no layers; what repeats inside them is.
+- A ``Sequential`` is a layer only if nothing repeats inside it.
+- Modules with none inside never count if they are of ``torch.nn`` (``Linear``, ``ReLU``, ...) or in a ``Sequential``:
+  running one again saves nothing.
+- Where nothing repeats, a lone member of a ``ModuleList`` counts: ALBERT calls one layer many times.
+
+[Note: Copies] Hooks and our ``forward`` are for one very module. A deep copy of it, or a pickled one, has hooks that do
+nothing and the forward of its class; a shallow copy shares ours, which tell for which module they are called.
 
 [Note: Compiled models] Code that ``torch.compile`` compiles runs without us: a model compiled as a whole tells of no
 pass, and its code is the same with us and without. Blocks that were compiled one by one before they were found
@@ -18,55 +26,65 @@ recomputed.
 from __future__ import annotations
 
 import copy
+import difflib
 import functools
 import inspect
+import logging
+import sys
 import threading
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from ds_tba.autograd.checkpoint import (
-    Account,
+from ds_tba.autograd.recompute import (
+    CAN_RECOMPUTE,
     Arguments,
-    Conditions,
+    Check,
     RecomputedPass,
-    counting,
     innermost_hooks,
     replace_forward,
     restore_forward,
 )
-from ds_tba.autograd.comparison import is_compiled
-from ds_tba.autograd.discovery import (
-    HOOK_FRAMES,
-    CallHook,
-    PassHooks,
-    named_layers,
-    repeated_layers,
-)
-from ds_tba.autograd.forward_state import StateReader, UnreadableError
-from ds_tba.autograd.proof import Evidence, Kind, VerifiedPass, Watch, kind_of, name_of, watched
+from ds_tba.autograd.saved import Hooks
 from ds_tba.autograd.tensors import is_being_compiled, uncompiled
-from ds_tba.errors import IncompatibleError
+from ds_tba.config import BLOCK
+from ds_tba.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
+# Why passes through a block are not recomputed, each with the way out.
+OLD_PYTORCH = f"recomputing needs PyTorch 2.8, and this is {torch.__version__}: update PyTorch"
 _HOOKS_AROUND = (
     "saved-tensor hooks around it, such as a checkpoint's, take its saved tensors: turn those off to have plans choose"
 )
-_CHECKPOINT_AROUND = "a checkpoint around it runs its forward again already: turn that off to have plans choose"
-_COMPILED = (
-    "it is part of what torch.compile compiles, where no pass is seen: compile the blocks one by one instead, before "
-    "deepspeed.initialize (layers[i] = torch.compile(layers[i]))"
+_SAVES_NOTHING = (
+    "its forward saves nothing but its inputs, so recomputing it would free nothing: if the model checkpoints its "
+    "layers itself (gradient_checkpointing), turn that off to have plans choose"
 )
-_UNSEEN = "no pass through it was seen, with gradients, in the engine's forward"
+_CACHE = (
+    "it fills a cache of keys and values among its arguments, which a second run would fill twice: train with "
+    "use_cache=False (model.config.use_cache = False)"
+)
+_UNSEEN = (
+    "no pass through it was seen, with gradients, in the engine's forward. If torch.compile compiles what it is part "
+    "of, compile the blocks one by one instead, before deepspeed.initialize (layers[i] = torch.compile(layers[i])); if "
+    "a checkpoint around it runs its forward again already, turn that off to have plans choose"
+)
 
 # Autograd's number of the backward in this thread when there is none.
 _NO_BACKWARD = -1
 # Attributes of a bound method that inspect and torch.jit ask for.
 _OF_METHODS = frozenset({"__code__", "__defaults__", "__func__", "__globals__", "__kwdefaults__", "__self__"})
+
+# Containers that nobody calls, and those that hold layers.
+_UNCALLED = (nn.ModuleList, nn.ModuleDict)
+_CONTAINERS = (*_UNCALLED, nn.Sequential)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,14 +95,11 @@ class Block:
         index: in ``Blocks.all``.
         path: of the module in the model, such as ``"model.layers.3"``.
         module: the layer.
-        around: the modules that it is in, from the model down; weak, because DeepSpeed's hooks on the model hold its
-            engine, which must be collected when the script drops it.
     """
 
     index: int
     path: str
     module: nn.Module
-    around: tuple[weakref.ref[nn.Module], ...] = ()
 
 
 class PassListener(Protocol):
@@ -99,7 +114,7 @@ class PassListener(Protocol):
 
         Returns:
             Any token but None to have the pass recomputed in backward; :meth:`recompute` gets the token. It has no
-            effect in passes of a kind that is not proven; see [Note: Recomputable passes].
+            effect on a block that is left out.
         """
 
     def leave(self, block: Block) -> None:
@@ -108,27 +123,6 @@ class PassListener(Protocol):
     def recompute(self, token: Any) -> None:
         """Backward begins to run a pass's forward again; ``token`` is what :meth:`enter` returned."""
 
-    def recomputed(self, token: Any) -> None:
-        """The forward that ran again is over, also with an exception."""
-
-
-def find_blocks(model: nn.Module, paths: Sequence[str] | None) -> list[Block]:
-    """The repeated layers of a model.
-
-    Args:
-        paths: their paths, or None to find them; a path to a ``ModuleList`` stands for its members.
-
-    Raises:
-        ConfigError: a path is not that of a module, or lies inside another.
-    """
-    layers = repeated_layers(model) if paths is None else named_layers(model, paths)
-    return [Block(index, path, module, _around(model, path)) for index, (path, module) in enumerate(layers.items())]
-
-
-def _around(model: nn.Module, path: str) -> tuple[weakref.ref[nn.Module], ...]:
-    names = path.split(".")
-    return tuple(weakref.ref(model.get_submodule(".".join(names[:depth]))) for depth in range(len(names)))
-
 
 class Blocks:
     """The blocks of one model, tied to one listener.
@@ -136,13 +130,8 @@ class Blocks:
     Args:
         blocks: from :func:`find_blocks`.
         listener: is told of each pass inside :meth:`listening`.
-        is_watching: whether passes are watched. Without that none is ever recomputed.
-        account: counts what passes hold that run again.
-
-    Attributes:
-        to_verify: paths of the blocks whose passes are verified from now on, each kind once in a step. Every rank has
-            the same: under ZeRO-3 a second run gathers parameters.
-        is_strict: whether a pass that is to run again and cannot must end the run: other ranks would wait in backward.
+        may_recompute: whether a pass may be recomputed. Without that nobody's ``forward`` is replaced.
+        count: called with each tensor that a recomputation saves.
     """
 
     def __init__(
@@ -150,43 +139,46 @@ class Blocks:
         blocks: Sequence[Block],
         listener: PassListener,
         *,
-        is_watching: bool = True,
-        account: Account | None = None,
+        may_recompute: bool = True,
+        count: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
         self.all: tuple[Block, ...] = tuple(blocks)
-        self.is_watching = is_watching
-        self.to_verify: frozenset[str] = frozenset()
-        self.is_strict = False
+        self.may_recompute = may_recompute
         self._listener = listener
-        self._account = account
+        self._count = count
         self._thread = _Thread()
-        self._known = [Evidence(StateReader(block.module, block.module.forward)) for block in self.all]
-        self._ties: list[tuple[_Forward, Any]] = []
-        self._hooks: list[PassHooks] = []
+        self._checks = [Check() for _ in self.all]
+        self._seen: set[str] = set()
+        self._why: dict[str, str] = {} if CAN_RECOMPUTE else dict.fromkeys((one.path for one in self.all), OLD_PYTORCH)
+        self._told: set[str] = set()
+        self._forwards: list[tuple[_Forward, Any]] = []
+        self._hooks: list[Any] = []
 
     def install(self) -> None:
         """Be told of passes: by forward hooks, or in the place of each block's ``forward`` if it may run again."""
-        if self._ties or self._hooks:
-            return
-        if not self.is_watching:
-            self._hooks = [
-                PassHooks(block.module, functools.partial(_enter, self, block), functools.partial(_leave, self, block))
-                for block in self.all
-            ]
+        if self._forwards or self._hooks:
             return
         for block in self.all:
-            forward = _Forward(self, block, block.module.forward)
-            self._ties.append((forward, replace_forward(block.module, forward)))
+            if self.may_recompute:
+                forward = _Forward(self, block, block.module.forward)
+                self._forwards.append((forward, replace_forward(block.module, forward)))
+                continue
+            enter = _PassHook(functools.partial(_enter, self, block), block.module)
+            leave = _PassHook(functools.partial(_leave, self, block), block.module)
+            self._hooks += [
+                block.module.register_forward_pre_hook(enter, with_kwargs=True),
+                block.module.register_forward_hook(leave, always_call=True),
+            ]
 
     def uninstall(self) -> None:
         """Give every block its own ``forward`` back, also where backward has yet to recompute it."""
-        for forward, before in self._ties:
-            forward.untie()
+        for forward, before in self._forwards:
+            forward.is_tied = False
             if forward.block.module.__dict__.get("forward") is forward:  # else another has wrapped us: pass through
                 restore_forward(forward.block.module, before)
-        self._ties.clear()
-        for hooks in self._hooks:
-            hooks.remove()
+        self._forwards.clear()
+        for hook in self._hooks:
+            hook.remove()
         self._hooks.clear()
 
     @contextmanager
@@ -197,60 +189,68 @@ class Blocks:
         nothing is recomputed.
         """
         before = self._thread.session
-        session = self._thread.session = _Session(self, innermost_hooks())
+        session = self._thread.session = _Session(innermost_hooks())
         try:
             yield
         finally:
             self._thread.session = before  # None, or that of a forward around this one
             for block in reversed(session.inside):  # of passes that an interrupt has ended, without hooks after them
                 self._listener.leave(block)
-        session.end()  # not after a forward that raised: it shows nothing
 
-    def leaves_no_trace(self, block: Block) -> bool:
-        """Whether passes through the block were watched, and nothing stands in the way of recomputing them."""
-        known = self._known[block.index]
-        return bool(known.traceless) and known.obstacle is None
+    def is_recomputable(self, block: Block) -> bool:
+        """Whether passes through the block may be recomputed, as far as passes have shown."""
+        return self.may_recompute and block.path not in self._why
 
-    def is_proven(self, block: Block) -> bool:
-        """Whether passes through the block can be recomputed, as far as passes have come and been verified."""
-        known = self._known[block.index]
-        return bool(known.proven) and known.obstacle is None
+    def left_out(self) -> dict[str, str]:
+        """Why passes through blocks are not recomputed, by path of the block."""
+        if not self.may_recompute:
+            return {}
+        paths = (block.path for block in self.all)
+        return {path: self._why.get(path, _UNSEEN) for path in paths if path in self._why or path not in self._seen}
 
-    @property
-    def unproven(self) -> frozenset[str]:
-        """Paths of the blocks that may not be recomputed."""
-        return frozenset(block.path for block in self.all if not self.is_proven(block))
+    def note_saves(self, block: Block, *, has_saved: bool) -> None:
+        """Whether a pass through the block saved anything that is none of its inputs."""
+        if not has_saved:
+            self._why.setdefault(block.path, _SAVES_NOTHING)
+        elif self._why.get(block.path) == _SAVES_NOTHING:
+            del self._why[block.path]
 
-    def unverified(self, block: Block) -> frozenset[str]:
-        """The kinds of its passes that left no trace and are not verified, by names that are equal on all ranks."""
-        return frozenset(name_of(kind) for kind in self._known[block.index].unverified)
+    def warn_left_out(self) -> None:
+        """Log one line for each new reason."""
+        of_reason: defaultdict[str, list[str]] = defaultdict(list)
+        for path, reason in self.left_out().items():
+            of_reason[reason].append(path)
+        for reason, paths in of_reason.items():
+            if reason not in self._told:
+                self._told.add(reason)
+                others = f" and {len(paths) - 1} more blocks are" if len(paths) > 1 else " is"
+                logger.warning("%s%s not recomputed: %s", paths[0], others, reason)
 
-    def obstacle(self, block: Block) -> str | None:
-        """Why passes through the block are not recomputed, as far as is known."""
-        return self._known[block.index].obstacle
+    def run(self, block: Block, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A pass through a block: recomputed in backward, or plain.
 
-    def is_settled(self, block: Block) -> bool:
-        """Whether there is an obstacle for good."""
-        return self._known[block.index].is_settled
-
-    def unseen(self, block: Block) -> str | None:
-        """Why no pass through the block was watched so far; None if any was."""
-        known = self._known[block.index]
-        if known.traceless or known.obstacle is not None:
-            return None
-        around = (reference() for reference in block.around)
-        if any(module is not None and is_compiled(module) for module in (*around, block.module)):
-            return _COMPILED
-        return _UNSEEN
-
-    def settle(self, block: Block, obstacle: str) -> None:
-        """Never recompute passes through the block."""
-        self._known[block.index].settle(obstacle)
-
-    def end_verifications(self) -> None:
-        """A step is over, and with it the comparisons of the passes that were verified in it."""
-        for known in self._known:
-            known.end_verifications()
+        Args:
+            forward: the block's own.
+        """
+        session = self._session
+        if session is None:
+            return forward(*args, **kwargs)
+        arguments = Arguments(args, kwargs)
+        self._seen.add(block.path)
+        if innermost_hooks() != session.hooks:
+            self._why.setdefault(block.path, _HOOKS_AROUND)
+        elif any("cache" in type(one).__name__.lower() for one in arguments.others):
+            self._why.setdefault(block.path, _CACHE)
+        token = self._listener.enter(block, tuple(arguments.tensors))
+        try:
+            if token is None or not self.is_recomputable(block):
+                return forward(*args, **kwargs)
+            begin = functools.partial(self._listener.recompute, token)
+            check = self._checks[block.index]
+            recomputed = RecomputedPass(block.path, block.module, forward, arguments, check, begin, self._count)
+            return recomputed.run(args, kwargs)
+        finally:
+            self._listener.leave(block)
 
     @property
     def _session(self) -> _Session | None:
@@ -260,6 +260,23 @@ class Blocks:
         return self._thread.session
 
 
+@dataclass(slots=True)
+class _Session:
+    """One forward of the model in one thread.
+
+    Attributes:
+        hooks: the saved-tensor hooks outside of all passes.
+        inside: blocks whose hooks have told of the beginning of a pass, and not of its end.
+    """
+
+    hooks: Hooks | None
+    inside: list[Block] = field(default_factory=list)
+
+
+class _Thread(threading.local):  # forwards of several threads may interleave, each in a session of its own
+    session: _Session | None = None
+
+
 def _enter(blocks: Blocks, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     session = blocks._session
     if session is not None:
@@ -267,62 +284,65 @@ def _enter(blocks: Blocks, block: Block, args: tuple[Any, ...], kwargs: dict[str
         blocks._listener.enter(block, tuple(Arguments(args, kwargs).tensors))
 
 
-def _leave(blocks: Blocks, block: Block) -> None:
+def _leave(blocks: Blocks, block: Block, _args: Any, _output: Any) -> None:
     session = blocks._thread.session
     if session is not None and session.inside and session.inside[-1] is block:
         session.inside.pop()
         blocks._listener.leave(block)
 
 
-class _Forward:
-    """Stands in the place of a block's ``forward``.
+class _PassHook:
+    """A forward hook, before or after, that tells of the passes through one module; see [Note: Copies]."""
 
-    A deep copy of the module, or a pickled one, gets the forward of its class: ours is tied to this very module. A
-    shallow copy has ours, too, and shares the hooks: one of them tells for which module the forward is called.
-    """
+    def __init__(self, tell: Callable[[Any, Any], None], module: nn.Module | None) -> None:
+        self._tell = tell
+        self._module = module
+
+    def __call__(self, module: nn.Module, args: Any, kwargs_or_output: Any) -> None:
+        if not torch.compiler.is_compiling() and module is self._module:
+            uncompiled(self._tell, args, kwargs_or_output)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return no_hook
+
+    def __reduce__(self) -> Any:
+        return functools.partial, (no_hook,)
+
+
+def no_hook(*_: Any) -> None:
+    """Stands in a copied module for the hook of the original."""
+
+
+class _Forward:
+    """Stands in the place of a block's ``forward``; see [Note: Copies]."""
 
     def __init__(self, blocks: Blocks, block: Block, forward: Callable[..., Any]) -> None:
         functools.update_wrapper(self, forward, updated=())  # whoever inspects the signature sees the module's own
         self._blocks = blocks
         self._forward = forward
         self._is_of_class = "forward" not in block.module.__dict__
-        self._calls = threading.local()
-        self._hook = block.module.register_forward_pre_hook(CallHook(self._remember_call))
         self.block = block
         self.is_tied = True
 
-    def untie(self) -> None:
-        """Do nothing from now on but call the module's own forward."""
-        self.is_tied = False
-        self._hook.remove()
-
     def __getattr__(self, name: str) -> Any:
         if name in _OF_METHODS:  # whoever inspects the block's forward finds that of its class
-            return getattr(self._current(self.block.module), name)
+            return getattr(self._own(self.block.module), name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self._calls.__dict__.pop("module", self.block.module)
         if torch.compiler.is_compiling():
-            return self._current(module)(*args, **kwargs)
+            return self._own(self.block.module)(*args, **kwargs)
+        module: Any = sys._getframe(1).f_locals.get("self")  # of nn.Module's call: the module that is called
+        if not (isinstance(module, nn.Module) and module.__dict__.get("forward") is self):  # no shallow copy either
+            module = self.block.module
         if is_being_compiled():
-            return uncompiled(self._current, module)(*args, **kwargs)
-        forward = self._current(module)
+            return uncompiled(self._own, module)(*args, **kwargs)
+        forward = self._own(module)
         if module is not self.block.module or not self.is_tied:
             return forward(*args, **kwargs)
-        if forward != self._forward:  # another forward was proven than the one that runs now
-            self._blocks.settle(self.block, "the forward of its class was replaced")
-        session = self._blocks._session
-        if session is not None:
-            return session.run(self.block, forward, args, kwargs)
-        if torch._C._current_graph_task_id() != _NO_BACKWARD and self._blocks.unseen(self.block) is not None:
-            self._blocks.settle(self.block, _CHECKPOINT_AROUND)  # in forward it ran without gradients
-        return forward(*args, **kwargs)
+        return self._blocks.run(self.block, forward, args, kwargs)
 
-    def _remember_call(self, module: nn.Module) -> None:
-        self._calls.module = module
-
-    def _current(self, module: nn.Module) -> Callable[..., Any]:
+    def _own(self, module: nn.Module) -> Callable[..., Any]:
         """The own forward of the block's module, or of a copy of it; its class may have another by now."""
         if not self._is_of_class:
             return self._forward
@@ -339,117 +359,155 @@ class _Forward:
 
 
 # For :func:`ds_tba.autograd.tensors.skip_frames`.
-FRAMES = (_Forward.__call__, *HOOK_FRAMES)
+FRAMES = (_Forward.__call__, _PassHook.__call__)
 
-# ---- one forward of the model ---------------------------------------------------------------------------------------
+# ---- the layers of a model ------------------------------------------------------------------------------------------
 
 
-class _Session:
-    """One forward of the model in one thread.
+def find_blocks(model: nn.Module, paths: Sequence[str] | None) -> list[Block]:
+    """The repeated layers of a model.
 
     Args:
-        hooks: the saved-tensor hooks outside of all passes.
+        paths: their paths, or None to find them; a path to a ``ModuleList`` stands for its members.
 
-    Attributes:
-        inside: blocks whose hooks have told of the beginning of a pass, and not of its end.
+    Raises:
+        ConfigError: a path is not that of a module, or lies inside another.
+    """
+    layers = repeated_layers(model) if paths is None else named_layers(model, paths)
+    return [Block(index, path, module) for index, (path, module) in enumerate(layers.items())]
+
+
+def repeated_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The repeated layers of a model by path, in the order of the model; see [Note: Repeated layers].
+
+    A module that stands in several places has its first path. Empty where nothing is found.
+    """
+    return dict(_search(model, "", set(), _CONTAINERS, 2)) or dict(_search(model, "", set(), _UNCALLED, 1))
+
+
+def named_layers(model: nn.Module, paths: Sequence[str]) -> dict[str, nn.Module]:
+    """The modules at ``paths``, each module once; a ``ModuleList`` or ``ModuleDict``, which is never called, stands for
+    its members.
+
+    Raises:
+        ConfigError: a path is not that of a module, or one module holds another.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found: dict[str, nn.Module] = {}
+    for path in paths:
+        if not path or path not in modules:
+            raise ConfigError(_unknown(path, modules))
+        for at, module in _called(path, modules[path]):
+            if not any(module is other for other in found.values()):
+                found[at] = module
+    _refuse_nested(found)
+    return found
+
+
+def _search(
+    module: nn.Module, path: str, seen: set[int], containers: tuple[type[nn.Module], ...], least: int
+) -> Iterator[tuple[str, nn.Module]]:
+    seen.add(id(module))
+    children = {name: child for name, child in module._modules.items() if child is not None}
+    is_container = isinstance(module, containers) or any(name.isdigit() for name in children)
+    repeated = _repeated(module, least) if is_container else set()
+    for name, child in children.items():
+        if id(child) in seen:
+            continue
+        at = f"{path}.{name}" if path else name
+        if type(child) not in repeated:
+            yield from _search(child, at, seen, containers, least)
+            continue
+        inside = list(_search(child, at, seen, containers, least)) if isinstance(child, nn.Sequential) else []
+        seen.update(id(one) for one in child.modules())
+        yield from inside or [(at, child)]
+
+
+def _repeated(container: nn.Module, least: int) -> set[type[nn.Module]]:
+    """The classes with at least so many members that look alike."""
+    of_class: defaultdict[type[nn.Module], list[nn.Module]] = defaultdict(list)
+    in_sequential = isinstance(container, nn.Sequential)
+    for member in container._modules.values():
+        if member is None or isinstance(member, _UNCALLED):
+            continue
+        if member._modules or not (in_sequential or type(member).__module__.startswith("torch.nn.")):
+            of_class[type(member)].append(member)
+    return {kind for kind, alike in of_class.items() if len(alike) >= least and (least == 1 or _look_alike(alike))}
+
+
+def _look_alike(members: Sequence[nn.Module]) -> bool:
+    """Whether two neighbours have half of their parameters in common, by name and shape.
+
+    Not all: the first layer of T5 has a table that the others lack, the first of a ResNet stage a wider input.
+    """
+    shapes = [_shapes(member) for member in members]
+    return any(2 * len(one & other) >= max(len(one), len(other)) for one, other in pairwise(shapes))
+
+
+def _shapes(module: nn.Module) -> set[tuple[str, torch.Size]]:
+    # ZeRO-3 has taken the parameters apart; it leaves the shape that each had beside it.
+    return {(name, getattr(one, "ds_shape", one.shape)) for name, one in module.named_parameters()}
+
+
+def _called(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    if not isinstance(module, _UNCALLED):
+        yield path, module
+        return
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _called(f"{path}.{name}", child)
+
+
+def _unknown(path: str, modules: Mapping[str, nn.Module]) -> str:
+    close = difflib.get_close_matches(path, [name for name in modules if name], n=3, cutoff=0.6)
+    repair = f"did you mean {', '.join(close)}?" if close else "model.named_modules() has the paths."
+    return f'"{BLOCK}.blocks" names {path!r}: it must be the path of a module of the model; {repair}'
+
+
+def _refuse_nested(found: Mapping[str, nn.Module]) -> None:
+    at = {id(module): path for path, module in found.items()}
+    for path, module in found.items():
+        for inner in module.modules():
+            if inner is not module and id(inner) in at:
+                raise ConfigError(
+                    f'"{BLOCK}.blocks" names {path!r} and {at[id(inner)]!r}, which is inside it: blocks may not hold '
+                    "each other; take one of the two out."
+                )
+
+
+# ---- which module runs ----------------------------------------------------------------------------------------------
+
+_OURS = (__name__.partition(".")[0] + ".", "contextlib")
+_CALL = nn.Module._wrapped_call_impl.__code__
+
+
+def place_in_code() -> int:
+    """A hash of where the caller's thread is: the innermost module that runs, and the calls inside it; 0 outside."""
+    path: list[Any] = []
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not _CALL:
+        if not str(frame.f_globals.get("__name__")).startswith(_OURS):  # of which there are more in a recorded step
+            path.append((id(frame.f_code), frame.f_lasti))
+        frame = frame.f_back
+    return 0 if frame is None else hash((*path, id(frame.f_locals["self"])))
+
+
+class RunningModule:
+    """Which module of a model runs, read from the call stack: no module has a hook for that.
+
+    Args:
+        paths: for each module (by ``id``) its path in the model.
     """
 
-    def __init__(self, blocks: Blocks, hooks: Any) -> None:
-        self._blocks = blocks
-        self._hooks = hooks
-        self._watches: dict[Evidence, list[Watch]] = {}
-        self.inside: list[Block] = []
+    def __init__(self, paths: dict[int, str]) -> None:
+        self._paths = paths
 
-    def run(self, block: Block, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A pass through a block: recomputed later, verified, watched or plain.
-
-        Args:
-            forward: the block's own.
-        """
-        arguments, known = Arguments(args, kwargs), self._blocks._known[block.index]
-        token = self._blocks._listener.enter(block, tuple(arguments.tensors))
-        try:
-            if known.is_settled:
-                return forward(*args, **kwargs)
-            if innermost_hooks() != self._hooks:
-                known.settle(_HOOKS_AROUND)
-                return forward(*args, **kwargs)
-            kind = kind_of(block.module, arguments)
-            is_recomputed = token is not None and kind in known.proven and known.obstacle is None
-            if token is not None and not is_recomputed:
-                self._deviates(block, "it got arguments of a kind not seen before, with which that may be wrong")
-            if is_recomputed or (block.path in self._blocks.to_verify and known.is_to_be_verified(kind)):
-                token = token if is_recomputed else None
-                return self._repeated(block, forward, arguments, kind, token, args, kwargs)
-            if known.is_to_be_watched(kind):
-                return watched(self._watch(known, arguments, kind), forward, arguments, args, kwargs)
-            return forward(*args, **kwargs)
-        finally:
-            self._blocks._listener.leave(block)
-
-    def _repeated(
-        self,
-        block: Block,
-        forward: Callable[..., Any],
-        arguments: Arguments,
-        kind: Kind,
-        token: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """A pass whose forward runs again in backward: a recomputed one with a token, else a verified one."""
-        known, is_strict = self._blocks._known[block.index], self._blocks.is_strict
-        try:
-            conditions = Conditions(block.module, known.reader, arguments.others)
-        except UnreadableError as error:
-            known.settle(f"it refers to {error}")
-            self._deviates(block, f"it refers to {error}")
-            return forward(*args, **kwargs)
-        the_pass = block.path, block.module, forward, arguments, conditions
-        if token is None:
-            watch, account = self._watch(known, arguments, kind), self._blocks._account
-            verified = VerifiedPass(*the_pass, watch, known, account, is_strict=is_strict)
-            known.begin_verification(kind, verified)
-            return verified.run(args, kwargs)
-        recomputed = RecomputedPass(*the_pass, functools.partial(_recomputing, self._blocks, token))
-        result = recomputed.run(args, kwargs)
-        if recomputed.changed is not None:
-            known.settle(f"its forward changes {recomputed.changed}")
-        return result
-
-    def _deviates(self, block: Block, why: str) -> None:
-        """The pass is not recomputed, though it was to be."""
-        if self._blocks.is_strict:
-            raise IncompatibleError(
-                f'the block {block.path!r} is to be recomputed by every rank, and here {why}: set "recompute": false.'
-            )
-
-    def _watch(self, known: Evidence, arguments: Arguments, kind: Kind) -> Watch:
-        watch = Watch(known, arguments, kind)
-        self._watches.setdefault(known, []).append(watch)
-        return watch
-
-    def end(self) -> None:
-        """Take over what was watched, now that forward can change no input any more."""
-        for known, watches in self._watches.items():
-            for watch in watches:
-                watch.end_forward()
-            known.learn(watches)
-
-
-@contextmanager
-def _recomputing(blocks: Blocks, token: Any) -> Iterator[None]:
-    """Tell the listener of a forward that runs again.
-
-    No method of the session: the graph holds this until backward, and must not hold the session's watches with it.
-    """
-    try:
-        blocks._listener.recompute(token)
-        with counting(blocks._account):
-            yield
-    finally:
-        blocks._listener.recomputed(token)
-
-
-class _Thread(threading.local):  # forwards of several threads may interleave, each in a session of its own
-    session: _Session | None = None
+    def path(self) -> str:
+        """Of the innermost module of the model that the caller's thread runs; empty outside of all."""
+        frame = inspect.currentframe()
+        while frame is not None:
+            path = self._paths.get(id(frame.f_locals["self"])) if frame.f_code is _CALL else None
+            if path is not None:
+                return path
+            frame = frame.f_back
+        return ""

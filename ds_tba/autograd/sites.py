@@ -61,8 +61,8 @@ import torch
 from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ds_tba.autograd.blocks import place_in_code
 from ds_tba.autograd.comparison import integers_of
-from ds_tba.autograd.discovery import place_in_code
 from ds_tba.autograd.rules import OPS, PASSING, RULES, Operand, Output, Rule, constant, is_passing
 from ds_tba.autograd.saved import Keeper, PassedThrough, SavedCounted, SavedStorage, SavedView, StorageKey, nbytes_of
 from ds_tba.autograd.tensors import (

@@ -1,4 +1,6 @@
-"""The accelerator as far as copies need it (memory, streams, events), and the copies, in streams of their own.
+"""What a device does when: memory, streams, events, and the copies between it and the host, in streams of their own.
+
+Knows one device of one rank. Cannot see what is saved, nor who else takes the device's memory.
 
 [Note: Ordering] A copy out waits, on the device, for what its tensor's stream was given so far, and the tensor is held
 until the copy is done: dropped earlier, its memory could go to the next tensor of that stream while it is still read. A
@@ -32,14 +34,44 @@ RELAXED_CAPTURE = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 class Clock(Protocol):
-    """Time as the stream of kernels sees it. A mark is an event of CUDA, or a time of the host."""
+    """Time as the stream of kernels sees it: marks, and the seconds between two."""
 
     def mark(self) -> Any: ...
     def elapsed_s(self, earlier: Any, later: Any) -> float: ...
 
 
+class HostClock:
+    """Time of the host, whose calls wait for their kernels."""
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def elapsed_s(self, earlier: float, later: float) -> float:
+        return later - earlier
+
+
+class StreamClock:
+    """Events with timing on the calling thread's current stream of the device of that index."""
+
+    def __init__(self, api: Any, index: int) -> None:
+        self._api = api
+        self._index = index
+
+    def mark(self) -> Any:
+        event = self._api.Event(enable_timing=True)
+        event.record(self._api.current_stream(self._index))
+        return event
+
+    def elapsed_s(self, earlier: Any, later: Any) -> float:
+        """Blocks the host until the device has passed both."""
+        later.synchronize()
+        earlier.synchronize()
+        milliseconds: float = earlier.elapsed_time(later)
+        return milliseconds / 1000.0
+
+
 class MemoryLevels(NamedTuple):
-    """Of a device's memory at one time.
+    """A device's memory at one time.
 
     Attributes:
         in_use_bytes: that nothing new can have: of tensors, and of what was dropped while another stream uses it.
@@ -52,47 +84,6 @@ class MemoryLevels(NamedTuple):
     peak_in_use_bytes: int
     reserved_bytes: int
     allocation_retries: int
-
-
-class MemoryUse(Protocol):
-    """How much of the device's memory is free and in use."""
-
-    def free_bytes(self) -> float: ...
-    def levels(self) -> MemoryLevels: ...
-
-
-class Accelerator(Protocol):
-    """The operations of a device that offloading needs. Streams and events are those of torch."""
-
-    clock: Clock
-    memory: MemoryUse
-
-    def device(self) -> torch.device: ...
-    def enter_thread(self) -> None: ...
-    def is_synchronized_device(self) -> bool: ...
-    def is_capturing(self) -> bool: ...
-    def is_of_graph(self, storage: torch.UntypedStorage) -> bool: ...
-    def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor: ...
-    def new_stream(self) -> Any: ...
-    def current_stream(self) -> Any: ...
-    def on(self, stream: Any) -> AbstractContextManager[Any]: ...
-    def new_event(self) -> Any: ...
-    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor: ...
-    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None: ...
-    def launch(self, kernel: Callable[..., object], *tensors: torch.Tensor) -> None: ...
-    def share(self, tensor: torch.Tensor, stream: Any) -> None: ...
-
-
-class HostClock:
-    """The clock of the CPU: its kernels are done when their call returns."""
-
-    def mark(self) -> float:
-        """The time now."""
-        return time.perf_counter()
-
-    def elapsed_s(self, earlier: float, later: float) -> float:
-        """Seconds between two marks."""
-        return later - earlier
 
 
 class HostMemoryUse:
@@ -109,117 +100,15 @@ class HostMemoryUse:
         return MemoryLevels(resident_bytes, peak_resident_set_bytes(), resident_bytes, 0)
 
 
-class CpuAccelerator:
-    """The CPU: every copy is done when its call returns, and there is nothing to pin."""
-
-    clock: Clock = HostClock()
-    memory: MemoryUse = HostMemoryUse()
-
-    def device(self) -> torch.device:
-        """The device."""
-        return torch.device("cpu")
-
-    def enter_thread(self) -> None:
-        """Nothing: there is one device."""
-
-    def is_synchronized_device(self) -> bool:
-        """True: there are neither streams nor events."""
-        return True
-
-    def is_capturing(self) -> bool:
-        """False: there are no graphs."""
-        return False
-
-    def is_of_graph(self, storage: torch.UntypedStorage) -> bool:
-        """False."""
-        return False
-
-    def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor itself."""
-        return tensor
-
-    def new_stream(self) -> Any:
-        """None."""
-        return None
-
-    def current_stream(self) -> Any:
-        """None."""
-        return None
-
-    def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """A context in which nothing changes."""
-        return nullcontext()
-
-    def new_event(self) -> Any:
-        """None."""
-        return None
-
-    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """Memory (uint8, 1-D)."""
-        return torch.empty(nbytes, dtype=torch.uint8, device=device)
-
-    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy bytes, on one thread.
-
-        Those of ``Tensor.copy_`` would take the cores from the lanes, and cost a small copy more than they save it.
-
-        Raises:
-            TypeError: one of them is not host memory, or they differ in size.
-        """
-        nbytes = source.numel()
-        if (source.device.type, target.device.type, target.numel()) != ("cpu", "cpu", nbytes):
-            raise TypeError(f"{nbytes} bytes on {source.device} do not fit {target.numel()} bytes on {target.device}")
-        # Not through NumPy: a tensor that it has seen can never be resized again, and the source is the user's.
-        ctypes.memmove(target.data_ptr(), source.data_ptr(), nbytes)
-
-    def launch(self, kernel: Callable[..., object], *tensors: torch.Tensor) -> None:
-        """Run ops on tensors."""
-        kernel(*tensors)
-
-    def share(self, tensor: torch.Tensor, stream: Any) -> None:
-        """Nothing."""
-
-
-class StreamClock:
-    """Events with timing on the stream of kernels.
-
-    Args:
-        api: what ``deepspeed.accelerator.get_accelerator()`` returns.
-        index: of the device.
-    """
-
-    def __init__(self, api: Any, index: int) -> None:
-        self._api = api
-        self._index = index
-
-    def mark(self) -> Any:
-        """An event on the calling thread's current stream: the time at which the device gets there."""
-        event = self._api.Event(enable_timing=True)
-        event.record(self._api.current_stream(self._index))
-        return event
-
-    def elapsed_s(self, earlier: Any, later: Any) -> float:
-        """Seconds between two marks; blocks the host until the device has passed them."""
-        later.synchronize()
-        earlier.synchronize()
-        milliseconds: float = earlier.elapsed_time(later)
-        return milliseconds / 1000.0
-
-
 class DeviceMemoryUse:
-    """Memory of one device, as its allocator counts it.
-
-    Args:
-        api: what ``deepspeed.accelerator.get_accelerator()`` returns.
-        index: of the device.
-    """
+    """Memory of the device of that index, as its driver and its allocator count it."""
 
     def __init__(self, api: Any, index: int) -> None:
         self._api = api
         self._index = index
 
     def free_bytes(self) -> float:
-        """What the device and the allocator have left, less a part for what is made and dropped between activations.
+        """Bytes left to the device and the allocator, less a part for what is made and dropped between activations.
 
         Of the device's own, whatever holds the rest: other pools and processes, other libraries, contexts.
         """
@@ -244,7 +133,92 @@ class DeviceMemoryUse:
         )
 
 
-class DeviceAccelerator:
+MemoryUse = HostMemoryUse | DeviceMemoryUse
+
+
+class Accelerator:
+    """The operations of a device that offloading needs, as they are where nothing is asynchronous.
+
+    Streams and events are those of torch; None where the device has none. Memory is uint8, 1-D.
+    """
+
+    clock: Clock = HostClock()
+    memory: MemoryUse = HostMemoryUse()
+
+    def device(self) -> torch.device:
+        """This rank's device, with its index where it has one."""
+        return torch.device("cpu")
+
+    def enter_thread(self) -> None:
+        """Make it the current device of the calling thread, which is one of ours."""
+
+    def is_synchronized_device(self) -> bool:
+        """Whether every call is done when it returns: there are neither streams nor events, and nothing to pin."""
+        return True
+
+    def is_capturing(self) -> bool:
+        """Whether the current stream is being captured into a graph."""
+        return False
+
+    def is_of_graph(self, storage: torch.UntypedStorage) -> bool:
+        """Whether device memory belongs to a graph, which uses it again whoever lets go of it."""
+        return False
+
+    def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A pinned copy; the tensor itself where there is nothing to pin."""
+        return tensor
+
+    def new_stream(self) -> Any:
+        """A stream of the device."""
+        return None
+
+    def current_stream(self) -> Any:
+        """The calling thread's stream."""
+        return None
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """The context in which ``stream`` is current, and with it its device."""
+        return nullcontext()
+
+    def new_event(self) -> Any:
+        """An event without timing."""
+        return None
+
+    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """Memory of the current stream's pool."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Queue a copy of bytes on the current stream."""
+        target.copy_(source, non_blocking=True)
+
+    def launch(self, kernel: Callable[..., object], *tensors: torch.Tensor) -> None:
+        """Queue ops on tensors on the current stream."""
+        kernel(*tensors)
+
+    def share(self, tensor: torch.Tensor, stream: Any) -> None:
+        """Tell the allocator that ``stream`` uses a tensor which another stream allocated."""
+
+
+class CpuAccelerator(Accelerator):
+    """The CPU, whose copies leave the cores to the lanes."""
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy bytes, on one thread.
+
+        Those of ``Tensor.copy_`` would take the cores from the lanes, and cost a small copy more than they save it.
+
+        Raises:
+            TypeError: one of them is not host memory, or they differ in size.
+        """
+        nbytes = source.numel()
+        if (source.device.type, target.device.type, target.numel()) != ("cpu", "cpu", nbytes):
+            raise TypeError(f"{nbytes} bytes on {source.device} do not fit {target.numel()} bytes on {target.device}")
+        # Not through NumPy: a tensor that it has seen can never be resized again, and the source is the user's.
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), nbytes)
+
+
+class DeviceAccelerator(Accelerator):
     """An asynchronous device behind DeepSpeed's accelerator API: the one that is current now.
 
     A new thread's current device is the first, whatever the rank, so that streams are asked for by its index.
@@ -256,66 +230,39 @@ class DeviceAccelerator:
     def __init__(self, api: Any) -> None:
         self._api = api
         self._index = api.current_device()
-        self.clock: Clock = StreamClock(api, self._index)
-        self.memory: MemoryUse = DeviceMemoryUse(api, self._index)
+        self.clock = StreamClock(api, self._index)
+        self.memory = DeviceMemoryUse(api, self._index)
 
     def device(self) -> torch.device:
-        """This rank's device, with its index."""
         return torch.device(self._api.device_name(), self._index)
 
     def enter_thread(self) -> None:
-        """Make it the current device of the calling thread, which is one of ours."""
         self._api.set_device(self._index)
 
     def is_synchronized_device(self) -> bool:
-        """False."""
         return False
 
     def is_capturing(self) -> bool:
-        """Whether the current stream is being captured into a graph."""
-        capturing: bool = self._api.is_current_stream_capturing()
-        return capturing
-
-    def is_of_graph(self, storage: torch.UntypedStorage) -> bool:
-        """Whether device memory belongs to a graph, which uses it again whoever lets go of it."""
-        return False
+        return bool(self._api.is_current_stream_capturing())
 
     def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A pinned copy."""
         pinned: torch.Tensor = self._api.pin_memory(tensor)
         return pinned
 
     def new_stream(self) -> Any:
-        """A stream of the device."""
         return self._api.Stream(device=self._index)
 
     def current_stream(self) -> Any:
-        """The calling thread's."""
         return self._api.current_stream(self._index)
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """The context in which ``stream`` is current, and with it its device."""
         context: AbstractContextManager[Any] = self._api.stream(stream)
         return context
 
     def new_event(self) -> Any:
-        """An event without timing."""
         return self._api.Event()
 
-    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """Memory (uint8, 1-D) of the current stream's pool."""
-        return torch.empty(nbytes, dtype=torch.uint8, device=device)
-
-    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Queue a copy on the current stream."""
-        target.copy_(source, non_blocking=True)
-
-    def launch(self, kernel: Callable[..., object], *tensors: torch.Tensor) -> None:
-        """Queue ops on tensors on the current stream."""
-        kernel(*tensors)
-
     def share(self, tensor: torch.Tensor, stream: Any) -> None:
-        """Tell the allocator that ``stream`` uses a tensor which another stream allocated."""
         tensor.record_stream(stream)
 
 
@@ -344,14 +291,11 @@ class CudaAccelerator(DeviceAccelerator):
         return manager is not None and storage._cdata in manager.live_cudagraph_pool_storages_in_curr_execution()
 
     def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A pinned copy, by torch: with ``DS_PIN_MEMORY_BACKEND=native`` DeepSpeed locks pages, and CUDA does not know.
-
-        Copies of such memory would block the host.
-        """
+        """By torch: with ``DS_PIN_MEMORY_BACKEND=native`` DeepSpeed locks pages, CUDA does not know, copies block."""
         return tensor.pin_memory()
 
     def new_event(self) -> Any:
-        """An event without timing; whoever waits for it sleeps, and leaves the core to others."""
+        """Whoever waits for it sleeps, and leaves the core to others."""
         return self._api.Event(blocking=True)
 
 
@@ -379,6 +323,18 @@ def pins_memory(accelerator: Accelerator) -> bool:
     return not accelerator.is_synchronized_device()
 
 
+def moment(accelerator: Accelerator) -> Any:
+    """An event of the calling thread's current stream; None where everything is done at once."""
+    if accelerator.is_synchronized_device():
+        return None
+    event = accelerator.new_event()
+    event.record(accelerator.current_stream())
+    return event
+
+
+# ---- copies ---------------------------------------------------------------------------------------------------------
+
+
 class PendingCopy:
     """A copy out of device memory under way. Holds that memory until the copy is done: see [Note: Ordering]."""
 
@@ -390,7 +346,7 @@ class PendingCopy:
         self._source: torch.Tensor | None = source
 
     def is_done(self) -> bool:
-        """Whether the copy is done; if so, lets the memory go."""
+        """If so, lets the memory go. Never blocks."""
         if self._source is not None and self.event.query():
             self._source = None
         return self._source is None
@@ -409,11 +365,10 @@ class Release(NamedTuple):
     events: list[Any]
 
     def is_passed(self) -> bool:
-        """Whether the streams have come so far."""
         return all(event.query() for event in self.events)
 
     def wait(self) -> None:
-        """Block the calling host thread until they have."""
+        """Block the calling host thread until the streams have come so far."""
         for event in self.events:
             event.synchronize()
 
@@ -423,10 +378,7 @@ class Releases:
 
     The host runs far ahead of a device. Memory that another stream uses than the one it was allocated on is free only
     when that stream has come so far; new memory would be taken for whatever is reloaded until then. Changed only under
-    one lock.
-
-    Args:
-        passed: told how many bytes are free.
+    one lock. ``passed`` is told how many bytes are free.
     """
 
     def __init__(self, accelerator: Accelerator | None, passed: Callable[[int], None]) -> None:
@@ -437,7 +389,6 @@ class Releases:
 
     @property
     def oldest(self) -> Release | None:
-        """The one that is free first."""
         return self._pending[0] if self._pending else None
 
     def add(self, nbytes: int, streams: Iterable[Any]) -> None:
@@ -464,15 +415,17 @@ class Releases:
 class Arrival:
     """Device memory into which a copy is under way.
 
-    Attributes:
+    Args:
         event: done with the copy; None where that was done at once.
-        consumers: streams that use the memory beside the one it was allocated on.
+        owner: the stream that the memory was allocated on.
+
+    Attributes:
+        consumers: streams that use the memory beside that one.
     """
 
     __slots__ = ("_accelerator", "_data", "_owner", "consumers", "event")
 
     def __init__(self, accelerator: Accelerator | None, data: torch.Tensor, event: Any, owner: Any = None) -> None:
-        """``owner``: the stream that the memory was allocated on."""
         self._accelerator = accelerator
         self._data = data
         self._owner = owner
@@ -489,6 +442,7 @@ class Arrival:
         if self.event is not None and self._accelerator is not None:
             consumer = self._accelerator.current_stream()
             consumer.wait_event(self.event)
+            # Else the allocator would give the memory away while the consumer still reads it.
             if consumer != self._owner and consumer not in self.consumers:
                 self._accelerator.share(self._data, consumer)
                 self.consumers.append(consumer)
@@ -498,15 +452,6 @@ class Arrival:
         """Block the calling host thread until the copy is done."""
         if self.event is not None:
             self.event.synchronize()
-
-
-def moment(accelerator: Accelerator) -> Any:
-    """An event of the calling thread's current stream; None where everything is done at once."""
-    if accelerator.is_synchronized_device():
-        return None
-    event = accelerator.new_event()
-    event.record(accelerator.current_stream())
-    return event
 
 
 class Copies:
@@ -525,13 +470,12 @@ class Copies:
         if accelerator.is_synchronized_device():
             accelerator.copy(data, target)
             return None
-        produced = accelerator.new_event()
-        produced.record(accelerator.current_stream())
+        produced = moment(accelerator)
         with accelerator.on(self._out_stream):
+            # Else it would read what kernels that are queued have not made yet.
             self._out_stream.wait_event(produced)
             accelerator.copy(data, target)
-            copied = accelerator.new_event()
-            copied.record(self._out_stream)
+            copied = moment(accelerator)
         pending = PendingCopy(copied, data)
         self._pending.append(pending)
         return pending
@@ -551,11 +495,10 @@ class Copies:
             return Arrival.done(data)
         with accelerator.on(self._in_stream):
             data = accelerator.allocate(nbytes, device)
-            for copy in after:
+            for copy in after:  # else it would read a slot that is not filled yet
                 self._in_stream.wait_event(copy.event)
             accelerator.copy(source[:nbytes], data)
-            event = accelerator.new_event()
-            event.record(self._in_stream)
+            event = moment(accelerator)
         return Arrival(accelerator, data, event, self._in_stream)
 
     def arrived(self, data: torch.Tensor) -> Arrival:
@@ -593,7 +536,7 @@ class Copies:
 
     @property
     def pending(self) -> int:
-        """How many copies out are under way, as far as :meth:`settle` knows."""
+        """Copies out, as far as :meth:`settle` knows."""
         return len(self._pending)
 
     @property

@@ -1,4 +1,7 @@
-"""Memory for direct I/O: aligned, and on the host in huge pages, measured to double its rate against 4 KiB pages."""
+"""Host memory as the kernel has it: aligned and in huge pages for direct I/O, kept from forks, and how much is left.
+
+Huge pages double the rate of direct I/O against 4 KiB pages, measured. What other processes will take is not seen.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,6 @@ import errno
 import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -83,16 +85,11 @@ def advise_huge_pages(memory: torch.Tensor, *, collapse: bool = False) -> None:
     Args:
         collapse: also replace the small pages that are there already (memory that was touched or locked).
     """
-    start = memory.data_ptr()
-    aligned = -(-start // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
-    nbytes = (start + memory.numel() - aligned) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
-    if nbytes <= 0:
-        return
-    madvise = ctypes.CDLL(None).madvise
-    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    madvise(aligned, nbytes, _MADV_HUGEPAGE)
-    if collapse:
-        madvise(aligned, nbytes, _MADV_COLLAPSE)
+    start = -memory.data_ptr() % HUGE_PAGE_BYTES
+    nbytes = max(0, memory.numel() - start) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+    for advice in (_MADV_HUGEPAGE, _MADV_COLLAPSE) if collapse else (_MADV_HUGEPAGE,):
+        if nbytes:
+            _madvise(memory[start : start + nbytes], advice)
 
 
 def can_lock(nbytes: int) -> bool:
@@ -119,41 +116,13 @@ def host_view(data: torch.Tensor) -> memoryview:
     return memoryview(array)
 
 
-# The memory of this machine, as far as this process may have it.
-
+# ---- of this machine, as far as this process may have it ------------------------------------------------------------
 
 PROC, GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
-
-
-@dataclass(frozen=True, slots=True)
-class _Version:
-    """Of control groups: where the groups are mounted, who rules memory, and the files of a group."""
-
-    mount: str
-    controller: str
-    limit: str
-    held: str
-    cached: str
-
-    def own(self, memberships: list[str]) -> str:
-        """The path of the process's group, from lines of ``hierarchy:controllers:/path``."""
-        for line in memberships:
-            _, controllers, path = line.split(":", 2)
-            if self.controller in controllers.split(","):
-                return path.lstrip("/")
-        return ""
-
-    def left_bytes(self, group: Path) -> int:
-        """Bytes until the limit of a group."""
-        limit_bytes = int((group / self.limit).read_text(encoding="ascii"))
-        held_bytes = int((group / self.held).read_text(encoding="ascii"))
-        stat = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
-        return limit_bytes - held_bytes + int(stat.get(self.cached, 0))
-
-
+# Of each version of control groups: where they are mounted, who rules memory, and the files of a group.
 _VERSIONS = (
-    _Version("", "", "memory.max", "memory.current", "inactive_file"),
-    _Version("memory", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ("", "", "memory.max", "memory.current", "inactive_file"),
+    ("memory", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
 
 
@@ -170,17 +139,21 @@ def available_bytes(proc: Path = PROC, groups: Path = GROUPS) -> int:
 
 def _left_bytes(proc: Path, groups: Path) -> list[int]:
     """Bytes left to each limited group, from this process's own up. Its cached pages count as free."""
-    memberships: list[str] = []
+    memberships: list[list[str]] = []  # hierarchy, controllers, path
     with _if_present():
-        memberships = (proc / "self/cgroup").read_text(encoding="utf-8").splitlines()
+        lines = (proc / "self/cgroup").read_text(encoding="utf-8").splitlines()
+        memberships = [line.split(":", 2) for line in lines]
     found = []
-    for version in _VERSIONS:
-        root = groups / version.mount
-        own = root / version.own(memberships)
+    for mount, controller, limit, held, cached in _VERSIONS:
+        root = groups / mount
+        own = root / next((path.lstrip("/") for _, ruled, path in memberships if controller in ruled.split(",")), "")
         for group in [own, *own.parents]:
             if group.is_relative_to(root):
                 with _if_present(), suppress(ValueError):  # "max": no limit
-                    found.append(version.left_bytes(group))
+                    limit_bytes, held_bytes = (int((group / one).read_text(encoding="ascii")) for one in (limit, held))
+                    stat = (group / "memory.stat").read_text(encoding="ascii").split()
+                    cached_bytes = int(dict(zip(stat[::2], stat[1::2], strict=True)).get(cached, 0))
+                    found.append(limit_bytes - held_bytes + cached_bytes)
     return found
 
 
@@ -194,18 +167,18 @@ def _if_present() -> Iterator[None]:
             raise
 
 
-def resident_set_bytes(proc: Path = PROC) -> int:
+def resident_set_bytes() -> int:
     """Memory of this process (``VmRSS`` of proc(5))."""
-    return _status_bytes(proc, "VmRSS:")
+    return _status_bytes("VmRSS:")
 
 
-def peak_resident_set_bytes(proc: Path = PROC) -> int:
+def peak_resident_set_bytes() -> int:
     """The peak of :func:`resident_set_bytes` (``VmHWM``)."""
-    return _status_bytes(proc, "VmHWM:")
+    return _status_bytes("VmHWM:")
 
 
-def _status_bytes(proc: Path, key: str) -> int:
-    status = (proc / "self/status").read_text(encoding="ascii", errors="replace")
+def _status_bytes(key: str) -> int:
+    status = (PROC / "self/status").read_text(encoding="ascii", errors="replace")
     return int(status.partition(key)[2].split()[0]) * 1024
 
 

@@ -1,21 +1,13 @@
-"""A plan: a placement for each saved storage, a flag for each block, the reasons, and the predicted cost."""
+"""What may be asked of a plan, what a plan is, and which of two predictions is better."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-
-import numpy as np
+from dataclasses import dataclass
 
 from ds_tba.config import OffloadConfig, Placement
 from ds_tba.errors import ConfigError
-from ds_tba.planner.timeline import Assignment, Bools, Floats, Ints, Liveness, OneForward, Timeline
 
-MIB = 1 << 20
-_ALL = Placement.KEEP, Placement.HOST, Placement.NVME, Placement.REMATERIALIZE
-_KEEP, _HOST, _NVME, _REMATERIALIZE = map(int, _ALL)
 # Shorter differences are the rounding of sums, not time.
 SAME_TIME_S = 1e-9
 
@@ -31,6 +23,8 @@ class Limits:
         write_limit_bytes_per_step: bound of what one step writes.
         recompute: whether blocks may be recomputed.
         rematerialize: whether storages may be made again from others.
+        movable_share: fraction of the bytes of all movable storages that host memory and NVMe may take together. A
+            budget that fits with more only is kept all the same.
 
     Raises:
         ConfigError: a limit is negative.
@@ -42,6 +36,7 @@ class Limits:
     write_limit_bytes_per_step: float = math.inf
     recompute: bool = True
     rematerialize: bool = True
+    movable_share: float = 1.0
 
     @classmethod
     def of(cls, config: OffloadConfig, write_limit_bytes_per_step: float) -> Limits:
@@ -56,7 +51,8 @@ class Limits:
         )
 
     def __post_init__(self) -> None:
-        for name in ("max_step_overhead", "activation_budget_bytes", "host_budget_bytes", "write_limit_bytes_per_step"):
+        bounds = "max_step_overhead", "activation_budget_bytes", "host_budget_bytes", "write_limit_bytes_per_step"
+        for name in (*bounds, "movable_share"):
             value = getattr(self, name)
             if value is not None and not value >= 0:
                 raise ConfigError(f"{name} is {value}: it must be 0 or more")
@@ -92,40 +88,6 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """The result of a replay.
-
-    Attributes:
-        assignment: where each storage really was, KEEP for those that do not exist or were refused.
-        cost: of a step.
-        stalls: of each storage for which compute waited, the seconds.
-        order: of the first uses of what was moved.
-        prefetch_distance: that was kept to, as in ``Plan``.
-    """
-
-    assignment: Assignment
-    liveness: Liveness
-    cost: Prediction
-    stalls: list[tuple[int, float]]
-    order: list[int]
-    prefetch_distance: tuple[int, ...]
-
-    def gathered(self, one: OneForward) -> Outcome:
-        """The same, in terms of one forward: where most forwards have each storage, and the mean of their stalls."""
-        placements = self.assignment.placements
-        counts = [np.bincount(one.storage[placements == place], minlength=len(one.timeline.storages)) for place in _ALL]
-        usual = np.array(_ALL, np.int8)[np.argmax(counts, axis=0)]
-        recomputed = np.zeros(len(one.timeline.blocks), bool)
-        recomputed[one.block[self.assignment.recomputed]] = True
-        return replace(
-            self,
-            assignment=Assignment(usual, recomputed),
-            stalls=[(int(one.storage[index]), seconds / one.timeline.micro_steps) for index, seconds in self.stalls],
-            order=list(dict.fromkeys(one.storage[self.order].tolist())),
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class Plan:
     """The placements chosen for the next steps.
 
@@ -136,7 +98,6 @@ class Plan:
         recomputed_blocks: for each block, whether its forward runs again.
         prefetch_distance: ``prefetch_distance[i]`` is how many of the next reloads to have issued once backward has
             used ``i`` of the moved storages; empty where prefetching goes as far as the bounds allow.
-        reasons, block_reasons: a line for each.
         prediction: the cost for which the plan was chosen.
     """
 
@@ -144,16 +105,7 @@ class Plan:
     placements: tuple[Placement, ...]
     recomputed_blocks: tuple[bool, ...]
     prefetch_distance: tuple[int, ...]
-    reasons: tuple[str, ...]
-    block_reasons: tuple[str, ...]
     prediction: Prediction
-
-    @property
-    def assignment(self) -> Assignment:
-        """As arrays, for a replay."""
-        placements = np.array(self.placements, np.int8)
-        placements[placements == Placement.RECOMPUTE] = Placement.KEEP
-        return Assignment(placements, np.array(self.recomputed_blocks, bool))
 
 
 Rank = tuple[bool, bool, float, float, int]
@@ -187,253 +139,3 @@ def is_outside(found: Rank) -> bool:
 def longest_step_s(limits: Limits, kept_step_s: float) -> float:
     """The step that ``max_step_overhead`` allows."""
     return kept_step_s * (1 + limits.max_step_overhead) + SAME_TIME_S
-
-
-# The assignments that a search tries.
-
-Change = Callable[[Assignment], Assignment]
-MAX_STORAGES_FOR_PAIRS = 16
-
-
-class Candidates:
-    """The assignments that the limits leave open.
-
-    Attributes:
-        may_recompute: of each block.
-        may_rematerialize: of each storage.
-    """
-
-    def __init__(self, timeline: Timeline, limits: Limits) -> None:
-        self.may_recompute: Bools = timeline.blocks.recomputable & limits.recompute
-        self.may_rematerialize: Bools = timeline.storages.rematerializable & limits.rematerialize
-        self._timeline = timeline
-        self._host_budget_bytes = limits.host_budget_bytes
-        self._to_nvme = timeline.can_go_to_nvme()
-        self._to_host = timeline.storages.movable & (timeline.storages.nbytes <= limits.host_budget_bytes)
-
-    def count(self) -> float:
-        """How many there are, up to a large number."""
-        logarithm = sum(math.log(len(options)) for options in self._options())
-        logarithm += float(self.may_recompute.sum()) * math.log(2)
-        return math.exp(min(logarithm, 100.0))
-
-    def all(self) -> Iterator[Assignment]:
-        """Every one."""
-        choices = self._options() + [[0, 1] if may else [0] for may in self.may_recompute]
-        count = len(self._timeline.storages)
-        for number in range(math.prod(map(len, choices))):
-            digits = []
-            for options in choices:
-                number, digit = divmod(number, len(options))
-                digits.append(options[digit])
-            yield Assignment(np.array(digits[:count], np.int8), np.array(digits[count:], bool))
-
-    def everything(self, recomputed: list[int], rematerialized: list[int]) -> Assignment:
-        """These blocks recomputed and these storages made again from others, all else moved to NVMe."""
-        again = np.zeros(len(self._timeline.blocks), bool)
-        again[recomputed] = True
-        placements = np.where(self._to_nvme, _NVME, _KEEP).astype(np.int8)
-        placements[rematerialized] = _REMATERIALIZE
-        return Assignment(placements, again)
-
-    def late_to_host(self, moved: Assignment) -> Assignment:
-        """Fill the host budget with the storages packed last: they come back first, when the drive has least time."""
-        placements = moved.placements.copy()
-        liveness = self._timeline.liveness(moved.recomputed)
-        is_open = liveness.exists & ~liveness.dropped & (placements != _REMATERIALIZE)
-        late = np.flatnonzero(self._to_host & is_open)[::-1]
-        held = np.cumsum(self._timeline.storages.nbytes[late])
-        placements[late[held <= self._host_budget_bytes]] = _HOST
-        return Assignment(placements, moved.recomputed)
-
-    def changes(self) -> Iterator[Change]:
-        """Changes of runs of neighbours, long runs first."""
-        storages, blocks = len(self._timeline.storages), len(self._timeline.blocks)
-        for start, end in _runs(blocks):
-            for again in (True, False):
-                yield partial(self._with_blocks, start=start, end=end, again=again)
-            yield partial(self._with_blocks_moved, start=start, end=end)
-            if self.may_rematerialize.any():
-                yield partial(self._with_blocks_rematerialized, start=start, end=end)
-        for start, end in _runs(storages):
-            for place in self._places():
-                yield partial(self._with_run, start=start, end=end, place=place)
-        if storages <= MAX_STORAGES_FOR_PAIRS:
-            yield from self._pairs(storages)
-
-    def _options(self) -> list[list[int]]:
-        return [
-            [_KEEP] + [_HOST] * bool(host) + [_NVME] * bool(nvme) + [_REMATERIALIZE] * bool(again)
-            for host, nvme, again in zip(self._to_host, self._to_nvme, self.may_rematerialize, strict=True)
-        ]
-
-    def _places(self) -> list[int]:
-        allowed = {_NVME: self._to_nvme, _HOST: self._to_host, _REMATERIALIZE: self.may_rematerialize}
-        return [place for place, which in allowed.items() if which.any()] + [_KEEP]
-
-    def _pairs(self, storages: int) -> Iterator[Change]:
-        """Two storages at once, as one in another's stead."""
-        places = self._places()
-        for one in range(storages):
-            for other in range(one):
-                for place in places:
-                    for instead in places:
-                        yield lambda old, x=(one, place), y=(other, instead): self._with_run(  # type: ignore[misc]
-                            self._with_run(old, x[0], x[0] + 1, x[1]), y[0], y[0] + 1, y[1]
-                        )
-
-    def _with_run(self, old: Assignment, start: int, end: int, place: int) -> Assignment:
-        placements = old.placements.copy()
-        allowed = {_HOST: self._to_host, _NVME: self._to_nvme, _REMATERIALIZE: self.may_rematerialize}.get(place)
-        placements[start:end][... if allowed is None else allowed[start:end]] = place
-        return Assignment(placements, old.recomputed)
-
-    def _with_blocks(self, old: Assignment, start: int, end: int, again: bool) -> Assignment:
-        recomputed = old.recomputed.copy()
-        recomputed[start:end] = again & self.may_recompute[start:end]
-        return Assignment(old.placements, recomputed)
-
-    def _with_blocks_moved(self, old: Assignment, start: int, end: int) -> Assignment:
-        """Blocks not recomputed, and their storages moved instead: each of the two alone may make it worse."""
-        new = self._with_blocks(old, start, end, False)
-        owner, placements = self._timeline.storages.owner, old.placements.copy()
-        placements[(owner >= start) & (owner < end) & self._to_nvme] = _NVME
-        return Assignment(placements, new.recomputed)
-
-    def _with_blocks_rematerialized(self, old: Assignment, start: int, end: int) -> Assignment:
-        """Blocks not recomputed, and of their storages made again what can be."""
-        new = self._with_blocks(old, start, end, False)
-        owner, placements = self._timeline.storages.owner, old.placements.copy()
-        placements[(owner >= start) & (owner < end) & self.may_rematerialize] = _REMATERIALIZE
-        return Assignment(placements, new.recomputed)
-
-
-def _runs(count: int) -> Iterator[tuple[int, int]]:
-    """Halves of the whole, quarters, ..., single ones."""
-    size = count
-    while size >= 1:
-        yield from ((start, min(start + size, count)) for start in range(0, count, size))
-        if size == 1:
-            return
-        size = -(-size // 2)
-
-
-@dataclass(frozen=True, slots=True)
-class StorageCosts:
-    """Columns, one entry for each storage.
-
-    Attributes:
-        idle_s: between forward's last and backward's first use.
-        copy_out_s, copy_in_s: of either tier, on the link to the host.
-        write_s, read_s: of NVMe, on the drives; infinite without any.
-    """
-
-    idle_s: Floats
-    copy_out_s: Floats
-    copy_in_s: Floats
-    write_s: Floats
-    read_s: Floats
-
-    @classmethod
-    def of(cls, timeline: Timeline) -> StorageCosts:
-        """Those of every storage."""
-        storages, resources = timeline.storages, timeline.resources
-        nowhere = np.full(len(storages), np.inf)
-        return cls(
-            storages.first_backward_use_s - storages.last_forward_use_s,
-            storages.nbytes / resources.copy_out_bytes_per_s,
-            storages.nbytes / resources.copy_in_bytes_per_s,
-            storages.padded_bytes / resources.write_bytes_per_s if resources.paths else nowhere,
-            storages.padded_bytes / resources.read_bytes_per_s if resources.paths else nowhere,
-        )
-
-    @property
-    def nvme_s(self) -> Floats:
-        """There and back over copy engine and drive."""
-        return self.copy_out_s + self.write_s + self.read_s + self.copy_in_s
-
-    @property
-    def host_s(self) -> Floats:
-        """There and back over the copy engine."""
-        return self.copy_out_s + self.copy_in_s
-
-
-@dataclass(frozen=True, slots=True)
-class BlockCosts:
-    """Columns, one entry for each block.
-
-    Attributes:
-        compute_s: of one more forward.
-        freed_bytes: of the storages that are dropped where this block alone is recomputed.
-    """
-
-    compute_s: Floats
-    freed_bytes: Ints
-
-    @classmethod
-    def of(cls, timeline: Timeline) -> BlockCosts:
-        """Those of every block."""
-        return cls(timeline.blocks.recompute_s, timeline.dropped_bytes(timeline.storages.nbytes))
-
-
-def make_plan(planner: str, timeline: Timeline, modules: Sequence[str], outcome: Outcome) -> Plan:
-    """The plan of a replay's assignment.
-
-    Args:
-        modules: paths of the blocks.
-    """
-    places = np.where(outcome.liveness.dropped, int(Placement.RECOMPUTE), outcome.assignment.placements)
-    recomputed = outcome.assignment.recomputed.tolist()
-    blocks = BlockCosts.of(timeline)
-    return Plan(
-        planner,
-        tuple(map(list(Placement).__getitem__, places.tolist())),
-        tuple(recomputed),
-        outcome.prefetch_distance,
-        tuple(_reasons(timeline, outcome, modules)),
-        tuple(
-            f"recompute: {freed / MIB:.1f} MiB for a forward of {took_s:.3g} s"
-            if again
-            else f"no recompute: a forward of {took_s:.3g} s would free {freed / MIB:.1f} MiB"
-            for again, freed, took_s in zip(
-                recomputed, blocks.freed_bytes.tolist(), blocks.compute_s.tolist(), strict=True
-            )
-        ),
-        outcome.cost,
-    )
-
-
-def _reasons(timeline: Timeline, outcome: Outcome, modules: Sequence[str]) -> list[str]:
-    costs, liveness = StorageCosts.of(timeline), outcome.liveness
-    nvme, host, possible = costs.nvme_s.tolist(), costs.host_s.tolist(), timeline.can_go_to_nvme().tolist()
-    dropped, exists, movable = liveness.dropped.tolist(), liveness.exists.tolist(), timeline.storages.movable.tolist()
-    sources = np.bincount(timeline.sources.storage, minlength=len(movable)).tolist()
-    made_s = timeline.storages.rematerialize_s.tolist()
-    reasons = []
-    for index, (place, idle_s, owner) in enumerate(
-        zip(
-            outcome.assignment.placements.tolist(), costs.idle_s.tolist(), timeline.storages.owner.tolist(), strict=True
-        )
-    ):
-        if dropped[index]:
-            reasons.append(f"recompute: {modules[owner]} runs again")
-        elif place == Placement.NVME:
-            reasons.append(f"nvme: idle for {idle_s:.3g} s, there and back in {nvme[index]:.3g} s")
-        elif place == Placement.HOST:
-            reasons.append(f"host: idle for {idle_s:.3g} s, there and back in {host[index]:.3g} s")
-        elif place == Placement.REMATERIALIZE:
-            many = "1 storage" if sources[index] == 1 else f"{sources[index]} storages"
-            reasons.append(f"rematerialize: made again from {many} in {made_s[index]:.3g} s, idle for {idle_s:.3g} s")
-        elif not exists[index]:
-            reasons.append("keep: not saved, as no block that reads it is recomputed")
-        elif not movable[index]:
-            reasons.append("keep: it may not be moved")
-        elif not possible[index] and not timeline.resources.paths:
-            reasons.append("keep: there is no drive, and host memory is no gain here")
-        elif not possible[index]:
-            reasons.append("keep: larger than staging")
-        elif idle_s < nvme[index]:
-            reasons.append(f"keep: idle for {idle_s:.3g} s, but there and back takes {nvme[index]:.3g} s")
-        else:
-            reasons.append(f"keep: idle for {idle_s:.3g} s, but others gain more from the same bandwidth")
-    return reasons

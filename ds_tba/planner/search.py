@@ -1,479 +1,386 @@
-"""The search of the adaptive planner: assignments are replayed, the best by the limits is remembered.
+"""From a trace and limits to a plan.
 
-[Note: Search strategy] Where few assignments are possible, all are replayed. Else several sets of recomputed blocks
-are tried. For each set, everything goes to NVMe as far as staging has room at its pack. Storages for which backward
-waits longer than the limits allow are kept after all. Between this fast assignment and one with everything moved,
-bisection finds the fraction that is just allowed. The remaining replays are spent on changing runs of neighbours, long
-runs first. Every replay prefetches just in time. The work is bounded by replayed storages, not by a clock, so that
-every rank finds the same plan.
+[Note: Search strategy] Storages are ordered by the bytes and seconds of memory that they give back for each second of
+the resource that they take: of compute, where they are rematerialized or recomputed with their block; of drive and
+copies, where they are moved (which takes time by the byte, so that the longest idle goes first). For each order of
+what is computed again, bisection finds how much of it the limits call for, while of the rest all that costs no time is
+moved: as much as staging has room for at its pack, less what backward would wait for. Then bisection finds how much of
+the rest is moved: without a budget as much as there is time for, with one as little as it takes to fit. Of all that
+was replayed the best is taken; see ``rank``. No clock is asked, so that every rank would find the same plan.
 
-[Note: Rematerialization] Where storages can be made again from others, all that is done once without that, and then
-once more with it, so that it never makes a plan worse. The second time the sets of rematerialized storages are tried
-before those of recomputed blocks, and besides these: the cheapest storages first, by seconds for each byte and second
-of memory.
+[Note: Groups] Where there are many storages, neighbours are placed together, and of interleaved forwards that are
+alike all are placed alike: what one of them saves lowers no peak. Only the best is replayed in full; if it misses the
+limits, the search is repeated within narrower ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 
 from ds_tba.config import Placement
-from ds_tba.planner.plan import (
-    SAME_TIME_S,
-    Candidates,
-    Limits,
-    Outcome,
-    Plan,
-    Rank,
-    is_outside,
-    longest_step_s,
-    make_plan,
-    rank,
-)
-from ds_tba.planner.simulator import replay
-from ds_tba.planner.timeline import Assignment, Bools, Floats, Ints, OneForward, Timeline
+from ds_tba.planner.plan import SAME_TIME_S, Limits, Plan, Rank, is_outside, longest_step_s, rank
+from ds_tba.planner.replay import Outcome, replay
+from ds_tba.planner.timeline import Assignment, Bools, Floats, Ints, Places, Timeline
 from ds_tba.planner.trace import Trace
-from ds_tba.planner.transfer import Pacing
 
-REPLAYED_STORAGES = 100_000
-MIN_REPLAYS = 60
-MAX_REPLAYS = 1500
-ENUMERATED = 600
+Planner = Callable[[Trace, Limits], Plan]
+
+SEARCHED_GROUPS = 500
+# Of each of several interleaved forwards, however many there are.
+MIN_GROUPS_PER_FORWARD = 100
 RELIEF_ROUNDS = 4
-BISECTIONS = 5
-# So many sets of rematerialized storages at most, each with those before it.
-REMATERIALIZED_SETS = 1 << BISECTIONS
+# Moves are counted as finely as this fraction of all.
+MOVES_RESOLUTION = 1 / 64
+# Rounding to groups may lose what just fits: these fractions of the limits are given away then.
+MARGINS = (0.0, 0.02, 0.06)
+# Steps closer than this fraction of one are equal: the drive is not worn for less.
+SAME_STEP_FRACTION = 0.02
 
 _KEEP, _HOST, _NVME = int(Placement.KEEP), int(Placement.HOST), int(Placement.NVME)
 _REMATERIALIZE = int(Placement.REMATERIALIZE)
 
 
-class Replays:
-    """The assignments replayed so far, the best of them, and how many more may be replayed.
-
-    Args:
-        whole: what is replayed.
-        one: assignments are for this one forward of the whole, and all forwards get them.
-
-    Attributes:
-        timeline: what assignments are for.
-        best: the best so far, at first everything kept.
-    """
-
-    def __init__(self, whole: Timeline, limits: Limits, one: OneForward | None = None) -> None:
-        self.timeline = whole if one is None else one.timeline
-        self.limits = limits
-        self._whole = whole
-        self._one = one
-        self.best = self._play(self.timeline.kept)
-        self._best_rank = self.rank(self.best)
-        self._left = self._most = min(MAX_REPLAYS, max(MIN_REPLAYS, REPLAYED_STORAGES // max(1, len(whole.storages))))
-        self._seen: dict[bytes, Outcome] = {}
-        self._pacing = Pacing(limits.host_budget_bytes, limits.write_limit_bytes_per_step / whole.micro_steps)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether no more replays are left."""
-        return self._left <= 0
-
-    @property
-    def has_budget(self) -> bool:
-        """Whether step time is minimized within a budget, instead of the peak within an overhead."""
-        return self.limits.activation_budget_bytes is not None
-
-    @property
-    def longest_step_s(self) -> float:
-        """The step that ``max_step_overhead`` allows."""
-        return longest_step_s(self.limits, self.timeline.step_s)
-
-    def allow_more(self) -> None:
-        """Another search begins, with as many replays as the first."""
-        self._left = self._most
-
-    def rank(self, outcome: Outcome) -> Rank:
-        """By the limits: the lower the better."""
-        return rank(outcome.cost, self.limits, self.timeline.step_s)
-
-    def is_within(self, outcome: Outcome) -> bool:
-        """Whether an outcome is within the limits."""
-        return not is_outside(self.rank(outcome))
-
-    def replay(self, assignment: Assignment) -> Outcome:
-        """Replay an assignment, and remember the outcome if it is the best."""
-        key = assignment.placements.tobytes() + assignment.recomputed.tobytes()
-        found = self._seen.get(key)
-        if found is None:
-            self._left -= 1
-            found = self._seen[key] = self._replay(assignment, None)
-        return found
-
-    def replay_both(self, assignment: Assignment) -> None:
-        """Replay an assignment with prefetching just in time, and as far as the bounds allow.
-
-        Of equals the latter is better: it is less likely to come too late.
-        """
-        for distance in (None, ()):
-            self._replay(assignment, distance)
-
-    def paced(self, assignment: Assignment) -> Assignment:
-        """As much of an assignment as needs no waiting for staging."""
-        self._left -= 1
-        return self._play(assignment, self._pacing).assignment
-
-    def relieve(self, assignment: Assignment, longest_s: float, rounds: int = RELIEF_ROUNDS) -> Outcome:
-        """Keep as many of the moved storages as needed to end a step within ``longest_s``, if that is possible."""
-        found = self.replay(assignment)
-        for _ in range(rounds):
-            if found.cost.step_s <= longest_s or not found.stalls or self.is_over:
-                break
-            found = self.replay(_with_less_moved(self.timeline, found, longest_s))
-        return found
-
-    def _play(
-        self, assignment: Assignment, pacing: Pacing | None = None, distance: tuple[int, ...] | None = ()
-    ) -> Outcome:
-        if self._one is None:
-            return replay(self._whole, assignment, pacing, distance)
-        return replay(self._whole, self._one.spread(assignment), pacing, distance).gathered(self._one)
-
-    def _replay(self, assignment: Assignment, distance: tuple[int, ...] | None) -> Outcome:
-        found = self._play(assignment, distance=distance)
-        ranked = self.rank(found)
-        if ranked < self._best_rank or (ranked == self._best_rank and not found.prefetch_distance):
-            self.best, self._best_rank = found, ranked
-        return found
-
-
-class Search:
-    """See [Note: Search strategy].
-
-    Args:
-        timeline: that is searched.
-        replays: of the same, also where there nothing can be rematerialized.
-    """
-
-    def __init__(self, timeline: Timeline, replays: Replays) -> None:
-        self._replays = replays
-        self._timeline = timeline
-        self._candidates = Candidates(timeline, replays.limits)
-        self._starts: list[Outcome] = []
-
-    def run(self) -> None:
-        """Search."""
-        if self._candidates.count() <= ENUMERATED:
-            for assignment in self._candidates.all():
-                self._replays.replay_both(assignment)
-            return
-        again: list[int] = []
-        if self._candidates.may_rematerialize.any():
-            sets = self._rematerialized_sets()
-            self._search_sets(len(sets) - 1, lambda count: self._candidates.everything([], sets[count]))
-            again = sets[-1]
-        for order in _block_orders(self._timeline, self._candidates.may_recompute):
-            if order or not again:
-                self._search_recomputed(order, again)
-        # Climb from the best, then from the other starting points while there are replays left.
-        self._climb(self._replays.best)
-        for start in sorted(self._starts, key=self._replays.rank):
-            self._climb(start)
-
-    # ---- recomputed blocks, and what is moved besides -----------------------------------------------------------
-
-    def _search_recomputed(self, order: list[int], rematerialized: list[int]) -> None:
-        """Try how many blocks of an order to recompute."""
-        spent_s = self._timeline.storages.rematerialize_s[rematerialized].sum()
-        most = self._most(self._timeline.blocks.recompute_s[order], float(spent_s))
-        self._search_sets(most, lambda count: self._candidates.everything(order[:count], rematerialized))
-
-    def _rematerialized_sets(self) -> list[list[int]]:
-        """None, the cheapest few, ..., as many as there is time for."""
-        order = _rematerialization_order(self._timeline, self._candidates.may_rematerialize)
-        most = self._most(self._timeline.storages.rematerialize_s[order], 0.0)
-        counts = np.linspace(0, most, REMATERIALIZED_SETS + 1).astype(int).tolist()
-        return [order[:count] for count in dict.fromkeys(counts)]
-
-    def _search_sets(self, most: int, everything: Callable[[int], Assignment]) -> None:
-        """Bisect which of growing sets to compute again; then spend what the limits leave.
-
-        Args:
-            most: number of the largest set; that of the empty one is 0.
-            everything: all moved besides such a set.
-        """
-        replays = self._replays
-        few, many = 0, most
-        fast = {few: self._move(everything(few))}
-        if many > few and replays.is_within(fast[few]) != replays.has_budget:
-            fast[many] = self._move(everything(many))
-            while many - few > 1 and not replays.is_over:
-                middle = (few + many) // 2
-                fast[middle] = self._move(everything(middle))
-                if replays.is_within(fast[middle]) != replays.has_budget:
-                    few = middle
-                else:
-                    many = middle
-        for count in dict.fromkeys((few, many, 0)):
-            if count in fast and not replays.is_over:
-                self._blend(fast[count], everything(count))
-
-    def _most(self, seconds: Floats, spent_s: float) -> int:
-        """How many there is time for, of what takes so many seconds each in a micro-step."""
-        replays, timeline = self._replays, self._timeline
-        if replays.has_budget:
-            return len(seconds)
-        left_s = replays.longest_step_s - timeline.step_s - spent_s * timeline.micro_steps
-        return int(np.searchsorted(np.cumsum(seconds) * timeline.micro_steps, left_s, "right"))
-
-    def _move(self, everything: Assignment) -> Outcome:
-        """Move what can be moved besides what is computed again; the best of what is fast."""
-        fast = self._fast(everything)
-        if self._replays.limits.host_budget_bytes:
-            fast = min(fast, self._fast(self._candidates.late_to_host(everything)), key=self._replays.rank)
-        self._starts.append(fast)
-        return fast
-
-    def _fast(self, moved: Assignment) -> Outcome:
-        """As much of an assignment as waits no longer than the limits allow; with a budget, as waits not at all."""
-        replays, timeline = self._replays, self._timeline
-        paced = replays.paced(moved)
-        recomputing_s = float(timeline.blocks.recompute_s[moved.recomputed].sum()) * timeline.micro_steps
-        again_s = recomputing_s + replays.replay(paced).cost.rematerialized_s
-        found = replays.relieve(paced, timeline.step_s + again_s)
-        if replays.has_budget:
-            return found
-        return min(found, replays.relieve(paced, replays.longest_step_s), key=replays.rank)
-
-    def _blend(self, fast: Outcome, full: Assignment) -> None:
-        """Of what only ``full`` moves, move the part that the limits just allow, early packs first, then late ones."""
-        if self._replays.has_budget and self._replays.is_within(fast):
-            return  # to move more takes time, and less is not needed
-        placements = fast.assignment.placements
-        different = np.flatnonzero(placements != full.placements)
-        for order in (different, different[::-1]):
-            self._bisect(placements, full, order)
-
-    def _bisect(self, placements: npt.NDArray[np.int8], full: Assignment, order: Ints) -> None:
-        """Find how many storages of an order to place as ``full`` does, so that the limits are just met."""
-        low, high = 0, len(order) + 1
-        for _ in range(BISECTIONS):
-            if high - low <= 1 or self._replays.is_over:
-                return
-            middle = (low + high) // 2
-            blended = placements.copy()
-            blended[order[:middle]] = full.placements[order[:middle]]
-            found = self._replays.replay(Assignment(blended, full.recomputed))
-            if self._replays.is_within(found) != self._replays.has_budget:
-                low = middle
-            else:
-                high = middle
-
-    # ---- neighbours ---------------------------------------------------------------------------------------------
-
-    def _climb(self, start: Outcome) -> None:
-        """Change runs of neighbours until nothing helps or no replays are left."""
-        best, height, improved = start, self._replays.rank(start), True
-        while improved:
-            improved = False
-            for change in self._candidates.changes():
-                if self._replays.is_over:
-                    return
-                found = self._replays.replay(change(best.assignment))
-                if self._replays.rank(found) < height:
-                    best, height, improved = found, self._replays.rank(found), True
-
-
-def _block_orders(timeline: Timeline, may_recompute: Bools) -> list[list[int]]:
-    """Orders in which blocks would be recomputed: from the first on, spread evenly, the cheapest first."""
-    blocks = [int(number) for number in np.flatnonzero(may_recompute)]
-    if not blocks:
-        return [[]]
-    storages = timeline.storages
-    own = storages.owner >= 0
-    nbytes = np.bincount(storages.owner[own], storages.nbytes[own], minlength=len(timeline.blocks))
-    price_s = timeline.blocks.recompute_s / np.maximum(nbytes, 1)
-    spread = sorted(blocks, key=lambda number: (_reversed_bits(number), number))
-    cheapest = sorted(blocks, key=lambda number: (float(f"{price_s[number]:.2e}"), number))
-    orders: list[list[int]] = []
-    for order in (blocks, spread, cheapest):
-        if order not in orders:
-            orders.append(order)
-    return orders
-
-
-def _rematerialization_order(timeline: Timeline, may_rematerialize: Bools) -> list[int]:
-    """The storages that may be made again from others, the cheapest first."""
-    storages = timeline.storages
-    idle_s = np.maximum(storages.first_backward_use_s - storages.last_forward_use_s, SAME_TIME_S)
-    price_s = storages.rematerialize_s / (storages.nbytes * idle_s)
-    which = np.flatnonzero(may_rematerialize).tolist()
-    return sorted(which, key=lambda index: (float(f"{price_s[index]:.2e}"), index))
-
-
-def _reversed_bits(number: int) -> int:
-    return int(f"{number:032b}"[::-1], 2)
-
-
-def _with_less_moved(timeline: Timeline, outcome: Outcome, longest_s: float) -> Assignment:
-    """For each stall beyond what is allowed, keep as many of the bytes moved just before it as that time moves."""
-    excess_s = (outcome.cost.step_s - longest_s) / timeline.micro_steps
-    stalls: dict[int, float] = {}
-    for storage, seconds in outcome.stalls:
-        stalls[storage] = stalls.get(storage, 0.0) + seconds
-    placements = outcome.assignment.placements.copy()
-    resources = timeline.resources
-    rates = {
-        _HOST: resources.copy_in_bytes_per_s,
-        _NVME: min(resources.read_bytes_per_s, resources.copy_in_bytes_per_s),
-    }
-    before: list[int] = []
-    for storage in outcome.order:
-        if placements[storage] != _KEEP:
-            before.append(storage)
-        seconds = min(stalls.get(storage, 0.0), excess_s)
-        excess_s -= seconds
-        while seconds > 0 and before:
-            kept = before.pop()
-            seconds -= float(timeline.storages.nbytes[kept]) / rates[int(placements[kept])]
-            placements[kept] = _KEEP
-        if excess_s <= 0:
-            break
-    return Assignment(placements, outcome.assignment.recomputed)
-
-
-# Planners, all of one signature: from a trace and limits to a plan. ``adaptive`` is the one of the runtime.
-# ``benchmarks/planners/`` has those of the papers, and a test holds ``adaptive`` against them.
-
-Planner = Callable[[Trace, Limits], Plan]
-
-# The search works on groups of neighbours where there are more storages than this.
-SEARCHED_GROUPS = 700
-# Rounding to groups may lose what just fits: these fractions of the limits are given away then.
-MARGINS = (0.0, 0.02, 0.06)
-FULL_RELIEF_ROUNDS = 2
-# Steps closer than this fraction of one are equal.
-SAME_STEP_FRACTION = 0.02
-
-
-def keep(trace: Trace, limits: Limits) -> Plan:
-    """Everything kept."""
-    timeline = Timeline.of(trace)
-    return planned("keep", trace, limits, timeline, timeline.kept)
-
-
-def recompute(trace: Trace, limits: Limits) -> Plan:
-    """Every block recomputed that may be, nothing moved."""
-    timeline = Timeline.of(trace)
-    return planned("recompute", trace, limits, timeline, _recompute_all(timeline))
-
-
 def adaptive(trace: Trace, limits: Limits) -> Plan:
     """The lowest peak within ``max_step_overhead``, or the least time within ``activation_budget_bytes``.
 
-    With a budget, writing must gain more time over recomputing than predictions can tell. Deterministic. Keeps within
-    ``host_budget_bytes`` and ``write_limit_bytes_per_step``; where no plan fits the budget, the plan with the lowest
-    peak. A block that alone makes more again than the budget is moved instead, where that is possible: what was moved
-    comes back one by one.
+    With a budget, writing must gain more time over computing again than predictions can tell. Deterministic. Keeps
+    within ``host_budget_bytes`` and ``write_limit_bytes_per_step``, and within ``movable_share`` unless a budget takes
+    more; where no plan fits the budget, the plan with the lowest peak.
     """
-    timeline = Timeline.of(trace).recomputing_within(limits.activation_budget_bytes)
-    exact = Replays(timeline, limits)
-    start = _recompute_all(timeline) if limits.recompute else timeline.kept
-    exact.replay_both(start)
-    simple = exact.best
-    _search(timeline.without_rematerialization(), exact, start)
-    if limits.rematerialize and timeline.storages.rematerializable.any():  # see [Note: Rematerialization]
-        simple = min(simple, _rematerialize_only(exact), key=exact.rank)
-        exact.allow_more()
-        _search(timeline, exact, start)
-    exact.replay_both(exact.best.assignment)
-    chosen = exact.best if _is_worth_writing(simple, exact) else simple
-    return make_plan("adaptive", timeline, _modules(trace), chosen)
+    timeline = _without_large_blocks(Timeline.of(trace), limits.activation_budget_bytes)
+    found = _found(timeline, limits)
+    over_budget = limits.activation_budget_bytes is not None and _is_outside(found, limits, timeline)
+    if limits.movable_share < 1 and over_budget:
+        found = _found(timeline, replace(limits, movable_share=1.0))
+    # Of two equal ways, reading as far as the bounds allow comes too late less often than just in time.
+    as_far = replay(timeline, found.assignment)
+    if rank(as_far.cost, limits, timeline.step_s) <= rank(found.cost, limits, timeline.step_s):
+        found = as_far
+    return plan_of("adaptive", found)
 
 
-def _search(timeline: Timeline, exact: Replays, start: Assignment) -> None:
-    """Search for all forwards of a timeline at once, storage by storage, or in groups, whichever it takes."""
-    one = timeline.one_forward()
-    coarse, group = timeline.grouped(SEARCHED_GROUPS)
-    if one is not None:
-        exact.replay(_found_for_one(exact, one))
-    elif coarse is timeline:
-        Search(timeline, exact).run()
-    else:
-        _search_coarsely(exact, coarse, group, start)
-
-
-def _rematerialize_only(exact: Replays) -> Outcome:
-    """The best where nothing is moved: as many as there is time for, with a budget as few as it takes."""
-    timeline = exact.timeline
-    order = _rematerialization_order(timeline, timeline.storages.rematerializable)
-    found: list[Outcome] = []
-    few, many = -1, len(order) + 1
-    while many - few > 1:
-        middle = (few + many) // 2
-        kept = timeline.kept
-        kept.placements[order[:middle]] = _REMATERIALIZE
-        found.append(exact.replay(kept))
-        if exact.is_within(found[-1]) != exact.has_budget:
-            few = middle
-        else:
-            many = middle
-    return min(found, key=exact.rank)
-
-
-def _is_worth_writing(simple: Outcome, exact: Replays) -> bool:
-    """Whether the best that was found is to be taken, which may write more for a gain of time too small to tell."""
-    if not exact.has_budget or not exact.is_within(simple):
-        return True
-    gained_s = simple.cost.step_s - exact.best.cost.step_s
-    is_gain = gained_s > SAME_STEP_FRACTION * exact.timeline.step_s
-    return is_gain or exact.best.cost.written_bytes <= simple.cost.written_bytes
-
-
-def _found_for_one(exact: Replays, one: OneForward) -> Assignment:
-    """The best assignment that is the same for all forwards: what it saves in one of them only lowers no peak."""
-    grouped = one.grouped(SEARCHED_GROUPS)
-    replays = Replays(exact.timeline, exact.limits, grouped)
-    if exact.limits.recompute:
-        replays.replay(_recompute_all(grouped.timeline))
-    Search(grouped.timeline, replays).run()
-    return grouped.spread(replays.best.assignment)
-
-
-def _search_coarsely(exact: Replays, coarse: Timeline, group: Ints, start: Assignment) -> None:
-    """Search among groups; where the best of them is not within the limits in full, again within narrower ones."""
-    firsts = np.flatnonzero(np.diff(group, prepend=-1))
-    for margin in MARGINS:
-        replays = Replays(coarse, _narrowed(exact.limits, margin))
-        replays.replay(Assignment(start.placements[firsts], start.recomputed))
-        Search(coarse, replays).run()
-        found = replays.best.assignment
-        longest_s = replays.best.cost.step_s if exact.has_budget else exact.longest_step_s
-        full = Assignment(found.placements[group], found.recomputed)
-        if exact.is_within(exact.relieve(full, longest_s, FULL_RELIEF_ROUNDS)):
-            return
-
-
-def _narrowed(limits: Limits, margin: float) -> Limits:
-    budget_bytes = limits.activation_budget_bytes
-    return replace(
-        limits,
-        max_step_overhead=limits.max_step_overhead * (1 - margin),
-        activation_budget_bytes=None if budget_bytes is None else int(budget_bytes * (1 - margin)),
+def plan_of(planner: str, outcome: Outcome) -> Plan:
+    """The plan that a replay found."""
+    places = np.where(outcome.dropped, int(Placement.RECOMPUTE), outcome.assignment.placements).tolist()
+    return Plan(
+        planner,
+        tuple(map(list(Placement).__getitem__, places)),
+        tuple(outcome.assignment.recomputed.tolist()),
+        outcome.prefetch_distance,
+        outcome.cost,
     )
 
 
-def _recompute_all(timeline: Timeline) -> Assignment:
-    return Assignment(timeline.kept.placements, timeline.blocks.recomputable.copy())
+def _is_outside(outcome: Outcome, limits: Limits, timeline: Timeline) -> bool:
+    return is_outside(rank(outcome.cost, limits, timeline.step_s))
 
 
-def planned(name: str, trace: Trace, limits: Limits, timeline: Timeline, assignment: Assignment) -> Plan:
-    """The plan of an assignment: prefetching just in time or as far as the bounds allow, whichever is better."""
-    both = [replay(timeline, assignment, distance=distance) for distance in ((), None)]
-    best = min(both, key=lambda found: rank(found.cost, limits, timeline.step_s))
-    return make_plan(name, timeline, _modules(trace), best)
+def _without_large_blocks(timeline: Timeline, budget_bytes: int | None) -> Timeline:
+    """The same, where blocks that alone make more again than a budget are not recomputed if that can be moved.
+
+    What was moved comes back one by one, what is recomputed all at once.
+    """
+    if budget_bytes is None:
+        return timeline
+    staying = timeline.dropped_bytes(np.where(timeline.to_nvme, 0, timeline.nbytes))
+    is_better_moved = (timeline.dropped_bytes(timeline.nbytes) > budget_bytes) & (staying <= budget_bytes)
+    return replace(timeline, recomputable=timeline.recomputable & ~is_better_moved)
 
 
-def _modules(trace: Trace) -> list[str]:
-    return [block.module for block in trace.blocks]
+def _found(timeline: Timeline, limits: Limits) -> Outcome:
+    """The best, replayed in full; see [Note: Groups]."""
+    tried = []
+    for margin in MARGINS:
+        budget_bytes = limits.activation_budget_bytes
+        narrowed = replace(
+            limits,
+            max_step_overhead=limits.max_step_overhead * (1 - margin),
+            activation_budget_bytes=None if budget_bytes is None else int(budget_bytes * (1 - margin)),
+        )
+        search = _Search(timeline, narrowed)
+        search.run()
+        tried.append(replay(timeline, search.chosen(), None))
+        if search.is_exact or not _is_outside(tried[-1], limits, timeline):
+            break
+    return min(tried, key=lambda one: rank(one.cost, limits, timeline.step_s))
+
+
+class _Search:
+    """See [Note: Search strategy].
+
+    Assignments are of units here: groups of storages, and of alike forwards the storages and blocks of one.
+
+    Attributes:
+        is_exact: whether each unit is one storage.
+        best: of what was replayed.
+        simplest: the best that moves nothing.
+    """
+
+    def __init__(self, whole: Timeline, limits: Limits) -> None:
+        forwards = whole.alike_forwards()
+        self._group = whole.groups(max(SEARCHED_GROUPS, MIN_GROUPS_PER_FORWARD * forwards), forwards)
+        self._timeline = timeline = whole.merged(self._group)
+        self._forwards = forwards
+        self._limits = limits
+        units, blocks = len(timeline.nbytes) // forwards, len(timeline.recompute_s) // forwards
+        self._unit, self._block = np.tile(np.arange(units), forwards), np.tile(np.arange(blocks), forwards)
+        self.is_exact = units == len(whole.nbytes)
+        self._nbytes, self._padded = self._mean(timeline.nbytes), self._mean(timeline.padded_bytes)
+        self._idle_s = np.maximum(self._mean(timeline.used_s - timeline.left_s), SAME_TIME_S)
+        self._by_idle = np.argsort(-self._idle_s, kind="stable")
+        self._to_nvme: Bools = timeline.to_nvme[:units]
+        self._to_host: Bools = timeline.movable[:units] & (self._nbytes <= limits.host_budget_bytes)
+        self.best = self.simplest = replay(timeline, timeline.kept)
+        self._seen: dict[bytes, Outcome] = {}
+        # Of one forward: the bytes that are moved at most, written, and held by the host if as many are in flight as
+        # make the peak.
+        self._movable_bytes = limits.movable_share * self._nbytes[timeline.movable[:units]].sum()
+        self._write_bytes = limits.write_limit_bytes_per_step / timeline.micro_steps / forwards
+        in_flight = max(1.0, self.best.cost.peak_saved_bytes / max(1.0, self._nbytes.sum())) if forwards > 1 else 1.0
+        self._host_bytes = limits.host_budget_bytes / in_flight
+
+    def chosen(self) -> Assignment:
+        """The best for all storages; one that writes less for about the same time is better."""
+        found = self.best
+        if self._has_budget and self._is_within(self.simplest):
+            gained_s = self.simplest.cost.step_s - self.best.cost.step_s
+            is_gain = gained_s > SAME_STEP_FRACTION * self._timeline.step_s
+            found = self.best if is_gain else self.simplest
+        return Assignment(found.assignment.placements[self._group], found.assignment.recomputed)
+
+    def run(self) -> None:
+        """Search."""
+        timeline, limits = self._timeline, self._limits
+        made = self._cheapest(timeline.rematerializable & limits.rematerialize)
+        most = self._affordable(self._mean(timeline.rematerialize_s)[made], 0.0)
+        self._grow(most, lambda count: self._again_with(made[:count], made, 0))
+        for order in self._block_orders():
+            for besides in (made[:0], made[:most]) if most else (made[:0],):
+                spent_s = float(self._mean(timeline.rematerialize_s)[besides].sum())
+                count = self._affordable(self._mean(timeline.recompute_s)[order], spent_s)
+                if count:
+                    self._grow(count, partial(self._again_with, besides, order))
+        if self.is_exact and not self._has_budget:
+            self._trim(self.best)
+
+    # ---- what is computed again ---------------------------------------------------------------------------------
+
+    def _cheapest(self, may: Bools) -> Ints:
+        """The units that may be rematerialized, by seconds for each byte and second of memory."""
+        price = self._mean(self._timeline.rematerialize_s) / (self._nbytes * self._idle_s)
+        which = np.flatnonzero(may[: len(self._nbytes)])
+        return which[np.argsort(_rounded(price[which]), kind="stable")]
+
+    def _block_orders(self) -> list[Ints]:
+        """Orders in which blocks would be recomputed: the cheapest first, and spread evenly among what is moved."""
+        timeline = self._timeline
+        blocks = len(self._mean(timeline.recompute_s))
+        own = np.flatnonzero(timeline.owner[: len(self._nbytes)] >= 0)
+        value = np.bincount(timeline.owner[own], (self._nbytes * self._idle_s)[own], minlength=blocks)[:blocks]
+        price = self._mean(timeline.recompute_s) / np.maximum(value, SAME_TIME_S)
+        which = np.flatnonzero(timeline.recomputable[:blocks] & self._limits.recompute)
+        spread = sorted(which.tolist(), key=lambda number: f"{number:032b}"[::-1])
+        return [which[np.argsort(_rounded(price[which]), kind="stable")], np.array(spread, np.int64)]
+
+    def _affordable(self, seconds: Floats, spent_s: float) -> int:
+        """Length of the longest prefix whose seconds fit the remaining overhead; all with a budget."""
+        if self._has_budget:
+            return len(seconds)
+        steps = self._timeline.micro_steps * self._forwards
+        left_s = longest_step_s(self._limits, self._timeline.step_s) - self._timeline.step_s - spent_s * steps
+        return int(np.searchsorted(np.cumsum(seconds) * steps, left_s, "right"))
+
+    def _again_with(self, rematerialized: Ints, blocks: Ints, count: int) -> Assignment:
+        """Some units rematerialized, and the first ``count`` of these blocks recomputed."""
+        recomputed = np.zeros(len(self._timeline.recompute_s) // self._forwards, bool)
+        placements = np.zeros(len(self._nbytes), np.int8)
+        placements[rematerialized] = _REMATERIALIZE
+        recomputed[blocks[:count]] = True
+        return Assignment(placements, recomputed)
+
+    def _grow(self, most: int, again: Callable[[int], Assignment]) -> None:
+        """Bisect how much is computed again, with all moved besides that costs no time; then how much is moved."""
+        free: dict[int, tuple[Outcome, Ints, Places]] = {}
+
+        def moved(count: int) -> Outcome:
+            free[count] = self._free(again(count))
+            return free[count][0]
+
+        if self._has_budget:
+            self._bisect(most, lambda count: self._replay(again(count)))
+        few, many = self._bisect(most, moved)
+        counts = {0, few, many}
+        if few == many:  # all of it is not enough; where sources must be there, a part of it may leave a lower peak
+            counts |= {most * part // 4 for part in range(4)}
+        for count in sorted(counts):
+            if count not in free:
+                moved(count)
+            self._spend(again(count), *free[count][1:])
+
+    # ---- what is moved ------------------------------------------------------------------------------------------
+
+    def _free(self, again: Assignment) -> tuple[Outcome, Ints, Places]:
+        """Move what costs no time, or no more than there is; the units to move in order, and where each would go."""
+        where = np.where(self._to_nvme & (again.placements == _KEEP), _NVME, again.placements).astype(np.int8)
+        lifetimes = self._timeline.lifetimes(self._spread(again))
+        is_open = (lifetimes.exists & ~lifetimes.dropped)[: len(where)] & (again.placements == _KEEP)
+        paced = self._gathered(
+            replay(self._timeline, self._spread(Assignment(where, again.recomputed)), may_wait=False)
+        )
+        where, order = self._capped(is_open & (self._to_nvme | self._to_host), paced == _NVME)
+        found = self._replay(self._with(again, where, order[(paced[order] == _NVME) | (where[order] == _HOST)]))
+        longest_s = self._timeline.step_s + found.cost.recomputed_s + found.cost.rematerialized_s
+        if not self._has_budget:
+            longest_s = max(longest_s, longest_step_s(self._limits, self._timeline.step_s))
+        found = self._relieved(found, again, longest_s)
+        moved = self._gathered(found)[order] != _KEEP
+        return found, np.concatenate([order[moved], order[~moved]]), where
+
+    def _capped(self, is_open: Bools, first: Bools) -> tuple[Places, Ints]:
+        """Where each of the open units would go within the bounds of host memory, wear and share, in order."""
+        order = self._by_idle[is_open[self._by_idle]]
+        order = np.concatenate([order[first[order]], order[~first[order]]])
+        order = _fitting(order, self._nbytes, self._movable_bytes)
+        written = _fitting(order[self._to_nvme[order]], self._padded, self._write_bytes)
+        rest = order[~(np.isin(order, written) & first[order]) & self._to_host[order]]
+        where = np.zeros(len(self._nbytes), np.int8)
+        where[written] = _NVME
+        where[_fitting(rest, self._nbytes, self._host_bytes)] = _HOST
+        return where, order[where[order] != _KEEP]
+
+    def _relieved(self, found: Outcome, again: Assignment, longest_s: float) -> Outcome:
+        """With as many units kept after all as it takes to end a step within ``longest_s``, if that is possible."""
+        for _ in range(RELIEF_ROUNDS):
+            if found.cost.step_s <= longest_s + SAME_TIME_S:
+                break
+            found = self._replay(Assignment(self._with_less_moved(found, longest_s), again.recomputed))
+        return found
+
+    def _with_less_moved(self, outcome: Outcome, longest_s: float) -> Places:
+        """For each stall beyond what is allowed, keep as many of the bytes moved just before it as that time moves."""
+        resources, steps = self._timeline.resources, self._timeline.micro_steps * self._forwards
+        excess_s = (outcome.cost.step_s - longest_s) / steps
+        stalls = np.zeros(len(self._nbytes))
+        for storage, seconds in outcome.stalls:
+            stalls[self._unit[storage]] += seconds / self._forwards
+        placements = self._gathered(outcome)
+        rates = {
+            _HOST: resources.copy_in_bytes_per_s,
+            _NVME: min(resources.read_bytes_per_s, resources.copy_in_bytes_per_s),
+        }
+        before: list[int] = []
+        for unit in dict.fromkeys(self._unit[outcome.order].tolist()):
+            if placements[unit] != _KEEP:
+                before.append(unit)
+            seconds = min(stalls[unit], excess_s)
+            excess_s -= seconds
+            while seconds > 0 and before:
+                kept = before.pop()
+                seconds -= self._nbytes[kept] / rates[int(placements[kept])]
+                placements[kept] = _KEEP
+            if excess_s <= 0:
+                break
+        return placements
+
+    def _spend(self, again: Assignment, order: Ints, where: Places) -> None:
+        self._bisect(len(order), lambda count: self._replay(self._with(again, where, order[:count])), MOVES_RESOLUTION)
+        if not self._has_budget:  # the last to be packed are not always the ones to be kept
+            everything = self._replay(self._with(again, where, order))
+            self._relieved(everything, again, longest_step_s(self._limits, self._timeline.step_s))
+
+    def _trim(self, best: Outcome) -> None:
+        """Bisect how little need be moved for the same peak."""
+        where = self._gathered(best)
+        is_moved = (where == _HOST) | (where == _NVME)
+        order = self._by_idle[is_moved[self._by_idle]]
+        kept = np.where(is_moved, _KEEP, where).astype(np.int8)
+        again = Assignment(kept, best.assignment.recomputed[: len(self._block) // self._forwards])
+        few, many = 0, len(order)
+        while many - few > 1:
+            middle = (few + many) // 2
+            found = self._replay(self._with(again, where, order[:middle]))
+            if found.cost.peak_saved_bytes > best.cost.peak_saved_bytes:
+                few = middle
+            else:
+                many = middle
+
+    def _with(self, again: Assignment, where: Places, moved: Ints) -> Assignment:
+        placements = again.placements.copy()
+        placements[moved] = where[moved]
+        return Assignment(placements, again.recomputed)
+
+    # ---- replays ------------------------------------------------------------------------------------------------
+
+    @property
+    def _has_budget(self) -> bool:
+        """Whether step time is minimized within a budget, instead of the peak within an overhead."""
+        return self._limits.activation_budget_bytes is not None
+
+    def _is_within(self, outcome: Outcome) -> bool:
+        return not is_outside(self._rank(outcome))
+
+    def _rank(self, outcome: Outcome) -> Rank:
+        return rank(outcome.cost, self._limits, self._timeline.step_s)
+
+    def _bisect(self, most: int, outcome: Callable[[int], Outcome], resolution: float = 0.0) -> tuple[int, int]:
+        """Two neighbouring counts, up to ``most``, between which the limits are just met."""
+        few, many = 0, most
+        if not self._calls_for_more(outcome(few)) or not most:
+            return few, few
+        if self._calls_for_more(outcome(many)):
+            return many, many
+        while many - few > max(1.0, most * resolution):
+            middle = (few + many) // 2
+            if self._calls_for_more(outcome(middle)):
+                few = middle
+            else:
+                many = middle
+        return few, many
+
+    def _calls_for_more(self, outcome: Outcome) -> bool:
+        """To be computed again or moved: with a budget until it fits, else as long as there is time."""
+        return self._is_within(outcome) != self._has_budget
+
+    def _replay(self, assignment: Assignment) -> Outcome:
+        """Replay an assignment of units just in time, and remember the outcome if it is the best."""
+        key = assignment.placements.tobytes() + assignment.recomputed.tobytes()
+        found = self._seen.get(key)
+        if found is None:
+            found = self._seen[key] = replay(self._timeline, self._spread(assignment), None)
+            if self._rank(found) < self._rank(self.best):
+                self.best = found
+            if not found.order and self._rank(found) < self._rank(self.simplest):
+                self.simplest = found
+        return found
+
+    def _spread(self, assignment: Assignment) -> Assignment:
+        return Assignment(assignment.placements[self._unit], assignment.recomputed[self._block])
+
+    def _gathered(self, outcome: Outcome) -> Places:
+        """Placements of units: KEEP where most forwards keep them."""
+        placements = outcome.assignment.placements.reshape(self._forwards, -1)
+        usual = np.max(placements, axis=0)
+        return np.where(2 * (placements != _KEEP).sum(axis=0) >= self._forwards, usual, _KEEP).astype(np.int8)
+
+    def _mean(self, column: Floats | Ints) -> Floats:
+        """Of each unit over the forwards."""
+        return np.asarray(column.reshape(self._forwards, -1).mean(axis=0))
+
+
+def _fitting(units: Ints, nbytes: Floats, bound_bytes: float) -> Ints:
+    """The units, in order, that fit a bound together with those before them."""
+    held_bytes, fitting = 0.0, []
+    for unit in units.tolist():
+        if held_bytes + nbytes[unit] <= bound_bytes:
+            held_bytes += nbytes[unit]
+            fitting.append(unit)
+    return np.array(fitting, np.int64)
+
+
+def _rounded(price: Floats) -> Floats:
+    """Prices that differ by the rounding of times only are equal."""
+    return np.array([float(f"{one:.2e}") for one in price.tolist()])

@@ -189,6 +189,11 @@ class Trace:
         """Of all storages together."""
         return sum(storage.nbytes for storage in self.storages)
 
+    @property
+    def movable_bytes(self) -> int:
+        """Of those that may be moved."""
+        return sum(storage.nbytes for storage in self.storages if storage.is_movable)
+
     def without(self, taken_s: float) -> Trace:
         """The same micro-step shorter by ``taken_s``, evenly; longer where that is negative.
 

@@ -1,6 +1,7 @@
-"""The drive behind a directory, as sysfs and (with permission) ``smartctl`` describe it; its wear and projected life.
+"""Which drive is behind a directory, how worn it is, and how long it lasts at this rate: by sysfs and ``smartctl``.
 
-Drives are examined once, when a run starts. Nothing here is ever an error: a drive that does not answer is unknown.
+Drives are examined once, when a run starts. Nothing here is ever an error: a drive that does not answer is unknown. It
+cannot see through network and overlay file systems, nor what other processes write.
 
 [Note: Projected life] A rated endurance (TBW) counts bytes written by the host under the rating's own workload, so the
 projection assumes that our large sequential writes amplify no worse than that workload. TBA's multi-year figure
@@ -14,7 +15,7 @@ import math
 import os
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -79,15 +80,11 @@ def examine(path: Path, sysfs: Path = Path("/sys")) -> Drive:
 
 def _smart(device: str) -> Mapping[str, Any]:
     """The answer of ``smartctl`` for a device; empty where it is missing, not permitted, slow, or answers otherwise."""
+    # Its exit status counts the drive's own troubles too, so only its output is used.
+    command = [SMARTCTL, "-j", "-a", f"/dev/{device}"]
     try:
         done = subprocess.run(
-            # Its exit status counts the drive's own troubles too, so only its output is used.
-            [SMARTCTL, "-j", "-a", f"/dev/{device}"],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            timeout=SMARTCTL_LIMIT_S,
-            check=False,
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=SMARTCTL_LIMIT_S, check=False
         )
         return _mapping(json.loads(done.stdout))
     except (OSError, subprocess.SubprocessError, ValueError):
@@ -109,29 +106,23 @@ def _number(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-@dataclass(frozen=True, slots=True)
-class PathWear:
-    """Wear of one directory of ``nvme_path``.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PathWear(Drive):
+    """Wear of one directory of ``nvme_path``, on a drive as it was at the start of the run.
 
     Attributes:
-        device, model: the block device behind it, empty where sysfs does not tell (network and overlay file systems).
         written_bytes: written there by this rank.
         written_bytes_per_day: at the rate since the engine was built, pauses included.
-        life_days: rated endurance over this rate; None without ``ssd.rated_endurance_tbw`` or before the first write.
+        rated_endurance_tbw: terabytes (10^12 bytes) that the drive is rated for, as configured.
+        life_days: rated endurance over this rate; None without a rating or before the first write.
             See [Note: Projected life].
-        rotational, percentage_used, drive_written_bytes: see :class:`Drive`; as of the start of the run.
     """
 
     path: str
-    device: str
-    model: str
     written_bytes: int
     written_bytes_per_day: float
     rated_endurance_tbw: float | None
     life_days: float | None
-    rotational: bool | None = None
-    percentage_used: int | None = None
-    drive_written_bytes: int | None = None
 
 
 def life_days(rated_endurance_tbw: float | None, written_bytes_per_day: float) -> float | None:
@@ -144,35 +135,22 @@ def life_days(rated_endurance_tbw: float | None, written_bytes_per_day: float) -
 def path_wear(
     path: Path, drive: Drive, written_bytes: int, elapsed_s: float, rated_endurance_tbw: float | None
 ) -> PathWear:
-    """The wear of one path.
-
-    Args:
-        drive: the drive behind the path.
-        written_bytes: bytes written so far.
-        elapsed_s: seconds in which they were written.
-        rated_endurance_tbw: terabytes (10^12 bytes) that the drive is rated for.
-    """
+    """The wear of a directory to which ``written_bytes`` were written in ``elapsed_s``."""
     per_day = written_bytes / elapsed_s * DAY_S if elapsed_s > 0 else 0.0
     return PathWear(
-        str(path),
-        drive.device,
-        drive.model,
-        written_bytes,
-        per_day,
-        rated_endurance_tbw,
-        life_days(rated_endurance_tbw, per_day),
-        drive.rotational,
-        drive.percentage_used,
-        drive.drive_written_bytes,
+        **asdict(drive),
+        path=str(path),
+        written_bytes=written_bytes,
+        written_bytes_per_day=per_day,
+        rated_endurance_tbw=rated_endurance_tbw,
+        life_days=life_days(rated_endurance_tbw, per_day),
     )
 
 
 def write_limit_bytes_per_step(rated_endurance_tbw: float | None, min_life_days: float | None, step_s: float) -> float:
     """Bytes that a step of ``step_s`` may write so that the drives last for ``min_life_days``.
 
-    Args:
-        rated_endurance_tbw: terabytes (10^12 bytes) that all drives together are rated for, less what was written
-            before, divided by the ranks that share them.
+    The endurance is what all drives together have left, divided by the ranks that share them.
 
     Raises:
         ConfigError: a life is asked for and the rating is not known.

@@ -1,12 +1,18 @@
-"""The report: bytes per tier, why, and at which rate; as a dict, as JSON and as text."""
+"""What a run says of itself: bytes per tier, why, at which rate; as JSON, as text, in a file that is never half.
+
+Knows numbers only: whoever counts fills :class:`OffloadReport` in. What is not counted it cannot tell.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
+import math
 import os
 import secrets
+import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -15,6 +21,11 @@ from ds_tba.config import OffloadConfig
 from ds_tba.errors import ConfigError, ReportError
 from ds_tba.telemetry.stats import expanded, readable
 
+logger = logging.getLogger("ds_tba")
+
+# Maximum age of the JSON at report.path when the process is killed (or one step, where steps take longer): at first, so
+# that a run which ends early leaves one, and after some doublings.
+FIRST_REPORT_AGE_S, REPORT_AGE_S = 0.25, 10.0
 SCHEMA = 1  # goes up when a field changes its meaning; one more field is no change
 
 
@@ -45,7 +56,7 @@ class OffloadReport:
         plans: number of plans so far.
         plan: the plan in force: planner, reason, bytes of each placement, its predictions, and ``measured_step_s``, the
             median of the last steps under it (None before the first); None without a plan.
-        unproven_blocks: ``path`` and ``reason`` of each block that is not recomputed, with ``"recompute": true``.
+        blocks_left_out: ``path`` and ``reason`` of each block that is not recomputed, with ``"recompute": true``.
         bandwidth: for each path its written bytes and its recent rates, as measured.
         wear: for each path the fields of :class:`ds_tba.telemetry.drive_health.PathWear`.
         schema: of these fields.
@@ -88,7 +99,7 @@ class OffloadReport:
     step_peak_saved_bytes: int = 0
     plans: int = 0
     plan: dict[str, Any] | None = None
-    unproven_blocks: list[dict[str, str]] = field(default_factory=list)
+    blocks_left_out: list[dict[str, str]] = field(default_factory=list)
     rematerialized_bytes: int = 0
     rematerialized_s: float = 0.0
     rematerialized_sites: dict[str, int] = field(default_factory=dict)
@@ -123,10 +134,6 @@ class OffloadReport:
     def to_dict(self) -> dict[str, Any]:
         """Every field, ready for JSON."""
         return asdict(self)
-
-    def write_json(self, path: Path) -> None:
-        """Write the report to ``path`` atomically: a reader never sees half of it."""
-        write_json(path, self.to_dict())
 
     def summary(self) -> str:
         """One line for the log."""
@@ -177,7 +184,7 @@ class OffloadReport:
                 ("  plan: step", _step(self.plan)),
                 ("recomputed in backward", readable(self.recomputed_bytes)),
             ]
-        reasons = Counter(one["reason"] for one in self.unproven_blocks)
+        reasons = Counter(one["reason"] for one in self.blocks_left_out)
         rows += [("blocks not recomputed", f"{count}: {reason}") for reason, count in reasons.items()]
         rows += [(f"  fallback: {reason}", str(count)) for reason, count in self.fallbacks_by_reason.items()]
         rows += [(f"wear of {path['path']}", _wear(path)) for path in self.wear]
@@ -202,7 +209,7 @@ class LittleMoved:
         self._config = config
         self._kept = Counter[str]()
         self._done_bytes = 0
-        self._is_settled = False
+        self._is_steady = False
 
     def end_step(self, kept: Mapping[str, int], done_bytes: int, steps: int, plans: int) -> str:
         """The text, where this step is the first to tell; else empty.
@@ -214,10 +221,10 @@ class LittleMoved:
         """
         if self.text is not None:
             return ""
-        if self._is_settled:
+        if self._is_steady:
             return self.judge(Counter(kept) - self._kept, done_bytes - self._done_bytes)
         self._kept, self._done_bytes = Counter(kept), done_bytes
-        self._is_settled = plans > 0 if self._config.placement == "adaptive" else steps >= FIRST_STEPS
+        self._is_steady = plans > 0 if self._config.placement == "adaptive" else steps >= FIRST_STEPS
         return ""
 
     def judge(self, kept: Mapping[str, int], done_bytes: int) -> str:
@@ -232,22 +239,23 @@ class LittleMoved:
             return ""
         ((reason, nbytes),) = kept.most_common(1)
         is_all = nbytes == all_bytes
-        if reason == "plan" and config.activation_budget_bytes is not None:
+        if reason != "plan":
+            what = "all saved tensors are" if is_all else f"{nbytes / all_bytes:.0%} of the saved bytes are of tensors"
+            small = f"smaller than min_tensor_bytes {config.min_tensor_bytes}"
+            return f"little is moved: {what} {small if reason == 'small' else f'kept, because of: {reason}'}"
+        if config.activation_budget_bytes is not None:
             return (
                 f"little is moved: activation_budget_bytes {config.activation_budget_bytes} has room for what is kept, "
                 "or moving it would not lower the peak"
             )
-        if reason == "plan":
-            life = f" or ssd.min_life_days {config.ssd.min_life_days:g}" if config.ssd.min_life_days else ""
-            more = "" if is_all else "more "
-            return (
-                f"little is moved: max_step_overhead {config.max_step_overhead:g}{life} allows no {more}moves on this "
-                "drive, or they would not lower the peak"
-            )
-        what = "all saved tensors are" if is_all else f"{nbytes / all_bytes:.0%} of the saved bytes are of tensors"
-        is_small = reason == "small"
-        why = f"smaller than min_tensor_bytes {config.min_tensor_bytes}" if is_small else f"kept, because of: {reason}"
-        return f"little is moved: {what} {why}"
+        life = f" or ssd.min_life_days {config.ssd.min_life_days:g}" if config.ssd.min_life_days else ""
+        return (
+            f"little is moved: max_step_overhead {config.max_step_overhead:g}{life} allows no "
+            f"{'' if is_all else 'more '}moves on this drive, or they would not lower the peak"
+        )
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
 
 
 def rank_path(path: str, rank: int) -> Path:
@@ -308,9 +316,40 @@ def write_file(path: Path, text: str) -> None:
         raise
 
 
-def write_json(path: Path, found: dict[str, Any]) -> None:
-    """:func:`write_file` of a report."""
-    write_file(path, json.dumps(found, indent=2) + "\n")
+class ReportFile:
+    """A file that a key of the config names, kept up to date; a failure is logged, never raised into training.
+
+    Written in training rather than from a signal handler: a handler runs only when the main thread comes back from C++,
+    and SIGKILL has none. So a process that is killed in a hang still leaves a report.
+
+    Args:
+        key: of the config.
+        path: :func:`checked_path`; None writes none.
+    """
+
+    def __init__(self, key: str, path: Path | None) -> None:
+        self._key = key
+        self._path = path
+        self._written_at, self._age_s = -math.inf, 0.0
+
+    def refresh(self, make: Callable[[], Mapping[str, Any]], *, now: bool = False) -> None:
+        """Write what ``make`` returns if the file is old, or ``now``: seldom in a steady run, for it takes a ms."""
+        if self._path is None or not (now or time.monotonic() - self._written_at >= self._age_s):
+            return
+        self.write(make())
+        self._age_s = min(max(FIRST_REPORT_AGE_S, 2 * self._age_s), REPORT_AGE_S)
+
+    def write(self, found: Mapping[str, Any]) -> None:
+        self.write_text(json.dumps(found, indent=2) + "\n")
+
+    def write_text(self, text: str) -> None:
+        if self._path is None:
+            return
+        try:
+            write_file(self._path, text)
+        except OSError as error:
+            logger.warning("%s %s cannot be written: %s", self._key, self._path, error)
+        self._written_at = time.monotonic()
 
 
 def _step(plan: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Which part of the update goes to the host and which to the device: pure arithmetic.
+"""Which part of the update goes to the host and which to the device: pure arithmetic, of numbers of elements alone.
 
 DeepSpeed's CPUAdam in slices of a multiple of 128 elements gives the bits of one call for all of them
 (``csrc/adam/cpu_adam_impl.cpp``: ``Step_8`` works on eight registers of up to 16 elements). What is left over at the
@@ -28,7 +28,6 @@ class Chunk:
 
     @property
     def elements(self) -> int:
-        """How many there are."""
         return self.stop - self.start
 
 
@@ -47,12 +46,7 @@ def inside(elements: int) -> tuple[int, int]:
 
 
 def chunks_of(sub_groups: Sequence[int], chunk_elements: int) -> list[Chunk]:
-    """The insides of all sub-groups, in order, cut into chunks.
-
-    Args:
-        sub_groups: the number of elements of each.
-        chunk_elements: of each chunk but the last ones of sub-groups; rounded down to whole slices.
-    """
+    """The insides of sub-groups of so many elements, in order, cut into chunks, rounded down to whole slices."""
     step = max(chunk_elements // SLICE_ELEMENTS, 1) * SLICE_ELEMENTS
     return [
         Chunk(sub_group, start, min(start + step, inside(elements)[1]))
@@ -80,15 +74,13 @@ class Split:
         may_go: Callable[[Chunk], bool] = lambda _: True,
     ) -> None:
         self._chunks = chunks
-        self._next_of_host = 0
         possible = [number for number in reversed(range(len(chunks))) if may_go(chunks[number])]
-        self._not_for_host: set[int] = set()
+        self._for_device, self._not_for_host = possible, set[int]()
         if device_share is not None:
-            possible = list(_share(chunks, possible, device_share))
-            self._not_for_host |= set(possible)
-        # From the back, as the device takes them.
-        self._of_device = possible
-        self._taken_by_device = 0
+            self._for_device = list(_share(chunks, possible, device_share))
+            self._not_for_host.update(self._for_device)
+        self._next_of_host = 0
+        self._next_of_device = 0  # in _for_device
 
     def for_host(self) -> Chunk | None:
         """The host's next chunk; None where there is none."""
@@ -100,31 +92,24 @@ class Split:
         return None
 
     def for_device(self) -> Chunk | None:
-        """The device's next chunk; None where there is none."""
-        number = self._next_of_device()
-        if number is None:
-            return None
-        self._taken_by_device += 1
-        self._not_for_host.add(number)
-        return self._chunks[number]
+        """The device's next chunk that the host has not taken; None where there is none."""
+        while self._next_of_device < len(self._for_device):
+            number = self._for_device[self._next_of_device]
+            self._next_of_device += 1
+            # What only the device may take, the host passes over.
+            if number >= self._next_of_host or number in self._not_for_host:
+                self._not_for_host.add(number)
+                return self._chunks[number]
+        return None
 
     def most_of_device(self) -> int:
         """How many chunks the device can still be given, where the host takes none of them before."""
-        return len(self._of_device) - self._taken_by_device
+        return len(self._for_device) - self._next_of_device
 
     def give_to_host(self) -> None:
         """Leave everything to the host, before either has taken anything."""
-        self._of_device = []
+        self._for_device = []
         self._not_for_host.clear()
-
-    def _next_of_device(self) -> int | None:
-        """The next one that the host has not taken. What only the device may take is never behind the host."""
-        while self._taken_by_device < len(self._of_device):
-            number = self._of_device[self._taken_by_device]
-            if number >= self._next_of_host or number in self._not_for_host:
-                return number
-            self._taken_by_device += 1
-        return None
 
 
 def _share(chunks: Sequence[Chunk], possible: Sequence[int], device_share: float) -> Iterator[int]:

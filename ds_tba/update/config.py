@@ -1,4 +1,4 @@
-"""The ``"interleaved_optimizer_update"`` block as a pydantic model, and its rules."""
+"""What may stand in ``"interleaved_optimizer_update"``, and what else it asks of the config."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, StrictBool, model_validator
-from pydantic_core import PydanticCustomError
 
-from ds_tba.config import UPDATE_BLOCK, Block, Bytes, Count, FilePath, block_of, number, zero_block
+from ds_tba.config import UPDATE_BLOCK, Block, Bytes, Count, FilePath, block_of, number, refusal, zero_block
 from ds_tba.errors import ConfigError
 
 BYTES_PER_ELEMENT = 4  # of master, moments and gradients
@@ -37,27 +36,19 @@ class UpdateReportConfig(Block):
 
 
 class UpdateConfig(Block):
-    """The block. Units are in the names; no value is ever the string ``"auto"``.
-
-    Attributes:
-        device_share: the part of the elements that the device updates; None balances in every step.
-        device_buffer_bytes: of device memory, during the update only.
-        chunk_bytes: of the fp32 parameters of a chunk. Moments and gradients of a chunk are as large each.
-        pinned_bytes: of host memory that may be pinned; None sets no limit. Only what is pinned goes to the device.
-        exact: the device computes only where its bits are CPUAdam's.
-    """
+    """The block. Units are in the names; no value is ever the string ``"auto"``."""
 
     enabled: StrictBool = True
-    device_share: Share | None = None
-    device_buffer_bytes: Bytes = 1 << 30
+    device_share: Share | None = None  # the part of the elements that the device updates; None balances in every step
+    device_buffer_bytes: Bytes = 1 << 30  # of device memory, during the update only
+    # Of the fp32 parameters of a chunk. Moments and gradients of a chunk are as large each.
     chunk_bytes: Annotated[int, BeforeValidator(number), Field(ge=MIN_CHUNK_BYTES)] = 1 << 26
-    pinned_bytes: Bytes | None = None
-    exact: StrictBool = True
+    pinned_bytes: Bytes | None = None  # that may be pinned; None sets no limit. Only what is pinned goes to the device
+    exact: StrictBool = True  # the device computes only where its bits are CPUAdam's
     report: UpdateReportConfig = UpdateReportConfig()
 
     @property
     def chunk_elements(self) -> int:
-        """Elements of a chunk."""
         return self.chunk_bytes // BYTES_PER_ELEMENT
 
     @model_validator(mode="before")
@@ -65,18 +56,17 @@ class UpdateConfig(Block):
     def _has_no_removed_key(cls, block: Any) -> Any:
         for key, why in REMOVED_KEYS.items():
             if isinstance(block, Mapping) and key in block:
-                raise PydanticCustomError("removed", f"`{key}` is gone: {why}; remove it")
+                raise refusal(f"`{key}` is gone: {why}; remove it")
         return block
 
     @model_validator(mode="after")
     def _consistent(self) -> UpdateConfig:
         needed_bytes = ARRAYS_PER_CHUNK * self.chunk_bytes
         if self.device_buffer_bytes < needed_bytes and self.device_share != 0:
-            raise PydanticCustomError(
-                "device_buffer_bytes",
-                "device_buffer_bytes {buffer} is below 5 x chunk_bytes ({needed}), what one chunk takes on the device "
-                "(parameters, two moments, gradient, scratch); raise it, lower chunk_bytes, or set device_share to 0",
-                {"buffer": self.device_buffer_bytes, "needed": needed_bytes},
+            raise refusal(
+                f"device_buffer_bytes {self.device_buffer_bytes} is below 5 x chunk_bytes ({needed_bytes}), what one "
+                "chunk takes on the device (parameters, two moments, gradient, scratch); raise it, lower chunk_bytes, "
+                "or set device_share to 0"
             )
         return self
 

@@ -1,4 +1,4 @@
-"""The device's chunks of one optimizer update: copied in, updated, cast and written back, on streams of their own.
+"""How the device updates its chunks: copied in, updated, cast and written back, on streams of their own.
 
 [Note: Streams] There are three, so that both directions of the link and the kernels run at once. One job goes through
 them in turn: compute waits for its upload, the write-back waits for its compute. The host puts the next job into a slot
@@ -33,14 +33,10 @@ class Job:
     """One chunk on its way through the device. All tensors are 1-D, contiguous and of one length.
 
     Attributes:
-        master: on the host, fp32, pinned; updated in place when the job is done.
-        exp_avg: the same.
-        exp_avg_sq: the same.
-        gradient: the same; multiplied in place by ``factor`` where that is not 1.0.
+        master, exp_avg, exp_avg_sq, gradient: on the host, fp32, pinned; final when the job is done.
         target: the parameters of this chunk on the device, in their own dtype; None where they are not there.
-        factor: the gradient is multiplied by it before the update.
-        update: ``update(master, exp_avg, exp_avg_sq, gradient, scratch)`` in place on fp32 tensors of the device;
-            leaves the gradient.
+        factor: the gradient is multiplied by it, in place, before the update.
+        update: in place on master, moments, gradient and scratch of the device; leaves the gradient.
     """
 
     master: torch.Tensor
@@ -57,26 +53,20 @@ class DeviceStats:
     """What the device did, summed over all steps.
 
     Attributes:
-        jobs: chunks.
-        elements: in them.
+        elements: in chunks.
         uploaded_bytes: from the host to the device, for chunks and by :meth:`DevicePipeline.upload`.
         written_back_bytes: from the device to the host.
         busy_s: from the first submit of a step to its last write-back, as soon as the host saw it without waiting.
-        last_step_busy_s: the same, of the last step that was drained.
-        drain_s: that the host waited for the rest at the ends of steps.
     """
 
-    jobs: int = 0
     elements: int = 0
     uploaded_bytes: int = 0
     written_back_bytes: int = 0
     busy_s: float = 0.0
-    last_step_busy_s: float = 0.0
-    drain_s: float = 0.0
 
 
 class _Slot:
-    """Device memory for one chunk, and the job that has it. The job is held: its tensors must outlive their use."""
+    """Device memory for one chunk, and the job that has it. It is held: its tensors must outlive their use."""
 
     __slots__ = ("_is_queued", "_written_back", "arrays", "job")
 
@@ -87,12 +77,11 @@ class _Slot:
         self._written_back: Any = None
 
     def take(self, job: Job) -> list[torch.Tensor]:
-        """The arrays, as long as the chunk."""
         self.job, self._is_queued, self._written_back = job, False, None
         return [array[: job.master.numel()] for array in self.arrays]
 
     def queued(self, written_back: Any) -> None:
-        """The whole job was queued; ``written_back`` is its last event."""
+        """Note that the whole job was queued; ``written_back`` is its last event."""
         self._is_queued, self._written_back = True, written_back
 
     def wait(self) -> bool:
@@ -191,9 +180,8 @@ class DevicePipeline:
     def submit(self, job: Job) -> None:
         """Queue all of one job. Never blocks.
 
-        Where ``job.update`` raises, neither the host's tensors of the job nor its target were or will be written. Where
-        something else fails, the device itself has failed, and they may hold anything. In both cases other jobs that
-        were queued still run: call :meth:`drain`, after which nothing is written any more.
+        Where ``job.update`` raises, nothing of the job was or will be written; where something else fails, the device
+        has, and its tensors may hold anything. Other jobs still run: call :meth:`drain`, which ends all writing.
 
         Raises:
             StateError: there is no room, or the tensors of the job do not fit together.
@@ -209,15 +197,10 @@ class DevicePipeline:
             slot.queued(self._queue(job, slot.take(job)))
 
     def upload(self, source: torch.Tensor, target: torch.Tensor) -> Any:
-        """Queue a copy of parameters that the host has updated and cast.
-
-        Args:
-            source: on the host, pinned.
-            target: on the device, of the same dtype and length.
+        """Queue a copy of parameters that the host has updated and cast into pinned memory.
 
         Returns:
-            An event that is done with the copy: wait for it before ``source`` is filled again. None where the copy is
-            done at return.
+            An event that is done with the copy: wait for it before ``source`` is filled again. None: done at return.
 
         Raises:
             StateError: before :meth:`begin`, or the tensors differ in dtype or length.
@@ -240,7 +223,6 @@ class DevicePipeline:
         Afterwards the host's tensors and the parameters are final, for the host and for all that any stream is given
         from now on. To be called also after a failure; safe to call twice.
         """
-        began_s = time.perf_counter()
         for stream in (self._down, self._up, self._compute):
             self._block_until_done(stream)
             self.has_room()
@@ -249,12 +231,8 @@ class DevicePipeline:
         self._uploads.clear()
         self._upload_begins = None
         self._has_begun = False
-        ended_s = time.perf_counter()
-        self.stats.drain_s += ended_s - began_s
         if self._first_submit_s is not None:
-            last_s = self._last_written_back_s
-            self.stats.last_step_busy_s = (ended_s if last_s is None else last_s) - self._first_submit_s
-            self.stats.busy_s += self.stats.last_step_busy_s
+            self.stats.busy_s += (self._last_written_back_s or time.perf_counter()) - self._first_submit_s
         self._first_submit_s = self._last_written_back_s = None
 
     def _allocate(self) -> torch.Tensor:
@@ -297,7 +275,6 @@ class DevicePipeline:
                 accelerator.copy(on_device.view(torch.uint8), on_host.view(torch.uint8))
                 stats.written_back_bytes += on_host.nbytes
             written_back = moment(accelerator)
-        stats.jobs += 1
         stats.elements += job.master.numel()
         return written_back
 
@@ -318,6 +295,6 @@ def uploads_before(chunk_elements: int) -> int:
 
 
 def _wait(stream: Any, event: Any) -> None:
-    """What ``stream`` is given from now on comes after the event; None is an event that is done."""
+    """Make ``stream`` wait for ``event`` (no-op if None: it is done)."""
     if event is not None:
         stream.wait_event(event)

@@ -1,17 +1,17 @@
-"""The formula of DeepSpeed's CPUAdam in torch's operations: the same bits on the host and on the device.
+"""How a device computes what DeepSpeed's CPUAdam computes, bit for bit, in torch's operations.
 
 Every operation of CPUAdam's vector code (``csrc/includes/cpu_adam.h``, ``Step_AVX``) is rounded once, in fp32, and so
 is each one here; a fused multiply-add is ``add`` with ``alpha``. So are what comes before it, unscaling and clipping,
 and the cast that comes after it. A device that rounds in another way would train another model: :func:`is_exact` finds
-out. A NaN is a NaN, whatever its sign and payload, which no device promises.
+out, on random numbers and once, at the start. A NaN is a NaN, whatever its sign and payload, which no device promises.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,14 +28,6 @@ _TRIAL_FACTORS = (2.0**-16, 0.1, 1 / 3, 3.7e-7)
 _DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}
 
 
-class AdamOp(Protocol):
-    """What is used of DeepSpeed's op ``cpu_adam`` (``DeepSpeedCPUAdam.ds_opt_adam``)."""
-
-    def create_adam(self, *arguments: Any) -> int: ...
-    def adam_update(self, *arguments: Any) -> int: ...
-    def destroy_adam(self, opt_id: int) -> int: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Hyper:
     """The hyperparameters of one update."""
@@ -50,21 +42,10 @@ class Hyper:
 
     @classmethod
     def of_group(cls, group: Mapping[str, Any], *, adamw: bool) -> Hyper:
-        """Those of a parameter group of ``DeepSpeedCPUAdam``.
-
-        Args:
-            group: one of ``param_groups``.
-            adamw: the optimizer's ``adam_w_mode``.
-        """
-        return cls(
-            lr=float(group["lr"]),
-            beta1=float(group["betas"][0]),
-            beta2=float(group["betas"][1]),
-            eps=float(group["eps"]),
-            weight_decay=float(group["weight_decay"]),
-            bias_correction=bool(group["bias_correction"]),
-            adamw=adamw,
-        )
+        """Those of one of ``param_groups`` of a ``DeepSpeedCPUAdam`` with this ``adam_w_mode``."""
+        lr, (beta1, beta2), eps, decay = (group[key] for key in ("lr", "betas", "eps", "weight_decay"))
+        corrected = bool(group["bias_correction"])
+        return cls(float(lr), float(beta1), float(beta2), float(eps), float(decay), corrected, adamw)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +86,7 @@ class Powers:
         self._step = 0
 
     def scalars(self, step: int, hyper: Hyper) -> Scalars:
-        """The numbers with which CPUAdam computes this call.
-
-        Args:
-            step: from 1 on; the state's ``step`` after it was increased.
-            hyper: the group's.
-        """
+        """The numbers with which CPUAdam computes this call; ``step`` is from 1 on, after it was increased."""
         betas = (np.float32(hyper.beta1), np.float32(hyper.beta2))
         if betas == self._betas and step == self._step + 1:
             self._powers = (self._powers[0] * betas[0], self._powers[1] * betas[1])
@@ -171,15 +147,11 @@ def update_(
         scratch: what it held is lost.
         scalars: of this step.
     """
-    if master.device.type != "cpu":
-        _update(master, exp_avg, exp_avg_sq, gradient, scratch, scalars, _square_root)
-        return
-    for start in range(0, master.numel(), _PIECE_ELEMENTS):
-        piece = slice(start, start + _PIECE_ELEMENTS)
-        _update(
-            master[piece], exp_avg[piece], exp_avg_sq[piece], gradient[piece], scratch[piece], scalars,
-            _square_root_on_cpu,
-        )  # fmt: skip
+    elements = master.numel()
+    piece_elements = _PIECE_ELEMENTS if master.device.type == "cpu" else max(elements, 1)
+    for start in range(0, elements, piece_elements):
+        piece = slice(start, start + piece_elements)
+        _update(master[piece], exp_avg[piece], exp_avg_sq[piece], gradient[piece], scratch[piece], scalars)
 
 
 def _update(
@@ -189,7 +161,6 @@ def _update(
     gradient: torch.Tensor,
     scratch: torch.Tensor,
     scalars: Scalars,
-    square_root: Callable[[torch.Tensor, torch.Tensor], object],
 ) -> None:
     """Step by step as ``Step_AVX``."""
     if scalars.decay is not None and not scalars.adamw:
@@ -197,7 +168,7 @@ def _update(
     exp_avg.mul_(scalars.beta1).add_(gradient, alpha=scalars.one_minus_beta1)
     torch.mul(gradient, gradient, out=scratch)
     exp_avg_sq.mul_(scalars.beta2).add_(scratch, alpha=scalars.one_minus_beta2)
-    square_root(exp_avg_sq, scratch)
+    _square_root(exp_avg_sq, scratch)
     # A tensor without dimensions stays on the CPU and travels with the kernel's arguments: no copy, no synchronization.
     eps = torch.tensor(scalars.eps, dtype=torch.float32, device="cpu")
     torch.add(eps, scratch, alpha=scalars.root_scale, out=scratch)
@@ -213,29 +184,22 @@ def cast(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def scale(factor: float, gradient: torch.Tensor) -> None:
-    """Unscale and clip."""
+    """Unscale and clip a gradient, in place."""
     gradient.mul_(factor)
 
 
 def _square_root(source: torch.Tensor, target: torch.Tensor) -> None:
-    """The device's own, correctly rounded on CUDA."""
-    torch.sqrt(source, out=target)
-
-
-def _square_root_on_cpu(source: torch.Tensor, target: torch.Tensor) -> None:
-    """By way of float64: there torch's float32 is not correctly rounded, and the second rounding does no harm."""
-    target.copy_(source.double().sqrt_())
+    """Correctly rounded, as CUDA's own is; that of torch's CPU in fp32 is not, and a second rounding does no harm."""
+    if source.device.type == "cpu":
+        target.copy_(source.double().sqrt_())
+    else:
+        torch.sqrt(source, out=target)
 
 
 class HostAdam:
-    """The C++ object of a ``DeepSpeedCPUAdam``.
+    """The C++ object of a ``DeepSpeedCPUAdam``, by its ``ds_opt_adam`` and ``opt_id``."""
 
-    Args:
-        op: the optimizer's ``ds_opt_adam``.
-        opt_id: the optimizer's ``opt_id``.
-    """
-
-    def __init__(self, op: AdamOp, opt_id: int) -> None:
+    def __init__(self, op: Any, opt_id: int) -> None:
         self._op = op
         self._opt_id = opt_id
 
@@ -253,52 +217,27 @@ class HostAdam:
         Tensors of no elements are fine: the call then does no more than take the object's hidden powers to this step. A
         further call with the same step and betas leaves these as they are.
         """
-        self._op.adam_update(
-            self._opt_id,
-            step,
-            hyper.lr,
-            hyper.beta1,
-            hyper.beta2,
-            hyper.eps,
-            hyper.weight_decay,
-            hyper.bias_correction,
-            master,
-            gradient,
-            exp_avg,
-            exp_avg_sq,
-        )
+        rates = hyper.lr, hyper.beta1, hyper.beta2, hyper.eps, hyper.weight_decay, hyper.bias_correction
+        self._op.adam_update(self._opt_id, step, *rates, master, gradient, exp_avg, exp_avg_sq)
 
 
-def is_exact(
-    op: AdamOp,
-    device: torch.device,
-    *,
-    adamw: bool,
-    update: Callable[..., None] = update_,
-    cast: Callable[[torch.Tensor, torch.Tensor], object] = cast,
-    scale: Callable[[float, torch.Tensor], object] = scale,
-    opt_id: int = _TRIAL_ID,
-) -> bool:
+def is_exact(op: Any, device: torch.device, *, adamw: bool) -> bool:
     """Whether the update on a device, and all around it, gives the bits of the host; tried out on random data.
 
     Args:
         op: DeepSpeed's ``cpu_adam``. A C++ object of its own is created in it, and destroyed.
         device: where the update is to run.
         adamw: whether the weight decay is AdamW's; else it is added to the gradient.
-        update: what is tried.
-        cast: likewise, to bf16, fp16 and back.
-        scale: likewise.
-        opt_id: the id of that object; must be no optimizer's.
     """
     generator = torch.Generator("cpu").manual_seed(0)
-    if not _is_exact_around(generator, device, cast, scale):
+    if not _is_exact_around(generator, device):
         return False
     hyper = Hyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, adamw=adamw)
     expected = (_trial(generator, 0), _trial(generator, 3), _trial(generator, 6).square_())
-    found = tuple(tensor.to(device, copy=True) for tensor in expected)
-    scratch = torch.empty_like(found[0])
-    powers, host = Powers(hyper.beta1, hyper.beta2), HostAdam(op, opt_id)
-    op.create_adam(opt_id, hyper.lr, hyper.beta1, hyper.beta2, hyper.eps, hyper.weight_decay, adamw, False)
+    master, exp_avg, exp_avg_sq = (tensor.to(device, copy=True) for tensor in expected)
+    scratch = torch.empty_like(master)
+    powers, host = Powers(hyper.beta1, hyper.beta2), HostAdam(op, _TRIAL_ID)
+    op.create_adam(_TRIAL_ID, hyper.lr, hyper.beta1, hyper.beta2, hyper.eps, hyper.weight_decay, adamw, False)
     try:
         # Steps in a row, a resumed run, and what differs between groups and in the course of a schedule.
         for step, lr, decay in ((1, 1e-3, 0.1), (2, 9e-4, 0.1), (3, 3e-5, 0.0), (57, 0.0, 0.1), (58, 7e-4, 0.01)):
@@ -306,20 +245,15 @@ def is_exact(
             gradient = _trial(generator, 4)
             on_device = gradient.to(device, copy=True)
             host.update(step, current, expected[0], gradient, expected[1], expected[2])
-            update(*found, on_device, scratch, powers.scalars(step, current))
-            if not all(map(same_bits, (*expected, gradient), (*found, on_device))):
+            update_(master, exp_avg, exp_avg_sq, on_device, scratch, powers.scalars(step, current))
+            if not all(map(same_bits, (*expected, gradient), (master, exp_avg, exp_avg_sq, on_device))):
                 return False
     finally:
-        op.destroy_adam(opt_id)
+        op.destroy_adam(_TRIAL_ID)
     return True
 
 
-def _is_exact_around(
-    generator: torch.Generator,
-    device: torch.device,
-    cast: Callable[[torch.Tensor, torch.Tensor], object],
-    scale: Callable[[float, torch.Tensor], object],
-) -> bool:
+def _is_exact_around(generator: torch.Generator, device: torch.device) -> bool:
     """Whether a device casts and multiplies as the host does."""
     for factor in _TRIAL_FACTORS:
         gradient = _trial(generator, 4)

@@ -1,4 +1,4 @@
-"""The host's part of an update: unscale, CPUAdam and cast, slice by slice, so that each slice is in the caches once.
+"""How the host updates its part: unscale, CPUAdam and cast, slice by slice, so that each slice is in the caches once.
 
 Stock DeepSpeed goes over all gradients, then over everything with CPUAdam, then casts all parameters into new memory
 and waits for their copy to the device (``runtime/zero/stage3.py``: ``unscale_and_clip_grads``, ``_optimizer_step``,
@@ -27,7 +27,7 @@ Upload = Callable[[torch.Tensor, torch.Tensor], Any]
 
 @dataclass(slots=True)
 class SubGroup:
-    """What one sub-group of ZeRO-3 holds in the step that is being taken.
+    """The tensors and numbers of one sub-group of ZeRO-3 in the step that is being taken.
 
     Attributes:
         master, exp_avg, exp_avg_sq, gradient: on the host; fp32, 1-D, of one length.
@@ -48,16 +48,14 @@ class SubGroup:
 
     @property
     def elements(self) -> int:
-        """How many parameters."""
         return self.master.numel()
 
     @property
     def arrays(self) -> tuple[torch.Tensor, ...]:
-        """What the device copies from and to."""
+        """All that the device copies from and to."""
         return self.master, self.exp_avg, self.exp_avg_sq, self.gradient
 
     def cut(self, start: int, stop: int) -> SubGroup:
-        """A part, as views."""
         return SubGroup(
             self.master[start:stop],
             self.exp_avg[start:stop],
@@ -73,14 +71,8 @@ class SubGroup:
 class WriteBack:
     """The way of updated parameters from the host to the device, through a ring of pinned buffers.
 
-    The ring is as long as what may be queued before it in the same stream: while that is on the link, the host goes on,
-    unless its parameters alone would fill the link.
-
-    Args:
-        accelerator: of the device.
-        dtype: of the parameters there.
-        elements: the most that one call has.
-        queued_bytes: the most of other uploads that a buffer waits for.
+    The ring is as long as what may be queued before it in the same stream (``queued_bytes``): while that is on the
+    link, the host goes on, unless its parameters alone would fill the link. ``elements`` is the most of one call.
     """
 
     def __init__(self, accelerator: Accelerator, dtype: torch.dtype, elements: int, queued_bytes: int = 0) -> None:
@@ -107,24 +99,25 @@ class WriteBack:
         if self._free:
             return self._free.popleft()
         event, buffer = self._under_way.popleft()
+        # Else the next cast would overwrite parameters that are still being copied.
         event.synchronize()
         return buffer
 
 
 class HostUpdate:
-    """Updates parts of sub-groups on the host.
-
-    Args:
-        adam: CPUAdam.
-        write_back: to the device; None where the host can write the parameters itself.
-    """
+    """Updates parts of sub-groups on the host; without ``write_back`` it writes the model's parameters itself."""
 
     def __init__(self, adam: HostAdam, write_back: WriteBack | None) -> None:
         self._adam = adam
         self._write_back = write_back
 
+    @property
+    def pinned_bytes(self) -> int:
+        """Host memory of the buffers on the way to the device."""
+        return 0 if self._write_back is None else self._write_back.pinned_bytes
+
     def enter(self, sub_group: SubGroup) -> None:
-        """Tell CPUAdam's hidden state of a sub-group, as stock DeepSpeed does once for each, in order."""
+        """Bring CPUAdam's hidden state to a sub-group, as stock DeepSpeed does once for each, in order."""
         self._update(sub_group.cut(0, 0))
 
     def slices(self, part: SubGroup, upload: Upload) -> Iterator[None]:

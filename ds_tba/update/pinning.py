@@ -1,4 +1,4 @@
-"""Pinning host memory where it lies, so that a device copies from it and to it by itself.
+"""Which host memory is pinned where it lies, so that a device copies from it and to it by itself.
 
 ``torch``'s own pinned memory is rounded up to powers of two, and is new memory: master and moments would have to move.
 
@@ -43,11 +43,7 @@ class Registry:
         self.pinned_bytes = 0
 
     def pin(self, tensor: torch.Tensor) -> bool:
-        """Pin the whole pages of a host tensor's storage, if they are not pinned yet and the limit allows it.
-
-        Returns:
-            Whether they are pinned.
-        """
+        """Pin the whole pages of a host tensor's storage, if the limit allows it; whether they are pinned."""
         if self.is_pinned(tensor):
             return True
         storage = tensor.untyped_storage()

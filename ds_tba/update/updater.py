@@ -1,7 +1,8 @@
-"""One optimizer update, on host and device at once: the host takes chunks from the front, the device from the back.
+"""Who computes what of one optimizer update: the host takes chunks from the front, the device from the back.
 
 After Deep Optimizer States (Maurya et al., Middleware 2024), which gives every k-th sub-group to the device, k by hand.
 Results are bit for bit those of CPUAdam whoever computes them, so the two may meet wherever their speeds let them.
+Cannot see DeepSpeed: ``zero3.py`` says when there is an update, and of what.
 """
 
 from __future__ import annotations
@@ -9,126 +10,255 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from typing import Any
+
+import torch
 
 from ds_tba.device.accelerator import Accelerator
+from ds_tba.telemetry.report import ReportFile
 from ds_tba.update.chunks import Chunk, Split, chunks_of, inside
 from ds_tba.update.config import UpdateConfig
 from ds_tba.update.device import DevicePipeline, Job
-from ds_tba.update.formula import Powers, Scalars, update_
+from ds_tba.update.formula import Powers, update_
 from ds_tba.update.host import HostUpdate, SubGroup
+from ds_tba.update.pinning import Registry
 
 logger = logging.getLogger("ds_tba")
 
 
-class UpdateCounters:
-    """Counts, for the report."""
-
-    def __init__(self) -> None:
-        self.steps = self.stock_steps = self.elements = self.device_elements = 0
-        self.last_device_share = self.update_s = self.host_s = self.drain_s = 0.0
-        self.fallbacks: Counter[str] = Counter()
-
-    def count(self, elements: int, device_elements: int, update_s: float, host_s: float, drain_s: float) -> None:
-        """One update."""
-        self.steps += 1
-        self.elements += elements
-        self.device_elements += device_elements
-        self.last_device_share = device_elements / max(elements, 1)
-        self.update_s += update_s
-        self.host_s += host_s
-        self.drain_s += drain_s
-
-    @property
-    def host_adam_per_s(self) -> float:
-        """Elements per second of the host."""
-        return (self.elements - self.device_elements) / self.host_s if self.host_s else 0.0
-
-    def fall_back(self, reason: str, words: str) -> None:
-        """Something was left to the host or to DeepSpeed; said once for each reason."""
-        if not self.fallbacks[reason]:
-            logger.warning("interleaved optimizer update: %s", words)
-        self.fallbacks[reason] += 1
-
-
 @dataclass(slots=True)
-class Parts:
-    """What updates are made with.
+class UpdateReport:
+    """The report. Counts and seconds are of this rank, since the run began.
 
     Attributes:
-        config: the block.
-        accelerator: of the device.
-        host: the host's side.
-        pipeline: the device's side.
-        powers: mirror of CPUAdam's hidden state.
-        is_pinned: whether the device may copy from and to the arrays of a sub-group by itself.
-        counters: for the report.
-        target_on_device: whether the model's parameters are there.
-        device_share: as the config says, or 0 where the device's bits are not CPUAdam's.
+        steps: updates that were interleaved.
+        stock_steps: updates that were left to DeepSpeed; ``fallbacks`` says why.
+        elements: parameters updated in ``steps``, each counted once per step; ``device_elements`` by the device.
+        device_share: the part of the device, over all steps; ``last_device_share`` in the last one.
+        update_s: from the first chunk until everything is in place.
+        host_s: of it, in the host's own chunks.
+        drain_s: of it, waiting for the device at the end.
+        device_busy_s: from the first chunk that went to the device until the last one was seen to be back.
+        device_idle_s: the rest of ``update_s``.
+        host_adam_per_s: elements per second of the host in its own chunks, with unscaling and cast; 0.0: none yet.
+        device_adam_per_s: elements per second of the device, with both copies; 0.0: none yet.
+        uploaded_bytes, written_back_bytes: to the device and from it, in updates.
+        upload_bytes_per_s, write_back_bytes_per_s: those by ``device_busy_s``.
+        predicted_s: of the updates at the rates of both sides, had neither waited for the other; beside ``update_s``.
+        pinned_bytes: of host memory, master and moments (in place) and buffers.
+        fallbacks: how often something was left to the host or to DeepSpeed, by reason.
     """
 
-    config: UpdateConfig
-    accelerator: Accelerator
-    host: HostUpdate
-    pipeline: DevicePipeline
-    powers: Powers
-    is_pinned: Callable[[SubGroup], bool]
-    counters: UpdateCounters
-    target_on_device: bool
-    device_share: float | None
+    rank: int = 0
+    state: str = "running"
+    steps: int = 0
+    stock_steps: int = 0
+    elements: int = 0
+    device_elements: int = 0
+    device_share: float = 0.0
+    last_device_share: float = 0.0
+    update_s: float = 0.0
+    host_s: float = 0.0
+    drain_s: float = 0.0
+    device_busy_s: float = 0.0
+    device_idle_s: float = 0.0
+    host_adam_per_s: float = 0.0
+    device_adam_per_s: float = 0.0
+    uploaded_bytes: int = 0
+    written_back_bytes: int = 0
+    upload_bytes_per_s: float = 0.0
+    write_back_bytes_per_s: float = 0.0
+    predicted_s: float = 0.0
+    pinned_bytes: int = 0
+    fallbacks: dict[str, int] = field(default_factory=Counter)
+
+    def fall_back(self, reason: str, words: str) -> None:
+        """Count what was left to the host or to DeepSpeed; said once for each reason."""
+        if reason not in self.fallbacks:
+            logger.warning("interleaved optimizer update: %s", words)
+        self.fallbacks[reason] = self.fallbacks.get(reason, 0) + 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field, ready for JSON."""
+        return asdict(self)
+
+    def line(self) -> str:
+        """For the log, after a number of steps."""
+        steps = max(self.steps, 1)
+        return (
+            f"{self.steps} optimizer updates of {self.update_s / steps:.3f} s: {self.device_share:.0%} on the device, "
+            f"{self.host_s / steps:.3f} s in the host's part, {self.drain_s / steps:.3f} s waiting for the device"
+        )
 
 
-def run_update(parts: Parts, sub_groups: Sequence[SubGroup]) -> None:
-    """Update all sub-groups of ZeRO-3, in their order; returns when every byte is where it belongs."""
-    _Update(parts, sub_groups).run()
+class Updater:
+    """Runs the updates of one optimizer, and counts them.
+
+    Args:
+        config: the block; its ``device_share`` is 0 where the device's bits are not CPUAdam's.
+        accelerator: of the device.
+        host, pipeline: the two sides.
+        powers: mirror of CPUAdam's hidden state.
+        registry: pins what the device copies from and to; None where the device needs no pins.
+        target_on_device: whether the model's parameters are there.
+        counts: so far; what is derived of them is in :meth:`report` only.
+        file: to which the report goes.
+    """
+
+    def __init__(
+        self,
+        config: UpdateConfig,
+        accelerator: Accelerator,
+        host: HostUpdate,
+        pipeline: DevicePipeline,
+        powers: Powers,
+        registry: Registry | None = None,
+        *,
+        target_on_device: bool = True,
+        counts: UpdateReport | None = None,
+        file: ReportFile | None = None,
+    ) -> None:
+        self.config = config
+        self.accelerator = accelerator
+        self.host = host
+        self.pipeline = pipeline
+        self.powers = powers
+        self.registry = registry
+        self.target_on_device = target_on_device
+        self.counts = UpdateReport() if counts is None else counts
+        self._file = file
+
+    def update(self, sub_groups: Sequence[SubGroup]) -> None:
+        """Update all sub-groups, in their order; returns when every byte is where it belongs."""
+        self.pin([array for one in sub_groups for array in one.arrays])
+        _Update(self, sub_groups).run()
+        every = self.config.report.every_steps
+        is_due = every > 0 and self.counts.steps % every == 0
+        if is_due and self.counts.rank == 0:
+            logger.info("%s", self.report().line())
+        if self._file is not None:
+            self._file.refresh(lambda: self.report().to_dict(), now=is_due)
+
+    def leave(self, reason: str, words: str) -> None:
+        """Count an update that is left to DeepSpeed."""
+        self.counts.stock_steps += 1
+        self.counts.fall_back(reason, words)
+
+    def pin(self, arrays: Sequence[torch.Tensor]) -> None:
+        """Pin from the back, where the device begins; what somebody has replaced is unpinned."""
+        registry = self.registry
+        if registry is None or self.config.device_share == 0:
+            return
+        registry.keep(arrays)
+        began_s, before_bytes = time.perf_counter(), registry.pinned_bytes
+        for array in reversed(arrays):
+            registry.pin(array)
+        pinned_bytes = registry.pinned_bytes - before_bytes
+        if pinned_bytes and self.counts.rank == 0:
+            seconds = time.perf_counter() - began_s
+            logger.info("optimizer states: %d bytes of host memory pinned in %.1f s", pinned_bytes, seconds)
+        if registry.refused_bytes:
+            self.counts.fall_back(
+                "pageable memory",
+                f"{registry.refused_bytes} bytes of optimizer states cannot be pinned, so that the host updates them: "
+                "leave the driver more memory to pin (other pinned buffers, the container's limit), or set "
+                "pinned_bytes to what it can pin",
+            )
+
+    def unpin_others(self, arrays: Sequence[torch.Tensor]) -> None:
+        """Let what a checkpoint has replaced go at once; these arrays stay."""
+        if self.registry is not None:
+            self.registry.keep(arrays)
+
+    def is_pinned(self, sub_group: SubGroup) -> bool:
+        """Whether the device may copy from and to the arrays of a sub-group by itself."""
+        return self.registry is None or all(self.registry.is_pinned(array) for array in sub_group.arrays)
+
+    def report(self) -> UpdateReport:
+        """The counts so far, and what follows from them."""
+        counts, stats = self.counts, self.pipeline.stats
+        busy_s = stats.busy_s or float("inf")
+        host_per_s = (counts.elements - counts.device_elements) / counts.host_s if counts.host_s else 0.0
+        both_per_s = host_per_s + stats.elements / busy_s
+        in_place_bytes = self.registry.pinned_bytes if self.registry is not None else 0
+        return replace(
+            counts,
+            device_share=counts.device_elements / max(counts.elements, 1),
+            device_busy_s=stats.busy_s,
+            device_idle_s=max(0.0, counts.update_s - stats.busy_s),
+            host_adam_per_s=host_per_s,
+            device_adam_per_s=stats.elements / busy_s,
+            uploaded_bytes=stats.uploaded_bytes,
+            written_back_bytes=stats.written_back_bytes,
+            upload_bytes_per_s=stats.uploaded_bytes / busy_s,
+            write_back_bytes_per_s=stats.written_back_bytes / busy_s,
+            predicted_s=counts.elements / both_per_s if both_per_s else 0.0,
+            pinned_bytes=in_place_bytes + self.host.pinned_bytes,
+            fallbacks=dict(counts.fallbacks),
+        )
+
+    def close(self) -> None:
+        """Unpin all memory and write the last report."""
+        if self.registry is not None:
+            self.registry.close()
+        self.counts.state = "finished"
+        if self._file is not None:
+            self._file.write(self.report().to_dict())
+        if self.counts.rank == 0 and self.counts.steps:
+            logger.info("%s", self.report().line())
 
 
 class _Update:
-    """One update."""
+    """One update under way: which chunks the device has, and how far the host is."""
 
-    def __init__(self, parts: Parts, sub_groups: Sequence[SubGroup]) -> None:
-        self._parts = parts
+    def __init__(self, updater: Updater, sub_groups: Sequence[SubGroup]) -> None:
+        self._updater = updater
+        self._pipeline = updater.pipeline
+        self._host = updater.host
         self._sub_groups = sub_groups
-        self._pipeline = parts.pipeline
-        self._host = parts.host
         # In the order of the sub-groups, as CPUAdam's hidden state will see them.
-        self._scalars: list[Scalars] = [parts.powers.scalars(one.step, one.hyper) for one in sub_groups]
+        self._scalars = [updater.powers.scalars(one.step, one.hyper) for one in sub_groups]
         self._device_chunks: list[Chunk] = []
         self._entered = 0
         self._host_s = 0.0
-        self._split = self._new_split()
-
-    def _new_split(self) -> Split:
-        pinned = [self._parts.is_pinned(one) for one in self._sub_groups]
-        chunks = chunks_of([one.elements for one in self._sub_groups], self._parts.config.chunk_elements)
-        return Split(chunks, self._parts.device_share, may_go=lambda chunk: pinned[chunk.sub_group])
-
-    # ---- the update ---------------------------------------------------------------------------------------------
+        pinned = [updater.is_pinned(one) for one in sub_groups]
+        chunks = chunks_of([one.elements for one in sub_groups], updater.config.chunk_elements)
+        self._split = Split(chunks, updater.config.device_share, may_go=lambda chunk: pinned[chunk.sub_group])
 
     def run(self) -> None:
-        began_s = time.perf_counter()
+        began_s, counts = time.perf_counter(), self._updater.counts
         most_jobs = self._split.most_of_device()
         try:
             if not self._pipeline.begin(most_jobs=most_jobs) and most_jobs:
-                self._parts.counters.fall_back("no device memory", "the device has no memory for one chunk")
+                counts.fall_back("no device memory", "the device has no memory for one chunk")
                 self._split.give_to_host()
             self._feed()
             self._take_front()
-            self._take_rest()
-        finally:
+            while (chunk := self._split.for_device()) is not None:  # what a fixed share leaves to the device alone
+                self._pipeline.wait_for_room()
+                self._submit(chunk)
+        finally:  # also when interrupted: nothing may be written after this call
             drain_began_s = time.perf_counter()
             self._pipeline.drain()
-        drain_s = time.perf_counter() - drain_began_s
+        counts.drain_s += time.perf_counter() - drain_began_s
         self._host.finish()
-        self._cast_on_host()
+        if not self._updater.target_on_device:  # where the device has not cast its chunks
+            for chunk in self._device_chunks:
+                self._host.write(self._part(chunk), self._pipeline.upload)
         elements = sum(one.elements for one in self._sub_groups)
         device_elements = sum(chunk.elements for chunk in self._device_chunks)
-        self._parts.counters.count(elements, device_elements, time.perf_counter() - began_s, self._host_s, drain_s)
+        counts.steps += 1
+        counts.elements += elements
+        counts.device_elements += device_elements
+        counts.last_device_share = device_elements / max(elements, 1)
+        counts.host_s += self._host_s
+        counts.update_s += time.perf_counter() - began_s
 
     def _take_front(self) -> None:
-        """The host's chunks; the device is fed between slices."""
+        """Update the host's chunks; the device is fed between slices."""
         while (chunk := self._split.for_host()) is not None:
             self._enter(chunk.sub_group)
             part = self._part(chunk)
@@ -139,12 +269,6 @@ class _Update:
                 began_s = time.perf_counter()
             self._host_s += time.perf_counter() - began_s
         self._enter(len(self._sub_groups) - 1)
-
-    def _take_rest(self) -> None:
-        """What a fixed share leaves to the device alone."""
-        while (chunk := self._split.for_device()) is not None:
-            self._pipeline.wait_for_room()
-            self._submit(chunk)
 
     def _enter(self, last: int) -> None:
         """Bring CPUAdam's hidden state to a sub-group, through all before it, and update their ends."""
@@ -164,7 +288,7 @@ class _Update:
         """Give the device what it wants; one chunk where its work is done at once, so that the host has some."""
         while self._pipeline.wants_job() and (chunk := self._split.for_device()) is not None:
             self._submit(chunk)
-            if self._parts.accelerator.is_synchronized_device():
+            if self._updater.accelerator.is_synchronized_device():
                 return
 
     def _submit(self, chunk: Chunk) -> None:
@@ -176,14 +300,8 @@ class _Update:
                 part.exp_avg,
                 part.exp_avg_sq,
                 part.gradient,
-                part.target if self._parts.target_on_device else None,
+                part.target if self._updater.target_on_device else None,
                 part.factor,
                 partial(update_, scalars=self._scalars[chunk.sub_group]),
             )
         )
-
-    def _cast_on_host(self) -> None:
-        """Parameters that are kept on the host, of chunks that the device has updated."""
-        if not self._parts.target_on_device:
-            for chunk in self._device_chunks:
-                self._host.write(self._part(chunk), self._pipeline.upload)

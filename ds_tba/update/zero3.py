@@ -1,4 +1,4 @@
-"""The only file that knows ZeRO-3's optimizer: takes the update of ``step`` over, and gives it back.
+"""How the update inside of ZeRO-3's ``step`` is taken over, and given back; the only file that knows its methods.
 
 ``DeepSpeedZeroOptimizer_Stage3.step`` (``deepspeed/runtime/zero/stage3.py`` of 0.19.8) stays as it is. It settles
 overflow, the gradients' norm and the loss scale, and then, for each sub-group in order, calls ``_prepare_sub_group``,
@@ -17,7 +17,7 @@ collective.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
@@ -28,8 +28,9 @@ from torch.optim import optimizer as torch_optimizer
 from ds_tba.config import UPDATE_BLOCK
 from ds_tba.device.memory import advise_huge_pages
 from ds_tba.errors import IncompatibleError, UpdateInterruptedError
-from ds_tba.update.formula import Hyper, Powers
+from ds_tba.update.formula import Hyper
 from ds_tba.update.host import SubGroup
+from ds_tba.update.updater import Updater
 
 HALF_UPDATED = "ds_tba_half_updated"
 CLASS_NAME = "DeepSpeedZeroOptimizer_Stage3"
@@ -42,19 +43,11 @@ _LOOP = (
     "_reassign_or_swap_out_partitioned_parameters",
     "_release_sub_group",
 )
-_PARAMETERS: Mapping[str, tuple[str, ...]] = {
-    "unscale_and_clip_grads": ("sub_group_id", "total_norm"),
-    "_optimizer_step": ("sub_group_id",),
-    "_reassign_or_swap_out_partitioned_parameters": ("sub_group_id",),
-    "_release_sub_group": ("sub_group_id", "timer_names"),
-}
+_OVERRIDDEN = (*_LOOP[1:], "step")
 
 
 def refuse_half_updated(zero: Any) -> None:
     """Refuse to go on with a model of which only a part has taken a step. See [Note: Interrupted updates].
-
-    Args:
-        zero: the engine's ``optimizer``, of any kind.
 
     Raises:
         UpdateInterruptedError: an update was interrupted, on any rank, and no checkpoint was loaded since.
@@ -68,10 +61,7 @@ def refuse_half_updated(zero: Any) -> None:
 
 
 def refuse_unsupported(zero: Any) -> None:
-    """Refuse an optimizer whose update cannot be taken over.
-
-    Args:
-        zero: the engine's ``optimizer``.
+    """Refuse an engine's ``optimizer`` whose update cannot be taken over.
 
     Raises:
         IncompatibleError: naming what stands in the way, and the way out.
@@ -80,8 +70,8 @@ def refuse_unsupported(zero: Any) -> None:
         raise IncompatibleError(f'"{UPDATE_BLOCK}" {problem}: {repair}, or remove "{UPDATE_BLOCK}".')
 
 
-def _problems(zero: Any) -> Any:
-    """What stands in the way, with the way out."""
+def _problems(zero: Any) -> Iterator[tuple[str, str]]:
+    """Obstacles and the ways out, beyond what ``parse_update_block`` finds in the config."""
     kind = type(zero).__name__
     if kind != CLASS_NAME:
         yield (
@@ -91,16 +81,6 @@ def _problems(zero: Any) -> Any:
         return
     if getattr(zero, "zenflow", False):
         yield "cannot be combined with ZenFlow, whose updates are other ones", 'remove "zenflow"'
-    if getattr(zero, "swap_optimizer", False):
-        yield (
-            "updates optimizer states in host memory, and they are on NVMe",
-            'set "offload_optimizer": {"device": "cpu"}',
-        )
-    if not zero.offload_optimizer:
-        yield (
-            "needs optimizer states in host memory, and they are on the device",
-            'set "offload_optimizer": {"device": "cpu"}',
-        )
     adam = type(zero.optimizer).__name__
     if adam != ADAM_NAME:
         yield (
@@ -127,83 +107,59 @@ def _problems(zero: Any) -> Any:
     yield from _changed_methods(zero)
 
 
-def _changed_methods(zero: Any) -> Any:
-    """Methods of DeepSpeed that do not look as they did in the supported versions."""
-    repair = "use a supported version of DeepSpeed"
-    for name, expected in _PARAMETERS.items():
-        method = getattr(type(zero), name, None)
-        found = None if method is None else tuple(inspect.signature(_as_written(method)).parameters)[1:]
-        if found != expected:
-            yield f"relies on {CLASS_NAME}.{name}{expected}, which is {found} here", repair
+def _changed_methods(zero: Any) -> Iterator[tuple[str, str]]:
+    """Methods that somebody else has replaced, on the class or on the object."""
+    repair = "do without the other one"
     for owner, names in ((type(zero), (*_LOOP, "step")), (type(zero.optimizer), ("step",))):
         foreign = [name for name in names if not _is_upstream(getattr(owner, name, None))]
         if foreign:
-            yield (
-                f"relies on {owner.__name__}, of which somebody else has replaced {', '.join(foreign)}",
-                "do without the other one",
-            )
-    replaced = sorted({*_PARAMETERS, "step"} & set(vars(zero)))
+            yield f"relies on {owner.__name__}, of which somebody else has replaced {', '.join(foreign)}", repair
+    replaced = sorted(set(_OVERRIDDEN) & set(vars(zero)))
     if replaced:
-        yield (
-            f"replaces methods of {CLASS_NAME} that somebody else has replaced already ({', '.join(replaced)})",
-            "do without the other one",
-        )
-
-
-def _as_written(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The function inside of decorators."""
-    return _layers(method)[-1]
-
-
-def _layers(method: Callable[..., Any]) -> list[Callable[..., Any]]:
-    """Decorators from the outside in, and the function; DeepSpeed's own (``instrument_w_nvtx``) does not name it."""
-    layers = [method]
-    while True:
-        inside = [cell.cell_contents for cell in getattr(layers[-1], "__closure__", None) or ()]
-        functions = [one for one in inside if inspect.isfunction(one)]
-        inner = getattr(layers[-1], "__wrapped__", functions[0] if len(functions) == 1 else None)
-        if inner is None:
-            return layers
-        layers.append(inner)
+        names_of = ", ".join(replaced)
+        yield f"replaces methods of {CLASS_NAME} that somebody else has replaced already ({names_of})", repair
 
 
 def _is_upstream(method: Any) -> bool:
-    """Whether a method and all its decorators are DeepSpeed's or torch's; by globals, which ``wraps`` does not copy."""
-    modules = [getattr(layer, "__globals__", {}).get("__name__", "") for layer in _layers(method)]
-    return all(module.partition(".")[0] in ("deepspeed", "torch") for module in modules)
+    """Whether a method and all its decorators are DeepSpeed's or torch's; by globals, which ``wraps`` does not copy.
+
+    DeepSpeed's own decorator (``instrument_w_nvtx``) does not name what it wraps, so that closures are searched.
+    """
+    while True:
+        if getattr(method, "__globals__", {}).get("__name__", "").partition(".")[0] not in ("deepspeed", "torch"):
+            return False
+        inside = [cell.cell_contents for cell in getattr(method, "__closure__", None) or ()]
+        functions = [one for one in inside if inspect.isfunction(one)]
+        method = getattr(method, "__wrapped__", functions[0] if len(functions) == 1 else None)
+        if method is None:
+            return True
 
 
 class Overrides:
-    """Methods of one object replaced by functions that get the method as it was first."""
+    """Methods of one object replaced by functions whose first argument is the method as it was."""
 
     def __init__(self, target: Any) -> None:
         self._target = target
-        self._put: dict[str, Any] = {}
-        self._before: dict[str, Any] = {}
+        self._put: dict[str, tuple[Any, Any]] = {}  # by name: what is there now, and what the object itself had before
         self._active = True
 
     def put(self, name: str, function: Callable[..., Any]) -> None:
-        """Replace a method."""
         method = getattr(self._target, name)
-        if name in vars(self._target):
-            self._before[name] = method
 
         def override(*args: Any, **more: Any) -> Any:
             return function(method, *args, **more) if self._active else method(*args, **more)
 
-        self._put[name] = override
+        self._put[name] = override, vars(self._target).get(name)
         setattr(self._target, name, override)
 
     def remove(self) -> None:
         """Every method as it was. One that somebody has wrapped since stays, and only hands calls on."""
         self._active = False
-        for name, override in self._put.items():
-            if vars(self._target).get(name) is not override:
-                continue
-            if name in self._before:
-                setattr(self._target, name, self._before[name])
-            else:
+        for name, (override, before) in self._put.items():
+            if vars(self._target).get(name) is override:
                 delattr(self._target, name)
+                if before is not None:
+                    setattr(self._target, name, before)
 
 
 class Zero3Update:
@@ -211,39 +167,25 @@ class Zero3Update:
 
     Args:
         zero: a ``DeepSpeedZeroOptimizer_Stage3`` that :func:`refuse_unsupported` has let pass.
-        run: does an update of all sub-groups.
-        leave: called before a step that is left to DeepSpeed, with the reason and its words.
-        done: called after each update.
+        updater: does an update of all sub-groups.
 
     Attributes:
         highest_of_ranks: the highest number that any rank has; called by all ranks, once in each step that updates.
     """
 
-    def __init__(
-        self,
-        zero: Any,
-        run: Callable[[list[SubGroup]], None],
-        leave: Callable[[str, str], None],
-        done: Callable[[], None],
-        loaded: Callable[[list[torch.Tensor]], None],
-    ) -> None:
+    def __init__(self, zero: Any, updater: Updater) -> None:
         self._zero = zero
-        self._run = run
-        self._leave = leave
-        self._done = done
-        self._loaded = loaded
+        self._updater = updater
         self._reassign_by_deepspeed = zero._reassign_or_swap_out_partitioned_parameters
         self._factors: list[float] = []
         self._is_ours = False
         self._is_in_loop = False
         self._is_removed = False
         self.highest_of_ranks: Callable[[int], int] = int
-        self.powers = Powers(*zero.optimizer.defaults["betas"])
         self._overrides = Overrides(zero)
-        self._overrides.put("unscale_and_clip_grads", self._unscale)
-        self._overrides.put("_optimizer_step", self._optimizer_step)
-        self._overrides.put("_reassign_or_swap_out_partitioned_parameters", self._reassign)
-        self._overrides.put("_release_sub_group", self._release)
+        ours: tuple[Callable[..., Any], ...] = (self._unscale, self._optimizer_step, self._reassign, self._release)
+        for name, function in zip(_LOOP[1:], ours, strict=True):
+            self._overrides.put(name, function)
         self._guard = Overrides(zero)
         self._guard.put("step", self._step)
         self._guard.put("state_dict", self._state_dict)
@@ -257,7 +199,7 @@ class Zero3Update:
             self._guard.remove()
 
     def arrays(self) -> list[torch.Tensor]:
-        """What all sub-groups hold now; see :attr:`SubGroup.arrays`."""
+        """Tensors of all sub-groups as they are now; see :attr:`SubGroup.arrays`."""
         arrays = [array for master in self._zero.fp32_partitioned_groups_flat for array in self._arrays(master)]
         return [array for array in arrays if isinstance(array, torch.Tensor)]
 
@@ -285,11 +227,11 @@ class Zero3Update:
         stock: Callable[..., None],
         state_dict_list: Any,
         load_optimizer_states: bool = True,
-        *args: Any,
+        *rest: Any,
         **more: Any,
     ) -> None:
-        stock(state_dict_list, load_optimizer_states, *args, **more)
-        self._loaded(self.arrays())
+        stock(state_dict_list, load_optimizer_states, *rest, **more)
+        self._updater.unpin_others(self.arrays())
         if load_optimizer_states:
             setattr(self._zero, HALF_UPDATED, False)
             if self._is_removed:
@@ -301,7 +243,11 @@ class Zero3Update:
         if sub_group_id == 0:
             setattr(self._zero, HALF_UPDATED, True)
             self._is_in_loop = True
-            self._begin()
+            self._factors = []
+            problem = self._problem_of_step()
+            self._is_ours = problem is None
+            if problem is not None:
+                self._updater.leave(*problem)
         if not self._is_ours:
             stock(sub_group_id, total_norm)
             return
@@ -318,8 +264,8 @@ class Zero3Update:
     def _optimizer_step(self, stock: Callable[[int], None], sub_group_id: int) -> None:
         if not self._is_ours:
             stock(sub_group_id)
-            master, group = self._zero.fp32_partitioned_groups_flat[sub_group_id], self._group(sub_group_id)
-            self.powers.scalars(int(self._zero.optimizer.state[master]["step"]), self._hyper(group))
+            state = self._zero.optimizer.state[self._zero.fp32_partitioned_groups_flat[sub_group_id]]
+            self._updater.powers.scalars(int(state["step"]), self._hyper(sub_group_id))
             return
         # Without parameters: schedulers count the calls, and warn of a step that was never taken.
         self._zero.optimizer.step()
@@ -341,13 +287,6 @@ class Zero3Update:
 
     # ---- one update ---------------------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
-        self._factors = []
-        problem = self._problem_of_step()
-        self._is_ours = problem is None
-        if problem is not None:
-            self._leave(*problem)
-
     def _problem_of_step(self) -> tuple[str, str] | None:
         """Why this step is DeepSpeed's; None if it is ours."""
         optimizer = self._zero.optimizer
@@ -363,17 +302,14 @@ class Zero3Update:
         return None
 
     def _arrays(self, master: torch.Tensor) -> list[Any]:
-        """What a sub-group holds: its moments only where there are any yet."""
+        """Tensors of a sub-group, with moments where there are any yet."""
         state = self._zero.optimizer.state.get(master) or {}
         return [master, master.grad, *([state.get("exp_avg"), state.get("exp_avg_sq")] if state else [])]
 
-    def _group(self, sub_group_id: int) -> Mapping[str, Any]:
-        zero = self._zero
-        group: Mapping[str, Any] = zero.optimizer.param_groups[zero.sub_group_to_group_id[sub_group_id]]
-        return group
-
-    def _hyper(self, group: Mapping[str, Any]) -> Hyper:
-        return Hyper.of_group(group, adamw=self._zero.optimizer.adam_w_mode)
+    def _hyper(self, sub_group_id: int) -> Hyper:
+        optimizer = self._zero.optimizer
+        group = optimizer.param_groups[self._zero.sub_group_to_group_id[sub_group_id]]
+        return Hyper.of_group(group, adamw=optimizer.adam_w_mode)
 
     def _sub_group(self, sub_group_id: int) -> SubGroup:
         """The sub-group, one step on. New moments are as CPUAdam makes them (``deepspeed/ops/adam/cpu_adam.py``)."""
@@ -391,7 +327,7 @@ class Zero3Update:
             state["exp_avg_sq"],
             master.grad.data,
             None if target is None else target.data,
-            self._hyper(self._group(sub_group_id)),
+            self._hyper(sub_group_id),
             int(state["step"]),
             self._factors[sub_group_id],
         )
@@ -399,13 +335,12 @@ class Zero3Update:
     def _update(self) -> None:
         zero = self._zero
         sub_groups = [self._sub_group(number) for number in range(len(zero.fp16_groups))]
-        self._run(sub_groups)
+        self._updater.update(sub_groups)
         for number, sub_group in enumerate(sub_groups):
             if sub_group.target is None:
                 self._reassign_by_deepspeed(number)
             else:
                 zero._unflatten_partitioned_parameters(number)
-        self._done()
 
 
 def _zeros_like(array: torch.Tensor) -> torch.Tensor:

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import runs
 
-from ds_tba.adaptive.ranks import Alone
+from ds_tba.adaptive.agreement import Alone
 
 PROGRAM = """
 import json, os, sys
 import torch.distributed as dist
-from ds_tba.adaptive.ranks import Ranks
+from ds_tba.adaptive.agreement import Ranks
 rank, meeting = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method="file://" + meeting, rank=rank, world_size=3)
 ranks = Ranks()

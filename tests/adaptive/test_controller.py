@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,13 @@ from stepping import end_step, forward, note_backward
 from torch import nn
 from torch.nn import functional
 
-from ds_tba.adaptive.calibration import Observation
+from ds_tba.adaptive.agreement import Agreement, Alone
 from ds_tba.adaptive.controller import Controller
-from ds_tba.adaptive.monitor import MIN_STEPS, Action
-from ds_tba.adaptive.ranks import Agreement, Alone
-from ds_tba.autograd.checkpoint import innermost_hooks
+from ds_tba.adaptive.feedback import MIN_STEPS, Action, Step, StepMetrics
+from ds_tba.autograd.recompute import innermost_hooks
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.device.accelerator import MemoryLevels
-from ds_tba.errors import PathError, TraceError
+from ds_tba.errors import IncompatibleError, PathError, TraceError
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.planner.search import adaptive
 from ds_tba.planner.trace import Trace
@@ -33,8 +33,8 @@ from ds_tba.storage.backends.select import Selection
 
 WIDTH, ROWS, DEPTH = 64, 64, 4
 NARROW_BYTES = 4 * ROWS * WIDTH
-# One to warm up, one in which blocks are tried, two that are recorded: then comes a plan.
-FIRST_PLAN = 4
+# One to warm up, two that are recorded: then comes a plan.
+FIRST_PLAN = 3
 STEPS = FIRST_PLAN + 3
 Make = Callable[..., ActivationOffloader]
 
@@ -224,22 +224,21 @@ class SmallDevice(CpuAccelerator):
         return MemoryLevels(0, 0, 0, 0)
 
 
-def test_what_steps_cost_is_fitted_to_them_and_promised_from_then_on(
+def test_steps_that_are_longer_whatever_is_moved_are_what_the_next_plan_promises(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps that are ten times as long as the trace says: the next look promises that, with no other recording."""
+    """Ten times as long as the trace says, and moving is not why: a few steps without it show that."""
     ours = model()
-    offloader = make(ours)
+    offloader = make(ours, max_step_overhead=0.5, recompute=False, rematerialize=False)
     steps(ours, offloader, [ROWS] * FIRST_PLAN)
-    controller = controller_of(offloader)
     promised = offloader.report().plan
     assert promised is not None
-    elapsed_s = controller._clock.elapsed_s
-    monkeypatch.setattr(controller._clock, "elapsed_s", lambda *marks: 10 * elapsed_s(*marks))
-    steps(ours, offloader, [ROWS] * (2 * MIN_STEPS))
+    metrics, step_s = Step.metrics, 10 * promised["kept_step_s"]
+    monkeypatch.setattr(Step, "metrics", lambda *args: replace(metrics(*args), time_s=step_s))
+    steps(ours, offloader, [ROWS] * (6 * MIN_STEPS))
     found = offloader.report().plan
-    assert found is not None and found["step_s"] > 3 * promised["step_s"]
-    assert found["step_s"] == pytest.approx(found["measured_step_s"], rel=0.5)
+    assert found is not None and found["kept_step_s"] > 3 * promised["kept_step_s"]
+    assert found["step_s"] > 3 * promised["step_s"]
 
 
 def test_a_look_that_changes_nothing_is_not_announced(make: Make, caplog: pytest.LogCaptureFixture) -> None:
@@ -335,8 +334,8 @@ def test_steps_of_the_optimizer_without_a_forward_are_no_steps(make: Make) -> No
     offloader = make(ours, recompute=False)
     controller = controller_of(offloader)
     steps(ours, offloader, [ROWS] * FIRST_PLAN)
-    seen: list[Observation] = []
-    controller._calibration.add = seen.append  # type: ignore[method-assign]
+    seen: list[StepMetrics] = []
+    controller.feedback.decide = lambda _, one: (seen.append(one), Action.GO_ON)[1]  # type: ignore[method-assign]
     for _ in range(3):
         steps(ours, offloader, [ROWS])
         offloader.note_step()
@@ -371,9 +370,10 @@ def test_a_drive_that_becomes_slow_is_used_less(make: Make, backend: dict[str, I
 
     backend["it"] = ScriptedBackend(script)
     ours, rows = model(), 64 * ROWS  # too large to share a request
-    # Much may be added, and nothing recomputed: the first plan uses the drive, however busy the machine is.
+    # Much may be added, and nothing recomputed: the first plan uses the drive, however busy the machine is. It is less
+    # than what the slow drive takes for all of it.
     io = {"staging_bytes": 16 << 20, "swap_file_bytes": 256 << 20}
-    offloader = make(ours, max_step_overhead=1000.0, recompute=False, io=io)
+    offloader = make(ours, max_step_overhead=0.9, recompute=False, io=io)
     steps(ours, offloader, [rows] * (FIRST_PLAN + 2))
     planned = offloader.report()
     delay["s"] = 0.5  # longer than a step of this model, also where others use the cores
@@ -398,7 +398,7 @@ def test_drives_that_cannot_be_measured_again_do_not_end_the_training(
     steps(ours, offloader, [ROWS] * (FIRST_PLAN + 2))
     monkeypatch.setattr("ds_tba.adaptive.rates.Rates.measure", fails)
     monkeypatch.setattr("ds_tba.adaptive.rates.Rates.should_measure", lambda _: True)
-    monkeypatch.setattr("ds_tba.adaptive.monitor.Monitor.decide", lambda *_: Action.PLAN)
+    monkeypatch.setattr("ds_tba.adaptive.feedback.Feedback.decide", lambda *_: Action.PLAN)
     steps(ours, offloader, [ROWS])
     assert offloader.report().plans >= 1
     assert any("the drive is gone; what was measured before" in record.message for record in caplog.records)
@@ -460,8 +460,8 @@ def test_what_cannot_be_found_out_when_a_plan_is_made_delays_the_plan(
     offloader = make(ours)
     steps(ours, offloader, [ROWS] * FIRST_PLAN)
     with monkeypatch.context() as patched:
-        patched.setattr("ds_tba.adaptive.monitor.Monitor.decide", lambda *_: Action.PLAN)
-        patched.setattr("ds_tba.adaptive.rates.Rates.compute_error_s_per_byte", property(no_descriptors))
+        patched.setattr("ds_tba.adaptive.feedback.Feedback.decide", lambda *_: Action.PLAN)
+        patched.setattr("ds_tba.autograd.blocks.Blocks.left_out", no_descriptors)
         patched.setattr("ds_tba.adaptive.rates.Rates.measure", no_descriptors)
         patched.setattr("ds_tba.adaptive.rates.Rates.should_measure", lambda _: True)
         steps(ours, offloader, [ROWS] * 2)
@@ -490,7 +490,7 @@ def test_a_rank_that_cannot_judge_a_step_tells_the_others_to_go_on(
     ours = model()
     offloader = make(ours)
     steps(ours, offloader, [ROWS] * FIRST_PLAN)
-    monkeypatch.setattr("ds_tba.adaptive.monitor.Monitor.decide", no_descriptors)
+    monkeypatch.setattr("ds_tba.adaptive.feedback.Feedback.decide", no_descriptors)
     steps(ours, offloader, [ROWS] * 4)
     assert offloader.report().plans == 1
     assert any("OSError: Too many open files" in record.message for record in caplog.records)
@@ -550,6 +550,44 @@ def test_with_several_ranks_nothing_is_recomputed_that_no_plan_asks_for(make: Ma
     assert offloader.report().plans == 1 and offloader.report().recomputed_bytes == 0
 
 
+@pytest.mark.usefixtures("needs_recompute")
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_under_zero_3_a_block_that_does_not_come_where_the_plan_has_it_ends_the_run(
+    make: Make, is_sharded: bool
+) -> None:
+    """The others would wait for this rank's part of the parameters, when they run the block again in backward."""
+    ours = model()
+    if is_sharded:
+        ours.head.weight.ds_id = 0  # ZeRO-3's
+    offloader = make(ours, planner=PLANNERS["recompute"], agreement=AsOfTwo())
+    steps(ours, offloader, [ROWS] * FIRST_PLAN)
+    assert offloader.report().recomputed_bytes > 0
+    ours.blocks = nn.ModuleList(reversed(ours.blocks))
+    if is_sharded:
+        with pytest.raises(IncompatibleError, match=r"comes at another place.*\"recompute\": false"):
+            steps(ours, offloader, [ROWS])
+    else:
+        steps(ours, offloader, [ROWS])
+
+
+@pytest.mark.usefixtures("needs_recompute")
+def test_under_zero_3_a_block_that_cannot_run_again_any_more_ends_the_run(make: Make) -> None:
+    ours = model()
+    ours.head.weight.ds_id = 0
+    offloader = make(ours, planner=PLANNERS["recompute"], agreement=AsOfTwo())
+    steps(ours, offloader, [ROWS] * FIRST_PLAN)
+    block = ours.blocks[1]
+    call = block.forward
+
+    def saved_elsewhere(*args: Any) -> Any:
+        with torch.autograd.graph.save_on_cpu():
+            return call(*args)
+
+    block.forward = saved_elsewhere
+    with pytest.raises(IncompatibleError, match=r"saved-tensor hooks around it.*\"recompute\": false"):
+        steps(ours, offloader, [ROWS])
+
+
 def test_without_optimizer_steps_nothing_piles_up(make: Make) -> None:
     ours = model()
     offloader = make(ours)
@@ -558,7 +596,7 @@ def test_without_optimizer_steps_nothing_piles_up(make: Make) -> None:
             loss = ours(torch.randn(ROWS, WIDTH))
         loss.backward()
         offloader.note_micro_step()
-    assert offloader.cache.take_moves() == [] and offloader.report().plans == 0
+    assert offloader.cache.take_moves() == [] and offloader.report().plans == 0  # nor marks of its moves
 
 
 @pytest.mark.usefixtures("needs_recompute")  # whose hooks are on is told since that version, too
@@ -646,7 +684,7 @@ def test_steps_that_compile_are_neither_recorded_nor_counted(make: Make) -> None
     for _ in range(8):
         steps(ours, offloader, [ROWS])
         plans.append(controller.plans)
-        times.append(len(controller.monitor._times_s))
+        times.append(len(controller.feedback._times_s))
     # The first is warm-up; of the next four two compile; the sixth does so under the plan.
     assert plans == [0, 0, 0, 0, 1, 1, 1, 1]
     assert times == [0, 0, 0, 0, 0, 0, 1, 2]

@@ -15,15 +15,14 @@ from stepping import end_step, forward
 from test_controller import ROWS, WIDTH, Model, controller_of, model
 from torch import nn
 
-from ds_tba.adaptive.ranks import Alone
-from ds_tba.adaptive.recording import RecordedTrace, Recording
+from ds_tba.adaptive.agreement import Alone
+from ds_tba.adaptive.recorder import Recording
 from ds_tba.config import AioConfig, OffloadConfig, Placement
 from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.planner.plan import Limits, Plan
 from ds_tba.planner.search import Planner, adaptive
-from ds_tba.planner.timeline import Timeline
-from ds_tba.planner.trace import Trace
+from ds_tba.planner.trace import Layout, Trace
 
 FORWARDS = 4
 STEPS = 8
@@ -123,9 +122,8 @@ def test_every_forward_of_a_schedule_is_in_the_trace_and_all_are_planned_alike(m
 
     check(make, 2, watched)
     trace, plan = seen[-1]
-    one = Timeline.of(trace).one_forward()
-    assert one is not None and len(trace.forwards) == FORWARDS
-    assert len(one.timeline.storages) * FORWARDS == len(trace.storages)
+    count = len(trace.storages) // FORWARDS
+    assert trace.forwards == tuple(count * number for number in range(FORWARDS))
     moved = np.array(plan.placements) == Placement.NVME
     assert (moved.reshape(FORWARDS, -1).sum(1) > 0).all()
     # The backward of the first forward is over when the third begins.
@@ -137,7 +135,7 @@ def test_a_step_that_raised_is_not_recorded_and_the_next_ones_are_exact(
 ) -> None:
     recorded, sizes = Recording.recorded, list[set[int]]()
 
-    def watched(recording: Recording, *args: Any) -> RecordedTrace:
+    def watched(recording: Recording, *args: Any) -> tuple[Trace, Layout]:
         sizes.append({len(record.storages) for record in recording._done})
         return recorded(recording, *args)
 

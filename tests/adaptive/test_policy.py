@@ -35,7 +35,7 @@ LAYOUT = Layout(((0,), (1, 2), (), (2, 3), (4,)))
 
 
 def by_plan(*placements: Placement, recomputed: tuple[bool, bool] = (False, False), may_wait: bool = True) -> ByPlan:
-    plan = Plan("test", placements, recomputed, (), (), (), cast("Any", None))
+    plan = Plan("test", placements, recomputed, (), cast("Any", None))
     stores = {NVME: NVME_STORE, HOST: HOST_STORE}
     return ByPlan(PlanInForce.of(plan, TRACE, LAYOUT, Limits()), stores, lambda: may_wait)
 
@@ -54,7 +54,7 @@ def test_each_storage_goes_where_the_plan_says_scope_by_scope() -> None:
     assert chosen(policy, "x2", "x3") == [("host",), ("nvme", "host")]
     policy.leave()
     assert chosen(policy, "x4") == [()]
-    assert (policy.deviation.unplanned, policy.deviation.drift_bytes) == (0, 0)
+    assert (policy.mismatch.unknown_saves, policy.mismatch.drift_bytes) == (0, 0)
 
 
 def test_a_recomputed_block_saves_its_inputs_and_shifts_nobody() -> None:
@@ -67,7 +67,7 @@ def test_a_recomputed_block_saves_its_inputs_and_shifts_nobody() -> None:
     assert chosen(policy, "x2", "x3") == [("host",), ("nvme", "host")]
     policy.leave()
     assert chosen(policy, "x4") == [()]
-    assert policy.deviation.unplanned == 0
+    assert policy.mismatch.unknown_saves == 0
 
 
 def test_what_the_plan_expects_and_nobody_saves_is_missed() -> None:
@@ -77,8 +77,8 @@ def test_what_the_plan_expects_and_nobody_saves_is_missed() -> None:
     policy.choose("x1", SIZE)
     policy.leave()
     policy.end()  # without x2 in the first block, the second block with two, and x4 behind it
-    assert policy.deviation.missed_bytes == policy.deviation.drift_bytes == 4 * SIZE
-    assert policy.deviation.unplanned == 0
+    assert policy.mismatch.missed_bytes == policy.mismatch.drift_bytes == 4 * SIZE
+    assert policy.mismatch.unknown_saves == 0
 
 
 def test_a_micro_step_as_it_was_planned_misses_nothing() -> None:
@@ -90,14 +90,14 @@ def test_a_micro_step_as_it_was_planned_misses_nothing() -> None:
         policy.leave()
     policy.choose("x4", SIZE)
     policy.end()
-    assert policy.deviation.missed_bytes == 0
+    assert policy.mismatch.missed_bytes == 0
 
 
 def test_what_the_plan_does_not_know_goes_where_there_is_room_without_waiting() -> None:
     policy = by_plan(NVME, KEEP, KEEP, KEEP, KEEP)
     choices = [policy.choose(key, SIZE) for key in ("x0", "new")]
     assert [choice.wait for choice in choices] == [True, False]
-    assert choices[1].stores == ("nvme", "host") and policy.deviation.unplanned == 1
+    assert choices[1].stores == ("nvme", "host") and policy.mismatch.unknown_saves == 1
 
 
 def test_a_block_that_was_not_planned_is_not_recomputed() -> None:
@@ -107,14 +107,14 @@ def test_a_block_that_was_not_planned_is_not_recomputed() -> None:
     assert policy.enter("b") is not None
     policy.leave()
     assert policy.enter("a") is None  # the plan has two passes
-    assert policy.deviation.unplanned == 2
+    assert policy.mismatch.unknown_saves == 2
 
 
 def test_a_storage_that_was_to_be_made_again_with_a_block_that_is_not_is_unplanned() -> None:
     policy = by_plan(NVME, RECOMPUTE, HOST, NVME, KEEP)
     policy.enter("a")
     assert chosen(policy, "x1") == [("nvme", "host")]
-    assert policy.deviation.unplanned == 1
+    assert policy.mismatch.unknown_saves == 1
 
 
 def test_what_is_made_again_may_be_moved_where_it_cannot_be_and_nothing_else_is_made_again() -> None:
@@ -122,20 +122,20 @@ def test_what_is_made_again_may_be_moved_where_it_cannot_be_and_nothing_else_is_
     choices = [policy.choose(key, SIZE) for key in ("x0", "x0", "new")]
     assert [choice.rematerialize for choice in choices] == [True, False, True]  # the second has its place already
     assert [choice.stores for choice in choices] == [("nvme", "host"), (), ("nvme", "host")]
-    assert not choices[0].wait and policy.deviation.unplanned == 1
+    assert not choices[0].wait and policy.mismatch.unknown_saves == 1
     policy.enter("a")
     assert [policy.choose(key, SIZE).rematerialize for key in ("x1", "x2")] == [False, False]
 
 
 def test_without_any_store_storages_are_made_again_all_the_same() -> None:
-    plan = Plan("test", (REMATERIALIZE, *[KEEP] * 4), (False, False), (), (), (), cast("Any", None))
+    plan = Plan("test", (REMATERIALIZE, *[KEEP] * 4), (False, False), (), cast("Any", None))
     policy = ByPlan(PlanInForce.of(plan, TRACE, LAYOUT, Limits()), {}, lambda: True)
     assert [(one.rematerialize, one.stores) for one in (policy.choose(key, SIZE) for key in "xy")] == [(True, ())] * 2
 
 
 def costly(*places: Placement, limits: Limits = Limits(), **seconds: float) -> PlanInForce:  # noqa: B008 - frozen
     prediction = Prediction(9 * SIZE, 3.0, 0.0, 0.0, 0, 0, 0, 0, 0, rematerialized_bytes=SIZE)
-    plan = Plan("test", places, (False, False), (), (), (), replace(prediction, **seconds))
+    plan = Plan("test", places, (False, False), (), replace(prediction, **seconds))
     return PlanInForce.of(plan, TRACE, LAYOUT, limits)
 
 
@@ -149,7 +149,7 @@ def test_time_that_goes_into_making_storages_again_is_not_there_for_waiting() ->
 def test_what_is_made_again_shows_in_the_report_and_is_no_move() -> None:
     found = costly(REMATERIALIZE, NVME, KEEP, KEEP, KEEP, stall_s=0.5, rematerialized_s=0.5)
     assert dict(found.bytes_by_placement) == {KEEP: 3 * SIZE, NVME: SIZE, REMATERIALIZE: SIZE}
-    assert found.foreseen_wait_s == 0.5
+    assert found.computed_s == 0.5
     assert "rematerialize 4 MiB" in found.describe("")
     summary = found.summary()
     assert (summary["bytes"]["rematerialize"], summary["rematerialized_s"]) == (SIZE, 0.5)
@@ -165,13 +165,13 @@ def test_passes_inside_passes_are_part_of_them() -> None:
     policy.leave()
     assert chosen(policy, "x2") == [("host",)]
     policy.leave()
-    assert policy.deviation.unplanned == 0
+    assert policy.mismatch.unknown_saves == 0
 
 
 def test_other_sizes_are_counted_and_followed_all_the_same() -> None:
     policy = by_plan(NVME, KEEP, HOST, NVME, KEEP)
     assert chosen(policy, "x0", nbytes=2 * SIZE) == [("nvme", "host")]
-    assert (policy.deviation.unplanned, policy.deviation.drift_bytes) == (0, SIZE)
+    assert (policy.mismatch.unknown_saves, policy.mismatch.drift_bytes) == (0, SIZE)
 
 
 @pytest.mark.parametrize("may_wait", [True, False])
@@ -199,6 +199,6 @@ def test_the_budget_is_held_except_where_moving_is_in_vain(
     budget_bytes: int | None, peak_bytes: float, are_movable: bool, placement: Placement, held_bytes: int | None
 ) -> None:
     trace = replace(TRACE, storages=tuple(replace(one, is_movable=are_movable) for one in TRACE.storages))
-    plan = Plan("test", (placement,) * 5, (False, False), (), (), (), SimpleNamespace(peak_saved_bytes=peak_bytes))
+    plan = Plan("test", (placement,) * 5, (False, False), (), SimpleNamespace(peak_saved_bytes=peak_bytes))
     limits = Limits(activation_budget_bytes=budget_bytes)
     assert PlanInForce.of(plan, trace, LAYOUT, limits).held_bytes == held_bytes

@@ -9,8 +9,7 @@ import torch
 from conftest import StoreFactory
 from test_recorder import MACHINE, MIN_BYTES, ROWS, WIDTH, Stack, Ticks, record
 
-from ds_tba.adaptive.recorder import APART_FACTOR, MicroStepRecord, Recorder, usual_s
-from ds_tba.adaptive.recording import RECORDINGS, RecordedTrace, Recording
+from ds_tba.adaptive.recorder import RECORDINGS, MicroStepRecord, Recorder, Recording
 from ds_tba.autograd.cache import TensorCache
 
 
@@ -32,55 +31,39 @@ def recorded(cache: TensorCache, before_backward_s: float, rows: int = ROWS) -> 
     return found
 
 
-def test_two_recordings_of_the_same_give_the_mean_of_what_lies_between_hooks(cache: TensorCache) -> None:
-    first, second = recorded(cache, 1.0), recorded(cache, 1.4)
-    assert second.confirm(first)
-    assert second.trace(MACHINE).end_s == pytest.approx(7.2)
+@pytest.mark.parametrize("pause_s", [(1.0, 9.0), (9.0, 1.0)])
+def test_a_pause_of_the_machine_in_one_of_two_recordings_does_not_count(
+    cache: TensorCache, pause_s: tuple[float, float]
+) -> None:
+    recording = Recording(Ticks(), lambda: Recorder(cache, Ticks(), {}))
+    recording._done = [recorded(cache, one_s) for one_s in pause_s]
+    assert recording.recorded(MACHINE, 1)[0].end_s == pytest.approx(7.0)
 
 
-def test_a_pause_of_the_machine_in_one_of_them_does_not_count(cache: TensorCache) -> None:
-    first, second = recorded(cache, 1.0), recorded(cache, 1.01 * APART_FACTOR)
-    assert second.confirm(first)
-    assert second.trace(MACHINE).end_s == pytest.approx(7.0)
-
-
-def test_a_recording_of_another_shape_says_nothing_of_this_one(cache: TensorCache) -> None:
-    first, second = recorded(cache, 1.0, 2 * ROWS), recorded(cache, 1.4)
-    assert not second.confirm(first)
-    assert second.trace(MACHINE).end_s == pytest.approx(7.4)
-
-
-@pytest.mark.parametrize(
-    ("times_s", "expected"), [([1.0], 1.0), ([1.0, 1.2], 1.1), ([1.0, 1.6], 1.0), ([1e-6, 9e-6], 5e-6)]
-)
-def test_what_is_usual(times_s: list[float], expected: float) -> None:
-    assert usual_s(times_s) == pytest.approx(expected)
+@pytest.mark.parametrize("rows", [(ROWS, 2 * ROWS), (2 * ROWS, ROWS)])
+def test_of_two_shapes_the_larger_counts_though_it_took_longer(cache: TensorCache, rows: tuple[int, int]) -> None:
+    recording = Recording(Ticks(), lambda: Recorder(cache, Ticks(), {}))
+    recording._done = [recorded(cache, 1.0 if count == ROWS else 1.4, count) for count in rows]
+    assert recording.recorded(MACHINE, 1)[0].end_s == pytest.approx(7.4)
 
 
 class SlowHooks(TensorCache):
-    """Whose pack takes a second of the clock, half of it for moving."""
+    """Whose pack takes a second of the clock."""
 
     def __init__(self, ticks: Ticks, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self.ticks = ticks
-        self.timed: list[tuple[float, float]] = []
 
     def pack(self, tensor: torch.Tensor) -> Any:
         self.ticks.now_s += 1.0
-        self.timed.append((self.ticks.now_s - 0.5, self.ticks.now_s))
         return super().pack(tensor)
 
-    def take_moves(self) -> list[tuple[Any, Any]]:
-        timed, self.timed = self.timed, []
-        return timed
 
-
-def test_hooks_are_what_they_take_beside_moving() -> None:
+def test_a_trace_is_as_if_there_were_no_hooks() -> None:
     ticks = Ticks()
     cache = SlowHooks(ticks, [], "cpu", MIN_BYTES, wait_for_staging=True)
     found = record(cache, ticks, Stack(ticks), torch.randn(ROWS, WIDTH))
-    assert found.trace(MACHINE).end_s == pytest.approx(7.0)  # as if there were none
-    assert found.hooks_s() == pytest.approx(0.5 * cache.stats.packed_tensors)
+    assert cache.stats.packed_tensors and found.trace(MACHINE).end_s == pytest.approx(7.0)
 
 
 def record_one(recording: Recording, cache: TensorCache, model: Stack, rows: int = ROWS) -> None:
@@ -93,47 +76,18 @@ def record_one(recording: Recording, cache: TensorCache, model: Stack, rows: int
     recording.end_micro_step()
 
 
-def test_a_recording_is_enough_when_it_has_two_and_counts_what_moved(cache: TensorCache) -> None:
+def test_a_recording_is_enough_when_it_has_two(cache: TensorCache) -> None:
     ticks = Ticks()
     recording, model = Recording(ticks, lambda: Recorder(cache, ticks, {})), Stack(ticks)
-    for number in range(RECORDINGS):
+    for _ in range(RECORDINGS):
         assert not recording.is_enough
         record_one(recording, cache, model)
         ticks.now_s += 0.25
         recording.settle()
-        recording.end_step(ticks.mark(), 100 + number)
+        recording.end_step(ticks.mark())
     assert recording.is_enough and recording.begin() is None
-    found = recording.recorded(MACHINE, 1)
-    assert (found.trace.end_s, found.trace.optimizer_s) == (pytest.approx(6.0), pytest.approx(0.25))
-    assert (found.observation.time_s, found.observation.recomputed_fraction) == (pytest.approx(6.25), 0.0)
-    assert found.observation.moved_bytes == 100
-
-
-def test_the_hooks_of_every_micro_step_are_part_of_the_step_that_was_observed() -> None:
-    ticks = Ticks()
-    cache = SlowHooks(ticks, [], "cpu", MIN_BYTES, wait_for_staging=True)
-    found = took(cache, ticks, micro_steps=3)
-    hooks_s = 3 * 0.5 * cache.stats.packed_tensors / RECORDINGS
-    assert found.observation.time_s == pytest.approx(found.trace.step_s + hooks_s)
-
-
-def test_what_was_larger_in_an_earlier_trace_of_the_same_places_stays_so(cache: TensorCache) -> None:
-    small, large = took(cache, Ticks()), took(cache, Ticks(), rows=2 * ROWS)
-    grown = small.at_least(large)
-    assert grown.trace.saved_bytes == pytest.approx(large.trace.saved_bytes, rel=0.01)
-    assert grown.trace.saved_bytes > 1.5 * small.trace.saved_bytes
-    assert grown.observation.time_s == pytest.approx(grown.trace.step_s) and grown.trace.step_s > small.trace.step_s
-    assert large.at_least(small) == large and small.at_least(None) == small
-
-
-def took(cache: TensorCache, ticks: Ticks, micro_steps: int = 1, rows: int = ROWS) -> RecordedTrace:
-    """Recorded of as many micro-steps as it takes."""
-    recording, model = Recording(ticks, lambda: Recorder(cache, ticks, {})), Stack(ticks)
-    while not recording.is_enough:
-        record_one(recording, cache, model, rows)
-        recording.settle()
-        recording.end_step(ticks.mark(), 0)
-    return recording.recorded(MACHINE, micro_steps)
+    trace, _ = recording.recorded(MACHINE, 1)
+    assert (trace.end_s, trace.optimizer_s) == (pytest.approx(6.0), pytest.approx(0.25))
 
 
 def test_two_forwards_before_a_backward_are_no_recording(cache: TensorCache) -> None:
@@ -146,7 +100,7 @@ def test_two_forwards_before_a_backward_are_no_recording(cache: TensorCache) -> 
                 model(torch.randn(ROWS, WIDTH), recorder)
         recording.settle()
     assert not recording.has_any and recording.begin() is None
-    recording.end_step(ticks.mark(), 0)
+    recording.end_step(ticks.mark())
     assert recording.begin() is not None and recording.steps == 1
 
 
@@ -158,10 +112,9 @@ def test_what_was_recorded_in_a_step_that_compiled_is_dropped(cache: TensorCache
         record_one(recording, cache, model)
         ticks.now_s += 100.0 if has_compiled else 0.25  # the optimizer's step
         recording.settle()
-        recording.end_step(ticks.mark(), 7 if has_compiled else 5, has_compiled=has_compiled)
+        recording.end_step(ticks.mark(), has_compiled=has_compiled)
     assert recording.is_enough and recording.steps == 4
-    found = recording.recorded(MACHINE, 1)
-    assert found.trace.optimizer_s == pytest.approx(0.25) and found.observation.moved_bytes == 5
+    assert recording.recorded(MACHINE, 1)[0].optimizer_s == pytest.approx(0.25)
 
 
 def test_micro_steps_of_one_step_that_compiled_are_no_recording(cache: TensorCache) -> None:
@@ -171,5 +124,5 @@ def test_micro_steps_of_one_step_that_compiled_are_no_recording(cache: TensorCac
         record_one(recording, cache, model)
         recording.settle()
     assert recording.is_enough and recording.begin() is None
-    recording.end_step(ticks.mark(), 0, has_compiled=True)
+    recording.end_step(ticks.mark(), has_compiled=True)
     assert not recording.is_enough and not recording.has_any and recording.begin() is not None

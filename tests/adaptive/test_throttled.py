@@ -12,7 +12,7 @@ from curves.throttled import ThrottledBackend
 from doubles import CpuAccelerator
 from test_controller import FIRST_PLAN, WIDTH, Model, controller_of, model, steps
 
-from ds_tba.adaptive.ranks import Alone
+from ds_tba.adaptive.agreement import Alone
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.storage.backends.select import Selection

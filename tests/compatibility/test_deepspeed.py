@@ -406,7 +406,7 @@ def test_recomputing(
     compared = compare(program, config, tmp_path, block=RECOMPUTED, steps=2 * PLAN_STEPS, must_move=False, **arguments)
     for report in compared.reports:
         if outcome == "recomputed":
-            assert report["recomputed_bytes"] > 0, report["unproven_blocks"]
+            assert report["recomputed_bytes"] > 0, report["blocks_left_out"]
         if outcome == "left out":
-            assert len(report["unproven_blocks"]) == programs.LAYERS
+            assert len(report["blocks_left_out"]) == programs.LAYERS
     row_says(str(compared))

@@ -46,7 +46,7 @@ def test_checkpoints_go_to_nvme_and_blocks_may_be_recomputed(tmp_path: Path) -> 
     assert checkpointed["report"]["offloaded_bytes"] >= 7 * 4096 * 128 * 2
     assert "activations: at most" in output
     # both layers were proven; what a plan does with that is a matter of the drive
-    assert recomputed["report"]["plan"]["blocks"] == 2 and recomputed["report"]["unproven_blocks"] == []
+    assert recomputed["report"]["plan"]["blocks"] == 2 and recomputed["report"]["blocks_left_out"] == []
 
 
 def test_transformers_is_missing(tmp_path: Path) -> None:

@@ -71,18 +71,13 @@ def test_when_one_rank_wants_a_trace_both_take_one(tmp_path: Path) -> None:
     assert len(plans[-1]["placements"]) == len(plans[0]["placements"]) + 1  # what only the other rank saves
 
 
-@pytest.mark.parametrize(
-    ("case", "reason"),
-    [("counts", "its forward changes its 'calls'"), ("raises", "run again, its forward raised ArithmeticError")],
-)
-def test_a_block_that_is_unfit_on_one_rank_is_left_out_on_both(tmp_path: Path, case: str, reason: str) -> None:
-    found = check(tmp_path, case)
+def test_a_block_that_one_rank_leaves_out_is_recomputed_on_none(tmp_path: Path) -> None:
+    found = check(tmp_path, "checkpointed")
     for rank in found:
-        (left_out,) = rank["report"]["unproven_blocks"]
-        assert left_out["path"] == "blocks.2" and reason in left_out["reason"]
         assert rank["plans"][-1]["recomputed"] == [True, True, False, True]
         assert rank["report"]["recomputed_bytes"] > 0
-    assert found[0]["report"]["unproven_blocks"][0]["reason"].startswith("on rank 1 ")
+    (left_out,) = found[1]["report"]["blocks_left_out"]
+    assert left_out["path"] == "blocks.2" and "saves nothing but its inputs" in left_out["reason"]
 
 
 @pytest.mark.engine

@@ -39,7 +39,7 @@ from test_ordering import (
     slow_writes,
 )
 
-from ds_tba.adaptive.ranks import Alone
+from ds_tba.adaptive.agreement import Alone
 from ds_tba.autograd.cache import TensorCache
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.device import accelerator

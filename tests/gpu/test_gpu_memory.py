@@ -18,7 +18,7 @@ import torch
 from curves.device import Device
 from torch import nn
 
-from ds_tba.adaptive.ranks import Alone
+from ds_tba.adaptive.agreement import Alone
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.offloader import ActivationOffloader
 

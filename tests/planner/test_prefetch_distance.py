@@ -21,9 +21,9 @@ from traces import SIZE, UNLIMITED, storage
 from ds_tba.autograd.prefetch import MicroStep, Phase
 from ds_tba.autograd.saved import Reloaded
 from ds_tba.config import Placement
-from ds_tba.planner.plan import Limits, Outcome, Prediction
+from ds_tba.planner.plan import Limits, Prediction
+from ds_tba.planner.replay import Outcome, replay, simulate
 from ds_tba.planner.search import adaptive
-from ds_tba.planner.simulator import replay
 from ds_tba.planner.timeline import Assignment, Timeline
 from ds_tba.planner.trace import BlockTrace, PathRates, Resources, Trace
 from ds_tba.storage.base import Store, Ticket
@@ -138,7 +138,7 @@ def test_a_plan_reads_just_in_time_where_that_lowers_its_peak() -> None:
     trace = layers(8, 4, rate=20.0, staging_bytes=8 * SIZE)
     plan = adaptive(trace, Limits())
     assert plan.prefetch_distance and len(plan.prefetch_distance) == plan.placements.count(N)
-    as_far_as_may_be = replay(Timeline.of(trace), plan.assignment).cost
+    as_far_as_may_be = simulate(trace, replace(plan, prefetch_distance=()))
     assert plan.prediction.peak_saved_bytes < as_far_as_may_be.peak_saved_bytes
     assert plan.prediction.step_s <= trace.step_s * 1.02
 

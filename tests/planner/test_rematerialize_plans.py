@@ -16,9 +16,9 @@ from traces import SIZE, UNLIMITED, one_block, storage
 
 from ds_tba.config import OffloadConfig, Placement
 from ds_tba.planner.plan import Limits, Plan, Prediction
+from ds_tba.planner.replay import replay, simulate
 from ds_tba.planner.search import SAME_STEP_FRACTION, adaptive
-from ds_tba.planner.simulator import replay, simulate
-from ds_tba.planner.timeline import Assignment, Timeline
+from ds_tba.planner.timeline import Assignment, Lifetimes, Timeline
 from ds_tba.planner.trace import BlockTrace, StorageTrace, Trace
 
 K, H, N, M = Placement.KEEP, Placement.HOST, Placement.NVME, Placement.REMATERIALIZE
@@ -33,6 +33,11 @@ def made(one: StorageTrace, seconds: float, *sources: int) -> StorageTrace:
 def on(machine: bool, trace: Trace) -> Trace:
     """The same with its drive or without."""
     return trace if machine else replace(trace, resources=replace(trace.resources, paths=()))
+
+
+def lifetimes(trace: Trace, *places: Placement, recomputed: tuple[bool, ...] = ()) -> Lifetimes:
+    again = np.array(recomputed or [False] * len(trace.blocks), bool)
+    return Timeline.of(trace).lifetimes(Assignment(np.array(places, np.int8), again))
 
 
 # ---- a replay, by hand: SIZE bytes take a second to write and a second to read --------------------------------------
@@ -63,8 +68,8 @@ def test_a_step_makes_it_again_in_each_of_its_micro_steps() -> None:
 def test_a_source_that_was_moved_is_back_when_the_first_that_is_made_of_it_is_needed() -> None:
     trace = one_block(*PAIR, machine=traces.resources())
     assert cost(trace, N, K).stall_s == 0.0  # read from 1.5 to 2.5
-    outcome, found = run(trace, N, M)
-    assert outcome.liveness.need_s.tolist() == [1.5, 1.5]
+    _, found = run(trace, N, M)
+    assert lifetimes(trace, N, M).need_s.tolist() == [1.5, 1.5]
     assert (found.stall_s, found.step_s) == (1.0, 4.25)
 
 
@@ -78,8 +83,8 @@ def test_reads_follow_the_order_in_which_sources_are_needed() -> None:
 def test_a_source_stays_until_all_that_is_made_of_it_is_there() -> None:
     source = storage(0.0, 1.0, 1.25)
     trace = one_block(source, made(storage(0.25, 2.0), 0.5, 0), storage(0.5, 2.25), machine=traces.resources())
-    outcome, found = run(trace, K, M, K)
-    assert outcome.liveness.freed_s.tolist() == [2.0, 2.0, 2.25]
+    _, found = run(trace, K, M, K)
+    assert lifetimes(trace, K, M, K).freed_s.tolist() == [2.0, 2.0, 2.25]
     assert found.peak_saved_bytes == 3 * SIZE  # with its source, while it is made
 
 
@@ -92,11 +97,12 @@ def test_in_a_chain_each_is_made_before_what_is_made_of_it(first: Placement) -> 
         made(storage(0.5, 1.5, 1.75), 0.5, 1),
         storage(0.75, 1.6, 1.6),
     )
-    outcome, found = run(one_block(*chain, machine=machine), first, M, M, K)
-    assert outcome.liveness.need_s.tolist() == [1.5, 1.5, 1.5, 1.6]
+    trace = one_block(*chain, machine=machine)
+    _, found = run(trace, first, M, M, K)
+    assert lifetimes(trace, first, M, M, K).need_s.tolist() == [1.5, 1.5, 1.5, 1.6]
     assert (found.rematerialized_s, found.step_s) == (0.75, 3.75)
     # The middle one alone is wanted at 2.0, and its source only then.
-    assert run(one_block(*chain, machine=machine), first, M, K, K)[0].liveness.need_s.tolist() == [2.0, 2.0, 1.5, 1.6]
+    assert lifetimes(trace, first, M, K, K).need_s.tolist() == [2.0, 2.0, 1.5, 1.6]
 
 
 def test_what_has_no_recipe_is_kept() -> None:
@@ -135,8 +141,8 @@ def test_what_a_recomputed_block_drops_is_no_source_and_is_not_made_twice() -> N
 
 def test_the_input_of_a_recomputed_block_is_made_again_before_the_block_is() -> None:
     trace = Trace(TWO_BLOCKS, BLOCKS, traces.resources(), 3.0)
-    outcome, found = run(trace, N, M, M, K, recomputed=(False, True))
-    assert outcome.liveness.need_s[:3].tolist() == [1.0, 1.0, 1.0]
+    _, found = run(trace, N, M, M, K, recomputed=(False, True))
+    assert lifetimes(trace, N, M, M, K, recomputed=(False, True)).need_s[:3].tolist() == [1.0, 1.0, 1.0]
     assert found.step_s == trace.step_s + 1.0 + 0.5 + 0.5  # 0 is read, 1 and 2 are made, the block runs
 
 
@@ -209,39 +215,6 @@ def test_a_replay_agrees_with_one_that_is_told_again(trace: Trace, chance: objec
 # ---- plans ----------------------------------------------------------------------------------------------------------
 
 
-def every_cost(trace: Trace, limits: Limits) -> list[Prediction]:
-    """Of all assignments there are."""
-    timeline = Timeline.of(trace)
-    places = [
-        [K] + [H, N] * one.is_movable + [M] * (limits.rematerialize and one.rematerialize_s is not None)
-        for one in trace.storages
-    ]
-    flags = [[False, True] if block.is_recomputable and limits.recompute else [False] for block in trace.blocks]
-    return [
-        replay(timeline, Assignment(np.array(chosen, np.int8), np.array(again, bool))).cost
-        for chosen in itertools.product(*places)
-        for again in itertools.product(*flags)
-    ]
-
-
-@given(traces.rematerializable(most_storages=3, most_blocks=2), traces.limits(), st.booleans())
-@settings(derandomize=True, deadline=None, max_examples=100)
-def test_the_optimum_of_small_traces_is_found(trace: Trace, limits: Limits, machine: bool) -> None:
-    trace = on(machine, trace)
-    ours, grace_s = adaptive(trace, limits).prediction, GRACE_S + SAME_STEP_FRACTION * trace.step_s
-    assert all(is_no_worse(ours, theirs, limits, trace, grace_s) for theirs in every_cost(trace, limits))
-
-
-@given(traces.rematerializable(most_storages=6, most_blocks=1, least_storages=6), traces.limits())
-@settings(derandomize=True, deadline=None, max_examples=20)
-def test_a_plan_is_within_a_quarter_of_the_optimum_where_not_all_can_be_tried(trace: Trace, limits: Limits) -> None:
-    ours = adaptive(trace, limits).prediction
-    for theirs in every_cost(trace, limits):
-        if not is_no_worse(ours, theirs, limits, trace):
-            assert ours.peak_saved_bytes <= 1.25 * theirs.peak_saved_bytes
-            assert ours.step_s <= 1.25 * theirs.step_s
-
-
 @given(traces.rematerializable() | traces.rematerializable(24, 5), traces.limits(), st.booleans())
 @settings(derandomize=True, deadline=None, max_examples=200)
 def test_making_storages_again_never_makes_a_plan_worse(trace: Trace, limits: Limits, machine: bool) -> None:
@@ -252,8 +225,6 @@ def test_making_storages_again_never_makes_a_plan_worse(trace: Trace, limits: Li
     grace_s = GRACE_S if limits.activation_budget_bytes is None else SAME_STEP_FRACTION * trace.step_s + GRACE_S
     assert is_no_worse(ours.prediction, without.prediction, limits, trace, grace_s)
     assert simulate(trace, ours) == ours.prediction and ours == adaptive(trace, limits)
-    for placement, reason in zip(ours.placements, ours.reasons, strict=True):
-        assert reason.startswith(f"{placement.word}: ")
     if not machine and not limits.host_budget_bytes:
         assert {*ours.placements} <= {K, M, R}
 
@@ -279,7 +250,6 @@ def test_with_no_drive_half_of_the_peak_goes_for_the_time_that_there_is() -> Non
     slower = adaptive(with_sites(trace, seconds=0.1), limits)  # 2 % are 0.96 s
     assert made_again(slower) == 9 and slower.prediction.peak_saved_bytes <= 55 * SIZE
     assert made_again(adaptive(with_sites(trace, seconds=1.0), limits)) == 0
-    assert "rematerialize: made again from 1 storage in 0.1 s, idle for " in slower.reasons[1]
 
 
 def test_with_a_budget_as_few_are_made_again_as_it_takes() -> None:
@@ -328,13 +298,13 @@ def test_more_room_more_time_and_cheaper_sites_are_never_worse(machine: bool) ->
 def test_a_group_has_sites_only_or_none_and_the_sources_of_all() -> None:
     trace = with_sites(layers(30, 40, rate=40.0, staging_bytes=1000 * SIZE), 0.001, every=4)
     timeline = Timeline.of(trace)
-    coarse, group = timeline.grouped(100)
-    assert 600 <= len(coarse.storages) <= 700  # one, and the three that follow it; some of these are cut in two
-    assert np.array_equal(coarse.storages.rematerializable[group], timeline.storages.rematerializable)
-    assert np.nansum(coarse.storages.rematerialize_s) == pytest.approx(0.9)
-    pairs = list(zip(*(column.tolist() for column in coarse.sources), strict=True))
-    assert pairs == [(site, site - 1) for site in np.flatnonzero(coarse.storages.rematerializable)]
-    assert len(timeline.without_rematerialization().grouped(100)[0].storages) < 200
+    group = timeline.groups(100, 1)
+    coarse = timeline.merged(group)
+    assert 600 <= len(coarse.nbytes) <= 700  # one, and the three that follow it; some of these are cut in two
+    assert np.array_equal(coarse.rematerializable[group], timeline.rematerializable)
+    assert np.nansum(coarse.rematerialize_s) == pytest.approx(0.9)
+    pairs = list(map(tuple, coarse.sources.T.tolist()))
+    assert pairs == [(site, site - 1) for site in np.flatnonzero(coarse.rematerializable)]
 
 
 def test_sites_are_chosen_in_groups_and_the_limits_hold_in_full() -> None:
@@ -350,8 +320,7 @@ def test_sites_are_chosen_in_groups_and_the_limits_hold_in_full() -> None:
 def test_forwards_in_turn_are_made_again_alike(ahead: int) -> None:
     trace = on(False, pipeline(8, ahead))
     trace = replace(with_sites(trace, 0.001), forwards=trace.forwards)
-    one = Timeline.of(trace).one_forward()
-    assert one is not None and len(one.timeline.sources.storage) == 10
+    assert Timeline.of(trace).alike_forwards() == 8
     plan = adaptive(trace, Limits(recompute=False))
     again = (np.array(plan.placements) == M).reshape(8, 20)
     assert again[0].sum() >= 8 and (again == again[0]).all()
@@ -362,7 +331,7 @@ def test_forwards_with_other_sites_or_sources_are_not_alike() -> None:
     trace = with_sites(pipeline(4, 2), 0.001)
     for change in ({"rematerialize_s": None, "sources": ()}, {"sources": (22,)}, {"sources": (0,)}):
         storages = tuple(replace(one, **change) if at == 25 else one for at, one in enumerate(trace.storages))
-        assert Timeline.of(replace(trace, storages=storages)).one_forward() is None, change
+        assert Timeline.of(replace(trace, storages=storages)).alike_forwards() == 1, change
 
 
 @pytest.mark.parametrize("chosen", [True, False])

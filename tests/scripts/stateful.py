@@ -1,4 +1,4 @@
-"""Trains blocks that keep state outside of what PyTorch knows, one kind after the other, each in an engine of its own.
+"""Trains blocks, also such that keep state outside of what PyTorch knows, each kind in an engine of its own.
 
 Prints every rank's losses of each kind and, after them, a fingerprint of its parameters and of every random state; and
 where the config has our block, what the report says of the kind.

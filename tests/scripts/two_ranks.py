@@ -27,9 +27,10 @@ from curves.throttled import ThrottledBackend  # noqa: E402
 from planners import PLANNERS  # noqa: E402
 from stepping import end_step, forward, note_backward  # noqa: E402
 from test_controller import DEPTH, ROWS, WIDTH, Block, Model  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import ds_tba.storage.tiers  # noqa: E402
-from ds_tba.adaptive.ranks import Ranks  # noqa: E402
+from ds_tba.adaptive.agreement import Ranks  # noqa: E402
 from ds_tba.config import AioConfig, OffloadConfig  # noqa: E402
 from ds_tba.device.accelerator import CpuAccelerator  # noqa: E402
 from ds_tba.offloader import ActivationOffloader  # noqa: E402
@@ -41,29 +42,26 @@ CHANGE = 5  # the step from which on a rank does what the other does not
 MIB = 1 << 20
 
 
-class Reads(Block):
-    """On the rank whose blocks do, its forward leaves a trace, or raises in backward."""
+class Checkpointed(Block):
+    """On the rank whose block it is, it checkpoints itself: running it again would free nothing."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, is_checkpointed: bool) -> None:
         super().__init__()
-        self.what = what
-        self.calls = 0
+        self.is_checkpointed = is_checkpointed
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.what == "counts":
-            self.calls += 1
-        if self.what == "raises" and torch._C._current_graph_task_id() != -1:
-            raise ArithmeticError("on this rank alone")
-        return super().forward(x) * (1 + self.calls / 100)
+        if not self.is_checkpointed:
+            return super().forward(x)
+        result: torch.Tensor = checkpoint(super().forward, x, use_reentrant=False)
+        return result
 
 
 def model_of(rank: int, case: str) -> torch.nn.Module:
     torch.manual_seed(0)
     model = Model()
-    for what in ("counts", "raises"):
-        if case.endswith(what):
-            torch.manual_seed(0)
-            model.blocks = torch.nn.ModuleList(Reads(what if rank == 1 and at == 2 else "") for at in range(DEPTH))
+    if case.endswith("checkpointed"):
+        torch.manual_seed(0)
+        model.blocks = torch.nn.ModuleList(Checkpointed(rank == 1 and at == 2) for at in range(DEPTH))
     return model
 
 
@@ -76,11 +74,11 @@ def offloader_of(model: torch.nn.Module, rank: int, directory: Path, case: str) 
     own.mkdir()
     io = {"staging_bytes": 16 * MIB, "swap_file_bytes": 64 * MIB}
     block = {"nvme_path": str(own), "io": io, "min_tensor_bytes": 4096, "max_step_overhead": 1000.0}
-    if case in ("counts", "raises"):
+    if case == "checkpointed":
         block |= {"recompute": True}
     offloader = ActivationOffloader(OffloadConfig.model_validate(block), AioConfig(), CpuAccelerator(), rank=rank)
-    # The plan recomputes whatever is proven, or what is best.
-    offloader.watch(model, Ranks(), PLANNERS["recompute" if case in ("counts", "raises") else "adaptive"])
+    # The plan recomputes whatever can be, or what is best.
+    offloader.watch(model, Ranks(), PLANNERS["recompute" if case == "checkpointed" else "adaptive"])
     return offloader
 
 

@@ -12,14 +12,14 @@ import torch
 from cuda_doubles import FakeKvikio
 from doubles import CpuAccelerator
 
-from ds_tba import offloader as offloader_module
+from ds_tba.adaptive.agreement import Alone
 from ds_tba.adaptive.policy import PlanInForce
-from ds_tba.adaptive.ranks import Alone
 from ds_tba.cli import main
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.errors import BackendUnavailableError, ConfigError, PathError
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.storage.backends import aio
+from ds_tba.telemetry import report as report_module
 from ds_tba.telemetry.report import SCHEMA, LittleMoved, OffloadReport, rank_path, write_file
 
 CONTRACT = {
@@ -128,7 +128,7 @@ def test_host_memory_behind_a_full_drive(tmp_path: Path) -> None:
 
 
 def test_the_json_is_there_while_training_and_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offloader_module, "REPORT_AGE_S", 0.0)
+    monkeypatch.setattr(report_module, "REPORT_AGE_S", 0.0)
     path = tmp_path / "report.json"
     offloader = make(tmp_path, report={"path": str(path)})
     for steps in (1, 2):
@@ -142,8 +142,8 @@ def test_the_json_is_there_while_training_and_at_the_end(tmp_path: Path, monkeyp
 
 def test_a_run_that_is_steady_writes_the_json_seldom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s, written_s = [100.0], []
-    monkeypatch.setattr(offloader_module.time, "monotonic", lambda: now_s[0])
-    monkeypatch.setattr(OffloadReport, "write_json", lambda *_: written_s.append(now_s[0]))
+    monkeypatch.setattr(report_module.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(report_module, "write_file", lambda *_: written_s.append(now_s[0]))
     offloader = make(tmp_path, report={"path": str(tmp_path / "report.json")})
     for _ in range(400):  # of a tenth of a second
         step(offloader)

@@ -162,7 +162,7 @@ def loads(config: dict[str, Any], *, block: dict[str, Any]) -> dict[str, Any]:
     """A checkpoint that is loaded in mid-run, with pinned moments."""
     engine = build(config, late=block)
     update, pins = engine.interleaved_optimizer_update, Pins()
-    update._registry = Registry(pins.register, pins.unregister, None)
+    update._updater.registry = Registry(pins.register, pins.unregister, None)
     steps(engine, 2)
     engine.save_checkpoint(str(Path.cwd() / "checkpoint"), tag="2")
     steps(engine, 2, seed=2)

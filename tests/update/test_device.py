@@ -150,7 +150,7 @@ class Training:
         self.expected = updated(self.expected, factor, rate)
         self.low = self.expected[0].to(self.dtype, copy=True)
 
-        jobs = pipeline.stats.jobs
+        elements = pipeline.stats.elements
         assert pipeline.begin()
         missing = []
         for number in chance.sample(range(len(self.cuts)), len(self.cuts)):
@@ -174,7 +174,8 @@ class Training:
             assert not device.is_freed_memory_written()
             assert device.allocated_bytes == self.parameters.nbytes
         assert same([before, after], [old, self.low]) and same(self.host, self.expected)
-        assert pipeline.stats.jobs - jobs == sum(is_job)
+        of_jobs = sum(cut.stop - cut.start for cut, one in zip(self.cuts, is_job, strict=True) if one)
+        assert pipeline.stats.elements - elements == of_jobs
 
     def on_host(self, tensors: Tensors, cut: slice, factor: float, rate: float) -> None:
         """The host's update of a chunk, through staging that it has only once."""
@@ -424,7 +425,7 @@ def test_misuse_is_refused() -> None:
         pipeline.submit(job_of([torch.zeros(2 * CHUNK)[::2] for _ in tensors]))
     assert pipeline.has_room()
     pipeline.drain()
-    assert pipeline.stats.jobs == pipeline.stats.uploaded_bytes == 0
+    assert pipeline.stats.elements == pipeline.stats.uploaded_bytes == 0
 
 
 def test_tensors_that_require_grad_are_updated_as_their_data() -> None:
@@ -449,8 +450,8 @@ def test_stats_count_what_was_moved(make_device: Callable[..., LateDevice]) -> N
         pipeline.upload(torch.zeros(128, dtype=torch.bfloat16), target[128:])
         pipeline.drain()
         assert stats.written_back_bytes - before == 128 * written_back
-    assert (stats.jobs, stats.elements, stats.uploaded_bytes) == (2, 256, 2 * 128 * (16 + 2))
-    assert 0 < stats.last_step_busy_s < stats.busy_s and stats.drain_s > 0
+    assert (stats.elements, stats.uploaded_bytes) == (256, 2 * 128 * (16 + 2))
+    assert stats.busy_s > 0
     busy_s = stats.busy_s
     assert pipeline.begin()
     pipeline.drain()

@@ -17,7 +17,7 @@ from ds_tba.update.config import UpdateConfig
 from ds_tba.update.device import DevicePipeline, uploads_before
 from ds_tba.update.formula import Hyper, Powers
 from ds_tba.update.host import SLICE_ELEMENTS, HostUpdate, SubGroup, WriteBack
-from ds_tba.update.updater import Parts, UpdateCounters, run_update
+from ds_tba.update.updater import Updater
 
 LINK_BYTES_PER_S, DEVICE_BYTES_PER_S = 55e9, 3.35e12
 META = torch.device("meta")
@@ -114,18 +114,9 @@ def update_s(device_share: float | None, host_per_s: float, elements: int = 2 * 
     pipeline = DevicePipeline(device, META, config.chunk_elements, config.device_buffer_bytes)
     queued_bytes = 0 if device_share == 0 else uploads_before(config.chunk_elements)
     write_back = WriteBack(device, torch.bfloat16, SLICE_ELEMENTS, queued_bytes)
-    parts = Parts(
-        config=config,
-        accelerator=device,
-        host=HostUpdate(TimedAdam(device, host_per_s), write_back),  # type: ignore[arg-type]
-        pipeline=pipeline,
-        powers=Powers(0.9, 0.999),
-        is_pinned=lambda _: True,
-        counters=UpdateCounters(),
-        target_on_device=True,
-        device_share=device_share,
-    )
-    run_update(parts, [SubGroup(*arrays, target, Hyper(1e-3, 0.9, 0.999, 1e-8, 0.0), 1, 1.0)])
+    host = HostUpdate(TimedAdam(device, host_per_s), write_back)  # type: ignore[arg-type]
+    updater = Updater(config, device, host, pipeline, Powers(0.9, 0.999))
+    updater.update([SubGroup(*arrays, target, Hyper(1e-3, 0.9, 0.999, 1e-8, 0.0), 1, 1.0)])
     return device.now_s
 
 

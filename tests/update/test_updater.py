@@ -12,7 +12,7 @@ from ds_tba.update.config import UpdateConfig
 from ds_tba.update.device import DevicePipeline
 from ds_tba.update.formula import Hyper, Powers
 from ds_tba.update.host import HostUpdate, SubGroup
-from ds_tba.update.updater import Parts, UpdateCounters, run_update
+from ds_tba.update.updater import Updater
 
 
 class Calls:
@@ -35,20 +35,16 @@ def test_cpu_adam_hears_of_each_sub_group_once_in_order_before_its_parts(share: 
         for size, hyper in zip(sizes, hypers, strict=True)
     ]
     config = UpdateConfig(chunk_bytes=1 << 16, device_share=share)
-    calls, accelerator, counters = Calls(), CpuAccelerator(), UpdateCounters()
-    parts = Parts(
-        config=config,
-        accelerator=accelerator,
-        host=HostUpdate(calls, None),  # type: ignore[arg-type]
-        pipeline=DevicePipeline(accelerator, torch.device("cpu"), config.chunk_elements, config.device_buffer_bytes),
-        powers=Powers(0.9, 0.999),
-        is_pinned=lambda _: True,
-        counters=counters,
-        target_on_device=True,
-        device_share=share,
+    calls, accelerator = Calls(), CpuAccelerator()
+    updater = Updater(
+        config,
+        accelerator,
+        HostUpdate(calls, None),  # type: ignore[arg-type]
+        DevicePipeline(accelerator, torch.device("cpu"), config.chunk_elements, config.device_buffer_bytes),
+        Powers(0.9, 0.999),
     )
-    run_update(parts, sub_groups)
+    updater.update(sub_groups)
     assert [lr for lr, elements in calls.made if elements == 0] == [1.0, 2.0, 3.0, 4.0]
     assert [lr for lr, _ in calls.made] == sorted(lr for lr, _ in calls.made)
     of_host = sum(elements for _, elements in calls.made)
-    assert counters.elements == sum(sizes) == of_host + counters.device_elements
+    assert updater.counts.elements == sum(sizes) == of_host + updater.counts.device_elements

@@ -201,15 +201,9 @@ class _MicroStep:
         if not self._blocks.all:
             return [*notes, 'no repeated layers were found, so nothing is recomputed: name the layers in "blocks"']
         obstacles: dict[str, str] = {}
-        for block in self._blocks.all:
-            why = self._blocks.obstacle(block)
-            if why is not None:
-                obstacles.setdefault(why, block.path)
-        return notes + [
-            f"{path} and others like it are not recomputed: {why}"
-            + ("; for a model of transformers set use_cache to False in its config" if "Cache" in why else "")
-            for why, path in obstacles.items()
-        ]
+        for path, why in self._blocks.left_out().items():
+            obstacles.setdefault(why, path)
+        return notes + [f"{path} and others like it are not recomputed: {why}" for why, path in obstacles.items()]
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast("cpu", self._settings.autocast) if self._settings.autocast else nullcontext()
@@ -218,17 +212,14 @@ class _MicroStep:
 
     def enter(self, block: Block, inputs: Sequence[torch.Tensor]) -> None:
         """Record that a pass begins; no pass is recomputed here."""
-        self._recorder.enter(block.path, inputs, is_recomputable=self._blocks.leaves_no_trace(block))
+        self._recorder.enter(block.path, inputs, is_recomputable=self._blocks.is_recomputable(block))
 
     def leave(self, block: Block) -> None:
         """Record that the pass is over."""
-        self._recorder.leave()
+        self._blocks.note_saves(block, has_saved=self._recorder.leave())
 
     def recompute(self, mark: Any) -> None:
         """Never called: :meth:`enter` asks for no recomputation."""
-
-    def recomputed(self, mark: Any) -> None:
-        """Never called, like :meth:`recompute`."""
 
 
 class AssumedSites(sites.Sites):

@@ -19,9 +19,8 @@ import numpy as np
 
 from ds_tba.config import OffloadConfig, Placement
 from ds_tba.planner.plan import Limits, Plan, Prediction, is_outside, rank
+from ds_tba.planner.replay import replay
 from ds_tba.planner.search import adaptive
-from ds_tba.planner.search import recompute as plan_recompute
-from ds_tba.planner.simulator import replay
 from ds_tba.planner.timeline import Assignment, Timeline
 from ds_tba.planner.trace import OUTSIDE, Trace
 from ds_tba.telemetry.drive_health import DAY_S, life_days, write_limit_bytes_per_step
@@ -240,7 +239,7 @@ def summarize(trace: Trace, config: OffloadConfig, ops: Sequence[str] = ()) -> S
             "plan": _bytes_by_op(trace, ops, plan.placements),
         }
     predictions |= {
-        "recompute": plan_recompute(trace, limits).prediction,
+        "recompute": replay(timeline, _all_recomputed(timeline)).cost,
         "offload": replay(timeline, _everything(timeline)).cost,
         "plan": plan.prediction,
     }
@@ -248,7 +247,7 @@ def summarize(trace: Trace, config: OffloadConfig, ops: Sequence[str] = ()) -> S
     peak_holder = None
     if _gain(predictions, "offload") < MIN_GAIN:
         peak_holder = _peak_holder(trace, breakdown, predictions["offload"].peak_saved_bytes)
-    too_large = timeline.storages.movable & ~timeline.can_go_to_nvme()
+    too_large = timeline.movable & ~timeline.to_nvme
     return Summary(
         breakdown,
         predictions,
@@ -257,7 +256,7 @@ def summarize(trace: Trace, config: OffloadConfig, ops: Sequence[str] = ()) -> S
         peak_holder,
         _bandwidth_need(trace, timeline),
         {name: Wear.of(predictions[name], rated) for name in ("offload", "plan")},
-        int(timeline.storages.nbytes[too_large & ~timeline.storages.unsaved].sum()),
+        int(timeline.nbytes[too_large & timeline.saved].sum()),
         made_again_bytes,
     )
 
@@ -275,13 +274,17 @@ def _is_within(cost: Prediction, limits: Limits, kept_step_s: float) -> bool:
 
 def _everything(timeline: Timeline) -> Assignment:
     """All that the store would take, on NVMe."""
-    placements = np.where(timeline.can_go_to_nvme(), int(Placement.NVME), int(Placement.KEEP)).astype(np.int8)
+    placements = np.where(timeline.to_nvme, int(Placement.NVME), int(Placement.KEEP)).astype(np.int8)
     return Assignment(placements, timeline.kept.recomputed)
+
+
+def _all_recomputed(timeline: Timeline) -> Assignment:
+    return Assignment(timeline.kept.placements, timeline.recomputable)
 
 
 def _all_again(timeline: Timeline) -> Assignment:
     """Everything made again that can be, nothing moved."""
-    again = timeline.storages.rematerializable
+    again = timeline.rematerializable
     placements = np.where(again, int(Placement.REMATERIALIZE), int(Placement.KEEP)).astype(np.int8)
     return Assignment(placements, timeline.kept.recomputed)
 
@@ -325,12 +328,12 @@ def _peak_holder(trace: Trace, groups: list[Group], peak_bytes: int) -> tuple[st
 
 
 def _bandwidth_need(trace: Trace, timeline: Timeline) -> BandwidthNeed:
-    moved = timeline.storages.movable & ~timeline.storages.unsaved
+    moved = timeline.movable & timeline.saved
     if not moved.any():
         return BandwidthNeed(0, 0.0, 0.0)
-    starts_s = float(timeline.storages.pack_s[moved].min())
-    backward_s = float(timeline.storages.first_backward_use_s[moved].min())
-    return BandwidthNeed(int(timeline.storages.nbytes[moved].sum()), backward_s - starts_s, trace.end_s - backward_s)
+    starts_s = float(timeline.pack_s[moved].min())
+    backward_s = float(timeline.used_s[moved].min())
+    return BandwidthNeed(int(timeline.nbytes[moved].sum()), backward_s - starts_s, trace.end_s - backward_s)
 
 
 # ---- the saved-memory breakdown -------------------------------------------------------------------------------------

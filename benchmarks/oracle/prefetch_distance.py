@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ds_tba.config import Placement
-from ds_tba.planner.timeline import Assignment, Floats, Ints, Liveness, Timeline
 from ds_tba.planner.trace import Resources
+from oracle.timeline import Assignment, Floats, Ints, Liveness, Timeline
 
 SLOWER = 1.25
 MIN_DISTANCE = 2

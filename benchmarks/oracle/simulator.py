@@ -25,13 +25,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ds_tba.config import Placement, may_read_ahead, may_retain
+from ds_tba.config import Placement
 from ds_tba.errors import TraceError
-from ds_tba.planner.plan import Outcome, Plan, Prediction
-from ds_tba.planner.prefetch_distance import BackwardStart, Reloads, prefetch_distance
-from ds_tba.planner.timeline import Assignment, Places, Timeline
+from ds_tba.planner.plan import Plan, Prediction
 from ds_tba.planner.trace import Resources, Trace
-from ds_tba.planner.transfer import (
+from oracle.plan import Outcome, assignment_of
+from oracle.prefetch_distance import BackwardStart, Reloads, prefetch_distance
+from oracle.timeline import Assignment, Places, Timeline
+from oracle.transfer import (
     FORWARDED,
     HOST,
     KEEP,
@@ -55,6 +56,9 @@ from ds_tba.planner.transfer import (
     peak_saved_bytes,
 )
 
+# A part of staging that reads ahead leave to writes.
+PREFETCH_FRACTION_OF_STAGING = 0.5
+
 # In this order where they happen at the same time.
 _PACK, _BEGIN, _USE, _REMATERIALIZE, _RECOMPUTE = range(5)
 
@@ -72,8 +76,10 @@ class _Window:
 
     def may_read(self, padded: int, *, while_writing: bool) -> bool:
         """Whether one more storage may be read ahead."""
-        return may_read_ahead(
-            padded, self.staged_bytes, self.retained_bytes, self.capacity_bytes, while_writing=while_writing
+        ahead_bytes = self.staged_bytes + padded
+        bound_bytes = self.capacity_bytes * PREFETCH_FRACTION_OF_STAGING if while_writing else self.capacity_bytes
+        return not self.staged_bytes or (
+            ahead_bytes <= bound_bytes and ahead_bytes + self.retained_bytes <= self.capacity_bytes
         )
 
     def add(self, storage: int, padded: int) -> None:
@@ -85,7 +91,7 @@ class _Window:
         """Let a storage that is still to be written stay in staging when its write ends, if there is room."""
         if storage in self.retained:
             return True
-        if not may_retain(padded, self.staged_bytes, self.retained_bytes, self.capacity_bytes):
+        if self.staged_bytes + self.retained_bytes + padded > self.capacity_bytes:
             return False
         self.retained.add(storage)
         self.retained_bytes += padded
@@ -437,4 +443,4 @@ def simulate(trace: Trace, plan: Plan) -> Prediction:
             f"a plan for {sizes[0]} storages and {sizes[1]} blocks cannot be replayed on a trace of "
             f"{len(trace.storages)} and {len(trace.blocks)}: plan again"
         )
-    return replay(Timeline.of(trace), plan.assignment, distance=plan.prefetch_distance).cost
+    return replay(Timeline.of(trace), assignment_of(plan), distance=plan.prefetch_distance).cost

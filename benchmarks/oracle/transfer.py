@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ds_tba.config import Placement
-from ds_tba.planner.timeline import Bools, Floats, Ints, Liveness, Places, Timeline
 from ds_tba.planner.trace import Resources
+from oracle.timeline import Bools, Floats, Ints, Liveness, Places, Timeline
 
 NOBODY = -1
 KEEP, HOST, NVME = int(Placement.KEEP), int(Placement.HOST), int(Placement.NVME)

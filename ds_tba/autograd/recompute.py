@@ -1,0 +1,323 @@
+"""How a pass through a block runs so that backward makes again what autograd would have saved in it.
+
+It runs under ``torch.utils.checkpoint`` (``use_reentrant=False``), which restores PyTorch's random numbers and
+autocast, and raises where the forward saves other tensors when it runs again. This file adds what a checkpoint leaves
+to its caller. It cannot see state: a forward that reads or changes more than its arguments and PyTorch's generators may
+give other bytes the second time, as under any checkpoint. One digest per block shows that in its first recomputation,
+and nothing does in later ones.
+
+[Note: Forward alone] The module's ``forward`` runs again, on the arguments that it got, and not ``__call__``: hooks
+of the module that change its arguments must not change them twice. ZeRO-3's hooks have gathered the module's own
+parameters already, because backward reaches the module's outputs first. Where backward does not (a router's loss, taken
+from inside), the own parameters are not there, and only then the hooks run too.
+
+[Note: Parameters stay] The checkpoint would keep an alias of each parameter from the recomputation to its use. Under
+ZeRO-3 that is the memory of a gathered parameter, which its owner believes free and may use again; it would also keep
+all parameters of a block in memory at once. So parameters never get to the checkpoint: autograd holds them as it does
+without one. And parameters that backward has gathered when it asks for the first saved tensor, inside a module of the
+block, must not be let go by the forward that runs again (:func:`_gathered_stay`), because backward goes on to use them.
+
+[Note: To the end] A checkpoint stops running a forward again once it has all saved tensors; the modules that run at
+that moment end with an exception, and hooks after forward (with which ZeRO-3 lets go of parameters) are not called. So
+where a module inside has such hooks, the forward runs to its end. That costs the operations after the last saved
+tensor: in a block that ends in a linear layer without dropout, that layer. This holds for our checkpoint alone: one
+that the user has inside the block stops as it does without us, and under ZeRO-3 it must, or its modules would let go of
+parameters that backward is using.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules import module as module_hooks
+from torch.utils import checkpoint as checkpointing
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_early_stop
+
+from ds_tba.autograd.comparison import integers_of
+from ds_tba.autograd.saved import Hooks
+from ds_tba.autograd.tensors import has_plain_storage, keep_originals, uncompiled_hooks
+from ds_tba.device.memory import digest_of
+from ds_tba.errors import ActivationModifiedError, RecomputationError, StateError
+
+# Since PyTorch 2.8; without it nobody can tell whose hooks are the innermost.
+_innermost_hooks: Callable[[bool], Hooks | None] | None = getattr(
+    torch._C._autograd, "_top_saved_tensors_default_hooks", None
+)
+CAN_RECOMPUTE = _innermost_hooks is not None
+
+_ABSENT = object()
+
+# Our number among those that ZeRO-3 gives to modules, which start at 0.
+_OUR_NUMBER = -1
+
+_REPAIR = (
+    "as under any checkpoint, it may not change what it reads (a counter, a cache of keys and values), nor draw random "
+    'numbers but from PyTorch\'s default generators. Leave it out by naming the others in "blocks", or set '
+    '"recompute": false.'
+)
+
+
+def innermost_hooks() -> Hooks | None:
+    """The pack and unpack functions that autograd calls at this point, if any."""
+    return _innermost_hooks(False) if _innermost_hooks is not None else None
+
+
+class _Place(NamedTuple):
+    position: int
+
+
+class Arguments:
+    """The arguments of one call, taken apart into tensors and the rest.
+
+    A checkpoint saves the tensors that it is given by position through autograd's hooks, which may move them; others
+    would stay in memory. Tuples, lists and dicts are looked into; of other objects only the reference is held. A tensor
+    that is passed twice is one tensor, also when the arguments are put together again: attention asks whether query
+    *is* key.
+
+    Attributes:
+        tensors: in order of appearance, positional arguments first.
+        others: all that is no tensor.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        values, self._form = tree_flatten((args, kwargs), is_leaf=lambda one: type(one) not in (tuple, list, dict))
+        positions: dict[int, int] = {}
+        self.tensors: list[torch.Tensor] = []
+        self.others: list[Any] = [_Place(0)] * len(values)
+        for at, value in enumerate(values):
+            if not isinstance(value, torch.Tensor):
+                self.others[at] = value
+                continue
+            position = positions.setdefault(id(value), len(self.tensors))
+            if position == len(self.tensors):
+                self.tensors.append(value)
+            self.others[at] = _Place(position)
+
+    def take_tensors(self) -> list[torch.Tensor]:
+        """The tensors, which are held no longer, but for their places."""
+        tensors, self.tensors = self.tensors, []
+        return tensors
+
+    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Args and kwargs with ``tensors`` in place of the own; containers are new ones."""
+        values = [tensors[one.position] if type(one) is _Place else one for one in self.others]
+        args, kwargs = tree_unflatten(values, self._form)
+        return args, kwargs
+
+
+class Check:
+    """Whether a block's first recomputation has given the output of its forward, bit for bit."""
+
+    is_done = False
+
+
+class RecomputedPass:
+    """A pass whose forward runs again when backward wants a tensor that was saved in it.
+
+    Args:
+        path: of the block, for messages.
+        forward: the module's, as it is without us.
+        arguments: of this pass.
+        check: of the block.
+        begin: called before each run in backward.
+        count: called with each tensor that a run in backward saves.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        arguments: Arguments,
+        check: Check,
+        begin: Callable[[], None],
+        count: Callable[[torch.Tensor], None] | None,
+    ) -> None:
+        self._path = path
+        self._module = module
+        self._forward = forward
+        self._arguments = arguments
+        self._check = check
+        self._begin = begin
+        self._count = count
+        self._shapes = _own_shapes(module)
+        self._versions = [_version_of(one) for one in module.parameters()]
+        self._digest: list[Any] | None = None
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The pass in forward, with the arguments as the caller gave them.
+
+        Args:
+            args, kwargs: those that ``arguments`` was made of.
+        """
+
+        def function(*tensors: torch.Tensor) -> Any:
+            if not given:
+                return self._run_again(tensors)
+            args, kwargs = given.pop()  # or the checkpoint would hold the tensors of which it saves the inputs
+            with set_checkpoint_early_stop(others_stop_early), self._saving(None):
+                return self._forward(*args, **kwargs)
+
+        given = [(args, kwargs)]
+        others_stop_early: Any = getattr(checkpointing, "_enable_checkpoint_early_stop", True)
+        is_checked = not self._check.is_done
+        # Checked, it must have an output; for hooks see [Note: To the end].
+        to_the_end = is_checked or _has_hooks_inside(self._module)
+        with set_checkpoint_early_stop(False) if to_the_end else nullcontext():
+            result = checkpoint(function, *self._arguments.take_tensors(), use_reentrant=False, preserve_rng_state=True)
+        self._digest = _digest(result) if is_checked else None
+        return result
+
+    def _run_again(self, tensors: Sequence[torch.Tensor]) -> Any:
+        if [_version_of(one) for one in self._module.parameters()] != self._versions:
+            # Autograd would find it at the parameters that it has saved, and knows none of those inside a checkpoint.
+            raise ActivationModifiedError(
+                f"a parameter of the block {self._path!r} was modified by an in-place operation between forward and "
+                'backward, where the forward is to run again: modify it after backward, or set "recompute": false.'
+            )
+        self._begin()
+        args, kwargs = self._arguments.with_tensors(tensors)
+        with _gathered_stay(self._module), self._saving(self._count):
+            if _own_shapes(self._module) == self._shapes:
+                result = self._forward(*args, **kwargs)
+            else:
+                result = self._through_hooks(args, kwargs)
+        if self._digest is not None and not self._check.is_done:
+            if _digest(result) != self._digest:
+                raise RecomputationError(
+                    f"the forward of the block {self._path!r} returned other bytes when it ran again in backward than "
+                    f"the first time: {_REPAIR}"
+                )
+            self._check.is_done = True
+        return result
+
+    def _through_hooks(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """With the module's hooks, which bring parameters; without gradients, so that nothing they save is counted."""
+        results: list[Any] = []
+
+        def forward(*_: Any, **__: Any) -> Any:
+            with torch.enable_grad():  # with the arguments as they are: hooks have changed them in forward already
+                results.append(self._forward(*args, **kwargs))
+            return results[-1]
+
+        before = replace_forward(self._module, forward)
+        try:
+            with torch.no_grad():
+                nn.Module.__call__(self._module, *args, **kwargs)
+        finally:
+            restore_forward(self._module, before)
+        return results.pop()  # not what hooks made of it
+
+    @contextmanager
+    def _saving(self, count: Callable[[torch.Tensor], None] | None) -> Iterator[None]:
+        """Inside the checkpoint's hooks: keep parameters from them, and count what they are given."""
+        path, originals, hooks = self._path, keep_originals(), innermost_hooks()
+        if hooks is None:
+            raise StateError("a pass is recomputed outside of a checkpoint; this is a bug in ds_tba")
+        checkpoint_pack, checkpoint_unpack = hooks
+
+        def pack(tensor: torch.Tensor) -> Any:
+            if isinstance(tensor, nn.Parameter):
+                return _Parameter(tensor, _version_of(tensor))
+            if count is not None:
+                count(tensor)
+            return checkpoint_pack(tensor)
+
+        def unpack(held: Any) -> torch.Tensor:
+            if not isinstance(held, _Parameter):
+                return _unpacked(path, checkpoint_unpack, held)
+            if _version_of(held.tensor) != held.version:
+                raise ActivationModifiedError(
+                    f"a parameter of shape {tuple(held.tensor.shape)} that backward needs was modified by an in-place "
+                    f"operation: it is at version {_version_of(held.tensor)}, and was saved at version {held.version}."
+                )
+            originals.add(held.tensor, is_held=True)
+            return held.tensor
+
+        with uncompiled_hooks(pack, unpack):
+            yield
+
+
+class _Parameter(NamedTuple):
+    tensor: torch.Tensor
+    version: int
+
+
+def _version_of(tensor: torch.Tensor) -> int:
+    """The version counter; -1 for an inference tensor, which has none."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _unpacked(path: str, unpack: Callable[[Any], torch.Tensor], held: Any) -> torch.Tensor:
+    try:
+        return unpack(held)
+    except CheckpointError as error:
+        first_line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise RecomputationError(
+            f"the forward of the block {path!r} saved other tensors when it ran again in backward than the first time: "
+            f"{_REPAIR} ({first_line})"
+        ) from error
+
+
+def _digest(result: Any) -> list[Any]:
+    """Forms and bytes of the tensors in an output. Waits for the device."""
+    with torch.no_grad():
+        return [_tensor_digest(one) for one in tree_flatten(result)[0] if isinstance(one, torch.Tensor)]
+
+
+def _tensor_digest(tensor: torch.Tensor) -> tuple[Any, ...]:
+    form = type(tensor), tensor.dtype, tensor.layout
+    if not has_plain_storage(tensor) or tensor.is_quantized or tensor.is_meta:  # bytes that cannot be had as a block
+        return form
+    data = integers_of(tensor).contiguous().cpu()
+    return (*form, tuple(tensor.shape), digest_of(data.reshape(-1).view(torch.uint8)))
+
+
+def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Any:
+    """Set a forward on this one module; returns the argument for :func:`restore_forward`."""
+    # Past __setattr__, which some modules (torch.compile's) hand on to what they wrap.
+    before = module.__dict__.get("forward", _ABSENT)
+    module.__dict__["forward"] = forward
+    return before
+
+
+def restore_forward(module: nn.Module, before: Any) -> None:
+    """Undo :func:`replace_forward`."""
+    if before is _ABSENT:
+        del module.__dict__["forward"]
+    else:
+        module.__dict__["forward"] = before
+
+
+@contextmanager
+def _gathered_stay(module: nn.Module) -> Iterator[None]:
+    """Keep parameters that backward has gathered from being let go by the forward that runs again.
+
+    ZeRO-3 keeps at a parameter the numbers of the modules that use it, and frees its memory after the last. We are one
+    more user, and leave the set as it was.
+    """
+    users = [users for one in module.parameters() if (users := getattr(one, "ds_active_sub_modules", None))]
+    before = [set(one) for one in users]
+    for one in users:
+        one.add(_OUR_NUMBER)
+    try:
+        yield
+    finally:
+        for one, then in zip(users, before, strict=True):
+            one.discard(_OUR_NUMBER)
+            one |= then
+
+
+def _own_shapes(module: nn.Module) -> list[torch.Size]:
+    return [one.shape for one in module._parameters.values() if one is not None]
+
+
+def _has_hooks_inside(module: nn.Module) -> bool:
+    return bool(module_hooks._global_forward_hooks) or any(
+        child._forward_hooks for child in module.modules() if child is not module
+    )

@@ -1,0 +1,488 @@
+"""One micro-step under an assignment: how long it takes, and how many bytes it holds at most.
+
+[Note: Replay model] Compute is one stream that waits. Writes, reads, and the copies of either way are queues, served
+one transfer at a time: each ends its own duration after it was asked for or the one before has ended, whichever is
+later. A storage on its way to NVMe takes a place in staging at pack, is copied out, and is written; compute waits at
+pack until writes have left room. In backward reads are asked for in the order of first use: as far as half of staging
+while there are writes, else as far as all of it, and no further than the prefetch distance says. A storage that is
+still being written by then stays in staging and is not read; one whose write has not begun at its use is not written
+either. What backward never uses does not come back. Host memory is the same without staging and drive. A recomputed
+block runs its forward again and makes its storages anew; a rematerialized storage is made at its first use.
+
+It is a model of averages. What it leaves out (lanes that share a drive unevenly, a ring that is fragmented, kernels
+that copies slow) shows in the measured steps, which ``ds_tba/adaptive`` answers, and costs time, never memory.
+
+[Note: Synchronous devices] There the training thread does the copies, and compute waits for them. Nothing is copied
+ahead; what was read is used where it lies, in staging.
+
+[Note: Latest starts] First uses are walked backwards: each copy in ends before its use and before the next copy
+begins, each read ends before its copy begins and before the next read begins. Every transfer is assumed to last
+``SLOWER`` times as long as measured. Each storage is asked for at the use before the one that its start allows: a
+reload that comes too late costs time, where one that comes too early costs only memory.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from ds_tba.config import PREFETCH_FRACTION_OF_STAGING, Placement
+from ds_tba.errors import TraceError
+from ds_tba.planner.plan import Plan, Prediction
+from ds_tba.planner.timeline import Assignment, Bools, Floats, Ints, Timeline
+from ds_tba.planner.trace import Trace
+
+SLOWER = 1.25
+MIN_DISTANCE = 2
+
+_KEEP, _HOST, _NVME = int(Placement.KEEP), int(Placement.HOST), int(Placement.NVME)
+# In this order where they happen at the same time.
+_PACK, _BEGIN, _USE, _REMATERIALIZE, _RECOMPUTE = range(5)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The result of a replay.
+
+    Attributes:
+        assignment: where each storage really was: KEEP for those that do not exist or found no room.
+        dropped: storages that the recomputation of their block makes again.
+        cost: of a step.
+        stalls: the storages for which compute waited, and the seconds, in order.
+        order: of the first uses of what was moved.
+        prefetch_distance: that was kept to, as in ``Plan``.
+    """
+
+    assignment: Assignment
+    dropped: Bools
+    cost: Prediction
+    stalls: list[tuple[int, float]]
+    order: list[int]
+    prefetch_distance: tuple[int, ...]
+
+
+class _Queue:
+    """Transfers one at a time, in the order in which they are asked for."""
+
+    def __init__(self) -> None:
+        self.free_s = 0.0
+
+    def serve(self, from_s: float, took_s: float) -> float:
+        """When a transfer is done that may begin at ``from_s``."""
+        self.free_s = max(self.free_s, from_s) + took_s
+        return self.free_s
+
+
+class _Replay:
+    """One micro-step in progress. Times are of the replay, unless they are named ``at_s``: these are of the trace."""
+
+    def __init__(
+        self, timeline: Timeline, assignment: Assignment, distance: Sequence[int] | None, may_wait: bool
+    ) -> None:
+        resources, lifetimes = timeline.resources, timeline.lifetimes(assignment)
+        self._timeline, self._resources, self._lifetimes = timeline, resources, lifetimes
+        self._may_wait = may_wait
+        # Lists, as indexing an array is slower.
+        self._place: list[int] = lifetimes.placements.tolist()
+        self._nbytes: list[int] = timeline.nbytes.tolist()
+        self._padded: list[int] = timeline.padded_bytes.tolist()
+        self._packed_at_s: list[float] = timeline.pack_s.tolist()
+        self._write_rate, self._read_rate = resources.write_bytes_per_s, resources.read_bytes_per_s
+        self._write_beside = sum(path.write_beside_read_bytes_per_s for path in resources.paths)
+        self._read_beside = sum(path.read_beside_write_bytes_per_s for path in resources.paths)
+        self._writes, self._reads, self._out, self._in = _Queue(), _Queue(), _Queue(), _Queue()
+        count = len(self._place)
+        self._copied_s, self._written_s = [0.0] * count, [0.0] * count
+        self._allocated_s, self._arrived_s = [0.0] * count, [0.0] * count
+        # The clock: by how much the replay is behind the trace, and since when.
+        self._shift_s = self._stall_s = self._rematerialized_s = self._recomputed_s = 0.0
+        self._shifts: list[tuple[float, float]] = []
+        self._stalls: list[tuple[int, float]] = []
+        self._recomputed_from_s = np.zeros(len(timeline.recompute_s))
+        # Staging: what is to be written, and what is there for backward.
+        self._unwritten: deque[int] = deque()
+        self._ahead: set[int] = set()
+        self._handed_over: set[int] = set()
+        self._unwritten_bytes = self._ahead_bytes = self._handed_over_bytes = self._peak_staging_bytes = 0
+        self._host_ahead_bytes = self._lent_bytes = 0
+        self._lent: list[tuple[float, int]] = []
+        self._written_bytes = self._read_bytes = self._forwarded_bytes = 0
+        # Reloads, in order: those before the cursor were asked for.
+        self._distance = distance
+        self._is_reading = False
+        self._cursor = self._used = 0
+        self._order, self._events = self._schedule()
+
+    def run(self) -> Outcome:
+        """Play it all."""
+        acts = self._pack, self._begin, self._use, self._rematerialize, self._recompute
+        for at_s, kind, which in self._events:
+            before_s = self._shift_s
+            acts[kind](which, at_s)
+            if self._shift_s != before_s:
+                self._shifts.append((at_s, self._shift_s))
+        lifetimes = self._lifetimes
+        return Outcome(
+            Assignment(np.array(self._place, np.int8), lifetimes.recomputed),
+            lifetimes.dropped,
+            self._cost(),
+            self._stalls,
+            self._order,
+            tuple(self._distance or ()),
+        )
+
+    def _schedule(self) -> tuple[list[int], list[tuple[float, int, int]]]:
+        """The order of first uses of what is moved, and the events in order (time, kind, storage or block).
+
+        Where times are equal, later packs are used first.
+        """
+        timeline, lifetimes = self._timeline, self._lifetimes
+        placements, need_s = lifetimes.placements, lifetimes.need_s
+        moved = np.flatnonzero((placements == _HOST) | (placements == _NVME))
+        made = np.flatnonzero((placements == Placement.REMATERIALIZE) & lifetimes.used)
+        blocks = np.flatnonzero(lifetimes.recomputed)
+        order = moved[np.lexsort((-moved, need_s[moved]))]
+        order = order[lifetimes.used[order]]
+        again_s = timeline.backward_start_s[blocks]
+        times, which = [timeline.pack_s[moved], need_s[order], need_s[made], again_s], [moved, order, made, blocks]
+        kinds = [_PACK, _USE, _REMATERIALIZE, _RECOMPUTE]
+        starts = np.concatenate([need_s[lifetimes.exists], again_s])
+        if self._resources.prefetches_from_backward_start and len(starts) and len(moved):
+            times.append(starts.min(keepdims=True))
+            which.append(np.zeros(1, np.int64))
+            kinds.append(_BEGIN)
+        kind = np.repeat(kinds, [len(one) for one in times])
+        at_s, index = np.concatenate(times), np.concatenate(which)
+        sequence = np.lexsort((kind, at_s))
+        events = zip(at_s[sequence].tolist(), kind[sequence].tolist(), index[sequence].tolist(), strict=True)
+        return order.tolist(), list(events)
+
+    def _wait(self, storage: int, seconds: float) -> None:
+        """Compute waits for a storage."""
+        if seconds > 0:
+            self._stalls.append((storage, seconds))
+            self._stall_s += seconds
+            self._shift_s += seconds
+
+    # ---- out, in forward ----------------------------------------------------------------------------------------
+
+    def _pack(self, storage: int, at_s: float) -> None:
+        on_drive, padded = self._place[storage] == _NVME, self._padded[storage]
+        asked_s = at_s + self._shift_s
+        now_s = self._staging_free_s(asked_s, padded) if on_drive else asked_s
+        if not math.isfinite(now_s):
+            self._place[storage] = _KEEP
+            return
+        self._wait(storage, now_s - asked_s)
+        took_s = self._nbytes[storage] / self._resources.copy_out_bytes_per_s
+        compute_s = self._nbytes[storage] * self._resources.compute_s_per_byte
+        if self._resources.is_synchronous:
+            compute_s += took_s
+            copied_s = now_s + compute_s
+        else:
+            copied_s = self._out.serve(now_s, took_s)
+        self._wait(storage, compute_s)
+        self._copied_s[storage] = copied_s
+        if on_drive:
+            rate = self._write_beside if self._reads.free_s > now_s else self._write_rate
+            self._written_s[storage] = self._writes.serve(copied_s, padded / rate)
+            self._written_bytes += padded
+            self._unwritten.append(storage)
+            self._unwritten_bytes += padded
+            self._note_staging()
+
+    def _staging_free_s(self, now_s: float, padded: int) -> float:
+        """When staging has room for so much more; infinity where no write can make it."""
+        self._settle(now_s)
+        while self._may_wait and self._unwritten and not self._has_room(padded):
+            now_s = max(now_s, self._written_s[self._unwritten[0]])
+            self._settle(now_s)
+        return now_s if self._has_room(padded) else math.inf
+
+    def _settle(self, now_s: float) -> None:
+        """What is written by now has left staging, unless backward gets it from there."""
+        while self._unwritten and self._written_s[self._unwritten[0]] <= now_s:
+            storage = self._unwritten.popleft()
+            if storage not in self._handed_over:
+                self._unwritten_bytes -= self._padded[storage]
+            elif storage in self._ahead:  # from now on as one that was read
+                self._handed_over_bytes -= self._padded[storage]
+                self._ahead_bytes += self._padded[storage]
+        while self._lent and self._lent[0][0] <= now_s - self._shift_s:
+            self._lent_bytes -= heapq.heappop(self._lent)[1]
+
+    @property
+    def _staging_bytes(self) -> int:
+        """In use now."""
+        return self._unwritten_bytes + self._ahead_bytes + self._handed_over_bytes + self._lent_bytes
+
+    def _has_room(self, padded: int) -> bool:
+        return self._staging_bytes + padded <= self._resources.staging_bytes
+
+    def _note_staging(self) -> None:
+        self._peak_staging_bytes = max(self._peak_staging_bytes, self._staging_bytes)
+
+    # ---- back, in backward --------------------------------------------------------------------------------------
+
+    def _begin(self, _which: int, at_s: float) -> None:
+        self._read_ahead(at_s)
+
+    def _use(self, storage: int, at_s: float) -> None:
+        now_s = at_s + self._shift_s
+        if self._place[storage] != _KEEP:  # else it found no room at pack
+            self._used += 1
+            self._wait(storage, self._there_s(storage, now_s) - now_s)
+        self._cursor += self._cursor < len(self._order) and self._order[self._cursor] == storage
+        self._read_ahead(at_s)
+
+    def _there_s(self, storage: int, now_s: float) -> float:
+        """When a storage can be used that is needed now."""
+        self._settle(now_s)
+        if self._resources.is_synchronous and self._place[storage] == _NVME:
+            self._lend(storage)
+        if storage not in self._ahead:
+            self._bring(storage, now_s)
+        elif storage in self._handed_over and self._written_s[storage] > now_s:
+            self._handed_over_bytes -= self._padded[storage]
+        elif self._place[storage] == _HOST:
+            self._host_ahead_bytes -= self._nbytes[storage]
+        else:
+            self._ahead_bytes -= self._padded[storage]
+        self._ahead.discard(storage)
+        written_s, took_s = self._written_s[storage], self._nbytes[storage] / self._resources.copy_in_bytes_per_s
+        if written_s > now_s:  # handed over from staging, or not written at all
+            write_s = self._padded[storage] / self._write_rate
+            if written_s - write_s > now_s:
+                self._writes.free_s = max(now_s, self._writes.free_s - write_s)
+                self._written_bytes -= self._padded[storage]
+            self._arrived_s[storage] = now_s if self._resources.is_synchronous else now_s + took_s
+            self._allocated_s[storage] = now_s
+        elif self._resources.is_synchronous:
+            self._arrived_s[storage] += took_s if self._place[storage] == _HOST else 0.0
+            self._allocated_s[storage] = max(now_s, self._arrived_s[storage])
+        return max(now_s, self._arrived_s[storage])
+
+    def _lend(self, storage: int) -> None:
+        """Backward uses a storage where it was read or still lies in staging, which has it back when that is over."""
+        padded = self._padded[storage]
+        if storage in self._ahead or self._has_room(padded):  # else it is read to memory of its own
+            heapq.heappush(self._lent, (float(self._lifetimes.freed_s[storage]), padded))
+            self._lent_bytes += padded
+
+    def _bring(self, storage: int, now_s: float) -> None:
+        """Ask for the reload of a storage."""
+        took_s = self._nbytes[storage] / self._resources.copy_in_bytes_per_s
+        if self._written_s[storage] > now_s:
+            self._forwarded_bytes += self._nbytes[storage]
+            self._allocated_s[storage] = self._written_s[storage]
+            self._arrived_s[storage] = self._written_s[storage] + took_s  # copies of what was read do not wait for it
+            return
+        on_drive = self._place[storage] == _NVME
+        there_s = self._read(now_s, self._padded[storage]) if on_drive else max(now_s, self._copied_s[storage])
+        self._allocated_s[storage] = there_s
+        self._arrived_s[storage] = there_s if self._resources.is_synchronous else self._in.serve(there_s, took_s)
+
+    def _read(self, now_s: float, padded: int) -> float:
+        """When a read is done: slower as long as there are writes."""
+        start_s = max(now_s, self._reads.free_s)
+        if not self._read_bytes:
+            self._slow_writes(start_s)
+        beside_s = max(0.0, self._writes.free_s - start_s)
+        took_s = padded / self._read_beside
+        if took_s > beside_s:
+            took_s = beside_s + (padded - self._read_beside * beside_s) / self._read_rate
+        self._read_bytes += padded
+        return self._reads.serve(now_s, took_s)
+
+    def _slow_writes(self, from_s: float) -> None:
+        """The first read begins: from then on the writes that are left are slower."""
+        slower = self._write_rate / self._write_beside if math.isfinite(self._write_rate) else 1.0
+        for storage in self._unwritten:
+            self._written_s[storage] += max(0.0, self._written_s[storage] - from_s) * (slower - 1)
+        self._writes.free_s += max(0.0, self._writes.free_s - from_s) * (slower - 1)
+
+    def _read_ahead(self, at_s: float) -> None:
+        """Ask for what is used next, as far as staging and the distance allow."""
+        now_s = at_s + self._shift_s
+        if not self._is_reading:
+            self._begin_reading(at_s)
+        self._settle(now_s)
+        order, distance = self._order, self._distance or ()
+        reach = min(len(order), self._used + distance[self._used]) if self._used < len(distance) else len(order)
+        while self._cursor < reach and self._packed_at_s[order[self._cursor]] <= at_s:
+            storage = order[self._cursor]
+            if self._place[storage] == _NVME or (self._place[storage] == _HOST and not self._resources.is_synchronous):
+                if not self._hold_ahead(storage, now_s):
+                    return
+                self._ahead.add(storage)
+                self._bring(storage, now_s)
+                self._note_staging()
+            self._cursor += 1
+
+    def _hold_ahead(self, storage: int, now_s: float) -> bool:
+        """Take the room for one more storage before its use, if there is."""
+        padded, capacity = self._padded[storage], self._resources.staging_bytes
+        if self._place[storage] == _HOST:
+            if self._host_ahead_bytes and self._host_ahead_bytes + self._nbytes[storage] > capacity:
+                return False
+            self._host_ahead_bytes += self._nbytes[storage]
+        elif self._written_s[storage] > now_s:  # has its place in staging already
+            if self._ahead_bytes + self._handed_over_bytes + padded > capacity:
+                return False
+            self._handed_over.add(storage)
+            self._handed_over_bytes += padded
+            self._unwritten_bytes -= padded
+        else:
+            bound_bytes = capacity * PREFETCH_FRACTION_OF_STAGING if self._writes.free_s > now_s else capacity
+            if not self._has_room(padded) or (self._ahead_bytes and self._ahead_bytes + padded > bound_bytes):
+                return False
+            self._ahead_bytes += padded
+        return True
+
+    def _begin_reading(self, at_s: float) -> None:
+        """Backward begins, and it is known what was moved."""
+        self._is_reading = True
+        if self._distance is None:
+            self._order = [storage for storage in self._order if self._place[storage] != _KEEP]
+            self._cursor = self._used
+            self._distance = self._just_in_time(np.array(self._order, np.int64), at_s)
+
+    def _just_in_time(self, order: Ints, at_s: float) -> list[int]:
+        """The prefetch distance for these reloads; see [Note: Latest starts]."""
+        if not len(order):
+            return []
+        timeline, resources = self._timeline, self._resources
+        use_s = self._lifetimes.need_s[order] + self._shift_s + self._again_s(self._lifetimes.need_s[order], at_s)
+        on_drive = np.array([self._place[storage] == _NVME for storage in order])
+        rate = np.where(use_s <= self._writes.free_s, self._read_beside, self._read_rate) if on_drive.any() else 1.0
+        read_s = np.where(on_drive, timeline.padded_bytes[order] / rate, 0.0)
+        copy_s = np.where(resources.is_synchronous, 0.0, timeline.nbytes[order] / resources.copy_in_bytes_per_s)
+        starts_s = _latest_starts(use_s, copy_s * SLOWER)
+        read_starts_s = _latest_starts(np.where(on_drive, starts_s, np.inf), read_s * SLOWER)
+        starts_s = np.where(on_drive, read_starts_s, starts_s)
+        starts_s = np.minimum.accumulate(starts_s[::-1])[::-1]  # they are asked for in order
+        number = np.arange(len(order))
+        asked_after = np.searchsorted(use_s, starts_s, "right")
+        asked_after = np.clip(asked_after, 0, np.maximum(number - (MIN_DISTANCE - 1), 0))
+        reached = np.searchsorted(asked_after, number, "right")
+        return (reached - number).tolist()  # type: ignore[no-any-return]
+
+    def _again_s(self, need_s: Floats, from_at_s: float) -> Floats:
+        """How much is computed again from a time on until others."""
+        timeline, lifetimes = self._timeline, self._lifetimes
+        made = lifetimes.placements == Placement.REMATERIALIZE
+        at_s = np.concatenate([timeline.backward_start_s[lifetimes.recomputed], lifetimes.need_s[made]])
+        took_s = np.concatenate([timeline.recompute_s[lifetimes.recomputed], timeline.rematerialize_s[made]])
+        order = np.argsort(at_s, kind="stable")
+        order = order[at_s[order] >= from_at_s]
+        return np.append(0.0, np.cumsum(took_s[order]))[np.searchsorted(at_s[order], need_s, "left")]
+
+    # ---- again ------------------------------------------------------------------------------------------------------
+
+    def _rematerialize(self, storage: int, at_s: float) -> None:
+        took_s = float(self._timeline.rematerialize_s[storage])
+        self._allocated_s[storage] = at_s + self._shift_s
+        self._rematerialized_s += took_s
+        self._shift_s += took_s
+
+    def _recompute(self, block: int, at_s: float) -> None:
+        self._read_ahead(at_s)
+        took_s = float(self._timeline.recompute_s[block])
+        self._recomputed_from_s[block] = at_s + self._shift_s
+        self._recomputed_s += took_s
+        self._shift_s += took_s
+
+    # ---- what it came to ----------------------------------------------------------------------------------------
+
+    def _cost(self) -> Prediction:
+        timeline, times = self._timeline, self._timeline.micro_steps
+        place = np.array(self._place)
+        made, on_host = (place == Placement.REMATERIALIZE) & self._lifetimes.used, place == _HOST
+        return Prediction(
+            self._peak_device_bytes(place),
+            (timeline.end_s + self._shift_s) * times + timeline.optimizer_s,
+            self._stall_s * times,
+            self._recomputed_s * times,
+            self._written_bytes * times,
+            self._read_bytes * times,
+            self._forwarded_bytes * times,
+            _peak(
+                self._on_clock(timeline.pack_s[on_host], "left"),
+                self._on_clock(self._lifetimes.freed_s[on_host], "right"),
+                timeline.nbytes[on_host],
+            ),
+            self._peak_staging_bytes,
+            self._rematerialized_s * times,
+            int(timeline.nbytes[made].sum()) * times,
+        )
+
+    def _peak_device_bytes(self, place: Ints) -> int:
+        """Most device bytes that storages hold at once; what begins when another ends counts with it."""
+        timeline, lifetimes = self._timeline, self._lifetimes
+        exists, dropped, nbytes = lifetimes.exists, lifetimes.dropped, timeline.nbytes
+        left_s = self._on_clock(timeline.left_s, "right")
+        freed_s = self._on_clock(lifetimes.freed_s, "right")
+        gone = place != _KEEP
+        end_s = np.where(gone, np.maximum(self._copied_s, left_s), np.where(dropped, left_s, freed_s))
+        again = exists & ((gone & lifetimes.used) | dropped)
+        # Into a recomputation as far as its own length goes: the trace's pack may be later, in a nested call.
+        into_s = np.minimum(timeline.made_again_s, np.append(timeline.recompute_s, 0.0)[timeline.owner])
+        made_s = np.append(self._recomputed_from_s, 0.0)[timeline.owner] + into_s
+        again_s = np.where(dropped, made_s, self._allocated_s)
+        begins = np.concatenate([self._on_clock(timeline.pack_s, "left")[exists], again_s[again]])
+        ends = np.concatenate([end_s[exists], freed_s[again]])
+        return _peak(begins, ends, np.concatenate([nbytes[exists], nbytes[again]]))
+
+    def _on_clock(self, at_s: Floats, side: Literal["left", "right"]) -> Floats:
+        """Times of the trace by the replay's clock, before (left) or after (right) what happens at that very time."""
+        times = np.array([at for at, _ in self._shifts])
+        shifts = np.array([0.0, *(shift_s for _, shift_s in self._shifts)])
+        return np.asarray(at_s + shifts[np.searchsorted(times, at_s, side)])
+
+
+def _latest_starts(ends: Floats, durations: Floats) -> Floats:
+    """When each must begin to end by its end and before the next begins."""
+    before = np.concatenate([[0.0], np.cumsum(durations)])
+    slack = np.minimum.accumulate((ends - before[1:])[::-1])[::-1]
+    return np.asarray(before[:-1] + slack)
+
+
+def _peak(begins: Floats, ends: Floats, nbytes: Ints) -> int:
+    times = np.concatenate([begins, np.maximum(begins, ends)])
+    changes = np.concatenate([nbytes, -nbytes])
+    order = np.lexsort((-changes, times))
+    return int(np.cumsum(changes[order]).max(initial=0))
+
+
+def replay(
+    timeline: Timeline, assignment: Assignment, distance: Sequence[int] | None = (), *, may_wait: bool = True
+) -> Outcome:
+    """Replay an assignment.
+
+    Args:
+        distance: see ``Plan.prefetch_distance``; None to find the one that is just in time.
+        may_wait: whether compute waits at pack for room in staging; else what finds none is kept.
+    """
+    return _Replay(timeline, assignment, distance, may_wait).run()
+
+
+def simulate(trace: Trace, plan: Plan) -> Prediction:
+    """The cost of a step of ``trace`` under ``plan``.
+
+    Raises:
+        TraceError: the plan is for a trace with other storages or blocks.
+    """
+    sizes = (len(plan.placements), len(plan.recomputed_blocks))
+    if sizes != (len(trace.storages), len(trace.blocks)):
+        raise TraceError(
+            f"a plan for {sizes[0]} storages and {sizes[1]} blocks cannot be replayed on a trace of "
+            f"{len(trace.storages)} and {len(trace.blocks)}: plan again"
+        )
+    assignment = Assignment(np.array(plan.placements, np.int8), np.array(plan.recomputed_blocks, bool))
+    return replay(Timeline.of(trace), assignment, plan.prefetch_distance).cost

@@ -1,0 +1,140 @@
+"""One plan of all ranks: for the slowest of them, as long as steps are now, with what the budget leaves to choose."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from planners import PLANNERS
+from test_policy import LAYOUT, TRACE
+from traces import resources
+
+from ds_tba.adaptive.agreement import Alone, NoPlan, Offer, Planning, Wish, stretched
+from ds_tba.adaptive.policy import PlanInForce
+from ds_tba.planner.plan import Limits, Plan
+from ds_tba.planner.search import Planner
+from ds_tba.planner.trace import Trace
+
+WISH = Wish(TRACE, LAYOUT, TRACE.step_s)
+
+
+class Besides(Alone):
+    """One of two ranks, and the other offers this instead."""
+
+    size = 2
+
+    def __init__(self, **other: Any) -> None:
+        self.other = other
+
+    def all_gather(self, value: Any) -> list[Any]:
+        return [value, replace(value, **self.other)] if isinstance(value, Offer) else [value, value]
+
+
+class Answering(Alone):
+    """One of two ranks, and the other answers this instead of an offer."""
+
+    size = 2
+
+    def __init__(self, answer: str) -> None:
+        self.answer = answer
+
+    def all_gather(self, value: Any) -> list[Any]:
+        return [value, self.answer]
+
+
+def planning(
+    planner: Planner, limits: Limits | None = None, agreement: Alone | None = None, room_bytes: float = float("inf")
+) -> Planning:
+    return Planning(planner, lambda _: limits or Limits(), resources, lambda: room_bytes, agreement or Alone())
+
+
+class Seeing:
+    """A planner that keeps what it is given."""
+
+    def __init__(self, name: str = "keep") -> None:
+        self.traces: list[Trace] = []
+        self.limits: list[Limits] = []
+        self._planner = PLANNERS[name]
+
+    def __call__(self, trace: Trace, limits: Limits) -> Plan:
+        self.traces.append(trace)
+        self.limits.append(limits)
+        return self._planner(trace, limits)
+
+
+def made(planner: Planner, wish: Wish = WISH, **more: Any) -> PlanInForce:
+    found = planning(planner, **more).make(wish)
+    assert isinstance(found, PlanInForce)
+    return found
+
+
+@pytest.mark.parametrize("kept_s", [1.0, 2.0, 3.0])
+def test_a_trace_is_as_long_as_its_steps_are_now(kept_s: float) -> None:
+    trace = replace(TRACE, optimizer_s=0.5)
+    found = stretched(trace, kept_s)
+    scale = kept_s / trace.step_s
+    assert found.step_s == pytest.approx(kept_s) and found.optimizer_s == pytest.approx(scale * 0.5)
+    forward_s = [block.forward_s for block in found.blocks]
+    assert forward_s == pytest.approx([scale * block.forward_s for block in TRACE.blocks])
+    planner = Seeing("recompute")
+    assert made(planner, replace(WISH, kept_s=kept_s)).trace.step_s == pytest.approx(kept_s)
+    assert planner.traces[0].step_s == pytest.approx(kept_s)
+
+
+def test_the_slowest_rank_counts_and_what_one_cannot_recompute_nobody_does() -> None:
+    planner = Seeing("recompute")
+    slow = replace(resources(), compute_s_per_byte=5e-9, staging_bytes=1000)
+    found = made(planner, agreement=Besides(resources=slow, non_recomputable=frozenset({"a"})))
+    assert planner.traces[0].resources == found.trace.resources == slow
+    assert found.plan.recomputed_blocks == (False, True)
+
+
+def test_the_least_room_counts() -> None:
+    peak_bytes = made(PLANNERS["adaptive"]).plan.prediction.peak_saved_bytes
+    found = made(PLANNERS["adaptive"], agreement=Besides(room_bytes=peak_bytes - 1))
+    assert found.limits.activation_budget_bytes == peak_bytes - 1
+
+
+def test_a_rank_that_has_nothing_to_offer_delays_the_plan_on_all() -> None:
+    answering = planning(PLANNERS["keep"], agreement=Answering("has no trace"))
+    assert answering.make(WISH) == NoPlan("rank 1 has no trace", is_final=False)
+    alone = planning(PLANNERS["keep"])
+    assert alone.make(None) == NoPlan("rank 0 has no trace", is_final=False)
+
+
+def test_what_a_rank_cannot_find_out_is_its_answer_and_no_error() -> None:
+    def no_descriptors() -> float:
+        raise OSError("Too many open files")
+
+    failing = Planning(PLANNERS["keep"], lambda _: Limits(), resources, no_descriptors, Alone())
+    found = failing.make(WISH)
+    assert found == NoPlan("rank 0 failed (OSError: Too many open files)", is_final=False)
+
+
+def test_a_planner_that_fails_is_not_asked_again() -> None:
+    def failing(trace: Trace, limits: Limits) -> Plan:
+        raise ZeroDivisionError("a bug")
+
+    found = planning(failing).make(WISH)
+    assert found == NoPlan("rank 0 could not plan (ZeroDivisionError: a bug)", is_final=True)
+
+
+@pytest.mark.parametrize(
+    ("in_force", "mine", "other", "planned"),
+    [(1.0, 0.5, 0.25, 0.25), (1.0, 1.0, 0.5, 0.5), (0.2, 0.2, 0.3, 0.3), (0.2, 0.3, 0.1, 0.1), (0.0, 0.1, 0.0, 0.1)],
+)
+def test_less_is_moved_if_one_rank_asks_for_it_and_more_if_none_does(
+    in_force: float, mine: float, other: float, planned: float
+) -> None:
+    planner = Seeing()
+    wish = replace(WISH, share_in_force=in_force, movable_share=mine)
+    found = made(planner, wish, agreement=Besides(movable_share=other))
+    assert planner.limits[0].movable_share == found.limits.movable_share == planned
+
+
+def test_the_same_warning_of_a_budget_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    tight = planning(PLANNERS["keep"], Limits(activation_budget_bytes=1))
+    for _ in range(3):
+        tight.make(WISH)
+    assert sum("no plan fits 1 bytes" in record.message for record in caplog.records) == 1
