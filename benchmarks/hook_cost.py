@@ -92,7 +92,7 @@ class Meter:
         tiers = [store] if kind.offloads else []
         self._cache = TensorCache(tiers, device.torch, ELEMENTS, accelerator=accelerator)
         if kind.rematerializes:
-            self._cache.rematerialize(Sites(self._cache.records, device.accelerator))
+            self._cache.rematerialize(Sites(self._cache, device.accelerator))
         self._weight = torch.nn.Parameter(torch.randn(ELEMENTS, device=device.torch))
         self.measure(1)  # what is to be made again is proven
 

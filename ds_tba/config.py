@@ -460,27 +460,3 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
 def _did_you_mean(word: str, choices: list[str]) -> str:
     close = difflib.get_close_matches(word.lower(), choices, n=1, cutoff=0.6)
     return f"; did you mean `{close[0]}`?" if close else ""
-
-
-# ---- the bounds of reading ahead, which the store keeps and a replay foresees ---------------------------------------
-
-
-def may_read_ahead(
-    nbytes: int, prefetched_bytes: int, retained_bytes: int, staging_bytes: int, *, while_writing: bool
-) -> bool:
-    """Whether ``nbytes`` more may be read ahead; the first storage always may.
-
-    While there are writes, reads ahead leave a part of staging to them.
-    """
-    ahead_bytes = prefetched_bytes + nbytes
-    bound_bytes = staging_bytes * PREFETCH_FRACTION_OF_STAGING if while_writing else staging_bytes
-    return not prefetched_bytes or (ahead_bytes <= bound_bytes and ahead_bytes + retained_bytes <= staging_bytes)
-
-
-def may_retain(nbytes: int, prefetched_bytes: int, retained_bytes: int, staging_bytes: int) -> bool:
-    """Whether ``nbytes`` that are still to be written may stay in staging when their write ends.
-
-    They have a slot, so that the part which reads ahead leave to writes does not matter. If it did, bytes that are
-    being written when backward begins would hold up the reads behind them.
-    """
-    return prefetched_bytes + retained_bytes + nbytes <= staging_bytes

@@ -24,8 +24,8 @@ from ds_tba.adaptive.controller import Controller
 from ds_tba.adaptive.feedback import compilations, moves_in_vain
 from ds_tba.adaptive.rates import Rates
 from ds_tba.autograd.blocks import Blocks, RunningModule, find_blocks
-from ds_tba.autograd.budget import MemoryMeter
 from ds_tba.autograd.cache import TensorCache
+from ds_tba.autograd.residency import MemoryMeter
 from ds_tba.autograd.sites import open_sites
 from ds_tba.autograd.tensors import mark_inputs
 from ds_tba.config import BLOCK, AioConfig, OffloadConfig, with_staging
@@ -36,7 +36,7 @@ from ds_tba.planner.plan import Limits
 from ds_tba.planner.search import Planner, adaptive
 from ds_tba.planner.trace import Trace
 from ds_tba.storage.base import Always
-from ds_tba.storage.finalizers import Closer, interrupts_us
+from ds_tba.storage.finalizers import Closer
 from ds_tba.storage.tiers import Tiers
 from ds_tba.telemetry.drive_health import write_limit_bytes_per_step
 from ds_tba.telemetry.report import LittleMoved, OffloadReport, ReportFile, checked_path
@@ -46,8 +46,6 @@ logger = logging.getLogger(__name__)
 
 # Longer than the stores take to give up on an I/O request that never ends.
 CLOSE_LIMIT_S = 90.0
-# How long close() blocks in a signal handler that interrupted our own code: that code cannot go on before it returns.
-INTERRUPTED_CLOSE_LIMIT_S = 3.0
 
 # Keys that only a plan uses. The start-up line names those that are set without a plan, or users take them for active.
 _PLAN_KEYS = ("activation_budget_bytes", "blocks", "max_step_overhead", "recompute")
@@ -125,7 +123,7 @@ class ActivationOffloader:
             accelerator=None if is_host else accelerator,
             released_bytes=config.io.ring_bytes,
         )
-        self._sites = open_sites(config, self.cache.records, accelerator)
+        self._sites = open_sites(config, self.cache, accelerator)
         self.cache.rematerialize(self._sites)
         self._closer = Closer(self._close, accelerator)
         atexit.register(self.close)
@@ -344,16 +342,14 @@ class ActivationOffloader:
     def close(self) -> None:
         """Stop the lanes, free all memory and files, write the last report. Idempotent.
 
-        Blocks until the I/O under way is done, so a finalizer must call :meth:`close_soon` instead. A signal handler
-        may call this method. If the handler interrupted our own code, which may hold a lock that closing needs, the
-        call blocks for a few seconds at most, and closing ends once that code goes on.
+        Blocks until the I/O under way is done, so a finalizer must call :meth:`close_soon` instead, and so should a
+        signal handler: it may have interrupted our own code, which holds a lock that closing needs and cannot go on
+        before the handler returns. This call then gives up after its limit of time.
         """
         if self._is_forked():
             return
         self._closer.ask()
-        if interrupts_us("ds_tba.engine"):
-            self._closer.wait(INTERRUPTED_CLOSE_LIMIT_S)
-        elif not self._closer.wait(CLOSE_LIMIT_S):
+        if not self._closer.wait(CLOSE_LIMIT_S):
             logger.error(
                 "rank %d: not closed after %.0f s; the rest is left to process exit", self._rank, CLOSE_LIMIT_S
             )

@@ -593,7 +593,7 @@ def check(program: Program, stores: Stores, tally: Tally) -> list[str]:
     plain = Run(program)
     plain.run(range(STEPS))
     cache = TensorCache(stores.named(program.stores), "cpu", program.min_bytes, wait_for_staging=True)
-    sites = Sites(cache.records, CpuAccelerator())
+    sites = Sites(cache, CpuAccelerator())
     cache.rematerialize(sites)
     ours = Run(program, cache)
     ours.run(range(STEPS))

@@ -1132,7 +1132,7 @@ class Stores:
         return {
             "bytes of staging": self.nvme.ring.slots.used_bytes,
             "bytes of extents": sum(path.extents.used_bytes for path in self.nvme.paths),
-            "bytes of the host": sum(segment.spans.used_bytes for segment in self.host._memory.segments),
+            "bytes of the host": sum(segment.spans.used_bytes for segment in self.host._segments),
         }
 
     def close(self) -> None:
@@ -1161,7 +1161,7 @@ def _check(program: Program, stores: Stores, tally: Tally) -> list[Failure]:
     plain.run()
     used = stores.named(program.stores)
     cache = TensorCache(used, "cpu", program.min_bytes, wait_for_staging=True)
-    sites = CountingSites(cache.records, CpuAccelerator(), tally)
+    sites = CountingSites(cache, CpuAccelerator(), tally)
     cache.rematerialize(sites)
     cache.limit_resident(program.budget_bytes)
     ours = Run(program, cache, used)

@@ -26,8 +26,8 @@ from ds_tba.adaptive.policy import ByPlan, PlanInForce
 from ds_tba.adaptive.rates import Rates
 from ds_tba.adaptive.recorder import MAX_RECORDED_STEPS, Recorder, Recording
 from ds_tba.autograd.blocks import Block, Blocks
-from ds_tba.autograd.budget import MemoryMeter
 from ds_tba.autograd.cache import TensorCache
+from ds_tba.autograd.residency import MemoryMeter
 from ds_tba.config import Placement
 from ds_tba.device.accelerator import Clock
 from ds_tba.errors import IncompatibleError

@@ -32,9 +32,9 @@ from typing import Any
 import torch
 
 from ds_tba.autograd.blocks import RunningModule
+from ds_tba.autograd.cache import TensorCache
 from ds_tba.autograd.saved import (
     Hooks,
-    ObservedCache,
     PassedThrough,
     ResidencyGuard,
     SavedCounted,
@@ -271,7 +271,7 @@ class Recorder:
 
     def __init__(
         self,
-        cache: ObservedCache,
+        cache: TensorCache,
         clock: Clock,
         paths: dict[int, str],
         *,

@@ -1,6 +1,7 @@
-"""The moved records of one micro-step, and the order in which they are brought back.
+"""What backward wants next: the moved records of one micro-step, in the order of their first uses.
 
-Knows records as far as it must: whether their bytes are wanted. The cache changes micro-steps, under its lock.
+Sees order alone, and how far it was asked for; cannot see whether bytes are on their way, which is the state of their
+record (``saved.py``), nor whether there is room (``residency.py``). The cache changes micro-steps, under its lock.
 
 [Note: Micro-steps] A micro-step has one forward as a rule. Several forwards before the first backward (a contrastive
 pair, two outputs in one loss) are one micro-step to a plan: what they save lies in memory together. So is a whole step
@@ -20,19 +21,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from enum import Enum
 from itertools import pairwise
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
-
-class Prefetchable(Protocol):
-    """A record of a saved storage.
-
-    Attributes:
-        reloaded: its bytes in device memory again.
-        pending: how many of its views have no bytes and were not unpacked yet.
-    """
-
-    reloaded: Any
-    pending: int
+Record = TypeVar("Record")
 
 
 class Phase(Enum):
@@ -43,11 +34,8 @@ class Phase(Enum):
     BACKWARD = "something was unpacked"
 
 
-Record = TypeVar("Record", bound=Prefetchable)
-
-
 class MicroStep(Generic[Record]):
-    """The moved records of one micro-step in pack order. Changed only under the cache's lock.
+    """The moved records of one micro-step, in pack order.
 
     Attributes:
         is_interleaved: see [Note: Micro-steps].
@@ -61,14 +49,14 @@ class MicroStep(Generic[Record]):
         self.saved = 0
         self.phase = Phase.FORWARD
         self._records: list[Record | None] = []
+        self._live = 0
         self._forwards: list[int] = []  # index of the first record of each
         self._learned: Sequence[int] | None = None  # of an earlier micro-step, as far as that was known in time
         self._order: list[int] = []
         self._position: dict[int, int] = {}
         self._used = 0  # how far backward has come in the order
-        self._cursor = 0  # how far reading ahead has come
-        self._unpacked: list[int] = []
-        self._live = 0
+        self._asked = 0  # how far in the order was asked for
+        self._first_uses: dict[int, None] = {}  # a second backward uses again
 
     @property
     def expects_forward(self) -> bool:
@@ -87,25 +75,24 @@ class MicroStep(Generic[Record]):
         self._live += 1
         return len(self._records) - 1
 
-    def add_use(self, index: int) -> None:
-        """Backward asked for a record's bytes."""
-        self._unpacked.append(index)
+    def use(self, index: int) -> None:
+        """Backward asks for a record's bytes. What forward itself unpacks says nothing about the order."""
+        if self.phase is not Phase.FORWARD:
+            self._first_uses[index] = None
 
     def remove(self, index: int) -> list[int] | None:
         """A record is gone; returns, with the last of them, the order of first uses, if every one was used."""
-        self._records[index] = None
+        self._records[index] = None  # else its bytes would live as long as the micro-step
         self._live -= 1
-        if self._live:
-            return None
-        order = list(dict.fromkeys(self._unpacked))  # a second backward unpacks again
-        return order if len(order) == len(self._records) else None
+        is_learned = not self._live and len(self._first_uses) == len(self._records)
+        return list(self._first_uses) if is_learned else None
 
-    def read_ahead(self, learned: Sequence[int], prefetch: Callable[[Record], bool], after: int | None = None) -> None:
+    def read_ahead(self, learned: Sequence[int], ask: Callable[[Record], bool], after: int | None = None) -> None:
         """Ask for the records that backward will want next; see [Note: Reading ahead].
 
         Args:
             learned: the order of an earlier micro-step.
-            prefetch: asks for a record; False where there is no room for it now.
+            ask: for a record; False where there is no room for it now.
             after: the record that backward wants now.
         """
         if self.phase is Phase.FORWARD:
@@ -115,13 +102,15 @@ class MicroStep(Generic[Record]):
             self._extend_order(learned)
         if after is not None:
             self._used = max(self._used, self._position.get(after, -1) + 1)
-            self._cursor = max(self._cursor, self._used)
-        while self._cursor < self._reach:
-            ahead = self._records[self._order[self._cursor]]
-            wanted = ahead is not None and ahead.reloaded is None and ahead.pending > 0
-            if ahead is not None and wanted and not prefetch(ahead):
+            self._asked = max(self._asked, self._used)
+        reach = len(self._order)
+        if self._used < len(self.lead):
+            reach = min(reach, self._used + self.lead[self._used])
+        while self._asked < reach:
+            record = self._records[self._order[self._asked]]
+            if record is not None and not ask(record):
                 return
-            self._cursor += 1
+            self._asked += 1
 
     def _extend_order(self, learned: Sequence[int]) -> None:
         """Give the records that have come since their places in the order."""
@@ -130,20 +119,10 @@ class MicroStep(Generic[Record]):
             self._learned = learned
         if self.is_interleaved:
             new = [index for index in self._learned if known <= index < count]
-            if len(new) < count - known:
-                new = self._forward_by_forward(known)
+            if len(new) < count - known:  # the earliest forward first, and of each forward the last record
+                bounds = pairwise([*self._forwards, count])
+                new = [index for first, end in bounds for index in range(end - 1, max(first, known) - 1, -1)]
         else:
             new = list(learned) if len(learned) == count else list(range(count - 1, -1, -1))
         self._position |= {index: known + place for place, index in enumerate(new)}
         self._order += new
-
-    def _forward_by_forward(self, known: int) -> list[int]:
-        """The records from ``known`` on: those of the earliest forward first, each forward's in reverse."""
-        bounds = pairwise([*self._forwards, len(self._records)])
-        return [index for first, end in bounds for index in range(end - 1, max(first, known) - 1, -1)]
-
-    @property
-    def _reach(self) -> int:
-        """How far in the order reading ahead may have come by now."""
-        count = len(self._order)
-        return min(count, self._used + self.lead[self._used]) if self._used < len(self.lead) else count

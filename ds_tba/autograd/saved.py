@@ -1,11 +1,22 @@
-"""The objects that autograd holds in place of saved tensors, and the record that views of one storage share.
+"""What autograd holds in place of a saved tensor, and where the bytes of the storage behind it are.
 
-Knows tensors and tickets; does not know where storages go. The cache changes records, under its lock.
+Sees tensors, tickets and versions; cannot see where storages go, nor why: the cache changes records, under its lock.
+
+[Note: Versions] Autograd does not compare version counters for hooked tensors, so ``restore`` does, for every view,
+kept or moved. A kept tensor is held as a detached alias: the tensor itself would close a reference cycle through its
+own graph node.
+
+[Note: Finalizers] A view's ``__del__`` may run anywhere: in any thread, and also while its own thread holds the lock,
+because every allocation inside a critical section may start the garbage collector. So it neither waits for the lock nor
+takes it twice; it defers itself (``ds_tba/storage/finalizers.py``). Whoever takes the lock acts on deferred finalizers
+first, so that their memory is free, and after letting go of it acts on those that found the lock taken.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
@@ -13,10 +24,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ds_tba.autograd.prefetch import MicroStep
-from ds_tba.autograd.tensors import Eligibility, Stamp, VersionWitness, ViewSpec, kept, lineage_of, stamp_of
+from ds_tba.autograd.tensors import Stamp, VersionWitness, ViewSpec, kept, lineage_of, stamp_of
 from ds_tba.device.accelerator import Arrival
 from ds_tba.errors import ActivationModifiedError
 from ds_tba.storage.base import StateMachine, Ticket
+from ds_tba.storage.finalizers import DeferredFinalizers
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 """Autograd's pack and unpack."""
@@ -24,87 +36,28 @@ Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 NO_INDEX = -1  # of a record that was not moved when it was saved
 
 
-class Keeper(Protocol):
-    """The cache's records, as the objects that autograd holds know them."""
+class Keeper(ABC):
+    """What the objects below hold of the cache that made them.
 
+    Attributes:
+        lock: of everything that the cache changes. Not reentrant on purpose: a finalizer that found it free in the
+            middle of a critical section of its own thread would change what that section is changing.
+        finalizers: deferred until somebody has the lock; see [Note: Finalizers].
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.finalizers: DeferredFinalizers[Finalized] = DeferredFinalizers(self.lock, self._finalize)
+
+    @abstractmethod
     def load(self, record: SavedStorage, *, first_time: bool, is_lent: bool) -> torch.Tensor: ...
-    def empty_like(self, tensor: torch.Tensor) -> torch.Tensor: ...
+    @abstractmethod
     def count_kept(self, tensor: torch.Tensor, nbytes: int, reason: str) -> ResidencyGuard: ...
-    def defer(self, finalized: Finalized) -> None: ...
+    @abstractmethod
+    def _finalize(self, finalized: Finalized) -> None: ...
 
 
-class Site(Protocol):
-    """The op of a forward that makes a storage; see ``sites.py``.
-
-    Attributes:
-        is_proven: what was made equalled what had been saved, whenever they were compared.
-        is_due: they are to be compared now.
-        visits: how often a tensor was saved there.
-        unseen_since: the step from which on tensors were left out that were not compared; None without any.
-        seconds: that the work takes, as measured; None unless it is proven.
-    """
-
-    @property
-    def is_proven(self) -> bool: ...
-    @property
-    def is_due(self) -> bool: ...
-    @property
-    def visits(self) -> int: ...
-    @property
-    def unseen_since(self) -> int | None: ...
-    @property
-    def seconds(self) -> float | None: ...
-
-
-class Recipe(Protocol):
-    """How a storage is made again, as its record knows it; see ``sites.py``.
-
-    Attributes:
-        depth: how many storages lie behind each other that can be made one from the other, with this one.
-        scratch_bytes: of what is made on the way, beside the storage itself.
-        work_bytes: at most, of all that is in memory at once while it is made and compared.
-        sources: the saved storages that it is made of.
-    """
-
-    @property
-    def site(self) -> Site: ...
-    @property
-    def depth(self) -> int: ...
-    @property
-    def scratch_bytes(self) -> int: ...
-    @property
-    def work_bytes(self) -> int: ...
-    @property
-    def sources(self) -> tuple[StorageKey, ...]: ...
-    def records(self) -> Iterator[SavedStorage]: ...
-    def copied(self, cache: Keeper) -> Recipe: ...
-    def bound(self, share: Callable[[SavedView], SavedView]) -> Recipe: ...
-
-
-class Comparison(Protocol):
-    """What a recipe makes, compared with what was saved; see ``sites.py``."""
-
-    @property
-    def is_done(self) -> bool: ...
-
-
-class Rematerialization(Protocol):
-    """What can be made again in backward instead of being saved, as the cache knows it; see ``sites.py``."""
-
-    def recipe(self, tensor: torch.Tensor) -> Recipe | None: ...
-    def note(self, tensor: torch.Tensor, held: SavedView | SavedCounted) -> None: ...
-    def make(self, recipe: Any) -> torch.Tensor: ...
-    def compare(self, recipe: Any, tensor: torch.Tensor) -> Comparison | None: ...
-    def read(self, comparison: Any) -> bool: ...
-    def left_out(self, recipe: Any) -> None: ...
-    def begin_forward(self) -> None: ...
-
-
-class ObservedCache(Protocol):
-    """The cache, as the recorder of a micro-step knows it."""
-
-    def eligibility_of(self, tensor: torch.Tensor) -> Eligibility: ...
-    def take_moves(self) -> list[tuple[Any, Any]]: ...
+# ---- the records ----------------------------------------------------------------------------------------------------
 
 
 class RecordState(Enum):
@@ -112,6 +65,7 @@ class RecordState(Enum):
 
     KEPT = "kept in device memory"
     OFFLOADED = "in the store"
+    AHEAD = "in the store, and asked for ahead of backward"
     ABSENT = "to be made again"
     MADE = "made again, in device memory"
     RELOADED = "in device memory again, and in the store"
@@ -124,7 +78,8 @@ _MOVES: dict[RecordState, tuple[RecordState, ...]] = {
     _R.KEPT: (_R.OFFLOADED, _R.ABSENT, _R.DROPPED),
     _R.ABSENT: (_R.MADE, _R.DROPPED),
     _R.MADE: (_R.ABSENT, _R.FORWARDED, _R.DROPPED),
-    _R.OFFLOADED: (_R.RELOADED, _R.FORWARDED, _R.DROPPED),
+    _R.OFFLOADED: (_R.AHEAD, _R.RELOADED, _R.FORWARDED, _R.DROPPED),
+    _R.AHEAD: (_R.OFFLOADED, _R.DROPPED),
     _R.RELOADED: (_R.OFFLOADED, _R.DROPPED),
     _R.FORWARDED: (_R.OFFLOADED, _R.DROPPED),
     _R.DROPPED: (),
@@ -145,12 +100,11 @@ class StorageKey(NamedTuple):
         return cls(stamp_of(storage), lineage_of(tensor), tensor._version, storage.nbytes())
 
 
-class Makeable(NamedTuple):
-    """How a storage could be made again; holds nothing that it is made of. See :class:`Recipe`."""
+class Reloaded(NamedTuple):
+    """The bytes of a record in device memory again: the copy into it, and the version of its tensor when it came."""
 
-    site: Site
-    depth: int
-    sources: tuple[StorageKey, ...]
+    arrival: Arrival
+    version: int
 
 
 class SavedStorage(StateMachine):
@@ -193,30 +147,86 @@ class SavedStorage(StateMachine):
 
     @property
     def nbytes(self) -> int:
-        """Of the storage."""
         return self.key.nbytes
 
+    def holders(self) -> list[SavedView]:
+        """The views that hold the bytes, where the cache may have to let go of them."""
+        return [view for reference in self.kept_views or () if (view := reference()) is not None]
 
-class Reloaded(NamedTuple):
-    """The bytes of a record in device memory again.
-
-    Attributes:
-        arrival: the memory, and the copy into it.
-        version: of that memory's tensor when it came.
-    """
-
-    arrival: Arrival
-    version: int
+    def let_go(self, holders: Sequence[SavedView]) -> None:
+        """Have the bytes held no longer: they are elsewhere, as the state says by now."""
+        self.pending = sum(not (view.is_unpacked or view.is_lent) for view in holders)
+        self.kept_views = None
+        for view in holders:
+            view.let_go()
 
 
-class PassedThrough:
-    """A parameter, or a view of one, in autograd's hands as it is: its bytes are not ours to keep or move."""
+# ---- how a storage is made again: what the cache asks of ``sites.py``, or of the dry run of an estimate --------------
+
+
+class Site(Protocol):
+    """The op of a forward that makes a storage; its attributes are described in ``sites.py``."""
+
+    @property
+    def is_proven(self) -> bool: ...
+    @property
+    def is_due(self) -> bool: ...
+    @property
+    def visits(self) -> int: ...
+    @property
+    def unseen_since(self) -> int | None: ...
+    @property
+    def seconds(self) -> float | None: ...
+
+
+class Recipe(Protocol):
+    """How a storage is made again, as its record knows it; its attributes are described in ``sites.py``."""
+
+    @property
+    def site(self) -> Site: ...
+    @property
+    def depth(self) -> int: ...
+    @property
+    def scratch_bytes(self) -> int: ...
+    @property
+    def work_bytes(self) -> int: ...
+    @property
+    def sources(self) -> tuple[StorageKey, ...]: ...
+    def records(self) -> Iterator[SavedStorage]: ...
+    def copied(self, cache: Keeper) -> Recipe: ...
+    def bound(self, share: Callable[[SavedView], SavedView]) -> Recipe: ...
+
+
+class Makeable(NamedTuple):
+    """How a storage could be made again; holds nothing that it is made of. See :class:`Recipe`."""
+
+    site: Site
+    depth: int
+    sources: tuple[StorageKey, ...]
+
+
+class Rematerialization(Protocol):
+    """What can be made again in backward instead of being saved. ``compare`` returns a comparison for ``read``."""
+
+    def recipe(self, tensor: torch.Tensor) -> Recipe | None: ...
+    def note(self, tensor: torch.Tensor, held: SavedView | SavedCounted) -> None: ...
+    def make(self, recipe: Any) -> torch.Tensor: ...
+    def compare(self, recipe: Any, tensor: torch.Tensor) -> Any: ...
+    def read(self, comparison: Any) -> bool: ...
+    def left_out(self, recipe: Any) -> None: ...
+    def begin_forward(self) -> None: ...
+
+
+# ---- in autograd's hands --------------------------------------------------------------------------------------------
+
+
+class _Kept:
+    """A tensor that stays where it is."""
 
     __slots__ = ("_version", "held")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._version = -1 if tensor.is_inference() else tensor._version
-        # The parameter itself must be held: under ZeRO-3 backward reads what was gathered into it again.
         self.held = kept(tensor)
 
     def restore(self) -> torch.Tensor:
@@ -225,15 +235,22 @@ class PassedThrough:
 
     @property
     def is_unmodified(self) -> bool:
-        """Whether it was not modified since."""
         return self._version < 0 or self.held._version == self._version
 
+
+class PassedThrough(_Kept):
+    """A parameter, or a view of one, in autograd's hands as it is: its bytes are not ours to keep or move.
+
+    The parameter itself is held: under ZeRO-3 backward reads what was gathered into it again.
+    """
+
+    __slots__ = ()
+
     def is_of(self, cache: Keeper) -> bool:
-        """True: no cache has a record of it."""
-        return True
+        return True  # no cache has a record of it
 
 
-class SavedCounted:
+class SavedCounted(_Kept):
     """A tensor that is kept and cannot be moved, because it is too small, say; without a record of its own.
 
     Attributes:
@@ -243,37 +260,26 @@ class SavedCounted:
         eps: of the norm of which it is a statistic, in a tuple; else None.
     """
 
-    __slots__ = ("_cache", "_version", "eps", "guard", "held", "nbytes")
+    __slots__ = ("_cache", "eps", "guard", "nbytes")
 
     def __init__(self, cache: Keeper, tensor: torch.Tensor, nbytes: int, reason: str) -> None:
+        super().__init__(tensor)
         self._cache = cache
-        self._version = -1 if tensor.is_inference() else tensor._version
-        self.held = kept(tensor)
         self.eps: tuple[Any] | None = None
         self.nbytes = nbytes
         self.guard = cache.count_kept(tensor, nbytes, reason)
 
-    def restore(self) -> torch.Tensor:
-        """The tensor, if it was not modified since."""
-        return self.held if self._version < 0 else unmodified(self.held, self._version)
-
-    @property
-    def is_unmodified(self) -> bool:
-        """Whether it was not modified since."""
-        return self._version < 0 or self.held._version == self._version
-
     def is_of(self, cache: Keeper) -> bool:
-        """Whether this cache counts it."""
         return self._cache is cache
 
     def __del__(self) -> None:
         guard = getattr(self, "guard", None)
         if guard is not None:  # else __init__ raised before the tensor was counted
-            self._cache.defer(guard)
+            self._cache.finalizers.leave(guard)
 
 
 class SavedView:
-    """Held by autograd in place of one saved tensor.
+    """Held by autograd in place of one saved tensor with a record.
 
     Attributes:
         held: the tensor, or an alias of it, while its bytes stay in memory; else None. Set to None under the cache's
@@ -292,7 +298,7 @@ class SavedView:
         self.record = record
         if offloaded:
             self._spec = ViewSpec.of(tensor)
-            self._witness = VersionWitness(tensor, cache.empty_like(tensor))
+            self._witness = VersionWitness(tensor)
         else:
             self.held = kept(tensor)
 
@@ -322,14 +328,12 @@ class SavedView:
 
     @property
     def is_unmodified(self) -> bool:
-        """Whether the tensor was not modified since it was saved."""
         held = self.held
         if held is not None:
             return held._version == self.record.key.version
         return self._witness.current == self._witness.version
 
     def is_of(self, cache: Keeper) -> bool:
-        """Whether its record is one of this cache."""
         return self._cache is cache
 
     def twin(self) -> SavedView:
@@ -342,16 +346,19 @@ class SavedView:
         return other
 
     def let_go(self) -> None:
-        """Hold the bytes no longer: the record's store has them from now on. Called under the cache's lock."""
+        """Hold the bytes no longer. Called under the cache's lock."""
         if self.held is None:
             return
         self._spec = ViewSpec.of(self.held)
-        self._witness = VersionWitness(self.held, self._cache.empty_like(self.held), self.record.key.version)
+        self._witness = VersionWitness(self.held, self.record.key.version)
         # Last: restore() runs without the lock, and goes by the witness as soon as it finds nothing held.
         self.held = None
 
     def __del__(self) -> None:
-        self._cache.defer((self.record, self.is_lent, not self.is_unpacked and self.held is None))
+        self._cache.finalizers.leave((self.record, self.is_lent, not self.is_unpacked and self.held is None))
+
+
+# ---- finalizers -----------------------------------------------------------------------------------------------------
 
 
 class ResidencyGuard:
@@ -371,10 +378,10 @@ class ResidencyGuard:
         self.consumers: Sequence[Any] = ()
         self._cache = cache
         # At most one number. The finalizer of the storage takes it without the lock that leave() is called under: one
-        # of the two must come first, and pop() of a list is atomic.
+        # of the two must come first, or the bytes would be taken off twice; and pop() of a list is atomic.
         self._bytes: list[int] = []
 
-    def counts_for(self, cache: Keeper) -> bool:
+    def is_of(self, cache: Keeper) -> bool:
         """Whether this cache is told: a storage that two engines save has a guard for each of them."""
         return self._cache is cache
 
@@ -394,9 +401,9 @@ class ResidencyGuard:
     def leave(self) -> int:
         """A user is gone; returns the bytes that need not be counted any more, which go with the last user."""
         self.users -= 1
-        return 0 if self.users else self.take()
+        return 0 if self.users else self._take()
 
-    def take(self) -> int:
+    def _take(self) -> int:
         """The bytes that are still counted; from now on none. The first caller gets them."""
         try:
             return self._bytes.pop()
@@ -404,7 +411,9 @@ class ResidencyGuard:
             return 0
 
     def __del__(self) -> None:
-        self._cache.defer(Freed(self.take(), self.consumers) if self.consumers else self.take())
+        # With consumers nobody acts on it now: the event of its release must come after all that the allocator records
+        # when the memory goes, which is when this has returned. Else the bytes would be free on paper too early.
+        self._cache.finalizers.leave(Freed(self._take(), self.consumers), acts=not self.consumers)
 
 
 class Freed(NamedTuple):
@@ -414,9 +423,12 @@ class Freed(NamedTuple):
     consumers: Sequence[Any]
 
 
-Finalized = tuple[SavedStorage, bool, bool] | ResidencyGuard | Freed | int
+Finalized = tuple[SavedStorage, bool, bool] | ResidencyGuard | Freed
 """Told by a finalizer: a view is gone, of this record, lent to a recipe or not, and else pending or not; or a
-tensor is gone that this guard counts; or so many bytes of device memory are free, or will be."""
+tensor is gone that this guard counts; or device memory is free, or will be."""
+
+
+# ---- versions -------------------------------------------------------------------------------------------------------
 
 
 def nbytes_of(tensor: torch.Tensor) -> int:

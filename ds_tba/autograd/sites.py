@@ -18,7 +18,7 @@ gradients may be wrong; a site that owes this comparison is compared also after 
 ends between two comparisons of a site is not seen.
 
 [Note: Late answers] A device is not waited for: a comparison is read once the device has done it. Until then the tensor
-is kept if its site is not proven (``records.py``).
+is kept if its site is not proven (``cache.py``).
 
 [Note: Kernels] Those of a CPU cut their work by the number of threads, oneDNN has some of its own, and a thread may
 flush denormals: the last bits may follow from that. So what was made by so many threads, with oneDNN or without, and

@@ -6,15 +6,6 @@ Knows tensors, ``torch.autograd.Function`` and PyTorch's checkpoint; does not kn
 3.3) plus the view's offset, shape, stride and dtype. PyTorch keeps the Python object of a storage alive as long as the
 storage, so an attribute on it lives and dies with the bytes.
 
-[Note: Originals] Without hooks, ``ctx.saved_tensors`` returns a saved leaf as the object that was saved. With hooks,
-autograd wraps whatever unpack returned in a new tensor (``torch/csrc/autograd/saved_variable.cpp``, ``unpack``). Two
-things go wrong then. A backward that returns a saved leaf as a gradient returns a tensor that nobody else refers to, so
-``AccumulateGrad`` takes its memory for ``.grad``, and an optimizer that changes ``.grad`` changes the leaf. And code
-that looks for attributes of the parameter it saved (ZeRO-3's ``ds_status``, say) does not find them. Therefore
-``saved_tensors`` is replaced, on the base class of every Python Function's context, by a descriptor that returns the
-original wherever unpack returned the original; and likewise what a checkpoint hands to the function that it runs again,
-which PyTorch 2.13 no longer saves in a Function.
-
 [Note: Compiled code] ``torch.compile`` traces the hooks of modules as parts of what it compiles: there ours do nothing,
 and are no reason to compile again. But Python calls the hooks of a module that is compiled in place
 (``layer.compile()``), and all hooks after a break of the graph, and the compiler is on there: it would compile each
@@ -26,8 +17,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -36,9 +26,7 @@ from typing import Any
 
 import torch
 from torch._C._dynamo.eval_frame import set_eval_frame
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils import checkpoint as checkpointing
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
@@ -298,106 +286,16 @@ class VersionWitness:
 
     __slots__ = ("_alias", "version")
 
-    def __init__(self, tensor: torch.Tensor, empty: torch.Tensor, version: int | None = None) -> None:
+    def __init__(self, tensor: torch.Tensor, version: int | None = None) -> None:
         self.version: int = tensor._version if version is None else version
         self._alias: Any = tensor.detach()
-        self._alias.data = empty
+        self._alias.data = tensor.new_empty(0)
 
     @property
     def current(self) -> int:
         """The version counter now."""
         version: int = self._alias._version
         return version
-
-
-# ---- ctx.saved_tensors ----------------------------------------------------------------------------------------------
-
-
-class _Unpacked(threading.local):
-    """The tensors that unpack hooks return in this thread, for the context whose saved tensors are read; else None."""
-
-    tensors: list[tuple[torch.Tensor, bool]] | None = None
-
-
-class SavedTensors:
-    """The descriptor in place of ``ctx.saved_tensors``. See [Note: Originals].
-
-    Args:
-        builtin: the descriptor of autograd, which unpacks.
-    """
-
-    def __init__(self, builtin: Any) -> None:
-        self._builtin = builtin
-        self._unpacked = _Unpacked()
-
-    def __get__(self, ctx: Any, owner: type | None = None) -> Any:
-        return self if ctx is None else self.read(lambda: self._builtin.__get__(ctx, owner))
-
-    def read(self, unpack: Callable[[], Sequence[Any]]) -> Sequence[Any]:
-        """What ``unpack`` returns, with the originals among it."""
-        outer = self._unpacked.tensors
-        unpacked: list[tuple[torch.Tensor, bool]] = []
-        self._unpacked.tensors = unpacked
-        try:
-            found = unpack()
-        finally:
-            self._unpacked.tensors = outer
-        return with_originals(found, unpacked) if any(is_held for _, is_held in unpacked) else found
-
-    def add(self, tensor: torch.Tensor, is_held: bool) -> None:
-        """An unpack hook returns a tensor.
-
-        Args:
-            is_held: ``tensor`` was held since it was saved, and not made for this unpack.
-        """
-        unpacked = self._unpacked.tensors
-        if unpacked is not None:
-            unpacked.append((tensor, is_held))
-
-
-def keep_originals() -> SavedTensors:
-    """The descriptor, put in its place at the first call."""
-    present = BackwardCFunction.__dict__.get(_SAVED_TENSORS)
-    if not isinstance(present, SavedTensors):
-        present = SavedTensors(getattr(BackwardCFunction, _SAVED_TENSORS))
-        setattr(BackwardCFunction, _SAVED_TENSORS, present)
-        _hand_to_checkpoints(present)
-    return present
-
-
-def _hand_to_checkpoints(saved_tensors: SavedTensors) -> None:
-    frame: Any = getattr(checkpointing, "_CheckpointFrame", None)
-    get_inputs = getattr(frame, "get_inputs", None)
-    if get_inputs is not None:
-        frame.get_inputs = lambda self: saved_tensors.read(lambda: get_inputs(self))
-
-
-def with_originals(found: Sequence[Any], unpacked: Sequence[tuple[torch.Tensor, bool]]) -> tuple[Any, ...]:
-    """The saved tensors of a context, with the original in place of each tensor that autograd made around one.
-
-    Args:
-        found: returned by autograd; None for an argument that was None, and of a checkpoint also other objects.
-        unpacked: returned by our hooks meanwhile, in the same order; fewer, where others' hooks had some of them.
-    """
-    waiting = list(unpacked)
-    originals = []
-    for one in found:
-        if waiting and isinstance(one, torch.Tensor) and _is_around(one, waiting[0][0]):
-            tensor, is_held = waiting.pop(0)
-            # A tensor with a graph of its own must keep the edge that autograd gave it.
-            one = tensor if is_held and one.grad_fn is None and one.requires_grad == tensor.requires_grad else one
-        originals.append(one)
-    return tuple(originals)
-
-
-def _is_around(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one is other:
-        return True
-    if one.dtype != other.dtype or one.shape != other.shape or one.layout != other.layout:
-        return False
-    if one.layout is not torch.strided or one.is_nested or one._is_zerotensor():
-        return False
-    return one.data_ptr() == other.data_ptr() and one.stride() == other.stride()
 
 
 # ---- torch.compile --------------------------------------------------------------------------------------------------

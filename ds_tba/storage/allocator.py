@@ -1,4 +1,7 @@
-"""Byte ranges handed out of a bounded region: staging slots and extents of a swap file."""
+"""Which bytes of a bounded region are free? Ranges for staging slots and for extents of a swap file.
+
+Cannot see the bytes, nor who has a range: its holder gives it back once.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ class SpanAllocator:
         self.used_bytes = 0
         self.peak_used_bytes = 0
         # Free ranges as (offset, length), by offset. Each change of it is one statement: the exception of a signal
-        # handler, as that of Ctrl-C, comes between two, and a range half changed would be handed out twice.
+        # handler comes between two, and a range half changed would be handed out twice.
         self._free: list[tuple[int, int]] = []
         self.grow(capacity_bytes)
 

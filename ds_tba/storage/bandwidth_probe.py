@@ -1,20 +1,18 @@
-"""The first measurement of all paths: their lanes write, then read, then both, for a moment and within few bytes.
+"""How fast are the drives? The first measurement of all paths: their lanes write, then read, then both, for a moment.
 
 [Note: The probe] Every lane of every path takes part, with an extent and a slot of its own, so that a rate is that of
 a path with all its lanes while the other paths work. First the extents are written, which is not measured: a fresh
 extent is written slower, and read without the drive. A request grows while it is done quickly, up to the size of
 storages, so that a slow drive ends in time: at 10 MB/s after about 2 s, of which a drive of some GB/s needs a tenth.
-The bytes written are noise, which no drive can compress.
+The bytes written are noise, which no drive can compress. What a drive does under minutes of writes is not seen here.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import cycle
 
 import numpy
 import torch
@@ -24,7 +22,7 @@ from ds_tba.storage.allocator import Span
 from ds_tba.storage.backends.base import IoHandle
 from ds_tba.storage.integrity import Integrity
 from ds_tba.storage.space import SwapSpace
-from ds_tba.storage.swap_path import SwapPath, Task
+from ds_tba.storage.swap_path import SwapPath
 from ds_tba.telemetry.stats import Kind
 
 REGION_BYTES = 32 << 20  # of each path
@@ -34,8 +32,6 @@ FIRST_REQUEST_BYTES = 256 << 10
 LARGEST_REQUEST_BYTES = 8 << 20
 QUICK_S = 0.02  # a request that takes less is followed by one of twice its size
 PHASES = (frozenset({Kind.WRITE}), frozenset({Kind.READ}), frozenset(Kind))
-
-Clock = Callable[[], float]
 
 
 class BandwidthProbe:
@@ -47,11 +43,12 @@ class BandwidthProbe:
         clock: seconds.
     """
 
-    def __init__(self, space: SwapSpace, integrity: Integrity, clock: Clock = time.perf_counter) -> None:
+    def __init__(self, space: SwapSpace, integrity: Integrity, clock: Callable[[], float] = time.perf_counter) -> None:
         self.space = space
         self.integrity = integrity
         self.clock = clock
         self.failure: tuple[SwapPath, Exception] | None = None
+        self.until_s = 0.0  # the phase that runs ends then, for all lanes
         self.barrier = threading.Barrier(1)
         self.ended = threading.Semaphore(0)
 
@@ -61,19 +58,21 @@ class BandwidthProbe:
         Raises:
             PathError: a transfer failed; the first bytes of that path's file are not to be relied upon.
         """
+        lanes: list[LaneProbe] = []
         with self.space.lock:
-            parts = self._parts(paths)
-        self.barrier = threading.Barrier(sum(len(part) for part in parts) or 1)
-        for part in parts:
-            for lane in part:
-                (lane.path.writes if lane.kind is Kind.WRITE else lane.path.reads).put(lane)
-        for part in parts:
-            for _ in part:
-                self.ended.acquire()
+            slots = self.space.ring.slots
+            count = sum(len(path.writes.handles) + len(path.reads.handles) for path in paths)
+            slot_bytes = min(LARGEST_REQUEST_BYTES, (slots.capacity_bytes - slots.used_bytes) // max(count, 1))
+            noise = torch.from_numpy(numpy.random.default_rng(0).integers(0, 256, slot_bytes, numpy.uint8))
+            for path in paths:
+                lanes += self._lanes(path, noise[: slot_bytes - slot_bytes % slots.alignment_bytes])
+        self.barrier = threading.Barrier(len(lanes) or 1, action=self._begin_phase)
+        for lane in lanes:
+            (lane.path.writes if lane.kind is Kind.WRITE else lane.path.reads).put(lane.run)
+        for _ in lanes:
+            self.ended.acquire()
         with self.space.lock:
-            for lane in (lane for part in parts for lane in part):
-                self.space.ring.slots.free(lane.slot)
-                lane.path.extents.free(lane.extent)
+            self._give_back(lanes)
         if self.failure is not None:
             path, error = self.failure
             raise PathError(
@@ -81,73 +80,45 @@ class BandwidthProbe:
                 "directory."
             ) from error
 
-    def _parts(self, paths: Sequence[SwapPath]) -> list[list[LaneProbe]]:
-        """For each path with room what its lanes have to do."""
-        lanes = sum(len(path.write_lanes) + len(path.read_lanes) for path in paths)
-        slots = self.space.ring.slots
-        slot_bytes = min(LARGEST_REQUEST_BYTES, (slots.capacity_bytes - slots.used_bytes) // max(lanes, 1))
-        noise = torch.from_numpy(numpy.random.default_rng(0).integers(0, 256, slot_bytes, numpy.uint8))
-        return [part for path in paths if (part := self._part(path, slot_bytes, noise))]
+    def _begin_phase(self) -> None:
+        self.until_s = self.clock() + PHASE_S
 
-    def _part(self, path: SwapPath, slot_bytes: int, noise: torch.Tensor) -> list[LaneProbe]:
+    def _lanes(self, path: SwapPath, noise: torch.Tensor) -> list[LaneProbe]:
+        """What the lanes of a path have to do; nothing where it has no room for all of them."""
         slots, extents = self.space.ring.slots, path.extents
-        kinds = [Kind.WRITE] * len(path.write_lanes) + [Kind.READ] * len(path.read_lanes)
-        slot_bytes -= slot_bytes % slots.alignment_bytes
+        kinds = [Kind.WRITE] * len(path.writes.handles) + [Kind.READ] * len(path.reads.handles)
         region_bytes = min(REGION_BYTES, extents.capacity_bytes - extents.used_bytes)
-        extent_bytes = region_bytes // len(kinds)
-        extent_bytes -= extent_bytes % extents.alignment_bytes
-        phase = PathPhase(min(PHASE_BYTES, 2 * region_bytes), self.clock)
-        part: list[LaneProbe] = []
-        for kind in kinds if slot_bytes and extent_bytes else ():
-            slot, extent = slots.allocate(slot_bytes), extents.allocate(extent_bytes)
-            if slot is None or extent is None:  # pieces of the room are in use
-                self._give_back(part, path, slot, extent)
-                return []
-            self.space.ring.fill(slot, noise[:slot_bytes])
-            part.append(LaneProbe(self, path, kind, slot, extent, phase))
-        writers = [lane for lane in part if lane.kind is Kind.WRITE]
-        for lane, writer in zip(part, cycle(writers), strict=False):
-            writer.to_prepare.append(lane)
-        return part
+        extent_bytes = region_bytes // len(kinds) // extents.alignment_bytes * extents.alignment_bytes
+        found: list[LaneProbe] = []
+        for kind in kinds if noise.numel() and extent_bytes else ():
+            slot, extent = slots.allocate(noise.numel()), extents.allocate(extent_bytes)
+            if slot is not None and extent is not None:
+                self.space.ring.fill(slot, noise)
+                limit_bytes = min(PHASE_BYTES, 2 * region_bytes) // kinds.count(kind)
+                found.append(LaneProbe(self, path, kind, slot, extent, limit_bytes))
+                continue
+            if slot is not None:  # pieces of the room are in use
+                slots.free(slot)
+            if extent is not None:
+                extents.free(extent)
+            self._give_back(found)
+            return []
+        return found
 
-    def _give_back(self, part: list[LaneProbe], path: SwapPath, slot: Span | None, extent: Span | None) -> None:
-        slots, extents = [lane.slot for lane in part], [lane.extent for lane in part]
-        for one in [*slots, slot] if slot is not None else slots:
-            self.space.ring.slots.free(one)
-        for one in [*extents, extent] if extent is not None else extents:
-            path.extents.free(one)
-
-
-class PathPhase:
-    """How far one path is in the phase that runs. Changed under the store's lock."""
-
-    def __init__(self, limit_bytes: int, clock: Clock) -> None:
-        self._limit_bytes = limit_bytes
-        self._clock = clock
-        self._moved: Counter[tuple[int, Kind]] = Counter()
-        self._until_s: dict[int, float] = {}
-
-    def begin(self, number: int) -> None:
-        """A lane has come so far; the first one sets the time."""
-        self._until_s.setdefault(number, self._clock() + PHASE_S)
-
-    def add(self, number: int, kind: Kind, nbytes: int) -> bool:
-        """So much was moved; whether that or the time ends the phase, for all lanes of the path."""
-        self._moved[number, kind] += nbytes
-        return self.is_late(number) or any(self._moved[number, kind] >= self._limit_bytes for kind in Kind)
-
-    def is_late(self, number: int) -> bool:
-        """Whether the time is used up."""
-        return self._clock() >= self._until_s[number]
+    def _give_back(self, lanes: Sequence[LaneProbe]) -> None:
+        for lane in lanes:
+            self.space.ring.slots.free(lane.slot)
+            lane.path.extents.free(lane.extent)
 
 
 @dataclass(eq=False)
-class LaneProbe(Task):
+class LaneProbe:
     """The part of one lane in a probe.
 
     Attributes:
         slot, extent: its own.
-        phase: shared by the lanes of the path.
+        limit_bytes: of a phase.
+        written_bytes: the beginning of the extent that may be read.
     """
 
     probe: BandwidthProbe
@@ -155,83 +126,71 @@ class LaneProbe(Task):
     kind: Kind
     slot: Span
     extent: Span
-    phase: PathPhase
-    written_bytes: int = 0  # the beginning of the extent that may be read
+    limit_bytes: int
+    written_bytes: int = 0
     request_bytes: int = 0
 
     def __post_init__(self) -> None:
-        self.to_prepare: list[LaneProbe] = []
-        alignment_bytes = self.path.extents.alignment_bytes
-        first = -(-FIRST_REQUEST_BYTES // alignment_bytes) * alignment_bytes
+        first = self.path.extents.padded(FIRST_REQUEST_BYTES)
         self.request_bytes = min(first, self.slot.nbytes, self.extent.nbytes)
 
-    def run_in_lane(self, handle: IoHandle) -> None:
-        """Take part in every phase. Waits for the other lanes between them."""
+    def run(self, handle: IoHandle) -> None:
+        """Take part in every phase, in a lane. Waits for the other lanes between them, also after a failure."""
+        probe = self.probe
         try:
-            with self.probe.space.ring.lane_stream():
-                self.probe.barrier.wait()
-                if self.kind is Kind.WRITE:
-                    self._attempt(self._prepare, 0, handle)
-                for number, kinds in enumerate(PHASES, 1):
-                    self.probe.barrier.wait()
-                    if self.kind in kinds:
-                        self._attempt(self._repeat, number, handle)
+            with probe.space.ring.lane_stream():
+                for kinds in (None, *PHASES):
+                    probe.barrier.wait()
+                    try:
+                        if kinds is None:
+                            self._prepare(handle)
+                        elif self.kind in kinds:
+                            self._repeat(handle)
+                    except Exception as error:  # noqa: BLE001 - the other lanes wait for this one
+                        probe.failure = (self.path, error)
         finally:
-            self.probe.ended.release()
+            probe.ended.release()
 
-    def _attempt(self, phase: Callable[[int, IoHandle], None], number: int, handle: IoHandle) -> None:
-        if self.probe.failure is not None:
-            return
-        with self.probe.space.lock:
-            self.phase.begin(number)
-        try:
-            phase(number, handle)
-        except Exception as error:  # noqa: BLE001 - the other lanes wait for this one
-            self.probe.failure = (self.path, error)
-
-    def _prepare(self, number: int, handle: IoHandle) -> None:
-        """Write the extents, each a little at least."""
-        while rest := [lane for lane in self.to_prepare if lane.written_bytes < lane.extent.nbytes]:
-            for lane in rest:
-                nbytes = min(self.request_bytes, lane.extent.nbytes - lane.written_bytes)
-                self._move(handle, lane.extent.offset + lane.written_bytes, nbytes, is_typical=False)
-                lane.written_bytes += nbytes
-            if self.probe.failure is not None or self.phase.is_late(number):
+    def _prepare(self, handle: IoHandle) -> None:
+        """Write the extent, a little at least."""
+        while self.written_bytes < self.extent.nbytes and self.probe.failure is None:
+            nbytes = min(self.request_bytes, self.extent.nbytes - self.written_bytes)
+            self._move(handle, Kind.WRITE, self.written_bytes, nbytes, is_typical=False)
+            self.written_bytes += nbytes
+            if self.probe.clock() >= self.probe.until_s:
                 return
 
-    def _repeat(self, number: int, handle: IoHandle) -> None:
+    def _repeat(self, handle: IoHandle) -> None:
         """Move what was written of the extent again and again, once at least, until the phase ends."""
-        position, is_over = 0, False
-        while not is_over and self.probe.failure is None:
+        position = moved_bytes = 0
+        while self.probe.failure is None:
             nbytes = min(self.request_bytes, self.written_bytes - position)
-            if self._move(handle, self.extent.offset + position, nbytes):
-                with self.probe.space.lock:
-                    is_over = self.phase.add(number, self.kind, nbytes)
+            if self._move(handle, self.kind, position, nbytes):
+                moved_bytes += nbytes
+                if moved_bytes >= self.limit_bytes or self.probe.clock() >= self.probe.until_s:
+                    return
             position = (position + nbytes) % self.written_bytes
 
-    def _move(self, handle: IoHandle, offset: int, nbytes: int, *, is_typical: bool = True) -> bool:
+    def _move(self, handle: IoHandle, kind: Kind, position: int, nbytes: int, *, is_typical: bool = True) -> bool:
         """One request; False where it was so quick that the next one is larger, and this one is not measured."""
-        space, meter = self.probe.space, self.path.meter
-        staged = space.ring.view(self.slot)[:nbytes]
-        with space.lock:
-            transfer = meter.start(self.kind, nbytes)
-        started_s, moved, grows = self.probe.clock(), False, False
+        probe, meter = self.probe, self.path.meter
+        staged, offset = probe.space.ring.view(self.slot)[:nbytes], self.extent.offset + position
+        with probe.space.lock:
+            transfer = meter.start(kind, nbytes)
+        started_s, moved, grows = probe.clock(), False, False
         try:
-            self._transfer(handle, staged, offset)
-            moved, grows = True, self._grow(nbytes, self.probe.clock() - started_s)
+            if kind is Kind.WRITE:
+                probe.integrity.digest(staged)
+                handle.write(staged, offset)
+            else:
+                handle.read(staged, offset)
+                probe.integrity.digest(staged)
+            moved, grows = True, self._grow(nbytes, probe.clock() - started_s)
         finally:
-            with space.lock:
+            with probe.space.lock:
                 meter.stop(transfer, moved=moved, is_typical=is_typical and not grows)
-                self.path.probe_bytes += nbytes if moved and self.kind is Kind.WRITE else 0
+                self.path.probe_bytes += nbytes if moved and kind is Kind.WRITE else 0
         return not grows
-
-    def _transfer(self, handle: IoHandle, staged: torch.Tensor, offset: int) -> None:
-        if self.kind is Kind.WRITE:
-            self.probe.integrity.digest(staged)
-            handle.write(staged, offset)
-        else:
-            handle.read(staged, offset)
-            self.probe.integrity.digest(staged)
 
     def _grow(self, nbytes: int, took_s: float) -> bool:
         before = self.request_bytes

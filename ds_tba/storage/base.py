@@ -1,4 +1,7 @@
-"""The contract between the tensor cache and a tier that holds bytes."""
+"""What may the tensor cache ask of a tier that holds bytes? The contract of the stores, and their tickets.
+
+Cannot see tensors, graphs or plans: a store gets whole storages as bytes, and gives them back.
+"""
 
 from __future__ import annotations
 
@@ -165,7 +168,7 @@ class StateMachine:
         self.state = state
 
 
-# Where storages go: asked by the cache at each save.
+# Where storages go: asked by the cache at each save. Here because who asks and who answers know no other common place.
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,97 +214,75 @@ class Always:
         return self._choice
 
 
-# The NVMe store's ticket: where the bytes of one storage are, as a state machine.
+# The NVMe store's ticket.
 
 
 class TicketState(Enum):
-    """Where the bytes of a ticket are."""
+    """Where the bytes of a ticket are, and who uses its memory."""
 
-    STAGING = "being copied into staging"
     QUEUED = "in staging, write not started"
-    FORWARDING = "in staging, being handed over instead of written"
     WRITING = "in staging, write under way"
-    RETURNING = "in the swap file, and on its way from staging to the device"
     STORED = "in the swap file"
     READ_QUEUED = "in the swap file, read not started"
     READING = "read under way"
     LOADED = "in staging or on the device, and in the swap file"
     RESCUED = "in host memory or staging, because a write failed"
     LOST = "nowhere"
+    ABANDONED = "given up while a lane uses its memory"
     RELEASED = "given up"
 
 
 _S = TicketState
-_MOVES: dict[TicketState, tuple[TicketState, ...]] = {
-    _S.STAGING: (_S.QUEUED, _S.RELEASED),
-    _S.QUEUED: (_S.WRITING, _S.FORWARDING, _S.RELEASED),
-    _S.FORWARDING: (_S.QUEUED, _S.RELEASED),
-    _S.WRITING: (_S.STORED, _S.LOADED, _S.RETURNING, _S.RESCUED, _S.LOST),
-    _S.RETURNING: (_S.LOADED,),
-    _S.STORED: (_S.READ_QUEUED, _S.RELEASED),
-    _S.READ_QUEUED: (_S.READING, _S.STORED, _S.RELEASED),
-    _S.READING: (_S.LOADED, _S.LOST),
-    _S.LOADED: (_S.STORED, _S.RELEASED),
-    _S.RESCUED: (_S.RELEASED,),
-    _S.LOST: (_S.RELEASED,),
-    _S.RELEASED: (),
-}
 
 
 class SwapTicket(Ticket, StateMachine):
     """One storage in the NVMe store's care. Only that store changes it, under its lock.
 
-    [Note: Who frees a slot] While a thread moves the bytes of a ticket without the lock, its state says so, and the
-    slot must stay. Two threads may do that at once: a lane writes from the slot, and backward copies from it
-    (``forwarding``). The one that ends last frees the slot. A release that comes in the meantime only sets
-    ``released``, and the lane acts on it in the end.
+    [Note: Who frees a slot] A lane writes from the slot, or reads into it, without the lock; the states WRITING and
+    READING say so, and meanwhile nobody else frees it, or the drive would move the bytes of another ticket. A release
+    in these states only abandons the ticket, and the lane frees it at the end. Whether prefetching has come to a ticket
+    is known to ``ReadAhead`` alone.
+
+    Attributes:
+        copies: into the slot, and ``uses``: events of copies out of it. The slot is free after both.
+        arrival: the copy on the device, while LOADED, if it was made ahead.
+        host: memory outside of staging: of a read for which there was no slot, or of a failed write.
     """
 
-    __slots__ = (
-        "arrival",
-        "checksums",
-        "copies",
-        "device",
-        "error",
-        "extent",
-        "forwarding",
-        "host",
-        "path",
-        "prefetched",
-        "released",
-        "retain_in_staging",
-        "slot",
-        "state",
-        "uses",
-        "was_retained",
-    )
+    __slots__ = ("arrival", "checksums", "copies", "device", "error", "extent", "host", "path", "slot", "state", "uses")
 
     noun = "a ticket"
-    moves = _MOVES
+    moves: ClassVar[Mapping[TicketState, tuple[TicketState, ...]]] = {
+        _S.QUEUED: (_S.WRITING, _S.RELEASED),
+        _S.WRITING: (_S.STORED, _S.LOADED, _S.RESCUED, _S.LOST, _S.ABANDONED),
+        _S.STORED: (_S.READ_QUEUED, _S.RELEASED),
+        _S.READ_QUEUED: (_S.READING, _S.STORED, _S.RELEASED),
+        _S.READING: (_S.LOADED, _S.LOST, _S.ABANDONED),
+        _S.LOADED: (_S.STORED, _S.RELEASED),
+        _S.RESCUED: (_S.RELEASED,),
+        _S.LOST: (_S.RELEASED,),
+        _S.ABANDONED: (_S.RELEASED,),
+        _S.RELEASED: (),
+    }
 
     def __init__(
-        self, nbytes: int, store: Store[SwapTicket], path: Any, extent: Span, slot: Span, device: torch.device
+        self, nbytes: int, store: Store[Any], path: Any, extent: Span, slot: Span, device: torch.device
     ) -> None:
         super().__init__(nbytes, store)
         self.device = device
         self.path = path
         self.extent = extent
         self.slot: Span | None = slot
-        self.state = TicketState.STAGING
+        self.state = TicketState.QUEUED
         self.checksums: tuple[int, ...] = ()
-        self.copies: list[PendingCopy] = []  # into the slot
-        self.uses: list[Any] = []  # events of copies out of the slot
-        self.arrival: Arrival | None = None  # what was read ahead, on the device
+        self.copies: list[PendingCopy] = []
+        self.uses: list[Any] = []
+        self.arrival: Arrival | None = None
         self.host: torch.Tensor | None = None
         self.error: StorageError | None = None
-        self.forwarding = False  # backward copies from the slot during the write
-        self.retain_in_staging = False  # when its write ends, since read ahead was asked for before
-        self.was_retained = False  # so that nothing was read
-        self.prefetched = False
-        self.released = False  # while a thread was moving the bytes
 
     def wait_for_copies(self) -> None:
-        """Block until the device has written its bytes into the slot."""
+        """Block until the device has written its bytes into the slot: a write before that would store other bytes."""
         for copy in self.copies:
             copy.wait()
 

@@ -1,7 +1,7 @@
-"""The host tier: storages in host memory, bounded by ``host_budget_bytes``, all of it taken (and pinned) at the start.
+"""How does a storage come to host memory and back? The tier bounded by ``host_budget_bytes``, all taken at the start.
 
 An accelerator's pinning rounds an allocation up to a power of two (2.25 GiB become 4.0), so the budget is taken as the
-powers of two that it is the sum of.
+powers of two that it is the sum of. Cannot see whether other processes leave so much memory: ``tiers.py`` asks.
 """
 
 from __future__ import annotations
@@ -25,8 +25,21 @@ from ds_tba.telemetry.stats import StoreStats
 MIN_SEGMENT_BYTES = 1 << 20
 
 
+class Segment:
+    """One contiguous part of the budget. Changed only under the store's lock."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self.spans = CopySafeAllocator(memory.numel(), IO_ALIGNMENT_BYTES)
+
+
 class HostTicket(Ticket):
-    """One storage in the host tier."""
+    """One storage in the host tier.
+
+    Attributes:
+        copy: into the span, and ``uses``: events of copies out of it. The span is free after both.
+        arrival: the copy on the device, if it was made ahead.
+    """
 
     __slots__ = ("arrival", "copy", "device", "segment", "span", "uses")
 
@@ -35,9 +48,9 @@ class HostTicket(Ticket):
         self.device = device
         self.segment = segment
         self.span: Span | None = span
-        self.copy: PendingCopy | None = None  # into the span
-        self.uses: list[Any] = []  # events of copies out of the span
-        self.arrival: Arrival | None = None  # the copy on the device, if it was made ahead
+        self.copy: PendingCopy | None = None
+        self.uses: list[Any] = []
+        self.arrival: Arrival | None = None
 
     def view(self) -> torch.Tensor:
         """The bytes in host memory.
@@ -48,40 +61,6 @@ class HostTicket(Ticket):
         if self.span is None:
             raise StateError("bytes were asked for after they were given up; this is a bug in ds_tba")
         return self.segment.memory[self.span.offset : self.span.offset + self.span.nbytes]
-
-
-class Segment:
-    """One contiguous part of the budget."""
-
-    def __init__(self, memory: torch.Tensor) -> None:
-        self.memory = memory
-        self.spans = CopySafeAllocator(memory.numel(), IO_ALIGNMENT_BYTES)
-
-
-class HostMemory:
-    """The budget, in segments. Changed only under the store's lock."""
-
-    def __init__(self, accelerator: Accelerator, budget_bytes: int) -> None:
-        self.segments = [Segment(_allocate(nbytes, accelerator)) for nbytes in segment_sizes(budget_bytes)]
-
-    def allocate(self, nbytes: int) -> tuple[Segment, Span] | None:
-        """A span of the first segment that has room for it."""
-        for segment in self.segments:
-            span = segment.spans.allocate(nbytes)
-            if span is not None:
-                return segment, span
-        return None
-
-    def settle(self) -> None:
-        """Free the spans that were given up and whose copies are done."""
-        for segment in self.segments:
-            segment.spans.settle()
-
-    def close(self) -> None:
-        """Give the memory back, once no copy uses it; blocks until then."""
-        for segment in self.segments:
-            segment.spans.finish()
-        self.segments.clear()
 
 
 class HostStore(Store[HostTicket]):
@@ -101,92 +80,85 @@ class HostStore(Store[HostTicket]):
         self._copies = Copies(accelerator)
         self._ahead_bytes = 0
         self._ahead_limit_bytes = ahead_bytes
-        self._lock = threading.Lock()
-        self._deferred: DeferredFinalizers[HostTicket] = DeferredFinalizers(self._lock, self._free)
-        self._memory = HostMemory(accelerator, budget_bytes)
+        # No lanes wait for this lock, so that copies into the device may be queued under it.
+        self._deferred: DeferredFinalizers[HostTicket] = DeferredFinalizers(threading.Lock(), self._free)
+        self._segments = [Segment(_allocate(nbytes, accelerator)) for nbytes in segment_sizes(budget_bytes)]
         self._held_after_close: list[Segment] = []  # copies in still read them
         self._closed = False
 
     def put(self, data: torch.Tensor, *, wait: bool) -> HostTicket | Refusal:
-        with self._lock:
-            self._deferred.act()
-            self._copies.settle()
-            self._memory.settle()
+        with self._deferred:
+            self._settle()
             self._copies.hold_at_most(max(0, self._ahead_limit_bytes - data.numel()))
-            reserved = self._memory.allocate(data.numel())
-            if reserved is None:
+            for segment in self._segments:
+                span = segment.spans.allocate(data.numel())
+                if span is not None:
+                    break
+            else:
                 refusal = Refusal.CLOSED if self._closed else Refusal.HOST_FULL
                 refusal.count(self.stats, data.numel())
-            else:
-                ticket = HostTicket(data.numel(), self, *reserved, data.device)
-        if reserved is None:
-            self._deferred.act_if_free()
-            return refusal
+                return refusal
+        ticket = HostTicket(data.numel(), self, segment, span, data.device)
         try:
             ticket.copy = self._copies.out(data, ticket.view())  # without the lock: nobody else has the ticket yet
         except BaseException:
             self.release(ticket)
             raise
-        with self._lock:
+        with self._deferred:
             self.stats.offloaded_bytes += ticket.nbytes
-        self._deferred.act_if_free()
         return ticket
 
     def prefetch(self, ticket: HostTicket) -> bool:
-        with self._lock:
-            self._deferred.act()
+        with self._deferred:
             self._copies.settle()
-            has_room = not self._ahead_bytes or self._ahead_bytes + ticket.nbytes <= self._ahead_limit_bytes
-            is_done = self._is_synchronous or ticket.arrival is not None or self._closed
-            if has_room and not is_done:
-                with suppress(RuntimeError):  # no device memory: backward tries again
-                    ticket.arrival = self._copy_in(ticket, ticket.device)
-                    self._ahead_bytes += ticket.nbytes
-        self._deferred.act_if_free()
-        return is_done or has_room
+            if self._is_synchronous or ticket.arrival is not None or self._closed:
+                return True
+            if self._ahead_bytes and self._ahead_bytes + ticket.nbytes > self._ahead_limit_bytes:
+                return False
+            with suppress(RuntimeError):  # no device memory: backward tries again
+                ticket.arrival = self._copy_in(ticket, ticket.device)
+                self._ahead_bytes += ticket.nbytes
+            return True
 
     def get(self, ticket: HostTicket, device: torch.device) -> Loaded:
-        with self._lock:
-            self._deferred.act()
+        with self._deferred:
             if self._closed:
                 raise StateError("the activation offloader was closed before backward: keep the engine until then")
             self._copies.settle()
-            arrival = self._take_arrival(ticket) or self._copy_in(ticket, device)
-        self._deferred.act_if_free()
-        return Loaded(arrival, stored=True)
+            return Loaded(self._take_arrival(ticket) or self._copy_in(ticket, device), stored=True)
 
     def release(self, ticket: HostTicket) -> None:
         self._deferred.leave(ticket)
 
     def settle(self) -> None:
-        with self._lock:
-            self._deferred.act()
-            self._copies.settle()
-            self._memory.settle()
-        self._deferred.act_if_free()
+        with self._deferred:
+            self._settle()
 
     def cancel_prefetch(self, ticket: HostTicket) -> bool:
-        with self._lock:
+        with self._deferred:
             return self._take_arrival(ticket) is not None
 
     def copies_out(self) -> Sequence[PendingCopy]:
-        with self._lock:
-            self._deferred.act()
-            self._copies.settle()
-            self._memory.settle()
-            found = self._copies.under_way
-        self._deferred.act_if_free()
-        return found
+        with self._deferred:
+            self._settle()
+            return self._copies.under_way
 
     def close(self) -> None:
-        with self._lock:
-            self._deferred.act()
+        with self._deferred:
             self._closed = True
             self._copies.finish()
-            self._memory.close()
-        self._deferred.act_if_free()
+            for segment in self._segments:
+                segment.spans.finish()
+            self._segments.clear()
+
+    def _settle(self) -> None:
+        """Let go of what copies used that are done. Never blocks."""
+        self._copies.settle()
+        for segment in self._segments:
+            segment.spans.settle()
 
     def _copy_in(self, ticket: HostTicket, device: torch.device) -> Arrival:
+        # After the copy out, or bytes that the device has not written yet would be handed over.
         after = [ticket.copy] if ticket.copy is not None else []
         arrival = self._copies.into(ticket.view(), ticket.nbytes, device, after)
         ticket.uses = [event for event in ticket.uses if not event.query()]

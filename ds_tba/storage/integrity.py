@@ -1,4 +1,4 @@
-"""Checksums taken when bytes leave memory and compared when they come back.
+"""Are the bytes that came back those that left? Checksums taken at the write and compared after the read.
 
 DeepSpeed's aio op reports no errors (``csrc/aio/common/deepspeed_aio_common.cpp`` never reads the result of a
 completion), so a dropped or short block is seen here or nowhere.

@@ -1,39 +1,48 @@
-"""The NVMe tier: storages in extents of anonymous swap files, one file per directory.
+"""How does a storage come to NVMe and back? The store over anonymous swap files, one per directory.
 
 [Note: The way of a ticket] ``put`` reserves an extent and a staging slot, copies the device bytes into the slot and
-queues a write. A write lane writes it and frees the slot. ``prefetch`` queues a read into a new slot, or has bytes
-that are still to be written retained in staging when their write ends. ``get`` hands over bytes that are still in
-staging (cancelling a write that has not begun), else waits for the read, else queues one that overtakes the others.
-``release`` only defers, because finalizers call it; see ``ds_tba/storage/finalizers.py``.
+queues a write. A write lane writes it and frees the slot. ``prefetch`` queues a read into a new slot, or has bytes that
+are still to be written stay in memory when that is done. ``get`` hands over bytes that are still in staging (cancelling
+a write that has not begun), else waits for the read, else queues one that overtakes the others. ``release`` only
+defers, because finalizers call it; see ``ds_tba/storage/finalizers.py``.
+
+[Note: Pieces] A storage that is larger than a part of staging is cut, so that it fits whatever its size, spreads over
+all paths, and its copies, writes and reads overlap with each other.
 
 [Note: Degrading] A failed write leaves the bytes in staging, from where they are copied to plain host memory; its path
 takes no more tensors. A failed read is tried once more and then raises: those bytes are gone.
+
+Cannot see which storages are worth moving, nor in which order backward wants them.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from ds_tba.device.accelerator import Accelerator, Arrival, PendingCopy
+from ds_tba.device.accelerator import Arrival, PendingCopy
 from ds_tba.errors import StateError
 from ds_tba.storage.backends.base import IoBackend
 from ds_tba.storage.bandwidth_probe import BandwidthProbe
-from ds_tba.storage.base import Loaded, Refusal, Store, SwapTicket, TicketState
+from ds_tba.storage.base import Loaded, Refusal, Store, SwapTicket, Ticket, TicketState
 from ds_tba.storage.integrity import Integrity
-from ds_tba.storage.space import SLOW_WAIT_S, SwapSpace
+from ds_tba.storage.lanes import URGENT
+from ds_tba.storage.space import BEFORE_WRITTEN, SLOW_WAIT_S, SwapSpace
 from ds_tba.storage.staging import StagingRing, tensor_over
 from ds_tba.storage.swap_file import SwapFile
-from ds_tba.storage.swap_path import AHEAD, URGENT, Lane, SwapPath
+from ds_tba.storage.swap_path import SwapPath
 from ds_tba.storage.worker import LaneWork
 
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 60.0
+PIECE_FRACTION_OF_STAGING = 0.25
 _CLOSED = "the activation offloader was closed before backward: keep the engine until then"
 _S = TicketState
 
@@ -46,7 +55,25 @@ class Lanes:
     read: int
 
 
-class NvmeStore(Store[SwapTicket]):
+class PiecesTicket(Ticket):
+    """One large storage, as the tickets of its pieces."""
+
+    __slots__ = ("brought_back", "is_stored", "pieces", "whole")
+
+    def __init__(self, nbytes: int, store: NvmeStore, pieces: list[SwapTicket], passing_bytes: int) -> None:
+        super().__init__(nbytes, store, passing_bytes)
+        self.pieces = pieces
+        self.whole: torch.Tensor | None = None  # being put together
+        self.brought_back = 0  # pieces in it
+        self.is_stored = True
+
+    @property
+    def waiting(self) -> list[SwapTicket]:
+        """The pieces that are not in ``whole`` yet."""
+        return self.pieces[self.brought_back :]
+
+
+class NvmeStore(Store[SwapTicket | PiecesTicket]):
     """Storages on NVMe.
 
     Args:
@@ -55,6 +82,9 @@ class NvmeStore(Store[SwapTicket]):
         ring: staging; closed with the store.
         lanes: threads per file.
         integrity: checksum mode.
+
+    Attributes:
+        largest_whole_bytes: larger storages are cut into pieces.
     """
 
     def __init__(
@@ -64,12 +94,22 @@ class NvmeStore(Store[SwapTicket]):
         self.paths = [SwapPath(file, backend, lanes.write, lanes.read) for file in files]
         self.space = SwapSpace(self.paths, ring)
         self.stats = self.space.stats
-        self._reloader = Reloader(self.space)
         self._integrity = Integrity(integrity, backend.blocks, on_device=backend.stages_on_device)
+        self._work = LaneWork(self.space, self._integrity)
+        part = int(ring.slots.capacity_bytes * PIECE_FRACTION_OF_STAGING)
+        self._piece_bytes = max(part - part % ring.slots.alignment_bytes, ring.slots.alignment_bytes)
+        # Where a slot can be the tensor's memory, putting pieces together is a copy that whole storages do not need.
+        self.largest_whole_bytes = ring.slots.capacity_bytes if ring.zero_copy else self._piece_bytes
+        self._pieces_lock = threading.Lock()  # of their tickets; taken before the space's, never in a finalizer
         try:
-            open_lanes(self.paths, backend, lanes, LaneWork(self.space, self._integrity), ring.accelerator)
+            # Every handle comes before any thread: a failure must leave no thread behind.
+            for path in self.paths:
+                path.open_lanes(backend, lanes.write, lanes.read)
+            for index, path in enumerate(self.paths):
+                path.writes.start(f"ds_tba-write-{index}", ring.accelerator)
+                path.reads.start(f"ds_tba-read-{index}", ring.accelerator)
         except BaseException:
-            stop_lanes(self.paths)
+            self._stop_lanes()
             raise
 
     def measure(self) -> None:
@@ -87,10 +127,14 @@ class NvmeStore(Store[SwapTicket]):
         with self.space.lock:
             self.ring.trim()
 
-    def put(self, data: torch.Tensor, *, wait: bool) -> SwapTicket | Refusal:
+    # ---- out ----------------------------------------------------------------------------------------------------
+
+    def put(self, data: torch.Tensor, *, wait: bool) -> SwapTicket | PiecesTicket | Refusal:
+        return self._put(data, wait) if data.numel() <= self.largest_whole_bytes else self._put_pieces(data, wait)
+
+    def _put(self, data: torch.Tensor, wait: bool) -> SwapTicket | Refusal:
         space = self.space
-        with space.lock:
-            space.deferred.act()
+        with space.deferred:
             reserved = space.reserve(data.numel(), wait)
             if isinstance(reserved, Refusal):
                 reserved.count(self.stats, data.numel())
@@ -99,66 +143,186 @@ class NvmeStore(Store[SwapTicket]):
             ticket = SwapTicket(data.numel(), self, path, extent, slot, data.device)
             space.writes_under_way += 1
         try:
+            # Without the lock, which a copy of the host would keep from the lanes; nobody else has the ticket yet.
             copy = self.ring.copies.out(data, self.ring.view(slot))
-            if copy is not None:
-                ticket.copies.append(copy)
-            with space.lock:
-                self.stats.offloaded_bytes += ticket.nbytes
         except BaseException:
-            with space.lock:
-                space.end_write()
-                ticket.move(_S.RELEASED)
-                space.free(ticket)
+            with space.deferred:
+                space.give_up(ticket)
             raise
+        if copy is not None:
+            ticket.copies.append(copy)
         with space.lock:
-            ticket.move(_S.QUEUED)
-        path.writes.put(ticket)
+            self.stats.offloaded_bytes += ticket.nbytes
+        path.writes.put(partial(self._work.write, ticket))
         return ticket
 
-    def prefetch(self, ticket: SwapTicket) -> bool:
-        with self.space.lock:
-            self.space.deferred.act()
-            if ticket.state in (_S.QUEUED, _S.WRITING):
-                return self.space.read_ahead.retain(ticket)
-            if ticket.state is not _S.STORED or self.space.closed:
+    def _put_pieces(self, data: torch.Tensor, wait: bool) -> PiecesTicket | Refusal:
+        slots, nbytes = self.ring.slots, data.numel()
+        if not wait and slots.padded(nbytes) > slots.capacity_bytes - slots.used_bytes:
+            # It would have to wait for staging: refused before its first pieces are copied for nothing.
+            too_large = slots.padded(nbytes) > slots.capacity_bytes
+            refusal = Refusal.LARGER_THAN_STAGING if too_large else Refusal.STAGING_FULL
+            with self.space.lock:
+                refusal.count(self.stats, nbytes)
+            return refusal
+        pieces: list[SwapTicket] = []
+        try:
+            for part in torch.split(data, self._piece_bytes):
+                piece = self._put(part, wait)
+                if isinstance(piece, Refusal):
+                    self._release(pieces)
+                    return piece
+                pieces.append(piece)
+        except BaseException:
+            self._release(pieces)
+            raise
+        # On a device that runs behind, every piece is held until the kernels queued before have gone.
+        return PiecesTicket(nbytes, self, pieces, min(nbytes, slots.capacity_bytes) if self.ring.zero_copy else nbytes)
+
+    # ---- back ---------------------------------------------------------------------------------------------------
+
+    def prefetch(self, ticket: SwapTicket | PiecesTicket) -> bool:
+        if isinstance(ticket, PiecesTicket):
+            with self._pieces_lock:
+                return all(self.prefetch(piece) for piece in ticket.waiting)
+        with self.space.deferred:
+            if self.space.closed or ticket in self.space.read_ahead:
+                return True
+            if ticket.state in BEFORE_WRITTEN:
+                return self.space.read_ahead.add_early(ticket)
+            if ticket.state is not _S.STORED:
                 return True  # in memory already, or nothing to do
             if not self.space.begin_prefetch(ticket):
                 return False
-            ticket.move(_S.READ_QUEUED)
-        ticket.path.reads.put(ticket, AHEAD)
+        ticket.path.reads.put(partial(self._work.read, ticket))
         return True
 
-    def get(self, ticket: SwapTicket, device: torch.device) -> Loaded:
-        return self._reloader.get(ticket, device)
+    def get(self, ticket: SwapTicket | PiecesTicket, device: torch.device) -> Loaded:
+        if isinstance(ticket, PiecesTicket):
+            with self._pieces_lock:
+                return self._put_together(ticket, device)
+        with self.space.deferred:
+            self.space.settle_copies()  # backward needs the memory of what forward has finished copying
+            if ticket.state not in BEFORE_WRITTEN:
+                self._wait_until_loaded(ticket)
+            host = ticket.host
+            # Under the lock, or a lane might free the slot between its choice and the copy. On a device the copy is
+            # only queued; if it raises for want of memory, the ticket is as before, and get may be called again.
+            loaded = self._hand_over(ticket, device)
+        if host is not None:
+            loaded.arrival.wait()  # that memory may go now
+        return loaded
 
-    def release(self, ticket: SwapTicket) -> None:
-        self.space.deferred.leave(ticket)
+    def _hand_over(self, ticket: SwapTicket, device: torch.device) -> Loaded:
+        """The bytes of a ticket that is in memory, and what that changes about it."""
+        space, state = self.space, ticket.state
+        arrival = ticket.arrival or self._bring(ticket, device)
+        if state in BEFORE_WRITTEN:
+            self.stats.forwarded_bytes += ticket.nbytes
+        if state is _S.QUEUED:
+            space.give_up(ticket)  # the lane skips it: the write is cancelled
+            return Loaded(arrival, stored=False)
+        space.read_ahead.end(ticket)
+        if state is _S.LOADED:
+            ticket.host = ticket.arrival = None
+            ticket.move(_S.STORED)
+            space.free_slot(ticket)
+        return Loaded(arrival, stored=True)
+
+    def _bring(self, ticket: SwapTicket, device: torch.device) -> Arrival:
+        """Bytes onto the device from where they are: the slot, or memory beside it."""
+        # Nobody else uses the memory of these, so that it can be the tensor's own.
+        is_ours = self.ring.zero_copy and ticket.state in (_S.QUEUED, _S.LOADED)
+        if ticket.host is not None:
+            if is_ours:
+                return Arrival.done(tensor_over(ticket.host, ticket.nbytes))
+            return self.ring.copies.into(ticket.host, ticket.nbytes, device)
+        if not is_ours:
+            return self._copy_staged(ticket, device)
+        data = self.ring.lend(ticket.held_slot, ticket.nbytes, self.space.deferred.leave)
+        ticket.slot = None
+        return Arrival.done(data)
+
+    def _copy_staged(self, ticket: SwapTicket, device: torch.device) -> Arrival:
+        # After the copies into the slot, or bytes that the device has not written yet would be handed over.
+        staged = self.ring.view(ticket.held_slot)
+        arrival = self.ring.copies.into(staged, ticket.nbytes, device, after=ticket.copies)
+        ticket.uses.append(arrival.event)  # so that the slot is written again only when the copy has read it
+        return arrival
+
+    def _wait_until_loaded(self, ticket: SwapTicket) -> None:
+        """Block until the bytes are in memory. Called under the lock, which each wait releases."""
+        space, started = self.space, time.perf_counter()
+        if ticket.state in (_S.RELEASED, _S.ABANDONED):
+            raise StateError("bytes were asked for after they were given up; this is a bug in ds_tba")
+        space.read_ahead.end(ticket)  # from here on it is ours, and cannot be given up
+        warned = False
+        if ticket.state is _S.STORED:
+            ticket.slot = self.ring.slots.allocate(ticket.extent.nbytes)
+            if ticket.slot is None:
+                ticket.host = self.ring.overflow(ticket.extent.nbytes)
+            ticket.move(_S.READ_QUEUED)
+        if ticket.state is _S.READ_QUEUED:
+            ticket.path.reads.put(partial(self._work.read, ticket), URGENT)
+        while ticket.state not in (_S.LOADED, _S.RESCUED, _S.LOST) and not space.closed:
+            notified = space.changed.wait(SLOW_WAIT_S)
+            if not notified and not warned:
+                warned = True
+                logger.warning("backward has waited %.0f s for a read at %s", SLOW_WAIT_S, ticket.path.file.directory)
+        if space.closed and ticket.host is None and ticket.arrival is None and ticket.error is None:
+            raise StateError(_CLOSED)
+        self.stats.stall_s += time.perf_counter() - started
+        if ticket.error is not None:
+            # A new exception each time: one that is kept would keep the frames it passed through.
+            raise type(ticket.error)(str(ticket.error)) from ticket.error
+
+    def _put_together(self, ticket: PiecesTicket, device: torch.device) -> Loaded:
+        copies = self.ring.copies
+        if ticket.whole is None:
+            ticket.whole = copies.allocate(ticket.nbytes, device)
+        # A get that fails half-way, for lack of device memory say, may be repeated: the pieces copied so far stay.
+        for piece in ticket.waiting:
+            for ahead in ticket.waiting:
+                if not self.prefetch(ahead):
+                    break
+            loaded = self.get(piece, device)
+            ticket.is_stored = ticket.is_stored and loaded.stored
+            offset = ticket.brought_back * self._piece_bytes
+            copies.copy(loaded.data, ticket.whole[offset : offset + piece.nbytes])
+            ticket.brought_back += 1
+        whole, ticket.whole, ticket.brought_back = ticket.whole, None, 0
+        return Loaded(copies.arrived(whole), stored=ticket.is_stored)
+
+    # ---- giving up ----------------------------------------------------------------------------------------------
+
+    def release(self, ticket: SwapTicket | PiecesTicket) -> None:
+        self._release(ticket.pieces if isinstance(ticket, PiecesTicket) else [ticket])
+
+    def _release(self, tickets: Sequence[SwapTicket]) -> None:
+        for ticket in tickets:
+            self.space.deferred.leave(ticket)
 
     def settle(self) -> None:
-        with self.space.lock:
-            self.space.deferred.act()
+        with self.space.deferred:
             self.space.settle_copies()
 
-    def cancel_prefetch(self, ticket: SwapTicket) -> bool:
-        with self.space.lock:
-            self.space.deferred.act()
-            cancelled = self.space.cancel_prefetch(ticket)
-        self.space.deferred.act_if_free()
-        return cancelled
+    def cancel_prefetch(self, ticket: SwapTicket | PiecesTicket) -> bool:
+        if isinstance(ticket, PiecesTicket):
+            with self._pieces_lock:
+                cancelled = [self.cancel_prefetch(piece) for piece in ticket.waiting]  # each of them
+                return all(cancelled)
+        with self.space.deferred:
+            return self.space.cancel_prefetch(ticket)
 
     def copies_out(self) -> Sequence[PendingCopy]:
-        with self.space.lock:
-            self.space.deferred.act()
+        with self.space.deferred:
             self.space.settle_copies()
-            found = self.ring.copies.under_way
-        self.space.deferred.act_if_free()
-        return found
+            return self.ring.copies.under_way
 
     def close(self) -> None:
-        with self.space.lock:
+        with self.space.deferred:
             self.space.closed = True
-            self.space.deferred.act()
-        if not stop_lanes(self.paths):
+        if not self._stop_lanes():
             logger.error(
                 "an I/O request did not end within %.0f s; its memory is left to process exit", CLOSE_TIMEOUT_S
             )
@@ -178,157 +342,11 @@ class NvmeStore(Store[SwapTicket]):
             while self.space.writes_under_way and not self.space.closed:
                 self.space.changed.wait(SLOW_WAIT_S)
 
-
-def open_lanes(
-    paths: Sequence[SwapPath], backend: IoBackend, lanes: Lanes, work: LaneWork, accelerator: Accelerator
-) -> None:
-    """Start the lanes of all paths. Every handle comes before any thread: a failure must leave no thread behind."""
-    for index, path in enumerate(paths):
-        for _ in range(lanes.write):
-            handle = backend.open_handle(path.file.fd)
-            path.write_lanes.append(Lane(f"ds_tba-write-{index}", path.writes, handle, work.write, accelerator))
-        for _ in range(lanes.read):
-            handle = backend.open_handle(path.file.fd)
-            path.read_lanes.append(Lane(f"ds_tba-read-{index}", path.reads, handle, work.read, accelerator))
-    for path in paths:
-        for lane in path.write_lanes + path.read_lanes:
-            lane.start()
-
-
-def stop_lanes(paths: Sequence[SwapPath]) -> bool:
-    """Let the lanes do what is queued and end; whether all of them did within the time for that."""
-    for path in paths:
-        path.writes.stop(len(path.write_lanes))
-        path.reads.stop(len(path.read_lanes))
-    deadline_s = time.monotonic() + CLOSE_TIMEOUT_S
-    lanes = [lane for path in paths for lane in path.write_lanes + path.read_lanes]
-    ended = [lane.end(max(0.0, deadline_s - time.monotonic())) for lane in lanes]
-    return all(ended)
-
-
-class Reloader:
-    """Brings the bytes of tickets back to the device, in the thread of backward: from staging, or from the file.
-
-    Copies to the device run without the lock, so that a lane is never held up by them. The state of the ticket, or its
-    ``forwarding``, keeps everybody else from its slot meanwhile.
-
-    Args:
-        space: holds the bytes, and the lock.
-    """
-
-    def __init__(self, space: SwapSpace) -> None:
-        self._space = space
-        self._ring = space.ring
-
-    def get(self, ticket: SwapTicket, device: torch.device) -> Loaded:
-        """As :meth:`NvmeStore.get`."""
-        with self._space.lock:
-            self._space.deferred.act()
-            self._space.settle_copies()  # backward needs the memory of what forward has finished copying
-            state = ticket.state
-            if state is _S.QUEUED:
-                self._space.read_ahead.end(ticket)
-                ticket.move(_S.FORWARDING)  # the lane skips it: the write is cancelled
-            elif state is _S.WRITING:
-                self._space.read_ahead.end(ticket)
-                ticket.forwarding = True  # the lane leaves the slot to this thread
-            elif state is _S.RELEASED:
-                raise StateError("bytes were asked for after they were given up; this is a bug in ds_tba")
-        if state is _S.QUEUED:
-            return self._forward_instead_of_write(ticket, device)
-        if state is _S.WRITING:
-            return self._forward_during_write(ticket, device)
-        return self._load(ticket, device)
-
-    def _forward_instead_of_write(self, ticket: SwapTicket, device: torch.device) -> Loaded:
-        try:
-            arrival = self._lend(ticket) if self._ring.zero_copy else self._copy_staged(ticket, device)
-        except BaseException:  # such as no device memory: the script may catch that and go on
-            with self._space.lock:
-                ticket.move(_S.QUEUED)
-            ticket.path.writes.put(ticket)
-            raise
-        with self._space.lock:
-            self._space.stats.forwarded_bytes += ticket.nbytes
-            self._space.stats.cancelled_bytes += ticket.nbytes
-            self._space.end_write()
-            ticket.move(_S.RELEASED)
-            self._space.free(ticket)  # not the slot, if that was lent
-        return Loaded(arrival, stored=False)
-
-    def _forward_during_write(self, ticket: SwapTicket, device: torch.device) -> Loaded:
-        try:
-            arrival = self._copy_staged(ticket, device)
-        finally:
-            with self._space.lock:
-                ticket.forwarding = False
-                if ticket.state is _S.STORED or ticket.host is not None:
-                    self._space.free_slot(ticket)  # the write ended meanwhile and left the slot to us
-        with self._space.lock:
-            self._space.stats.forwarded_bytes += ticket.nbytes
-        return Loaded(arrival, stored=True)
-
-    def _copy_staged(self, ticket: SwapTicket, device: torch.device) -> Arrival:
-        staged = self._ring.view(ticket.held_slot)
-        arrival = self._ring.copies.into(staged, ticket.nbytes, device, after=ticket.copies)
-        ticket.uses.append(arrival.event)  # so that the slot is written again only when the copy has read it
-        return arrival
-
-    def _lend(self, ticket: SwapTicket) -> Arrival:
-        """The slot itself as the tensor's memory."""
-        data = self._ring.lend(ticket.held_slot, ticket.nbytes, self._space.deferred.leave)
-        ticket.slot = None
-        return Arrival.done(data)
-
-    def _load(self, ticket: SwapTicket, device: torch.device) -> Loaded:
-        with self._space.lock:
-            started = time.perf_counter()
-            self._space.read_ahead.end(ticket)  # from here on it is ours, and cannot be given up
-            self._wait_until_loaded(ticket)
-            self._space.stats.stall_s += time.perf_counter() - started
-            if ticket.error is not None:
-                # A new exception each time: one that is kept would keep the frames it passed through.
-                raise type(ticket.error)(str(ticket.error)) from ticket.error
-        arrival = self._arrival(ticket, device)
-        if ticket.state is _S.RESCUED:
-            return Loaded(arrival, stored=True)
-        with self._space.lock:
-            self._space.read_ahead.end(ticket)
-            self._space.stats.forwarded_bytes += ticket.nbytes if ticket.was_retained else 0
-            ticket.was_retained = False
-            ticket.host = ticket.arrival = None
-            ticket.move(_S.STORED)
-            self._space.free_slot(ticket)
-        return Loaded(arrival, stored=True)
-
-    def _arrival(self, ticket: SwapTicket, device: torch.device) -> Arrival:
-        if ticket.arrival is not None:
-            return ticket.arrival
-        if ticket.host is None:
-            zero_copy = self._ring.zero_copy and ticket.state is _S.LOADED
-            return self._lend(ticket) if zero_copy else self._copy_staged(ticket, device)
-        if self._ring.zero_copy and ticket.state is _S.LOADED:
-            return Arrival.done(tensor_over(ticket.host, ticket.nbytes))
-        arrival = self._ring.copies.into(ticket.host, ticket.nbytes, device)
-        arrival.wait()  # that memory may go now
-        return arrival
-
-    def _wait_until_loaded(self, ticket: SwapTicket) -> None:
-        """Block until the bytes are in memory. Called under the lock, which each wait releases."""
-        warned = False
-        if ticket.state is _S.STORED:
-            ticket.slot = self._ring.slots.allocate(ticket.extent.nbytes)
-            if ticket.slot is None:
-                ticket.host = self._ring.backing.overflow(ticket.extent.nbytes)
-            ticket.move(_S.READ_QUEUED)
-        if ticket.state is _S.READ_QUEUED:
-            ticket.path.reads.put(ticket, URGENT)
-        while ticket.state not in (_S.LOADED, _S.RESCUED, _S.LOST):
-            if self._space.closed:
-                break
-            notified = self._space.changed.wait(SLOW_WAIT_S)
-            if not notified and not warned:
-                warned = True
-                logger.warning("backward has waited %.0f s for a read at %s", SLOW_WAIT_S, ticket.path.file.directory)
-        if self._space.closed and ticket.host is None and ticket.arrival is None and ticket.error is None:
-            raise StateError(_CLOSED)
+    def _stop_lanes(self) -> bool:
+        """Let the lanes do what is queued and end; whether all of them did within the time for that."""
+        deadline_s = time.monotonic() + CLOSE_TIMEOUT_S
+        groups = [group for path in self.paths for group in (path.writes, path.reads)]
+        for group in groups:
+            group.stop()
+        ended = [group.end(lambda: deadline_s - time.monotonic()) for group in groups]
+        return all(ended)

@@ -1,6 +1,7 @@
-"""The room of the NVMe store: staging slots and extents, who holds them, and the lock over both.
+"""Where is there room for a storage, and who holds it? The NVMe store's staging slots and extents, and their lock.
 
-Every method is called under ``lock``, except where it says otherwise.
+Does not know how bytes move: ``nvme.py`` has the ways of a ticket, ``worker.py`` the work of the lanes. Every method is
+called under ``lock``, except where it says otherwise.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ import threading
 import time
 from collections.abc import Sequence
 
-from ds_tba.config import may_read_ahead, may_retain
-from ds_tba.storage.allocator import Span, SpanAllocator
+from ds_tba.config import PREFETCH_FRACTION_OF_STAGING
+from ds_tba.storage.allocator import Span
 from ds_tba.storage.base import Refusal, SwapTicket, TicketState
 from ds_tba.storage.finalizers import DeferredFinalizers
 from ds_tba.storage.staging import StagingRing
@@ -20,69 +21,75 @@ from ds_tba.telemetry.stats import StoreStats
 SLOW_WAIT_S = 30.0
 COPY_POLL_S = 0.001
 _S = TicketState
-# A thread is using the bytes of a ticket in these states, and gives them up at the end.
-_IN_USE = frozenset({_S.STAGING, _S.FORWARDING, _S.WRITING, _S.RETURNING, _S.READING})
+BEFORE_WRITTEN = frozenset({_S.QUEUED, _S.WRITING})
 
 
 class ReadAhead:
-    """Which tickets are read ahead, or will stay in staging as if they were, and how many bytes that takes.
+    """The tickets that prefetching has come to, and the bytes that they take: nobody else knows this of a ticket.
+
+    Most are read ahead. *Early* ones were still to be written when prefetching came: their bytes stay in memory when
+    the write ends, and from then on count as read ahead.
 
     Args:
-        slots: of staging, whose size is the bound.
+        capacity_bytes: of staging, which bounds all of it. Bytes that were read ahead on an asynchronous device wait in
+            device memory, and count until backward takes them.
     """
 
-    def __init__(self, slots: SpanAllocator) -> None:
-        self._slots = slots
+    def __init__(self, capacity_bytes: int) -> None:
+        self._capacity_bytes = capacity_bytes
         self.prefetched_bytes = 0
-        self.retained_bytes = 0
-        self._tickets: dict[SwapTicket, None] = {}  # prefetched, in the order in which they were asked for
+        self.early_bytes = 0
+        self._prefetched: dict[SwapTicket, None] = {}  # in the order in which they were asked for
+        self._early: set[SwapTicket] = set()
+
+    def __contains__(self, ticket: SwapTicket) -> bool:
+        return ticket in self._prefetched or ticket in self._early
 
     def has_room(self, nbytes: int, *, beside_writes: bool) -> bool:
-        """Whether ``nbytes`` may be read ahead.
-
-        Bytes that were read ahead on an asynchronous device wait in device memory, and count until backward takes them.
-        So do bytes that are retained.
-        """
-        return may_read_ahead(
-            nbytes, self.prefetched_bytes, self.retained_bytes, self._slots.capacity_bytes, while_writing=beside_writes
-        )
+        """Whether ``nbytes`` more may be read; the first always may; beside writes, less."""
+        ahead_bytes = self.prefetched_bytes + nbytes
+        bound_bytes = self._capacity_bytes * (PREFETCH_FRACTION_OF_STAGING if beside_writes else 1)
+        fits = ahead_bytes <= bound_bytes and ahead_bytes + self.early_bytes <= self._capacity_bytes
+        return fits or not self.prefetched_bytes
 
     def add(self, ticket: SwapTicket) -> None:
         """The ticket is read ahead from here on."""
-        ticket.prefetched = True
         self.prefetched_bytes += ticket.extent.nbytes
-        self._tickets[ticket] = None
+        self._prefetched[ticket] = None
 
-    def retain(self, ticket: SwapTicket) -> bool:
-        """Let bytes that are still to be written stay when their write ends; False where the bound has no room."""
-        if ticket.retain_in_staging or ticket.forwarding:
-            return True
+    def add_early(self, ticket: SwapTicket) -> bool:
+        """Add a ticket that is still to be written; False where the bound has no room.
+
+        It has a slot, so that the part left to writes does not matter. If it did, bytes that are being written when
+        backward begins would hold up the reads behind them.
+        """
         nbytes = ticket.extent.nbytes
-        if not may_retain(nbytes, self.prefetched_bytes, self.retained_bytes, self._slots.capacity_bytes):
+        if self.prefetched_bytes + self.early_bytes + nbytes > self._capacity_bytes:
             return False
-        ticket.retain_in_staging = True
-        self.retained_bytes += nbytes
+        self.early_bytes += nbytes
+        self._early.add(ticket)
         return True
 
-    def add_retained(self, ticket: SwapTicket) -> None:
-        """The write of a ticket to be retained has ended: from now on its bytes are as if read ahead."""
-        self.end(ticket)
-        ticket.was_retained = True
-        self.add(ticket)
+    def end_write(self, ticket: SwapTicket) -> bool:
+        """The write of a ticket has ended; returns whether its bytes stay in memory, because prefetching came first."""
+        is_early = ticket in self._early
+        if is_early:
+            self.end(ticket)
+            self.add(ticket)
+        return is_early
 
     def end(self, ticket: SwapTicket) -> None:
-        """The ticket is neither read ahead nor to be retained, if it was."""
-        if ticket.retain_in_staging:
-            ticket.retain_in_staging = False
-            self.retained_bytes -= ticket.extent.nbytes
-        if ticket.prefetched:
-            ticket.prefetched = False
+        """The ticket is not ahead any more, if it was."""
+        if ticket in self._early:
+            self._early.remove(ticket)
+            self.early_bytes -= ticket.extent.nbytes
+        elif ticket in self._prefetched:
+            del self._prefetched[ticket]
             self.prefetched_bytes -= ticket.extent.nbytes
-            del self._tickets[ticket]
 
     def newest_first(self) -> list[SwapTicket]:
         """The tickets that are read ahead; backward needs the newest last."""
-        return list(reversed(self._tickets))
+        return list(reversed(self._prefetched))
 
 
 class SwapSpace:
@@ -91,19 +98,24 @@ class SwapSpace:
     Args:
         paths: the directories at work.
         ring: staging.
+
+    Attributes:
+        lock: over all of it, the tickets included. Held for bookkeeping and for what is only queued on a device, never
+            for I/O: the lanes need it at both ends of a transfer.
+        deferred: ``with space.deferred`` takes the lock and acts on what finalizers left.
+        changed: notified whenever a ticket moves on, or a slot or write ends.
+        writes_under_way: and to come; whoever waits for a slot may count on them.
     """
 
     def __init__(self, paths: Sequence[SwapPath], ring: StagingRing) -> None:
         self.stats = StoreStats()
         self.paths = paths
         self.ring = ring
-        # Not reentrant on purpose: see finalizers.py. A `with` takes the lock itself, not the condition: a signal
-        # handler that raises, as that of Ctrl-C does, may come after a condition's taking it and before the body.
-        self.lock = threading.Lock()
+        self.lock = threading.Lock()  # not reentrant on purpose: see finalizers.py
         self.changed = threading.Condition(self.lock)
         self.deferred: DeferredFinalizers[SwapTicket | Span] = DeferredFinalizers(self.lock, self._finalize)
-        self.read_ahead = ReadAhead(ring.slots)
-        self.writes_under_way = 0  # and to come: whoever waits for a slot may count on them
+        self.read_ahead = ReadAhead(ring.slots.capacity_bytes)
+        self.writes_under_way = 0
         self.closed = False
 
     # ---- taking -------------------------------------------------------------------------------------------------
@@ -113,8 +125,6 @@ class SwapSpace:
         if self.closed:
             return Refusal.CLOSED
         self.settle_copies()
-        if self.ring.slots.padded(nbytes) > self.ring.slots.capacity_bytes:
-            return Refusal.LARGER_THAN_STAGING
         slot = self.ring.slots.allocate(nbytes) or self._wait_for_slot(nbytes, wait)
         if slot is None:
             return Refusal.STAGING_FULL
@@ -135,20 +145,18 @@ class SwapSpace:
         if ticket.slot is None:
             return False
         self.read_ahead.add(ticket)
+        ticket.move(_S.READ_QUEUED)
         return True
 
     def cancel_prefetch(self, ticket: SwapTicket) -> bool:
-        """Give up bytes that are read ahead, or are about to be; False where there is nothing to give up now."""
-        if ticket.retain_in_staging:  # still to be written: the slot is freed when the write ends
-            self.read_ahead.end(ticket)
-            return True
-        if not ticket.prefetched or ticket.state not in (_S.READ_QUEUED, _S.LOADED):
+        """Give up bytes that are ahead, or are about to be; False where there is nothing to give up now."""
+        if ticket not in self.read_ahead or ticket.state is _S.READING:
             return False
         self.read_ahead.end(ticket)
-        ticket.was_retained = False
         ticket.host = ticket.arrival = None
-        ticket.move(_S.STORED)
-        self.free_slot(ticket)
+        if ticket.state not in BEFORE_WRITTEN:  # else the slot is freed when the write ends
+            ticket.move(_S.STORED)
+            self.free_slot(ticket)
         return True
 
     def _wait_for_slot(self, nbytes: int, wait: bool) -> Span | None:
@@ -193,6 +201,7 @@ class SwapSpace:
         slot, ticket.slot = ticket.slot, None
         if slot is None:
             return
+        # Else the next tensor's copy or read would overwrite bytes that the device has still to take.
         events = [copy.event for copy in ticket.copies] + ticket.uses
         ticket.copies, ticket.uses = [], []
         self.ring.slots.free_after(events, slot)
@@ -203,28 +212,33 @@ class SwapSpace:
         self.ring.copies.settle()
         self.ring.slots.settle()
 
-    def free(self, ticket: SwapTicket) -> None:
-        """Give back slot and extent."""
-        self.free_slot(ticket)
-        ticket.path.extents.free(ticket.extent)
+    def end_work(self, ticket: SwapTicket, state: TicketState) -> bool:
+        """The lane that used a ticket's memory has ended; False where the ticket was given up meanwhile."""
+        self.changed.notify_all()
+        if ticket.state is _S.ABANDONED:
+            self.give_up(ticket)
+            return False
+        ticket.move(state)
+        return True
 
     def give_up(self, ticket: SwapTicket) -> None:
-        """Release a ticket whose bytes nobody is using. A write that has not begun is cancelled."""
+        """Release a ticket whose memory no lane uses. A write that has not begun is cancelled."""
         if ticket.state is _S.QUEUED:
             self.stats.cancelled_bytes += ticket.nbytes
             self.end_write()
         self.read_ahead.end(ticket)
         ticket.move(_S.RELEASED)
         ticket.host = ticket.arrival = None
-        self.free(ticket)
+        self.free_slot(ticket)
+        ticket.path.extents.free(ticket.extent)
 
     def _finalize(self, released: SwapTicket | Span) -> None:
         """Act on a released ticket, or on a lent slot whose tensor is gone."""
         if isinstance(released, Span):
             self.ring.end_loan(released)
             self.changed.notify_all()
-            return
-        released.released = True
-        # Otherwise the thread that is using the bytes gives them up: a lane, or one that hands them over.
-        if released.state not in _IN_USE and released.state is not _S.RELEASED:
+        elif released.state in (_S.WRITING, _S.READING):  # see [Note: Who frees a slot]
+            self.read_ahead.end(released)
+            released.move(_S.ABANDONED)
+        elif released.state not in (_S.ABANDONED, _S.RELEASED):
             self.give_up(released)

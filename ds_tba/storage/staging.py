@@ -1,4 +1,4 @@
-"""Between device memory and files: the staging ring. Does not know files, tickets or autograd.
+"""What lies between device memory and files? The staging ring. Does not know files, tickets or autograd.
 
 Staging is host memory, or device memory for a backend that reaches files from there (``IoBackend.stages_on_device``):
 then every copy stays on the device, and the other device work of a lane runs in a stream of its own
@@ -16,10 +16,13 @@ from typing import Any
 
 import torch
 
-from ds_tba.device.accelerator import Accelerator, Copies
+from ds_tba.device.accelerator import Accelerator, Copies, pins_memory
 from ds_tba.device.memory import aligned_memory, give_pages_back, host_view, huge_page_memory
 from ds_tba.storage.allocator import CopySafeAllocator, Span
 from ds_tba.storage.backends.base import IoBackend
+
+COPY_BYTES = 16 << 20  # about the size of a storage
+TIMES = 5
 
 
 def wait_for_stream(accelerator: Accelerator) -> None:
@@ -28,46 +31,6 @@ def wait_for_stream(accelerator: Accelerator) -> None:
         event = accelerator.new_event()
         event.record(accelerator.current_stream())
         event.synchronize()
-
-
-class StagingMemory:
-    """Allocates memory of the kind that a backend stages in: huge pages or pinned memory of the host, or the device's.
-
-    Args:
-        backend: says whether that is host memory or device memory.
-    """
-
-    def __init__(self, accelerator: Accelerator, backend: IoBackend) -> None:
-        self._accelerator = accelerator
-        self._backend = backend
-        self._is_pinned = not (accelerator.is_synchronized_device() or backend.stages_on_device)
-
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        """The memory of a ring (uint8, 1-D, zeroed)."""
-        if self._is_pinned:
-            return self._accelerator.pin_memory(torch.zeros(nbytes, dtype=torch.uint8, device="cpu"))
-        memory = self._backend.allocate_staging(nbytes)
-        wait_for_stream(self._accelerator)  # zeroing on the device must not overwrite the first tensor
-        return memory
-
-    def overflow(self, nbytes: int) -> torch.Tensor:
-        """Memory outside the ring, of its kind, for a read that cannot wait for room in it."""
-        if not self._backend.stages_on_device:
-            return huge_page_memory(nbytes, forked=False)
-        memory = aligned_memory(nbytes, self._accelerator.device())
-        # The allocator hands out what kernels in this stream may still be using; the drive knows no streams.
-        wait_for_stream(self._accelerator)
-        return memory
-
-    def trim(self, memory: torch.Tensor) -> None:
-        """Give pages back until they are touched again; pinned memory and that of a device stay as they are."""
-        if not self._is_pinned and not self._backend.stages_on_device:
-            give_pages_back(memory)
-
-    def free(self, memory: torch.Tensor) -> None:
-        """Give back what :meth:`allocate` returned."""
-        if not self._is_pinned:
-            self._backend.free_staging(memory)
 
 
 class _Loan:
@@ -87,7 +50,7 @@ class StagingRing:
     """The only memory through which bytes pass, bounded by ``staging_bytes``, exact in size.
 
     Args:
-        backend: says whether that is host memory or device memory.
+        backend: says whether that is host memory (huge pages, or pinned) or device memory.
         staging_bytes: its size.
 
     Attributes:
@@ -100,12 +63,13 @@ class StagingRing:
 
     def __init__(self, accelerator: Accelerator, backend: IoBackend, staging_bytes: int) -> None:
         self.accelerator = accelerator
+        self._backend = backend
         self._on_device = backend.stages_on_device
+        self._is_pinned = pins_memory(accelerator) and not self._on_device
         self.zero_copy = accelerator.is_synchronized_device()
         self.copies = Copies(accelerator)
-        self.backing = StagingMemory(accelerator, backend)
         self.slots = CopySafeAllocator(staging_bytes, backend.alignment_bytes)
-        self._memory: torch.Tensor | None = self.backing.allocate(self.slots.capacity_bytes)
+        self._memory: torch.Tensor | None = self._allocate(self.slots.capacity_bytes)
         self._closed_memory: torch.Tensor | None = None
         self._loans = 0
         self._streams = threading.local()
@@ -125,6 +89,15 @@ class StagingRing:
     def rescue(self, staged: torch.Tensor, nbytes: int) -> torch.Tensor:
         """The first ``nbytes`` of a slot in host memory of their own; in a lane, so inside :meth:`lane_stream`."""
         return staged[:nbytes].to("cpu", copy=True) if self._on_device else staged[:nbytes].clone()
+
+    def overflow(self, nbytes: int) -> torch.Tensor:
+        """Memory outside the ring, of its kind, for a read that cannot wait for room in it."""
+        if not self._on_device:
+            return huge_page_memory(nbytes, forked=False)
+        memory = aligned_memory(nbytes, self.accelerator.device())
+        # The allocator hands out what kernels in this stream may still be using; the drive knows no streams.
+        wait_for_stream(self.accelerator)
+        return memory
 
     def lane_stream(self) -> AbstractContextManager[Any]:
         """The context for the device work of a lane (copies for checksums, rescues): a stream of the calling thread.
@@ -160,9 +133,12 @@ class StagingRing:
         self._free_if_unused()
 
     def trim(self) -> None:
-        """Give the memory's pages back until they are touched again, if no slot is in use and its kind allows that."""
-        if self._memory is not None and self.slots.is_unused:
-            self.backing.trim(self._memory)
+        """Give the memory's pages back until they are touched again, if no slot is in use.
+
+        Pinned memory and that of a device stay as they are.
+        """
+        if self._memory is not None and self.slots.is_unused and not self._is_pinned and not self._on_device:
+            give_pages_back(self._memory)
 
     def close(self) -> None:
         """Give the memory back, or let the end of the last loan do so. Idempotent."""
@@ -170,22 +146,24 @@ class StagingRing:
             self._closed_memory, self._memory = self._memory, None
             self._free_if_unused()
 
+    def _allocate(self, nbytes: int) -> torch.Tensor:
+        """The memory (uint8, 1-D, zeroed)."""
+        if self._is_pinned:
+            return self.accelerator.pin_memory(torch.zeros(nbytes, dtype=torch.uint8, device="cpu"))
+        memory = self._backend.allocate_staging(nbytes)
+        wait_for_stream(self.accelerator)  # zeroing on the device must not overwrite the first tensor
+        return memory
+
     def _free_if_unused(self) -> None:
         if self._closed_memory is not None and self._loans == 0:
             memory, self._closed_memory = self._closed_memory, None
-            self.backing.free(memory)
+            if not self._is_pinned:
+                self._backend.free_staging(memory)
 
 
 def tensor_over(host: torch.Tensor, nbytes: int) -> torch.Tensor:
     """The first ``nbytes`` of host memory as a tensor of its own storage (and version counter), not copied."""
     return torch.frombuffer(host_view(host), dtype=torch.uint8)[:nbytes]
-
-
-# How fast bytes go between device memory and staging, and back.
-
-
-COPY_BYTES = 16 << 20  # about the size of a storage
-TIMES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,14 +196,13 @@ def measure_copies(
     def copy_in() -> None:
         copies.into(staged, staged.numel(), device).wait()
 
-    out_s, in_s = _best_s(copy_out, clock), _best_s(copy_in, clock)
+    def best_s(copy: Callable[[], None]) -> float:
+        took: list[float] = []
+        for _ in range(TIMES):
+            started_s = clock()
+            copy()
+            took.append(clock() - started_s)
+        return min(took)
+
+    out_s, in_s = best_s(copy_out), best_s(copy_in)
     return CopyRates(staged.numel() / out_s, staged.numel() / in_s)
-
-
-def _best_s(copy: Callable[[], None], clock: Callable[[], float]) -> float:
-    took: list[float] = []
-    for _ in range(TIMES):
-        started_s = clock()
-        copy()
-        took.append(clock() - started_s)
-    return min(took)

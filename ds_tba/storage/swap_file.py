@@ -1,4 +1,8 @@
-"""One swap file: without a name on disk, readable by this process alone, grown in steps, reclaimed by the kernel."""
+"""Where do bytes lie on a drive, and can they? One swap file per directory: without a name on disk, readable by this
+process alone, grown in steps, reclaimed by the kernel. And the checks of a directory, before training and with numbers.
+
+Cannot see what a drive does with the blocks: a file system may say that there is room and fail a write all the same.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +105,7 @@ class SwapFile:
                 os.ftruncate(self.fd, 0)
             self._close()
 
-    def _close(self) -> None:
+    def _close(self) -> None:  # without giving the space back: a forked child may not take it from its parent
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -157,9 +161,6 @@ def _write_in_place(fd: int) -> None:
         fcntl.ioctl(fd, _SET_FLAGS, struct.pack("i", flags | _NOCOW))
 
 
-# Whether a directory can hold a swap file, told before training and with numbers.
-
-
 MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
 
 
@@ -175,15 +176,12 @@ class SwapDirectory:
 def check_directories(
     paths: tuple[str, ...], needed_bytes: int, ranks_on_node: int, lower: str = ""
 ) -> list[SwapDirectory]:
-    """Check every directory of ``nvme_path``.
+    """Check every directory of ``nvme_path``; their paths come back absolute, ``~`` and variables replaced.
 
     Args:
         needed_bytes: room that each rank must find in each directory.
         ranks_on_node: ranks that share the directories of this machine.
         lower: advice for who needs less, with a comma at its end.
-
-    Returns:
-        The directories with absolute paths, ``~`` and environment variables replaced.
 
     Raises:
         PathError: naming the directory, the rule, the numbers and the repair.
@@ -234,7 +232,8 @@ def _check(path: Path, needed_bytes: int, ranks_on_node: int, lower: str) -> Swa
         raise PathError(f"nvme_path {path} is not writable by user {os.geteuid()}: chown it or name another directory.")
     free_bytes = usage.f_bavail * usage.f_frsize
     if free_bytes < needed_bytes * ranks_on_node:
-        free, needed, missing = map(_exactly, (free_bytes, needed_bytes, needed_bytes * ranks_on_node - free_bytes))
+        numbers = (free_bytes, needed_bytes, needed_bytes * ranks_on_node - free_bytes)
+        free, needed, missing = (f"{readable(nbytes)} ({nbytes} bytes)" for nbytes in numbers)
         raise PathError(
             f"nvme_path {path} has {free} free, but {ranks_on_node} rank(s) on this machine need {needed} each: free "
             f"{missing}, {lower}or name another directory."
@@ -257,7 +256,3 @@ def file_system_of(path: Path) -> str:
         if inside and len(mount_point) >= len(best):
             best, kind = mount_point, rest.split()[0]
     return kind
-
-
-def _exactly(nbytes: int) -> str:
-    return f"{readable(nbytes)} ({nbytes} bytes)"

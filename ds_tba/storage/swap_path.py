@@ -1,109 +1,20 @@
-"""One directory of ``nvme_path`` at work: its swap file, the extents in it, and the queues and lanes that serve it."""
+"""How is one directory of ``nvme_path`` doing? Its swap file, the extents in it, its lanes, and their rates.
+
+Cannot see what the bytes are.
+"""
 
 from __future__ import annotations
 
 import errno
-import heapq
-import itertools
 import logging
-import queue
-import threading
-from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any
 
-from ds_tba.device.accelerator import Accelerator, new_thread
 from ds_tba.errors import StateError, TransferError
 from ds_tba.storage.allocator import Span, SpanAllocator
-from ds_tba.storage.backends.base import IoBackend, IoHandle
+from ds_tba.storage.backends.base import IoBackend
+from ds_tba.storage.lanes import LaneGroup
 from ds_tba.storage.swap_file import SwapFile
-from ds_tba.telemetry.stats import KindMeter, PathMeter, RollingRate, readable
-
-# A lane: one thread with its own I/O handle, for writes or for reads of one swap file, never for both.
-Work = Callable[[Any, IoHandle], None]
-
-URGENT = 0
-AHEAD = 1
-_STOP = 2
-
-
-class Task(ABC):
-    """Queue item that runs itself. Subclass it: an isinstance check against a Protocol costs microseconds."""
-
-    @abstractmethod
-    def run_in_lane(self, handle: IoHandle) -> None:
-        """Do it; as ``work`` of :class:`Lane`, it handles its own errors."""
-
-
-class LaneQueue:
-    """Tasks in order of priority, then of arrival.
-
-    Not :class:`queue.PriorityQueue`, whose lock a signal handler that raises can leave locked.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._tasks: list[tuple[int, int, Any]] = []
-        self._arrivals = itertools.count()
-        self._arrived: queue.SimpleQueue[None] = queue.SimpleQueue()  # one for each task
-
-    def put(self, task: Any, priority: int = AHEAD) -> None:
-        """Add a task: ``URGENT`` for bytes that backward waits for, ``AHEAD`` for all else."""
-        with self._lock:
-            heapq.heappush(self._tasks, (priority, next(self._arrivals), task))
-        self._arrived.put(None)
-
-    def get(self) -> Any:
-        """The next task; None when the lane is to stop."""
-        self._arrived.get()
-        with self._lock:
-            return heapq.heappop(self._tasks)[2]
-
-    def stop(self, lanes: int) -> None:
-        """Let ``lanes`` lanes stop once the tasks before are done."""
-        for _ in range(lanes):
-            self.put(None, _STOP)
-
-
-class Lane:
-    """A thread that takes items from a queue: it runs a :class:`Task`, and calls ``work(item, handle)`` for all others.
-
-    Args:
-        work: handles its own errors; what escapes it is a bug and ends the thread loudly.
-        accelerator: on whose device the thread runs.
-    """
-
-    def __init__(self, name: str, tasks: LaneQueue, handle: IoHandle, work: Work, accelerator: Accelerator) -> None:
-        self._thread = new_thread(accelerator, self._run, name)
-        self._tasks = tasks
-        self._handle = handle
-        self._work = work
-
-    def start(self) -> None:
-        """Begin with what is queued."""
-        self._thread.start()
-
-    def is_alive(self) -> bool:
-        """Whether it has been started and has not stopped."""
-        return self._thread.is_alive()
-
-    def _run(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            if isinstance(task, Task):
-                task.run_in_lane(self._handle)
-            else:
-                self._work(task, self._handle)
-            del task  # or an idle lane would keep the last ticket alive
-        self._handle.close()
-
-    def end(self, limit_s: float) -> bool:
-        """Wait until it has stopped, as its queue has told it to; False where that takes longer than ``limit_s``."""
-        if self._thread.ident is None:  # never started
-            self._handle.close()
-        else:
-            self._thread.join(limit_s)
-        return not self.is_alive()
-
+from ds_tba.telemetry.stats import KindMeter, PathMeter, readable
 
 logger = logging.getLogger(__name__)
 
@@ -118,43 +29,36 @@ class SwapPath:
     Args:
         file: of its first size; closed by the store.
         backend: gives the alignment.
-        write_lanes, read_lanes: how many lanes will serve it.
+        write_lanes, read_lanes: how many will serve it.
     """
 
     def __init__(self, file: SwapFile, backend: IoBackend, write_lanes: int, read_lanes: int) -> None:
         self.file = file
         self.extents = SpanAllocator(file.size_bytes, backend.alignment_bytes)
-        self.writes = LaneQueue()
-        self.reads = LaneQueue()
-        self.write_lanes: list[Lane] = []
-        self.read_lanes: list[Lane] = []
+        self.writes = LaneGroup()
+        self.reads = LaneGroup()
         self.meter = PathMeter(write_lanes, read_lanes)
         self.probe_bytes = 0  # written to measure the path
         self.failure: str | None = None
         self.full = False
         self._is_limit_said = False
 
+    def open_lanes(self, backend: IoBackend, write_lanes: int, read_lanes: int) -> None:
+        """Open the handles of its lanes, which are not started yet."""
+        self.writes.open(write_lanes, lambda: backend.open_handle(self.file.fd))
+        self.reads.open(read_lanes, lambda: backend.open_handle(self.file.fd))
+
     @property
     def written_bytes(self) -> int:
         """Bytes that this process had the drive write: they count as wear."""
         return self.meter.writes.moved_bytes
-
-    @property
-    def write_rate(self) -> RollingRate:
-        """The recent rate of writes, with or without concurrent reads."""
-        return self.meter.writes.recent
-
-    @property
-    def read_rate(self) -> RollingRate:
-        """The recent rate of reads, with or without concurrent writes."""
-        return self.meter.reads.recent
 
     def busy_s(self, more_bytes: int) -> float:
         """Seconds to write and read back the bytes that the path holds, and ``more_bytes``.
 
         Tensors go where this is least, so that paths hold bytes in proportion to their bandwidth.
         """
-        s_per_byte = self.write_rate.s_per_byte + self.read_rate.s_per_byte
+        s_per_byte = self.meter.writes.recent.s_per_byte + self.meter.reads.recent.s_per_byte
         return (self.extents.used_bytes + more_bytes) * s_per_byte
 
     def bandwidth(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""The tiers of one rank: opens the stores that the config asks for, knows what is behind them, closes them.
+"""Which tiers has this rank? Opens the stores that the config asks for, knows what is behind them, closes them.
 
-Knows stores, backends and drives; does not know the cache nor what is decided.
+Knows stores, backends and drives; cannot see the cache nor what is decided.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from ds_tba.device.memory import available_bytes
 from ds_tba.errors import BackendUnavailableError, ConfigError
 from ds_tba.storage.backends.select import Selection, select_backend
 from ds_tba.storage.base import Store
-from ds_tba.storage.chunked import PiecesStore
 from ds_tba.storage.host import HostStore
 from ds_tba.storage.nvme import Lanes, NvmeStore
 from ds_tba.storage.staging import StagingRing
@@ -69,18 +68,21 @@ class Tiers:
         self.selection: Selection | None = None
         self.directories: list[SwapDirectory] = []
         self._drives: list[Drive] = []
+        self.nvme: NvmeStore | None = None
+        self.host: HostStore | None = None
+        self.by_placement: dict[Placement, Store[Any]] = {}
         uses_host = config.host_budget_bytes > 0 and config.placement != "keep"
         if uses_host:
             _check_host_memory(config.host_budget_bytes, ranks_on_node)
-        self.nvme: NvmeStore | None = (
-            self._open_nvme(aio_config, accelerator, zero_uses_nvme) if config.uses_nvme else None
-        )
-        self.host: HostStore | None = self._open_host(accelerator) if uses_host else None
-        self.by_placement: dict[Placement, Store[Any]] = {}
-        if self.nvme is not None:
-            self.by_placement[Placement.NVME] = PiecesStore(self.nvme, self.nvme.space)
-        if self.host is not None:
-            self.by_placement[Placement.HOST] = self.host
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            if config.uses_nvme:
+                self.nvme = self._open_nvme(aio_config, accelerator, zero_uses_nvme)
+                self.by_placement[Placement.NVME] = self.nvme
+            if uses_host:
+                self.host = HostStore(accelerator, config.host_budget_bytes, config.io.ring_bytes)
+                self.by_placement[Placement.HOST] = self.host
+            undo.pop_all()
 
     @property
     def paths(self) -> list[SwapPath]:
@@ -140,14 +142,6 @@ class Tiers:
             f"{directory.path} ({' on '.join(filter(None, (directory.file_system, drive.device)))})"
             for directory, drive in zip(self.directories, self._drives, strict=True)
         ]
-
-    def _open_host(self, accelerator: Accelerator) -> HostStore:
-        try:
-            return HostStore(accelerator, self._config.host_budget_bytes, self._config.io.ring_bytes)
-        except BaseException:
-            if self.nvme is not None:
-                self.nvme.close()
-            raise
 
     def _warn_of_spinning_disks(self) -> None:
         for directory, drive in zip(self.directories, self._drives, strict=True):

@@ -1,4 +1,7 @@
-"""The work of the lanes: write a ticket, keep its bytes in memory if they cannot be written, read it back."""
+"""What does a lane do with a ticket? Write it, or keep its bytes in memory; read it back, verified.
+
+Does not know who asks, nor when: a ticket's state says whether the work is still wanted.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from ds_tba.storage.backends.base import IoHandle
 from ds_tba.storage.base import Refusal, SwapTicket, TicketState
 from ds_tba.storage.integrity import Integrity, Mismatch
 from ds_tba.storage.space import SwapSpace
-from ds_tba.telemetry.stats import Kind, Transfer
+from ds_tba.telemetry.stats import Kind
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +25,8 @@ _S = TicketState
 
 class LaneWork:
     """Writes and reads of tickets, in whatever lane takes them.
+
+    A lane survives whatever a transfer raises, or backward would wait for ever; the ticket carries the error.
 
     Args:
         space: holds the bytes, and the lock.
@@ -33,103 +38,73 @@ class LaneWork:
         self._integrity = integrity
 
     def write(self, ticket: SwapTicket, handle: IoHandle) -> None:
-        """Write a queued ticket, unless its write was cancelled."""
+        """Write a queued ticket, unless its write was cancelled; keep its bytes in memory if they cannot be written."""
         with self._space.ring.lane_stream():
             self._write(ticket, handle)
-        self._space.deferred.act_if_free()
 
     def read(self, ticket: SwapTicket, handle: IoHandle) -> None:
         """Read a ticket into its slot, unless its read was cancelled or done by an urgent request."""
         with self._space.ring.lane_stream():
             self._read(ticket, handle)
-        self._space.deferred.act_if_free()
 
     def _write(self, ticket: SwapTicket, handle: IoHandle) -> None:
         space = self._space
-        with space.lock:
+        with space.deferred:
             if ticket.state is not _S.QUEUED:
                 return  # cancelled
             ticket.move(_S.WRITING)
-            broken = ticket.path.failure is not None
+            has_failed = ticket.path.failure is not None
             space.stats.writes.start()
         try:
             ticket.wait_for_copies()
         except Exception as error:  # noqa: BLE001 - the copy out failed, so staging does not hold the bytes
-            self._end_without_bytes(ticket, ActivationLostError(f"an activation could not leave the device: {error}"))
+            self._lose(ticket, ActivationLostError(f"an activation could not leave the device: {error}"))
             return
         staged = space.ring.view(ticket.held_slot)
-        if broken:
-            self._rescue(ticket, staged, None)
+        failure = None if has_failed else self._write_out(ticket, staged, handle)
+        if has_failed or failure is not None:
+            self._rescue(ticket, staged, failure)
             return
-        with space.lock:  # the copy before was not the drive's time
-            transfer = ticket.path.meter.start(Kind.WRITE, ticket.extent.nbytes)
-        failure = self._write_out(ticket, staged, handle)
-        if failure is None:
-            self._end_write(ticket, staged, transfer)
-            return
-        with space.lock:
-            ticket.path.meter.stop(transfer, moved=False)
-        self._rescue(ticket, staged, failure)
+        # Prefetching came to it: onto the device now, so that its slot is free for what backward wants next.
+        arrival = self._onto_device(ticket, staged) if ticket in space.read_ahead else None
+        with space.deferred:
+            self._count_write(ticket.extent.nbytes)
+            stays = space.read_ahead.end_write(ticket)
+            written = space.end_work(ticket, _S.LOADED if stays else _S.STORED)
+            if written and stays:
+                space.stats.forwarded_bytes += ticket.nbytes
+                ticket.arrival = arrival
+            arrival = None  # this frame must not hold it when backward has let go of it
+            if written and (not stays or ticket.arrival is not None):
+                space.free_slot(ticket)
+            space.settle_copies()
 
     def _write_out(self, ticket: SwapTicket, staged: torch.Tensor, handle: IoHandle) -> Exception | None:
         """Write the staged bytes. Returns the error, if there was one."""
+        space, failure = self._space, None
+        with space.lock:  # here, because the copy before was not the drive's time
+            transfer = ticket.path.meter.start(Kind.WRITE, ticket.extent.nbytes)
         try:
             ticket.checksums = self._integrity.digest(staged)
             handle.write(staged, ticket.extent.offset)
-        except Exception as error:  # noqa: BLE001 - a lane must survive anything, or backward would wait for ever
-            return error
-        return None
+        except Exception as error:  # noqa: BLE001 - see the class
+            failure = error
+        with space.lock:
+            ticket.path.meter.stop(transfer, moved=failure is None)
+        return failure
 
     def _count_write(self, nbytes: int) -> None:
         self._space.stats.writes.stop(nbytes)
         self._space.end_write()
 
-    def _end_without_bytes(self, ticket: SwapTicket, error: StorageError) -> None:
+    def _lose(self, ticket: SwapTicket, error: StorageError) -> None:
         space = self._space
-        with space.lock:
+        with space.deferred:
             self._count_write(0)
-            ticket.error = error
-            ticket.move(_S.LOST)
             space.read_ahead.end(ticket)
-            if ticket.released:
+            ticket.error = error
+            if not space.end_work(ticket, _S.LOST):
                 space.stats.cancelled_bytes += ticket.nbytes
-                space.give_up(ticket)
-
-    def _end_write(self, ticket: SwapTicket, staged: torch.Tensor, transfer: Transfer) -> None:
-        space = self._space
-        with space.lock:
-            ticket.path.meter.stop(transfer)
-            self._count_write(ticket.extent.nbytes)
-            retained = ticket.retain_in_staging and not ticket.released
-            if retained:
-                space.read_ahead.add_retained(ticket)
-                # Once LOADED, backward may take the slot as soon as the lock is free; RETURNING keeps it.
-                ticket.move(_S.LOADED if space.ring.zero_copy else _S.RETURNING)
-            else:
-                ticket.move(_S.STORED)
-                if not ticket.forwarding:  # else backward frees it: see [Note: Who frees a slot]
-                    space.free_slot(ticket)
-            if ticket.released:
-                space.give_up(ticket)
-            space.deferred.act()
-            space.settle_copies()
-        if retained and not space.ring.zero_copy:
-            self._copy_retained(ticket, staged)
-
-    def _copy_retained(self, ticket: SwapTicket, staged: torch.Tensor) -> None:
-        """Copy retained bytes to the device, so that their slot is free for others."""
-        space = self._space
-        arrival = self._onto_device(ticket, staged)
-        with space.lock:
-            ticket.move(_S.LOADED)
-            ticket.arrival, arrival = arrival, None  # as in _read
-            if ticket.arrival is not None:
-                space.free_slot(ticket)
-            if ticket.released:
-                space.give_up(ticket)
-            space.deferred.act()
-            space.settle_copies()
-            space.changed.notify_all()
 
     def _rescue(self, ticket: SwapTicket, staged: torch.Tensor, failure: Exception | None) -> None:
         """Keep bytes that cannot be written in host memory, or in their slot where no host memory is left."""
@@ -137,36 +112,21 @@ class LaneWork:
         host: torch.Tensor | None = None
         with suppress(MemoryError, RuntimeError):
             host = space.ring.rescue(staged, ticket.nbytes)
-        with space.lock:
+        with space.deferred:
             self._count_write(0)
-            ticket.move(_S.RESCUED)
-            ticket.host = host
             space.read_ahead.end(ticket)
+            ticket.host = host
             space.stats.rescued_bytes += ticket.nbytes
             Refusal.PATH_FAILED.count(space.stats, ticket.nbytes)
             if failure is not None:
                 ticket.path.fail(failure)
-            if host is not None and not ticket.forwarding:
+            if space.end_work(ticket, _S.RESCUED) and host is not None:
                 space.free_slot(ticket)
-            if ticket.released:
-                space.give_up(ticket)
-            space.deferred.act()
             space.settle_copies()
-
-    def _onto_device(self, ticket: SwapTicket, source: torch.Tensor) -> Arrival | None:
-        """Copy staged bytes to the device, so that backward need not wait for that; None where they stay staged."""
-        if self._space.ring.zero_copy or ticket.released:
-            return None
-        try:
-            arrival = self._space.ring.copies.into(source, ticket.nbytes, ticket.device)
-            arrival.wait()
-        except RuntimeError:  # no device memory: backward tries again, and tells the user if there is none then
-            return None
-        return arrival
 
     def _read(self, ticket: SwapTicket, handle: IoHandle) -> None:
         space = self._space
-        with space.lock:
+        with space.deferred:
             if ticket.state is not _S.READ_QUEUED:
                 return  # given up, or read by an urgent request
             ticket.move(_S.READING)
@@ -174,29 +134,31 @@ class LaneWork:
             transfer = ticket.path.meter.start(Kind.READ, ticket.extent.nbytes)
         target = ticket.host if ticket.host is not None else space.ring.view(ticket.held_slot)
         failure = _read_checked(ticket, target, handle, self._integrity)
-        arrival = None
-        if not space.ring.zero_copy:
-            with space.lock:  # before the copy onto the device, which is not the drive's time
-                ticket.path.meter.stop(transfer, moved=failure is None)
-            arrival = self._onto_device(ticket, target) if failure is None else None
-        with space.lock:
-            if space.ring.zero_copy:
-                ticket.path.meter.stop(transfer, moved=failure is None)
-            moved = ticket.extent.nbytes if failure is None else 0
-            space.stats.reads.stop(moved)
+        with space.lock:  # before the copy onto the device, which is not the drive's time
+            ticket.path.meter.stop(transfer, moved=failure is None)
+        arrival = self._onto_device(ticket, target) if failure is None else None
+        with space.deferred:
+            space.stats.reads.stop(ticket.extent.nbytes if failure is None else 0)
             ticket.error = failure
-            ticket.move(_S.LOADED if failure is None else _S.LOST)
-            ticket.arrival, arrival = arrival, None  # this frame must not hold it when backward has let go of it
+            ticket.arrival, arrival = arrival, None  # as above
             if failure is not None:
                 space.read_ahead.end(ticket)
-            if failure is not None or ticket.arrival is not None:
+            read = space.end_work(ticket, _S.LOADED if failure is None else _S.LOST)
+            if read and (failure is not None or ticket.arrival is not None):
                 ticket.host = None
                 space.free_slot(ticket)
-            if ticket.released:
-                space.give_up(ticket)
-            space.deferred.act()
             space.settle_copies()
-            space.changed.notify_all()
+
+    def _onto_device(self, ticket: SwapTicket, source: torch.Tensor) -> Arrival | None:
+        """Copy staged bytes to the device, so that backward need not wait for that; None where they stay staged."""
+        if self._space.ring.zero_copy or ticket.state is _S.ABANDONED:
+            return None
+        try:
+            arrival = self._space.ring.copies.into(source, ticket.nbytes, ticket.device)
+            arrival.wait()  # else the slot would be read into again under the copy
+        except RuntimeError:  # no device memory: backward tries again, and tells the user if there is none then
+            return None
+        return arrival
 
 
 def _read_checked(

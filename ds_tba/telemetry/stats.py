@@ -5,9 +5,7 @@ A path has rates of writes and of reads, each alone and concurrent with the othe
 [Note: Whose time] While several transfers of a kind are under way, each is charged its share of the time. Bytes over
 charged time are then the rate of the path and not of one lane, in whatever order the transfers end. Idle time is
 charged to none. Where a lane had nothing to do, the path could have been faster, by at most the ratio of lanes to
-transfers: the estimate moves only if it is outside of that range. A transfer that ran partly alone and partly
-concurrent with the other kind counts for both estimates; its bytes are divided in the proportion that the estimates so
-far predict.
+transfers: an estimate within that range stays, or light work would make drives look slow, and plans move less still.
 """
 
 from __future__ import annotations
@@ -149,8 +147,9 @@ def expanded(path: str) -> Path:
 # ---- rates of a path ------------------------------------------------------------------------------------------------
 
 
-class RollingRate:
-    """A recent bandwidth: a mean that fades with bytes and not with time, so that it stays while nothing is measured.
+class RecentRate:
+    """A bandwidth as the mean of the recent transfers: it fades with bytes and not with time, so that it stays while
+    nothing is measured.
 
     Args:
         half_bytes: the last so many bytes count as much as all before them.
@@ -160,26 +159,26 @@ class RollingRate:
 
     def __init__(self, half_bytes: int) -> None:
         self._half_bytes = half_bytes
-        self.s_per_byte = self.UNKNOWN_S_PER_BYTE
-        self._unmeasured = 1.0  # weight of the initial value, which was never measured
+        self._nbytes = self._seconds = 0.0
 
     def add(self, nbytes: float, min_s: float, max_s: float) -> None:
-        """Add a transfer of which is known only that its bytes take from ``min_s`` to ``max_s``.
-
-        An estimate within that range stays as it is.
-        """
+        """Add a transfer that takes the path from ``min_s`` to ``max_s``; see [Note: Whose time]."""
         if nbytes <= 0 or max_s <= 0:
             return
-        low, high = min_s / nbytes, max_s / nbytes
-        found = min(max(self.s_per_byte, low), high) if self.is_known else high
+        took_s = min(max(nbytes * self.s_per_byte, min_s), max_s) if self.is_known else max_s
         kept = 0.5 ** (nbytes / self._half_bytes)
-        self._unmeasured *= kept
-        self.s_per_byte += (found - self.s_per_byte) * (1 - kept) / (1 - self._unmeasured)
+        self._nbytes = self._nbytes * kept + nbytes
+        self._seconds = self._seconds * kept + took_s
 
     @property
     def is_known(self) -> bool:
         """Whether anything was measured."""
-        return self._unmeasured < 1
+        return self._nbytes > 0
+
+    @property
+    def s_per_byte(self) -> float:
+        """Seconds for a byte; a guess before the first measurement."""
+        return self._seconds / self._nbytes if self.is_known else self.UNKNOWN_S_PER_BYTE
 
     @property
     def bytes_per_s(self) -> float:
@@ -195,17 +194,14 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class _Times:
-    """Seconds in which a kind was busy, and the share of them that each of its transfers is charged."""
+class Transfer:
+    """A transfer under way, with the times of its kind when it began (see :class:`KindMeter`)."""
 
-    busy_s: float = 0.0
-    charged_s: float = 0.0
-
-    def __sub__(self, other: _Times) -> _Times:
-        return _Times(self.busy_s - other.busy_s, self.charged_s - other.charged_s)
-
-    def after(self, passed_s: float, active: int) -> _Times:
-        return _Times(self.busy_s + passed_s, self.charged_s + passed_s / active)
+    kind: Kind
+    nbytes: int
+    busy_s: float
+    charged_s: float
+    concurrent_s: float
 
 
 class KindMeter:
@@ -213,51 +209,36 @@ class KindMeter:
 
     Attributes:
         recent: the rate, whatever else was under way; steadier, because bytes are divided among paths by it.
-        alone, concurrent: the rate without and with transfers of the other kind.
+        alone, concurrent: the rate without and with transfers of the other kind; one that ran partly with them counts
+            for both, in the proportion of the times.
         moved_bytes: of transfers that succeeded.
+        busy_s, concurrent_s: in which one was under way, and of that beside the other kind.
+        charged_s: the share of ``busy_s`` that each of them is charged.
     """
 
     def __init__(self, lanes: int) -> None:
-        self.recent = RollingRate(STEADY_BYTES)
-        self.alone = RollingRate(QUICK_BYTES)
-        self.concurrent = RollingRate(QUICK_BYTES)
-        self.moved_bytes = 0
-        self.active = 0
-        self.alone_times = _Times()
-        self.concurrent_times = _Times()
+        self.recent = RecentRate(STEADY_BYTES)
+        self.alone = RecentRate(QUICK_BYTES)
+        self.concurrent = RecentRate(QUICK_BYTES)
+        self.moved_bytes = self.active = 0
+        self.busy_s = self.charged_s = self.concurrent_s = 0.0
         self._lanes = lanes
 
     def charge(self, passed_s: float, *, is_concurrent: bool) -> None:
         """Charge ``passed_s`` to the transfers under way."""
-        if self.active and is_concurrent:
-            self.concurrent_times = self.concurrent_times.after(passed_s, self.active)
-        elif self.active:
-            self.alone_times = self.alone_times.after(passed_s, self.active)
+        if self.active:
+            self.busy_s += passed_s
+            self.charged_s += passed_s / self.active
+            self.concurrent_s += passed_s if is_concurrent else 0.0
 
-    def learn(self, nbytes: int, alone: _Times, concurrent: _Times) -> None:
-        """Add a transfer to the estimates. See [Note: Whose time]."""
-        alone_part = alone.charged_s / _known(self.alone, self.concurrent).s_per_byte
-        concurrent_part = concurrent.charged_s / _known(self.concurrent, self.alone).s_per_byte
-        if alone_part + concurrent_part <= 0:
+    def learn(self, transfer: Transfer) -> None:
+        """Add a transfer that has ended to the rates."""
+        busy_s, charged_s = self.busy_s - transfer.busy_s, self.charged_s - transfer.charged_s
+        if busy_s <= 0:
             return
-        alone_bytes = nbytes * alone_part / (alone_part + concurrent_part)
-        self._add(self.alone, alone_bytes, alone)
-        self._add(self.concurrent, nbytes - alone_bytes, concurrent)
-        both = _Times(alone.busy_s + concurrent.busy_s, alone.charged_s + concurrent.charged_s)
-        self._add(self.recent, nbytes, both)
-
-    def _add(self, rate: RollingRate, nbytes: float, times: _Times) -> None:
-        rate.add(nbytes, times.busy_s / self._lanes, times.charged_s)
-
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """A transfer under way, with the times of its kind when it began."""
-
-    kind: Kind
-    nbytes: int
-    alone_times: _Times
-    concurrent_times: _Times
+        beside = (self.concurrent_s - transfer.concurrent_s) / busy_s
+        for rate, part in ((self.recent, 1.0), (self.alone, 1 - beside), (self.concurrent, beside)):
+            rate.add(transfer.nbytes * part, busy_s * part / self._lanes, charged_s * part)
 
 
 class PathMeter:
@@ -283,7 +264,7 @@ class PathMeter:
         self._charge()
         one = self.of(kind)
         one.active += 1
-        return Transfer(kind, nbytes, one.alone_times, one.concurrent_times)
+        return Transfer(kind, nbytes, one.busy_s, one.charged_s, one.concurrent_s)
 
     def stop(self, transfer: Transfer, *, moved: bool = True, is_typical: bool = True) -> None:
         """Record that a transfer ends.
@@ -297,8 +278,7 @@ class PathMeter:
         one.active -= 1
         one.moved_bytes += transfer.nbytes if moved else 0
         if moved and is_typical:
-            alone = one.alone_times - transfer.alone_times
-            one.learn(transfer.nbytes, alone, one.concurrent_times - transfer.concurrent_times)
+            one.learn(transfer)
 
     def _charge(self) -> None:
         now_s = self._clock()
@@ -306,7 +286,3 @@ class PathMeter:
         is_concurrent = self.writes.active > 0 and self.reads.active > 0
         self.writes.charge(passed_s, is_concurrent=is_concurrent)
         self.reads.charge(passed_s, is_concurrent=is_concurrent)
-
-
-def _known(rate: RollingRate, other: RollingRate) -> RollingRate:
-    return rate if rate.is_known or not other.is_known else other

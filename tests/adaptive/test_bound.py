@@ -25,8 +25,8 @@ from torch.utils import checkpoint as checkpointing
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_tba.adaptive.agreement import Alone
-from ds_tba.autograd.budget import MemoryMeter
 from ds_tba.autograd.cache import TensorCache
+from ds_tba.autograd.residency import MemoryMeter
 from ds_tba.autograd.saved import Hooks, RecordState
 from ds_tba.autograd.tensors import Eligibility
 from ds_tba.config import AioConfig, OffloadConfig
@@ -36,7 +36,6 @@ from ds_tba.planner.search import adaptive
 from ds_tba.storage.backends.posix import PosixBackend
 from ds_tba.storage.backends.select import Selection
 from ds_tba.storage.base import Choice
-from ds_tba.storage.chunked import PiecesStore
 from ds_tba.storage.nvme import Lanes
 from ds_tba.telemetry.stats import Gauge
 
@@ -247,7 +246,7 @@ def test_recording_again_follows_the_plan_for_the_rest_of_the_step(make: Make) -
 
 def bounded(make_store: StoreFactory, bound_bytes: int) -> TensorCache:
     cache = TensorCache([make_store(staging_bytes=4 * MIB)], "cpu", KIB)
-    cache._default_policy = cache.records.forward.policy = Keeping()
+    cache._default_policy = cache.forward.policy = Keeping()
     cache.limit_resident(bound_bytes, "the bound")
     return cache
 
@@ -272,7 +271,7 @@ def test_a_plan_that_keeps_too_much_costs_no_memory(make_store: StoreFactory) ->
     expected, x.grad = x.grad, None
     with cache.saving():
         loss = function(x)
-    assert any(record.state is RecordState.OFFLOADED for record in cache.records.forward.by_key.values())
+    assert any(record.state is RecordState.OFFLOADED for record in cache.forward.by_key.values())
     loss.backward()
     assert torch.equal(expected, x.grad)
     cache.settle()
@@ -339,7 +338,7 @@ def test_reading_ahead_onto_a_device_is_within_the_bound(make_store: StoreFactor
 def test_what_was_kept_on_one_stream_is_moved_from_another_after_its_kernels(make_store: StoreFactory) -> None:
     device = LateDevice(late_compute=True)
     cache = TensorCache([make_store(accelerator=device)], "cpu", KIB, accelerator=device)
-    cache._default_policy = cache.records.forward.policy = Keeping()
+    cache._default_policy = cache.forward.policy = Keeping()
     cache.limit_resident(2 * 64 * KIB)
     streams, exact = [device.new_stream() for _ in range(3)], []
     for _ in range(5):
@@ -419,8 +418,7 @@ class Original:
 @pytest.mark.parametrize(("size", "staging"), [(64 * KIB, MIB), (MIB, 2 * MIB), (MIB, 8 * MIB), (2 * MIB, 4 * MIB)])
 def test_a_device_really_holds_no_more_than_the_bound(make_store: StoreFactory, size: int, staging: int) -> None:
     device = TruthfulDevice()
-    nvme = make_store(accelerator=device, staging_bytes=staging)
-    store = PiecesStore(nvme, nvme.space)
+    store = make_store(accelerator=device, staging_bytes=staging)
     cache = TensorCache([store], "cpu", KIB, wait_for_staging=True, accelerator=device)
     cache.limit_resident(5 * size)
     x = torch.randn(size // 4, requires_grad=True)
@@ -502,7 +500,7 @@ def test_a_buffer_that_recomputations_save_is_no_longer_counted_after_backward()
 
 def test_what_was_partly_forwarded_leaves_nothing_when_it_is_moved_again(make_store: StoreFactory) -> None:
     nvme = make_store(ScriptedBackend(slow(0.02)), staging_bytes=MIB, lanes=Lanes(1, 1))
-    cache = TensorCache([PiecesStore(nvme, nvme.space)], "cpu", KIB, wait_for_staging=True)
+    cache = TensorCache([nvme], "cpu", KIB, wait_for_staging=True)
     cache.limit_resident(4 * MIB)
     x = torch.randn(384 * KIB, requires_grad=True)
     two_backwards_give_twice_the_gradient(cache, x, 6)

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from ds_tba.autograd.cache import TensorCache
 from ds_tba.storage.base import Always
-from ds_tba.storage.chunked import PiecesStore
 from ds_tba.storage.host import HostStore
 
 MIB = 1 << 20
@@ -49,10 +48,10 @@ def backward(device: LateDevice, cache: TensorCache, saved: list[object], second
         time.sleep(seconds)
         exact.append(bool((found == wanted).all()))
 
-    count, step = len(saved), cache.records.forward.micro_step
+    count, step = len(saved), cache.forward.micro_step
     while saved:
         held = saved.pop()
-        tensor = cache.records.unpack(step, held)  # type: ignore[arg-type]
+        tensor = cache.unpack(step, held)  # type: ignore[arg-type]
         device.launch(partial(kernel, wanted=len(saved)), tensor)
         del held, tensor
     device.synchronize()
@@ -97,8 +96,7 @@ def test_without_a_budget_backward_holds_little_more_than_its_bound(device: Late
 def test_what_pieces_pass_through_counts_until_the_device_has_read_it(
     device: LateDevice, make_store: StoreFactory
 ) -> None:
-    store = make_store(accelerator=device, staging_bytes=MIB)
-    pieces = PiecesStore(store, store.space)
+    pieces = make_store(accelerator=device, staging_bytes=MIB)
     cache = TensorCache([pieces], "cpu", 1024, wait_for_staging=True, accelerator=device)
     cache.limit_resident(8 * MIB, "the budget")
     saved = forward(device, cache, 12, 2 * MIB)
@@ -114,11 +112,11 @@ def test_the_wait_is_without_the_lock_and_for_the_oldest(device: LateDevice) -> 
     saved = forward(device, cache, 6)
     device.synchronize()
     gates = [threading.Event() for _ in saved]
-    step, done = cache.records.forward.micro_step, []
+    step, done = cache.forward.micro_step, []
 
     def run() -> None:
         for gate in gates:
-            tensor = cache.records.unpack(step, saved.pop())  # type: ignore[arg-type]
+            tensor = cache.unpack(step, saved.pop())  # type: ignore[arg-type]
             device.launch(lambda found, gate=gate: gate.wait(30), tensor)
             del tensor
             done.append(gate)
@@ -132,8 +130,8 @@ def test_the_wait_is_without_the_lock_and_for_the_oldest(device: LateDevice) -> 
                 time.sleep(0.01)
             time.sleep(0.05)
             assert len(done) == 3 + passed  # as many as fit, beside those that the device is done with
-            assert cache.records.lock.acquire(timeout=10)
-            cache.records.lock.release()
+            assert cache.lock.acquire(timeout=10)
+            cache.lock.release()
             gates[passed].set()
     finally:
         for gate in gates:
@@ -169,8 +167,8 @@ def test_forward_waits_for_the_oldest_copy_out_and_without_the_lock(device: Late
         thread.start()
         try:
             assert not packed.wait(0.1) and cache.stats.resident.now == 4 * MIB
-            assert cache.records.lock.acquire(timeout=10)
-            cache.records.lock.release()
+            assert cache.lock.acquire(timeout=10)
+            cache.lock.release()
             gates[0].set()
             assert packed.wait(10) and not gates[1].is_set()
             assert cache.stats.resident.peak <= 4 * MIB

@@ -127,7 +127,7 @@ def test_gradients_are_exact_in_host_memory(scenario: Scenario) -> None:
     cache = TensorCache([host], "cpu", hazards.MIN_BYTES)
     hazards.check(scenario, cache)
     host.put(torch.zeros(1, dtype=torch.uint8), wait=False)  # acts on the notes of finalizers
-    assert sum(segment.spans.used_bytes for segment in host._memory.segments) == 4096
+    assert sum(segment.spans.used_bytes for segment in host._segments) == 4096
     host.close()
 
 
@@ -182,7 +182,7 @@ def test_parameters_and_buffers_are_never_written(make_store: StoreFactory) -> N
     model = nn.Sequential(nn.Linear(256, 256), nn.BatchNorm1d(256, affine=False), nn.Linear(256, 256))
     with cache.saving():
         loss = model(torch.zeros(1, 256).expand(512, 256)).sum()
-    stored = {record.nbytes for record in cache.records.forward.by_key.values() if record.state is not RecordState.KEPT}
+    stored = {record.nbytes for record in cache.forward.by_key.values() if record.state is not RecordState.KEPT}
     assert 256 * 256 * 4 not in stored
     assert cache.stats.passed_through_tensors > 0
     loss.backward()
@@ -239,14 +239,14 @@ def test_backward_prefetches_in_reverse_and_within_its_bound(make_store: StoreFa
         order.clear()
         loss.backward()
         assert order == sorted(order, reverse=True) and len(order) >= 8
-    assert len(cache.records.learned_order) == len(order)
+    assert len(cache.learned_order) == len(order)
 
 
 def test_a_second_backward_reads_again_instead_of_holding_memory(make_store: StoreFactory) -> None:
     store = make_store()
     cache, _, loss = written(store)
     loss.backward(retain_graph=True)
-    assert all(record.reloaded is None for record in cache.records.forward.by_key.values())
+    assert all(record.reloaded is None for record in cache.forward.by_key.values())
     once = store.stats.reads.nbytes
     loss.backward()
     assert store.stats.reads.nbytes >= 2 * once > 0

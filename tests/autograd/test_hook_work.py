@@ -40,7 +40,7 @@ class CountedLock:
 
 def test_a_kept_tensor_takes_the_lock_once(monkeypatch: pytest.MonkeyPatch) -> None:
     lock = CountedLock()
-    monkeypatch.setattr("ds_tba.autograd.records.threading.Lock", lambda: lock)
+    monkeypatch.setattr("ds_tba.autograd.saved.threading.Lock", lambda: lock)
     cache = TensorCache([], "cpu", 1)
     tensors = [torch.randn(8) for _ in range(10)]
     with cache.saving():
@@ -89,9 +89,9 @@ def test_a_moved_tensor_takes_few_calls_of_the_device(device: Counting) -> None:
     del tensors
     device.synchronize()
     device.calls.clear()
-    step = cache.records.forward.micro_step
+    step = cache.forward.micro_step
     for one in held:
-        cache.records.unpack(step, one)  # type: ignore[arg-type]
+        cache.unpack(step, one)  # type: ignore[arg-type]
     assert device.calls["shared"] == count and device.calls["stream switches"] == count
     del one, held
     device.synchronize()

@@ -14,10 +14,10 @@ from late_device import LateDevice
 from test_store import CPU, MIB, noise, nothing_is_held, put, slots_in_use, stored, until
 
 from ds_tba.autograd.cache import TensorCache
+from ds_tba.autograd.saved import RecordState
 from ds_tba.errors import ActivationLostError, StateError
 from ds_tba.storage.base import SwapTicket, TicketState
-from ds_tba.storage.chunked import PiecesStore, PiecesTicket
-from ds_tba.storage.nvme import Lanes, NvmeStore
+from ds_tba.storage.nvme import Lanes, NvmeStore, PiecesTicket
 
 KIB = 1 << 10
 ONE_LANE = Lanes(1, 1)
@@ -119,7 +119,7 @@ def test_what_is_wanted_counts_within_the_bound_of_what_is_read_ahead(
     late = [put(store, noise(MIB)) for _ in range(2)]
     assert [store.prefetch(ticket) for ticket in late] == [True, True]
     assert [store.prefetch(ticket) for ticket in late] == [True, True]  # counted once
-    assert store.space.read_ahead.prefetched_bytes + store.space.read_ahead.retained_bytes == 8 * MIB
+    assert store.space.read_ahead.prefetched_bytes + store.space.read_ahead.early_bytes == 8 * MIB
     assert not store.prefetch(early[6])
     if not store.ring.zero_copy:  # what was read ahead waits on the device, so that there is room for one more write
         more = put(store, noise(MIB))
@@ -145,7 +145,7 @@ def test_what_is_asked_for_before_its_write_ends_is_handed_over_as_ever(
     assert store.prefetch(tickets[which])
     loaded = store.get(tickets[which], CPU)
     assert torch.equal(loaded.data, pieces[which]) and loaded.stored is (which == 0)
-    assert store.space.read_ahead.retained_bytes == 0
+    assert store.space.read_ahead.early_bytes == 0
     gate.opened.set()
     store.wait_for_writes()
     assert store.stats.forwarded_bytes == MIB
@@ -173,7 +173,7 @@ def test_what_is_given_up_after_it_was_wanted_leaves_nothing(
         store.release(one)
     gate.opened.set()
     nothing_is_held(store)
-    assert store.space.read_ahead.retained_bytes == 0 and ticket.state is TicketState.RELEASED
+    assert store.space.read_ahead.early_bytes == 0 and ticket.state is TicketState.RELEASED
 
 
 @devices
@@ -187,7 +187,7 @@ def test_a_write_that_fails_after_it_was_wanted_keeps_the_bytes(
     assert all(store.prefetch(ticket) for ticket in tickets)
     gate.opened.set()
     until(lambda: all(ticket.state is TicketState.RESCUED for ticket in tickets), "the failures")
-    assert store.space.read_ahead.retained_bytes == store.space.read_ahead.prefetched_bytes == 0
+    assert store.space.read_ahead.early_bytes == store.space.read_ahead.prefetched_bytes == 0
     for ticket, piece in zip(tickets, pieces, strict=True):
         assert store.prefetch(ticket)
         assert torch.equal(store.get(ticket, CPU).data, piece)
@@ -209,7 +209,7 @@ def test_a_copy_out_that_fails_after_it_was_wanted_raises_and_counts_no_longer(
     monkeypatch.setattr(SwapTicket, "wait_for_copies", lambda ticket: lost())
     gate.opened.set()
     until(lambda: second.state is TicketState.LOST, "the copy")
-    assert store.space.read_ahead.retained_bytes == store.space.read_ahead.prefetched_bytes == 0
+    assert store.space.read_ahead.early_bytes == store.space.read_ahead.prefetched_bytes == 0
     with pytest.raises(ActivationLostError, match="illegal memory access"):
         store.get(second, CPU)
     for ticket in (first, second):
@@ -239,13 +239,13 @@ def test_without_device_memory_it_stays_in_its_slot(make_store: StoreFactory, mo
     store = make_store(ScriptedBackend(gate), lanes=ONE_LANE, accelerator=EventAccelerator())
     data = noise(MIB)
     (ticket,) = under_write(store, gate, data)
-    assert store.prefetch(ticket)
 
     def no_memory(*_: object, **__: object) -> torch.Tensor:
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
         patch.setattr(store.ring.copies, "into", no_memory)
+        assert store.prefetch(ticket)
         gate.opened.set()
         until(lambda: ticket.state is TicketState.LOADED, "the write")
     assert ticket.slot is not None and slots_in_use(store) == MIB
@@ -285,11 +285,11 @@ def test_what_is_on_its_way_back_from_staging_may_be_asked_for_or_given_up(
 def test_pieces_under_write_are_wanted_and_handed_over(make_store: StoreFactory) -> None:
     gate = Gate()
     nvme = make_store(ScriptedBackend(gate), lanes=ONE_LANE, accelerator=EventAccelerator(), staging_bytes=8 * MIB)
-    store, data = PiecesStore(nvme, nvme.space), noise(6 * MIB)
+    store, data = nvme, noise(6 * MIB)
     ticket = store.put(data.clone(), wait=False)
     assert isinstance(ticket, PiecesTicket) and len(ticket.pieces) == 3
     gate.arrived.acquire()
-    assert store.prefetch(ticket) and nvme.space.read_ahead.retained_bytes == 6 * MIB
+    assert store.prefetch(ticket) and nvme.space.read_ahead.early_bytes == 6 * MIB
     gate.opened.set()
     nvme.wait_for_writes()
     loaded = store.get(ticket, CPU)
@@ -336,7 +336,7 @@ def cache_over(store: NvmeStore) -> TensorCache:
 
 
 def tickets_of(cache: TensorCache) -> list[SwapTicket]:
-    records = [record for record in cache.records.forward.micro_step._records if record is not None]
+    records = [record for record in cache.forward.micro_step._records if record is not None]
     return [record.ticket for record in records if isinstance(record.ticket, SwapTicket)]
 
 
@@ -414,4 +414,27 @@ def test_a_second_backward_does_not_spoil_the_order_that_was_learned(make_store:
     y.backward()
     del y
     cache.settle()
-    assert cache.records.learned_order == [2, 1, 0]
+    assert cache.learned_order == [2, 1, 0]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_that_a_storage_is_read_ahead_is_the_state_of_its_record(make_store: StoreFactory, asynchronous: bool) -> None:
+    device = EventAccelerator() if asynchronous else None
+    store = make_store(accelerator=device or CpuAccelerator())
+    cache, seen = TensorCache([store], "cpu", 64 * KIB, accelerator=device), list[list[RecordState]]()
+    x = torch.randn(128, 128, requires_grad=True)
+    with cache.saving():
+        look = lambda: seen.append([one.state for one in records])  # noqa: E731
+        y = Spy.apply(chain(x, 2), torch.ones(4), look)
+    records = [one for one in cache.forward.micro_step._records if one is not None]
+    store.wait_for_writes()
+    before = cache.stats.resident.now
+    ahead, cancelled = records[-1], records[0]
+    with cache.lock:
+        assert cache.residency.prefetch(cancelled) and cancelled.state is RecordState.AHEAD
+        assert cache.stats.resident.now == before + asynchronous * cancelled.nbytes
+        assert cache.residency.prefetch(cancelled)  # counted once
+        cache.residency.end_prefetch(cancelled)
+        assert cancelled.state is RecordState.OFFLOADED and cache.stats.resident.now == before
+    y.sum().backward()
+    assert set(seen[0]) == {RecordState.AHEAD} and ahead.reloaded is None

@@ -104,7 +104,7 @@ class Run:
 
     def __init__(self, exclude: frozenset[str] = frozenset()) -> None:
         self.cache = TensorCache([], "cpu", 1)
-        self.sites = Sites(self.cache.records, CpuAccelerator(), exclude)
+        self.sites = Sites(self.cache, CpuAccelerator(), exclude)
         self.cache.rematerialize(self.sites)
 
     def find(self, make: Make, a: Tensor, b: Tensor) -> tuple[Tensor, Recipe | None]:
@@ -321,7 +321,7 @@ def test_of_what_a_norm_saves_of_its_module_a_copy_is_the_operand(is_buffer: boo
     assert recipe is not None
     stats = run.cache.stats
     expected, before = made.detach().clone(), (stats.resident.now, stats.saved.now)
-    recipe = recipe.copied(run.cache.records)
+    recipe = recipe.copied(run.cache)
     owned.data.mul_(3)  # as DeepSpeed does, without a version
     assert torch.equal(made_by(recipe), expected)
     assert (stats.resident.now, stats.saved.now) == (before[0] + owned.nbytes, before[1])

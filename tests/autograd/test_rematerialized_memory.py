@@ -28,7 +28,7 @@ STEPS = 4
 def cache_of(*stores: Any, with_sites: bool = True) -> TensorCache:
     cache = TensorCache(stores, "cpu", 1024, wait_for_staging=True)
     if with_sites:
-        cache.rematerialize(Sites(cache.records, CpuAccelerator()))
+        cache.rematerialize(Sites(cache, CpuAccelerator()))
     return cache
 
 

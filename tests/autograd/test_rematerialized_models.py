@@ -204,13 +204,13 @@ class Rematerialized:
 
     def __init__(self) -> None:
         self.cache = TensorCache([], "cpu", MIN_TENSOR_BYTES)
-        self.sites = Sites(self.cache.records, CpuAccelerator())
+        self.sites = Sites(self.cache, CpuAccelerator())
         self.cache.rematerialize(self.sites)
         self.saved_bytes: list[int] = []
         self.left: Counter[str] = Counter()
-        self._finder = Sites(self.cache.records, CpuAccelerator())
-        self._place = self.cache.records._place
-        self.cache.records._place = self._look_and_place
+        self._finder = Sites(self.cache, CpuAccelerator())
+        self._place = self.cache._place
+        self.cache._place = self._look_and_place
 
     def forward(self, module: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         self.left.clear()
@@ -231,7 +231,7 @@ class Rematerialized:
         return ", ".join(f"{kind} {share:.0%}" for kind, share in kinds if share > 0.045)
 
     def _look_and_place(self, record: Any, tensor: torch.Tensor, choice: Any) -> None:
-        """In place of ``Records._place``."""
+        """In place of ``TensorCache._place``."""
         base = tensor if tensor._base is None else tensor._base
         is_input = base.untyped_storage().data_ptr() in self._inputs
         self.left["the model's inputs" if is_input else kind_of(base, self._finder)] += record.nbytes
@@ -331,7 +331,7 @@ def test_the_first_step_has_the_peak_of_later_ones(dtype: str) -> None:
     model, peaks = MODELS["Llama-3-8B"], []
     module, batch = built(model, DTYPES[dtype], WITHOUT), batch_of(model, DTYPES[dtype])
     cache = TensorCache([], "cpu", MIN_TENSOR_BYTES)
-    cache.rematerialize(Sites(cache.records, CpuAccelerator()))
+    cache.rematerialize(Sites(cache, CpuAccelerator()))
 
     def forward(module: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         peaks.append(cache.stats.resident.lap())

@@ -14,7 +14,8 @@ from conftest import StoreFactory
 from doubles import EventAccelerator
 from torch.nn import functional
 
-from ds_tba.autograd import records, sites
+from ds_tba.autograd import cache as cache_module
+from ds_tba.autograd import sites
 from ds_tba.autograd.cache import TensorCache
 from ds_tba.autograd.sites import Sites
 from ds_tba.device.accelerator import CpuAccelerator
@@ -35,7 +36,7 @@ class Run:
     def __init__(self, accelerator: Any = None, stores: tuple[Any, ...] = ()) -> None:
         used = accelerator or CpuAccelerator()
         self.cache = TensorCache(stores, "cpu", 1024, accelerator=accelerator)
-        self.sites = Sites(self.cache.records, used)
+        self.sites = Sites(self.cache, used)
         self.cache.rematerialize(self.sites)
 
     @property
@@ -43,7 +44,7 @@ class Run:
         return self.cache.stats.rematerialized_bytes
 
     def _unread(self) -> int:
-        return len(self.cache.records._unread)
+        return len(self.cache._unread)
 
     def step(self, forward: Forward, *inputs: torch.Tensor) -> list[torch.Tensor]:
         with self.cache.saving():
@@ -256,7 +257,7 @@ def test_answers_that_are_late_hold_no_more_than_so_many_bytes(monkeypatch: pyte
 
     device.new_event.synchronize = synchronize  # type: ignore[method-assign]
     run, x = Run(device), tensor()
-    monkeypatch.setattr(records, "MAX_UNREAD_BYTES", 2 * x.nbytes)
+    monkeypatch.setattr(cache_module, "MAX_UNREAD_BYTES", 2 * x.nbytes)
     with run.cache.saving():
         loss = sum(functional.silu(x * (0.5 + n)).sin() for n in range(8))
         assert run._unread() <= 3
@@ -515,7 +516,7 @@ def test_a_graph_that_is_collected_while_others_are_kept_is_left_alone(monkeypat
             kept.append((made * made).mean())
             made.sum().backward()
             del made
-    make = run.cache.records._make
+    make = run.cache._make
 
     calls = []
 
@@ -525,7 +526,7 @@ def test_a_graph_that_is_collected_while_others_are_kept_is_left_alone(monkeypat
         gc.collect()
         return make(*arguments)
 
-    monkeypatch.setattr(run.cache.records, "_make", collected)
+    monkeypatch.setattr(run.cache, "_make", collected)
     del cycle
     run.cache.end_micro_step()
     assert calls

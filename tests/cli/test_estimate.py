@@ -186,14 +186,14 @@ def made_again(
         if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
             tensor.normal_()  # equal elements prove nothing
     cache = TensorCache([], "cpu", MIN_BYTES)
-    cache.rematerialize(Sites(cache.records, CpuAccelerator(), exclude))
+    cache.rematerialize(Sites(cache, CpuAccelerator(), exclude))
     found: Counter[str] = Counter()
     for module in subject.model.modules():
         mark_owned(module)
     mark_inputs(subject.inputs)
     with cache.saving(), within():
         output = subject.forward()
-    for record in cache.records.forward.by_key.values():
+    for record in cache.forward.by_key.values():
         if isinstance(record.recipe, Recipe):
             found[record.recipe.site.kind.op] += record.nbytes
     loss_of(output).backward()

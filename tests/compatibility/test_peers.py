@@ -43,7 +43,7 @@ def cache(tmp_path: Path) -> Iterator[TensorCache]:
 
 def moved(cache: TensorCache) -> set[int]:
     """Stamps of the storages of the last forward that are not kept."""
-    records = cache.records.forward.by_key.values()
+    records = cache.forward.by_key.values()
     return {record.key.storage for record in records if record.state is not RecordState.KEPT}
 
 

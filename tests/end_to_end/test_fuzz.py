@@ -69,11 +69,11 @@ def test_a_wrong_gradient_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """One byte of one reloaded storage is enough."""
     from fuzz_training import check
 
-    from ds_tba.autograd.records import Records
+    from ds_tba.autograd.cache import TensorCache
 
-    load, loaded = Records.load, []
+    load, loaded = TensorCache.load, []
 
-    def wrong(self: Records, *args: object, **options: object) -> object:
+    def wrong(self: TensorCache, *args: object, **options: object) -> object:
         data = load(self, *args, **options)  # type: ignore[arg-type]
         if not options["is_lent"]:  # what is wrong in a comparison only is saved
             loaded.append(data.numel())
@@ -81,7 +81,7 @@ def test_a_wrong_gradient_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             data.numpy()[3] ^= 1
         return data
 
-    monkeypatch.setattr(Records, "load", wrong)
+    monkeypatch.setattr(TensorCache, "load", wrong)
     usual = replace(draw(0).steps[0], kind="usual", rows=64, micro_steps=1)
     program = replace(
         draw(0), blocks=(("Mlp",),) * 2, width=64, stem="linear", steps=(usual,) * 4, batches="fresh", device="cpu",

@@ -293,7 +293,7 @@ def test_in_a_backward_no_more_lies_on_the_device_than_the_distance_says(make_st
     cache, ahead = cache_over(store), list[int]()
     x = torch.randn(128, 128, requires_grad=True)
     with cache.saving():
-        cache.records.forward.micro_step.lead = (2,) * 8
+        cache.forward.micro_step.lead = (2,) * 8
         y = x
         for _ in range(8):
             y = Spy.apply(chain(y, 1), torch.ones(4), lambda: ahead.append(store.space.read_ahead.prefetched_bytes))

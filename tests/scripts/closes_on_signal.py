@@ -28,7 +28,7 @@ from ds_tba.offloader import ActivationOffloader
 
 LATEST_S = 0.15
 HUNG_S = 20.0
-HANDLER_LIMIT_S = 0.1  # instead of seconds, or the runs would mostly wait
+HANDLER_LIMIT_S = 2.0  # instead of a minute, or the runs would mostly wait
 ENDS = ("exit", "return", "raise")
 
 
@@ -104,7 +104,7 @@ def train(directory: Path, report: Path, chance: random.Random) -> None:
 
 def main(directory: str, runs: str) -> int:
     torch.set_num_threads(1)
-    offloading.INTERRUPTED_CLOSE_LIMIT_S = HANDLER_LIMIT_S
+    offloading.CLOSE_LIMIT_S = HANDLER_LIMIT_S
     for number in range(int(runs)):
         report = Path(directory) / f"report{number}.json"
         child = os.fork()

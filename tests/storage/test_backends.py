@@ -400,6 +400,7 @@ class TestSelection:
         file.close()
 
     def test_an_op_that_does_not_build_names_the_way_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(aio, "_installed_or_compatible", lambda builder: False)
+        monkeypatch.setattr(aio, "is_built", lambda: False)
+        monkeypatch.setattr("deepspeed.ops.op_builder.AsyncIOBuilder.is_compatible", lambda self, verbose: False)
         with pytest.raises(BackendUnavailableError, match=r'libaio-dev.*"backend": "posix"'):
             select_backend(self.config(backend="aio"), AioConfig(), zero_uses_nvme=False, pinned=False)

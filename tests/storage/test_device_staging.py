@@ -100,13 +100,14 @@ def test_a_read_without_room_goes_around_staging_once_its_memory_is_idle(
 ) -> None:
     gate, accelerator = Gate(), EventAccelerator()
     store = make_store(DeviceBackend(gate), staging_bytes=4 * MIB, accelerator=accelerator)
+    store.largest_whole_bytes = 4 * MIB  # not cut
     gate.opened.set()
     data = noise(3 * MIB)
     ticket = stored(store, data)
     gate.opened.clear()
     filler = [put(store, noise(MIB)) for _ in range(4)]
     waits: list[int] = []
-    overflow = store.ring.backing.overflow
+    overflow = store.ring.overflow
 
     def watched(nbytes: int) -> torch.Tensor:
         before = len(accelerator.waited)
@@ -114,7 +115,7 @@ def test_a_read_without_room_goes_around_staging_once_its_memory_is_idle(
         waits.append(len(accelerator.waited) - before)
         return memory
 
-    monkeypatch.setattr(store.ring.backing, "overflow", watched)
+    monkeypatch.setattr(store.ring, "overflow", watched)
     assert torch.equal(store.get(ticket, CPU).data, data) and waits == [1]
     gate.opened.set()
     until(lambda: all(one.state is TicketState.STORED for one in filler), "the writes")

@@ -20,7 +20,6 @@ from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.errors import IncompatibleError
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.storage.base import Refusal, Store, Ticket
-from ds_tba.storage.chunked import PiecesStore
 from ds_tba.storage.host import HostStore
 from ds_tba.storage.nvme import NvmeStore
 
@@ -63,9 +62,9 @@ def device_staging(make_store: StoreFactory, device: LateDevice) -> tuple[NvmeSt
     return store, store
 
 
-def pieces(make_store: StoreFactory, device: LateDevice) -> tuple[PiecesStore, NvmeStore]:
+def pieces(make_store: StoreFactory, device: LateDevice) -> tuple[NvmeStore, NvmeStore]:
     store = make_store(accelerator=device, staging_bytes=256 * KIB)
-    return PiecesStore(store, store.space), store
+    return store, store
 
 
 def in_host_memory(make_store: StoreFactory, device: LateDevice) -> tuple[HostStore, None]:

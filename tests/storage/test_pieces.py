@@ -16,18 +16,13 @@ from ds_tba.autograd.cache import TensorCache
 from ds_tba.errors import ActivationLostError
 from ds_tba.storage.backends.base import IoBackend
 from ds_tba.storage.base import Refusal, Ticket
-from ds_tba.storage.chunked import PiecesStore, PiecesTicket
-from ds_tba.storage.nvme import NvmeStore
+from ds_tba.storage.nvme import NvmeStore, PiecesTicket
 from ds_tba.telemetry.stats import PathMeter
 
 KIB, MIB = 1 << 10, 1 << 20
 
 
-def over(nvme: NvmeStore) -> PiecesStore:
-    return PiecesStore(nvme, nvme.space)
-
-
-def put(store: PiecesStore, data: torch.Tensor) -> PiecesTicket:
+def put(store: NvmeStore, data: torch.Tensor) -> PiecesTicket:
     ticket = store.put(data, wait=True)
     assert isinstance(ticket, PiecesTicket), ticket
     return ticket
@@ -40,14 +35,14 @@ def test_gradients_are_exact(
 ) -> None:
     """Pieces are of 4 KiB; whole storages of 16 KiB pass only on a synchronous device."""
     nvme = make_store(staging_bytes=16 * KIB, accelerator=accelerator())
-    hazards.check(scenario, TensorCache([over(nvme)], "cpu", hazards.MIN_BYTES, wait_for_staging=True))
+    hazards.check(scenario, TensorCache([nvme], "cpu", hazards.MIN_BYTES, wait_for_staging=True))
     assert store_is_empty(nvme)
 
 
 @pytest.mark.parametrize("nbytes", [4 * MIB + 1, 5 * MIB + 4097, 40 * MIB + 3])
 def test_what_is_larger_than_staging_comes_back(make_store: StoreFactory, backend: IoBackend, nbytes: int) -> None:
     nvme = make_store(backend, staging_bytes=4 * MIB)
-    store, data = over(nvme), noise(nbytes)
+    store, data = nvme, noise(nbytes)
     ticket = put(store, data.clone())
     nvme.wait_for_writes()
     for _ in range(2):
@@ -63,7 +58,7 @@ def test_one_storage_is_spread_over_all_paths(make_store: StoreFactory) -> None:
     nvme = make_store(paths=3, staging_bytes=8 * MIB)
     for path in nvme.paths:
         path.meter = PathMeter(2, 2, lambda: 0.0)  # none is faster than another
-    ticket = put(over(nvme), noise(24 * MIB))
+    ticket = put(nvme, noise(24 * MIB))
     assert [path.extents.used_bytes for path in nvme.paths] == [8 * MIB] * 3
     assert len(ticket.pieces) == 12
 
@@ -71,7 +66,7 @@ def test_one_storage_is_spread_over_all_paths(make_store: StoreFactory) -> None:
 def test_what_was_only_in_staging_is_handed_over_as_the_only_copy(make_store: StoreFactory) -> None:
     gate = Gate()
     nvme = make_store(ScriptedBackend(gate), staging_bytes=8 * MIB, accelerator=EventAccelerator())
-    store, data = over(nvme), noise(6 * MIB)
+    store, data = nvme, noise(6 * MIB)
     ticket = put(store, data.clone())
     loaded = store.get(ticket, CPU)
     assert not loaded.stored and torch.equal(loaded.data, data)
@@ -83,7 +78,7 @@ def test_what_was_only_in_staging_is_handed_over_as_the_only_copy(make_store: St
 def test_without_waiting_it_is_refused_before_a_byte_is_copied(make_store: StoreFactory) -> None:
     gate = Gate()
     nvme = make_store(ScriptedBackend(gate), staging_bytes=4 * MIB, accelerator=EventAccelerator())
-    store = over(nvme)
+    store = nvme
     assert store.put(noise(5 * MIB), wait=False) is Refusal.LARGER_THAN_STAGING
     assert not isinstance(nvme.put(noise(2 * MIB), wait=False), Refusal)
     assert store.put(noise(3 * MIB), wait=False) is Refusal.STAGING_FULL
@@ -94,7 +89,7 @@ def test_without_waiting_it_is_refused_before_a_byte_is_copied(make_store: Store
 
 def test_a_swap_file_without_room_gives_the_pieces_back(make_store: StoreFactory) -> None:
     nvme = make_store(staging_bytes=4 * MIB, swap_file_bytes=6 * MIB)
-    assert over(nvme).put(noise(8 * MIB), wait=True) is Refusal.NO_SPACE
+    assert nvme.put(noise(8 * MIB), wait=True) is Refusal.NO_SPACE
     assert store_is_empty(nvme)
 
 
@@ -102,7 +97,7 @@ def test_a_copy_that_fails_gives_the_pieces_back(make_store: StoreFactory, monke
     nvme = make_store(staging_bytes=8 * MIB, accelerator=EventAccelerator())
     monkeypatch.setattr(nvme.ring.copies, "out", _fails_after(2, nvme.ring.copies.out))
     with pytest.raises(MemoryError):
-        over(nvme).put(noise(8 * MIB), wait=True)
+        nvme.put(noise(8 * MIB), wait=True)
     assert store_is_empty(nvme)
 
 
@@ -112,7 +107,7 @@ def test_a_get_that_fails_half_way_may_be_tried_again(
     """Also where the pieces that came were the only copies."""
     gate = Gate()
     nvme = make_store(ScriptedBackend(gate), staging_bytes=8 * MIB, accelerator=EventAccelerator())
-    store, data = over(nvme), noise(8 * MIB)
+    store, data = nvme, noise(8 * MIB)
     ticket = put(store, data.clone())
     with monkeypatch.context() as patch:
         patch.setattr(nvme, "get", _fails_after(3, nvme.get))
@@ -124,7 +119,7 @@ def test_a_get_that_fails_half_way_may_be_tried_again(
 
 def test_a_lost_piece_raises(make_store: StoreFactory) -> None:
     nvme = make_store(ScriptedBackend(fails("read", first=3)), staging_bytes=4 * MIB)
-    store = over(nvme)
+    store = nvme
     ticket = put(store, noise(6 * MIB))
     nvme.wait_for_writes()
     with pytest.raises(ActivationLostError):
@@ -138,7 +133,7 @@ def test_smaller_storages_pass_by(
     make_store: StoreFactory, accelerator: Callable[[], CpuAccelerator], largest: int
 ) -> None:
     """Where a slot becomes the tensor's memory, whatever fits into staging is not cut."""
-    store = over(make_store(staging_bytes=4 * MIB, accelerator=accelerator()))
+    store = make_store(staging_bytes=4 * MIB, accelerator=accelerator())
     whole, cut = (store.put(noise(nbytes), wait=True) for nbytes in (largest, largest + 1))
     assert isinstance(whole, Ticket) and not isinstance(whole, PiecesTicket)
     assert isinstance(cut, PiecesTicket)

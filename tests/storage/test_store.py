@@ -55,7 +55,7 @@ def nothing_is_held(store: NvmeStore) -> None:
     until(lambda: not any(path.extents.used_bytes for path in store.paths), "extents to be free")
     assert all(path.extents.used_bytes == 0 for path in store.paths)
     ahead = store.space.read_ahead
-    assert ahead.prefetched_bytes == ahead.retained_bytes == store.space.writes_under_way == 0
+    assert ahead.prefetched_bytes == ahead.early_bytes == store.space.writes_under_way == 0
 
 
 @pytest.mark.parametrize("nbytes", [1, 4095, 4096, 4097, 3 * MIB + 17])
@@ -156,7 +156,7 @@ def test_full_staging_refuses_instead_of_waiting(make_store: StoreFactory, caplo
     tickets = [put(store, noise(MIB)) for _ in range(4)]
     for _ in range(2):
         assert store.put(noise(MIB), wait=False) is Refusal.STAGING_FULL
-    assert store.put(noise(5 * MIB), wait=True) is Refusal.LARGER_THAN_STAGING
+    assert store.put(noise(5 * MIB), wait=False) is Refusal.LARGER_THAN_STAGING
     assert store.stats.fallbacks == {"staging full": 2, "larger than staging": 1}
     full, larger = caplog.messages  # each kind when it first happens
     assert full.startswith(f"staging full: a saved storage of {MIB} bytes stays") and "io.staging_bytes" in full
@@ -254,8 +254,8 @@ def test_paths_hold_bytes_in_proportion_to_their_bandwidth(make_store: StoreFact
     gate = Gate()
     store = make_store(ScriptedBackend(gate), paths=3, staging_bytes=64 * MIB)
     for path, factor in zip(store.paths, (1, 2, 5), strict=True):
-        for rate in (path.write_rate, path.read_rate):
-            rate.s_per_byte = 1e-9 * 10 / factor
+        for kind in (path.meter.writes, path.meter.reads):
+            kind.recent.add(1 << 40, 1.0, 1.0 / factor)
     tickets = [put(store, noise(MIB)) for _ in range(32)]
     assert [path.extents.used_bytes // MIB for path in store.paths] == [4, 8, 20]
     gate.opened.set()
@@ -278,7 +278,7 @@ def test_bandwidth_is_measured_at_the_start_and_corrected_as_it_runs(
 
     store = make_store(UnequalBackend(), paths=2, lanes=Lanes(1, 1))
     first, second = store.paths
-    assert first.write_rate.bytes_per_s > 0 and second.read_rate.bytes_per_s > 0
+    assert first.meter.writes.recent.bytes_per_s > 0 and second.meter.reads.recent.bytes_per_s > 0
     before = first.busy_s(MIB)
     slow_files.add(first.file.fd)
     for _ in range(6):
@@ -436,7 +436,7 @@ def test_every_single_block_is_sampled(make_store: StoreFactory, block: int) -> 
     store = make_store()
     ticket = stored(store, noise(8 * MIB))
     stale = noise(MIB)
-    handle = store.paths[0].write_lanes[0]._handle
+    handle = store.paths[0].writes.handles[0]
     buffer = store.ring.view(store.ring.slots.allocate(MIB))  # type: ignore[arg-type]
     buffer.copy_(stale)
     handle.write(buffer, ticket.extent.offset + block * MIB)
@@ -460,7 +460,7 @@ def lose(store: NvmeStore, ticket: SwapTicket, start: int, nbytes: int) -> None:
     """Have older bytes in the third I/O block of what is stored, as where a part of a write was lost."""
     stale = store.ring.view(store.ring.slots.allocate(nbytes))  # type: ignore[arg-type]
     stale.copy_(noise(nbytes))
-    store.paths[0].write_lanes[0]._handle.write(stale, ticket.extent.offset + 2 * MIB + start)
+    store.paths[0].writes.handles[0].write(stale, ticket.extent.offset + 2 * MIB + start)
 
 
 @pytest.mark.parametrize("integrity", ["sampled", "full"])
@@ -672,9 +672,34 @@ def test_release_from_a_finalizer_inside_a_critical_section(make_store: StoreFac
     assert ticket.state is TicketState.RELEASED
 
 
+@pytest.mark.parametrize("verb", ["write", "read"])
+def test_what_is_given_up_while_a_lane_uses_its_slot_goes_when_the_lane_is_done(
+    make_store: StoreFactory, verb: str
+) -> None:
+    """Earlier, and the drive would move the bytes of the slot's next ticket; but it is ahead no more."""
+    gate = Gate(verb)
+    store = make_store(ScriptedBackend(gate), lanes=Lanes(1, 1))
+    ticket = put(store, noise(MIB)) if verb == "write" else stored(store, noise(MIB))
+    if verb == "write":
+        gate.arrived.acquire()
+    assert store.prefetch(ticket)
+    if verb == "read":
+        gate.arrived.acquire()
+    ahead = store.space.read_ahead
+    assert ahead.prefetched_bytes + ahead.early_bytes == MIB
+    store.release(ticket)
+    assert ahead.prefetched_bytes + ahead.early_bytes == 0
+    assert ticket.state is TicketState.ABANDONED and ticket.slot is not None and slots_in_use(store) == MIB
+    with pytest.raises(StateError, match="given up"):
+        store.get(ticket, CPU)
+    gate.opened.set()
+    until(lambda: ticket.state is TicketState.RELEASED, "the lane")
+    nothing_is_held(store)
+
+
 def test_illegal_moves_raise() -> None:
     ticket = SwapTicket(1, None, None, None, None, CPU)  # type: ignore[arg-type]
-    with pytest.raises(StateError, match="illegal move of a ticket from 'being copied into staging' to 'in the swap"):
+    with pytest.raises(StateError, match="illegal move of a ticket from 'in staging, write not started' to"):
         ticket.move(TicketState.STORED)
 
 

@@ -12,7 +12,7 @@ from doubles import EventAccelerator, ScriptedBackend
 
 from ds_tba.storage.base import SwapTicket
 from ds_tba.storage.nvme import Lanes, NvmeStore
-from ds_tba.telemetry.stats import Kind, PathMeter, RollingRate, Transfer
+from ds_tba.telemetry.stats import Kind, PathMeter, RecentRate, Transfer
 
 MIB = 1 << 20
 W, R = Kind.WRITE, Kind.READ
@@ -147,7 +147,7 @@ def test_a_lane_without_work_says_no_more_than_a_range() -> None:
 
 
 def test_the_first_bytes_count_as_much_as_those_that_follow() -> None:
-    rate = RollingRate(16 * MIB)
+    rate = RecentRate(16 * MIB)
     for index in range(16):
         rate.add(MIB, 1.0, 1.0 if index else 3.0)
     assert rate.s_per_byte * MIB == pytest.approx(1.09, abs=0.02)

@@ -154,7 +154,7 @@ class _MicroStep:
         self.cache = TensorCache([], self._runs_on, self._settings.min_tensor_bytes)
         settings = self._settings
         if settings.rematerialize and sites.is_supported():
-            self.cache.rematerialize(AssumedSites(self.cache.records, settings.exclude, self._clock))
+            self.cache.rematerialize(AssumedSites(self.cache, settings.exclude, self._clock))
         self._recorder = Recorder(self.cache, self._clock, self._paths)
 
     def run(self) -> Recorder:

@@ -1,8 +1,9 @@
-"""DeepSpeed's ``async_io`` op, one handle per lane and synchronous calls only.
+"""How do bytes reach a file through DeepSpeed's ``async_io`` op? One handle per lane, and synchronous calls only.
 
 ``sync_pread/sync_pwrite`` release the GIL; the ``async_`` calls hold it and deadlock with a ``wait()`` of another
 thread (``csrc/aio/py_lib/py_ds_aio.cpp``). The op skips its own bounce copy only for memory that is pinned by the
-accelerator or locked by itself (``deepspeed_cpu_op.cpp``), so without a GPU staging is its locked memory.
+accelerator or locked by itself (``deepspeed_cpu_op.cpp``), so without a GPU staging is its locked memory. Cannot see an
+error of the drive: the op tells none (``integrity.py``).
 """
 
 from __future__ import annotations
@@ -226,7 +227,7 @@ def _load_op() -> Any:
     repair = (
         'Install libaio-dev (Debian, Ubuntu) or libaio-devel (Fedora), g++ and ninja, or set "io": {"backend": "posix"}'
     )
-    if not _installed_or_compatible(builder):
+    if not (is_built() or builder.is_compatible(verbose=False)):  # its compiler check takes a second
         raise BackendUnavailableError(f"backend aio: DeepSpeed's {OP} op cannot be built here. {repair}.")
     _warn_of_build()
     try:
@@ -235,9 +236,3 @@ def _load_op() -> Any:
         raise BackendUnavailableError(
             f"backend aio: DeepSpeed's {OP} op did not build or load: {error}. {repair}."
         ) from error
-
-
-def _installed_or_compatible(builder: Any) -> bool:
-    """Whether the op is built already or its compiler check passes (which costs a second)."""
-    compatible: bool = is_built() or builder.is_compatible(verbose=False)
-    return compatible

@@ -1,4 +1,7 @@
-"""The contract between the store and a way of moving bytes between staging and a file."""
+"""What may a lane ask of a way of moving bytes between staging and a file? The contract of the backends.
+
+Does not know tickets; a request that was lost below the backend is not seen here, but by ``integrity.py``.
+"""
 
 from __future__ import annotations
 

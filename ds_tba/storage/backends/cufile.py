@@ -1,7 +1,14 @@
-"""Whether this machine has an NVIDIA driver and a device, asked of the driver itself.
+"""What does cuFile need around it? An NVIDIA driver, a log file, and a name for the swap file, which has none.
 
-Asked before any library that needs the driver: without it kvikio raises at the first transfer, and the cu13 build of
-cuFile never returns from opening its driver.
+Whether there is a driver is asked of the driver itself, before any library that needs it: without it kvikio raises at
+the first transfer, and the cu13 build of cuFile never returns from opening its driver.
+
+[Note: Names] cuFile opens by its path what it was given as a descriptor. Measured with cuFile 1.15: a file made with
+``O_TMPFILE`` is refused (error 5019), and so is one that was reopened through ``/proc`` or unlinked (5031, "failed to
+obtain new file descriptor"); once it is registered, the name may go.
+
+[Note: Killed runs] Whoever gives a name holds a lock on the file, which ends with the process. A named file without
+a lock is what a killed run left, and goes when the next one in that directory gives a name.
 """
 
 from __future__ import annotations
@@ -22,6 +29,8 @@ from typing import Any, Generic, TypeVar
 from ds_tba.errors import BackendUnavailableError
 
 DRIVER = "libcuda.so.1"
+PREFIX = ".ds_tba-named-"
+T = TypeVar("T")
 _LOG = "CUFILE_LOGFILE_PATH"
 _LOG_DIRECTORY = re.compile(r'^\s*"dir"\s*:', re.MULTILINE)  # cufile.json has // comments, which json does not read
 
@@ -67,19 +76,6 @@ def imported(module: str) -> Any:
         if error.name != module.partition(".")[0]:
             raise
         return None
-
-
-# A name on disk for the swap file, which has none: cuFile opens by its path what it was given as a descriptor.
-#
-# Measured with cuFile 1.15: a file made with ``O_TMPFILE`` is refused (error 5019), and so is one that was reopened
-# through ``/proc`` or unlinked (5031, "failed to obtain new file descriptor"); once it is registered, the name may go.
-#
-# [Note: Killed runs] Whoever gives a name holds a lock on the file, which ends with the process. A named file without
-# a lock is what a killed run left, and goes when the next one in that directory gives a name.
-
-
-PREFIX = ".ds_tba-named-"
-T = TypeVar("T")
 
 
 def give_name(fd: int, backend: str) -> Path:

@@ -1,4 +1,4 @@
-"""NVIDIA's kvikio: from device memory straight to the file where GPUDirect Storage is, else through host memory.
+"""How do bytes reach a file from device memory? NVIDIA's kvikio: straight where GPUDirect Storage is, else by the host.
 
 As ``gds`` it never goes through host memory. DeepSpeed's op of that name is not used: it ends the process on an error.
 References are to kvikio 26.10. It opens files by path, so the swap file is given as ``/proc/self/fd/N``; cuFile wants a

@@ -1,4 +1,7 @@
-"""``os.pwritev`` and ``os.preadv`` on the open file: every error and every byte count comes back from the kernel."""
+"""How do bytes reach a file with nothing but the kernel? ``pwritev`` and ``preadv``, of which every error comes back.
+
+Cannot see whether the drive kept what it took.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which backend serves this run, and why."""
+"""Which backend serves this run, and why? Cannot see whether a named backend is the fastest: ``tune`` measures that."""
 
 from __future__ import annotations
 
@@ -43,28 +43,26 @@ def select_backend(
         BackendUnavailableError: the named backend cannot run on this machine; says what to install or to set.
         ConfigError: the process may not open as many files as the lanes need.
     """
-    selection = _select(config, aio_config, zero_uses_nvme, pinned, device)
-    _check_descriptors(config, selection.backend)
-    return selection
-
-
-def _select(config: OffloadConfig, aio_config: AioConfig, zero_uses_nvme: bool, pinned: bool, device: str) -> Selection:
     obstacle = _aio_obstacle(config, aio_config, pinned)
     if zero_uses_nvme or config.io.backend in (None, "aio"):
         abandoned = aio.abandoned_build()
         if abandoned is not None and zero_uses_nvme:
             logger.warning("ZeRO's NVMe offload needs DeepSpeed's aio op, and will wait for ever: %s", abandoned)
         obstacle = obstacle or abandoned
+    backend: IoBackend
     if config.io.backend is not None:
         backend = _named(config, aio_config, obstacle, device)
-        return Selection(backend, "; ".join(filter(None, ["named in io.backend", backend.remark])))
-    if obstacle is not None:
-        return Selection(PosixBackend(), obstacle)
-    if zero_uses_nvme:
-        return Selection(aio.AioBackend(aio_config), "ZeRO's NVMe offload uses DeepSpeed's aio op too")
-    if aio.is_built():
-        return Selection(aio.AioBackend(aio_config), "DeepSpeed's aio op is built")
-    return Selection(PosixBackend(), "DeepSpeed's aio op is not built, and building it takes minutes")
+        reason = "; ".join(filter(None, ["named in io.backend", backend.remark]))
+    elif obstacle is not None:
+        backend, reason = PosixBackend(), obstacle
+    elif zero_uses_nvme:
+        backend, reason = aio.AioBackend(aio_config), "ZeRO's NVMe offload uses DeepSpeed's aio op too"
+    elif aio.is_built():
+        backend, reason = aio.AioBackend(aio_config), "DeepSpeed's aio op is built"
+    else:
+        backend, reason = PosixBackend(), "DeepSpeed's aio op is not built, and building it takes minutes"
+    _check_descriptors(config, backend)
+    return Selection(backend, reason)
 
 
 def _lanes(config: OffloadConfig) -> int:
@@ -75,7 +73,12 @@ def _check_descriptors(config: OffloadConfig, backend: IoBackend) -> None:
     """Refuse what would run into ``RLIMIT_NOFILE``, in mid-run and in whoever opens a file then."""
     needed = len(config.nvme_paths) + _lanes(config) * backend.descriptors_per_handle + SPARE_DESCRIPTORS
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    present = _open_descriptors(limit)
+    try:
+        present = len(os.listdir("/proc/self/fd"))
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+        present = limit  # not even the one to count them with is left
     paths, write, read = len(config.nvme_paths), config.io.write_lanes, config.io.read_lanes
     if limit != resource.RLIM_INFINITY and present + needed > limit:
         raise ConfigError(
@@ -83,15 +86,6 @@ def _check_descriptors(config: OffloadConfig, backend: IoBackend) -> None:
             f"{backend.name}, {SPARE_DESCRIPTORS} to spare), {present} are open, and this process may have {limit}: "
             f"raise the limit (ulimit -n {present + needed}) or lower io.write_lanes and io.read_lanes."
         )
-
-
-def _open_descriptors(limit: int) -> int:
-    try:
-        return len(os.listdir("/proc/self/fd"))
-    except OSError as error:
-        if error.errno != errno.EMFILE:
-            raise
-        return limit  # not even the one to count them with is left
 
 
 def _aio_obstacle(config: OffloadConfig, aio_config: AioConfig, pinned: bool) -> str | None:
