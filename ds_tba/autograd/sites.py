@@ -61,14 +61,14 @@ import torch
 from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ds_tba.autograd.blocks import place_in_code
-from ds_tba.autograd.comparison import integers_of
+from ds_tba.autograd.blocks import position_in_code
 from ds_tba.autograd.rules import OPS, PASSING, RULES, Operand, Output, Rule, constant, is_passing
 from ds_tba.autograd.saved import Keeper, PassedThrough, SavedCounted, SavedStorage, SavedView, StorageKey, nbytes_of
 from ds_tba.autograd.tensors import (
     ViewSpec,
     base_of,
     has_plain_storage,
+    integers_of,
     is_input,
     is_owned,
     is_parameter,
@@ -525,7 +525,7 @@ class Sites:
 
     def site_of(self, recipe: Recipe) -> Site:
         """The site with such a recipe that comes next in this forward."""
-        kind, code = self._kind(recipe), place_in_code()
+        kind, code = self._kind(recipe), position_in_code()
         self._numbers[kind, code] += 1
         key = hash((code, self._numbers[kind, code]))
         site = kind.sites.get(key)
