@@ -7,7 +7,7 @@
     │   └── PathError                            nvme_path cannot hold a swap file
     ├── IncompatibleError (RuntimeError)         a DeepSpeed version or feature that cannot be combined with us
     ├── BackendUnavailableError (RuntimeError)   the named I/O backend cannot run on this machine
-    ├── ModelError (ValueError)                  the model of `ds_tba estimate` cannot be made, or does not run
+    ├── ModelError (ValueError)                  the model of `ds_tba plan` cannot be made, or does not run
     ├── TraceError (ValueError)                  a recorded trace is not consistent, or a plan is not for it
     ├── StorageError (RuntimeError)
     │   ├── TransferError                        one I/O request failed or was short (the store handles it)
@@ -45,7 +45,7 @@ class BackendUnavailableError(DsTbaError, RuntimeError):
 
 
 class ModelError(DsTbaError, ValueError):
-    """The model of ``ds_tba estimate`` cannot be made, or does not run."""
+    """The model of ``ds_tba plan`` cannot be made, or does not run."""
 
 
 class TraceError(DsTbaError, ValueError):

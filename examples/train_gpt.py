@@ -98,7 +98,7 @@ class GPT(nn.Module):
 
 
 def make_model(batch: int, sequence: int) -> tuple[GPT, tuple[torch.Tensor, torch.Tensor]]:
-    """The model of the defaults and its inputs, for ``ds_tba estimate --model examples/train_gpt.py:make_model``."""
+    """The model of the defaults and its inputs, for ``ds_tba plan examples/train_gpt.py:make_model``."""
     inputs = torch.zeros(batch, sequence, dtype=torch.int64)
     return GPT(WIDTH, DEPTH, sequence), (inputs, inputs)
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -436,12 +436,11 @@ class TensorCache(Keeper):
 
     @contextmanager
     def _making(self, nbytes: int) -> Iterator[None]:
-        """Room for what making takes; of a recorded micro-step, its time is not a part of the hooks' time."""
+        """Room for what making takes."""
         with self._locked():
             taken_bytes = self.residency.take_scratch(nbytes)
         try:
-            with self.transfers.as_one_move() if self.forward.is_recorded else nullcontext():
-                yield
+            yield
         finally:
             with self.lock:
                 self.residency.give_scratch(taken_bytes)
@@ -632,11 +631,6 @@ class TensorCache(Keeper):
         for store in self._stores:  # under their own locks
             store.settle()
         self.finalizers.act_if_free()
-
-    def take_moves(self) -> list[tuple[Any, Any]]:
-        """Clock marks before and after each move since the last call; see ``Transfers.clock``."""
-        with self.lock:
-            return self.transfers.take_times()
 
     def forget_order(self) -> None:
         """Forget the order in which backward wanted what was moved: from now on other storages are."""

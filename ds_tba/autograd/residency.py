@@ -36,7 +36,6 @@ from ds_tba.autograd.tensors import stamp_of, storage_bytes
 from ds_tba.device.accelerator import (
     Accelerator,
     Arrival,
-    Clock,
     MemoryLevels,
     MemoryUse,
     PendingCopy,
@@ -54,37 +53,12 @@ _GUARDS = "_ds_tba_guards"
 
 
 class Transfers:
-    """Moves storages into stores and back, and times that. Used only under the cache's lock.
-
-    Attributes:
-        clock: while it is set, moves are timed by it too, and :meth:`take_times` must be called now and then.
-    """
+    """Moves storages into stores and back, and counts the host's seconds. Used only under the cache's lock."""
 
     def __init__(self, stats: CacheStats, stores: tuple[Store[Any], ...], device: torch.device) -> None:
         self.stores = stores
-        self.clock: Clock | None = None
         self._stats = stats
         self._device = device
-        self._times: list[tuple[Any, Any]] = []
-
-    def take_times(self) -> list[tuple[Any, Any]]:
-        """Clock marks before and after each move since the last call."""
-        times, self._times = self._times, []
-        return times
-
-    @contextmanager
-    def as_one_move(self) -> Iterator[None]:
-        """Work of ours that no plan foresees, and the moves in it: timed as one."""
-        clock = self.clock
-        if clock is None:
-            yield
-            return
-        count, before = len(self._times), clock.mark()
-        try:
-            yield
-        finally:
-            del self._times[count:]
-            self._times.append((before, clock.mark()))
 
     def offload(self, tensor: torch.Tensor, choice: Choice) -> Ticket | str:
         """Have the first store that can take a tensor's storage; the reason why none did, in the report's words."""
@@ -106,12 +80,9 @@ class Transfers:
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
-        clock, started_s = self.clock, time.perf_counter()
-        before = None if clock is None else clock.mark()
+        started_s = time.perf_counter()
         yield
         self._stats.moving_s += time.perf_counter() - started_s
-        if clock is not None:
-            self._times.append((before, clock.mark()))
 
 
 class Residency:

@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from ds_tba.cli import doctor, env, tune
-from ds_tba.cli.estimate import text as estimate
+from ds_tba.cli.plan import command as plan
 from ds_tba.errors import ReportError
 from ds_tba.telemetry.report import OffloadReport
 
@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     doctor.add_parser(commands)
     env.add_parser(commands)
-    estimate.add_parser(commands)
+    plan.add_parser(commands)
     report = commands.add_parser("report", help="show the JSON at report.path as a table")
     report.add_argument("file", type=Path, help="the JSON that report.path named")
     report.set_defaults(run=_print_report)

@@ -49,28 +49,30 @@ def checks(options: argparse.Namespace) -> Iterator[tuple[bool | None, str]]:
     from ds_tba.config import SUPPORTED_DEEPSPEED
     from ds_tba.device.memory import can_lock
     from ds_tba.errors import PathError
-    from ds_tba.storage.backends import aio
+    from ds_tba.storage.backends import aio, kvikio
     from ds_tba.storage.swap_file import check_directories
 
     yield _version("deepspeed", SUPPORTED_DEEPSPEED)
     yield _version("torch", SpecifierSet(">=2.5", prereleases=True))  # as in NVIDIA's containers: 2.9.0a0+145a3a7
     yield _entry_point()
-    if aio.is_built():
-        yield True, "DeepSpeed's aio op is built"
-    else:
-        yield None, "DeepSpeed's aio op is not built, so io.backend null means posix (build it: ds_tba doctor --build)"
+    built = aio.is_built()
+    unbuilt = "is not built, so io.backend null means posix (build it: ds_tba doctor --build)"
+    yield built or None, f"DeepSpeed's aio op {'is built' if built else unbuilt}"
     abandoned = aio.abandoned_build()
     if abandoned is not None:
         yield False, abandoned
     else:
-        for lock in aio.build_locks():
-            yield None, f"{lock} exists: {_LOCKED}"
+        yield from ((None, f"{lock} exists: {_LOCKED}") for lock in aio.build_locks())
     if can_lock(options.staging_bytes):
         yield True, f"{options.staging_bytes} bytes can be locked, as aio needs without a GPU"
     else:
         need = "aio needs a GPU or ulimit -l unlimited, posix needs neither"
         yield None, f"{options.staging_bytes} bytes cannot be locked: {need}"
-    yield from ((good, f"io.backend {name} {state}") for name, good, state in backends())
+    yield True, "io.backend posix can run here"
+    yield built or None, "io.backend aio can run here" + ("" if built else " once DeepSpeed's op is built")
+    problem = kvikio.obstacle()
+    for name, can in (("kvikio", "can run here; the start-up line shows its mode"), ("gds", "is tried by a run")):
+        yield None if problem else True, f"io.backend {name} {f'cannot run here: {problem}' if problem else can}"
     for path in options.nvme_path:
         try:
             (directory,) = check_directories((path,), options.staging_bytes, 1)
@@ -78,18 +80,6 @@ def checks(options: argparse.Namespace) -> Iterator[tuple[bool | None, str]]:
             yield False, str(error)
         else:
             yield True, f"{path}: {directory.file_system}, {directory.free_bytes / 2**30:.1f} GiB free"
-
-
-def backends() -> Iterator[tuple[str, bool | None, str]]:
-    """Each backend, whether it can run here, and that in words."""
-    from ds_tba.storage.backends import aio, kvikio
-
-    yield "posix", True, "can run here"
-    built = aio.is_built()
-    yield "aio", built or None, "can run here" if built else "can run here once DeepSpeed's op is built"
-    problem = kvikio.obstacle()
-    for name, can in (("kvikio", "can run here; the start-up line shows its mode"), ("gds", "is tried by a run")):
-        yield (name, None, f"cannot run here: {problem}") if problem else (name, True, can)
 
 
 def _entry_point() -> tuple[bool, str]:

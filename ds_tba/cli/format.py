@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -13,20 +14,20 @@ from typing import Any
 from ds_tba.errors import DsTbaError
 from ds_tba.telemetry.report import is_replaceable, write_file
 
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
 
-def count(text: str) -> int:
-    """Parse a whole number of 1 or more.
+
+def size(text: str) -> int:
+    """Parse a whole number of 1 or more as people write it: 4096, 32k, 24GB or 24GiB, in powers of 1024.
 
     Raises:
         argparse.ArgumentTypeError: ``text`` is not one.
     """
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of 1 or more")
-    return value
+    found = _SIZE.fullmatch(text.strip())
+    value = float(found[1]) * 1024 ** " kmgt".index(found[2].lower() or " ") if found else 0.0
+    if value < 1 or (value != int(value) and found and not found[2]):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of 1 or more, such as 4096, 32k or 24GB")
+    return int(value)
 
 
 def in_units_of(unit: float) -> Callable[[str], float]:
@@ -52,22 +53,21 @@ def table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
         yield "  ".join(cells).rstrip()
 
 
-Make = Callable[[argparse.Namespace], tuple[list[str], dict[str, Any]]]
+Make = Callable[[argparse.Namespace], tuple[int, list[str], dict[str, Any]]]
 
 
 def show(command: str, make: Make, options: argparse.Namespace) -> int:
     """Make a result, print its lines, and write its dict to ``--json`` if that is given; 2 on an error of the user."""
     try:
-        lines, found = make(options)
+        status, lines, found = make(options)
+        if options.json is not None:
+            write = write_file if is_replaceable(options.json) else Path.write_text  # to /dev/stdout, to a pipe
+            write(options.json, json.dumps(found, indent=2) + "\n")
     except DsTbaError as error:
         sys.stderr.write(f"ds_tba {command}: {error}\n")
         return 2
-    if options.json is not None:
-        try:
-            write = write_file if is_replaceable(options.json) else Path.write_text  # to /dev/stdout, to a pipe
-            write(options.json, json.dumps(found, indent=2) + "\n")
-        except OSError as error:
-            sys.stderr.write(f"ds_tba {command}: --json {options.json} cannot be written: {error.strerror}\n")
-            return 2
+    except OSError as error:
+        sys.stderr.write(f"ds_tba {command}: --json {options.json} cannot be written: {error.strerror}\n")
+        return 2
     sys.stdout.writelines(f"{line}\n" for line in lines)
-    return 0
+    return status

@@ -13,53 +13,85 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ds_tba.cli.format import in_units_of, show, table
 from ds_tba.config import AioConfig, IoConfig
 from ds_tba.errors import DsTbaError
 
+if TYPE_CHECKING:
+    from ds_tba.planner.trace import PathRates
+    from ds_tba.storage.backends.base import IoBackend
+    from ds_tba.storage.nvme import Lanes
+
 _DESCRIPTION = """\
 Writes and reads noise with every backend that runs here, with 1, 2 and 4 lanes of each kind. Prints a table, and the
-fastest "io" block of "activation_nvme_offload" to paste, if one was faster than the defaults in every measurement.
-Leaves no file behind; the bytes written are printed, because they wear the drives.
+"io" block of "activation_nvme_offload" to paste if one was faster than the defaults in every measurement. Leaves no
+file behind; the bytes written are printed, because they wear the drives.
 """
 GIB = 1 << 30
 LANES = (1, 2, 4)
 MIN_ROUNDS = 3  # below, nothing is recommended: two measurements are in one order half of the time
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """Settings to compare; as many write lanes as read lanes."""
 
     backend: str
     lanes: int
-
-    def __str__(self) -> str:
-        return f"{self.backend}, {self.lanes} + {self.lanes} lanes"
 
     def block(self) -> dict[str, Any]:
         """For the key ``"io"``."""
         return {"backend": self.backend, "write_lanes": self.lanes, "read_lanes": self.lanes}
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """Bytes per second of writes, of reads and of both at once; and the bytes written to measure them."""
+class Measured(NamedTuple):
+    """Rates of each path, and the bytes written to measure them."""
 
-    write: float
-    read: float
-    both: float
+    paths: tuple[PathRates, ...]
     written_bytes: int
 
     @property
-    def round_trip(self) -> float:
-        """Bytes per second of a write and a read."""
-        return 2.0 / (1.0 / self.write + 1.0 / self.read)
+    def rates(self) -> tuple[float, float, float, float]:
+        """Bytes per second over all paths: of writes, of reads, of both at once, of a write and a read in turn."""
+        write, read = (sum(getattr(path, f"{kind}_bytes_per_s") for path in self.paths) for kind in ("write", "read"))
+        both = sum(path.write_beside_read_bytes_per_s + path.read_beside_write_bytes_per_s for path in self.paths)
+        return write, read, both, 2.0 / (1.0 / write + 1.0 / read)
+
+
+def probe(paths: Sequence[str], backend: IoBackend, lanes: Lanes, integrity: str) -> Measured:
+    """Measure directories as at the start of a run, which takes a moment; leaves nothing behind.
+
+    Raises:
+        PathError: a directory cannot hold a swap file, or a transfer failed.
+    """
+    from ds_tba.device.accelerator import CpuAccelerator
+    from ds_tba.planner.trace import PathRates
+    from ds_tba.storage.bandwidth_probe import LARGEST_REQUEST_BYTES, REGION_BYTES
+    from ds_tba.storage.nvme import NvmeStore
+    from ds_tba.storage.staging import StagingRing
+    from ds_tba.storage.swap_file import SwapFile, check_directories
+
+    with ExitStack() as undo:
+        files = []
+        for directory in check_directories(tuple(paths), REGION_BYTES, 1):
+            file = SwapFile(Path(directory.path), REGION_BYTES)
+            undo.callback(file.close)
+            file.reserve_first(REGION_BYTES)
+            files.append(file)
+        ring = StagingRing(CpuAccelerator(), backend, LARGEST_REQUEST_BYTES * (lanes.write + lanes.read) * len(paths))
+        undo.callback(ring.close)
+        store = NvmeStore(files, backend, ring, lanes, integrity)
+        undo.pop_all()  # they are the store's to close
+        undo.callback(store.close)
+        store.measure()
+        with store.space.lock:
+            rates = tuple(PathRates(*path.rates()) for path in store.paths)
+            return Measured(rates, sum(path.written_bytes for path in store.paths))
 
 
 @dataclass(slots=True)
@@ -75,13 +107,17 @@ class Tuned:
         """By all measurements."""
         return sum(one.written_bytes for found in self.found.values() for one in found)
 
+    def median(self, one: Candidate) -> list[float]:
+        """The median of each of ``Measured.rates``."""
+        return [statistics.median(column) for column in zip(*(each.rates for each in self.found[one]), strict=True)]
+
     @property
     def recommended(self) -> Candidate:
         """The best of those that were faster than the default in every measurement, or the default."""
-        trips = {one: [each.round_trip for each in found] for one, found in self.found.items()}
+        trips = {one: [each.rates[-1] for each in found] for one, found in self.found.items()}
         usual = max(trips[self.default])
         faster = [one for one, found in trips.items() if len(found) >= MIN_ROUNDS and min(found) > usual]
-        return max(faster, key=lambda one: statistics.median(trips[one]), default=self.default)
+        return max(faster, key=lambda one: self.median(one)[-1], default=self.default)
 
 
 def tuned(
@@ -133,30 +169,19 @@ def add_parser(commands: Any) -> None:
     parser.set_defaults(run=partial(show, "tune", _tuned))
 
 
-def _tuned(options: argparse.Namespace) -> tuple[list[str], dict[str, Any]]:
-    from ds_tba.cli.opened_store import probe
+def _tuned(options: argparse.Namespace) -> tuple[int, list[str], dict[str, Any]]:
     from ds_tba.storage.backends.aio import AioBackend
-    from ds_tba.storage.backends.base import IoBackend
     from ds_tba.storage.backends.posix import PosixBackend
     from ds_tba.storage.nvme import Lanes
 
     backends, remarks = _backends(options.backend)
-    opened: dict[str, IoBackend] = {
-        name: PosixBackend() if name == "posix" else AioBackend(AioConfig()) for name in backends
-    }
+    opened = {name: PosixBackend() if name == "posix" else AioBackend(AioConfig()) for name in backends}
 
     def measure(one: Candidate) -> Measured:
-        lanes = Lanes(one.lanes, one.lanes)
-        found = probe(tuple(options.nvme_path), opened[one.backend], lanes, IoConfig().integrity)
-        return Measured(
-            sum(path.write_bytes_per_s for path in found.paths),
-            sum(path.read_bytes_per_s for path in found.paths),
-            sum(path.write_beside_read_bytes_per_s + path.read_beside_write_bytes_per_s for path in found.paths),
-            found.written_bytes,
-        )
+        return probe(options.nvme_path, opened[one.backend], Lanes(one.lanes, one.lanes), IoConfig().integrity)
 
     result = tuned(backends, measure, options.seconds, options.most_gib)
-    return [*lines(result), *remarks], to_dict(result)
+    return 0, [*lines(result), *remarks], to_dict(result)
 
 
 def _backends(named: list[str] | None) -> tuple[list[str], list[str]]:
@@ -183,46 +208,31 @@ def _backends(named: list[str] | None) -> tuple[list[str], list[str]]:
 
 def lines(result: Tuned) -> Iterator[str]:
     """The text of a result, with the JSON to paste."""
-    yield from table([("GB/s", "write", "read", "both at once", "round trip", "over the defaults"), *_rows(result)])
-    yield ""
+    rows = [("GB/s", "lanes", "write", "read", "both at once", "round trip", "over the defaults")]
+    usual = result.median(result.default)[-1]
+    for one in sorted(result.found, key=lambda one: -result.median(one)[-1]):
+        name = f"{one.backend} (defaults)" if one == result.default else one.backend
+        write, read, both, trip = result.median(one)
+        rates = f"{write / 1e9:.2f}", f"{read / 1e9:.2f}", f"{both / 1e9:.2f}", f"{trip / 1e9:.2f}"
+        rows.append((name, f"{one.lanes} + {one.lanes}", *rates, f"{trip / usual:.2f}"))
+    yield from table(rows)
     wrote = f"wrote {result.written_bytes / GIB:.1f} GiB"
-    yield f"took {result.took_s:.0f} s and {wrote}, which counts as wear; no file is left"
-    is_default = result.recommended == result.default
-    yield (
-        "nothing was faster than the defaults in every measurement; they are:"
-        if is_default
-        else "faster than the defaults in every measurement; to paste:"
-    )
+    yield f"\ntook {result.took_s:.0f} s and {wrote}, which counts as wear; no file is left"
+    nothing, default = "nothing was faster than the defaults in every measurement; they are:", result.default
+    yield nothing if result.recommended == default else "faster than the defaults in every measurement; to paste:"
     yield f'  into "activation_nvme_offload":  "io": {json.dumps(result.recommended.block())}'
-
-
-def _rows(result: Tuned) -> Iterator[tuple[str, ...]]:
-    usual = _median(result.found[result.default], "round_trip")
-    for one, found in sorted(result.found.items(), key=lambda item: -_median(item[1], "round_trip")):
-        over = sorted(each.round_trip / usual for each in found)
-        rates = [f"{_median(found, key) / 1e9:.2f}" for key in ("write", "read", "both", "round_trip")]
-        spread = f"{statistics.median(over):.2f} [{over[0]:.2f}-{over[-1]:.2f}]"
-        yield f"{one} (defaults)" if one == result.default else str(one), *rates, spread
-
-
-def _median(found: list[Measured], key: str) -> float:
-    return float(statistics.median(getattr(one, key) for one in found))
 
 
 def to_dict(result: Tuned) -> dict[str, Any]:
     """For JSON."""
+    keys = ("write_bytes_per_s", "read_bytes_per_s", "both_bytes_per_s")
     return {
         "recommended": result.recommended.block(),
         "defaults": result.default.block(),
         "written_bytes": result.written_bytes,
         "took_s": result.took_s,
         "candidates": [
-            {
-                **one.block(),
-                "write_bytes_per_s": [each.write for each in found],
-                "read_bytes_per_s": [each.read for each in found],
-                "both_bytes_per_s": [each.both for each in found],
-            }
+            {**one.block(), **{key: [each.rates[at] for each in found] for at, key in enumerate(keys)}}
             for one, found in result.found.items()
         ],
     }

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from ds_tba.cli import main
-from ds_tba.cli.opened_store import probe
-from ds_tba.cli.tune import Candidate, Measured, Tuned, tuned
+from ds_tba.cli.tune import Candidate, Measured, Tuned, probe, tuned
 from ds_tba.config import OffloadConfig
+from ds_tba.planner.trace import PathRates
 from ds_tba.storage.backends.posix import PosixBackend
 from ds_tba.storage.nvme import Lanes
 
@@ -30,13 +30,13 @@ class Drives:
     def measure(self, one: Candidate) -> Measured:
         self.now_s += 1.0
         rate = self._rate(one)
-        return Measured(rate, rate, rate, 100 * MIB)
+        return Measured((PathRates(rate, rate, rate / 2, rate / 2),), 100 * MIB)
 
     def tuned(self, seconds: float = 100.0, max_written_bytes: float = 1e15) -> Tuned:
         return tuned(["posix"], self.measure, seconds, max_written_bytes, lambda: self.now_s)
 
 
-def test_what_is_faster_in_every_measurement_is_recommended() -> None:
+def test_what_is_faster_is_recommended() -> None:
     found = Drives(lambda one: one.lanes * 1e9).tuned()
     assert found.default == DEFAULT and found.recommended == Candidate("posix", 4)
     assert found.recommended.block() == {"backend": "posix", "write_lanes": 4, "read_lanes": 4}

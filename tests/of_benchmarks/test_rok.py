@@ -15,7 +15,7 @@ import torch
 from curves.points import PEAK_ERROR, PEAK_NOISE, STEP_ERROR, Point, Spread, point, verdict
 from curves.turns import AGAIN, PLAIN, Contender, StepTaken
 
-from ds_tba.cli.estimate.dry_run import PeakMeter
+from ds_tba.cli.plan.dry_run import PeakMeter
 
 MIB = 1 << 20
 

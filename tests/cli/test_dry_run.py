@@ -1,9 +1,9 @@
-"""What ``ds_tba estimate`` says of bytes, against runs of the same models with values."""
+"""What ``ds_tba plan`` says of bytes, against runs of the same models with values."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,15 +14,15 @@ from estimate_models import ALL
 from torch.utils._pytree import tree_leaves
 
 from ds_tba.adaptive.recorder import Recorder
-from ds_tba.autograd.blocks import Block, Blocks, find_blocks
+from ds_tba.autograd.blocks import find_blocks
 from ds_tba.autograd.cache import TensorCache
 from ds_tba.autograd.sites import Recipe, Sites
 from ds_tba.autograd.tensors import mark_inputs, mark_owned
-from ds_tba.cli.estimate.dry_run import DryRun, Settings, dry_run
-from ds_tba.cli.estimate.kernels import Attention
-from ds_tba.cli.estimate.subject import Subject, loss_of
-from ds_tba.cli.estimate.summary import summarize
-from ds_tba.config import AioConfig, OffloadConfig
+from ds_tba.cli.plan.dry_run import PeakMeter, Settings, dry_run, told_of_passes
+from ds_tba.cli.plan.model import Subject, loss_of
+from ds_tba.cli.plan.rows import fixed, made_again
+from ds_tba.cli.plan.training import DryRun
+from ds_tba.config import AioConfig, OffloadConfig, Placement
 from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.errors import ModelError
 from ds_tba.offloader import ActivationOffloader
@@ -53,22 +53,6 @@ class Real:
     packed_tensors: int
 
 
-class Passes:
-    """Tells a recorder of the passes through blocks."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder = recorder
-
-    def enter(self, block: Block, inputs: Sequence[torch.Tensor]) -> None:
-        self.recorder.enter(block.path, inputs, is_recomputable=True)
-
-    def leave(self, block: Block) -> None:
-        self.recorder.leave()
-
-    def recompute(self, mark: Any) -> None: ...
-    def recomputed(self, mark: Any) -> None: ...
-
-
 class NoClock:
     def mark(self) -> float:
         return 0.0
@@ -97,9 +81,7 @@ def trained(make: Make, device: str, dtype: torch.dtype) -> Real:
     model, forward = ready(make, device, dtype)
     cache = TensorCache([], device, MIN_BYTES)
     recorder = Recorder(cache, NoClock(), {id(module): path for path, module in model.named_modules()})
-    blocks = Blocks(find_blocks(model, None), Passes(recorder))
-    blocks.install()
-    with cache.saving(around=recorder.around), blocks.listening():
+    with cache.saving(around=recorder.around), told_of_passes(find_blocks(model, None), recorder):
         output = forward()
     loss_of(output).backward()
     recorder.end()
@@ -157,20 +139,18 @@ def attention_s_bytes(run: DryRun) -> int:
 
 def test_dropout_and_attention_are_the_training_device_s() -> None:
     cpu, cuda = (estimated(ALL["bert"], device, torch.bfloat16) for device in ("cpu", "cuda"))
-    assert cpu.attention == {Attention.MATH} and cuda.attention == {
-        Attention.EFFICIENT
-    }  # the mask; the dropout on the CPU
+    assert cpu.attention == ["math"] and cuda.attention == ["efficient"]  # the mask; the dropout on the CPU
     assert attention_s_bytes(cpu) > 0 and attention_s_bytes(cuda) == 0
     masks = [one for one in cuda.trace.storages if one.nbytes == BATCH * SEQUENCE * 64]
     assert len(masks) == 1 + 2 * 3  # one byte for each element
     gpt = estimated(ALL["gpt"], "cuda", torch.bfloat16)
-    assert gpt.attention == {Attention.FLASH}
+    assert gpt.attention == ["flash"]
 
 
 # ---- what can be made again -----------------------------------------------------------------------------------------
 
 
-def made_again(
+def really_made_again(
     make: Make,
     dtype: torch.dtype | None,
     *,
@@ -217,7 +197,7 @@ def predicted(make: Make, given: Settings) -> dict[str, int]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", list(ALL))
 def test_bytes_made_again_are_those_of_a_run_on_the_cpu(name: str, dtype: torch.dtype) -> None:
-    real = made_again(ALL[name], dtype)
+    real = really_made_again(ALL[name], dtype)
     assert sum(real.values()) > 20 * MIN_BYTES
     assert predicted(ALL[name], settings("cpu", dtype)) == real
 
@@ -225,7 +205,7 @@ def test_bytes_made_again_are_those_of_a_run_on_the_cpu(name: str, dtype: torch.
 @pytest.mark.parametrize("name", ["llama", "gpt"])
 def test_bytes_made_again_under_autocast_are_those_of_a_run(name: str) -> None:
     given = replace(settings("cpu"), autocast=torch.bfloat16)
-    real = made_again(ALL[name], None, within=lambda: torch.autocast("cpu", torch.bfloat16))
+    real = really_made_again(ALL[name], None, within=lambda: torch.autocast("cpu", torch.bfloat16))
     assert real["cast"] > 0 and predicted(ALL[name], given) == real
 
 
@@ -234,7 +214,7 @@ def test_ops_that_the_config_excludes_are_not_made_again() -> None:
     fewer = predicted(ALL["llama"], settings("cpu", torch.bfloat16, exclude=frozenset({"silu"})))
     # The product of the gate goes on: it is made again from what silu has made, which is saved now.
     assert fewer == {op: nbytes for op, nbytes in every.items() if op != "silu"} and "silu" in every
-    assert fewer == made_again(ALL["llama"], torch.bfloat16, exclude=frozenset({"silu"}))
+    assert fewer == really_made_again(ALL["llama"], torch.bfloat16, exclude=frozenset({"silu"}))
     assert predicted(ALL["llama"], settings("cpu", torch.bfloat16, rematerialize=False)) == {}
 
 
@@ -252,7 +232,7 @@ def test_a_model_s_input_is_no_operand() -> None:
         return Gated(), (torch.rand(batch, sequence, 64), torch.rand(batch, sequence, 64))
 
     found = predicted(make, settings("cpu", torch.float32))
-    assert found == {"mul": BATCH * SEQUENCE * 64 * 4} == made_again(make, torch.float32)
+    assert found == {"mul": BATCH * SEQUENCE * 64 * 4} == really_made_again(make, torch.float32)
 
 
 def test_what_cuda_s_kernels_save_is_made_again_by_their_ops() -> None:
@@ -308,12 +288,10 @@ def test_without_rematerialization_the_dry_run_is_the_same(name: str) -> None:
 
 def test_the_peak_without_a_drive_is_that_of_what_is_saved() -> None:
     run = estimated(ALL["llama"], "cpu", torch.bfloat16)
-    found = summarize(run.trace, OffloadConfig.model_validate({"placement": "keep"}), run.ops)
-    again = made_again(ALL["llama"], torch.bfloat16)
-    cost = found.predictions["rematerialize"]
-    assert found.made_again_bytes["rematerialize"] == again
+    again = really_made_again(ALL["llama"], torch.bfloat16)
+    keep, cost = fixed(run.trace), fixed(run.trace, Placement.REMATERIALIZE)
+    assert made_again(run) == again
     assert cost.rematerialized_bytes == sum(again.values()) and not cost.written_bytes
-    keep = found.predictions["keep"]
     assert keep.peak_saved_bytes - sum(again.values()) <= cost.peak_saved_bytes < 0.7 * keep.peak_saved_bytes
     assert cost.step_s == pytest.approx(keep.step_s + cost.rematerialized_s)
 
@@ -397,3 +375,16 @@ def test_temporaries_are_logits_and_gradients_and_nothing_that_is_saved_or_was_t
     assert run.temporary_bytes >= logits_bytes
     # The gradient of a sum is one number, expanded: backward has it whole for the product, and the weight's beside it.
     assert run.temporary_bytes <= logits_bytes + 2 * weight_bytes + 4096
+
+
+@pytest.mark.parametrize("name", list(ALL))
+def test_the_peak_of_all_tensors_is_that_of_a_run(name: str) -> None:
+    """As an allocator would count them, without parameters and gradients."""
+    run = estimated(ALL[name], "cpu", torch.float32)
+    model, forward = ready(ALL[name], "cpu", torch.float32)
+    for one in model.parameters():
+        one.grad = torch.zeros_like(one)
+    held = [one.untyped_storage() for each in model.parameters() for one in (each, each.grad) if one is not None]
+    with PeakMeter(held) as meter:
+        loss_of(forward()).backward()
+    assert run.kept_bytes == pytest.approx(meter.peak_bytes, rel=0.1)

@@ -1,1 +1,0 @@
-"""The estimate of activation offload for a model, made without the memory of training the model."""

@@ -1,0 +1,1 @@
+"""Will it fit? Rows of what a model needs under each setting, made without the memory of training it."""

@@ -1,0 +1,339 @@
+"""One micro-step of a model without its memory: on the meta device, through the cache and the recorder of a real run.
+
+The same code as in a run decides eligibility, views, deduplication and blocks. A model under ``torch_autocast`` runs on
+the CPU instead, and takes its memory there: the meta device casts nothing. What could be rematerialized is found as in
+a run, and taken as equal; nothing is made again here.
+
+[Note: The roofline] An operation takes as long as its FLOPs at the rate that matrix products reach, or as its inputs
+and outputs at the rate of device memory, or as its launch, whichever is longest. Blind spots: kernels fused into one,
+and communication between ranks.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from ds_tba.adaptive.recorder import Recorder
+from ds_tba.autograd import sites
+from ds_tba.autograd.blocks import Block, find_blocks
+from ds_tba.autograd.cache import TensorCache
+from ds_tba.autograd.saved import Keeper, nbytes_of
+from ds_tba.autograd.tensors import mark_inputs, mark_owned
+from ds_tba.cli.plan.kernels import device_kernels
+from ds_tba.cli.plan.model import Recipe, Subject, add_lora, loss_of
+from ds_tba.cli.plan.training import DryRun
+from ds_tba.device.accelerator import CpuAccelerator
+from ds_tba.errors import ModelError
+from ds_tba.planner.trace import Resources
+from ds_tba.storage.base import Always
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How the model is trained.
+
+    Attributes:
+        device: the training device, ``"cuda"`` or ``"cpu"``.
+        dtype: of parameters and buffers; None leaves them as the model has them.
+        autocast: the dtype of ``torch.autocast``, if it is on.
+        min_tensor_bytes, blocks: of the config's block.
+        flops_per_s, memory_bytes_per_s, launch_s: of the device; see [Note: The roofline].
+        micro_steps: of one step.
+        rematerialize, exclude: whether outputs of ops may be made again, and of which they may not.
+        lora_rank: of adapters, which are trained instead of the model.
+    """
+
+    device: str
+    dtype: torch.dtype | None
+    autocast: torch.dtype | None
+    min_tensor_bytes: int
+    blocks: list[str] | None
+    flops_per_s: float
+    memory_bytes_per_s: float
+    launch_s: float = 0.0
+    micro_steps: int = 1
+    rematerialize: bool = True
+    exclude: frozenset[str] = frozenset()
+    lora_rank: int | None = None
+
+
+def dry_run(recipe: Recipe, batch: int, sequence: int, settings: Settings, resources: Resources) -> DryRun:
+    """Run one micro-step.
+
+    Args:
+        resources: for the trace.
+
+    Raises:
+        ModelError: the model does not run, or needs values, which the meta device does not have.
+    """
+    runs_on = "meta" if settings.autocast is None else "cpu"
+    clock = OpClock(settings.flops_per_s, settings.memory_bytes_per_s, settings.launch_s)
+    cache = TensorCache([], runs_on, settings.min_tensor_bytes)
+    doing = "making the model"
+    try:
+        with torch.device(runs_on):
+            subject = recipe(batch, sequence)
+            if settings.lora_rank is not None:
+                add_lora(subject.model, [one.module for one in find_blocks(subject.model, None)], settings.lora_rank)
+            subject = subject.to(runs_on, settings.dtype)
+        doing = "forward and backward"
+        with device_kernels(settings.device, runs_on) as attention:
+            recorder, meter, blocks = _micro_step(subject, settings, cache, clock)
+    except ModelError:
+        raise
+    except Exception as error:  # the user's model may raise anything
+        where = f" in {clock.last_operation}" if clock.last_operation else ""
+        (first_line, *_) = str(error).splitlines() or [""]
+        what = f"{doing} failed{where}: {type(error).__name__}: {first_line}"
+        if runs_on == "meta":
+            what += ". The model runs on shapes alone here: its forward may not read the values of tensors"
+        raise ModelError(what) from error
+    notes = [*subject.notes]
+    if settings.autocast is not None:
+        notes.append("torch_autocast: the model ran on the CPU, which casts nearly the same operations as CUDA")
+    if settings.rematerialize and not sites.is_supported():
+        notes.append(f"nothing is rematerialized: PyTorch {torch.__version__} does not show what its graph holds")
+    if clock.answers:
+        notes.append("where the model asks whether all or any elements of a mask are true: all() is true, any() false")
+    if not blocks:
+        notes.append('no repeated layers were found, so nothing is recomputed: name the layers in "blocks"')
+    parameters = list(subject.model.parameters())
+    used = [one.site for one in recorder.record.storages]
+    return DryRun(
+        recorder.record.trace(resources, micro_steps=settings.micro_steps),
+        batch,
+        runs_on,
+        cache.stats.saved.peak,
+        cache.stats.packed_tensors,
+        sum(one.numel() for one in parameters),
+        sum(one.numel() * one.element_size() for one in parameters),
+        sum(one.numel() for one in parameters if one.requires_grad),
+        getattr(getattr(subject.model, "config", None), "hidden_size", 0) or 0,
+        meter.peak_bytes,
+        meter.whole_peak_bytes,
+        sorted(one.name.lower() for one in attention),
+        tuple(site.kind.op if isinstance(site, sites.Site) else "" for site in used),
+        tuple(notes),
+    )
+
+
+def _micro_step(
+    subject: Subject, settings: Settings, cache: TensorCache, clock: OpClock
+) -> tuple[Recorder, PeakMeter, list[Block]]:
+    """One forward, one backward."""
+    model = subject.model
+    if settings.rematerialize and sites.is_supported():
+        cache.rematerialize(AssumedSites(cache, settings.exclude, clock))
+    recorder = Recorder(cache, clock, {id(module): path for path, module in model.named_modules()})
+    for module in model.modules():
+        mark_owned(module)
+    mark_inputs(subject.inputs)
+    for one in model.parameters():  # gradients exist, as in all micro-steps but the first
+        one.grad = torch.zeros_like(one) if one.requires_grad else None
+    held = [*model.parameters(), *(one.grad for one in model.parameters() if one.grad is not None)]
+    meter = PeakMeter([one.untyped_storage() for one in held], lambda: cache.stats.saved.now)
+    blocks = find_blocks(model, settings.blocks)
+    autocast = torch.autocast("cpu", settings.autocast) if settings.autocast else nullcontext()
+    with clock, meter:
+        with (
+            cache.saving(Always((), wait=False), recorder.around, is_recorded=True),
+            told_of_passes(blocks, recorder),
+            autocast,
+        ):
+            output = subject.forward()
+        loss = loss_of(output)
+        del output
+        loss.backward()  # type: ignore[no-untyped-call]
+        recorder.end()
+    cache.settle()
+    return recorder, meter, blocks
+
+
+@contextmanager
+def told_of_passes(blocks: Iterable[Block], recorder: Recorder) -> Iterator[None]:
+    """Tell a recorder of the passes through blocks."""
+
+    def enter(path: str, _module: Any, args: Any, kwargs: Any) -> None:
+        inputs = {id(one): one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)}
+        recorder.enter(path, list(inputs.values()), is_recomputable=True)
+
+    hooks = []
+    for block in blocks:
+        hooks += [
+            block.module.register_forward_pre_hook(partial(enter, block.path), with_kwargs=True),
+            block.module.register_forward_hook(lambda *_: recorder.leave(), always_call=True),
+        ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+# ---- what could be made again ---------------------------------------------------------------------------------------
+
+
+class AssumedSites(sites.Sites):
+    """Sites of a dry run: found as in a run, and taken as proven; nothing is made."""
+
+    def __init__(self, cache: Keeper, exclude: frozenset[str], clock: OpClock) -> None:
+        super().__init__(cache, CpuAccelerator(), exclude)
+        self._clock = clock
+
+    def site_of(self, recipe: sites.Recipe) -> sites.Site:
+        """With the time that the bytes of its ops take on the device."""
+        kind = sites.Kind(recipe.steps[-1].rule.op)
+        kind.add_time(self._clock.moving_s(_moved_bytes(recipe)))
+        return sites.Site(kind, 0, equal_in=self.step)
+
+
+def _moved_bytes(recipe: sites.Recipe) -> int:
+    """Bytes that an op and the steps between read and write."""
+
+    def nbytes(one: Any) -> int:
+        if isinstance(one, int):
+            output = recipe.steps[one].output
+            return output.shape.numel() * output.dtype.itemsize
+        tensor = getattr(one, "held", one)
+        return 0 if tensor is None else nbytes_of(tensor)
+
+    steps = [(at, step.operands) for at, step in enumerate(recipe.steps) if not step.rule.is_view]
+    return sum(nbytes(at) + sum(map(nbytes, operands)) for at, operands in steps)
+
+
+# ---- time and memory of the device ----------------------------------------------------------------------------------
+
+
+class OpClock(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The time that the operations run inside would take on the device; see [Note: The roofline].
+
+    On the meta device it answers ``all()`` with true and ``any()`` with false, so that masks do not stop a model.
+
+    Attributes:
+        now_s: seconds of all operations so far.
+        last_operation: name of the last one, which may have failed.
+        answers: that were given so far.
+        observes_only: to the cache: what is saved is as in a run without it.
+    """
+
+    observes_only = True
+
+    def __init__(self, flops_per_s: float, memory_bytes_per_s: float, launch_s: float = 0.0) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now_s = 0.0
+        self.last_operation = ""
+        self.answers = 0
+        self._flops_per_s = flops_per_s
+        self._memory_bytes_per_s = memory_bytes_per_s
+        self._launch_s = launch_s
+
+    def mark(self) -> float:
+        return self.now_s
+
+    def elapsed_s(self, earlier: float, later: float) -> float:
+        return later - earlier
+
+    def moving_s(self, nbytes: int) -> float:
+        """Seconds of an operation that reads and writes so many bytes."""
+        return max(nbytes / self._memory_bytes_per_s, self._launch_s)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.last_operation, name, kwargs = str(func), func._schema.name, kwargs or {}
+        if name == "aten::_local_scalar_dense" and hasattr(args[0], _ANSWER):
+            self.answers += 1
+            return getattr(args[0], _ANSWER)
+        result = func(*args, **kwargs)
+        if name in _OF_ALL and isinstance(result, torch.Tensor) and result.is_meta:
+            setattr(result, _ANSWER, _OF_ALL[name])
+        aliases = [one.alias_info for one in func._schema.returns]
+        is_view = any(alias is not None and not alias.is_write for alias in aliases)
+        if not (is_view or name.startswith(("aten::empty", "aten::new_empty"))):
+            tensors = {id(one): one for one in tree_leaves((args, kwargs, result)) if isinstance(one, torch.Tensor)}
+            moved_s = self.moving_s(sum(one.numel() * one.element_size() for one in tensors.values()))
+            self.now_s += max(_flops(func, args, kwargs, result) / self._flops_per_s, moved_s)
+        return result
+
+
+def _flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> float:
+    """Of matrix products and attention; fused attention with a causal mask computes half of them."""
+    name, arguments = func._schema.name, [one.name for one in func._schema.arguments]
+    if name == "aten::_grouped_mm":  # each row of the first tensor is multiplied with one matrix of the second
+        return 2.0 * float(args[0].numel()) * float(args[1].shape[-1])
+    if name in _OF_CPU:
+        flops = flop_registry[_OF_CPU[name]](*args[: 4 if "backward" in name else 3], out_val=result)
+    elif func.overloadpacket in flop_registry:
+        flops = flop_registry[func.overloadpacket](*args, **kwargs, out_val=result)
+    else:
+        return 0.0
+    at = arguments.index("is_causal") if "is_causal" in arguments else len(args)
+    is_causal = args[at] if at < len(args) else kwargs.get("is_causal", False)
+    return float(flops) / 2 if is_causal else float(flops)
+
+
+_ANSWER = "_ds_tba_answer"
+_OF_ALL = {"aten::all": True, "aten::any": False}
+_FLASH = "_scaled_dot_product_flash_attention"
+# Torch's registry has no FLOPs of these; they are those of CUDA's.
+_OF_CPU = {f"aten::{_FLASH}_for_cpu{end}": getattr(torch.ops.aten, f"{_FLASH}{end}") for end in ("", "_backward")}
+
+
+class PeakMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Peak bytes of the storages that the operations inside read or make, as an allocator counts them.
+
+    Takes time at every operation, so a step under this meter must not be timed. On a CPU a tensor that was read back
+    lies in a slot of staging; its storage counts, as it would in device memory.
+
+    Args:
+        ignored: storages that existed before.
+        excluded_bytes: bytes that do not count at this moment, such as those of saved tensors. Then inputs, buffers,
+            logits and the gradients of logits and activations are left.
+
+    Attributes:
+        peak_bytes, whole_peak_bytes: the peak so far, without what is excluded and with it.
+        observes_only: activations go where they go without the meter; see ``ds_tba.autograd.tensors.is_under_a_mode``.
+    """
+
+    observes_only = True
+
+    def __init__(self, ignored: Iterable[torch.UntypedStorage], excluded_bytes: Callable[[], int] = lambda: 0) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak_bytes = self.whole_peak_bytes = 0
+        self._excluded_bytes = excluded_bytes
+        self._now_bytes = 0
+        self._freed: deque[tuple[int, int]] = deque()  # left by finalizers, which run in any thread
+        self._ignored = list(ignored)
+        self._seen: dict[int, weakref.ref[torch.UntypedStorage] | None] = {id(one): None for one in self._ignored}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        while self._freed:
+            key, nbytes = self._freed.popleft()
+            del self._seen[key]
+            self._now_bytes -= nbytes
+        for one in tree_leaves((args, kwargs, result)):
+            if isinstance(one, torch.Tensor):
+                self._see(one.untyped_storage())
+        self.peak_bytes = max(self.peak_bytes, self._now_bytes - self._excluded_bytes())
+        self.whole_peak_bytes = max(self.whole_peak_bytes, self._now_bytes)
+        return result
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        key, nbytes = id(storage), storage.nbytes()
+        if key not in self._seen:
+            self._seen[key] = weakref.ref(storage, lambda _: self._freed.append((key, nbytes)))
+            self._now_bytes += nbytes

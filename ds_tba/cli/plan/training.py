@@ -1,0 +1,219 @@
+"""How a ds_config.json has a model trained, and what that holds of the device's memory beside activations.
+
+No DeepSpeed here: the figures are what its ZeRO optimizers allocate (``stage_1_and_2.py``, ``stage3.py``). Blind spots:
+expert, tensor and pipeline parallelism.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ds_tba.config import BLOCK, AioConfig, OffloadConfig, parse_block, refuse_misnamed, zero_block
+from ds_tba.errors import ConfigError
+from ds_tba.planner.trace import Trace
+from ds_tba.update.config import parse_update_block
+
+# Without --config.
+ASSUMED = {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 2}}
+CONTEXT_BYTES = 1 << 30  # of CUDA, its libraries and NCCL
+MASTER_BYTES = 4  # of the fp32 copy of a 16-bit parameter, and of its gradient in the optimizer's step
+ONE_MOMENT = ("sgd", "lion", "adagrad", "muon")
+# Of optimizer states in host memory: master and moments read and written, the gradient read, the parameter written.
+HOST_UPDATE_BYTES, HOST_BYTES_PER_S = 30, 60e9
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_GRADIENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class DryRun:
+    """The result of one micro-step.
+
+    Attributes:
+        batch: sequences.
+        runs_on: ``"meta"`` or ``"cpu"``.
+        peak_saved_bytes: peak of saved tensors, as the cache counts them.
+        parameters, parameter_bytes: number and size of all parameters.
+        trained: number of the parameters that have gradients.
+        hidden_size: of a Hugging Face model's config, else 0.
+        temporary_bytes: peak of other tensors.
+        kept_bytes: peak of both together, which need not coincide.
+        attention: the attention kernels that ran.
+        ops: of each storage of the trace, the op that could make it again; empty where there is none.
+        notes: limitations of this result, for the reader.
+    """
+
+    trace: Trace
+    batch: int
+    runs_on: str
+    peak_saved_bytes: int
+    packed_tensors: int
+    parameters: int
+    parameter_bytes: int
+    trained: int
+    hidden_size: int
+    temporary_bytes: int
+    kept_bytes: int
+    attention: list[str]
+    ops: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of all saved storages."""
+        return sum(storage.nbytes for storage in self.trace.storages if storage.blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """How the model will be trained.
+
+    Attributes:
+        config: the whole ``ds_config.json``.
+        offload: the block, or its defaults where there is none.
+        dtype: of parameters; None where they stay as the model has them.
+        autocast: the dtype of ``torch_autocast``, if it is on.
+        notes: assumptions, for the reader.
+    """
+
+    config: Mapping[str, Any]
+    offload: OffloadConfig
+    aio: AioConfig
+    dtype: torch.dtype | None
+    autocast: torch.dtype | None
+    notes: tuple[str, ...]
+
+    @property
+    def micro_batch(self) -> int | None:
+        return _number(self.config, "train_micro_batch_size_per_gpu")
+
+    @property
+    def micro_steps(self) -> int:
+        return _number(self.config, "gradient_accumulation_steps") or 1
+
+    @property
+    def stage(self) -> int:
+        return _number(zero_block(self.config), "stage") or 0
+
+    def offloads(self, what: str) -> bool:
+        """Whether ZeRO keeps the ``optimizer`` or the parameters (``param``) off the device."""
+        return bool(_section(zero_block(self.config), f"offload_{what}").get("device", "none") != "none")
+
+    @property
+    def state_bytes(self) -> int:
+        """Of the optimizer's states, for each trained parameter."""
+        optimizer = str(_section(self.config, "optimizer").get("type", "adam")).lower()
+        moments = 4 if any(name in optimizer for name in ONE_MOMENT) else 8
+        return moments + (MASTER_BYTES if self.dtype is not None else 0)
+
+    def update_s(self, run: DryRun, ranks: int, memory_bytes_per_s: float) -> float:
+        """Seconds of the optimizer's update, where its states are."""
+        trained = -(-run.trained // ranks) if self.stage else run.trained
+        if self.offloads("optimizer"):
+            return trained * HOST_UPDATE_BYTES / HOST_BYTES_PER_S
+        return trained * 2 * (self.state_bytes + MASTER_BYTES) / memory_bytes_per_s
+
+
+class Held(NamedTuple):
+    """Device bytes of one rank, by holder, beside what comes and goes in a micro-step.
+
+    ``passing`` is there in forward and backward only, ``stepping_bytes`` in the optimizer's step only.
+    """
+
+    always: dict[str, int]
+    passing: dict[str, int]
+    stepping_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """In forward and backward."""
+        return sum(self.always.values()) + sum(self.passing.values())
+
+
+def held_of(training: Training, run: DryRun, ranks: int, device: str = "cuda") -> Held:
+    """What one of ``ranks`` ranks holds."""
+    zero, stage, is_on_host = zero_block(training.config), training.stage, training.offloads("optimizer")
+    element_bytes = run.parameter_bytes / max(1, run.parameters)
+    named = str(_section(training.config, "data_types").get("grad_accum_dtype"))
+    gradient_bytes = _GRADIENT_BYTES.get(named, element_bytes)
+
+    def part(divided_from: int, nbytes: float) -> int:
+        return -(-int(nbytes) // ranks) if stage >= divided_from else int(nbytes)
+
+    def elements(key: str, usual: float) -> float:
+        if zero.get(key) == "auto" and run.hidden_size:  # as the Trainer of transformers sets it
+            return run.hidden_size**2
+        return _number(zero, key) or usual
+
+    gathered_bytes = bucket_bytes = 0.0
+    if stage == 3 and (ranks > 1 or training.offloads("param")):
+        gathered_bytes = min(run.parameters, elements("stage3_max_live_parameters", 1e9)) * element_bytes
+    if stage and zero.get("contiguous_gradients", True):
+        buffers = 2 if stage < 3 and zero.get("overlap_comm") is True else 1
+        bucket_bytes = buffers * elements("reduce_bucket_size", 5e8) * gradient_bytes
+    stepping = 0 if is_on_host or training.dtype is None else part(1, run.trained)
+    if stage == 3:
+        stepping = min(stepping, int(elements("sub_group_size", 1e9)))
+    return Held(
+        {
+            "parameters": 0 if stage == 3 and training.offloads("param") else part(3, run.parameter_bytes),
+            "gradients": 0 if is_on_host and stage >= 2 else part(2, run.trained * gradient_bytes),
+            "optimizer states": 0 if is_on_host and stage else part(1, run.trained * training.state_bytes),
+            "CUDA context": CONTEXT_BYTES if device == "cuda" else 0,
+        },
+        {"gathered parameters": int(gathered_bytes), "ZeRO's buckets": int(bucket_bytes)},
+        MASTER_BYTES * stepping,
+    )
+
+
+def read_training(path: Path | None, dtype: torch.dtype | None = None) -> Training:
+    """Read how a ``ds_config.json`` has the model trained; without one, what is assumed.
+
+    Args:
+        dtype: of parameters, instead of the config's.
+
+    Raises:
+        ConfigError: the file cannot be read, or a block of ours in it is wrong or misplaced.
+    """
+    found, notes = ASSUMED, ["no --config was given: bf16, AdamW and ZeRO stage 2 are assumed"]
+    if path is not None:
+        notes = []
+        try:
+            found = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--config {path} cannot be read as ds_config.json: {error}") from error
+        if not isinstance(found, dict):
+            raise ConfigError(f"--config {path} holds {type(found).__name__}: ds_config.json is an object.")
+    refuse_misnamed(found)
+    parse_update_block(found)  # refuses here what training would refuse
+    parsed = parse_block(found)
+    if parsed is None:
+        notes += [] if path is None else [f'{path} has no enabled "{BLOCK}" block: its defaults are used']
+        parsed = OffloadConfig(enabled=False), AioConfig()
+    if "type" not in _section(found, "optimizer"):
+        notes.append('no "optimizer" is named: the states of Adam are counted')
+    autocast = _section(found, "torch_autocast")
+    cast = _DTYPES.get(str(autocast.get("dtype")), torch.bfloat16) if autocast.get("enabled") is True else None
+    for wanted, name in ((True, "bf16"), (True, "fp16"), ("auto", "bf16"), ("auto", "fp16")):
+        if dtype is None and _section(found, name).get("enabled") == wanted:
+            dtype = _DTYPES[name]
+            if wanted == "auto":
+                notes.append(f'"{name}.enabled" is "auto", which the trainer decides: taken as on (else --dtype)')
+    return Training(found, *parsed, dtype, cast, tuple(notes))
+
+
+def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = config.get(key)
+    return value if isinstance(value, dict) else {}
+
+
+def _number(config: Mapping[str, Any], key: str) -> int | None:
+    value = config.get(key)
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
+        return int(value)
+    return None

@@ -1,0 +1,639 @@
+"""The parts of the dry run one by one: the model's source, the clock, the kernels, the summary."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from traces import SIZE, one_block, resources, storage
+
+from ds_tba.autograd.blocks import find_blocks
+from ds_tba.cli.format import show, size
+from ds_tba.cli.plan.command import write_merged
+from ds_tba.cli.plan.dry_run import OpClock
+from ds_tba.cli.plan.kernels import Attention, attention_of, device_kernels
+from ds_tba.cli.plan.machine import device_of, drives_of, gpu_of
+from ds_tba.cli.plan.model import Subject, add_lora, loss_of, recipe_of
+from ds_tba.cli.plan.rows import Row, Setup, fixed, groups_of, holders, made_again, recommended, rows_of
+from ds_tba.cli.plan.training import CONTEXT_BYTES, DryRun, Training, held_of, read_training
+from ds_tba.config import AioConfig, OffloadConfig, Placement
+from ds_tba.errors import ConfigError, ModelError
+from ds_tba.planner.trace import OUTSIDE, BlockTrace, StorageTrace, Trace
+
+GOOD = """
+import torch
+from torch import nn
+
+def make(batch, sequence):
+    return nn.Linear(sequence, 1), [torch.zeros(batch, sequence)]
+
+def without_names(b, s): ...
+def alone(batch, sequence): return nn.Linear(1, 1)
+def odd(batch, sequence): return nn.Linear(1, 1), 3
+"""
+
+
+# ---- where the model comes from -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "models.py"
+    path.write_text(GOOD)
+    return path
+
+
+def test_a_function_is_called_with_batch_and_sequence(file: Path) -> None:
+    subject = recipe_of(f"{file}:make")(3, 7)
+    assert subject.forward().shape == (3, 1)
+    assert [one.dtype for one in subject.to("meta", torch.bfloat16).inputs] == [torch.bfloat16]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("model", "FILE.py:function"),
+        ("missing.py:make", "there is no file missing.py"),
+        ("{file}:absent", "it has make, without_names, alone, odd"),
+        ("missing.json", "cannot be read"),
+    ],
+)
+def test_a_wrong_source_is_named_with_the_rule(file: Path, text: str, says: str) -> None:
+    with pytest.raises(ModelError, match="MODEL") as raised:
+        recipe_of(text.format(file=file))
+    assert says in str(raised.value)
+
+
+@pytest.mark.parametrize(("name", "says"), [("alone", "returned Linear"), ("odd", "returned Linear, int")])
+def test_a_function_that_returns_something_else_is_refused(file: Path, name: str, says: str) -> None:
+    with pytest.raises(ModelError, match=says):
+        recipe_of(f"{file}:{name}")(1, 1)
+
+
+def test_a_file_that_fails_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "broken.py"
+    path.write_text("import nothing_of_this_name")
+    with pytest.raises(ModelError, match="No module named 'nothing_of_this_name'"):
+        recipe_of(f"{path}:make")
+
+
+def test_an_hf_config_without_architectures_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(ModelError, match="architectures"):
+        recipe_of(str(path))
+
+
+def test_an_hf_config_makes_model_and_labels(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    path = tmp_path / "config.json"
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    path.write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"], **sizes, **heads}))
+    with torch.device("meta"):
+        subject = recipe_of(str(path))(2, 16)
+    assert isinstance(subject.inputs, dict) and subject.inputs["labels"].shape == (2, 16)
+    assert type(subject.model).__name__ == "LlamaForCausalLM"
+
+
+def test_the_loss_is_found() -> None:
+    x = torch.ones(3, requires_grad=True)
+    three, one = x * 1, x.sum()
+    assert loss_of(one) is one and loss_of({"loss": one}) is one and loss_of(SimpleNamespace(loss=one)) is one
+    assert loss_of(three) == loss_of((three, x)) == loss_of({"logits": three}) == 3
+    for wrong in (None, (), x.detach(), {"loss": None}, SimpleNamespace(loss=None)):
+        with pytest.raises(ModelError, match="without a loss"):
+            loss_of(wrong)
+
+
+# ---- what the config says -------------------------------------------------------------------------------------------
+
+
+def training_of(path: Path, config: Any) -> Training:
+    path.write_text(json.dumps(config))
+    return read_training(path)
+
+
+def test_the_config_tells_how_it_is_trained(tmp_path: Path) -> None:
+    found = training_of(
+        tmp_path / "ds.json",
+        {
+            "train_micro_batch_size_per_gpu": 4,
+            "gradient_accumulation_steps": 2,
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "AdamW"},
+            "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}},
+            "activation_nvme_offload": {"placement": "keep", "min_tensor_bytes": 5},
+        },
+    )
+    assert (found.micro_batch, found.micro_steps, found.dtype, found.stage) == (4, 2, torch.bfloat16, 3)
+    assert found.offloads("param") and not found.offloads("optimizer")
+    assert found.offload.min_tensor_bytes == 5 and not found.notes and found.state_bytes == 12
+
+
+def test_without_the_block_its_defaults_are_taken_and_that_is_said(tmp_path: Path) -> None:
+    found = training_of(tmp_path / "ds.json", {"train_micro_batch_size_per_gpu": "auto"})
+    assert found.offload.min_tensor_bytes == 1 << 20 and found.micro_batch is None and found.dtype is None
+    assert any("its defaults are used" in note for note in found.notes)
+    assert any("the states of Adam are counted" in note for note in found.notes)
+    assert read_training(None).stage == 2 and "no --config" in read_training(None).notes[0]
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        ({"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}, torch.bfloat16),
+        ({"bf16": {"enabled": "auto"}, "fp16": {"enabled": True}}, torch.float16),
+        ({"bf16": {"enabled": False}}, None),
+    ],
+)
+def test_auto_is_taken_as_on_and_said(tmp_path: Path, config: Any, dtype: torch.dtype | None) -> None:
+    found = training_of(tmp_path / "ds.json", config)
+    assert found.dtype is dtype
+    assert any('"bf16.enabled" is "auto"' in note for note in found.notes) is (dtype is torch.bfloat16)
+
+
+def test_a_config_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_training(tmp_path / "absent.json")
+    with pytest.raises(ConfigError, match="holds list"):
+        training_of(tmp_path / "ds.json", [])
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"activation_nvme_ofload": {"nvme_path": "/x"}}, 'did you mean "activation_nvme_offload"'),
+        ({"zero_optimization": {"activation_nvme_offload": {"nvme_path": "/x"}}}, "move the block to the top level"),
+    ],
+)
+def test_misspelt_and_misplaced_blocks_are_refused(tmp_path: Path, config: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        training_of(tmp_path / "ds.json", config)
+
+
+# ---- what the device holds, by hand ---------------------------------------------------------------------------------
+
+ALL, TRAINED = 8_030_261_248, 41_943_040  # Llama 3.1 8B; adapters of rank 16 on its linear layers
+BUCKET_BYTES = 2 * 500_000_000
+
+
+def run_of(trace: Trace, parameters: int = 1000, trained: int = 1000, temporary: int = 0, ops: Any = ()) -> DryRun:
+    """Of 16-bit parameters."""
+    kept = sum(one.nbytes for one in trace.storages) + temporary
+    return DryRun(
+        trace, 1, "meta", kept - temporary, 1, parameters, 2 * parameters, trained, 4096, temporary, kept, [],
+        tuple(ops) or ("",) * len(trace.storages),
+    )  # fmt: skip
+
+
+def training_with(zero: Any, **config: Any) -> Training:
+    whole = {"zero_optimization": zero, **config}
+    return Training(whole, OffloadConfig(enabled=False), AioConfig(), torch.bfloat16, None, ())
+
+
+def held(zero: Any, ranks: int = 1, trained: int = ALL, **config: Any) -> list[int]:
+    """Parameters, gradients, states, gathered parameters, buckets; in the optimizer's step."""
+    empty = Trace((), (), resources(), 0.0)
+    found = held_of(training_with(zero, **config), run_of(empty, ALL, trained), ranks)
+    assert found.always["CUDA context"] == CONTEXT_BYTES
+    always = [found.always[key] for key in ("parameters", "gradients", "optimizer states")]
+    return [*always, *found.passing.values(), found.stepping_bytes]
+
+
+def test_adapters_have_gradients_and_states_and_the_frozen_model_has_none() -> None:
+    """Issue: 15.04 and 90.21 GiB were told instead of 0.08 and 0.47."""
+    parameters, gradients, states, *_ = held({"stage": 2}, trained=TRAINED)
+    assert (parameters, gradients, states) == (2 * ALL, 2 * TRAINED, 12 * TRAINED)
+    assert f"{gradients / 2**30:.2f} {states / 2**30:.2f}" == "0.08 0.47"
+
+
+def test_what_each_stage_divides() -> None:
+    eighth = -(-ALL // 8)
+    assert held({}, 8) == [2 * ALL, 2 * ALL, 12 * ALL, 0, 0, 4 * ALL]
+    assert held({"stage": 1}, 8) == [2 * ALL, 2 * ALL, 12 * eighth, 0, BUCKET_BYTES, 4 * eighth]
+    assert held({"stage": 2}, 8) == [2 * ALL, 2 * eighth, 12 * eighth, 0, BUCKET_BYTES, 4 * eighth]
+    assert held({"stage": 3}, 8) == [2 * eighth, 2 * eighth, 12 * eighth, 2 * 10**9, BUCKET_BYTES, 4 * 10**9]
+    assert held({"stage": 3})[3] == 0  # one rank has all parameters anyway
+
+
+def test_what_zero_offloads_is_not_on_the_device() -> None:
+    host = {"device": "cpu"}
+    assert held({"stage": 3, "offload_optimizer": host}, 8)[1:3] == [0, 0]
+    assert held({"stage": 1, "offload_optimizer": host})[1:3] == [2 * ALL, 0]
+    parameters, *_, gathered, _, stepping = held({"stage": 3, "offload_optimizer": host, "offload_param": host})
+    assert (parameters, gathered, stepping) == (0, 2 * 10**9, 0)
+
+
+def test_buckets_are_as_the_config_has_them() -> None:
+    assert held({"stage": 2, "overlap_comm": True, "reduce_bucket_size": 1e6})[4] == 4 * 10**6
+    assert held({"stage": 2, "reduce_bucket_size": "auto"})[4] == 2 * 4096**2  # of the hidden size, as Trainer sets it
+    assert held({"stage": 2, "contiguous_gradients": False})[4] == 0
+    gradients = held({"stage": 2}, data_types={"grad_accum_dtype": "fp32"})[1]
+    assert gradients == 4 * ALL
+    assert held({"stage": 0}, optimizer={"type": "SGD"})[2] == 8 * ALL
+
+
+def test_lora_trains_what_peft_trains_of_a_model_of_8b(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    sizes = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8}
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **sizes, **heads}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with torch.device("meta"):
+        model = recipe_of(str(tmp_path))(1, 8).model  # a folder
+        add_lora(model, [one.module for one in find_blocks(model, None)], 16)
+    trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
+    assert trained == TRAINED and sum(one.numel() for one in model.parameters()) == ALL + TRAINED
+
+
+def test_an_image_model_gets_images(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = {"model_type": "vit", "architectures": ["ViTForImageClassification"], "image_size": 64, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with torch.device("meta"):
+        subject = recipe_of(str(tmp_path / "config.json"))(3, 1)
+    assert isinstance(subject.inputs, dict) and subject.inputs["pixel_values"].shape == (3, 3, 64, 64)
+    assert loss_of(subject.to("meta", None).forward()).requires_grad and "images of 64 x 64" in subject.notes[0]
+
+
+# ---- the clock ------------------------------------------------------------------------------------------------------
+
+
+def test_products_take_their_flops_and_the_rest_its_bytes() -> None:
+    a, b = torch.empty(64, 128, device="meta"), torch.empty(128, 256, device="meta")
+    with OpClock(1e9, 1e30) as clock:
+        a @ b
+    assert clock.now_s == pytest.approx(2 * 64 * 128 * 256 / 1e9)
+    with OpClock(1e30, 1e9) as clock:
+        a.exp()
+    assert clock.now_s == pytest.approx(2 * a.numel() * 4 / 1e9)
+    with OpClock(1.0, 1.0) as clock:
+        torch.empty(1000, device="meta").view(10, 100).t()
+    assert clock.now_s == 0.0
+
+
+def test_backward_takes_twice_the_time_of_a_product() -> None:
+    a = torch.empty(64, 128, device="meta", requires_grad=True)
+    b = torch.empty(128, 256, device="meta", requires_grad=True)
+    with OpClock(1e9, 1e30) as clock:
+        product = a @ b
+        forward_s = clock.now_s
+        product.backward(torch.empty_like(product))
+    assert clock.now_s == pytest.approx(3 * forward_s)
+
+
+def test_attention_of_the_cpu_counts_as_flash_does() -> None:
+    taken = []
+    for device in ("cpu", "cuda"):
+        q, k, v = (torch.empty(2, 4, 64, 32, device="meta", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+        with device_kernels(device, "meta") as attention, OpClock(1e9, 1e30) as clock:
+            functional.scaled_dot_product_attention(q, k, v).sum().backward()
+        assert attention == {Attention.FLASH}
+        taken.append(clock.now_s)
+    assert taken[0] == pytest.approx(taken[1]) and taken[0] > 2 * 2 * 2 * 4 * 64 * 64 * 32 / 1e9
+
+
+def test_causal_attention_is_half_of_it() -> None:
+    taken = []
+    for is_causal in (False, True):
+        q, k, v = (torch.empty(2, 4, 64, 32, device="meta", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+        with device_kernels("cuda", "meta"), OpClock(1e9, 1e30) as clock:
+            functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal).sum().backward()
+        taken.append(clock.now_s)
+    assert taken[1] == pytest.approx(taken[0] / 2)
+
+
+def test_no_operation_is_faster_than_its_launch() -> None:
+    with OpClock(1e30, 1e30, launch_s=1e-5) as clock:
+        x = torch.empty(4, device="meta")
+        (x * x).view(2, 2)
+    assert clock.now_s == pytest.approx(1e-5)
+
+
+# ---- the kernels ----------------------------------------------------------------------------------------------------
+
+
+def saved_bytes(run: Any) -> list[int]:
+    saved: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor.numel() * tensor.element_size())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = run()
+    out.sum().backward()
+    return saved
+
+
+def test_kernels_of_cuda_on_meta_and_nothing_is_left_behind() -> None:
+    x = torch.empty(4, 64, device="meta", requires_grad=True)
+    norm = nn.RMSNorm(64, device="meta")
+    plain = [saved_bytes(lambda: functional.dropout(x, 0.1)), saved_bytes(lambda: norm(x))]
+    with device_kernels("cuda", "meta"):
+        fused = [saved_bytes(lambda: functional.dropout(x, 0.1)), saved_bytes(lambda: norm(x))]
+    assert plain[0] == [4 * 64 * 4] and fused[0] == [4 * 64]
+    assert sorted(fused[1]) == [4 * 4, 64 * 4, 4 * 64 * 4] and sum(plain[1]) > sum(fused[1])
+    assert [saved_bytes(lambda: functional.dropout(x, 0.1)), saved_bytes(lambda: norm(x))] == plain
+    with device_kernels("cuda", "meta"):
+        assert functional.dropout(x, 0.1, training=False) is x
+
+
+@pytest.mark.parametrize("heads", [2, 4])
+@pytest.mark.parametrize("case", ["plain", "causal", "mask", "float mask", "dropout", "strided", "narrow"])
+def test_the_cpu_s_attention_saves_on_meta_what_it_saves_there(case: str, heads: int) -> None:
+    def saved(device: str) -> list[int]:
+        torch.manual_seed(0)
+        q = torch.zeros(2, 4, 24, 16, device=device)
+        k, v = (torch.zeros(2, heads, 24, 16, device=device) for _ in range(2))
+        if case == "strided":
+            q = torch.zeros(2, 4, 16, 24, device=device).transpose(2, 3)
+        if case == "narrow":
+            v = torch.zeros(2, heads, 24, 8, device=device)
+        for one in (q, k, v):
+            one.requires_grad_()
+        mask = torch.ones(24, 24, dtype=torch.bool, device=device) if case == "mask" else None
+        if case == "float mask":
+            mask = torch.zeros(2, 1, 24, 24, device=device)
+        given = {"attn_mask": mask, "dropout_p": 0.1 * (case == "dropout"), "is_causal": case == "causal"}
+        gqa = heads != 4
+        return saved_bytes(lambda: functional.scaled_dot_product_attention(q, k, v, enable_gqa=gqa, **given))
+
+    with device_kernels("cpu", "meta"):
+        on_meta = saved("meta")
+    assert on_meta == saved("cpu")
+
+
+def test_attention_of_a_cuda_device_that_is_not_here() -> None:
+    def chosen(dtype: torch.dtype = torch.bfloat16, mask: bool = False, width: int = 64, heads: int = 4) -> Attention:
+        q = torch.empty(2, 4, 16, width, dtype=dtype, device="meta")
+        k = torch.empty(2, heads, 16, width, dtype=dtype, device="meta")
+        given = torch.empty(16, 16, device="meta") if mask else None
+        return attention_of("cuda", q, k, k, given, 0.1)
+
+    assert chosen() is chosen(torch.float16) is chosen(heads=2) is Attention.FLASH
+    assert chosen(torch.float32) is chosen(mask=True) is chosen(width=512) is Attention.EFFICIENT
+    assert chosen(torch.float32, heads=2) is chosen(torch.float64) is Attention.MATH
+
+
+def test_questions_about_masks_are_answered_and_no_others() -> None:
+    mask = torch.empty(4, 4, dtype=torch.bool, device="meta")
+    with OpClock(1.0, 1.0) as clock:
+        assert mask.all() and (mask == 0).all() and not mask.any()
+        with pytest.raises(RuntimeError, match="meta"):
+            mask.sum().item()
+    assert clock.answers == 3
+
+
+# ---- what it comes to -----------------------------------------------------------------------------------------------
+
+FAST, SLOW = 1e12, 1.0
+
+
+def stack(blocks: int = 4, head_bytes: int = SIZE, rate: float = FAST, staging_bytes: int = 100 * SIZE) -> Trace:
+    """Blocks of 1 s that save SIZE and a little that must stay, then a head; backward takes 2 s for each."""
+    storages, passes = [], []
+    end_s = 3.0 * blocks
+    for number in range(blocks):
+        packed_s, used_s = float(number), end_s - 2.0 * (number + 1)
+        passes.append(BlockTrace(f"layers.{number}", packed_s, packed_s + 1.0, used_s, used_s + 2.0, (2 * number,)))
+        for nbytes, movable in ((SIZE, True), (8, False)):
+            one = StorageTrace(nbytes, f"layers.{number}", (number,), packed_s, packed_s, used_s, used_s + 2.0, movable)
+            storages.append(one)
+    storages.append(StorageTrace(head_bytes, "head", (OUTSIDE,), blocks, blocks, blocks, blocks))
+    machine = resources(rate, rate, copy=FAST, staging_bytes=staging_bytes)
+    return Trace(tuple(storages), tuple(passes), machine, end_s)
+
+
+def setup_of(trace: Trace, memory_bytes: int | None = None, **others: Any) -> Setup:
+    run = run_of(trace, temporary=others.pop("temporary", 0), ops=others.pop("ops", ()))
+    block = others.pop("block", {})
+    offload = OffloadConfig.model_validate({"nvme_path": "/local_nvme", **block})
+    training = replace(training_with(others.pop("zero", {})), offload=offload)
+    return Setup(run, training, 1, "cpu", "H100", memory_bytes, 1e12, 600.0, "/local_nvme")
+
+
+def by_name(rows: list[Row]) -> dict[str, Row]:
+    return {row.name: row for row in rows}
+
+
+def test_equal_blocks_are_one_group_and_the_rest_is_outside() -> None:
+    trace = stack(4)
+    larger = (replace(trace.storages[0], nbytes=2 * SIZE), *trace.storages[1:])
+    first, others, head = groups_of(replace(trace, storages=larger))
+    assert (first.name, first.count, first.saved_bytes, first.movable_bytes) == ("layers.0", 1, 2 * SIZE + 8, 2 * SIZE)
+    assert (others.name, others.count, others.saved_bytes) == ("layers.1-3", 3, SIZE + 8)
+    assert (head.name, head.count, head.saved_bytes) == ("head", 0, SIZE)
+
+
+def test_a_storage_of_several_blocks_counts_once() -> None:
+    trace = stack(2)
+    shared = (replace(trace.storages[0], blocks=(0, 1, OUTSIDE)), *trace.storages[1:])
+    groups = groups_of(replace(trace, storages=shared))
+    assert sum(one.saved_bytes * max(1, one.count) for one in groups) == sum(one.nbytes for one in trace.storages)
+    assert (groups[0].name, groups[0].count) == ("layers.0-1", 2)  # the first has it, as if it were its own
+
+
+def test_everything_goes_to_nvme_whatever_its_size() -> None:
+    trace = stack(8, rate=SLOW)
+    small = replace(trace, resources=replace(trace.resources, staging_bytes=SIZE // 2))
+    assert fixed(small, Placement.NVME).written_bytes >= 8 * SIZE  # the last may be handed over while it is written
+    assert fixed(small).written_bytes == 0 and fixed(small).peak_saved_bytes == 8 * (SIZE + 8) + SIZE
+
+
+def again(trace: Trace, seconds: float) -> Trace:
+    """The large storages of all blocks but the first can be made again."""
+    storages = list(trace.storages)
+    for index in range(2, len(storages) - 1, 2):
+        storages[index] = replace(storages[index], rematerialize_s=seconds, sources=(0,))
+    return replace(trace, storages=tuple(storages))
+
+
+def test_what_is_made_again_is_a_row_of_its_own() -> None:
+    trace = again(stack(8, staging_bytes=SIZE // 2), 0.01)
+    ops = ["silu" if one.rematerialize_s is not None else "" for one in trace.storages]
+    setup = setup_of(trace, ops=ops)
+    found = by_name(rows_of(setup)[0])
+    keep, remade = found["as it is"].cost, found["+ rematerialize"].cost
+    assert remade.step_s == pytest.approx(keep.step_s + 7 * 0.01) and not remade.written_bytes
+    assert remade.peak_saved_bytes < 0.5 * keep.peak_saved_bytes
+    assert made_again(setup.run) == {"silu": 7 * SIZE}
+    without = by_name(rows_of(setup_of(trace, block={"rematerialize": False}))[0])
+    assert "+ rematerialize" not in without
+
+
+def test_checkpointing_runs_each_block_again_and_one_that_is_checkpointed_already_not() -> None:
+    trace = stack(8)
+    cost = fixed(trace, recompute=True)
+    inputs_too = replace(
+        trace, blocks=tuple(replace(one, inputs=(2 * at, 2 * at + 1)) for at, one in enumerate(trace.blocks))
+    )
+    assert cost.step_s == fixed(trace).step_s + 8.0 and fixed(inputs_too, recompute=True).step_s == fixed(trace).step_s
+
+
+def test_verdicts_have_margins() -> None:
+    trace = stack(4)
+    need = setup_of(trace, 1).row("", fixed(trace), training_with({}), {}).need_bytes
+    assert need == 16 * 1000 + int(1.05 * (5 * SIZE + 32))  # parameters, gradients and states; 5 % are lost
+
+    def verdict(memory_bytes: float) -> str:
+        return rows_of(setup_of(trace, int(memory_bytes)))[0][0].verdict
+
+    assert verdict(need / 0.89) == "fits" and verdict(need / 0.91) == "tight" == verdict(need)
+    assert verdict(need - 1) == "does not fit"
+    # The optimizer's step, with fp32 gradients, needs more than a small micro-step.
+    small = setup_of(Trace((), (), resources(), 1.0), 1)
+    assert small.row("", fixed(small.run.trace), training_with({}), {}).need_bytes == 16 * 1000 + 4 * 1000
+
+
+def test_the_first_of_the_fastest_that_fit_is_recommended() -> None:
+    trace = again(stack(8, rate=FAST, staging_bytes=SIZE), 0.001)
+    everything = rows_of(setup_of(trace, 1000 * SIZE))[0]
+    assert {row.verdict for row in everything} == {"fits"}
+    chosen = recommended(everything)
+    assert chosen is everything[0] and not chosen.merged
+    less = rows_of(setup_of(trace, int(6 * SIZE)))[0]
+    chosen = recommended(less)
+    assert chosen is not None and chosen.name == "+ rematerialize" and less[0].verdict == "does not fit"
+    worn = replace(less[1], life_days=5.0)
+    sparing = replace(worn, name="slow", life_days=None, cost=replace(worn.cost, step_s=2 * worn.cost.step_s))
+    assert recommended([worn, sparing]) is sparing and recommended([worn]) is worn
+    assert recommended([worn, replace(sparing, verdict="tight")]) is worn
+    nothing = rows_of(setup_of(trace, SIZE))[0]
+    assert recommended(nothing) is None
+    assert holders(nothing[0], run_of(trace))[0][0] == "saved tensors"
+
+
+def test_the_budget_is_the_room_that_is_left() -> None:
+    trace = stack(8, rate=FAST, staging_bytes=SIZE)
+    row = by_name(rows_of(setup_of(trace, int(6.5 * SIZE), temporary=SIZE // 2))[0])["+ adaptive in a budget"]
+    block = row.merged["activation_nvme_offload"]
+    room = int((0.9 * int(6.5 * SIZE) - 16 * 1000) / 1.05 - SIZE // 2)
+    assert block["activation_budget_bytes"] == room and row.cost.peak_saved_bytes <= room and row.verdict == "fits"
+    OffloadConfig.model_validate(block)
+
+
+def test_offloading_the_optimizer_makes_room_and_takes_time() -> None:
+    trace = stack(2)
+    found = by_name(rows_of(setup_of(trace, 100 * SIZE, zero={"stage": 1}))[0])
+    plain, offloaded = found["+ adaptive in a budget"], found["+ offloaded optimizer"]
+    assert plain.need_bytes - offloaded.need_bytes == 14 * 1000  # gradients and states
+    assert offloaded.cost.step_s > plain.cost.step_s
+    assert offloaded.merged["zero_optimization"] == {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    already = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    assert "+ offloaded optimizer" not in by_name(rows_of(setup_of(trace, zero=already))[0])
+
+
+def test_wear_is_told_by_day() -> None:
+    trace = stack(8, staging_bytes=2 * SIZE)
+    row = setup_of(trace).row("", fixed(trace, Placement.NVME), training_with({}), {})
+    assert row.written_bytes_per_day == pytest.approx(row.cost.written_bytes * 86400 / row.cost.step_s)
+    assert row.life_days == pytest.approx(600e12 / row.written_bytes_per_day)
+    assert setup_of(trace).row("", fixed(trace), training_with({}), {}).life_days is None
+
+
+def test_nothing_saved_is_no_error() -> None:
+    rows, _ = rows_of(setup_of(one_block(machine=resources()), 10**9))
+    assert {row.cost.peak_saved_bytes for row in rows} == {0}
+    assert fixed(one_block(storage(0.5, 2.0), machine=resources())).peak_saved_bytes == SIZE
+
+
+def test_rates_have_their_source() -> None:
+    nothing = (None, None, None)
+    given = device_of("cpu", "H100", torch.float32, (1e12, 2e9, 3e9))
+    assert (given.flops, given.memory_bytes, given.copy_bytes, given.source) == (1e12, 2e9, 3e9, "as given")
+    half, full = (device_of("cuda", "H100", dtype, nothing) for dtype in (torch.bfloat16, torch.float32))
+    assert half.flops > full.flops and half.source == "of one H100" and half.launch_s > 0
+    assert device_of("cpu", "H100", torch.float32, nothing).source == "of a small CPU"
+    (path,), source = drives_of(5e9, None, OffloadConfig(enabled=False), AioConfig())
+    assert path.write_bytes_per_s == 5e9 and source.startswith("write as given, else of the data sheet")
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "gib"),
+    [
+        ("24GB", "RTX 4090", 24),
+        ("80 GiB", "H100", 80),
+        ("rtx-3090", "RTX 3090", 24),
+        ("NVIDIA A100", "A100", 80),
+        ("24", "RTX 4090", 24),
+    ],
+)
+def test_a_gpu_is_a_size_or_a_name(text: str, name: str, gib: int) -> None:
+    assert gpu_of(text) == (name, gib * 2**30)
+
+
+def test_a_gpu_that_is_neither_is_refused() -> None:
+    with pytest.raises(ConfigError, match="RTX 4090"):
+        gpu_of("riva")
+
+
+def test_sizes_are_as_people_write_them() -> None:
+    assert [size(text) for text in ("1", "32k", "24GB", "24 GiB", "0.5M", "1T")] == [
+        1, 32 << 10, 24 << 30, 24 << 30, 1 << 19, 1 << 40
+    ]  # fmt: skip
+
+
+# ---- the block is merged --------------------------------------------------------------------------------------------
+
+
+def test_the_block_is_merged_and_a_backup_kept(tmp_path: Path) -> None:
+    path = tmp_path / "ds_config.json"
+    old = {"bf16": {"enabled": True}, "activation_nvme_offload": {"enabled": False, "nvme_path": "/x", "blocks": None}}
+    path.write_text(json.dumps(old))
+    block = {
+        "activation_nvme_offload": {"enabled": True, "activation_budget_bytes": 5},
+        "zero_optimization": {"stage": 2},
+    }
+    for number in range(2):
+        assert f"ds_config.json.bak{number or ''}" in write_merged(path, {}, block)
+    assert json.loads((tmp_path / "ds_config.json.bak").read_text()) == old
+    found = json.loads(path.read_text())
+    assert found["bf16"] == {"enabled": True} and found["zero_optimization"] == {"stage": 2}
+    assert found["activation_nvme_offload"] == {
+        "enabled": True, "nvme_path": "/x", "blocks": None, "activation_budget_bytes": 5
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["no json", "[]", '{"activation_nvme_offload": {"nvme_paht": "/x"}}'])
+def test_what_no_run_would_take_is_not_written(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "ds_config.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError):
+        write_merged(path, {}, {"activation_nvme_offload": {"enabled": True}})
+    assert path.read_text() == text and [one.name for one in tmp_path.iterdir()] == ["ds_config.json"]
+
+
+def test_a_subject_is_put_into_training_mode() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout()).eval()
+    assert Subject(model, ({"x": torch.ones(2)},)).to("meta", None).model.training
+
+
+# ---- the file of --json ---------------------------------------------------------------------------------------------
+
+
+def test_json_goes_to_pipes_but_not_through_symlinks(tmp_path: Path) -> None:
+    link, pipe, precious = tmp_path / "link", tmp_path / "pipe", tmp_path / "precious"
+    precious.write_text("of somebody else")
+    link.symlink_to(precious)
+    os.mkfifo(pipe)
+    read: list[str] = []
+    reader = threading.Thread(target=lambda: read.append(pipe.read_text()), daemon=True)
+    reader.start()
+    for path in (link, pipe, Path("/dev/null")):
+        assert show("plan", lambda _: (0, [], {"a": 1}), Namespace(json=path)) == 0
+    reader.join(10.0)
+    assert json.loads(read[0]) == json.loads(link.read_text()) == {"a": 1}
+    assert precious.read_text() == "of somebody else" and Path("/dev/null").is_char_device()
