@@ -168,11 +168,14 @@ def told_of_passes(blocks: Iterable[Block], recorder: Recorder) -> Iterator[None
         inputs = {id(one): one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)}
         recorder.enter(path, list(inputs.values()), is_recomputable=True)
 
+    def leave(*_: Any) -> None:  # what a hook returns takes the place of the module's output
+        recorder.leave()
+
     hooks = []
     for block in blocks:
         hooks += [
             block.module.register_forward_pre_hook(partial(enter, block.path), with_kwargs=True),
-            block.module.register_forward_hook(lambda *_: recorder.leave(), always_call=True),
+            block.module.register_forward_hook(leave, always_call=True),
         ]
     try:
         yield
