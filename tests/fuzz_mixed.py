@@ -416,7 +416,7 @@ class Watch:
 
     Attributes:
         wrong: what came back with other bits, in words.
-        outcomes: of each place that was made again, whether it was right, over all steps.
+        outcomes: of each tensor that was made again, whether it was right, over all steps.
     """
 
     saved: dict[int, Saved] = field(default_factory=dict)
@@ -461,7 +461,7 @@ class Watch:
 
     @property
     def mixed(self) -> Iterator[str]:
-        """Places that were right in one step and wrong in another."""
+        """Sites that were right in one step and wrong in another."""
         return (node for (_, node), outcome in self.outcomes.items() if len(outcome) == 2)
 
 
@@ -564,7 +564,7 @@ class Tally:
 
     Attributes:
         made_again: tensors that came back in another memory.
-        mixed: places that were right in one step and wrong in another, by node.
+        mixed: sites that were right in one step and wrong in another, by node.
         found_later: programs that ended with an error after wrong tensors.
     """
 

@@ -42,7 +42,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_tba.autograd.cache import TensorCache
 from ds_tba.autograd.rules import RULES
-from ds_tba.autograd.sites import Origin, Sites
+from ds_tba.autograd.sites import Recipe, Sites
 from ds_tba.autograd.tensors import mark_inputs, storage_bytes
 from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.storage.backends.posix import PosixBackend
@@ -1105,10 +1105,9 @@ class CountingSites(Sites):
         super().__init__(cache, accelerator)
         self._tally = tally
 
-    def make(self, origin: Origin) -> Tensor:
-        made = super().make(origin)
-        recipe = origin.recipe
-        self._tally.nbytes[recipe.rule.op] += made.numel()
+    def make(self, recipe: Recipe) -> Tensor:
+        made = super().make(recipe)
+        self._tally.nbytes[recipe.site.kind.op] += made.numel()
         for one in recipe.steps:
             self._tally.rules[NAMES[one.rule.make]] += 1
         return made

@@ -36,10 +36,10 @@ from ds_tba.autograd.cache import TensorCache
 from ds_tba.autograd.saved import (
     Hooks,
     PassedThrough,
-    Place,
     ResidencyGuard,
     SavedCounted,
     SavedView,
+    Site,
     StorageKey,
 )
 from ds_tba.autograd.tensors import Eligibility, Stamp, has_plain_storage, stamp_of
@@ -64,7 +64,7 @@ class _Storage:
     packed: int
     left: int | None  # by forward: freed where it was moved (None: not yet), else saved for the last time
     is_movable: bool
-    place: Place | None = None  # that could make it again, from ``sources``
+    site: Site | None = None  # that could make it again, from ``sources``
     sources: tuple[int, ...] = ()
     passes: list[int] = field(default_factory=list)
     unpacked: int | None = None
@@ -210,7 +210,7 @@ class MicroStepRecord:
             used_s,
             max(used_s, freed_s),
             found.is_movable,
-            None if found.place is None else found.place.seconds,
+            None if found.site is None else found.site.seconds,
             found.sources,
             found.unpacked is not None or bool(readers),
         )
@@ -380,10 +380,10 @@ class Recorder:
         else:
             index = self._index_of(held.record.key, self._cache.eligibility_of(tensor) is Eligibility.ELIGIBLE)
             scope.members[index] = None
-            origin = held.record.origin
-            if origin is not None and self.record.storages[index].place is None:
-                found = {self._by_key.get(key, _NOTHING) for key in origin.sources} - {_NOTHING}
-                self.record.storages[index].place = origin.place
+            makeable = held.record.makeable
+            if makeable is not None and self.record.storages[index].site is None:
+                found = {self._by_key.get(key, _NOTHING) for key in makeable.sources} - {_NOTHING}
+                self.record.storages[index].site = makeable.site
                 self.record.storages[index].sources = tuple(sorted(found))
         storage = self.record.storages[index]
         storage.left = len(self.record.pauses)

@@ -481,7 +481,7 @@ _OURS = (__name__.partition(".")[0] + ".", "contextlib")
 _CALL = nn.Module._wrapped_call_impl.__code__
 
 
-def place_in_code() -> int:
+def position_in_code() -> int:
     """A hash of where the caller's thread is: the innermost module that runs, and the calls inside it; 0 outside."""
     path: list[Any] = []
     frame = inspect.currentframe()

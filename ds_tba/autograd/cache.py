@@ -43,8 +43,8 @@ from ds_tba.autograd.saved import (
     Hooks,
     Keeper,
     Makeable,
-    Origin,
     PassedThrough,
+    Recipe,
     RecordState,
     Rematerialization,
     ResidencyGuard,
@@ -99,7 +99,7 @@ class _Proof(NamedTuple):
     """
 
     found: Makeable
-    recipe: Origin | None = None
+    recipe: Recipe | None = None
     comparison: Any = None
 
 
@@ -147,8 +147,8 @@ class TensorCache(Keeper):
         self.live_records = 0
         self.sites: Rematerialization | None = None
         self._originals = keep_originals()
-        # With the record that waits for the answer; without, where the place was proven before.
-        self._unread: deque[tuple[SavedStorage | None, Origin, Any]] = deque()
+        # With the record that waits for the answer; without, where the site was proven before.
+        self._unread: deque[tuple[SavedStorage | None, Recipe, Any]] = deque()
         self._absent: dict[SavedStorage, None] = {}  # not saved, to be made again
 
     @contextmanager
@@ -319,7 +319,7 @@ class TensorCache(Keeper):
         self.residency.make_room(key.nbytes)
         record = SavedStorage(key, forward.micro_step)
         if proof is not None:
-            record.origin = proof.found
+            record.makeable = proof.found
         if proof is None or proof.recipe is None:
             self._place(record, tensor, choice)
         elif proof.comparison is None:
@@ -445,7 +445,7 @@ class TensorCache(Keeper):
             with self.lock:
                 self.residency.give_scratch(taken_bytes)
 
-    def _make(self, record: SavedStorage, recipe: Origin) -> torch.Tensor:
+    def _make(self, record: SavedStorage, recipe: Recipe) -> torch.Tensor:
         """Make the bytes of a record again."""
         if self.sites is None:
             raise StateError("there is a recipe, and no sites; this is a bug in ds_tba")
@@ -458,47 +458,47 @@ class TensorCache(Keeper):
         """Whether the storage of a tensor can be made again, by a comparison where one is due."""
         if not (choice.rematerialize or self.forward.is_recorded):
             return None
-        origin = sites.origin(tensor)
-        if origin is None:
+        recipe = sites.recipe(tensor)
+        if recipe is None:
             return None
-        found = _Proof(Makeable(origin.place, origin.depth, origin.sources))
-        was_proven, owes = origin.place.is_proven, origin.place.unseen_since is not None
-        if not choice.rematerialize or self.residency.is_halved_by(origin.work_bytes):
+        found = _Proof(Makeable(recipe.site, recipe.depth, recipe.sources))
+        was_proven, owes = recipe.site.is_proven, recipe.site.unseen_since is not None
+        if not choice.rematerialize or self.residency.is_halved_by(recipe.work_bytes):
             return found
-        # Operands that were moved are brought back only for a place that comes again: lengths may not.
-        if not (was_proven or owes or origin.place.visits > 1 or _are_in_memory(origin)):
+        # Operands that were moved are brought back only for a site that comes again: lengths may not.
+        if not (was_proven or owes or recipe.site.visits > 1 or _are_in_memory(recipe)):
             return found
         try:
-            origin = origin.copied(self)  # of parameters: their owner may change them at any time
+            recipe = recipe.copied(self)  # of parameters: their owner may change them at any time
         except torch.OutOfMemoryError:
             return found
         with self._locked():  # views of its own: the graph may go, or be used up by another backward
-            origin = origin.bound(self._share)
-        if not origin.place.is_due:
-            sites.left_out(origin)
-            return found._replace(recipe=origin)
-        comparison = self._compare(sites, origin, tensor, key.nbytes)
+            recipe = recipe.bound(self._share)
+        if not recipe.site.is_due:
+            sites.left_out(recipe)
+            return found._replace(recipe=recipe)
+        comparison = self._compare(sites, recipe, tensor, key.nbytes)
         if comparison is None:  # refused, or no room to compare: what is due and unseen is saved
             return found
         if comparison.is_done:
             is_equal = sites.read(comparison)
-            return found._replace(recipe=origin) if is_equal and (was_proven or not owes) else found
+            return found._replace(recipe=recipe) if is_equal and (was_proven or not owes) else found
         if was_proven or owes:
             with self.lock:
-                self._unread.append((None, origin, comparison))
+                self._unread.append((None, recipe, comparison))
             if not was_proven:
                 return found
-            sites.left_out(origin)
+            sites.left_out(recipe)
             comparison = None
-        return found._replace(recipe=origin, comparison=comparison)
+        return found._replace(recipe=recipe, comparison=comparison)
 
-    def _compare(self, sites: Rematerialization, origin: Origin, tensor: torch.Tensor, nbytes: int) -> Any:
-        needed_bytes, operands = 2 * nbytes + origin.scratch_bytes, set(origin.records())
+    def _compare(self, sites: Rematerialization, recipe: Recipe, tensor: torch.Tensor, nbytes: int) -> Any:
+        needed_bytes, operands = 2 * nbytes + recipe.scratch_bytes, set(recipe.records())
         if not self.has_room(needed_bytes + sum(map(_absent_bytes, operands)), operands):
             return None
         try:
             with self._making(needed_bytes):
-                return sites.compare(origin, tensor)
+                return sites.compare(recipe, tensor)
         finally:
             with self.lock:
                 self.residency.end_early()
@@ -512,7 +512,7 @@ class TensorCache(Keeper):
             record.kept_views.append(weakref.ref(twin))
         return twin
 
-    def _leave_out(self, record: SavedStorage, recipe: Origin) -> None:
+    def _leave_out(self, record: SavedStorage, recipe: Recipe) -> None:
         """The bytes of a record are not saved."""
         record.move(RecordState.ABSENT)
         record.recipe = recipe
@@ -542,7 +542,7 @@ class TensorCache(Keeper):
                 with self._locked():
                     self._answer(record, recipe, is_equal=is_equal)
 
-    def _answer(self, record: SavedStorage, recipe: Origin, *, is_equal: bool) -> None:
+    def _answer(self, record: SavedStorage, recipe: Recipe, *, is_equal: bool) -> None:
         """What was kept until its comparison was read need not be, or goes where it would have gone."""
         if record.state is not RecordState.KEPT or record.kept_views is None:
             return  # nobody wants it any more, or the budget had it moved
@@ -664,7 +664,7 @@ class TensorCache(Keeper):
     def _forget(self, record: SavedStorage) -> None:
         self.residency.remove(record)
         record.move(RecordState.DROPPED)
-        record.reloaded = record.recipe = record.origin = None
+        record.reloaded = record.recipe = record.makeable = None
         self._absent.pop(record, None)
         self.live_records -= 1
         if self.forward.by_key.get(record.key) is record:
@@ -676,11 +676,11 @@ class TensorCache(Keeper):
             self.learned_order = record.micro_step.remove(record.index) or self.learned_order
 
 
-def _are_in_memory(origin: Origin) -> bool:
+def _are_in_memory(recipe: Recipe) -> bool:
     """Whether nothing must be brought back to make a storage."""
     return all(
         one.reloaded is not None or (one.ticket is None and (one.recipe is None or _are_in_memory(one.recipe)))
-        for one in origin.records()
+        for one in recipe.records()
     )
 
 

@@ -112,7 +112,7 @@ class SavedStorage(StateMachine):
 
     Attributes:
         reloaded: the bytes in device memory again, after they were in a store or made again.
-        origin: how it could be made again, if it can.
+        makeable: how it could be made again, if it can.
         recipe: how it is made again, where its bytes are not saved.
         kept_views: views that hold the bytes; None where the cache never has to let go of them.
         guard: lies on the storage that was saved, and counts its memory.
@@ -126,16 +126,16 @@ class SavedStorage(StateMachine):
     moves = _MOVES
 
     __slots__ = (
-        "guard", "index", "kept_views", "key", "lent", "micro_step", "origin", "pending", "recipe", "reloaded", "state",
-        "ticket", "views",
+        "guard", "index", "kept_views", "key", "lent", "makeable", "micro_step", "pending", "recipe", "reloaded",
+        "state", "ticket", "views",
     )  # fmt: skip
 
     def __init__(self, key: StorageKey, micro_step: MicroStep[SavedStorage]) -> None:
         self.key = key
         self.state = RecordState.KEPT
         self.ticket: Ticket | None = None
-        self.origin: Makeable | None = None
-        self.recipe: Origin | None = None
+        self.makeable: Makeable | None = None
+        self.recipe: Recipe | None = None
         self.reloaded: Reloaded | None = None
         self.kept_views: list[weakref.ref[SavedView]] | None = None
         self.guard: weakref.ref[ResidencyGuard] | None = None
@@ -164,8 +164,8 @@ class SavedStorage(StateMachine):
 # ---- how a storage is made again: what the cache asks of ``sites.py``, or of the dry run of an estimate --------------
 
 
-class Place(Protocol):
-    """The place of the forward that makes a storage; its attributes are described in ``sites.py``."""
+class Site(Protocol):
+    """The op of a forward that makes a storage; its attributes are described in ``sites.py``."""
 
     @property
     def is_proven(self) -> bool: ...
@@ -179,11 +179,11 @@ class Place(Protocol):
     def seconds(self) -> float | None: ...
 
 
-class Origin(Protocol):
+class Recipe(Protocol):
     """How a storage is made again, as its record knows it; its attributes are described in ``sites.py``."""
 
     @property
-    def place(self) -> Place: ...
+    def site(self) -> Site: ...
     @property
     def depth(self) -> int: ...
     @property
@@ -193,14 +193,14 @@ class Origin(Protocol):
     @property
     def sources(self) -> tuple[StorageKey, ...]: ...
     def records(self) -> Iterator[SavedStorage]: ...
-    def copied(self, cache: Keeper) -> Origin: ...
-    def bound(self, share: Callable[[SavedView], SavedView]) -> Origin: ...
+    def copied(self, cache: Keeper) -> Recipe: ...
+    def bound(self, share: Callable[[SavedView], SavedView]) -> Recipe: ...
 
 
 class Makeable(NamedTuple):
-    """How a storage could be made again; holds nothing that it is made of. See :class:`Origin`."""
+    """How a storage could be made again; holds nothing that it is made of. See :class:`Recipe`."""
 
-    place: Place
+    site: Site
     depth: int
     sources: tuple[StorageKey, ...]
 
@@ -208,12 +208,12 @@ class Makeable(NamedTuple):
 class Rematerialization(Protocol):
     """What can be made again in backward instead of being saved. ``compare`` returns a comparison for ``read``."""
 
-    def origin(self, tensor: torch.Tensor) -> Origin | None: ...
+    def recipe(self, tensor: torch.Tensor) -> Recipe | None: ...
     def note(self, tensor: torch.Tensor, held: SavedView | SavedCounted) -> None: ...
-    def make(self, origin: Any) -> torch.Tensor: ...
-    def compare(self, origin: Any, tensor: torch.Tensor) -> Any: ...
+    def make(self, recipe: Any) -> torch.Tensor: ...
+    def compare(self, recipe: Any, tensor: torch.Tensor) -> Any: ...
     def read(self, comparison: Any) -> bool: ...
-    def left_out(self, origin: Any) -> None: ...
+    def left_out(self, recipe: Any) -> None: ...
     def begin_forward(self) -> None: ...
 
 

@@ -1,107 +1,158 @@
-"""Sites: where rematerialization is proven, bit for bit, before it is used, and how long it takes.
+"""Sites and recipes: what can be made again instead of being saved, and how; proven, bit for bit, before it is used.
 
-Knows recipes and an accelerator; does not know plans, nor where storages go.
+Knows graph nodes, rules, an accelerator and the objects that autograd holds; not plans, nor where storages go.
 
-[Note: Proof] A site is a recipe with its dtypes, shapes and strides. A place is where in a forward the work of a site
-is done, in one of many layers, say; places are told apart by the module that runs, the lines of it, and how often they
-have run. When a tensor of a place that is not proven is saved, it is made from its operands, while forward has both,
-and every bit is compared. Only where none differs is the tensor not saved, in that very forward. If one differs, or
-making it raises, none of the site is used any more. Of equal elements (zeros, say) that proves nothing for the next
-time.
+[Note: Words] A *site* is an op in the graph whose output can be made again, told from others by the module that runs,
+the lines of it, and how often they have run in a forward. A *recipe* says how: the ops to run, and what on. Sites whose
+recipes have equal ops, numbers, dtypes, shapes and strides, in many layers say, are of one *kind*.
 
-[Note: Proof, again] What autograd does not record may begin at any time. So each place is compared again: at
-its second visit, its fourth, then ever more seldom, but once in ``PERIOD`` visits at least, each place in a turn of its
-own. Where one differs, and tensors were left out at that place since one was equal, ``RematerializationError`` says
-since when gradients may be wrong; a place that owes this comparison is compared also after its site was given up. What
-begins and ends between two comparisons of a place is not seen.
+[Note: Proof] When an output is saved at a site that is not proven, it is made from its operands, while forward has
+both, and every bit is compared. Only where none differs is the tensor not saved, in that very forward. If one differs,
+or making it raises, no site of the kind is used any more. Of equal elements (zeros, say) that proves nothing for the
+next time.
+
+[Note: Proof, again] What autograd does not record may begin at any time. So each site is compared again: at its second
+visit, its fourth, then ever more seldom, but once in ``PERIOD`` visits at least, each site in a turn of its own. Where
+one differs, and tensors were left out at that site since one was equal, ``RematerializationError`` says since when
+gradients may be wrong; a site that owes this comparison is compared also after its kind was given up. What begins and
+ends between two comparisons of a site is not seen.
 
 [Note: Late answers] A device is not waited for: a comparison is read once the device has done it. Until then the tensor
-is kept if its place is not proven (``cache.py``).
+is kept if its site is not proven (``cache.py``).
 
 [Note: Kernels] Those of a CPU cut their work by the number of threads, oneDNN has some of its own, and a thread may
 flush denormals: the last bits may follow from that. So what was made by so many threads, with oneDNN or without, and
 with ``torch.set_flush_denormal`` or without, is made again likewise.
+
+[Note: Operands] A node's saved operands are the objects that our pack hook returned for them: they are looked up, never
+unpacked, and no hook of the user is called. An operand that the node does not hold may have been saved by another node:
+each saved view is noted at the node that made it, in the node's ``metadata``, and lives no longer for that. Else it is
+made again in turn, within a bound of steps and of bytes; a node that is wanted twice is one step. A recipe holds views
+of its own of what it needs, not the nodes: another backward may free the buffers of a node.
+
+[Note: What is refused] The output of an op is made again only where it is whole, dense and untouched since, and where
+all that it is made of is under autograd's eye until backward. So no operand is a parameter, a buffer of a module or an
+input of the model, whose owners change them without a version: ZeRO's optimizer in ``engine.step()``, a data loader.
+Of a parameter or buffer that the op itself saves, a norm's weight say, a copy is the operand, taken in forward, if it
+is small beside what need not be saved for it. No graph of an earlier forward is entered: what was changed in between,
+it does not tell. What the graph cannot tell even of this forward, a change through ``tensor.data`` say, only the
+comparisons see.
+
+[Note: Order of elements] The vector loop of a CPU's kernel and the scalar loop behind it may round differently, so the
+last bits of an element may depend on where it lies in memory. Steps get their operands in the strides of forward, and
+give their results in the same, but for copies and casts: the graph does not tell into which memory format. Behind one
+of those only such ops are made again whose results are rounded once.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
+import threading
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from types import CodeType, FrameType
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
+from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ds_tba.autograd.blocks import place_in_code
-from ds_tba.autograd.comparison import integers_of
-from ds_tba.autograd.recipe import MAX_DEPTH, UNSAVED, Finder, Held, NoRecipeError, Recipe, is_supported, note
-from ds_tba.autograd.rules import OPS
-from ds_tba.autograd.saved import Keeper, SavedCounted, SavedStorage, SavedView, StorageKey
-from ds_tba.autograd.tensors import ViewSpec, base_of, storage_bytes
+from ds_tba.autograd.blocks import position_in_code
+from ds_tba.autograd.rules import OPS, PASSING, RULES, Operand, Output, Rule, constant, is_passing
+from ds_tba.autograd.saved import Keeper, PassedThrough, SavedCounted, SavedStorage, SavedView, StorageKey, nbytes_of
+from ds_tba.autograd.tensors import (
+    ViewSpec,
+    base_of,
+    has_plain_storage,
+    integers_of,
+    is_input,
+    is_owned,
+    is_parameter,
+    storage_bytes,
+)
 from ds_tba.config import BLOCK, OffloadConfig
 from ds_tba.device.accelerator import Accelerator, Clock, moment
 from ds_tba.errors import ActivationModifiedError, ConfigError, RematerializationError, StateError, StorageError
 
 logger = logging.getLogger(__name__)
 
-MAX_SITES = 4096
-MAX_PLACES = 1024  # of a site
-MAX_KINDS = 1 << 16
-# Visits of a place after which it is compared again at the latest.
+# Steps of a recipe, and the bytes of those between relative to the result's.
+MAX_STEPS, MAX_BETWEEN_FACTOR = 8, 4
+# Recipes whose operands are made again themselves, one behind the other.
+MAX_DEPTH = 4
+# Copies of parameters take no larger part of the result's bytes, each.
+MAX_COPIED_PART = 1 / 16
+# What is remembered: kinds, sites of each, and outputs that are not looked at again.
+MAX_KINDS, MAX_SITES, MAX_UNSAVED = 4096, 1024, 1 << 16
+# Visits of a site after which it is compared again at the latest.
 PERIOD = 64
+UNSAVED = "an operand that nobody saves"
+_NOTE = "ds_tba"
+_NORMS: frozenset[CodeType] = frozenset(
+    getattr(functional, name).__code__ for name in ("layer_norm", "rms_norm") if hasattr(functional, name)
+)
+
+Held = SavedView | SavedCounted | PassedThrough
+
+
+class NoRecipeError(Exception):
+    """A tensor cannot be made again; the text is the reason, in the report's words."""
+
+
+# ---- sites ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True, eq=False)
-class Site:
-    """One kind of work that may make storages again.
+class Kind:
+    """Sites with equal recipes; see [Note: Words].
 
     Attributes:
-        op: the last of its ops.
-        reason: why it is not used; empty where nothing speaks against it.
-        places: by their keys.
-        forward: the last in which it was met.
+        op: the last of the recipe's.
+        reason: why none of them is used; empty where nothing speaks against it.
+        sites: by their keys.
+        forward: the last in which one was met.
     """
 
     op: str
     reason: str = ""
-    places: dict[int, Place] = field(default_factory=dict)
+    sites: dict[int, Site] = field(default_factory=dict)
     forward: int = 0
     _sum_s: float = 0.0
     _measured: int = 0
 
     @property
     def seconds(self) -> float:
-        """Mean measured seconds to make the storage."""
+        """Mean measured seconds to make the output."""
         return self._sum_s / max(1, self._measured)
 
     @property
     def owes(self) -> bool:
         """Whether tensors were left out that no comparison has vouched for since."""
-        return any(place.unseen_since is not None for place in self.places.values())
+        return any(site.unseen_since is not None for site in self.sites.values())
 
     def add_time(self, seconds: float) -> None:
-        """One making was measured."""
+        """Making was measured once more."""
         self._sum_s += seconds
         self._measured += 1
 
 
 @dataclass(slots=True, eq=False)
-class Place:
-    """Where in a forward the work of a site is done; see [Note: Proof].
+class Site:
+    """An op in the graph whose output can be made again; see [Note: Proof].
 
     Attributes:
-        key: tells it apart from the others of its site.
+        key: tells it apart from the others of its kind.
         visits: how often a tensor was saved here.
         next_visit: that is compared again.
         equal_in: the last step in which it was compared, and equal; None before the first.
         unseen_since: the first step since then in which a tensor was left out and not compared; None without any.
     """
 
-    site: Site
+    kind: Kind
     key: int
     visits: int = 0
     next_visit: int = 0
@@ -110,8 +161,8 @@ class Place:
 
     @property
     def is_proven(self) -> bool:
-        """Whether a comparison was equal, and nothing has spoken against the site since."""
-        return self.equal_in is not None and not self.site.reason
+        """Whether a comparison was equal, and nothing has spoken against its kind since."""
+        return self.equal_in is not None and not self.kind.reason
 
     @property
     def is_due(self) -> bool:
@@ -125,8 +176,11 @@ class Place:
 
     @property
     def seconds(self) -> float | None:
-        """Of making the storage, as measured; None unless it is proven."""
-        return self.site.seconds if self.is_proven else None
+        """Of making the output, as measured; None unless it is proven."""
+        return self.kind.seconds if self.is_proven else None
+
+
+# ---- recipes --------------------------------------------------------------------------------------------------------
 
 
 class Kernels(NamedTuple):
@@ -151,362 +205,6 @@ class Kernels(NamedTuple):
         torch.set_flush_denormal(self.flushes_denormals)
 
 
-class Origin(NamedTuple):
-    """How a saved storage is made again: the recipe, its place, and how the storage was laid out.
-
-    Attributes:
-        kernels: that made it.
-        depth: how many storages lie behind each other that can be made one from the other, with this one.
-    """
-
-    recipe: Recipe
-    place: Place
-    spec: ViewSpec
-    kernels: Kernels | None
-    depth: int = 1
-
-    @property
-    def scratch_bytes(self) -> int:
-        """Of what is made on the way, beside the storage itself."""
-        return self.recipe.between_bytes
-
-    @property
-    def work_bytes(self) -> int:
-        """At most, of all that is in memory at once while it is made and compared."""
-        result_bytes = self.recipe.steps[-1].nbytes
-        return 2 * result_bytes + self.scratch_bytes + sum(_work_bytes(record) for record in set(self.records()))
-
-    @property
-    def sources(self) -> tuple[StorageKey, ...]:
-        """The saved storages that it is made of."""
-        return tuple(dict.fromkeys(record.key for record in self.records()))
-
-    def bound(self, share: Callable[[SavedView], SavedView]) -> Origin:
-        """The same with views of its own; see ``Recipe.bound``."""
-        return self._replace(recipe=self.recipe.bound(share))
-
-    def copied(self, cache: Keeper) -> Origin:
-        """The same with copies of its own; see ``Recipe.copied``."""
-        return self._replace(recipe=self.recipe.copied(cache))
-
-    def records(self) -> Iterator[SavedStorage]:
-        """The saved storages that it is made of, as often as they are held."""
-        return (held.record for held in self.recipe.held() if isinstance(held, SavedView))
-
-    def made(
-        self, restore: Callable[[Held], torch.Tensor], clock: Clock | None, marks: list[tuple[Any, Any]]
-    ) -> torch.Tensor:
-        """The output of the op, laid out as in forward; see ``Recipe.make``.
-
-        Raises:
-            NoRecipeError: it cannot be the same bits.
-        """
-        spec, last = self.spec, self.recipe.steps[-1]
-        with _as_in_forward(self.kernels):
-            made = self.recipe.make(restore, clock, marks)
-            if made.stride() != spec.stride or made.untyped_storage().nbytes() != made.numel() * made.itemsize:
-                if not (_is_same_order(made, spec) or last.rule.is_rounded_once(last.constants)):
-                    raise NoRecipeError("made again it has another order of elements")
-                laid_out = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=made.device)
-                made = laid_out.copy_(made)
-        return made
-
-    def flags(self, made: torch.Tensor, saved: torch.Tensor) -> torch.Tensor | None:
-        """Whether any bit differs, and whether the elements do (two bools); None where the two cannot be compared."""
-        form, other = ((one.shape, one.stride(), one.dtype, one.device) for one in (made, saved))
-        if form != other:
-            return None
-        with _as_in_forward(self.kernels):
-            bits = integers_of(saved)
-            return torch.stack(((integers_of(made) != bits).any(), bits.amin() != bits.amax()))
-
-
-def _is_same_order(made: torch.Tensor, spec: ViewSpec) -> bool:
-    strides = zip(made.shape, made.stride(), spec.stride, strict=True)
-    return all(size == 1 or one == other for size, one, other in strides)
-
-
-class Comparison(NamedTuple):
-    """A comparison under way, or done.
-
-    Attributes:
-        flags: see :meth:`Origin.flags`; in host memory, once ``done``.
-        done: event; None where it is done.
-        marks: of the clock, around each step of the making.
-        step: in which the tensor was saved.
-        visit: of the place.
-        module: path of the module in which the tensor was saved; empty where the place was not proven before.
-    """
-
-    origin: Origin
-    flags: torch.Tensor
-    done: Any
-    marks: list[tuple[Any, Any]]
-    step: int
-    visit: int
-    module: str
-
-    @property
-    def is_done(self) -> bool:
-        """Whether it can be read without waiting for the device."""
-        return self.done is None or bool(self.done.query())
-
-
-@dataclass
-class RematerializationStats:
-    """For the report.
-
-    Attributes:
-        seconds: that making them took, by what it took when it was measured.
-        refused: recipes that were not found, by reason; each kind of tensor once.
-    """
-
-    seconds: float = 0.0
-    refused: Counter[str] = field(default_factory=Counter)
-
-
-def _nowhere() -> str:
-    return ""
-
-
-def _work_bytes(record: SavedStorage) -> int:
-    """Of an operand, and where that is made again itself, of what this takes."""
-    recipe = record.recipe
-    passing_bytes = 0 if record.ticket is None else record.ticket.passing_bytes
-    return record.nbytes + passing_bytes if recipe is None else recipe.work_bytes
-
-
-class Sites:
-    """All sites of a run; see [Note: Proof].
-
-    Args:
-        cache: whose saved views are operands.
-        accelerator: the training device.
-        exclude: ops that are not made again.
-
-    Attributes:
-        step: the number of the step that runs, from 1 on.
-        running_module: tells the path of the module that runs.
-    """
-
-    def __init__(self, cache: Keeper, accelerator: Accelerator, exclude: frozenset[str] = frozenset()) -> None:
-        self.stats = RematerializationStats()
-        self.step = 1
-        self.running_module: Callable[[], str] = _nowhere
-        self._finder = Finder(cache, exclude)
-        self._accelerator = accelerator
-        self._is_synchronous = accelerator.is_synchronized_device()
-        self._sites: dict[Any, Site] = {}  # the least recently met first
-        self._forward = 0
-        self._without: set[Any] = set()
-        self._numbers: dict[Any, int] = {}
-        self._unsaved: set[Any] = set()
-
-    def origin(self, tensor: torch.Tensor) -> Origin | None:
-        """How the storage of a tensor that is being saved could be made again; None where it cannot."""
-        made = base_of(tensor)
-        if not self._finder.may_find(made.grad_fn):
-            return None
-        kind = self._kind(made)
-        if kind in self._unsaved:
-            return None
-        try:
-            recipe = self._finder.find(tensor)
-        except NoRecipeError as reason:
-            if str(reason) == UNSAVED and len(self._unsaved) < MAX_KINDS:
-                self._unsaved.add(kind)
-            self._count_without(tensor, str(reason))
-            return None
-        # A node of another PyTorch, or one whose buffers are freed.
-        except (AttributeError, LookupError, RuntimeError) as error:
-            self._count_without(tensor, f"its node cannot be read ({type(error).__name__})")
-            return None
-        if recipe is None:
-            return None
-        depth = depth_of(recipe)
-        if depth > MAX_DEPTH:
-            self._count_without(tensor, "too many recipes behind each other")
-            return None
-        spec, kernels = ViewSpec.of(made), Kernels.present() if self._is_synchronous else None
-        place = self._place((recipe.signature(), spec.stride, kernels), recipe.rule.op)
-        is_over = place.site.reason and place.unseen_since is None
-        return None if is_over else Origin(recipe, place, spec, kernels, depth)
-
-    def compare(self, origin: Origin, tensor: torch.Tensor) -> Comparison | None:
-        """Make the storage of a tensor that is being saved, and compare; None where that shows that it cannot be made.
-
-        Args:
-            origin: with views of its own.
-        """
-        place, marks = origin.place, list[tuple[Any, Any]]()
-        try:
-            made = origin.made(self._restore, self._accelerator.clock, marks)
-            flags = origin.flags(made, base_of(tensor))
-            if flags is not None and not self._is_synchronous:
-                host = self._accelerator.pin_memory(torch.empty(2, dtype=torch.bool, device="cpu"))
-                flags = host.copy_(flags, non_blocking=True)
-        except NoRecipeError as reason:
-            self._refuse(place.site, str(reason))
-            return None
-        except (StorageError, torch.OutOfMemoryError):  # backward will want the operand, too; or another time
-            return None
-        except (LookupError, RuntimeError, ValueError, TypeError) as error:
-            self._refuse(place.site, f"{type(error).__name__} while it was made again")
-            return None
-        place.compared()
-        if flags is None:
-            self._refuse(place.site, "made again it has another shape")
-            return None
-        module = self.running_module() if place.is_proven else ""
-        return Comparison(origin, flags, moment(self._accelerator), marks, self.step, place.visits, module)
-
-    def read(self, comparison: Comparison) -> bool:
-        """Whether no bit differed. Waits for the device.
-
-        Raises:
-            RematerializationError: one did, at a place where tensors were left out since none had.
-        """
-        place = comparison.origin.place
-        if comparison.done is not None:
-            comparison.done.synchronize()
-        place.site.add_time(sum(self._accelerator.clock.elapsed_s(*marks) for marks in comparison.marks))
-        is_other, has_values = comparison.flags.tolist()
-        if not is_other:
-            if has_values:
-                place.equal_in = comparison.step
-                place.unseen_since = None if comparison.visit == place.visits else comparison.step
-            return True
-        self._refuse(place.site, "made again it differs")
-        since, place.unseen_since = place.unseen_since, None
-        if since is not None:
-            raise RematerializationError(_differs(comparison, since))
-        return False
-
-    def left_out(self, origin: Origin) -> None:
-        """A storage is not saved, and was not compared, or is not known to be equal yet."""
-        if origin.place.unseen_since is None:
-            origin.place.unseen_since = self.step
-
-    def note(self, tensor: torch.Tensor, held: SavedView | SavedCounted) -> None:
-        """A tensor was saved: what recipes may want to know of it later."""
-        note(tensor, held)
-
-    def begin_forward(self) -> None:
-        """A forward begins: nothing of earlier ones is entered, and places are told from its first op on."""
-        self._finder.begin_forward()
-        self._numbers = {}
-        self._forward += 1
-
-    def make(self, origin: Origin) -> torch.Tensor:
-        """Make a storage again (uint8, 1-D).
-
-        Raises:
-            ActivationModifiedError, ActivationLostError, ActivationCorruptionError: as ``SavedView.restore``.
-        """
-        try:
-            made = storage_bytes(origin.made(self._restore, None, []))
-        except ActivationModifiedError as error:  # perhaps of a tensor that nobody else wants any more
-            raise ActivationModifiedError(
-                f"{error} Output of {origin.place.site.op} was to be made again from it, not saved: "
-                f"{_remedy(origin.recipe)} if your model may change it."
-            ) from error
-        except NoRecipeError as error:
-            raise StateError(f"{origin.place.site.op}, equal in forward: {error}; this is a bug in ds_tba") from error
-        self.stats.seconds += origin.place.site.seconds
-        return made
-
-    def _restore(self, held: Held) -> torch.Tensor:
-        """An operand, for the current stream; another may have allocated it."""
-        operand = held.restore()
-        if not self._is_synchronous and operand.device == self._accelerator.device():
-            self._accelerator.share(operand, self._accelerator.current_stream())
-        return operand
-
-    def summary(self) -> dict[str, Any]:
-        """For the report."""
-        sites = list(self._sites.values())
-        used = [site for site in sites if any(place.is_proven for place in list(site.places.values()))]
-        refused = Counter(site.reason for site in sites if site.reason) + self.stats.refused
-        return {
-            "rematerialized_s": self.stats.seconds,
-            "rematerialized_sites": dict(Counter(site.op for site in used)),
-            "refused_sites": dict(refused),
-        }
-
-    def _kind(self, made: torch.Tensor) -> Any:
-        """Which of a forward's outputs of one op and shape this is: what was in vain there is not tried again."""
-        kind = type(made.grad_fn), made.shape
-        number = self._numbers[kind] = self._numbers.get(kind, 0) + 1
-        return kind, number
-
-    def _place(self, signature: Any, op: str) -> Place:
-        """The place of a site that comes next in this forward."""
-        site, code = self._site(signature, op), place_in_code()
-        number = self._numbers[site, code] = self._numbers.get((site, code), 0) + 1
-        key = hash((code, number))
-        place = site.places.get(key)
-        if place is None:
-            if len(site.places) >= MAX_PLACES:  # of forwards that do not come again
-                site.places = {one.key: one for one in site.places.values() if one.unseen_since is not None}
-            place = site.places[key] = Place(site, key)
-        place.visits += 1
-        return place
-
-    def _site(self, signature: Any, op: str) -> Site:
-        site = self._sites.get(signature)
-        if site is not None and site.forward == self._forward:
-            return site
-        if site is None:
-            if len(self._sites) >= MAX_SITES:  # of lengths that do not come again; what was refused stays so
-                unused = next((one for one, site in self._sites.items() if not (site.reason or site.owes)), None)
-                if unused is None:
-                    return Site(op, "too many kinds")
-                del self._sites[unused]
-            site = Site(op)
-        else:
-            del self._sites[signature]
-        site.forward = self._forward
-        self._sites[signature] = site
-        return site
-
-    def _refuse(self, site: Site, reason: str) -> None:
-        if not site.reason:
-            site.reason = reason
-            logger.debug("%s is not rematerialized: %s", site.op, reason)
-
-    def _count_without(self, tensor: torch.Tensor, reason: str) -> None:
-        kind = (reason, tensor.dtype, tensor.shape)
-        if kind not in self._without and len(self._without) < MAX_SITES:
-            self._without.add(kind)
-            self.stats.refused[reason] += 1
-            logger.debug("a tensor of shape %s and %s is not rematerialized: %s", *reversed(kind[1:]), reason)
-
-
-def depth_of(recipe: Recipe) -> int:
-    """How many storages lie behind each other that can be made one from the other, with the recipe's own."""
-    behind = (held.record.origin for held in recipe.held() if isinstance(held, SavedView))
-    return 1 + max((one.depth for one in behind if one is not None), default=0)
-
-
-def _differs(comparison: Comparison, since: int) -> str:
-    place = comparison.origin.place
-    steps = f"step {since}" if since >= comparison.step else f"steps {since} to {comparison.step}"
-    where = f", saved in {comparison.module}," if comparison.module else ""
-    return (
-        f"what {place.site.op} has made{where} is made again in backward instead of being saved, and that is no longer "
-        f"the same: it was in step {place.equal_in}, so gradients of {steps} of this run may be wrong. Something has "
-        "changed the tensor, or what it is made of, without autograd's knowledge (through .data, or under "
-        f"torch.no_grad()). Go back to a checkpoint from before step {since} of this run, and "
-        f"{_remedy(comparison.origin.recipe)}."
-    )
-
-
-def _remedy(recipe: Recipe) -> str:
-    ops = sorted({step.rule.op for step in recipe.steps} & OPS)
-    names = ", ".join(f'"{op}"' for op in ops)
-    return f'set "{BLOCK}": {{"rematerialize": {{"exclude": [{names}]}}}}, or "rematerialize": false'
-
-
 @contextmanager
 def _as_in_forward(kernels: Kernels | None) -> Iterator[None]:
     """No graph, no autocast (which has acted in forward), no modes of the user; the same kernels."""
@@ -523,6 +221,672 @@ def _as_in_forward(kernels: Kernels | None) -> Iterator[None]:
             kernels.choose()
             state.callback(present.choose)
         yield
+
+
+class Step(NamedTuple):
+    """An op and its operands.
+
+    Attributes:
+        operands: numbers of earlier steps, objects that hold tensors, constants of the op; None for an operand that is
+            left out.
+        constants: numbers of the op.
+    """
+
+    rule: Rule
+    operands: tuple[int | Held | torch.Tensor | None, ...]
+    constants: tuple[Any, ...]
+    output: Output
+
+    @property
+    def nbytes(self) -> int:
+        """That it takes; a view takes none."""
+        return 0 if self.rule.is_view else self.output.shape.numel() * self.output.dtype.itemsize
+
+    def run(self, operands: list[torch.Tensor | None]) -> torch.Tensor:
+        """The output.
+
+        Raises:
+            NoRecipeError: it has another shape or dtype than in forward, as that of an op in place may have.
+        """
+        made = self.rule.make(*operands, *self.constants, self.output)
+        if made.shape != self.output.shape or made.dtype != self.output.dtype:
+            raise NoRecipeError("made again it has another shape or dtype")
+        return made
+
+    def signature(self) -> tuple[Any, ...]:
+        """Equal for equal work: the op, its constants, and of all tensors dtype, shape and stride."""
+        return (self.rule.make, self.output, self.constants, *(_look(one) for one in self.operands))
+
+
+def _look(one: int | Held | torch.Tensor | None) -> Any:
+    if one is None or isinstance(one, int):
+        return one
+    if isinstance(one, torch.Tensor):  # a number, in host memory
+        return one.item(), one.dtype
+    if isinstance(one, SavedView):
+        spec = one.spec
+        return spec.dtype, spec.shape, spec.stride, spec.storage_offset
+    return one.held.dtype, one.held.shape, one.held.stride(), type(one).__name__
+
+
+class Recipe(NamedTuple):
+    """How the storage of a saved tensor is made again.
+
+    Attributes:
+        site: whose output it is.
+        steps: each behind those it needs; the last gives the storage itself.
+        spec: how the storage was laid out.
+        kernels: that made it.
+        depth: how many storages lie behind each other that can be made one from the other, with this one.
+    """
+
+    site: Site
+    steps: tuple[Step, ...]
+    spec: ViewSpec
+    kernels: Kernels | None
+    depth: int
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Intermediate bytes held while it runs, at most."""
+        return sum(step.nbytes for step in self.steps[:-1])
+
+    @property
+    def work_bytes(self) -> int:
+        """At most, of all that is in memory at once while the storage is made and compared."""
+        return 2 * self.steps[-1].nbytes + self.scratch_bytes + sum(_work_bytes(one) for one in set(self.records()))
+
+    @property
+    def sources(self) -> tuple[StorageKey, ...]:
+        """The saved storages that it is made of."""
+        return tuple(dict.fromkeys(record.key for record in self.records()))
+
+    def held(self) -> Iterator[Held]:
+        """What it needs, each once."""
+        return iter({id(one): one for step in self.steps for one in step.operands if isinstance(one, Held)}.values())
+
+    def records(self) -> Iterator[SavedStorage]:
+        """The saved storages that it is made of, as often as they are held."""
+        return (held.record for held in self.held() if isinstance(held, SavedView))
+
+    def bound(self, share: Callable[[SavedView], SavedView]) -> Recipe:
+        """The same with views of its own."""
+        return self._with({id(one): share(one) for one in self.held() if isinstance(one, SavedView)})
+
+    def copied(self, cache: Keeper) -> Recipe:
+        """The same with copies of its own of parameters and buffers, as they are now."""
+        copies: dict[int, Held] = {}
+        for one in self.held():
+            if _is_of_a_module(one):
+                with torch.no_grad():
+                    copy = one.held.detach().clone()
+                copies[id(one)] = SavedCounted(cache, copy, nbytes_of(copy), "")
+        return self._with(copies) if copies else self
+
+    def _with(self, own: Mapping[int, Held]) -> Recipe:
+        steps = (step._replace(operands=tuple(own.get(id(one), one) for one in step.operands)) for step in self.steps)
+        return self._replace(steps=tuple(steps))
+
+    def make(
+        self, restore: Callable[[Held], torch.Tensor], clock: Clock | None, marks: list[tuple[Any, Any]]
+    ) -> torch.Tensor:
+        """The output of the op, laid out as in forward.
+
+        Args:
+            restore: gives the tensor that is held; asked for those of one step at a time.
+            clock: None where nothing is timed.
+            marks: where marks of the clock around each step are added, without what ``restore`` takes.
+
+        Raises:
+            NoRecipeError: it cannot be the same bits.
+        """
+        spec, last = self.spec, self.steps[-1]
+        with _as_in_forward(self.kernels):
+            made = self._run(restore, clock, marks)
+            if made.stride() != spec.stride or made.untyped_storage().nbytes() != made.numel() * made.itemsize:
+                if not (_is_same_order(made, spec) or last.rule.is_rounded_once(last.constants)):
+                    raise NoRecipeError("made again it has another order of elements")
+                laid_out = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=made.device)
+                made = laid_out.copy_(made)
+        return made
+
+    def _run(
+        self, restore: Callable[[Held], torch.Tensor], clock: Clock | None, marks: list[tuple[Any, Any]]
+    ) -> torch.Tensor:
+        last_use = {one: number for number, step in enumerate(self.steps) for one in step.operands if type(one) is int}
+        made: dict[int, torch.Tensor] = {}
+        for number, step in enumerate(self.steps):
+            operands = [
+                made[one] if isinstance(one, int) else restore(one) if isinstance(one, Held) else one
+                for one in step.operands
+            ]
+            before = None if clock is None else clock.mark()
+            result = made[number] = step.run(operands)
+            taken = {one.untyped_storage().data_ptr() for one in operands if one is not None}
+            if number == len(self.steps) - 1 and result.untyped_storage().data_ptr() in taken:
+                result = result.clone()
+            if clock is not None:
+                marks.append((before, clock.mark()))
+            for one in [one for one in made if last_use.get(one, len(self.steps)) <= number]:
+                del made[one]
+        return result
+
+    def flags(self, made: torch.Tensor, saved: torch.Tensor) -> torch.Tensor | None:
+        """Whether any bit differs, and whether the elements do (two bools); None where the two cannot be compared."""
+        form, other = ((one.shape, one.stride(), one.dtype, one.device) for one in (made, saved))
+        if form != other:
+            return None
+        with _as_in_forward(self.kernels):
+            bits = integers_of(saved)
+            return torch.stack(((integers_of(made) != bits).any(), bits.amin() != bits.amax()))
+
+
+def _is_same_order(made: torch.Tensor, spec: ViewSpec) -> bool:
+    strides = zip(made.shape, made.stride(), spec.stride, strict=True)
+    return all(size == 1 or one == other for size, one, other in strides)
+
+
+def _work_bytes(record: SavedStorage) -> int:
+    """Of an operand, and where that is made again itself, of what this takes."""
+    recipe = record.recipe
+    passing_bytes = 0 if record.ticket is None else record.ticket.passing_bytes
+    return record.nbytes + passing_bytes if recipe is None else recipe.work_bytes
+
+
+class Comparison(NamedTuple):
+    """A comparison under way, or done.
+
+    Attributes:
+        flags: see :meth:`Recipe.flags`; in host memory, once ``done``.
+        done: event; None where it is done.
+        marks: of the clock, around each step of the making.
+        step: of training, in which the tensor was saved.
+        visit: of the site.
+        module: path of the module in which the tensor was saved; empty where the site was not proven before.
+    """
+
+    recipe: Recipe
+    flags: torch.Tensor
+    done: Any
+    marks: list[tuple[Any, Any]]
+    step: int
+    visit: int
+    module: str
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it can be read without waiting for the device."""
+        return self.done is None or bool(self.done.query())
+
+
+# ---- all of a run ---------------------------------------------------------------------------------------------------
+
+
+class Sites:
+    """All sites of a run; see [Note: Proof].
+
+    Args:
+        cache: whose saved views are operands.
+        accelerator: the training device.
+        exclude: ops that are not made again.
+
+    Attributes:
+        step: the number of the step that runs, from 1 on.
+        running_module: tells the path of the module that runs.
+    """
+
+    def __init__(self, cache: Keeper, accelerator: Accelerator, exclude: frozenset[str] = frozenset()) -> None:
+        self.cache = cache
+        self.rules = {name: rule for name, rule in RULES.items() if rule.op not in exclude}
+        self.step = 1
+        self.running_module: Callable[[], str] = str
+        self._accelerator = accelerator
+        self._is_synchronous = accelerator.is_synchronized_device()
+        self._names = PASSING | {name for name, rule in self.rules.items() if rule.operands and not rule.is_view}
+        self._kinds: dict[Any, Kind] = {}  # the least recently met first
+        self._numbers: Counter[Any] = Counter()  # of what comes more than once in a forward
+        self._unsaved: set[Any] = set()
+        self._refused: dict[Any, str] = {}  # without a recipe: the reason, once for each form of tensors
+        self._seconds = 0.0  # that making took, by what it took when it was measured
+        self._forward = 0
+        self._first_node: float = 0
+        self._thread: threading.Thread | None = None
+        self._has_other_threads = False
+
+    def begin_forward(self) -> None:
+        """A forward begins: nodes of earlier ones are not entered, and sites are told from its first op on."""
+        counter = getattr(torch.autograd, "_get_sequence_nr", None)
+        self._first_node = 0 if counter is None else counter()
+        self._thread = self._thread or threading.current_thread()
+        # Each thread counts its nodes itself: with a second one, nobody knows any more which came first.
+        self._has_other_threads |= threading.current_thread() != self._thread
+        self._numbers.clear()
+        self._forward += 1
+
+    def is_of_this_forward(self, node: Any) -> bool:
+        """Whether a node was made since :meth:`begin_forward`."""
+        return bool(node._sequence_nr() >= self._first_node)
+
+    # ---- what can be made again ---------------------------------------------------------------------------------
+
+    def recipe(self, tensor: torch.Tensor) -> Recipe | None:
+        """How the storage of a tensor that is being saved could be made again; None where it cannot."""
+        made = base_of(tensor)
+        if type(made.grad_fn).__name__ not in self._names:
+            return None
+        # Which of a forward's outputs of one op and shape this is: what was in vain there is not tried again.
+        look = type(made.grad_fn), made.shape
+        self._numbers[look] += 1
+        output = look, self._numbers[look]
+        if output in self._unsaved:
+            return None
+        try:
+            recipe = self.find(tensor)
+        except NoRecipeError as reason:
+            if str(reason) == UNSAVED and len(self._unsaved) < MAX_UNSAVED:
+                self._unsaved.add(output)
+            self._note_refused(tensor, str(reason))
+            return None
+        # A node of another PyTorch, or one whose buffers are freed.
+        except (AttributeError, LookupError, RuntimeError) as error:
+            self._note_refused(tensor, f"its node cannot be read ({type(error).__name__})")
+            return None
+        is_over = recipe is not None and recipe.site.kind.reason and recipe.site.unseen_since is None
+        return None if is_over else recipe
+
+    def find(self, tensor: torch.Tensor) -> Recipe | None:
+        """As :meth:`recipe`, whatever was proven; None where no rule is for the op.
+
+        Raises:
+            NoRecipeError: there is a rule, and it cannot be used.
+        """
+        made = base_of(tensor)
+        node, number = _made_by(made)
+        rule = None if node is None else self.rules.get(type(node).__name__)
+        if rule is None or rule.is_view or not rule.operands or number:
+            return None
+        if self._has_other_threads or threading.current_thread() != (self._thread or threading.current_thread()):
+            raise NoRecipeError("forwards run in several threads")
+        if made._version or made.storage_offset() or made.untyped_storage().nbytes() != made.numel() * made.itemsize:
+            raise NoRecipeError("changed in place, or a part of its storage")
+        search = _Search(self)
+        search.add(node, rule, 0)
+        steps, spec, nbytes = tuple(search.steps), ViewSpec.of(made), search.steps[-1].nbytes
+        kernels = Kernels.present() if self._is_synchronous else None
+        recipe = Recipe(_NOWHERE, steps, spec, kernels, 1)
+        if any(_is_of_a_module(one) and nbytes_of(one.held) > MAX_COPIED_PART * nbytes for one in recipe.held()):
+            raise NoRecipeError("a parameter or buffer of a module")
+        if recipe.scratch_bytes > MAX_BETWEEN_FACTOR * nbytes:
+            raise NoRecipeError("too many steps")
+        depth = 1 + max((one.makeable.depth for one in recipe.records() if one.makeable is not None), default=0)
+        if depth > MAX_DEPTH:
+            raise NoRecipeError("too many recipes behind each other")
+        return recipe._replace(site=self.site_of(recipe), depth=depth)
+
+    def site_of(self, recipe: Recipe) -> Site:
+        """The site with such a recipe that comes next in this forward."""
+        kind, code = self._kind(recipe), position_in_code()
+        self._numbers[kind, code] += 1
+        key = hash((code, self._numbers[kind, code]))
+        site = kind.sites.get(key)
+        if site is None:
+            if len(kind.sites) >= MAX_SITES:  # of forwards that do not come again
+                kind.sites = {one.key: one for one in kind.sites.values() if one.unseen_since is not None}
+            site = kind.sites[key] = Site(kind, key)
+        site.visits += 1
+        return site
+
+    def _kind(self, recipe: Recipe) -> Kind:
+        op = recipe.steps[-1].rule.op
+        signature = (*(step.signature() for step in recipe.steps), recipe.spec.stride, recipe.kernels)
+        kind = self._kinds.get(signature)
+        if kind is not None and kind.forward == self._forward:
+            return kind
+        if kind is None:
+            if len(self._kinds) >= MAX_KINDS:  # of lengths that do not come again; what was refused stays so
+                unused = next((one for one, kind in self._kinds.items() if not (kind.reason or kind.owes)), None)
+                if unused is None:
+                    return Kind(op, "too many kinds")
+                del self._kinds[unused]
+            kind = Kind(op)
+        else:
+            del self._kinds[signature]
+        kind.forward = self._forward
+        self._kinds[signature] = kind
+        return kind
+
+    # ---- proof --------------------------------------------------------------------------------------------------
+
+    def compare(self, recipe: Recipe, tensor: torch.Tensor) -> Comparison | None:
+        """Make the storage of a tensor that is being saved, and compare; None where that shows that it cannot be made.
+
+        Args:
+            recipe: with views of its own.
+        """
+        site, marks = recipe.site, list[tuple[Any, Any]]()
+        try:
+            made = recipe.make(self._restore, self._accelerator.clock, marks)
+            flags = recipe.flags(made, base_of(tensor))
+            if flags is not None and not self._is_synchronous:
+                host = self._accelerator.pin_memory(torch.empty(2, dtype=torch.bool, device="cpu"))
+                flags = host.copy_(flags, non_blocking=True)
+        except NoRecipeError as reason:
+            _refuse(site.kind, str(reason))
+            return None
+        except (StorageError, torch.OutOfMemoryError):  # backward will want the operand, too; or another time
+            return None
+        except (LookupError, RuntimeError, ValueError, TypeError) as error:
+            _refuse(site.kind, f"{type(error).__name__} while it was made again")
+            return None
+        site.compared()
+        if flags is None:
+            _refuse(site.kind, "made again it has another shape")
+            return None
+        module = self.running_module() if site.is_proven else ""
+        return Comparison(recipe, flags, moment(self._accelerator), marks, self.step, site.visits, module)
+
+    def read(self, comparison: Comparison) -> bool:
+        """Whether no bit differed. Waits for the device.
+
+        Raises:
+            RematerializationError: one did, at a site where tensors were left out since none had.
+        """
+        site = comparison.recipe.site
+        if comparison.done is not None:
+            comparison.done.synchronize()
+        site.kind.add_time(sum(self._accelerator.clock.elapsed_s(*marks) for marks in comparison.marks))
+        is_other, has_values = comparison.flags.tolist()
+        if not is_other:
+            if has_values:
+                site.equal_in = comparison.step
+                site.unseen_since = None if comparison.visit == site.visits else comparison.step
+            return True
+        _refuse(site.kind, "made again it differs")
+        since, site.unseen_since = site.unseen_since, None
+        if since is not None:
+            raise RematerializationError(_differs(comparison, since))
+        return False
+
+    def left_out(self, recipe: Recipe) -> None:
+        """A storage is not saved, and was not compared, or is not known to be equal yet."""
+        if recipe.site.unseen_since is None:
+            recipe.site.unseen_since = self.step
+
+    # ---- in backward --------------------------------------------------------------------------------------------
+
+    def make(self, recipe: Recipe) -> torch.Tensor:
+        """Make a storage again (uint8, 1-D).
+
+        Raises:
+            ActivationModifiedError, ActivationLostError, ActivationCorruptionError: as ``SavedView.restore``.
+        """
+        kind = recipe.site.kind
+        try:
+            made = storage_bytes(recipe.make(self._restore, None, []))
+        except ActivationModifiedError as error:  # perhaps of a tensor that nobody else wants any more
+            raise ActivationModifiedError(
+                f"{error} Output of {kind.op} was to be made again from it, not saved: "
+                f"{_remedy(recipe)} if your model may change it."
+            ) from error
+        except NoRecipeError as error:
+            raise StateError(f"{kind.op}, equal in forward: {error}; this is a bug in ds_tba") from error
+        self._seconds += kind.seconds
+        return made
+
+    def _restore(self, held: Held) -> torch.Tensor:
+        """An operand, for the current stream; another may have allocated it."""
+        operand = held.restore()
+        if not self._is_synchronous and operand.device == self._accelerator.device():
+            self._accelerator.share(operand, self._accelerator.current_stream())
+        return operand
+
+    # ---- what is noted as tensors are saved ---------------------------------------------------------------------
+
+    def note(self, tensor: torch.Tensor, held: SavedView | SavedCounted) -> None:
+        """A tensor was saved: what recipes may want to know of it later."""
+        if isinstance(held, SavedView):
+            _note_view(tensor, held)
+        _note_epsilon(tensor, held)
+
+    # ---- for the report -----------------------------------------------------------------------------------------
+
+    def summary(self) -> dict[str, Any]:
+        """For the report."""
+        kinds = list(self._kinds.values())
+        used = [kind for kind in kinds if any(site.is_proven for site in list(kind.sites.values()))]
+        refused = [kind.reason for kind in kinds if kind.reason] + list(self._refused.values())
+        return {
+            "rematerialized_s": self._seconds,
+            "rematerialized_sites": dict(Counter(kind.op for kind in used)),
+            "refused_sites": dict(Counter(refused)),
+        }
+
+    def _note_refused(self, tensor: torch.Tensor, reason: str) -> None:
+        form = (reason, tensor.dtype, tensor.shape)
+        if form not in self._refused and len(self._refused) < MAX_KINDS:
+            self._refused[form] = reason
+            logger.debug("a tensor of shape %s and %s is not rematerialized: %s", tensor.shape, tensor.dtype, reason)
+
+
+_NOWHERE = Site(Kind(""), 0)
+
+
+def _refuse(kind: Kind, reason: str) -> None:
+    if not kind.reason:
+        kind.reason = reason
+        logger.debug("%s is not rematerialized: %s", kind.op, reason)
+
+
+def _differs(comparison: Comparison, since: int) -> str:
+    site = comparison.recipe.site
+    steps = f"step {since}" if since >= comparison.step else f"steps {since} to {comparison.step}"
+    where = f", saved in {comparison.module}," if comparison.module else ""
+    return (
+        f"what {site.kind.op} has made{where} is made again in backward instead of being saved, and that is no longer "
+        f"the same: it was in step {site.equal_in}, so gradients of {steps} of this run may be wrong. Something has "
+        "changed the tensor, or what it is made of, without autograd's knowledge (through .data, or under "
+        f"torch.no_grad()). Go back to a checkpoint from before step {since} of this run, and "
+        f"{_remedy(comparison.recipe)}."
+    )
+
+
+def _remedy(recipe: Recipe) -> str:
+    ops = sorted({step.rule.op for step in recipe.steps} & OPS)
+    names = ", ".join(f'"{op}"' for op in ops)
+    return f'set "{BLOCK}": {{"rematerialize": {{"exclude": [{names}]}}}}, or "rematerialize": false'
+
+
+# ---- the search in the graph ----------------------------------------------------------------------------------------
+
+
+class _Search:
+    """The steps of one recipe, as they are found.
+
+    Attributes:
+        steps: each behind those it needs.
+    """
+
+    def __init__(self, sites: Sites) -> None:
+        self.steps: list[Step] = []
+        self._sites = sites
+        self._entered = 0
+        self._found: dict[tuple[int, int], tuple[Any, int]] = {}  # with the node, so that its id stays its own
+        self._is_copied: list[bool] = []  # of each step: whether its strides may be others than in forward
+
+    def add(self, node: Any, rule: Rule, number: int) -> int:
+        """The number of the step that makes the output of a node; the same for the same output."""
+        known = self._found.get((id(node), number))
+        if known is not None:
+            return known[1]
+        self._entered += 1  # before those it needs: what is too large is not looked at to its end
+        if self._entered > MAX_STEPS:
+            raise NoRecipeError("too many steps")
+        if not self._sites.is_of_this_forward(node):
+            raise NoRecipeError("made in an earlier forward")
+        operands = [self._operand(node, one) for one in rule.operands]
+        if rule.listed:
+            operands += [self._held(saved) for saved in getattr(node, f"_raw_saved_{rule.listed}")]
+        constants = tuple([constant(node, name) for name in rule.constants])
+        is_copied = any(self._is_copied[one] for one in operands if isinstance(one, int))
+        if is_copied and not rule.is_rounded_once(constants):
+            raise NoRecipeError("behind a copy that may have another order of elements")
+        if rule.needs_epsilon:
+            constants += (_epsilon(node),)
+        metadata = node._input_metadata[number]
+        output = Output(torch.Size(metadata.shape), metadata.dtype, number)
+        self.steps.append(Step(rule, tuple(operands), constants, output))
+        self._is_copied.append(is_copied or rule.is_copy)
+        self._found[id(node), number] = node, len(self.steps) - 1
+        return len(self.steps) - 1
+
+    def _operand(self, node: Any, operand: Operand) -> int | Held | torch.Tensor | None:
+        if operand.attribute:
+            found = self._attribute(node, operand.attribute)
+            if found is not None:
+                return found
+        made_by, number = (None, 0) if operand.edge is None else node.next_functions[operand.edge]
+        if made_by is None:
+            if operand.is_optional:
+                return None
+            raise NoRecipeError(UNSAVED)
+        return self._output(made_by, number)
+
+    def _output(self, node: Any, number: int) -> int | Held | torch.Tensor:
+        """The output of a node, for another one that has it as input."""
+        if type(node).__name__ == "AccumulateGrad":
+            is_parameter = isinstance(node.variable, torch.nn.Parameter)
+            raise NoRecipeError("a parameter" if is_parameter else "an input of the model")
+        noted = node.metadata.get((_NOTE, number)) if self._sites.is_of_this_forward(node) else None
+        view = None if noted is None else noted()
+        if view is not None:
+            return self._usable(view)
+        if is_passing(node):
+            passed, number = node.next_functions[0]
+            if passed is None:
+                raise NoRecipeError(UNSAVED)
+            return self._output(passed, number)
+        rule = self._sites.rules.get(type(node).__name__)
+        if rule is None or (number and not rule.is_view):
+            raise NoRecipeError(UNSAVED)
+        if rule.result and self._sites.is_of_this_forward(node):
+            found = self._attribute(node, rule.result)
+            if found is not None:
+                return found
+        if not rule.operands:
+            raise NoRecipeError(UNSAVED)
+        return self.add(node, rule, number)
+
+    def _attribute(self, node: Any, name: str) -> Held | torch.Tensor | None:
+        """What a node holds; None where it holds nothing."""
+        return self._held(getattr(node, f"_raw_saved_{name}"))
+
+    def _held(self, saved: Any) -> Held | torch.Tensor | None:
+        data = saved.data
+        if data is None:
+            return None
+        if saved.unpack_hook is None:
+            if _is_number(data):  # autograd calls no hooks for those
+                number: torch.Tensor = data
+                return number
+            raise NoRecipeError("saved without our hooks")
+        held = data if isinstance(data, Held) else getattr(data, "held", None)
+        if not isinstance(held, Held):
+            raise NoRecipeError("saved by hooks of the user")
+        return self._usable(held)
+
+    def _usable(self, held: Held) -> Held:
+        if not held.is_of(self._sites.cache):
+            raise NoRecipeError("saved by hooks of another engine")
+        if not held.is_unmodified:
+            raise NoRecipeError("an operand was changed in place")
+        tensor = held.held
+        if tensor is None:
+            return held
+        if not has_plain_storage(tensor.data if isinstance(tensor, torch.nn.Parameter) else tensor):
+            raise NoRecipeError("an operand that is not dense")
+        if is_parameter(tensor) or is_owned(tensor):
+            if not tensor.numel() or not tensor.is_contiguous() or not isinstance(held, PassedThrough):
+                raise NoRecipeError("a parameter or buffer of a module")  # ZeRO-3 may have let go of it
+        elif isinstance(held, PassedThrough) and tensor.dim():
+            raise NoRecipeError("an operand that is not on the device")
+        if is_input(tensor):
+            raise NoRecipeError("an input of the model")
+        return held
+
+
+def _is_of_a_module(held: Held) -> TypeGuard[PassedThrough]:
+    """Whether it is a parameter or buffer, whose owner may change it at any time."""
+    return isinstance(held, PassedThrough) and (is_parameter(held.held) or is_owned(held.held))
+
+
+def _made_by(tensor: torch.Tensor) -> tuple[Any, int]:
+    """The node that made a tensor, and the number of the tensor among its outputs."""
+    node, number = tensor.grad_fn, tensor.output_nr
+    while node is not None and is_passing(node):
+        node, number = node.next_functions[0]
+    return node, number
+
+
+_NARROW = {torch.float64: torch.float32, torch.int64: torch.int32, torch.complex128: torch.complex64}
+
+
+def _is_number(tensor: torch.Tensor) -> bool:
+    """Whether PyTorch has made a tensor of a number, which is nobody else's and yields to the dtype of any tensor."""
+    narrow = _NARROW.get(tensor.dtype)
+    if tensor.dim() or tensor._version or tensor.device.type != "cpu" or narrow is None:
+        return False
+    return torch.result_type(torch.empty((), dtype=narrow, device="cpu"), tensor) == narrow
+
+
+def _epsilon(node: Any) -> Any:
+    name = "result2" if hasattr(node, "_raw_saved_result2") else "result1"
+    held = getattr(node, f"_raw_saved_{name}").data
+    held = held if isinstance(held, Held) else getattr(held, "held", None)
+    if not isinstance(held, SavedCounted | SavedView) or held.eps is None:
+        raise NoRecipeError("a norm whose eps is not known")
+    return held.eps[0]
+
+
+# ---- what is noted as tensors are saved -----------------------------------------------------------------------------
+
+
+def _note_view(tensor: torch.Tensor, view: SavedView) -> None:
+    """Note at the node that made a tensor that the tensor is saved; see [Note: Operands].
+
+    One that was changed in place may have had other values when the next op took it.
+    """
+    node: Any = tensor.grad_fn
+    if node is not None and not tensor._version:
+        node.metadata[_NOTE, tensor.output_nr] = weakref.ref(view)
+
+
+def _note_epsilon(tensor: torch.Tensor, held: SavedView | SavedCounted) -> None:
+    """Note the ``eps`` of a norm, which its node does not hold, at the statistics that it saves.
+
+    They are saved while PyTorch's own function runs, in whose frame it is.
+    """
+    if not has_plain_storage(tensor) or tensor.shape[-1:] != (1,):
+        return
+    if tensor.grad_fn is not None and not _is_rms_norm(tensor.grad_fn):
+        return
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith(("ds_tba.", "contextlib")):
+        frame = frame.f_back
+    if frame is not None and frame.f_code in _NORMS:
+        held.eps = (frame.f_locals["eps"],)
+
+
+def _is_rms_norm(node: Any) -> bool:
+    return type(node).__name__ == "FusedRmsNormBackward0"  # its factors have a gradient, other norms' have none
+
+
+# ---- from the config ------------------------------------------------------------------------------------------------
+
+
+def is_supported() -> bool:
+    """Whether this PyTorch shows what a node holds without unpacking it, and when a node was made."""
+    saved: Any = getattr(torch._C._autograd, "SavedTensor", None)
+    return hasattr(saved, "data") and hasattr(saved, "unpack_hook") and hasattr(torch.autograd, "_get_sequence_nr")
 
 
 def open_sites(config: OffloadConfig, cache: Keeper, accelerator: Accelerator) -> Sites | None:

@@ -13,9 +13,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter, functional
 
 from ds_tba.autograd.cache import TensorCache
-from ds_tba.autograd.recipe import Finder, NoRecipeError, Recipe
 from ds_tba.autograd.rules import RULES
-from ds_tba.autograd.sites import Sites
+from ds_tba.autograd.sites import NoRecipeError, Recipe, Sites
 from ds_tba.autograd.tensors import mark_inputs, mark_owned
 from ds_tba.device.accelerator import CpuAccelerator
 
@@ -107,7 +106,6 @@ class Run:
         self.cache = TensorCache([], "cpu", 1)
         self.sites = Sites(self.cache, CpuAccelerator(), exclude)
         self.cache.rematerialize(self.sites)
-        self.finder = Finder(self.cache, exclude)
 
     def find(self, make: Make, a: Tensor, b: Tensor) -> tuple[Tensor, Recipe | None]:
         """Of what is made of activations with these values, which are saved elsewhere."""
@@ -115,7 +113,7 @@ class Run:
             a, b = (one.clone() if isinstance(one, Parameter) else one for one in (a, b))
             self.saved = [one.sin() for one in (a, b)]
             made = make(a, b)
-            return made, self.finder.find(made)
+            return made, self.sites.find(made)
 
     def refusal(self, make: Make, a: Tensor, b: Tensor) -> str:
         with pytest.raises(NoRecipeError) as refused:
@@ -346,7 +344,7 @@ def test_graphs_of_earlier_forwards_are_not_entered() -> None:
     run, a = Run(), values(0)
     with run.cache.saving():
         carried = functional.silu(a * 2)
-    run.finder.begin_forward()
+    run.sites.begin_forward()
     assert run.refusal(lambda x, _: torch.relu(carried.t()), a, values(1)) == "made in an earlier forward"
     assert run.refusal(lambda x, _: carried, a, values(1)) == "made in an earlier forward"
 
@@ -360,7 +358,7 @@ def test_graphs_of_earlier_forwards_are_not_entered() -> None:
         lambda h: h.to(torch.float64),
     ],
 )
-def test_what_rounds_by_place_is_not_made_behind_a_copy(order: Callable[[Tensor], Tensor]) -> None:
+def test_what_rounds_by_position_is_not_made_behind_a_copy(order: Callable[[Tensor], Tensor]) -> None:
     def moved(a: Tensor) -> Tensor:
         return order(functional.silu(a)[None, :, :, None].expand(2, -1, -1, 3))
 

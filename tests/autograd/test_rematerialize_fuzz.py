@@ -53,7 +53,7 @@ def test_what_is_made_wrong_is_found_and_made_smaller(stores: Stores, monkeypatc
     """The fuzz itself: it sees a bit, and its smaller programs are smaller."""
     program = next(one for one in map(draw, range(DRAWS)) if uses(one, stores))
     make = Sites.make
-    monkeypatch.setattr(Sites, "make", lambda self, origin: wrong(make(self, origin)))
+    monkeypatch.setattr(Sites, "make", lambda self, recipe: wrong(make(self, recipe)))
     assert "difference" in {one.kind for one in check(program, stores, Tally())}
     assert all(len(one.lines) <= len(program.lines) for one in smaller(program))
 

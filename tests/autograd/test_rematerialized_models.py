@@ -16,8 +16,7 @@ import pytest
 import torch
 
 from ds_tba.autograd.cache import TensorCache
-from ds_tba.autograd.recipe import Finder, NoRecipeError
-from ds_tba.autograd.sites import Sites
+from ds_tba.autograd.sites import NoRecipeError, Sites
 from ds_tba.autograd.tensors import mark_inputs, mark_owned
 from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.storage.base import Always
@@ -209,7 +208,7 @@ class Rematerialized:
         self.cache.rematerialize(self.sites)
         self.saved_bytes: list[int] = []
         self.left: Counter[str] = Counter()
-        self._finder = Finder(self.cache)
+        self._finder = Sites(self.cache, CpuAccelerator())
         self._place = self.cache._place
         self.cache._place = self._look_and_place
 
@@ -239,7 +238,7 @@ class Rematerialized:
         self._place(record, tensor, choice)
 
 
-def kind_of(base: torch.Tensor, finder: Finder) -> str:
+def kind_of(base: torch.Tensor, finder: Sites) -> str:
     """What a saved tensor is, in words."""
     node: Any = base.grad_fn
     if node is None:

@@ -83,7 +83,7 @@ def test_a_site_is_used_from_the_first_step_on() -> None:
     assert run.cache.stats.resident.now == 0
 
 
-def test_a_change_behind_the_back_of_autograd_is_seen_and_the_site_never_used() -> None:
+def test_a_change_behind_the_back_of_autograd_is_seen_and_its_kind_never_used() -> None:
     run, x, y = Run(), tensor(), tensor(1)
     for _ in range(3):
         agrees(run, changed, x, y)
@@ -94,8 +94,8 @@ def test_a_change_behind_the_back_of_autograd_is_seen_and_the_site_never_used() 
     assert run.nbytes == 0
 
 
-def test_a_place_that_was_never_compared_is_compared() -> None:
-    """The second is of the same site, and comes in later steps only, with a change."""
+def test_a_site_that_was_never_compared_is_compared() -> None:
+    """The second is of the same kind, and comes in later steps only, with a change."""
 
     def two(x: torch.Tensor, y: torch.Tensor, both: bool) -> torch.Tensor:
         first = gated(x, y)
@@ -123,7 +123,7 @@ def test_a_difference_is_no_error_where_nothing_was_left_out_unseen() -> None:
         changed(x, y).sum().backward()
 
 
-def test_a_place_that_owes_a_comparison_is_compared_after_its_site_was_given_up() -> None:
+def test_a_site_that_owes_a_comparison_is_compared_after_its_kind_was_given_up() -> None:
     class Gate(torch.nn.Module):
         factor = 1.0
 
@@ -135,14 +135,14 @@ def test_a_place_that_owes_a_comparison_is_compared_after_its_site_was_given_up(
         run.sites.step = step
         agrees(run, first, x, y)
     other.factor = first.factor = 2.0
-    agrees(run, other, x, y)  # a new place of the same site, compared at once: the site is given up
+    agrees(run, other, x, y)  # a new site of the same kind, compared at once: the kind is given up
     assert "made again it differs" in run.sites.summary()["refused_sites"]
     # How many steps ago it was compared last is a matter of its turn.
     with pytest.raises(RematerializationError, match=r"gradients of steps? ([0-9]* to )?29 of"):
         run.step(first, x, y)
 
 
-def test_branches_of_one_shape_are_places_of_their_own() -> None:
+def test_branches_of_one_shape_are_sites_of_their_own() -> None:
     class Branches(torch.nn.Module):
         def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
             return changed(x, y) if step > 3 and step % 7 == 3 else gated(x, y)
@@ -152,7 +152,7 @@ def test_branches_of_one_shape_are_places_of_their_own() -> None:
         agrees(run, branches, x, y)
 
 
-def test_modules_of_one_class_are_places_of_their_own() -> None:
+def test_modules_of_one_class_are_sites_of_their_own() -> None:
     class Gate(torch.nn.Module):
         def __init__(self, factor: float) -> None:
             super().__init__()
@@ -185,17 +185,17 @@ def test_what_begins_to_differ_is_an_error_within_so_many_steps() -> None:
     assert last - sites.PERIOD <= known <= equal and f"gradients of {concerned} of" in text
     assert f"before step {known + 1} of" in text
     before = run.nbytes
-    agrees(run, changed, x, y)  # a script that goes on does so without the site
+    agrees(run, changed, x, y)  # a script that goes on does so without the kind
     assert run.nbytes == before
 
 
-def test_every_place_is_compared_again_within_so_many_visits() -> None:
+def test_every_site_is_compared_again_within_so_many_visits() -> None:
     for key in range(200):
-        place, due = sites.Place(sites.Site("silu"), key, equal_in=1), []
-        for place.visits in range(1, 1000):
-            due.append(place.is_due)
+        site, due = sites.Site(sites.Kind("silu"), key, equal_in=1), []
+        for site.visits in range(1, 1000):
+            due.append(site.is_due)
             if due[-1]:
-                place.compared()
+                site.compared()
         assert due[:4] in ([True, True, False, True], [True, True, True, False])
         assert all(any(due[start : start + sites.PERIOD]) for start in range(len(due) - sites.PERIOD))
         assert due[sites.PERIOD :].count(True) <= 2 * len(due) / sites.PERIOD
@@ -421,7 +421,7 @@ def test_what_two_want_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     agrees(run, shared_by_two, x, y)
     made = []
     make = run.sites.make
-    monkeypatch.setattr(run.sites, "make", lambda origin: made.append(origin) or make(origin))
+    monkeypatch.setattr(run.sites, "make", lambda recipe: made.append(recipe) or make(recipe))
     agrees(run, shared_by_two, x, y)
     assert len(made) == 1
 
@@ -492,10 +492,10 @@ def test_memory_that_runs_out_in_a_comparison_saves_the_tensor(monkeypatch: pyte
     def runs_out(*_: Any) -> Any:
         raise torch.OutOfMemoryError("no memory for what is compared")
 
-    for place in ("flags", "made", "copied"):
+    for step in ("flags", "make", "copied"):
         run, x, y = Run(), tensor(), tensor(1)
         with monkeypatch.context() as patch:
-            patch.setattr(sites.Origin, place, runs_out)
+            patch.setattr(sites.Recipe, step, runs_out)
             agrees(run, gated, x, y)
         assert run.nbytes == 0
         agrees(run, gated, x, y)

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from ds_tba.adaptive.recorder import Recorder
 from ds_tba.autograd.blocks import find_blocks
 from ds_tba.autograd.cache import TensorCache
-from ds_tba.autograd.sites import Origin, Sites
+from ds_tba.autograd.sites import Recipe, Sites
 from ds_tba.autograd.tensors import mark_inputs, mark_owned
 from ds_tba.cli.plan.dry_run import PeakMeter, Settings, dry_run, told_of_passes
 from ds_tba.cli.plan.model import Subject, loss_of
@@ -174,8 +174,8 @@ def really_made_again(
     with cache.saving(), within():
         output = subject.forward()
     for record in cache.forward.by_key.values():
-        if isinstance(record.recipe, Origin):
-            found[record.recipe.recipe.rule.op] += record.nbytes
+        if isinstance(record.recipe, Recipe):
+            found[record.recipe.site.kind.op] += record.nbytes
     loss_of(output).backward()
     del output
     cache.settle()

@@ -25,16 +25,16 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from ds_tba.adaptive.recorder import Recorder
-from ds_tba.autograd import recipe as op_recipe
+from ds_tba.autograd import sites
 from ds_tba.autograd.blocks import Block, find_blocks
 from ds_tba.autograd.cache import TensorCache
-from ds_tba.autograd.saved import Keeper, SavedCounted, SavedStorage, SavedView, StorageKey, nbytes_of
-from ds_tba.autograd.sites import depth_of
+from ds_tba.autograd.saved import Keeper, nbytes_of
 from ds_tba.autograd.tensors import mark_inputs, mark_owned
 from ds_tba.cli.plan.kernels import device_kernels
 from ds_tba.cli.plan.model import Recipe, Subject, add_lora, loss_of
 from ds_tba.cli.plan.training import DryRun
-from ds_tba.errors import ModelError, StateError
+from ds_tba.device.accelerator import CpuAccelerator
+from ds_tba.errors import ModelError
 from ds_tba.planner.trace import Resources
 from ds_tba.storage.base import Always
 
@@ -102,14 +102,14 @@ def dry_run(recipe: Recipe, batch: int, sequence: int, settings: Settings, resou
     notes = [*subject.notes]
     if settings.autocast is not None:
         notes.append("torch_autocast: the model ran on the CPU, which casts nearly the same operations as CUDA")
-    if settings.rematerialize and not op_recipe.is_supported():
+    if settings.rematerialize and not sites.is_supported():
         notes.append(f"nothing is rematerialized: PyTorch {torch.__version__} does not show what its graph holds")
     if clock.answers:
         notes.append("where the model asks whether all or any elements of a mask are true: all() is true, any() false")
     if not blocks:
         notes.append('no repeated layers were found, so nothing is recomputed: name the layers in "blocks"')
     parameters = list(subject.model.parameters())
-    places = [one.place for one in recorder.record.storages]
+    used = [one.site for one in recorder.record.storages]
     return DryRun(
         recorder.record.trace(resources, micro_steps=settings.micro_steps),
         batch,
@@ -123,7 +123,7 @@ def dry_run(recipe: Recipe, batch: int, sequence: int, settings: Settings, resou
         meter.peak_bytes,
         meter.whole_peak_bytes,
         sorted(one.name.lower() for one in attention),
-        tuple(place.op if isinstance(place, OpOrigin) else "" for place in places),
+        tuple(site.kind.op if isinstance(site, sites.Site) else "" for site in used),
         tuple(notes),
     )
 
@@ -133,8 +133,8 @@ def _micro_step(
 ) -> tuple[Recorder, PeakMeter, list[Block]]:
     """One forward, one backward."""
     model = subject.model
-    if settings.rematerialize and op_recipe.is_supported():
-        cache.rematerialize(AssumedSites(op_recipe.Finder(cache, settings.exclude), clock))
+    if settings.rematerialize and sites.is_supported():
+        cache.rematerialize(AssumedSites(cache, settings.exclude, clock))
     recorder = Recorder(cache, clock, {id(module): path for path, module in model.named_modules()})
     for module in model.modules():
         mark_owned(module)
@@ -187,70 +187,21 @@ def told_of_passes(blocks: Iterable[Block], recorder: Recorder) -> Iterator[None
 # ---- what could be made again ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class OpOrigin:
-    """How a storage would be made again, and where, taken as proven.
+class AssumedSites(sites.Sites):
+    """Sites of a dry run: found as in a run, and taken as proven; nothing is made."""
 
-    Holds no tensors: each is freed when it would be without rematerialization.
-    """
-
-    op: str
-    seconds: float
-    depth: int
-    sources: tuple[StorageKey, ...]
-    is_proven: bool = True
-    is_due: bool = False
-    visits: int = 1
-    unseen_since: int | None = None
-    scratch_bytes: int = 0
-    work_bytes: int = 0
-
-    @property
-    def place(self) -> OpOrigin:
-        return self
-
-    def records(self) -> Iterator[SavedStorage]:
-        return iter(())
-
-    def copied(self, cache: Keeper) -> OpOrigin:
-        return self
-
-    def bound(self, share: Callable[[SavedView], SavedView]) -> OpOrigin:
-        return self
-
-
-class AssumedSites:
-    """What could be made again, as the cache of a dry run knows it: found as in a run, taken as proven, never made."""
-
-    def __init__(self, finder: op_recipe.Finder, clock: OpClock) -> None:
-        self._finder = finder
+    def __init__(self, cache: Keeper, exclude: frozenset[str], clock: OpClock) -> None:
+        super().__init__(cache, CpuAccelerator(), exclude)
         self._clock = clock
 
-    def origin(self, tensor: torch.Tensor) -> OpOrigin | None:
-        """How the storage of a tensor that is being saved could be made again; None where it cannot."""
-        try:
-            recipe = self._finder.find(tensor)
-        except (op_recipe.NoRecipeError, AttributeError, RuntimeError):  # as in a run
-            return None
-        if recipe is None or (depth := depth_of(recipe)) > op_recipe.MAX_DEPTH:
-            return None
-        sources = dict.fromkeys(held.record.key for held in recipe.held() if isinstance(held, SavedView))
-        return OpOrigin(recipe.rule.op, self._clock.moving_s(_moved_bytes(recipe)), depth, tuple(sources))
-
-    def note(self, tensor: torch.Tensor, held: SavedView | SavedCounted) -> None:
-        op_recipe.note(tensor, held)
-
-    def begin_forward(self) -> None:
-        self._finder.begin_forward()
-
-    def make(self, *given: Any) -> Any:
-        """Never called, as the three below: every storage is saved."""
-        raise StateError("nothing is made again in a dry run; this is a bug in ds_tba")
-
-    compare = left_out = read = make
+    def site_of(self, recipe: sites.Recipe) -> sites.Site:
+        """With the time that the bytes of its ops take on the device."""
+        kind = sites.Kind(recipe.steps[-1].rule.op)
+        kind.add_time(self._clock.moving_s(_moved_bytes(recipe)))
+        return sites.Site(kind, 0, equal_in=self.step)
 
 
-def _moved_bytes(recipe: op_recipe.Recipe) -> int:
+def _moved_bytes(recipe: sites.Recipe) -> int:
     """Bytes that an op and the steps between read and write."""
 
     def nbytes(one: Any) -> int:
