@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from compatibility_table import CompatibilityTable, covering
-from disks import EXT4, MIB, Disk, mounted, run, until
-from doubles import CpuAccelerator
-from fault_table import FaultTable
-from victims import NoVictims, Victims, serving
+from support.compatibility_table import CompatibilityTable, covering
+from support.disks import EXT4, MIB, Disk, mounted, run, until
+from support.doubles import CpuAccelerator
+from support.fault_table import FaultTable
+from support.victims import NoVictims, Victims, serving
 
 from ds_tba.autograd.recompute import CAN_RECOMPUTE
 from ds_tba.config import AioConfig

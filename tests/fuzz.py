@@ -68,8 +68,8 @@ class Result:
 
 def check(seed: int, directory: str) -> Result:
     """One draw, in this process."""
-    from fuzz_programs import draw
-    from fuzz_training import check as check_program
+    from support.fuzz_programs import draw
+    from support.fuzz_training import check as check_program
 
     program = draw(seed)
     outcome = check_program(program, directory)
@@ -84,8 +84,8 @@ def work(directory: str, limit_s: float) -> None:
     import logging
     import warnings
 
-    import fuzz_training  # noqa: F401 - before the garbage collector is told to leave alone what is there
     import torch
+    from support import fuzz_training  # noqa: F401 - before the garbage collector is told to leave alone what is there
 
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -168,7 +168,7 @@ class Worker:
 
     @staticmethod
     def _about(seed: int) -> str:
-        from fuzz_programs import draw
+        from support.fuzz_programs import draw
 
         return draw(seed).describe()
 
@@ -218,8 +218,8 @@ def shrink(seed: int, directory: str, tries: int, kind: str) -> str:
         tries: runs of each program.
         kind: of failure; empty for those of the seed.
     """
-    from fuzz_programs import draw, smaller
-    from fuzz_training import check as check_program
+    from support.fuzz_programs import draw, smaller
+    from support.fuzz_training import check as check_program
 
     def kinds(program: Any) -> set[str]:
         return {one.kind for _ in range(tries) for one in check_program(program, directory).failures}
@@ -262,7 +262,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     seeds = range(options.seed, options.seed + options.draws)
     if options.describe:
-        from fuzz_programs import draw
+        from support.fuzz_programs import draw
 
         print("\n".join(draw(seed).describe() for seed in seeds))
         return 0

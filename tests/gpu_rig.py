@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-import hazards
 import torch
 from curves.device import Device
-from late_device import LateDevice
+from support import hazards
+from support.late_device import LateDevice
 
 from ds_tba.device.accelerator import Accelerator
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import runs
+from support import runs
 
 
 def python(code: str, *, path: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:

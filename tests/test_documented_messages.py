@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import runs
+from support import runs
 
 DOCS = runs.ROOT / "docs"
 # Errors that say where a bug of ours is, or that are turned into one for users.

@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 
 import pytest
-import runs
+from support import runs
 
 from ds_tba.errors import BackendUnavailableError
 from ds_tba.storage.backends.cufile import Shared, give_name, named

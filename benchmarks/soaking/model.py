@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
 
-from awkward import DoubleInPlace, ReturnsWhatItSaved
+from support.awkward import DoubleInPlace, ReturnsWhatItSaved
 
 VOCABULARY = 256
 WIDTH = 128

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import runs
+from support import runs
 
 from ds_tba.adaptive.agreement import Alone
 

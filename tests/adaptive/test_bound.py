@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 from conftest import StoreFactory
-from doubles import ScriptedBackend, slow
-from late_device import LateDevice
 from planners import PLANNERS
-from stepping import end_step, forward, note_backward
+from support.doubles import ScriptedBackend, slow
+from support.late_device import LateDevice
+from support.stepping import end_step, forward, note_backward
 from test_controller import FIRST_PLAN, SmallDevice, controller_of, model, steps
 from test_hazards import store_is_empty
 from torch import Tensor, nn

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from doubles import CpuAccelerator, EventAccelerator, ScriptedBackend
 from planners import PLANNERS
-from stepping import end_step, forward, note_backward
+from support.doubles import CpuAccelerator, EventAccelerator, ScriptedBackend
+from support.stepping import end_step, forward, note_backward
 from torch import nn
 from torch.nn import functional
 

@@ -10,7 +10,7 @@ from statistics import median
 
 import pytest
 import torch
-from traces import SIZE, resources, storage
+from support.traces import SIZE, resources, storage
 
 from ds_tba.adaptive.feedback import (
     MAX_DRIFT,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from planners import PLANNERS
-from stepping import end_step, forward
+from support.stepping import end_step, forward
 from test_controller import ROWS, WIDTH, Model, controller_of, model
 from torch import nn
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from planners import PLANNERS
+from support.traces import resources
 from test_policy import LAYOUT, TRACE
-from traces import resources
 
 from ds_tba.adaptive.agreement import Alone, NoPlan, Offer, Planning, Wish, stretched
 from ds_tba.adaptive.policy import PlanInForce

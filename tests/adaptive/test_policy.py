@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from traces import SIZE, resources
+from support.traces import SIZE, resources
 
 from ds_tba.adaptive.policy import ByPlan, PlanInForce
 from ds_tba.config import Placement

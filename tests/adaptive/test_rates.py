@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import StoreFactory
-from doubles import CpuAccelerator, EventAccelerator
-from late_device import LateDevice
+from support.doubles import CpuAccelerator, EventAccelerator
+from support.late_device import LateDevice
 from test_path_meter import Clock
 
 from ds_tba.adaptive.rates import LINK_FRACTION, MEASURING_FRACTION, Rates

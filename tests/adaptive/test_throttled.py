@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from curves.throttled import ThrottledBackend
-from doubles import CpuAccelerator
+from support.doubles import CpuAccelerator
 from test_controller import FIRST_PLAN, WIDTH, Model, controller_of, model, steps
 
 from ds_tba.adaptive.agreement import Alone

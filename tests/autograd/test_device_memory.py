@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 from conftest import StoreFactory
-from late_device import LateDevice
+from support.late_device import LateDevice
 from torch import Tensor
 
 from ds_tba.autograd.cache import TensorCache

@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import hazards
 import pytest
 import torch
 from conftest import Factory, StoreFactory, freeze_garbage_collector
-from doubles import CpuAccelerator, Gate, ScriptedBackend, fails, slow
+from support import hazards
+from support.doubles import CpuAccelerator, Gate, ScriptedBackend, fails, slow
 from torch import Tensor, nn
 
 from ds_tba.autograd.cache import TensorCache
@@ -150,7 +150,7 @@ def test_the_same_under_python_o() -> None:
     here = Path(__file__).parents[1]
     paths = os.pathsep.join([str(here), str(here.parent)])
     done = subprocess.run(
-        [sys.executable, "-O", str(here / "hazards.py")],
+        [sys.executable, "-O", str(here / "support" / "hazards.py")],
         env={**os.environ, "PYTHONPATH": paths},
         capture_output=True,
         text=True,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from late_device import LateDevice
+from support.late_device import LateDevice
 
 from ds_tba.autograd.cache import TensorCache
 from ds_tba.storage.host import HostStore

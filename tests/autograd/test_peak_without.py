@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import runs
 import torch
-from doubles import CpuAccelerator
+from support import runs
+from support.doubles import CpuAccelerator
 from torch import nn
 
 from ds_tba.config import AioConfig, OffloadConfig

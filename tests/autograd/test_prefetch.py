@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import StoreFactory
-from doubles import CpuAccelerator, EventAccelerator, Gate, ScriptedBackend, fails
-from late_device import LateDevice
+from support.doubles import CpuAccelerator, EventAccelerator, Gate, ScriptedBackend, fails
+from support.late_device import LateDevice
 from test_store import CPU, MIB, noise, nothing_is_held, put, slots_in_use, stored, until
 
 from ds_tba.autograd.cache import TensorCache

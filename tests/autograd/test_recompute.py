@@ -17,9 +17,9 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from doubles import CpuAccelerator
 from planners import PLANNERS
-from stepping import end_step, forward, note_backward
+from support.doubles import CpuAccelerator
+from support.stepping import end_step, forward, note_backward
 from torch import Tensor, nn
 from torch.nn import functional
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import StoreFactory
-from doubles import EventAccelerator
+from support.doubles import EventAccelerator
 from torch.nn import functional
 
 from ds_tba.autograd import cache as cache_module

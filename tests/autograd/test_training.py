@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import runs
+from support import runs
 
 from ds_tba.storage.backends import aio
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import runs
-from cuda_doubles import FakeKvikio
+from support import runs
+from support.cuda_doubles import FakeKvikio
 
 from ds_tba.cli import main
 from ds_tba.storage.backends import aio

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from estimate_models import ALL
+from support.estimate_models import ALL
 from torch.utils._pytree import tree_leaves
 
 from ds_tba.adaptive.recorder import Recorder

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.traces import SIZE, one_block, resources, storage
 from torch import nn
 from torch.nn import functional
-from traces import SIZE, one_block, resources, storage
 
 from ds_tba.autograd.blocks import find_blocks
 from ds_tba.cli.format import show, size

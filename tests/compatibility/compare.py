@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from forked import Program, ProgramFailed, run
-from runs import with_block
+from support.runs import with_block
 
 MIB = 1 << 20
 COMPARED = ("losses", "parameters")

@@ -17,7 +17,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from runs import free_port, remove_shared_memory
+from support.runs import free_port, remove_shared_memory
 
 PRELOADED = (
     "torch", "deepspeed", "deepspeed.runtime.engine", "deepspeed.runtime.zero.stage3",

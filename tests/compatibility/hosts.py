@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import Result, environment
+from support.runs import Result, environment
 
 WIRE, PORT = "wire0", 29500  # nobody else is in these namespaces
 TIMEOUT_S = 240.0

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from runs import ROOT
+from support.runs import ROOT
 from torch import Tensor, nn
 from torch.nn import functional
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from compatibility_table import CompatibilityTable, rows_in
 from conftest import COMPATIBILITY, REMATERIALIZED
+from support.compatibility_table import CompatibilityTable, rows_in
 
 DOCS = Path(__file__).parents[2] / "docs"
 DOCUMENTS = [("compatibility", COMPATIBILITY), ("rematerialize", REMATERIALIZED)]

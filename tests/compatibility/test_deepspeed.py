@@ -11,11 +11,11 @@ from typing import Any
 
 import programs_deepspeed as programs
 import pytest
-import runs
 from compare import COMPARED, RECOMPUTED, Compared, compare
 from conftest import make_backend
 from forked import Program, run
-from runs import plain_config
+from support import runs
+from support.runs import plain_config
 
 pytestmark = pytest.mark.engine
 

@@ -9,7 +9,7 @@ import pytest
 from compare import PLANNED, RECOMPUTED, compare
 from models import MODELS
 from programs import plain_loop
-from runs import plain_config
+from support.runs import plain_config
 
 pytestmark = pytest.mark.engine
 

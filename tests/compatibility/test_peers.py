@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import hazards
 import peft
 import programs_deepspeed as programs
 import pytest
 import torch
 from compare import compare
-from hazards import Saving, leaf
 from models import MODELS
-from runs import plain_config
+from support import hazards
+from support.hazards import Saving, leaf
+from support.runs import plain_config
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint

@@ -11,7 +11,7 @@ import hosts
 import programs_deepspeed as programs
 import pytest
 from compare import MIB, compare
-from runs import SCRIPTS, plain_config, with_block
+from support.runs import SCRIPTS, plain_config, with_block
 
 pytestmark = pytest.mark.engine
 

@@ -10,7 +10,7 @@ import programs_deepspeed
 import pytest
 from compare import PLANNED, RECOMPUTED, compare, refusal
 from programs import plain_loop
-from runs import plain_config
+from support.runs import plain_config
 
 pytestmark = pytest.mark.engine
 

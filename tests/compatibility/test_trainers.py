@@ -19,7 +19,7 @@ import yaml
 from compare import PLANNED, RECOMPUTED, SMALL, agrees, compare
 from programs import plain_loop
 from programs_hf import BLOCK, accelerated, dpo, resumed_trainer, seq2seq_trainer, sft, trainer
-from runs import OPTIMIZER, environment, free_port, remove_shared_memory, with_block
+from support.runs import OPTIMIZER, environment, free_port, remove_shared_memory, with_block
 
 pytestmark = pytest.mark.engine
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from late_device import LateDevice
+from support.late_device import LateDevice
 from torch import Tensor
 
 from ds_tba.autograd.cache import TensorCache

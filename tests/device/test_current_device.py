@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import StoreFactory
-from doubles import DeviceBackend, ScriptedBackend
+from support.doubles import DeviceBackend, ScriptedBackend
 
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.device.accelerator import DeviceAccelerator

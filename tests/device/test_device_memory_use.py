@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from doubles import EventAccelerator
+from support.doubles import EventAccelerator
 
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.device.accelerator import TEMPORARY_FRACTION, DeviceMemoryUse, MemoryLevels

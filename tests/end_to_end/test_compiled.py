@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import runs
+from support import runs
 
 pytestmark = pytest.mark.engine
 

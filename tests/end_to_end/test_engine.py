@@ -13,8 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import runs
 import torch
+from support import runs
 from torch import distributed
 
 from ds_tba import engine

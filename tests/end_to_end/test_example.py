@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-import runs
+from support import runs
 
 from ds_tba.storage.backends import aio
 

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from disks import MIB, Disk, limited, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from victims import Fault, Job, Outcome, Victims
+from support.disks import MIB, Disk, limited, run
+from support.victims import Fault, Job, Outcome, Victims
 
 from ds_tba.config import BLOCK, OffloadConfig, parse_block
 from ds_tba.errors import ConfigError, PathError

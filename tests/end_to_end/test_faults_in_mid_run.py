@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from disks import MIB, Disk, limited, until
-from victims import Fault, Job, Outcome, Victim, Victims
+from support.disks import MIB, Disk, limited, until
+from support.victims import Fault, Job, Outcome, Victim, Victims
 
 from ds_tba.storage.backends import aio
 

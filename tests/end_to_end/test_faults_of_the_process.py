@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 
 import pytest
-from disks import Disk, until
-from victims import Job, Victims
+from support.disks import Disk, until
+from support.victims import Job, Victims
 
 Sees = Callable[[str], None]
 KILLS = 25

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import fuzz
 import pytest
-import runs
-from fuzz_programs import draw, smaller
+from support import runs
+from support.fuzz_programs import draw, smaller
 
 DRAWS = 60
 # The first is a part of every run of the tests, the others of ``make test-all``.
@@ -67,7 +67,7 @@ def test_smaller_programs_are_others() -> None:
 
 def test_a_wrong_gradient_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One byte of one reloaded storage is enough."""
-    from fuzz_training import check
+    from support.fuzz_training import check
 
     from ds_tba.autograd.cache import TensorCache
 

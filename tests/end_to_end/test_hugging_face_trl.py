@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import runs
+from support import runs
 
 pytestmark = [
     pytest.mark.engine,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import runs
+from support import runs
 
 EXAMPLE = runs.ROOT / "examples" / "long_context.py"
 SMALL = ("--sequence", "4096", "--width", "128", "--layers", "2", "--steps", "7")

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
-from disks import Disk, run
+from support.disks import Disk, run
 
 from ds_tba.errors import PathError
 from ds_tba.storage.swap_file import check_directories, file_system_of

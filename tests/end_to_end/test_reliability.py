@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from conftest import TABLE
-from fault_table import faults_in, normalised
+from support.fault_table import faults_in, normalised
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "reliability.md"
 TESTS = Path(__file__).parents[1]

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import runs
+from support import runs
 
 pytestmark = pytest.mark.engine
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import runs
+from support import runs
 
 FAST, SLOW = 400e6, 40e6  # as in scripts/two_ranks.py
 TIMEOUT_S = 180  # of a run of seconds: whoever waits longer waits for ever

@@ -21,7 +21,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 
-import hazards
 import pytest
 import test_controller as controlled
 import torch
@@ -29,6 +28,7 @@ from conftest import StoreFactory, make_backend
 from curves.device import TorchCuda
 from gpu_rig import Rig
 from planners import PLANNERS
+from support import hazards
 from test_hazards import Scenario, mutations, scenarios, store_is_empty
 from test_ordering import (
     Make,

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import runs
 import torch
+from support import runs
 
 from ds_tba.storage.backends import aio
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import runs
 import torch
 from alternating import ALONE
+from support import runs
 from test_engine_updates import BF16, CASES
 from update_programs import CHUNKS, ds_config
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import runs
 import update_time
 from soaking.meters import disk_bytes, slope
 from soaking.verdicts import memory
+from support import runs
 
 MIB = 1 << 20
 

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import runs
 from capacity import MIB, between, line, longest
+from support import runs
 
 PEAKS = {1024: 600.0 * MIB, 2048: 700.0 * MIB, 4096: 900.0 * MIB}
 LENGTHS = [{"sequence": sequence, "peak_bytes": peak} for sequence, peak in PEAKS.items()]

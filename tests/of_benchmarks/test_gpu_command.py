@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import runs
 from gpu.__main__ import chosen, run
 from gpu.llama import WAYS, Shape
 from gpu.pieces import TOKENS, Piece, pieces
 from gpu.results import CUT, DONE, FAILED, Results
 from gpu.table import longest, markdown
+from support import runs
 
 COMMAND = [sys.executable, str(runs.ROOT / "benchmarks" / "gpu")]
 NOT_ON_A_CPU = {"hf offload", "trl offload", "deepspeed cpu_checkpointing"}

@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import traces
 from oracle.plan import is_outside, rank
 from oracle.search import adaptive as oracle_adaptive
 from oracle.simulator import replay as oracle_replay
 from oracle.simulator import simulate as judge
 from oracle.timeline import Assignment as OracleAssignment
 from oracle.timeline import Timeline as OracleTimeline
+from support import traces
 from test_planners import uneven_layers
 
 from ds_tba.config import Placement

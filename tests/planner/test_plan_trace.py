@@ -4,9 +4,9 @@ import json
 from dataclasses import replace
 
 import pytest
-import traces
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import traces
 
 from ds_tba.errors import ConfigError, TraceError
 from ds_tba.planner.plan import Limits

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import traces
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from planners import PLANNERS, teraio
-from traces import SIZE, UNLIMITED, one_block, storage
+from support import traces
+from support.traces import SIZE, UNLIMITED, one_block, storage
 
 from ds_tba.config import Placement
 from ds_tba.planner.plan import Limits, Plan, Prediction

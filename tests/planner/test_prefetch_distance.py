@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import traces
 from conftest import StoreFactory
-from doubles import EventAccelerator
 from hypothesis import given
 from planners import PLANNERS
+from support import traces
+from support.doubles import EventAccelerator
+from support.traces import SIZE, UNLIMITED, storage
 from test_plan_simulate import ANY, cases, run
 from test_planners import layers
 from test_prefetch import KIB, Spy, cache_over, chain
-from traces import SIZE, UNLIMITED, storage
 
 from ds_tba.autograd.prefetch import MicroStep, Phase
 from ds_tba.autograd.saved import Reloaded

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import traces
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import traces
+from support.traces import SIZE, UNLIMITED, one_block, storage
 from test_plan_simulate import ANY, cost, run
 from test_planners import GRACE_S, is_allowed, is_no_worse, layers, pipeline
-from traces import SIZE, UNLIMITED, one_block, storage
 
 from ds_tba.config import OffloadConfig, Placement
 from ds_tba.planner.plan import Limits, Plan, Prediction

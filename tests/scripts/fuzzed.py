@@ -12,10 +12,10 @@ import sys
 from dataclasses import replace
 
 import deepspeed
-import fuzz_parts as parts
 import torch
-from fuzz_programs import Program, draw
-from fuzz_training import TOKENS, Tape, collecting
+from support import fuzz_parts as parts
+from support.fuzz_programs import Program, draw
+from support.fuzz_training import TOKENS, Tape, collecting
 
 BUCKET = 1 << 20  # elements; DeepSpeed's default reserves gigabytes
 STEPS = 15

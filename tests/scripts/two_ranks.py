@@ -25,7 +25,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from curves.throttled import ThrottledBackend  # noqa: E402
 from planners import PLANNERS  # noqa: E402
-from stepping import end_step, forward, note_backward  # noqa: E402
+from support.stepping import end_step, forward, note_backward  # noqa: E402
 from test_controller import DEPTH, ROWS, WIDTH, Block, Model  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cuda_doubles import FakeKvikio
+from support.cuda_doubles import FakeKvikio
 
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.device.memory import huge_page_memory

@@ -10,7 +10,7 @@ import numpy
 import pytest
 import torch
 from conftest import StoreFactory
-from doubles import CpuAccelerator, ScriptedBackend, fails
+from support.doubles import CpuAccelerator, ScriptedBackend, fails
 
 from ds_tba.adaptive.rates import Rates
 from ds_tba.errors import PathError

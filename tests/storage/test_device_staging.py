@@ -8,11 +8,11 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable
 
-import hazards
 import pytest
 import torch
 from conftest import StoreFactory
-from doubles import CpuAccelerator, DeviceBackend, EventAccelerator, Gate, fails, slow
+from support import hazards
+from support.doubles import CpuAccelerator, DeviceBackend, EventAccelerator, Gate, fails, slow
 from test_hazards import Scenario, cache_over, mutations, scenarios, store_is_empty
 from test_store import CPU, MIB, noise, nothing_is_held, put, stored, until
 

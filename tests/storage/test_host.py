@@ -7,9 +7,9 @@ import weakref
 import pytest
 import torch
 from conftest import StoreFactory
-from doubles import CpuAccelerator, EventAccelerator
 from hypothesis import given
 from hypothesis import strategies as st
+from support.doubles import CpuAccelerator, EventAccelerator
 
 from ds_tba.errors import StateError
 from ds_tba.storage.base import Refusal

@@ -9,12 +9,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-import hazards
 import pytest
 import torch
 from conftest import StoreFactory
-from cuda_doubles import CompatMode, FakeKvikio
-from doubles import EventAccelerator
+from support import hazards
+from support.cuda_doubles import CompatMode, FakeKvikio
+from support.doubles import EventAccelerator
 from test_backends import MIB, BackendContract, DeviceStagingContract
 from test_hazards import Scenario, cache_over, scenarios, store_is_empty
 from test_store import CPU, noise, put, stored, until

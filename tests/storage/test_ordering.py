@@ -6,12 +6,12 @@ import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import hazards
 import pytest
 import torch
 from conftest import Factory, StoreFactory
-from doubles import DeviceBackend, Gate, ScriptedBackend, fails, slow
-from late_device import LateDevice
+from support import hazards
+from support.doubles import DeviceBackend, Gate, ScriptedBackend, fails, slow
+from support.late_device import LateDevice
 from test_hazards import Scenario, scenarios, store_is_empty
 from test_store import CPU, until
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import hazards
 import pytest
 import torch
 from conftest import StoreFactory
-from doubles import CpuAccelerator, EventAccelerator, Gate, ScriptedBackend, fails
+from support import hazards
+from support.doubles import CpuAccelerator, EventAccelerator, Gate, ScriptedBackend, fails
 from test_hazards import Scenario, scenarios, store_is_empty
 from test_store import CPU, noise
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import StoreFactory
-from disks import until
-from doubles import EventAccelerator, Gate, ScriptedBackend, fails, slow
+from support.disks import until
+from support.doubles import EventAccelerator, Gate, ScriptedBackend, fails, slow
 
 from ds_tba.errors import ActivationCorruptionError, ActivationLostError, PathError, StateError
 from ds_tba.storage.backends.base import IoBackend, IoHandle

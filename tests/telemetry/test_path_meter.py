@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from conftest import StoreFactory
-from doubles import EventAccelerator, ScriptedBackend
+from support.doubles import EventAccelerator, ScriptedBackend
 
 from ds_tba.storage.base import SwapTicket
 from ds_tba.storage.nvme import Lanes, NvmeStore

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from cuda_doubles import FakeKvikio
-from doubles import CpuAccelerator
+from support.cuda_doubles import FakeKvikio
+from support.doubles import CpuAccelerator
 
 from ds_tba.adaptive.agreement import Alone
 from ds_tba.adaptive.policy import PlanInForce

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from late_device import LateDevice
+from support.late_device import LateDevice
 from torch.utils.data import DataLoader
 from update_programs import build, steps
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from late_device import LateDevice
+from support.late_device import LateDevice
 
 from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.errors import StateError

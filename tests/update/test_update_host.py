@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from late_device import LateDevice
+from support.late_device import LateDevice
 
 from ds_tba.update.device import DevicePipeline
 from ds_tba.update.host import LEAST_BUFFERS, WriteBack

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from late_device import LateDevice
+from support.late_device import LateDevice
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from update_programs import BLOCK, build, digest, state_of, steps
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from late_device import LateDevice
+from support.late_device import LateDevice
 from torch import nn
 from torch.utils.data import DataLoader
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 WIDTH, HEADS, DEPTH, WORDS = 64, 4, 3, 256
 

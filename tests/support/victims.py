@@ -247,11 +247,10 @@ def serving(directory: Path) -> Iterator[Victims]:
 
 def serve(name: str) -> None:
     """Fork a victim for every connection, until standard input ends."""
-    import hazards  # noqa: F401 - what every victim needs, imported once
-
     import ds_tba.offloader  # noqa: F401
     from ds_tba.config import AioConfig
     from ds_tba.storage.backends import aio
+    from support import hazards  # noqa: F401 - what every victim needs, imported once
 
     if aio.is_built():
         aio.AioBackend(AioConfig())  # loads the op
@@ -303,13 +302,12 @@ def _tell(lines: IO[str], what: dict[str, Any]) -> None:
 
 
 def _outcome(job: Job, lines: IO[str]) -> Outcome:
-    from doubles import Warnings
-
     from ds_tba.config import BLOCK, AioConfig, parse_block
     from ds_tba.device.accelerator import CpuAccelerator
     from ds_tba.errors import DsTbaError
     from ds_tba.offloader import ActivationOffloader
     from ds_tba.storage import swap_file
+    from support.doubles import Warnings
 
     log = Warnings()
     logging.getLogger("ds_tba").addHandler(log)
@@ -349,8 +347,9 @@ def _outcome(job: Job, lines: IO[str]) -> Outcome:
 
 def _train(job: Job, offloader: Any, lines: IO[str]) -> tuple[str | None, str]:
     """Train with and without the offloader; the exception that ended it, if one did."""
-    import hazards
     import torch
+
+    from support import hazards
 
     def pause(where: str) -> None:
         if where in job.pauses:

@@ -17,11 +17,12 @@ from typing import Any
 import numpy
 import torch
 import torch.autograd.forward_ad
-from awkward import ReturnsWhatItSaved
-from late_device import LateDevice, LateEvent
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+
+from support.awkward import ReturnsWhatItSaved
+from support.late_device import LateDevice, LateEvent
 
 KERNEL_S = 0.002  # that a late kernel takes to begin
 CAPACITY = 128  # rows of the longest batch

@@ -13,7 +13,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from fault_table import normalised
+
+from support.fault_table import normalised
 
 HEAD = """# What it works with
 

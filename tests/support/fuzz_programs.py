@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
-import fuzz_parts as parts
+from support import fuzz_parts as parts
 
 MIB = 1 << 20
 MIN_BYTES = 4096

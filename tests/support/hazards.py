@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from awkward import DoubleInPlace, ReturnsWhatItSaved
-from doubles import CpuAccelerator
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
@@ -31,6 +29,8 @@ from ds_tba.storage.backends.posix import PosixBackend
 from ds_tba.storage.nvme import Lanes, NvmeStore
 from ds_tba.storage.staging import StagingRing
 from ds_tba.storage.swap_file import SwapFile
+from support.awkward import DoubleInPlace, ReturnsWhatItSaved
+from support.doubles import CpuAccelerator
 
 Saving = Callable[[], AbstractContextManager[Any]]
 MIN_BYTES = 4096  # so that small tensors are offloaded too
@@ -794,7 +794,7 @@ def nvme_cache(
 
 
 def main(accelerator: Accelerator, device: str | None = None) -> int:
-    with tempfile.TemporaryDirectory(dir=Path(__file__).parent.parent) as directory:
+    with tempfile.TemporaryDirectory(dir=Path(__file__).parents[2]) as directory:
         for scenario in SCENARIOS:
             with nvme_cache(Path(directory), accelerator) as cache:
                 check(scenario, cache, device)

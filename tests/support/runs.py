@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-SCRIPTS = Path(__file__).parent / "scripts"
-ROOT = Path(__file__).parents[1]
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+ROOT = Path(__file__).parents[2]
 EXIT_ABORT = "terminate called without an active exception"
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
 

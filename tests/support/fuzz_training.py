@@ -16,12 +16,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import fuzz_parts as parts
 import torch
 import xxhash
-from doubles import CpuAccelerator, Warnings
-from fuzz_programs import Program, Step
-from late_device import LateDevice
 from torch import Tensor, nn
 
 from ds_tba.adaptive.agreement import Alone
@@ -30,8 +26,12 @@ from ds_tba.adaptive.feedback import Action
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.errors import ActivationModifiedError, DsTbaError
 from ds_tba.offloader import ActivationOffloader
+from support import fuzz_parts as parts
+from support.doubles import CpuAccelerator, Warnings
+from support.fuzz_programs import Program, Step
+from support.late_device import LateDevice
 
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # has the planners of the papers
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # has the planners of the papers
 
 TOKENS = 100
 HELD_STEPS = 3  # for which a graph without a backward is held

@@ -1,0 +1,1 @@
+"""What tests share: doubles of devices, disks and faults, hazards, programs that run trainings."""
