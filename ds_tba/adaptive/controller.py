@@ -102,6 +102,7 @@ class Controller:
         self.feedback = Feedback()
         self.in_force: PlanInForce | None = None
         self.plans = 0
+        self._reason = ""  # for the plan in force; what was asked for since may have changed nothing
         self.recomputed_bytes = 0
         self.step_peak_bytes = 0
 
@@ -409,9 +410,9 @@ class Controller:
         if not is_new:
             return
         self._cache.forget_order()
-        self.plans += 1
+        self.plans, self._reason = self.plans + 1, self.feedback.reason
         if self._agreement.rank == 0:
-            logger.info("plan %d%s: %s", self.plans, self._agreement.where, found.describe(self.feedback.reason))
+            logger.info("plan %d%s: %s", self.plans, self._agreement.where, found.describe(self._reason))
 
     def blocks_left_out(self) -> list[dict[str, str]]:
         """For the report: blocks that are not recomputed, with the reason."""
@@ -422,5 +423,6 @@ class Controller:
         """The plan for the report; None without one."""
         if self.in_force is None:
             return None
-        feedback = self.feedback
-        return {"reason": feedback.reason, "measured_step_s": feedback.measured_step_s, **self.in_force.summary()}
+        return {
+            "reason": self._reason, "measured_step_s": self.feedback.measured_step_s, **self.in_force.summary(),
+        }  # fmt: skip

@@ -343,7 +343,7 @@ def test_automatic_tensor_parallelism(stage: int, tmp_path: Path, row_says: Call
     row_says(str(compare(programs.with_tensor_parallelism, config, tmp_path, ranks=2)))
 
 
-# ---- blocks that are proven and run again ---------------------------------------------------------------------------
+# ---- blocks that run again ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -384,7 +384,7 @@ def test_automatic_tensor_parallelism(stage: int, tmp_path: Path, row_says: Call
             programs.with_experts,
             config_of(2),
             {"ranks": 2},
-            "left out",
+            "recomputed",
         ),
         row(
             '"recompute": true, AutoTP training of Llama, ZeRO-2, 2 ranks',
@@ -407,6 +407,4 @@ def test_recomputing(
     for report in compared.reports:
         if outcome == "recomputed":
             assert report["recomputed_bytes"] > 0, report["blocks_left_out"]
-        if outcome == "left out":
-            assert len(report["blocks_left_out"]) == programs.LAYERS
     row_says(str(compared))
