@@ -92,8 +92,8 @@ def _plan(options: argparse.Namespace) -> tuple[int, list[str], dict[str, Any]]:
         new = {**setup.training.config, "train_micro_batch_size_per_gpu": found["batch"]}
         lines.append(write_merged(options.write, new, chosen.merged))
     lines += ["", "assumed", *(f"  {note}" for note in notes)]
-    is_hopeless = setup.memory_bytes is not None and chosen is None
-    return 3 if is_hopeless else 0, lines, {"title": title, **found, "notes": notes}
+    status = 3 if setup.memory_bytes is not None and chosen is None else 0
+    return status, lines, {"title": title, **found, "notes": notes}
 
 
 def _setup(options: argparse.Namespace) -> tuple[Setup, str, list[str]]:
@@ -143,13 +143,13 @@ def _setup(options: argparse.Namespace) -> tuple[Setup, str, list[str]]:
     )  # fmt: skip
     kind = "dtypes of the model" if training.dtype is None else str(training.dtype).removeprefix("torch.")
     adapted = f", LoRA of rank {options.lora}" if options.lora else ""
-    flops, memory = device.flops / 1e12, device.memory_bytes / 1e9
     notes = [
         *training.notes,
         *run.notes,
         f"GPU peak: {FRAGMENTATION:.0%} of saved and temporary tensors are lost to fragmentation, "
         f"{readable(CONTEXT_BYTES)} to the CUDA context; a peak above {TIGHT:.0%} of the GPU is tight",
-        f"rates {device.source}: {flops:.3g} TFLOP/s, device memory {memory:.4g} GB/s, copies {copy / 1e9:.3g} GB/s",
+        f"rates {device.source}: {device.flops / 1e12:.3g} TFLOP/s, memory {device.memory_bytes / 1e9:.4g} GB/s, "
+        f"copies {copy / 1e9:.3g} GB/s",
         f"rates of the drives {drives}; rated for {setup.tbw:g} TBW"
         + ("" if tbw else ", the usual rating of a drive of 1 TB (--drive-tbw has yours)"),
         "an operation takes the time of its FLOPs, of its bytes or of its launch, whichever is longest; communication "
@@ -181,8 +181,7 @@ def _table(setup: Setup, rows: Sequence[Row], more: Sequence[Row]) -> Iterator[s
         wear = (f"{per_day:.2f}", _life(row.life_days)) if per_day else ("-", "-")
         cells.append((row.name, *sizes, row.verdict or "?", f"x {step:.2f}", *wear))
     yield from table(cells)
-    step_s = first.cost.step_s
-    yield f"            {first.name!r} takes {f'{step_s:.2f} s' if step_s >= 1 else f'{step_s * 1e3:.3g} ms'} a step"
+    yield f"            {first.name!r} takes {first.cost.step_s:.3g} s a step"
 
 
 def _life(days: float | None) -> str:
@@ -192,7 +191,7 @@ def _life(days: float | None) -> str:
 
 
 def _verdict(setup: Setup, rows: Sequence[Row], chosen: Row | None) -> Iterator[str]:
-    from ds_tba.cli.plan.rows import REMEDIES, SAME_STEP, holders
+    from ds_tba.cli.plan.rows import REMEDIES, SAME_STEP, SHORT_LIFE_DAYS, holders
 
     if setup.memory_bytes is None:
         yield "--gpu (24GB, or a name) says what fits, and recommends a setting"
@@ -205,8 +204,8 @@ def _verdict(setup: Setup, rows: Sequence[Row], chosen: Row | None) -> Iterator[
         )
         return
     how = "it fits" if chosen.verdict == "fits" else "nothing fits with a margin, it is tight"
-    faster = f"no other that does, and spares the drives, is faster by more than {SAME_STEP - 1:.0%}"
-    yield f"recommended {chosen.name!r}: {how}, and {faster}"
+    such = "does" if (chosen.life_days or math.inf) < SHORT_LIFE_DAYS else "does and spares the drives"
+    yield f"recommended {chosen.name!r}: {how}, and no other that {such} is faster by more than {SAME_STEP - 1:.0%}"
     if chosen.advice:
         yield f"            {chosen.advice}"
     if chosen.merged:
