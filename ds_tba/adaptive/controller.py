@@ -348,7 +348,9 @@ class Controller:
             logger.warning("discarding an inconsistent trace: %s", error)
             return
         self._recorded, self._grown = (trace, layout), {}
-        moved_share = 1.0 if self.in_force is None else self.in_force.moved_share
+        plan = self.in_force
+        # Everything is moved, too, in the recording under a plan that recomputes: see _begin.
+        moved_share = 1.0 if plan is None or any(plan.plan.recomputed_blocks) else plan.moved_share
         moved_bytes = trace.micro_steps * moved_share * trace.movable_bytes
         self.feedback.recorded(trace.step_s, moved_bytes * trace.resources.compute_s_per_byte)
         try:

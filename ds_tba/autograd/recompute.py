@@ -146,7 +146,7 @@ class RecomputedPass:
         self._begin = begin
         self._count = count
         self._shapes = _own_shapes(module)
-        self._versions = [_version_of(one) for one in module.parameters()]
+        self._versions: list[int] = []  # of the parameters after the last run, which may change them (max_norm)
         self._digest: list[Any] | None = None
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -171,14 +171,16 @@ class RecomputedPass:
         with set_checkpoint_early_stop(False) if to_the_end else nullcontext():
             result = checkpoint(function, *self._arguments.take_tensors(), use_reentrant=False, preserve_rng_state=True)
         self._digest = _digest(result) if is_checked else None
+        self._versions = _versions_of(self._module)
         return result
 
     def _run_again(self, tensors: Sequence[torch.Tensor]) -> Any:
-        if [_version_of(one) for one in self._module.parameters()] != self._versions:
+        if _versions_of(self._module) != self._versions:
             # Autograd would find it at the parameters that it has saved, and knows none of those inside a checkpoint.
             raise ActivationModifiedError(
-                f"a parameter of the block {self._path!r} was modified by an in-place operation between forward and "
-                'backward, where the forward is to run again: modify it after backward, or set "recompute": false.'
+                f"a parameter of the block {self._path!r} was modified by an in-place operation between its forward "
+                "and its recomputation in backward (by an optimizer that steps inside backward, say): modify it after "
+                'backward, or set "recompute": false.'
             )
         self._begin()
         args, kwargs = self._arguments.with_tensors(tensors)
@@ -187,6 +189,7 @@ class RecomputedPass:
                 result = self._forward(*args, **kwargs)
             else:
                 result = self._through_hooks(args, kwargs)
+        self._versions = _versions_of(self._module)
         if self._digest is not None and not self._check.is_done:
             if _digest(result) != self._digest:
                 raise RecomputationError(
@@ -251,6 +254,10 @@ class _Parameter(NamedTuple):
 def _version_of(tensor: torch.Tensor) -> int:
     """The version counter; -1 for an inference tensor, which has none."""
     return -1 if tensor.is_inference() else tensor._version
+
+
+def _versions_of(module: nn.Module) -> list[int]:
+    return [_version_of(one) for one in module.parameters()]
 
 
 def _unpacked(path: str, unpack: Callable[[Any], torch.Tensor], held: Any) -> torch.Tensor:

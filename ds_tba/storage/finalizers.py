@@ -83,7 +83,11 @@ class Closer:
     def __init__(self, close: Callable[[], None], accelerator: Accelerator) -> None:
         self._close = close
         self._asked: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._done = threading.Event()
+        self._is_done = False
+        # Held until closing is done. No Event: its own lock has no limit of time, and a signal handler that calls
+        # wait() may have interrupted a wait() that holds it.
+        self._closing = threading.Lock()
+        self._closing.acquire()
         self._thread = new_thread(accelerator, self._run, "ds_tba-close")
         self._thread.start()
 
@@ -93,14 +97,16 @@ class Closer:
 
     def wait(self, limit_s: float) -> bool:
         """Block until it is closed; False where that takes longer than ``limit_s``."""
-        is_done = self._done.wait(limit_s)
-        if is_done:
+        if not self._is_done and self._closing.acquire(timeout=limit_s):
+            self._closing.release()
+        if self._is_done:
             self._thread.join(limit_s)
-        return is_done
+        return self._is_done
 
     def _run(self) -> None:
         self._asked.get()
         try:
             self._close()
         finally:
-            self._done.set()
+            self._is_done = True
+            self._closing.release()

@@ -120,6 +120,21 @@ def test_a_hidden_cost_of_ten_percent_is_gone_soon_and_what_it_allows_is_moved()
     assert "where 1 s were measured with everything kept" in world.reasons[0]
 
 
+@pytest.mark.parametrize("storages", [5, 12, 24])
+def test_few_storages_of_which_a_small_share_moves_none_are_moved_again(storages: int) -> None:
+    """A share of 0.1 moves nothing where there are ten storages: raising goes on to one that does."""
+
+    def plan(share: float) -> PlanInForce:
+        return plan_of(share, moved=int(share * storages) / storages)
+
+    world = World(hidden_s=0.6, plan=plan)
+    world.run(60)
+    world.hidden_s = 0.0
+    world.run(900)
+    assert world.in_force.limits.movable_share == 1.0 and world.in_force.moved_share == 1.0
+    assert len(world.actions) < 40
+
+
 def test_when_the_hidden_cost_disappears_everything_is_moved_again() -> None:
     world = World(hidden_s=0.1)
     world.run(200)

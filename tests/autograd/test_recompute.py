@@ -52,6 +52,17 @@ class Attends(Plain):
         return super().forward(functional.scaled_dot_product_attention(h, h, h, dropout_p=0.1).reshape(ROWS, WIDTH))
 
 
+class Renormalizes(Plain):
+    """Its forward changes a parameter in place, and to the same value again when it runs once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offsets = nn.Embedding(ROWS, WIDTH, max_norm=0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.offsets(torch.arange(ROWS)))
+
+
 class Counts(Plain):
     """A number in an attribute."""
 
@@ -278,6 +289,7 @@ STATEFUL: dict[str, tuple[Make, type[Net]]] = {
     "argument object": (Given, Gives),
 }
 PLAIN: dict[str, tuple[Make, type[Net]]] = {
+    "an embedding with max_norm": (Renormalizes, Net),
     "MLP with dropout": (Plain, Net),
     "attention": (Attends, Net),
     "torch's own": (lambda: nn.TransformerEncoderLayer(WIDTH, 2, 32), Net),
