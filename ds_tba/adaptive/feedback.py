@@ -279,7 +279,8 @@ class Feedback:
                 return f"a step with everything kept takes {self.kept_s:.3g} s by now"
         if share >= 1 or not has_room or step - backoff.last_run < max(MIN_STEPS, backoff.wait >> self._raises // 2):
             return ""
-        self.movable_share = min(1.0, max(LEAST_SHARE, RAISE_FACTOR * share))
+        least = 0.0 if plan.moved_share else LEAST_SHARE  # where a share moves nothing, the next does, or the one after
+        self.movable_share = min(1.0, max(least, RAISE_FACTOR * share))
         self._raises, backoff.last_run = self._raises + 1, step
         return "steps leave room to move more"
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import megatron
 import pytest
-from compare import compare, refusal
+from compare import RECOMPUTED, compare, refusal
 from forked import Program
 
 pytestmark = pytest.mark.engine
@@ -68,5 +68,4 @@ def test_megatron(
 @pytest.mark.compatible("Megatron-style, 2 ranks", '"recompute": true: blocks that draw from named random states')
 def test_blocks_with_random_states_of_their_own_are_refused(tmp_path: Path, row_says: Callable[[str], None]) -> None:
     """A checkpoint restores PyTorch's random states alone; the digest of the first recomputation shows it."""
-    block = {**ADAPTIVE, "recompute": True}
-    row_says(refusal(megatron.trained, CONFIG, tmp_path, "RecomputationError", block, ranks=2, steps=12))
+    row_says(refusal(megatron.trained, CONFIG, tmp_path, "RecomputationError", RECOMPUTED, ranks=2, steps=12))

@@ -138,10 +138,13 @@ def draw(seed: int) -> Program:
     batches = _weighed(chance, fresh=3, numpy=1, data=1) if stem == "linear" else "fresh"
     steps = _draw_steps(chance, placement, batches, blocks)
     recompute = chance.random() < 0.5
-    if recompute:  # any checkpoint hands out an alias of what a Function saved, which ``.grad`` may then share
+    # Any checkpoint runs again what reads or changes state, and hands out an alias of what a Function saved, which
+    # ``.grad`` may then share.
+    if recompute:
         blocks = tuple(
             tuple(
-                name.replace("ReturnsLeaf", "ReturnsFresh").replace("ReturnsBuffer", "ReturnsFresh") for name in names
+                _stateless(name).replace("ReturnsLeaf", "ReturnsFresh").replace("ReturnsBuffer", "ReturnsFresh")
+                for name in names
             )
             for names in blocks
         )
@@ -209,6 +212,13 @@ def _controlled(program: Program, chance: random.Random) -> Program:
             steps.append(Step("idle", step.rows, 1, chance.choice(("nothing", "evaluation"))))
     surprises = chance.choice(("", "looks", "recordings", "clock"))
     return replace(program, steps=tuple(steps), surprises=surprises)
+
+
+def _stateless(name: str) -> str:
+    """A part that may run again in the place of one that may not."""
+    kind, colon, checkpointed = name.partition(":")
+    may_not = {part.__name__ for part in (*parts.STATEFUL, parts.BatchNorm)}
+    return f"Dropout{colon}{checkpointed}" if kind in may_not else name
 
 
 def _draw_blocks(chance: random.Random, device: str) -> tuple[tuple[str, ...], ...]:
