@@ -90,7 +90,8 @@ def test_the_slower_the_drive_the_less_goes_to_it(make: Make) -> None:
         backend.throttle(FULL / part, FULL / part)
         ours, offloader = make(backend)
         settled(ours, offloader)
-        found.append((planned(offloader)["written_bytes"], offloader.report().step_peak_saved_bytes))
+        plan = planned(offloader)
+        found.append((plan["written_bytes"], plan["peak_saved_bytes"]))
         offloader.close()
     (full, low), *_, (hundredth, high) = found
     assert full > 0 and hundredth < full / 2
