@@ -89,11 +89,6 @@ class Tiers:
         """The directories at work."""
         return self.nvme.paths if self.nvme is not None else []
 
-    @property
-    def refusals(self) -> int:
-        """How many storages found no room so far."""
-        return sum(store.stats.fallbacks.total() for store in (self.nvme, self.host) if store is not None)
-
     def wear(self, elapsed_s: float) -> list[PathWear]:
         """The wear of each path after ``elapsed_s`` seconds."""
         rated = self._config.ssd.rated_endurance_tbw
