@@ -29,8 +29,7 @@ from ds_tba.autograd.residency import MemoryMeter
 from ds_tba.autograd.sites import open_sites
 from ds_tba.autograd.tensors import mark_inputs
 from ds_tba.config import BLOCK, AioConfig, OffloadConfig, with_staging
-from ds_tba.device.accelerator import Accelerator
-from ds_tba.device.memory import available_bytes
+from ds_tba.device.accelerator import Accelerator, available_bytes
 from ds_tba.errors import IncompatibleError, PathError
 from ds_tba.planner.plan import Limits
 from ds_tba.planner.search import Planner, adaptive
@@ -283,8 +282,8 @@ class ActivationOffloader:
             packed_tensors=cache.packed_tensors,
             passed_through_tensors=cache.passed_through_tensors,
             offloaded_bytes=store.offloaded_bytes + host.offloaded_bytes,
-            written_bytes=store.writes.nbytes,
-            read_bytes=store.reads.nbytes,
+            written_bytes=store.written_bytes,
+            read_bytes=store.read_bytes,
             forwarded_bytes=store.forwarded_bytes,
             cancelled_bytes=store.cancelled_bytes,
             deduplicated_bytes=cache.deduplicated_bytes,
@@ -297,8 +296,8 @@ class ActivationOffloader:
             peak_saved_bytes_without=cache.saved.peak,
             budget_excess_bytes=0 if budget_bytes is None else max(0, cache.resident.peak - budget_bytes),
             fallbacks=sum(fallbacks.values()),
-            write_bytes_per_s=store.writes.bytes_per_s,
-            read_bytes_per_s=store.reads.bytes_per_s,
+            write_bytes_per_s=sum(path.meter.writes.recent.bytes_per_s for path in tiers.paths),
+            read_bytes_per_s=sum(path.meter.reads.recent.bytes_per_s for path in tiers.paths),
             stall_s=store.stall_s,
             kept_bytes_by_reason=dict(kept),
             fallbacks_by_reason=dict(fallbacks),

@@ -25,6 +25,7 @@ from ds_tba.storage.backends import aio
 from ds_tba.storage.backends.base import IoBackend
 from ds_tba.storage.backends.posix import PosixBackend
 from ds_tba.storage.nvme import Lanes, NvmeStore
+from ds_tba.storage.probe import measure_drives
 from ds_tba.storage.staging import StagingRing
 from ds_tba.storage.swap_file import SwapFile
 
@@ -109,7 +110,7 @@ def make_store(tmp_path: Path) -> Iterator[StoreFactory]:
             raise
         try:
             if paths > 1:
-                store.measure()
+                measure_drives(store.space, store.integrity)
         except BaseException:
             store.close()
             raise

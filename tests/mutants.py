@@ -30,9 +30,8 @@ class Mutant:
     tests: str = "tests/storage/test_ordering.py"
 
 
-STREAMS, SPACE, LANES, NVME = (
-    "ds_tba/device/accelerator.py", "ds_tba/storage/space.py", "ds_tba/storage/worker.py", "ds_tba/storage/nvme.py"
-)  # fmt: skip
+STREAMS, SPACE, NVME = "ds_tba/device/accelerator.py", "ds_tba/storage/space.py", "ds_tba/storage/nvme.py"
+STAGING = "ds_tba/storage/staging.py"
 HOST = "ds_tba/storage/host.py"
 FORMULA, OF_FORMULA = "ds_tba/update/formula.py", "tests/update/test_formula.py"
 UPDATE, OF_UPDATE = "ds_tba/update/device.py", "tests/update/test_device.py"
@@ -57,8 +56,8 @@ MUTANTS = [
            "        self._source: torch.Tensor | None = source[:0].clone()\n"),
     Mutant("the tensor is let go before its copy is done", STREAMS,
            "        if self._source is not None and self.event.query():\n", "        if self._source is not None:\n"),
-    Mutant("a lane writes before the copy into staging is done", LANES,
-           "            ticket.wait_for_copies()\n", "            pass\n"),
+    Mutant("a lane writes before the copy into staging is done", NVME,
+           "                    copy.wait()  # else", "                    pass  # else"),
     Mutant("a copy in does not wait for the copy out into the same slot", STREAMS,
            "                self._in_stream.wait_event(copy.event)\n", "                pass\n"),
     Mutant("kernels do not wait for the copy in", STREAMS,
@@ -72,9 +71,9 @@ MUTANTS = [
     Mutant("a slot is given back while a copy into it runs", SPACE,
            "[copy.event for copy in ticket.copies] + ticket.uses", "ticket.uses",
            "tests/storage/test_ordering.py tests/storage/test_store.py"),
-    Mutant("a lane frees its slot before the copy onto the device is done", LANES,
+    Mutant("a lane frees its slot before the copy onto the device is done", NVME,
            "            arrival.wait()  # else", "            pass  # else"),
-    Mutant("a span in copies is free at once", "ds_tba/storage/allocator.py",
+    Mutant("a span in copies is free at once", STAGING,
            "            if all(event.query() for event in events):\n", "            if events:\n"),
     Mutant("room in host memory is given back while a copy into it runs", HOST,
            "ticket.uses + ([ticket.copy.event] if ticket.copy is not None else [])", "ticket.uses",
@@ -100,13 +99,13 @@ MUTANTS = [
     Mutant("host memory is closed while copies out of it run", HOST,
            "            segment.spans.finish()\n", "            pass\n"),
     Mutant("pieces are put together before they came", NVME,
-           "copies.copy(loaded.data, ", "copies.copy(loaded.arrival._data, "),
+           "accelerator.copy(loaded.data, ", "accelerator.copy(loaded.arrival._data, "),
     Mutant("host memory does not bound what waits for its copy out", HOST,
            "self._copies.hold_at_most(max(0, self._ahead_limit_bytes - data.numel()))", "pass",
            "tests/storage/test_ordering.py tests/storage/test_host.py tests/gpu/test_gpu.py"),
     Mutant("host memory is given up while a copy out of it runs", NVME,
            "            loaded.arrival.wait()  # that memory may go now\n", "            pass\n"),
-    Mutant("memory beside staging is used before kernels have left it", "ds_tba/storage/staging.py",
+    Mutant("memory beside staging is used before kernels have left it", STAGING,
            "wait_for_stream(self.accelerator)\n        return memory", "return memory",
            "tests/storage/test_device_staging.py"),
     Mutant("what a lane writes is given up under the write", SPACE,
@@ -115,7 +114,7 @@ MUTANTS = [
     Mutant("what a lane reads is given up under the read", SPACE,
            "released.state in (_S.WRITING, _S.READING)", "released.state in (_S.WRITING,)",
            "tests/storage/test_store.py"),
-    Mutant("what prefetching came to leaves staging with the end of its write", LANES,
+    Mutant("what prefetching came to leaves staging with the end of its write", NVME,
            "stays = space.read_ahead.end_write(ticket)", "stays = False", "tests/autograd/test_prefetch.py"),
     Mutant("what prefetching came to and is given up counts for ever", SPACE,
            "            self.read_ahead.end(released)\n", "            pass\n", "tests/storage/test_store.py"),
@@ -140,7 +139,7 @@ MUTANTS = [
     Mutant("the allocator is not told who makes from an operand", "ds_tba/autograd/sites.py",
            "            self._accelerator.share(operand, self._accelerator.current_stream())\n", "            pass\n",
            "tests/autograd/test_sites.py"),
-    Mutant("staging is used before it was zeroed", "ds_tba/storage/staging.py",
+    Mutant("staging is used before it was zeroed", STAGING,
            "wait_for_stream(self.accelerator)  # zeroing on the device", "#",
            "tests/storage/test_device_staging.py"),
     Mutant("the update forgets the weight decay of AdamW", FORMULA,

@@ -30,7 +30,7 @@ from alternating import ALONE, free_port, rounds_of  # noqa: E402
 from curves.device import Device  # noqa: E402
 from curves.turns import Contender, Runner  # noqa: E402
 
-from ds_tba.device.memory import available_bytes  # noqa: E402
+from ds_tba.device.accelerator import available_bytes  # noqa: E402
 from gpu.llama import GIB, WAYS, Room, Shape, Way, workload  # noqa: E402
 from gpu.results import write_whole  # noqa: E402
 

@@ -13,10 +13,11 @@ from contextlib import contextmanager
 
 import torch
 
-from ds_tba.device.accelerator import Accelerator, Copies, pins_memory
+from ds_tba.device.accelerator import Accelerator, Copies
 from ds_tba.device.memory import huge_page_memory
 from ds_tba.planner.trace import PathRates, Resources
 from ds_tba.storage.nvme import NvmeStore
+from ds_tba.storage.probe import measure_drives
 from ds_tba.storage.staging import COPY_BYTES, CopyRates, measure_copies
 
 # Kernel time that copies by an engine of their own take, as a fraction of the copies' time: the link has about this
@@ -63,7 +64,7 @@ class Rates:
         started_s = time.monotonic()
         if self._store is not None:
             began_s, before = time.process_time(), self._moved_bytes()
-            self._store.measure()
+            measure_drives(self._store.space, self._store.integrity)
             moved_bytes = self._moved_bytes() - before
             if moved_bytes and self.is_synchronous:  # either way was counted; a storage goes both
                 self._compute_s_per_byte = 2 * (time.process_time() - began_s) / moved_bytes
@@ -122,10 +123,10 @@ class Rates:
             with self._store.space.lock:
                 slot = self._store.ring.slots.allocate(nbytes)
         if self._store is None or slot is None:
-            if pins_memory(self._accelerator):
-                yield self._accelerator.pin_memory(torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
-            else:
+            if self.is_synchronous:
                 yield huge_page_memory(nbytes)
+            else:
+                yield self._accelerator.pin_memory(torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
             return
         try:
             yield self._store.ring.view(slot)

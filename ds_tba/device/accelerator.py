@@ -12,21 +12,27 @@ neither.
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ds_tba.device.memory import available_bytes, give_back_freed_memory, peak_resident_set_bytes, resident_set_bytes
-
 logger = logging.getLogger(__name__)
 
+PROC, GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+# Of each version of control groups: where they are mounted, who rules memory, and the files of a group.
+_VERSIONS = (
+    ("", "", "memory.max", "memory.current", "inactive_file"),
+    ("memory", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
 # Part of a device's memory that is left to temporaries, fragmentation and other libraries, where no budget is set.
 TEMPORARY_FRACTION = 0.1
 CUDA_DRIVER = "libcuda.so.1"
@@ -86,18 +92,62 @@ class MemoryLevels(NamedTuple):
     allocation_retries: int
 
 
+def available_bytes(proc: Path = PROC, groups: Path = GROUPS) -> int:
+    """Memory that can be taken without swapping, by all processes together that share it.
+
+    That is ``MemAvailable`` of proc(5), or what is left to a control group (cgroups(7)) that this process is in, as
+    containers and batch systems have them; 0 where a limit is exceeded.
+    """
+    meminfo = (proc / "meminfo").read_text(encoding="ascii")
+    machine_bytes = int(meminfo.partition("MemAvailable:")[2].split()[0]) * 1024
+    return max(0, min([machine_bytes, *_left_bytes(proc, groups)]))
+
+
+def _left_bytes(proc: Path, groups: Path) -> list[int]:
+    """Bytes left to each limited group, from this process's own up. Its cached pages count as free."""
+    memberships: list[list[str]] = []  # hierarchy, controllers, path
+    with _if_present():
+        lines = (proc / "self/cgroup").read_text(encoding="utf-8").splitlines()
+        memberships = [line.split(":", 2) for line in lines]
+    found = []
+    for mount, controller, limit, held, cached in _VERSIONS:
+        root = groups / mount
+        own = root / next((path.lstrip("/") for _, ruled, path in memberships if controller in ruled.split(",")), "")
+        for group in [own, *own.parents]:
+            if group.is_relative_to(root):
+                with _if_present(), suppress(ValueError):  # "max": no limit
+                    limit_bytes, held_bytes = (int((group / one).read_text(encoding="ascii")) for one in (limit, held))
+                    stat = (group / "memory.stat").read_text(encoding="ascii").split()
+                    cached_bytes = int(dict(zip(stat[::2], stat[1::2], strict=True)).get(cached, 0))
+                    found.append(limit_bytes - held_bytes + cached_bytes)
+    return found
+
+
+@contextmanager
+def _if_present() -> Iterator[None]:
+    """Pass over files that a kernel may be without, or a sandbox may hide; want of a descriptor is no such case."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise
+
+
 class HostMemoryUse:
     """Memory of the machine and of this process."""
 
     def free_bytes(self) -> float:
         """Memory that can be taken without swapping, less a part as on a device; all processes share it."""
-        give_back_freed_memory()
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc keeps much of what was freed
+        if trim is not None:
+            trim(0)
         return (1 - TEMPORARY_FRACTION) * available_bytes()
 
     def levels(self) -> MemoryLevels:
-        """Resident memory of this process, and the most that ever was."""
-        resident_bytes = resident_set_bytes()
-        return MemoryLevels(resident_bytes, peak_resident_set_bytes(), resident_bytes, 0)
+        """Resident memory of this process, and the most that ever was (``VmRSS`` and ``VmHWM`` of proc(5))."""
+        status = (PROC / "self/status").read_text(encoding="ascii", errors="replace")
+        now, peak = (int(status.partition(key)[2].split()[0]) * 1024 for key in ("VmRSS:", "VmHWM:"))
+        return MemoryLevels(now, peak, now, 0)
 
 
 class DeviceMemoryUse:
@@ -318,11 +368,6 @@ def new_thread(accelerator: Accelerator, run: Callable[[], None], name: str) -> 
     return threading.Thread(target=on_device, name=name, daemon=True)
 
 
-def pins_memory(accelerator: Accelerator) -> bool:
-    """Whether staging is pinned by the accelerator."""
-    return not accelerator.is_synchronized_device()
-
-
 def moment(accelerator: Accelerator) -> Any:
     """An event of the calling thread's current stream; None where everything is done at once."""
     if accelerator.is_synchronized_device():
@@ -505,14 +550,6 @@ class Copies:
         """Device memory for any stream, which this thread's current stream has filled."""
         return Arrival(self._accelerator, data, moment(self._accelerator))
 
-    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """Device memory of the current stream's pool (uint8, 1-D)."""
-        return self._accelerator.allocate(nbytes, device)
-
-    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy device bytes on the current stream."""
-        self._accelerator.copy(source, target)
-
     def settle(self) -> None:
         """Free the device memory of copies that are done. Never blocks. Call it under the store's lock."""
         while self._pending and self._pending[0].is_done():
@@ -521,7 +558,7 @@ class Copies:
     def hold_at_most(self, nbytes: int) -> None:
         """Block until copies out hold no more device bytes than that. Call it under the store's lock."""
         self.settle()
-        while self._pending and self.pending_bytes > nbytes:
+        while sum(copy.nbytes for copy in self.under_way) > nbytes:
             self._pending.popleft().wait()
 
     def finish(self) -> None:
@@ -533,13 +570,3 @@ class Copies:
     def under_way(self) -> list[PendingCopy]:
         """Copies out, oldest first, as far as :meth:`settle` knows."""
         return list(self._pending)
-
-    @property
-    def pending(self) -> int:
-        """Copies out, as far as :meth:`settle` knows."""
-        return len(self._pending)
-
-    @property
-    def pending_bytes(self) -> int:
-        """Device bytes held for copies out."""
-        return sum(copy.nbytes for copy in list(self._pending))

@@ -6,11 +6,7 @@ Huge pages double the rate of direct I/O against 4 KiB pages, measured. What oth
 from __future__ import annotations
 
 import ctypes
-import errno
 import mmap
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -114,76 +110,3 @@ def host_view(data: torch.Tensor) -> memoryview:
     """The bytes of a contiguous host tensor (uint8), sharing its memory."""
     array: Any = data.numpy()
     return memoryview(array)
-
-
-# ---- of this machine, as far as this process may have it ------------------------------------------------------------
-
-PROC, GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
-# Of each version of control groups: where they are mounted, who rules memory, and the files of a group.
-_VERSIONS = (
-    ("", "", "memory.max", "memory.current", "inactive_file"),
-    ("memory", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-)
-
-
-def available_bytes(proc: Path = PROC, groups: Path = GROUPS) -> int:
-    """Memory that can be taken without swapping, by all processes together that share it.
-
-    That is ``MemAvailable`` of proc(5), or what is left to a control group (cgroups(7)) that this process is in, as
-    containers and batch systems have them; 0 where a limit is exceeded.
-    """
-    meminfo = (proc / "meminfo").read_text(encoding="ascii")
-    machine_bytes = int(meminfo.partition("MemAvailable:")[2].split()[0]) * 1024
-    return max(0, min([machine_bytes, *_left_bytes(proc, groups)]))
-
-
-def _left_bytes(proc: Path, groups: Path) -> list[int]:
-    """Bytes left to each limited group, from this process's own up. Its cached pages count as free."""
-    memberships: list[list[str]] = []  # hierarchy, controllers, path
-    with _if_present():
-        lines = (proc / "self/cgroup").read_text(encoding="utf-8").splitlines()
-        memberships = [line.split(":", 2) for line in lines]
-    found = []
-    for mount, controller, limit, held, cached in _VERSIONS:
-        root = groups / mount
-        own = root / next((path.lstrip("/") for _, ruled, path in memberships if controller in ruled.split(",")), "")
-        for group in [own, *own.parents]:
-            if group.is_relative_to(root):
-                with _if_present(), suppress(ValueError):  # "max": no limit
-                    limit_bytes, held_bytes = (int((group / one).read_text(encoding="ascii")) for one in (limit, held))
-                    stat = (group / "memory.stat").read_text(encoding="ascii").split()
-                    cached_bytes = int(dict(zip(stat[::2], stat[1::2], strict=True)).get(cached, 0))
-                    found.append(limit_bytes - held_bytes + cached_bytes)
-    return found
-
-
-@contextmanager
-def _if_present() -> Iterator[None]:
-    """Pass over files that a kernel may be without, or a sandbox may hide; want of a descriptor is no such case."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.EMFILE, errno.ENFILE):
-            raise
-
-
-def resident_set_bytes() -> int:
-    """Memory of this process (``VmRSS`` of proc(5))."""
-    return _status_bytes("VmRSS:")
-
-
-def peak_resident_set_bytes() -> int:
-    """The peak of :func:`resident_set_bytes` (``VmHWM``)."""
-    return _status_bytes("VmHWM:")
-
-
-def _status_bytes(key: str) -> int:
-    status = (PROC / "self/status").read_text(encoding="ascii", errors="replace")
-    return int(status.partition(key)[2].split()[0]) * 1024
-
-
-def give_back_freed_memory() -> None:
-    """Have the C library give the system what it holds of freed memory, where it can: glibc keeps much of it."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)

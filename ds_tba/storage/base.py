@@ -15,8 +15,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 import torch
 
 from ds_tba.device.accelerator import Arrival, PendingCopy
-from ds_tba.errors import StateError, StorageError
-from ds_tba.storage.allocator import Span
+from ds_tba.errors import StateError
 from ds_tba.telemetry.stats import StoreStats
 
 logger = logging.getLogger(__name__)
@@ -212,87 +211,3 @@ class Always:
     def choose(self, key: Hashable, nbytes: int) -> Choice:
         """That one choice."""
         return self._choice
-
-
-# The NVMe store's ticket.
-
-
-class TicketState(Enum):
-    """Where the bytes of a ticket are, and who uses its memory."""
-
-    QUEUED = "in staging, write not started"
-    WRITING = "in staging, write under way"
-    STORED = "in the swap file"
-    READ_QUEUED = "in the swap file, read not started"
-    READING = "read under way"
-    LOADED = "in staging or on the device, and in the swap file"
-    RESCUED = "in host memory or staging, because a write failed"
-    LOST = "nowhere"
-    ABANDONED = "given up while a lane uses its memory"
-    RELEASED = "given up"
-
-
-_S = TicketState
-
-
-class SwapTicket(Ticket, StateMachine):
-    """One storage in the NVMe store's care. Only that store changes it, under its lock.
-
-    [Note: Who frees a slot] A lane writes from the slot, or reads into it, without the lock; the states WRITING and
-    READING say so, and meanwhile nobody else frees it, or the drive would move the bytes of another ticket. A release
-    in these states only abandons the ticket, and the lane frees it at the end. Whether prefetching has come to a ticket
-    is known to ``ReadAhead`` alone.
-
-    Attributes:
-        copies: into the slot, and ``uses``: events of copies out of it. The slot is free after both.
-        arrival: the copy on the device, while LOADED, if it was made ahead.
-        host: memory outside of staging: of a read for which there was no slot, or of a failed write.
-    """
-
-    __slots__ = ("arrival", "checksums", "copies", "device", "error", "extent", "host", "path", "slot", "state", "uses")
-
-    noun = "a ticket"
-    moves: ClassVar[Mapping[TicketState, tuple[TicketState, ...]]] = {
-        _S.QUEUED: (_S.WRITING, _S.RELEASED),
-        _S.WRITING: (_S.STORED, _S.LOADED, _S.RESCUED, _S.LOST, _S.ABANDONED),
-        _S.STORED: (_S.READ_QUEUED, _S.RELEASED),
-        _S.READ_QUEUED: (_S.READING, _S.STORED, _S.RELEASED),
-        _S.READING: (_S.LOADED, _S.LOST, _S.ABANDONED),
-        _S.LOADED: (_S.STORED, _S.RELEASED),
-        _S.RESCUED: (_S.RELEASED,),
-        _S.LOST: (_S.RELEASED,),
-        _S.ABANDONED: (_S.RELEASED,),
-        _S.RELEASED: (),
-    }
-
-    def __init__(
-        self, nbytes: int, store: Store[Any], path: Any, extent: Span, slot: Span, device: torch.device
-    ) -> None:
-        super().__init__(nbytes, store)
-        self.device = device
-        self.path = path
-        self.extent = extent
-        self.slot: Span | None = slot
-        self.state = TicketState.QUEUED
-        self.checksums: tuple[int, ...] = ()
-        self.copies: list[PendingCopy] = []
-        self.uses: list[Any] = []
-        self.arrival: Arrival | None = None
-        self.host: torch.Tensor | None = None
-        self.error: StorageError | None = None
-
-    def wait_for_copies(self) -> None:
-        """Block until the device has written its bytes into the slot: a write before that would store other bytes."""
-        for copy in self.copies:
-            copy.wait()
-
-    @property
-    def held_slot(self) -> Span:
-        """The staging slot.
-
-        Raises:
-            StateError: there is none in this state.
-        """
-        if self.slot is None:
-            raise StateError(f"a ticket '{self.state.value}' has no staging slot; this is a bug in ds_tba")
-        return self.slot

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from ds_tba.config import IO_ALIGNMENT_BYTES
-from ds_tba.device.accelerator import Accelerator, Arrival, Copies, PendingCopy, pins_memory
+from ds_tba.device.accelerator import Accelerator, Arrival, Copies, PendingCopy
 from ds_tba.device.memory import huge_page_memory
 from ds_tba.errors import StateError
-from ds_tba.storage.allocator import CopySafeAllocator, Span
 from ds_tba.storage.base import Loaded, Refusal, Store, Ticket
 from ds_tba.storage.finalizers import DeferredFinalizers
+from ds_tba.storage.staging import CopySafeAllocator, Span
 from ds_tba.telemetry.stats import StoreStats
 
 MIN_SEGMENT_BYTES = 1 << 20
@@ -184,7 +184,7 @@ class HostStore(Store[HostTicket]):
 
 
 def _allocate(nbytes: int, accelerator: Accelerator) -> torch.Tensor:
-    if not pins_memory(accelerator):
+    if accelerator.is_synchronized_device():
         return huge_page_memory(nbytes)
     return accelerator.pin_memory(torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
 

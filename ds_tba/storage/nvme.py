@@ -10,7 +10,8 @@ defers, because finalizers call it; see ``ds_tba/storage/finalizers.py``.
 all paths, and its copies, writes and reads overlap with each other.
 
 [Note: Degrading] A failed write leaves the bytes in staging, from where they are copied to plain host memory; its path
-takes no more tensors. A failed read is tried once more and then raises: those bytes are gone.
+takes no more tensors. A failed read is tried once more and then raises: those bytes are gone. A lane survives whatever
+a transfer raises, or backward would wait for ever; the ticket carries the error.
 
 Cannot see which storages are worth moving, nor in which order backward wants them.
 """
@@ -21,23 +22,29 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from ds_tba.device.accelerator import Arrival, PendingCopy
-from ds_tba.errors import StateError
-from ds_tba.storage.backends.base import IoBackend
-from ds_tba.storage.bandwidth_probe import BandwidthProbe
-from ds_tba.storage.base import Loaded, Refusal, Store, SwapTicket, Ticket, TicketState
-from ds_tba.storage.integrity import Integrity
-from ds_tba.storage.lanes import URGENT
-from ds_tba.storage.space import BEFORE_WRITTEN, SLOW_WAIT_S, SwapSpace
+from ds_tba.errors import ActivationCorruptionError, ActivationLostError, StateError, StorageError, TransferError
+from ds_tba.storage.backends.base import IoBackend, IoHandle
+from ds_tba.storage.base import Loaded, Refusal, Store, Ticket
+from ds_tba.storage.integrity import Integrity, Mismatch
+from ds_tba.storage.space import (
+    BEFORE_WRITTEN,
+    SLOW_WAIT_S,
+    URGENT,
+    SwapPath,
+    SwapSpace,
+    SwapTicket,
+    TicketState,
+)
 from ds_tba.storage.staging import StagingRing, tensor_over
 from ds_tba.storage.swap_file import SwapFile
-from ds_tba.storage.swap_path import SwapPath
-from ds_tba.storage.worker import LaneWork
+from ds_tba.telemetry.stats import Kind
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +92,7 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
 
     Attributes:
         largest_whole_bytes: larger storages are cut into pieces.
+        integrity: takes and compares the checksums.
     """
 
     def __init__(
@@ -94,8 +102,7 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
         self.paths = [SwapPath(file, backend, lanes.write, lanes.read) for file in files]
         self.space = SwapSpace(self.paths, ring)
         self.stats = self.space.stats
-        self._integrity = Integrity(integrity, backend.blocks, on_device=backend.stages_on_device)
-        self._work = LaneWork(self.space, self._integrity)
+        self.integrity = Integrity(integrity, backend.blocks, on_device=backend.stages_on_device)
         part = int(ring.slots.capacity_bytes * PIECE_FRACTION_OF_STAGING)
         self._piece_bytes = max(part - part % ring.slots.alignment_bytes, ring.slots.alignment_bytes)
         # Where a slot can be the tensor's memory, putting pieces together is a copy that whole storages do not need.
@@ -111,17 +118,6 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
         except BaseException:
             self._stop_lanes()
             raise
-
-    def measure(self) -> None:
-        """Have the lanes find the rates of all paths, with noise in room that is free; blocks for a moment.
-
-        A path whose file has no room yet is left out. The bytes that this writes count as wear
-        (``SwapPath.written_bytes``), not in ``stats``, which are about tensors.
-
-        Raises:
-            PathError: a write or a read failed.
-        """
-        BandwidthProbe(self.space, self._integrity).run([path for path in self.paths if path.failure is None])
 
     def trim(self) -> None:
         with self.space.lock:
@@ -153,7 +149,7 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
             ticket.copies.append(copy)
         with space.lock:
             self.stats.offloaded_bytes += ticket.nbytes
-        path.writes.put(partial(self._work.write, ticket))
+        path.writes.put(partial(self._write, ticket))
         return ticket
 
     def _put_pieces(self, data: torch.Tensor, wait: bool) -> PiecesTicket | Refusal:
@@ -194,7 +190,7 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
                 return True  # in memory already, or nothing to do
             if not self.space.begin_prefetch(ticket):
                 return False
-        ticket.path.reads.put(partial(self._work.read, ticket))
+        ticket.path.reads.put(partial(self._read, ticket))
         return True
 
     def get(self, ticket: SwapTicket | PiecesTicket, device: torch.device) -> Loaded:
@@ -255,7 +251,8 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
         space, started = self.space, time.perf_counter()
         if ticket.state in (_S.RELEASED, _S.ABANDONED):
             raise StateError("bytes were asked for after they were given up; this is a bug in ds_tba")
-        space.read_ahead.end(ticket)  # from here on it is ours, and cannot be given up
+        if space.read_ahead.end(ticket):  # from here on it is ours, and cannot be given up
+            self.stats.forwarded_bytes += ticket.nbytes
         warned = False
         if ticket.state is _S.STORED:
             ticket.slot = self.ring.slots.allocate(ticket.extent.nbytes)
@@ -263,7 +260,7 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
                 ticket.host = self.ring.overflow(ticket.extent.nbytes)
             ticket.move(_S.READ_QUEUED)
         if ticket.state is _S.READ_QUEUED:
-            ticket.path.reads.put(partial(self._work.read, ticket), URGENT)
+            ticket.path.reads.put(partial(self._read, ticket), URGENT)
         while ticket.state not in (_S.LOADED, _S.RESCUED, _S.LOST) and not space.closed:
             notified = space.changed.wait(SLOW_WAIT_S)
             if not notified and not warned:
@@ -277,9 +274,9 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
             raise type(ticket.error)(str(ticket.error)) from ticket.error
 
     def _put_together(self, ticket: PiecesTicket, device: torch.device) -> Loaded:
-        copies = self.ring.copies
+        accelerator = self.ring.accelerator
         if ticket.whole is None:
-            ticket.whole = copies.allocate(ticket.nbytes, device)
+            ticket.whole = accelerator.allocate(ticket.nbytes, device)
         # A get that fails half-way, for lack of device memory say, may be repeated: the pieces copied so far stay.
         for piece in ticket.waiting:
             for ahead in ticket.waiting:
@@ -288,10 +285,10 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
             loaded = self.get(piece, device)
             ticket.is_stored = ticket.is_stored and loaded.stored
             offset = ticket.brought_back * self._piece_bytes
-            copies.copy(loaded.data, ticket.whole[offset : offset + piece.nbytes])
+            accelerator.copy(loaded.data, ticket.whole[offset : offset + piece.nbytes])
             ticket.brought_back += 1
         whole, ticket.whole, ticket.brought_back = ticket.whole, None, 0
-        return Loaded(copies.arrived(whole), stored=ticket.is_stored)
+        return Loaded(self.ring.copies.arrived(whole), stored=ticket.is_stored)
 
     # ---- giving up ----------------------------------------------------------------------------------------------
 
@@ -350,3 +347,153 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
             group.stop()
         ended = [group.end(lambda: deadline_s - time.monotonic()) for group in groups]
         return all(ended)
+
+    # ---- in a lane -------------------------------------------------------------------------------------------------
+
+    def _write(self, ticket: SwapTicket, handle: IoHandle) -> None:
+        """Write a queued ticket, unless its write was cancelled; keep its bytes in memory if they cannot be written."""
+        space = self.space
+        with space.deferred:
+            if ticket.state is not _S.QUEUED:
+                return  # cancelled
+            ticket.move(_S.WRITING)
+            has_failed = ticket.path.failure is not None
+        with self.ring.lane_stream():
+            try:
+                for copy in ticket.copies:
+                    copy.wait()  # else other bytes would be written
+            except Exception as error:  # noqa: BLE001 - the copy out failed, so staging does not hold the bytes
+                self._lose(ticket, ActivationLostError(f"an activation could not leave the device: {error}"))
+                return
+            staged = self.ring.view(ticket.held_slot)
+            failure = None if has_failed else self._write_out(ticket, staged, handle)
+            if has_failed or failure is not None:
+                self._rescue(ticket, staged, failure)
+                return
+            # Prefetching came to it: onto the device now, so that its slot is free for what backward wants next.
+            arrival = self._onto_device(ticket, staged) if ticket in space.read_ahead else None
+        with space.deferred:
+            self.stats.written_bytes += ticket.extent.nbytes
+            space.end_write()
+            stays = space.read_ahead.end_write(ticket)
+            written = space.end_work(ticket, _S.LOADED if stays else _S.STORED)
+            if written and stays:
+                ticket.arrival = arrival
+            arrival = None  # this frame must not hold it when backward has let go of it
+            if written and (not stays or ticket.arrival is not None):
+                space.free_slot(ticket)
+            space.settle_copies()
+
+    def _write_out(self, ticket: SwapTicket, staged: torch.Tensor, handle: IoHandle) -> Exception | None:
+        """Write the staged bytes. Returns the error, if there was one."""
+        failure = None
+        with self.space.lock:  # here, because the copy before was not the drive's time
+            transfer = ticket.path.meter.start(Kind.WRITE, ticket.extent.nbytes)
+        try:
+            ticket.checksums = self.integrity.digest(staged)
+            handle.write(staged, ticket.extent.offset)
+        except Exception as error:  # noqa: BLE001 - see [Note: Degrading]
+            failure = error
+        with self.space.lock:
+            ticket.path.meter.stop(transfer, moved=failure is None)
+        return failure
+
+    def _lose(self, ticket: SwapTicket, error: StorageError) -> None:
+        space = self.space
+        with space.deferred:
+            space.end_write()
+            space.read_ahead.end(ticket)
+            ticket.error = error
+            if not space.end_work(ticket, _S.LOST):
+                self.stats.cancelled_bytes += ticket.nbytes
+
+    def _rescue(self, ticket: SwapTicket, staged: torch.Tensor, failure: Exception | None) -> None:
+        """Keep bytes that cannot be written in host memory, or in their slot where no host memory is left."""
+        space = self.space
+        host: torch.Tensor | None = None
+        with suppress(MemoryError, RuntimeError):
+            host = self.ring.rescue(staged, ticket.nbytes)
+        with space.deferred:
+            space.end_write()
+            space.read_ahead.end(ticket)
+            ticket.host = host
+            self.stats.rescued_bytes += ticket.nbytes
+            Refusal.PATH_FAILED.count(self.stats, ticket.nbytes)
+            if failure is not None:
+                ticket.path.fail(failure)
+            if space.end_work(ticket, _S.RESCUED) and host is not None:
+                space.free_slot(ticket)
+            space.settle_copies()
+
+    def _read(self, ticket: SwapTicket, handle: IoHandle) -> None:
+        """Read a ticket into its slot, unless its read was cancelled or done by an urgent request."""
+        space = self.space
+        with space.deferred:
+            if ticket.state is not _S.READ_QUEUED:
+                return
+            ticket.move(_S.READING)
+            transfer = ticket.path.meter.start(Kind.READ, ticket.extent.nbytes)
+        with self.ring.lane_stream():
+            target = ticket.host if ticket.host is not None else self.ring.view(ticket.held_slot)
+            failure = self._read_checked(ticket, target, handle)
+            with space.lock:  # before the copy onto the device, which is not the drive's time
+                ticket.path.meter.stop(transfer, moved=failure is None)
+            arrival = self._onto_device(ticket, target) if failure is None else None
+        with space.deferred:
+            self.stats.read_bytes += ticket.extent.nbytes if failure is None else 0
+            ticket.error = failure
+            ticket.arrival, arrival = arrival, None  # as above
+            if failure is not None:
+                space.read_ahead.end(ticket)
+            read = space.end_work(ticket, _S.LOADED if failure is None else _S.LOST)
+            if read and (failure is not None or ticket.arrival is not None):
+                ticket.host = None
+                space.free_slot(ticket)
+            space.settle_copies()
+
+    def _onto_device(self, ticket: SwapTicket, source: torch.Tensor) -> Arrival | None:
+        """Copy staged bytes to the device, so that backward need not wait for that; None where they stay staged."""
+        if self.ring.zero_copy or ticket.state is _S.ABANDONED:
+            return None
+        try:
+            arrival = self.ring.copies.into(source, ticket.nbytes, ticket.device)
+            arrival.wait()  # else the slot would be read into again under the copy
+        except RuntimeError:  # no device memory: backward tries again, and tells the user if there is none then
+            return None
+        return arrival
+
+    def _read_checked(self, ticket: SwapTicket, target: torch.Tensor, handle: IoHandle) -> StorageError | None:
+        """Read a ticket's bytes into ``target``. Returns the error for which they must not be used, if there is one."""
+        where = f"{ticket.path.file.directory}, offset {ticket.extent.offset}, {ticket.extent.nbytes} bytes"
+        try:
+            mismatch = self._read_up_to_twice(ticket, target, handle, where)
+        except Exception as error:  # noqa: BLE001 - see [Note: Degrading]
+            lost = ActivationLostError(
+                f"{where}: the activation cannot be read back ({error}). Stop, check the drive (dmesg, smartctl), and "
+                "resume from the last checkpoint."
+            )
+            lost.__cause__ = error
+            return lost
+        if mismatch is None:
+            return None
+        return ActivationCorruptionError(
+            f"{where}: bytes read back are not the bytes written: {mismatch.nbytes} bytes at file offset "
+            f"{ticket.extent.offset + mismatch.offset} have checksum {mismatch.found:#018x}, expected "
+            f"{mismatch.expected:#018x}. A write was lost, short or stale: check the drive (dmesg, smartctl), and "
+            "resume from the last checkpoint."
+        )
+
+    def _read_up_to_twice(
+        self, ticket: SwapTicket, target: torch.Tensor, handle: IoHandle, where: str
+    ) -> Mismatch | None:
+        """Read, and once more if that failed or brought other bytes: DeepSpeed's op tells no error of a read."""
+        try:
+            handle.read(target, ticket.extent.offset)
+            if self.integrity.compare(target, ticket.checksums) is None:
+                return None
+            why = "bytes read back are not the bytes written"
+        except TransferError as error:
+            why = str(error)
+        logger.warning("%s: %s; trying once more", where, why)
+        handle.read_again(target, ticket.extent.offset)
+        return self.integrity.compare(target, ticket.checksums)

@@ -1,34 +1,310 @@
-"""Where is there room for a storage, and who holds it? The NVMe store's staging slots and extents, and their lock.
+"""Where is there room for a storage, who holds it, and who works there?
 
-Does not know how bytes move: ``nvme.py`` has the ways of a ticket, ``worker.py`` the work of the lanes. Every method is
-called under ``lock``, except where it says otherwise.
+Tickets, the directories of ``nvme_path`` with their lanes, staging slots and extents, and the lock of all. A lane is a
+thread with an I/O handle of its own. Writes and reads of a swap file have lanes and a queue each, so that reads never
+queue behind writes. Does not know how bytes move: ``nvme.py`` has the ways of a ticket.
 """
 
 from __future__ import annotations
 
+import errno
+import itertools
+import logging
+import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
 
 from ds_tba.config import PREFETCH_FRACTION_OF_STAGING
-from ds_tba.storage.allocator import Span
-from ds_tba.storage.base import Refusal, SwapTicket, TicketState
+from ds_tba.device.accelerator import Accelerator, Arrival, PendingCopy, new_thread
+from ds_tba.errors import StateError, StorageError, TransferError
+from ds_tba.storage.backends.base import IoBackend, IoHandle
+from ds_tba.storage.base import Refusal, StateMachine, Store, Ticket
 from ds_tba.storage.finalizers import DeferredFinalizers
-from ds_tba.storage.staging import StagingRing
-from ds_tba.storage.swap_path import SwapPath
-from ds_tba.telemetry.stats import StoreStats
+from ds_tba.storage.staging import Span, SpanAllocator, StagingRing
+from ds_tba.storage.swap_file import SwapFile
+from ds_tba.telemetry.stats import KindMeter, PathMeter, StoreStats, readable
+
+logger = logging.getLogger(__name__)
 
 SLOW_WAIT_S = 30.0
 COPY_POLL_S = 0.001
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Handles its own errors; what escapes it is a bug and ends the lane loudly.
+Task = Callable[[IoHandle], None]
+
+URGENT = 0  # backward waits for it
+AHEAD = 1
+_STOP = 2
+
+
+# ---- tickets ----
+
+
+class TicketState(Enum):
+    """Where the bytes of a ticket are, and who uses its memory."""
+
+    QUEUED = "in staging, write not started"
+    WRITING = "in staging, write under way"
+    STORED = "in the swap file"
+    READ_QUEUED = "in the swap file, read not started"
+    READING = "read under way"
+    LOADED = "in staging or on the device, and in the swap file"
+    RESCUED = "in host memory or staging, because a write failed"
+    LOST = "nowhere"
+    ABANDONED = "given up while a lane uses its memory"
+    RELEASED = "given up"
+
+
 _S = TicketState
 BEFORE_WRITTEN = frozenset({_S.QUEUED, _S.WRITING})
+
+
+class SwapTicket(Ticket, StateMachine):
+    """One storage in the NVMe store's care. Only that store changes it, under its lock.
+
+    [Note: Who frees a slot] A lane writes from the slot, or reads into it, without the lock; the states WRITING and
+    READING say so, and meanwhile nobody else frees it, or the drive would move the bytes of another ticket. A release
+    in these states only abandons the ticket, and the lane frees it at the end. Whether prefetching has come to a ticket
+    is known to ``ReadAhead`` alone.
+
+    Attributes:
+        copies: into the slot, and ``uses``: events of copies out of it. The slot is free after both.
+        arrival: the copy on the device, while LOADED, if it was made ahead.
+        host: memory outside of staging: of a read for which there was no slot, or of a failed write.
+    """
+
+    __slots__ = ("arrival", "checksums", "copies", "device", "error", "extent", "host", "path", "slot", "state", "uses")
+
+    noun = "a ticket"
+    moves: ClassVar[Mapping[TicketState, tuple[TicketState, ...]]] = {
+        _S.QUEUED: (_S.WRITING, _S.RELEASED),
+        _S.WRITING: (_S.STORED, _S.LOADED, _S.RESCUED, _S.LOST, _S.ABANDONED),
+        _S.STORED: (_S.READ_QUEUED, _S.RELEASED),
+        _S.READ_QUEUED: (_S.READING, _S.STORED, _S.RELEASED),
+        _S.READING: (_S.LOADED, _S.LOST, _S.ABANDONED),
+        _S.LOADED: (_S.STORED, _S.RELEASED),
+        _S.RESCUED: (_S.RELEASED,),
+        _S.LOST: (_S.RELEASED,),
+        _S.ABANDONED: (_S.RELEASED,),
+        _S.RELEASED: (),
+    }
+
+    def __init__(
+        self, nbytes: int, store: Store[Any], path: Any, extent: Span, slot: Span, device: torch.device
+    ) -> None:
+        super().__init__(nbytes, store)
+        self.device = device
+        self.path = path
+        self.extent = extent
+        self.slot: Span | None = slot
+        self.state = TicketState.QUEUED
+        self.checksums: tuple[int, ...] = ()
+        self.copies: list[PendingCopy] = []
+        self.uses: list[Any] = []
+        self.arrival: Arrival | None = None
+        self.host: torch.Tensor | None = None
+        self.error: StorageError | None = None
+
+    @property
+    def held_slot(self) -> Span:
+        """The staging slot.
+
+        Raises:
+            StateError: there is none in this state.
+        """
+        if self.slot is None:
+            raise StateError(f"a ticket '{self.state.value}' has no staging slot; this is a bug in ds_tba")
+        return self.slot
+
+
+# ---- directories and their lanes ----
+
+
+class LaneGroup:
+    """The lanes of one kind, and their tasks in order of priority, then of arrival.
+
+    Finalizers may not queue tasks: the garbage collector runs also inside of the queue's lock.
+
+    Attributes:
+        handles: of each lane, used and closed by its thread.
+    """
+
+    def __init__(self) -> None:
+        self.handles: list[IoHandle] = []
+        self._threads: list[threading.Thread] = []
+        self._tasks: queue.PriorityQueue[tuple[int, int, Any]] = queue.PriorityQueue()
+        self._arrivals = itertools.count()
+
+    def open(self, count: int, open_handle: Callable[[], IoHandle]) -> None:
+        """Open the handles of ``count`` lanes."""
+        for _ in range(count):
+            self.handles.append(open_handle())
+
+    def start(self, name: str, accelerator: Accelerator) -> None:
+        """Start a thread for each handle, on the accelerator's device."""
+        for handle in self.handles:
+            thread = new_thread(accelerator, partial(self._run, handle), name)
+            thread.start()
+            self._threads.append(thread)
+
+    def put(self, task: Task, priority: int = AHEAD) -> None:
+        """Queue a task: ``URGENT`` for bytes that backward waits for, ``AHEAD`` for all else."""
+        self._tasks.put((priority, next(self._arrivals), task))
+
+    def stop(self) -> None:
+        """Let the lanes end once the tasks before are done."""
+        for _ in self._threads:
+            self._tasks.put((_STOP, next(self._arrivals), None))
+
+    def end(self, seconds_left: Callable[[], float]) -> bool:
+        """Wait until the lanes have ended, and close the handles; False where one did not in the time for that."""
+        for handle in self.handles[len(self._threads) :]:
+            handle.close()  # its thread never started
+        del self.handles[len(self._threads) :]
+        for thread in self._threads:
+            thread.join(max(0.0, seconds_left()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _run(self, handle: IoHandle) -> None:
+        while (task := self._tasks.get()[2]) is not None:
+            task(handle)
+            del task  # or an idle lane would keep the last ticket alive
+        handle.close()
+
+
+class SwapPath:
+    """The file, extents, queues and rates of one directory.
+
+    Changed only under the store's lock, except the queues, which have their own.
+
+    Args:
+        file: of its first size; closed by the store.
+        backend: gives the alignment.
+        write_lanes, read_lanes: how many will serve it.
+    """
+
+    def __init__(self, file: SwapFile, backend: IoBackend, write_lanes: int, read_lanes: int) -> None:
+        self.file = file
+        self.extents = SpanAllocator(file.size_bytes, backend.alignment_bytes)
+        self.writes = LaneGroup()
+        self.reads = LaneGroup()
+        self.meter = PathMeter(write_lanes, read_lanes)
+        self.probe_bytes = 0  # written to measure the path
+        self.failure: str | None = None
+        self.full = False
+        self._is_limit_said = False
+
+    def open_lanes(self, backend: IoBackend, write_lanes: int, read_lanes: int) -> None:
+        """Open the handles of its lanes, which are not started yet."""
+        self.writes.open(write_lanes, lambda: backend.open_handle(self.file.fd))
+        self.reads.open(read_lanes, lambda: backend.open_handle(self.file.fd))
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes that this process had the drive write: they count as wear."""
+        return self.meter.writes.moved_bytes
+
+    def busy_s(self, more_bytes: int) -> float:
+        """Seconds to write and read back the bytes that the path holds, and ``more_bytes``.
+
+        Tensors go where this is least, so that paths hold bytes in proportion to their bandwidth.
+        """
+        s_per_byte = self.meter.writes.recent.s_per_byte + self.meter.reads.recent.s_per_byte
+        return (self.extents.used_bytes + more_bytes) * s_per_byte
+
+    def bandwidth(self) -> dict[str, Any]:
+        """For the report."""
+        writes, reads = self.meter.writes, self.meter.reads
+        return {
+            "path": str(self.file.directory),
+            "write_bytes_per_s": writes.recent.bytes_per_s,
+            "read_bytes_per_s": reads.recent.bytes_per_s,
+            "write_alone_bytes_per_s": writes.alone.bytes_per_s,
+            "read_alone_bytes_per_s": reads.alone.bytes_per_s,
+            "write_beside_read_bytes_per_s": writes.concurrent.bytes_per_s,
+            "read_beside_write_bytes_per_s": reads.concurrent.bytes_per_s,
+            "trial_bytes": self.probe_bytes,
+            "failure": self.failure,
+        }
+
+    def rates(self) -> tuple[float, float, float, float]:
+        """Bytes per second of writes, of reads, and of each while the other runs. Call it under the lock.
+
+        Raises:
+            StateError: one kind was never measured.
+        """
+        write, concurrent_write = self._rates_of(self.meter.writes)
+        read, concurrent_read = self._rates_of(self.meter.reads)
+        return write, read, concurrent_write, concurrent_read
+
+    def _rates_of(self, kind: KindMeter) -> tuple[float, float]:
+        alone = kind.alone if kind.alone.is_known else kind.concurrent
+        if not alone.is_known:
+            raise StateError(f"{self.file.directory} was not measured before its rates were asked for; this is a bug")
+        # A rate without recent transfers stays as it was, but neither kind is faster while the other runs.
+        return alone.bytes_per_s, min(kind.concurrent.bytes_per_s or alone.bytes_per_s, alone.bytes_per_s)
+
+    def reserve(self, nbytes: int) -> Span | None:
+        """An extent, growing the file if it must; None where there is no room."""
+        extent = self.extents.allocate(nbytes)
+        if extent is None and not self.full and self._grow(self.extents.padded(nbytes)):
+            extent = self.extents.allocate(nbytes)
+        return extent
+
+    def _grow(self, nbytes: int) -> bool:
+        try:
+            grown = self.file.grow(nbytes)
+        except OSError as error:
+            self.full = True
+            logger.warning(
+                "%s: the swap file cannot grow beyond %d bytes (%s); what does not fit stays in memory. "
+                "Free space there, or raise the quota",
+                self.file.directory,
+                self.file.size_bytes,
+                error.strerror,
+            )
+            return False
+        self.extents.grow(self.file.size_bytes)
+        if not grown and not self._is_limit_said:
+            self._is_limit_said = True
+            logger.warning(
+                "%s: the swap file has reached its limit of %s; what does not fit stays in memory. %s",
+                self.file.directory,
+                readable(self.file.limit_bytes),
+                "Raise io.swap_file_bytes to what one step saves"
+                if self.file.is_limit_set
+                else "That is 90 % of what was free on the drive, shared by the ranks: free space there",
+            )
+        return grown
+
+    def fail(self, failure: Exception) -> None:
+        """Take no more tensors, because a write failed. Said once."""
+        if self.failure is not None:
+            return
+        self.failure = str(failure)
+        full = isinstance(failure, TransferError) and failure.errno in _FULL
+        logger.warning(
+            "%s: %s (%s); from here on activations stay in memory instead",
+            self.file.directory,
+            "the drive is full" if full else "a write failed",
+            failure,
+        )
+
+
+# ---- room ----
 
 
 class ReadAhead:
     """The tickets that prefetching has come to, and the bytes that they take: nobody else knows this of a ticket.
 
     Most are read ahead. *Early* ones were still to be written when prefetching came: their bytes stay in memory when
-    the write ends, and from then on count as read ahead.
+    the write ends, and from then on count as read ahead, although they never left.
 
     Args:
         capacity_bytes: of staging, which bounds all of it. Bytes that were read ahead on an asynchronous device wait in
@@ -39,7 +315,7 @@ class ReadAhead:
         self._capacity_bytes = capacity_bytes
         self.prefetched_bytes = 0
         self.early_bytes = 0
-        self._prefetched: dict[SwapTicket, None] = {}  # in the order in which they were asked for
+        self._prefetched: dict[SwapTicket, bool] = {}  # in the order in which they were asked for: was it early?
         self._early: set[SwapTicket] = set()
 
     def __contains__(self, ticket: SwapTicket) -> bool:
@@ -52,10 +328,10 @@ class ReadAhead:
         fits = ahead_bytes <= bound_bytes and ahead_bytes + self.early_bytes <= self._capacity_bytes
         return fits or not self.prefetched_bytes
 
-    def add(self, ticket: SwapTicket) -> None:
+    def add(self, ticket: SwapTicket, *, was_early: bool = False) -> None:
         """The ticket is read ahead from here on."""
         self.prefetched_bytes += ticket.extent.nbytes
-        self._prefetched[ticket] = None
+        self._prefetched[ticket] = was_early
 
     def add_early(self, ticket: SwapTicket) -> bool:
         """Add a ticket that is still to be written; False where the bound has no room.
@@ -75,17 +351,19 @@ class ReadAhead:
         is_early = ticket in self._early
         if is_early:
             self.end(ticket)
-            self.add(ticket)
+            self.add(ticket, was_early=True)
         return is_early
 
-    def end(self, ticket: SwapTicket) -> None:
-        """The ticket is not ahead any more, if it was."""
+    def end(self, ticket: SwapTicket) -> bool:
+        """The ticket is not ahead any more, if it was; returns whether its bytes never left memory."""
         if ticket in self._early:
             self._early.remove(ticket)
             self.early_bytes -= ticket.extent.nbytes
-        elif ticket in self._prefetched:
-            del self._prefetched[ticket]
+            return False
+        was_early = self._prefetched.pop(ticket, None)
+        if was_early is not None:
             self.prefetched_bytes -= ticket.extent.nbytes
+        return bool(was_early)
 
     def newest_first(self) -> list[SwapTicket]:
         """The tickets that are read ahead; backward needs the newest last."""
@@ -171,8 +449,8 @@ class SwapSpace:
         slot = None
         while slot is None and not self.closed:
             # Nobody notifies of copies that are done, so they are polled. All other slots come with a notification.
-            if copies.pending or (wait and (self.writes_under_way or slots.has_spans_in_copies)):
-                self.changed.wait(COPY_POLL_S if copies.pending or slots.has_spans_in_copies else SLOW_WAIT_S)
+            if copies.under_way or (wait and (self.writes_under_way or slots.has_spans_in_copies)):
+                self.changed.wait(COPY_POLL_S if copies.under_way or slots.has_spans_in_copies else SLOW_WAIT_S)
             elif not (wait and self._give_up_read_ahead()):
                 break
             self.deferred.act()

@@ -11,16 +11,16 @@ from contextlib import ExitStack
 from typing import Any
 
 from ds_tba.config import BLOCK, AioConfig, OffloadConfig, Placement
-from ds_tba.device.accelerator import Accelerator, pins_memory
-from ds_tba.device.memory import available_bytes
+from ds_tba.device.accelerator import Accelerator, available_bytes
 from ds_tba.errors import BackendUnavailableError, ConfigError
 from ds_tba.storage.backends.select import Selection, select_backend
 from ds_tba.storage.base import Store
 from ds_tba.storage.host import HostStore
 from ds_tba.storage.nvme import Lanes, NvmeStore
+from ds_tba.storage.probe import measure_drives
+from ds_tba.storage.space import SwapPath
 from ds_tba.storage.staging import StagingRing
 from ds_tba.storage.swap_file import SwapDirectory, SwapFile, check_directories
-from ds_tba.storage.swap_path import SwapPath
 from ds_tba.telemetry.drive_health import TERABYTE, Drive, PathWear, examine, path_wear
 from ds_tba.telemetry.stats import readable
 
@@ -160,7 +160,7 @@ class Tiers:
             config,
             aio_config,
             zero_uses_nvme=zero_uses_nvme,
-            pinned=pins_memory(accelerator),
+            pinned=not accelerator.is_synchronized_device(),
             device=accelerator.device().type,
         )
         with ExitStack() as undo:
@@ -178,7 +178,7 @@ class Tiers:
             store = NvmeStore(files, self.selection.backend, ring, lanes, config.io.integrity)
             undo.callback(store.close)
             if len(files) > 1:  # to divide the bytes by
-                store.measure()
+                measure_drives(store.space, store.integrity)
             undo.pop_all()
         return store
 

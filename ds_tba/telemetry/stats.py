@@ -23,41 +23,14 @@ QUICK_BYTES = 16 << 20
 STEADY_BYTES = 64 << 20
 
 
-class BusyMeter:
-    """Bytes, and the time in which at least one transfer was under way: a bandwidth without idle time."""
-
-    def __init__(self) -> None:
-        self.nbytes = 0
-        self.busy_s = 0.0
-        self._active = 0
-        self._since = 0.0
-
-    def start(self) -> None:
-        """Record that a transfer begins."""
-        if self._active == 0:
-            self._since = time.perf_counter()
-        self._active += 1
-
-    def stop(self, nbytes: int) -> None:
-        """Record that a transfer ends, having moved ``nbytes`` (0 if it failed)."""
-        self._active -= 1
-        self.nbytes += nbytes
-        if self._active == 0:
-            self.busy_s += time.perf_counter() - self._since
-
-    @property
-    def bytes_per_s(self) -> float:
-        """Bandwidth while busy; 0.0 before the first transfer."""
-        return self.nbytes / self.busy_s if self.busy_s > 0 else 0.0
-
-
 @dataclass
 class StoreStats:
-    """Counters of a store. Bytes are those of tensors, except in the meters, which count what the drive moved."""
+    """Counters of a store. Bytes are those of tensors, except for ``written_bytes`` and ``read_bytes``, which are those
+    that the drives moved for them."""
 
-    writes: BusyMeter = field(default_factory=BusyMeter)
-    reads: BusyMeter = field(default_factory=BusyMeter)
     offloaded_bytes: int = 0
+    written_bytes: int = 0
+    read_bytes: int = 0
     cancelled_bytes: int = 0
     forwarded_bytes: int = 0
     rescued_bytes: int = 0

@@ -16,8 +16,8 @@ from test_store import CPU, MIB, noise, nothing_is_held, put, slots_in_use, stor
 from ds_tba.autograd.cache import TensorCache
 from ds_tba.autograd.saved import RecordState
 from ds_tba.errors import ActivationLostError, StateError
-from ds_tba.storage.base import SwapTicket, TicketState
 from ds_tba.storage.nvme import Lanes, NvmeStore, PiecesTicket
+from ds_tba.storage.space import SwapTicket, TicketState
 
 KIB = 1 << 10
 ONE_LANE = Lanes(1, 1)
@@ -62,11 +62,11 @@ def test_what_is_wanted_under_its_write_is_handed_over_without_a_read(
         loaded = store.get(ticket, CPU)
         assert loaded.stored and torch.equal(loaded.data, piece)
         del loaded
-    assert store.stats.forwarded_bytes == 3 * (MIB + 1) and store.stats.reads.nbytes == 0
+    assert store.stats.forwarded_bytes == 3 * (MIB + 1) and store.stats.read_bytes == 0
     for ticket, piece in zip(tickets, pieces, strict=True):  # a second backward reads what was written
         assert torch.equal(store.get(ticket, CPU).data, piece)
         store.release(ticket)
-    assert store.stats.forwarded_bytes == 3 * (MIB + 1) and store.stats.reads.nbytes == 3 * (MIB + 4096)
+    assert store.stats.forwarded_bytes == 3 * (MIB + 1) and store.stats.read_bytes == 3 * (MIB + 4096)
     nothing_is_held(store)
 
 
@@ -250,7 +250,7 @@ def test_without_device_memory_it_stays_in_its_slot(make_store: StoreFactory, mo
         until(lambda: ticket.state is TicketState.LOADED, "the write")
     assert ticket.slot is not None and slots_in_use(store) == MIB
     assert torch.equal(store.get(ticket, CPU).data, data)
-    assert store.stats.reads.nbytes == 0
+    assert store.stats.read_bytes == 0
     store.release(ticket)
     nothing_is_held(store)
 
@@ -277,7 +277,7 @@ def test_what_is_on_its_way_back_from_staging_may_be_asked_for_or_given_up(
                 assert torch.equal(store.get(ticket, CPU).data, data)
             store.release(ticket)
         nothing_is_held(store)
-        assert store.stats.reads.nbytes == 0
+        assert store.stats.read_bytes == 0
     finally:
         store.close()  # before its device ends
 
@@ -293,7 +293,7 @@ def test_pieces_under_write_are_wanted_and_handed_over(make_store: StoreFactory)
     gate.opened.set()
     nvme.wait_for_writes()
     loaded = store.get(ticket, CPU)
-    assert loaded.stored and torch.equal(loaded.data, data) and nvme.stats.reads.nbytes == 0
+    assert loaded.stored and torch.equal(loaded.data, data) and nvme.stats.read_bytes == 0
     store.release(ticket)
     nothing_is_held(nvme)
 

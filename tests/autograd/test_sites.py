@@ -291,7 +291,7 @@ def test_lengths_that_never_come_again_bring_nothing_back_to_compare(make_store:
         with run.cache.saving():
             loss = gated(x[:rows].clone(), y[:rows].clone()).sum()
             store.wait_for_writes()
-        before = store.stats.reads.nbytes
+        before = store.stats.read_bytes
         assert before == 0 or rows < SIZE[0]
         loss.backward()
     assert run.nbytes == 0
@@ -349,9 +349,9 @@ def test_operands_are_read_once_for_both(make_store: StoreFactory) -> None:
         with run.cache.saving():
             loss = gated(x, y).sum()
         store.wait_for_writes()
-        before = store.stats.reads.nbytes
+        before = store.stats.read_bytes
         loss.backward()
-        read_bytes.append(store.stats.reads.nbytes - before)
+        read_bytes.append(store.stats.read_bytes - before)
     # Of silu's input and of z, in whole pages.
     assert read_bytes == [2 * (-(-x.nbytes // 4096) * 4096)] * 3
     del loss

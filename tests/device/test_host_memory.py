@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_tba.device.accelerator import TEMPORARY_FRACTION, HostMemoryUse
-from ds_tba.device.memory import available_bytes
+from ds_tba.device.accelerator import TEMPORARY_FRACTION, HostMemoryUse, available_bytes
 
 MIB = 1 << 20
 

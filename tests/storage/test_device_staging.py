@@ -18,9 +18,9 @@ from test_store import CPU, MIB, noise, nothing_is_held, put, stored, until
 
 from ds_tba.autograd.cache import TensorCache
 from ds_tba.errors import ActivationCorruptionError
-from ds_tba.storage.base import TicketState
 from ds_tba.storage.host import HostStore
 from ds_tba.storage.nvme import Lanes
+from ds_tba.storage.space import TicketState
 from ds_tba.storage.staging import StagingRing
 
 Script = Callable[[str, int], str | None]

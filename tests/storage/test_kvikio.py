@@ -24,7 +24,8 @@ from ds_tba.storage.backends import cufile as cuda
 from ds_tba.storage.backends import kvikio as module
 from ds_tba.storage.backends.base import IoBackend
 from ds_tba.storage.backends.kvikio import KvikioBackend
-from ds_tba.storage.base import Refusal, TicketState
+from ds_tba.storage.base import Refusal
+from ds_tba.storage.space import TicketState
 from ds_tba.storage.swap_file import SwapFile
 
 

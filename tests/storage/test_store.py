@@ -19,8 +19,9 @@ from support.doubles import EventAccelerator, Gate, ScriptedBackend, fails, slow
 from ds_tba.errors import ActivationCorruptionError, ActivationLostError, PathError, StateError
 from ds_tba.storage.backends.base import IoBackend, IoHandle
 from ds_tba.storage.backends.posix import PosixBackend, PosixHandle
-from ds_tba.storage.base import Refusal, SwapTicket, TicketState
+from ds_tba.storage.base import Refusal
 from ds_tba.storage.nvme import Lanes, NvmeStore
+from ds_tba.storage.space import SwapTicket, TicketState
 from ds_tba.storage.swap_file import SwapFile
 from ds_tba.telemetry import stats as path_meter
 
@@ -70,7 +71,7 @@ def test_bytes_come_back_and_nothing_is_held(make_store: StoreFactory, backend: 
     store.release(ticket)
     nothing_is_held(store)
     padded = -(-nbytes // 4096) * 4096
-    assert (store.stats.writes.nbytes, store.stats.reads.nbytes) == (padded, 2 * padded)
+    assert (store.stats.written_bytes, store.stats.read_bytes) == (padded, 2 * padded)
 
 
 def test_prefetched_bytes_come_back(make_store: StoreFactory, backend: IoBackend) -> None:
@@ -82,7 +83,7 @@ def test_prefetched_bytes_come_back(make_store: StoreFactory, backend: IoBackend
         assert torch.equal(store.get(ticket, CPU).data, piece)
         store.release(ticket)
     nothing_is_held(store)
-    assert store.stats.reads.nbytes == sum(ticket.extent.nbytes for ticket in tickets)
+    assert store.stats.read_bytes == sum(ticket.extent.nbytes for ticket in tickets)
 
 
 def test_prefetch_is_bounded_and_what_is_not_wanted_is_given_back(make_store: StoreFactory) -> None:
@@ -118,7 +119,7 @@ def test_an_unfinished_write_is_handed_over_from_memory(make_store: StoreFactory
     gate.opened.set()
     until(lambda: ticket.state is TicketState.STORED, "the write to go on")
     assert torch.equal(store.get(ticket, CPU).data, data)
-    assert store.stats.forwarded_bytes == 2 * MIB and store.stats.reads.nbytes == 2 * MIB
+    assert store.stats.forwarded_bytes == 2 * MIB and store.stats.read_bytes == 2 * MIB
     store.release(ticket)
     nothing_is_held(store)
 
@@ -135,7 +136,7 @@ def test_a_write_not_begun_is_cancelled(make_store: StoreFactory) -> None:
     store.release(dropped)
     gate.opened.set()
     until(lambda: blocker.state is TicketState.STORED, "the blocker")
-    assert store.stats.cancelled_bytes == 2 * MIB and store.stats.writes.nbytes == MIB
+    assert store.stats.cancelled_bytes == 2 * MIB and store.stats.written_bytes == MIB
     store.release(forwarded)
     store.release(blocker)
     nothing_is_held(store)
@@ -633,7 +634,7 @@ def test_a_slot_is_not_used_again_while_the_device_still_copies_into_it(make_sto
     gate.opened.set()
     copied.set()
     nothing_is_held(store)
-    assert store.stats.writes.nbytes <= MIB
+    assert store.stats.written_bytes <= MIB
 
 
 # ---- ending ---------------------------------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ import torch
 from conftest import StoreFactory
 from support.doubles import EventAccelerator, ScriptedBackend
 
-from ds_tba.storage.base import SwapTicket
 from ds_tba.storage.nvme import Lanes, NvmeStore
+from ds_tba.storage.space import SwapTicket
 from ds_tba.telemetry.stats import Kind, PathMeter, RecentRate, Transfer
 
 MIB = 1 << 20

@@ -14,12 +14,12 @@ from support.doubles import CpuAccelerator, ScriptedBackend, fails
 
 from ds_tba.adaptive.rates import Rates
 from ds_tba.errors import PathError
-from ds_tba.storage import bandwidth_probe as probe_module
-from ds_tba.storage.allocator import SpanAllocator
+from ds_tba.storage import probe as probe_module
 from ds_tba.storage.backends.base import IoBackend, IoHandle
 from ds_tba.storage.backends.posix import PosixBackend
-from ds_tba.storage.bandwidth_probe import LARGEST_REQUEST_BYTES, PHASE_BYTES, REGION_BYTES, BandwidthProbe
 from ds_tba.storage.nvme import Lanes, NvmeStore
+from ds_tba.storage.probe import LARGEST_REQUEST_BYTES, PHASE_BYTES, REGION_BYTES, measure_drives
+from ds_tba.storage.staging import SpanAllocator
 from ds_tba.telemetry.stats import PathMeter
 
 MIB = 1 << 20
@@ -77,7 +77,7 @@ def test_it_finds_the_rates(
     store = with_room(make_store(drive, lanes=Lanes(1, 1), staging_bytes=64 * MIB))
     (path,) = store.paths
     path.meter = PathMeter(1, 1, drive)
-    BandwidthProbe(store.space, store._integrity, drive).run(store.paths)
+    measure_drives(store.space, store.integrity, drive)
     assert path.meter.writes.alone.bytes_per_s == pytest.approx(write_rate)
     assert path.meter.reads.alone.bytes_per_s == pytest.approx(write_rate * read_part)
     assert not path.meter.writes.concurrent.is_known and not path.meter.reads.concurrent.is_known
@@ -90,11 +90,11 @@ def test_its_time_and_its_bytes_are_bounded(make_store: StoreFactory, write_rate
     store = with_room(make_store(drive, lanes=Lanes(1, 1), staging_bytes=64 * MIB))
     (path,) = store.paths
     path.meter = PathMeter(1, 1, drive)
-    BandwidthProbe(store.space, store._integrity, drive).run(store.paths)
+    measure_drives(store.space, store.integrity, drive)
     assert drive.now_s < (2.2 if write_rate < 1e9 else 0.3)
     assert 0 < path.probe_bytes <= REGION_BYTES + 2 * PHASE_BYTES + 2 * LARGEST_REQUEST_BYTES
     assert path.written_bytes == path.probe_bytes
-    assert store.stats.writes.nbytes == store.stats.offloaded_bytes == 0
+    assert store.stats.written_bytes == store.stats.offloaded_bytes == 0
     assert nothing_is_held(store)
 
 
@@ -137,7 +137,7 @@ def test_every_lane_works_at_the_same_time_and_each_kind_alone_and_beside(
             meeting[phase].wait(30)
 
     store = make_store(ScriptedBackend(script), paths=2)  # without room, so that nothing is measured
-    with_room(store).measure()
+    measure_drives(with_room(store).space, store.integrity)
     assert verbs == {PREPARE: {"write"}, WRITE: {"write"}, READ: {"read"}, BOTH: {"write", "read"}}
     assert [len(met[phase]) for phase in (PREPARE, WRITE, READ, BOTH)] == [8, 4, 4, 8]
     for path in store.paths:
@@ -153,7 +153,7 @@ def test_a_failed_request_is_refused_with_the_path_and_nobody_waits_for_ever(
 ) -> None:
     store = with_room(make_store(ScriptedBackend(fails(verb, first=first))))
     with pytest.raises(PathError, match=rf"nvme_path {store.paths[0].file.directory}: {verb} failed.*dmesg"):
-        store.measure()
+        measure_drives(store.space, store.integrity)
     assert nothing_is_held(store)
     assert store.paths[0].failure is None
 
@@ -165,7 +165,7 @@ def test_it_works_with_every_backend_and_what_was_stored_before_is_left_alone(
     data = torch.randint(0, 256, (MIB,), dtype=torch.uint8)
     ticket = store.put(data, wait=True)
     store.wait_for_writes()
-    store.measure()
+    measure_drives(store.space, store.integrity)
     assert torch.equal(store.get(ticket, torch.device("cpu")).data, data)  # type: ignore[arg-type]
     (found,) = Rates(store, CpuAccelerator(), MIB).resources().paths
     assert 0 < found.write_beside_read_bytes_per_s <= found.write_bytes_per_s
@@ -186,14 +186,14 @@ def test_room_in_crumbs_is_given_back_and_nothing_is_measured(make_store: StoreF
     store = with_room(make_store())
     (path,) = store.paths
     used_bytes = in_crumbs(store.ring.slots if where == "staging" else path.extents)
-    store.measure()
+    measure_drives(store.space, store.integrity)
     assert path.probe_bytes == 0
     assert store.ring.slots.used_bytes + path.extents.used_bytes == used_bytes
 
 
 def test_without_a_file_nothing_is_measured(make_store: StoreFactory) -> None:
     without_file = make_store()
-    without_file.measure()
+    measure_drives(without_file.space, without_file.integrity)
     assert without_file.paths[0].bandwidth()["write_bytes_per_s"] == 0.0
 
 
@@ -206,7 +206,7 @@ def test_what_is_written_cannot_be_shortened_and_no_random_state_changes(make_st
 
     store = with_room(make_store(Backend()))
     states = torch.get_rng_state(), numpy.random.get_state()[1].copy()  # type: ignore[index]
-    store.measure()
+    measure_drives(store.space, store.integrity)
     assert torch.equal(states[0], torch.get_rng_state())
     assert numpy.array_equal(states[1], numpy.random.get_state()[1])  # type: ignore[arg-type]
     assert seen and all(len(zlib.compress(one)) > 0.99 * len(one) for one in set(seen))

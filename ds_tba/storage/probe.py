@@ -1,0 +1,187 @@
+"""How fast are the drives? The first measurement of all paths: their lanes write, then read, then both, for a moment.
+
+[Note: The probe] Every lane of every path takes part, with an extent and a slot of its own, so that a rate is that of
+a path with all its lanes while the other paths work. First the extents are written, which is not measured: a fresh
+extent is written slower, and read without the drive. A request grows while it is done quickly, up to the size of
+storages, so that a slow drive ends in time: at 10 MB/s after about 2 s, of which a drive of some GB/s needs a tenth.
+The bytes written are noise, which no drive can compress. What a drive does under minutes of writes is not seen here.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import numpy
+import torch
+
+from ds_tba.errors import PathError
+from ds_tba.storage.backends.base import IoHandle
+from ds_tba.storage.integrity import Integrity
+from ds_tba.storage.space import SwapPath, SwapSpace
+from ds_tba.storage.staging import Span
+from ds_tba.telemetry.stats import Kind
+
+REGION_BYTES = 32 << 20  # of each path
+PHASE_BYTES = 2 * REGION_BYTES  # of each kind, path and phase; less where the region is smaller
+PHASE_S = 0.35
+FIRST_REQUEST_BYTES = 256 << 10
+LARGEST_REQUEST_BYTES = 8 << 20
+QUICK_S = 0.02  # a request that takes less is followed by one of twice its size
+PHASES = (frozenset({Kind.WRITE}), frozenset({Kind.READ}), frozenset(Kind))
+
+
+def measure_drives(space: SwapSpace, integrity: Integrity, clock: Callable[[], float] = time.perf_counter) -> None:
+    """Have the lanes of all working paths find their rates, in room that is free; blocks for a moment.
+
+    A path that has no room for it, as before its file has a size, is left out. The bytes that this writes count as wear
+    (``SwapPath.written_bytes``), not in the store's counters, which are about tensors.
+
+    Args:
+        integrity: a lane's time with a request has its checksums in it.
+        clock: seconds.
+
+    Raises:
+        PathError: a transfer failed; the first bytes of that path's file are not to be relied upon.
+    """
+    probe = _Probe(space, integrity, clock)
+    lanes: list[_Lane] = []
+    with space.lock:
+        paths, slots = [path for path in space.paths if path.failure is None], space.ring.slots
+        count = sum(len(path.writes.handles) + len(path.reads.handles) for path in paths)
+        slot_bytes = min(LARGEST_REQUEST_BYTES, (slots.capacity_bytes - slots.used_bytes) // max(count, 1))
+        noise = torch.from_numpy(numpy.random.default_rng(0).integers(0, 256, slot_bytes, numpy.uint8))
+        for path in paths:
+            lanes += _lanes_of(path, probe, noise[: slot_bytes - slot_bytes % slots.alignment_bytes])
+    probe.barrier = threading.Barrier(len(lanes) or 1, action=probe.begin_phase)
+    for lane in lanes:
+        (lane.path.writes if lane.kind is Kind.WRITE else lane.path.reads).put(lane.run)
+    for _ in lanes:
+        probe.ended.acquire()
+    with space.lock:
+        for lane in lanes:
+            slots.free(lane.slot)
+            lane.path.extents.free(lane.extent)
+    if probe.failure is not None:
+        path, error = probe.failure
+        raise PathError(
+            f"nvme_path {path.file.directory}: {error}. Check the drive (dmesg, smartctl), or name another directory."
+        ) from error
+
+
+class _Probe:
+    """What the lanes of a probe share."""
+
+    def __init__(self, space: SwapSpace, integrity: Integrity, clock: Callable[[], float]) -> None:
+        self.space = space
+        self.integrity = integrity
+        self.clock = clock
+        self.failure: tuple[SwapPath, Exception] | None = None
+        self.until_s = 0.0  # the phase that runs ends then, for all lanes
+        self.barrier = threading.Barrier(1)  # before each phase
+        self.ended = threading.Semaphore(0)
+
+    def begin_phase(self) -> None:
+        self.until_s = self.clock() + PHASE_S
+
+
+def _lanes_of(path: SwapPath, probe: _Probe, noise: torch.Tensor) -> list[_Lane]:
+    """What the lanes of a path have to do; nothing where it has no room for all of them."""
+    ring, extents = probe.space.ring, path.extents
+    kinds = [Kind.WRITE] * len(path.writes.handles) + [Kind.READ] * len(path.reads.handles)
+    region_bytes = min(REGION_BYTES, extents.capacity_bytes - extents.used_bytes)
+    extent_bytes = region_bytes // len(kinds) // extents.alignment_bytes * extents.alignment_bytes
+    if not noise.numel() or not extent_bytes:
+        return []
+    found_slots = [slot for _ in kinds if (slot := ring.slots.allocate(noise.numel())) is not None]
+    found_extents = [extent for _ in kinds if (extent := extents.allocate(extent_bytes)) is not None]
+    if len(found_slots) + len(found_extents) < 2 * len(kinds):  # what is free is in pieces
+        for span in found_slots:
+            ring.slots.free(span)
+        for span in found_extents:
+            extents.free(span)
+        return []
+    for slot in found_slots:
+        ring.fill(slot, noise)
+    limit_bytes = min(PHASE_BYTES, 2 * region_bytes)
+    return [
+        _Lane(probe, path, kind, slot, extent, limit_bytes // kinds.count(kind))
+        for kind, slot, extent in zip(kinds, found_slots, found_extents, strict=True)
+    ]
+
+
+class _Lane:
+    """The part of one lane in a probe, with a slot and an extent of its own."""
+
+    def __init__(self, probe: _Probe, path: SwapPath, kind: Kind, slot: Span, extent: Span, limit_bytes: int) -> None:
+        self.path = path
+        self.kind = kind
+        self.slot = slot
+        self.extent = extent
+        self._probe = probe
+        self._limit_bytes = limit_bytes  # of a phase
+        self._largest_bytes = min(slot.nbytes, extent.nbytes)
+        self._request_bytes = min(path.extents.padded(FIRST_REQUEST_BYTES), self._largest_bytes)
+        self._written_bytes = 0  # the beginning of the extent that may be read
+
+    def run(self, handle: IoHandle) -> None:
+        """Take part in every phase. Waits for the other lanes between them, also after a failure."""
+        probe = self._probe
+        try:
+            with probe.space.ring.lane_stream():
+                for kinds in (None, *PHASES):
+                    probe.barrier.wait()
+                    try:
+                        if kinds is None:
+                            self._prepare(handle)
+                        elif self.kind in kinds:
+                            self._repeat(handle)
+                    except Exception as error:  # noqa: BLE001 - the other lanes wait for this one
+                        probe.failure = (self.path, error)
+        finally:
+            probe.ended.release()
+
+    def _prepare(self, handle: IoHandle) -> None:
+        """Write the extent, a little at least."""
+        while self._written_bytes < self.extent.nbytes and self._probe.failure is None:
+            nbytes = min(self._request_bytes, self.extent.nbytes - self._written_bytes)
+            self._move(handle, Kind.WRITE, self._written_bytes, nbytes, is_typical=False)
+            self._written_bytes += nbytes
+            if self._probe.clock() >= self._probe.until_s:
+                return
+
+    def _repeat(self, handle: IoHandle) -> None:
+        """Move what was written of the extent again and again, once at least, until the phase ends."""
+        position = moved_bytes = 0
+        while self._probe.failure is None:
+            nbytes = min(self._request_bytes, self._written_bytes - position)
+            if self._move(handle, self.kind, position, nbytes):
+                moved_bytes += nbytes
+                if moved_bytes >= self._limit_bytes or self._probe.clock() >= self._probe.until_s:
+                    return
+            position = (position + nbytes) % self._written_bytes
+
+    def _move(self, handle: IoHandle, kind: Kind, position: int, nbytes: int, *, is_typical: bool = True) -> bool:
+        """One request; False where it was so quick that the next one is larger, and this one is not measured."""
+        probe, meter = self._probe, self.path.meter
+        staged, offset = probe.space.ring.view(self.slot)[:nbytes], self.extent.offset + position
+        with probe.space.lock:
+            transfer = meter.start(kind, nbytes)
+        started_s, moved, grows = probe.clock(), False, False
+        try:
+            if kind is Kind.WRITE:
+                probe.integrity.digest(staged)
+                handle.write(staged, offset)
+            else:
+                handle.read(staged, offset)
+                probe.integrity.digest(staged)
+            moved = True
+            grows = nbytes == self._request_bytes < self._largest_bytes and probe.clock() - started_s < QUICK_S
+            if grows:
+                self._request_bytes = min(2 * nbytes, self._largest_bytes)
+        finally:
+            with probe.space.lock:
+                meter.stop(transfer, moved=moved, is_typical=is_typical and not grows)
+                self.path.probe_bytes += nbytes if moved and kind is Kind.WRITE else 0
+        return not grows
