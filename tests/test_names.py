@@ -14,18 +14,19 @@ import pytest
 from support import runs
 
 from ds_tba.errors import BackendUnavailableError
-from ds_tba.storage.backends.cufile import Shared, give_name, named
+from ds_tba.storage.backends.kvikio import Shared, named
 from ds_tba.storage.swap_file import SwapFile
 
 PROGRAM = f"""
 import os, signal, sys
 sys.path.insert(0, {str(runs.ROOT)!r})
 from pathlib import Path
-from ds_tba.storage.backends.cufile import give_name
+from ds_tba.storage.backends.kvikio import named
 from ds_tba.storage.swap_file import SwapFile
 directory = Path(sys.argv[1])
 file = SwapFile(directory, 1 << 20)
-give_name(file.fd, "gds")
+name = named(file.fd, "gds")
+name.__enter__()
 """
 
 
@@ -52,7 +53,7 @@ def test_a_file_that_cannot_be_named_is_told_with_the_way_out(tmp_path: Path) ->
     fd, name = tempfile.mkstemp(dir=tmp_path)
     Path(name).unlink()
     with pytest.raises(BackendUnavailableError, match=r'gds: cuFile opens .*without O_TMPFILE.*"backend": "aio"'):
-        give_name(fd, "gds")
+        named(fd, "gds").__enter__()
     os.close(fd)
     assert list(tmp_path.iterdir()) == []
 
@@ -60,13 +61,12 @@ def test_a_file_that_cannot_be_named_is_told_with_the_way_out(tmp_path: Path) ->
 def test_what_a_killed_run_left_goes_with_the_next_and_what_a_live_one_has_stays(
     file: SwapFile, tmp_path: Path
 ) -> None:
-    alive = give_name(file.fd, "gds")
-    assert python(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)") == -signal.SIGKILL
-    assert len(list(tmp_path.iterdir())) == 2
-    another = SwapFile(tmp_path, 1 << 20)
-    with named(another.fd, "kvikio") as path:
-        assert set(tmp_path.iterdir()) == {alive, path}
-    alive.unlink()
+    with named(file.fd, "gds") as alive:
+        assert python(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)") == -signal.SIGKILL
+        assert len(list(tmp_path.iterdir())) == 2
+        another = SwapFile(tmp_path, 1 << 20)
+        with named(another.fd, "kvikio") as path:
+            assert set(tmp_path.iterdir()) == {alive, path}
     assert list(tmp_path.iterdir()) == []
     file.close()
     another.close()

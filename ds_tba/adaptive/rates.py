@@ -16,8 +16,8 @@ import torch
 from ds_tba.device.accelerator import Accelerator, Copies
 from ds_tba.device.memory import huge_page_memory
 from ds_tba.planner.trace import PathRates, Resources
+from ds_tba.storage.bandwidth_probe import measure_drives
 from ds_tba.storage.nvme import NvmeStore
-from ds_tba.storage.probe import measure_drives
 from ds_tba.storage.staging import COPY_BYTES, CopyRates, measure_copies
 
 # Kernel time that copies by an engine of their own take, as a fraction of the copies' time: the link has about this

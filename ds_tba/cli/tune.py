@@ -71,8 +71,8 @@ def probe(paths: Sequence[str], backend: IoBackend, lanes: Lanes, integrity: str
     """
     from ds_tba.device.accelerator import CpuAccelerator
     from ds_tba.planner.trace import PathRates
+    from ds_tba.storage.bandwidth_probe import LARGEST_REQUEST_BYTES, REGION_BYTES, measure_drives
     from ds_tba.storage.nvme import NvmeStore
-    from ds_tba.storage.probe import LARGEST_REQUEST_BYTES, REGION_BYTES, measure_drives
     from ds_tba.storage.staging import StagingRing
     from ds_tba.storage.swap_file import SwapFile, check_directories
 

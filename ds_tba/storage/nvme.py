@@ -233,16 +233,12 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
             if is_ours:
                 return Arrival.done(tensor_over(ticket.host, ticket.nbytes))
             return self.ring.copies.into(ticket.host, ticket.nbytes, device)
-        if not is_ours:
-            return self._copy_staged(ticket, device)
-        data = self.ring.lend(ticket.held_slot, ticket.nbytes, self.space.deferred.leave)
-        ticket.slot = None
-        return Arrival.done(data)
-
-    def _copy_staged(self, ticket: SwapTicket, device: torch.device) -> Arrival:
+        if is_ours:
+            data = self.ring.lend(ticket.held_slot, ticket.nbytes, self.space.deferred.leave)
+            ticket.slot = None
+            return Arrival.done(data)
         # After the copies into the slot, or bytes that the device has not written yet would be handed over.
-        staged = self.ring.view(ticket.held_slot)
-        arrival = self.ring.copies.into(staged, ticket.nbytes, device, after=ticket.copies)
+        arrival = self.ring.copies.into(self.ring.view(ticket.held_slot), ticket.nbytes, device, after=ticket.copies)
         ticket.uses.append(arrival.event)  # so that the slot is written again only when the copy has read it
         return arrival
 

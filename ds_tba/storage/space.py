@@ -35,12 +35,9 @@ logger = logging.getLogger(__name__)
 SLOW_WAIT_S = 30.0
 COPY_POLL_S = 0.001
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# Handles its own errors; what escapes it is a bug and ends the lane loudly.
+# What a lane does with its handle. Handles its own errors; what escapes it is a bug and ends the lane loudly.
 Task = Callable[[IoHandle], None]
-
-URGENT = 0  # backward waits for it
-AHEAD = 1
-_STOP = 2
+URGENT, AHEAD, _STOP = 0, 1, 2  # its priority: backward waits for what is urgent
 
 
 # ---- tickets ----

@@ -14,10 +14,10 @@ from ds_tba.config import BLOCK, AioConfig, OffloadConfig, Placement
 from ds_tba.device.accelerator import Accelerator, available_bytes
 from ds_tba.errors import BackendUnavailableError, ConfigError
 from ds_tba.storage.backends.select import Selection, select_backend
+from ds_tba.storage.bandwidth_probe import measure_drives
 from ds_tba.storage.base import Store
 from ds_tba.storage.host import HostStore
 from ds_tba.storage.nvme import Lanes, NvmeStore
-from ds_tba.storage.probe import measure_drives
 from ds_tba.storage.space import SwapPath
 from ds_tba.storage.staging import StagingRing
 from ds_tba.storage.swap_file import SwapDirectory, SwapFile, check_directories

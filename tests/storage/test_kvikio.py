@@ -20,7 +20,6 @@ from test_hazards import Scenario, cache_over, scenarios, store_is_empty
 from test_store import CPU, noise, put, stored, until
 
 from ds_tba.errors import BackendUnavailableError, TransferError
-from ds_tba.storage.backends import cufile as cuda
 from ds_tba.storage.backends import kvikio as module
 from ds_tba.storage.backends.base import IoBackend
 from ds_tba.storage.backends.kvikio import KvikioBackend
@@ -215,7 +214,8 @@ def test_there_are_as_many_threads_as_lanes_and_at_least_four(fake: FakeKvikio) 
 
 
 def test_without_a_driver_kvikio_is_not_even_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "driver_obstacle", lambda: cuda.driver_obstacle("libnothing.so.1"))
+    real = module.driver_obstacle
+    monkeypatch.setattr(module, "driver_obstacle", lambda: real("libnothing.so.1"))
     monkeypatch.setattr(module, "imported", lambda name: pytest.fail(f"{name} was imported"))
     with pytest.raises(
         BackendUnavailableError,
@@ -225,9 +225,9 @@ def test_without_a_driver_kvikio_is_not_even_imported(monkeypatch: pytest.Monkey
 
 
 def test_a_driver_without_a_device_is_told() -> None:
-    assert "finds no device" in str(cuda.driver_obstacle(str(driver(devices=0))))
-    assert "CUDA error 100" in str(cuda.driver_obstacle(str(driver(devices=0, code=100))))
-    assert cuda.driver_obstacle(str(driver(devices=2))) is None
+    assert "finds no device" in str(module.driver_obstacle(str(driver(devices=0))))
+    assert "CUDA error 100" in str(module.driver_obstacle(str(driver(devices=0, code=100))))
+    assert module.driver_obstacle(str(driver(devices=2))) is None
 
 
 def driver(devices: int, code: int = 0) -> Path:
@@ -275,10 +275,10 @@ def test_the_place_that_the_user_chose_for_the_log_is_kept(
     (tmp_path / "cufile.json").write_text(config)
     monkeypatch.setenv("CUFILE_ENV_PATH_JSON", str(tmp_path / "cufile.json"))
     monkeypatch.setenv("CUFILE_LOGFILE_PATH", "/my/cufile.log")
-    cuda.move_cufile_log()
+    module.move_cufile_log()
     assert os.environ["CUFILE_LOGFILE_PATH"] == "/my/cufile.log"
     monkeypatch.delenv("CUFILE_LOGFILE_PATH")
-    cuda.move_cufile_log()
+    module.move_cufile_log()
     assert ("CUFILE_LOGFILE_PATH" in os.environ) is moved
 
 

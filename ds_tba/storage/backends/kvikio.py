@@ -2,18 +2,36 @@
 
 As ``gds`` it never goes through host memory. DeepSpeed's op of that name is not used: it ends the process on an error.
 References are to kvikio 26.10. It opens files by path, so the swap file is given as ``/proc/self/fd/N``; cuFile wants a
-real name (``cufile.py``), which a file can be given once, so that the lanes share one ``CuFile``. The thread pool is
-one for the process, first in first out: a request of host memory is cut short, so that a read never waits behind more
-than a few tasks of each writing lane. A request of device memory is not: each one first waits for the default stream
+real name, which a file can be given once, so that the lanes share one ``CuFile``. The thread pool is one for the
+process, first in first out: a request of host memory is cut short, so that a read never waits behind more than a few
+tasks of each writing lane. A request of device memory is not: each one first waits for the default stream
 (``sync_default_stream`` in ``file_handle.hpp``, which Python cannot turn off).
+
+Whether there is a driver is asked of the driver itself, before any library that needs it: without it kvikio raises at
+the first transfer, and the cu13 build of cuFile never returns from opening its driver.
+
+[Note: Names] cuFile opens by its path what it was given as a descriptor. Measured with cuFile 1.15: a file made with
+``O_TMPFILE`` is refused (error 5019), and so is one that was reopened through ``/proc`` or unlinked (5031, "failed to
+obtain new file descriptor"); once it is registered, the name may go.
+
+[Note: Killed runs] Whoever gives a name holds a lock on the file, which ends with the process. A named file without
+a lock is what a killed run left, and goes when the next one in that directory gives a name.
 """
 
 from __future__ import annotations
 
+import ctypes
+import fcntl
+import importlib
 import logging
 import os
 import re
-from collections.abc import Callable
+import tempfile
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +41,6 @@ from ds_tba.config import IO_ALIGNMENT_BYTES
 from ds_tba.device.memory import aligned_memory, host_view, huge_page_memory
 from ds_tba.errors import BackendUnavailableError, TransferError
 from ds_tba.storage.backends.base import IoBackend, IoHandle
-from ds_tba.storage.backends.cufile import Shared, driver_obstacle, imported, move_cufile_log, named
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +49,10 @@ MIN_VERSION = Version("26.10")
 TASK_BYTES = 4 << 20
 MIN_THREADS = 4  # measured to reach fio's rate
 HOST_REQUEST_BYTES = MIN_THREADS * TASK_BYTES
+DRIVER = "libcuda.so.1"
+PREFIX = ".ds_tba-named-"
+_LOG = "CUFILE_LOGFILE_PATH"
+_LOG_DIRECTORY = re.compile(r'^\s*"dir"\s*:', re.MULTILINE)  # cufile.json has // comments, which json does not read
 _EXPANDABLE = re.compile(r"expandable_segments\s*:\s*true", re.IGNORECASE)
 _ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _INSTEAD = 'set "io": {"backend": "aio"} or "posix", or leave it out'
@@ -62,7 +83,7 @@ class KvikioBackend(IoBackend):
         move_cufile_log()
         self._kvikio = imported("kvikio")
         self._device = device
-        self._shared: dict[int, Shared[Any]] = {}
+        self._shared: dict[int, Shared] = {}
         why_not = _why_not_direct(self._kvikio.CompatMode, device, insist=direct)
         if direct and why_not is not None:
             raise BackendUnavailableError(
@@ -98,7 +119,7 @@ class KvikioBackend(IoBackend):
                 file = self._open(str(path))
             shared = self._shared[fd] = Shared(file, file.close)
         shared.join()
-        return _KvikioHandle(shared.resource, shared.leave, on_device=True)
+        return _KvikioHandle(shared.file, shared.leave, on_device=True)
 
     def _open(self, path: str) -> Any:
         try:
@@ -165,6 +186,19 @@ class _KvikioHandle(IoHandle):
             raise TransferError(f"kvikio's {verb} at offset {offset} was short: {moved} of {wanted} bytes")
 
 
+def driver_obstacle(library: str = DRIVER) -> str | None:
+    """The reason why CUDA cannot run on this machine, or None."""
+    try:
+        cuda = ctypes.CDLL(library)
+    except OSError:
+        return f"there is no NVIDIA driver here ({library} does not load)"
+    count = ctypes.c_int(0)
+    code = cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count))
+    if code or not count.value:
+        return f"the NVIDIA driver finds no device (CUDA error {code}, {count.value} devices; see nvidia-smi)"
+    return None
+
+
 def obstacle() -> str | None:
     """The reason why kvikio cannot run here, with the repair; None if there is none. Does no I/O through it."""
     problem = driver_obstacle()
@@ -204,3 +238,112 @@ def _why_not_direct(modes: Any, device: str, *, insist: bool) -> str | None:
     if not imported("kvikio.cufile_driver").get("is_gds_available"):
         return "the kernel module nvidia-fs is not loaded (KVIKIO_COMPAT_MODE=OFF insists)"
     return None
+
+
+def imported(module: str) -> Any:
+    """A module, or None where it is not installed.
+
+    Raises:
+        ImportError: it is installed and does not load.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module.partition(".")[0]:
+            raise
+        return None
+
+
+# ---- what cuFile wants around it ----
+
+
+def move_cufile_log() -> None:
+    """Let cuFile log to the temporary directory, unless the user has chosen a place: its default is the current one.
+
+    cuFile reads the variable when its driver opens.
+    """
+    if _LOG in os.environ:
+        return
+    config = Path(os.environ.get("CUFILE_ENV_PATH_JSON", "/etc/cufile.json"))
+    try:
+        chosen = _LOG_DIRECTORY.search(config.read_text()) is not None
+    except OSError:
+        chosen = False
+    if not chosen:
+        os.environ[_LOG] = str(Path(tempfile.gettempdir()) / f"cufile-{os.getuid()}-{os.getpid()}.log")
+
+
+@contextmanager
+def named(fd: int, backend: str) -> Iterator[Path]:
+    """A name for a file of ``O_TMPFILE`` within the context, beside its place; the kernel allows that once.
+
+    Args:
+        backend: for the message.
+
+    Raises:
+        BackendUnavailableError: the file cannot be linked, as without ``O_TMPFILE``.
+    """
+    directory = Path(os.readlink(f"/proc/self/fd/{fd}")).parent
+    with suppress(OSError):  # no locks on this file system: then nobody can take it for left behind either
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    _remove_left_behind(directory)
+    path = directory / f"{PREFIX}{uuid.uuid4().hex}"
+    descriptors = os.open("/proc/self/fd", os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.link(str(fd), path, src_dir_fd=descriptors, follow_symlinks=True)
+    except OSError as error:
+        raise BackendUnavailableError(
+            f"io.backend {backend}: cuFile opens files by their name, and the swap file in {directory} cannot be given "
+            f"one ({error.strerror}), as on a file system without O_TMPFILE: name a directory on another one, or set "
+            '"io": {"backend": "aio"} or "posix", or leave it out.'
+        ) from error
+    finally:
+        os.close(descriptors)
+    try:
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
+
+
+class Shared:
+    """A ``CuFile`` that several handles share, ended with the last of them.
+
+    Args:
+        end: called once, by whichever thread closes the last handle.
+    """
+
+    def __init__(self, file: Any, end: Callable[[], object]) -> None:
+        self.file = file
+        self._end = end
+        self._handles = 0
+        self._lock = threading.Lock()
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a handle is left."""
+        return self._handles > 0
+
+    def join(self) -> None:
+        """One more handle."""
+        with self._lock:
+            self._handles += 1
+
+    def leave(self) -> None:
+        """One handle fewer."""
+        with self._lock:
+            self._handles -= 1
+            last = self._handles == 0
+        if last:
+            self._end()
+
+
+def _remove_left_behind(directory: Path) -> None:
+    """See [Note: Killed runs]."""
+    for path in directory.glob(f"{PREFIX}*"):
+        with suppress(OSError):  # alive, or another user's, or gone already
+            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+            finally:
+                os.close(fd)
