@@ -23,10 +23,10 @@ from ds_tba.adaptive.agreement import Agreement, Planning
 from ds_tba.adaptive.controller import Controller
 from ds_tba.adaptive.feedback import compilations, moves_in_vain
 from ds_tba.adaptive.rates import Rates
-from ds_tba.autograd.blocks import Blocks, RunningModule, find_blocks
+from ds_tba.autograd.blocks import Blocks, find_blocks
 from ds_tba.autograd.cache import TensorCache
 from ds_tba.autograd.residency import MemoryMeter
-from ds_tba.autograd.sites import open_sites
+from ds_tba.autograd.sites import RunningModule, open_sites
 from ds_tba.autograd.tensors import mark_inputs
 from ds_tba.config import BLOCK, AioConfig, OffloadConfig, with_staging
 from ds_tba.device.accelerator import Accelerator, available_bytes

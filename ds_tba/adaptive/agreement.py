@@ -21,8 +21,7 @@ import torch
 from torch import distributed
 
 from ds_tba.adaptive.policy import PlanInForce
-from ds_tba.planner.plan import Limits
-from ds_tba.planner.search import Planner
+from ds_tba.planner.plan import Limits, Plan
 from ds_tba.planner.trace import MIN_FRACTION, Layout, Resources, Trace, slowest
 
 logger = logging.getLogger(__name__)
@@ -167,7 +166,7 @@ class Planning:
 
     def __init__(
         self,
-        planner: Planner,
+        planner: Callable[[Trace, Limits], Plan],
         limits: Callable[[float], Limits],
         resources: Callable[[], Resources],
         room_bytes: Callable[[], float],

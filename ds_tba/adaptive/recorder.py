@@ -27,12 +27,10 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from ds_tba.autograd.blocks import RunningModule
-from ds_tba.autograd.cache import TensorCache
 from ds_tba.autograd.saved import (
     Hooks,
     PassedThrough,
@@ -42,6 +40,7 @@ from ds_tba.autograd.saved import (
     Site,
     StorageKey,
 )
+from ds_tba.autograd.sites import RunningModule
 from ds_tba.autograd.tensors import Eligibility, Stamp, has_plain_storage, stamp_of
 from ds_tba.device.accelerator import Clock
 from ds_tba.planner.trace import OUTSIDE, BlockTrace, Layout, Resources, StorageTrace, Trace
@@ -257,6 +256,14 @@ class _Watch:
         self._report(self._index)
 
 
+class Saver(Protocol):
+    """Whoever does the saving."""
+
+    def eligibility_of(self, tensor: torch.Tensor) -> Eligibility:
+        """Whether a tensor may leave device memory."""
+        ...
+
+
 class Recorder:
     """The hooks that record one micro-step.
 
@@ -271,7 +278,7 @@ class Recorder:
 
     def __init__(
         self,
-        cache: TensorCache,
+        cache: Saver,
         clock: Clock,
         paths: dict[int, str],
         *,

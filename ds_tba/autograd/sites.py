@@ -46,6 +46,7 @@ of those only such ops are made again whose results are rounded once.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
 import threading
@@ -58,10 +59,10 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
+from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ds_tba.autograd.blocks import position_in_code
 from ds_tba.autograd.rules import OPS, PASSING, RULES, Operand, Output, Rule, constant, is_passing
 from ds_tba.autograd.saved import Keeper, PassedThrough, SavedCounted, SavedStorage, SavedView, StorageKey, nbytes_of
 from ds_tba.autograd.tensors import (
@@ -916,3 +917,41 @@ def excluded_ops(config: OffloadConfig) -> frozenset[str]:
             f'"{BLOCK}.rematerialize.exclude" names {", ".join(unknown)}: the ops are {", ".join(sorted(OPS))}.'
         )
     return config.rematerialize_exclude
+
+
+# ---- which module runs ----------------------------------------------------------------------------------------------
+
+_OURS = (__name__.partition(".")[0] + ".", "contextlib")
+_CALL = nn.Module._wrapped_call_impl.__code__
+
+
+def position_in_code() -> int:
+    """A hash of where the caller's thread is: the innermost module that runs, and the calls inside it; 0 outside."""
+    path: list[Any] = []
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not _CALL:
+        if not str(frame.f_globals.get("__name__")).startswith(_OURS):  # of which there are more in a recorded step
+            path.append((id(frame.f_code), frame.f_lasti))
+        frame = frame.f_back
+    return 0 if frame is None else hash((*path, id(frame.f_locals["self"])))
+
+
+class RunningModule:
+    """Which module of a model runs, read from the call stack: no module has a hook for that.
+
+    Args:
+        paths: for each module (by ``id``) its path in the model.
+    """
+
+    def __init__(self, paths: dict[int, str]) -> None:
+        self._paths = paths
+
+    def path(self) -> str:
+        """Of the innermost module of the model that the caller's thread runs; empty outside of all."""
+        frame = inspect.currentframe()
+        while frame is not None:
+            path = self._paths.get(id(frame.f_locals["self"])) if frame.f_code is _CALL else None
+            if path is not None:
+                return path
+            frame = frame.f_back
+        return ""
