@@ -15,6 +15,7 @@ from test_store import CPU, MIB, noise, nothing_is_held, put, slots_in_use, stor
 
 from ds_tba.autograd.cache import TensorCache
 from ds_tba.autograd.saved import RecordState
+from ds_tba.device.accelerator import PendingCopy
 from ds_tba.errors import ActivationLostError, StateError
 from ds_tba.storage.nvme import Lanes, NvmeStore, PiecesTicket
 from ds_tba.storage.space import SwapTicket, TicketState
@@ -177,6 +178,25 @@ def test_what_is_given_up_after_it_was_wanted_leaves_nothing(
 
 
 @devices
+def test_bytes_that_stayed_in_memory_for_nothing_were_read_not_handed_over(
+    make_store: StoreFactory, accelerator: MakeDevice
+) -> None:
+    """Those that were given up and came from the drive in the end."""
+    gate = Gate()
+    store = make_store(ScriptedBackend(gate), lanes=ONE_LANE, accelerator=accelerator())
+    data = noise(MIB)
+    (ticket,) = under_write(store, gate, data)
+    assert store.prefetch(ticket)
+    gate.opened.set()
+    until(lambda: ticket.state is TicketState.LOADED, "the write")
+    assert store.cancel_prefetch(ticket) and ticket.state is TicketState.STORED
+    assert torch.equal(store.get(ticket, CPU).data, data)
+    assert (store.stats.forwarded_bytes, store.stats.read_bytes) == (0, MIB)
+    store.release(ticket)
+    nothing_is_held(store)
+
+
+@devices
 def test_a_write_that_fails_after_it_was_wanted_keeps_the_bytes(
     make_store: StoreFactory, accelerator: MakeDevice
 ) -> None:
@@ -206,9 +226,10 @@ def test_a_copy_out_that_fails_after_it_was_wanted_raises_and_counts_no_longer(
     def lost() -> None:
         raise RuntimeError("an illegal memory access was encountered")
 
-    monkeypatch.setattr(SwapTicket, "wait_for_copies", lambda ticket: lost())
-    gate.opened.set()
-    until(lambda: second.state is TicketState.LOST, "the copy")
+    with monkeypatch.context() as patch:
+        patch.setattr(PendingCopy, "wait", lambda copy: lost())
+        gate.opened.set()
+        until(lambda: second.state is TicketState.LOST, "the copy")
     assert store.space.read_ahead.early_bytes == store.space.read_ahead.prefetched_bytes == 0
     with pytest.raises(ActivationLostError, match="illegal memory access"):
         store.get(second, CPU)
