@@ -171,7 +171,6 @@ class DeviceMemoryUse:
         return max(0.0, free_bytes - TEMPORARY_FRACTION * total_bytes)
 
     def levels(self) -> MemoryLevels:
-        """As the allocator counts them."""
         api, index = self._api, self._index
         counts: dict[str, int] = api.memory_stats(index) or {}
         # "active" also has what record_stream() holds; not every allocator counts it.
@@ -350,7 +349,6 @@ class CudaAccelerator(DeviceAccelerator):
 
 
 def adapted(api: Any) -> Accelerator:
-    """DeepSpeed's accelerator as ours."""
     if api.is_synchronized_device():
         return CpuAccelerator()
     return CudaAccelerator(api) if api.device_name() == "cuda" else DeviceAccelerator(api)

@@ -209,5 +209,4 @@ class Always:
         self._choice = Choice(tuple(stores), wait, reason, rematerialize)
 
     def choose(self, key: Hashable, nbytes: int) -> Choice:
-        """That one choice."""
         return self._choice

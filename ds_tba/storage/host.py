@@ -173,7 +173,6 @@ class HostStore(Store[HostTicket]):
         return arrival
 
     def _free(self, ticket: HostTicket) -> None:
-        """Finalize a released ticket."""
         self._take_arrival(ticket)
         span, ticket.span = ticket.span, None
         if span is not None:

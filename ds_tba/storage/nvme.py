@@ -32,7 +32,7 @@ from ds_tba.device.accelerator import Arrival, PendingCopy
 from ds_tba.errors import ActivationCorruptionError, ActivationLostError, StateError, StorageError, TransferError
 from ds_tba.storage.backends.base import IoBackend, IoHandle
 from ds_tba.storage.base import Loaded, Refusal, Store, Ticket
-from ds_tba.storage.integrity import Integrity, Mismatch
+from ds_tba.storage.integrity import Integrity
 from ds_tba.storage.space import (
     BEFORE_WRITTEN,
     SLOW_WAIT_S,
@@ -111,7 +111,9 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
         try:
             # Every handle comes before any thread: a failure must leave no thread behind.
             for path in self.paths:
-                path.open_lanes(backend, lanes.write, lanes.read)
+                for group, count in ((path.writes, lanes.write), (path.reads, lanes.read)):
+                    for _ in range(count):
+                        group.handles.append(backend.open_handle(path.file.fd))
             for index, path in enumerate(self.paths):
                 path.writes.start(f"ds_tba-write-{index}", ring.accelerator)
                 path.reads.start(f"ds_tba-read-{index}", ring.accelerator)
@@ -459,10 +461,25 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
         return arrival
 
     def _read_checked(self, ticket: SwapTicket, target: torch.Tensor, handle: IoHandle) -> StorageError | None:
-        """Read a ticket's bytes into ``target``. Returns the error for which they must not be used, if there is one."""
-        where = f"{ticket.path.file.directory}, offset {ticket.extent.offset}, {ticket.extent.nbytes} bytes"
+        """Read a ticket's bytes into ``target``, and once more if that failed or brought other bytes.
+
+        DeepSpeed's op tells no error of a read. Returns the error for which the bytes must not be used, if there is
+        one.
+        """
+        offset = ticket.extent.offset
+        where = f"{ticket.path.file.directory}, offset {offset}, {ticket.extent.nbytes} bytes"
         try:
-            mismatch = self._read_up_to_twice(ticket, target, handle, where)
+            try:
+                handle.read(target, offset)
+                mismatch = self.integrity.compare(target, ticket.checksums)
+                why = None if mismatch is None else "bytes read back are not the bytes written"
+            except TransferError as error:
+                why = str(error)
+            if why is None:
+                return None
+            logger.warning("%s: %s; trying once more", where, why)
+            handle.read_again(target, offset)
+            mismatch = self.integrity.compare(target, ticket.checksums)
         except Exception as error:  # noqa: BLE001 - see [Note: Degrading]
             lost = ActivationLostError(
                 f"{where}: the activation cannot be read back ({error}). Stop, check the drive (dmesg, smartctl), and "
@@ -474,22 +491,6 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
             return None
         return ActivationCorruptionError(
             f"{where}: bytes read back are not the bytes written: {mismatch.nbytes} bytes at file offset "
-            f"{ticket.extent.offset + mismatch.offset} have checksum {mismatch.found:#018x}, expected "
-            f"{mismatch.expected:#018x}. A write was lost, short or stale: check the drive (dmesg, smartctl), and "
-            "resume from the last checkpoint."
+            f"{offset + mismatch.offset} have checksum {mismatch.found:#018x}, expected {mismatch.expected:#018x}. A "
+            "write was lost, short or stale: check the drive (dmesg, smartctl), and resume from the last checkpoint."
         )
-
-    def _read_up_to_twice(
-        self, ticket: SwapTicket, target: torch.Tensor, handle: IoHandle, where: str
-    ) -> Mismatch | None:
-        """Read, and once more if that failed or brought other bytes: DeepSpeed's op tells no error of a read."""
-        try:
-            handle.read(target, ticket.extent.offset)
-            if self.integrity.compare(target, ticket.checksums) is None:
-                return None
-            why = "bytes read back are not the bytes written"
-        except TransferError as error:
-            why = str(error)
-        logger.warning("%s: %s; trying once more", where, why)
-        handle.read_again(target, ticket.extent.offset)
-        return self.integrity.compare(target, ticket.checksums)

@@ -129,7 +129,7 @@ class LaneGroup:
     Finalizers may not queue tasks: the garbage collector runs also inside of the queue's lock.
 
     Attributes:
-        handles: of each lane, used and closed by its thread.
+        handles: of each lane, opened by the store, used and closed by its thread.
     """
 
     def __init__(self) -> None:
@@ -137,11 +137,6 @@ class LaneGroup:
         self._threads: list[threading.Thread] = []
         self._tasks: queue.PriorityQueue[tuple[int, int, Any]] = queue.PriorityQueue()
         self._arrivals = itertools.count()
-
-    def open(self, count: int, open_handle: Callable[[], IoHandle]) -> None:
-        """Open the handles of ``count`` lanes."""
-        for _ in range(count):
-            self.handles.append(open_handle())
 
     def start(self, name: str, accelerator: Accelerator) -> None:
         """Start a thread for each handle, on the accelerator's device."""
@@ -196,11 +191,6 @@ class SwapPath:
         self.failure: str | None = None
         self.full = False
         self._is_limit_said = False
-
-    def open_lanes(self, backend: IoBackend, write_lanes: int, read_lanes: int) -> None:
-        """Open the handles of its lanes, which are not started yet."""
-        self.writes.open(write_lanes, lambda: backend.open_handle(self.file.fd))
-        self.reads.open(read_lanes, lambda: backend.open_handle(self.file.fd))
 
     @property
     def written_bytes(self) -> int:

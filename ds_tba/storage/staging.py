@@ -274,7 +274,6 @@ class StagingRing:
             self._free_if_unused()
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
-        """The memory (uint8, 1-D, zeroed)."""
         if self._is_pinned:
             return self.accelerator.pin_memory(torch.zeros(nbytes, dtype=torch.uint8, device="cpu"))
         memory = self._backend.allocate_staging(nbytes)

@@ -62,11 +62,6 @@ class SwapFile:
         # A child that outlives this process would keep the disk space of a file that it does not use.
         os.register_at_fork(after_in_child=partial(_close_if_alive, weakref.ref(self)))
 
-    @property
-    def name(self) -> str:
-        """A path that opens this very file in this process."""
-        return f"/proc/self/fd/{self.fd}"
-
     def reserve_first(self, least_bytes: int) -> None:
         """Reserve the first step before training, so that a full disk shows now.
 

@@ -86,7 +86,6 @@ class Tiers:
 
     @property
     def paths(self) -> list[SwapPath]:
-        """The directories at work."""
         return self.nvme.paths if self.nvme is not None else []
 
     def wear(self, elapsed_s: float) -> list[PathWear]:

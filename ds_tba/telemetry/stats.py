@@ -145,7 +145,6 @@ class RecentRate:
 
     @property
     def is_known(self) -> bool:
-        """Whether anything was measured."""
         return self._nbytes > 0
 
     @property
@@ -160,8 +159,6 @@ class RecentRate:
 
 
 class Kind(Enum):
-    """The kinds of transfers."""
-
     WRITE = "write"
     READ = "read"
 
@@ -229,7 +226,6 @@ class PathMeter:
         self._now_s = 0.0
 
     def of(self, kind: Kind) -> KindMeter:
-        """The meter of one kind."""
         return self.writes if kind is Kind.WRITE else self.reads
 
     def start(self, kind: Kind, nbytes: int) -> Transfer:

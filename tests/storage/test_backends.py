@@ -129,7 +129,7 @@ class TestPosix(BackendContract):
         return PosixBackend()
 
     def test_the_kernels_error_is_told(self, backend: IoBackend, file: SwapFile, staging: torch.Tensor) -> None:
-        read_only = os.open(file.name, os.O_RDONLY | os.O_DIRECT)
+        read_only = os.open(f"/proc/self/fd/{file.fd}", os.O_RDONLY | os.O_DIRECT)
         try:
             with pytest.raises(TransferError, match="write of 4096 bytes at offset 8192 failed"):
                 backend.open_handle(read_only).write(staging[:4096], 8192)

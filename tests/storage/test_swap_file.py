@@ -19,7 +19,7 @@ def test_it_has_no_name_and_is_private(tmp_path: Path) -> None:
     file = SwapFile(tmp_path, 1 << 20)
     assert list(tmp_path.iterdir()) == []
     assert stat.S_IMODE(os.fstat(file.fd).st_mode) == 0o600
-    assert os.path.samestat(os.stat(file.name), os.fstat(file.fd))
+    assert os.path.samestat(os.stat(f"/proc/self/fd/{file.fd}"), os.fstat(file.fd))
     file.close()
     file.close()
 

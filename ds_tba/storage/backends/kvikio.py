@@ -320,16 +320,13 @@ class Shared:
 
     @property
     def in_use(self) -> bool:
-        """Whether a handle is left."""
         return self._handles > 0
 
     def join(self) -> None:
-        """One more handle."""
         with self._lock:
             self._handles += 1
 
     def leave(self) -> None:
-        """One handle fewer."""
         with self._lock:
             self._handles -= 1
             last = self._handles == 0
