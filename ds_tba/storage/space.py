@@ -93,7 +93,7 @@ class SwapTicket(Ticket, StateMachine):
     }
 
     def __init__(
-        self, nbytes: int, store: Store[Any], path: Any, extent: Span, slot: Span, device: torch.device
+        self, nbytes: int, store: Store[Any], path: SwapPath, extent: Span, slot: Span, device: torch.device
     ) -> None:
         super().__init__(nbytes, store)
         self.device = device
