@@ -147,6 +147,7 @@ class TensorCache(Keeper):
         self._originals = keep_originals()
         # With the record that waits for the answer; without, where the site was proven before.
         self._unread: deque[tuple[SavedStorage | None, Any, Any]] = deque()
+        self._recomputed: list[CountedMemory] = []  # what blocks that ran again have saved in this backward
         self._made: dict[SavedStorage, None] = {}  # not saved, but made again
 
     # ---- forwards -----------------------------------------------------------------------------------------------
@@ -302,19 +303,16 @@ class TensorCache(Keeper):
         if proof is not None:
             record.makeable = proof.makeable
         if proof is not None and proof.comparison is not None:
-            self.residency.add_kept(record, tensor)
             self._unread.append((record, proof.recipe, proof.comparison))
         elif proof is not None and proof.recipe is not None:
             self._leave_out(record, proof.recipe, tensor)
-            self.residency.add_moved(record, tensor)
         elif isinstance(taken := self.residency.offload(tensor, choice), str):
             self.stats.kept_bytes[taken] += record.nbytes
-            self.residency.add_kept(record, tensor)
         else:
             record.ticket = taken
             record.move(RecordState.AWAY)
             record.index = record.micro_step.add(record)
-            self.residency.add_moved(record, tensor)
+        self.residency.add(record, tensor)
         forward.by_key[key] = record
         self.live_records += 1
         record.micro_step.saved += 1
@@ -328,7 +326,6 @@ class TensorCache(Keeper):
         """
         self.wait_for_room(nbytes)
         with self.finalizers:
-            self.residency.make_room(nbytes)
             memory = self.residency.count(tensor.untyped_storage() if has_plain_storage(tensor) else None, nbytes)
             added_bytes = self.stats.saved.enter(memory.stamp, nbytes if reason else 0)
             if reason:
@@ -547,12 +544,13 @@ class TensorCache(Keeper):
             return
         self.wait_for_room(nbytes := held_bytes(tensor, self._device))
         with self.finalizers:
-            self.residency.count_again(tensor.untyped_storage(), nbytes)
+            self._recomputed.append(self.residency.count(tensor.untyped_storage(), nbytes))
 
     def end_recomputations(self) -> None:
-        """Backward is over, or has raised; see :meth:`Residency.end_recomputations`."""
+        """Backward is over, or has raised: what it saved again and others hold on to, a buffer say, is theirs."""
         with self.finalizers:
-            self.residency.end_recomputations()
+            while self._recomputed:
+                self.residency.leave(self._recomputed.pop())
 
     def limit_resident(self, nbytes: int | None, name: str = "") -> None:
         """Hold saved tensors in device memory within a budget from now on; see :meth:`Residency.limit`."""

@@ -77,7 +77,6 @@ class Residency:
         self._accelerator = accelerator
         self._has_warned = False
         self._largest_bytes = 0  # of the storages that left
-        self._recomputed: list[CountedMemory] = []  # what recomputations have saved in this backward
         # What may leave, oldest first. Of a kept one an event of the stream that makes its bytes.
         self._movable: dict[SavedStorage, Any] = {}
         self._early: dict[SavedStorage, None] = {}  # oldest first: see add_early()
@@ -172,21 +171,19 @@ class Residency:
 
         Without a storage, until no user wants it counted.
         """
-        memory = self._counted(storage)
+        guards: tuple[ResidencyGuard, ...] = getattr(storage, _GUARDS, ())
+        memory = next((one.memory for one in guards if one.is_of(self._cache)), None)
         if memory is None:
             memory = CountedMemory(stamp_of(storage))
             if storage is not None:
-                guards = (*getattr(storage, _GUARDS, ()), ResidencyGuard(self._cache, memory))
-                setattr(storage, _GUARDS, guards)
+                setattr(storage, _GUARDS, (*guards, ResidencyGuard(self._cache, memory)))
+        if nbytes > memory.nbytes:
+            if self.is_limited:  # without a budget the wait, for what was let go of, has been without the lock
+                self.make_room(nbytes - memory.nbytes)
+            self._gauge.add(nbytes - memory.nbytes)
+            memory.nbytes = nbytes
         memory.users += 1
-        added_bytes = max(nbytes - memory.nbytes, 0)
-        memory.nbytes += added_bytes
-        self._gauge.add(added_bytes)
         return memory
-
-    def _counted(self, storage: torch.UntypedStorage | None) -> CountedMemory | None:
-        guards: tuple[ResidencyGuard, ...] = getattr(storage, _GUARDS, ())
-        return next((one.memory for one in guards if one.is_of(self._cache)), None)
 
     def leave(self, memory: CountedMemory) -> None:
         """A user is gone; with the last one the memory is counted no longer."""
@@ -203,27 +200,13 @@ class Residency:
         else:
             self._gauge.add(-nbytes)
 
-    def count_again(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """Count what a recomputation saves until it is free, or until :meth:`end_recomputations`."""
-        if self._counted(storage) is None:
-            self.make_room(nbytes)
-        self._recomputed.append(self.count(storage, nbytes))
-
-    def end_recomputations(self) -> None:
-        """Backward is over: what it saved again and others hold on to, a buffer say, is theirs."""
-        while self._recomputed:
-            self.leave(self._recomputed.pop())
-
-    def add_kept(self, record: SavedStorage, tensor: torch.Tensor) -> None:
-        """The bytes of a tensor stay where they are."""
+    def add(self, record: SavedStorage, tensor: torch.Tensor) -> None:
+        """A storage is saved; its memory counts until its last user lets go of it, also where the bytes are away."""
         record.memory = self.count(tensor.untyped_storage(), record.nbytes)
-        if self.is_limited:
+        if record.state is not RecordState.KEPT:
+            self._largest_bytes = max(self._largest_bytes, record.nbytes)
+        elif self.is_limited:
             self._movable[record] = None if self._accelerator is None else moment(self._accelerator)
-
-    def add_moved(self, record: SavedStorage, tensor: torch.Tensor) -> None:
-        """The bytes of a tensor are elsewhere too; its memory counts until its last user lets go of it."""
-        self._largest_bytes = max(self._largest_bytes, record.nbytes)
-        record.memory = self.count(tensor.untyped_storage(), record.nbytes)
 
     def let_go(self, record: SavedStorage, tensor: torch.Tensor | None) -> None:
         """The bytes of a tensor need not be held, since they can be made again; None where nobody holds one."""
@@ -320,17 +303,11 @@ class Residency:
     def add_early(self, record: SavedStorage) -> None:
         """A recipe has brought a storage back, which backward wants for itself later, or not at all.
 
-        It stays for that. But beyond what two operands of an op take, those leave that no recipe wants any more, and
-        then those that take no read to come back; the others are left to their recipes.
+        It stays for that, but the oldest of them leave that take more than two operands of an op.
         """
         self._early[record] = None
-        excess_bytes = sum(one.nbytes for one in self._early) - 2 * self._largest_bytes
-        others = [one for one in self._early if one is not record and not (one.lent and one.recipe is None)]
-        for one in sorted(others, key=lambda other: other.lent > 0):
-            if excess_bytes <= 0:
-                return
-            excess_bytes -= one.nbytes
-            self.evict(one)
+        while sum(one.nbytes for one in self._early) > 2 * self._largest_bytes and len(self._early) > 1:
+            self.evict(next(iter(self._early)))
 
     def end_early(self) -> None:
         """Hold none of them any longer: forward goes on, and backward is far."""

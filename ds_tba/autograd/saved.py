@@ -15,6 +15,7 @@ lock taken.
 
 from __future__ import annotations
 
+import copy
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -302,11 +303,8 @@ class SavedView:
 
     def twin(self) -> SavedView:
         """Another view of the same bytes, for a recipe. Called under the cache's lock, which counts it."""
-        other = SavedView.__new__(SavedView)
-        other.held, other.eps, other.is_unpacked, other.is_lent = self.held, self.eps, False, True
-        other._cache, other.record = self._cache, self.record
-        if other.held is None:
-            other._spec, other._witness = self._spec, self._witness
+        other = copy.copy(self)
+        other.is_unpacked, other.is_lent = False, True
         return other
 
     def let_go(self) -> None:
