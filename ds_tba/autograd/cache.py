@@ -63,7 +63,7 @@ from ds_tba.autograd.tensors import (
     uncompiled_hooks,
 )
 from ds_tba.device.accelerator import Accelerator
-from ds_tba.errors import ActivationModifiedError, StateError, StorageError
+from ds_tba.errors import ActivationModifiedError, StorageError
 from ds_tba.storage.base import Always, Choice, Policy, Store
 from ds_tba.telemetry.stats import CacheStats
 
@@ -405,8 +405,6 @@ class TensorCache(Keeper):
                 self.stats.resident.add(-counted_bytes)
 
     def _make(self, record: SavedStorage, recipe: Any) -> torch.Tensor:
-        if self.sites is None:
-            raise StateError("there is a recipe, and no sites; this is a bug in ds_tba")
         with self._scratch(record.nbytes + recipe.scratch_bytes):
             made: torch.Tensor = self.sites.make(recipe)
         return made
@@ -518,8 +516,8 @@ class TensorCache(Keeper):
             with self.finalizers:
                 if data is not None and record.state is RecordState.AWAY:
                     self.residency.add_made(record, data)
-                if record.state is RecordState.BACK:
-                    record.recipe = None
+                if record.reloaded is not None:
+                    record.reloaded, record.recipe = record.reloaded._replace(is_only=True), None
                     del self._made[record]
 
     # ---- room, for forwards that run again and for ourselves ----------------------------------------------------

@@ -249,10 +249,7 @@ class Residency:
             if accelerator is not None and passing_bytes:  # the current stream reads it from there
                 self.releases.add(passing_bytes, (accelerator.current_stream(),))
         self._stats.moving_s += time.perf_counter() - started_s
-        if not loaded.stored:
-            record.ticket = None
-            ticket.store.release(ticket)  # its bytes were handed over, but a part of them may still be there
-        return self._add_back(record, loaded.arrival, data)
+        return self._add_back(record, loaded.arrival, data, is_only=not loaded.stored)
 
     def add_made(self, record: SavedStorage, data: torch.Tensor) -> Reloaded:
         """The bytes of a record were made again on the calling thread's current stream."""
@@ -261,11 +258,11 @@ class Residency:
             arrival = Arrival.done(data)
         else:  # the next consumer may be on another stream, and must wait for what makes the bytes
             arrival = Arrival(device, data, moment(device), device.current_stream())
-        return self._add_back(record, arrival, data)
+        return self._add_back(record, arrival, data, is_only=False)
 
-    def _add_back(self, record: SavedStorage, arrival: Arrival, data: torch.Tensor) -> Reloaded:
+    def _add_back(self, record: SavedStorage, arrival: Arrival, data: torch.Tensor, *, is_only: bool) -> Reloaded:
         record.move(RecordState.BACK)
-        record.reloaded = Reloaded(arrival, data._version)
+        record.reloaded = Reloaded(arrival, data._version, is_only)
         # The same list that join() adds to: when the host lets go, it tells which streams may still use the memory.
         self.count(data.untyped_storage(), record.nbytes).consumers = arrival.consumers
         if self.is_limited:
@@ -346,6 +343,8 @@ class Residency:
         taken = self.offload(tensor, Choice(self._stores, wait=True))
         if isinstance(taken, str):
             return False
+        if record.ticket is not None:  # its bytes were handed over, but a part of them may still be there
+            record.ticket.store.release(record.ticket)
         record.ticket = taken
         record.move(RecordState.AWAY)
         self._largest_bytes = max(self._largest_bytes, record.nbytes)

@@ -6,6 +6,11 @@ Sees tensors, tickets and versions; cannot see where storages go, nor why: the c
 kept or moved. A kept tensor is held as a detached alias: the tensor itself would close a reference cycle through its
 own graph node.
 
+[Note: Lifetimes] A graph holds views, a view its record, a record its recipe, and a recipe views of its own (lent) of
+other records. That is no circle: a recipe never holds a graph. The cache lists records, and gives them up with their
+last view, and with them ticket, recipe and bytes. On a storage that is counted lies a guard. Record and guard share the
+account of its memory: the one tells of the end of a user, the other of the end of the memory, in any order.
+
 [Note: Finalizers] A view's ``__del__`` may run anywhere: in any thread, and also while its own thread holds the lock,
 because every allocation inside a critical section may start the garbage collector. So it neither waits for the lock nor
 takes it twice; it defers itself (``ds_tba/storage/finalizers.py``). Whoever takes the lock, as ``with finalizers:``,
@@ -102,10 +107,17 @@ class StorageKey(NamedTuple):
 
 
 class Reloaded(NamedTuple):
-    """The bytes of a record in device memory again: the copy into it, and the version of its tensor when it came."""
+    """The bytes of a record in device memory again.
+
+    Attributes:
+        arrival: the memory, and the copy into it.
+        version: of its tensor when it came.
+        is_only: whether neither a store nor a recipe has these bytes any more.
+    """
 
     arrival: Arrival
     version: int
+    is_only: bool
 
 
 class Makeable(NamedTuple):
@@ -126,10 +138,11 @@ class SavedStorage(StateMachine):
     """One storage saved for backward. Changed only under the cache's lock.
 
     Attributes:
-        ticket: of the store that has the bytes, if one has.
+        ticket: of the store that has the bytes, or had them until they came back. Once set, it is replaced and never
+            taken away, because it is read without the lock, too.
         recipe: that makes the bytes again, where they are not saved: of ``sites.py``, which imports this file.
         makeable: how they could be made again, if they can.
-        reloaded: the bytes, while they are back. Without a ticket and a recipe these are the only ones.
+        reloaded: the bytes, while they are back.
         kept_views: views that may hold the bytes.
         memory: the account of the storage that was saved.
         index: in its micro-step.
@@ -171,7 +184,7 @@ class SavedStorage(StateMachine):
     @property
     def is_backed(self) -> bool:
         """Whether the bytes are back, and can be brought back once more."""
-        return self.state is RecordState.BACK and (self.ticket is not None or self.recipe is not None)
+        return self.reloaded is not None and not self.reloaded.is_only
 
     @property
     def holders(self) -> list[SavedView]:
