@@ -373,6 +373,7 @@ class TensorCache(Keeper):
                 data = reloaded.arrival.join()  # every consumer waits for the copy, each in its own stream
                 unmodified(data, reloaded.version)
                 record.pending -= not (view.is_unpacked or view.is_lent)
+                view.is_unpacked = True  # under the lock: two threads may unpack one view, and it was pending once
                 if view.is_lent:
                     self.residency.add_early(record)
                 self._evict_if_unpacked(record)  # the record lets go of the memory, and the caller's ``data`` holds it

@@ -47,7 +47,8 @@ class Keeper:
     """What the objects below hold of the cache that made them.
 
     Args:
-        load: brings back the bytes of a view's storage (uint8, 1-D), for the calling thread's current stream.
+        load: brings back the bytes of a view's storage (uint8, 1-D), for the calling thread's current stream, and notes
+            at the view that it was unpacked.
         count_kept: counts the memory of a tensor without a record, as so many bytes and for a reason.
         finalize: acts on one deferred finalizer.
 
@@ -296,9 +297,7 @@ class SavedView:
             return unmodified(held, self.record.key.version)
         if not self.is_unmodified:
             raise _modified(self._spec.shape, self._spec.dtype, self.record.key.version, self._witness.version)
-        data = self._cache.load(self)
-        self.is_unpacked = True
-        return self._spec.rebuild(data)
+        return self._spec.rebuild(self._cache.load(self))
 
     @property
     def spec(self) -> ViewSpec:
