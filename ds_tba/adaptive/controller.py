@@ -256,7 +256,7 @@ class Controller:
     def recompute(self, token: int) -> None:
         """Backward begins to run a pass again, which saves so many bytes."""
         self.recomputed_bytes += token
-        self._cache.has_room(token)  # at once: what it saves then finds the room
+        self._cache.wait_for_room(token)  # at once: what it saves then finds the room
 
     # ---- decisions ----------------------------------------------------------------------------------------------
 

@@ -32,12 +32,11 @@ from typing import Any, Protocol
 import torch
 
 from ds_tba.autograd.saved import (
+    CountedMemory,
     Hooks,
     PassedThrough,
-    ResidencyGuard,
     SavedCounted,
     SavedView,
-    Site,
     StorageKey,
 )
 from ds_tba.autograd.sites import RunningModule
@@ -63,7 +62,7 @@ class _Storage:
     packed: int
     left: int | None  # by forward: freed where it was moved (None: not yet), else saved for the last time
     is_movable: bool
-    site: Site | None = None  # that could make it again, from ``sources``
+    site: Any = None  # that could make it again, from ``sources``
     sources: tuple[int, ...] = ()
     passes: list[int] = field(default_factory=list)
     unpacked: int | None = None
@@ -294,7 +293,7 @@ class Recorder:
         self._is_synchronous = is_synchronous
         self._module = RunningModule(paths)
         self._by_key: dict[StorageKey, int] = {}  # of the storages that have a record in the cache, or are inputs
-        self._small: weakref.WeakKeyDictionary[ResidencyGuard, int] = weakref.WeakKeyDictionary()
+        self._small: weakref.WeakKeyDictionary[CountedMemory, int] = weakref.WeakKeyDictionary()
         self._depth = 0
 
     def around(self, hooks: Hooks) -> Hooks:
@@ -409,12 +408,12 @@ class Recorder:
 
     def _index_of_small(self, held: SavedCounted, scope: _Scope) -> int:
         """See [Note: Small tensors]."""
-        index = self._small.get(held.guard)  # a storage that is saved many times takes its memory once
+        index = self._small.get(held.memory)  # a storage that is saved many times takes its memory once
         if index is not None:
             return index
         if scope.small == _NOTHING:
             scope.small = self._add(0, False)
-        self._small[held.guard] = scope.small
+        self._small[held.memory] = scope.small
         self.record.storages[scope.small].nbytes += max(1, held.nbytes)
         return scope.small
 

@@ -35,19 +35,17 @@ import torch
 
 from ds_tba.autograd.originals import keep_originals
 from ds_tba.autograd.prefetch import MicroStep, Phase
-from ds_tba.autograd.residency import Residency, Transfers
+from ds_tba.autograd.residency import Residency
 from ds_tba.autograd.saved import (
     NO_INDEX,
+    CountedMemory,
     Finalized,
-    Freed,
     Hooks,
     Keeper,
     Makeable,
+    MemoryGone,
     PassedThrough,
-    Recipe,
     RecordState,
-    Rematerialization,
-    ResidencyGuard,
     SavedCounted,
     SavedStorage,
     SavedView,
@@ -65,8 +63,8 @@ from ds_tba.autograd.tensors import (
     uncompiled_hooks,
 )
 from ds_tba.device.accelerator import Accelerator
-from ds_tba.errors import ActivationModifiedError, StateError, StorageError
-from ds_tba.storage.base import Always, Choice, Policy, Store, Ticket
+from ds_tba.errors import ActivationModifiedError, StorageError
+from ds_tba.storage.base import Always, Choice, Policy, Store
 from ds_tba.telemetry.stats import CacheStats
 
 # Of storages whose comparison a device has not answered yet.
@@ -98,8 +96,8 @@ class _Proof(NamedTuple):
         comparison: that must be read before it need not be saved; None where that is certain.
     """
 
-    found: Makeable
-    recipe: Recipe | None = None
+    makeable: Makeable
+    recipe: Any = None
     comparison: Any = None
 
 
@@ -120,7 +118,8 @@ class TensorCache(Keeper):
     Attributes:
         learned_order: of first uses, in the last backward that used all.
         live_records: saved storages that some graph still holds.
-        sites: what can be made again; None where nothing is to be.
+        sites: what can be made again, as ``sites.py`` has it, which imports this room's lower files; None where nothing
+            is to be.
     """
 
     def __init__(
@@ -133,31 +132,23 @@ class TensorCache(Keeper):
         accelerator: Accelerator | None = None,
         released_bytes: int = 256 << 20,
     ) -> None:
-        super().__init__()
+        super().__init__(self._load, self._count_kept, self._finalize)
         self.stats = CacheStats()
         self._stores = tuple(stores)
         self._device = torch.device(device)
         self._accelerator = accelerator
         self._min_tensor_bytes = min_tensor_bytes
         self._default_policy: Policy = Always(stores, wait=wait_for_staging, rematerialize=True)
-        self.transfers = Transfers(self.stats, self._stores, self._device)
-        self.residency = Residency(self.stats.resident, self.transfers, self, accelerator, released_bytes)
+        self.residency = Residency(self.stats, self._stores, self._device, self, accelerator, released_bytes)
         self.forward = Forward(MicroStep(), self._default_policy)
         self.learned_order: list[int] = []
         self.live_records = 0
-        self.sites: Rematerialization | None = None
+        self.sites: Any = None
         self._originals = keep_originals()
         # With the record that waits for the answer; without, where the site was proven before.
-        self._unread: deque[tuple[SavedStorage | None, Recipe, Any]] = deque()
-        self._absent: dict[SavedStorage, None] = {}  # not saved, to be made again
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """The lock, with what finalizers have left before and meanwhile; where it is taken often, by hand."""
-        with self.lock:
-            self.finalizers.act()
-            yield
-        self.finalizers.act_if_free()
+        self._unread: deque[tuple[SavedStorage | None, Any, Any]] = deque()
+        self._recomputed: list[CountedMemory] = []  # what blocks that ran again have saved in this backward
+        self._made: dict[SavedStorage, None] = {}  # not saved, but made again
 
     # ---- forwards -----------------------------------------------------------------------------------------------
 
@@ -185,10 +176,10 @@ class TensorCache(Keeper):
             return
         if self.sites is not None:
             self.sites.begin_forward()
-        with self._locked():
+        with self.finalizers:
             step = self.forward.micro_step
             if not (continues or step.is_interleaved):
-                step = MicroStep()
+                step = MicroStep(self.learned_order)
                 self.stats.micro_steps += 1
             step.begin_forward(lead)
             self.forward = Forward(step, policy or self._default_policy, is_recorded)
@@ -202,8 +193,8 @@ class TensorCache(Keeper):
     @contextmanager
     def interleaving(self) -> Iterator[None]:
         """Forwards and backwards of several micro-batches: one micro-step; see [Note: Micro-steps]."""
-        with self._locked():
-            self.forward.micro_step = MicroStep(is_interleaved=True)
+        with self.finalizers:
+            self.forward.micro_step = MicroStep(self.learned_order, is_interleaved=True)
             self.stats.micro_steps += 1
         try:
             yield
@@ -213,7 +204,7 @@ class TensorCache(Keeper):
     @property
     def expects_forward(self) -> bool:
         """Whether one more forward belongs to the last micro-step; see [Note: Micro-steps]."""
-        with self._locked():
+        with self.finalizers:
             return self.forward.micro_step.expects_forward
 
     def end_micro_step(self) -> None:
@@ -222,11 +213,10 @@ class TensorCache(Keeper):
         Raises:
             RematerializationError: what was made again in earlier steps is no longer what forward makes.
         """
-        with self._locked():
+        with self.finalizers:
             self.forward.micro_step = MicroStep()
         self.read_comparisons(wait=True)
         self._keep_cheaper()
-        self.finalizers.act_if_free()
 
     # ---- pack ---------------------------------------------------------------------------------------------------
 
@@ -258,22 +248,17 @@ class TensorCache(Keeper):
         acts = self._stores or self.sites is not None
         if acts and torch._C._len_torch_dispatch_stack() and is_under_a_mode():
             return Eligibility.PARAMETER if is_parameter(tensor) else Eligibility.UNDER_A_MODE
-        why = eligibility(tensor, self._device, self._min_tensor_bytes)
-        accelerator = self._accelerator
+        why, accelerator = eligibility(tensor, self._device, self._min_tensor_bytes), self._accelerator
+        if why is not Eligibility.ELIGIBLE or accelerator is None:
+            return why
         # Moving the memory of a graph frees nothing, and its next run writes there whoever has saved it.
-        if (
-            why is Eligibility.ELIGIBLE
-            and accelerator is not None
-            and (accelerator.is_capturing() or accelerator.is_of_graph(tensor.untyped_storage()))
-        ):
-            return Eligibility.OF_GRAPH
-        return why
+        is_of_graph = accelerator.is_capturing() or accelerator.is_of_graph(tensor.untyped_storage())
+        return Eligibility.OF_GRAPH if is_of_graph else why
 
     def _save(self, tensor: torch.Tensor) -> SavedView:
         key = StorageKey.of(tensor)
         forward, sites, record = self.forward, self.sites, None
-        with self.lock:
-            self.finalizers.act()
+        with self.finalizers:
             choice = forward.policy.choose(key, key.nbytes)
             if key in forward.by_key or (sites is None and not self.residency.may_wait):
                 record, offloaded = self._enter(forward, tensor, key, choice, None)
@@ -281,17 +266,14 @@ class TensorCache(Keeper):
             proof = None
             if sites is not None:
                 self.read_comparisons()
-                proof = self._prove(sites, tensor, key, choice)  # without the lock: operands load on their own
-            self._wait_for_room(key.nbytes)
-            with self.lock:
-                self.finalizers.act()
+                proof = self._prove(tensor, key, choice)  # without the lock: operands load on their own
+            self.wait_for_room(key.nbytes)
+            with self.finalizers:
                 record, offloaded = self._enter(forward, tensor, key, choice, proof)
-        self.finalizers.act_if_free()
         view = SavedView(self, record, tensor, offloaded=offloaded)
-        # Without the lock: a view that is not listed yet keeps its bytes, even if the record is evicted meanwhile.
-        kept_views = record.kept_views  # read once: another thread may evict the record meanwhile
-        if not offloaded and kept_views is not None:
-            kept_views.append(weakref.ref(view))
+        if not offloaded:
+            # Without the lock: a view that is not listed yet keeps its bytes, even if the record is evicted meanwhile.
+            record.kept_views.append(weakref.ref(view))
         if sites is not None:
             sites.note(tensor, view)
         return view
@@ -319,51 +301,36 @@ class TensorCache(Keeper):
         self.residency.make_room(key.nbytes)
         record = SavedStorage(key, forward.micro_step)
         if proof is not None:
-            record.makeable = proof.found
-        if proof is None or proof.recipe is None:
-            self._place(record, tensor, choice)
-        elif proof.comparison is None:
-            self._leave_out(record, proof.recipe)
-            self.residency.share(tensor)
-            self.residency.add_moved(record, tensor)
-        else:
-            record.kept_views = []
-            self.residency.add_kept(record, tensor.untyped_storage())
+            record.makeable = proof.makeable
+        if proof is not None and proof.comparison is not None:
             self._unread.append((record, proof.recipe, proof.comparison))
+        elif proof is not None and proof.recipe is not None:
+            self._leave_out(record, proof.recipe, tensor)
+        elif isinstance(taken := self.residency.offload(tensor, choice), str):
+            self.stats.kept_bytes[taken] += record.nbytes
+        else:
+            record.ticket = taken
+            record.move(RecordState.AWAY)
+            record.index = record.micro_step.add(record)
+        self.residency.add(record, tensor)
         forward.by_key[key] = record
         self.live_records += 1
         record.micro_step.saved += 1
         return record
 
-    def _place(self, record: SavedStorage, tensor: torch.Tensor, choice: Choice) -> None:
-        """Have a store take a storage, or keep it."""
-        taken = self.transfers.offload(tensor, choice)
-        if isinstance(taken, Ticket):
-            record.ticket = taken
-            record.move(RecordState.OFFLOADED)
-            record.index = record.micro_step.add(record)
-            self.residency.add_moved(record, tensor)
-        else:
-            self.stats.kept_bytes[taken] += record.nbytes
-            record.kept_views = [] if self.residency.is_limited else None
-            self.residency.add_kept(record, tensor.untyped_storage())
-
-    def count_kept(self, tensor: torch.Tensor, nbytes: int, reason: str) -> ResidencyGuard:
+    def _count_kept(self, tensor: torch.Tensor, nbytes: int, reason: str) -> CountedMemory:
         """Count a tensor that is kept, without a record, as ``nbytes`` of its storage.
 
         Args:
             reason: in the report's words; empty for a tensor of ours, which autograd has not saved.
         """
-        self._wait_for_room(nbytes)
-        with self.lock:
-            self.finalizers.act()
-            self.residency.make_room(nbytes)
-            guard = self.residency.count(tensor.untyped_storage() if has_plain_storage(tensor) else None, nbytes)
-            added_bytes = self.stats.saved.enter(guard.stamp, nbytes if reason else 0)
+        self.wait_for_room(nbytes)
+        with self.finalizers:
+            memory = self.residency.count(tensor.untyped_storage() if has_plain_storage(tensor) else None, nbytes)
+            added_bytes = self.stats.saved.enter(memory.stamp, nbytes if reason else 0)
             if reason:
                 self.stats.kept_bytes[reason] += added_bytes
-        self.finalizers.act_if_free()
-        return guard
+        return memory
 
     # ---- unpack -------------------------------------------------------------------------------------------------
 
@@ -380,127 +347,116 @@ class TensorCache(Keeper):
         tensor = held.restore()  # first of all: backward waits for this read, and for no read ahead
         self._originals.add(tensor, tensor is held.held)
         if micro_step.phase is Phase.WAITING:
-            with self._locked():
-                micro_step.read_ahead(self.learned_order, self.residency.prefetch)
+            with self.finalizers:
+                micro_step.read_ahead(self.residency.prefetch)
         return tensor
 
-    def load(self, record: SavedStorage, *, first_time: bool, is_lent: bool) -> torch.Tensor:
-        """The bytes of a record on its device (uint8, 1-D), for the calling thread's current stream.
-
-        Args:
-            first_time: autograd asks for them through a view that it has not unpacked before.
-            is_lent: a recipe asks for them.
-        """
+    def _load(self, view: SavedView) -> torch.Tensor:
+        record = view.record
         while True:
             # Without the lock: operands are loaded on their own, and streams are waited for.
             recipe, made = record.recipe, None
             if recipe is None:
-                self._wait_for_room(self.residency.reloading_bytes(record))
+                self.wait_for_room(self.residency.reloading_bytes(record))
             elif record.reloaded is None:
                 made = self._make(record, recipe)
-            with self.lock:
-                self.finalizers.act()
-                if record.recipe is not None and record.reloaded is None and made is None:
-                    continue  # evicted meanwhile
-                data = self._bring_back(record, made)
-                record.pending -= first_time
-                if is_lent:
+            with self.finalizers:
+                reloaded = record.reloaded
+                if reloaded is None and record.recipe is not None:
+                    if made is None:
+                        continue  # evicted meanwhile
+                    reloaded = self.residency.add_made(record, made)
+                elif reloaded is None:
+                    if record.index != NO_INDEX:
+                        record.micro_step.use(record.index)
+                    reloaded = self.residency.reload(record)
+                data = reloaded.arrival.join()  # every consumer waits for the copy, each in its own stream
+                unmodified(data, reloaded.version)
+                record.pending -= not (view.is_unpacked or view.is_lent)
+                view.is_unpacked = True  # under the lock: two threads may unpack one view, and it was pending once
+                if view.is_lent:
                     self.residency.add_early(record)
                 self._evict_if_unpacked(record)  # the record lets go of the memory, and the caller's ``data`` holds it
-                record.micro_step.read_ahead(self.learned_order, self.residency.prefetch, after=record.index)
-            self.finalizers.act_if_free()
+                record.micro_step.read_ahead(self.residency.prefetch, after=record.index)
             return data
-
-    def _bring_back(self, record: SavedStorage, made: torch.Tensor | None) -> torch.Tensor:
-        """The bytes of a record in device memory, for the calling thread's current stream."""
-        reloaded = record.reloaded
-        if reloaded is None and made is not None and record.recipe is not None:
-            reloaded = self.residency.add_made(record, made)
-        elif reloaded is None:
-            if record.index != NO_INDEX:
-                record.micro_step.use(record.index)
-            reloaded = self.residency.reload(record)
-        data = reloaded.arrival.join()  # every consumer waits for the copy, each in its own stream
-        return unmodified(data, reloaded.version)
 
     def _evict_if_unpacked(self, record: SavedStorage) -> None:
         """A second backward reads or makes it again instead of holding the memory until then."""
-        if record.pending == 0 and record.state in (RecordState.RELOADED, RecordState.MADE):
+        if record.pending == 0 and record.is_backed:
             self.residency.evict(record)
 
     # ---- made again ---------------------------------------------------------------------------------------------
 
-    def rematerialize(self, sites: Rematerialization | None) -> None:
+    def rematerialize(self, sites: Any) -> None:
         """Make storages again from others in backward instead of saving them, where that is proven; None: never."""
         self.sites = sites
 
     @contextmanager
-    def _making(self, nbytes: int) -> Iterator[None]:
-        """Room for what making takes."""
-        with self._locked():
-            taken_bytes = self.residency.take_scratch(nbytes)
+    def _scratch(self, nbytes: int) -> Iterator[None]:
+        """Room for what making takes and nobody saves; it counts where there is a budget, which holds for it, too."""
+        self.wait_for_room(nbytes)
+        with self.finalizers:
+            self.residency.make_room(nbytes)
+            counted_bytes = nbytes if self.residency.is_limited else 0
+            self.stats.resident.add(counted_bytes)
         try:
             yield
         finally:
-            with self.lock:
-                self.residency.give_scratch(taken_bytes)
+            with self.finalizers:
+                self.stats.resident.add(-counted_bytes)
 
-    def _make(self, record: SavedStorage, recipe: Recipe) -> torch.Tensor:
-        """Make the bytes of a record again."""
-        if self.sites is None:
-            raise StateError("there is a recipe, and no sites; this is a bug in ds_tba")
-        nbytes = record.nbytes + recipe.scratch_bytes
-        self._wait_for_room(nbytes)
-        with self._making(nbytes):
-            return self.sites.make(recipe)
+    def _make(self, record: SavedStorage, recipe: Any) -> torch.Tensor:
+        with self._scratch(record.nbytes + recipe.scratch_bytes):
+            made: torch.Tensor = self.sites.make(recipe)
+        return made
 
-    def _prove(self, sites: Rematerialization, tensor: torch.Tensor, key: StorageKey, choice: Choice) -> _Proof | None:
+    def _prove(self, tensor: torch.Tensor, key: StorageKey, choice: Choice) -> _Proof | None:
         """Whether the storage of a tensor can be made again, by a comparison where one is due."""
-        if not (choice.rematerialize or self.forward.is_recorded):
-            return None
-        recipe = sites.recipe(tensor)
+        sites = self.sites
+        recipe = sites.recipe(tensor) if choice.rematerialize or self.forward.is_recorded else None
         if recipe is None:
             return None
-        found = _Proof(Makeable(recipe.site, recipe.depth, recipe.sources))
-        was_proven, owes = recipe.site.is_proven, recipe.site.unseen_since is not None
-        if not choice.rematerialize or self.residency.is_halved_by(recipe.work_bytes):
-            return found
+        site, to_be_saved = recipe.site, _Proof(Makeable(recipe.site, recipe.depth, recipe.sources))
+        was_proven, owes = site.is_proven, site.unseen_since is not None
+        if not choice.rematerialize or 2 * recipe.work_bytes > self.residency.limit_bytes:
+            return to_be_saved
         # Operands that were moved are brought back only for a site that comes again: lengths may not.
-        if not (was_proven or owes or recipe.site.visits > 1 or _are_in_memory(recipe)):
-            return found
+        if not (was_proven or owes or site.visits > 1 or all(one.is_in_memory for one in _leaves(recipe))):
+            return to_be_saved
         try:
             recipe = recipe.copied(self)  # of parameters: their owner may change them at any time
         except torch.OutOfMemoryError:
-            return found
-        with self._locked():  # views of its own: the graph may go, or be used up by another backward
+            return to_be_saved
+        with self.finalizers:  # views of its own: the graph may go, or be used up by another backward
             recipe = recipe.bound(self._share)
-        if not recipe.site.is_due:
+        if not site.is_due:
             sites.left_out(recipe)
-            return found._replace(recipe=recipe)
-        comparison = self._compare(sites, recipe, tensor, key.nbytes)
+            return to_be_saved._replace(recipe=recipe)
+        comparison = self._compare(recipe, tensor, key.nbytes)
         if comparison is None:  # refused, or no room to compare: what is due and unseen is saved
-            return found
+            return to_be_saved
         if comparison.is_done:
-            is_equal = sites.read(comparison)
-            return found._replace(recipe=recipe) if is_equal and (was_proven or not owes) else found
-        if was_proven or owes:
-            with self.lock:
-                self._unread.append((None, recipe, comparison))
-            if not was_proven:
-                return found
-            sites.left_out(recipe)
+            if not sites.read(comparison):
+                return to_be_saved
             comparison = None
-        return found._replace(recipe=recipe, comparison=comparison)
+        elif was_proven or owes:  # nothing of this forward waits for the answer
+            self._unread.append((None, recipe, comparison))
+            comparison = None
+            if was_proven:
+                sites.left_out(recipe)
+        if owes and not was_proven:  # its kind was given up
+            return to_be_saved
+        return to_be_saved._replace(recipe=recipe, comparison=comparison)
 
-    def _compare(self, sites: Rematerialization, recipe: Recipe, tensor: torch.Tensor, nbytes: int) -> Any:
+    def _compare(self, recipe: Any, tensor: torch.Tensor, nbytes: int) -> Any:
         needed_bytes, operands = 2 * nbytes + recipe.scratch_bytes, set(recipe.records())
-        if not self.has_room(needed_bytes + sum(map(_absent_bytes, operands)), operands):
+        if not self.wait_for_room(needed_bytes + sum(map(_absent_bytes, operands)), operands):
             return None
         try:
-            with self._making(needed_bytes):
-                return sites.compare(recipe, tensor)
+            with self._scratch(needed_bytes):
+                return self.sites.compare(recipe, tensor)
         finally:
-            with self.lock:
+            with self.finalizers:
                 self.residency.end_early()
 
     def _share(self, view: SavedView) -> SavedView:
@@ -508,16 +464,17 @@ class TensorCache(Keeper):
         twin, record = view.twin(), view.record
         record.views += 1
         record.lent += 1
-        if not twin.is_offloaded and record.kept_views is not None:
+        if not twin.is_offloaded:
             record.kept_views.append(weakref.ref(twin))
         return twin
 
-    def _leave_out(self, record: SavedStorage, recipe: Recipe) -> None:
+    def _leave_out(self, record: SavedStorage, recipe: Any, tensor: torch.Tensor | None) -> None:
         """The bytes of a record are not saved."""
-        record.move(RecordState.ABSENT)
         record.recipe = recipe
-        self._absent[record] = None
+        record.move(RecordState.AWAY)
+        self._made[record] = None
         self.stats.rematerialized_bytes += record.nbytes
+        self.residency.let_go(record, tensor)
 
     def read_comparisons(self, *, wait: bool = False) -> None:
         """Let go of the bytes of what a device has found equal by now.
@@ -528,8 +485,8 @@ class TensorCache(Keeper):
         Raises:
             RematerializationError: what was made again in earlier steps is no longer what forward makes.
         """
-        while self._unread and self.sites is not None:
-            with self.lock:
+        while self._unread:
+            with self.finalizers:
                 if not self._unread:  # another thread has read it
                     return
                 kept_bytes = sum(one.nbytes for one, _, _ in self._unread if one and one.state is RecordState.KEPT)
@@ -538,95 +495,72 @@ class TensorCache(Keeper):
                     return
                 record, recipe, comparison = self._unread.popleft()
             is_equal = self.sites.read(comparison)  # without the lock: it may wait for the device
-            if record is not None:
-                with self._locked():
-                    self._answer(record, recipe, is_equal=is_equal)
-
-    def _answer(self, record: SavedStorage, recipe: Recipe, *, is_equal: bool) -> None:
-        """What was kept until its comparison was read need not be, or goes where it would have gone."""
-        if record.state is not RecordState.KEPT or record.kept_views is None:
-            return  # nobody wants it any more, or the budget had it moved
-        if not is_equal:
-            self.residency.evict(record)
-            return
-        holders = record.holders()
-        self._leave_out(record, recipe)
-        self.residency.end_kept(record)
-        for held in [view.held for view in holders if view.held is not None][:1]:
-            self.residency.share(held)
-        record.let_go(holders)
+            with self.finalizers:
+                if record is None or record.state is not RecordState.KEPT:
+                    continue  # nobody waits for it, or wants it any more, or the budget had it moved
+                if is_equal:
+                    self._leave_out(record, recipe, next((view.held for view in record.holders), None))
+                    record.let_go()
+                else:
+                    self.residency.evict(record)
 
     def _keep_cheaper(self) -> None:
         """Make what takes less than operands that nobody else wants any more, and keep it; see [Note: Made again]."""
-        with self._locked():
-            found = [(one, one.recipe) for one in self._absent if one.recipe is not None and _takes_more(one)]
+        with self.finalizers:
+            found = [(one, one.recipe) for one in self._made if _takes_more(one)]
         for record, recipe in found:
             try:
                 data = self._make(record, recipe) if record.reloaded is None else None
             # Raised again where backward wants it; or there will be room another time.
             except (ActivationModifiedError, StorageError, RuntimeError):
                 continue
-            with self.lock:
-                if data is not None and record.state is RecordState.ABSENT:
+            with self.finalizers:
+                if data is not None and record.state is RecordState.AWAY:
                     self.residency.add_made(record, data)
-                if record.state is RecordState.MADE:
-                    record.move(RecordState.FORWARDED)
-                    record.recipe = None
-                    del self._absent[record]
+                if record.reloaded is not None:
+                    record.reloaded, record.recipe = record.reloaded._replace(is_only=True), None
+                    del self._made[record]
 
     # ---- room, for forwards that run again and for ourselves ----------------------------------------------------
 
-    def has_room(self, nbytes: int, pinned: Collection[SavedStorage] = ()) -> bool:
-        """Whether so many bytes more fit the budget, once room was made for them.
+    def wait_for_room(self, nbytes: int, pinned: Collection[SavedStorage] = ()) -> bool:
+        """Before so many bytes more are counted: move and wait for what makes room for them; whether they fit now.
 
         Args:
-            pinned: storages that stay where they are. Nothing is moved where that would not suffice.
+            pinned: storages that stay where they are.
         """
-        with self._locked():
-            can_have = self.residency.has_room(nbytes, pinned)
-        if can_have:
-            self._free_room(nbytes, pinned)
-            can_have = not self.residency.is_exceeded_by(nbytes)
-        self.finalizers.act_if_free()
-        return can_have
-
-    def _wait_for_room(self, nbytes: int) -> None:
-        """Before ``nbytes`` more are counted: wait for streams that are to make room for them."""
-        if self.residency.may_wait:
-            self._free_room(nbytes)
-
-    def _free_room(self, nbytes: int, pinned: Collection[SavedStorage] = ()) -> None:
-        while True:
-            with self.lock:
-                self.finalizers.act()
+        while self.residency.may_wait:
+            with self.finalizers:
                 release = self.residency.free_room(nbytes, pinned)
             if release is None:
-                return
+                break
             release.wait()  # without the lock, or every other thread's hooks would wait for this device, too
+        return not self.residency.is_exceeded_by(nbytes)
 
     def count_again(self, tensor: torch.Tensor) -> None:
         """Count a tensor that a forward saves which runs again in backward, until it is free or backward is over."""
         if is_parameter(tensor) or not has_plain_storage(tensor):
             return
-        self._wait_for_room(nbytes := held_bytes(tensor, self._device))
-        with self._locked():
-            self.residency.count_again(tensor.untyped_storage(), nbytes)
+        self.wait_for_room(nbytes := held_bytes(tensor, self._device))
+        with self.finalizers:
+            self._recomputed.append(self.residency.count(tensor.untyped_storage(), nbytes))
 
     def end_recomputations(self) -> None:
-        """Backward is over, or has raised; see :meth:`Residency.end_recomputations`."""
-        with self._locked():
-            self.residency.end_recomputations()
+        """Backward is over, or has raised: what it saved again and others hold on to, a buffer say, is theirs."""
+        with self.finalizers:
+            while self._recomputed:
+                self.residency.leave(self._recomputed.pop())
 
     def limit_resident(self, nbytes: int | None, name: str = "") -> None:
         """Hold saved tensors in device memory within a budget from now on; see :meth:`Residency.limit`."""
-        with self.lock:
+        with self.finalizers:
             self.residency.limit(nbytes, name)
 
     # ---- for the offloader and the controller -------------------------------------------------------------------
 
     def settle(self) -> None:
         """Act on every deferred finalizer, and let go of what finished copies still hold."""
-        with self._locked():
+        with self.finalizers:
             self.residency.releases.settle()
         for store in self._stores:  # under their own locks
             store.settle()
@@ -634,38 +568,35 @@ class TensorCache(Keeper):
 
     def forget_order(self) -> None:
         """Forget the order in which backward wanted what was moved: from now on other storages are."""
-        with self.lock:
+        with self.finalizers:
             self.learned_order = []
 
     # ---- the ends of records ------------------------------------------------------------------------------------
 
-    def _finalize(self, finalized: Finalized) -> None:
-        if isinstance(finalized, Freed):
-            if finalized.consumers:  # they may be behind the host, so the bytes count until they have come so far
-                self.residency.releases.add(*finalized)
+    def _finalize(self, gone: Finalized) -> None:
+        if isinstance(gone, MemoryGone):
+            if gone.is_free:
+                self.residency.free(gone.memory)
             else:
-                self.stats.resident.add(-finalized.nbytes)
+                self.stats.saved.leave(gone.memory.stamp)
+                self.residency.leave(gone.memory)
             return
-        if isinstance(finalized, ResidencyGuard):
-            self.stats.saved.leave(finalized.stamp)
-            self.stats.resident.add(-finalized.leave())
-            return
-        gone, was_lent, was_pending = finalized
-        gone.views -= 1
-        gone.lent -= was_lent
-        gone.pending -= was_pending and not was_lent
-        if gone.views == gone.lent and not was_lent:
-            self.stats.saved.leave(gone.key.storage)
-        if gone.views == 0:
-            self._forget(gone)
+        record = gone.record
+        record.views -= 1
+        record.lent -= gone.was_lent
+        record.pending -= gone.was_pending
+        if record.views == record.lent and not gone.was_lent:
+            self.stats.saved.leave(record.key.storage)
+        if record.views == 0:
+            self._forget(record)
         else:
-            self._evict_if_unpacked(gone)
+            self._evict_if_unpacked(record)
 
     def _forget(self, record: SavedStorage) -> None:
         self.residency.remove(record)
         record.move(RecordState.DROPPED)
         record.reloaded = record.recipe = record.makeable = None
-        self._absent.pop(record, None)
+        self._made.pop(record, None)
         self.live_records -= 1
         if self.forward.by_key.get(record.key) is record:
             del self.forward.by_key[record.key]
@@ -676,30 +607,23 @@ class TensorCache(Keeper):
             self.learned_order = record.micro_step.remove(record.index) or self.learned_order
 
 
-def _are_in_memory(recipe: Recipe) -> bool:
-    """Whether nothing must be brought back to make a storage."""
-    return all(
-        one.reloaded is not None or (one.ticket is None and (one.recipe is None or _are_in_memory(one.recipe)))
-        for one in recipe.records()
-    )
+def _leaves(recipe: Any) -> Iterator[SavedStorage]:
+    """The storages with bytes of their own that a storage is made of, however often it takes them."""
+    for one in recipe.records():
+        yield from (one,) if one.recipe is None or one.reloaded is not None else _leaves(one.recipe)
 
 
 def _absent_bytes(operand: SavedStorage) -> int:
     """That come into memory where an operand is wanted."""
-    if operand.reloaded is not None:
+    if operand.is_in_memory:
         return 0
     if operand.recipe is not None:
-        return operand.recipe.work_bytes
-    return 0 if operand.ticket is None else operand.nbytes + operand.ticket.passing_bytes
+        work_bytes: int = operand.recipe.work_bytes
+        return work_bytes
+    return operand.nbytes + (0 if operand.ticket is None else operand.ticket.passing_bytes)
 
 
 def _takes_more(record: SavedStorage) -> bool:
     """Whether what only recipes hold for a record takes more than the record would, beside what is there already."""
-    only_lent = {one for one in _sources(record) if one.views == one.lent and not (one.ticket and not one.reloaded)}
+    only_lent = {one for one in _leaves(record.recipe) if one.views == one.lent and one.is_in_memory}
     return sum(one.nbytes for one in only_lent) > (record.nbytes if record.reloaded is None else 0)
-
-
-def _sources(record: SavedStorage) -> Iterator[SavedStorage]:
-    """The storages with bytes of their own that a record is made of."""
-    for one in record.recipe.records() if record.recipe is not None else ():
-        yield from _sources(one) if one.recipe is not None else (one,)

@@ -37,13 +37,16 @@ class Phase(Enum):
 class MicroStep(Generic[Record]):
     """The moved records of one micro-step, in pack order.
 
+    Args:
+        learned: the order of an earlier micro-step.
+
     Attributes:
         is_interleaved: see [Note: Micro-steps].
         lead: see ``Plan.prefetch_distance``; empty is no limit. To be set before backward.
         saved: records of it that are alive, moved or not.
     """
 
-    def __init__(self, *, is_interleaved: bool = False) -> None:
+    def __init__(self, learned: Sequence[int] = (), *, is_interleaved: bool = False) -> None:
         self.is_interleaved = is_interleaved
         self.lead: Sequence[int] = ()
         self.saved = 0
@@ -51,7 +54,7 @@ class MicroStep(Generic[Record]):
         self._records: list[Record | None] = []
         self._live = 0
         self._forwards: list[int] = []  # index of the first record of each
-        self._learned: Sequence[int] | None = None  # of an earlier micro-step, as far as that was known in time
+        self._learned = learned
         self._order: list[int] = []
         self._position: dict[int, int] = {}
         self._used = 0  # how far backward has come in the order
@@ -64,7 +67,6 @@ class MicroStep(Generic[Record]):
         return self.is_interleaved or (self.phase is Phase.WAITING and self.saved > 0)
 
     def begin_forward(self, lead: Sequence[int] = ()) -> None:
-        """A forward begins; ``lead`` is that of the plan."""
         self.phase = Phase.FORWARD
         self.lead = lead
         self._forwards.append(len(self._records))
@@ -87,11 +89,10 @@ class MicroStep(Generic[Record]):
         is_learned = not self._live and len(self._first_uses) == len(self._records)
         return list(self._first_uses) if is_learned else None
 
-    def read_ahead(self, learned: Sequence[int], ask: Callable[[Record], bool], after: int | None = None) -> None:
+    def read_ahead(self, ask: Callable[[Record], bool], after: int | None = None) -> None:
         """Ask for the records that backward will want next; see [Note: Reading ahead].
 
         Args:
-            learned: the order of an earlier micro-step.
             ask: for a record; False where there is no room for it now.
             after: the record that backward wants now.
         """
@@ -99,7 +100,7 @@ class MicroStep(Generic[Record]):
             return
         self.phase = Phase.BACKWARD
         if not self._order or (self.is_interleaved and len(self._order) < len(self._records)):
-            self._extend_order(learned)
+            self._extend_order()
         if after is not None:
             self._used = max(self._used, self._position.get(after, -1) + 1)
             self._asked = max(self._asked, self._used)
@@ -112,17 +113,13 @@ class MicroStep(Generic[Record]):
                 return
             self._asked += 1
 
-    def _extend_order(self, learned: Sequence[int]) -> None:
+    def _extend_order(self) -> None:
         """Give the records that have come since their places in the order."""
         known, count = len(self._order), len(self._records)
-        if self._learned is None:
-            self._learned = learned
-        if self.is_interleaved:
-            new = [index for index in self._learned if known <= index < count]
-            if len(new) < count - known:  # the earliest forward first, and of each forward the last record
-                bounds = pairwise([*self._forwards, count])
-                new = [index for first, end in bounds for index in range(end - 1, max(first, known) - 1, -1)]
-        else:
-            new = list(learned) if len(learned) == count else list(range(count - 1, -1, -1))
+        new = [index for index in self._learned if known <= index < count]
+        is_other = not self.is_interleaved and len(self._learned) != count  # of another number of records
+        if is_other or len(new) < count - known:  # the earliest forward first, and of each the last record
+            bounds = pairwise([*self._forwards, count] if self.is_interleaved else [0, count])
+            new = [index for first, end in bounds for index in range(end - 1, max(first, known) - 1, -1)]
         self._position |= {index: known + place for place, index in enumerate(new)}
         self._order += new

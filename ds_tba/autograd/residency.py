@@ -24,27 +24,16 @@ from __future__ import annotations
 import logging
 import math
 import time
-import weakref
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 
-from ds_tba.autograd.saved import Keeper, RecordState, Reloaded, ResidencyGuard, SavedStorage
+from ds_tba.autograd.saved import CountedMemory, Keeper, RecordState, Reloaded, ResidencyGuard, SavedStorage
 from ds_tba.autograd.tensors import stamp_of, storage_bytes
-from ds_tba.device.accelerator import (
-    Accelerator,
-    Arrival,
-    MemoryLevels,
-    MemoryUse,
-    PendingCopy,
-    Release,
-    Releases,
-    moment,
-)
+from ds_tba.device.accelerator import Accelerator, Arrival, MemoryUse, PendingCopy, Release, Releases, moment
 from ds_tba.errors import StateError
-from ds_tba.storage.base import Choice, Loaded, Store, Ticket
+from ds_tba.storage.base import Choice, Store, Ticket
 from ds_tba.telemetry.stats import CacheStats, Gauge
 
 logger = logging.getLogger(__name__)
@@ -52,74 +41,52 @@ logger = logging.getLogger(__name__)
 _GUARDS = "_ds_tba_guards"
 
 
-class Transfers:
-    """Moves storages into stores and back, and counts the host's seconds. Used only under the cache's lock."""
-
-    def __init__(self, stats: CacheStats, stores: tuple[Store[Any], ...], device: torch.device) -> None:
-        self.stores = stores
-        self._stats = stats
-        self._device = device
-
-    def offload(self, tensor: torch.Tensor, choice: Choice) -> Ticket | str:
-        """Have the first store that can take a tensor's storage; the reason why none did, in the report's words."""
-        reason = choice.reason
-        for store in choice.stores:
-            with self._timed():
-                taken = store.put(storage_bytes(tensor), wait=choice.wait)
-            if isinstance(taken, Ticket):
-                return taken
-            reason = taken.value
-        return reason
-
-    def reload(self, ticket: Ticket) -> tuple[Loaded, torch.Tensor]:
-        """Bring a storage back, and have the calling thread's current stream wait for its bytes (uint8, 1-D)."""
-        with self._timed():
-            loaded: Loaded = ticket.store.get(ticket, self._device)
-            data = loaded.data
-        return loaded, data
-
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
-        started_s = time.perf_counter()
-        yield
-        self._stats.moving_s += time.perf_counter() - started_s
-
-
 class Residency:
     """The saved storages in device memory, within the budget. Changed only under the cache's lock.
 
     Args:
-        gauge: their bytes.
+        stats: its gauge has their bytes, and it the host's seconds in stores.
+        stores: where bytes may go that were kept, in order of preference.
+        device: the training device.
         cache: told when memory is free.
         accelerator: of the device, where that is asynchronous.
         released_bytes: without a budget, the bound of what the host has let go of and the device has not.
+
+    Attributes:
+        limit_bytes: the budget; infinite without one.
     """
 
     def __init__(
-        self, gauge: Gauge, transfers: Transfers, cache: Keeper, accelerator: Accelerator | None, released_bytes: int
+        self,
+        stats: CacheStats,
+        stores: tuple[Store[Any], ...],
+        device: torch.device,
+        cache: Keeper,
+        accelerator: Accelerator | None,
+        released_bytes: int,
     ) -> None:
-        self.releases = Releases(accelerator, lambda nbytes: gauge.add(-nbytes))
-        self._released_limit_bytes = released_bytes
-        self._gauge = gauge
-        self._transfers = transfers
-        self._cache = cache
-        self._device = accelerator
-        self._limit_bytes = math.inf
+        self.limit_bytes = math.inf
         self._setting = ""  # that asks for the limit
+        self._gauge = stats.resident
+        self.releases = Releases(accelerator, lambda nbytes: stats.resident.add(-nbytes))
+        self._released_limit_bytes = released_bytes
+        self._stats = stats
+        self._stores = stores
+        self._device = device
+        self._cache = cache
+        self._accelerator = accelerator
         self._has_warned = False
-        self._to_any_store = Choice(transfers.stores, wait=True)
-        self._largest_bytes = 0  # of the storages that were moved
-        self._made_again: list[weakref.ref[ResidencyGuard]] = []  # by recomputations, in this backward
+        self._largest_bytes = 0  # of the storages that left
         # What may leave, oldest first. Of a kept one an event of the stream that makes its bytes.
         self._movable: dict[SavedStorage, Any] = {}
         self._early: dict[SavedStorage, None] = {}  # oldest first: see add_early()
 
-    # ---- the limit ----------------------------------------------------------------------------------------------
+    # ---- room ---------------------------------------------------------------------------------------------------
 
     @property
     def is_limited(self) -> bool:
         """Whether there is a budget."""
-        return self._limit_bytes < math.inf
+        return self.limit_bytes < math.inf
 
     def limit(self, nbytes: int | None, setting: str) -> None:
         """Set the budget.
@@ -128,59 +95,47 @@ class Residency:
             nbytes: None for none.
             setting: that asks for it, for a warning where it cannot be held; empty for no warning.
         """
-        self._limit_bytes = math.inf if nbytes is None else nbytes
+        self.limit_bytes = math.inf if nbytes is None else nbytes
         self._setting = setting
 
     def is_exceeded_by(self, more_bytes: float) -> bool:
         """Whether so many bytes more do not fit now."""
-        return self._gauge.now + more_bytes > self._limit_bytes
-
-    def is_halved_by(self, nbytes: int) -> bool:
-        """Whether so many bytes at once would take more than half of the budget."""
-        return 2 * nbytes > self._limit_bytes
+        return self._gauge.now + more_bytes > self.limit_bytes
 
     @property
     def may_wait(self) -> bool:
         """Whether anything may have to be waited for, or moved, before more is counted."""
-        return self._device is not None and (self.is_limited or self.releases.nbytes > 0)
-
-    def has_room(self, nbytes: int, pinned: Collection[SavedStorage] = ()) -> bool:
-        """Whether ``nbytes`` more fit the budget, once :meth:`free_room` has made room for them.
-
-        Args:
-            pinned: storages that stay where they are.
-        """
-        if not self.is_exceeded_by(nbytes):
-            return True
-        movable_bytes = sum(one.nbytes for one in self._movable if one not in pinned)
-        return not self.is_exceeded_by(nbytes - movable_bytes - self.releases.nbytes)
+        return self.is_limited or self.releases.nbytes > 0
 
     def free_room(self, nbytes: int, pinned: Collection[SavedStorage] = ()) -> Release | PendingCopy | None:
         """Move what can be moved until ``nbytes`` more fit the budget, or will once streams are done with the rest.
+
+        Args:
+            pinned: storages that stay where they are.
 
         Returns:
             What to wait for before this is called again; None where no wait would give more room.
         """
         self.releases.settle()
-        if self._fits(nbytes, ()):
-            is_too_far = self.releases.nbytes > self._released_limit_bytes and not self.is_limited
-            return self.releases.oldest if is_too_far or self.is_exceeded_by(nbytes) else None
-        copies = self._copies_out()
-        ahead = [one for one in self._movable if one.state is RecordState.AHEAD]  # the newest is wanted last
-        held = [one for one in self._movable if one.state is not RecordState.AHEAD]
-        for record in (*held, *reversed(ahead)):  # lists: finalizers that _copies_out() acts on remove records
-            if self._fits(nbytes, copies):
-                break
-            if record not in pinned:
-                self.evict(record)
-                copies = self._copies_out()
-        if not self.is_exceeded_by(nbytes):
+        copies: list[PendingCopy] = []
+        if not self._fits(nbytes, copies):
+            copies = self._copies_out()
+            ahead = [one for one in self._movable if one.state is RecordState.AHEAD]  # the newest is wanted last
+            held = [one for one in self._movable if one.state is not RecordState.AHEAD]
+            for record in (*held, *reversed(ahead)):  # lists: finalizers that _copies_out() acts on remove records
+                if self._fits(nbytes, copies):
+                    break
+                if record not in pinned:
+                    self.evict(record)
+                    copies = self._copies_out()
+        is_too_far = self.releases.nbytes > self._released_limit_bytes and not self.is_limited
+        if not (is_too_far or self.is_exceeded_by(nbytes)):
             return None
         return copies[0] if copies else self.releases.oldest
 
     def make_room(self, nbytes: int) -> None:
         """Have ``nbytes`` more fit the budget, as far as that can be done; see [Note: The budget]."""
-        if not (self.is_limited or self.releases.nbytes):
+        if not self.may_wait:
             return
         while (release := self.free_room(nbytes)) is not None:
             release.wait()  # under the lock, where another thread took the room that was waited for without it
@@ -192,10 +147,10 @@ class Residency:
                 "is no room for them elsewhere (fallbacks in the report). Training goes on above the budget. A budget "
                 "larger by %d or more, smaller micro-batches or a smaller min_tensor_bytes would help",
                 self._setting,
-                self._limit_bytes,
+                self.limit_bytes,
                 self._gauge.now,
                 nbytes,
-                self._gauge.now + nbytes - self._limit_bytes,
+                self._gauge.now + nbytes - self.limit_bytes,
             )
 
     def _fits(self, nbytes: int, copies: Sequence[PendingCopy]) -> bool:
@@ -205,82 +160,66 @@ class Residency:
 
     def _copies_out(self) -> list[PendingCopy]:
         """Copies that hold device memory on its way out, oldest first of each store."""
-        found = [copy for store in self._transfers.stores for copy in store.copies_out()]
+        found = [copy for store in self._stores for copy in store.copies_out()]
         self._cache.finalizers.act()  # of the memory that finished copies have let go of
         return found
 
     # ---- what is counted ----------------------------------------------------------------------------------------
 
-    def count(self, storage: torch.UntypedStorage | None, nbytes: int) -> ResidencyGuard:
+    def count(self, storage: torch.UntypedStorage | None, nbytes: int) -> CountedMemory:
         """Count the memory of a storage for one user (more), until it is free or no user wants it counted.
 
-        Without a storage, until nobody has the guard that is returned.
+        Without a storage, until no user wants it counted.
         """
         guards: tuple[ResidencyGuard, ...] = getattr(storage, _GUARDS, ())
-        for guard in guards:
-            if guard.is_of(self._cache):
-                break
-        else:
-            guard = ResidencyGuard(self._cache, stamp_of(storage))
+        memory = next((one.memory for one in guards if one.is_of(self._cache)), None)
+        if memory is None:
+            memory = CountedMemory(stamp_of(storage))
             if storage is not None:
-                setattr(storage, _GUARDS, (*guards, guard))
-        self._gauge.add(guard.count(nbytes))
-        return guard
+                setattr(storage, _GUARDS, (*guards, ResidencyGuard(self._cache, memory)))
+        if nbytes > memory.nbytes:
+            if self.is_limited:  # without a budget the wait, for what was let go of, has been without the lock
+                self.make_room(nbytes - memory.nbytes)
+            self._gauge.add(nbytes - memory.nbytes)
+            memory.nbytes = nbytes
+        memory.users += 1
+        return memory
 
-    def count_again(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """Count what a recomputation saves until it is free, or until :meth:`end_recomputations`."""
-        if not any(guard.is_of(self._cache) for guard in getattr(storage, _GUARDS, ())):
-            self.make_room(nbytes)
-        self._made_again.append(weakref.ref(self.count(storage, nbytes)))
+    def leave(self, memory: CountedMemory) -> None:
+        """A user is gone; with the last one the memory is counted no longer."""
+        memory.users -= 1
+        if not memory.users:
+            nbytes, memory.nbytes = memory.nbytes, 0
+            self._gauge.add(-nbytes)
 
-    def end_recomputations(self) -> None:
-        """Backward is over: what it saved again and others hold on to, a buffer say, is theirs."""
-        for reference in self._made_again:
-            guard = reference()
-            if guard is not None:
-                self._gauge.add(-guard.leave())
-        self._made_again.clear()
+    def free(self, memory: CountedMemory) -> None:
+        """The host has let go of memory; its bytes count until consumers, which may be behind, have come so far."""
+        nbytes, memory.nbytes = memory.nbytes, 0
+        if memory.consumers:
+            self.releases.add(nbytes, memory.consumers)
+        else:
+            self._gauge.add(-nbytes)
 
-    def take_scratch(self, nbytes: int) -> int:
-        """Have room for what is needed for a moment and is not saved; returns the bytes to give back.
+    def add(self, record: SavedStorage, tensor: torch.Tensor) -> None:
+        """A storage is saved; its memory counts until its last user lets go of it, also where the bytes are away."""
+        record.memory = self.count(tensor.untyped_storage(), record.nbytes)
+        if record.state is not RecordState.KEPT:
+            self._largest_bytes = max(self._largest_bytes, record.nbytes)
+        elif self.is_limited:
+            self._movable[record] = None if self._accelerator is None else moment(self._accelerator)
 
-        They count where there is a budget, which they must not exceed either.
-        """
-        if not self.is_limited:
-            return 0
-        self.make_room(nbytes)
-        self._gauge.add(nbytes)
-        return nbytes
-
-    def give_scratch(self, taken_bytes: int) -> None:
-        self._gauge.add(-taken_bytes)
-
-    def add_kept(self, record: SavedStorage, storage: torch.UntypedStorage) -> None:
-        """A storage stays where it is."""
-        record.guard = weakref.ref(self.count(storage, record.nbytes))
-        if self.is_limited:
-            self._movable[record] = None if self._device is None else moment(self._device)
-
-    def add_moved(self, record: SavedStorage, tensor: torch.Tensor) -> None:
-        """The bytes of a tensor are elsewhere too; its memory counts until its last user lets go of it."""
-        self._largest_bytes = max(self._largest_bytes, record.nbytes)
-        record.guard = weakref.ref(self.count(tensor.untyped_storage(), record.nbytes))
-
-    def end_kept(self, record: SavedStorage) -> None:
-        """A storage that was kept need not be: it can be made again."""
+    def let_go(self, record: SavedStorage, tensor: torch.Tensor | None) -> None:
+        """The bytes of a tensor need not be held, since they can be made again; None where nobody holds one."""
         self._largest_bytes = max(self._largest_bytes, record.nbytes)
         self._movable.pop(record, None)
-
-    def share(self, tensor: torch.Tensor) -> None:
-        """Have the allocator wait for this stream with the memory of a tensor that autograd would have held longer."""
-        if self._device is not None:
-            self._device.share(tensor, self._device.current_stream())
+        if self._accelerator is not None and tensor is not None:
+            # Autograd would have held it longer than this stream, which need not be the one that made it, uses it.
+            self._accelerator.share(tensor, self._accelerator.current_stream())
 
     def remove(self, record: SavedStorage) -> None:
         """Nobody wants a storage any more; call it before the record is dropped."""
-        guard = record.guard() if record.guard is not None else None
-        if guard is not None:  # else the storage is freed, and the guard's finalizer has reported that
-            self._gauge.add(-guard.leave())
+        if record.memory is not None:
+            self.leave(record.memory)
         self.end_prefetch(record)
         self._early.pop(record, None)
         self._movable.pop(record, None)
@@ -295,32 +234,35 @@ class Residency:
 
     def reload(self, record: SavedStorage) -> Reloaded:
         """Bring a record back, when there is room for its bytes and for what they pass through."""
-        if record.ticket is None:
+        ticket, accelerator = record.ticket, self._accelerator
+        if ticket is None:
             raise StateError(f"a saved storage '{record.state.value}' has no ticket; this is a bug in ds_tba")
         self.end_prefetch(record)
-        passing_bytes = 0 if self._device is None else record.ticket.passing_bytes
+        passing_bytes = 0 if accelerator is None else ticket.passing_bytes
         self.make_room(record.nbytes + passing_bytes)
         self._gauge.add(passing_bytes)
+        started_s = time.perf_counter()
         try:
-            loaded, data = self._transfers.reload(record.ticket)
+            loaded = ticket.store.get(ticket, self._device)
+            data = loaded.data
         finally:
-            if self._device is not None and passing_bytes:  # the current stream reads it from there
-                self.releases.add(passing_bytes, (self._device.current_stream(),))
-        record.move(RecordState.RELOADED if loaded.stored else RecordState.FORWARDED)
-        return self._add_reloaded(record, loaded.arrival, data)
+            if accelerator is not None and passing_bytes:  # the current stream reads it from there
+                self.releases.add(passing_bytes, (accelerator.current_stream(),))
+        self._stats.moving_s += time.perf_counter() - started_s
+        return self._add_back(record, loaded.arrival, data, is_only=not loaded.stored)
 
     def add_made(self, record: SavedStorage, data: torch.Tensor) -> Reloaded:
         """The bytes of a record were made again on the calling thread's current stream."""
-        record.move(RecordState.MADE)
-        device = self._device
+        device = self._accelerator
         if device is None:
             arrival = Arrival.done(data)
         else:  # the next consumer may be on another stream, and must wait for what makes the bytes
             arrival = Arrival(device, data, moment(device), device.current_stream())
-        return self._add_reloaded(record, arrival, data)
+        return self._add_back(record, arrival, data, is_only=False)
 
-    def _add_reloaded(self, record: SavedStorage, arrival: Arrival, data: torch.Tensor) -> Reloaded:
-        record.reloaded = Reloaded(arrival, data._version)
+    def _add_back(self, record: SavedStorage, arrival: Arrival, data: torch.Tensor, *, is_only: bool) -> Reloaded:
+        record.move(RecordState.BACK)
+        record.reloaded = Reloaded(arrival, data._version, is_only)
         # The same list that join() adds to: when the host lets go, it tells which streams may still use the memory.
         self.count(data.untyped_storage(), record.nbytes).consumers = arrival.consumers
         if self.is_limited:
@@ -330,9 +272,9 @@ class Residency:
     def prefetch(self, record: SavedStorage) -> bool:
         """Have a record read ahead, if its bytes are wanted; False where there is no room for it now."""
         ticket = record.ticket
-        if record.state is not RecordState.OFFLOADED or not record.pending or ticket is None:
+        if record.state is not RecordState.AWAY or not record.pending or ticket is None:
             return True
-        if self._device is not None:
+        if self._accelerator is not None:
             if self.is_limited and ticket.passing_bytes:
                 return True  # it is read ahead part by part when it is wanted
             self.releases.settle()
@@ -342,7 +284,7 @@ class Residency:
         if not ticket.store.prefetch(ticket):
             return False
         record.move(RecordState.AHEAD)
-        if self._device is not None:  # else it is read into staging, which has its own bound
+        if self._accelerator is not None:  # else it is read into staging, which has its own bound
             self._movable[record] = None
             self._gauge.add(record.nbytes)
         return True
@@ -350,25 +292,19 @@ class Residency:
     def end_prefetch(self, record: SavedStorage) -> None:
         """A record is no longer being read ahead, if it was."""
         if record.state is RecordState.AHEAD:
-            record.move(RecordState.OFFLOADED)
-            if self._device is not None:
+            record.move(RecordState.AWAY)
+            if self._accelerator is not None:
                 del self._movable[record]
                 self._gauge.add(-record.nbytes)
 
     def add_early(self, record: SavedStorage) -> None:
         """A recipe has brought a storage back, which backward wants for itself later, or not at all.
 
-        It stays for that. But beyond what two operands of an op take, those leave that no recipe wants any more, and
-        then those that take no read to come back; the others are left to their recipes.
+        It stays for that, but the oldest of them leave that take more than two operands of an op.
         """
         self._early[record] = None
-        excess_bytes = sum(one.nbytes for one in self._early) - 2 * self._largest_bytes
-        others = [one for one in self._early if one is not record and not (one.lent and one.recipe is None)]
-        for one in sorted(others, key=lambda other: other.lent > 0):
-            if excess_bytes <= 0:
-                return
-            excess_bytes -= one.nbytes
-            self.evict(one)
+        while sum(one.nbytes for one in self._early) > 2 * self._largest_bytes and len(self._early) > 1:
+            self.evict(next(iter(self._early)))
 
     def end_early(self) -> None:
         """Hold none of them any longer: forward goes on, and backward is far."""
@@ -385,36 +321,46 @@ class Residency:
             return
         self._early.pop(record, None)
         kept_at = self._movable.pop(record, None)
-        if record.state is RecordState.RELOADED:
-            record.move(RecordState.OFFLOADED)
-            record.reloaded = None
-        elif record.state is RecordState.MADE:
-            record.move(RecordState.ABSENT)
-            record.reloaded = None
-        elif record.state is RecordState.FORWARDED and record.reloaded is not None:
-            data = record.reloaded.arrival.join()  # the copy out must not begin before the copy in is done
-            # What was changed stays: the next unpack raises.
-            if data._version == record.reloaded.version and self._offload(record, data):
-                record.reloaded = None
-        elif record.state is RecordState.KEPT:
-            holders = record.holders()
-            held = next((view.held for view in holders if view.held is not None), None)
+        reloaded = record.reloaded
+        if record.state is RecordState.KEPT:
+            held = next((view.held for view in record.holders), None)
             # A store copies after the calling thread's current stream, and the bytes may be made in another one.
-            if held is not None and self._device is not None and kept_at is not None:
-                self._device.current_stream().wait_event(kept_at)
-            if held is not None and self._offload(record, held):
-                record.let_go(holders)
+            if held is not None and self._accelerator is not None and kept_at is not None:
+                self._accelerator.current_stream().wait_event(kept_at)
+            if held is not None and self._move_out(record, held):
+                record.let_go()
+        elif record.is_backed:
+            record.move(RecordState.AWAY)
+            record.reloaded = None
+        elif reloaded is not None:
+            data = reloaded.arrival.join()  # the copy out must not begin before the copy in is done
+            # What was changed stays: the next unpack raises.
+            if data._version == reloaded.version and self._move_out(record, data):
+                record.reloaded = None
 
-    def _offload(self, record: SavedStorage, tensor: torch.Tensor) -> bool:
-        taken = self._transfers.offload(tensor, self._to_any_store)
-        if not isinstance(taken, Ticket):
+    def _move_out(self, record: SavedStorage, tensor: torch.Tensor) -> bool:
+        """Have a store take bytes that are nowhere else."""
+        taken = self.offload(tensor, Choice(self._stores, wait=True))
+        if isinstance(taken, str):
             return False
         if record.ticket is not None:  # its bytes were handed over, but a part of them may still be there
             record.ticket.store.release(record.ticket)
         record.ticket = taken
-        record.move(RecordState.OFFLOADED)
+        record.move(RecordState.AWAY)
         self._largest_bytes = max(self._largest_bytes, record.nbytes)
         return True
+
+    def offload(self, tensor: torch.Tensor, choice: Choice) -> Ticket | str:
+        """Have the first store that can take a tensor's storage; the reason why none did, in the report's words."""
+        reason = choice.reason
+        for store in choice.stores:
+            started_s = time.perf_counter()
+            taken = store.put(storage_bytes(tensor), wait=choice.wait)
+            self._stats.moving_s += time.perf_counter() - started_s
+            if isinstance(taken, Ticket):
+                return taken
+            reason = taken.value
+        return reason
 
 
 class MemoryMeter:
@@ -429,10 +375,9 @@ class MemoryMeter:
         self._memory = memory
         self._resident = resident
         self._resident_before_bytes = 0
-        self._peak_bytes: int | None = None
-        self._retries: int | None = None  # at the first sample
-        self._has_warned = False
-        self.most_bytes = 0
+        self._peak_bytes = math.inf  # at the last sample; before the first there is nothing to compare with
+        self._retries: float | None = None  # at the first sample; infinite once there was a warning
+        self._most_bytes = 0
 
     def sample(self) -> None:
         """Take the level of this moment, and the peak since the last sample."""
@@ -441,19 +386,15 @@ class MemoryMeter:
             levels = self._memory.levels()
         except OSError:  # /proc cannot be read while no file descriptor is free: the samples before count
             return
-        self._warn_of_retries(levels)
         peak_bytes, others_bytes = levels.peak_in_use_bytes, levels.in_use_bytes - resident_bytes
-        if self._peak_bytes is not None and peak_bytes > self._peak_bytes:
+        if peak_bytes > self._peak_bytes:
             # How much of that peak was ours is not known. Take the lower of our two levels: that errs on the safe side.
             others_bytes = max(others_bytes, peak_bytes - min(self._resident_before_bytes, resident_bytes))
-        self.most_bytes = max(self.most_bytes, others_bytes)
+        self._most_bytes = max(self._most_bytes, others_bytes)
         self._resident_before_bytes, self._peak_bytes = resident_bytes, peak_bytes
-
-    def _warn_of_retries(self, levels: MemoryLevels) -> None:
         if self._retries is None:
             self._retries = levels.allocation_retries
-        elif levels.allocation_retries > self._retries and not self._has_warned:
-            self._has_warned = True
+        elif levels.allocation_retries > self._retries:
             logger.warning(
                 "the device was full %d times, and its allocator gave back all that it kept in reserve (%d bytes in "
                 "use, %d reserved): such steps are slow, and an allocation may fail yet. A smaller "
@@ -463,9 +404,10 @@ class MemoryMeter:
                 levels.in_use_bytes,
                 levels.reserved_bytes,
             )
+            self._retries = math.inf
 
     def room_bytes(self) -> float:
         """The bytes that saved tensors may hold; see [Note: Room]."""
         free_bytes = self._memory.free_bytes()
         others_bytes = self._memory.levels().in_use_bytes - self._resident.now
-        return max(0.0, free_bytes - max(0, self.most_bytes - others_bytes))
+        return max(0.0, free_bytes - max(0, self._most_bytes - others_bytes))

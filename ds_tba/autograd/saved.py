@@ -6,20 +6,27 @@ Sees tensors, tickets and versions; cannot see where storages go, nor why: the c
 kept or moved. A kept tensor is held as a detached alias: the tensor itself would close a reference cycle through its
 own graph node.
 
+[Note: Lifetimes] A graph holds views, a view its record, a record its recipe, and a recipe views of its own (lent) of
+other records. That is no circle: a recipe never holds a graph. The cache lists records, and gives them up with their
+last view, and with them ticket, recipe and bytes. On a storage that is counted lies a guard. Record and guard share the
+account of its memory: the one tells of the end of a user, the other of the end of the memory, in any order.
+
 [Note: Finalizers] A view's ``__del__`` may run anywhere: in any thread, and also while its own thread holds the lock,
 because every allocation inside a critical section may start the garbage collector. So it neither waits for the lock nor
-takes it twice; it defers itself (``ds_tba/storage/finalizers.py``). Whoever takes the lock acts on deferred finalizers
-first, so that their memory is free, and after letting go of it acts on those that found the lock taken.
+takes it twice; it defers itself (``ds_tba/storage/finalizers.py``). Whoever takes the lock, as ``with finalizers:``,
+acts on deferred finalizers first, so that their memory is free, and after letting go of it acts on those that found the
+lock taken.
 """
 
 from __future__ import annotations
 
+import copy
 import threading
 import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,8 +43,14 @@ Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 NO_INDEX = -1  # of a record that was not moved when it was saved
 
 
-class Keeper(ABC):
+class Keeper:
     """What the objects below hold of the cache that made them.
+
+    Args:
+        load: brings back the bytes of a view's storage (uint8, 1-D), for the calling thread's current stream, and notes
+            at the view that it was unpacked.
+        count_kept: counts the memory of a tensor without a record, as so many bytes and for a reason.
+        finalize: acts on one deferred finalizer.
 
     Attributes:
         lock: of everything that the cache changes. Not reentrant on purpose: a finalizer that found it free in the
@@ -45,43 +58,37 @@ class Keeper(ABC):
         finalizers: deferred until somebody has the lock; see [Note: Finalizers].
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        load: Callable[[SavedView], torch.Tensor],
+        count_kept: Callable[[torch.Tensor, int, str], CountedMemory],
+        finalize: Callable[[Finalized], None],
+    ) -> None:
         self.lock = threading.Lock()
-        self.finalizers: DeferredFinalizers[Finalized] = DeferredFinalizers(self.lock, self._finalize)
-
-    @abstractmethod
-    def load(self, record: SavedStorage, *, first_time: bool, is_lent: bool) -> torch.Tensor: ...
-    @abstractmethod
-    def count_kept(self, tensor: torch.Tensor, nbytes: int, reason: str) -> ResidencyGuard: ...
-    @abstractmethod
-    def _finalize(self, finalized: Finalized) -> None: ...
+        self.finalizers: DeferredFinalizers[Finalized] = DeferredFinalizers(self.lock, finalize)
+        self.load = load
+        self.count_kept = count_kept
 
 
 # ---- the records ----------------------------------------------------------------------------------------------------
 
 
 class RecordState(Enum):
-    """Where a saved storage is, as the cache sees it."""
+    """Where the bytes of a saved storage are. Those that are away are in a store, or a recipe makes them again."""
 
     KEPT = "kept in device memory"
-    OFFLOADED = "in the store"
+    AWAY = "in a store, or to be made again"
     AHEAD = "in the store, and asked for ahead of backward"
-    ABSENT = "to be made again"
-    MADE = "made again, in device memory"
-    RELOADED = "in device memory again, and in the store"
-    FORWARDED = "in device memory again, and nowhere else"
+    BACK = "in device memory again"
     DROPPED = "given up"
 
 
 _R = RecordState
 _MOVES: dict[RecordState, tuple[RecordState, ...]] = {
-    _R.KEPT: (_R.OFFLOADED, _R.ABSENT, _R.DROPPED),
-    _R.ABSENT: (_R.MADE, _R.DROPPED),
-    _R.MADE: (_R.ABSENT, _R.FORWARDED, _R.DROPPED),
-    _R.OFFLOADED: (_R.AHEAD, _R.RELOADED, _R.FORWARDED, _R.DROPPED),
-    _R.AHEAD: (_R.OFFLOADED, _R.DROPPED),
-    _R.RELOADED: (_R.OFFLOADED, _R.DROPPED),
-    _R.FORWARDED: (_R.OFFLOADED, _R.DROPPED),
+    _R.KEPT: (_R.AWAY, _R.DROPPED),
+    _R.AWAY: (_R.AHEAD, _R.BACK, _R.DROPPED),
+    _R.AHEAD: (_R.AWAY, _R.DROPPED),
+    _R.BACK: (_R.AWAY, _R.DROPPED),
     _R.DROPPED: (),
 }
 
@@ -101,21 +108,44 @@ class StorageKey(NamedTuple):
 
 
 class Reloaded(NamedTuple):
-    """The bytes of a record in device memory again: the copy into it, and the version of its tensor when it came."""
+    """The bytes of a record in device memory again.
+
+    Attributes:
+        arrival: the memory, and the copy into it.
+        version: of its tensor when it came.
+        is_only: whether neither a store nor a recipe has these bytes any more.
+    """
 
     arrival: Arrival
     version: int
+    is_only: bool
+
+
+class Makeable(NamedTuple):
+    """How a storage could be made again; holds nothing that it is made of.
+
+    Attributes:
+        site: of ``sites.py``, which imports this file.
+        depth: how many storages lie behind each other that can be made one from the other.
+        sources: the storages that it is made of.
+    """
+
+    site: Any
+    depth: int
+    sources: tuple[StorageKey, ...]
 
 
 class SavedStorage(StateMachine):
     """One storage saved for backward. Changed only under the cache's lock.
 
     Attributes:
-        reloaded: the bytes in device memory again, after they were in a store or made again.
-        makeable: how it could be made again, if it can.
-        recipe: how it is made again, where its bytes are not saved.
-        kept_views: views that hold the bytes; None where the cache never has to let go of them.
-        guard: lies on the storage that was saved, and counts its memory.
+        ticket: of the store that has the bytes, or had them until they came back. Once set, it is replaced and never
+            taken away, because it is read without the lock, too.
+        recipe: that makes the bytes again, where they are not saved: of ``sites.py``, which imports this file.
+        makeable: how they could be made again, if they can.
+        reloaded: the bytes, while they are back.
+        kept_views: views that may hold the bytes.
+        memory: the account of the storage that was saved.
         index: in its micro-step.
         views: how many are alive.
         lent: of those, how many belong to recipes, not to autograd.
@@ -126,7 +156,7 @@ class SavedStorage(StateMachine):
     moves = _MOVES
 
     __slots__ = (
-        "guard", "index", "kept_views", "key", "lent", "makeable", "micro_step", "pending", "recipe", "reloaded",
+        "index", "kept_views", "key", "lent", "makeable", "memory", "micro_step", "pending", "recipe", "reloaded",
         "state", "ticket", "views",
     )  # fmt: skip
 
@@ -134,87 +164,40 @@ class SavedStorage(StateMachine):
         self.key = key
         self.state = RecordState.KEPT
         self.ticket: Ticket | None = None
+        self.recipe: Any = None
         self.makeable: Makeable | None = None
-        self.recipe: Recipe | None = None
         self.reloaded: Reloaded | None = None
-        self.kept_views: list[weakref.ref[SavedView]] | None = None
-        self.guard: weakref.ref[ResidencyGuard] | None = None
+        self.kept_views: list[weakref.ref[SavedView]] = []
+        self.memory: CountedMemory | None = None
         self.micro_step = micro_step
         self.index = NO_INDEX
-        self.views = 0
-        self.lent = 0
-        self.pending = 0
+        self.views = self.lent = self.pending = 0
 
     @property
     def nbytes(self) -> int:
         return self.key.nbytes
 
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether nothing must be brought back before the bytes are used."""
+        return self.state in (RecordState.KEPT, RecordState.BACK)
+
+    @property
+    def is_backed(self) -> bool:
+        """Whether the bytes are back, and can be brought back once more."""
+        return self.reloaded is not None and not self.reloaded.is_only
+
+    @property
     def holders(self) -> list[SavedView]:
-        """The views that hold the bytes, where the cache may have to let go of them."""
-        return [view for reference in self.kept_views or () if (view := reference()) is not None]
+        """The views that hold the bytes."""
+        return [view for one in self.kept_views if (view := one()) is not None and view.held is not None]
 
-    def let_go(self, holders: Sequence[SavedView]) -> None:
-        """Have the bytes held no longer: they are elsewhere, as the state says by now."""
-        self.pending = sum(not (view.is_unpacked or view.is_lent) for view in holders)
-        self.kept_views = None
-        for view in holders:
+    def let_go(self) -> None:
+        """Have no view hold the bytes any longer: they are elsewhere, as the state says by now."""
+        for view in self.holders:
+            self.pending += not (view.is_unpacked or view.is_lent)
             view.let_go()
-
-
-# ---- how a storage is made again: what the cache asks of ``sites.py``, or of the dry run of an estimate --------------
-
-
-class Site(Protocol):
-    """The op of a forward that makes a storage; its attributes are described in ``sites.py``."""
-
-    @property
-    def is_proven(self) -> bool: ...
-    @property
-    def is_due(self) -> bool: ...
-    @property
-    def visits(self) -> int: ...
-    @property
-    def unseen_since(self) -> int | None: ...
-    @property
-    def seconds(self) -> float | None: ...
-
-
-class Recipe(Protocol):
-    """How a storage is made again, as its record knows it; its attributes are described in ``sites.py``."""
-
-    @property
-    def site(self) -> Site: ...
-    @property
-    def depth(self) -> int: ...
-    @property
-    def scratch_bytes(self) -> int: ...
-    @property
-    def work_bytes(self) -> int: ...
-    @property
-    def sources(self) -> tuple[StorageKey, ...]: ...
-    def records(self) -> Iterator[SavedStorage]: ...
-    def copied(self, cache: Keeper) -> Recipe: ...
-    def bound(self, share: Callable[[SavedView], SavedView]) -> Recipe: ...
-
-
-class Makeable(NamedTuple):
-    """How a storage could be made again; holds nothing that it is made of. See :class:`Recipe`."""
-
-    site: Site
-    depth: int
-    sources: tuple[StorageKey, ...]
-
-
-class Rematerialization(Protocol):
-    """What can be made again in backward instead of being saved. ``compare`` returns a comparison for ``read``."""
-
-    def recipe(self, tensor: torch.Tensor) -> Recipe | None: ...
-    def note(self, tensor: torch.Tensor, held: SavedView | SavedCounted) -> None: ...
-    def make(self, recipe: Any) -> torch.Tensor: ...
-    def compare(self, recipe: Any, tensor: torch.Tensor) -> Any: ...
-    def read(self, comparison: Any) -> bool: ...
-    def left_out(self, recipe: Any) -> None: ...
-    def begin_forward(self) -> None: ...
+        self.kept_views.clear()
 
 
 # ---- in autograd's hands --------------------------------------------------------------------------------------------
@@ -256,26 +239,26 @@ class SavedCounted(_Kept):
     Attributes:
         held: the tensor, or an alias of it.
         nbytes: as many of its bytes as are counted.
-        guard: counts them.
+        memory: the account that they are counted in.
         eps: of the norm of which it is a statistic, in a tuple; else None.
     """
 
-    __slots__ = ("_cache", "eps", "guard", "nbytes")
+    __slots__ = ("_cache", "eps", "memory", "nbytes")
 
     def __init__(self, cache: Keeper, tensor: torch.Tensor, nbytes: int, reason: str) -> None:
         super().__init__(tensor)
         self._cache = cache
         self.eps: tuple[Any] | None = None
         self.nbytes = nbytes
-        self.guard = cache.count_kept(tensor, nbytes, reason)
+        self.memory = cache.count_kept(tensor, nbytes, reason)
 
     def is_of(self, cache: Keeper) -> bool:
         return self._cache is cache
 
     def __del__(self) -> None:
-        guard = getattr(self, "guard", None)
-        if guard is not None:  # else __init__ raised before the tensor was counted
-            self._cache.finalizers.leave(guard)
+        memory = getattr(self, "memory", None)
+        if memory is not None:  # else __init__ raised before the tensor was counted
+            self._cache.finalizers.leave(MemoryGone(memory, is_free=False))
 
 
 class SavedView:
@@ -297,8 +280,7 @@ class SavedView:
         self._cache = cache
         self.record = record
         if offloaded:
-            self._spec = ViewSpec.of(tensor)
-            self._witness = VersionWitness(tensor)
+            self._spec, self._witness = ViewSpec.of(tensor), VersionWitness(tensor)
         else:
             self.held = kept(tensor)
 
@@ -313,12 +295,9 @@ class SavedView:
         if held is not None:
             self.is_unpacked = True
             return unmodified(held, self.record.key.version)
-        if self._witness.current != self._witness.version:
-            raise _modified(self._spec.shape, self._spec.dtype, self._witness.version, self._witness.current)
-        first_time = not (self.is_unpacked or self.is_lent)
-        data = self._cache.load(self.record, first_time=first_time, is_lent=self.is_lent)
-        self.is_unpacked = True
-        return self._spec.rebuild(data)
+        if not self.is_unmodified:
+            raise _modified(self._spec.shape, self._spec.dtype, self.record.key.version, self._witness.version)
+        return self._spec.rebuild(self._cache.load(self))
 
     @property
     def spec(self) -> ViewSpec:
@@ -329,103 +308,91 @@ class SavedView:
     @property
     def is_unmodified(self) -> bool:
         held = self.held
-        if held is not None:
-            return held._version == self.record.key.version
-        return self._witness.current == self._witness.version
+        return (self._witness.version if held is None else held._version) == self.record.key.version
 
     def is_of(self, cache: Keeper) -> bool:
         return self._cache is cache
 
     def twin(self) -> SavedView:
         """Another view of the same bytes, for a recipe. Called under the cache's lock, which counts it."""
-        other = SavedView.__new__(SavedView)
-        other.held, other.eps, other.is_unpacked, other.is_lent = self.held, self.eps, False, True
-        other._cache, other.record = self._cache, self.record
-        if other.held is None:
-            other._spec, other._witness = self._spec, self._witness
+        other = copy.copy(self)
+        other.is_unpacked, other.is_lent = False, True
         return other
 
     def let_go(self) -> None:
         """Hold the bytes no longer. Called under the cache's lock."""
-        if self.held is None:
-            return
-        self._spec = ViewSpec.of(self.held)
-        self._witness = VersionWitness(self.held, self.record.key.version)
-        # Last: restore() runs without the lock, and goes by the witness as soon as it finds nothing held.
-        self.held = None
+        if self.held is not None:
+            self._spec, self._witness = ViewSpec.of(self.held), VersionWitness(self.held)
+            # Last: restore() runs without the lock, and goes by the witness as soon as it finds nothing held.
+            self.held = None
 
     def __del__(self) -> None:
-        self._cache.finalizers.leave((self.record, self.is_lent, not self.is_unpacked and self.held is None))
+        is_pending = not (self.is_lent or self.is_unpacked) and self.held is None
+        self._cache.finalizers.leave(ViewGone(self.record, self.is_lent, is_pending))
 
 
-# ---- finalizers -----------------------------------------------------------------------------------------------------
+# ---- the account of a storage's memory, and finalizers --------------------------------------------------------------
 
 
-class ResidencyGuard:
-    """Finalizer that reports when a storage's device memory is freed: it lies on a storage with saved bytes.
+@dataclass(eq=False)
+class CountedMemory:
+    """The device memory of one storage, as one cache counts it. Changed only under the cache's lock.
 
     Attributes:
         stamp: of the storage.
-        users: records and tensors that have its memory counted. Changed only under the cache's lock.
+        users: records and tensors that have it counted.
+        nbytes: that are counted: of the largest user, since one may have a slice of the storage, another all of it;
+            none once the memory is free, or nobody wants it counted.
         consumers: streams that may still use the memory when the host lets go of it.
     """
 
-    __slots__ = ("__weakref__", "_bytes", "_cache", "consumers", "stamp", "users")
+    stamp: Stamp
+    users: int = 0
+    nbytes: int = 0
+    consumers: Sequence[Any] = ()
 
-    def __init__(self, cache: Keeper, stamp: Stamp) -> None:
-        self.stamp = stamp
-        self.users = 0
-        self.consumers: Sequence[Any] = ()
+
+class ResidencyGuard:
+    """Finalizer that reports when counted memory is freed: it lies on the storage.
+
+    A storage that two engines save has one for each of them.
+    """
+
+    __slots__ = ("_cache", "memory")
+
+    def __init__(self, cache: Keeper, memory: CountedMemory) -> None:
         self._cache = cache
-        # At most one number. The finalizer of the storage takes it without the lock that leave() is called under: one
-        # of the two must come first, or the bytes would be taken off twice; and pop() of a list is atomic.
-        self._bytes: list[int] = []
+        self.memory = memory
 
     def is_of(self, cache: Keeper) -> bool:
-        """Whether this cache is told: a storage that two engines save has a guard for each of them."""
         return self._cache is cache
-
-    def count(self, nbytes: int) -> int:
-        """Have at least ``nbytes`` counted, for one user more; returns how many bytes that adds.
-
-        The largest user counts: one may have a slice of the storage, another all of it.
-        """
-        self.users += 1
-        if not self._bytes:
-            self._bytes.append(nbytes)
-            return nbytes
-        added_bytes = max(nbytes - self._bytes[0], 0)
-        self._bytes[0] += added_bytes
-        return added_bytes
-
-    def leave(self) -> int:
-        """A user is gone; returns the bytes that need not be counted any more, which go with the last user."""
-        self.users -= 1
-        return 0 if self.users else self._take()
-
-    def _take(self) -> int:
-        """The bytes that are still counted; from now on none. The first caller gets them."""
-        try:
-            return self._bytes.pop()
-        except IndexError:
-            return 0
 
     def __del__(self) -> None:
         # With consumers nobody acts on it now: the event of its release must come after all that the allocator records
         # when the memory goes, which is when this has returned. Else the bytes would be free on paper too early.
-        self._cache.finalizers.leave(Freed(self._take(), self.consumers), acts=not self.consumers)
+        self._cache.finalizers.leave(MemoryGone(self.memory, is_free=True), acts=not self.memory.consumers)
 
 
-class Freed(NamedTuple):
-    """The host has let go of so many bytes of device memory, and these streams may still use them."""
+class ViewGone(NamedTuple):
+    """A view of this record is gone."""
 
-    nbytes: int
-    consumers: Sequence[Any]
+    record: SavedStorage
+    was_lent: bool
+    was_pending: bool
 
 
-Finalized = tuple[SavedStorage, bool, bool] | ResidencyGuard | Freed
-"""Told by a finalizer: a view is gone, of this record, lent to a recipe or not, and else pending or not; or a
-tensor is gone that this guard counts; or device memory is free, or will be."""
+class MemoryGone(NamedTuple):
+    """The host has let go of this memory, which consumers may still use; or only a tensor is gone that had it counted.
+
+    The first where it ``is_free``.
+    """
+
+    memory: CountedMemory
+    is_free: bool
+
+
+Finalized = ViewGone | MemoryGone
+"""Told by a finalizer; acted on under the cache's lock."""
 
 
 # ---- versions -------------------------------------------------------------------------------------------------------

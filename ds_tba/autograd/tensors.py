@@ -35,7 +35,6 @@ _LINEAGE = "_ds_tba_lineage"
 _OWNED = "_ds_tba_owned"
 _INPUT = "_ds_tba_input"
 _COMPILED = "torch._functorch._aot_autograd"
-_SAVED_TENSORS = "saved_tensors"
 
 # A view that spans less than this fraction of its storage is kept: writing the storage would move many bytes for few,
 # as with a batch that is a slice of the whole data set.
@@ -284,15 +283,14 @@ class VersionWitness:
     replaced by nothing, which leaves the counter in place.
     """
 
-    __slots__ = ("_alias", "version")
+    __slots__ = ("_alias",)
 
-    def __init__(self, tensor: torch.Tensor, version: int | None = None) -> None:
-        self.version: int = tensor._version if version is None else version
+    def __init__(self, tensor: torch.Tensor) -> None:
         self._alias: Any = tensor.detach()
         self._alias.data = tensor.new_empty(0)
 
     @property
-    def current(self) -> int:
+    def version(self) -> int:
         """The version counter now."""
         version: int = self._alias._version
         return version

@@ -271,7 +271,7 @@ def test_a_plan_that_keeps_too_much_costs_no_memory(make_store: StoreFactory) ->
     expected, x.grad = x.grad, None
     with cache.saving():
         loss = function(x)
-    assert any(record.state is RecordState.OFFLOADED for record in cache.forward.by_key.values())
+    assert any(record.state is RecordState.AWAY for record in cache.forward.by_key.values())
     loss.backward()
     assert torch.equal(expected, x.grad)
     cache.settle()

@@ -456,6 +456,6 @@ def test_that_a_storage_is_read_ahead_is_the_state_of_its_record(make_store: Sto
         assert cache.stats.resident.now == before + asynchronous * cancelled.nbytes
         assert cache.residency.prefetch(cancelled)  # counted once
         cache.residency.end_prefetch(cancelled)
-        assert cancelled.state is RecordState.OFFLOADED and cache.stats.resident.now == before
+        assert cancelled.state is RecordState.AWAY and cache.stats.resident.now == before
     y.sum().backward()
     assert set(seen[0]) == {RecordState.AHEAD} and ahead.reloaded is None

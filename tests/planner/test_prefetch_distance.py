@@ -202,10 +202,10 @@ def five(store: Asked, lead: tuple[int, ...]) -> tuple[MicroStep, list[Record]]:
 def test_the_cache_asks_for_no_more_than_the_distance_says() -> None:
     store = Asked()
     step, records = five(store, (1, 1, 3, 2, 1))
-    step.read_ahead([], prefetched)
+    step.read_ahead(prefetched)
     counts = [len(store.tickets)]
     for used in (4, 3, 2, 1, 0):
-        step.read_ahead([], prefetched, after=used)
+        step.read_ahead(prefetched, after=used)
         counts.append(len(store.tickets))
     # Of those after the first use only the next; after the second, all three that are left.
     assert counts == [1, 2, 5, 5, 5, 5]
@@ -218,7 +218,7 @@ def test_without_a_distance_and_beyond_its_end_the_cache_asks_for_all(lead: tupl
     step, _ = five(store, lead)
     found = []
     for after in (None, 4):
-        step.read_ahead([], prefetched, after)
+        step.read_ahead(prefetched, after)
         found.append(len(store.tickets))
     assert found == counts
 
@@ -226,10 +226,10 @@ def test_without_a_distance_and_beyond_its_end_the_cache_asks_for_all(lead: tupl
 def test_the_bounds_of_the_store_hold_with_a_distance_too() -> None:
     store = Asked(room=2)
     step, _ = five(store, (5, 4, 3, 2, 1))
-    step.read_ahead([], prefetched)
+    step.read_ahead(prefetched)
     assert len(store.tickets) == 2
     store.room = 3
-    step.read_ahead([], prefetched, after=4)
+    step.read_ahead(prefetched, after=4)
     assert len(store.tickets) == 3
 
 
@@ -237,7 +237,7 @@ def test_nothing_is_asked_for_while_forward_runs() -> None:
     store = Asked()
     step = MicroStep()
     step.add(Record(store))
-    step.read_ahead([], prefetched)
+    step.read_ahead(prefetched)
     assert not store.tickets
 
 
@@ -245,8 +245,8 @@ class Interleaved:
     """Three forwards of two records each, of which two are ahead of the first backward."""
 
     def __init__(self, learned: list[int], lead: tuple[int, ...] = ()) -> None:
-        self.store, self.step = Asked(), MicroStep(is_interleaved=True)
-        self._learned, self._lead, self._records = learned, lead, list[Record]()
+        self.store, self.step = Asked(), MicroStep(learned, is_interleaved=True)
+        self._lead, self._records = lead, list[Record]()
         self.forward()
         self.forward()
 
@@ -259,7 +259,7 @@ class Interleaved:
 
     def use(self, index: int | None) -> list[int]:
         """What is asked for by now."""
-        self.step.read_ahead(self._learned, prefetched, after=index)
+        self.step.read_ahead(prefetched, after=index)
         numbers = {record.ticket: number for number, record in enumerate(self._records)}
         return [numbers[ticket] for ticket in self.store.tickets]
 
