@@ -6,6 +6,7 @@ The doctor names the repair for each problem; ``--build`` also builds DeepSpeed'
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
 import platform
@@ -106,13 +107,18 @@ def _entry_point() -> tuple[bool, str]:
             'TORCH_DEVICE_BACKEND_AUTOLOAD=0 is set: unset it, or put "import ds_tba" into the training script',
         )
     repair = f"{sys.executable} -m pip uninstall ds_tba, until none is left, then pip install it again"
-    if not entry_points(group="torch.backends", name="ds_tba"):
+    points = list(entry_points(group="torch.backends", name="ds_tba"))
+    if not points:
         return False, f"torch does not load ds_tba: there is no entry point of it in {sys.prefix}: {repair}"
+    try:
+        home = Path(inspect.getfile(points[0].load())).parent
+    except (ImportError, AttributeError) as error:
+        return False, f"torch does not load ds_tba: its entry point {points[0].value} fails ({error}): {repair}"
     homes = {one.version: str(one.locate_file("")) for one in distributions(name="ds_tba")}
     if len(homes) > 1:
         found = ", ".join(f"{number} in {home}" for number, home in homes.items())
         return False, f"ds_tba is installed in several versions ({found}): {repair}"
-    return True, f"torch loads ds_tba {version('ds_tba')} from {Path(__file__).parents[1]} by its entry point"
+    return True, f"torch loads ds_tba {version('ds_tba')} from {home} by its entry point"
 
 
 def build_aio() -> int:

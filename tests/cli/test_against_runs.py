@@ -1,4 +1,4 @@
-"""The figures of ``ds_tba plan`` against runs on the CPU, in the table of the documentation: models x how they are trained.
+"""The figures of ``ds_tba plan`` against runs on the CPU, as the documentation has them: models x how they are trained.
 
 Models are those of transformers, small, and made from their config files. A run is measured by what the offloader
 reports of it, and by the peak of all its tensors.
@@ -46,7 +46,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], **GROUPED, "sliding_window": 64,
     },
     "BERT": {"model_type": "bert", "architectures": ["BertForMaskedLM"], **TEXT},
-    "ViT": {"model_type": "vit", "architectures": ["ViTForImageClassification"], "image_size": 96, "patch_size": 8, **WIDTHS},
+    "ViT": {
+        "model_type": "vit", "architectures": ["ViTForImageClassification"], "image_size": 96, "patch_size": 8,
+        **WIDTHS,
+    },
 }  # fmt: skip
 
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from dataclasses import fields
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -71,6 +72,10 @@ def test_the_doctor_looks_for_the_entry_point(
     monkeypatch.setattr("ds_tba.cli.doctor.distributions", lambda **_: copies)
     assert main(["doctor"]) == 1
     assert "FAIL  ds_tba is installed in several versions (0.1 in /0.1, 0.2 in /0.2)" in capsys.readouterr().out
+    broken = EntryPoint("ds_tba", "ds_tba.autoload:absent", "torch.backends")
+    monkeypatch.setattr("ds_tba.cli.doctor.entry_points", lambda **_: [broken])
+    assert main(["doctor"]) == 1
+    assert "FAIL  torch does not load ds_tba: its entry point ds_tba.autoload:absent fails" in capsys.readouterr().out
     monkeypatch.setattr("ds_tba.cli.doctor.entry_points", lambda **_: [])
     assert main(["doctor"]) == 1
     assert "FAIL  torch does not load ds_tba: there is no entry point of it" in capsys.readouterr().out

@@ -21,13 +21,11 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from enum import IntEnum
 from functools import partial
 from typing import Any
 
 import torch
 from torch.library import Library
-from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -114,7 +112,7 @@ def dry_run(
         getattr(getattr(subject.model, "config", None), "hidden_size", 0) or 0,
         meter.peak_bytes,
         meter.whole_peak_bytes,
-        tuple(sorted(one.name.lower() for one in attention)),
+        tuple(sorted(attention)),
         tuple(site.kind.op if isinstance(site, sites.Site) else "" for site in used),
         tuple(notes),
     )
@@ -331,24 +329,14 @@ class PeakMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._now_bytes += nbytes
 
 
-# ---- the kernels of the device -------------------------------------------------------------------------------------
+# ---- the kernels of the device --------------------------------------------------------------------------------------
 
 _aten = torch.ops.aten
 FLASH_HEAD_DIM = 256
-# The flash kernel pads heads to a multiple of so many elements, the memory-efficient kernel the rows of a mask.
-_MULTIPLE = 8
-
-
-class Attention(IntEnum):
-    """The numbers are PyTorch's (``sdp_backend``)."""
-
-    MATH = 0
-    FLASH = 1
-    EFFICIENT = 2
 
 
 @contextmanager
-def device_kernels(target: str, runs_on: str) -> Iterator[set[Attention]]:
+def device_kernels(target: str, runs_on: str) -> Iterator[set[str]]:
     """Have operations inside save what the kernels of another device would save; yields the attention kernels that ran.
 
     Changes PyTorch's dispatch table for tensors of ``runs_on`` that need a gradient, in all threads.
@@ -357,7 +345,7 @@ def device_kernels(target: str, runs_on: str) -> Iterator[set[Attention]]:
         target: the training device, ``"cuda"`` or ``"cpu"``.
         runs_on: device of the tensors, ``"meta"`` or ``"cpu"``. The CPU runs its own attention and norm.
     """
-    taken: set[Attention] = set()
+    taken: set[str] = set()
     key = f"Autograd{'Meta' if runs_on == 'meta' else 'CPU'}"
     library: Any = Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     try:
@@ -377,7 +365,7 @@ def device_kernels(target: str, runs_on: str) -> Iterator[set[Attention]]:
 
 def _attend(
     target: str,
-    taken: set[Attention],
+    taken: set[str],
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -391,26 +379,23 @@ def _attend(
     """``scaled_dot_product_attention`` of a device."""
     chosen = attention_of(target, query, key, value, attn_mask, dropout_p)
     taken.add(chosen)
-    mask = attn_mask
+    given, mask = (query, key, value), attn_mask
     if mask is not None and mask.dtype is torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype)  # the kernels save the bias that a mask becomes
-    if chosen is Attention.FLASH and target == "cpu":
+    if chosen == "math":
+        attend = _aten._scaled_dot_product_attention_math
+        found = attend(*given, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    elif target == "cpu":
         attend = _aten._scaled_dot_product_flash_attention_for_cpu
-        return attend(query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale)[0]  # type: ignore[no-any-return]
-    if chosen is Attention.FLASH:
-        width = query.shape[-1]
-        if missing := -width % _MULTIPLE:
-            scale = scale or width**-0.5
-            query, key, value = (functional.pad(one, (0, missing)) for one in (query, key, value))
-        attend = _aten._scaled_dot_product_flash_attention
-        out: torch.Tensor = attend(query, key, value, dropout_p, is_causal, scale=scale)[0]
-        return out[..., :width] if missing else out
-    if chosen is Attention.EFFICIENT:
-        bias = _padded_bias(mask, query, key)
+        found = attend(*given, dropout_p, is_causal, attn_mask=mask, scale=scale)
+    elif chosen == "flash":
+        found = _aten._scaled_dot_product_flash_attention(*given, dropout_p, is_causal, scale=scale)
+    else:
+        if mask is not None:
+            mask = mask.expand(*query.shape[:3], key.shape[-2])
         attend = _aten._scaled_dot_product_efficient_attention
-        return attend(query, key, value, bias, True, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
-    options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-    return _aten._scaled_dot_product_attention_math(query, key, value, mask, dropout_p, **options)[0]  # type: ignore[no-any-return]
+        found = attend(*given, mask, True, dropout_p, is_causal, scale=scale)
+    return found[0]  # type: ignore[no-any-return]
 
 
 def attention_of(
@@ -420,31 +405,19 @@ def attention_of(
     value: torch.Tensor,
     mask: torch.Tensor | None,
     dropout_p: float,
-) -> Attention:
-    """The kernel that a device runs for this call; see [Note: Which kernels]."""
+) -> str:
+    """The kernel that a device runs: ``flash``, ``efficient`` or ``math``; see [Note: Which kernels]."""
     if any(one.dim() != 4 or one.stride(-1) != 1 for one in (query, key, value)):
-        return Attention.MATH
+        return "math"
     is_one_width = query.shape[-1] == key.shape[-1] == value.shape[-1]
-    is_as_many_heads = query.shape[1] == key.shape[1] == value.shape[1]
     if device == "cpu":
         is_trained = mask is not None and mask.requires_grad
-        is_flash = is_one_width and not dropout_p and not is_trained
-        return Attention.FLASH if is_flash else Attention.MATH
+        return "flash" if is_one_width and not dropout_p and not is_trained else "math"
     is_half = query.dtype in (torch.float16, torch.bfloat16)
     if mask is None and is_half and is_one_width and query.shape[-1] <= FLASH_HEAD_DIM:
-        return Attention.FLASH
-    if is_as_many_heads and query.dtype is not torch.float64:
-        return Attention.EFFICIENT
-    return Attention.MATH
-
-
-def _padded_bias(bias: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
-    if bias is None:
-        return None
-    columns = key.shape[-2]
-    if missing := -columns % _MULTIPLE:
-        bias = functional.pad(bias.expand(*bias.shape[:-1], columns), (0, missing))[..., :columns]
-    return bias.expand(query.shape[0], query.shape[1], query.shape[-2], columns)
+        return "flash"
+    is_as_many_heads = query.shape[1] == key.shape[1] == value.shape[1]
+    return "efficient" if is_as_many_heads and query.dtype is not torch.float64 else "math"
 
 
 def _dropout(tensor: torch.Tensor, p: float, train: bool) -> torch.Tensor:
