@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from ds_tba.cli import doctor, env, tune
-from ds_tba.cli.plan import command as plan
+from ds_tba.cli import doctor, plan, tune
 from ds_tba.errors import ReportError
 from ds_tba.telemetry.report import OffloadReport
 
@@ -20,9 +19,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="ds_tba", description="Activations on NVMe for DeepSpeed training.")
     parser.add_argument("--version", action="version", version=f"ds_tba {version('ds_tba')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    doctor.add_parser(commands)
-    env.add_parser(commands)
-    plan.add_parser(commands)
+    doctor.add_parsers(commands)
+    plan.add_parsers(commands)
     report = commands.add_parser("report", help="show the JSON at report.path as a table")
     report.add_argument("file", type=Path, help="the JSON that report.path named")
     report.set_defaults(run=_print_report)
@@ -34,6 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # as behind "| head": nobody reads on, also not what is flushed at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141  # as of a process that the pipe has ended
+    except KeyboardInterrupt:
+        return 130
     return status
 
 

@@ -1,13 +1,17 @@
-"""``ds_tba doctor``: checks this machine before a run, and names the repair for each problem.
+"""``ds_tba doctor`` and ``ds_tba env``: can this machine run, and what should an issue say of it?
 
-``--build`` also builds DeepSpeed's aio op, once, with every core and a progress line.
+The doctor names the repair for each problem; ``--build`` also builds DeepSpeed's aio op, once, with every core.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
+import json
 import os
+import platform
 import re
+import select
 import subprocess
 import sys
 import time
@@ -21,19 +25,32 @@ from packaging.specifiers import SpecifierSet
 _BUILD = "from deepspeed.ops.op_builder import AsyncIOBuilder; AsyncIOBuilder().load(verbose=True)"
 _LOCKED = "another build is running, or was killed. If none is running, remove the lock, or a build waits for ever"
 _MARKS = {True: "ok  ", None: "--  ", False: "FAIL"}
-_NINJA_STEP = re.compile(r"^\[(\d+)/(\d+)\]")
+_NINJA_STEP = re.compile(rb"^\[(\d+)/(\d+)\]", re.MULTILINE)
+TELL_EVERY_S = 10.0  # a terminal sees the seconds go by
+PACKAGES = (
+    "ds_tba", "torch", "deepspeed", "transformers", "accelerate", "peft", "trl", "pydantic",
+    "kvikio-cu12", "kvikio-cu13",
+)  # fmt: skip
+# Of the environment: what changes which code runs. Values of others may be secrets.
+VARIABLES = ("CUDA_", "CUFILE_", "DS_ACCELERATOR", "KVIKIO_", "OMP_NUM_THREADS", "PYTORCH_", "TORCH_")
 
 
-def add_parser(commands: Any) -> None:
-    """Add the subcommand."""
+def add_parsers(commands: Any) -> None:
+    """Add both subcommands."""
     parser = commands.add_parser("doctor", help="check this machine, and build DeepSpeed's aio op")
     parser.add_argument("--nvme-path", action="append", default=[], help="a directory to check (may be repeated)")
     parser.add_argument("--staging-bytes", type=int, default=256 << 20, help="io.staging_bytes of the config")
     parser.add_argument("--build", action="store_true", help="build DeepSpeed's aio op if it is not built yet")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=_examine)
+    parser = commands.add_parser("env", help="print versions and devices, to paste into an issue")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of Markdown")
+    parser.set_defaults(run=_print_environment)
 
 
-def run(options: argparse.Namespace) -> int:
+# ---- the doctor -----------------------------------------------------------------------------------------------------
+
+
+def _examine(options: argparse.Namespace) -> int:
     """Print one line per check; 1 if any failed."""
     if options.build and (status := build_aio()):
         return status
@@ -90,49 +107,59 @@ def _entry_point() -> tuple[bool, str]:
             'TORCH_DEVICE_BACKEND_AUTOLOAD=0 is set: unset it, or put "import ds_tba" into the training script',
         )
     repair = f"{sys.executable} -m pip uninstall ds_tba, until none is left, then pip install it again"
-    if not entry_points(group="torch.backends", name="ds_tba"):
+    points = list(entry_points(group="torch.backends", name="ds_tba"))
+    if not points:
         return False, f"torch does not load ds_tba: there is no entry point of it in {sys.prefix}: {repair}"
+    try:
+        home = Path(inspect.getfile(points[0].load())).parent
+    except (ImportError, AttributeError) as error:
+        return False, f"torch does not load ds_tba: its entry point {points[0].value} fails ({error}): {repair}"
     homes = {one.version: str(one.locate_file("")) for one in distributions(name="ds_tba")}
     if len(homes) > 1:
         found = ", ".join(f"{number} in {home}" for number, home in homes.items())
         return False, f"ds_tba is installed in several versions ({found}): {repair}"
-    return True, f"torch loads ds_tba {version('ds_tba')} from {Path(__file__).parents[1]} by its entry point"
+    return True, f"torch loads ds_tba {version('ds_tba')} from {home} by its entry point"
 
 
 def build_aio() -> int:
-    """Build the op in a child process, showing ninja's steps as one line; returns the child's exit status."""
+    """Build the op in a child process, telling ninja's steps and the time; returns the child's exit status."""
     from ds_tba.storage.backends import aio
 
-    what = "building DeepSpeed's aio op (once; minutes on few cores)"
-    if aio.is_built():
-        what = "checking DeepSpeed's aio op"
-    environment = {"MAX_JOBS": str(os.cpu_count() or 1), **os.environ}
     for lock in aio.build_locks():
         sys.stdout.write(f"{lock} exists: {_LOCKED}\n")
-    started, output = time.monotonic(), []
+    if (abandoned := aio.abandoned_build()) is not None:
+        sys.stdout.write(f"{abandoned}\n")
+        return 1
+    verb, cost = ("checking", "") if aio.is_built() else ("building", " (once; minutes on few cores)")
+    what = f"{verb} DeepSpeed's aio op{cost}"
+    started_s, told_s, said, output = time.monotonic(), -TELL_EVERY_S, "", b""
     with subprocess.Popen(
-        [sys.executable, "-c", _BUILD], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+        [sys.executable, "-c", _BUILD],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={"MAX_JOBS": str(os.cpu_count() or 1), **os.environ},
     ) as build:
-        _progress(what, "", started)
-        for line in build.stdout or ():
-            output.append(line)
-            step = _NINJA_STEP.match(line)
-            if step:
-                _progress(what, f": file {step[1]} of {step[2]}", started)
-    sys.stdout.write("\n")
+        pipe = build.stdout
+        while pipe is not None:  # a compiler says nothing for minutes
+            steps = _NINJA_STEP.findall(output)
+            text = what + (f": file {steps[-1][0].decode()} of {steps[-1][1].decode()}" if steps else "")
+            elapsed_s = time.monotonic() - started_s
+            if sys.stdout.isatty() or text != said or elapsed_s >= told_s + TELL_EVERY_S:
+                sys.stdout.write(f"{text}, {elapsed_s:.0f} s{chr(13) if sys.stdout.isatty() else chr(10)}")
+                sys.stdout.flush()
+                said, told_s = text, elapsed_s
+            if select.select([pipe], [], [], 1.0)[0]:
+                if not (more := os.read(pipe.fileno(), 1 << 16)):
+                    break
+                output += more
+    sys.stdout.write("\n" if sys.stdout.isatty() else "")
     if build.returncode:
-        sys.stdout.writelines(output[-40:])
+        sys.stdout.writelines(f"{line}\n" for line in output.decode(errors="replace").splitlines()[-40:])
         sys.stdout.write(
             "DeepSpeed's aio op did not build. It needs g++, ninja, python3-dev and libaio-dev (Debian, Ubuntu) or "
             'libaio-devel (Fedora); without them, train with "io": {"backend": "posix"}.\n'
         )
     return build.returncode
-
-
-def _progress(what: str, detail: str, started: float) -> None:
-    end = "\r" if sys.stdout.isatty() else "\n"
-    sys.stdout.write(f"{what}{detail}, {time.monotonic() - started:.0f} s{end}")
-    sys.stdout.flush()
 
 
 def _version(package: str, wanted: SpecifierSet) -> tuple[bool, str]:
@@ -143,3 +170,38 @@ def _version(package: str, wanted: SpecifierSet) -> tuple[bool, str]:
     if found in wanted:
         return True, f"{package} {found}"
     return False, f'{package} {found} is outside {wanted}: pip install "{package}{wanted}"'
+
+
+# ---- what an issue should say ---------------------------------------------------------------------------------------
+
+
+def _print_environment(options: argparse.Namespace) -> int:
+    found = environment()
+    if options.json:
+        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+        return 0
+    sys.stdout.write("| | |\n|---|---|\n")
+    sys.stdout.writelines(f"| {name} | {str(value).replace('|', chr(92) + '|')} |\n" for name, value in found.items())
+    return 0
+
+
+def environment() -> dict[str, str]:
+    """Name and value of each line."""
+    import torch
+
+    from ds_tba.storage.backends import aio
+
+    found = {"Python": platform.python_version(), "system": f"{platform.system()} {platform.release()}"}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    found["CUDA of torch"] = torch.version.cuda or "none"
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    found["devices"] = ", ".join(names) or "none"
+    pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    found["processors"], found["memory"] = str(os.cpu_count()), f"{pages * page_bytes / 2**30:.0f} GiB"
+    found["DeepSpeed's aio op"] = "built" if aio.is_built() else "not built"
+    found |= {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)}
+    return found

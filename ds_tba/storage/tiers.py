@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import Any
 
 from ds_tba.config import BLOCK, AioConfig, OffloadConfig, Placement
-from ds_tba.device.accelerator import Accelerator, available_bytes
+from ds_tba.device.accelerator import Accelerator, CpuAccelerator, available_bytes
 from ds_tba.errors import BackendUnavailableError, ConfigError
 from ds_tba.storage.backends.select import Selection, select_backend
-from ds_tba.storage.bandwidth_probe import measure_drives
+from ds_tba.storage.bandwidth_probe import LARGEST_REQUEST_BYTES, REGION_BYTES, measure_drives
 from ds_tba.storage.base import Store
 from ds_tba.storage.host import HostStore
 from ds_tba.storage.nvme import Lanes, NvmeStore
@@ -180,6 +180,29 @@ class Tiers:
                 measure_drives(store.space, store.integrity)
             undo.pop_all()
         return store
+
+
+def probe(config: OffloadConfig, aio_config: AioConfig) -> tuple[list[tuple[float, float, float, float]], int]:
+    """Measure the directories of a config outside of a run, with its lanes; takes a moment and leaves nothing behind.
+
+    Returns:
+        :meth:`SwapPath.rates` of each directory, and the bytes written to measure them.
+
+    Raises:
+        PathError, ConfigError, BackendUnavailableError: as of a run.
+    """
+    staging_bytes = LARGEST_REQUEST_BYTES * (config.io.write_lanes + config.io.read_lanes) * len(config.nvme_paths)
+    io = {"staging_bytes": max(staging_bytes, REGION_BYTES), "swap_file_bytes": REGION_BYTES}
+    only_nvme = {"placement": "nvme", "host_budget_bytes": 0, "io": config.io.model_copy(update=io)}
+    config = config.model_copy(update=only_nvme)
+    tiers = Tiers(config, aio_config, CpuAccelerator(), zero_uses_nvme=False, rank=0, ranks_on_node=1)
+    with closing(tiers):
+        if tiers.nvme is None:
+            return [], 0
+        if not all(path.probe_bytes for path in tiers.paths):  # several were measured as they were opened
+            measure_drives(tiers.nvme.space, tiers.nvme.integrity)
+        with tiers.nvme.space.lock:
+            return [path.rates() for path in tiers.paths], sum(path.written_bytes for path in tiers.paths)
 
 
 def _measured(paths: Sequence[SwapPath]) -> list[str]:

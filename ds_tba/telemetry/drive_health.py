@@ -26,6 +26,7 @@ DAY_S = 86400.0
 SMARTCTL = "smartctl"
 SMARTCTL_LIMIT_S = 2.0
 VIRTUAL = ("vd", "xvd", "loop", "nbd")  # names of virtio, Xen, loop and network drives
+LEAST_PERCENTAGE_USED = 5  # below, its rounding is most of it
 DATA_UNIT_BYTES = 512_000  # NVMe counts written data in thousands of 512-byte units
 
 
@@ -46,6 +47,13 @@ class Drive:
     rotational: bool | None = None
     percentage_used: int | None = None
     drive_written_bytes: int | None = None
+
+    @property
+    def estimated_endurance_tbw(self) -> float | None:
+        """The terabytes after which its life is used up if it goes on as so far; None while too little is."""
+        if self.drive_written_bytes is None or (self.percentage_used or 0) < LEAST_PERCENTAGE_USED:
+            return None
+        return 100 * self.drive_written_bytes / (self.percentage_used or 1) / TERABYTE
 
 
 def sysfs_device(path: Path, sysfs: Path = Path("/sys")) -> Path | None:

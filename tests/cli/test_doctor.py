@@ -6,15 +6,20 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import fields
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from support import runs
 from support.cuda_doubles import FakeKvikio
 
 from ds_tba.cli import main
+from ds_tba.cli.doctor import build_aio
 from ds_tba.storage.backends import aio
+from ds_tba.telemetry.report import OffloadReport
 
 
 def test_the_doctor_names_what_is_wrong(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -67,6 +72,10 @@ def test_the_doctor_looks_for_the_entry_point(
     monkeypatch.setattr("ds_tba.cli.doctor.distributions", lambda **_: copies)
     assert main(["doctor"]) == 1
     assert "FAIL  ds_tba is installed in several versions (0.1 in /0.1, 0.2 in /0.2)" in capsys.readouterr().out
+    broken = EntryPoint("ds_tba", "ds_tba.autoload:absent", "torch.backends")
+    monkeypatch.setattr("ds_tba.cli.doctor.entry_points", lambda **_: [broken])
+    assert main(["doctor"]) == 1
+    assert "FAIL  torch does not load ds_tba: its entry point ds_tba.autoload:absent fails" in capsys.readouterr().out
     monkeypatch.setattr("ds_tba.cli.doctor.entry_points", lambda **_: [])
     assert main(["doctor"]) == 1
     assert "FAIL  torch does not load ds_tba: there is no entry point of it" in capsys.readouterr().out
@@ -84,14 +93,49 @@ def test_a_lock_is_told_at_once(
     assert f"--    {tmp_path / 'lock'} exists: another build is running, or was killed" in capsys.readouterr().out
 
 
-def test_a_pipe_that_closes_ends_a_command_quietly() -> None:
+def test_an_abandoned_lock_ends_the_building_before_it_waits(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(aio, "abandoned_build", lambda: "a build seems to have been killed")
+    assert main(["doctor", "--build"]) == 1
+    assert "a build seems to have been killed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("status", [0, 7])
+def test_the_time_is_told_while_a_compiler_says_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    program = f"import sys, time; print('[1/3] c++', flush=True); time.sleep(2.5); print('over'); sys.exit({status})"
+    monkeypatch.setattr("ds_tba.cli.doctor._BUILD", program)
+    monkeypatch.setattr("ds_tba.cli.doctor.TELL_EVERY_S", 1.0)
+    monkeypatch.setattr(aio, "is_built", lambda: False)
+    monkeypatch.setattr(aio, "build_locks", list)
+    assert build_aio() == status
+    out = capsys.readouterr().out
+    told = [line for line in out.splitlines() if line.startswith("building DeepSpeed's aio op")]
+    assert len(told) >= 3 and sum(": file 1 of 3" in line for line in told) >= 2 and told[-1].endswith(" s")
+    assert ("did not build" in out and "over" in out) == (status != 0)
+
+
+def test_a_pipe_that_closes_ends_a_command_quietly(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(
+        "import torch\ndef make(batch, sequence): return torch.nn.Linear(1, 1), [torch.ones(8, 1)]\n"
+    )
+    values: dict[Any, Any] = {"str": "", "int": 1, "float": 1.0, "list[str]": []}
+    report = {one.name: values[one.type] for one in fields(OffloadReport) if one.default is one.default_factory}
+    (tmp_path / "run.json").write_text(json.dumps(report))
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run(
-        [sys.executable, "-m", "ds_tba", "env"], stdout=writer, stderr=subprocess.PIPE, text=True, cwd=runs.ROOT
-    )
+    commands = ["env"], ["doctor"], ["report", "run.json"], ["plan", "model.py:make", "--seq", "8"]
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "ds_tba", *command], stdout=writer, stderr=subprocess.PIPE, text=True, cwd=tmp_path
+        )
+        for command in commands
+    ]
     os.close(writer)
-    assert (done.returncode, done.stderr) == (141, "")
+    ends = [(one.communicate(timeout=300)[1], one.returncode) for one in started]
+    assert ends == [("", 141)] * len(ends)
 
 
 def test_env_tells_versions_and_no_secrets(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,10 +18,10 @@ from ds_tba.autograd.blocks import find_blocks
 from ds_tba.autograd.cache import TensorCache
 from ds_tba.autograd.sites import Recipe, Sites
 from ds_tba.autograd.tensors import mark_inputs, mark_owned
-from ds_tba.cli.plan.dry_run import PeakMeter, Settings, dry_run, told_of_passes
+from ds_tba.cli.plan.dry_run import PeakMeter, dry_run, told_of_passes
 from ds_tba.cli.plan.model import Subject, loss_of
 from ds_tba.cli.plan.rows import fixed, made_again
-from ds_tba.cli.plan.training import DryRun
+from ds_tba.cli.plan.training import Device, DryRun, Training
 from ds_tba.config import AioConfig, OffloadConfig, Placement
 from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.errors import ModelError
@@ -30,20 +30,20 @@ from ds_tba.planner.trace import PathRates, Resources, Trace
 
 BATCH, SEQUENCE = 4, 96
 MIN_BYTES = 16384
-MACHINE = Resources((PathRates(1e9, 1e9, 1e9, 1e9),), 1e10, 1e10, 1 << 24)
+PATHS = (PathRates(1e9, 1e9, 1e9, 1e9),)
+MACHINE = Resources(PATHS, 1e10, 1e10, 1 << 24)
 TOLERANCE = 0.02
 
 Make = Callable[[int, int], Any]
 
 
-def settings(device: str, dtype: torch.dtype | None = None, **others: Any) -> Settings:
-    return Settings(device, dtype, None, MIN_BYTES, None, 1e12, 1e11, **others)
-
-
-def estimated(make: Make, device: str, dtype: torch.dtype | None = None) -> DryRun:
-    return dry_run(
-        lambda batch, sequence: Subject(*make(batch, sequence)), BATCH, SEQUENCE, settings(device, dtype), MACHINE
-    )
+def estimated(
+    make: Make, device: str, dtype: torch.dtype | None = None, autocast: torch.dtype | None = None, **block: Any
+) -> DryRun:
+    offload = OffloadConfig.model_validate({"placement": "keep", "min_tensor_bytes": MIN_BYTES, **block})
+    training = Training({}, offload, AioConfig(), dtype, autocast, ())
+    machine = Device(device, "made up", None, 1e12, 1e11, 1e10)
+    return dry_run(lambda batch, sequence: Subject(*make(batch, sequence)), BATCH, SEQUENCE, training, machine, PATHS)
 
 
 @dataclass
@@ -183,9 +183,9 @@ def really_made_again(
     return dict(found)
 
 
-def predicted(make: Make, given: Settings) -> dict[str, int]:
+def predicted(make: Make, device: str, dtype: torch.dtype | None = None, **others: Any) -> dict[str, int]:
     """The same as the dry run finds it."""
-    run = dry_run(lambda batch, sequence: Subject(*make(batch, sequence)), BATCH, SEQUENCE, given, MACHINE)
+    run = estimated(make, device, dtype, **others)
     found: Counter[str] = Counter()
     for op, storage in zip(run.ops, run.trace.storages, strict=True):
         assert (storage.rematerialize_s is not None) == bool(op)
@@ -199,23 +199,22 @@ def predicted(make: Make, given: Settings) -> dict[str, int]:
 def test_bytes_made_again_are_those_of_a_run_on_the_cpu(name: str, dtype: torch.dtype) -> None:
     real = really_made_again(ALL[name], dtype)
     assert sum(real.values()) > 20 * MIN_BYTES
-    assert predicted(ALL[name], settings("cpu", dtype)) == real
+    assert predicted(ALL[name], "cpu", dtype) == real
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt"])
 def test_bytes_made_again_under_autocast_are_those_of_a_run(name: str) -> None:
-    given = replace(settings("cpu"), autocast=torch.bfloat16)
     real = really_made_again(ALL[name], None, within=lambda: torch.autocast("cpu", torch.bfloat16))
-    assert real["cast"] > 0 and predicted(ALL[name], given) == real
+    assert real["cast"] > 0 and predicted(ALL[name], "cpu", autocast=torch.bfloat16) == real
 
 
 def test_ops_that_the_config_excludes_are_not_made_again() -> None:
-    every = predicted(ALL["llama"], settings("cpu", torch.bfloat16))
-    fewer = predicted(ALL["llama"], settings("cpu", torch.bfloat16, exclude=frozenset({"silu"})))
+    every = predicted(ALL["llama"], "cpu", torch.bfloat16)
+    fewer = predicted(ALL["llama"], "cpu", torch.bfloat16, rematerialize={"exclude": ["silu"]})
     # The product of the gate goes on: it is made again from what silu has made, which is saved now.
     assert fewer == {op: nbytes for op, nbytes in every.items() if op != "silu"} and "silu" in every
     assert fewer == really_made_again(ALL["llama"], torch.bfloat16, exclude=frozenset({"silu"}))
-    assert predicted(ALL["llama"], settings("cpu", torch.bfloat16, rematerialize=False)) == {}
+    assert predicted(ALL["llama"], "cpu", torch.bfloat16, rematerialize=False) == {}
 
 
 def test_a_model_s_input_is_no_operand() -> None:
@@ -231,7 +230,7 @@ def test_a_model_s_input_is_no_operand() -> None:
     def make(batch: int, sequence: int) -> Any:
         return Gated(), (torch.rand(batch, sequence, 64), torch.rand(batch, sequence, 64))
 
-    found = predicted(make, settings("cpu", torch.float32))
+    found = predicted(make, "cpu", torch.float32)
     assert found == {"mul": BATCH * SEQUENCE * 64 * 4} == really_made_again(make, torch.float32)
 
 
@@ -247,8 +246,8 @@ def test_what_cuda_s_kernels_save_is_made_again_by_their_ops() -> None:
     def make(batch: int, sequence: int) -> Any:
         return Normed(), (torch.rand(batch, sequence, 64),)
 
-    assert predicted(make, settings("cuda", torch.bfloat16)) == {"rms_norm": BATCH * SEQUENCE * 64 * 2}
-    assert predicted(ALL["bert"], settings("cuda", torch.bfloat16)).keys() >= {"dropout", "gelu", "layer_norm"}
+    assert predicted(make, "cuda", torch.bfloat16) == {"rms_norm": BATCH * SEQUENCE * 64 * 2}
+    assert predicted(ALL["bert"], "cuda", torch.bfloat16).keys() >= {"dropout", "gelu", "layer_norm"}
 
 
 def test_the_seconds_are_those_of_the_bytes_that_the_ops_move() -> None:
@@ -274,13 +273,7 @@ def test_the_seconds_are_those_of_the_bytes_that_the_ops_move() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_without_rematerialization_the_dry_run_is_the_same(name: str) -> None:
-    with_it, without = (
-        dry_run(
-            lambda batch, sequence: Subject(*ALL[name](batch, sequence)), BATCH, SEQUENCE,
-            settings("cuda", torch.bfloat16, rematerialize=rematerialize), MACHINE,
-        )
-        for rematerialize in (True, False)
-    )  # fmt: skip
+    with_it, without = (estimated(ALL[name], "cuda", torch.bfloat16, rematerialize=one) for one in (True, False))
     plain = [replace(one, rematerialize_s=None, sources=()) for one in with_it.trace.storages]
     assert plain == list(without.trace.storages) and any(with_it.ops) and not any(without.ops)
     assert replace(with_it, trace=without.trace, ops=without.ops) == without
@@ -315,12 +308,7 @@ def test_a_model_that_needs_values_is_refused_and_told_why() -> None:
 
 
 def test_autocast_runs_on_the_cpu() -> None:
-    def made(batch: int, sequence: int) -> Subject:
-        return Subject(*ALL["gpt"](batch, sequence))
-
-    cast = Settings("cpu", None, torch.bfloat16, MIN_BYTES, None, 1e12, 1e11)
-    plain = dry_run(made, BATCH, SEQUENCE, settings("cpu"), MACHINE)
-    found = dry_run(made, BATCH, SEQUENCE, cast, MACHINE)
+    plain, found = (estimated(ALL["gpt"], "cpu", autocast=one) for one in (None, torch.bfloat16))
     assert found.runs_on == "cpu" and "torch_autocast" in found.notes[0]
     assert found.saved_bytes < 0.9 * plain.saved_bytes
 
@@ -367,10 +355,10 @@ def test_temporaries_are_logits_and_gradients_and_nothing_that_is_saved_or_was_t
     """A product whose result is not saved: its gradient, and the result itself until the loss is made of it."""
     classes, rows, width = 4096, 256, 32
 
-    def make(batch: int, sequence: int) -> Subject:
-        return Subject(torch.nn.Linear(width, classes, bias=False), (torch.randn(rows, width),))
+    def make(batch: int, sequence: int) -> Any:
+        return torch.nn.Linear(width, classes, bias=False), (torch.randn(rows, width),)
 
-    run = dry_run(make, 1, 1, settings("cpu"), MACHINE)
+    run = estimated(make, "cpu")
     logits_bytes, weight_bytes = 4 * rows * classes, 4 * classes * width
     assert run.temporary_bytes >= logits_bytes
     # The gradient of a sum is one number, expanded: backward has it whole for the product, and the weight's beside it.

@@ -19,16 +19,15 @@ from torch.nn import functional
 
 from ds_tba.autograd.blocks import find_blocks
 from ds_tba.cli.format import show, size
-from ds_tba.cli.plan.command import write_merged
-from ds_tba.cli.plan.dry_run import OpClock
-from ds_tba.cli.plan.kernels import Attention, attention_of, device_kernels
-from ds_tba.cli.plan.machine import device_of, drives_of, gpu_of
+from ds_tba.cli.plan import _drives, _endurance, write_merged
+from ds_tba.cli.plan.dry_run import OpClock, attention_of, device_kernels
 from ds_tba.cli.plan.model import Subject, add_lora, loss_of, recipe_of
 from ds_tba.cli.plan.rows import Row, Setup, fixed, groups_of, holders, made_again, recommended, rows_of
-from ds_tba.cli.plan.training import CONTEXT_BYTES, DryRun, Training, held_of, read_training
+from ds_tba.cli.plan.training import CONTEXT_BYTES, Device, DryRun, Training, device_of, held_of, read_training
 from ds_tba.config import AioConfig, OffloadConfig, Placement
 from ds_tba.errors import ConfigError, ModelError
 from ds_tba.planner.trace import OUTSIDE, BlockTrace, StorageTrace, Trace
+from ds_tba.telemetry.drive_health import Drive
 
 GOOD = """
 import torch
@@ -192,7 +191,7 @@ def run_of(trace: Trace, parameters: int = 1000, trained: int = 1000, temporary:
     """Of 16-bit parameters."""
     kept = sum(one.nbytes for one in trace.storages) + temporary
     return DryRun(
-        trace, 1, "meta", kept - temporary, 1, parameters, 2 * parameters, trained, 4096, temporary, kept, [],
+        trace, "meta", kept - temporary, 1, parameters, 2 * parameters, trained, 4096, temporary, kept, (),
         tuple(ops) or ("",) * len(trace.storages),
     )  # fmt: skip
 
@@ -300,7 +299,7 @@ def test_attention_of_the_cpu_counts_as_flash_does() -> None:
         q, k, v = (torch.empty(2, 4, 64, 32, device="meta", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
         with device_kernels(device, "meta") as attention, OpClock(1e9, 1e30) as clock:
             functional.scaled_dot_product_attention(q, k, v).sum().backward()
-        assert attention == {Attention.FLASH}
+        assert attention == {"flash"}
         taken.append(clock.now_s)
     assert taken[0] == pytest.approx(taken[1]) and taken[0] > 2 * 2 * 2 * 4 * 64 * 64 * 32 / 1e9
 
@@ -377,15 +376,15 @@ def test_the_cpu_s_attention_saves_on_meta_what_it_saves_there(case: str, heads:
 
 
 def test_attention_of_a_cuda_device_that_is_not_here() -> None:
-    def chosen(dtype: torch.dtype = torch.bfloat16, mask: bool = False, width: int = 64, heads: int = 4) -> Attention:
+    def chosen(dtype: torch.dtype = torch.bfloat16, mask: bool = False, width: int = 64, heads: int = 4) -> str:
         q = torch.empty(2, 4, 16, width, dtype=dtype, device="meta")
         k = torch.empty(2, heads, 16, width, dtype=dtype, device="meta")
         given = torch.empty(16, 16, device="meta") if mask else None
         return attention_of("cuda", q, k, k, given, 0.1)
 
-    assert chosen() is chosen(torch.float16) is chosen(heads=2) is Attention.FLASH
-    assert chosen(torch.float32) is chosen(mask=True) is chosen(width=512) is Attention.EFFICIENT
-    assert chosen(torch.float32, heads=2) is chosen(torch.float64) is Attention.MATH
+    assert chosen() == chosen(torch.float16) == chosen(heads=2) == "flash"
+    assert chosen(torch.float32) == chosen(mask=True) == chosen(width=512) == "efficient"
+    assert chosen(torch.float32, heads=2) == chosen(torch.float64) == "math"
 
 
 def test_questions_about_masks_are_answered_and_no_others() -> None:
@@ -422,7 +421,8 @@ def setup_of(trace: Trace, memory_bytes: int | None = None, **others: Any) -> Se
     block = others.pop("block", {})
     offload = OffloadConfig.model_validate({"nvme_path": "/local_nvme", **block})
     training = replace(training_with(others.pop("zero", {})), offload=offload)
-    return Setup(run, training, 1, "cpu", "H100", memory_bytes, 1e12, 600.0, "/local_nvme")
+    device = Device("cpu", "small CPU", memory_bytes, 1e12, 1e12, FAST)
+    return Setup(run, training, device, 1, 600.0, "/local_nvme")
 
 
 def by_name(rows: list[Row]) -> dict[str, Row]:
@@ -433,17 +433,17 @@ def test_equal_blocks_are_one_group_and_the_rest_is_outside() -> None:
     trace = stack(4)
     larger = (replace(trace.storages[0], nbytes=2 * SIZE), *trace.storages[1:])
     first, others, head = groups_of(replace(trace, storages=larger))
-    assert (first.name, first.count, first.saved_bytes, first.movable_bytes) == ("layers.0", 1, 2 * SIZE + 8, 2 * SIZE)
-    assert (others.name, others.count, others.saved_bytes) == ("layers.1-3", 3, SIZE + 8)
-    assert (head.name, head.count, head.saved_bytes) == ("head", 0, SIZE)
+    assert tuple(first.values()) == ("layers.0", 1, 2 * SIZE + 8, 2 * SIZE)
+    assert tuple(others.values()) == ("layers.1-3", 3, SIZE + 8, SIZE)
+    assert tuple(head.values()) == ("head", 0, SIZE, SIZE)
 
 
 def test_a_storage_of_several_blocks_counts_once() -> None:
     trace = stack(2)
     shared = (replace(trace.storages[0], blocks=(0, 1, OUTSIDE)), *trace.storages[1:])
     groups = groups_of(replace(trace, storages=shared))
-    assert sum(one.saved_bytes * max(1, one.count) for one in groups) == sum(one.nbytes for one in trace.storages)
-    assert (groups[0].name, groups[0].count) == ("layers.0-1", 2)  # the first has it, as if it were its own
+    assert sum(one["saved_bytes"] * max(1, one["count"]) for one in groups) == sum(one.nbytes for one in trace.storages)
+    assert (groups[0]["name"], groups[0]["count"]) == ("layers.0-1", 2)  # the first has it, as if it were its own
 
 
 def test_everything_goes_to_nvme_whatever_its_size() -> None:
@@ -551,14 +551,32 @@ def test_nothing_saved_is_no_error() -> None:
 
 
 def test_rates_have_their_source() -> None:
-    nothing = (None, None, None)
     given = device_of("cpu", "H100", torch.float32, (1e12, 2e9, 3e9))
-    assert (given.flops, given.memory_bytes, given.copy_bytes, given.source) == (1e12, 2e9, 3e9, "as given")
-    half, full = (device_of("cuda", "H100", dtype, nothing) for dtype in (torch.bfloat16, torch.float32))
-    assert half.flops > full.flops and half.source == "of one H100" and half.launch_s > 0
-    assert device_of("cpu", "H100", torch.float32, nothing).source == "of a small CPU"
-    (path,), source = drives_of(5e9, None, OffloadConfig(enabled=False), AioConfig())
+    assert given == ("cpu", "small CPU", 80 << 30, 1e12, 2e9, 3e9, 0.0)
+    half, full = (device_of("cuda", None, dtype) for dtype in (torch.bfloat16, torch.float32))
+    assert half.flops > full.flops and half.name == "H100" and half.memory_bytes is None and half.launch_s > 0
+    (path,), source = _drives(training_with({}), {"write": 5e9, "read": None})
     assert path.write_bytes_per_s == 5e9 and source.startswith("write as given, else of the data sheet")
+    assert path.write_beside_read_bytes_per_s == 3e9 and path.read_bytes_per_s == 7.1e9
+
+
+@pytest.mark.parametrize(
+    ("used", "terabytes", "rated"),
+    [(10, 60, 600.0), (100, 1200, 1200.0), (4, 24, None), (None, 60, None), (10, None, None)],
+)
+def test_a_drive_s_rating_is_what_its_smart_data_come_to(
+    monkeypatch: pytest.MonkeyPatch, used: int | None, terabytes: int | None, rated: float | None
+) -> None:
+    """Of a drive that has used up a tenth of its life with 60 TB, 600 TB are the whole of it."""
+    written = None if terabytes is None else terabytes * 10**12
+    drive = Drive("nvme0n1", percentage_used=used, drive_written_bytes=written)
+    assert drive.estimated_endurance_tbw == rated
+    monkeypatch.setattr("ds_tba.cli.plan.examine", lambda _: drive)
+    offload = OffloadConfig.model_validate({"nvme_path": ["/a", "/b"]})  # both on one drive
+    training = replace(training_with({}), offload=offload)
+    found, source = _endurance(None, training)
+    assert found == (rated or 600.0) and ("SMART" in source) == (rated is not None)
+    assert _endurance(50.0, training) == (50.0, "as given")
 
 
 @pytest.mark.parametrize(
@@ -572,12 +590,12 @@ def test_rates_have_their_source() -> None:
     ],
 )
 def test_a_gpu_is_a_size_or_a_name(text: str, name: str, gib: int) -> None:
-    assert gpu_of(text) == (name, gib * 2**30)
+    assert device_of("cuda", text, torch.bfloat16)[1:3] == (name, gib * 2**30)
 
 
 def test_a_gpu_that_is_neither_is_refused() -> None:
     with pytest.raises(ConfigError, match="RTX 4090"):
-        gpu_of("riva")
+        device_of("cuda", "riva", torch.bfloat16)
 
 
 def test_sizes_are_as_people_write_them() -> None:

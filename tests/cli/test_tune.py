@@ -10,14 +10,12 @@ from pathlib import Path
 import pytest
 
 from ds_tba.cli import main
-from ds_tba.cli.tune import Candidate, Measured, Tuned, probe, tuned
+from ds_tba.cli.tune import Candidate, Found, Rates, measured, recommended, tuned
 from ds_tba.config import OffloadConfig
-from ds_tba.planner.trace import PathRates
-from ds_tba.storage.backends.posix import PosixBackend
-from ds_tba.storage.nvme import Lanes
 
 MIB = 1 << 20
 DEFAULT = Candidate("posix", 2)
+ALL = [DEFAULT, Candidate("posix", 1), Candidate("posix", 4)]
 
 
 class Drives:
@@ -27,55 +25,53 @@ class Drives:
         self.now_s = 0.0
         self._rate = rate
 
-    def measure(self, one: Candidate) -> Measured:
+    def measure(self, one: Candidate) -> Rates:
         self.now_s += 1.0
         rate = self._rate(one)
-        return Measured((PathRates(rate, rate, rate / 2, rate / 2),), 100 * MIB)
+        return Rates(rate, rate, rate, 100 * MIB)
 
-    def tuned(self, seconds: float = 100.0, max_written_bytes: float = 1e15) -> Tuned:
-        return tuned(["posix"], self.measure, seconds, max_written_bytes, lambda: self.now_s)
+    def tuned(self, seconds: float = 100.0, max_written_bytes: float = 1e15) -> tuple[Found, float]:
+        return tuned(ALL, self.measure, seconds, max_written_bytes, lambda: self.now_s)
 
 
 def test_what_is_faster_is_recommended() -> None:
-    found = Drives(lambda one: one.lanes * 1e9).tuned()
-    assert found.default == DEFAULT and found.recommended == Candidate("posix", 4)
-    assert found.recommended.block() == {"backend": "posix", "write_lanes": 4, "read_lanes": 4}
-    OffloadConfig.model_validate({"nvme_path": "/x", "io": found.recommended.block()})
-    assert found.found.keys() == {Candidate("posix", lanes) for lanes in (1, 2, 4)}
+    found, _ = Drives(lambda one: one.lanes * 1e9).tuned()
+    best = recommended(found, DEFAULT)
+    assert best == Candidate("posix", 4) and found.keys() == set(ALL)
+    assert best.block() == {"backend": "posix", "write_lanes": 4, "read_lanes": 4}
+    OffloadConfig.model_validate({"nvme_path": "/x", "io": best.block()})
 
 
 def test_luck_is_no_difference() -> None:
     chance = itertools.cycle([1.0e9, 1.3e9, 0.9e9, 1.1e9, 1.2e9, 0.8e9, 1.25e9])
-    found = Drives(lambda one: next(chance)).tuned()
-    assert found.recommended == DEFAULT
+    assert recommended(Drives(lambda one: next(chance)).tuned()[0], DEFAULT) == DEFAULT
 
 
 def test_slower_ones_leave_the_defaults() -> None:
-    assert Drives(lambda one: 1e9 if one == DEFAULT else 0.5e9).tuned().recommended == DEFAULT
+    found, _ = Drives(lambda one: 1e9 if one == DEFAULT else 0.5e9).tuned()
+    assert recommended(found, DEFAULT) == DEFAULT
 
 
-def test_too_few_measurements_tell_nothing() -> None:
-    found = Drives(lambda one: one.lanes * 1e9).tuned(seconds=4.0)
-    assert Candidate("posix", 4) in found.found and found.recommended == DEFAULT
+def test_a_round_trip_is_a_write_and_a_read() -> None:
+    assert Rates(1e9, 3e9, 0.0).round_trip == pytest.approx(2 / (1 / 1e9 + 1 / 3e9))
 
 
 @pytest.mark.parametrize("seconds", [0.1, 1.0, 10.0, 60.0])
 def test_time_and_bytes_are_bounded_and_the_default_is_always_measured(seconds: float) -> None:
-    found = Drives(lambda one: 1e9).tuned(seconds)
-    assert found.took_s <= seconds + 1.0 and DEFAULT in found.found
-    found = Drives(lambda one: 1e9).tuned(1e9, max_written_bytes=2000 * MIB)
-    assert found.written_bytes == 2000 * MIB
+    found, took_s = Drives(lambda one: 1e9).tuned(seconds)
+    assert took_s <= seconds + 1.0 and DEFAULT in found
+    found, _ = Drives(lambda one: 1e9).tuned(1e9, max_written_bytes=2000 * MIB)
+    assert sum(each.written_bytes for many in found.values() for each in many) == 2000 * MIB
 
 
 # ---- with the real drive --------------------------------------------------------------------------------------------
 
 
-def test_a_probe_tells_rates_and_what_it_wrote(tmp_path: Path) -> None:
+def test_a_measurement_tells_rates_and_what_it_wrote(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    found = probe([str(tmp_path / "a"), str(tmp_path / "b")], PosixBackend(), Lanes(1, 2), "sampled")
-    assert len(found.paths) == 2 and all(path.write_bytes_per_s > 0 < path.read_bytes_per_s for path in found.paths)
-    assert found.written_bytes > 0
+    found = measured([str(tmp_path / "a"), str(tmp_path / "b")], Candidate("posix", 1))
+    assert min(found) > 0
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 

@@ -1,1 +1,341 @@
-"""Will it fit? Rows of what a model needs under each setting, made without the memory of training it."""
+"""``ds_tba plan`` and ``ds_tba estimate``, its details: what fits the GPU, at what cost, with which block?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ds_tba.cli.format import in_units_of, show, size, table
+from ds_tba.config import parse_block, with_staging
+from ds_tba.errors import BackendUnavailableError, ConfigError
+from ds_tba.telemetry.drive_health import examine
+from ds_tba.telemetry.report import write_file
+from ds_tba.telemetry.stats import expanded, readable
+
+if TYPE_CHECKING:
+    from ds_tba.cli.plan.rows import Row, Setup
+    from ds_tba.cli.plan.training import Training
+    from ds_tba.planner.plan import Plan
+    from ds_tba.planner.trace import PathRates
+
+_DESCRIPTION = """\
+Runs one forward and backward of the model on PyTorch's meta device (shapes without values), through the cache and the
+recorder of a real run. Prints for each setting whether it fits the GPU, the time of a step and the wear of the drives;
+recommends one, and prints what to paste into ds_config.json. If nothing fits: what fills the GPU, and exit status 3.
+"""
+_EPILOG = """\
+MODEL is the config.json, folder or name of a Hugging Face model on this machine (inputs are made up), or
+FILE.py:function: called with the keyword arguments batch and sequence, it returns (model, inputs); inputs are a tuple
+or a dict of arguments of the model. The model returns the loss, an object or dict with "loss", or tensors of which the
+first is summed. Tensors made in the function are on the meta device.
+
+example:
+    ds_tba plan Llama-3.1-8B/config.json --gpu 24GB --seq 32k --lora 16 --write ds_config.json
+"""
+ASSUMED_TBW = 600.0  # of one drive of 1 TB
+WRITE_BYTES_PER_S, READ_BYTES_PER_S = 4.2e9, 7.1e9  # of the data sheet of one PCIe 4.0 drive of a data center
+# A drive's rate of writes, and of reads, while both run: this part of its rate alone.
+CONCURRENT_FRACTION = 0.6
+FEW_DAYS = 365.0
+_SHOWN_GROUPS, _SHOWN_OPS = 20, 6
+
+
+def add_parsers(commands: Any) -> None:
+    """Add both subcommands."""
+    for name, what in (("plan", "say what fits the GPU, and what to set"), ("estimate", "plan, with all details")):
+        parser = commands.add_parser(
+            name,
+            help=what,
+            description=_DESCRIPTION,
+            epilog=_EPILOG,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        add = parser.add_argument
+        add("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help="see below")
+        add("--model", help=argparse.SUPPRESS)
+        add("--seq", type=size, required=True, help="tokens of a sequence, such as 32k")
+        add("--batch", type=size, help="sequences per micro-step and rank (default: the config's, else 1)")
+        add("--gpu", "--gpu-memory", metavar="GPU", help='its memory or name: 24GB, "RTX 4090"')
+        add("--ranks", type=size, default=1, help="ranks that ZeRO divides among (default: 1)")
+        add("--lora", type=size, metavar="RANK", help="train adapters of this rank on all linear layers, not the model")
+        add("--config", type=Path, help="ds_config.json (default: bf16, AdamW, ZeRO stage 2)")
+        add("--nvme-path", action="append", help="a directory on a drive (default: the config's; may be repeated)")
+        add("--drive-tbw", type=in_units_of(1), help="terabytes that the drives are rated for, together")
+        add("--write", type=Path, metavar="FILE", help="merge what is recommended into FILE; a backup is kept")
+        add("--details", action="store_true", default=name == "estimate", help="also what is saved where, and more")
+        add("--dtype", choices=("fp32", "bf16", "fp16"), help="of the parameters (default: the config's)")
+        add("--device", choices=("cuda", "cpu"), default="cuda", help="training device (default: cuda)")
+        default = "default: measured, or of the data sheet"
+        add("--tflops", type=in_units_of(1e12), help=f"TFLOP/s of matrix products ({default})")
+        for option, of in (("memory", "device memory"), ("copy", "copies between device and host"),
+                           ("write", "all drives' writes"), ("read", "all drives' reads")):  # fmt: skip
+            add(f"--{option}-gbps", type=in_units_of(1e9), help=f"GB/s of {of} ({default})")
+        add("--json", type=Path, help="also write everything to this file")
+        parser.set_defaults(run=partial(show, name, _plan))
+
+
+def _plan(options: argparse.Namespace) -> tuple[int, list[str], dict[str, Any]]:
+    from ds_tba.cli.plan.rows import detail_rows, recommended, rows_of
+
+    setup, title, notes = _setup(options)
+    rows, plan = rows_of(setup)
+    is_known = setup.device.memory_bytes is not None
+    chosen = recommended(rows) if is_known else None
+    more = detail_rows(setup) if options.details else []
+    found = _to_dict(setup, [*rows, *more], plan, chosen)
+    lines = [f"model       {title}", *_table(setup, rows, more), "", *_verdict(setup, rows, chosen)]
+    if options.details:
+        lines += ["", *_details(setup, plan, found)]
+    if options.write is not None and chosen is None:
+        lines.append(f"not written {options.write}: nothing is recommended")
+    elif options.write is not None and chosen is not None:
+        new = {**setup.training.config, "train_micro_batch_size_per_gpu": options.batch}
+        lines.append(write_merged(options.write, new, chosen.merged))
+    lines += ["", "assumed", *(f"  {note}" for note in notes)]
+    result = {"title": title, "batch": options.batch, **found, "notes": notes}
+    return 3 if is_known and chosen is None else 0, lines, result
+
+
+def _setup(options: argparse.Namespace) -> tuple[Setup, str, list[str]]:
+    """With a title, and what the figures rest on."""
+    import torch
+
+    from ds_tba.cli.plan.dry_run import dry_run
+    from ds_tba.cli.plan.model import recipe_of
+    from ds_tba.cli.plan.rows import FRAGMENTATION, TIGHT, Setup
+    from ds_tba.cli.plan.training import CONTEXT_BYTES, HOST_BYTES_PER_S, device_of, read_training
+
+    if options.model is None:
+        raise ConfigError("MODEL is missing: name a config.json, a folder, a model on this machine or FILE.py:function")
+    recipe = recipe_of(options.model)
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
+    training = read_training(options.config, dtypes[options.dtype])
+    options.batch = options.batch or training.micro_batch or (1 if options.config is None else None)
+    if options.batch is None:
+        raise ConfigError(
+            f'{options.config} has no number at "train_micro_batch_size_per_gpu": give the sequences of a micro-step '
+            "with --batch."
+        )
+    offload = with_staging(training.offload, math.inf, is_host=options.device == "cpu")
+    if options.nvme_path:
+        offload = offload.model_copy(update={"nvme_path": options.nvme_path})
+    training = replace(training, offload=offload)
+    given = options.tflops, options.memory_gbps, options.copy_gbps
+    device = device_of(options.device, options.gpu, training.autocast or training.dtype or torch.float32, given)
+    paths, drives = _drives(training, {"write": options.write_gbps, "read": options.read_gbps})
+    tbw, rating = _endurance(options.drive_tbw, training)
+    run = dry_run(recipe, options.batch, options.seq, training, device, paths, options.lora)
+    setup = Setup(run, training, device, options.ranks, tbw, offload.nvme_path or "/local_nvme")
+    kind = "dtypes of the model" if training.dtype is None else str(training.dtype).removeprefix("torch.")
+    adapted = f", LoRA of rank {options.lora}" if options.lora else ""
+    notes = [
+        *training.notes,
+        *run.notes,
+        f"GPU peak: {FRAGMENTATION:.0%} of saved and temporary tensors are lost to fragmentation, "
+        f"{readable(CONTEXT_BYTES)} to the CUDA context; a peak above {TIGHT:.0%} of the GPU is tight",
+        f"rates of one {device.name}{', but those that were given' if any(given) else ''}: {device.flops / 1e12:.3g} "
+        f"TFLOP/s, memory {device.memory_bytes_per_s / 1e9:.4g} GB/s, copies {device.copy_bytes_per_s / 1e9:.3g} GB/s",
+        f"rates of the drives {drives}; rated for {tbw:.4g} TBW, {rating}",
+        "an operation takes the time of its FLOPs, of its bytes or of its launch, whichever is longest; communication "
+        f"is left out; states in host memory are updated at {HOST_BYTES_PER_S / 1e9:g} GB/s",
+        f"attention on {options.device}: {', '.join(run.attention) or 'none of PyTorch'}",
+        "what rematerialization has a rule for is taken to come out equal; the model is in training mode",
+    ]
+    return setup, f"{options.model}, batch {options.batch} x {options.seq} tokens, {kind}{adapted}", notes
+
+
+def _drives(training: Training, given: dict[str, float | None]) -> tuple[tuple[PathRates, ...], str]:
+    """Their rates and where these are from: given, else measured if the config's directories are here, else documented.
+
+    An aio op that is not built is not built for this.
+    """
+    from ds_tba.planner.trace import PathRates
+    from ds_tba.storage.tiers import probe
+
+    paths: tuple[PathRates, ...] = ()
+    config, source = training.offload, "of the data sheet of one PCIe 4.0 drive"
+    if config.nvme_paths and None in given.values():
+        if config.io.backend == "aio":
+            config = config.model_copy(update={"io": config.io.model_copy(update={"backend": None})})
+        try:
+            found, written_bytes = probe(config, training.aio)
+            paths = tuple(PathRates(*one) for one in found)
+            source = f"measured here at {', '.join(config.nvme_paths)}, which wrote {written_bytes / 1e6:.0f} MB"
+        except (ConfigError, BackendUnavailableError) as error:
+            source += f" (nvme_path cannot be measured here: {error})"
+    if paths and not any(given.values()):
+        return paths, source
+    documented = {"write": WRITE_BYTES_PER_S, "read": READ_BYTES_PER_S}
+    rates = [
+        one or sum(getattr(path, f"{kind}_bytes_per_s") for path in paths) or documented[kind]
+        for kind, one in given.items()
+    ]
+    named = " and ".join(kind for kind, one in given.items() if one)
+    if named:
+        source = f"{named} as given{'' if all(given.values()) else f', else {source}'}"
+    paths = (PathRates(*rates, *(CONCURRENT_FRACTION * rate for rate in rates)),)
+    return paths, f"{source}; {CONCURRENT_FRACTION} of each while both run"
+
+
+def _endurance(given: float | None, training: Training) -> tuple[float, str]:
+    """Terabytes that all drives are rated for, and who says so."""
+    if given or training.offload.ssd.rated_endurance_tbw:
+        return given or training.offload.ssd.rated_endurance_tbw or 0.0, "as given"
+    drives = {one.device: one for one in (examine(expanded(path)) for path in training.offload.nvme_paths)}
+    found = [one.estimated_endurance_tbw for one in drives.values()]
+    if found and all(found):
+        return sum(one or 0.0 for one in found), "by what the drives say (SMART) they have written and worn"
+    return ASSUMED_TBW, "the usual rating of a drive of 1 TB (--drive-tbw has yours)"
+
+
+# ---- the text -------------------------------------------------------------------------------------------------------
+
+
+def _table(setup: Setup, rows: Sequence[Row], more: Sequence[Row]) -> Iterator[str]:
+    run, held, device = setup.run, rows[0].held, setup.device
+    first = next((row for row in rows if row.verdict in ("fits", "tight")), rows[0])
+    yield f"parameters  {run.parameters / 1e6:,.1f} M, of which {run.trained / 1e6:,.1f} M are trained"
+    named = [f"{name} {readable(nbytes)}" for name, nbytes in {**held.always, **held.passing}.items() if nbytes]
+    yield f"held        {', '.join(named)}"
+    yield f"temporary   {readable(run.temporary_bytes)}, with logits and the gradients of activations"
+    if device.memory_bytes is not None:
+        yield f"GPU         {readable(device.memory_bytes)}, rates of one {device.name}"
+    yield ""
+    cells = [("setting", "saved peak", "GPU peak", "verdict", "step", "TB a day", "drives last")]
+    for row in (*rows, *more):
+        per_day = row.written_bytes_per_day / 1e12
+        step = row.cost.step_s / first.cost.step_s if first.cost.step_s else 1.0
+        sizes = readable(row.cost.peak_saved_bytes), readable(row.need_bytes)
+        wear = (f"{per_day:.2f}", _life(row.life_days)) if per_day else ("-", "-")
+        cells.append((row.name, *sizes, row.verdict or "?", f"x {step:.2f}", *wear))
+    yield from table(cells)
+    yield f"            {first.name!r} takes {first.cost.step_s:.3g} s a step"
+
+
+def _life(days: float | None) -> str:
+    if days is None:
+        return "-"
+    return f"{days:.0f} days" if days < 2 * 365 else f"{days / 365:.0f} years"
+
+
+def _verdict(setup: Setup, rows: Sequence[Row], chosen: Row | None) -> Iterator[str]:
+    from ds_tba.cli.plan.rows import REMEDIES, SAME_STEP, SHORT_LIFE_DAYS, holders
+
+    if setup.device.memory_bytes is None:
+        yield "--gpu (24GB, or a name) says what fits, and recommends a setting"
+        return
+    if chosen is None:
+        least = min(rows, key=lambda row: row.need_bytes)
+        yield f"NOTHING FITS: {least.name!r} needs least, {readable(least.need_bytes)}; what holds most of it:"
+        yield from (
+            f"  {readable(nbytes):>10}  {name}: {REMEDIES[name]}" for name, nbytes in holders(least, setup.run)[:3]
+        )
+        return
+    how = "it fits" if chosen.verdict == "fits" else "nothing fits with a margin, it is tight"
+    such = "does" if (chosen.life_days or math.inf) < SHORT_LIFE_DAYS else "does and spares the drives"
+    yield f"recommended {chosen.name!r}: {how}, and no other that {such} is faster by more than {SAME_STEP - 1:.0%}"
+    if chosen.advice:
+        yield f"            {chosen.advice}"
+    if chosen.merged:
+        yield "            into ds_config.json (--write FILE merges it):"
+        yield from (f"  {line}" for line in json.dumps(chosen.merged, indent=2).splitlines())
+    elif not chosen.advice:
+        yield "            nothing has to be changed"
+    if chosen.life_days is not None and chosen.life_days < FEW_DAYS:
+        yield (
+            f'            IT WEARS the drives out in {_life(chosen.life_days)}: "ssd": {{"rated_endurance_tbw": '
+            f'{setup.tbw:.4g}, "min_life_days": {FEW_DAYS:g}}} makes plans write less'
+        )
+
+
+def _details(setup: Setup, plan: Plan, found: dict[str, Any]) -> Iterator[str]:
+    from ds_tba.cli.plan.rows import made_again
+
+    run = setup.run
+    cells = [("saved for backward", "passes", "each", "all", "may be moved")]
+    for group in found["groups"][:_SHOWN_GROUPS]:
+        name, times = (group["name"], group["count"]) if group["count"] else (f"outside: {group['name']}", 1)
+        one, every, movable = group["saved_bytes"], times * group["saved_bytes"], times * group["movable_bytes"]
+        cells.append((name, str(group["count"] or ""), readable(one), readable(every), readable(movable)))
+    yield from table(cells)
+    yield ""
+    shares = [f"{word} {readable(nbytes)}" for word, nbytes in found["plan_bytes"].items()]
+    again = f"{sum(plan.recomputed_blocks)} of {len(plan.recomputed_blocks)} passes are recomputed"
+    yield f"adaptive    {', '.join(shares) or 'nothing is saved'}; {again}"
+    for what, ops in (("can be", found["made_again_bytes"]), ("the plan", made_again(run, plan.placements))):
+        named = [f"{op} {readable(nbytes)}" for op, nbytes in list(ops.items())[:_SHOWN_OPS]]
+        yield f"made again  {what}: {readable(sum(ops.values()))} ({', '.join(named) or 'no op'})"
+    moved = [one for one in run.trace.storages if one.is_movable and one.blocks]
+    if moved:
+        nbytes, turn_s = sum(one.nbytes for one in moved), min(one.first_backward_use_s for one in moved)
+        spans = turn_s - min(one.pack_s for one in moved), run.trace.end_s - turn_s
+        write, read = (f"{nbytes / span_s / 1e9:.1f}" if span_s else "?" for span_s in spans)
+        yield (
+            f"bandwidth   to move all {readable(nbytes)} at no cost in time: {write} GB/s written in forward, {read} "
+            "GB/s read in backward"
+        )
+
+
+def _to_dict(setup: Setup, rows: Sequence[Row], plan: Plan, chosen: Row | None) -> dict[str, Any]:
+    from ds_tba.cli.plan.rows import groups_of, made_again
+
+    run, resources, shares = setup.run, setup.run.trace.resources, Counter[str]()
+    for storage, placement in zip(run.trace.storages, plan.placements, strict=True):
+        shares[placement.word] += storage.nbytes if storage.blocks else 0
+    keys = (
+        "parameters", "parameter_bytes", "trained", "saved_bytes", "peak_saved_bytes", "packed_tensors",
+        "temporary_bytes", "attention",
+    )  # fmt: skip
+    return {
+        **{key: getattr(run, key) for key in keys},
+        "ran_on": run.runs_on,
+        "gpu_bytes": setup.device.memory_bytes,
+        "write_bytes_per_s": resources.write_bytes_per_s,
+        "read_bytes_per_s": resources.read_bytes_per_s,
+        "rows": [{**asdict(row), "held": row.held._asdict()} for row in rows],
+        "recommended": None if chosen is None else chosen.name,
+        "plan_bytes": +shares,
+        "groups": groups_of(run.trace),
+        "made_again_bytes": made_again(run),
+    }
+
+
+def write_merged(path: Path, new: dict[str, Any], merged: dict[str, Any]) -> str:
+    """Merge into a ``ds_config.json``, of which a backup is kept; a line that says so.
+
+    Args:
+        new: the config that is merged into where there is no file.
+
+    Raises:
+        ConfigError: the file cannot be read or written, or the result is none that a run would take.
+    """
+    kept = ""
+    try:
+        text = path.read_text() if path.exists() else json.dumps(new)
+        result = _merged(json.loads(text), merged)
+        parse_block(result)
+        if path.exists():
+            backups = (path.with_name(f"{path.name}.bak{number or ''}") for number in range(1000))
+            backup = next(one for one in backups if not one.exists())
+            write_file(backup, text)
+            kept = f"; what it was is in {backup}"
+        write_file(path, json.dumps(result, indent=2) + "\n")
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"--write {path}: it must be a ds_config.json that can be read and written: {error}"
+        ) from error
+    return f"written to  {path}{kept}"
+
+
+def _merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """``new`` into ``old``, object by object."""
+    found = {**old, **new}
+    objects = [key for key, value in new.items() if isinstance(value, dict) and isinstance(old.get(key), dict)]
+    return found | {key: _merged(old[key], new[key]) for key in objects}

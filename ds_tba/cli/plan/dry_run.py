@@ -7,6 +7,12 @@ a run, and taken as equal; nothing is made again here.
 [Note: The roofline] An operation takes as long as its FLOPs at the rate that matrix products reach, or as its inputs
 and outputs at the rate of device memory, or as its launch, whichever is longest. Blind spots: kernels fused into one,
 and communication between ranks.
+
+[Note: Which kernels] What is saved depends on the kernel. A CUDA device has fused kernels for attention (which save the
+inputs, the output and a log-sum-exp per row, not the probabilities), dropout (a mask of one byte per element)
+and RMS norm (a factor per row); the CPU has one for attention without dropout. PyTorch's rules are applied. CUDA: flash
+for 16-bit dtypes without a mask, memory-efficient for others, plain products for shapes that neither supports. CPU:
+flash without dropout, plain products else. Blind spot: cuDNN's attention, which saves as much as flash does.
 """
 
 from __future__ import annotations
@@ -15,11 +21,11 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from torch.library import Library
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -30,66 +36,50 @@ from ds_tba.autograd.blocks import Block, find_blocks
 from ds_tba.autograd.cache import TensorCache
 from ds_tba.autograd.saved import Keeper, nbytes_of
 from ds_tba.autograd.tensors import mark_inputs, mark_owned
-from ds_tba.cli.plan.kernels import device_kernels
 from ds_tba.cli.plan.model import Recipe, Subject, add_lora, loss_of
-from ds_tba.cli.plan.training import DryRun
+from ds_tba.cli.plan.training import Device, DryRun, Training
 from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.errors import ModelError
-from ds_tba.planner.trace import Resources
+from ds_tba.planner.trace import PathRates, Resources
 from ds_tba.storage.base import Always
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """How the model is trained.
-
-    Attributes:
-        device: the training device, ``"cuda"`` or ``"cpu"``.
-        dtype: of parameters and buffers; None leaves them as the model has them.
-        autocast: the dtype of ``torch.autocast``, if it is on.
-        min_tensor_bytes, blocks: of the config's block.
-        flops_per_s, memory_bytes_per_s, launch_s: of the device; see [Note: The roofline].
-        micro_steps: of one step.
-        rematerialize, exclude: whether outputs of ops may be made again, and of which they may not.
-        lora_rank: of adapters, which are trained instead of the model.
-    """
-
-    device: str
-    dtype: torch.dtype | None
-    autocast: torch.dtype | None
-    min_tensor_bytes: int
-    blocks: list[str] | None
-    flops_per_s: float
-    memory_bytes_per_s: float
-    launch_s: float = 0.0
-    micro_steps: int = 1
-    rematerialize: bool = True
-    exclude: frozenset[str] = frozenset()
-    lora_rank: int | None = None
-
-
-def dry_run(recipe: Recipe, batch: int, sequence: int, settings: Settings, resources: Resources) -> DryRun:
+def dry_run(
+    recipe: Recipe,
+    batch: int,
+    sequence: int,
+    training: Training,
+    device: Device,
+    paths: tuple[PathRates, ...] = (),
+    lora_rank: int | None = None,
+) -> DryRun:
     """Run one micro-step.
 
     Args:
-        resources: for the trace.
+        paths: the drives, for the trace.
+        lora_rank: of adapters, which are trained instead of the model.
 
     Raises:
+        ConfigError: the config excludes an op that there is no rule for.
         ModelError: the model does not run, or needs values, which the meta device does not have.
     """
-    runs_on = "meta" if settings.autocast is None else "cpu"
-    clock = OpClock(settings.flops_per_s, settings.memory_bytes_per_s, settings.launch_s)
-    cache = TensorCache([], runs_on, settings.min_tensor_bytes)
+    offload, excluded = training.offload, sites.excluded_ops(training.offload)
+    runs_on = "meta" if training.autocast is None else "cpu"
+    clock = OpClock(device.flops, device.memory_bytes_per_s, device.launch_s)
+    cache = TensorCache([], runs_on, offload.min_tensor_bytes)
+    if offload.rematerialize_enabled and sites.is_supported():
+        cache.rematerialize(AssumedSites(cache, excluded, clock))
     doing = "making the model"
     try:
         with torch.device(runs_on):
             subject = recipe(batch, sequence)
-            if settings.lora_rank is not None:
-                add_lora(subject.model, [one.module for one in find_blocks(subject.model, None)], settings.lora_rank)
-            subject = subject.to(runs_on, settings.dtype)
+            if lora_rank is not None:
+                add_lora(subject.model, [one.module for one in find_blocks(subject.model, None)], lora_rank)
+            subject = subject.to(runs_on, training.dtype)
         doing = "forward and backward"
-        with device_kernels(settings.device, runs_on) as attention:
-            recorder, meter, blocks = _micro_step(subject, settings, cache, clock)
+        blocks = find_blocks(subject.model, offload.blocks)
+        with device_kernels(device.kind, runs_on) as attention:
+            recorder, meter = _micro_step(subject, blocks, training.autocast, cache, clock)
     except ModelError:
         raise
     except Exception as error:  # the user's model may raise anything
@@ -100,19 +90,19 @@ def dry_run(recipe: Recipe, batch: int, sequence: int, settings: Settings, resou
             what += ". The model runs on shapes alone here: its forward may not read the values of tensors"
         raise ModelError(what) from error
     notes = [*subject.notes]
-    if settings.autocast is not None:
+    if training.autocast is not None:
         notes.append("torch_autocast: the model ran on the CPU, which casts nearly the same operations as CUDA")
-    if settings.rematerialize and not sites.is_supported():
+    if offload.rematerialize_enabled and not sites.is_supported():
         notes.append(f"nothing is rematerialized: PyTorch {torch.__version__} does not show what its graph holds")
     if clock.answers:
         notes.append("where the model asks whether all or any elements of a mask are true: all() is true, any() false")
     if not blocks:
         notes.append('no repeated layers were found, so nothing is recomputed: name the layers in "blocks"')
-    parameters = list(subject.model.parameters())
+    copy, parameters = device.copy_bytes_per_s, list(subject.model.parameters())
+    resources = Resources(paths, copy, copy, offload.io.ring_bytes, is_synchronous=device.kind == "cpu")
     used = [one.site for one in recorder.record.storages]
     return DryRun(
-        recorder.record.trace(resources, micro_steps=settings.micro_steps),
-        batch,
+        recorder.record.trace(resources, micro_steps=training.micro_steps),
         runs_on,
         cache.stats.saved.peak,
         cache.stats.packed_tensors,
@@ -122,19 +112,17 @@ def dry_run(recipe: Recipe, batch: int, sequence: int, settings: Settings, resou
         getattr(getattr(subject.model, "config", None), "hidden_size", 0) or 0,
         meter.peak_bytes,
         meter.whole_peak_bytes,
-        sorted(one.name.lower() for one in attention),
+        tuple(sorted(attention)),
         tuple(site.kind.op if isinstance(site, sites.Site) else "" for site in used),
         tuple(notes),
     )
 
 
 def _micro_step(
-    subject: Subject, settings: Settings, cache: TensorCache, clock: OpClock
-) -> tuple[Recorder, PeakMeter, list[Block]]:
+    subject: Subject, blocks: Iterable[Block], autocast: torch.dtype | None, cache: TensorCache, clock: OpClock
+) -> tuple[Recorder, PeakMeter]:
     """One forward, one backward."""
     model = subject.model
-    if settings.rematerialize and sites.is_supported():
-        cache.rematerialize(AssumedSites(cache, settings.exclude, clock))
     recorder = Recorder(cache, clock, {id(module): path for path, module in model.named_modules()})
     for module in model.modules():
         mark_owned(module)
@@ -143,13 +131,12 @@ def _micro_step(
         one.grad = torch.zeros_like(one) if one.requires_grad else None
     held = [*model.parameters(), *(one.grad for one in model.parameters() if one.grad is not None)]
     meter = PeakMeter([one.untyped_storage() for one in held], lambda: cache.stats.saved.now)
-    blocks = find_blocks(model, settings.blocks)
-    autocast = torch.autocast("cpu", settings.autocast) if settings.autocast else nullcontext()
+    casting = torch.autocast("cpu", autocast) if autocast else nullcontext()
     with clock, meter:
         with (
             cache.saving(Always((), wait=False), recorder.around, is_recorded=True),
             told_of_passes(blocks, recorder),
-            autocast,
+            casting,
         ):
             output = subject.forward()
         loss = loss_of(output)
@@ -157,7 +144,7 @@ def _micro_step(
         loss.backward()  # type: ignore[no-untyped-call]
         recorder.end()
     cache.settle()
-    return recorder, meter, blocks
+    return recorder, meter
 
 
 @contextmanager
@@ -340,3 +327,114 @@ class PeakMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if key not in self._seen:
             self._seen[key] = weakref.ref(storage, lambda _: self._freed.append((key, nbytes)))
             self._now_bytes += nbytes
+
+
+# ---- the kernels of the device --------------------------------------------------------------------------------------
+
+_aten = torch.ops.aten
+FLASH_HEAD_DIM = 256
+
+
+@contextmanager
+def device_kernels(target: str, runs_on: str) -> Iterator[set[str]]:
+    """Have operations inside save what the kernels of another device would save; yields the attention kernels that ran.
+
+    Changes PyTorch's dispatch table for tensors of ``runs_on`` that need a gradient, in all threads.
+
+    Args:
+        target: the training device, ``"cuda"`` or ``"cpu"``.
+        runs_on: device of the tensors, ``"meta"`` or ``"cpu"``. The CPU runs its own attention and norm.
+    """
+    taken: set[str] = set()
+    key = f"Autograd{'Meta' if runs_on == 'meta' else 'CPU'}"
+    library: Any = Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    try:
+        if runs_on == "meta":
+            library.impl("scaled_dot_product_attention", partial(_attend, target, taken), key)
+        if target == "cuda":
+            library.impl("dropout", _dropout, key)
+        if target == "cuda" and runs_on == "meta" and hasattr(_aten, "_fused_rms_norm_backward"):
+            # Autograd's own node saves the tensors, if there is a kernel below it. ``library.impl`` refuses one for the
+            # meta device where an operation has a composite kernel, too, which CUDA does not run.
+            library.m.impl("_fused_rms_norm", "Meta", _rms_norm, False)
+            library.impl("_fused_rms_norm_backward", _rms_norm_backward, "Meta")
+        yield taken
+    finally:
+        library._destroy()
+
+
+def _attend(
+    target: str,
+    taken: set[str],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """``scaled_dot_product_attention`` of a device."""
+    chosen = attention_of(target, query, key, value, attn_mask, dropout_p)
+    taken.add(chosen)
+    given, mask = (query, key, value), attn_mask
+    if mask is not None and mask.dtype is torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype)  # the kernels save the bias that a mask becomes
+    if chosen == "math":
+        attend = _aten._scaled_dot_product_attention_math
+        found = attend(*given, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    elif target == "cpu":
+        attend = _aten._scaled_dot_product_flash_attention_for_cpu
+        found = attend(*given, dropout_p, is_causal, attn_mask=mask, scale=scale)
+    elif chosen == "flash":
+        found = _aten._scaled_dot_product_flash_attention(*given, dropout_p, is_causal, scale=scale)
+    else:
+        if mask is not None:
+            mask = mask.expand(*query.shape[:3], key.shape[-2])
+        attend = _aten._scaled_dot_product_efficient_attention
+        found = attend(*given, mask, True, dropout_p, is_causal, scale=scale)
+    return found[0]  # type: ignore[no-any-return]
+
+
+def attention_of(
+    device: str,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout_p: float,
+) -> str:
+    """The kernel that a device runs: ``flash``, ``efficient`` or ``math``; see [Note: Which kernels]."""
+    if any(one.dim() != 4 or one.stride(-1) != 1 for one in (query, key, value)):
+        return "math"
+    is_one_width = query.shape[-1] == key.shape[-1] == value.shape[-1]
+    if device == "cpu":
+        is_trained = mask is not None and mask.requires_grad
+        return "flash" if is_one_width and not dropout_p and not is_trained else "math"
+    is_half = query.dtype in (torch.float16, torch.bfloat16)
+    if mask is None and is_half and is_one_width and query.shape[-1] <= FLASH_HEAD_DIM:
+        return "flash"
+    is_as_many_heads = query.shape[1] == key.shape[1] == value.shape[1]
+    return "efficient" if is_as_many_heads and query.dtype is not torch.float64 else "math"
+
+
+def _dropout(tensor: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    if not train or p == 0.0 or not tensor.numel():
+        return tensor
+    return torch.native_dropout(tensor, p, True)[0]
+
+
+def _rms_norm(
+    tensor: torch.Tensor, normalized_shape: Any, weight: torch.Tensor | None, eps: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = [*tensor.shape[: tensor.dim() - len(normalized_shape)], *[1] * len(normalized_shape)]
+    return torch.empty_like(tensor), torch.empty(rows, dtype=torch.float32, device=tensor.device)
+
+
+def _rms_norm_backward(
+    grad: torch.Tensor, tensor: torch.Tensor, shape: Any, factors: torch.Tensor, weight: Any, wanted: list[bool]
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    of_weight = torch.empty_like(weight) if weight is not None and wanted[1] else None
+    return torch.empty_like(tensor) if wanted[0] else None, of_weight

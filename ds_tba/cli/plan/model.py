@@ -9,8 +9,8 @@ text as well, whose number the text decides.
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
+import runpy
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -85,52 +85,37 @@ def recipe_of(text: str) -> Recipe:
         ModelError: ``text`` is none of these.
     """
     file, _, name = text.rpartition(":")
-    return _from_function(_function(Path(file), name)) if file.endswith(".py") else _from_hf_config(text)
+    return _from_function(Path(file), name) if file.endswith(".py") else _from_hf_config(text)
 
 
 # ---- a function -----------------------------------------------------------------------------------------------------
 
 
-def _function(path: Path, name: str) -> Callable[..., Any]:
+def _from_function(path: Path, name: str) -> Recipe:
+    """The file is run with its directory on the path, as a script is."""
+    at = f"MODEL {path}:{name}"
     if not path.is_file():
-        raise ModelError(f"MODEL {path}:{name}: there is no file {path}; give its path from here.")
-    module = _imported(path)
-    function = getattr(module, name, None)
-    if not callable(function):
-        functions = [one for one, value in vars(module).items() if inspect.isfunction(value)]
-        raise ModelError(
-            f"MODEL {path}:{name}: {path} has no function {name!r}; it has {', '.join(functions) or 'none'}."
-        )
-    return function  # type: ignore[no-any-return]
-
-
-def _imported(path: Path) -> Any:
-    """The file as a module, imported with its directory on the path, as if run as a script."""
-    spec = importlib.util.spec_from_file_location(f"ds_tba_plan_{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise ModelError(f"MODEL {path}: it is not Python source; name a file that ends in .py.")
-    module = importlib.util.module_from_spec(spec)
+        raise ModelError(f"{at}: there is no file {path}; give its path from here.")
     directory = str(path.resolve().parent)
     sys.path.insert(0, directory)
-    sys.modules[spec.name] = module  # dataclasses and pickle look their module up there
     try:
-        spec.loader.exec_module(module)
+        found = runpy.run_path(str(path), run_name=f"ds_tba_plan_{path.stem}")
     except Exception as error:  # the user's file may raise anything
-        raise ModelError(f"MODEL {path}: importing it failed: {type(error).__name__}: {error}") from error
+        raise ModelError(f"{at}: running {path} failed: {type(error).__name__}: {error}") from error
     finally:
         sys.path.remove(directory)
-    return module
+    function = found.get(name)
+    if not callable(function):
+        functions = ", ".join(one for one, value in found.items() if inspect.isfunction(value))
+        raise ModelError(f"{at}: {path} has no function {name!r}; it has {functions or 'none'}.")
 
-
-def _from_function(function: Callable[..., Any]) -> Recipe:
     def make(batch: int, sequence: int) -> Subject:
         made = function(batch=batch, sequence=sequence)
-        is_pair = isinstance(made, tuple) and len(made) == 2
-        if not (is_pair and isinstance(made[0], nn.Module) and isinstance(made[1], (tuple, list, dict))):
-            classes = [type(one).__name__ for one in (made if is_pair else [made])]
-            raise ModelError(f"{function.__name__} returned {', '.join(classes)}: {_CONTRACT}.")
-        model, inputs = made
-        return Subject(model, inputs if isinstance(inputs, dict) else tuple(inputs))
+        match made:
+            case (nn.Module() as model, (dict() | tuple() | list()) as inputs):
+                return Subject(model, inputs if isinstance(inputs, dict) else tuple(inputs))
+        classes = [type(one).__name__ for one in (made if isinstance(made, tuple) else [made])]
+        raise ModelError(f"{name} returned {', '.join(classes)}: {_CONTRACT}.")
 
     return make
 

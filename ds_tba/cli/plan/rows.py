@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
-from ds_tba.cli.plan.training import DryRun, Held, Training, held_of
+from ds_tba.cli.plan.training import Device, DryRun, Held, Training, held_of
 from ds_tba.config import BLOCK, Placement, zero_block
 from ds_tba.planner.plan import Limits, Plan, Prediction
 from ds_tba.planner.replay import simulate
@@ -74,49 +74,43 @@ class Setup:
     """What all rows have in common.
 
     Attributes:
-        device, gpu: ``"cuda"`` or ``"cpu"``; whose rates are taken.
-        memory_bytes: of the device; None where it is not known.
-        memory_bytes_per_s: of the device.
         tbw: terabytes that the drives are rated for, together.
         nvme_path: to paste.
     """
 
     run: DryRun
     training: Training
+    device: Device
     ranks: int
-    device: str
-    gpu: str
-    memory_bytes: int | None
-    memory_bytes_per_s: float
     tbw: float
     nvme_path: Any
 
     def trace(self, training: Training) -> Trace:
         """With the optimizer's time."""
-        return replace(self.run.trace, optimizer_s=training.update_s(self.run, self.ranks, self.memory_bytes_per_s))
+        update_s = training.update_s(self.run.trained, self.ranks, self.device.memory_bytes_per_s)
+        return replace(self.run.trace, optimizer_s=update_s)
 
     def row(self, name: str, cost: Prediction, training: Training, merged: dict[str, Any], advice: str = "") -> Row:
         """A row with its need, its verdict and its wear."""
-        held = held_of(training, self.run, self.ranks, self.device)
+        held, memory_bytes = held_of(training, self.run, self.ranks, self.device.kind), self.device.memory_bytes
         moving = min(self.run.kept_bytes, cost.peak_saved_bytes + self.run.temporary_bytes)
         stepping = sum(held.always.values()) + held.stepping_bytes
         need = max(stepping, held.nbytes + int(moving * (1 + FRAGMENTATION)))
         verdict = ""
-        if self.memory_bytes is not None:
-            is_tight = need > TIGHT * self.memory_bytes
-            verdict = "does not fit" if need > self.memory_bytes else "tight" if is_tight else "fits"
+        if memory_bytes is not None:
+            verdict = "does not fit" if need > memory_bytes else "tight" if need > TIGHT * memory_bytes else "fits"
         per_day = cost.written_bytes * DAY_S / cost.step_s if cost.step_s else 0.0
         return Row(name, cost, held, need, verdict, per_day, life_days(self.tbw, per_day), merged, advice)
 
     def limits(self, training: Training) -> Limits:
         """Of the config, with the room that the device has for activations as the budget where that is known."""
-        offload = training.offload
+        offload, memory_bytes = training.offload, self.device.memory_bytes
         rated, life = offload.ssd.rated_endurance_tbw, offload.ssd.min_life_days
         limits = Limits.of(offload, write_limit_bytes_per_step(rated, life, self.trace(training).step_s))
-        if self.memory_bytes is None:
+        if memory_bytes is None:
             return limits
-        held = held_of(training, self.run, self.ranks, self.device)
-        room = (TIGHT * self.memory_bytes - held.nbytes) / (1 + FRAGMENTATION) - self.run.temporary_bytes
+        held = held_of(training, self.run, self.ranks, self.device.kind)
+        room = (TIGHT * memory_bytes - held.nbytes) / (1 + FRAGMENTATION) - self.run.temporary_bytes
         return replace(limits, activation_budget_bytes=max(0, int(room)))
 
 
@@ -180,11 +174,13 @@ def fixed(trace: Trace, placement: Placement = Placement.KEEP, *, recompute: boo
     largest = max((storage.nbytes for storage in trace.storages), default=0) + 4096
     machine = replace(trace.resources, staging_bytes=max(trace.resources.staging_bytes, largest))
     trace = replace(trace, resources=machine)
+    inputs = {index for block in trace.blocks for index in block.inputs}
     places, own = [], Counter[int]()  # what a block need not save: not its inputs, as of a checkpointed one
     for index, one in enumerate(trace.storages):
         block = one.blocks[0] if one.blocks else OUTSIDE
         can = one.is_movable if placement is not Placement.REMATERIALIZE else one.rematerialize_s is not None
-        places.append(placement if can and (block != OUTSIDE or not recompute) else Placement.KEEP)
+        is_placed = can and (not recompute or block != OUTSIDE or index in inputs)
+        places.append(placement if is_placed else Placement.KEEP)
         if block != OUTSIDE and index not in trace.blocks[block].inputs:
             own[block] += one.nbytes
     again = tuple(recompute and own[at] > 0 for at in range(len(trace.blocks)))
@@ -216,26 +212,11 @@ def holders(row: Row, run: DryRun) -> list[tuple[str, int]]:
 # ---- in detail ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Neighbouring passes through blocks that save equally much, or what one module outside of blocks saves.
+def groups_of(trace: Trace) -> list[dict[str, Any]]:
+    """Neighbouring passes through blocks that save equally much, then modules outside of them, the largest first.
 
-    Attributes:
-        name: the path, with a range of numbers for several.
-        count: number of passes; 0 outside of blocks.
-        saved_bytes, movable_bytes: of one pass; the second may leave device memory.
-    """
-
-    name: str
-    count: int
-    saved_bytes: int
-    movable_bytes: int
-
-
-def groups_of(trace: Trace) -> list[Group]:
-    """Saved memory of blocks, in the order of forward; then of modules outside of blocks, the largest first.
-
-    A storage that several blocks save counts in the first.
+    ``count`` is the number of passes, 0 outside; ``saved_bytes`` and ``movable_bytes`` are of one pass. A storage that
+    several blocks save counts in the first.
     """
     saved: Counter[int | str] = Counter()
     movable: Counter[int | str] = Counter()
@@ -246,16 +227,14 @@ def groups_of(trace: Trace) -> list[Group]:
             saved[key] += storage.nbytes
             movable[key] += storage.nbytes if storage.is_movable else 0
     paths = [block.module for block in trace.blocks]
-    groups = []
+    found = []
     for _, run in groupby(range(len(paths)), lambda at: (_LAST_NUMBER.sub("*", paths[at]), saved[at], movable[at])):
-        first, *_, last = (numbers := list(run)) * 2
-        number = _LAST_NUMBER.search(paths[last])
-        name = paths[first]
-        if first != last and number is not None:
-            name = _LAST_NUMBER.sub(f"{_LAST_NUMBER.findall(name)[0]}-{number[0]}", name)
-        groups.append(Group(name, len(numbers), saved[first], movable[first]))
-    outside = [Group(key, 0, nbytes, movable[key]) for key, nbytes in saved.most_common() if isinstance(key, str)]
-    return groups + outside
+        first, *others = run
+        last_number = _LAST_NUMBER.search(paths[others[-1]]) if others else None
+        name = paths[first] if last_number is None else _LAST_NUMBER.sub(rf"\g<0>-{last_number[0]}", paths[first])
+        found.append((name, 1 + len(others), saved[first], movable[first]))
+    found += [(key, 0, nbytes, movable[key]) for key, nbytes in saved.most_common() if isinstance(key, str)]
+    return [dict(zip(("name", "count", "saved_bytes", "movable_bytes"), one, strict=True)) for one in found]
 
 
 def made_again(run: DryRun, placements: Sequence[Placement] | None = None) -> dict[str, int]:

@@ -1,19 +1,23 @@
-"""How a ds_config.json has a model trained, and what that holds of the device's memory beside activations.
+"""How a ds_config.json has a model trained, on which device, and what that holds of its memory beside activations.
 
-No DeepSpeed here: the figures are what its ZeRO optimizers allocate (``stage_1_and_2.py``, ``stage3.py``). Blind spots:
-expert, tensor and pipeline parallelism.
+No DeepSpeed here: the figures are what its ZeRO optimizers allocate (``stage_1_and_2.py``, ``stage3.py``). FLOP/s are
+what training sustains in matrix products, about two fifths of what data sheets say. Blind spots: expert, tensor and
+pipeline parallelism.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from argparse import ArgumentTypeError
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from ds_tba.cli.format import size
 from ds_tba.config import BLOCK, AioConfig, OffloadConfig, parse_block, refuse_misnamed, zero_block
 from ds_tba.errors import ConfigError
 from ds_tba.planner.trace import Trace
@@ -27,7 +31,6 @@ ONE_MOMENT = ("sgd", "lion", "adagrad", "muon")
 # Of optimizer states in host memory: master and moments read and written, the gradient read, the parameter written.
 HOST_UPDATE_BYTES, HOST_BYTES_PER_S = 30, 60e9
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_GRADIENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,6 @@ class DryRun:
     """The result of one micro-step.
 
     Attributes:
-        batch: sequences.
         runs_on: ``"meta"`` or ``"cpu"``.
         peak_saved_bytes: peak of saved tensors, as the cache counts them.
         parameters, parameter_bytes: number and size of all parameters.
@@ -49,7 +51,6 @@ class DryRun:
     """
 
     trace: Trace
-    batch: int
     runs_on: str
     peak_saved_bytes: int
     packed_tensors: int
@@ -59,7 +60,7 @@ class DryRun:
     hidden_size: int
     temporary_bytes: int
     kept_bytes: int
-    attention: list[str]
+    attention: tuple[str, ...]
     ops: tuple[str, ...]
     notes: tuple[str, ...] = ()
 
@@ -67,6 +68,90 @@ class DryRun:
     def saved_bytes(self) -> int:
         """Bytes of all saved storages."""
         return sum(storage.nbytes for storage in self.trace.storages if storage.blocks)
+
+
+# ---- the device -----------------------------------------------------------------------------------------------------
+
+
+class Gpu(NamedTuple):
+    """GiB of memory; TFLOP/s of 16-bit and of 32-bit products; GB/s of its memory, and of each way to the host."""
+
+    memory_gib: float
+    tflops: float
+    tflops_32_bit: float
+    memory_gbps: float
+    copy_gbps: float
+
+
+# Of several with the memory that is asked for, the first is taken.
+GPUS = {
+    "H100": Gpu(80, 400, 50, 3350, 50),
+    "H200": Gpu(141, 400, 50, 4800, 50),
+    "B200": Gpu(180, 800, 70, 8000, 50),
+    "A100": Gpu(80, 190, 60, 2000, 25),
+    "A100-40": Gpu(40, 190, 60, 1555, 25),
+    "L40S": Gpu(48, 150, 40, 864, 25),
+    "A6000": Gpu(48, 80, 30, 768, 25),
+    "RTX 5090": Gpu(32, 120, 50, 1790, 50),
+    "RTX 4090": Gpu(24, 100, 45, 1008, 25),
+    "RTX 3090": Gpu(24, 45, 20, 936, 25),
+    "A10": Gpu(24, 60, 15, 600, 25),
+    "V100": Gpu(32, 60, 12, 900, 12),
+    "T4": Gpu(16, 25, 6, 320, 12),
+}
+CPU = Gpu(0, 0.2, 0.2, 20, 10)
+LAUNCH_S = 10e-6  # of one operation in eager mode, from Python
+
+
+class Device(NamedTuple):
+    """The training device: ``"cuda"`` or ``"cpu"``, whose rates are taken, its memory (None where that is not known).
+
+    Rates are per second, of matrix products, of its memory and of copies from and to the host; ``launch_s`` is the time
+    to launch an operation.
+    """
+
+    kind: str
+    name: str
+    memory_bytes: int | None
+    flops: float
+    memory_bytes_per_s: float
+    copy_bytes_per_s: float
+    launch_s: float = 0.0
+
+
+def device_of(kind: str, gpu: str | None, dtype: torch.dtype, given: Sequence[float | None] = (None,) * 3) -> Device:
+    """The training device, with the table's rates where none are given.
+
+    Args:
+        gpu: name ("RTX 4090") or memory ("24GB", in GiB without a unit).
+        given: FLOP/s, bytes per second of its memory and of copies, where the user gave them.
+
+    Raises:
+        ConfigError: ``gpu`` is neither.
+    """
+    name, memory_bytes = ("H100", None) if gpu is None else _gpu_of(gpu)
+    name, found = ("small CPU", CPU) if kind == "cpu" else (name, GPUS[name])
+    tflops = found.tflops if dtype.itemsize == 2 else found.tflops_32_bit
+    usual = 1e12 * tflops, 1e9 * found.memory_gbps, 1e9 * found.copy_gbps
+    flops, memory, copy = (one or rate for one, rate in zip(given, usual, strict=True))
+    return Device(kind, name, memory_bytes, flops, memory, copy, 0.0 if kind == "cpu" else LAUNCH_S)
+
+
+def _gpu_of(text: str) -> tuple[str, int]:
+    def plain(name: str) -> str:
+        return re.sub(r"nvidia|geforce|rtx|[^a-z0-9]", "", name.lower())
+
+    for name, gpu in GPUS.items():
+        if plain(name) == plain(text):
+            return name, int(gpu.memory_gib * 2**30)
+    try:
+        memory_bytes = size(f"{text}GiB" if text.replace(".", "").isdigit() else text)
+    except ArgumentTypeError:
+        raise ConfigError(f"--gpu {text!r} must be a size such as 24GB, or one of {', '.join(GPUS)}") from None
+    return min(GPUS, key=lambda name: abs(GPUS[name].memory_gib - memory_bytes / 2**30)), memory_bytes
+
+
+# ---- the config -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +169,9 @@ class Training:
     config: Mapping[str, Any]
     offload: OffloadConfig
     aio: AioConfig
-    dtype: torch.dtype | None
-    autocast: torch.dtype | None
-    notes: tuple[str, ...]
+    dtype: torch.dtype | None = None
+    autocast: torch.dtype | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def micro_batch(self) -> int | None:
@@ -111,64 +196,12 @@ class Training:
         moments = 4 if any(name in optimizer for name in ONE_MOMENT) else 8
         return moments + (MASTER_BYTES if self.dtype is not None else 0)
 
-    def update_s(self, run: DryRun, ranks: int, memory_bytes_per_s: float) -> float:
-        """Seconds of the optimizer's update, where its states are."""
-        trained = -(-run.trained // ranks) if self.stage else run.trained
+    def update_s(self, trained: int, ranks: int, memory_bytes_per_s: float) -> float:
+        """Seconds of the optimizer's update of so many parameters, where its states are."""
+        trained = -(-trained // ranks) if self.stage else trained
         if self.offloads("optimizer"):
             return trained * HOST_UPDATE_BYTES / HOST_BYTES_PER_S
         return trained * 2 * (self.state_bytes + MASTER_BYTES) / memory_bytes_per_s
-
-
-class Held(NamedTuple):
-    """Device bytes of one rank, by holder, beside what comes and goes in a micro-step.
-
-    ``passing`` is there in forward and backward only, ``stepping_bytes`` in the optimizer's step only.
-    """
-
-    always: dict[str, int]
-    passing: dict[str, int]
-    stepping_bytes: int
-
-    @property
-    def nbytes(self) -> int:
-        """In forward and backward."""
-        return sum(self.always.values()) + sum(self.passing.values())
-
-
-def held_of(training: Training, run: DryRun, ranks: int, device: str = "cuda") -> Held:
-    """What one of ``ranks`` ranks holds."""
-    zero, stage, is_on_host = zero_block(training.config), training.stage, training.offloads("optimizer")
-    element_bytes = run.parameter_bytes / max(1, run.parameters)
-    named = str(_section(training.config, "data_types").get("grad_accum_dtype"))
-    gradient_bytes = _GRADIENT_BYTES.get(named, element_bytes)
-
-    def part(divided_from: int, nbytes: float) -> int:
-        return -(-int(nbytes) // ranks) if stage >= divided_from else int(nbytes)
-
-    def elements(key: str, usual: float) -> float:
-        if zero.get(key) == "auto" and run.hidden_size:  # as the Trainer of transformers sets it
-            return run.hidden_size**2
-        return _number(zero, key) or usual
-
-    gathered_bytes = bucket_bytes = 0.0
-    if stage == 3 and (ranks > 1 or training.offloads("param")):
-        gathered_bytes = min(run.parameters, elements("stage3_max_live_parameters", 1e9)) * element_bytes
-    if stage and zero.get("contiguous_gradients", True):
-        buffers = 2 if stage < 3 and zero.get("overlap_comm") is True else 1
-        bucket_bytes = buffers * elements("reduce_bucket_size", 5e8) * gradient_bytes
-    stepping = 0 if is_on_host or training.dtype is None else part(1, run.trained)
-    if stage == 3:
-        stepping = min(stepping, int(elements("sub_group_size", 1e9)))
-    return Held(
-        {
-            "parameters": 0 if stage == 3 and training.offloads("param") else part(3, run.parameter_bytes),
-            "gradients": 0 if is_on_host and stage >= 2 else part(2, run.trained * gradient_bytes),
-            "optimizer states": 0 if is_on_host and stage else part(1, run.trained * training.state_bytes),
-            "CUDA context": CONTEXT_BYTES if device == "cuda" else 0,
-        },
-        {"gathered parameters": int(gathered_bytes), "ZeRO's buckets": int(bucket_bytes)},
-        MASTER_BYTES * stepping,
-    )
 
 
 def read_training(path: Path | None, dtype: torch.dtype | None = None) -> Training:
@@ -217,3 +250,58 @@ def _number(config: Mapping[str, Any], key: str) -> int | None:
     if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
         return int(value)
     return None
+
+
+# ---- what is held ---------------------------------------------------------------------------------------------------
+
+
+class Held(NamedTuple):
+    """Device bytes of one rank, by holder, beside what comes and goes in a micro-step.
+
+    ``passing`` is there in forward and backward only, ``stepping_bytes`` in the optimizer's step only.
+    """
+
+    always: dict[str, int]
+    passing: dict[str, int]
+    stepping_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """In forward and backward."""
+        return sum(self.always.values()) + sum(self.passing.values())
+
+
+def held_of(training: Training, run: DryRun, ranks: int, device: str = "cuda") -> Held:
+    """What one of ``ranks`` ranks holds."""
+    zero, stage, is_on_host = zero_block(training.config), training.stage, training.offloads("optimizer")
+    element_bytes = run.parameter_bytes / max(1, run.parameters)
+    named = str(_section(training.config, "data_types").get("grad_accum_dtype"))
+    gradient_bytes = {"fp32": 4, "bf16": 2, "fp16": 2}.get(named, element_bytes)
+
+    def part(divided_from: int, nbytes: float) -> int:
+        return -(-int(nbytes) // ranks) if stage >= divided_from else int(nbytes)
+
+    def elements(key: str, usual: float) -> float:
+        if zero.get(key) == "auto" and run.hidden_size:  # as the Trainer of transformers sets it
+            return run.hidden_size**2
+        return _number(zero, key) or usual
+
+    gathered_bytes = bucket_bytes = 0.0
+    if stage == 3 and (ranks > 1 or training.offloads("param")):
+        gathered_bytes = min(run.parameters, elements("stage3_max_live_parameters", 1e9)) * element_bytes
+    if stage and zero.get("contiguous_gradients", True):
+        buffers = 2 if stage < 3 and zero.get("overlap_comm") is True else 1
+        bucket_bytes = buffers * elements("reduce_bucket_size", 5e8) * gradient_bytes
+    stepping = 0 if is_on_host or training.dtype is None else part(1, run.trained)
+    if stage == 3:
+        stepping = min(stepping, int(elements("sub_group_size", 1e9)))
+    return Held(
+        {
+            "parameters": 0 if stage == 3 and training.offloads("param") else part(3, run.parameter_bytes),
+            "gradients": 0 if is_on_host and stage >= 2 else part(2, run.trained * gradient_bytes),
+            "optimizer states": 0 if is_on_host and stage else part(1, run.trained * training.state_bytes),
+            "CUDA context": CONTEXT_BYTES if device == "cuda" else 0,
+        },
+        {"gathered parameters": int(gathered_bytes), "ZeRO's buckets": int(bucket_bytes)},
+        MASTER_BYTES * stepping,
+    )

@@ -1,0 +1,163 @@
+"""The figures of ``ds_tba plan`` against runs on the CPU, as the documentation has them: models x how they are trained.
+
+Models are those of transformers, small, and made from their config files. A run is measured by what the offloader
+reports of it, and by the peak of all its tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from support import runs
+from torch import nn
+
+from ds_tba.cli.plan.dry_run import PeakMeter, dry_run
+from ds_tba.cli.plan.model import Subject, loss_of, recipe_of
+from ds_tba.cli.plan.training import Device, DryRun, Training
+from ds_tba.config import AioConfig, OffloadConfig
+from ds_tba.device.accelerator import CpuAccelerator
+from ds_tba.offloader import ActivationOffloader
+from ds_tba.telemetry.report import OffloadReport
+
+pytest.importorskip("transformers")
+DOCS = runs.ROOT / "docs" / "plans.md"
+BATCH, SEQUENCE, MIN_BYTES = 2, 128, 4096
+SAVED_WITHIN, PEAK_WITHIN = 0.02, 0.1
+WIDTHS = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4}
+TEXT = {**WIDTHS, "vocab_size": 512, "max_position_embeddings": SEQUENCE}
+GROUPED = {**TEXT, "num_key_value_heads": 2, "head_dim": 16}
+MODELS: dict[str, dict[str, Any]] = {
+    "GPT-2": {
+        "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 64, "n_layer": 3, "n_head": 4,
+        "n_positions": SEQUENCE, "vocab_size": 512, "bos_token_id": 0, "eos_token_id": 0,
+    },
+    "Llama, grouped queries": {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **GROUPED},
+    "Qwen3": {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], **GROUPED},
+    "Mixtral": {
+        "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], **GROUPED, "num_local_experts": 4,
+    },
+    "Gemma 2": {
+        "model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], **GROUPED, "sliding_window": 64,
+    },
+    "BERT": {"model_type": "bert", "architectures": ["BertForMaskedLM"], **TEXT},
+    "ViT": {
+        "model_type": "vit", "architectures": ["ViTForImageClassification"], "image_size": 96, "patch_size": 8,
+        **WIDTHS,
+    },
+}  # fmt: skip
+
+
+class Way(NamedTuple):
+    """How a model is trained."""
+
+    checkpointed: bool = False
+    lora_rank: int | None = None
+    offloaded: bool = False
+
+
+WAYS = {
+    "plain": Way(),
+    "checkpointing": Way(checkpointed=True),
+    "LoRA": Way(lora_rank=4),
+    "LoRA, checkpointing": Way(checkpointed=True, lora_rank=4),
+    "all to NVMe": Way(offloaded=True),
+    "checkpointing, NVMe": Way(checkpointed=True, offloaded=True),
+}
+TABLE = [
+    ("GPT-2", "plain"), ("GPT-2", "checkpointing, NVMe"),
+    ("Llama, grouped queries", "plain"), ("Llama, grouped queries", "checkpointing"),
+    ("Llama, grouped queries", "LoRA"), ("Llama, grouped queries", "LoRA, checkpointing"),
+    ("Llama, grouped queries", "all to NVMe"),
+    ("Qwen3", "plain"), ("Qwen3", "LoRA"),
+    ("Mixtral", "plain"), ("Mixtral", "checkpointing"),
+    ("Gemma 2", "plain"),
+    ("BERT", "plain"),
+    ("ViT", "plain"),
+]  # fmt: skip
+
+
+def made(directory: Path, model: str, way: Way) -> Callable[[int, int], Subject]:
+    """As ``ds_tba plan`` makes it, checkpointed as a user has it."""
+    (directory / "config.json").write_text(json.dumps(MODELS[model]))
+    recipe = recipe_of(str(directory))
+
+    def make(batch: int, sequence: int) -> Subject:
+        subject = recipe(batch, sequence)
+        if way.checkpointed:
+            subject.model.gradient_checkpointing_enable({"use_reentrant": False})
+            if way.lora_rank is not None:  # as peft does
+                subject.model.enable_input_require_grads()
+        return subject
+
+    return make
+
+
+def estimated(directory: Path, model: str, way: Way) -> DryRun:
+    offload = OffloadConfig(enabled=False, min_tensor_bytes=MIN_BYTES)
+    training = Training({}, offload, AioConfig(), torch.bfloat16, None, ())
+    device = Device("cpu", "made up", None, 1e12, 1e11, 1e10)
+    return dry_run(made(directory, model, way), BATCH, SEQUENCE, training, device, (), way.lora_rank)
+
+
+def adapted(model: Any, rank: int) -> nn.Module:
+    """By peft itself."""
+    peft = pytest.importorskip("peft")
+    found: nn.Module = peft.get_peft_model(model, peft.LoraConfig(r=rank, target_modules="all-linear"))
+    return found.to(torch.bfloat16)  # as DeepSpeed does
+
+
+def ran(directory: Path, model: str, way: Way) -> tuple[OffloadReport, int]:
+    """What a micro-step with values saved, and the peak of all its tensors."""
+    torch.manual_seed(0)
+    subject = made(directory, model, way)(BATCH, SEQUENCE).to("cpu", torch.bfloat16)
+    if way.lora_rank is not None:
+        subject = Subject(adapted(subject.model, way.lora_rank), subject.inputs)
+    block = {"placement": "nvme" if way.offloaded else "keep", "min_tensor_bytes": MIN_BYTES, "rematerialize": False}
+    config = OffloadConfig.model_validate({**block, "nvme_path": str(directory), "io": {"backend": "posix"}})
+    parameters = list(subject.model.parameters())
+    for one in parameters:
+        one.grad = torch.zeros_like(one) if one.requires_grad else None
+    held = [one.untyped_storage() for each in parameters for one in (each, each.grad) if one is not None]
+    offloader = ActivationOffloader(config, AioConfig(), CpuAccelerator())
+    try:
+        with PeakMeter(held) as meter:
+            with offloader.saving():
+                loss = loss_of(subject.forward())
+            loss.backward()
+        return offloader.report(), meter.peak_bytes
+    finally:
+        offloader.close()
+
+
+@pytest.mark.parametrize(("model", "training"), TABLE)
+def test_what_is_estimated_is_what_a_run_measures(tmp_path: Path, model: str, training: str) -> None:
+    way = WAYS[training]
+    found, (report, peak_bytes) = estimated(tmp_path, model, way), ran(tmp_path, model, way)
+    assert report.peak_saved_bytes_without > 50 * MIN_BYTES
+    assert found.packed_tensors == report.packed_tensors
+    assert found.peak_saved_bytes == pytest.approx(report.peak_saved_bytes_without, rel=SAVED_WITHIN)
+    movable_bytes = sum(one.nbytes for one in found.trace.storages if one.is_movable and one.blocks)
+    if way.offloaded:
+        assert movable_bytes == pytest.approx(report.offloaded_bytes, rel=SAVED_WITHIN)
+        third, fourth = movable_bytes, report.offloaded_bytes
+    else:
+        assert found.kept_bytes == pytest.approx(peak_bytes, rel=PEAK_WITHIN)
+        third, fourth = found.kept_bytes, peak_bytes
+    row = [found.peak_saved_bytes, report.peak_saved_bytes_without, third, fourth]
+    assert documented()[model, training] == pytest.approx([nbytes / 1024 for nbytes in row], rel=SAVED_WITHIN)
+
+
+def documented() -> dict[tuple[str, str], list[float]]:
+    """KiB of each row of the table."""
+    rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|$", DOCS.read_text(), re.M)
+    return {(model, training): list(map(float, figures)) for model, training, *figures in rows}
+
+
+def test_the_table_has_these_rows() -> None:
+    assert list(documented()) == TABLE
