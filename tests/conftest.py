@@ -17,6 +17,7 @@ from support.compatibility_table import CompatibilityTable, covering
 from support.disks import EXT4, MIB, Disk, mounted, run, until
 from support.doubles import CpuAccelerator
 from support.fault_table import FaultTable
+from support.runs import SHARED
 from support.victims import NoVictims, Victims, serving
 
 from ds_tba.autograd.recompute import CAN_RECOMPUTE
@@ -70,6 +71,14 @@ def freeze_garbage_collector() -> None:
 @pytest.fixture(scope="module", autouse=True)
 def frozen_imports() -> None:
     freeze_garbage_collector()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_directory(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Of all workers of a run of the tests: what one has found the others need not find again."""
+    own = tmp_path_factory.getbasetemp()
+    root = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+    os.environ[SHARED] = str(root / "shared")
 
 
 @pytest.fixture

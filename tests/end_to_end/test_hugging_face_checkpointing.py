@@ -40,7 +40,7 @@ REASONS = {
 
 def train(config: dict[str, Any], directory: Path, cases: Iterable[str], ranks: int = 1) -> runs.Result:
     script = runs.SCRIPTS / "hugging_face.py"
-    result = runs.launch(config, directory, "--cases", *cases, ranks=ranks, script=script, timeout_s=900)
+    result = runs.run(config, directory, "--cases", *cases, ranks=ranks, script=script, timeout_s=900)
     assert result.returncode == 0, result.output
     assert len(result.outcome[0]) == ranks * STEPS * len(list(cases))
     return result

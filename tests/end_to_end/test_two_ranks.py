@@ -83,7 +83,7 @@ def test_a_block_that_one_rank_leaves_out_is_recomputed_on_none(tmp_path: Path) 
 @pytest.mark.engine
 def test_ranks_with_unequal_drives_recompute_the_same_blocks_under_zero_3(tmp_path: Path) -> None:
     config = runs.plain_config(3)
-    without = runs.launch(config, tmp_path, "--steps", "8", ranks=2)
+    without = runs.run_once(config, tmp_path, "--steps", "8", ranks=2)
     assert without.returncode == 0, without.output
     block = {
         "placement": "adaptive",
@@ -92,7 +92,7 @@ def test_ranks_with_unequal_drives_recompute_the_same_blocks_under_zero_3(tmp_pa
         "activation_budget_bytes": 48 << 20,  # what recomputation needs, and the drives would take long for
         "recompute": True,
     }
-    with_us = runs.launch(
+    with_us = runs.run(
         runs.with_block(config, tmp_path, **block),
         tmp_path,
         "--steps",
