@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import is_covering
 from support.compatibility_table import CompatibilityTable, covering
 from support.disks import EXT4, MIB, Disk, mounted, run, until
 from support.doubles import CpuAccelerator
@@ -229,8 +230,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for table in TABLES:
         config.stash[table].collect(items)
-    rows = [item for item in items if item.get_closest_marker("compatible")]
-    for item in set(rows) - covering(rows):
+    for item in items:
+        marker = item.get_closest_marker("compatible")
+        if marker is not None and item.get_closest_marker("engine") and not is_covering(*marker.args):
+            item.add_marker("thorough")
+    trained = [item for item in items if item.get_closest_marker("rematerialized")]
+    for item in set(trained) - covering(trained):
         item.add_marker("thorough")
 
 

@@ -75,6 +75,7 @@ def fork(
     _start_server()
     processes: list[BaseProcess] = []
     for rank, output in enumerate(outputs):
+        output.write_text("")  # of a rank that is ended before it begins
         own = environment(**world, MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank), **variables)
         processes.append(_FORKS.Process(target=_live, args=(own, directory, output, target, arguments), daemon=True))
         processes[-1].start()
