@@ -60,8 +60,9 @@ demo: $(BIN)/.installed $(if $(NEEDS_AIO),aio)
 	    --report $(CURDIR)/.cache/report.json --compare $(if $(BACKEND),--backend $(BACKEND))
 
 PYTEST := python -m pytest --basetemp=$(CURDIR)/.cache/pytest
-# Whoever is done takes over what another has not begun: a few tests take a minute.
-SHARED := $(PYTEST) -n $(WORKERS) --dist worksteal --durations=30
+# Whoever is done takes over what another has not begun: a few tests take a minute. A thread for each of them, or threads
+# of one wait for those of the other at every operation.
+SHARED := OMP_NUM_THREADS=1 $(PYTEST) -n $(WORKERS) --dist worksteal --durations=30
 
 check: lint
 	$(SHARED) $(QUICK)
@@ -110,10 +111,11 @@ soak: $(BIN)/.installed aio
 
 venv: $(BIN)/.installed
 
+# Without compiling the Python of all packages, a minute, of which most is never imported.
 $(BIN)/.installed: requirements-dev.lock pyproject.toml
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || { echo "the pinned versions need Python 3.11 or newer: make PYTHON=python3.12 ..."; exit 2; }
 	@$(PYTHON) -m venv $(VENV) || { echo "no venv module: apt-get install python3-venv"; exit 2; }
-	$(BIN)/pip install -q -r requirements-dev.lock
+	$(BIN)/pip install -q --no-compile -r requirements-dev.lock
 	$(BIN)/pip install -q --no-deps --no-build-isolation -e .
 	@touch $@
 
