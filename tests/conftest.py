@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from covering import is_covering
 from support.compatibility_table import CompatibilityTable, covering
 from support.disks import EXT4, MIB, Disk, mounted, run, until
 from support.doubles import CpuAccelerator
 from support.fault_table import FaultTable
+from support.runs import SHARED
 from support.victims import NoVictims, Victims, serving
 
 from ds_tba.autograd.recompute import CAN_RECOMPUTE
@@ -71,6 +73,14 @@ def freeze_garbage_collector() -> None:
 @pytest.fixture(scope="module", autouse=True)
 def frozen_imports() -> None:
     freeze_garbage_collector()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_directory(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Of all workers of a run of the tests: what one has found the others need not find again."""
+    own = tmp_path_factory.getbasetemp()
+    root = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+    os.environ[SHARED] = str(root / "shared")
 
 
 @pytest.fixture
@@ -221,8 +231,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for table in TABLES:
         config.stash[table].collect(items)
-    rows = [item for item in items if item.get_closest_marker("compatible")]
-    for item in set(rows) - covering(rows):
+    for item in items:
+        marker = item.get_closest_marker("compatible")
+        if marker is not None and item.get_closest_marker("engine") and not is_covering(*marker.args):
+            item.add_marker("thorough")
+    trained = [item for item in items if item.get_closest_marker("rematerialized")]
+    for item in set(trained) - covering(trained):
         item.add_marker("thorough")
 
 

@@ -97,7 +97,7 @@ def general(line: str) -> str:
 @pytest.mark.engine
 def test_the_lines_of_the_log_in_the_documentation_are_those_of_a_run(tmp_path: Path) -> None:
     config = runs.with_block(runs.plain_config(), tmp_path, min_tensor_bytes=65536, max_step_overhead=1000.0)
-    result = runs.launch(config, tmp_path, "--steps", "6")
+    result = runs.run(config, tmp_path, "--steps", "6")
     assert result.returncode == 0, result.output
     said = [general(line.partition("[INFO] ")[2]) for line in result.output.splitlines() if "[INFO] [ds_tba" in line]
     assert len(QUOTES) == 4

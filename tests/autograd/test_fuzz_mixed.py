@@ -15,7 +15,8 @@ from ds_tba.autograd.cache import TensorCache
 from ds_tba.errors import DsTbaError
 
 DRAWS = 60
-CHUNKS = range(5)
+# The first is a part of every run of the tests, the others of ``make test-all``.
+CHUNKS = [0, *(pytest.param(chunk, marks=pytest.mark.thorough) for chunk in range(1, 5))]
 SHOWN = 5  # of those that fail
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -146,7 +146,7 @@ def test_the_example_claims_no_saving_where_nothing_is_done(tmp_path: Path, bloc
     config = runs.with_block({**runs.plain_config(), "train_micro_batch_size_per_gpu": 2}, tmp_path, **block)
     config["activation_nvme_offload"]["io"] = {"backend": "posix"}
     size = ("--steps", "3", "--width", "64", "--depth", "2", "--sequence", "64")
-    result = runs.launch(config, tmp_path, *size, script=runs.ROOT / "examples" / "train_gpt.py")
+    result = runs.run(config, tmp_path, *size, script=runs.ROOT / "examples" / "train_gpt.py")
     assert result.returncode == 0, result.output
     report = json.loads((tmp_path / "report.json").read_text())
     assert 0 < report["peak_saved_bytes"] == report["peak_saved_bytes_without"]

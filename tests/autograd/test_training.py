@@ -1,4 +1,4 @@
-"""Unmodified scripts under the stock launcher: losses and parameters bit for bit those of the run without the block."""
+"""Unmodified scripts, as a launcher runs them: losses and parameters are bit for bit those without the block."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_two_ranks_with_parameters_and_activations_on_nvme(tmp_path: Path) -> No
 
 
 def test_every_stage_in_fp32_and_bf16_with_gradient_accumulation(tmp_path: Path) -> None:
-    result = runs.launch(
+    result = runs.run(
         None, tmp_path, "--nvme_path", str(tmp_path), ranks=2, script=runs.SCRIPTS / "matrix.py", timeout_s=500
     )
     assert result.returncode == 0, result.output
@@ -65,7 +65,7 @@ def test_every_stage_in_fp32_and_bf16_with_gradient_accumulation(tmp_path: Path)
 
 
 def test_the_start_line_and_the_end_line_say_what_ran(tmp_path: Path) -> None:
-    result = runs.launch(runs.with_block(runs.plain_config(), tmp_path), tmp_path)
+    result = runs.run(runs.with_block(runs.plain_config(), tmp_path), tmp_path)
     assert result.returncode == 0, result.output
     assert "backend posix (named in io.backend)" in result.output and f"activations go to {tmp_path} (" in result.output
     assert "3 steps: offloaded" in result.output and "GB/s" in result.output
@@ -73,7 +73,7 @@ def test_the_start_line_and_the_end_line_say_what_ran(tmp_path: Path) -> None:
 
 def test_without_the_block_nothing_of_ours_runs(tmp_path: Path) -> None:
     for config in (runs.plain_config(), runs.with_block(runs.plain_config(), tmp_path, enabled=False)):
-        result = runs.launch(config, tmp_path)
+        result = runs.run(config, tmp_path)
         assert result.returncode == 0, result.output
         assert "ds_tba" not in result.output.replace(str(runs.ROOT), "").replace(str(runs.SCRIPTS), "")
         assert not (tmp_path / "report.json").exists()
@@ -92,29 +92,29 @@ def test_without_the_block_nothing_of_ours_runs(tmp_path: Path) -> None:
 )
 def test_a_bad_config_ends_every_rank_before_training(tmp_path: Path, block: dict[str, Any], words: str) -> None:
     config = runs.with_block(runs.plain_config(), tmp_path, **block)
-    result = runs.launch(config, tmp_path, ranks=2, timeout_s=120)
+    result = runs.run(config, tmp_path, ranks=2, timeout_s=120)
     assert result.returncode != 0 and words in result.output
     assert not result.lines("LOSS")
 
 
 def test_a_disabled_block_hooks_nothing_whatever_is_in_it(tmp_path: Path) -> None:
     off = {"enabled": False, "placment": 3, "io": "auto", "max_step_overhead": 2}
-    plain = runs.launch(runs.plain_config(), tmp_path)
+    plain = runs.run_once(runs.plain_config(), tmp_path)
     blocks = {"activation_nvme_offload": off, "activation_offload": off, "interleaved_optimizer_update": off}
-    result = runs.launch({**runs.plain_config(), **blocks}, tmp_path)
+    result = runs.run({**runs.plain_config(), **blocks}, tmp_path)
     assert result.returncode == 0 and result.outcome == plain.outcome
     assert "ds_tba" not in result.output
 
 
 def test_deepcompile_is_refused_with_the_way_out(tmp_path: Path) -> None:
     config = runs.with_block(runs.plain_config(), tmp_path)
-    result = runs.launch({**config, "compile": {"deepcompile": True}}, tmp_path)
+    result = runs.run({**config, "compile": {"deepcompile": True}}, tmp_path)
     assert result.returncode != 0 and '"deepcompile": false' in result.output
 
 
 @pytest.mark.parametrize("name", ["activation_nvme_ofload", "activation_offload"])
 def test_a_near_miss_of_the_name_is_refused_before_training(tmp_path: Path, name: str) -> None:
-    result = runs.launch({**runs.plain_config(), name: {"enabled": True}}, tmp_path)
+    result = runs.run({**runs.plain_config(), name: {"enabled": True}}, tmp_path)
     assert result.returncode != 0 and not result.lines("LOSS")
     assert f'has a key "{name}", which nobody reads' in result.output
     assert 'did you mean "activation_nvme_offload", at the top level?' in result.output
@@ -124,7 +124,7 @@ def test_a_near_miss_of_the_name_is_refused_before_training(tmp_path: Path, name
 def test_the_block_inside_of_another_one_is_refused(tmp_path: Path, outer: str) -> None:
     config = runs.with_block(runs.plain_config(), tmp_path)
     config[outer] = {**config.get(outer, {}), "activation_nvme_offload": config.pop("activation_nvme_offload")}
-    result = runs.launch(config, tmp_path)
+    result = runs.run(config, tmp_path)
     assert result.returncode != 0
     assert f'"activation_nvme_offload" is inside "{outer}", where nobody reads it: move the block' in result.output
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked import Program, ProgramFailed, run
+from forked import Program, ProgramFailed, run, run_once
 from support.runs import with_block
 
 MIB = 1 << 20
@@ -82,7 +82,7 @@ def compare(
         plain: what the run without the block returned, where that is known.
     """
     if plain is None:
-        plain = run(program, config, directory / "plain", ranks=ranks, **arguments)
+        plain = run_once(program, config, directory / "plain", ranks=ranks, **arguments)
     nvme_path = directory / "nvme"
     nvme_path.mkdir(parents=True)
     settings = {"placement": "nvme", **SMALL, **(block or {})}

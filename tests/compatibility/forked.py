@@ -1,4 +1,4 @@
-"""Training programs in processes of their own, forked from one that has torch, DeepSpeed and transformers imported.
+"""Training programs in processes of their own; see ``support/ranks.py``.
 
 A *program* is a function of a module in this directory: ``program(config, **arguments) -> dict``. It trains under the
 DeepSpeed config that it gets, as one rank of a job, and returns what can be compared. The process knows its rank from
@@ -7,28 +7,16 @@ the usual environment variables, as under a launcher.
 
 from __future__ import annotations
 
-import gc
 import json
-import multiprocessing
 import os
-import sys
 from collections.abc import Callable
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from support.runs import free_port, remove_shared_memory
+from support import ranks as of_ranks
+from support.runs import once
 
-PRELOADED = (
-    "torch", "deepspeed", "deepspeed.runtime.engine", "deepspeed.runtime.zero.stage3",
-    "deepspeed.runtime.zero.stage_1_and_2", "transformers", "transformers.trainer", "accelerate",
-    "deepspeed.runtime.zero.muon.muon_optimizer",  # which engines import, and torch._inductor with it
-    "peft", "trl.trainer.sft_trainer", "trl.trainer.dpo_trainer",
-    "diffusers.models.unets.unet_2d_condition", "diffusers.models.transformers.dit_transformer_2d",
-)  # fmt: skip
 TIMEOUT_S = 300.0
-_FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(list(PRELOADED))
 
 Program = Callable[..., dict[str, Any]]
 
@@ -46,56 +34,23 @@ def run(
         ProgramFailed: a rank did not come to its end.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    port = free_port()
-    os.environ.update({"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})  # of the fork server
-    processes = [
-        _FORKS.Process(target=_rank, args=(program, config, arguments, directory, rank, ranks, port), daemon=True)
-        for rank in range(ranks)
-    ]
-    for process in processes:
-        process.start()
-    try:
-        _wait(processes)
-    finally:
-        remove_shared_memory(port)
-    outputs = [(directory / f"output{rank}.txt").read_text(errors="replace") for rank in range(ranks)]
-    if any(process.exitcode != 0 for process in processes):
-        codes = [process.exitcode for process in processes]
+    codes, outputs = of_ranks.fork(
+        _rank, program, config, arguments, str(directory), directory=directory, ranks=ranks, timeout_s=TIMEOUT_S
+    )
+    if any(codes):
         raise ProgramFailed(f"exit codes {codes}\n" + "\n".join(output[-8000:] for output in outputs))
     results = [json.loads((directory / f"result{rank}.json").read_text()) for rank in range(ranks)]
     return [{**result, "output": output} for result, output in zip(results, outputs, strict=True)]
 
 
-def _wait(processes: list[BaseProcess]) -> None:
-    """Until all have ended; where one fails, the others would wait for it in a collective."""
-    waited_s = 0.0
-    while running := [
-        process for process in processes if process.exitcode is None
-    ]:  # asked once: it may end at any time
-        running[0].join(0.25)
-        waited_s += 0.25
-        if waited_s > TIMEOUT_S or any(process.exitcode for process in processes):
-            for process in processes:
-                process.join(0 if waited_s > TIMEOUT_S else 5.0)
-                process.kill()
-                process.join()
+def run_once(
+    program: Program, config: dict[str, Any], directory: Path, *, ranks: int = 1, **arguments: Any
+) -> list[dict[str, Any]]:
+    """As :func:`run`, once in a run of the tests: for what many tests compare with, a run without the block."""
+    key = [program.__module__, program.__qualname__, config, ranks, arguments]
+    found: list[dict[str, Any]] = once(key, lambda: run(program, config, directory, ranks=ranks, **arguments))
+    return found
 
 
-def _rank(
-    program: Program, config: dict[str, Any] | None, arguments: dict[str, Any], directory: Path, rank: int, ranks: int,
-    port: int,
-) -> None:  # fmt: skip
-    os.environ.update({
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-    })  # fmt: skip
-    os.chdir(directory)
-    with (directory / f"output{rank}.txt").open("w") as output:
-        os.dup2(output.fileno(), 1)
-        os.dup2(output.fileno(), 2)
-    gc.freeze()  # DeepSpeed collects garbage at each start: not among what was imported before the fork
-    result = program(config, **arguments)
-    (directory / f"result{rank}.json").write_text(json.dumps(result))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # what libraries leave behind for the interpreter's exit is not what is tested here
+def _rank(program: Program, config: dict[str, Any] | None, arguments: dict[str, Any], directory: str) -> None:
+    Path(directory, f"result{os.environ['RANK']}.json").write_text(json.dumps(program(config, **arguments)))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from conftest import COMPATIBILITY, REMATERIALIZED
+from covering import COVERING
 from support.compatibility_table import CompatibilityTable, rows_in
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -27,3 +28,9 @@ def test_every_combination_is_in_the_table(
 def test_no_row_failed(name: str) -> None:
     rows = rows_in(DOCS / f"{name}.md")
     assert rows and "**failed**" not in rows.values()
+
+
+def test_the_rows_of_every_change_are_there() -> None:
+    named = {(section, row) for section, rows in COVERING.items() for row in rows}
+    assert named <= set(rows_in(DOCS / "compatibility.md"))
+    assert set(COVERING) == {section for section, _ in rows_in(DOCS / "compatibility.md")}

@@ -23,7 +23,7 @@ PASSES, RECOMPUTED = 40, 21
 
 
 def check(config: dict[str, Any], directory: Path, ranks: int) -> None:
-    result = runs.launch(config, directory, ranks=ranks, script=runs.SCRIPTS / "blocks.py")
+    result = runs.run(config, directory, ranks=ranks, script=runs.SCRIPTS / "blocks.py")
     assert result.returncode == 0, result.output
     assert result.lines("BLOCKS") == [f"BLOCKS {rank} EQUAL {PASSES} {RECOMPUTED}" for rank in range(ranks)]
 
@@ -60,7 +60,7 @@ STATEFUL = ("counter", "memory", "generator", "python", "numpy", "tracker", "con
 
 def launch(config: dict[str, Any], directory: Path, kinds: Iterable[str], *, steps: int, ranks: int) -> runs.Result:
     script = runs.SCRIPTS / "stateful.py"
-    return runs.launch(config, directory, "--steps", str(steps), "--kinds", *kinds, ranks=ranks, script=script)
+    return runs.run(config, directory, "--steps", str(steps), "--kinds", *kinds, ranks=ranks, script=script)
 
 
 def train(config: dict[str, Any], directory: Path, kinds: Iterable[str], *, steps: int, ranks: int) -> runs.Result:

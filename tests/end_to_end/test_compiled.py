@@ -28,7 +28,7 @@ def train(
     configs = [plain, *(runs.with_block(plain, directory, **common, **block) for block in blocks)]
     (directory / "configs.json").write_text(json.dumps(configs))
     arguments = ("--configs", str(directory / "configs.json"), "--steps", str(STEPS), *arguments)
-    done = runs.launch(None, directory, *arguments, script=runs.SCRIPTS / "compiled.py", timeout_s=900)
+    done = runs.run(None, directory, *arguments, script=runs.SCRIPTS / "compiled.py", timeout_s=900)
     assert done.returncode == 0, done.output
     found = [json.loads(line.removeprefix("RUN ")) for line in done.lines("RUN")]
     of_run = {run["number"]: run for run in found}

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,21 +34,10 @@ def test_random_programs_are_exact_and_bounded(chunk: int, tmp_path: Path) -> No
 
 @pytest.mark.engine
 def test_random_programs_are_exact_under_an_engine(tmp_path: Path) -> None:
-    port = runs.free_port()
-    here = Path(__file__).parents[1]
-    launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    paths = os.pathsep.join([str(here), str(here.parent)])
-    done = subprocess.run(
-        [sys.executable, str(runs.SCRIPTS / "fuzzed.py"), str(tmp_path), *map(str, ENGINE_SEEDS)],
-        env=runs.environment(PYTHONPATH=paths, **launched),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=240,
-    )
-    runs.remove_shared_memory(port)
-    told = [line for line in done.stdout.splitlines() if line.startswith("SEED ")]
-    assert told == [f"SEED {seed} is exact" for seed in ENGINE_SEEDS], done.stdout[-6000:]
+    seeds = map(str, ENGINE_SEEDS)
+    done = runs.run(None, tmp_path, str(tmp_path), *seeds, script=runs.SCRIPTS / "fuzzed.py", told_local_rank=False)
+    told = done.lines("SEED")
+    assert told == [f"SEED {seed} is exact" for seed in ENGINE_SEEDS], done.output[-6000:]
 
 
 def test_a_seed_draws_one_program() -> None:

@@ -27,7 +27,7 @@ CASES = {
 def test_every_placement_trains_as_without_us(tmp_path: Path, stage: int) -> None:
     cases = CASES[stage]
     arguments = ("--nvme_path", str(tmp_path), "--stage", str(stage), "--cases", *cases)
-    result = runs.launch(None, tmp_path, *arguments, script=runs.SCRIPTS / "trl_trainers.py", timeout_s=1800)
+    result = runs.run(None, tmp_path, *arguments, script=runs.SCRIPTS / "trl_trainers.py", timeout_s=1800)
     assert result.returncode == 0, result.output
     lines = [line.split()[1:] for line in result.lines("TRL")]
     assert [line[:3] for line in lines] == sorted([case, one, "EQUAL"] for case in cases for one in PLACEMENTS)

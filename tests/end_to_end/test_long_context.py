@@ -19,7 +19,7 @@ pytestmark = pytest.mark.engine
 def long_context(directory: Path, *arguments: str) -> tuple[dict[str, Any], str]:
     config = runs.ROOT / "ds_configs" / "long_context.json"
     where = ("--nvme_path", str(directory), "--output_dir", str(directory), "--backend", "posix")
-    result = runs.launch(
+    result = runs.run(
         None,
         directory,
         *("--deepspeed_config", str(config), *where, "--staging_mib", "16", "--result", str(directory / "result.json")),

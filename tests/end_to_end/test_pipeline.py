@@ -1,7 +1,6 @@
 """DeepSpeed's pipeline engine, several micro-batches in flight: the results of the run without us, and a lower peak.
 
-The cases of one number of ranks train one after the other in one run of the launcher, which takes longer to start than
-they take.
+The cases of one number of ranks train one after the other in one job, which takes longer to start than they take.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def train(directory: Path, cases: list[dict[str, Any]], ranks: int, **environmen
     path = directory / "cases.json"
     path.write_text(json.dumps(cases))
     script = runs.SCRIPTS / ("unequal.py" if environment else "pipeline.py")
-    result = runs.launch(None, directory, str(path), ranks=ranks, script=script, timeout_s=TIMEOUT_S, **environment)
+    result = runs.run(None, directory, str(path), ranks=ranks, script=script, timeout_s=TIMEOUT_S, **environment)
     assert result.returncode == 0, result.output
     found: Found = {}
     for line in result.lines("FOUND"):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -42,21 +39,16 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> Verdicts:
 
 
 def run(stage: int, directory: Path) -> dict[str, str]:
-    port = runs.free_port()
-    launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    try:
-        done = subprocess.run(
-            [sys.executable, str(runs.SCRIPTS / "remade.py"), str(directory), str(stage), *CASES[stage]],
-            env=runs.environment(PYTHONPATH=os.pathsep.join([str(runs.ROOT / "tests"), str(runs.ROOT)]), **launched),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=TIMEOUT_S,
-        )
-    finally:
-        runs.remove_shared_memory(port)
-    assert done.returncode == 0, done.stdout[-6000:]
-    told = (line.split(" ", 2) for line in done.stdout.splitlines() if line.startswith("CASE "))
+    done = runs.run(
+        None,
+        directory,
+        *(str(directory), str(stage), *CASES[stage]),
+        script=runs.SCRIPTS / "remade.py",
+        timeout_s=TIMEOUT_S,
+        told_local_rank=False,
+    )
+    assert done.returncode == 0, done.output[-6000:]
+    told = (line.split(" ", 2) for line in done.output.splitlines() if line.startswith("CASE "))
     return {name: verdict for _, name, verdict in told}
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support import runs
 
+pytestmark = pytest.mark.engine
 FAST, SLOW = 400e6, 40e6  # as in scripts/two_ranks.py
 TIMEOUT_S = 180  # of a run of seconds: whoever waits longer waits for ever
 
@@ -18,23 +17,10 @@ TIMEOUT_S = 180  # of a run of seconds: whoever waits longer waits for ever
 def train(directory: Path, case: str) -> list[dict[str, Any]]:
     """What each rank has found."""
     script = runs.SCRIPTS / "two_ranks.py"
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(rank), str(directory), case],
-            env=runs.environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=TIMEOUT_S)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(outputs)
+    done = runs.run(
+        None, directory, str(directory), case, ranks=2, script=script, timeout_s=TIMEOUT_S, told_local_rank=False
+    )
+    assert done.returncode == 0, done.output
     return [json.loads((directory / f"{case}.{rank}.json").read_text()) for rank in range(2)]
 
 
@@ -80,10 +66,9 @@ def test_a_block_that_one_rank_leaves_out_is_recomputed_on_none(tmp_path: Path) 
     assert left_out["path"] == "blocks.2" and "saves nothing but its inputs" in left_out["reason"]
 
 
-@pytest.mark.engine
 def test_ranks_with_unequal_drives_recompute_the_same_blocks_under_zero_3(tmp_path: Path) -> None:
     config = runs.plain_config(3)
-    without = runs.launch(config, tmp_path, "--steps", "8", ranks=2)
+    without = runs.run_once(config, tmp_path, "--steps", "8", ranks=2)
     assert without.returncode == 0, without.output
     block = {
         "placement": "adaptive",
@@ -92,7 +77,7 @@ def test_ranks_with_unequal_drives_recompute_the_same_blocks_under_zero_3(tmp_pa
         "activation_budget_bytes": 48 << 20,  # what recomputation needs, and the drives would take long for
         "recompute": True,
     }
-    with_us = runs.launch(
+    with_us = runs.run(
         runs.with_block(config, tmp_path, **block),
         tmp_path,
         "--steps",

@@ -111,6 +111,8 @@ def test_files_without_a_name_count_as_disk(tmp_path: Path) -> None:
     assert disk_bytes(tmp_path / "in") == 0
 
 
+@pytest.mark.thorough
+@pytest.mark.engine
 def test_hook_cost(tmp_path: Path) -> None:
     arguments = (
         "--rounds",
@@ -142,6 +144,8 @@ def test_hook_cost(tmp_path: Path) -> None:
     assert output.count("offloaded") == 2 and all(row["pack_us"] > 0 for row in rows)
 
 
+@pytest.mark.thorough
+@pytest.mark.engine
 def test_planner_scale(tmp_path: Path) -> None:
     small = ("--rounds", "1", "--counts", "1000", "--models", "Granite-8B")
     output = benchmark("planner_scale.py", *small, "--json", str(tmp_path / "json"))
@@ -157,6 +161,7 @@ def test_planner_scale(tmp_path: Path) -> None:
         assert ours["peak_part"] <= (0.25 if row["goal"] == "budget" else theirs["peak_part"] + 0.03)
 
 
+@pytest.mark.thorough
 @pytest.mark.engine
 def test_step_time(tmp_path: Path) -> None:
     size = ("--width", "256", "--depth", "2", "--sequence", "512", "--batch", "2")  # MLPs' outputs have 4 MiB
@@ -172,6 +177,7 @@ def test_step_time(tmp_path: Path) -> None:
     assert without_a_drive["rematerialized_bytes"] > 0 and without_a_drive["offloaded_bytes"] == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.engine
 def test_update_time(tmp_path: Path) -> None:
     small = ("--parameters", "5e5", "--width", "256", "--tokens", "16", "--rounds", "2", "--steps", "1")
@@ -191,6 +197,7 @@ def test_update_time(tmp_path: Path) -> None:
     assert (tmp_path / "md").read_text() in output
 
 
+@pytest.mark.thorough
 @pytest.mark.engine
 def test_update_time_with_each_family_in_a_process(tmp_path: Path) -> None:
     small = ("--parameters", "3e5", "--width", "256", "--tokens", "16", "--rounds", "1", "--steps", "1")
@@ -213,6 +220,8 @@ def test_update_time_with_each_family_in_a_process(tmp_path: Path) -> None:
     assert "at 0.3 M parameters and 16 tokens per step" in output  # beside every claim
 
 
+@pytest.mark.thorough
+@pytest.mark.engine
 def test_update_time_in_slices(tmp_path: Path) -> None:
     benchmark("update_time.py", "--slices", "--parameters", "3e5", "--rounds", "2", "--json", str(tmp_path / "json"))
     rows = json.loads((tmp_path / "json").read_text())["slices"]
@@ -222,6 +231,7 @@ def test_update_time_in_slices(tmp_path: Path) -> None:
     assert all(row["of_one"] == [1.0, 1.0] for row in rows if not row["slice"])
 
 
+@pytest.mark.engine
 def test_update_time_says_where_there_is_no_gpu() -> None:
     environment = runs.environment(CUDA_VISIBLE_DEVICES="")
     command = [sys.executable, str(runs.ROOT / "benchmarks" / "update_time.py"), "--gpu"]

@@ -41,6 +41,7 @@ def test_between(fails_bytes: float, expected: int) -> None:
     assert between({2048: 700.0 * MIB, 4096: fails_bytes}, 2048, 4096, 800 * MIB) == expected
 
 
+@pytest.mark.thorough
 @pytest.mark.engine
 def test_capacity_tiny(tmp_path: Path) -> None:
     pytest.importorskip("transformers")

@@ -33,6 +33,7 @@ def rehearsal(out: Path, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.engine
 def test_the_rehearsal_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
     path = tmp_path / "gpu_rehearsal_2026-01-02.json"
@@ -128,6 +129,7 @@ def test_pieces_are_named_by_how_they_begin() -> None:
         chosen(["heading"], rehearse=False)
 
 
+@pytest.mark.engine
 def test_nothing_is_measured_without_a_gpu(tmp_path: Path) -> None:
     done = subprocess.run(
         [*COMMAND, "--out", str(tmp_path)],

@@ -1,6 +1,6 @@
 """One of two ranks that train together without DeepSpeed: gradients are averaged after each backward.
 
-    python two_ranks.py RANK DIRECTORY CASE
+    RANK=0 python two_ranks.py DIRECTORY CASE
 
 Writes to ``DIRECTORY/CASE.RANK.json`` the losses, a digest of the parameters, and for each step what plan was in force.
 Drives are as slow as the case says, whatever the machine's are.
@@ -130,7 +130,7 @@ def train(rank: int, directory: Path, case: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    rank, directory, case = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+    rank, directory, case = int(os.environ["RANK"]), Path(sys.argv[1]), sys.argv[2]
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{directory}/{case.replace(' ', '_')}.meet", rank=rank, world_size=2

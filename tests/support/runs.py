@@ -1,17 +1,23 @@
-"""Running training scripts under the stock ``deepspeed`` launcher."""
+"""Running training scripts: under the stock ``deepspeed`` launcher, and in ranks that are forked."""
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from support import ranks as of_ranks
+from support.ranks import environment, free_port, remove_shared_memory
+
+SHARED = "DS_TBA_TESTS_SHARED"  # a directory of all processes of a run of the tests
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 ROOT = Path(__file__).parents[2]
 EXIT_ABORT = "terminate called without an active exception"
@@ -56,13 +62,6 @@ class Result:
         return sorted(losses, key=lambda line: line.split()[1]), self.lines("PARAMETERS")
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def command(
     script: Path,
     config: dict[str, Any] | None,
@@ -71,14 +70,19 @@ def command(
     ranks: int = 1,
     port: int | None = None,
 ) -> list[str]:
-    if config is not None:
-        path = directory / f"ds_config_{len(list(directory.glob('ds_config_*')))}.json"
-        path.write_text(json.dumps(config))
-        arguments = ("--deepspeed_config", str(path), *arguments)
+    arguments = _arguments(config, directory, arguments)
     launcher, port = launcher_script(), port or free_port()
     return [
         sys.executable, str(launcher), "--num_gpus", str(ranks), "--master_port", str(port), str(script), *arguments,
     ]  # fmt: skip
+
+
+def _arguments(config: dict[str, Any] | None, directory: Path, arguments: tuple[str, ...]) -> tuple[str, ...]:
+    if config is None:
+        return arguments
+    path = directory / f"ds_config_{len(list(directory.glob('ds_config_*')))}.json"
+    path.write_text(json.dumps(config))
+    return ("--deepspeed_config", str(path), *arguments)
 
 
 def launcher_script() -> Path:
@@ -87,14 +91,55 @@ def launcher_script() -> Path:
     return beside if beside.exists() else Path(shutil.which("deepspeed") or beside)
 
 
-def remove_shared_memory(port: int) -> None:
-    """DeepSpeed's CPU communication leaves 66 MiB of memory behind for each process, until the machine restarts."""
-    for left in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
-        left.unlink()
+def once(key: Any, make: Callable[[], Any]) -> Any:
+    """What a function returns, which JSON can tell: called by the first process of a run of the tests that asks for it.
+
+    Args:
+        key: what the answer depends on.
+    """
+    name = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()
+    path = Path(os.environ[SHARED]) / f"{name}.json"
+    path.parent.mkdir(exist_ok=True)
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            made = json.dumps(make())
+            path.with_suffix(".part").write_text(made)
+            path.with_suffix(".part").rename(path)
+        return json.loads(path.read_text())
 
 
-def environment(**more: str) -> dict[str, str]:
-    return {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **more}
+def run(
+    config: dict[str, Any] | None,
+    directory: Path,
+    *arguments: str,
+    ranks: int = 1,
+    script: Path = SCRIPTS / "train.py",
+    timeout_s: float = 240,
+    told_local_rank: bool = True,
+    **variables: str,
+) -> Result:
+    """As :func:`launch`, without the launcher: the ranks are forked, and do not end as interpreters do.
+
+    Args:
+        told_local_rank: the script has the launcher's argument ``--local_rank``.
+    """
+    target = of_ranks.launched if told_local_rank else of_ranks.script
+    codes, outputs = of_ranks.fork(
+        target, str(script), *_arguments(config, directory, arguments), directory=directory, ranks=ranks,
+        timeout_s=timeout_s, **variables,
+    )  # fmt: skip
+    return Result(max(map(abs, codes)), "\n".join(outputs))
+
+
+def run_once(config: dict[str, Any], directory: Path, *arguments: str, ranks: int = 1, **options: Any) -> Result:
+    """As :func:`run`, once in a run of the tests: for what many tests compare with, a run without the block."""
+
+    def make() -> tuple[int, str]:
+        found = run(config, directory, *arguments, ranks=ranks, **options)
+        return found.returncode, found.output
+
+    return Result(*once([config, arguments, ranks, options], make))
 
 
 def launch(

@@ -11,6 +11,8 @@ import pytest
 import update_programs as programs
 from update_programs import CHUNKS, ds_config
 
+pytestmark = pytest.mark.engine
+
 BF16 = {"bf16": {"enabled": True}}
 WARMUP = {"total_num_steps": 8, "warmup_num_steps": 3, "warmup_max_lr": 2e-2}
 SCHEDULE = {"scheduler": {"type": "WarmupDecayLR", "params": WARMUP}}

@@ -142,6 +142,7 @@ def test_a_child_that_ends_as_programs_do_does_not_free_what_it_does_not_have(of
 # ---- when a run starts
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("limit_bytes", [None, 10**9])
 def test_what_is_there_at_the_start_is_pinned_then_and_said(limit_bytes: int | None, tmp_path: Path) -> None:
     """With a limit whole sub-groups come first, which are whole in the first step only."""
@@ -167,6 +168,7 @@ def test_moments_are_advised_to_be_in_huge_pages_before_they_are_touched(monkeyp
 # ---- loads
 
 
+@pytest.mark.engine
 def test_moments_that_a_load_replaces_are_unpinned_and_freed_at_once(tmp_path: Path) -> None:
     (found,) = forked.run(programs.loads, ds_config(bf16={"enabled": True}), tmp_path, block=CHUNKS)
     assert found["pinned"] > 0 and found["moments"] == found["freed"] > 0

@@ -30,6 +30,7 @@ def check_refusals(found: dict[str, Any]) -> None:
     assert found["left behind"] == []
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("place", ["counting steps", "host", "device", "draining", "DeepSpeed's"])
 def test_after_an_interrupted_update_only_a_checkpoint_helps(place: str, tmp_path: Path) -> None:
     (found,) = forked.run(programs.interrupted, SAVES, tmp_path / "run", block=BLOCK, place=place)
@@ -37,6 +38,7 @@ def test_after_an_interrupted_update_only_a_checkpoint_helps(place: str, tmp_pat
     check_refusals(found)
 
 
+@pytest.mark.engine
 def test_where_one_rank_is_interrupted_all_refuse(tmp_path: Path) -> None:
     found = forked.run(programs.interrupted, SAVES, tmp_path / "run", ranks=2, block=BLOCK, place="host")
     assert [rank["interrupted"] for rank in found] == ["UpdateInterruptedError", "KeyboardInterrupt"]
@@ -44,6 +46,7 @@ def test_where_one_rank_is_interrupted_all_refuse(tmp_path: Path) -> None:
         check_refusals(rank)
 
 
+@pytest.mark.engine
 def test_the_saving_methods_of_deepspeed_are_hooked_for_this_block_only(tmp_path: Path) -> None:
     (found,) = forked.run(programs.hooked, ds_config(**BF16), tmp_path, block=BLOCK)
     assert found["none"] == ["__init__"]
@@ -52,11 +55,13 @@ def test_the_saving_methods_of_deepspeed_are_hooked_for_this_block_only(tmp_path
     assert set(found["both"]) - set(found["activations"]) == saving
 
 
+@pytest.mark.engine
 def test_the_device_computes_from_the_update_on_in_which_it_has_memory(tmp_path: Path) -> None:
     (found,) = forked.run(programs.late_memory, ds_config(**BF16), tmp_path, block={**CHUNKS, "device_share": 1})
     assert found["elements"][1] == 0 < found["elements"][2]
 
 
+@pytest.mark.engine
 def test_default_types_and_hooks_of_all_optimizers_change_nothing(tmp_path: Path) -> None:
     config = ds_config(**BF16, gradient_clipping=0.01)
     (found,) = forked.run(programs.surroundings, config, tmp_path, block=BLOCK)

@@ -7,6 +7,7 @@ import fuzz_update
 import pytest
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize(
     "first", [0, pytest.param(8, marks=pytest.mark.thorough), pytest.param(16, marks=pytest.mark.thorough)]
 )

@@ -10,6 +10,8 @@ import programs_deepspeed
 import programs_hf
 import pytest
 
+pytestmark = pytest.mark.engine
+
 AUTO = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
 OF_TRAINERS = {
     "train_micro_batch_size_per_gpu": "auto",
