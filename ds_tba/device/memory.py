@@ -187,3 +187,11 @@ def give_back_freed_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out: of a device, of the CPU's allocator, or of Python."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    text = str(error)  # of c10/core/impl/alloc_cpu.cpp, which raises a RuntimeError
+    return isinstance(error, RuntimeError) and ("can't allocate memory" in text or "not enough memory" in text)
