@@ -166,6 +166,7 @@ class ReportConfig(Block):
 
     path: FilePath | None = None
     trace_path: FilePath | None = None
+    timeline_path: FilePath | None = None
     every_steps: Count = 0
 
 

@@ -289,7 +289,12 @@ def _wrapped(original: Callable[..., Any], around: Callable[..., Any] | None) ->
             refuse_half_updated(getattr(self, "optimizer", None))
         if around is None or (offloader is None and around is not _destroy):
             return original(self, *args, **kwargs)
-        return around(offloader, functools.partial(original, self, *args, **kwargs), self)
+        try:
+            return around(offloader, functools.partial(original, self, *args, **kwargs), self)
+        except (MemoryError, RuntimeError) as error:
+            if offloader is not None:
+                offloader.note_failure(error)
+            raise
 
     setattr(method, _HOOKED, True)
     return method
@@ -315,19 +320,35 @@ def _forward(offloader: ActivationOffloader, original: functools.partial[Any], e
         ) from error
 
 
+def _backward(_offloader: ActivationOffloader, original: Callable[[], Any], _engine: Any) -> Any:
+    return original()  # wrapped for the sake of what it raises
+
+
 def _step(offloader: ActivationOffloader, original: Callable[[], Any], engine: Any) -> Any:
     offloader.note_micro_step()
     before = engine.global_steps
     result = original()
     if engine.global_steps > before:  # else a micro-step inside gradient accumulation
         offloader.note_step()
+        _tell_monitors(offloader, engine)
     return result
+
+
+def _tell_monitors(offloader: ActivationOffloader, engine: Any) -> None:
+    """Scalars for TensorBoard, W&B, Comet or CSV files, where DeepSpeed's config has one; beside DeepSpeed's own."""
+    monitor = getattr(engine, "monitor", None)  # deepspeed/monitor/monitor.py: rank 0 writes
+    if monitor is None or not monitor.enabled or engine.global_rank != 0:
+        return
+    monitor.write_events(
+        [(f"Train/ActivationOffload/{name}", value, engine.global_samples) for name, value in offloader.scalars()]
+    )
 
 
 def _train_batch(offloader: ActivationOffloader, original: Callable[[], Any], engine: Any) -> Any:
     with offloader.interleaving():
         result = original()
     offloader.note_step()
+    _tell_monitors(offloader, engine)
     return result
 
 
@@ -352,7 +373,13 @@ def _collected(offloader: ActivationOffloader, original: Callable[[], Any], engi
 # By the class that defines the methods.
 _Table = Mapping[str, Mapping[str, Callable[..., Any] | None]]
 _AROUND: _Table = {
-    "DeepSpeedEngine": {"forward": _forward, "step": _step, "destroy": _destroy, "__del__": _collected},
+    "DeepSpeedEngine": {
+        "forward": _forward,
+        "backward": _backward,
+        "step": _step,
+        "destroy": _destroy,
+        "__del__": _collected,
+    },
     "PipelineEngine": {"train_batch": _train_batch},  # see [Note: Pipelines]
 }
 _SAVING: _Table = {

@@ -9,6 +9,7 @@ import atexit
 import logging
 import math
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -26,10 +27,12 @@ from ds_tba.adaptive.rates import Rates
 from ds_tba.autograd.blocks import Blocks, find_blocks
 from ds_tba.autograd.cache import TensorCache
 from ds_tba.autograd.residency import MemoryMeter
+from ds_tba.autograd.sample import StepSamples
 from ds_tba.autograd.sites import RunningModule, open_sites
 from ds_tba.autograd.tensors import mark_inputs
 from ds_tba.config import BLOCK, AioConfig, OffloadConfig, with_staging
 from ds_tba.device.accelerator import Accelerator, available_bytes
+from ds_tba.device.memory import is_out_of_memory
 from ds_tba.errors import IncompatibleError, PathError
 from ds_tba.planner.plan import Limits
 from ds_tba.planner.search import Planner, adaptive
@@ -38,8 +41,10 @@ from ds_tba.storage.base import Always
 from ds_tba.storage.finalizers import Closer
 from ds_tba.storage.tiers import Tiers
 from ds_tba.telemetry.drive_health import write_limit_bytes_per_step
+from ds_tba.telemetry.holders import remedies, table
 from ds_tba.telemetry.report import LittleMoved, OffloadReport, ReportFile, checked_path
-from ds_tba.telemetry.stats import StoreStats
+from ds_tba.telemetry.stats import StoreStats, readable
+from ds_tba.telemetry.step_timeline import StepTimeline
 
 logger = logging.getLogger(__name__)
 
@@ -107,10 +112,14 @@ class ActivationOffloader:
         self._compilations_before = compilations()
         self._steps = self._step_peak_bytes = 0  # optimizer steps so far; peak of the last, where no controller has it
         self._little = LittleMoved(config)
+        self._explained: BaseException | None = None
+        self._told: OffloadReport | None = None  # to the monitors
         self._report_file = ReportFile("report.path", checked_path("report.path", config.report.path, rank))
         # Checked now, not after hours of training.
         trace_path = checked_path("report.trace_path", config.report.trace_path, rank)
         self._trace_file = ReportFile("report.trace_path", trace_path) if trace_path is not None else None
+        timeline_path = checked_path("report.timeline_path", config.report.timeline_path, rank)
+        self._timeline_file = ReportFile("report.timeline_path", timeline_path)
         self._tiers = Tiers(
             config, aio_config, accelerator, zero_uses_nvme=zero_uses_nvme, rank=rank, ranks_on_node=ranks_on_node
         )
@@ -124,6 +133,14 @@ class ActivationOffloader:
         )
         self._sites = open_sites(config, self.cache, accelerator)
         self.cache.rematerialize(self._sites)
+        store = self._tiers.nvme.stats if self._tiers.nvme is not None else StoreStats()
+        self._samples = StepSamples(
+            self.cache.stats,
+            lambda: store.stall_s,
+            [path.meter for path in self._tiers.paths],
+            partial(_write_timeline, self._timeline_file, config, rank) if timeline_path is not None else None,
+        )
+        self.cache.looked_at = self._samples.around
         self._closer = Closer(self._close, accelerator)
         atexit.register(self.close)
 
@@ -147,10 +164,9 @@ class ActivationOffloader:
             ConfigError: ``blocks`` names a module that the model lacks, or a rank cannot measure its drives.
         """
         config, tiers = self.config, self._tiers
+        self._samples.module = RunningModule({id(module): path for path, module in model.named_modules()}).path
         if self._sites is not None:
-            self._sites.running_module = RunningModule(
-                {id(module): path for path, module in model.named_modules()}
-            ).path
+            self._sites.running_module = self._samples.module
         plans = config.placement == "adaptive"
         if self._controller is not None or not (plans or config.report.trace_path):
             return
@@ -205,7 +221,8 @@ class ActivationOffloader:
         self._refresh_report()
         if self._sites is not None:
             mark_inputs(inputs)
-        return self.cache.saving() if self._controller is None else self._controller.saving()
+        saving = self.cache.saving() if self._controller is None else self._controller.saving()
+        return self._samples.forward(saving)
 
     def interleaving(self) -> AbstractContextManager[None]:
         """Context for a whole step in which forwards and backwards of several micro-batches alternate."""
@@ -221,6 +238,7 @@ class ActivationOffloader:
             self._controller.end_micro_step()
         else:
             self.cache.end_micro_step()
+        self._samples.end_backward()
 
     def note_step(self) -> None:
         """Record that an optimizer step is done; reports every ``report.every_steps`` of them."""
@@ -233,6 +251,7 @@ class ActivationOffloader:
             self._controller.end_step()
         else:
             self._step_peak_bytes = self.cache.stats.resident.lap()
+        self._samples.end_step()
         moved_bytes = _offloaded_bytes(self._tiers)
         if self._steps == 1 and moves_in_vain(self.cache.stats, moved_bytes, self._compilations_before):
             self._advise_to_compile_layers()
@@ -309,8 +328,54 @@ class ActivationOffloader:
             blocks_left_out=controller.blocks_left_out() if controller is not None else [],
             rematerialized_bytes=cache.rematerialized_bytes,
             device_memory={} if memory is None else memory.levels()._asdict(),
+            holders=[asdict(one) for one in self._samples.holders],
+            holders_step=self._samples.holders_step,
+            timeline_path=None if self._timeline_file.path is None else str(self._timeline_file.path),
             **({} if self._sites is None else self._sites.summary()),
         )
+
+    def scalars(self) -> list[tuple[str, float]]:
+        """Eight figures of the last step, for a monitor; bytes and seconds, of this rank."""
+        report, before = self.report(), self._told
+        self._told = report
+        sums = ("offloaded_bytes", "written_bytes", "read_bytes", "rematerialized_bytes", "recomputed_bytes", "stall_s")
+        changes = [(name, getattr(report, name) - (getattr(before, name) if before else 0)) for name in sums]
+        return [
+            ("peak_saved_bytes", report.step_peak_saved_bytes),
+            ("peak_saved_bytes_without", report.peak_saved_bytes_without),
+            *changes,
+        ]
+
+    def explain(self) -> str:
+        """What fills the device: who holds saved bytes, what else is in use, and which key or call would help.
+
+        Within a forward of the steps 1, 2, 4, 8, ... it tells of now; else of the end of the last such forward.
+        """
+        stats, levels = self.cache.stats, self._accelerator.memory.levels()
+        is_host = self._accelerator.is_synchronized_device()
+        holders = self._samples.now()
+        in_use = "" if is_host else f" of {readable(levels.in_use_bytes)} in use"
+        head = (
+            f"rank {self._rank}, step {self._steps + 1}: saved tensors hold {readable(stats.resident.now)}{in_use}, "
+            f"{readable(stats.resident.peak)} at their peak ({readable(stats.saved.peak)} without ds_tba)"
+        )
+        when = f"saved at the end of the last forward looked at, in step {self._samples.holders_step}:"
+        if holders is not self._samples.holders:
+            when = "saved so far in this forward:"
+        in_use_bytes = 0 if is_host else levels.in_use_bytes
+        advice = remedies(self.config, holders, stats.kept_bytes, stats.resident.peak, in_use_bytes)
+        return "\n".join([head, when, *table(holders), *(f"- {one}" for one in advice)])
+
+    def note_failure(self, error: BaseException | None) -> None:
+        """Log :meth:`explain` where ``error`` says that memory ran out. Never raises; once for each error."""
+        if error is None or error is self._explained or not is_out_of_memory(error):
+            return
+        self._explained = error
+        try:
+            logger.error("memory ran out; %s", self.explain())
+        except Exception:  # nothing may hide the user's error
+            logger.exception("memory ran out, and what fills it cannot be told")
+        self._refresh_report(now=True)
 
     def _refresh_report(self, *, now: bool = False) -> None:
         """Write the JSON at ``report.path`` again where it is old, or ``now``."""
@@ -370,6 +435,8 @@ class ActivationOffloader:
         finally:
             self._tiers.close()
             self._ended_at = time.monotonic()
+            # That of a backward which no engine has called: the interpreter leaves it there before it exits.
+            self.note_failure(getattr(sys, "last_value", None))
             little = self._little.judge(self.cache.stats.kept_bytes, self._done_bytes())
             words = "; ".join(filter(None, [self.report().summary(), little]))
             logger.info("ds_tba, rank %d: %s", self._rank, words)
@@ -389,6 +456,10 @@ def _offloaded_bytes(tiers: Tiers) -> int:
 def _write_trace(file: ReportFile | None, trace: Trace) -> None:
     if file is not None:
         file.write_text(trace.to_json() + "\n")
+
+
+def _write_timeline(file: ReportFile, config: OffloadConfig, rank: int, timeline: StepTimeline, step: int) -> None:
+    file.write_text(timeline.to_json(step=step, rank=rank, budget_bytes=config.activation_budget_bytes))
 
 
 def _planning_text(config: OffloadConfig) -> str:

@@ -120,6 +120,7 @@ class TensorCache(Keeper):
         live_records: saved storages that some graph still holds.
         sites: what can be made again, as ``sites.py`` has it, which imports this room's lower files; None where nothing
             is to be.
+        looked_at: makes the hooks of a forward from the cache's own, to look at what they do; see ``sample.py``.
     """
 
     def __init__(
@@ -144,6 +145,7 @@ class TensorCache(Keeper):
         self.learned_order: list[int] = []
         self.live_records = 0
         self.sites: Any = None
+        self.looked_at: Callable[[Hooks], Hooks] = lambda hooks: hooks
         self._originals = keep_originals()
         # With the record that waits for the answer; without, where the site was proven before.
         self._unread: deque[tuple[SavedStorage | None, Any, Any]] = deque()
@@ -183,7 +185,7 @@ class TensorCache(Keeper):
                 self.stats.micro_steps += 1
             step.begin_forward(lead)
             self.forward = Forward(step, policy or self._default_policy, is_recorded)
-        hooks: Hooks = (self.pack, partial(self.unpack, step))
+        hooks = self.looked_at((self.pack, partial(self.unpack, step)))
         try:
             with uncompiled_hooks(*(hooks if around is None else around(hooks))):
                 yield

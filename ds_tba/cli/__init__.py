@@ -47,4 +47,5 @@ def _print_report(options: argparse.Namespace) -> int:
     rows = [("state", report.state), *report.rows()]
     width = max(len(name) for name, _ in rows)
     sys.stdout.writelines(f"{name:<{width}}  {value}\n" for name, value in rows)
+    sys.stdout.writelines(f"{line}\n" for line in report.holder_lines())
     return 0

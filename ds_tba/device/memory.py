@@ -110,3 +110,11 @@ def host_view(data: torch.Tensor) -> memoryview:
     """The bytes of a contiguous host tensor (uint8), sharing its memory."""
     array: Any = data.numpy()
     return memoryview(array)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out: of a device, of the CPU's allocator, or of Python."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    text = str(error)  # of c10/core/impl/alloc_cpu.cpp, which raises a RuntimeError
+    return isinstance(error, RuntimeError) and ("can't allocate memory" in text or "not enough memory" in text)

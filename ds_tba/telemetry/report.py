@@ -19,6 +19,7 @@ from typing import Any
 
 from ds_tba.config import OffloadConfig
 from ds_tba.errors import ConfigError, ReportError
+from ds_tba.telemetry.holders import Holder, table
 from ds_tba.telemetry.stats import expanded, readable
 
 logger = logging.getLogger("ds_tba")
@@ -59,6 +60,9 @@ class OffloadReport:
         blocks_left_out: ``path`` and ``reason`` of each block that is not recomputed, with ``"recompute": true``.
         bandwidth: for each path its written bytes and its recent rates, as measured.
         wear: for each path the fields of :class:`ds_tba.telemetry.drive_health.PathWear`.
+        holders: fields of :class:`ds_tba.telemetry.holders.Holder`: who held saved bytes at the end of the forward of
+            ``holders_step``, the largest first.
+        timeline_path: of the timeline of a sampled step, where ``report.timeline_path`` asks for one.
         schema: of these fields.
         device_memory: the fields of :class:`ds_tba.device.accelerator.MemoryLevels`; empty on the CPU.
     """
@@ -105,6 +109,9 @@ class OffloadReport:
     rematerialized_sites: dict[str, int] = field(default_factory=dict)
     refused_sites: dict[str, int] = field(default_factory=dict)
     device_memory: dict[str, int] = field(default_factory=dict)
+    holders: list[dict[str, Any]] = field(default_factory=list)
+    holders_step: int = 0
+    timeline_path: str | None = None
     schema: int = SCHEMA
 
     @classmethod
@@ -189,6 +196,14 @@ class OffloadReport:
         rows += [(f"  fallback: {reason}", str(count)) for reason, count in self.fallbacks_by_reason.items()]
         rows += [(f"wear of {path['path']}", _wear(path)) for path in self.wear]
         return [*rows, ("stalled", f"{self.stall_s:.2f} s")]
+
+    def holder_lines(self) -> list[str]:
+        """The table of who held saved bytes, for people; empty where no forward was looked at."""
+        if not self.holders:
+            return []
+        names = {one.name for one in fields(Holder)}
+        found = [Holder(**{name: value for name, value in one.items() if name in names}) for one in self.holders]
+        return [f"saved at the end of the forward of step {self.holders_step}:", *table(found)]
 
 
 # Below this part of the saved bytes a user wants to know why no more is moved.
@@ -329,12 +344,12 @@ class ReportFile:
 
     def __init__(self, key: str, path: Path | None) -> None:
         self._key = key
-        self._path = path
+        self.path = path
         self._written_at, self._age_s = -math.inf, 0.0
 
     def refresh(self, make: Callable[[], Mapping[str, Any]], *, now: bool = False) -> None:
         """Write what ``make`` returns if the file is old, or ``now``: seldom in a steady run, for it takes a ms."""
-        if self._path is None or not (now or time.monotonic() - self._written_at >= self._age_s):
+        if self.path is None or not (now or time.monotonic() - self._written_at >= self._age_s):
             return
         self.write(make())
         self._age_s = min(max(FIRST_REPORT_AGE_S, 2 * self._age_s), REPORT_AGE_S)
@@ -343,12 +358,12 @@ class ReportFile:
         self.write_text(json.dumps(found, indent=2) + "\n")
 
     def write_text(self, text: str) -> None:
-        if self._path is None:
+        if self.path is None:
             return
         try:
-            write_file(self._path, text)
+            write_file(self.path, text)
         except OSError as error:
-            logger.warning("%s %s cannot be written: %s", self._key, self._path, error)
+            logger.warning("%s %s cannot be written: %s", self._key, self.path, error)
         self._written_at = time.monotonic()
 
 

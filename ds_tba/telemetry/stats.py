@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
+from ds_tba.telemetry.step_timeline import StepTimeline
+
 # Bytes that count as much as all before them: in the rates alone and concurrent, and in the recent rate.
 QUICK_BYTES = 16 << 20
 STEADY_BYTES = 64 << 20
@@ -172,6 +174,7 @@ class Transfer:
     busy_s: float
     charged_s: float
     concurrent_s: float
+    started_s: float
 
 
 class KindMeter:
@@ -217,7 +220,12 @@ class PathMeter:
     Args:
         write_lanes, read_lanes: maximum number of transfers of each kind at once.
         clock: seconds.
+
+    Attributes:
+        timeline: told of each transfer that ends, in a step that is sampled; else None.
     """
+
+    timeline: StepTimeline | None = None
 
     def __init__(self, write_lanes: int, read_lanes: int, clock: Callable[[], float] = time.perf_counter) -> None:
         self.writes = KindMeter(write_lanes)
@@ -233,7 +241,7 @@ class PathMeter:
         self._charge()
         one = self.of(kind)
         one.active += 1
-        return Transfer(kind, nbytes, one.busy_s, one.charged_s, one.concurrent_s)
+        return Transfer(kind, nbytes, one.busy_s, one.charged_s, one.concurrent_s, self._now_s)
 
     def stop(self, transfer: Transfer, *, moved: bool = True, is_typical: bool = True) -> None:
         """Record that a transfer ends.
@@ -246,6 +254,10 @@ class PathMeter:
         one = self.of(transfer.kind)
         one.active -= 1
         one.moved_bytes += transfer.nbytes if moved else 0
+        timeline = self.timeline
+        if timeline is not None:
+            kind = transfer.kind.value
+            timeline.span(kind, kind if moved else f"{kind}, failed", transfer.started_s, self._now_s, transfer.nbytes)
         if moved and is_typical:
             one.learn(transfer)
 

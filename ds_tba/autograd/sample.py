@@ -1,0 +1,245 @@
+"""What does one step save, where, and when? The cache's hooks, looked at from around in the steps 1, 2, 4, 8, ...
+
+Answers which modules hold saved bytes (:mod:`ds_tba.telemetry.holders`) and when bytes came and went
+(:mod:`ds_tba.telemetry.step_timeline`). In all other steps it is not there: the hooks are the cache's own. Under a
+profiler of the user's they have ranges, in every step. Cannot see which op saves a tensor: autograd calls its hook
+before it has the node; named is the op that made it.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch.autograd.profiler import record_function
+
+from ds_tba.autograd.saved import Hooks, RecordState, SavedCounted, SavedStorage, SavedView
+from ds_tba.telemetry.holders import Holder, merged
+from ds_tba.telemetry.stats import CacheStats, PathMeter
+from ds_tba.telemetry.step_timeline import StepTimeline
+
+# Nodes that only look at a tensor in another shape.
+_VIEWS = frozenset(
+    ("Alias", "Detach", "Expand", "Permute", "Reshape", "Select", "Slice", "Split", "Squeeze", "T", "Transpose")
+    + ("Unsqueeze", "UnsafeView", "View")
+)
+_NODE = re.compile(r"(.*?)(?:Backward\d*)?")
+
+
+class StepSample:
+    """One sampled step of a cache.
+
+    Args:
+        stats: of the cache.
+        stalled_s: time that the training thread has waited for a store so far.
+        module: path of the module that runs.
+        timeline: what it is told; None where nobody wants to know when.
+    """
+
+    def __init__(
+        self,
+        stats: CacheStats,
+        stalled_s: Callable[[], float],
+        module: Callable[[], str],
+        timeline: StepTimeline | None,
+    ) -> None:
+        self.timeline = timeline
+        self._stats = stats
+        self._stalled_s = stalled_s
+        self._module = module
+        # By the record of a storage, or by its stamp where it has none: views of one count once.
+        self._seen: dict[SavedStorage | int, tuple[str, str, int]] = {}
+        self._is_open = True
+        self._phase_s = 0.0  # when the last part of the step ended
+        self.found: list[Holder] = []
+
+    def around(self, hooks: Hooks) -> Hooks:
+        """Hooks that call these, for a forward that begins."""
+        pack, unpack = hooks
+
+        def look_at_pack(tensor: torch.Tensor) -> Any:
+            if not self._is_open:
+                return pack(tensor)
+            started_s, moving_s = time.perf_counter(), self._stats.moving_s
+            held = pack(tensor)
+            if self._stats.moving_s > moving_s:
+                self._span("copy", "copy out", started_s, tensor.untyped_storage().nbytes())
+            if isinstance(held, SavedView):
+                self._see(held.record, tensor, held.record.nbytes)
+            elif isinstance(held, SavedCounted):
+                # By the stamp: who holds the account of the memory keeps it counted.
+                self._see(held.memory.stamp, tensor, held.nbytes)
+            self._level()
+            return held
+
+        def look_at_unpack(held: Any) -> torch.Tensor:
+            if not self._is_open:
+                return unpack(held)
+            started_s, stalled_s, made_bytes = time.perf_counter(), self._stalled_s(), self._stats.rematerialized_bytes
+            moving_s = self._stats.moving_s
+            tensor = unpack(held)
+            nbytes = held.record.nbytes if isinstance(held, SavedView) else 0
+            waited_s = self._stalled_s() - stalled_s
+            if self._stats.rematerialized_bytes > made_bytes:
+                self._span("again", "make again", started_s, self._stats.rematerialized_bytes - made_bytes)
+            elif self._stats.moving_s > moving_s:
+                if waited_s > 0 and self.timeline is not None:
+                    self.timeline.span("stall", "wait for a read", started_s, started_s + waited_s, nbytes)
+                self._span("copy", "copy back", started_s + waited_s, nbytes)
+            self._level()
+            return tensor
+
+        return look_at_pack, look_at_unpack
+
+    def _see(self, key: SavedStorage | int, tensor: torch.Tensor, nbytes: int) -> None:
+        if key not in self._seen:
+            self._seen[key] = (merged(self._module()), _op(tensor), nbytes)
+
+    def holders(self) -> list[Holder]:
+        """Who holds saved bytes, the largest first: in a forward as it is now, else as its end found it."""
+        return _holders(self._seen) if self._seen else self.found
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """A forward of the step: at its end as much is saved as will be."""
+        self._seen.clear()  # of one that raised
+        self._phase_s = time.perf_counter()
+        yield
+        self.end_phase("forward")
+        self.found = self.holders()
+        self._seen.clear()  # a record that is read back would keep its bytes
+
+    def end_phase(self, name: str) -> None:
+        """What has run since the last of these was the step's forward, backward or optimizer."""
+        if self._phase_s and self.timeline is not None:
+            self.timeline.span("compute", name, self._phase_s, time.perf_counter())
+        self._phase_s = time.perf_counter()
+
+    def end(self) -> None:
+        """The step is over: hooks of a graph that lives on look no more."""
+        self._is_open = False
+        self._seen.clear()
+
+    def _span(self, track: str, name: str, started_s: float, nbytes: int) -> None:
+        if self.timeline is not None:
+            self.timeline.span(track, name, started_s, time.perf_counter(), nbytes)
+
+    def _level(self) -> None:
+        if self.timeline is not None:
+            self.timeline.level(self._stats.resident.now, self._stats.saved.now)
+
+
+class StepSamples:
+    """Samples the steps 1, 2, 4, 8, ...: seldom, and again while plans change and lengths grow.
+
+    Args:
+        stats: of the cache.
+        stalled_s: see :class:`StepSample`.
+        meters: of the paths of the drives.
+        write: takes the timeline of a step that is over, and its number; None where nobody wants timelines.
+
+    Attributes:
+        module: path of the module that runs.
+        holders, holders_step: who held saved bytes at the end of the last forward that was sampled, and in which step.
+    """
+
+    def __init__(
+        self,
+        stats: CacheStats,
+        stalled_s: Callable[[], float],
+        meters: Sequence[PathMeter],
+        write: Callable[[StepTimeline, int], None] | None,
+    ) -> None:
+        self.module: Callable[[], str] = str
+        self.holders: list[Holder] = []
+        self.holders_step = 0
+        self._stats = stats
+        self._stalled_s = stalled_s
+        self._meters = meters
+        self._write = write
+        self._step = 0
+        self._sample: StepSample | None = None
+        self.end_step()
+
+    def around(self, hooks: Hooks) -> Hooks:
+        """The hooks of a forward that begins."""
+        if self._sample is not None:
+            hooks = self._sample.around(hooks)
+        return _ranged(hooks) if torch.autograd.profiler._is_profiler_enabled else hooks
+
+    def forward(self, saving: AbstractContextManager[None]) -> AbstractContextManager[None]:
+        """The context of a forward, from that in which tensors are saved."""
+        return saving if self._sample is None else self._forward(self._sample, saving)
+
+    @contextmanager
+    def _forward(self, sample: StepSample, saving: AbstractContextManager[None]) -> Iterator[None]:
+        with saving, sample.forward():
+            yield
+        self.holders, self.holders_step = sample.found, self._step
+
+    def end_backward(self) -> None:
+        """A micro-step is over."""
+        if self._sample is not None:
+            self._sample.end_phase("backward")
+
+    def end_step(self) -> None:
+        """An optimizer step is over."""
+        sample, self._sample = self._sample, None
+        if sample is not None:
+            sample.end_phase("optimizer")
+            sample.end()
+            if sample.timeline is not None and self._write is not None:
+                self._write(sample.timeline, self._step)
+        self._step += 1
+        timeline = None
+        if self._step & (self._step - 1) == 0:
+            timeline = None if self._write is None else StepTimeline()
+            self._sample = StepSample(self._stats, self._stalled_s, lambda: self.module(), timeline)
+        for meter in self._meters:
+            meter.timeline = timeline
+
+    def now(self) -> list[Holder]:
+        """Who holds saved bytes: in a sampled forward as it is now, else as the end of the last one found it."""
+        return self.holders if self._sample is None else self._sample.holders() or self.holders
+
+
+def _ranged(hooks: Hooks) -> Hooks:
+    """Hooks with ranges in the profile that the user takes."""
+    pack, unpack = hooks
+
+    def ranged_pack(tensor: torch.Tensor) -> Any:
+        with record_function("ds_tba::pack"):
+            return pack(tensor)
+
+    def ranged_unpack(held: Any) -> torch.Tensor:
+        with record_function("ds_tba::unpack"):
+            return unpack(held)
+
+    return ranged_pack, ranged_unpack
+
+
+def _holders(seen: dict[SavedStorage | int, tuple[str, str, int]]) -> list[Holder]:
+    found: dict[tuple[str, str], Holder] = {}
+    for key, (module, op, nbytes) in list(seen.items()):
+        where = "resident"
+        if isinstance(key, SavedStorage) and key.state in (RecordState.AWAY, RecordState.AHEAD):
+            where = "moved" if key.recipe is None else "again"
+        found.setdefault((module, op), Holder(module, op)).add(nbytes, where)
+    return sorted((one for one in found.values() if one.saved_bytes), key=lambda one: -one.saved_bytes)
+
+
+def _op(tensor: torch.Tensor) -> str:
+    """The op that made a tensor, behind those that only look at it in another shape."""
+    node, name = tensor.grad_fn, ""
+    while node is not None:
+        found = _NODE.fullmatch(node.name())
+        name = name if found is None else found[1]
+        before = node.next_functions
+        if name not in _VIEWS or not before:
+            break
+        node = before[0][0]
+    return name

@@ -1,0 +1,31 @@
+"""Memory runs out in training: the user's error stays, and what filled the memory is told beside it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from support import runs
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_what_filled_the_memory_is_told_and_the_error_stays(tmp_path: Path, phase: str) -> None:
+    monitored = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path / "csv"), "job_name": "run"}}
+    config = runs.with_block(
+        runs.plain_config(train_batch_size=4, **monitored), tmp_path, placement="nvme", min_tensor_bytes=4096
+    )
+    result = runs.launch(config, tmp_path, "--phase", phase, script=runs.SCRIPTS / "out_of_memory.py")
+    assert result.returncode != 0
+    assert "can't allocate memory" in result.output
+    told = result.output[result.output.index("memory ran out") :]
+    assert result.output.count("memory ran out") == 1
+    assert "layers.*.down" in told
+    assert "saved tensors hold" in told
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert any(one["module"] == "layers.*.down" for one in report["holders"])
+    # Three steps have gone well: each has its row with DeepSpeed's own monitor.
+    (scalars,) = (tmp_path / "csv").rglob("*ActivationOffload_peak_saved_bytes.csv")
+    assert len(scalars.read_text().splitlines()) == 1 + 3

@@ -1,0 +1,68 @@
+"""Runs out of memory in a forward or a backward, under a limit of the process's address space; and has a monitor."""
+
+import argparse
+import json
+import resource
+from pathlib import Path
+
+import deepspeed
+import torch
+from torch import nn
+
+parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
+parser.add_argument("--local_rank", type=int, default=0)
+parser.add_argument("--phase", choices=["forward", "backward"])
+options = parser.parse_args()
+ROOM_BYTES = 48 << 20
+
+
+class Hungry(torch.autograd.Function):
+    """Asks for more than there is, in the phase that is to fail."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x + (grow() if options.phase == "forward" and is_last else 0)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient + (grow() if options.phase == "backward" and is_last else 0)
+
+
+def grow():
+    used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used_bytes + ROOM_BYTES, resource.RLIM_INFINITY))
+    try:
+        return torch.zeros(2 * ROOM_BYTES)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers[:2]:
+            x = layer(x)
+        return self.layers[2](Hungry.apply(x)).square().mean()
+
+
+is_last = False
+model = Model()
+engine, *_ = deepspeed.initialize(
+    model=model, model_parameters=model.parameters(), config=json.loads(Path(options.deepspeed_config).read_text())
+)
+for step in range(4):
+    is_last = step == 3
+    engine.backward(engine(torch.randn(64, 64)))
+    engine.step()
