@@ -1107,7 +1107,7 @@ class CountingSites(Sites):
 
     def make(self, recipe: Recipe) -> Tensor:
         made = super().make(recipe)
-        self._tally.nbytes[recipe.site.kind.op] += made.numel()
+        self._tally.nbytes[recipe.site.op] += made.numel()
         for one in recipe.steps:
             self._tally.rules[NAMES[one.rule.make]] += 1
         return made

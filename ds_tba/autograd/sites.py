@@ -2,20 +2,19 @@
 
 Knows graph nodes, rules, an accelerator and the objects that autograd holds; not plans, nor where storages go.
 
-[Note: Words] A *site* is an op in the graph whose output can be made again, told from others by the module that runs,
-the lines of it, and how often they have run in a forward. A *recipe* says how: the ops to run, and what on. Sites whose
-recipes have equal ops, numbers, dtypes, shapes and strides, in many layers say, are of one *kind*.
+[Note: Words] A *site* is an op in the graph whose output can be made again, told from others by its work (ops, numbers,
+dtypes, shapes, strides), the module that runs, the lines of it, and how often that has come in a forward. A *recipe*
+says how: the ops to run, and what on.
 
 [Note: Proof] When an output is saved at a site that is not proven, it is made from its operands, while forward has
 both, and every bit is compared. Only where none differs is the tensor not saved, in that very forward. If one differs,
-or making it raises, no site of the kind is used any more. Of equal elements (zeros, say) that proves nothing for the
-next time.
+or making it raises, the site is not used any more. Of equal elements (zeros, say) that proves nothing for the next
+time.
 
 [Note: Proof, again] What autograd does not record may begin at any time. So each site is compared again: at its second
 visit, its fourth, then ever more seldom, but once in ``PERIOD`` visits at least, each site in a turn of its own. Where
 one differs, and tensors were left out at that site since one was equal, ``RematerializationError`` says since when
-gradients may be wrong; a site that owes this comparison is compared also after its kind was given up. What begins and
-ends between two comparisons of a site is not seen.
+gradients may be wrong. What begins and ends between two comparisons of a site is not seen.
 
 [Note: Late answers] A device is not waited for: a comparison is read once the device has done it. Until then the tensor
 is kept if its site is not proven (``cache.py``).
@@ -54,7 +53,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any, NamedTuple, TypeGuard
 
@@ -87,8 +86,8 @@ MAX_STEPS, MAX_BETWEEN_FACTOR = 8, 4
 MAX_DEPTH = 4
 # Copies of parameters take no larger part of the result's bytes, each.
 MAX_COPIED_PART = 1 / 16
-# What is remembered: kinds, sites of each, and outputs that are not looked at again.
-MAX_KINDS, MAX_SITES, MAX_UNSAVED = 4096, 1024, 1 << 16
+# What is remembered: sites, outputs that are not looked at again, and forms of tensors without a recipe.
+MAX_SITES, MAX_UNSAVED, MAX_REFUSED = 1 << 18, 1 << 16, 4096
 # Visits of a site after which it is compared again at the latest.
 PERIOD = 64
 UNSAVED = "an operand that nobody saves"
@@ -108,77 +107,54 @@ class NoRecipeError(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class Kind:
-    """Sites with equal recipes; see [Note: Words].
-
-    Attributes:
-        op: the last of the recipe's.
-        reason: why none of them is used; empty where nothing speaks against it.
-        sites: by their keys.
-        forward: the last in which one was met.
-    """
-
-    op: str
-    reason: str = ""
-    sites: dict[int, Site] = field(default_factory=dict)
-    forward: int = 0
-    _sum_s: float = 0.0
-    _measured: int = 0
-
-    @property
-    def seconds(self) -> float:
-        """Mean measured seconds to make the output."""
-        return self._sum_s / max(1, self._measured)
-
-    @property
-    def owes(self) -> bool:
-        """Whether tensors were left out that no comparison has vouched for since."""
-        return any(site.unseen_since is not None for site in self.sites.values())
-
-    def add_time(self, seconds: float) -> None:
-        """Making was measured once more."""
-        self._sum_s += seconds
-        self._measured += 1
-
-
-@dataclass(slots=True, eq=False)
 class Site:
     """An op in the graph whose output can be made again; see [Note: Proof].
 
     Attributes:
-        key: tells it apart from the others of its kind.
+        op: the last of its recipe's.
+        key: tells it apart from the others.
+        reason: why it is not used; empty where nothing speaks against it.
         visits: how often a tensor was saved here.
         next_visit: that is compared again.
         equal_in: the last step in which it was compared, and equal; None before the first.
         unseen_since: the first step since then in which a tensor was left out and not compared; None without any.
+        measured_s: that making the output took, when that was compared last.
     """
 
-    kind: Kind
+    op: str
     key: int
+    reason: str = ""
     visits: int = 0
     next_visit: int = 0
     equal_in: int | None = None
     unseen_since: int | None = None
+    measured_s: float = 0.0
 
     @property
     def is_proven(self) -> bool:
-        """Whether a comparison was equal, and nothing has spoken against its kind since."""
-        return self.equal_in is not None and not self.kind.reason
+        """Whether a comparison was equal, and nothing has spoken against the site since."""
+        return self.equal_in is not None and not self.reason
 
     @property
     def is_due(self) -> bool:
         """Whether this visit is to be compared; see [Note: Proof, again]."""
         return not self.is_proven or self.visits >= self.next_visit
 
+    @property
+    def seconds(self) -> float | None:
+        """Of making the output, as measured; None unless it is proven."""
+        return self.measured_s if self.is_proven else None
+
     def compared(self) -> None:
         """This visit is compared."""
         interval = min(PERIOD, self.visits)
         self.next_visit = self.visits + interval - self.key % max(1, interval // 2)
 
-    @property
-    def seconds(self) -> float | None:
-        """Of making the output, as measured; None unless it is proven."""
-        return self.kind.seconds if self.is_proven else None
+    def refuse(self, reason: str) -> None:
+        """Use it no more."""
+        if not self.reason:
+            self.reason = reason
+            logger.debug("%s is not rematerialized: %s", self.op, reason)
 
 
 # ---- recipes --------------------------------------------------------------------------------------------------------
@@ -342,49 +318,29 @@ class Recipe(NamedTuple):
             NoRecipeError: it cannot be the same bits.
         """
         spec, last = self.spec, self.steps[-1]
+        results: list[torch.Tensor] = []
         with _as_in_forward(self.kernels):
-            made = self._run(restore, clock, marks)
-            if made.stride() != spec.stride or made.untyped_storage().nbytes() != made.numel() * made.itemsize:
-                if not (_is_same_order(made, spec) or last.rule.is_rounded_once(last.constants)):
+            for step in self.steps:
+                operands = [
+                    results[one] if isinstance(one, int) else restore(one) if isinstance(one, Held) else one
+                    for one in step.operands
+                ]
+                before = None if clock is None else clock.mark()
+                result = step.run(operands)
+                taken = {one.untyped_storage().data_ptr() for one in operands if one is not None}
+                if step is last and result.untyped_storage().data_ptr() in taken:
+                    result = result.clone()
+                if clock is not None:
+                    marks.append((before, clock.mark()))
+                results.append(result)
+            if result.stride() != spec.stride or result.untyped_storage().nbytes() != last.nbytes:
+                strides = zip(result.shape, result.stride(), spec.stride, strict=True)
+                is_same_order = all(size == 1 or one == other for size, one, other in strides)
+                if not (is_same_order or last.rule.is_rounded_once(last.constants)):
                     raise NoRecipeError("made again it has another order of elements")
-                laid_out = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=made.device)
-                made = laid_out.copy_(made)
-        return made
-
-    def _run(
-        self, restore: Callable[[Held], torch.Tensor], clock: Clock | None, marks: list[tuple[Any, Any]]
-    ) -> torch.Tensor:
-        last_use = {one: number for number, step in enumerate(self.steps) for one in step.operands if type(one) is int}
-        made: dict[int, torch.Tensor] = {}
-        for number, step in enumerate(self.steps):
-            operands = [
-                made[one] if isinstance(one, int) else restore(one) if isinstance(one, Held) else one
-                for one in step.operands
-            ]
-            before = None if clock is None else clock.mark()
-            result = made[number] = step.run(operands)
-            taken = {one.untyped_storage().data_ptr() for one in operands if one is not None}
-            if number == len(self.steps) - 1 and result.untyped_storage().data_ptr() in taken:
-                result = result.clone()
-            if clock is not None:
-                marks.append((before, clock.mark()))
-            for one in [one for one in made if last_use.get(one, len(self.steps)) <= number]:
-                del made[one]
+                laid_out = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=result.device)
+                result = laid_out.copy_(result)
         return result
-
-    def flags(self, made: torch.Tensor, saved: torch.Tensor) -> torch.Tensor | None:
-        """Whether any bit differs, and whether the elements do (two bools); None where the two cannot be compared."""
-        form, other = ((one.shape, one.stride(), one.dtype, one.device) for one in (made, saved))
-        if form != other:
-            return None
-        with _as_in_forward(self.kernels):
-            bits = integers_of(saved)
-            return torch.stack(((integers_of(made) != bits).any(), bits.amin() != bits.amax()))
-
-
-def _is_same_order(made: torch.Tensor, spec: ViewSpec) -> bool:
-    strides = zip(made.shape, made.stride(), spec.stride, strict=True)
-    return all(size == 1 or one == other for size, one, other in strides)
 
 
 def _work_bytes(record: SavedStorage) -> int:
@@ -398,7 +354,7 @@ class Comparison(NamedTuple):
     """A comparison under way, or done.
 
     Attributes:
-        flags: see :meth:`Recipe.flags`; in host memory, once ``done``.
+        flags: whether any bit differs, and whether the elements do; in host memory, once ``done``.
         done: event; None where it is done.
         marks: of the clock, around each step of the making.
         step: of training, in which the tensor was saved.
@@ -444,12 +400,11 @@ class Sites:
         self._accelerator = accelerator
         self._is_synchronous = accelerator.is_synchronized_device()
         self._names = PASSING | {name for name, rule in self.rules.items() if rule.operands and not rule.is_view}
-        self._kinds: dict[Any, Kind] = {}  # the least recently met first
+        self._sites: dict[int, Site] = {}
         self._numbers: Counter[Any] = Counter()  # of what comes more than once in a forward
         self._unsaved: set[Any] = set()
         self._refused: dict[Any, str] = {}  # without a recipe: the reason, once for each form of tensors
         self._seconds = 0.0  # that making took, by what it took when it was measured
-        self._forward = 0
         self._first_node: float = 0
         self._thread: threading.Thread | None = None
         self._has_other_threads = False
@@ -462,7 +417,8 @@ class Sites:
         # Each thread counts its nodes itself: with a second one, nobody knows any more which came first.
         self._has_other_threads |= threading.current_thread() != self._thread
         self._numbers.clear()
-        self._forward += 1
+        if len(self._sites) >= MAX_SITES:  # of lengths that do not come again, say
+            self._sites = {key: one for key, one in self._sites.items() if one.unseen_since is not None}
 
     def is_of_this_forward(self, node: Any) -> bool:
         """Whether a node was made since :meth:`begin_forward`."""
@@ -492,7 +448,7 @@ class Sites:
         except (AttributeError, LookupError, RuntimeError) as error:
             self._note_refused(tensor, f"its node cannot be read ({type(error).__name__})")
             return None
-        is_over = recipe is not None and recipe.site.kind.reason and recipe.site.unseen_since is None
+        is_over = recipe is not None and recipe.site.reason and recipe.site.unseen_since is None
         return None if is_over else recipe
 
     def find(self, tensor: torch.Tensor) -> Recipe | None:
@@ -526,35 +482,19 @@ class Sites:
 
     def site_of(self, recipe: Recipe) -> Site:
         """The site with such a recipe that comes next in this forward."""
-        kind, code = self._kind(recipe), position_in_code()
-        self._numbers[kind, code] += 1
-        key = hash((code, self._numbers[kind, code]))
-        site = kind.sites.get(key)
+        signature = (*(step.signature() for step in recipe.steps), recipe.spec.stride, recipe.kernels)
+        place = hash(signature), position_in_code()
+        self._numbers[place] += 1
+        key = hash((place, self._numbers[place]))
+        site = self._sites.get(key)
         if site is None:
-            if len(kind.sites) >= MAX_SITES:  # of forwards that do not come again
-                kind.sites = {one.key: one for one in kind.sites.values() if one.unseen_since is not None}
-            site = kind.sites[key] = Site(kind, key)
+            site = Site(recipe.steps[-1].rule.op, key)
+            if len(self._sites) < MAX_SITES:
+                self._sites[key] = site
+            else:
+                site.reason = "too many sites"
         site.visits += 1
         return site
-
-    def _kind(self, recipe: Recipe) -> Kind:
-        op = recipe.steps[-1].rule.op
-        signature = (*(step.signature() for step in recipe.steps), recipe.spec.stride, recipe.kernels)
-        kind = self._kinds.get(signature)
-        if kind is not None and kind.forward == self._forward:
-            return kind
-        if kind is None:
-            if len(self._kinds) >= MAX_KINDS:  # of lengths that do not come again; what was refused stays so
-                unused = next((one for one, kind in self._kinds.items() if not (kind.reason or kind.owes)), None)
-                if unused is None:
-                    return Kind(op, "too many kinds")
-                del self._kinds[unused]
-            kind = Kind(op)
-        else:
-            del self._kinds[signature]
-        kind.forward = self._forward
-        self._kinds[signature] = kind
-        return kind
 
     # ---- proof --------------------------------------------------------------------------------------------------
 
@@ -567,22 +507,19 @@ class Sites:
         site, marks = recipe.site, list[tuple[Any, Any]]()
         try:
             made = recipe.make(self._restore, self._accelerator.clock, marks)
-            flags = recipe.flags(made, base_of(tensor))
-            if flags is not None and not self._is_synchronous:
+            with _as_in_forward(None):
+                bits = integers_of(base_of(tensor))
+                flags = torch.stack(((integers_of(made) != bits).any(), bits.amin() != bits.amax()))
+            if not self._is_synchronous:
                 host = self._accelerator.pin_memory(torch.empty(2, dtype=torch.bool, device="cpu"))
                 flags = host.copy_(flags, non_blocking=True)
-        except NoRecipeError as reason:
-            _refuse(site.kind, str(reason))
-            return None
         except (StorageError, torch.OutOfMemoryError):  # backward will want the operand, too; or another time
             return None
-        except (LookupError, RuntimeError, ValueError, TypeError) as error:
-            _refuse(site.kind, f"{type(error).__name__} while it was made again")
+        except (NoRecipeError, LookupError, RuntimeError, ValueError, TypeError) as error:
+            is_told = isinstance(error, NoRecipeError)
+            site.refuse(str(error) if is_told else f"{type(error).__name__} while it was made again")
             return None
         site.compared()
-        if flags is None:
-            _refuse(site.kind, "made again it has another shape")
-            return None
         module = self.running_module() if site.is_proven else ""
         return Comparison(recipe, flags, moment(self._accelerator), marks, self.step, site.visits, module)
 
@@ -595,14 +532,14 @@ class Sites:
         site = comparison.recipe.site
         if comparison.done is not None:
             comparison.done.synchronize()
-        site.kind.add_time(sum(self._accelerator.clock.elapsed_s(*marks) for marks in comparison.marks))
+        site.measured_s = sum(self._accelerator.clock.elapsed_s(*marks) for marks in comparison.marks)
         is_other, has_values = comparison.flags.tolist()
         if not is_other:
             if has_values:
                 site.equal_in = comparison.step
                 site.unseen_since = None if comparison.visit == site.visits else comparison.step
             return True
-        _refuse(site.kind, "made again it differs")
+        site.refuse("made again it differs")
         since, site.unseen_since = site.unseen_since, None
         if since is not None:
             raise RematerializationError(_differs(comparison, since))
@@ -621,17 +558,17 @@ class Sites:
         Raises:
             ActivationModifiedError, ActivationLostError, ActivationCorruptionError: as ``SavedView.restore``.
         """
-        kind = recipe.site.kind
+        site = recipe.site
         try:
             made = storage_bytes(recipe.make(self._restore, None, []))
         except ActivationModifiedError as error:  # perhaps of a tensor that nobody else wants any more
             raise ActivationModifiedError(
-                f"{error} Output of {kind.op} was to be made again from it, not saved: "
+                f"{error} Output of {site.op} was to be made again from it, not saved: "
                 f"{_remedy(recipe)} if your model may change it."
             ) from error
         except NoRecipeError as error:
-            raise StateError(f"{kind.op}, equal in forward: {error}; this is a bug in ds_tba") from error
-        self._seconds += kind.seconds
+            raise StateError(f"{site.op}, equal in forward: {error}; this is a bug in ds_tba") from error
+        self._seconds += site.measured_s
         return made
 
     def _restore(self, held: Held) -> torch.Tensor:
@@ -644,38 +581,36 @@ class Sites:
     # ---- what is noted as tensors are saved ---------------------------------------------------------------------
 
     def note(self, tensor: torch.Tensor, held: SavedView | SavedCounted) -> None:
-        """A tensor was saved: what recipes may want to know of it later."""
-        if isinstance(held, SavedView):
-            _note_view(tensor, held)
-        _note_epsilon(tensor, held)
+        """A tensor was saved: what recipes may want to know of it later; see [Note: Operands]."""
+        node: Any = tensor.grad_fn
+        # One that was changed in place may have had other values when the next op took it.
+        if isinstance(held, SavedView) and node is not None and not tensor._version:
+            node.metadata[_NOTE, tensor.output_nr] = weakref.ref(held)
+        # The statistics of a norm, whose node does not hold its epsilon. Only a fused RMS norm's have a gradient.
+        is_of_norm = node is None or type(node).__name__ == "FusedRmsNormBackward0"
+        if is_of_norm and has_plain_storage(tensor) and tensor.shape[-1:] == (1,):
+            held.eps = _epsilon_in_frames()
 
     # ---- for the report -----------------------------------------------------------------------------------------
 
     def summary(self) -> dict[str, Any]:
         """For the report."""
-        kinds = list(self._kinds.values())
-        used = [kind for kind in kinds if any(site.is_proven for site in list(kind.sites.values()))]
-        refused = [kind.reason for kind in kinds if kind.reason] + list(self._refused.values())
+        sites = list(self._sites.values())
+        refused = [site.reason for site in sites if site.reason] + list(self._refused.values())
         return {
             "rematerialized_s": self._seconds,
-            "rematerialized_sites": dict(Counter(kind.op for kind in used)),
+            "rematerialized_sites": dict(Counter(site.op for site in sites if site.is_proven)),
             "refused_sites": dict(Counter(refused)),
         }
 
     def _note_refused(self, tensor: torch.Tensor, reason: str) -> None:
         form = (reason, tensor.dtype, tensor.shape)
-        if form not in self._refused and len(self._refused) < MAX_KINDS:
+        if form not in self._refused and len(self._refused) < MAX_REFUSED:
             self._refused[form] = reason
             logger.debug("a tensor of shape %s and %s is not rematerialized: %s", tensor.shape, tensor.dtype, reason)
 
 
-_NOWHERE = Site(Kind(""), 0)
-
-
-def _refuse(kind: Kind, reason: str) -> None:
-    if not kind.reason:
-        kind.reason = reason
-        logger.debug("%s is not rematerialized: %s", kind.op, reason)
+_NOWHERE = Site("", 0)
 
 
 def _differs(comparison: Comparison, since: int) -> str:
@@ -683,7 +618,7 @@ def _differs(comparison: Comparison, since: int) -> str:
     steps = f"step {since}" if since >= comparison.step else f"steps {since} to {comparison.step}"
     where = f", saved in {comparison.module}," if comparison.module else ""
     return (
-        f"what {site.kind.op} has made{where} is made again in backward instead of being saved, and that is no longer "
+        f"what {site.op} has made{where} is made again in backward instead of being saved, and that is no longer "
         f"the same: it was in step {site.equal_in}, so gradients of {steps} of this run may be wrong. Something has "
         "changed the tensor, or what it is made of, without autograd's knowledge (through .data, or under "
         f"torch.no_grad()). Go back to a checkpoint from before step {since} of this run, and "
@@ -828,15 +763,17 @@ def _made_by(tensor: torch.Tensor) -> tuple[Any, int]:
     return node, number
 
 
-_NARROW = {torch.float64: torch.float32, torch.int64: torch.int32, torch.complex128: torch.complex64}
-
-
 def _is_number(tensor: torch.Tensor) -> bool:
-    """Whether PyTorch has made a tensor of a number, which is nobody else's and yields to the dtype of any tensor."""
-    narrow = _NARROW.get(tensor.dtype)
-    if tensor.dim() or tensor._version or tensor.device.type != "cpu" or narrow is None:
-        return False
-    return torch.result_type(torch.empty((), dtype=narrow, device="cpu"), tensor) == narrow
+    """Whether a tensor without hooks is one that PyTorch has made of a number, which is nobody else's."""
+    return not tensor.dim() and not tensor._version and tensor.device.type == "cpu"
+
+
+def _epsilon_in_frames() -> tuple[Any] | None:
+    """The ``eps`` of PyTorch's function of a norm, in a tuple, if one saves its statistics at this moment."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith(("ds_tba.", "contextlib")):
+        frame = frame.f_back
+    return (frame.f_locals["eps"],) if frame is not None and frame.f_code in _NORMS else None
 
 
 def _epsilon(node: Any) -> Any:
@@ -846,39 +783,6 @@ def _epsilon(node: Any) -> Any:
     if not isinstance(held, SavedCounted | SavedView) or held.eps is None:
         raise NoRecipeError("a norm whose eps is not known")
     return held.eps[0]
-
-
-# ---- what is noted as tensors are saved -----------------------------------------------------------------------------
-
-
-def _note_view(tensor: torch.Tensor, view: SavedView) -> None:
-    """Note at the node that made a tensor that the tensor is saved; see [Note: Operands].
-
-    One that was changed in place may have had other values when the next op took it.
-    """
-    node: Any = tensor.grad_fn
-    if node is not None and not tensor._version:
-        node.metadata[_NOTE, tensor.output_nr] = weakref.ref(view)
-
-
-def _note_epsilon(tensor: torch.Tensor, held: SavedView | SavedCounted) -> None:
-    """Note the ``eps`` of a norm, which its node does not hold, at the statistics that it saves.
-
-    They are saved while PyTorch's own function runs, in whose frame it is.
-    """
-    if not has_plain_storage(tensor) or tensor.shape[-1:] != (1,):
-        return
-    if tensor.grad_fn is not None and not _is_rms_norm(tensor.grad_fn):
-        return
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and str(frame.f_globals.get("__name__")).startswith(("ds_tba.", "contextlib")):
-        frame = frame.f_back
-    if frame is not None and frame.f_code in _NORMS:
-        held.eps = (frame.f_locals["eps"],)
-
-
-def _is_rms_norm(node: Any) -> bool:
-    return type(node).__name__ == "FusedRmsNormBackward0"  # its factors have a gradient, other norms' have none
 
 
 # ---- from the config ------------------------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ class OffloadReport:
         recomputed_bytes: recomputed in backward instead of being saved.
         rematerialized_bytes: made again in backward from other saved tensors instead of being saved.
         rematerialized_s: the time that took, by what it took when it was measured.
-        rematerialized_sites: how many kinds of work are in use for that, by op.
+        rematerialized_sites: how many places of a forward are in use for that, by op.
         refused_sites: how many are not, by reason.
         step_peak_saved_bytes: ``peak_saved_bytes`` of the last whole step alone.
         plans: number of plans so far.

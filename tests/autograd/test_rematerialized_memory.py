@@ -201,8 +201,8 @@ def test_looking_takes_time_in_proportion_to_the_ops() -> None:
 # ---- what is remembered ---------------------------------------------------------------------------------------------
 
 
-def test_kinds_in_use_are_not_forgotten_for_lengths_that_never_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sites_module, "MAX_KINDS", 8)
+def test_sites_in_use_are_not_forgotten_for_lengths_that_never_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sites_module, "MAX_SITES", 8)
     x, cache, saved = values(), cache_of(), []
     for step in range(40):
         before = cache.stats.rematerialized_bytes

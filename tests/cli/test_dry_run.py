@@ -175,7 +175,7 @@ def really_made_again(
         output = subject.forward()
     for record in cache.forward.by_key.values():
         if isinstance(record.recipe, Recipe):
-            found[record.recipe.site.kind.op] += record.nbytes
+            found[record.recipe.site.op] += record.nbytes
     loss_of(output).backward()
     del output
     cache.settle()

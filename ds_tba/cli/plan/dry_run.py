@@ -113,7 +113,7 @@ def dry_run(
         meter.peak_bytes,
         meter.whole_peak_bytes,
         tuple(sorted(attention)),
-        tuple(site.kind.op if isinstance(site, sites.Site) else "" for site in used),
+        tuple(site.op if isinstance(site, sites.Site) else "" for site in used),
         tuple(notes),
     )
 
@@ -183,9 +183,8 @@ class AssumedSites(sites.Sites):
 
     def site_of(self, recipe: sites.Recipe) -> sites.Site:
         """With the time that the bytes of its ops take on the device."""
-        kind = sites.Kind(recipe.steps[-1].rule.op)
-        kind.add_time(self._clock.moving_s(_moved_bytes(recipe)))
-        return sites.Site(kind, 0, equal_in=self.step)
+        moving_s = self._clock.moving_s(_moved_bytes(recipe))
+        return sites.Site(recipe.steps[-1].rule.op, 0, equal_in=self.step, measured_s=moving_s)
 
 
 def _moved_bytes(recipe: sites.Recipe) -> int:
