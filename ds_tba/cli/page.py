@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -31,14 +30,14 @@ MAX_PAGE_BYTES = 1_500_000
 MAX_TIMELINE_BYTES = 64 << 20  # a few thousand events have less than 1 MiB
 DETAILED = 8  # reports with details; more are only compared
 MAX_ROWS = 20
-MAX_TEXT = 160
+MAX_TEXT, MAX_NAME = 160, 24  # characters of a text, and of the name of a mark, which there are thousands of
 # Drawings are stretched to their place on the page. The last two are of all reports of a page together.
 WIDTH, HEIGHT = 1000.0, 200.0
-PAGE_MARKS, PAGE_COLUMNS = 6000, 900
+PAGE_MARKS, PAGE_COLUMNS = 5000, 900
 MAX_NUMBER = 1e18  # beyond are no bytes and no times, and beyond 1e308 no float
 
 TRACKS = {"copy": "copies", "write": "writes", "read": "reads", "stall": "stalls", "again": "made again"}
-ORDER = ["compute", *TRACKS]
+ORDER, LEVELS = ["compute", *TRACKS], "saved bytes"
 MAX_COMPUTE_TRACKS = 4
 LONG_WAIT, SLOWER, SHORT_LIFE_DAYS = 0.05, 1.05, 365.0  # above, above and below which something should change
 # What to do about bytes that stay, by the report's words for the reason.
@@ -89,41 +88,48 @@ class Found:
         return [one for one in found.most_common(MAX_ROWS) if one[1] > 0]
 
 
-@dataclass(frozen=True)
-class Track:
-    """Work of one kind in a step: its class, and left edge, width and title of each rectangle, in :data:`WIDTH`."""
+@dataclass
+class Mark:
+    """``count`` spans that are drawn as one from ``x`` to ``end`` of :data:`WIDTH`; ``filled`` is the sum of theirs."""
 
-    kind: str
+    x: float
+    end: float
     name: str
-    note: str
-    marks: list[tuple[float, float, str]]
+    nbytes: float
+    filled: float
+    count: int = 1
 
+    @property
+    def opacity(self) -> float:
+        """So that many short spans do not look like a long one."""
+        return max(0.2, min(0.75, self.filled / max(self.end - self.x, 1e-9)))
 
-@dataclass(frozen=True)
-class Levels:
-    """Bytes over a step, in :data:`WIDTH` and :data:`HEIGHT`.
-
-    Attributes:
-        lines: an SVG path by its class.
-        legend: names by class.
-        ticks: from the top down to 0, evenly.
-        budget_y: None where there is no budget, or one far above.
-    """
-
-    lines: dict[str, str]
-    legend: dict[str, str]
-    ticks: list[str]
-    budget_y: float | None
+    def title(self, length_s: float) -> str:
+        """In words, in a step of this length."""
+        size = f", {readable(self.nbytes)}" if self.nbytes > 0 else ""
+        times = f" ({self.count} times)" if self.count > 1 else ""
+        return f"{self.name}{times}: {_seconds(self.filled / WIDTH * length_s)}{size}"
 
 
 @dataclass(frozen=True)
 class Step:
-    """A sampled step; ``times`` are evenly spaced."""
+    """A sampled step.
+
+    Attributes:
+        tracks: class, name, a note and the marks of each.
+        lines: of saved bytes, as SVG paths by class, in :data:`WIDTH` and :data:`HEIGHT`; empty without levels.
+        legend: names of the lines, and of the budget if there is one.
+        ticks: of the lines, evenly from the top down to 0.
+        budget_y: None where the budget is far above, too.
+    """
 
     note: str
-    times: list[str]
-    tracks: list[Track]
-    levels: Levels | None
+    length_s: float
+    tracks: list[tuple[str, str, str, list[Mark]]]
+    lines: dict[str, str]
+    legend: dict[str, str]
+    ticks: list[str]
+    budget_y: float | None
 
 
 @dataclass(frozen=True)
@@ -165,7 +171,7 @@ class Run:
         else:
             longer = f"{abs(self.overhead):.1%} {'longer' if self.overhead >= 0 else 'shorter'}"
             parts.append(f"a step {'takes' if self.is_measured else 'should take'} {longer} than with everything kept")
-        if self.found.texts("paths"):
+        if self.found.rows("wear"):
             parts.append(f"{self.bytes_per_day / TERABYTE:.2f} TB written a day")
         return ", ".join(parts) + "."
 
@@ -179,10 +185,8 @@ class Run:
         found, plan = self.found, self.found.part("plan")
         excess_bytes, steps = found.number("budget_excess_bytes"), found.number("steps")
         if excess_bytes > 0:
-            yield (
-                f"activation_budget_bytes was exceeded by {readable(excess_bytes)}: raise it by that, lower "
-                "min_tensor_bytes, or train smaller micro-batches."
-            )
+            excess = f"activation_budget_bytes was exceeded by {readable(excess_bytes)}"
+            yield f"{excess}: raise it by that, lower min_tensor_bytes, or train smaller micro-batches."
         kept = found.counts("kept_bytes_by_reason")
         done = sum(found.number(f"{how}_bytes") for how in ("offloaded", "rematerialized", "recomputed"))
         if kept and kept[0][0] in REMEDIES and kept[0][1] > (sum(one for _, one in kept) + done) / 3:
@@ -193,25 +197,18 @@ class Run:
             yield f"{count:.0f} tensors found no place because of: {reason}. To change that, {advice}."
         promised_s, measured_s = plan.number("step_s"), plan.number("measured_step_s")
         if measured_s > SLOWER * promised_s > 0:
-            yield (
-                f"Steps take {measured_s / promised_s - 1:+.0%} of what the plan promised: ds_tba tune looks for a "
-                'faster "io"; a lower max_step_overhead moves less.'
-            )
+            longer = f"{measured_s / promised_s - 1:.0%} longer"
+            yield f'Steps take {longer} than the plan promised: ds_tba tune looks for a faster "io".'
         elif steps and measured_s and found.number("stall_s") / steps > LONG_WAIT * measured_s:
-            yield (
-                'Forward and backward wait for the drive: ds_tba tune looks for a faster "io"; nvme_path may name '
-                "several drives."
-            )
+            yield 'Steps wait for the drives: ds_tba tune looks for a faster "io", and nvme_path may name more of them.'
         lives = [life for one in found.rows("wear") if (life := one.number("life_days")) > 0]
         if lives and min(lives) < SHORT_LIFE_DAYS:
             yield f"At this rate a drive lasts {min(lives):.0f} days: ssd.min_life_days limits what plans write."
         elif self.bytes_per_day > 0 and not lives:
             yield "To see how long the drive lasts, set ssd.rated_endurance_tbw from its data sheet."
         if found.part("device_memory").number("allocation_retries") > 0:
-            yield (
-                "The device was full at times: lower activation_budget_bytes, or train with "
-                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
-            )
+            remedy = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+            yield f"The device was full at times: lower activation_budget_bytes, or train with {remedy}."
 
 
 def view(name: str, found: Found, timeline: Found, why_not: str, sharers: int = 1) -> Run:
@@ -268,7 +265,10 @@ def read_timeline(found: Found, directory: Path) -> tuple[Found, str]:
     """The timeline that a report names, or one of its name in the directory; else the reason, and how to get one."""
     named = found.text("timeline_path")
     if not named:
-        return Found({}), 'Set "report": {"timeline_path": "/some/step.json"} in the block, and train again.'
+        why_not = (
+            'There is no timeline: set "report": {"timeline_path": "/some/step.json"} in the block, and train again.'
+        )
+        return Found({}), why_not
     try:
         for path in (Path(named), directory / Path(named).name):
             # A pipe or a device may have no end.
@@ -295,107 +295,83 @@ def _seconds(value: float, of: float = 0.0) -> str:
 # ---- one step -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class _Span:
-    """``count`` events that are drawn as one; ``busy_us`` is the sum of their times."""
-
-    start_us: float
-    end_us: float
-    name: str
-    nbytes: float
-    busy_us: float
-    count: int = 1
-
-
 def _step(timeline: Found, sharers: int) -> Step | None:
-    spans: dict[tuple[str, str], list[_Span]] = {}  # by kind and name of the track
-    levels: list[tuple[float, float, float]] = []  # time, bytes in device memory, bytes without the offload
+    events = []
     for one in timeline.rows("traceEvents"):
-        start_us, kind, phase, values = one.number("ts"), one.text("cat"), one.text("ph"), one.part("args")
-        if phase == "C" and one.text("name") == "saved bytes":
-            levels.append((start_us, values.number("resident"), values.number("without")))
-        elif phase == "X" and kind in ORDER:
-            name, took_us = one.text("name"), max(one.number("dur"), 0.0)
-            track = kind, TRACKS.get(kind, name)
-            if track not in spans and sum(other == kind for other, _ in spans) >= MAX_COMPUTE_TRACKS:
-                track = kind, "other compute"
-            span = _Span(start_us, start_us + took_us, name, values.number("bytes"), took_us)
-            spans.setdefault(track, []).append(span)
-    edges = [edge for track in spans.values() for one in track for edge in (one.start_us, one.end_us)]
-    edges += [at_us for at_us, *_ in levels]
-    began_us = min(edges, default=0.0)
-    length_us = max(edges, default=0.0) - began_us
+        kind = {"X": one.text("cat"), "C": one.text("name")}.get(one.text("ph"), "")
+        if kind in (*ORDER, LEVELS):
+            events.append((kind, one, one.number("ts"), max(one.number("dur"), 0.0)))
+    began_us = min((start_us for *_, start_us, _ in events), default=0.0)
+    length_us = max((start_us + took_us for *_, start_us, took_us in events), default=0.0) - began_us
     if length_us <= 0:
         return None
+    tracks: dict[tuple[str, str], list[Mark]] = {}  # by kind and name
+    levels: list[tuple[float, float, float]] = []  # place, bytes in device memory, bytes without the offload
+    for kind, one, start_us, took_us in events:
+        x, values, name = (start_us - began_us) / length_us * WIDTH, one.part("args"), one.text("name")
+        if kind == LEVELS:
+            levels.append((x, values.number("resident"), values.number("without")))
+            continue
+        track = kind, TRACKS.get(kind, name)
+        if track not in tracks and sum(other == kind for other, _ in tracks) >= MAX_COMPUTE_TRACKS:
+            track = kind, "other compute"
+        width = took_us / length_us * WIDTH
+        mark = Mark(x, x + width, name[:MAX_NAME], values.number("bytes"), width)
+        tracks.setdefault(track, []).append(mark)
     other = timeline.part("otherData")
     note = f"Step {other.number('step'):.0f} of rank {other.number('rank'):.0f}."
     if left_out := other.number("events_left_out"):
         note += f" {left_out:.0f} events are left out."
     limit = PAGE_MARKS // (len(ORDER) + MAX_COMPUTE_TRACKS) // sharers
-    tracks = [
-        _track(*key, spans[key], began_us, length_us, limit)
-        for key in sorted(spans, key=lambda one: ORDER.index(one[0]))
-    ]
-    drawn = _levels(levels, other.number("budget_bytes"), began_us, length_us, PAGE_COLUMNS // sharers)
     return Step(
         note,
-        [_seconds(length_us * part / 4e6, length_us / 1e6) for part in range(5)],
-        tracks,
-        drawn if levels else None,
+        length_us / 1e6,
+        [
+            (kind, name, _note(tracks[kind, name], length_us / 1e6), _merged(tracks[kind, name], limit))
+            for kind, name in sorted(tracks, key=lambda track: ORDER.index(track[0]))
+        ],
+        *_lines(levels, other.number("budget_bytes"), PAGE_COLUMNS // sharers),
     )
 
 
-def _track(kind: str, name: str, spans: list[_Span], began_us: float, length_us: float, limit: int) -> Track:
-    """A track with at most ``limit`` marks: spans narrower than a pixel are merged, and wider ones if they must."""
-    spans.sort(key=lambda one: one.start_us)
-    grain_us = length_us / WIDTH
-    while len(drawn := _merged(spans, grain_us)) > limit:
-        grain_us *= 2
-    marks = []
-    for one in drawn:
-        size = f", {readable(one.nbytes)}" if one.nbytes > 0 else ""
-        title = f"{one.name}{f' ({one.count} times)' if one.count > 1 else ''}: {_seconds(one.busy_us / 1e6)}{size}"
-        width = max((one.end_us - one.start_us) / length_us * WIDTH, 1.0)
-        marks.append(((one.start_us - began_us) / length_us * WIDTH, width, title))
-    nbytes = sum(one.nbytes for one in spans)
-    note = f"{_seconds(sum(one.busy_us for one in spans) / 1e6)} in {len(spans)}"
-    return Track(kind, name, f"{note}, {readable(nbytes)}" if nbytes > 0 else note, marks)
+def _note(marks: Sequence[Mark], length_s: float) -> str:
+    nbytes, filled = sum(one.nbytes for one in marks), sum(one.filled for one in marks)
+    size = f", {readable(nbytes)}" if nbytes > 0 else ""
+    return f"{_seconds(filled / WIDTH * length_s)} in {len(marks)}{size}"
 
 
-def _merged(spans: Sequence[_Span], grain_us: float) -> list[_Span]:
-    """The spans, of which those that are shorter than ``grain_us`` and as near to each other are one."""
-    found: list[_Span] = []
-    is_run = False
-    for one in spans:
-        is_short = one.end_us - one.start_us < grain_us
-        if is_short and is_run and one.start_us - found[-1].end_us < grain_us:
-            last = found[-1]
-            last.name = last.name if last.name == one.name else "several"
-            last.end_us = max(last.end_us, one.end_us)
-            last.nbytes, last.busy_us, last.count = last.nbytes + one.nbytes, last.busy_us + one.busy_us, last.count + 1
-        else:
-            found.append(_Span(one.start_us, one.end_us, one.name, one.nbytes, one.busy_us))
-        is_run = is_short
+def _merged(marks: Sequence[Mark], limit: int) -> list[Mark]:
+    """At most ``limit`` marks: those narrower than a pixel and as near to each other are one, or wider ones."""
+    grain, found = 0.5, [*marks]
+    while grain < 1 or len(found) > limit:
+        grain, found, is_run = 2 * grain, [], False
+        for one in sorted(marks, key=lambda mark: mark.x):
+            is_short = one.end - one.x < grain
+            if is_short and is_run and one.x - found[-1].end < grain:
+                last, name = found[-1], one.name if one.name == found[-1].name else "several"
+                sums = last.nbytes + one.nbytes, last.filled + one.filled, last.count + 1
+                found[-1] = Mark(last.x, max(last.end, one.end), name, *sums)
+            else:
+                found.append(one)
+            is_run = is_short
     return found
 
 
-def _levels(
-    levels: list[tuple[float, float, float]], budget_bytes: float, began_us: float, length_us: float, columns: int
-) -> Levels:
-    """Lines with the highest and the last level of each of ``columns``."""
+def _lines(
+    levels: list[tuple[float, float, float]], budget_bytes: float, columns: int
+) -> tuple[dict[str, str], dict[str, str], list[str], float | None]:
+    """Lines with the highest and the last level of each of ``columns``; legend, ticks, and place of the budget."""
+    if not levels:
+        return {}, {}, [], None
     levels.sort()
-    peaks = {"resident": max((one[1] for one in levels), default=0.0)}
-    peaks["without"] = max((one[2] for one in levels), default=0.0)
-    highest = max(*peaks.values(), 1.0)
-    highest = max(highest, budget_bytes if budget_bytes < 1.5 * highest else 0.0)
-    unit = 1024 ** int(math.log(highest, 1024))
-    unit *= 10 ** int(math.log10(highest / unit))
-    top = unit * next(part for part in (1, 1.2, 1.6, 2, 3, 4, 5, 6, 8, 10, 12) if unit * part >= highest)
+    peaks = {"without": max(one[2] for one in levels), "resident": max(one[1] for one in levels)}
+    top = max(*peaks.values(), 1.0)
+    top = max(top, budget_bytes if budget_bytes < 1.5 * top else 0.0)
     lines = {}
-    for which, kind in ((2, "without"), (1, "resident")):
+    for kind, which in (("without", 2), ("resident", 1)):
         drawn: dict[int, tuple[float, float]] = {}  # by column
         for one in levels:
-            column = int((one[0] - began_us) / length_us * columns)
+            column = int(one[0] / WIDTH * columns)
             drawn[column] = max(drawn.get(column, (0.0, 0.0))[0], one[which]), one[which]
         path = [f"M0 {HEIGHT:g}"]
         for column, pair in drawn.items():
@@ -404,8 +380,10 @@ def _levels(
         lines[kind] = "".join([*path, f"H{WIDTH:g}V{HEIGHT:g}"])
     legend = {"without": f"without the offload, up to {readable(peaks['without'])}"}
     legend["resident"] = f"in device memory, up to {readable(peaks['resident'])}"
+    is_drawn = 0 < budget_bytes <= top
     if budget_bytes > 0:
-        where = "" if budget_bytes <= top else ", above this drawing"
-        legend["budget"] = f"activation_budget_bytes, {readable(budget_bytes)}{where}"
-    ticks = [readable(top * part / 2).replace(".00", "") for part in (2, 1, 0)]
-    return Levels(lines, legend, ticks, HEIGHT * (1 - budget_bytes / top) if 0 < budget_bytes <= top else None)
+        legend["budget"] = (
+            f"activation_budget_bytes, {readable(budget_bytes)}{'' if is_drawn else ', above this drawing'}"
+        )
+    ticks = [readable(top), readable(top / 2), "0"]
+    return lines, legend, ticks, HEIGHT * (1 - budget_bytes / top) if is_drawn else None
