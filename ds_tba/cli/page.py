@@ -138,7 +138,8 @@ class Run:
 
     Attributes:
         overhead: by which part a step is longer than with everything kept; None where that is not known.
-        is_measured: whether the overhead is.
+        spared: the part of the peak of saved bytes that the offload takes away.
+        is_measured: whether the overhead is, rather than planned.
         step: None without a timeline, and then ``why_not`` says how to get one.
     """
 

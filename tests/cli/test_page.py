@@ -207,12 +207,12 @@ def test_short_spans_are_merged_and_long_ones_stay() -> None:
     _, name, note, marks = step.tracks[-1]
     assert (name, note) == ("writes", "8.05 ms in 52, 500 B") and [one.x for one in marks] == [0.0, 400.0, 600.0]
     assert marks[0].title(step.length_s) == "write (50 times): 50 µs, 500 B" and marks[0].opacity == 0.75
+    assert [name for _, name, *_ in step.tracks[:-1]] == ["part 0", "part 1", "part 2", "part 3", "other compute"]
     apart = [{"ph": "X", "cat": "read", "name": "read", "ts": at, "dur": 1} for at in range(0, 10_000, 5)]
     step = view("report", Found(report()), Found({"traceEvents": apart}), "").step
     assert step is not None and [(one.count, one.opacity) for one in step.tracks[0][3]] == [
         (2000, pytest.approx(0.2, abs=1e-3))
     ]
-    assert [name for _, name, *_ in step.tracks[:-1]] == ["part 0", "part 1", "part 2", "part 3", "other compute"]
 
 
 def test_levels_keep_their_peaks() -> None:
