@@ -108,6 +108,7 @@ class ActivationOffloader:
         self._accelerator = accelerator
         self._rank, self._ranks_on_node, self._pid = rank, ranks_on_node, os.getpid()
         self._controller: Controller | None = None
+        self._bandwidth_at_start: list[dict[str, Any]] = []
         self._undo: list[Callable[[], object]] = []
         self._compilations_before = compilations()
         self._steps = self._step_peak_bytes = 0  # optimizer steps so far; peak of the last, where no controller has it
@@ -172,6 +173,7 @@ class ActivationOffloader:
             return
         rates = Rates(tiers.nvme, self._accelerator, config.io.ring_bytes)
         _measure_together(rates, everyone or agreement)
+        self._bandwidth_at_start = [path.bandwidth() for path in tiers.paths]
         memory = MemoryMeter(self._accelerator.memory, self.cache.stats.resident)
         # The memory of a CPU is shared by all ranks of the machine.
         sharers = self._ranks_on_node if self._accelerator.is_synchronized_device() else 1
@@ -321,6 +323,7 @@ class ActivationOffloader:
             kept_bytes_by_reason=dict(kept),
             fallbacks_by_reason=dict(fallbacks),
             bandwidth=[path.bandwidth() for path in tiers.paths],
+            bandwidth_at_start=self._bandwidth_at_start,
             wear=[asdict(one) for one in tiers.wear(min(self._ended_at, time.monotonic()) - self._started_at)],
             step_peak_saved_bytes=controller.step_peak_bytes if controller is not None else self._step_peak_bytes,
             plans=controller.plans if controller is not None else 0,

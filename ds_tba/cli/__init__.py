@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from ds_tba.cli import doctor, plan, tune
+from ds_tba.cli import doctor, page, plan, tune
 from ds_tba.errors import ReportError
-from ds_tba.telemetry.report import OffloadReport
+from ds_tba.telemetry.report import OffloadReport, is_replaceable, write_file
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,9 +21,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     doctor.add_parsers(commands)
     plan.add_parsers(commands)
-    report = commands.add_parser("report", help="show the JSON at report.path as a table")
-    report.add_argument("file", type=Path, help="the JSON that report.path named")
-    report.set_defaults(run=_print_report)
+    report = commands.add_parser("report", help="show the JSON at report.path as a table, or as a page with drawings")
+    report.add_argument(
+        "files", type=Path, nargs="+", metavar="FILE", help="JSON that report.path named, of each rank or run"
+    )
+    report.add_argument("--html", type=Path, metavar="PAGE.html", help="write one page about all of them instead")
+    report.set_defaults(run=_show_reports)
     tune.add_parser(commands)
     options = parser.parse_args(argv)
     try:
@@ -37,15 +40,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _print_report(options: argparse.Namespace) -> int:
-    """Print the table; 2 if the file is not a report."""
+def _show_reports(options: argparse.Namespace) -> int:
+    """Print a table of each, or write the page; 2 if a file is not a report, or the page cannot be written."""
+    files, target = options.files, options.html
     try:
-        report = OffloadReport.read_json(options.file)
+        if target is not None:
+            if target.suffix not in (".html", ".htm") and is_replaceable(target):  # a report would be lost
+                raise ReportError(f"--html {target} is no name of a page: give it the ending .html.")
+            text = page.render(files)
+            (write_file if is_replaceable(target) else Path.write_text)(target, text)
+            sys.stdout.write(f"{target}: {len(text) / 1000:.0f} kB, opens in a browser without a network\n")
+            return 0
+        reports = [OffloadReport.read_json(file) for file in files]
     except ReportError as error:
         sys.stderr.write(f"ds_tba report: {error}\n")
         return 2
-    rows = [("state", report.state), *report.rows()]
-    width = max(len(name) for name, _ in rows)
-    sys.stdout.writelines(f"{name:<{width}}  {value}\n" for name, value in rows)
-    sys.stdout.writelines(f"{line}\n" for line in report.holder_lines())
+    except OSError as error:
+        sys.stderr.write(f"ds_tba report: --html {target} cannot be written: {error.strerror}\n")
+        return 2
+    for file, report in zip(files, reports, strict=True):
+        rows = [*([("report", str(file))] if len(files) > 1 else []), ("state", report.state), *report.rows()]
+        width = max(len(name) for name, _ in rows)
+        sys.stdout.writelines(f"{name:<{width}}  {value}\n" for name, value in rows)
+        sys.stdout.writelines(f"{line}\n" for line in report.holder_lines())
     return 0

@@ -59,6 +59,7 @@ class OffloadReport:
             median of the last steps under it (None before the first); None without a plan.
         blocks_left_out: ``path`` and ``reason`` of each block that is not recomputed, with ``"recompute": true``.
         bandwidth: for each path its written bytes and its recent rates, as measured.
+        bandwidth_at_start: the same, as first measured for plans; empty where it was not.
         wear: for each path the fields of :class:`ds_tba.telemetry.drive_health.PathWear`.
         holders: fields of :class:`ds_tba.telemetry.holders.Holder`: who held saved bytes at the end of the forward of
             ``holders_step``, the largest first.
@@ -99,6 +100,7 @@ class OffloadReport:
     kept_bytes_by_reason: dict[str, int] = field(default_factory=dict)
     fallbacks_by_reason: dict[str, int] = field(default_factory=dict)
     bandwidth: list[dict[str, Any]] = field(default_factory=list)
+    bandwidth_at_start: list[dict[str, Any]] = field(default_factory=list)
     wear: list[dict[str, Any]] = field(default_factory=list)
     step_peak_saved_bytes: int = 0
     plans: int = 0
