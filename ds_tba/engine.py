@@ -150,7 +150,7 @@ def _build(
         _show_log()
         if _rank() == 0:
             logger.info(
-                "ds_tba: an engine without an optimizer (for evaluation, or of a reference model) keeps its "
+                "an engine without an optimizer (for evaluation, or of a reference model) keeps its "
                 "activations in memory; if it trains with an optimizer that DeepSpeed does not know, call "
                 "ds_tba.attach(engine)"
             )
@@ -241,7 +241,8 @@ def _join(engine: Any, offloader: ActivationOffloader) -> None:
         offloader.close()
         raise
     if _rank() == 0:
-        logger.info(offloader.start_line())
+        logger.info("%s", offloader.start_line())
+        logger.debug("%s", offloader.start_details())
 
 
 def _join_update(engine: Any, config: UpdateConfig) -> None:
@@ -471,7 +472,7 @@ def _show_log() -> None:
     if logger.handlers or logging.getLogger().handlers:
         return
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] [%(name)s] %(message)s"))
+    handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] [ds_tba] %(message)s"))
     logger.addHandler(handler)
     logger.propagate = False
     with suppress(ValueError):

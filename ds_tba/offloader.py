@@ -397,8 +397,12 @@ class ActivationOffloader:
             parts = [f"activations go to host memory, up to {self.config.host_budget_bytes} bytes per rank"]
         if not parts:
             again = ", and made again where that is cheap" if self.config.rematerialize_enabled else ""
-            return f'ds_tba: placement "keep": activations are measured, not moved{again}'
-        return f"ds_tba: {'; '.join([*parts, _planning_text(self.config)])}"
+            return f'placement "keep": activations are measured, not moved{again}'
+        return "; ".join([*parts, _planning_text(self.config)])
+
+    def start_details(self) -> str:
+        """What else will run, for a log at level DEBUG."""
+        return "; ".join(self._tiers.details())
 
     def _is_forked(self) -> bool:
         """Whether the caller runs in a forked child, which has neither our threads nor our memory nor our report."""
@@ -441,8 +445,9 @@ class ActivationOffloader:
             # That of a backward which no engine has called: the interpreter leaves it there before it exits.
             self.note_failure(getattr(sys, "last_value", None))
             little = self._little.judge(self.cache.stats.kept_bytes, self._done_bytes())
-            words = "; ".join(filter(None, [self.report().summary(), little]))
-            logger.info("ds_tba, rank %d: %s", self._rank, words)
+            report = self.report()
+            logger.info("rank %d: %s", self._rank, "; ".join(filter(None, [report.summary(), little])))
+            logger.debug("rank %d: %s", self._rank, report.transfers())
             self._refresh_report(now=True)
             atexit.unregister(self.close)
 
@@ -472,8 +477,7 @@ def _planning_text(config: OffloadConfig) -> str:
             if config.activation_budget_bytes is not None
             else f"lowest peak within {config.max_step_overhead:.1%} of the step's time"
         )
-        how = "moved, recomputed or kept" if config.recompute else "moved or kept"
-        return f"the first steps are measured with everything {how}, then planned for the {goal}"
+        return f"planned for the {goal}"
     ignored = [key for key in _PLAN_KEYS if getattr(config, key) != OffloadConfig.model_fields[key].default]
     ignored += ["ssd.min_life_days"] if config.ssd.min_life_days else []
     rule = f'placement "{config.placement}" is a rule, not a plan'

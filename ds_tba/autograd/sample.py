@@ -200,7 +200,7 @@ class StepSamples:
             timeline = None if self._write is None else StepTimeline()
             self._sample = StepSample(self._stats, self._stalled_s, lambda: self.module(), timeline)
         for meter in self._meters:
-            meter.timeline = timeline
+            meter.tell = None if timeline is None else timeline.span
 
     def now(self) -> list[Holder]:
         """Who holds saved bytes: in a sampled forward as it is now, else as the end of the last one found it."""

@@ -107,21 +107,28 @@ class Tiers:
 
     def describe(self) -> list[str]:
         """Parts of the line that says at the start what will run; empty without swap files."""
-        config, files = self._config, [path.file for path in self.paths]
+        files = [path.file for path in self.paths]
         if self.selection is None:
             return []
         parts = [
             f"activations go to {', '.join(self._places())}",
             f"backend {self.selection.backend.name} ({self.selection.reason})",
             f"up to {readable(sum(file.limit_bytes for file in files))} per rank",
-            f"eligible: saved storages of {config.min_tensor_bytes} bytes and more; io.staging_bytes "
-            f"{config.io.ring_bytes}",
+        ]
+        if not all(file.direct for file in files):
+            parts.append("no O_DIRECT on this file system: I/O goes through the page cache and is slower")
+        return parts
+
+    def details(self) -> list[str]:
+        """More of the same, for who wants to know exactly."""
+        config = self._config
+        parts = [
+            f"saved storages of {config.min_tensor_bytes} bytes and more are moved",
+            f"io.staging_bytes {config.io.ring_bytes}",
             f"{config.io.write_lanes} write and {config.io.read_lanes} read lanes, integrity {config.io.integrity}",
         ]
         if self.host is not None:
             parts.append(f"tensors refused by NVMe go to host memory, up to {config.host_budget_bytes} bytes per rank")
-        if not all(file.direct for file in files):
-            parts.append("no O_DIRECT on this file system: I/O goes through the page cache and is slower")
         return parts + _measured(self.paths)
 
     def close(self) -> None:

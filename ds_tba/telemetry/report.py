@@ -145,14 +145,29 @@ class OffloadReport:
         return asdict(self)
 
     def summary(self) -> str:
-        """One line for the log."""
+        """One line for the log; bytes are those of a step."""
+        steps = max(self.steps, 1)
+        parts = [
+            f"{self.steps} steps: saved tensors take {readable(self.peak_saved_bytes)} at their peak instead of "
+            f"{readable(self.peak_saved_bytes_without)}",
+            f"a step moves {readable(self.offloaded_bytes / steps)}",
+        ]
+        again_bytes = self.rematerialized_bytes + self.recomputed_bytes
+        parts += [f"makes {readable(again_bytes / steps)} again"] if again_bytes else []
+        parts += [f"waits {self.stall_s / steps:.3f} s"] if self.stall_s else []
+        parts += [f"{self.fallbacks} fallbacks"] if self.fallbacks else []
+        daily_bytes = sum(path["written_bytes_per_day"] for path in self.wear)
+        lives = [path["life_days"] for path in self.wear if path["life_days"] is not None]
+        life = f" (the drive lasts {min(lives):.0f} days)" if lives else ""
+        parts += [f"{daily_bytes / 1e12:.2f} TB a day{life}"] if daily_bytes else []
+        return ", ".join(parts)
+
+    def transfers(self) -> str:
+        """One more, for who looks at the drive."""
         return (
-            f"{self.steps} steps: offloaded {readable(self.offloaded_bytes)}, wrote {readable(self.written_bytes)} at "
+            f"offloaded {readable(self.offloaded_bytes)}, wrote {readable(self.written_bytes)} at "
             f"{self.write_bytes_per_s / 1e9:.2f} GB/s, read {readable(self.read_bytes)} at "
-            f"{self.read_bytes_per_s / 1e9:.2f} GB/s, forwarded {readable(self.forwarded_bytes)}, "
-            f"rematerialized {readable(self.rematerialized_bytes)}; "
-            f"peak saved {readable(self.peak_saved_bytes)} instead of "
-            f"{readable(self.peak_saved_bytes_without)}; {self.fallbacks} fallbacks, {self.stall_s:.2f} s stalled"
+            f"{self.read_bytes_per_s / 1e9:.2f} GB/s, forwarded {readable(self.forwarded_bytes)}"
         )
 
     def rows(self) -> list[tuple[str, str]]:

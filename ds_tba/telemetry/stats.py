@@ -18,8 +18,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
-from ds_tba.telemetry.step_timeline import StepTimeline
-
 # Bytes that count as much as all before them: in the rates alone and concurrent, and in the recent rate.
 QUICK_BYTES = 16 << 20
 STEADY_BYTES = 64 << 20
@@ -222,10 +220,11 @@ class PathMeter:
         clock: seconds.
 
     Attributes:
-        timeline: told of each transfer that ends, in a step that is sampled; else None.
+        tell: of each transfer that ends its kind, a name, when it began and ended, and its bytes; None but in a step that
+            is sampled.
     """
 
-    timeline: StepTimeline | None = None
+    tell: Callable[[str, str, float, float, int], None] | None = None
 
     def __init__(self, write_lanes: int, read_lanes: int, clock: Callable[[], float] = time.perf_counter) -> None:
         self.writes = KindMeter(write_lanes)
@@ -254,10 +253,9 @@ class PathMeter:
         one = self.of(transfer.kind)
         one.active -= 1
         one.moved_bytes += transfer.nbytes if moved else 0
-        timeline = self.timeline
-        if timeline is not None:
-            kind = transfer.kind.value
-            timeline.span(kind, kind if moved else f"{kind}, failed", transfer.started_s, self._now_s, transfer.nbytes)
+        tell, kind = self.tell, transfer.kind.value
+        if tell is not None:
+            tell(kind, kind if moved else f"{kind}, failed", transfer.started_s, self._now_s, transfer.nbytes)
         if moved and is_typical:
             one.learn(transfer)
 

@@ -100,7 +100,7 @@ def test_the_drive_is_measured_at_the_start_where_a_plan_needs_it(
     rates = [value for key, value in row.items() if key.endswith("bytes_per_s")]
     assert len(rates) == 6 and all((rate > 0) is measures for rate in rates)
     assert (row["trial_bytes"] > 0) is measures and offloader.report().written_bytes == 0
-    assert (" GB/s of writes and " in offloader.start_line()) is measures
+    assert (" GB/s of writes and " in offloader.start_details()) is measures
     assert offloader.report().bandwidth_at_start == ([row] if measures else [])
     offloader.close()
 
