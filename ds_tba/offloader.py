@@ -41,8 +41,8 @@ from ds_tba.storage.base import Always
 from ds_tba.storage.finalizers import Closer
 from ds_tba.storage.tiers import Tiers
 from ds_tba.telemetry.drive_health import write_limit_bytes_per_step
-from ds_tba.telemetry.holders import remedies, table
-from ds_tba.telemetry.report import LittleMoved, OffloadReport, ReportFile, checked_path
+from ds_tba.telemetry.holders import table
+from ds_tba.telemetry.report import LittleMoved, OffloadReport, ReportFile, checked_path, remedies
 from ds_tba.telemetry.stats import StoreStats, readable
 from ds_tba.telemetry.step_timeline import StepTimeline
 

@@ -220,8 +220,8 @@ class PathMeter:
         clock: seconds.
 
     Attributes:
-        tell: of each transfer that ends its kind, a name, when it began and ended, and its bytes; None but in a step that
-            is sampled.
+        tell: of each transfer that ends its kind, a name, when it began and ended, and its bytes; None except in a
+            step that is sampled.
     """
 
     tell: Callable[[str, str, float, float, int], None] | None = None

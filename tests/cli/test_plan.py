@@ -201,6 +201,16 @@ def test_what_is_recommended_is_merged(directory: Path, capsys: pytest.CaptureFi
     assert (directory / "ds_config.json.bak").exists() and f"written to  {config}; what it was is in" in text
 
 
+def test_a_file_in_which_nothing_has_to_be_changed_is_left_alone(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = directory / "ds_config.json"
+    given, before = ["--config", str(config), "--seq", "64", "--gpu", "80GB", *GIVEN], config.read_text()
+    assert main(["plan", f"{directory}/models.py:gated", *given, "--write", str(config)]) == 0
+    assert f"not written {config}: nothing in it has to be changed" in capsys.readouterr().out
+    assert config.read_text() == before and not (directory / "ds_config.json.bak").exists()
+
+
 def test_if_nothing_fits_the_holders_and_remedies_are_named(
     directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

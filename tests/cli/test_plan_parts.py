@@ -191,7 +191,7 @@ def run_of(trace: Trace, parameters: int = 1000, trained: int = 1000, temporary:
     """Of 16-bit parameters."""
     kept = sum(one.nbytes for one in trace.storages) + temporary
     return DryRun(
-        trace, "meta", kept - temporary, 1, parameters, 2 * parameters, trained, 4096, temporary, kept, (),
+        trace, "meta", kept - temporary, 1, parameters, 2 * parameters, trained, 4096, temporary, kept, [],
         tuple(ops) or ("",) * len(trace.storages),
     )  # fmt: skip
 
@@ -481,6 +481,19 @@ def test_checkpointing_runs_each_block_again_and_one_that_is_checkpointed_alread
         trace, blocks=tuple(replace(one, inputs=(2 * at, 2 * at + 1)) for at, one in enumerate(trace.blocks))
     )
     assert cost.step_s == fixed(trace).step_s + 8.0 and fixed(inputs_too, recompute=True).step_s == fixed(trace).step_s
+
+
+def test_the_inputs_of_checkpointed_blocks_go_to_nvme_also_where_nothing_else_saves_them() -> None:
+    """As those of Llama's layers: its norm saves a copy in FP32."""
+    plain = stack(4)
+    saved, blocks = plain.storages, [replace(one, inputs=()) for one in plain.blocks]
+    plain = replace(plain, blocks=tuple(blocks))
+    entering = replace(saved[2], blocks=(), first_backward_use_s=blocks[1].backward_start_s)
+    blocks[1] = replace(blocks[1], inputs=(2,))
+    trace = replace(plain, storages=(*saved[:2], entering, *saved[2:]), blocks=tuple(blocks))
+    kept, moved = (fixed(trace, where, recompute=True) for where in (Placement.KEEP, Placement.NVME))
+    assert fixed(plain, Placement.NVME, recompute=True).written_bytes == kept.written_bytes == 0
+    assert moved.written_bytes == SIZE
 
 
 def test_verdicts_have_margins() -> None:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from ds_tba.config import OffloadConfig
-from ds_tba.telemetry.holders import MAX_ROWS, Holder, merged, remedies, table
+from ds_tba.telemetry.holders import MAX_ROWS, Holder, merged, table
+from ds_tba.telemetry.report import remedies
 
 MIB = 1 << 20
 

@@ -95,6 +95,8 @@ def _plan(options: argparse.Namespace) -> tuple[int, list[str], dict[str, Any]]:
         lines += ["", *_details(setup, plan, found)]
     if options.write is not None and chosen is None:
         lines.append(f"not written {options.write}: nothing is recommended")
+    elif options.write is not None and chosen is not None and not chosen.merged and options.write.exists():
+        lines.append(f"not written {options.write}: nothing in it has to be changed")
     elif options.write is not None and chosen is not None:
         new = {**setup.training.config, "train_micro_batch_size_per_gpu": options.batch}
         lines.append(write_merged(options.write, new, chosen.merged))

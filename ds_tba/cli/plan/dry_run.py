@@ -112,7 +112,7 @@ def dry_run(
         getattr(getattr(subject.model, "config", None), "hidden_size", 0) or 0,
         meter.peak_bytes,
         meter.whole_peak_bytes,
-        tuple(sorted(attention)),
+        sorted(attention),
         tuple(site.op if isinstance(site, sites.Site) else "" for site in used),
         tuple(notes),
     )

@@ -60,7 +60,7 @@ class DryRun:
     hidden_size: int
     temporary_bytes: int
     kept_bytes: int
-    attention: tuple[str, ...]
+    attention: list[str]
     ops: tuple[str, ...]
     notes: tuple[str, ...] = ()
 
