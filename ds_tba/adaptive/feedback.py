@@ -345,14 +345,13 @@ class Step:
 
     def metrics(self, plan: PlanInForce, clock: Clock, rates: tuple[float, ...]) -> StepMetrics:
         """What the step shows of the plan that was in force in it; blocks the host until the device is there."""
-        saved_bytes = max(1, plan.trace.saved_bytes)
-        of_step = saved_bytes * max(1, self.micro_steps)
+        of_step = max(1, plan.trace.saved_bytes) * max(1, self.micro_steps)
         return StepMetrics(
             clock.elapsed_s(self.began, self.ended),
             rates,
             self.mismatch.unknown_saves,
             self.mismatch.drift_bytes / of_step,
-            self.mismatch.grown_bytes / saved_bytes,
+            self.mismatch.growth,
             self.mismatch.missed_bytes / of_step,
             self.micro_steps - plan.trace.micro_steps,
         )
