@@ -148,7 +148,7 @@ class Runner:
     def is_measuring(self) -> bool:
         """Whether the next step is recorded, instead of following a plan."""
         controller = self.offloader._controller if self.offloader is not None else None
-        return controller is not None and controller.is_recording
+        return controller is not None and controller._recording is not None
 
     def _forward_and_backward(self) -> torch.Tensor:
         workload, offloader = self._workload, self.offloader

@@ -383,7 +383,7 @@ class Replay:
         kinds = [np.full(moved.size, _PACK), np.full(ordered.size, _USE)]
         kinds += [np.full(made.size, _REMATERIALIZE), np.full(blocks.size, _RECOMPUTE)]
         which = [moved, ordered, made, blocks]
-        if timeline.resources.prefetches_from_backward_start and starts.size and moved.size:
+        if starts.size and moved.size:
             at_s.append(np.array([starts.min()]))
             kinds.append(np.array([_BEGIN]))
             which.append(np.array([0]))

@@ -22,9 +22,12 @@ from torch import distributed
 
 from ds_tba.adaptive.policy import PlanInForce
 from ds_tba.planner.plan import Limits, Plan
-from ds_tba.planner.trace import MIN_FRACTION, Layout, Resources, Trace, slowest
+from ds_tba.planner.trace import Resources, Scopes, Trace, slowest
 
 logger = logging.getLogger(__name__)
+
+# A trace is made shorter to this part of its step at most.
+MIN_FRACTION = 0.05
 
 
 class Alone:
@@ -108,7 +111,7 @@ class Wish:
     """What a rank brings to a new plan.
 
     Attributes:
-        trace, layout: as recorded.
+        trace, scopes: as recorded.
         kept_s: of one of its steps with everything kept.
         share_in_force: see ``Limits.movable_share``; of the plan before.
         movable_share: that this rank asks for.
@@ -116,7 +119,7 @@ class Wish:
     """
 
     trace: Trace
-    layout: Layout
+    scopes: Scopes
     kept_s: float
     share_in_force: float = 1.0
     movable_share: float = 1.0
@@ -234,7 +237,7 @@ class Planning:
             if limits.activation_budget_bytes is None and plan.prediction.peak_saved_bytes > room_bytes:
                 limits = replace(limits, activation_budget_bytes=int(room_bytes))
                 plan = self._planner(trace, limits)
-            return PlanInForce.of(plan, trace, wish.layout, limits)
+            return PlanInForce.of(plan, trace, wish.scopes, limits)
         except Exception as error:  # noqa: BLE001 - see [Note: Answers]; training can go on without a plan
             return f"{type(error).__name__}: {error}"
 
@@ -286,5 +289,4 @@ def _for_all(wish: Wish, offers: Sequence[Offer]) -> Trace:
 
 def stretched(trace: Trace, kept_s: float) -> Trace:
     """The same trace, of a step that takes ``kept_s``."""
-    scale = max(MIN_FRACTION, kept_s / trace.step_s) if trace.step_s else 1.0
-    return replace(trace.without((1 - scale) * trace.end_s), optimizer_s=trace.optimizer_s * scale)
+    return trace.scaled(max(MIN_FRACTION, kept_s / trace.step_s) if trace.step_s else 1.0)

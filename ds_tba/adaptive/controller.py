@@ -31,7 +31,7 @@ from ds_tba.autograd.residency import MemoryMeter
 from ds_tba.config import Placement
 from ds_tba.device.accelerator import Clock
 from ds_tba.errors import IncompatibleError
-from ds_tba.planner.trace import Layout, Trace
+from ds_tba.planner.trace import Scopes, Trace
 from ds_tba.storage.base import Always, Policy, Store
 
 logger = logging.getLogger(__name__)
@@ -87,8 +87,8 @@ class Controller:
         self._on_trace = on_trace
         self._paths: dict[int, str] = {}  # of each module, by id
         self._recording: Recording | None = None
-        self._recorded: tuple[Trace, Layout] | None = None
-        self._grown: dict[int, int] = {}  # sizes of larger storages than those of the plan, by number
+        self._recorded: tuple[Trace, Scopes] | None = None
+        self._growth = 0.0  # the fraction by which storages are larger than those of the plan
         self._blocks: Blocks | None = None
         self._is_strict = False  # a rank that deviates from a plan must not leave others waiting in backward
         self._policy = safe
@@ -261,11 +261,6 @@ class Controller:
     # ---- decisions ----------------------------------------------------------------------------------------------
 
     @property
-    def is_recording(self) -> bool:
-        """Whether micro-steps of this step are recorded."""
-        return self._recording is not None
-
-    @property
     def _recorder(self) -> Recorder | None:
         """The recorder of the running micro-step, if that is recorded."""
         return None if self._recording is None else self._recording.running
@@ -292,7 +287,7 @@ class Controller:
         step = self._step if self._machine.is_synchronous else self._before
         if step is None or step.plan != self.plans or step.ended is None or step.has_compiled:
             return Action.GO_ON
-        self._grown = step.mismatch.grown or self._grown
+        self._growth = step.mismatch.growth or self._growth
         seen = step.metrics(self.in_force, self._clock, self._machine.resources().rates)
         action = self.feedback.decide(self._steps, seen)
         return Action.MEASURE if action is Action.PLAN and self._machine.should_measure() else action
@@ -343,11 +338,11 @@ class Controller:
         if not recording.has_any:
             return
         try:
-            trace, layout = recording.recorded(self._machine.resources(), micro_steps)
+            trace, scopes = recording.recorded(self._machine.resources(), micro_steps)
         except Exception as error:  # noqa: BLE001 - the other ranks wait for this rank's part of the plan
             logger.warning("discarding an inconsistent trace: %s", error)
             return
-        self._recorded, self._grown = (trace, layout), {}
+        self._recorded, self._growth = (trace, scopes), 0.0
         plan = self.in_force
         # Everything is moved, too, in the recording under a plan that recomputes: see _begin.
         moved_share = 1.0 if plan is None or any(plan.plan.recomputed_blocks) else plan.moved_share
@@ -382,11 +377,10 @@ class Controller:
         """This rank's part in the next plan: of a trace of larger storages, where steps under the last one had such."""
         try:
             followed = self.in_force
-            if followed is not None and self._grown:
-                grown = followed.trace.grown(self._grown)
-                longer = grown.step_s / followed.trace.step_s if followed.trace.step_s else 1.0
-                self._recorded, self._grown = (grown, followed.layout), {}
-                self.feedback.recorded(self.feedback.kept_s * longer, 0.0)
+            if followed is not None and self._growth:
+                larger, self._growth = 1 + self._growth, 0.0
+                self._recorded = followed.trace.scaled(larger, larger), followed.scopes
+                self.feedback.recorded(self.feedback.kept_s * larger, 0.0)
             if self._recorded is None:
                 return None
             left_out = frozenset[str]()

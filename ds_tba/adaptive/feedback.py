@@ -9,9 +9,9 @@ plan said, and the planner moves more than the share where less would not fit.
 
 [Note: The kept step] What a step takes with everything kept is first read from the recording, in which our own work
 does not count. It is corrected where steps show better: no step is shorter for moving, and where a plan moves nothing
-its steps are the kept ones. Where steps stay too long although much less is moved, moving is not the cause, or not
-alone: the line through both, at nothing moved, is the kept step then. What moving costs the kernels in the recording
-itself, where everything is moved, is taken off as far as ``rates.py`` knows it; more of that cannot be seen.
+its steps are the kept ones. Where steps stay too long although less is moved, moving is not the cause, or not alone:
+nothing is moved then for a few steps, which show the kept step, and the share that this allows is moved. What moving
+costs the kernels in the recording itself, where everything is moved, is taken off as far as ``rates.py`` knows it.
 
 [Note: Reviews] Drives whose rates have changed ask for a new plan, larger storages than those of the plan at once.
 Saves that the plan does not know, or that it expects in vain, ask for a new recording. Each comes after 5, 10, 20, ...
@@ -43,9 +43,8 @@ RATE_BAND = (0.67, 1.5)
 MAX_DRIFT = 0.1
 # The share is raised by this factor, from nothing to the least.
 RAISE_FACTOR, LEAST_SHARE = 1.5, 0.1
-# The share is lowered to this part at the least, before steps have shown that moving is the cause; steps that moved no
-# more than the other part of what others did are compared with those.
-LEAST_PART, COMPARED_PART = 0.5, 0.75
+# The share is lowered to this part at the least, before steps have shown that moving is the cause.
+LEAST_PART = 0.5
 # Of a step: what everything kept takes at least.
 MIN_KEPT_FRACTION = 0.5
 # The fraction by which moving is to lower the peak.
@@ -227,23 +226,13 @@ class Feedback:
         median_s = median_low(self._times_s)  # of two groups of steps it is that of one
         spread_s = median(abs(time_s - median_s) for time_s in self._times_s)
         error_s = _ERROR * spread_s / len(self._times_s) ** 0.5
-        self._learn(plan, median_s, error_s)
+        self.kept_s = min(self.kept_s, median_s + error_s)
+        if not plan.moved_share:
+            self.kept_s = max(median_s - plan.computed_s, MIN_KEPT_FRACTION * median_s)
         moving_s, room_s = median_s - plan.computed_s - self.kept_s, self._room_s(plan)
         if plan.moved_share and moving_s > 0 and moving_s - error_s > room_s:
             return self._lowered(plan, median_s, step)
         return self._raised(plan, step, has_room=RAISE_FACTOR * moving_s <= room_s)
-
-    def _learn(self, plan: PlanInForce, median_s: float, error_s: float) -> None:
-        """What a step with everything kept takes; see [Note: The kept step]."""
-        share, step_s = plan.moved_share, median_s - plan.computed_s
-        self.kept_s = min(self.kept_s, median_s + error_s)
-        if not share:
-            self.kept_s = max(step_s, MIN_KEPT_FRACTION * median_s)
-        elif self._tried is not None and share <= COMPARED_PART * self._tried.moved_share:
-            more = self._tried.moved_share - share
-            of_share_s = max(0.0, self._tried.step_s - step_s) * share / more
-            sure_s = step_s - of_share_s - 2 * error_s * (1 + 2 * share / more)
-            self.kept_s = max(self.kept_s, sure_s)
 
     def _room_s(self, plan: PlanInForce) -> float:
         """What moving may take of a step."""
@@ -261,16 +250,19 @@ class Feedback:
             return ""
         backoff.run(step)
         self._raises = 0
-        part = self._room_s(plan) / (step_s - self.kept_s)
-        if self._tried is None:  # whether moving is the cause is not known before less is moved
-            self._tried, part = _Tried(plan.limits.movable_share, share, step_s), max(part, LEAST_PART)
-        self.movable_share = part * share
+        if self._tried is None:
+            self.movable_share = share * max(LEAST_PART, self._room_s(plan) / (step_s - self.kept_s))
+            self._tried = _Tried(plan.limits.movable_share, share, step_s)
+        else:  # less did not help as it should: with nothing moved, steps show what they take at least
+            self.movable_share = 0.0
         return f"steps took {median_s:.3g} s where {self.kept_s:.3g} s were measured with everything kept"
 
     def _raised(self, plan: PlanInForce, step: int, *, has_room: bool) -> str:
         share, tried, backoff = plan.limits.movable_share, self._tried, self._share_backoff
-        self._tried = None
         if tried is not None:  # what that share takes is known by now
+            if not share and step - backoff.last_run < backoff.wait // 2:
+                return ""
+            self._tried = None
             moving_s, room_s = tried.step_s - self.kept_s, self._room_s(plan)
             found = tried.movable_share if moving_s <= room_s else tried.moved_share * room_s / moving_s
             if found > RAISE_FACTOR * share:
@@ -345,14 +337,13 @@ class Step:
 
     def metrics(self, plan: PlanInForce, clock: Clock, rates: tuple[float, ...]) -> StepMetrics:
         """What the step shows of the plan that was in force in it; blocks the host until the device is there."""
-        saved_bytes = max(1, plan.trace.saved_bytes)
-        of_step = saved_bytes * max(1, self.micro_steps)
+        of_step = max(1, plan.trace.saved_bytes) * max(1, self.micro_steps)
         return StepMetrics(
             clock.elapsed_s(self.began, self.ended),
             rates,
             self.mismatch.unknown_saves,
             self.mismatch.drift_bytes / of_step,
-            self.mismatch.grown_bytes / saved_bytes,
+            self.mismatch.growth,
             self.mismatch.missed_bytes / of_step,
             self.micro_steps - plan.trace.micro_steps,
         )

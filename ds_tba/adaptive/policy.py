@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ds_tba.config import Placement
 from ds_tba.planner.plan import Limits, Plan
-from ds_tba.planner.trace import Layout, Trace
+from ds_tba.planner.trace import Scopes, Trace
 from ds_tba.storage.base import Choice, Store
 
 MIB = 1 << 20
@@ -26,20 +26,20 @@ class PlanInForce:
     """A plan with the trace and the limits that it was made for.
 
     Attributes:
-        layout: of the trace.
+        scopes: of the trace; see [Note: Scopes] in ``ds_tba/planner/trace.py``.
         dropped_bytes: for each pass through a block the bytes that are not saved if the pass is recomputed.
         moved_share: of the movable bytes, the part that goes to NVMe or to the host.
     """
 
     plan: Plan
     trace: Trace
-    layout: Layout
+    scopes: Scopes
     limits: Limits
     dropped_bytes: tuple[int, ...]
     moved_share: float
 
     @classmethod
-    def of(cls, plan: Plan, trace: Trace, layout: Layout, limits: Limits) -> PlanInForce:
+    def of(cls, plan: Plan, trace: Trace, scopes: Scopes, limits: Limits) -> PlanInForce:
         """A plan for ``trace``."""
         dropped, moved_bytes = [0] * len(trace.blocks), 0
         for storage, placement in zip(trace.storages, plan.placements, strict=True):
@@ -47,15 +47,15 @@ class PlanInForce:
                 dropped[storage.blocks[0]] += storage.nbytes
             elif placement in (Placement.NVME, Placement.HOST):
                 moved_bytes += storage.nbytes
-        return cls(plan, trace, layout, limits, tuple(dropped), moved_bytes / max(1, trace.movable_bytes))
+        return cls(plan, trace, scopes, limits, tuple(dropped), moved_bytes / max(1, trace.movable_bytes))
 
     def is_same_as(self, other: PlanInForce | None) -> bool:
         """Whether both place every storage alike, and recompute the same blocks."""
-        return other is not None and self._work == other._work
-
-    @property
-    def _work(self) -> tuple[Any, ...]:
-        return self.layout, self.trace.saved_bytes, self.plan.placements, self.plan.recomputed_blocks
+        one, two = (
+            (plan.scopes, plan.trace.saved_bytes, plan.plan.placements, plan.plan.recomputed_blocks) if plan else None
+            for plan in (self, other)
+        )
+        return one == two
 
     @property
     def bytes_by_placement(self) -> list[tuple[Placement, int]]:
@@ -127,30 +127,20 @@ class PlanMismatch:
         unknown_saves: that the plan has no storage or no block for.
         missed_bytes: of storages of the plan that were not saved.
         drift_bytes: by which storages differ in size, those that were not saved in full.
-        grown: sizes of larger storages, by their number in the trace; of the micro-step in which they grew most.
-        grown_bytes: by which these are larger.
+        growth: the fraction by which what was saved is larger; of the micro-step that grew most.
     """
 
     unknown_saves: int = 0
     missed_bytes: int = 0
     drift_bytes: int = 0
-    grown_bytes: int = 0
-    grown: dict[int, int] = field(default_factory=dict)
-
-    def record_size(self, index: int, nbytes: int, planned_bytes: int) -> None:
-        """A storage has another size than in the trace."""
-        self.drift_bytes += abs(nbytes - planned_bytes)
-        if nbytes > planned_bytes:
-            self.grown_bytes += nbytes - self.grown.get(index, planned_bytes)
-            self.grown[index] = nbytes
+    growth: float = 0.0
 
     def add(self, other: PlanMismatch) -> None:
         """Another micro-step of the same step is over."""
         self.unknown_saves += other.unknown_saves
         self.missed_bytes += other.missed_bytes
         self.drift_bytes += other.drift_bytes
-        if other.grown_bytes > self.grown_bytes:
-            self.grown_bytes, self.grown = other.grown_bytes, other.grown
+        self.growth = max(self.growth, other.growth)
 
 
 class ByPlan:
@@ -181,12 +171,15 @@ class ByPlan:
         self._unknown = Choice(self._all_stores, False, rematerialize=True)
         self._kept = Choice((), False, "plan")
         self._depth = 0
+        self._saved_bytes = self._planned_bytes = 0  # of what was saved and planned
         self._begin_scope(0)
 
     def _begin_scope(self, number: int) -> None:
         self._scope = number
-        plan = self._plan
-        self._expected = plan.layout.expected(number, plan.trace, plan.plan.recomputed_blocks)
+        plan, scopes = self._plan, self._plan.scopes
+        self._expected = scopes[number] if number < len(scopes) else ()
+        if number % 2 and number < len(scopes) and plan.plan.recomputed_blocks[number // 2]:
+            self._expected = plan.trace.blocks[number // 2].inputs
         self._position = 0  # how many of the expected were saved
         self._seen: set[Hashable] = set()
 
@@ -228,8 +221,9 @@ class ByPlan:
 
     def end(self) -> None:
         """The micro-step is over."""
-        while self._scope < len(self._plan.layout.scopes):
+        while self._scope < len(self._plan.scopes):
             self._end_scope()
+        self.mismatch.growth = max(0.0, self._saved_bytes / max(1, self._planned_bytes) - 1)
 
     def choose(self, key: Hashable, nbytes: int) -> Choice:
         """The plan's choice for the storage that is next in this scope."""
@@ -241,8 +235,9 @@ class ByPlan:
             return self._unknown
         index = self._expected[self._position]
         self._position += 1
-        if nbytes != self._storages[index].nbytes:
-            self.mismatch.record_size(index, nbytes, self._storages[index].nbytes)
+        planned_bytes = self._storages[index].nbytes
+        self.mismatch.drift_bytes += abs(nbytes - planned_bytes)
+        self._saved_bytes, self._planned_bytes = self._saved_bytes + nbytes, self._planned_bytes + planned_bytes
         placement = self._plan.plan.placements[index]
         if placement is Placement.KEEP:
             return self._kept

@@ -42,7 +42,7 @@ from ds_tba.autograd.saved import (
 from ds_tba.autograd.sites import RunningModule
 from ds_tba.autograd.tensors import Eligibility, Stamp, has_plain_storage, stamp_of
 from ds_tba.device.accelerator import Clock
-from ds_tba.planner.trace import OUTSIDE, BlockTrace, Layout, Resources, StorageTrace, Trace
+from ds_tba.planner.trace import OUTSIDE, BlockTrace, Resources, Scopes, StorageTrace, Trace
 
 RECORDINGS = 2
 # Steps that are recorded at most until there are so many.
@@ -143,10 +143,6 @@ class MicroStepRecord:
     def end_s(self) -> float:
         """The end of the micro-step on the trace's clock; blocks the host until the device has reached it."""
         return self._times()[-1]
-
-    def layout(self) -> Layout:
-        """The places of the trace's storages."""
-        return Layout(tuple(tuple(scope.members) for scope in self.scopes))
 
     def trace(self, resources: Resources, optimizer_s: float = 0.0, micro_steps: int = 1) -> Trace:
         """The trace of the micro-step; blocks the host until the device has reached its end.
@@ -501,7 +497,7 @@ class Recording:
         if backward_ended is not None:
             self._optimizer_steps.append((backward_ended, ended))
 
-    def recorded(self, resources: Resources, micro_steps: int) -> tuple[Trace, Layout]:
+    def recorded(self, resources: Resources, micro_steps: int) -> tuple[Trace, Scopes]:
         """The trace of all recordings; blocks the host until the device has reached their end.
 
         Args:
@@ -514,4 +510,5 @@ class Recording:
         # A plan for the recording that saved most holds for smaller micro-steps, too.
         best = max(self._done, key=lambda record: (record.saved_bytes, -record.end_s))
         optimizer_s = [max(0.0, self._clock.elapsed_s(*marks)) for marks in self._optimizer_steps]
-        return best.trace(resources, median(optimizer_s or [0.0]), micro_steps), best.layout()
+        scopes = tuple(tuple(scope.members) for scope in best.scopes)
+        return best.trace(resources, median(optimizer_s or [0.0]), micro_steps), scopes

@@ -9,8 +9,8 @@ still being written by then stays in staging and is not read; one whose write ha
 either. What backward never uses does not come back. Host memory is the same without staging and drive. A recomputed
 block runs its forward again and makes its storages anew; a rematerialized storage is made at its first use.
 
-It is a model of averages. What it leaves out (lanes that share a drive unevenly, a ring that is fragmented, kernels
-that copies slow) shows in the measured steps, which ``ds_tba/adaptive`` answers, and costs time, never memory.
+It is a model of averages. What it leaves out (lanes that share a drive unevenly, writes that slow when reads begin,
+kernels that copies slow) shows in the measured steps, which ``ds_tba/adaptive`` answers, and costs time, never memory.
 
 [Note: Synchronous devices] There the training thread does the copies, and compute waits for them. Nothing is copied
 ahead; what was read is used where it lies, in staging.
@@ -23,7 +23,6 @@ reload that comes too late costs time, where one that comes too early costs only
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import deque
 from collections.abc import Sequence
@@ -43,7 +42,7 @@ MIN_DISTANCE = 2
 
 _KEEP, _HOST, _NVME = int(Placement.KEEP), int(Placement.HOST), int(Placement.NVME)
 # In this order where they happen at the same time.
-_PACK, _BEGIN, _USE, _REMATERIALIZE, _RECOMPUTE = range(5)
+_PACK, _BEGIN, _USE, _AGAIN = range(4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,25 +92,25 @@ class _Replay:
         self._nbytes: list[int] = timeline.nbytes.tolist()
         self._padded: list[int] = timeline.padded_bytes.tolist()
         self._packed_at_s: list[float] = timeline.pack_s.tolist()
-        self._write_rate, self._read_rate = resources.write_bytes_per_s, resources.read_bytes_per_s
-        self._write_beside = sum(path.write_beside_read_bytes_per_s for path in resources.paths)
-        self._read_beside = sum(path.read_beside_write_bytes_per_s for path in resources.paths)
+        drive = resources.drives
+        self._read_beside = drive.read_beside_write_bytes_per_s
+        self._write_rate, self._read_rate = drive.write_bytes_per_s, drive.read_bytes_per_s
+        if timeline.forwards:  # writes and reads alternate all the time
+            self._write_rate, self._read_rate = drive.write_beside_read_bytes_per_s, self._read_beside
         self._writes, self._reads, self._out, self._in = _Queue(), _Queue(), _Queue(), _Queue()
-        count = len(self._place)
+        count, blocks = len(self._place), len(timeline.recompute_s)
         self._copied_s, self._written_s = [0.0] * count, [0.0] * count
-        self._allocated_s, self._arrived_s = [0.0] * count, [0.0] * count
+        self._arrived_s = [0.0] * count
+        # When each storage takes device memory again, and when each block's recomputation begins.
+        self._back_s = [0.0] * (count + blocks)
         # The clock: by how much the replay is behind the trace, and since when.
-        self._shift_s = self._stall_s = self._rematerialized_s = self._recomputed_s = 0.0
+        self._shift_s = self._stall_s = 0.0
         self._shifts: list[tuple[float, float]] = []
         self._stalls: list[tuple[int, float]] = []
-        self._recomputed_from_s = np.zeros(len(timeline.recompute_s))
-        # Staging: what is to be written, and what is there for backward.
+        # Staging: what is to be written, and what is there for backward, with the bytes that were read for it.
         self._unwritten: deque[int] = deque()
-        self._ahead: set[int] = set()
-        self._handed_over: set[int] = set()
-        self._unwritten_bytes = self._ahead_bytes = self._handed_over_bytes = self._peak_staging_bytes = 0
-        self._host_ahead_bytes = self._lent_bytes = 0
-        self._lent: list[tuple[float, int]] = []
+        self._ahead: dict[int, int] = {}
+        self._staged_bytes = self._ahead_bytes = self._peak_staging_bytes = 0
         self._written_bytes = self._read_bytes = self._forwarded_bytes = 0
         # Reloads, in order: those before the cursor were asked for.
         self._distance = distance
@@ -121,7 +120,7 @@ class _Replay:
 
     def run(self) -> Outcome:
         """Play it all."""
-        acts = self._pack, self._begin, self._use, self._rematerialize, self._recompute
+        acts = self._pack, self._begin, self._use, self._again
         for at_s, kind, which in self._events:
             before_s = self._shift_s
             acts[kind](which, at_s)
@@ -140,25 +139,26 @@ class _Replay:
     def _schedule(self) -> tuple[list[int], list[tuple[float, int, int]]]:
         """The order of first uses of what is moved, and the events in order (time, kind, storage or block).
 
-        Where times are equal, later packs are used first.
+        Where times are equal, later packs are used first. Blocks are counted after the storages.
         """
         timeline, lifetimes = self._timeline, self._lifetimes
         placements, need_s = lifetimes.placements, lifetimes.need_s
         moved = np.flatnonzero((placements == _HOST) | (placements == _NVME))
-        made = np.flatnonzero((placements == Placement.REMATERIALIZE) & lifetimes.used)
-        blocks = np.flatnonzero(lifetimes.recomputed)
         order = moved[np.lexsort((-moved, need_s[moved]))]
         order = order[lifetimes.used[order]]
-        again_s = timeline.backward_start_s[blocks]
-        times, which = [timeline.pack_s[moved], need_s[order], need_s[made], again_s], [moved, order, made, blocks]
-        kinds = [_PACK, _USE, _REMATERIALIZE, _RECOMPUTE]
-        starts = np.concatenate([need_s[lifetimes.exists], again_s])
-        if self._resources.prefetches_from_backward_start and len(starts) and len(moved):
-            times.append(starts.min(keepdims=True))
-            which.append(np.zeros(1, np.int64))
-            kinds.append(_BEGIN)
-        kind = np.repeat(kinds, [len(one) for one in times])
-        at_s, index = np.concatenate(times), np.concatenate(which)
+        self._made = np.flatnonzero((placements == Placement.REMATERIALIZE) & lifetimes.used)
+        blocks = np.flatnonzero(lifetimes.recomputed)
+        again_s = np.concatenate([need_s, timeline.backward_start_s])
+        again = np.concatenate([self._made, blocks + len(placements)])
+        self._again_at_s = np.sort(again_s[again])
+        self._took_s = np.concatenate([timeline.rematerialize_s, timeline.recompute_s])
+        self._again_until_s = np.append(0.0, np.cumsum(self._took_s[again[np.argsort(again_s[again], kind="stable")]]))
+        # Reading ahead begins with the first unpack of the micro-step, whatever it is of.
+        starts = np.concatenate([need_s[lifetimes.exists], timeline.backward_start_s[blocks]])
+        begin_s = np.array([starts.min()]) if len(starts) and len(moved) else np.zeros(0)
+        times, which = [timeline.pack_s[moved], begin_s, need_s[order], again_s[again]], [moved, begin_s, order, again]
+        kind = np.repeat([_PACK, _BEGIN, _USE, _AGAIN], [len(one) for one in times])
+        at_s, index = np.concatenate(times), np.concatenate(which).astype(np.int64)
         sequence = np.lexsort((kind, at_s))
         events = zip(at_s[sequence].tolist(), kind[sequence].tolist(), index[sequence].tolist(), strict=True)
         return order.tolist(), list(events)
@@ -167,8 +167,8 @@ class _Replay:
         """Compute waits for a storage."""
         if seconds > 0:
             self._stalls.append((storage, seconds))
-            self._stall_s += seconds
-            self._shift_s += seconds
+            self._stall_s += seconds * self._may_wait
+            self._shift_s += seconds * self._may_wait
 
     # ---- out, in forward ----------------------------------------------------------------------------------------
 
@@ -184,18 +184,15 @@ class _Replay:
         compute_s = self._nbytes[storage] * self._resources.compute_s_per_byte
         if self._resources.is_synchronous:
             compute_s += took_s
-            copied_s = now_s + compute_s
+            self._copied_s[storage] = now_s + compute_s
         else:
-            copied_s = self._out.serve(now_s, took_s)
+            self._copied_s[storage] = self._out.serve(now_s, took_s)
         self._wait(storage, compute_s)
-        self._copied_s[storage] = copied_s
         if on_drive:
-            rate = self._write_beside if self._reads.free_s > now_s else self._write_rate
-            self._written_s[storage] = self._writes.serve(copied_s, padded / rate)
+            self._written_s[storage] = self._writes.serve(self._copied_s[storage], padded / self._write_rate)
             self._written_bytes += padded
             self._unwritten.append(storage)
-            self._unwritten_bytes += padded
-            self._note_staging()
+            self._stage(padded)
 
     def _staging_free_s(self, now_s: float, padded: int) -> float:
         """When staging has room for so much more; infinity where no write can make it."""
@@ -209,28 +206,22 @@ class _Replay:
         """What is written by now has left staging, unless backward gets it from there."""
         while self._unwritten and self._written_s[self._unwritten[0]] <= now_s:
             storage = self._unwritten.popleft()
-            if storage not in self._handed_over:
-                self._unwritten_bytes -= self._padded[storage]
-            elif storage in self._ahead:  # from now on as one that was read
-                self._handed_over_bytes -= self._padded[storage]
-                self._ahead_bytes += self._padded[storage]
-        while self._lent and self._lent[0][0] <= now_s - self._shift_s:
-            self._lent_bytes -= heapq.heappop(self._lent)[1]
+            self._staged_bytes -= 0 if storage in self._ahead else self._padded[storage]
 
-    @property
-    def _staging_bytes(self) -> int:
-        """In use now."""
-        return self._unwritten_bytes + self._ahead_bytes + self._handed_over_bytes + self._lent_bytes
+    def _stage(self, padded: int) -> None:
+        self._staged_bytes += padded
+        self._peak_staging_bytes = max(self._peak_staging_bytes, self._staged_bytes)
 
     def _has_room(self, padded: int) -> bool:
-        return self._staging_bytes + padded <= self._resources.staging_bytes
-
-    def _note_staging(self) -> None:
-        self._peak_staging_bytes = max(self._peak_staging_bytes, self._staging_bytes)
+        return self._staged_bytes + padded <= self._resources.staging_bytes
 
     # ---- back, in backward --------------------------------------------------------------------------------------
 
     def _begin(self, _which: int, at_s: float) -> None:
+        """Backward begins, and it is known what was moved."""
+        if self._distance is None:
+            self._order = [storage for storage in self._order if self._place[storage] != _KEEP]
+            self._distance = self._just_in_time(np.array(self._order, np.int64))
         self._read_ahead(at_s)
 
     def _use(self, storage: int, at_s: float) -> None:
@@ -244,74 +235,50 @@ class _Replay:
     def _there_s(self, storage: int, now_s: float) -> float:
         """When a storage can be used that is needed now."""
         self._settle(now_s)
-        if self._resources.is_synchronous and self._place[storage] == _NVME:
-            self._lend(storage)
+        padded, written_s = self._padded[storage], self._written_s[storage]
+        took_s = self._nbytes[storage] / self._resources.copy_in_bytes_per_s
         if storage not in self._ahead:
             self._bring(storage, now_s)
-        elif storage in self._handed_over and self._written_s[storage] > now_s:
-            self._handed_over_bytes -= self._padded[storage]
-        elif self._place[storage] == _HOST:
-            self._host_ahead_bytes -= self._nbytes[storage]
         else:
-            self._ahead_bytes -= self._padded[storage]
-        self._ahead.discard(storage)
-        written_s, took_s = self._written_s[storage], self._nbytes[storage] / self._resources.copy_in_bytes_per_s
+            self._ahead_bytes -= self._ahead.pop(storage)
+            self._staged_bytes -= padded if self._place[storage] == _NVME and written_s <= now_s else 0
         if written_s > now_s:  # handed over from staging, or not written at all
-            write_s = self._padded[storage] / self._write_rate
+            write_s = padded / self._write_rate
             if written_s - write_s > now_s:
                 self._writes.free_s = max(now_s, self._writes.free_s - write_s)
-                self._written_bytes -= self._padded[storage]
+                self._written_bytes -= padded
             self._arrived_s[storage] = now_s if self._resources.is_synchronous else now_s + took_s
-            self._allocated_s[storage] = now_s
+            self._back_s[storage] = now_s
         elif self._resources.is_synchronous:
             self._arrived_s[storage] += took_s if self._place[storage] == _HOST else 0.0
-            self._allocated_s[storage] = max(now_s, self._arrived_s[storage])
+            self._back_s[storage] = max(now_s, self._arrived_s[storage])
         return max(now_s, self._arrived_s[storage])
-
-    def _lend(self, storage: int) -> None:
-        """Backward uses a storage where it was read or still lies in staging, which has it back when that is over."""
-        padded = self._padded[storage]
-        if storage in self._ahead or self._has_room(padded):  # else it is read to memory of its own
-            heapq.heappush(self._lent, (float(self._lifetimes.freed_s[storage]), padded))
-            self._lent_bytes += padded
 
     def _bring(self, storage: int, now_s: float) -> None:
         """Ask for the reload of a storage."""
         took_s = self._nbytes[storage] / self._resources.copy_in_bytes_per_s
         if self._written_s[storage] > now_s:
             self._forwarded_bytes += self._nbytes[storage]
-            self._allocated_s[storage] = self._written_s[storage]
+            self._back_s[storage] = self._written_s[storage]
             self._arrived_s[storage] = self._written_s[storage] + took_s  # copies of what was read do not wait for it
             return
         on_drive = self._place[storage] == _NVME
         there_s = self._read(now_s, self._padded[storage]) if on_drive else max(now_s, self._copied_s[storage])
-        self._allocated_s[storage] = there_s
+        self._back_s[storage] = there_s
         self._arrived_s[storage] = there_s if self._resources.is_synchronous else self._in.serve(there_s, took_s)
 
     def _read(self, now_s: float, padded: int) -> float:
         """When a read is done: slower as long as there are writes."""
-        start_s = max(now_s, self._reads.free_s)
-        if not self._read_bytes:
-            self._slow_writes(start_s)
-        beside_s = max(0.0, self._writes.free_s - start_s)
+        beside_s = max(0.0, self._writes.free_s - max(now_s, self._reads.free_s))
         took_s = padded / self._read_beside
         if took_s > beside_s:
             took_s = beside_s + (padded - self._read_beside * beside_s) / self._read_rate
         self._read_bytes += padded
         return self._reads.serve(now_s, took_s)
 
-    def _slow_writes(self, from_s: float) -> None:
-        """The first read begins: from then on the writes that are left are slower."""
-        slower = self._write_rate / self._write_beside if math.isfinite(self._write_rate) else 1.0
-        for storage in self._unwritten:
-            self._written_s[storage] += max(0.0, self._written_s[storage] - from_s) * (slower - 1)
-        self._writes.free_s += max(0.0, self._writes.free_s - from_s) * (slower - 1)
-
     def _read_ahead(self, at_s: float) -> None:
         """Ask for what is used next, as far as staging and the distance allow."""
         now_s = at_s + self._shift_s
-        if not self._is_reading:
-            self._begin_reading(at_s)
         self._settle(now_s)
         order, distance = self._order, self._distance or ()
         reach = min(len(order), self._used + distance[self._used]) if self._used < len(distance) else len(order)
@@ -320,46 +287,32 @@ class _Replay:
             if self._place[storage] == _NVME or (self._place[storage] == _HOST and not self._resources.is_synchronous):
                 if not self._hold_ahead(storage, now_s):
                     return
-                self._ahead.add(storage)
                 self._bring(storage, now_s)
-                self._note_staging()
             self._cursor += 1
 
     def _hold_ahead(self, storage: int, now_s: float) -> bool:
         """Take the room for one more storage before its use, if there is."""
-        padded, capacity = self._padded[storage], self._resources.staging_bytes
-        if self._place[storage] == _HOST:
-            if self._host_ahead_bytes and self._host_ahead_bytes + self._nbytes[storage] > capacity:
+        padded, bound_bytes = self._padded[storage], float(self._resources.staging_bytes)
+        if self._written_s[storage] > now_s:  # has its place in staging already
+            self._ahead[storage] = 0
+            return True
+        if self._place[storage] == _NVME:
+            if not self._has_room(padded):
                 return False
-            self._host_ahead_bytes += self._nbytes[storage]
-        elif self._written_s[storage] > now_s:  # has its place in staging already
-            if self._ahead_bytes + self._handed_over_bytes + padded > capacity:
-                return False
-            self._handed_over.add(storage)
-            self._handed_over_bytes += padded
-            self._unwritten_bytes -= padded
-        else:
-            bound_bytes = capacity * PREFETCH_FRACTION_OF_STAGING if self._writes.free_s > now_s else capacity
-            if not self._has_room(padded) or (self._ahead_bytes and self._ahead_bytes + padded > bound_bytes):
-                return False
-            self._ahead_bytes += padded
+            bound_bytes *= PREFETCH_FRACTION_OF_STAGING if self._writes.free_s > now_s else 1
+        if self._ahead_bytes and self._ahead_bytes + padded > bound_bytes:
+            return False
+        self._ahead[storage] = padded
+        self._ahead_bytes += padded
+        if self._place[storage] == _NVME:
+            self._stage(padded)
         return True
 
-    def _begin_reading(self, at_s: float) -> None:
-        """Backward begins, and it is known what was moved."""
-        self._is_reading = True
-        if self._distance is None:
-            self._order = [storage for storage in self._order if self._place[storage] != _KEEP]
-            self._cursor = self._used
-            self._distance = self._just_in_time(np.array(self._order, np.int64), at_s)
-
-    def _just_in_time(self, order: Ints, at_s: float) -> list[int]:
+    def _just_in_time(self, order: Ints) -> list[int]:
         """The prefetch distance for these reloads; see [Note: Latest starts]."""
-        if not len(order):
-            return []
-        timeline, resources = self._timeline, self._resources
-        use_s = self._lifetimes.need_s[order] + self._shift_s + self._again_s(self._lifetimes.need_s[order], at_s)
-        on_drive = np.array([self._place[storage] == _NVME for storage in order])
+        timeline, resources, need_s = self._timeline, self._resources, self._lifetimes.need_s[order]
+        use_s = need_s + self._stall_s + self._again_until_s[np.searchsorted(self._again_at_s, need_s, "left")]
+        on_drive = np.array([self._place[storage] == _NVME for storage in order], bool)
         rate = np.where(use_s <= self._writes.free_s, self._read_beside, self._read_rate) if on_drive.any() else 1.0
         read_s = np.where(on_drive, timeline.padded_bytes[order] / rate, 0.0)
         copy_s = np.where(resources.is_synchronous, 0.0, timeline.nbytes[order] / resources.copy_in_bytes_per_s)
@@ -370,72 +323,51 @@ class _Replay:
         number = np.arange(len(order))
         asked_after = np.searchsorted(use_s, starts_s, "right")
         asked_after = np.clip(asked_after, 0, np.maximum(number - (MIN_DISTANCE - 1), 0))
-        reached = np.searchsorted(asked_after, number, "right")
-        return (reached - number).tolist()  # type: ignore[no-any-return]
-
-    def _again_s(self, need_s: Floats, from_at_s: float) -> Floats:
-        """How much is computed again from a time on until others."""
-        timeline, lifetimes = self._timeline, self._lifetimes
-        made = lifetimes.placements == Placement.REMATERIALIZE
-        at_s = np.concatenate([timeline.backward_start_s[lifetimes.recomputed], lifetimes.need_s[made]])
-        took_s = np.concatenate([timeline.recompute_s[lifetimes.recomputed], timeline.rematerialize_s[made]])
-        order = np.argsort(at_s, kind="stable")
-        order = order[at_s[order] >= from_at_s]
-        return np.append(0.0, np.cumsum(took_s[order]))[np.searchsorted(at_s[order], need_s, "left")]
+        return (np.searchsorted(asked_after, number, "right") - number).tolist()  # type: ignore[no-any-return]
 
     # ---- again ------------------------------------------------------------------------------------------------------
 
-    def _rematerialize(self, storage: int, at_s: float) -> None:
-        took_s = float(self._timeline.rematerialize_s[storage])
-        self._allocated_s[storage] = at_s + self._shift_s
-        self._rematerialized_s += took_s
-        self._shift_s += took_s
-
-    def _recompute(self, block: int, at_s: float) -> None:
-        self._read_ahead(at_s)
-        took_s = float(self._timeline.recompute_s[block])
-        self._recomputed_from_s[block] = at_s + self._shift_s
-        self._recomputed_s += took_s
-        self._shift_s += took_s
+    def _again(self, which: int, at_s: float) -> None:
+        self._back_s[which] = at_s + self._shift_s
+        self._shift_s += float(self._took_s[which])
 
     # ---- what it came to ----------------------------------------------------------------------------------------
 
     def _cost(self) -> Prediction:
-        timeline, times = self._timeline, self._timeline.micro_steps
-        place = np.array(self._place)
-        made, on_host = (place == Placement.REMATERIALIZE) & self._lifetimes.used, place == _HOST
+        timeline, lifetimes, times = self._timeline, self._lifetimes, self._timeline.micro_steps
+        on_host = np.array(self._place) == _HOST
         return Prediction(
-            self._peak_device_bytes(place),
+            self._peak_device_bytes(),
             (timeline.end_s + self._shift_s) * times + timeline.optimizer_s,
             self._stall_s * times,
-            self._recomputed_s * times,
+            float(timeline.recompute_s[lifetimes.recomputed].sum()) * times,
             self._written_bytes * times,
             self._read_bytes * times,
             self._forwarded_bytes * times,
             _peak(
                 self._on_clock(timeline.pack_s[on_host], "left"),
-                self._on_clock(self._lifetimes.freed_s[on_host], "right"),
+                self._on_clock(lifetimes.freed_s[on_host], "right"),
                 timeline.nbytes[on_host],
             ),
             self._peak_staging_bytes,
-            self._rematerialized_s * times,
-            int(timeline.nbytes[made].sum()) * times,
+            float(timeline.rematerialize_s[self._made].sum()) * times,
+            int(timeline.nbytes[self._made].sum()) * times,
         )
 
-    def _peak_device_bytes(self, place: Ints) -> int:
+    def _peak_device_bytes(self) -> int:
         """Most device bytes that storages hold at once; what begins when another ends counts with it."""
         timeline, lifetimes = self._timeline, self._lifetimes
         exists, dropped, nbytes = lifetimes.exists, lifetimes.dropped, timeline.nbytes
         left_s = self._on_clock(timeline.left_s, "right")
         freed_s = self._on_clock(lifetimes.freed_s, "right")
-        gone = place != _KEEP
+        gone = np.array(self._place) != _KEEP
         end_s = np.where(gone, np.maximum(self._copied_s, left_s), np.where(dropped, left_s, freed_s))
         again = exists & ((gone & lifetimes.used) | dropped)
         # Into a recomputation as far as its own length goes: the trace's pack may be later, in a nested call.
         into_s = np.minimum(timeline.made_again_s, np.append(timeline.recompute_s, 0.0)[timeline.owner])
-        made_s = np.append(self._recomputed_from_s, 0.0)[timeline.owner] + into_s
-        again_s = np.where(dropped, made_s, self._allocated_s)
-        begins = np.concatenate([self._on_clock(timeline.pack_s, "left")[exists], again_s[again]])
+        back_s, from_s = np.array(self._back_s[: len(nbytes)]), np.array([*self._back_s[len(nbytes) :], 0.0])
+        back_s = np.where(dropped, from_s[timeline.owner] + into_s, back_s)
+        begins = np.concatenate([self._on_clock(timeline.pack_s, "left")[exists], back_s[again]])
         ends = np.concatenate([end_s[exists], freed_s[again]])
         return _peak(begins, ends, np.concatenate([nbytes[exists], nbytes[again]]))
 
@@ -467,7 +399,7 @@ def replay(
 
     Args:
         distance: see ``Plan.prefetch_distance``; None to find the one that is just in time.
-        may_wait: whether compute waits at pack for room in staging; else what finds none is kept.
+        may_wait: whether compute waits; else what finds no room in staging is kept, and other waits are only noted.
     """
     return _Replay(timeline, assignment, distance, may_wait).run()
 

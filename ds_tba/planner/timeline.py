@@ -184,19 +184,6 @@ class Timeline:
             used[source] |= used[made]
         return Lifetimes(placements, recomputed, exists, dropped, need_s, freed_s, used)
 
-    def dropped_bytes(self, nbytes: Ints) -> Ints:
-        """Of each block that is recomputed alone: what it does not save, and makes again all at once.
-
-        Args:
-            nbytes: of each storage.
-        """
-        storage, block = np.unique(self.inputs, axis=1)
-        own, is_own = self.owner >= 0, self.owner[storage] == block
-        count = len(self.recompute_s)
-        found = np.bincount(self.owner[own], nbytes[own], minlength=count)
-        found -= np.bincount(block[is_own], nbytes[storage[is_own]], minlength=count)
-        return found.astype(np.int64)
-
     def alike_forwards(self) -> int:
         """Of how many interleaved forwards the micro-step is made, if all of them are alike; else 1."""
         count = len(self.forwards)

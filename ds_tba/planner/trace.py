@@ -11,22 +11,27 @@ readers.
 [Note: Sources] Some storages are the output of an operation whose inputs are saved, too, so that the operation alone
 can make them again: ``StorageTrace.sources`` are those inputs, all of them packed earlier. Small tensors and parameters
 that the operation needs are not among them.
+
+[Note: Scopes] Which storage is which in another micro-step of the same model: a micro-step is cut where passes through
+blocks begin and end, so that pass ``n`` is scope ``2 * n + 1``. In each scope the storages are known by the order in
+which they are first saved *there*, so that a block which is recomputed (and saves its inputs only) shifts nobody else's
+place.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from itertools import pairwise
 from typing import Any, TypeVar
 
 from ds_tba.errors import TraceError
 
 FORMAT = 1
+Scopes = tuple[tuple[int, ...], ...]  # the storages of each scope, in order
 OUTSIDE = -1
-MIN_FRACTION = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +91,6 @@ class BlockTrace:
         return self.forward_end_s - self.forward_start_s
 
 
-Row = TypeVar("Row", StorageTrace, BlockTrace)
-
-
 @dataclass(frozen=True, slots=True)
 class PathRates:
     """Measured rates of one directory of ``nvme_path``, in bytes per second, alone and while the other kind runs."""
@@ -108,8 +110,6 @@ class Resources:
         copy_out_bytes_per_s, copy_in_bytes_per_s: between device and host memory.
         staging_bytes: bound of what is between device and file.
         is_synchronous: the device copies in the training thread, which waits for it (a CPU).
-        prefetches_from_backward_start: reading ahead begins with the first unpack of the micro-step, whatever it is of;
-            else with the first unpack of something that was moved.
         compute_s_per_byte: kernel time that moving a storage out and back takes, for each byte.
     """
 
@@ -118,23 +118,30 @@ class Resources:
     copy_in_bytes_per_s: float
     staging_bytes: int
     is_synchronous: bool = False
-    prefetches_from_backward_start: bool = True
     compute_s_per_byte: float = 0.0
+
+    @property
+    def drives(self) -> PathRates:
+        """The sums over all paths; zeros without any."""
+        return PathRates(*(sum(getattr(path, one.name) for path in self.paths) for one in fields(PathRates)))
 
     @property
     def write_bytes_per_s(self) -> float:
         """Of all paths, without concurrent reads."""
-        return sum(path.write_bytes_per_s for path in self.paths)
+        return self.drives.write_bytes_per_s
 
     @property
     def read_bytes_per_s(self) -> float:
         """Of all paths, without concurrent writes."""
-        return sum(path.read_bytes_per_s for path in self.paths)
+        return self.drives.read_bytes_per_s
 
     @property
     def rates(self) -> tuple[float, ...]:
         """Of each path, in bytes per second: writes, then reads."""
         return tuple(rate for path in self.paths for rate in (path.write_bytes_per_s, path.read_bytes_per_s))
+
+
+Row = TypeVar("Row", StorageTrace, BlockTrace)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,35 +201,12 @@ class Trace:
         """Of those that may be moved."""
         return sum(storage.nbytes for storage in self.storages if storage.is_movable)
 
-    def without(self, taken_s: float) -> Trace:
-        """The same micro-step shorter by ``taken_s``, evenly; longer where that is negative.
-
-        A small fraction of the time stays in any case.
-        """
-        factor = max(MIN_FRACTION, 1 - taken_s / self.end_s) if self.end_s else 1.0
-        storages = tuple(_scaled(one, factor) for one in self.storages)
-        blocks = tuple(_scaled(one, factor) for one in self.blocks)
-        return replace(self, storages=storages, blocks=blocks, end_s=self.end_s * factor)
-
-    def grown(self, sizes: Mapping[int, int]) -> Trace:
-        """The same micro-step with larger storages, and longer by as much as all of them together are larger.
-
-        Args:
-            sizes: of the larger storages, by number, in bytes. Storages that cannot be moved grow in proportion: one
-                may stand for many small tensors, whose new sizes are not known.
-        """
-        added_bytes = sum(nbytes - self.storages[index].nbytes for index, nbytes in sizes.items())
-        if added_bytes <= 0:
-            return self
-        factor = 1 + added_bytes / max(1, self.saved_bytes)
-        longer = self.without((1 - factor) * self.end_s)
-        storages = tuple(
-            one
-            if index not in sizes and one.is_movable
-            else replace(one, nbytes=sizes.get(index, math.ceil(one.nbytes * factor)))
-            for index, one in enumerate(longer.storages)
-        )
-        return replace(longer, storages=storages)
+    def scaled(self, time: float, size: float = 1.0) -> Trace:
+        """A step ``time`` times as long, whose storages are ``size`` times as large."""
+        storages = tuple(replace(_later(one, time), nbytes=math.ceil(one.nbytes * size)) for one in self.storages)
+        blocks = tuple(_later(one, time) for one in self.blocks)
+        end_s, optimizer_s = self.end_s * time, self.optimizer_s * time
+        return replace(self, storages=storages, blocks=blocks, end_s=end_s, optimizer_s=optimizer_s)
 
     def to_json(self) -> str:
         """As text; times and rates come back exactly."""
@@ -248,7 +232,12 @@ class Trace:
             TraceError: it is not one, or not consistent.
         """
         try:
-            return cls._from_dict(json.loads(text))
+            data = json.loads(text)
+            if data["format"] != FORMAT:
+                raise TraceError(
+                    f"the trace is of format {data['format']!r}: this version reads {FORMAT}: record again"
+                )
+            return cls._from_dict(data)
         except (KeyError, TypeError, ValueError) as error:
             if isinstance(error, TraceError):
                 raise
@@ -256,11 +245,10 @@ class Trace:
 
     @classmethod
     def _from_dict(cls, data: Mapping[str, Any]) -> Trace:
-        if data["format"] != FORMAT:
-            raise TraceError(f"the trace is of format {data['format']!r}: this version reads {FORMAT}; record it again")
         machine = dict(data["resources"])
         machine["paths"] = tuple(PathRates(**path) for path in machine["paths"])
-        machine.pop("traffic", None)  # of earlier versions
+        for name in ("traffic", "prefetches_from_backward_start"):  # of earlier versions
+            machine.pop(name, None)
         return cls(
             tuple(StorageTrace(**row) for row in _rows(data["storages"], "blocks", "sources")),
             tuple(BlockTrace(**row) for row in _rows(data["blocks"], "inputs")),
@@ -273,8 +261,8 @@ class Trace:
         )
 
 
-def _scaled(row: Row, factor: float) -> Row:
-    """All times of a row times a factor."""
+def _later(row: Row, factor: float) -> Row:
+    """All times of a row, whose names end in ``_s``, times a factor."""
     times = {field.name: getattr(row, field.name) for field in fields(row) if field.name.endswith("_s")}
     return replace(row, **{name: at_s * factor for name, at_s in times.items() if at_s is not None})
 
@@ -298,23 +286,17 @@ def _check_order(what: str, *times: float) -> None:
 
 
 def _check_storage(index: int, storage: StorageTrace, packed_s: float, blocks: int, end_s: float) -> None:
+    what = f"storage {index}"
     if storage.nbytes < 1:
-        raise TraceError(f"storage {index} has {storage.nbytes} bytes: one at least is needed")
+        raise TraceError(f"{what} has {storage.nbytes} bytes: one at least is needed")
     times = (storage.pack_s, storage.last_forward_use_s, storage.first_backward_use_s, storage.freed_s)
-    if not packed_s <= times[0] <= times[1] <= times[2] <= times[3] <= end_s:
-        _check_order(f"storage {index} ({storage.module})", packed_s, *times, end_s)
-        raise TraceError(f"storage {index} ({storage.module}) has a time that is not a number: {times}")
+    _check_order(what, packed_s, *times, end_s)
     if any(not OUTSIDE <= block < blocks for block in storage.blocks):
-        raise TraceError(f"storage {index} names blocks {storage.blocks}: there are {blocks}, counted from 0")
+        raise TraceError(f"{what} names blocks {storage.blocks}: there are {blocks}, counted from 0")
     if storage.rematerialize_s is not None and not 0 <= storage.rematerialize_s < math.inf:
-        raise TraceError(
-            f"storage {index} has rematerialize_s {storage.rematerialize_s}: it must be a number of 0 or more, or None "
-            "where the storage cannot be made again"
-        )
+        raise TraceError(f"{what} has rematerialize_s {storage.rematerialize_s}: it must be 0 or more, or None")
     if any(not 0 <= source < index for source in storage.sources):
-        raise TraceError(
-            f"storage {index} names sources {storage.sources}: each must be the index of a storage packed before it"
-        )
+        raise TraceError(f"{what} names sources {storage.sources}: each must be a storage packed before it")
 
 
 def _check_block(number: int, block: BlockTrace, storages: int, end_s: float) -> None:
@@ -326,8 +308,7 @@ def _check_block(number: int, block: BlockTrace, storages: int, end_s: float) ->
 
 def _check_resources(resources: Resources) -> None:
     rates = [resources.copy_out_bytes_per_s, resources.copy_in_bytes_per_s]
-    for path in resources.paths:
-        rates += [getattr(path, field.name) for field in fields(PathRates)]
+    rates += [rate for path in resources.paths for rate in asdict(path).values()]
     if not all(rate > 0 for rate in rates):
         raise TraceError(f"the rates {rates} must all be above 0 bytes per second: measure them again")
     if not 0 <= resources.compute_s_per_byte < math.inf:
@@ -337,62 +318,16 @@ def _check_resources(resources: Resources) -> None:
 
 
 def slowest(machines: Sequence[Resources]) -> Resources:
-    """The lowest of each rate over all machines, and the least staging.
+    """The lowest of each rate over all machines, of all paths of each together, and the least staging.
 
-    Paths are compared one by one where all machines have as many, else by their sums; where one machine has none,
-    nothing can go to NVMe.
-
-    Raises:
-        TraceError: there is no machine.
+    Where one machine has no path, nothing can go to NVMe.
     """
-    if not machines:
-        raise TraceError("there are no resources to take the slowest of: every rank has its own")
+    drives = [astuple(machine.drives) for machine in machines if machine.paths]
     return Resources(
-        _paths([machine.paths for machine in machines]),
+        (PathRates(*map(min, zip(*drives, strict=True))),) if len(drives) == len(machines) else (),
         min(machine.copy_out_bytes_per_s for machine in machines),
         min(machine.copy_in_bytes_per_s for machine in machines),
         min(machine.staging_bytes for machine in machines),
         is_synchronous=any(machine.is_synchronous for machine in machines),
-        prefetches_from_backward_start=all(machine.prefetches_from_backward_start for machine in machines),
         compute_s_per_byte=max(machine.compute_s_per_byte for machine in machines),
     )
-
-
-def _paths(machines: Sequence[tuple[PathRates, ...]]) -> tuple[PathRates, ...]:
-    if not all(machines):
-        return ()
-    if len({len(paths) for paths in machines}) > 1:
-        machines = [(_combined(sum, paths),) for paths in machines]
-    return tuple(_combined(min, paths) for paths in zip(*machines, strict=True))
-
-
-def _combined(how: Callable[[Sequence[float]], float], paths: Sequence[PathRates]) -> PathRates:
-    return PathRates(*(how([getattr(path, field.name) for path in paths]) for field in fields(PathRates)))
-
-
-# Which storage of a trace is which in another micro-step of the same model.
-#
-# [Note: Scopes] A micro-step is cut where passes through blocks begin and end: before the first pass, the
-# first pass, between the first and the second, ... In each scope the storages are known by the order in which they
-# are first saved *there*, so that a block which is recomputed (and saves its inputs only) shifts nobody else's place.
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """The places of a trace's storages.
-
-    Attributes:
-        scopes: for each scope the storages in the order in which they were first saved in it; pass ``n`` through a
-            block is scope ``2 * n + 1``.
-    """
-
-    scopes: tuple[tuple[int, ...], ...]
-
-    def expected(self, scope: int, trace: Trace, recomputed: tuple[bool, ...]) -> tuple[int, ...]:
-        """The storages that a scope saves when these blocks are recomputed."""
-        if scope >= len(self.scopes):
-            return ()
-        number = scope // 2
-        if scope % 2 and recomputed[number]:
-            return trace.blocks[number].inputs
-        return self.scopes[scope]

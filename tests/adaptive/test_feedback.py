@@ -31,7 +31,7 @@ from ds_tba.adaptive.policy import PlanInForce
 from ds_tba.config import Placement
 from ds_tba.planner.plan import Limits, Plan, Prediction
 from ds_tba.planner.search import adaptive
-from ds_tba.planner.trace import Layout, Trace
+from ds_tba.planner.trace import Trace
 from ds_tba.telemetry.stats import CacheStats
 
 RATES = (100.0, 200.0)
@@ -50,7 +50,7 @@ def plan_of(
     cost = Prediction(SIZE, step_s, 0.0, 0.0, 0, 0, 0, 0, 0, rematerialized_s=computed_s)
     limits = Limits(OVERHEAD, budget, movable_share=share)
     plan = Plan("test", places, (), (), cost)
-    return PlanInForce.of(plan, TRACE, Layout(()), limits)
+    return PlanInForce.of(plan, TRACE, (), limits)
 
 
 @dataclass
@@ -158,7 +158,7 @@ def test_the_planner_moves_less_for_it_and_steps_end_within_the_overhead() -> No
 
     def planned(share: float) -> PlanInForce:
         limits = Limits(OVERHEAD, movable_share=share)
-        return PlanInForce.of(adaptive(trace, limits), trace, Layout(()), limits)
+        return PlanInForce.of(adaptive(trace, limits), trace, (), limits)
 
     free = planned(1.0).moved_share
     assert free > 0.3

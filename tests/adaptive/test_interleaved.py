@@ -22,7 +22,7 @@ from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.planner.plan import Limits, Plan
 from ds_tba.planner.search import Planner, adaptive
-from ds_tba.planner.trace import Layout, Trace
+from ds_tba.planner.trace import Scopes, Trace
 
 FORWARDS = 4
 STEPS = 8
@@ -135,7 +135,7 @@ def test_a_step_that_raised_is_not_recorded_and_the_next_ones_are_exact(
 ) -> None:
     recorded, sizes = Recording.recorded, list[set[int]]()
 
-    def watched(recording: Recording, *args: Any) -> tuple[Trace, Layout]:
+    def watched(recording: Recording, *args: Any) -> tuple[Trace, Scopes]:
         sizes.append({len(record.storages) for record in recording._done})
         return recorded(recording, *args)
 

@@ -12,7 +12,7 @@ from support.traces import SIZE, resources
 from ds_tba.adaptive.policy import ByPlan, PlanInForce
 from ds_tba.config import Placement
 from ds_tba.planner.plan import Limits, Plan, Prediction
-from ds_tba.planner.trace import OUTSIDE, BlockTrace, Layout, StorageTrace, Trace
+from ds_tba.planner.trace import OUTSIDE, BlockTrace, StorageTrace, Trace
 from ds_tba.storage.base import Always, Store
 
 KEEP, HOST, NVME, RECOMPUTE, REMATERIALIZE = Placement
@@ -31,7 +31,7 @@ TRACE = Trace(
     resources(),
     2.0,
 )
-LAYOUT = Layout(((0,), (1, 2), (), (2, 3), (4,)))
+LAYOUT = ((0,), (1, 2), (), (2, 3), (4,))
 
 
 def by_plan(*placements: Placement, recomputed: tuple[bool, bool] = (False, False), may_wait: bool = True) -> ByPlan:

@@ -69,8 +69,6 @@ def test_a_read_is_waited_for_where_nothing_before_it_could_begin_it() -> None:
 def test_reading_ahead_begins_with_the_first_use_of_any_storage() -> None:
     trace = one_block(storage(0.0, 2.5), storage(0.9, 1.25), machine=traces.resources())
     assert cost(trace, N, K).stall_s == 0.0  # read from 1.25 to 2.25
-    later = replace(trace, resources=replace(trace.resources, prefetches_from_backward_start=False))
-    assert cost(later, N, K).stall_s == 1.0
 
 
 def test_what_a_later_forward_saves_is_read_ahead_in_its_turn() -> None:
@@ -125,9 +123,9 @@ def test_what_is_to_stay_counts_within_staging_and_does_not_hold_up_reads_behind
     storages = (storage(-0.0, 2.0), storage(0.9, 1.6), storage(0.95, 1.5), storage(0.97, 1.0))
     found, figures = run(one_block(*storages, machine=machine), N, N, N, K)
     assert found.stalls == [] and figures.forwarded_bytes == 2 * SIZE
-    # Without room for a third, its read waits for the first use of the others.
+    # Without room for a third, its read waits until the first of the others is written and used.
     less, figures = run(one_block(*storages, machine=replace(machine, staging_bytes=2 * SIZE)), N, N, N, K)
-    assert less.stalls == [(2, pytest.approx(0.05)), (0, pytest.approx(0.5))]
+    assert less.stalls == [(2, pytest.approx(0.05)), (0, pytest.approx(1.0))]
 
 
 def test_compute_waits_at_pack_until_a_write_frees_staging() -> None:
@@ -230,12 +228,12 @@ def test_a_storage_that_two_blocks_share_is_not_dropped() -> None:
     assert not outcome.dropped.any() and found.peak_saved_bytes == SIZE
 
 
-def test_a_write_and_a_read_at_once_slow_each_other() -> None:
+def test_a_write_at_the_same_time_slows_a_read() -> None:
     path = PathRates(SIZE, SIZE, SIZE / 2, SIZE / 2)
     machine = replace(traces.resources(), paths=(path,))
-    # The first is written by 1.0; the second is written while the first is read, both at half the rate.
+    # The first is written by 1.0, the second by 2.0; until then the first is read at half the rate, and by 2.5 in all.
     trace = one_block(storage(0.0, 2.0), storage(0.9, 2.9), storage(0.9, 1.0), machine=machine)
-    assert run(trace, N, N, K)[0].stalls[0] == (0, 1.0)
+    assert run(trace, N, N, K)[0].stalls[0] == (0, 0.5)
 
 
 def test_a_step_has_its_micro_steps_and_its_rest() -> None:
@@ -396,16 +394,3 @@ def test_faster_drives_slow_a_plan_by_less_than_what_is_no_longer_handed_over(
     spared_s = max(0, fast.read_bytes - slow.read_bytes) / trace.resources.paths[0].read_bytes_per_s
     spared_s = spared_s if slow.forwarded_bytes else 0.0
     assert fast.step_s <= slow.step_s + 20 * spared_s + 1e-9
-
-
-@given(cases())
-@ANY
-def test_an_unrelated_kept_storage_changes_no_time(case: tuple[Trace, Assignment]) -> None:
-    trace, assignment = case
-    assume(not trace.resources.prefetches_from_backward_start)
-    first = traces.storage(0.0, trace.end_s, trace.end_s, (-1,))
-    blocks = tuple(replace(block, inputs=tuple(index + 1 for index in block.inputs)) for block in trace.blocks)
-    others = (replace(one, sources=tuple(index + 1 for index in one.sources)) for one in trace.storages)
-    larger = replace(trace, storages=(first, *others), blocks=blocks)
-    extended = Assignment(np.concatenate([[K], assignment.placements]).astype(np.int8), assignment.recomputed)
-    assert both(larger, extended)[1].step_s == both(trace, assignment)[1].step_s

@@ -10,7 +10,7 @@ from support import traces
 
 from ds_tba.errors import ConfigError, TraceError
 from ds_tba.planner.plan import Limits
-from ds_tba.planner.trace import MIN_FRACTION, BlockTrace, Resources, Trace
+from ds_tba.planner.trace import BlockTrace, Resources, Trace
 from ds_tba.telemetry.drive_health import write_limit_bytes_per_step
 
 GOOD = traces.one_block(traces.storage(0.5, 2.0), machine=traces.resources(), inputs=(0,))
@@ -92,13 +92,12 @@ def test_limits_are_not_negative(name: str) -> None:
         Limits(**{name: -1})
 
 
-@given(traces.traces() | traces.rematerializable(), st.floats(0.0, 1.0))
+@given(traces.traces() | traces.rematerializable(), st.floats(0.01, 10.0), st.sampled_from([1.0, 1.5, 2.0]))
 @settings(derandomize=True, deadline=None)
-def test_a_trace_without_what_was_taken_is_shorter_and_moves_the_same(trace: Trace, part: float) -> None:
-    shorter = trace.without(part * trace.end_s)
-    factor = max(MIN_FRACTION, 1 - part) if trace.end_s else 1.0
-    assert shorter.end_s == pytest.approx(factor * trace.end_s)
-    for one, before in zip(shorter.storages, trace.storages, strict=True):
-        assert (one.nbytes, one.sources) == (before.nbytes, before.sources)
-        taken_s = None if before.rematerialize_s is None else before.rematerialize_s * factor
-        assert one.rematerialize_s == (None if taken_s is None else pytest.approx(taken_s))
+def test_a_longer_trace_of_larger_storages_is_the_same_otherwise(trace: Trace, time: float, size: float) -> None:
+    found = trace.scaled(time, size)
+    assert found.step_s == pytest.approx(time * trace.step_s)
+    for one, before in zip(found.storages, trace.storages, strict=True):
+        assert before.nbytes * size <= one.nbytes < before.nbytes * size + 1 and one.sources == before.sources
+        took_s = None if before.rematerialize_s is None else before.rematerialize_s * time
+        assert one.rematerialize_s == (None if took_s is None else pytest.approx(took_s))

@@ -64,7 +64,6 @@ def machines(draw: st.DrawFn, end_s: float) -> Resources:
         draw(st.sampled_from([1e7, 1e8, UNLIMITED])),
         4096 * draw(st.integers(1, 40)),
         is_synchronous=draw(st.booleans()),
-        prefetches_from_backward_start=draw(st.booleans()),
         compute_s_per_byte=draw(st.sampled_from([0.0, 0.0, 2.0**-24])),
     )
 
