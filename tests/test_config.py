@@ -47,7 +47,7 @@ def test_defaults_are_those_of_the_design() -> None:
             "integrity": "sampled",
         },
         "ssd": {"rated_endurance_tbw": None, "min_life_days": None},
-        "report": {"path": None, "trace_path": None, "every_steps": 0},
+        "report": {"path": None, "trace_path": None, "timeline_path": None, "every_steps": 0},
     }
 
 
