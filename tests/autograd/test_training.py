@@ -32,7 +32,7 @@ def report_of(directory: Path, rank: int = 0) -> dict[str, Any]:
 
 @needs_aio
 def test_two_ranks_with_parameters_and_activations_on_nvme(tmp_path: Path) -> None:
-    """The acceptance run: ZeRO-3, parameters on NVMe, one script, both backends, one of them under the stock launcher."""
+    """The acceptance run: ZeRO-3, parameters on NVMe, one script, both backends; aio under the stock launcher."""
     aio_built()
     config = runs.nvme_parameters(tmp_path)
     without = runs.run(config, tmp_path, ranks=2)
