@@ -112,15 +112,12 @@ class Controller:
         self._blocks = blocks
         # Under ZeRO-3 a recomputation gathers parameters, which takes all ranks.
         self._is_strict = self._agreement.size > 1 and any(hasattr(one, "ds_id") for one in model.parameters())
-        blocks.install()
         if self._budget_bytes is not None:
             self._cache.limit_resident(self._budget_bytes, "activation_budget_bytes")
 
     def close(self) -> None:
-        """Remove the hooks from the model, and decide nothing more."""
+        """Decide nothing more."""
         self._is_over, self._recording = True, None
-        if self._blocks is not None:
-            self._blocks.uninstall()
 
     # ---- a micro-step -------------------------------------------------------------------------------------------
 

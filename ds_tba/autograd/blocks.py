@@ -13,14 +13,14 @@ one, too (a stage of a pipeline).
   running one again saves nothing.
 - Where nothing repeats, a lone member of a ``ModuleList`` counts: ALBERT calls one layer many times.
 
-[Note: Copies] Hooks and our ``forward`` are for one very module. A deep copy of it, or a pickled one, has hooks that do
-nothing and the forward of its class; a shallow copy shares ours, which tell for which module they are called.
+[Note: In the place of forward] While the model's forward runs, ours stands in the place of each block's ``forward``;
+outside of that the model is the user's, to copy, inspect or change. In between, a deep copy has the forward of its own
+class, and whoever wraps ours keeps it: from then on it stays where it is, and passes through outside of forwards.
 
 [Note: Compiled models] Code that ``torch.compile`` compiles runs without us: a model compiled as a whole tells of no
 pass, and its code is the same with us and without. Blocks that were compiled one by one before they were found
 (``layers[i] = torch.compile(layer)``) are told of and recomputed as others are. Those compiled in place
-(``layer.compile()``), or inside of a model whose graph breaks, are told of where nothing is to be recomputed, and never
-recomputed.
+(``layer.compile()``), or inside of a model whose graph breaks, are told of never.
 """
 
 from __future__ import annotations
@@ -28,14 +28,12 @@ from __future__ import annotations
 import copy
 import difflib
 import functools
-import inspect
 import logging
-import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -45,14 +43,12 @@ from torch import nn
 from ds_tba.autograd.recompute import (
     CAN_RECOMPUTE,
     Arguments,
-    Check,
     RecomputedPass,
     innermost_hooks,
-    replace_forward,
-    restore_forward,
+    replaced_forward,
 )
 from ds_tba.autograd.saved import Hooks
-from ds_tba.autograd.tensors import is_being_compiled, uncompiled
+from ds_tba.autograd.tensors import is_being_compiled
 from ds_tba.config import BLOCK
 from ds_tba.errors import ConfigError
 
@@ -79,8 +75,6 @@ _UNSEEN = (
 
 # Autograd's number of the backward in this thread when there is none.
 _NO_BACKWARD = -1
-# Attributes of a bound method that inspect and torch.jit ask for.
-_OF_METHODS = frozenset({"__code__", "__defaults__", "__func__", "__globals__", "__kwdefaults__", "__self__"})
 
 # Containers that nobody calls, and those that hold layers.
 _UNCALLED = (nn.ModuleList, nn.ModuleDict)
@@ -130,7 +124,7 @@ class Blocks:
     Args:
         blocks: from :func:`find_blocks`.
         listener: is told of each pass inside :meth:`listening`.
-        may_recompute: whether a pass may be recomputed. Without that nobody's ``forward`` is replaced.
+        may_recompute: whether a pass may be recomputed.
         count: called with each tensor that a recomputation saves.
     """
 
@@ -147,39 +141,14 @@ class Blocks:
         self._listener = listener
         self._count = count
         self._thread = _Thread()
-        self._checks = [Check() for _ in self.all]
+        self._compared: set[str] = set()  # paths of blocks whose first recomputation gave the same output
         self._seen: set[str] = set()
         self._why: dict[str, str] = {} if CAN_RECOMPUTE else dict.fromkeys((one.path for one in self.all), OLD_PYTORCH)
         self._told: set[str] = set()
-        self._forwards: list[tuple[_Forward, Any]] = []
-        self._hooks: list[Any] = []
-
-    def install(self) -> None:
-        """Be told of passes: by forward hooks, or in the place of each block's ``forward`` if it may run again."""
-        if self._forwards or self._hooks:
-            return
-        for block in self.all:
-            if self.may_recompute:
-                forward = _Forward(self, block, block.module.forward)
-                self._forwards.append((forward, replace_forward(block.module, forward)))
-                continue
-            enter = _PassHook(functools.partial(_enter, self, block), block.module)
-            leave = _PassHook(functools.partial(_leave, self, block), block.module)
-            self._hooks += [
-                block.module.register_forward_pre_hook(enter, with_kwargs=True),
-                block.module.register_forward_hook(leave, always_call=True),
-            ]
-
-    def uninstall(self) -> None:
-        """Give every block its own ``forward`` back, also where backward has yet to recompute it."""
-        for forward, before in self._forwards:
-            forward.is_tied = False
-            if forward.block.module.__dict__.get("forward") is forward:  # else another has wrapped us: pass through
-                restore_forward(forward.block.module, before)
-        self._forwards.clear()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        self._forwards = [_Forward(self, block) for block in self.all]
+        self._lock = threading.Lock()
+        self._forwards_under_way = 0  # in all threads
+        self._in_place = ExitStack()
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -188,14 +157,21 @@ class Blocks:
         Enter it inside the saved-tensor hooks that the passes are to save through: where others are the innermost,
         nothing is recomputed.
         """
-        before = self._thread.session
-        session = self._thread.session = _Session(innermost_hooks())
+        before = self._thread.session  # None, or that of a forward around this one
+        self._thread.session = (innermost_hooks(),)
+        with self._lock:
+            self._forwards_under_way += 1
+            if self._forwards_under_way == 1:
+                for forward in self._forwards:
+                    self._in_place.enter_context(forward.in_place())
         try:
             yield
         finally:
-            self._thread.session = before  # None, or that of a forward around this one
-            for block in reversed(session.inside):  # of passes that an interrupt has ended, without hooks after them
-                self._listener.leave(block)
+            self._thread.session = before
+            with self._lock:
+                self._forwards_under_way -= 1
+                if self._forwards_under_way == 0:
+                    self._in_place.close()
 
     def is_recomputable(self, block: Block) -> bool:
         """Whether passes through the block may be recomputed, as far as passes have shown."""
@@ -232,12 +208,12 @@ class Blocks:
         Args:
             forward: the block's own.
         """
-        session = self._session
-        if session is None:
+        session = self._thread.session
+        if session is None or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != _NO_BACKWARD:
             return forward(*args, **kwargs)
         arguments = Arguments(args, kwargs)
         self._seen.add(block.path)
-        if innermost_hooks() != session.hooks:
+        if (innermost_hooks(),) != session:
             self._why.setdefault(block.path, _HOOKS_AROUND)
         elif any("cache" in type(one).__name__.lower() for one in arguments.others):
             self._why.setdefault(block.path, _CACHE)
@@ -246,120 +222,53 @@ class Blocks:
             if token is None or not self.is_recomputable(block):
                 return forward(*args, **kwargs)
             begin = functools.partial(self._listener.recompute, token)
-            check = self._checks[block.index]
-            recomputed = RecomputedPass(block.path, block.module, forward, arguments, check, begin, self._count)
+            compared = self._compared
+            recomputed = RecomputedPass(block.path, block.module, forward, arguments, compared, begin, self._count)
             return recomputed.run(args, kwargs)
         finally:
             self._listener.leave(block)
 
-    @property
-    def _session(self) -> _Session | None:
-        """The session to which passes of this thread belong now, if any."""
-        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != _NO_BACKWARD:
-            return None
-        return self._thread.session
-
-
-@dataclass(slots=True)
-class _Session:
-    """One forward of the model in one thread.
-
-    Attributes:
-        hooks: the saved-tensor hooks outside of all passes.
-        inside: blocks whose hooks have told of the beginning of a pass, and not of its end.
-    """
-
-    hooks: Hooks | None
-    inside: list[Block] = field(default_factory=list)
-
 
 class _Thread(threading.local):  # forwards of several threads may interleave, each in a session of its own
-    session: _Session | None = None
-
-
-def _enter(blocks: Blocks, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    session = blocks._session
-    if session is not None:
-        session.inside.append(block)
-        blocks._listener.enter(block, tuple(Arguments(args, kwargs).tensors))
-
-
-def _leave(blocks: Blocks, block: Block, _args: Any, _output: Any) -> None:
-    session = blocks._thread.session
-    if session is not None and session.inside and session.inside[-1] is block:
-        session.inside.pop()
-        blocks._listener.leave(block)
-
-
-class _PassHook:
-    """A forward hook, before or after, that tells of the passes through one module; see [Note: Copies]."""
-
-    def __init__(self, tell: Callable[[Any, Any], None], module: nn.Module | None) -> None:
-        self._tell = tell
-        self._module = module
-
-    def __call__(self, module: nn.Module, args: Any, kwargs_or_output: Any) -> None:
-        if not torch.compiler.is_compiling() and module is self._module:
-            uncompiled(self._tell, args, kwargs_or_output)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return no_hook
-
-    def __reduce__(self) -> Any:
-        return functools.partial, (no_hook,)
-
-
-def no_hook(*_: Any) -> None:
-    """Stands in a copied module for the hook of the original."""
+    session: tuple[Hooks | None] | None = None  # the saved-tensor hooks outside of all passes
 
 
 class _Forward:
-    """Stands in the place of a block's ``forward``; see [Note: Copies]."""
+    """Stands in the place of a block's ``forward``; see [Note: In the place of forward].
 
-    def __init__(self, blocks: Blocks, block: Block, forward: Callable[..., Any]) -> None:
-        functools.update_wrapper(self, forward, updated=())  # whoever inspects the signature sees the module's own
+    One object for all forwards: compiled code is compiled again for another.
+    """
+
+    def __init__(self, blocks: Blocks, block: Block) -> None:
+        self._own: Callable[..., Any] = block.module.forward
+        functools.update_wrapper(self, self._own, updated=())  # whoever inspects the signature sees the module's own
         self._blocks = blocks
-        self._forward = forward
-        self._is_of_class = "forward" not in block.module.__dict__
-        self.block = block
-        self.is_tied = True
+        self._block = block
+        self._is_wrapped = False
 
-    def __getattr__(self, name: str) -> Any:
-        if name in _OF_METHODS:  # whoever inspects the block's forward finds that of its class
-            return getattr(self._own(self.block.module), name)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        module = self._block.module
+        if self._is_wrapped:
+            yield
+            return
+        if module.forward != self._own:  # it may have another by now, and so may its class
+            self._own = module.forward
+        with replaced_forward(module, self):
+            yield
+            self._is_wrapped = module.__dict__.get("forward") is not self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return self._own(self.block.module)(*args, **kwargs)
-        module: Any = sys._getframe(1).f_locals.get("self")  # of nn.Module's call: the module that is called
-        if not (isinstance(module, nn.Module) and module.__dict__.get("forward") is self):  # no shallow copy either
-            module = self.block.module
-        if is_being_compiled():
-            return uncompiled(self._own, module)(*args, **kwargs)
-        forward = self._own(module)
-        if module is not self.block.module or not self.is_tied:
-            return forward(*args, **kwargs)
-        return self._blocks.run(self.block, forward, args, kwargs)
-
-    def _own(self, module: nn.Module) -> Callable[..., Any]:
-        """The own forward of the block's module, or of a copy of it; its class may have another by now."""
-        if not self._is_of_class:
-            return self._forward
-        found: Any = inspect.getattr_static(type(module), "forward")
-        method: Callable[..., Any] = found.__get__(module, type(module)) if hasattr(found, "__get__") else found
-        return method
+        if torch.compiler.is_compiling() or is_being_compiled():
+            return self._own(*args, **kwargs)
+        return self._blocks.run(self._block, self._own, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self._forward, memo)
-
-    def __reduce__(self) -> Any:
-        # At unpickling the module has no attribute of its own yet, so this is the method of its class.
-        return getattr, (self.block.module, "forward")
+        return copy.deepcopy(self._own, memo)
 
 
 # For :func:`ds_tba.autograd.tensors.skip_frames`.
-FRAMES = (_Forward.__call__, _PassHook.__call__)
+FRAMES = (_Forward.__call__,)
 
 # ---- the layers of a model ------------------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -67,10 +67,6 @@ def innermost_hooks() -> Hooks | None:
     return _innermost_hooks(False) if _innermost_hooks is not None else None
 
 
-class _Place(NamedTuple):
-    position: int
-
-
 class Arguments:
     """The arguments of one call, taken apart into tensors and the rest.
 
@@ -81,22 +77,16 @@ class Arguments:
 
     Attributes:
         tensors: in order of appearance, positional arguments first.
-        others: all that is no tensor.
+        others: all that is no tensor, and None in the places of tensors.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         values, self._form = tree_flatten((args, kwargs), is_leaf=lambda one: type(one) not in (tuple, list, dict))
-        positions: dict[int, int] = {}
-        self.tensors: list[torch.Tensor] = []
-        self.others: list[Any] = [_Place(0)] * len(values)
-        for at, value in enumerate(values):
-            if not isinstance(value, torch.Tensor):
-                self.others[at] = value
-                continue
-            position = positions.setdefault(id(value), len(self.tensors))
-            if position == len(self.tensors):
-                self.tensors.append(value)
-            self.others[at] = _Place(position)
+        unique = {id(one): one for one in values if isinstance(one, torch.Tensor)}
+        self.tensors: list[torch.Tensor] = list(unique.values())
+        positions = {key: position for position, key in enumerate(unique)}
+        self._places = [(at, positions[id(one)]) for at, one in enumerate(values) if isinstance(one, torch.Tensor)]
+        self.others: list[Any] = [None if isinstance(one, torch.Tensor) else one for one in values]
 
     def take_tensors(self) -> list[torch.Tensor]:
         """The tensors, which are held no longer, but for their places."""
@@ -105,15 +95,11 @@ class Arguments:
 
     def with_tensors(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Args and kwargs with ``tensors`` in place of the own; containers are new ones."""
-        values = [tensors[one.position] if type(one) is _Place else one for one in self.others]
+        values = [*self.others]
+        for at, position in self._places:
+            values[at] = tensors[position]
         args, kwargs = tree_unflatten(values, self._form)
         return args, kwargs
-
-
-class Check:
-    """Whether a block's first recomputation has given the output of its forward, bit for bit."""
-
-    is_done = False
 
 
 class RecomputedPass:
@@ -123,7 +109,7 @@ class RecomputedPass:
         path: of the block, for messages.
         forward: the module's, as it is without us.
         arguments: of this pass.
-        check: of the block.
+        compared: paths of the blocks whose output was the same in a recomputation, bit for bit.
         begin: called before each run in backward.
         count: called with each tensor that a run in backward saves.
     """
@@ -134,7 +120,7 @@ class RecomputedPass:
         module: nn.Module,
         forward: Callable[..., Any],
         arguments: Arguments,
-        check: Check,
+        compared: set[str],
         begin: Callable[[], None],
         count: Callable[[torch.Tensor], None] | None,
     ) -> None:
@@ -142,7 +128,7 @@ class RecomputedPass:
         self._module = module
         self._forward = forward
         self._arguments = arguments
-        self._check = check
+        self._compared = compared
         self._begin = begin
         self._count = count
         self._shapes = _own_shapes(module)
@@ -165,7 +151,7 @@ class RecomputedPass:
 
         given = [(args, kwargs)]
         others_stop_early: Any = getattr(checkpointing, "_enable_checkpoint_early_stop", True)
-        is_checked = not self._check.is_done
+        is_checked = self._path not in self._compared
         # Checked, it must have an output; for hooks see [Note: To the end].
         to_the_end = is_checked or _has_hooks_inside(self._module)
         with set_checkpoint_early_stop(False) if to_the_end else nullcontext():
@@ -190,13 +176,13 @@ class RecomputedPass:
             else:
                 result = self._through_hooks(args, kwargs)
         self._versions = _versions_of(self._module)
-        if self._digest is not None and not self._check.is_done:
+        if self._digest is not None and self._path not in self._compared:
             if _digest(result) != self._digest:
                 raise RecomputationError(
                     f"the forward of the block {self._path!r} returned other bytes when it ran again in backward than "
                     f"the first time: {_REPAIR}"
                 )
-            self._check.is_done = True
+            self._compared.add(self._path)
         return result
 
     def _through_hooks(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -208,12 +194,8 @@ class RecomputedPass:
                 results.append(self._forward(*args, **kwargs))
             return results[-1]
 
-        before = replace_forward(self._module, forward)
-        try:
-            with torch.no_grad():
-                nn.Module.__call__(self._module, *args, **kwargs)
-        finally:
-            restore_forward(self._module, before)
+        with replaced_forward(self._module, forward), torch.no_grad():
+            nn.Module.__call__(self._module, *args, **kwargs)
         return results.pop()  # not what hooks made of it
 
     @contextmanager
@@ -226,79 +208,63 @@ class RecomputedPass:
 
         def pack(tensor: torch.Tensor) -> Any:
             if isinstance(tensor, nn.Parameter):
-                return _Parameter(tensor, _version_of(tensor))
+                return tensor
             if count is not None:
                 count(tensor)
             return checkpoint_pack(tensor)
 
         def unpack(held: Any) -> torch.Tensor:
-            if not isinstance(held, _Parameter):
-                return _unpacked(path, checkpoint_unpack, held)
-            if _version_of(held.tensor) != held.version:
-                raise ActivationModifiedError(
-                    f"a parameter of shape {tuple(held.tensor.shape)} that backward needs was modified by an in-place "
-                    f"operation: it is at version {_version_of(held.tensor)}, and was saved at version {held.version}."
-                )
-            originals.add(held.tensor, is_held=True)
-            return held.tensor
+            if isinstance(held, nn.Parameter):
+                originals.add(held, is_held=True)
+                return held
+            try:
+                return checkpoint_unpack(held)
+            except CheckpointError as error:
+                lines = (line for line in str(error).splitlines() if line.strip())
+                raise RecomputationError(
+                    f"the forward of the block {path!r} saved other tensors when it ran again in backward than the "
+                    f"first time: {_REPAIR} ({next(lines, type(error).__name__)})"
+                ) from error
 
         with uncompiled_hooks(pack, unpack):
             yield
 
 
-class _Parameter(NamedTuple):
-    tensor: torch.Tensor
-    version: int
-
-
-def _version_of(tensor: torch.Tensor) -> int:
-    """The version counter; -1 for an inference tensor, which has none."""
-    return -1 if tensor.is_inference() else tensor._version
-
-
 def _versions_of(module: nn.Module) -> list[int]:
-    return [_version_of(one) for one in module.parameters()]
-
-
-def _unpacked(path: str, unpack: Callable[[Any], torch.Tensor], held: Any) -> torch.Tensor:
-    try:
-        return unpack(held)
-    except CheckpointError as error:
-        first_line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise RecomputationError(
-            f"the forward of the block {path!r} saved other tensors when it ran again in backward than the first time: "
-            f"{_REPAIR} ({first_line})"
-        ) from error
+    """The version counters; -1 for an inference tensor, which has none."""
+    return [-1 if one.is_inference() else one._version for one in module.parameters()]
 
 
 def _digest(result: Any) -> list[Any]:
     """Forms and bytes of the tensors in an output. Waits for the device."""
+    found: list[Any] = []
     with torch.no_grad():
-        return [_tensor_digest(one) for one in tree_flatten(result)[0] if isinstance(one, torch.Tensor)]
+        for tensor in tree_flatten(result)[0]:
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            found.append((type(tensor), tensor.dtype, tensor.layout, tensor.is_quantized))
+            if has_plain_storage(tensor) and not (
+                tensor.is_quantized or tensor.is_meta
+            ):  # else it has no block of bytes
+                data = integers_of(tensor).contiguous().cpu()
+                found.append((tensor.shape, digest_of(data.reshape(-1).view(torch.uint8))))
+    return found
 
 
-def _tensor_digest(tensor: torch.Tensor) -> tuple[Any, ...]:
-    form = type(tensor), tensor.dtype, tensor.layout
-    if not has_plain_storage(tensor) or tensor.is_quantized or tensor.is_meta:  # bytes that cannot be had as a block
-        return form
-    data = integers_of(tensor).contiguous().cpu()
-    return (*form, tuple(tensor.shape), digest_of(data.reshape(-1).view(torch.uint8)))
-
-
-def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Any:
-    """Set a forward on this one module; returns the argument for :func:`restore_forward`."""
+@contextmanager
+def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Have a forward on this one module, unless another takes its place meanwhile."""
     # Past __setattr__, which some modules (torch.compile's) hand on to what they wrap.
-    before = module.__dict__.get("forward", _ABSENT)
-    module.__dict__["forward"] = forward
-    return before
-
-
-def restore_forward(module: nn.Module, before: Any) -> None:
-    """Undo :func:`replace_forward`."""
-    if before is _ABSENT:
-        del module.__dict__["forward"]
-    else:
-        module.__dict__["forward"] = before
+    attributes = module.__dict__
+    before = attributes.get("forward", _ABSENT)
+    attributes["forward"] = forward
+    try:
+        yield
+    finally:
+        if attributes.get("forward") is forward:
+            del attributes["forward"]
+            if before is not _ABSENT:
+                attributes["forward"] = before
 
 
 @contextmanager

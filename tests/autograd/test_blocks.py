@@ -88,7 +88,6 @@ class Bench:
         self.twin = copy.deepcopy(self.model)
         self.listener = Listener()
         self.blocks = Blocks(find_blocks(self.model, None), self.listener)
-        self.blocks.install()
 
     def micro_step(
         self, *wanted: int, seed: int = 7, around: Callable[[], AbstractContextManager[Any]] = nullcontext, **more: Any
@@ -340,45 +339,51 @@ def test_an_error_in_a_recomputation_reaches_backward(monkeypatch: pytest.Monkey
 # ---- the model is left as it was found ------------------------------------------------------------------------------
 
 
-def test_uninstalling_leaves_the_model_as_it_was() -> None:
+def test_a_forward_leaves_the_model_as_it_was() -> None:
     model = Net()
     own = model.layers[2].forward
     model.layers[2].forward = own  # an attribute of its own
     before = [dict(module.__dict__) for module in model.modules()]
     blocks = Blocks(find_blocks(model, None), Listener())
     for _ in range(2):
-        blocks.install()
-        first = model.layers[0].forward
-        blocks.install()
-        assert model.layers[0].forward is first and first.__name__ == "forward"
-        blocks.uninstall()
-        blocks.uninstall()
+        with blocks.listening():
+            first = model.layers[0].forward
+            with blocks.listening():
+                assert model.layers[0].forward is first and first.__name__ == "forward"
+            assert model.layers[0].forward is first
         assert [dict(module.__dict__) for module in model.modules()] == before
         assert model.layers[2].__dict__["forward"] is own
 
 
-def test_uninstalling_between_forward_and_backward() -> None:
+def test_who_wraps_the_forward_of_a_block_is_run_with_it() -> None:
     bench = settled()
-
-    def uninstalled(loss: Tensor) -> None:
-        bench.blocks.uninstall()
-        loss.backward()
-
-    ours = bench.micro_step(0, 1, 2, 3, backward=uninstalled)
-    assert_same(ours, run(bench.twin, 7))
-    assert bench.listener.count("recompute") == 4
+    layer, calls = bench.model.layers[0], []
+    own = layer.forward
+    theirs = layer.forward = lambda x: (calls.append(1), own(x))[1]
+    bench.check(0)
+    assert layer.forward is theirs and len(calls) == bench.listener.count("recompute") + 1 == 2
 
 
-def test_who_wraps_us_keeps_what_they_wrapped() -> None:
+def test_who_wraps_a_block_in_the_middle_of_forward_is_run_with_it() -> None:
     bench = settled()
-    layer = bench.model.layers[0]
-    ours = layer.forward
-    theirs = layer.forward = lambda x: ours(x)
-    bench.blocks.uninstall()
+    layer, calls = bench.model.layers[0], []
     with bench.blocks.listening():
-        run(bench.model, 1)
+        ours = layer.forward
+        theirs = layer.forward = lambda x: (calls.append(1), ours(x))[1]
+    for _ in range(2):
+        bench.check(0)
+    assert layer.forward is theirs and len(calls) == 2 and bench.listener.count("recompute") == 2
+
+
+def test_a_copy_that_is_made_in_the_middle_of_forward_runs_itself() -> None:
+    bench = settled()
+    with bench.blocks.listening():
+        other = copy.deepcopy(bench.model)
+        with torch.no_grad():
+            for parameter in (*other.parameters(), *bench.twin.parameters()):
+                parameter.mul_(0.5)
+        assert_same(run(other, 5), run(bench.twin, 5))
     assert bench.listener.events == []
-    assert layer.forward is theirs
 
 
 @pytest.mark.parametrize("made", ["deepcopy", "pickle"])
@@ -824,7 +829,6 @@ def test_nothing_is_recomputed_where_nobody_may_recompute() -> None:
     listener = Listener()
     listener.wanted = {0, 1, 2, 3}
     blocks = Blocks(find_blocks(model, None), listener, may_recompute=False)
-    blocks.install()
     for _ in range(3):
         with blocks.listening():
             loss = model(torch.randn(BATCH, LENGTH, WIDTH))
@@ -992,7 +996,6 @@ def test_blocks_compiled_one_by_one(backend: str) -> None:
             one.layers[index] = torch.compile(one.layers[index], backend=backend)
     listener = Listener()
     blocks = Blocks(find_blocks(model, None), listener)
-    blocks.install()
     for wanted in ((), (), (0, 1, 2, 3)):
         listener.wanted = set(wanted)
         with blocks.listening():

@@ -1,4 +1,4 @@
-"""Blocks that are never run again are told of by hooks: their ``forward`` is the user's, whatever he does with it."""
+"""Passes are told of, and outside of forwards the ``forward`` of a block is the user's, whatever he does with it."""
 
 from __future__ import annotations
 
@@ -61,9 +61,7 @@ def told() -> Told:
 
 @pytest.fixture
 def blocks(model: Model, told: Told) -> Blocks:
-    blocks = Blocks(find_blocks(model, None), told, may_recompute=False)
-    blocks.install()
-    return blocks
+    return Blocks(find_blocks(model, None), told, may_recompute=False)
 
 
 PASSES = ["layers.0 with 1", "layers.0 left", "layers.1 with 1", "layers.1 left"]
@@ -87,13 +85,13 @@ def test_a_pass_that_raises_is_over(model: Model, told: Told, blocks: Blocks) ->
 
 
 def test_a_pass_that_is_interrupted_is_over_with_the_forward(model: Model, told: Told, blocks: Blocks) -> None:
-    def interrupt(*_: Any) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    handle = model.layers[1].register_forward_pre_hook(interrupt)
+    model.layers[1].forward = interrupt  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt), blocks.listening():
         model(torch.ones(3))
-    handle.remove()
+    del model.layers[1].forward
     assert told.of == PASSES
 
 
@@ -109,7 +107,6 @@ def test_a_forward_that_is_replaced_in_the_class_runs_also_where_blocks_may_run_
     model: Model, told: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blocks = Blocks(find_blocks(model, None), told)
-    blocks.install()
     with blocks.listening():
         model(torch.ones(3))
     monkeypatch.setattr(Doubles, "forward", lambda self, x, fails=False: x + 1)
@@ -132,7 +129,6 @@ def test_a_shallow_copy_of_a_block_that_may_run_again_computes_with_its_own_attr
     monkeypatch.setattr(Doubles, "factor", 2, raising=False)
     monkeypatch.setattr(Doubles, "forward", lambda self, x, fails=False: x * self.factor)
     blocks = Blocks(find_blocks(model, None), told)
-    blocks.install()
     other = how(model.layers[0])
     other.factor = 5
     with blocks.listening():
@@ -142,17 +138,15 @@ def test_a_shallow_copy_of_a_block_that_may_run_again_computes_with_its_own_attr
     assert told.of != []
 
 
-def test_a_block_that_may_run_again_shows_the_forward_of_its_class(model: Model, told: Told) -> None:
-    own = model.layers[0].forward
-    blocks = Blocks(find_blocks(model, None), told)
-    blocks.install()
-    forward = model.layers[0].forward
-    assert (forward.__func__, forward.__self__, forward.__code__) == (own.__func__, own.__self__, own.__code__)
-    assert inspect.signature(forward) == inspect.signature(own)
+def test_a_block_shows_the_signature_of_its_class_in_forwards(model: Model, blocks: Blocks) -> None:
+    own = inspect.signature(model.layers[0].forward)
+    with blocks.listening():
+        assert inspect.signature(model.layers[0].forward) == own
 
 
 def test_nothing_stays_on_the_model(model: Model, blocks: Blocks) -> None:
-    blocks.uninstall()
+    with blocks.listening():
+        model(torch.ones(3))
     for module in model.modules():
         assert not module._forward_hooks and not module._forward_pre_hooks and "forward" not in module.__dict__
 
@@ -162,13 +156,11 @@ def test_a_compiled_block_is_told_of_and_one_inside_a_compiled_model_is_not(told
     model.layers[0] = torch.compile(model.layers[0], backend="eager")
     model.layers[1] = torch.compile(model.layers[1], backend="eager")
     blocks = Blocks(find_blocks(model, None), told, may_recompute=False)
-    blocks.install()
     with blocks.listening():
         expected = model(torch.ones(3))
     assert told.of == PASSES
     whole = Model()
     within = Blocks(find_blocks(whole, None), told, may_recompute=False)
-    within.install()
     compiled = torch.compile(whole, backend="eager")
     with within.listening():
         assert torch.equal(compiled(torch.ones(3)), expected)

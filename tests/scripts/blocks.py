@@ -106,9 +106,7 @@ def train(config, recompute):
     model = Net()
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=copy.deepcopy(config))
     listener = Planned()
-    blocks = Blocks(find_blocks(engine.module, None), listener)
-    if recompute:
-        blocks.install()
+    blocks = Blocks(find_blocks(engine.module, None) if recompute else [], listener)
     dtype = torch.bfloat16 if engine.bfloat16_enabled() else torch.float32
     chance = torch.Generator().manual_seed(1 + rank)
     torch.manual_seed(100 + rank)
