@@ -321,10 +321,6 @@ def _forward(offloader: ActivationOffloader, original: functools.partial[Any], e
         ) from error
 
 
-def _backward(_offloader: ActivationOffloader, original: Callable[[], Any], _engine: Any) -> Any:
-    return original()  # wrapped for the sake of what it raises
-
-
 def _step(offloader: ActivationOffloader, original: Callable[[], Any], engine: Any) -> Any:
     offloader.note_micro_step()
     before = engine.global_steps
@@ -376,7 +372,7 @@ _Table = Mapping[str, Mapping[str, Callable[..., Any] | None]]
 _AROUND: _Table = {
     "DeepSpeedEngine": {
         "forward": _forward,
-        "backward": _backward,
+        "backward": lambda _offloader, original, _engine: original(),  # for the sake of what it raises
         "step": _step,
         "destroy": _destroy,
         "__del__": _collected,

@@ -445,9 +445,7 @@ class ActivationOffloader:
             # That of a backward which no engine has called: the interpreter leaves it there before it exits.
             self.note_failure(getattr(sys, "last_value", None))
             little = self._little.judge(self.cache.stats.kept_bytes, self._done_bytes())
-            report = self.report()
-            logger.info("rank %d: %s", self._rank, "; ".join(filter(None, [report.summary(), little])))
-            logger.debug("rank %d: %s", self._rank, report.transfers())
+            logger.info("rank %d: %s", self._rank, "; ".join(filter(None, [self.report().summary(), little])))
             self._refresh_report(now=True)
             atexit.unregister(self.close)
 

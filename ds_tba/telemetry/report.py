@@ -162,14 +162,6 @@ class OffloadReport:
         parts += [f"{daily_bytes / 1e12:.2f} TB a day{life}"] if daily_bytes else []
         return ", ".join(parts)
 
-    def transfers(self) -> str:
-        """One more, for who looks at the drive."""
-        return (
-            f"offloaded {readable(self.offloaded_bytes)}, wrote {readable(self.written_bytes)} at "
-            f"{self.write_bytes_per_s / 1e9:.2f} GB/s, read {readable(self.read_bytes)} at "
-            f"{self.read_bytes_per_s / 1e9:.2f} GB/s, forwarded {readable(self.forwarded_bytes)}"
-        )
-
     def rows(self) -> list[tuple[str, str]]:
         """Name and value of each line of the table for people."""
         rows = [
@@ -295,7 +287,7 @@ LARGE_PART = 0.25
 
 def remedies(
     config: OffloadConfig, holders: Sequence[Holder], kept: Mapping[str, int], resident_bytes: int, in_use_bytes: int
-) -> list[str]:
+) -> Iterator[str]:
     """What to change, the most useful first; each names the key or the call.
 
     Args:
@@ -303,12 +295,6 @@ def remedies(
         resident_bytes: saved tensors in device memory.
         in_use_bytes: of the device by anything; 0 where that is not known.
     """
-    return list(_remedies(config, holders, kept, resident_bytes, in_use_bytes))
-
-
-def _remedies(
-    config: OffloadConfig, holders: Sequence[Holder], kept: Mapping[str, int], resident_bytes: int, in_use_bytes: int
-) -> Iterator[str]:
     if in_use_bytes and resident_bytes < MINOR_PART * in_use_bytes:
         yield (
             f"saved tensors are {readable(resident_bytes)} of the {readable(in_use_bytes)} in use: the rest is "

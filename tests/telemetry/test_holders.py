@@ -75,7 +75,7 @@ def test_the_key_that_would_have_helped_is_named(
     in_use_mib: int,
     expected: str,
 ) -> None:
-    found = remedies(config(**keys), holders, kept, resident_mib * MIB, in_use_mib * MIB)
+    found = list(remedies(config(**keys), holders, kept, resident_mib * MIB, in_use_mib * MIB))
     assert any(expected in one for one in found), found
 
 
