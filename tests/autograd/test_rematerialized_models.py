@@ -209,8 +209,8 @@ class Rematerialized:
         self.saved_bytes: list[int] = []
         self.left: Counter[str] = Counter()
         self._finder = Sites(self.cache, CpuAccelerator())
-        self._place = self.cache._place
-        self.cache._place = self._look_and_place
+        self._offload = self.cache.residency.offload
+        self.cache.residency.offload = self._look_and_offload
 
     def forward(self, module: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         self.left.clear()
@@ -230,12 +230,13 @@ class Rematerialized:
         kinds = [(kind, nbytes / total) for kind, nbytes in self.left.most_common(5)]
         return ", ".join(f"{kind} {share:.0%}" for kind, share in kinds if share > 0.045)
 
-    def _look_and_place(self, record: Any, tensor: torch.Tensor, choice: Any) -> None:
-        """In place of ``TensorCache._place``."""
+    def _look_and_offload(self, tensor: torch.Tensor, choice: Any) -> Any:
+        """In place of ``Residency.offload``, which is asked for what is not made again."""
         base = tensor if tensor._base is None else tensor._base
         is_input = base.untyped_storage().data_ptr() in self._inputs
-        self.left["the model's inputs" if is_input else kind_of(base, self._finder)] += record.nbytes
-        self._place(record, tensor, choice)
+        kind = "the model's inputs" if is_input else kind_of(base, self._finder)
+        self.left[kind] += tensor.untyped_storage().nbytes()
+        return self._offload(tensor, choice)
 
 
 def kind_of(base: torch.Tensor, finder: Sites) -> str:
