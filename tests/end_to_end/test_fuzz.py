@@ -53,21 +53,23 @@ def test_smaller_programs_are_others() -> None:
 
 def test_a_wrong_gradient_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One byte of one reloaded storage is enough."""
+    import torch
     from support.fuzz_training import check
 
     from ds_tba.autograd.cache import TensorCache
+    from ds_tba.autograd.saved import SavedView
 
-    load, loaded = TensorCache.load, []
+    load, loaded = TensorCache._load, []
 
-    def wrong(self: TensorCache, *args: object, **options: object) -> object:
-        data = load(self, *args, **options)  # type: ignore[arg-type]
-        if not options["is_lent"]:  # what is wrong in a comparison only is saved
+    def wrong(self: TensorCache, view: SavedView) -> torch.Tensor:
+        data = load(self, view)
+        if not view.is_lent:  # what is wrong in a comparison only is saved
             loaded.append(data.numel())
-        if len(loaded) == 20 and not options["is_lent"]:
+        if len(loaded) == 20 and not view.is_lent:
             data.numpy()[3] ^= 1
         return data
 
-    monkeypatch.setattr(TensorCache, "load", wrong)
+    monkeypatch.setattr(TensorCache, "_load", wrong)
     usual = replace(draw(0).steps[0], kind="usual", rows=64, micro_steps=1)
     program = replace(
         draw(0), blocks=(("Mlp",),) * 2, width=64, stem="linear", steps=(usual,) * 4, batches="fresh", device="cpu",
