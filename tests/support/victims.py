@@ -222,7 +222,9 @@ def serving(directory: Path) -> Iterator[Victims]:
     except (OSError, subprocess.CalledProcessError) as error:
         raise NoVictims(f"{SHIM_SOURCE.name} does not compile: {getattr(error, 'stderr', error)}") from error
     address = f"\0ds_tba-victims-{os.getpid()}"
+    roots = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(__file__).parents[2])])
     environment = {**os.environ, "LD_PRELOAD": str(shim), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [roots, os.environ.get("PYTHONPATH")]))
     with (
         (directory / "stderr").open("w") as stderr,
         subprocess.Popen(
@@ -235,7 +237,7 @@ def serving(directory: Path) -> Iterator[Victims]:
     ):
         assert server.stdin is not None and server.stdout is not None
         if not server.stdout.readline():
-            raise NoVictims(f"the server does not start: {(directory / 'stderr').read_text()[-2000:]}")
+            raise RuntimeError(f"the server does not start: {(directory / 'stderr').read_text()[-2000:]}")
         try:
             yield Victims(address, directory)
         finally:
