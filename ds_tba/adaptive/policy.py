@@ -101,9 +101,11 @@ class PlanInForce:
         cost, step_s = self.plan.prediction, self.trace.step_s
         where = ", ".join(f"{place.word} {nbytes / MIB:.0f} MiB" for place, nbytes in self.bytes_by_placement)
         longer = cost.step_s / step_s - 1 if step_s else 0.0
+        daily_bytes = cost.written_bytes * 86400 / cost.step_s if cost.step_s else 0.0
         return (
             f"{self.plan.planner}{', because ' + reason if reason else ''}: {where}; expected peak "
             f"{cost.peak_saved_bytes / MIB:.0f} MiB, step {cost.step_s:.3g} s ({longer:+.1%})"
+            f"{f', {daily_bytes / 1e12:.2f} TB written a day' if daily_bytes else ''}"
         )
 
     def summary(self) -> dict[str, Any]:

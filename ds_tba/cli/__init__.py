@@ -30,6 +30,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     tune.add_parser(commands)
     options = parser.parse_args(argv)
     try:
+        if options.run is not _show_reports:
+            from ds_tba.storage.backends import aio
+
+            aio.import_deepspeed(sys.stderr)
         status: int = options.run(options)
         sys.stdout.flush()
     except BrokenPipeError:  # as behind "| head": nobody reads on, also not what is flushed at exit

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
 from dataclasses import fields
@@ -129,13 +130,22 @@ def test_a_pipe_that_closes_ends_a_command_quietly(tmp_path: Path) -> None:
     commands = ["env"], ["doctor"], ["report", "run.json"], ["plan", "model.py:make", "--seq", "8"]
     started = [
         subprocess.Popen(
-            [sys.executable, "-m", "ds_tba", *command], stdout=writer, stderr=subprocess.PIPE, text=True, cwd=tmp_path
+            [sys.executable, "-m", "ds_tba", *command], stdout=writer, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
+            env={**os.environ, "DS_ACCELERATOR": "cpu"},
         )
         for command in commands
-    ]
+    ]  # fmt: skip
     os.close(writer)
     ends = [(one.communicate(timeout=300)[1], one.returncode) for one in started]
     assert ends == [("", 141)] * len(ends)
+
+
+def test_what_deepspeed_logs_is_not_in_the_output_of_a_command() -> None:
+    told = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}  # else it has less to say
+    done = subprocess.run(
+        [sys.executable, "-m", "ds_tba", "env", "--json"], env=told, capture_output=True, text=True, check=True
+    )
+    assert json.loads(done.stdout)["Python"] == platform.python_version()
 
 
 def test_env_tells_versions_and_no_secrets(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,9 @@ import logging
 import os
 import sys
 import time
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -135,6 +135,12 @@ class _AioHandle(IoHandle):
 
     def close(self) -> None:
         self._handle = None
+
+
+def import_deepspeed(log: TextIO) -> None:
+    """Import it if it is installed; it logs to what is the standard output at its import, for good."""
+    with redirect_stdout(log), suppress(ImportError):  # the doctor names what is missing
+        import deepspeed  # noqa: F401
 
 
 def is_built() -> bool:
