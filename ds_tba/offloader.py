@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -451,8 +451,9 @@ class ActivationOffloader:
 
 
 def _limits(config: OffloadConfig, tiers: Tiers, step_s: float) -> Limits:
-    write_limit = write_limit_bytes_per_step(tiers.endurance_left_tbw(), config.ssd.min_life_days, step_s)
-    return Limits.of(config, write_limit)
+    rated_tbw, left_tbw = tiers.endurance_tbw()
+    write_limit = write_limit_bytes_per_step(left_tbw, config.ssd.min_life_days, step_s)
+    return replace(Limits.of(config, write_limit), endurance_tbw=rated_tbw)
 
 
 def _offloaded_bytes(tiers: Tiers) -> int:

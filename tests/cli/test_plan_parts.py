@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import threading
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -583,13 +581,14 @@ def test_a_drive_s_rating_is_what_its_smart_data_come_to(
     """Of a drive that has used up a tenth of its life with 60 TB, 600 TB are the whole of it."""
     written = None if terabytes is None else terabytes * 10**12
     drive = Drive("nvme0n1", percentage_used=used, drive_written_bytes=written)
-    assert drive.estimated_endurance_tbw == rated
+    assert drive.rating(None) == ((600.0, "assumed") if rated is None else (rated, "by SMART"))
     monkeypatch.setattr("ds_tba.cli.plan.examine", lambda _: drive)
     offload = OffloadConfig.model_validate({"nvme_path": ["/a", "/b"]})  # both on one drive
     training = replace(training_with({}), offload=offload)
-    found, source = _endurance(None, training)
-    assert found == (rated or 600.0) and ("SMART" in source) == (rated is not None)
+    assert _endurance(None, training) == drive.rating(None)
     assert _endurance(50.0, training) == (50.0, "as given")
+    configured = OffloadConfig.model_validate({"nvme_path": "/a", "ssd": {"rated_endurance_tbw": 70}})
+    assert _endurance(None, replace(training, offload=configured)) == (70.0, "as the config has it")
 
 
 @pytest.mark.parametrize(
@@ -652,19 +651,16 @@ def test_a_subject_is_put_into_training_mode() -> None:
     assert Subject(model, ({"x": torch.ones(2)},)).to("meta", None).model.training
 
 
-# ---- the file of --json ---------------------------------------------------------------------------------------------
+# ---- what is printed ------------------------------------------------------------------------------------------------
 
 
-def test_json_goes_to_pipes_but_not_through_symlinks(tmp_path: Path) -> None:
-    link, pipe, precious = tmp_path / "link", tmp_path / "pipe", tmp_path / "precious"
-    precious.write_text("of somebody else")
-    link.symlink_to(precious)
-    os.mkfifo(pipe)
-    read: list[str] = []
-    reader = threading.Thread(target=lambda: read.append(pipe.read_text()), daemon=True)
-    reader.start()
-    for path in (link, pipe, Path("/dev/null")):
-        assert show("plan", lambda _: (0, [], {"a": 1}), Namespace(json=path)) == 0
-    reader.join(10.0)
-    assert json.loads(read[0]) == json.loads(link.read_text()) == {"a": 1}
-    assert precious.read_text() == "of somebody else" and Path("/dev/null").is_char_device()
+def test_json_is_alone_on_the_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+    def make(_: Namespace) -> tuple[int, list[str], Any]:
+        print("of a model's own")
+        return 3, ["a line"], {"a": 1}
+
+    assert show("plan", make, Namespace(json=True)) == 3
+    told = capsys.readouterr()
+    assert json.loads(told.out) == {"a": 1} and told.err == "of a model's own\n"
+    assert show("plan", make, Namespace(json=False)) == 3
+    assert capsys.readouterr().out == "of a model's own\na line\n"
