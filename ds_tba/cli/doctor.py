@@ -24,7 +24,7 @@ from urllib.parse import unquote, urlsplit
 
 from packaging.specifiers import SpecifierSet
 
-from ds_tba.cli.format import add_json, show
+from ds_tba.cli.format import add_json, show, size
 
 _BUILD = "from deepspeed.ops.op_builder import AsyncIOBuilder; AsyncIOBuilder().load(verbose=True)"
 _LOCKED = "another build is running, or was killed. If none is running, remove the lock, or a build waits for ever"
@@ -43,7 +43,7 @@ def add_parsers(commands: Any) -> None:
     """Add both subcommands."""
     parser = commands.add_parser("doctor", help="check this machine, and build DeepSpeed's aio op")
     parser.add_argument("--nvme-path", action="append", default=[], help="a directory to check (may be repeated)")
-    parser.add_argument("--staging-bytes", type=int, default=256 << 20, help="io.staging_bytes of the config")
+    parser.add_argument("--staging-bytes", type=size, default=256 << 20, help="io.staging_bytes of the config")
     parser.add_argument("--build", action="store_true", help="build DeepSpeed's aio op if it is not built yet")
     add_json(parser)
     parser.set_defaults(run=partial(show, "doctor", _examine))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -73,5 +74,13 @@ def show(command: str, make: Make, options: argparse.Namespace) -> int:
     except DsTbaError as error:
         sys.stderr.write(f"ds_tba {command}: {error}\n")
         return 2
-    sys.stdout.writelines(f"{line}\n" for line in ([json.dumps(found, indent=2)] if options.json else lines))
+    try:
+        sys.stdout.writelines(f"{line}\n" for line in ([json.dumps(found, indent=2)] if options.json else lines))
+        sys.stdout.flush()
+    except BrokenPipeError:  # the command ends quietly
+        raise
+    except OSError as error:
+        sys.stderr.write(f"ds_tba {command}: the standard output cannot be written: {error.strerror}\n")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python tells of it at exit, too
+        return 2
     return status

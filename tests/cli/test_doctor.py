@@ -26,6 +26,9 @@ def test_the_doctor_names_what_is_wrong(capsys: pytest.CaptureFixture[str], tmp_
     assert main(["doctor", "--nvme-path", str(tmp_path)]) == 0
     assert main(["doctor", "--nvme-path", "/nowhere"]) == 1
     assert "FAIL  nvme_path /nowhere does not exist" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        main(["doctor", "--staging-bytes", "-5"])
+    assert "'-5' must be a whole number of 1 or more" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,9 @@ class GatedStack(Stack):
 def gated(batch, sequence):
     return GatedStack(256, 8), (torch.zeros(batch, sequence, 256),)
 
+def leaving(batch, sequence):
+    raise SystemExit("no GPU")
+
 def failing(batch, sequence):
     return Stack(256, 32), (torch.zeros(batch, sequence, 63),)
 """
@@ -278,9 +281,11 @@ def test_without_the_block_the_defaults_are_taken(directory: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("", "{0}/models.py:absent"), "has no function 'absent'; it has stack, gated, failing"),
+        (("", "{0}/models.py:absent"), "has no function 'absent'; it has stack, gated, leaving, failing"),
         (("", "{0}/models.py:failing"), "forward and backward failed in aten."),
-        (("--config", "{0}/absent.json"), "cannot be read as ds_config.json"),
+        (("", "{0}/models.py:leaving"), "making the model failed: SystemExit: no GPU"),
+        (("--config", "{0}/absent.json"), "cannot be read as ds_config.json: No such file"),
+        (("--gpu", "nonsense"), "must be a size such as 24GB, or one of H100"),
     ],
 )
 def test_what_is_wrong_is_named(
@@ -329,6 +334,37 @@ def test_an_hf_config_is_estimated(directory: Path, capsys: pytest.CaptureFixtur
     found = json.loads(capsys.readouterr().out)
     assert found["ran_on"] == "meta" and [one["count"] for one in found["groups"]][:2] == [1, 1]
     assert torch.bfloat16.itemsize * found["parameters"] == found["parameter_bytes"]
+
+
+SMALL = {"vocab_size": 128, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2,
+         "decoder_attention_heads": 2, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}  # fmt: skip
+VISION = {"model_type": "clip_vision_model", "image_size": 32, "patch_size": 8, "hidden_size": 32,
+          "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}  # fmt: skip
+TEXT = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "note"),
+    [
+        ({"model_type": "bart", "architectures": ["BartForConditionalGeneration"], **SMALL}, "where the model asks"),
+        ({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "vocab_size": 128, "d_model": 32,
+          "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0}, ""),
+        ({"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], **TEXT, "num_local_experts": 4},
+         "ends at max_position_embeddings 64"),
+        ({"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"], "image_token_index": 127,
+          "text_config": {"model_type": "llama", **TEXT}, "vision_config": VISION}, "images and sound are left out"),
+    ],
+    ids=["encoder-decoder with a mask", "encoder-decoder", "mixture", "vision"],
+)  # fmt: skip
+def test_models_of_other_kinds_are_planned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], config: dict[str, Any], note: str
+) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["plan", str(tmp_path), "--seq", "128", "--gpu", "24 GB"]) == 0
+    out = capsys.readouterr().out
+    assert "recommended 'as it is'" in out and note in out
 
 
 def test_the_example_of_the_readme_is_estimated(capsys: pytest.CaptureFixture[str]) -> None:

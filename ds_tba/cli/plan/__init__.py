@@ -312,25 +312,24 @@ def write_merged(path: Path, new: dict[str, Any], merged: dict[str, Any] | None)
     Raises:
         ConfigError: the file cannot be read or written, or the result is none that a run would take.
     """
+    from ds_tba.cli.plan.training import read_config
+
     if merged is None:
         return f"not written {path}: nothing is recommended"
     if not merged and path.exists():
         return f"not written {path}: nothing in it has to be changed"
-    kept = ""
+    old = read_config("--write", path) if path.exists() else new
+    result, kept = _merged(old, merged), ""
+    parse_block(result)
     try:
-        text = path.read_text() if path.exists() else json.dumps(new)
-        result = _merged(json.loads(text), merged)
-        parse_block(result)
         if path.exists():
             backups = (path.with_name(f"{path.name}.bak{number or ''}") for number in range(1000))
             backup = next(one for one in backups if not one.exists())
-            write_file(backup, text)
+            write_file(backup, path.read_text())
             kept = f"; what it was is in {backup}"
         write_file(path, json.dumps(result, indent=2) + "\n")
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(
-            f"--write {path}: it must be a ds_config.json that can be read and written: {error}"
-        ) from error
+    except OSError as error:
+        raise ConfigError(f"--write {path} cannot be written: {error.strerror}") from error
     return f"written to  {path}{kept}"
 
 

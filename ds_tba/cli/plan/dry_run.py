@@ -82,11 +82,11 @@ def dry_run(
             recorder, meter = _micro_step(subject, blocks, training.autocast, cache, clock)
     except ModelError:
         raise
-    except Exception as error:  # the user's model may raise anything
+    except (Exception, SystemExit) as error:  # the user's model may raise anything
         where = f" in {clock.last_operation}" if clock.last_operation else ""
         (first_line, *_) = str(error).splitlines() or [""]
         what = f"{doing} failed{where}: {type(error).__name__}: {first_line}"
-        if runs_on == "meta":
+        if "meta" in first_line:
             what += ". The model runs on shapes alone here: its forward may not read the values of tensors"
         raise ModelError(what) from error
     notes = [*subject.notes]
@@ -207,7 +207,8 @@ def _moved_bytes(recipe: sites.Recipe) -> int:
 class OpClock(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The time that the operations run inside would take on the device; see [Note: The roofline].
 
-    On the meta device it answers ``all()`` with true and ``any()`` with false, so that masks do not stop a model.
+    On the meta device it answers ``all()`` with true and ``any()`` with false, so that masks do not stop a model; a
+    mask's ``sum()`` is compared with a number as if all were true.
 
     Attributes:
         now_s: seconds of all operations so far.
@@ -245,8 +246,13 @@ class OpClock(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.answers += 1
             return getattr(args[0], _ANSWER)
         result = func(*args, **kwargs)
-        if name in _OF_ALL and isinstance(result, torch.Tensor) and result.is_meta:
-            setattr(result, _ANSWER, _OF_ALL[name])
+        if isinstance(result, torch.Tensor) and result.is_meta:
+            if name in _OF_ALL:
+                setattr(result, _ANSWER, _OF_ALL[name])
+            elif name == "aten::sum" and args[0].dtype is torch.bool and not result.dim():
+                setattr(result, _COUNT, args[0].numel())
+            elif name == "aten::eq" and hasattr(args[0], _COUNT):
+                setattr(result, _ANSWER, getattr(args[0], _COUNT) == args[1])
         aliases = [one.alias_info for one in func._schema.returns]
         is_view = any(alias is not None and not alias.is_write for alias in aliases)
         if not (is_view or name.startswith(("aten::empty", "aten::new_empty"))):
@@ -272,7 +278,7 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: 
     return float(flops) / 2 if is_causal else float(flops)
 
 
-_ANSWER = "_ds_tba_answer"
+_ANSWER, _COUNT = "_ds_tba_answer", "_ds_tba_count"
 _OF_ALL = {"aten::all": True, "aten::any": False}
 _FLASH = "_scaled_dot_product_flash_attention"
 # Torch's registry has no FLOPs of these; they are those of CUDA's.
