@@ -602,7 +602,7 @@ def test_rates_have_their_source() -> None:
     assert given == ("cpu", "small CPU", 80 << 30, 1e12, 2e9, 3e9, 0.0)
     half, full = (device_of("cuda", None, dtype) for dtype in (torch.bfloat16, torch.float32))
     assert half.flops > full.flops and half.name == "H100" and half.memory_bytes is None and half.launch_s > 0
-    (path,), source = _drives(training_with({}), {"write": 5e9, "read": None})
+    (path,), source = _drives(training_with({}), 5e9, None)
     assert path.write_bytes_per_s == 5e9 and source.startswith("write as given, else of the data sheet")
     assert path.write_beside_read_bytes_per_s == 3e9 and path.read_bytes_per_s == 7.1e9
 

@@ -112,7 +112,7 @@ def _setup(options: argparse.Namespace) -> tuple[Setup, str, list[str]]:
     recipe = recipe_of(options.model)
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
     training = read_training(options.config, dtypes[options.dtype])
-    options.batch = options.batch or training.micro_batch or (1 if options.config is None else None)
+    options.batch = options.batch or training.micro_batch
     if options.batch is None:
         raise ConfigError(
             f'{options.config} has no number at "train_micro_batch_size_per_gpu": give the sequences of a micro-step '
@@ -124,7 +124,7 @@ def _setup(options: argparse.Namespace) -> tuple[Setup, str, list[str]]:
     training = replace(training, offload=offload)
     given = options.tflops, options.memory_gbps, options.copy_gbps
     device = device_of(options.device, options.gpu, training.autocast or training.dtype or torch.float32, given)
-    paths, drives = _drives(training, {"write": options.write_gbps, "read": options.read_gbps})
+    paths, drives = _drives(training, options.write_gbps, options.read_gbps)
     rating = _endurance(options.drive_tbw, training)
     run = dry_run(recipe, options.batch, options.seq, training, device, paths, options.lora)
     setup = Setup(run, training, device, options.ranks, rating.tbw, offload.nvme_path or "/local_nvme")
@@ -147,7 +147,7 @@ def _setup(options: argparse.Namespace) -> tuple[Setup, str, list[str]]:
     return setup, f"{options.model}, batch {options.batch} x {options.seq} tokens, {kind}{adapted}", notes
 
 
-def _drives(training: Training, given: dict[str, float | None]) -> tuple[tuple[PathRates, ...], str]:
+def _drives(training: Training, write: float | None, read: float | None) -> tuple[tuple[PathRates, ...], str]:
     """Their rates and where these are from: given, else measured if the config's directories are here, else documented.
 
     An aio op that is not built is not built for this.
@@ -155,29 +155,23 @@ def _drives(training: Training, given: dict[str, float | None]) -> tuple[tuple[P
     from ds_tba.planner.trace import PathRates
     from ds_tba.storage.tiers import probe
 
-    paths: tuple[PathRates, ...] = ()
     config, source = training.offload, "of the data sheet of one PCIe 4.0 drive"
-    if config.nvme_paths and None in given.values():
+    if write and read:
+        source = "write and read as given"
+    elif write or read:
+        source = f"{'write' if write else 'read'} as given, else {source}"
+    elif config.nvme_paths:
         if config.io.backend == "aio":
             config = config.model_copy(update={"io": config.io.model_copy(update={"backend": None})})
         try:
             found, written_bytes = probe(config, training.aio)
-            paths = tuple(PathRates(*one) for one in found)
-            source = f"measured here at {', '.join(config.nvme_paths)}, which wrote {written_bytes / 1e6:.0f} MB"
+            told = f"measured here at {', '.join(config.nvme_paths)}, which wrote {written_bytes / 1e6:.0f} MB"
+            return tuple(PathRates(*one) for one in found), told
         except (ConfigError, BackendUnavailableError) as error:
             source += f" (nvme_path cannot be measured here: {error})"
-    if paths and not any(given.values()):
-        return paths, source
-    documented = {"write": WRITE_BYTES_PER_S, "read": READ_BYTES_PER_S}
-    rates = [
-        one or sum(getattr(path, f"{kind}_bytes_per_s") for path in paths) or documented[kind]
-        for kind, one in given.items()
-    ]
-    named = " and ".join(kind for kind, one in given.items() if one)
-    if named:
-        source = f"{named} as given{'' if all(given.values()) else f', else {source}'}"
-    paths = (PathRates(*rates, *(CONCURRENT_FRACTION * rate for rate in rates)),)
-    return paths, f"{source}; {CONCURRENT_FRACTION} of each while both run"
+    rates = write or WRITE_BYTES_PER_S, read or READ_BYTES_PER_S
+    path = PathRates(*rates, *(CONCURRENT_FRACTION * rate for rate in rates))
+    return (path,), f"{source}; {CONCURRENT_FRACTION} of each while both run"
 
 
 def _endurance(given: float | None, training: Training) -> Rating:

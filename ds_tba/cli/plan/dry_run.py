@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -32,7 +32,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ds_tba.adaptive.recorder import Recorder
 from ds_tba.autograd import sites
-from ds_tba.autograd.blocks import Block, find_blocks
+from ds_tba.autograd.blocks import Block, Blocks, find_blocks
 from ds_tba.autograd.cache import TensorCache
 from ds_tba.autograd.saved import Keeper, nbytes_of
 from ds_tba.autograd.tensors import mark_inputs, mark_owned
@@ -119,7 +119,7 @@ def dry_run(
 
 
 def _micro_step(
-    subject: Subject, blocks: Iterable[Block], autocast: torch.dtype | None, cache: TensorCache, clock: OpClock
+    subject: Subject, blocks: Sequence[Block], autocast: torch.dtype | None, cache: TensorCache, clock: OpClock
 ) -> tuple[Recorder, PeakMeter]:
     """One forward, one backward."""
     model = subject.model
@@ -135,7 +135,7 @@ def _micro_step(
     with clock, meter:
         with (
             cache.saving(Always((), wait=False), recorder.around, is_recorded=True),
-            told_of_passes(blocks, recorder),
+            Blocks(blocks, Passes(recorder), may_recompute=False).listening(),
             casting,
         ):
             output = subject.forward()
@@ -147,28 +147,20 @@ def _micro_step(
     return recorder, meter
 
 
-@contextmanager
-def told_of_passes(blocks: Iterable[Block], recorder: Recorder) -> Iterator[None]:
-    """Tell a recorder of the passes through blocks."""
+class Passes:
+    """Tells a recorder of the passes through blocks."""
 
-    def enter(path: str, _module: Any, args: Any, kwargs: Any) -> None:
-        inputs = {id(one): one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)}
-        recorder.enter(path, list(inputs.values()), is_recomputable=True)
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
 
-    def leave(*_: Any) -> None:  # what a hook returns takes the place of the module's output
-        recorder.leave()
+    def enter(self, block: Block, inputs: Sequence[torch.Tensor]) -> None:
+        self._recorder.enter(block.path, inputs, is_recomputable=True)
 
-    hooks = []
-    for block in blocks:
-        hooks += [
-            block.module.register_forward_pre_hook(partial(enter, block.path), with_kwargs=True),
-            block.module.register_forward_hook(leave, always_call=True),
-        ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    def leave(self, _block: Block) -> None:
+        self._recorder.leave()
+
+    def recompute(self, token: Any) -> None:
+        """Never: no pass has one."""
 
 
 # ---- what could be made again ---------------------------------------------------------------------------------------

@@ -24,7 +24,10 @@ from ds_tba.planner.trace import Trace
 from ds_tba.update.config import parse_update_block
 
 # Without --config.
-ASSUMED = {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 2}}
+ASSUMED = {
+    "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "optimizer": {"type": "AdamW"},
+    "zero_optimization": {"stage": 2},
+}  # fmt: skip
 CONTEXT_BYTES = 1 << 30  # of CUDA, its libraries and NCCL
 MASTER_BYTES = 4  # of the fp32 copy of a 16-bit parameter, and of its gradient in the optimizer's step
 ONE_MOMENT = ("sgd", "lion", "adagrad", "muon")
