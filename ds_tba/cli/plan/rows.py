@@ -177,8 +177,9 @@ def fixed(trace: Trace, placement: Placement = Placement.KEEP, *, recompute: boo
     largest = max((storage.nbytes for storage in trace.storages), default=0) + 4096
     machine = replace(trace.resources, staging_bytes=max(trace.resources.staging_bytes, largest))
     timeline = Timeline.of(replace(trace, resources=machine))
-    # What a checkpointed block saves: its inputs. One that is checkpointed already owns nothing.
-    owners, inputs = timeline.owner.tolist(), {index for block in trace.blocks for index in block.inputs}
+    inputs = {index for block in trace.blocks for index in block.inputs}  # which a checkpointed block saves
+    owned = enumerate(timeline.owner.tolist())
+    owners = {at for index, at in owned if at >= 0 and index not in trace.blocks[at].inputs}  # not checkpointed already
     places = [Placement.KEEP] * len(trace.storages)
     for index, one in enumerate(trace.storages):
         can = one.is_movable if placement is not Placement.REMATERIALIZE else one.rematerialize_s is not None
