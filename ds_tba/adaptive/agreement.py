@@ -127,12 +127,14 @@ class Offer:
     Attributes:
         saved_bytes: of its trace; the rank with the most makes the plan.
         room_bytes: for activations, on its device.
+        write_limit_bytes: of one of its steps, so that its drives last.
         resources: its machine.
         movable_share, non_recomputable: see :class:`Wish`.
     """
 
     saved_bytes: int
     room_bytes: float
+    write_limit_bytes: float
     resources: Resources
     movable_share: float
     non_recomputable: frozenset[str]
@@ -216,9 +218,17 @@ class Planning:
             return "has no trace"
         try:
             resources, room_bytes = self._resources(), self._room_bytes()
+            write_limit_bytes = self._limits(wish.kept_s).write_limit_bytes_per_step
         except Exception as error:  # noqa: BLE001 - see [Note: Answers]
             return f"failed ({type(error).__name__}: {error})"
-        return Offer(wish.trace.saved_bytes, room_bytes, resources, wish.movable_share, wish.non_recomputable)
+        return Offer(
+            wish.trace.saved_bytes,
+            room_bytes,
+            write_limit_bytes,
+            resources,
+            wish.movable_share,
+            wish.non_recomputable,
+        )
 
     def _planned(self, wish: Wish, offers: Sequence[Offer]) -> PlanInForce | str:
         """A plan within the limits, and within the device's memory whatever they are; or why there is none."""
@@ -228,7 +238,10 @@ class Planning:
             # Who wants less has seen steps that are too long; else some have yet to see that there is room for more.
             shares = [offer.movable_share for offer in offers]
             share = min(shares) if min(shares) < self._share_in_force else max(shares)
-            limits = replace(self._limits(trace.step_s), movable_share=share)
+            write_limit_bytes = min(offer.write_limit_bytes for offer in offers)
+            limits = replace(
+                self._limits(trace.step_s), movable_share=share, write_limit_bytes_per_step=write_limit_bytes
+            )
             plan = self._planner(trace, limits)
             if limits.activation_budget_bytes is None and plan.prediction.peak_saved_bytes > room_bytes:
                 limits = replace(limits, activation_budget_bytes=int(room_bytes))

@@ -444,6 +444,27 @@ def test_a_trace_that_cannot_be_had_changes_no_rule(make: Make, tmp_path: Path) 
     assert controller_of(offloader)._policy.choose("key", 1).wait is True
 
 
+class LacksTrace(Alone):
+    """One of two ranks, and the other does as this one, but for its trace: that is always missing."""
+
+    size = 2
+
+    def all_reduce_max(self, value: int) -> int:
+        return value if isinstance(value, Action) else 1
+
+
+@pytest.mark.parametrize(("agreement", "is_over"), [(Alone(), True), (LacksTrace(), False)])
+def test_ranks_record_for_the_trace_alone_until_all_of_them_have_one(
+    make: Make, tmp_path: Path, agreement: Alone, is_over: bool
+) -> None:
+    """One that was done alone would talk no more, and the others would wait for it."""
+    ours = model()
+    offloader = make(ours, placement="nvme", report={"trace_path": str(tmp_path / "trace.json")}, agreement=agreement)
+    steps(ours, offloader, [ROWS] * (FIRST_PLAN + 1))
+    assert (tmp_path / "trace.json").exists()
+    assert controller_of(offloader)._is_over is is_over
+
+
 def test_a_recording_that_is_no_trace_is_made_again_later(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     def inconsistent(*_: Any) -> Any:
         raise TraceError("times out of order")

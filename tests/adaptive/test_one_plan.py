@@ -96,6 +96,13 @@ def test_the_least_room_counts() -> None:
     assert found.limits.activation_budget_bytes == peak_bytes - 1
 
 
+def test_the_drives_that_may_write_least_count() -> None:
+    """Those of another machine may be more worn."""
+    planner = Seeing()
+    made(planner, agreement=Besides(write_limit_bytes=1000.0))
+    assert planner.limits[0].write_limit_bytes_per_step == 1000.0
+
+
 def test_a_rank_that_has_nothing_to_offer_delays_the_plan_on_all() -> None:
     answering = planning(PLANNERS["keep"], agreement=Answering("has no trace"))
     assert answering.make(WISH) == NoPlan("rank 1 has no trace", is_final=False)
