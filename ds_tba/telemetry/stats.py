@@ -73,6 +73,7 @@ class CacheStats:
     passed_through_tensors: int = 0
     deduplicated_bytes: int = 0
     rematerialized_bytes: int = 0
+    recomputed_bytes: int = 0
     kept_bytes: Counter[str] = field(default_factory=Counter)
     micro_steps: int = 0
     moving_s: float = 0.0  # host time in copies, and in waiting for copies and stores
