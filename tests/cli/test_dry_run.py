@@ -80,7 +80,7 @@ def trained(make: Make, device: str, dtype: torch.dtype) -> Real:
     """The model really run, with values, its saved tensors kept."""
     model, forward = ready(make, device, dtype)
     cache = TensorCache([], device, MIN_BYTES)
-    recorder = Recorder(cache, NoClock(), {id(module): path for path, module in model.named_modules()})
+    recorder = Recorder(cache.eligibility_of, NoClock(), {id(module): path for path, module in model.named_modules()})
     with cache.saving(around=recorder.around), Blocks(find_blocks(model, None), Passes(recorder)).listening():
         output = forward()
     loss_of(output).backward()

@@ -123,7 +123,7 @@ def _micro_step(
 ) -> tuple[Recorder, PeakMeter]:
     """One forward, one backward."""
     model = subject.model
-    recorder = Recorder(cache, clock, {id(module): path for path, module in model.named_modules()})
+    recorder = Recorder(cache.eligibility_of, clock, {id(module): path for path, module in model.named_modules()})
     for module in model.modules():
         mark_owned(module)
     mark_inputs(subject.inputs)
