@@ -82,15 +82,15 @@ lint: $(BIN)/.installed
 
 # The table of faults and outcomes, from a run of the tests that inject them.
 reliability: aio
-	$(PYTEST) -m fault --reliability=docs/reliability.md
+	$(PYTEST) -m fault --reliability=docs/evidence/faults.md
 
 # The table of models, trainers and settings, from a run of the tests that train each.
 compatibility: $(BIN)/.installed
-	$(PYTEST) -m compatible --compatibility=docs/compatibility.md tests
+	$(PYTEST) -m compatible --compatibility=docs/evidence/compatibility.md tests
 
 # The table of saved bytes, from a run of the tests that train each model without and with rematerialization.
 rematerialize: $(BIN)/.installed
-	$(PYTEST) -m rematerialized --rematerialized=docs/rematerialize.md tests
+	$(PYTEST) -m rematerialized --rematerialized=docs/guides/rematerialize.md tests
 
 # Takes out every wait that orders copies, one at a time: a test must fail for each. Minutes.
 mutants: $(BIN)/.installed

@@ -425,7 +425,7 @@ def _explain(model: type[BaseModel], detail: ErrorDetails, at: str) -> str:
     elif "url" not in detail:  # in pydantic's documentation: the rule and its words are ours
         rule = detail["msg"]
     else:
-        rule = _RULES.get(kind, "docs/configuration.md says what it must be").format(**detail.get("ctx", {}))
+        rule = _RULES.get(kind, "docs/reference/keys.md says what it must be").format(**detail.get("ctx", {}))
     return f'"{key}" is {value!r}: {rule}{_hint(key, value)}.' if steps else f'"{key}": {rule}.'
 
 
