@@ -25,7 +25,9 @@ def project() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def ran() -> list[tuple[Version, Version, Version]]:
     """Python, torch and DeepSpeed of each row of the table."""
-    rows = re.findall(rf"^\| {NUMBER} \| {NUMBER} \| {NUMBER} \|", (ROOT / "docs" / "evidence" / "status.md").read_text(), re.M)
+    rows = re.findall(
+        rf"^\| {NUMBER} \| {NUMBER} \| {NUMBER} \|", (ROOT / "docs" / "evidence" / "status.md").read_text(), re.M
+    )
     return [(Version(python), Version(torch), Version(deepspeed)) for python, torch, deepspeed in rows]
 
 
