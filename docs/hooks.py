@@ -1,4 +1,7 @@
-"""For ``mkdocs``: links to files outside of ``docs/`` lead to the repository, where they are; one that is not there is an error."""
+"""For ``mkdocs``: the front page is the README; links out of ``docs/`` lead to the repository.
+
+A link to a file that is not there is an error, as ``--strict`` has it for the pages.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,10 @@ OUTSIDE = re.compile(r"\]\((?:\.\./)+((?:benchmarks|ds_configs|ds_tba|examples|t
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
-    """The page, with its links out of ``docs/`` as addresses."""
+    """The page, with its links out of ``docs/`` as addresses; before the front page's own text the README."""
+    if page.file.src_uri == "index.md":
+        readme = (ROOT / "README.md").read_text(encoding="utf-8")
+        return readme.replace(f"{config.repo_url}/blob/main/docs/", "") + "\n" + markdown
 
     def address(found: re.Match[str]) -> str:
         path = found[1]

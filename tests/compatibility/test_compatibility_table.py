@@ -1,4 +1,4 @@
-"""``docs/evidence/compatibility.md`` and ``docs/guides/rematerialize.md`` name the combinations that are tested, and no other."""
+"""The tables in ``evidence/compatibility.md`` and ``guides/rematerialize.md`` of ``docs/`` name what is tested."""
 
 from __future__ import annotations
 

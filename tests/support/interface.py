@@ -1,8 +1,9 @@
-"""What users hold on to: the keys of both blocks, the options of the commands, the fields of the report, what Python imports.
+"""What users hold on to: the blocks' keys, the commands' options, the report's fields, the names that Python imports.
 
-``make reference`` (``python tests/support/interface.py``) writes the pages and the schema that are made of it. Their test
-is in ``test_interface.py``, as is that of the file in which it is frozen (``make freeze``, ``--freeze``). What a key means is
-written by hand, in the last column of the tables in ``docs/reference/keys.md``, which is kept, and goes into the schema.
+``make reference`` (``python tests/support/interface.py``) writes the pages and the schema that are made of it;
+``make freeze`` (``--freeze``) also the file in which it is frozen. ``test_interface.py`` compares all with the code.
+What a key means is written by hand, in the last column of the tables in ``docs/reference/keys.md``: that column is kept,
+and goes into the schema.
 """
 
 from __future__ import annotations
