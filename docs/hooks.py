@@ -29,3 +29,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
         return f"]({config.repo_url}/{kind}/main/{path})"
 
     return OUTSIDE.sub(address, markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """The page without Sphinx's roles, which docstrings have."""
+    return re.sub(r":(?:class|func|meth|data):(?=<code>)|<p>::</p>", "", html)

@@ -31,9 +31,10 @@ def test_what_is_frozen_has_every_kind() -> None:
     [
         (interface.KEYS, interface.page_of_keys),
         (interface.COMMANDS, interface.page_of_commands),
+        (interface.FIELDS, interface.page_of_fields),
         (interface.SCHEMA, interface.schema_of_config),
     ],
-    ids=["keys", "commands", "schema"],
+    ids=["keys", "commands", "fields", "schema"],
 )
 def test_the_reference_is_that_of_the_code(path: Path, text: Callable[[], str]) -> None:
     assert path.read_text() == text(), "make reference writes it anew"
