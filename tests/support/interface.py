@@ -2,7 +2,7 @@
 
 ``make reference`` (``python tests/support/interface.py``) writes the pages and the schema that are made of it;
 ``make freeze`` (``--freeze``) also the file in which it is frozen. ``test_interface.py`` compares all with the code.
-What a key means is written by hand, in the last column of the tables in ``docs/reference/keys.md``: that column is kept,
+What a key means is written by hand, in the last column of the tables in ``docs/reference/keys.md``: it is kept,
 and goes into the schema.
 """
 
