@@ -19,10 +19,6 @@ from support.ranks import environment, free_port
 
 README = (runs.ROOT / "README.md").read_text()
 LONGEST_README = 100
-# Not of the repository: what tools leave in a checkout.
-LEFT_BY_TOOLS = shutil.ignore_patterns(
-    ".git", ".venv", ".cache", "__pycache__", "*.egg-info", "build", "dist", ".*_cache", ".hypothesis", "shared"
-)
 
 
 def repository() -> str:
@@ -64,9 +60,16 @@ def test_the_project_has_one_address() -> None:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The repository's files alone, to build from."""
+    """The repository's files alone, to build from; of an unpacked sdist those that it lists."""
     path = tmp_path_factory.mktemp("release") / "source"
-    shutil.copytree(runs.ROOT, path, ignore=LEFT_BY_TOOLS)
+    if (runs.ROOT / ".git").exists():
+        names = subprocess.check_output(["git", "ls-files", "-z"], cwd=runs.ROOT, text=True).split("\0")
+    else:
+        names = (runs.ROOT / "ds_tba.egg-info" / "SOURCES.txt").read_text().splitlines()
+    for name in names:
+        if name and (runs.ROOT / name).exists():
+            (path / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(runs.ROOT / name, path / name)
     return path
 
 
