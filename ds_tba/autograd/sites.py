@@ -854,8 +854,12 @@ class RunningModule:
         """Of the innermost module of the model that the caller's thread runs; empty outside of all."""
         frame = inspect.currentframe()
         while frame is not None:
-            path = self._paths.get(id(frame.f_locals["self"])) if frame.f_code is _CALL else None
+            path = self.path_of(frame)
             if path is not None:
                 return path
             frame = frame.f_back
         return ""
+
+    def path_of(self, frame: FrameType) -> str | None:
+        """Of the module of the model that a frame calls; None where it calls none."""
+        return self._paths.get(id(frame.f_locals["self"])) if frame.f_code is _CALL else None

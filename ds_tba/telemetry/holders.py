@@ -1,14 +1,18 @@
-"""What filled the device? A table of the modules and ops whose tensors are saved.
+"""What filled the device, and what would help? Who holds saved bytes, what the model itself holds, and what failed.
 
 Knows names and bytes only; ``autograd/sample.py`` finds them.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
 
+from ds_tba.config import BLOCK, OffloadConfig
 from ds_tba.telemetry.stats import readable
 
 MAX_ROWS = 10
@@ -20,9 +24,13 @@ class Holder:
     """Saved tensors that one op makes in one module; layers of a list are one module.
 
     Attributes:
-        module: path in the model, with ``*`` for the number of a layer; empty outside of all modules.
-        op: that made the tensor, as autograd names it; empty of inputs, and of what an op saves of its own output.
+        module: path in the model, with ``*`` for the number of a layer; outside of all modules below the model the line
+            of the program, as ``(train.py:57)``.
+        op: that made the tensor, as autograd names it, or the user's own Function that saves it; empty of inputs, and
+            of what an op alone saves of its own output.
         tensors: storages, each counted once.
+        largest: shape and dtype of the largest tensor.
+        largest_bytes: of its storage.
         saved_bytes: in all, of which ``resident_bytes`` are in device memory, ``moved_bytes`` in a store, and
             ``again_bytes`` made again in backward.
     """
@@ -34,9 +42,18 @@ class Holder:
     resident_bytes: int = 0
     moved_bytes: int = 0
     again_bytes: int = 0
+    largest: str = ""
+    largest_bytes: int = 0
 
-    def add(self, nbytes: int, where: str) -> None:
+    def __str__(self) -> str:
+        made_by = f", made by {self.op}" if self.op else ""
+        of = f" of up to {self.largest}" if self.largest else ""
+        return f"{self.module or 'the model'}{made_by}: {self.tensors} tensors{of}, {readable(self.saved_bytes)}"
+
+    def add(self, nbytes: int, where: str, shape: str = "") -> None:
         """Count a storage that is ``"resident"``, ``"moved"`` or made ``"again"``."""
+        if nbytes > self.largest_bytes:
+            self.largest, self.largest_bytes = shape, nbytes
         self.tensors += 1
         self.saved_bytes += nbytes
         setattr(self, f"{where}_bytes", getattr(self, f"{where}_bytes") + nbytes)
@@ -57,11 +74,14 @@ def table(holders: Sequence[Holder]) -> list[str]:
         for name in ("tensors", "saved_bytes", "resident_bytes", "moved_bytes", "again_bytes"):
             setattr(other, name, sum(getattr(one, name) for one in rest))
         shown.append(other)
-    rows: list[tuple[str, ...]] = [("module", "made by", "tensors", "saved", "in memory", "moved", "made again")]
+    rows: list[tuple[str, ...]] = [
+        ("module", "made by", "largest tensor", "tensors", "saved", "in memory", "moved", "made again")
+    ]
     rows += [
         (
             one.module or "(outside of modules)",
             one.op,
+            one.largest,
             str(one.tensors),
             *(
                 readable(nbytes) if nbytes else "-"
@@ -72,6 +92,279 @@ def table(holders: Sequence[Holder]) -> list[str]:
     ]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
-        "  ".join(text.ljust(width) if column < 2 else text.rjust(width) for column, (text, width) in enumerate(pairs))
+        "  ".join(text.ljust(width) if column < 3 else text.rjust(width) for column, (text, width) in enumerate(pairs))
         for pairs in (list(zip(row, widths, strict=True)) for row in rows)
     ]
+
+
+# ---- what filled it -------------------------------------------------------------------------------------------------
+
+# Of what is in use: what holds more than this part is worth a word of advice, whatever holds most.
+LARGE_PART = 1 / 3
+# Of the saved bytes: what is of one well known kind is named as that.
+KIND_PART = 1 / 4
+MIB = 1 << 20
+_LOGITS = re.compile(r"logit|cross_entropy|LogSoftmax|log_softmax|NllLoss|lm_head")
+_SOFTMAX = re.compile(r"(?<!log_)(?<!Log)softmax", re.IGNORECASE)
+_SCORES = re.compile(r"attn|attention|score|weights")
+_SQUARE = re.compile(r"\d+, (\d{2,}), \1\]")  # the end of a shape
+
+
+@dataclass(frozen=True)
+class ModelMemory:
+    """What a training holds on its device whatever the activations, in bytes, and what of its config bears on that.
+
+    Attributes:
+        parameters, gradients, states: now; the states of an optimizer with its master weights and buffers.
+        trained: parameters that get a gradient.
+        micro_batch, accumulation: micro-batch, and how many of them make a step; 0 where that is not known.
+        zero: ``"zero_optimization"``.
+    """
+
+    parameters: int = 0
+    gradients: int = 0
+    states: int = 0
+    trained: int = 0
+    micro_batch: int = 0
+    accumulation: int = 1
+    zero: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An allocation that failed, as far as its error tells.
+
+    Attributes:
+        phase: ``"forward"``, ``"backward"`` or ``"optimizer step"``; empty where nothing has failed.
+        asked_bytes: 0 where the error does not say.
+        module: path of the module that ran; empty outside of all.
+        line: of the program, with its text.
+        is_again: a module ran in backward, for its tensors that were not saved.
+        is_ours: because of ``"recompute": true``.
+        local: the largest tensor of the functions that ran, as name, shape and line; empty where there is none.
+        local_bytes: of that.
+    """
+
+    phase: str = ""
+    asked_bytes: int = 0
+    module: str = ""
+    line: str = ""
+    is_again: bool = False
+    is_ours: bool = False
+    local: str = ""
+    local_bytes: int = 0
+
+    def __str__(self) -> str:
+        asked = f", {readable(self.asked_bytes)} more did not fit" if self.asked_bytes else ""
+        at = f", in {self.module}" if self.module else ""
+        return f"in the {self.phase}{asked}{at}{f' ({self.line})' if self.line else ''}"
+
+
+class Culprit(Enum):
+    """What fills a device."""
+
+    SAVED = "saved tensors"
+    LOGITS = "logits"
+    ATTENTION = "attention scores"
+    EARLIER = "graphs of earlier steps"
+    AGAIN = "a layer that runs again in backward"
+    OPERATION = "one operation"
+    MODEL = "parameters, gradients and optimizer states"
+    STATES = "the optimizer's step"
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What holds the memory of a device.
+
+    Attributes:
+        config: the block.
+        holders: of saved bytes, the largest first.
+        kept: bytes that were neither moved nor made again so far, by reason.
+        saved_bytes, peak_bytes: saved tensors in device memory, now and at their peak.
+        earlier_bytes: of those now, what was saved before the step began.
+        in_use_bytes: of the device by anything; 0 where that is not known.
+        is_host: the device is the CPU.
+    """
+
+    config: OffloadConfig
+    holders: Sequence[Holder]
+    kept: Mapping[str, int]
+    saved_bytes: int
+    peak_bytes: int
+    earlier_bytes: int = 0
+    in_use_bytes: int = 0
+    is_host: bool = False
+    model: ModelMemory = ModelMemory()
+    failure: Failure = Failure()
+
+    @property
+    def _model_bytes(self) -> int:
+        model = self.model
+        gradients = max(model.gradients, model.trained) if self.failure.phase == "backward" else model.gradients
+        return model.parameters + gradients + model.states
+
+    @property
+    def culprit(self) -> Culprit:
+        """What holds most, or was about to."""
+        failure, at_once_bytes = self.failure, self.failure.asked_bytes + self.failure.local_bytes
+        if failure.is_again:
+            return Culprit.AGAIN
+        if failure.phase == "optimizer step":
+            return Culprit.STATES
+        most_bytes = max(self.peak_bytes, at_once_bytes)
+        unnamed_bytes = (
+            self.in_use_bytes - self.peak_bytes - at_once_bytes
+        )  # of the model, and of what nobody has named
+        if max(self._model_bytes, unnamed_bytes) > most_bytes:
+            return Culprit.MODEL
+        if self.earlier_bytes > self.saved_bytes / 2 and self.earlier_bytes > at_once_bytes:
+            return Culprit.EARLIER
+        if at_once_bytes > self.peak_bytes:
+            text = f"{failure.module} {failure.line} {failure.local}"
+            if _LOGITS.search(text):
+                return Culprit.LOGITS
+            is_attention = _SOFTMAX.search(failure.line) or (
+                _SCORES.search(failure.local) and _SQUARE.search(failure.local)
+            )
+            return Culprit.ATTENTION if is_attention else Culprit.OPERATION
+        for kind in (Culprit.LOGITS, Culprit.ATTENTION):
+            of_kind_bytes = sum(_in_memory(one) for one in self.holders if _kind(one) is kind)
+            if of_kind_bytes > KIND_PART * sum(map(_in_memory, self.holders)):
+                return kind
+        return Culprit.SAVED
+
+    def verdict(self) -> str:
+        """What fills the device, in a sentence."""
+        culprit, failure, model = self.culprit, self.failure, self.model
+        of_kind = [one for one in self.holders if _kind(one) is culprit] or self.holders
+        most = max(of_kind, key=_in_memory, default=None)
+        where = "" if most is None else f"; most of them are of {most}"
+        at_once = f"{readable(failure.asked_bytes)} at once" if failure.asked_bytes else "more at once"
+        beside = f", beside {failure.local}" if failure.local else ""
+        if (
+            culprit in (Culprit.LOGITS, Culprit.ATTENTION)
+            and failure.asked_bytes + failure.local_bytes > self.peak_bytes
+        ):
+            where = f": {failure.module or failure.line} asked for {at_once}{beside}"
+        peak = f"{readable(self.peak_bytes)} at their peak"
+        gradients = f"{readable(model.gradients)} of gradients"
+        if model.trained > model.gradients:
+            gradients = f"{gradients} ({readable(model.trained)} when backward is done)"
+        of_model = (
+            f"{readable(model.parameters)} of parameters, {gradients}, {readable(model.states)} of optimizer states"
+        )
+        why_again = '"recompute": true' if failure.is_ours else "gradient checkpointing"
+        return {
+            Culprit.SAVED: f"saved tensors (activations), {peak}{where}",
+            Culprit.LOGITS: f"logits, the scores of every word for every token{where}",
+            Culprit.ATTENTION: f"attention scores, which grow with the square of the sequence's length{where}",
+            Culprit.EARLIER: (
+                f"saved tensors of earlier steps, {readable(self.earlier_bytes)}: the program still holds a loss or an "
+                f"output of them, and with it their graph{where}"
+            ),
+            Culprit.AGAIN: (
+                f"{failure.module}, which runs again in backward ({why_again}): all that it saves is in memory until its "
+                "own backward is done"
+            ),
+            Culprit.OPERATION: f"one operation, {failure.line or failure.module}: it asked for {at_once}{beside}",
+            Culprit.MODEL: f"the model itself: {of_model}",
+            Culprit.STATES: f"the optimizer's step, which makes its states at first: {of_model}",
+        }[culprit]
+
+    def remedies(self) -> Iterator[str]:
+        """What to change, the most useful first; each names the keys or the call."""
+        culprit = self.culprit
+        if culprit is Culprit.LOGITS:
+            yield (
+                "compute the loss of some tokens at a time, so that logits of all tokens never exist: a fused linear "
+                "cross entropy (such as Liger's), or torch.utils.checkpoint around projection and loss of 1,000 tokens"
+            )
+        if culprit is Culprit.ATTENTION:
+            yield (
+                "use an attention that never makes these scores: torch.nn.functional.scaled_dot_product_attention, in "
+                'Hugging Face\'s models attn_implementation="sdpa"'
+            )
+        if culprit is Culprit.EARLIER:
+            yield "keep numbers instead of graphs: loss.item(), or output.detach(), for what is kept beyond its step"
+        if culprit is Culprit.AGAIN and not self.failure.is_ours:
+            yield (
+                "switch checkpointing off (model.gradient_checkpointing_disable()) and have tensors moved instead: "
+                + self._budget()
+            )
+        elif culprit is Culprit.AGAIN:
+            yield f"have tensors moved instead: {_keys({BLOCK: {'recompute': False}})}"
+        if culprit in (Culprit.MODEL, Culprit.STATES) or self._model_bytes > LARGE_PART * self.in_use_bytes > 0:
+            yield from self._of_model()
+        if culprit not in (Culprit.MODEL, Culprit.STATES, Culprit.EARLIER, Culprit.AGAIN):
+            yield from self._of_saved()
+        if self.model.micro_batch > 1 and culprit not in (Culprit.MODEL, Culprit.STATES, Culprit.EARLIER):
+            half = -(-self.model.micro_batch // 2)
+            keys = {
+                "train_micro_batch_size_per_gpu": half,
+                "gradient_accumulation_steps": self.model.accumulation * self.model.micro_batch // half,
+            }
+            yield f"halve the micro-batch and take twice as many: {_keys(keys)}"
+
+    def _of_model(self) -> Iterator[str]:
+        model, zero, drive = self.model, self.model.zero, {"device": "nvme", "nvme_path": self._drive}
+        if self.culprit is Culprit.MODEL and model.trained and not model.states and self.failure.phase == "backward":
+            yield (
+                "parameters that need not be trained (a frozen backbone, LoRA) get no gradient after "
+                "module.requires_grad_(False), before deepspeed.initialize"
+            )
+        if self.is_host and not zero.get("offload_optimizer"):
+            both = {"stage": 3, "offload_optimizer": drive, "offload_param": drive}
+            yield f"keep states and parameters on a drive: {_keys({'zero_optimization': both})}"
+        elif not zero.get("offload_optimizer"):
+            one = {"stage": max(2, int(zero.get("stage", 0))), "offload_optimizer": {"device": "cpu"}}
+            yield f"keep optimizer states in host memory: {_keys({'zero_optimization': one})}"
+        elif not zero.get("offload_param"):
+            other = {"stage": 3, "offload_param": drive if self.is_host else {"device": "cpu"}}
+            yield f"keep parameters there, too: {_keys({'zero_optimization': other})}"
+        yield "train on more ranks, which ZeRO divides these among, or train fewer parameters (LoRA)"
+
+    def _of_saved(self) -> Iterator[str]:
+        config, kept = self.config, self.kept
+        if config.placement == "keep":
+            yield f"have tensors moved to a drive, nothing is: {self._budget()}"
+        elif config.placement == "adaptive":
+            less = "lower" if config.activation_budget_bytes else "set"
+            yield f"{less} the limit of saved tensors, for more time a step: {self._budget()}"
+        if kept:
+            reason = max(kept, key=lambda one: kept[one])
+            if "small" in reason and kept[reason] > LARGE_PART * sum(kept.values()) and config.min_tensor_bytes > 1:
+                least = _keys({BLOCK: {"min_tensor_bytes": config.min_tensor_bytes // 16}})
+                yield f"have smaller tensors moved, too: {least}"
+            elif "staging" in reason:
+                more = _keys({BLOCK: {"io": {"staging_bytes": 2 * config.io.ring_bytes}}})
+                yield f"give writes more room on the host, staging was full: {more}"
+        if config.placement == "adaptive" and not config.recompute:
+            again = _keys({BLOCK: {"recompute": True}})
+            yield f"have layers run again in backward, on the terms of gradient checkpointing: {again}"
+
+    @property
+    def _drive(self) -> str:
+        paths = self.config.nvme_paths
+        return paths[0] if paths else "/local_nvme"
+
+    def _budget(self) -> str:
+        budget_bytes = self.config.activation_budget_bytes or self.peak_bytes
+        keys: dict[str, Any] = {"placement": "adaptive"} if self.config.placement != "adaptive" else {}
+        keys |= {} if self.config.nvme_paths else {"nvme_path": self._drive}
+        return _keys({BLOCK: {**keys, "activation_budget_bytes": max(MIB, budget_bytes // 2 // MIB * MIB)}})
+
+
+def _keys(keys: Mapping[str, Any]) -> str:
+    return f"{json.dumps(keys)} in ds_config.json"
+
+
+def _in_memory(one: Holder) -> int:
+    return one.resident_bytes or one.saved_bytes
+
+
+def _kind(one: Holder) -> Culprit:
+    """Of what is known by its looks."""
+    if _LOGITS.search(f"{one.module} {one.op}"):
+        return Culprit.LOGITS
+    return Culprit.ATTENTION if _SOFTMAX.search(one.op) and _SQUARE.search(one.largest) else Culprit.SAVED
