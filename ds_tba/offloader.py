@@ -385,8 +385,8 @@ class ActivationOffloader:
             f"rank {self._rank}, step {self._steps + 1}{f', {failure}' if failure.phase else ''}.",
             f"What fills it: {found.verdict()}.",
             "",
-            f"In memory: saved tensors hold {readable(stats.resident.now)} ({readable(stats.resident.peak)} at their peak, "
-            f"{readable(stats.saved.peak)} without ds_tba), parameters {readable(model.parameters)}, gradients "
+            f"In memory: saved tensors hold {readable(stats.resident.now)} ({readable(stats.resident.peak)} at their "
+            f"peak, {readable(stats.saved.peak)} without ds_tba), parameters {readable(model.parameters)}, gradients "
             f"{readable(model.gradients)}, optimizer states {readable(model.states)}{in_use}.",
             *([when, *table(holders)] if holders else []),
             "What would help, the most useful first:",

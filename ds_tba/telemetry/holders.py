@@ -205,6 +205,11 @@ class Diagnosis:
         return model.parameters + gradients + model.states
 
     @property
+    def _other_bytes(self) -> int:
+        """In use, and none of what is known by name."""
+        return max(0, self.in_use_bytes - self._model_bytes - self.saved_bytes - self.failure.local_bytes)
+
+    @property
     def culprit(self) -> Culprit:
         """What holds most, or was about to."""
         failure, at_once_bytes = self.failure, self.failure.asked_bytes + self.failure.local_bytes
@@ -212,25 +217,18 @@ class Diagnosis:
             return Culprit.AGAIN
         if failure.phase == "optimizer step":
             return Culprit.STATES
-        most_bytes = max(self.peak_bytes, at_once_bytes)
-        unnamed_bytes = (
-            self.in_use_bytes - self.peak_bytes - at_once_bytes
-        )  # of the model, and of what nobody has named
-        if max(self._model_bytes, unnamed_bytes) > most_bytes:
+        if max(self._model_bytes, self._other_bytes) > max(self.peak_bytes, at_once_bytes):
             return Culprit.MODEL
         if self.earlier_bytes > self.saved_bytes / 2 and self.earlier_bytes > at_once_bytes:
             return Culprit.EARLIER
         if at_once_bytes > self.peak_bytes:
-            text = f"{failure.module} {failure.line} {failure.local}"
-            if _LOGITS.search(text):
+            if _LOGITS.search(f"{failure.module} {failure.line} {failure.local}"):
                 return Culprit.LOGITS
-            is_attention = _SOFTMAX.search(failure.line) or (
-                _SCORES.search(failure.local) and _SQUARE.search(failure.local)
-            )
-            return Culprit.ATTENTION if is_attention else Culprit.OPERATION
+            has_scores = _SCORES.search(failure.local) and _SQUARE.search(failure.local)
+            return Culprit.ATTENTION if has_scores or _SOFTMAX.search(failure.line) else Culprit.OPERATION
         for kind in (Culprit.LOGITS, Culprit.ATTENTION):
-            of_kind_bytes = sum(_in_memory(one) for one in self.holders if _kind(one) is kind)
-            if of_kind_bytes > KIND_PART * sum(map(_in_memory, self.holders)):
+            of_kind_bytes = sum(self._bytes_of(one) for one in self.holders if _kind(one) is kind)
+            if of_kind_bytes > KIND_PART * sum(map(self._bytes_of, self.holders)):
                 return kind
         return Culprit.SAVED
 
@@ -238,25 +236,21 @@ class Diagnosis:
         """What fills the device, in a sentence."""
         culprit, failure, model = self.culprit, self.failure, self.model
         of_kind = [one for one in self.holders if _kind(one) is culprit] or self.holders
-        most = max(of_kind, key=_in_memory, default=None)
+        most = max(of_kind, key=self._bytes_of, default=None)
         where = "" if most is None else f"; most of them are of {most}"
         at_once = f"{readable(failure.asked_bytes)} at once" if failure.asked_bytes else "more at once"
-        beside = f", beside {failure.local}" if failure.local else ""
-        if (
-            culprit in (Culprit.LOGITS, Culprit.ATTENTION)
-            and failure.asked_bytes + failure.local_bytes > self.peak_bytes
-        ):
-            where = f": {failure.module or failure.line} asked for {at_once}{beside}"
-        peak = f"{readable(self.peak_bytes)} at their peak"
+        at_once += f", beside {failure.local}" if failure.local else ""
+        is_at_once = failure.asked_bytes + failure.local_bytes > self.peak_bytes
+        if is_at_once and culprit in (Culprit.LOGITS, Culprit.ATTENTION):
+            where = f": {failure.module or failure.line} asked for {at_once}"
         gradients = f"{readable(model.gradients)} of gradients"
         if model.trained > model.gradients:
-            gradients = f"{gradients} ({readable(model.trained)} when backward is done)"
-        of_model = (
-            f"{readable(model.parameters)} of parameters, {gradients}, {readable(model.states)} of optimizer states"
-        )
+            gradients += f" ({readable(model.trained)} when backward is done)"
+        of_model = f"{readable(model.parameters)} of parameters, {gradients}, {readable(model.states)} of optimizer"
+        others = f", {readable(self._other_bytes)} of other tensors" if self._other_bytes else ""
         why_again = '"recompute": true' if failure.is_ours else "gradient checkpointing"
         return {
-            Culprit.SAVED: f"saved tensors (activations), {peak}{where}",
+            Culprit.SAVED: f"saved tensors (activations), {readable(self.peak_bytes)} at their peak{where}",
             Culprit.LOGITS: f"logits, the scores of every word for every token{where}",
             Culprit.ATTENTION: f"attention scores, which grow with the square of the sequence's length{where}",
             Culprit.EARLIER: (
@@ -264,12 +258,12 @@ class Diagnosis:
                 f"output of them, and with it their graph{where}"
             ),
             Culprit.AGAIN: (
-                f"{failure.module}, which runs again in backward ({why_again}): all that it saves is in memory until its "
-                "own backward is done"
+                f"{failure.module}, which runs again in backward ({why_again}): what it and the layers around it save "
+                "is in memory until their own backward is done"
             ),
-            Culprit.OPERATION: f"one operation, {failure.line or failure.module}: it asked for {at_once}{beside}",
-            Culprit.MODEL: f"the model itself: {of_model}",
-            Culprit.STATES: f"the optimizer's step, which makes its states at first: {of_model}",
+            Culprit.OPERATION: f"one operation, {failure.line or failure.module}: it asked for {at_once}",
+            Culprit.MODEL: f"the model itself: {of_model} states{others}",
+            Culprit.STATES: f"the optimizer's step, which makes its states at first: {of_model} states",
         }[culprit]
 
     def remedies(self) -> Iterator[str]:
@@ -298,12 +292,13 @@ class Diagnosis:
             yield from self._of_model()
         if culprit not in (Culprit.MODEL, Culprit.STATES, Culprit.EARLIER, Culprit.AGAIN):
             yield from self._of_saved()
-        if self.model.micro_batch > 1 and culprit not in (Culprit.MODEL, Culprit.STATES, Culprit.EARLIER):
-            half = -(-self.model.micro_batch // 2)
-            keys = {
-                "train_micro_batch_size_per_gpu": half,
-                "gradient_accumulation_steps": self.model.accumulation * self.model.micro_batch // half,
-            }
+        if (
+            self.model.micro_batch
+            and self.model.micro_batch % 2 == 0
+            and culprit not in (Culprit.MODEL, Culprit.STATES, Culprit.EARLIER)
+        ):
+            half, twice = self.model.micro_batch // 2, 2 * self.model.accumulation
+            keys = {"train_micro_batch_size_per_gpu": half, "gradient_accumulation_steps": twice}
             yield f"halve the micro-batch and take twice as many: {_keys(keys)}"
 
     def _of_model(self) -> Iterator[str]:
@@ -313,15 +308,18 @@ class Diagnosis:
                 "parameters that need not be trained (a frozen backbone, LoRA) get no gradient after "
                 "module.requires_grad_(False), before deepspeed.initialize"
             )
-        if self.is_host and not zero.get("offload_optimizer"):
-            both = {"stage": 3, "offload_optimizer": drive, "offload_param": drive}
-            yield f"keep states and parameters on a drive: {_keys({'zero_optimization': both})}"
-        elif not zero.get("offload_optimizer"):
-            one = {"stage": max(2, int(zero.get("stage", 0))), "offload_optimizer": {"device": "cpu"}}
-            yield f"keep optimizer states in host memory: {_keys({'zero_optimization': one})}"
+        offloaded = drive if self.is_host else {"device": "cpu"}
+        if not zero.get("offload_optimizer"):
+            keys = {"stage": 3 if self.is_host else max(2, int(zero.get("stage", 0))), "offload_optimizer": offloaded}
+            # DeepSpeed's own sizes are of large models: without these its buffers are larger than a small one.
+            elements = max(MIB // 8, model.trained // 32)
+            keys |= {"reduce_bucket_size": min(50_000_000, elements)}
+            keys |= {"sub_group_size": min(1_000_000_000, elements)} if self.is_host else {}
+            place = "on a drive" if self.is_host else "in host memory"
+            yield f"keep optimizer states {place}: {_keys({'zero_optimization': keys})}"
         elif not zero.get("offload_param"):
-            other = {"stage": 3, "offload_param": drive if self.is_host else {"device": "cpu"}}
-            yield f"keep parameters there, too: {_keys({'zero_optimization': other})}"
+            more = _keys({"zero_optimization": {"stage": 3, "offload_param": offloaded}})
+            yield f"keep parameters there, too: {more}"
         yield "train on more ranks, which ZeRO divides these among, or train fewer parameters (LoRA)"
 
     def _of_saved(self) -> Iterator[str]:
@@ -343,6 +341,10 @@ class Diagnosis:
             again = _keys({BLOCK: {"recompute": True}})
             yield f"have layers run again in backward, on the terms of gradient checkpointing: {again}"
 
+    def _bytes_of(self, one: Holder) -> int:
+        """In memory; where all is moved, what was."""
+        return one.resident_bytes if any(other.resident_bytes for other in self.holders) else one.saved_bytes
+
     @property
     def _drive(self) -> str:
         paths = self.config.nvme_paths
@@ -357,10 +359,6 @@ class Diagnosis:
 
 def _keys(keys: Mapping[str, Any]) -> str:
     return f"{json.dumps(keys)} in ds_config.json"
-
-
-def _in_memory(one: Holder) -> int:
-    return one.resident_bytes or one.saved_bytes
 
 
 def _kind(one: Holder) -> Culprit:

@@ -226,9 +226,9 @@ def gradients(sizes: random.Random) -> Program:
 
 
 def states(sizes: random.Random) -> Program:
-    width = near(sizes, 1024)
+    width = near(sizes, 768)
     return Program(
-        lambda _: Stack([nn.Linear(width, width) for _ in range(4)]),
+        lambda _: Stack([nn.Linear(width, width) for _ in range(16)]),
         lambda batch: torch.randn(batch, width),
         ("optimizer",),
         placement="adaptive",

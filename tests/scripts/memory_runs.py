@@ -136,7 +136,7 @@ def run(
         try:
             answer.write_text(json.dumps(train(name, seed, config, changes, limit_bytes)))
             status = 0
-        except BaseException:
+        except Exception:  # noqa: BLE001 - told in the output
             traceback.print_exc()
         finally:
             sys.stdout.flush()
