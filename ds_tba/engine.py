@@ -269,10 +269,11 @@ def _model_memory(engine_of: Callable[[], Any]) -> ModelMemory:
     parameters = list(engine.module.parameters())
     held = take([parameters, [getattr(one, "ds_tensor", None) for one in parameters], list(engine.module.buffers())])
     gradients = take([one.grad for one in parameters])
-    states, optimizer = 0, engine.optimizer
+    states, optimizer, name = 0, engine.optimizer, ""
     while optimizer is not None:  # DeepSpeed's is around the user's
+        name = type(optimizer).__name__
         # Under ZeRO gradients are in buffers of its own.
-        gradients += sum(take(value) for name, value in vars(optimizer).items() if "grad" in name)
+        gradients += sum(take(value) for key, value in vars(optimizer).items() if "grad" in key)
         states += sum(take(value) for value in vars(optimizer).values())
         optimizer = vars(optimizer).get("optimizer")
     return ModelMemory(
@@ -284,6 +285,7 @@ def _model_memory(engine_of: Callable[[], Any]) -> ModelMemory:
         ),
         micro_batch=int(engine.train_micro_batch_size_per_gpu()),
         accumulation=int(engine.gradient_accumulation_steps()),
+        optimizer=name,
         zero=zero_block(engine._config._param_dict),
     )
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import linecache
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 from torch.autograd.profiler import record_function
 
+from ds_tba.autograd.recompute import RecomputedPass
 from ds_tba.autograd.saved import Hooks, RecordState, SavedCounted, SavedStorage, SavedView
 from ds_tba.autograd.sites import RunningModule
 from ds_tba.telemetry.holders import Failure, Holder, merged
@@ -36,6 +38,7 @@ _VIEWS = frozenset(
     + ("Unsqueeze", "UnsafeView", "View")
 )
 _NODE = re.compile(r"(.*?)(?:Backward\d*)?")
+_RUN_AGAIN = RecomputedPass._run_again.__code__
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 _ASKED = re.compile(r"(?:[Tt]ried to allocate|you tried to allocate) ([\d.]+) (\w+)")
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
@@ -285,19 +288,23 @@ def _is_library(frame: FrameType) -> bool:
     return str(frame.f_globals.get("__name__")).partition(".")[0] in _LIBRARIES
 
 
+def _frames_from(frame: FrameType | None) -> Iterator[FrameType]:
+    """A frame and those that have called it."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 def _caller() -> FrameType | None:
     """Of our hook: the innermost frame that is not ours."""
-    frame = inspect.currentframe()
-    while frame is not None and str(frame.f_globals.get("__name__")).startswith("ds_tba."):
-        frame = frame.f_back
-    return frame
+    frames = _frames_from(inspect.currentframe())
+    return next((one for one in frames if not str(one.f_globals.get("__name__")).startswith("ds_tba.")), None)
 
 
 def line_of(frame: FrameType | None) -> str:
     """The innermost line of the program from a frame on outwards, as ``train.py:57``."""
-    while frame is not None and _is_library(frame):
-        frame = frame.f_back
-    return "outside of modules" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    found = next((one for one in _frames_from(frame) if not _is_library(one)), None)
+    return "outside of modules" if found is None else f"{Path(found.f_code.co_filename).name}:{found.f_lineno}"
 
 
 def failure_of(error: BaseException, running: RunningModule) -> Failure:
@@ -305,15 +312,21 @@ def failure_of(error: BaseException, running: RunningModule) -> Failure:
     frames = list(walk_tb(error.__traceback__))
     names = [(str(frame.f_globals.get("__name__")), frame.f_code.co_name) for frame, _ in frames]
     backward = next((at for at, (_, name) in enumerate(names) if name == "_engine_run_backward"), len(frames))
-    module, ran_at = "", -1
+    module, ran_at, is_ours = "", -1, False
     for at, (frame, _) in enumerate(frames):
         path = running.path_of(frame)
+        if frame.f_code is _RUN_AGAIN:
+            path, is_ours = frame.f_locals["self"].path, True
         module, ran_at = (module, ran_at) if path is None else (path, at)
-    is_step = any(name == "step" and module.startswith(("torch.optim", "deepspeed.")) for module, name in names)
-    phase = "backward" if backward < len(frames) else "optimizer step" if is_step else "forward"
+    # The outermost call that says it: DeepSpeed's backward reduces gradients after autograd's.
+    calls = [name for room, name in names if room.startswith(("torch.optim.", "deepspeed.runtime."))]
+    called = next((name for name in calls if name in ("forward", "backward", "step")), "")
+    phase = "backward" if called == "backward" or (backward < len(frames) and called != "step") else called or "forward"
     line, local, local_bytes = "", "", 0
+    running_now = set(_frames_from(sys._getframe(1)))  # not ours, which would hold itself, and the error
     for frame, number in frames:
-        if _is_library(frame):
+        # What a running frame is asked for its locals it keeps: with them the error, and all that its frames hold.
+        if _is_library(frame) or frame in running_now:
             continue
         file = frame.f_code.co_filename
         line = f"{Path(file).name}:{number}: {linecache.getline(file, number).strip()}"
@@ -324,12 +337,12 @@ def failure_of(error: BaseException, running: RunningModule) -> Failure:
                     local, local_bytes = f"{name} {_shape(value)} of {Path(file).name}:{number}", nbytes
     asked = _ASKED.search(str(error))
     return Failure(
-        phase=phase,
+        phase="optimizer step" if phase == "step" else phase,
         asked_bytes=int(float(asked[1]) * _UNITS.get(asked[2], 0)) if asked else 0,
         module=module,
         line=line,
         is_again=ran_at > backward,
-        is_ours=any(name == "ds_tba.autograd.recompute" for name, _ in names[backward:]),
+        is_ours=is_ours,
         local=local,
         local_bytes=local_bytes,
     )

@@ -76,6 +76,7 @@ from ds_tba.autograd.tensors import (
 )
 from ds_tba.config import BLOCK, OffloadConfig
 from ds_tba.device.accelerator import Accelerator, Clock, moment
+from ds_tba.device.memory import is_out_of_memory
 from ds_tba.errors import ActivationModifiedError, ConfigError, RematerializationError, StateError, StorageError
 
 logger = logging.getLogger(__name__)
@@ -513,9 +514,9 @@ class Sites:
             if not self._is_synchronous:
                 host = self._accelerator.pin_memory(torch.empty(2, dtype=torch.bool, device="cpu"))
                 flags = host.copy_(flags, non_blocking=True)
-        except (StorageError, torch.OutOfMemoryError):  # backward will want the operand, too; or another time
-            return None
         except (NoRecipeError, LookupError, RuntimeError, ValueError, TypeError) as error:
+            if isinstance(error, StorageError) or is_out_of_memory(error):
+                return None  # backward will want the operand, too; or another time
             is_told = isinstance(error, NoRecipeError)
             site.refuse(str(error) if is_told else f"{type(error).__name__} while it was made again")
             return None

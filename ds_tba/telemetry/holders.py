@@ -107,6 +107,7 @@ MIB = 1 << 20
 _LOGITS = re.compile(r"logit|cross_entropy|LogSoftmax|log_softmax|NllLoss|lm_head")
 _SOFTMAX = re.compile(r"(?<!log_)(?<!Log)softmax", re.IGNORECASE)
 _SCORES = re.compile(r"attn|attention|score|weights")
+_OFFLOADED = re.compile(r"adam|lion|adagrad", re.IGNORECASE)
 _SQUARE = re.compile(r"\d+, (\d{2,}), \1\]")  # the end of a shape
 
 
@@ -118,6 +119,7 @@ class ModelMemory:
         parameters, gradients, states: now; the states of an optimizer with its master weights and buffers.
         trained: parameters that get a gradient.
         micro_batch, accumulation: micro-batch, and how many of them make a step; 0 where that is not known.
+        optimizer: its class.
         zero: ``"zero_optimization"``.
     """
 
@@ -127,6 +129,7 @@ class ModelMemory:
     trained: int = 0
     micro_batch: int = 0
     accumulation: int = 1
+    optimizer: str = ""
     zero: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -279,6 +282,8 @@ class Diagnosis:
                 "use an attention that never makes these scores: torch.nn.functional.scaled_dot_product_attention, in "
                 'Hugging Face\'s models attn_implementation="sdpa"'
             )
+        if culprit is Culprit.OPERATION:
+            yield "give that line less at a time: a shorter sequence, a smaller micro-batch, or the same in pieces"
         if culprit is Culprit.EARLIER:
             yield "keep numbers instead of graphs: loss.item(), or output.detach(), for what is kept beyond its step"
         if culprit is Culprit.AGAIN and not self.failure.is_ours:
@@ -309,7 +314,9 @@ class Diagnosis:
                 "module.requires_grad_(False), before deepspeed.initialize"
             )
         offloaded = drive if self.is_host else {"device": "cpu"}
-        if not zero.get("offload_optimizer"):
+        if not (model.states or _OFFLOADED.search(model.optimizer)):
+            pass  # DeepSpeed offloads only optimizers of its own, and there are no states to offload
+        elif not zero.get("offload_optimizer"):
             keys = {"stage": 3 if self.is_host else max(2, int(zero.get("stage", 0))), "offload_optimizer": offloaded}
             # DeepSpeed's own sizes are of large models: without these its buffers are larger than a small one.
             elements = max(MIB // 8, model.trained // 32)

@@ -149,7 +149,6 @@ def attention(sizes: random.Random) -> Program:
         lambda batch: torch.randn(batch, length, 64),
         ("attention", "layers.*.inner"),
         batch=4,
-        placement=sizes.choice(["keep", "adaptive"]),
         changes={"sdpa": "scaled_dot_product_attention"},
     )
 
@@ -321,7 +320,7 @@ class Experts(nn.Module):
 
 
 def experts(sizes: random.Random) -> Program:
-    hidden, length, count = near(sizes, 1024), near(sizes, 128), sizes.choice([4, 8])
+    hidden, length, count = near(sizes, 512), near(sizes, 256), sizes.choice([4, 8])
     return Program(
         lambda _: Stack([Residual(Experts(48, hidden, count), 48) for _ in range(4)]),
         lambda batch: torch.randn(batch, length, 48),

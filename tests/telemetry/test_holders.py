@@ -117,7 +117,7 @@ def test_the_largest_part_is_of_what_is_in_memory() -> None:
     assert "layers.*" in diagnosis(moved, LAYERS).verdict()
 
 
-HOST = {"model": ModelMemory(200 * MIB, 200 * MIB, 400 * MIB, 200 * MIB), "is_host": True}
+HOST = {"model": ModelMemory(200 * MIB, 200 * MIB, 400 * MIB, 200 * MIB, optimizer="FusedAdam"), "is_host": True}
 DEVICE = {**HOST, "is_host": False}
 
 
@@ -173,10 +173,15 @@ def test_the_most_useful_is_the_first(found: Diagnosis, expected: str) -> None:
 
 def test_zero_keeps_the_stage_and_what_is_offloaded_already() -> None:
     zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
-    found = diagnosis(model=ModelMemory(200 * MIB, zero=zero))
+    found = diagnosis(model=ModelMemory(200 * MIB, optimizer="DeepSpeedCPUAdam", zero=zero))
     (text, keys), *_ = pasted(found)
     assert keys == {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
     assert "offload_optimizer" not in text
+
+
+def test_an_optimizer_that_deepspeed_does_not_offload_is_not_to_be_offloaded() -> None:
+    found = diagnosis(model=ModelMemory(200 * MIB, 200 * MIB, optimizer="SGD"))
+    assert "offload_optimizer" not in " ".join(found.remedies())
 
 
 def test_half_the_micro_batch_is_the_same_step() -> None:
