@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ds_tba.cli import doctor, page, plan, tune
 from ds_tba.errors import ReportError
+from ds_tba.telemetry.holders import lines_of
 from ds_tba.telemetry.report import OffloadReport, is_replaceable, write_file
 
 
@@ -66,5 +67,5 @@ def _show_reports(options: argparse.Namespace) -> int:
         rows = [*([("report", str(file))] if len(files) > 1 else []), ("state", report.state), *report.rows()]
         width = max(len(name) for name, _ in rows)
         sys.stdout.writelines(f"{name:<{width}}  {value}\n" for name, value in rows)
-        sys.stdout.writelines(f"{line}\n" for line in report.holder_lines())
+        sys.stdout.writelines(f"{line}\n" for line in lines_of(report.holders, report.holders_step))
     return 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
 
@@ -95,6 +95,13 @@ def table(holders: Sequence[Holder]) -> list[str]:
         "  ".join(text.ljust(width) if column < 3 else text.rjust(width) for column, (text, width) in enumerate(pairs))
         for pairs in (list(zip(row, widths, strict=True)) for row in rows)
     ]
+
+
+def lines_of(rows: Sequence[Mapping[str, Any]], step: int) -> list[str]:
+    """The table of a report's ``holders``, and when that was; empty where no forward was looked at."""
+    names = {one.name for one in fields(Holder)}
+    found = [Holder(**{name: value for name, value in one.items() if name in names}) for one in rows]
+    return [f"saved at the end of the forward of step {step}:", *table(found)] if found else []
 
 
 # ---- what filled it -------------------------------------------------------------------------------------------------
@@ -240,7 +247,7 @@ class Diagnosis:
         culprit, failure, model = self.culprit, self.failure, self.model
         of_kind = [one for one in self.holders if _kind(one) is culprit] or self.holders
         most = max(of_kind, key=self._bytes_of, default=None)
-        where = "" if most is None else f"; most of them are of {most}"
+        where = "" if most is None else f"; the largest part is of {most}"
         at_once = f"{readable(failure.asked_bytes)} at once" if failure.asked_bytes else "more at once"
         at_once += f", beside {failure.local}" if failure.local else ""
         is_at_once = failure.asked_bytes + failure.local_bytes > self.peak_bytes
@@ -289,19 +296,17 @@ class Diagnosis:
         if culprit is Culprit.AGAIN and not self.failure.is_ours:
             yield (
                 "switch checkpointing off (model.gradient_checkpointing_disable()) and have tensors moved instead: "
-                + self._budget()
+                + self._budget(max(self.peak_bytes, self.failure.asked_bytes))
             )
         elif culprit is Culprit.AGAIN:
             yield f"have tensors moved instead: {_keys({BLOCK: {'recompute': False}})}"
-        if culprit in (Culprit.MODEL, Culprit.STATES) or self._model_bytes > LARGE_PART * self.in_use_bytes > 0:
-            yield from self._of_model()
-        if culprit not in (Culprit.MODEL, Culprit.STATES, Culprit.EARLIER, Culprit.AGAIN):
+        is_of_model = culprit in (Culprit.MODEL, Culprit.STATES)
+        if not (is_of_model or culprit in (Culprit.EARLIER, Culprit.AGAIN)):
             yield from self._of_saved()
-        if (
-            self.model.micro_batch
-            and self.model.micro_batch % 2 == 0
-            and culprit not in (Culprit.MODEL, Culprit.STATES, Culprit.EARLIER)
-        ):
+        if is_of_model or self._model_bytes > LARGE_PART * self.in_use_bytes > 0:
+            yield from self._of_model()
+        has_halves = self.model.micro_batch > 1 and self.model.micro_batch % 2 == 0
+        if has_halves and not (is_of_model or culprit is Culprit.EARLIER):
             half, twice = self.model.micro_batch // 2, 2 * self.model.accumulation
             keys = {"train_micro_batch_size_per_gpu": half, "gradient_accumulation_steps": twice}
             yield f"halve the micro-batch and take twice as many: {_keys(keys)}"
@@ -332,10 +337,11 @@ class Diagnosis:
     def _of_saved(self) -> Iterator[str]:
         config, kept = self.config, self.kept
         if config.placement == "keep":
-            yield f"have tensors moved to a drive, nothing is: {self._budget()}"
+            yield f"have tensors moved to a drive, nothing is: {self._budget(self.peak_bytes // 2)}"
         elif config.placement == "adaptive":
             less = "lower" if config.activation_budget_bytes else "set"
-            yield f"{less} the limit of saved tensors, for more time a step: {self._budget()}"
+            most_bytes = (config.activation_budget_bytes or self.peak_bytes) // 2
+            yield f"{less} the limit of saved tensors, for more time a step: {self._budget(most_bytes)}"
         if kept:
             reason = max(kept, key=lambda one: kept[one])
             if "small" in reason and kept[reason] > LARGE_PART * sum(kept.values()) and config.min_tensor_bytes > 1:
@@ -357,11 +363,10 @@ class Diagnosis:
         paths = self.config.nvme_paths
         return paths[0] if paths else "/local_nvme"
 
-    def _budget(self) -> str:
-        budget_bytes = self.config.activation_budget_bytes or self.peak_bytes
+    def _budget(self, most_bytes: int) -> str:
         keys: dict[str, Any] = {"placement": "adaptive"} if self.config.placement != "adaptive" else {}
         keys |= {} if self.config.nvme_paths else {"nvme_path": self._drive}
-        return _keys({BLOCK: {**keys, "activation_budget_bytes": max(MIB, budget_bytes // 2 // MIB * MIB)}})
+        return _keys({BLOCK: {**keys, "activation_budget_bytes": max(MIB, most_bytes // MIB * MIB)}})
 
 
 def _keys(keys: Mapping[str, Any]) -> str:

@@ -19,7 +19,6 @@ from typing import Any
 
 from ds_tba.config import OffloadConfig
 from ds_tba.errors import ConfigError, ReportError
-from ds_tba.telemetry.holders import Holder, table
 from ds_tba.telemetry.stats import expanded, readable
 
 logger = logging.getLogger("ds_tba")
@@ -205,14 +204,6 @@ class OffloadReport:
         rows += [(f"  fallback: {reason}", str(count)) for reason, count in self.fallbacks_by_reason.items()]
         rows += [(f"wear of {path['path']}", _wear(path)) for path in self.wear]
         return [*rows, ("stalled", f"{self.stall_s:.2f} s")]
-
-    def holder_lines(self) -> list[str]:
-        """The table of who held saved bytes, for people; empty where no forward was looked at."""
-        if not self.holders:
-            return []
-        names = {one.name for one in fields(Holder)}
-        found = [Holder(**{name: value for name, value in one.items() if name in names}) for one in self.holders]
-        return [f"saved at the end of the forward of step {self.holders_step}:", *table(found)]
 
 
 # Below this part of the saved bytes a user wants to know why no more is moved.

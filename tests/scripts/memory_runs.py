@@ -39,7 +39,7 @@ def main() -> None:
             sys.exit(subprocess.run([sys.executable, *sys.argv], env={**os.environ, **own}).returncode)
     # Before the forks, also what an engine imports only when it is built.
     import torch._dynamo  # noqa: F401
-    from culprits import CULPRITS
+    from support.culprits import CULPRITS
 
     parser = argparse.ArgumentParser()
     parser.add_argument("--culprits", default=",".join(CULPRITS))
@@ -57,7 +57,7 @@ def main() -> None:
 
 def investigated(name: str, seed: int, directory: Path) -> dict[str, Any]:
     """What became of one training; see the docstring of this file."""
-    from culprits import CULPRITS
+    from support.culprits import CULPRITS
 
     program = CULPRITS[name](random.Random(seed))
     config = {
@@ -156,7 +156,7 @@ def train(
 
     import deepspeed
     import torch
-    from culprits import CULPRITS
+    from support.culprits import CULPRITS
     from support.ranks import free_port
 
     from ds_tba.device.memory import is_out_of_memory
