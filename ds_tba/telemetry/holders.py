@@ -295,11 +295,11 @@ class Diagnosis:
             yield "keep numbers instead of graphs: loss.item(), or output.detach(), for what is kept beyond its step"
         if culprit is Culprit.AGAIN and not self.failure.is_ours:
             yield (
-                "switch checkpointing off (model.gradient_checkpointing_disable()) and have tensors moved instead: "
+                "switch checkpointing off (model.gradient_checkpointing_disable()) and move saved tensors instead: "
                 + self._budget(max(self.peak_bytes, self.failure.asked_bytes))
             )
         elif culprit is Culprit.AGAIN:
-            yield f"have tensors moved instead: {_keys({BLOCK: {'recompute': False}})}"
+            yield f"move saved tensors instead: {_keys({BLOCK: {'recompute': False}})}"
         is_of_model = culprit in (Culprit.MODEL, Culprit.STATES)
         if not (is_of_model or culprit in (Culprit.EARLIER, Culprit.AGAIN)):
             yield from self._of_saved()
@@ -337,22 +337,22 @@ class Diagnosis:
     def _of_saved(self) -> Iterator[str]:
         config, kept = self.config, self.kept
         if config.placement == "keep":
-            yield f"have tensors moved to a drive, nothing is: {self._budget(self.peak_bytes // 2)}"
+            yield f"move saved tensors to a drive, none is now: {self._budget(self.peak_bytes // 2)}"
         elif config.placement == "adaptive":
             less = "lower" if config.activation_budget_bytes else "set"
             most_bytes = (config.activation_budget_bytes or self.peak_bytes) // 2
-            yield f"{less} the limit of saved tensors, for more time a step: {self._budget(most_bytes)}"
+            yield f"{less} the limit of saved tensors, a step may take longer: {self._budget(most_bytes)}"
         if kept:
             reason = max(kept, key=lambda one: kept[one])
             if "small" in reason and kept[reason] > LARGE_PART * sum(kept.values()) and config.min_tensor_bytes > 1:
                 least = _keys({BLOCK: {"min_tensor_bytes": config.min_tensor_bytes // 16}})
-                yield f"have smaller tensors moved, too: {least}"
+                yield f"move smaller tensors, too: {least}"
             elif "staging" in reason:
                 more = _keys({BLOCK: {"io": {"staging_bytes": 2 * config.io.ring_bytes}}})
-                yield f"give writes more room on the host, staging was full: {more}"
+                yield f"give writes more room in host memory, staging was full: {more}"
         if config.placement == "adaptive" and not config.recompute:
             again = _keys({BLOCK: {"recompute": True}})
-            yield f"have layers run again in backward, on the terms of gradient checkpointing: {again}"
+            yield f"run layers again in backward, as gradient checkpointing does: {again}"
 
     def _bytes_of(self, one: Holder) -> int:
         """In memory; where all is moved, what was."""
