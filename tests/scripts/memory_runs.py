@@ -1,8 +1,8 @@
 """Trainings that run out of memory, and the same once more as the message advises: one line of JSON for each.
 
-    python tests/scripts/memory_runs.py [--culprits mlp,logits] [--seeds 1,2] [--show]
+    python tests/scripts/memory_runs.py [--culprits mlp,logits] [--seeds 1,2] [--fraction 0.65] [--show]
 
-Each training runs without a limit first. Then the limit is ``FRACTION`` of the peak of its tensors: it must die of it.
+Each training runs without a limit first. Then the limit is a fraction of the peak of its tensors: it must die of it.
 Then the first advice of the message is taken as it is written, keys and calls, and the training runs again under the
 same limit. Where it dies again, the first advice of that message is taken, too, up to ``MOST_ADVICE`` in all.
 """
@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-FRACTION = 0.65
+FRACTION = 0.65  # of what a run takes
 MOST_ADVICE = 3
 ADVICE = re.compile(r"^ +\d+\. (.*)$", re.MULTILINE)
 SHIM_SOURCE = Path(__file__).parents[1] / "support/memory_limit.cpp"
@@ -44,18 +44,19 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--culprits", default=",".join(CULPRITS))
     parser.add_argument("--seeds", default="1")
+    parser.add_argument("--fraction", type=float, default=FRACTION, help="the limit, of the peak without one")
     parser.add_argument("--show", action="store_true", help="the messages, too")
     options = parser.parse_args()
     for seed in map(int, options.seeds.split(",")):
         for name in options.culprits.split(","):
             with tempfile.TemporaryDirectory() as directory:
-                found = investigated(name, seed, Path(directory))
+                found = investigated(name, seed, options.fraction, Path(directory))
             if options.show:
                 print("\n".join([*found["messages"], found["output"]]), file=sys.stderr)
             print(json.dumps(found), flush=True)
 
 
-def investigated(name: str, seed: int, directory: Path) -> dict[str, Any]:
+def investigated(name: str, seed: int, fraction: float, directory: Path) -> dict[str, Any]:
     """What became of one training; see the docstring of this file."""
     from support.culprits import CULPRITS
 
@@ -75,7 +76,7 @@ def investigated(name: str, seed: int, directory: Path) -> dict[str, Any]:
     }
     changes: frozenset[str] = frozenset()
     free = run(name, seed, config, changes, None, directory)
-    limit_bytes = int(FRACTION * free["peak_bytes"])
+    limit_bytes = int(fraction * free["peak_bytes"])
     result = run(name, seed, config, changes, limit_bytes, directory)
     has_died = result["has_died"]
     messages, taken = result["messages"], []
