@@ -401,7 +401,8 @@ class ActivationOffloader:
                 return
             # On the error itself: a reference to it would hold its frames, and all tensors in them, as long as we live.
             setattr(error, _EXPLAINED, True)
-            logger.error("memory ran out; %s", self._explained(failure_of(error, self._running)))
+            failure = failure_of(error, self._running, self._accelerator.device())
+            logger.error("memory ran out; %s", self._explained(failure))
             self._refresh_report(now=True)
         except Exception:  # nothing may hide the user's error
             logger.exception("memory ran out, and what fills it cannot be told")

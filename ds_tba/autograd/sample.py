@@ -28,6 +28,7 @@ from torch.autograd.profiler import record_function
 from ds_tba.autograd.recompute import RecomputedPass
 from ds_tba.autograd.saved import Hooks, RecordState, SavedCounted, SavedStorage, SavedView
 from ds_tba.autograd.sites import RunningModule
+from ds_tba.autograd.tensors import held_bytes, is_parameter
 from ds_tba.telemetry.holders import Failure, Holder, merged
 from ds_tba.telemetry.stats import CacheStats, PathMeter
 from ds_tba.telemetry.step_timeline import StepTimeline
@@ -307,8 +308,8 @@ def line_of(frame: FrameType | None) -> str:
     return "outside of modules" if found is None else f"{Path(found.f_code.co_filename).name}:{found.f_lineno}"
 
 
-def failure_of(error: BaseException, running: RunningModule) -> Failure:
-    """Where an allocation failed, and of what size it was, by its error."""
+def failure_of(error: BaseException, running: RunningModule, device: torch.device) -> Failure:
+    """Where an allocation on a device failed, and of what size it was, by its error."""
     frames = list(walk_tb(error.__traceback__))
     names = [(str(frame.f_globals.get("__name__")), frame.f_code.co_name) for frame, _ in frames]
     backward = next((at for at, (_, name) in enumerate(names) if name == "_engine_run_backward"), len(frames))
@@ -331,10 +332,9 @@ def failure_of(error: BaseException, running: RunningModule) -> Failure:
         file = frame.f_code.co_filename
         line = f"{Path(file).name}:{number}: {linecache.getline(file, number).strip()}"
         for name, value in frame.f_locals.items():
-            if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
-                nbytes = value.numel() * value.element_size()
-                if nbytes > local_bytes:
-                    local, local_bytes = f"{name} {_shape(value)} of {Path(file).name}:{number}", nbytes
+            nbytes = held_bytes(value, device) if isinstance(value, torch.Tensor) and not is_parameter(value) else 0
+            if nbytes > local_bytes:
+                local, local_bytes = f"{name} {_shape(value)} of {Path(file).name}:{number}", nbytes
     asked = _ASKED.search(str(error))
     return Failure(
         phase="optimizer step" if phase == "step" else phase,

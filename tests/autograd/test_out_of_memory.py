@@ -266,6 +266,25 @@ def test_the_module_and_the_line_are_told_in_steps_that_are_looked_at_and_in_oth
     assert "torch.empty(MORE_THAN_THERE_IS)" in text
 
 
+def test_the_largest_tensor_of_the_functions_that_ran_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(1 << 20))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            wide = x.new_zeros(1).expand(1 << 30)  # of one number
+            large = self.weight.view(1024, 1024)
+            scores = torch.zeros(300, 300)
+            return scores + wide[:1] + large[0, 0] + torch.empty(MORE_THAN_THERE_IS)
+
+    model = Head()
+    offloader = make(tmp_path, model, placement="keep")
+    text = told(offloader, lambda: forward(model, torch.randn(4), offloader), caplog)
+    offloader.close()
+    assert "beside scores [300, 300] float32 of test_out_of_memory.py:" in text
+
+
 def test_a_layer_that_a_checkpoint_runs_again_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = seeded(checkpoints=True)
     offloader = make(tmp_path, model, placement="keep")
