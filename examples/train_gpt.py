@@ -3,7 +3,7 @@
     deepspeed examples/train_gpt.py --deepspeed_config ds_configs/zero3_nvme_params_activations.json
 
 Nothing here imports ds_tba: the block in the config is enough. Only the report that is shown at the end uses the
-offloader. ``--compare`` trains twice, without the block and with the block, each time in a fresh process.
+offloader. ``demo.py`` runs this script several times, in other ways, and compares.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ import json
 import math
 import os
 import random
-import subprocess
 import sys
 import sysconfig
-import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -40,7 +39,8 @@ BLOCK = "activation_nvme_offload"
 UPDATE_BLOCK = "interleaved_optimizer_update"
 VOCABULARY = 256
 WIDTH, DEPTH, SEQUENCE = 384, 6, 512
-GIB = 1 << 30
+PICTURE_COLUMNS = 72
+KILLED = 137  # exit status of a process that needed more memory than it may have, as of one that the kernel ended
 MEASURING_STEPS = 3  # before the first plan; left out of the step's time, with and without the block
 
 
@@ -138,6 +138,7 @@ class Run:
     step_s: float
     tokens_per_s: float
     peak_memory_bytes: int
+    step_memory_bytes: list[int]  # over the last step, so many as its picture is wide
     report: dict[str, Any] | None
 
 
@@ -148,19 +149,20 @@ def train(options: argparse.Namespace, ds_config: dict[str, Any], title: str, co
         model = GPT(options.width, options.depth, options.sequence, recompute=options.recompute)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=ds_config)
     data = batches(engine.train_micro_batch_size_per_gpu(), options.sequence, engine.global_rank)
+    watch = MemoryWatch(options.memory_limit_bytes)
     reset_peak_memory()
     losses, times = [], []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, TextColumn("{task.fields[status]}"), console=console) as progress:
         task = progress.add_task(title, total=options.steps, status="")
         for _ in range(options.steps):
-            started = time.perf_counter()
+            started = watch.start_step()
             losses.append(one_step(engine, data))
             times.append(time.perf_counter() - started)
             tokens = engine.train_batch_size() * options.sequence
             status = f"loss {losses[-1]:.4f}  {tokens / times[-1]:,.0f} tokens/s"
             progress.update(task, advance=1, status=status)
-    peak = peak_memory_bytes()
+    peak, step_memory_bytes = peak_memory_bytes(), watch.stop()
     offloader = getattr(engine, "activation_offloader", None)
     report = offloader.report().to_dict() if offloader is not None else None
     rows = offloader.report().rows() if offloader is not None else []
@@ -168,7 +170,7 @@ def train(options: argparse.Namespace, ds_config: dict[str, Any], title: str, co
         console.print(report_table(rows))
     settled = sorted(times[MEASURING_STEPS:] or times)
     step_s = settled[len(settled) // 2]
-    run = Run(losses, parameters_sha256(engine), step_s, tokens / step_s, peak, report)
+    run = Run(losses, parameters_sha256(engine), step_s, tokens / step_s, peak, step_memory_bytes, report)
     engine.destroy()
     del engine, model
     gc.collect()
@@ -213,17 +215,66 @@ def reset_peak_memory() -> None:
         get_accelerator().reset_peak_memory_stats()
 
 
-def memory_owner() -> str:
-    """The owner of the peak memory, in words."""
-    return "process" if get_accelerator().is_synchronized_device() else "device"
-
-
 def peak_memory_bytes() -> int:
     """Device bytes at the peak, or this process's resident bytes on a CPU-only machine."""
     if not get_accelerator().is_synchronized_device():
         return int(get_accelerator().max_memory_allocated())
     status = Path("/proc/self/status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+
+
+def memory_owner() -> str:
+    """The owner of the peak memory, in words."""
+    return "process" if get_accelerator().is_synchronized_device() else "device"
+
+
+class MemoryWatch:
+    """Looks at the memory of the device, or on a CPU-only machine of this process, every few milliseconds.
+
+    Args:
+        limit_bytes: what the process may have; beyond it, it ends as if the kernel had killed it. 0: no limit.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._is_device = not get_accelerator().is_synchronized_device()
+        self._limit_bytes = 0 if self._is_device else limit_bytes
+        if self._is_device and limit_bytes:  # the allocator itself refuses
+            torch.cuda.set_per_process_memory_fraction(limit_bytes / torch.cuda.mem_get_info()[1])
+        self._step: list[tuple[float, int]] = []
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread.start()
+
+    def start_step(self) -> float:
+        """A step begins now."""
+        self._step = []
+        return time.perf_counter()
+
+    def stop(self, columns: int = PICTURE_COLUMNS) -> list[int]:
+        """The most that was seen in each of equal parts of the last step."""
+        ended, samples = time.perf_counter(), self._step
+        self._is_over.set()
+        self._thread.join()
+        found = [0] * columns
+        for moment, nbytes in samples:
+            column = int(columns * (moment - samples[0][0]) / max(ended - samples[0][0], 1e-9))
+            found[min(column, columns - 1)] = max(nbytes, found[min(column, columns - 1)])
+        for column in range(1, columns):  # a short step has fewer looks than columns
+            found[column] = found[column] or found[column - 1]
+        return found
+
+    def _look(self) -> None:
+        while not self._is_over.wait(0.005):
+            nbytes = self._bytes()
+            self._step.append((time.perf_counter(), nbytes))
+            if 0 < self._limit_bytes < nbytes:
+                os._exit(KILLED)
+
+    def _bytes(self) -> int:
+        if self._is_device:
+            return int(get_accelerator().memory_allocated())
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 # ---- output ---------------------------------------------------------------------------------------------------------
@@ -234,50 +285,6 @@ def report_table(rows: list[tuple[str, str]]) -> Table:
     for name, value in rows:
         table.add_row(name, value)
     return table
-
-
-def comparison_table(without: Run, offload: Run) -> Table:
-    """Losses, parameters and memory side by side."""
-    report = offload.report or {}
-    columns = ("", "without the block", "with the block", "with / without")
-    table = Table(*columns, title="the same training, with and without the block")
-    table.add_row("last loss", f"{without.losses[-1]:.9f}", f"{offload.losses[-1]:.9f}")
-    table.add_row("all losses equal", "", yes_no(without.losses == offload.losses))
-    table.add_row("all parameters equal", "", yes_no(without.parameters_sha256 == offload.parameters_sha256))
-    saved_bytes = report.get("peak_saved_bytes_without", 0), report.get("peak_saved_bytes", 0)
-    memory_bytes = without.peak_memory_bytes, offload.peak_memory_bytes
-    table.add_row("peak saved for backward", *map(gib, saved_bytes), quotient(*saved_bytes))
-    table.add_row(f"peak memory of the {memory_owner()}", *map(gib, memory_bytes), quotient(*memory_bytes))
-    table.add_row(
-        "seconds per step (median)",
-        f"{without.step_s:.2f}",
-        f"{offload.step_s:.2f}",
-        quotient(without.step_s, offload.step_s),
-    )
-    table.add_row("written to NVMe per step", "", gib(report.get("written_bytes", 0) / len(offload.losses)))
-    return table
-
-
-def closing(without: Run, offload: Run) -> str:
-    """The comparison in a sentence or two."""
-    equal = (without.losses, without.parameters_sha256) == (offload.losses, offload.parameters_sha256)
-    memory = f"{gib(offload.peak_memory_bytes)} at its peak instead of {gib(without.peak_memory_bytes)}"
-    return (
-        f"With the block, all losses and parameters are {'equal bit for bit' if equal else 'NOT equal'}; the "
-        f"{memory_owner()} needs {memory}; a step takes {offload.step_s:.2f} s instead of {without.step_s:.2f} s."
-    )
-
-
-def yes_no(value: bool) -> str:
-    return "yes, bit for bit" if value else "NO"
-
-
-def gib(nbytes: float) -> str:
-    return f"{nbytes / GIB:.2f} GiB"
-
-
-def quotient(without: float, offload: float) -> str:
-    return f"{offload / without:.2f}" if without else ""
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
@@ -298,6 +305,12 @@ def read_config(options: argparse.Namespace) -> dict[str, Any]:
                 part["nvme_path"] = options.nvme_path
         if BLOCK in ds_config:
             ds_config[BLOCK]["nvme_path"] = options.nvme_path
+    if options.fp32:
+        ds_config.pop("bf16", None)
+    if options.placement and BLOCK in ds_config:
+        ds_config[BLOCK]["placement"] = options.placement
+        if options.placement == "keep":  # nothing is moved: needs no drive
+            ds_config[BLOCK].pop("nvme_path", None)
     if options.backend and BLOCK in ds_config:
         ds_config[BLOCK].setdefault("io", {})["backend"] = options.backend
     if options.activation_budget_bytes and BLOCK in ds_config:
@@ -305,7 +318,8 @@ def read_config(options: argparse.Namespace) -> dict[str, Any]:
     if options.staging_bytes and BLOCK in ds_config:
         ds_config[BLOCK].setdefault("io", {})["staging_bytes"] = options.staging_bytes
     if options.report and BLOCK in ds_config:
-        ds_config[BLOCK].setdefault("report", {})["path"] = options.report
+        timeline = str(Path(options.report).with_suffix(".timeline.json"))
+        ds_config[BLOCK].setdefault("report", {}).update(path=options.report, timeline_path=timeline)
     return ds_config
 
 
@@ -325,73 +339,34 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--backend", help="use this io.backend instead of the config's")
     parser.add_argument("--activation_budget_bytes", type=int, help="use this budget instead of the config's")
     parser.add_argument("--staging_bytes", type=int, help="use this io.staging_bytes instead of the config's")
-    parser.add_argument("--report", help="write the offloader's report to this file")
-    parser.add_argument(
-        "--compare",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="train without the block first, then with it, and compare (with --deterministic)",
-    )
+    parser.add_argument("--placement", help="use this placement instead of the config's")
+    parser.add_argument("--fp32", action="store_true", help="train in FP32 whatever the config says")
+    parser.add_argument("--memory_limit_bytes", type=int, default=0, help="end if the process, or device, needs more")
+    parser.add_argument("--report", help="write the offloader's report to this file, and a timeline beside it")
     parser.add_argument("--without_block", action="store_true", help="as if the config had no block")
     parser.add_argument(
         "--deterministic", action="store_true", help="kernels that give the same bits each time, on a GPU"
     )
-    parser.add_argument("--result", help="write losses, fingerprint and report of the (last) run to this JSON file")
+    parser.add_argument("--result", help="write losses, fingerprint, memory and report to this JSON file")
     parser.add_argument("--local_rank", type=int, default=0, help="set by the launcher")
     return parser.parse_args(argv)
-
-
-def compare(options: argparse.Namespace, argv: list[str]) -> int:
-    """Train without and with the block; 0 if the block made no difference.
-
-    Each in a fresh process: on a GPU, the second engine of a process with ZeRO-3's parameters on NVMe starts from wrong
-    parameters (DeepSpeed 0.19.8, without the block too), and the peak memory of a fresh process is its own.
-    """
-    console = console_of(int(os.environ.get("RANK", "0")))
-    runs = []
-    for number, more in enumerate((["--without_block"], [])):
-        with tempfile.TemporaryDirectory() as directory:
-            result = Path(directory) / "result"
-            ended = subprocess.run(
-                [sys.executable, __file__, *argv, "--no-compare", "--deterministic", *more, "--result", str(result)],
-                env={**os.environ, **another_port(number)},
-            )
-            found = list(Path(directory).iterdir())
-            if ended.returncode or not found:
-                return ended.returncode or 1
-            runs.append(Run(**json.loads(found[0].read_text())))
-    without, run = runs
-    console.print(comparison_table(without, run))
-    console.print(closing(without, run))
-    equal = (without.losses, without.parameters_sha256) == (run.losses, run.parameters_sha256)
-    write_result(options, run, equal=equal)
-    return 0 if equal else 1
-
-
-def another_port(number: int) -> dict[str, str]:
-    """A rendezvous port per training: some ranks start the second one while others still end the first."""
-    port = os.environ.get("MASTER_PORT")
-    return {} if port is None else {"MASTER_PORT": str(int(port) + number)}
 
 
 def console_of(rank: int) -> Console:
     return Console(quiet=rank != 0, width=110)
 
 
-def write_result(options: argparse.Namespace, run: Run, **more: bool) -> None:
+def write_result(options: argparse.Namespace, run: Run) -> None:
     """The JSON at ``--result``, of each rank."""
     if options.result:
         rank = int(os.environ.get("RANK", "0"))
         path = Path(options.result if rank == 0 else f"{options.result}.rank{rank}")
-        path.write_text(json.dumps({**asdict(run), **more}))
+        path.write_text(json.dumps(asdict(run)))
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train; 0 if all went well, 1 if ``--compare`` found a difference."""
-    argv = sys.argv[1:] if argv is None else argv
-    options = parse(argv)
-    if options.compare:
-        return compare(options, argv)
+    """Train; 0 if all went well, 137 if memory ran out."""
+    options = parse(sys.argv[1:] if argv is None else argv)
     if options.deterministic:
         use_exact_kernels()
     deepspeed.init_distributed()
@@ -402,7 +377,11 @@ def main(argv: list[str] | None = None) -> int:
         f"sequences of {options.sequence} bytes, {torch.get_num_threads()} threads"
     )
     title = "without the block" if options.without_block else "training"
-    run = train(options, read_config(options), title, console)
+    try:
+        run = train(options, read_config(options), title, console)
+    except torch.OutOfMemoryError as error:
+        console.print(f"[red]{error}")
+        return KILLED
     write_result(options, run)
     deepspeed.comm.destroy_process_group()
     if not all(math.isfinite(loss) for loss in run.losses):
