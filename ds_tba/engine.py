@@ -46,7 +46,7 @@ from ds_tba.config import (
 from ds_tba.device.accelerator import adapted
 from ds_tba.errors import ConfigError, IncompatibleError
 from ds_tba.offloader import ActivationOffloader
-from ds_tba.telemetry.holders import ModelMemory
+from ds_tba.telemetry.diagnosis import ModelMemory
 from ds_tba.update.config import UpdateConfig, parse_update_block
 from ds_tba.update.interleaved import InterleavedUpdate
 from ds_tba.update.zero3 import refuse_half_updated

@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -40,9 +40,10 @@ from ds_tba.planner.trace import Trace
 from ds_tba.storage.base import Always
 from ds_tba.storage.finalizers import Closer
 from ds_tba.storage.tiers import Tiers
+from ds_tba.telemetry.diagnosis import Diagnosis, Failure, ModelMemory
 from ds_tba.telemetry.drive_health import write_limit_bytes_per_step
-from ds_tba.telemetry.holders import Diagnosis, Failure, ModelMemory, table
-from ds_tba.telemetry.report import LittleMoved, OffloadReport, ReportFile, checked_path
+from ds_tba.telemetry.holders import table
+from ds_tba.telemetry.report import LittleMoved, OffloadReport, ReportFile
 from ds_tba.telemetry.stats import StoreStats, readable
 from ds_tba.telemetry.step_timeline import StepTimeline
 
@@ -112,18 +113,15 @@ class ActivationOffloader:
         self._bandwidth_at_start: list[dict[str, Any]] = []
         self._undo: list[Callable[[], object]] = []
         self._compilations_before = compilations()
-        self._steps = self._step_peak_bytes = 0  # optimizer steps so far; peak of the last, where no controller has it
+        self._steps = self._step_peak_bytes = 0  # optimizer steps so far; peak of the last
         self._little = LittleMoved(config)
         self._earlier_bytes = 0  # saved before this step
         self._running = RunningModule({})
         self.model_memory: Callable[[], ModelMemory] = ModelMemory
         self._told: OffloadReport | None = None  # to the monitors
-        self._report_file = ReportFile("report.path", checked_path("report.path", config.report.path, rank))
-        # Checked now, not after hours of training.
-        trace_path = checked_path("report.trace_path", config.report.trace_path, rank)
-        self._trace_file = ReportFile("report.trace_path", trace_path) if trace_path is not None else None
-        timeline_path = checked_path("report.timeline_path", config.report.timeline_path, rank)
-        self._timeline_file = ReportFile("report.timeline_path", timeline_path)
+        self._report_file = ReportFile("report.path", config.report.path, rank)
+        self._trace_file = ReportFile("report.trace_path", config.report.trace_path, rank)
+        self._timeline_file = ReportFile("report.timeline_path", config.report.timeline_path, rank)
         self._tiers = Tiers(
             config, aio_config, accelerator, zero_uses_nvme=zero_uses_nvme, rank=rank, ranks_on_node=ranks_on_node
         )
@@ -142,7 +140,7 @@ class ActivationOffloader:
             self.cache.stats,
             lambda: store.stall_s,
             [path.meter for path in self._tiers.paths],
-            partial(_write_timeline, self._timeline_file, config, rank) if timeline_path is not None else None,
+            partial(_write_timeline, self._timeline_file, config, rank) if config.report.timeline_path else None,
         )
         self.cache.looked_at = self._samples.around
         self._closer = Closer(self._close, accelerator)
@@ -184,7 +182,9 @@ class ActivationOffloader:
         planning = Planning(
             planner, partial(_limits, config, tiers), rates.resources, lambda: memory.room_bytes() / sharers, agreement
         )
-        controller = Controller(
+        may_recompute = plans and config.recompute
+        found, count = find_blocks(model, config.blocks), self.cache.count_again
+        self._controller = Controller(
             self.cache,
             tiers.by_placement,
             Always(list(tiers.by_placement.values()), wait=True, rematerialize=True),
@@ -194,19 +194,21 @@ class ActivationOffloader:
             self._accelerator.clock,
             partial(_write_trace, self._trace_file),  # not of this object, which would hold itself
             memory,
+            model,
+            lambda listener: Blocks(found, listener, may_recompute=may_recompute, count=count),
             config.activation_budget_bytes if plans else None,
         )
-        may_recompute = plans and config.recompute
-        found = find_blocks(model, config.blocks)
-        blocks = Blocks(found, controller, may_recompute=may_recompute, count=self.cache.count_again)
-        controller.watch(model, blocks)
-        self._controller = controller
 
     def on_close(self, undo: Callable[[], object]) -> None:
         """Call ``undo`` in :meth:`close`, for example to remove a hook from the model."""
         self._undo.append(undo)
 
     # ---- called in training -------------------------------------------------------------------------------------
+
+    @property
+    def _saver(self) -> TensorCache | Controller:
+        """Whoever opens forwards: the cache by a rule, the controller by plans."""
+        return self._controller or self.cache
 
     def saving(self, inputs: Any = ()) -> AbstractContextManager[None]:
         """Context for a forward whose saved tensors are offloaded.
@@ -227,23 +229,19 @@ class ActivationOffloader:
         self._refresh_report()
         if self._sites is not None:
             mark_inputs(inputs)
-        saving = self.cache.saving() if self._controller is None else self._controller.saving()
-        return self._samples.forward(saving)
+        return self._samples.forward(self._saver.saving())
 
     def interleaving(self) -> AbstractContextManager[None]:
         """Context for a whole step in which forwards and backwards of several micro-batches alternate."""
         if self._is_forked():
             return nullcontext()
-        return self.cache.interleaving() if self._controller is None else self._controller.interleaving()
+        return self._saver.interleaving()
 
     def note_micro_step(self) -> None:
         """Record that backward is over."""
         if self._is_forked():
             return
-        if self._controller is not None:
-            self._controller.end_micro_step()
-        else:
-            self.cache.end_micro_step()
+        self._saver.end_micro_step()
         self._samples.end_backward()
 
     def note_step(self) -> None:
@@ -255,8 +253,7 @@ class ActivationOffloader:
             self._sites.step = self._steps + 1
         if self._controller is not None:
             self._controller.end_step()
-        else:
-            self._step_peak_bytes = self.cache.stats.resident.lap()
+        self._step_peak_bytes = self.cache.stats.resident.lap()
         self._samples.end_step()
         self._earlier_bytes = self.cache.stats.resident.now
         moved_bytes = _offloaded_bytes(self._tiers)
@@ -288,7 +285,7 @@ class ActivationOffloader:
         """The counters of all parts as they are now."""
         # Takes no lock: training calls this, and the closer's thread after a lane has hung with its lock held.
         cache = self.cache.stats
-        config, tiers, controller = self.config, self._tiers, self._controller
+        config, tiers = self.config, self._tiers
         budget_bytes = config.activation_budget_bytes if config.placement == "adaptive" else None
         store = tiers.nvme.stats if tiers.nvme is not None else StoreStats()
         host = tiers.host.stats if tiers.host is not None else StoreStats()
@@ -315,7 +312,7 @@ class ActivationOffloader:
             deduplicated_bytes=cache.deduplicated_bytes,
             kept_bytes=sum(kept.values()),
             host_bytes=host.offloaded_bytes + store.rescued_bytes,
-            recomputed_bytes=controller.recomputed_bytes if controller is not None else 0,
+            recomputed_bytes=cache.recomputed_bytes,
             peak_staging_bytes=tiers.nvme.ring.slots.peak_used_bytes if tiers.nvme is not None else 0,
             swap_file_bytes=sum(path.file.size_bytes for path in tiers.paths),
             peak_saved_bytes=cache.resident.peak,
@@ -330,15 +327,13 @@ class ActivationOffloader:
             bandwidth=[path.bandwidth() for path in tiers.paths],
             bandwidth_at_start=self._bandwidth_at_start,
             wear=[asdict(one) for one in tiers.wear(min(self._ended_at, time.monotonic()) - self._started_at)],
-            step_peak_saved_bytes=controller.step_peak_bytes if controller is not None else self._step_peak_bytes,
-            plans=controller.plans if controller is not None else 0,
-            plan=controller.summary() if controller is not None else None,
-            blocks_left_out=controller.blocks_left_out() if controller is not None else [],
+            step_peak_saved_bytes=self._step_peak_bytes,
             rematerialized_bytes=cache.rematerialized_bytes,
             device_memory={} if memory is None else memory.levels()._asdict(),
             holders=[asdict(one) for one in self._samples.holders],
             holders_step=self._samples.holders_step,
             timeline_path=None if self._timeline_file.path is None else str(self._timeline_file.path),
+            **({} if self._controller is None else self._controller.summary()),
             **({} if self._sites is None else self._sites.summary()),
         )
 
@@ -413,9 +408,8 @@ class ActivationOffloader:
 
     def _done_bytes(self) -> int:
         """Moved, made again or recomputed so far."""
-        recomputed_bytes = 0 if self._controller is None else self._controller.recomputed_bytes
-        moved_bytes = _offloaded_bytes(self._tiers)
-        return moved_bytes + recomputed_bytes + self.cache.stats.rematerialized_bytes
+        stats = self.cache.stats
+        return _offloaded_bytes(self._tiers) + stats.recomputed_bytes + stats.rematerialized_bytes
 
     def start_line(self) -> str:
         """The start-up line of the log: where activations go, and by which rule."""
@@ -478,16 +472,17 @@ class ActivationOffloader:
 
 
 def _limits(config: OffloadConfig, tiers: Tiers, step_s: float) -> Limits:
-    write_limit = write_limit_bytes_per_step(tiers.endurance_left_tbw(), config.ssd.min_life_days, step_s)
-    return Limits.of(config, write_limit)
+    rated_tbw, left_tbw = tiers.endurance_tbw()
+    write_limit = write_limit_bytes_per_step(left_tbw, config.ssd.min_life_days, step_s)
+    return replace(Limits.of(config, write_limit), endurance_tbw=rated_tbw)
 
 
 def _offloaded_bytes(tiers: Tiers) -> int:
     return sum(store.stats.offloaded_bytes for store in (tiers.nvme, tiers.host) if store is not None)
 
 
-def _write_trace(file: ReportFile | None, trace: Trace) -> None:
-    if file is not None:
+def _write_trace(file: ReportFile, trace: Trace) -> None:
+    if file.path is not None:
         file.write_text(trace.to_json() + "\n")
 
 
@@ -497,12 +492,11 @@ def _write_timeline(file: ReportFile, config: OffloadConfig, rank: int, timeline
 
 def _planning_text(config: OffloadConfig) -> str:
     if config.placement == "adaptive":
-        goal = (
+        return (
             f"least time within {config.activation_budget_bytes} bytes of activations"
             if config.activation_budget_bytes is not None
             else f"lowest peak within {config.max_step_overhead:.1%} of the step's time"
         )
-        return f"planned for the {goal}"
     ignored = [key for key in _PLAN_KEYS if getattr(config, key) != OffloadConfig.model_fields[key].default]
     ignored += ["ssd.min_life_days"] if config.ssd.min_life_days else []
     rule = f'placement "{config.placement}" is a rule, not a plan'

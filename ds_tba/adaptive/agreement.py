@@ -26,12 +26,11 @@ from ds_tba.planner.trace import Resources, Scopes, Trace, slowest
 
 logger = logging.getLogger(__name__)
 
-# A trace is made shorter to this part of its step at most.
-MIN_FRACTION = 0.05
-
 
 class Alone:
     """The ranks that decide together: here one alone. Every method is called by all of them, in the same order.
+
+    Values but numbers must be picklable.
 
     Attributes:
         rank: of this process among them.
@@ -84,19 +83,16 @@ class Ranks(Alone):
         return cls(groups[number], f" of {noun} {number}")
 
     def all_reduce_max(self, value: int) -> int:
-        """The highest value that any rank has."""
         numbers = torch.tensor([value], device="cpu")
         distributed.all_reduce(numbers, distributed.ReduceOp.MAX, group=self._group)
         return int(numbers.item())
 
     def all_gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, which must be picklable."""
         found: list[Any] = [None] * self.size
         distributed.all_gather_object(found, value, group=self._group)
         return found
 
     def broadcast(self, value: Any, leader: int) -> Any:
-        """The value that ``leader`` has, which must be picklable."""
         box = [value if self.rank == leader else None]
         source = distributed.get_global_rank(self._group, leader)
         distributed.broadcast_object_list(box, src=source, group=self._group, device=torch.device("cpu"))
@@ -113,7 +109,6 @@ class Wish:
     Attributes:
         trace, scopes: as recorded.
         kept_s: of one of its steps with everything kept.
-        share_in_force: see ``Limits.movable_share``; of the plan before.
         movable_share: that this rank asks for.
         non_recomputable: paths of the blocks that it cannot recompute.
     """
@@ -121,7 +116,6 @@ class Wish:
     trace: Trace
     scopes: Scopes
     kept_s: float
-    share_in_force: float = 1.0
     movable_share: float = 1.0
     non_recomputable: frozenset[str] = frozenset()
 
@@ -133,12 +127,14 @@ class Offer:
     Attributes:
         saved_bytes: of its trace; the rank with the most makes the plan.
         room_bytes: for activations, on its device.
+        write_limit_bytes: of one of its steps, so that its drives last.
         resources: its machine.
         movable_share, non_recomputable: see :class:`Wish`.
     """
 
     saved_bytes: int
     room_bytes: float
+    write_limit_bytes: float
     resources: Resources
     movable_share: float
     non_recomputable: frozenset[str]
@@ -177,10 +173,11 @@ class Planning:
     ) -> None:
         self._planner = planner
         self._limits = limits
-        self._warned = ""  # the kind of the last warning
         self._resources = resources
         self._room_bytes = room_bytes
         self._agreement = agreement
+        self._share_in_force = 1.0  # ``Limits.movable_share`` of the last plan, as on every rank
+        self._warned = ""  # the kind of the last warning
 
     def make(self, wish: Wish | None) -> PlanInForce | NoPlan:
         """The plan that all ranks follow, or why there is none, which is said in the log. A collective.
@@ -189,12 +186,13 @@ class Planning:
             wish: of this rank; without one there is no plan for any rank.
         """
         found = self._agreed(wish)
-        if isinstance(found, NoPlan) and found.is_final:
-            logger.error("no plan, because %s: activations go where there is room without waiting", found.reason)
-        elif self._agreement.rank == 0 and isinstance(found, NoPlan):
-            self._warn_once("no plan", f"no new plan now, because {found.reason}: tried again later")
-        elif self._agreement.rank == 0 and isinstance(found, PlanInForce):
+        if isinstance(found, PlanInForce):
+            self._share_in_force = found.limits.movable_share
             self._warn_of_budget(found)
+        elif found.is_final:
+            logger.error("no plan, because %s: activations go where there is room without waiting", found.reason)
+        else:
+            self._warn_once("no plan", f"no new plan now, because {found.reason}: tried again later")
         return found
 
     def _agreed(self, wish: Wish | None) -> PlanInForce | NoPlan:
@@ -220,9 +218,17 @@ class Planning:
             return "has no trace"
         try:
             resources, room_bytes = self._resources(), self._room_bytes()
+            write_limit_bytes = self._limits(wish.kept_s).write_limit_bytes_per_step
         except Exception as error:  # noqa: BLE001 - see [Note: Answers]
             return f"failed ({type(error).__name__}: {error})"
-        return Offer(wish.trace.saved_bytes, room_bytes, resources, wish.movable_share, wish.non_recomputable)
+        return Offer(
+            wish.trace.saved_bytes,
+            room_bytes,
+            write_limit_bytes,
+            resources,
+            wish.movable_share,
+            wish.non_recomputable,
+        )
 
     def _planned(self, wish: Wish, offers: Sequence[Offer]) -> PlanInForce | str:
         """A plan within the limits, and within the device's memory whatever they are; or why there is none."""
@@ -231,8 +237,11 @@ class Planning:
             room_bytes = min(offer.room_bytes for offer in offers)
             # Who wants less has seen steps that are too long; else some have yet to see that there is room for more.
             shares = [offer.movable_share for offer in offers]
-            share = min(shares) if min(shares) < wish.share_in_force else max(shares)
-            limits = replace(self._limits(trace.step_s), movable_share=share)
+            share = min(shares) if min(shares) < self._share_in_force else max(shares)
+            write_limit_bytes = min(offer.write_limit_bytes for offer in offers)
+            limits = replace(
+                self._limits(trace.step_s), movable_share=share, write_limit_bytes_per_step=write_limit_bytes
+            )
             plan = self._planner(trace, limits)
             if limits.activation_budget_bytes is None and plan.prediction.peak_saved_bytes > room_bytes:
                 limits = replace(limits, activation_budget_bytes=int(room_bytes))
@@ -262,10 +271,10 @@ class Planning:
             )
 
     def _warn_once(self, kind: str, text: str) -> None:
-        """Say it, unless the last warning was of this kind."""
-        if kind != self._warned:
-            self._warned = kind
+        """Rank 0 says it, unless the last warning was of this kind."""
+        if kind != self._warned and self._agreement.rank == 0:
             logger.warning("%s", text)
+        self._warned = kind
 
 
 def _recompute_advice(found: PlanInForce) -> str:
@@ -289,4 +298,4 @@ def _for_all(wish: Wish, offers: Sequence[Offer]) -> Trace:
 
 def stretched(trace: Trace, kept_s: float) -> Trace:
     """The same trace, of a step that takes ``kept_s``."""
-    return trace.scaled(max(MIN_FRACTION, kept_s / trace.step_s) if trace.step_s else 1.0)
+    return trace.scaled(kept_s / trace.step_s) if trace.step_s and kept_s else trace

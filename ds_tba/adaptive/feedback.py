@@ -17,7 +17,7 @@ costs the kernels in the recording itself, where everything is moved, is taken o
 Saves that the plan does not know, or that it expects in vain, ask for a new recording. Each comes after 5, 10, 20, ...
 up to 640 steps as long as its cause stays, and soon again after a quiet time.
 
-``Feedback`` knows numbers only, ``Step`` the clock and the plan; neither decides alone, as ranks have to agree.
+Knows numbers only, and no clock; does not decide alone, as ranks have to agree.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from statistics import median, median_low
 from typing import Any
 
 from ds_tba.adaptive.policy import PlanInForce, PlanMismatch
-from ds_tba.device.accelerator import Clock
 from ds_tba.telemetry.stats import CacheStats
 
 MIN_STEPS, MAX_STEPS = 5, 640
@@ -49,8 +48,6 @@ LEAST_PART = 0.5
 MIN_KEPT_FRACTION = 0.5
 # The fraction by which moving is to lower the peak.
 MIN_GAIN = 0.02
-# For the report.
-REPORTED_STEPS = 5
 # The standard error of a median, as a multiple of the median absolute deviation over the root of the count.
 _ERROR = 1.86
 
@@ -62,7 +59,6 @@ class Action(IntEnum):
     PLAN = 1
     MEASURE = 2  # the drives, which nobody uses, and plan
     RECORD = 3
-    REST = 4  # stop recording for a while
 
 
 @dataclass(slots=True)
@@ -91,29 +87,6 @@ class Backoff:
 
 
 @dataclass(frozen=True, slots=True)
-class StepMetrics:
-    """The facts of one step under a plan.
-
-    Attributes:
-        time_s: from its begin to its end.
-        rates: of the drives as they are now.
-        unknown_saves: that the plan has no place for.
-        drift: the fraction of all saved bytes by which storages differ in size from those of the plan.
-        growth: the fraction by which they are larger.
-        missed: the fraction of all saved bytes of the plan that was not saved.
-        more_micro_steps: than the plan was made for.
-    """
-
-    time_s: float
-    rates: tuple[float, ...]
-    unknown_saves: int = 0
-    drift: float = 0.0
-    growth: float = 0.0
-    missed: float = 0.0
-    more_micro_steps: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class _Tried:
     """A share that took too long: as it was allowed, as it was moved, and the step without what was computed again."""
 
@@ -128,12 +101,14 @@ class Feedback:
     Attributes:
         movable_share: that the next plan is to move at most.
         kept_s: of a step with everything kept.
+        growth: the fraction by which storages are larger than those of the plan.
         reason: of the last action.
     """
 
     def __init__(self) -> None:
         self.movable_share = 1.0
         self.kept_s = 0.0
+        self.growth = 0.0
         self.reason = ""
         self._plan: PlanInForce | None = None
         self._rates: tuple[float, ...] = ()
@@ -145,8 +120,8 @@ class Feedback:
 
     @property
     def measured_step_s(self) -> float | None:
-        """The median of the last few steps under the plan; None before the first."""
-        return median(list(self._times_s)[-REPORTED_STEPS:]) if self._times_s else None
+        """The median of the last steps under the plan, as it counts here; None before the first."""
+        return median_low(self._times_s) if self._times_s else None
 
     def recorded(self, step_s: float, moving_s: float) -> None:
         """There is a new trace.
@@ -155,7 +130,8 @@ class Feedback:
             step_s: of its step.
             moving_s: that kernels took longer in it for moving, as far as that is known.
         """
-        self.kept_s, self._tried = max(MIN_KEPT_FRACTION * step_s, step_s - moving_s), None
+        self.kept_s, self.growth = max(MIN_KEPT_FRACTION * step_s, step_s - moving_s), 0.0
+        self._tried = None
         self._times_s.clear()
 
     def planned(self, plan: PlanInForce, rates: tuple[float, ...], step: int, *, is_new: bool) -> None:
@@ -170,8 +146,10 @@ class Feedback:
             for backoff in (self._share_backoff, self._rates_backoff, self._record_backoff):
                 backoff.last_run = step
         self._plan, self._rates, self.movable_share = plan, rates, plan.limits.movable_share
-        if is_new:
+        if is_new or self.growth:
             self._times_s.clear()
+        if self.growth:
+            self.kept_s, self.growth, self._tried = self.kept_s * (1 + self.growth), 0.0, None
 
     def rest(self, step: int) -> None:
         """No plan could be made, or nothing be recorded: ask for nothing for a while."""
@@ -182,23 +160,32 @@ class Feedback:
         """Whether steps may be recorded where there is no plan."""
         return step >= self._resting_until
 
-    def decide(self, step: int, seen: StepMetrics) -> Action:
-        """The action after the step of that number."""
+    def decide(self, step: int, time_s: float, rates: tuple[float, ...], mismatch: PlanMismatch) -> Action:
+        """The action after a step under the plan.
+
+        Args:
+            step: its number.
+            time_s: from its begin to its end.
+            rates: of the drives as they are now.
+            mismatch: with the plan.
+        """
         plan = self._plan
+        self.growth = mismatch.growth or self.growth
         if plan is None or step < self._resting_until:
             return Action.GO_ON
-        if seen.growth > MAX_DRIFT:
-            return self._because(Action.PLAN, f"storages are larger than those of the plan by {seen.growth:.0%}")
-        unlike = _unlike(seen)
+        if mismatch.growth > MAX_DRIFT:
+            return self._because(Action.PLAN, f"storages are larger than those of the plan by {mismatch.growth:.0%}")
+        planned_bytes = max(1, plan.trace.saved_bytes * mismatch.micro_steps)
+        unlike = _unlike(plan, mismatch, mismatch.missed_bytes / planned_bytes)
         if unlike:
             if not self._record_backoff.is_due(step):
                 return Action.GO_ON
             self._record_backoff.run(step)
             return self._because(Action.RECORD, unlike)
-        if seen.drift > MAX_DRIFT:  # its time says nothing of the plan
+        if mismatch.drift_bytes / planned_bytes > MAX_DRIFT:  # its time says nothing of the plan
             return Action.GO_ON
-        self._times_s.append(seen.time_s)
-        changed = self._changed(plan, seen.rates)
+        self._times_s.append(time_s)
+        changed = self._changed(plan, rates)
         if changed and self._rates_backoff.is_due(step):
             self._rates_backoff.run(step)
             return self._because(Action.PLAN, changed)
@@ -230,7 +217,8 @@ class Feedback:
         if not plan.moved_share:
             self.kept_s = max(median_s - plan.computed_s, MIN_KEPT_FRACTION * median_s)
         moving_s, room_s = median_s - plan.computed_s - self.kept_s, self._room_s(plan)
-        if plan.moved_share and moving_s > 0 and moving_s - error_s > room_s:
+        sure_s = error_s * (2 if self._raises else 1)  # a raise is undone without a wait, and not for noise
+        if plan.moved_share and moving_s > 0 and moving_s - sure_s > room_s:
             return self._lowered(plan, median_s, step)
         return self._raised(plan, step, has_room=RAISE_FACTOR * moving_s <= room_s)
 
@@ -244,9 +232,9 @@ class Feedback:
 
     def _lowered(self, plan: PlanInForce, median_s: float, step: int) -> str:
         backoff, share, step_s = self._share_backoff, plan.moved_share, median_s - plan.computed_s
-        if self._raises:
-            backoff.last_seen = step  # the cause was there all the while: this is no news after a quiet time
-        if not backoff.is_due(step):
+        if self._raises:  # the last one was wrong; and the cause is no news after a quiet time
+            backoff.last_seen = step
+        elif not backoff.is_due(step):
             return ""
         backoff.run(step)
         self._raises = 0
@@ -277,13 +265,14 @@ class Feedback:
         return "steps leave room to move more"
 
 
-def _unlike(seen: StepMetrics) -> str:
+def _unlike(plan: PlanInForce, mismatch: PlanMismatch, missed: float) -> str:
     """How the step was another than the recorded ones; empty if it was not."""
-    if seen.more_micro_steps:
-        return f"a step had {seen.more_micro_steps:+d} micro-steps"
-    if seen.unknown_saves:
-        return f"{seen.unknown_saves} saves that the plan did not know"
-    return f"{seen.missed:.0%} of what the plan expects was not saved" if seen.missed > MAX_DRIFT else ""
+    more = mismatch.micro_steps - plan.trace.micro_steps
+    if more:
+        return f"a step had {more:+d} micro-steps"
+    if mismatch.unknown_saves:
+        return f"{mismatch.unknown_saves} saves that the plan did not know"
+    return f"{missed:.0%} of what the plan expects was not saved" if missed > MAX_DRIFT else ""
 
 
 # ---- one optimizer step ---------------------------------------------------------------------------------------------
@@ -323,27 +312,12 @@ class Step:
     """
 
     began: Any
-    plan: int
+    plan: int = 0
     moving_before_s: float = 0.0
-    micro_steps: int = 0
     mismatch: PlanMismatch = field(default_factory=PlanMismatch)
     ended: Any = None
     has_compiled: bool = False
     _compilations: int = field(default_factory=compilations)
 
     def end(self, ended: Any) -> None:
-        """The optimizer has stepped."""
         self.ended, self.has_compiled = ended, compilations() != self._compilations
-
-    def metrics(self, plan: PlanInForce, clock: Clock, rates: tuple[float, ...]) -> StepMetrics:
-        """What the step shows of the plan that was in force in it; blocks the host until the device is there."""
-        of_step = max(1, plan.trace.saved_bytes) * max(1, self.micro_steps)
-        return StepMetrics(
-            clock.elapsed_s(self.began, self.ended),
-            rates,
-            self.mismatch.unknown_saves,
-            self.mismatch.drift_bytes / of_step,
-            self.mismatch.growth,
-            self.mismatch.missed_bytes / of_step,
-            self.micro_steps - plan.trace.micro_steps,
-        )

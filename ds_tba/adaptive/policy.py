@@ -15,6 +15,7 @@ from ds_tba.config import Placement
 from ds_tba.planner.plan import Limits, Plan
 from ds_tba.planner.trace import Scopes, Trace
 from ds_tba.storage.base import Choice, Store
+from ds_tba.telemetry.drive_health import DAY_S, TERABYTE, life_days
 
 MIB = 1 << 20
 # How far ahead of its device a host is assumed to be, as a fraction of a step.
@@ -66,13 +67,18 @@ class PlanInForce:
         return [(placement, nbytes) for placement, nbytes in sizes.items() if nbytes]
 
     @property
+    def recomputes(self) -> bool:
+        """Whether any block is recomputed."""
+        return any(self.plan.recomputed_blocks)
+
+    @property
     def computed_s(self) -> float:
         """Predicted seconds of a step in which blocks are recomputed and storages are made again."""
         return self.plan.prediction.recomputed_s + self.plan.prediction.rematerialized_s
 
     @property
     def patience_s(self) -> float:
-        """How long the host may wait for room in staging, in one step."""
+        """How long the host may wait for room in staging in one step: on a device as long as it would be ahead."""
         limits, trace = self.limits, self.trace
         if limits.activation_budget_bytes is not None:
             return math.inf
@@ -101,11 +107,13 @@ class PlanInForce:
         cost, step_s = self.plan.prediction, self.trace.step_s
         where = ", ".join(f"{place.word} {nbytes / MIB:.0f} MiB" for place, nbytes in self.bytes_by_placement)
         longer = cost.step_s / step_s - 1 if step_s else 0.0
-        daily_bytes = cost.written_bytes * 86400 / cost.step_s if cost.step_s else 0.0
+        daily_bytes = cost.written_bytes * DAY_S / cost.step_s if cost.step_s else 0.0
+        days = life_days(self.limits.endurance_tbw, daily_bytes)
         return (
             f"{self.plan.planner}{', because ' + reason if reason else ''}: {where}; expected peak "
             f"{cost.peak_saved_bytes / MIB:.0f} MiB, step {cost.step_s:.3g} s ({longer:+.1%})"
-            f"{f', {daily_bytes / 1e12:.2f} TB written a day' if daily_bytes else ''}"
+            f"{f', {daily_bytes / TERABYTE:.2f} TB a day' if daily_bytes else ''}"
+            f"{'' if days is None else f' ({days:.0f} days)'}"
         )
 
     def summary(self) -> dict[str, Any]:
@@ -123,26 +131,21 @@ class PlanInForce:
 
 @dataclass(slots=True)
 class PlanMismatch:
-    """How the saves of a micro-step, or of the micro-steps of a step, differ from the plan's trace.
+    """How the saves of a step differ from those of the plan's trace.
 
     Attributes:
+        micro_steps: how many there were.
         unknown_saves: that the plan has no storage or no block for.
         missed_bytes: of storages of the plan that were not saved.
         drift_bytes: by which storages differ in size, those that were not saved in full.
         growth: the fraction by which what was saved is larger; of the micro-step that grew most.
     """
 
+    micro_steps: int = 0
     unknown_saves: int = 0
     missed_bytes: int = 0
     drift_bytes: int = 0
     growth: float = 0.0
-
-    def add(self, other: PlanMismatch) -> None:
-        """Another micro-step of the same step is over."""
-        self.unknown_saves += other.unknown_saves
-        self.missed_bytes += other.missed_bytes
-        self.drift_bytes += other.drift_bytes
-        self.growth = max(self.growth, other.growth)
 
 
 class ByPlan:
@@ -154,13 +157,19 @@ class ByPlan:
     Args:
         in_force: the plan.
         stores: the store of each tier.
+        mismatch: of the step; this micro-step's is added to it.
         may_wait: whether there is time left to wait for room in staging.
     """
 
     def __init__(
-        self, in_force: PlanInForce, stores: Mapping[Placement, Store[Any]], may_wait: Callable[[], bool]
+        self,
+        in_force: PlanInForce,
+        stores: Mapping[Placement, Store[Any]],
+        mismatch: PlanMismatch,
+        may_wait: Callable[[], bool],
     ) -> None:
-        self.mismatch = PlanMismatch()
+        self.mismatch = mismatch
+        self.prefetch_distance = in_force.plan.prefetch_distance
         self._plan = in_force
         self._storages = in_force.trace.storages
         self._may_wait = may_wait
@@ -193,17 +202,7 @@ class ByPlan:
         self.mismatch.drift_bytes += missed_bytes
         self._begin_scope(self._scope + 1)
 
-    @property
-    def recomputes(self) -> bool:
-        """Whether the plan has any block recomputed."""
-        return any(self._plan.plan.recomputed_blocks)
-
-    @property
-    def prefetch_distance(self) -> tuple[int, ...]:
-        """See ``Plan.prefetch_distance``."""
-        return self._plan.plan.prefetch_distance
-
-    def enter(self, module: str) -> int | None:
+    def enter(self, module: str, *, is_recomputable: bool = True) -> int | None:
         """A pass through a block begins: the bytes that are not saved if the pass is to be recomputed, else None."""
         self._depth += 1
         if self._depth > 1:
@@ -213,10 +212,14 @@ class ByPlan:
         if number >= len(blocks) or blocks[number].module != module:
             self.mismatch.unknown_saves += 1
             return None
-        return self._plan.dropped_bytes[number] if self._plan.plan.recomputed_blocks[number] else None
+        if not self._plan.plan.recomputed_blocks[number]:
+            return None
+        if not is_recomputable:  # an obstacle that came up since
+            self.mismatch.unknown_saves += 1
+            return None
+        return self._plan.dropped_bytes[number]
 
     def leave(self) -> None:
-        """The pass is over."""
         self._depth -= 1
         if self._depth == 0:
             self._end_scope()
@@ -225,7 +228,8 @@ class ByPlan:
         """The micro-step is over."""
         while self._scope < len(self._plan.scopes):
             self._end_scope()
-        self.mismatch.growth = max(0.0, self._saved_bytes / max(1, self._planned_bytes) - 1)
+        growth = self._saved_bytes / max(1, self._planned_bytes) - 1
+        self.mismatch.growth = max(self.mismatch.growth, growth)
 
     def choose(self, key: Hashable, nbytes: int) -> Choice:
         """The plan's choice for the storage that is next in this scope."""

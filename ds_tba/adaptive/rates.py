@@ -14,9 +14,9 @@ from contextlib import contextmanager
 import torch
 
 from ds_tba.device.accelerator import Accelerator, Copies
-from ds_tba.device.memory import huge_page_memory
 from ds_tba.planner.trace import PathRates, Resources
 from ds_tba.storage.bandwidth_probe import measure_drives
+from ds_tba.storage.host import host_memory
 from ds_tba.storage.nvme import NvmeStore
 from ds_tba.storage.staging import COPY_BYTES, CopyRates, measure_copies
 
@@ -47,8 +47,7 @@ class Rates:
         self.copies = CopyRates(math.inf, math.inf)
         self._copies = Copies(accelerator)  # once: a device has few streams, and more share these
         self._compute_s_per_byte = 0.0
-        self._moved_until = 0
-        self._measured_at_s = self._measuring_s = 0.0
+        self._again_at_s = 0.0  # by ``time.monotonic()``: then measuring is affordable again
 
     @property
     def is_synchronous(self) -> bool:
@@ -61,27 +60,22 @@ class Rates:
         Raises:
             PathError: a write or a read failed.
         """
-        started_s = time.monotonic()
+        started_s, cpu_s, before = time.monotonic(), time.process_time(), self._moved_bytes()
         if self._store is not None:
-            began_s, before = time.process_time(), self._moved_bytes()
             measure_drives(self._store.space, self._store.integrity)
-            moved_bytes = self._moved_bytes() - before
-            if moved_bytes and self.is_synchronous:  # either way was counted; a storage goes both
-                self._compute_s_per_byte = 2 * (time.process_time() - began_s) / moved_bytes
+        moved_bytes = self._moved_bytes() - before
+        if moved_bytes and self.is_synchronous:  # either way was counted; a storage goes both
+            self._compute_s_per_byte = 2 * (time.process_time() - cpu_s) / moved_bytes
         with self._staged() as staged:
             self.copies = measure_copies(self._accelerator, self._copies, staged)
-        self._moved_until = self._moved_bytes()
-        self._measured_at_s = time.monotonic()
-        self._measuring_s = self._measured_at_s - started_s
+        if not self.is_synchronous:
+            self._compute_s_per_byte = LINK_FRACTION / self.copies.out_bytes_per_s
+        now_s = time.monotonic()
+        self._again_at_s = now_s + (now_s - started_s) / MEASURING_FRACTION
 
-    def should_measure(self) -> bool:
-        """Whether the rates may be out of date, because nothing was written or read since the last call.
-
-        Measuring takes ``MEASURING_FRACTION`` of a run at most.
-        """
-        before, self._moved_until = self._moved_until, self._moved_bytes()
-        is_affordable = (time.monotonic() - self._measured_at_s) * MEASURING_FRACTION >= self._measuring_s
-        return self._store is not None and self._moved_until == before and is_affordable
+    def may_measure(self) -> bool:
+        """Whether there are drives, and measuring them again takes ``MEASURING_FRACTION`` of the run at most."""
+        return self._store is not None and time.monotonic() >= self._again_at_s
 
     def resources(self) -> Resources:
         """The rates of now; a path that failed is left out.
@@ -95,18 +89,8 @@ class Rates:
             self.copies.in_bytes_per_s,
             self._staging_bytes,
             is_synchronous=self.is_synchronous,
-            compute_s_per_byte=self._compute_s_per_byte
-            if self.is_synchronous
-            else LINK_FRACTION / self.copies.out_bytes_per_s,
+            compute_s_per_byte=self._compute_s_per_byte,
         )
-
-    def _moved_bytes(self) -> int:
-        """By the lanes, either way, since the beginning."""
-        if self._store is None:
-            return 0
-        with self._store.space.lock:
-            meters = [path.meter for path in self._store.paths]
-            return sum(meter.writes.moved_bytes + meter.reads.moved_bytes for meter in meters)
 
     def _paths(self) -> tuple[PathRates, ...]:
         if self._store is None:
@@ -114,23 +98,26 @@ class Rates:
         with self._store.space.lock:
             return tuple(PathRates(*path.rates()) for path in self._store.paths if path.failure is None)
 
+    def _moved_bytes(self) -> int:
+        """By the lanes, either way, since the beginning."""
+        if self._store is None:
+            return 0
+        with self._store.space.lock:
+            return sum(path.meter.writes.moved_bytes + path.meter.reads.moved_bytes for path in self._store.paths)
+
     @contextmanager
     def _staged(self) -> Iterator[torch.Tensor]:
-        """Memory that copies go through: of the ring where there is one, else pinned as the host tier's is."""
-        nbytes = min(COPY_BYTES, self._staging_bytes)
-        slot = None
-        if self._store is not None:
-            with self._store.space.lock:
-                slot = self._store.ring.slots.allocate(nbytes)
-        if self._store is None or slot is None:
-            if self.is_synchronous:
-                yield huge_page_memory(nbytes)
-            else:
-                yield self._accelerator.pin_memory(torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
+        """Memory that copies go through: of the ring where that has room, else as the host tier's."""
+        nbytes, store, slot = min(COPY_BYTES, self._staging_bytes), self._store, None
+        if store is not None:
+            with store.space.lock:
+                slot = store.ring.slots.allocate(nbytes)
+        if store is None or slot is None:
+            yield host_memory(nbytes, self._accelerator)
             return
         try:
-            yield self._store.ring.view(slot)
+            yield store.ring.view(slot)
         finally:
-            with self._store.space.lock:
-                self._store.ring.slots.free(slot)
-                self._store.space.changed.notify_all()
+            with store.space.lock:
+                store.ring.slots.free(slot)
+                store.space.changed.notify_all()

@@ -27,18 +27,11 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from ds_tba.autograd.saved import (
-    CountedMemory,
-    Hooks,
-    PassedThrough,
-    SavedCounted,
-    SavedView,
-    StorageKey,
-)
+from ds_tba.autograd.saved import CountedMemory, Hooks, PassedThrough, SavedCounted, SavedView, StorageKey
 from ds_tba.autograd.sites import RunningModule
 from ds_tba.autograd.tensors import Eligibility, Stamp, has_plain_storage, stamp_of
 from ds_tba.device.accelerator import Clock
@@ -130,19 +123,9 @@ class MicroStepRecord:
     # ---- afterwards ---------------------------------------------------------------------------------------------
 
     @property
-    def saved_bytes(self) -> int:
-        """Of all storages together."""
-        return sum(storage.nbytes for storage in self.storages)
-
-    @property
     def is_complete(self) -> bool:
         """Whether there was a forward, and then its backward."""
         return bool(self.uses) and self.ended is not None
-
-    @property
-    def end_s(self) -> float:
-        """The end of the micro-step on the trace's clock; blocks the host until the device has reached it."""
-        return self._times()[-1]
 
     def trace(self, resources: Resources, optimizer_s: float = 0.0, micro_steps: int = 1) -> Trace:
         """The trace of the micro-step; blocks the host until the device has reached its end.
@@ -251,19 +234,11 @@ class _Watch:
         self._report(self._index)
 
 
-class Saver(Protocol):
-    """Whoever does the saving."""
-
-    def eligibility_of(self, tensor: torch.Tensor) -> Eligibility:
-        """Whether a tensor may leave device memory."""
-        ...
-
-
 class Recorder:
     """The hooks that record one micro-step.
 
     Args:
-        cache: does the saving.
+        eligibility_of: whether a tensor may leave device memory, as the cache has it.
         clock: of the training device.
         paths: for each module (by ``id``) its path in the model.
         is_synchronous: whether the device is the host. Elsewhere a copy holds the tensor until the host sees that the
@@ -273,7 +248,7 @@ class Recorder:
 
     def __init__(
         self,
-        cache: Saver,
+        eligibility_of: Callable[[torch.Tensor], Eligibility],
         clock: Clock,
         paths: dict[int, str],
         *,
@@ -281,7 +256,7 @@ class Recorder:
         look: Callable[[], None] = lambda: None,
     ) -> None:
         self.record = MicroStepRecord(clock)
-        self._cache = cache
+        self._eligibility_of = eligibility_of
         self._look = look
         self._pack: Callable[[torch.Tensor], Any]  # set by around()
         self._unpack: Callable[[Any], torch.Tensor]
@@ -318,7 +293,6 @@ class Recorder:
         return has_saved
 
     def pack(self, tensor: torch.Tensor) -> Recorded:
-        """Autograd's pack hook."""
         before = self._clock.mark()
         held = self._pack(tensor)
         self._look()
@@ -328,7 +302,6 @@ class Recorder:
         return recorded
 
     def unpack(self, recorded: Recorded) -> torch.Tensor:
-        """Autograd's unpack hook."""
         record = self.record
         if record.ended is not None:
             return self._unpack(recorded.held)
@@ -367,7 +340,7 @@ class Recorder:
         scope.is_recomputable = is_recomputable
         scope.given = frozenset(stamp_of(one.untyped_storage()) for one in inputs if has_plain_storage(one))
         for tensor in inputs:
-            why = self._cache.eligibility_of(tensor)
+            why = self._eligibility_of(tensor)
             if why in (Eligibility.ELIGIBLE, Eligibility.SPARSE_VIEW):
                 scope.inputs.append(self._index_of(StorageKey.of(tensor), why is Eligibility.ELIGIBLE))
 
@@ -380,7 +353,7 @@ class Recorder:
         if isinstance(held, SavedCounted):
             index = self._index_of_small(held, scope)
         else:
-            index = self._index_of(held.record.key, self._cache.eligibility_of(tensor) is Eligibility.ELIGIBLE)
+            index = self._index_of(held.record.key, self._eligibility_of(tensor) is Eligibility.ELIGIBLE)
             scope.members[index] = None
             makeable = held.record.makeable
             if makeable is not None and self.record.storages[index].site is None:
@@ -402,8 +375,7 @@ class Recorder:
             index = self._by_key[key] = self._add(key.nbytes, is_movable)
         return index
 
-    def _index_of_small(self, held: SavedCounted, scope: _Scope) -> int:
-        """See [Note: Small tensors]."""
+    def _index_of_small(self, held: SavedCounted, scope: _Scope) -> int:  # see [Note: Small tensors]
         index = self._small.get(held.memory)  # a storage that is saved many times takes its memory once
         if index is not None:
             return index
@@ -446,6 +418,11 @@ class Recording:
     def is_enough(self) -> bool:
         """Whether no more need be recorded."""
         return len(self._done) + len(self._of_step) >= RECORDINGS
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it is enough, or took enough steps."""
+        return self.is_enough or self.steps >= MAX_RECORDED_STEPS
 
     @property
     def has_any(self) -> bool:
@@ -507,8 +484,9 @@ class Recording:
         Raises:
             TraceError: it is not consistent.
         """
+        took_s = [max(0.0, self._clock.elapsed_s(*marks)) for marks in self._optimizer_steps]
+        optimizer_s = median(took_s or [0.0])
+        found = [(record.trace(resources, optimizer_s, micro_steps), record) for record in self._done]
         # A plan for the recording that saved most holds for smaller micro-steps, too.
-        best = max(self._done, key=lambda record: (record.saved_bytes, -record.end_s))
-        optimizer_s = [max(0.0, self._clock.elapsed_s(*marks)) for marks in self._optimizer_steps]
-        scopes = tuple(tuple(scope.members) for scope in best.scopes)
-        return best.trace(resources, median(optimizer_s or [0.0]), micro_steps), scopes
+        trace, best = max(found, key=lambda one: (one[0].saved_bytes, -one[0].end_s))
+        return trace, tuple(tuple(scope.members) for scope in best.scopes)

@@ -26,10 +26,11 @@ import torch
 from torch.autograd.profiler import record_function
 
 from ds_tba.autograd.recompute import RecomputedPass
-from ds_tba.autograd.saved import Hooks, RecordState, SavedCounted, SavedStorage, SavedView
+from ds_tba.autograd.saved import CountedMemory, Hooks, RecordState, SavedCounted, SavedStorage, SavedView
 from ds_tba.autograd.sites import RunningModule
 from ds_tba.autograd.tensors import held_bytes, is_parameter
-from ds_tba.telemetry.holders import Failure, Holder, merged
+from ds_tba.telemetry.diagnosis import Failure
+from ds_tba.telemetry.holders import Holder, merged
 from ds_tba.telemetry.stats import CacheStats, PathMeter
 from ds_tba.telemetry.step_timeline import StepTimeline
 
@@ -79,7 +80,7 @@ class StepSample:
         self._stalled_s = stalled_s
         self._module = module
         # By the record of a storage, or by its stamp where it has none: views of one count once.
-        self._seen: dict[SavedStorage | int, _Seen] = {}
+        self._seen: dict[SavedStorage | CountedMemory, _Seen] = {}
         self._is_open = True
         self._phase_s = 0.0  # when the last part of the step ended
         self.found: list[Holder] = []
@@ -98,8 +99,7 @@ class StepSample:
             if isinstance(held, SavedView):
                 self._see(held.record, tensor, held.record.nbytes)
             elif isinstance(held, SavedCounted):
-                # By the stamp: who holds the account of the memory keeps it counted.
-                self._see(held.memory.stamp, tensor, held.nbytes)
+                self._see(held.memory, tensor, held.nbytes)
             self._level()
             return held
 
@@ -122,7 +122,7 @@ class StepSample:
 
         return look_at_pack, look_at_unpack
 
-    def _see(self, key: SavedStorage | int, tensor: torch.Tensor, nbytes: int) -> None:
+    def _see(self, key: SavedStorage | CountedMemory, tensor: torch.Tensor, nbytes: int) -> None:
         seen = self._seen.get(key)
         if seen is None:
             frame = _caller()
@@ -255,7 +255,7 @@ def _ranged(hooks: Hooks) -> Hooks:
     return ranged_pack, ranged_unpack
 
 
-def _holders(seen: dict[SavedStorage | int, _Seen]) -> list[Holder]:
+def _holders(seen: dict[SavedStorage | CountedMemory, _Seen]) -> list[Holder]:
     found: dict[tuple[str, str], Holder] = {}
     for key, one in list(seen.items()):
         where = "resident"

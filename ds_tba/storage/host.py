@@ -82,7 +82,7 @@ class HostStore(Store[HostTicket]):
         self._ahead_limit_bytes = ahead_bytes
         # No lanes wait for this lock, so that copies into the device may be queued under it.
         self._deferred: DeferredFinalizers[HostTicket] = DeferredFinalizers(threading.Lock(), self._free)
-        self._segments = [Segment(_allocate(nbytes, accelerator)) for nbytes in segment_sizes(budget_bytes)]
+        self._segments = [Segment(host_memory(nbytes, accelerator)) for nbytes in segment_sizes(budget_bytes)]
         self._held_after_close: list[Segment] = []  # copies in still read them
         self._closed = False
 
@@ -182,7 +182,8 @@ class HostStore(Store[HostTicket]):
                 self._held_after_close.append(ticket.segment)
 
 
-def _allocate(nbytes: int, accelerator: Accelerator) -> torch.Tensor:
+def host_memory(nbytes: int, accelerator: Accelerator) -> torch.Tensor:
+    """Memory for copies to and from the device: pinned where that is another."""
     if accelerator.is_synchronized_device():
         return huge_page_memory(nbytes)
     return accelerator.pin_memory(torch.empty(nbytes, dtype=torch.uint8, device="cpu"))

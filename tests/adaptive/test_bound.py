@@ -113,8 +113,7 @@ def train(
         end_step(optimizer, offloader)
         if offloader is not None:
             offloader.cache.settle()
-            # Without a plan the report has taken the lap.
-            peaks.append(offloader.cache.stats.resident.lap() or offloader.report().step_peak_saved_bytes)
+            peaks.append(offloader.report().step_peak_saved_bytes)
     return found, peaks
 
 

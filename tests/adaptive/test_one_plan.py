@@ -96,6 +96,13 @@ def test_the_least_room_counts() -> None:
     assert found.limits.activation_budget_bytes == peak_bytes - 1
 
 
+def test_the_drives_that_may_write_least_count() -> None:
+    """Those of another machine may be more worn."""
+    planner = Seeing()
+    made(planner, agreement=Besides(write_limit_bytes=1000.0))
+    assert planner.limits[0].write_limit_bytes_per_step == 1000.0
+
+
 def test_a_rank_that_has_nothing_to_offer_delays_the_plan_on_all() -> None:
     answering = planning(PLANNERS["keep"], agreement=Answering("has no trace"))
     assert answering.make(WISH) == NoPlan("rank 1 has no trace", is_final=False)
@@ -127,10 +134,13 @@ def test_a_planner_that_fails_is_not_asked_again() -> None:
 def test_less_is_moved_if_one_rank_asks_for_it_and_more_if_none_does(
     in_force: float, mine: float, other: float, planned: float
 ) -> None:
-    planner = Seeing()
-    wish = replace(WISH, share_in_force=in_force, movable_share=mine)
-    found = made(planner, wish, agreement=Besides(movable_share=other))
-    assert planner.limits[0].movable_share == found.limits.movable_share == planned
+    planner, besides = Seeing(), Besides(movable_share=in_force)
+    together = planning(planner, agreement=besides)
+    together.make(replace(WISH, movable_share=in_force))
+    besides.other = {"movable_share": other}
+    found = together.make(replace(WISH, movable_share=mine))
+    assert isinstance(found, PlanInForce)
+    assert planner.limits[-1].movable_share == found.limits.movable_share == planned
 
 
 def test_the_same_warning_of_a_budget_is_said_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 from support.traces import SIZE, resources
 
-from ds_tba.adaptive.policy import ByPlan, PlanInForce
+from ds_tba.adaptive.policy import ByPlan, PlanInForce, PlanMismatch
 from ds_tba.config import Placement
 from ds_tba.planner.plan import Limits, Plan, Prediction
 from ds_tba.planner.trace import OUTSIDE, BlockTrace, StorageTrace, Trace
@@ -37,7 +37,7 @@ LAYOUT = ((0,), (1, 2), (), (2, 3), (4,))
 def by_plan(*placements: Placement, recomputed: tuple[bool, bool] = (False, False), may_wait: bool = True) -> ByPlan:
     plan = Plan("test", placements, recomputed, (), cast("Any", None))
     stores = {NVME: NVME_STORE, HOST: HOST_STORE}
-    return ByPlan(PlanInForce.of(plan, TRACE, LAYOUT, Limits()), stores, lambda: may_wait)
+    return ByPlan(PlanInForce.of(plan, TRACE, LAYOUT, Limits()), stores, PlanMismatch(), lambda: may_wait)
 
 
 def chosen(policy: ByPlan, *keys: str, nbytes: int = SIZE) -> list[tuple[Any, ...]]:
@@ -129,7 +129,7 @@ def test_what_is_made_again_may_be_moved_where_it_cannot_be_and_nothing_else_is_
 
 def test_without_any_store_storages_are_made_again_all_the_same() -> None:
     plan = Plan("test", (REMATERIALIZE, *[KEEP] * 4), (False, False), (), cast("Any", None))
-    policy = ByPlan(PlanInForce.of(plan, TRACE, LAYOUT, Limits()), {}, lambda: True)
+    policy = ByPlan(PlanInForce.of(plan, TRACE, LAYOUT, Limits()), {}, PlanMismatch(), lambda: True)
     assert [(one.rematerialize, one.stores) for one in (policy.choose(key, SIZE) for key in "xy")] == [(True, ())] * 2
 
 

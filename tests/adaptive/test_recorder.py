@@ -69,7 +69,7 @@ class Stack(nn.Module):
 
 @contextmanager
 def recorded(cache: TensorCache, ticks: Any, model: nn.Module) -> Iterator[Recorder]:
-    recorder = Recorder(cache, ticks, {id(module): path for path, module in model.named_modules()})
+    recorder = Recorder(cache.eligibility_of, ticks, {id(module): path for path, module in model.named_modules()})
     with cache.saving(around=recorder.around):
         yield recorder
 
@@ -153,7 +153,7 @@ def test_what_came_back_is_free_again_although_the_graph_is_retained(cache: Tens
 
 def test_what_backward_never_touched_is_not_used(cache: TensorCache, ticks: Ticks) -> None:
     torch.manual_seed(0)
-    model, recorder = Stack(ticks), Recorder(cache, ticks, {})
+    model, recorder = Stack(ticks), Recorder(cache.eligibility_of, ticks, {})
     losses = []
     for _ in range(2):
         with cache.saving(around=recorder.around):
@@ -180,7 +180,7 @@ def test_a_small_tensor_that_every_block_saves_counts_once(make_store: StoreFact
 
     model = nn.Sequential(Scaled(), Scaled(), Scaled())
     cache = TensorCache([make_store()], "cpu", MIN_BYTES, wait_for_staging=True)
-    recorder = Recorder(cache, Ticks(), {id(one): path for path, one in model.named_modules()})
+    recorder = Recorder(cache.eligibility_of, Ticks(), {id(one): path for path, one in model.named_modules()})
     inputs = torch.randn(ROWS, WIDTH, requires_grad=True)
     with cache.saving(around=recorder.around):
         x = inputs
@@ -220,7 +220,7 @@ def test_a_module_that_is_not_of_the_model_has_the_path_of_the_one_around_it(cac
             return nn.GELU()(x) + x.sigmoid()
 
     model = nn.Sequential(Calls())
-    recorder = Recorder(cache, Ticks(), {id(one): path for path, one in model.named_modules()})
+    recorder = Recorder(cache.eligibility_of, Ticks(), {id(one): path for path, one in model.named_modules()})
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
     with cache.saving(around=recorder.around):
         model(x).sum().backward()

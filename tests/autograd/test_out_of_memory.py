@@ -22,7 +22,7 @@ from ds_tba.adaptive.agreement import Alone
 from ds_tba.config import parse_block
 from ds_tba.device.accelerator import adapted
 from ds_tba.offloader import ActivationOffloader
-from ds_tba.telemetry.holders import Diagnosis
+from ds_tba.telemetry.diagnosis import Diagnosis
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = 6

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from ds_tba.config import OffloadConfig, parse_block
-from ds_tba.telemetry.holders import MAX_ROWS, Culprit, Diagnosis, Failure, Holder, ModelMemory, merged, table
+from ds_tba.telemetry.diagnosis import Culprit, Diagnosis, Failure, ModelMemory
+from ds_tba.telemetry.holders import MAX_ROWS, Holder, merged, table
 
 MIB = 1 << 20
 
