@@ -493,9 +493,9 @@ def _write_timeline(file: ReportFile, config: OffloadConfig, rank: int, timeline
 def _planning_text(config: OffloadConfig) -> str:
     if config.placement == "adaptive":
         return (
-            f"least time within {config.activation_budget_bytes} bytes of activations"
+            f"least time within {readable(config.activation_budget_bytes)}"
             if config.activation_budget_bytes is not None
-            else f"lowest peak within {config.max_step_overhead:.1%} of the step's time"
+            else f"steps +{config.max_step_overhead:.1%} at most"
         )
     ignored = [key for key in _PLAN_KEYS if getattr(config, key) != OffloadConfig.model_fields[key].default]
     ignored += ["ssd.min_life_days"] if config.ssd.min_life_days else []

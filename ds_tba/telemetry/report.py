@@ -154,7 +154,7 @@ class OffloadReport:
         """One line for the log; bytes are those of a step."""
         steps = max(self.steps, 1)
         parts = [
-            f"{self.steps} steps: saved tensors take {readable(self.peak_saved_bytes)} at their peak instead of "
+            f"{self.steps} steps: {readable(self.peak_saved_bytes)} saved at the peak instead of "
             f"{readable(self.peak_saved_bytes_without)}",
             f"a step moves {readable(self.offloaded_bytes / steps)}",
         ]
