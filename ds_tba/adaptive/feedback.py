@@ -231,9 +231,9 @@ class Feedback:
 
     def _lowered(self, plan: PlanInForce, median_s: float, step: int) -> str:
         backoff, share, step_s = self._share_backoff, plan.moved_share, median_s - plan.computed_s
-        if self._raises:  # the last one was wrong: undone at once, and the cause is no news after a quiet time
-            backoff.last_seen = step
-        elif not backoff.is_due(step):
+        if self._raises:
+            backoff.last_seen = step  # the cause was there all the while: this is no news after a quiet time
+        if not backoff.is_due(step):
             return ""
         backoff.run(step)
         self._raises = 0

@@ -393,16 +393,12 @@ class ReportFile:
 
     Args:
         key: of the config.
-        path: what the config has there; None writes none.
-        rank: see :func:`rank_path`.
-
-    Raises:
-        ConfigError: nothing can be written there. It is found now, not after hours of training.
+        path: :func:`checked_path`; None writes none.
     """
 
-    def __init__(self, key: str, path: str | None, rank: int) -> None:
+    def __init__(self, key: str, path: Path | None) -> None:
         self._key = key
-        self.path = checked_path(key, path, rank)
+        self.path = path
         self._written_at, self._age_s = -math.inf, 0.0
 
     def refresh(self, make: Callable[[], Mapping[str, Any]], *, now: bool = False) -> None:
