@@ -42,7 +42,7 @@ from ds_tba.storage.finalizers import Closer
 from ds_tba.storage.tiers import Tiers
 from ds_tba.telemetry.drive_health import write_limit_bytes_per_step
 from ds_tba.telemetry.holders import table
-from ds_tba.telemetry.report import LittleMoved, OffloadReport, ReportFile, checked_path, remedies
+from ds_tba.telemetry.report import LittleMoved, OffloadReport, ReportFile, remedies
 from ds_tba.telemetry.stats import StoreStats, readable
 from ds_tba.telemetry.step_timeline import StepTimeline
 
@@ -115,12 +115,9 @@ class ActivationOffloader:
         self._little = LittleMoved(config)
         self._explained: BaseException | None = None
         self._told: OffloadReport | None = None  # to the monitors
-        self._report_file = ReportFile("report.path", checked_path("report.path", config.report.path, rank))
-        # Checked now, not after hours of training.
-        trace_path = checked_path("report.trace_path", config.report.trace_path, rank)
-        self._trace_file = ReportFile("report.trace_path", trace_path) if trace_path is not None else None
-        timeline_path = checked_path("report.timeline_path", config.report.timeline_path, rank)
-        self._timeline_file = ReportFile("report.timeline_path", timeline_path)
+        self._report_file = ReportFile("report.path", config.report.path, rank)
+        self._trace_file = ReportFile("report.trace_path", config.report.trace_path, rank)
+        self._timeline_file = ReportFile("report.timeline_path", config.report.timeline_path, rank)
         self._tiers = Tiers(
             config, aio_config, accelerator, zero_uses_nvme=zero_uses_nvme, rank=rank, ranks_on_node=ranks_on_node
         )
@@ -139,7 +136,7 @@ class ActivationOffloader:
             self.cache.stats,
             lambda: store.stall_s,
             [path.meter for path in self._tiers.paths],
-            partial(_write_timeline, self._timeline_file, config, rank) if timeline_path is not None else None,
+            partial(_write_timeline, self._timeline_file, config, rank) if config.report.timeline_path else None,
         )
         self.cache.looked_at = self._samples.around
         self._closer = Closer(self._close, accelerator)
@@ -455,8 +452,8 @@ def _offloaded_bytes(tiers: Tiers) -> int:
     return sum(store.stats.offloaded_bytes for store in (tiers.nvme, tiers.host) if store is not None)
 
 
-def _write_trace(file: ReportFile | None, trace: Trace) -> None:
-    if file is not None:
+def _write_trace(file: ReportFile, trace: Trace) -> None:
+    if file.path is not None:
         file.write_text(trace.to_json() + "\n")
 
 

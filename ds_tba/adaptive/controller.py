@@ -192,7 +192,8 @@ class Controller:
         plan = self.in_force
         # What recomputed blocks save in a recording would be kept, and may not fit: then everything is moved.
         if plan is not None and not (is_recorded and plan.recomputes):
-            self._policy = ByPlan(plan, self._tiers, self._step.mismatch, self._may_wait)
+            stats, until_s = self._cache.stats, self._step.moving_before_s + plan.patience_s
+            self._policy = ByPlan(plan, self._tiers, self._step.mismatch, lambda: stats.moving_s <= until_s)
 
     def _end_policy(self) -> None:
         """Collect what the last micro-step has shown."""
@@ -200,16 +201,6 @@ class Controller:
             self._policy.end()
         if self._recording is not None:
             self._recording.settle()
-
-    def _may_wait(self) -> bool:
-        """Whether this step has time left to wait for room in staging, by the host's clock.
-
-        The host of an asynchronous device may wait for as long as it would be ahead otherwise.
-        """
-        step, plan = self._step, self.in_force
-        if step is None or plan is None:
-            return False
-        return self._cache.stats.moving_s - step.moving_before_s <= plan.patience_s
 
     # ---- passes through blocks ----------------------------------------------------------------------------------
 

@@ -77,7 +77,7 @@ class PlanInForce:
 
     @property
     def patience_s(self) -> float:
-        """How long the host may wait for room in staging, in one step."""
+        """How long the host may wait for room in staging in one step: on a device as long as it would be ahead."""
         limits, trace = self.limits, self.trace
         if limits.activation_budget_bytes is not None:
             return math.inf

@@ -393,12 +393,16 @@ class ReportFile:
 
     Args:
         key: of the config.
-        path: :func:`checked_path`; None writes none.
+        path: what the config has there; None writes none.
+        rank: see :func:`rank_path`.
+
+    Raises:
+        ConfigError: nothing can be written there. It is found now, not after hours of training.
     """
 
-    def __init__(self, key: str, path: Path | None) -> None:
+    def __init__(self, key: str, path: str | None, rank: int) -> None:
         self._key = key
-        self.path = path
+        self.path = checked_path(key, path, rank)
         self._written_at, self._age_s = -math.inf, 0.0
 
     def refresh(self, make: Callable[[], Mapping[str, Any]], *, now: bool = False) -> None:
