@@ -7,6 +7,8 @@
 # make bench             the benchmarks
 # make gpu               everything that only a GPU can tell, in pieces of less than 10 minutes; run again, it goes on
 # make gpu REHEARSE=1    the same on the CPU, tiny, in 2 minutes (GPU_ARGS="--pieces headline --again": these, once more)
+# make site              the documentation as a site, in .cache/site; a link that leads nowhere is an error
+# make reference         the pages of keys and commands, and the JSON Schema, from the code; make freeze: the frozen names too
 # make soak              2,000 random steps with random faults, compared with the run without us: about 10 minutes
 
 VENV    ?= .venv
@@ -43,7 +45,7 @@ demo: export DS_ACCELERATOR ?= cpu
 PRECISION ?= --fp32
 endif
 
-.PHONY: help demo check test test-all lint reliability compatibility rematerialize mutants bench gpu soak venv aio cpu_ops ops libaio clean
+.PHONY: help demo check test test-all lint site reference freeze reliability compatibility rematerialize mutants bench gpu soak venv aio cpu_ops ops libaio clean
 
 help:
 	@sed -n 's/^# make/make/p' $(MAKEFILE_LIST)
@@ -68,10 +70,10 @@ SHARED := OMP_NUM_THREADS=1 $(PYTEST) -n $(WORKERS) --dist worksteal --durations
 check: lint
 	$(SHARED) $(QUICK)
 
-test: lint ops
+test: lint ops site
 	$(SHARED) $(PYTEST_ARGS)
 
-test-all: lint ops
+test-all: lint ops site
 	$(SHARED)
 	$(MAKE) reliability compatibility rematerialize mutants bench soak
 
@@ -80,17 +82,32 @@ lint: $(BIN)/.installed
 	ruff format --check .
 	mypy
 
+# In an environment of its own, of a few small packages: none of them is wanted where models are trained.
+SITE_VENV := .cache/site_venv
+site: $(SITE_VENV)/.installed
+	NO_MKDOCS_2_WARNING=1 $(SITE_VENV)/bin/mkdocs --quiet build --strict
+	@echo "the site is in .cache/site: python3 -m http.server --directory .cache/site"
+
+$(SITE_VENV)/.installed: requirements-site.lock
+	$(PYTHON) -m venv $(SITE_VENV)
+	$(SITE_VENV)/bin/pip install -q --no-compile -r requirements-site.lock
+	@touch $@
+
+# What users hold on to, as the code has it: docs/reference, and with freeze the file that a test compares with.
+reference freeze: $(BIN)/.installed
+	PYTHONPATH=tests python tests/support/interface.py $(if $(filter freeze,$@),--freeze)
+
 # The table of faults and outcomes, from a run of the tests that inject them.
 reliability: aio
-	$(PYTEST) -m fault --reliability=docs/reliability.md
+	$(PYTEST) -m fault --reliability=docs/evidence/faults.md
 
 # The table of models, trainers and settings, from a run of the tests that train each.
 compatibility: $(BIN)/.installed
-	$(PYTEST) -m compatible --compatibility=docs/compatibility.md tests
+	$(PYTEST) -m compatible --compatibility=docs/evidence/compatibility.md tests
 
 # The table of saved bytes, from a run of the tests that train each model without and with rematerialization.
 rematerialize: $(BIN)/.installed
-	$(PYTEST) -m rematerialized --rematerialized=docs/rematerialize.md tests
+	$(PYTEST) -m rematerialized --rematerialized=docs/guides/rematerialize.md tests
 
 # Takes out every wait that orders copies, one at a time: a test must fail for each. Minutes.
 mutants: $(BIN)/.installed

@@ -119,11 +119,11 @@ def _path(value: Any) -> Any:
     return value
 
 
-Count = Annotated[int, BeforeValidator(number), Field(ge=0)]
-Bytes = Annotated[int, BeforeValidator(number), Field(ge=0)]
-Lanes = Annotated[int, BeforeValidator(number), Field(ge=1, le=64)]
-Fraction = Annotated[float, BeforeValidator(number), Field(ge=0, allow_inf_nan=False), AfterValidator(_not_per_cent)]
-PositiveFloat = Annotated[float, BeforeValidator(number), Field(gt=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0), BeforeValidator(number)]
+Bytes = Annotated[int, Field(ge=0), BeforeValidator(number)]
+Lanes = Annotated[int, Field(ge=1, le=64), BeforeValidator(number)]
+Fraction = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(number), AfterValidator(_not_per_cent)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(number)]
 NonEmptyStr = Annotated[StrictStr, Field(min_length=1)]
 FilePath = Annotated[NonEmptyStr, BeforeValidator(_path)]
 
@@ -144,8 +144,8 @@ class IoConfig(Block):
     backend: BackendName | None = None
     write_lanes: Lanes = 2
     read_lanes: Lanes = 2
-    staging_bytes: Annotated[int, BeforeValidator(number), Field(ge=1 << 20)] | None = None
-    swap_file_bytes: Annotated[int, BeforeValidator(number), Field(ge=1 << 20)] | None = None
+    staging_bytes: Annotated[int, Field(ge=1 << 20), BeforeValidator(number)] | None = None
+    swap_file_bytes: Annotated[int, Field(ge=1 << 20), BeforeValidator(number)] | None = None
     integrity: Integrity = "sampled"
 
     @property
@@ -175,8 +175,8 @@ class AioConfig(BaseModel):
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
-    block_size: Annotated[int, BeforeValidator(number), Field(ge=4096, le=1 << 30), AfterValidator(_aligned)] = 1 << 20
-    queue_depth: Annotated[int, BeforeValidator(number), Field(ge=1, le=65536)] = 8
+    block_size: Annotated[int, Field(ge=4096, le=1 << 30), BeforeValidator(number), AfterValidator(_aligned)] = 1 << 20
+    queue_depth: Annotated[int, Field(ge=1, le=65536), BeforeValidator(number)] = 8
     intra_op_parallelism: Lanes = 1
     single_submit: StrictBool = False
     overlap_events: StrictBool = True
@@ -392,12 +392,12 @@ _RULES = {
     "bool_type": "it must be true or false",
     "finite_number": "it must be a finite number",
     "float_type": "it must be below 1e308 in magnitude",
-    "greater_than": "it must be above {gt}",
-    "greater_than_equal": "it must be {ge} or more",
+    "greater_than": "it must be above {gt:.15g}",
+    "greater_than_equal": "it must be {ge:.15g} or more",
     "int_from_float": "it must be a whole number",
     "int_parsing_size": "it must be below 2**63 in magnitude",
     "invalid_key": "it must be a string",
-    "less_than_equal": "it must be {le} or less",
+    "less_than_equal": "it must be {le:.15g} or less",
     "list_type": "it must be a list",
     "string_too_short": "it must not be empty",
     "string_type": "it must be a string",
@@ -425,7 +425,7 @@ def _explain(model: type[BaseModel], detail: ErrorDetails, at: str) -> str:
     elif "url" not in detail:  # in pydantic's documentation: the rule and its words are ours
         rule = detail["msg"]
     else:
-        rule = _RULES.get(kind, "docs/configuration.md says what it must be").format(**detail.get("ctx", {}))
+        rule = _RULES.get(kind, "docs/reference/keys.md says what it must be").format(**detail.get("ctx", {}))
     return f'"{key}" is {value!r}: {rule}{_hint(key, value)}.' if steps else f'"{key}": {rule}.'
 
 

@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -444,8 +444,9 @@ class ActivationOffloader:
 
 
 def _limits(config: OffloadConfig, tiers: Tiers, step_s: float) -> Limits:
-    write_limit = write_limit_bytes_per_step(tiers.endurance_left_tbw(), config.ssd.min_life_days, step_s)
-    return Limits.of(config, write_limit)
+    rated_tbw, left_tbw = tiers.endurance_tbw()
+    write_limit = write_limit_bytes_per_step(left_tbw, config.ssd.min_life_days, step_s)
+    return replace(Limits.of(config, write_limit), endurance_tbw=rated_tbw)
 
 
 def _offloaded_bytes(tiers: Tiers) -> int:
@@ -463,12 +464,11 @@ def _write_timeline(file: ReportFile, config: OffloadConfig, rank: int, timeline
 
 def _planning_text(config: OffloadConfig) -> str:
     if config.placement == "adaptive":
-        goal = (
+        return (
             f"least time within {config.activation_budget_bytes} bytes of activations"
             if config.activation_budget_bytes is not None
             else f"lowest peak within {config.max_step_overhead:.1%} of the step's time"
         )
-        return f"planned for the {goal}"
     ignored = [key for key in _PLAN_KEYS if getattr(config, key) != OffloadConfig.model_fields[key].default]
     ignored += ["ssd.min_life_days"] if config.ssd.min_life_days else []
     rule = f'placement "{config.placement}" is a rule, not a plan'

@@ -3,7 +3,7 @@
     deepspeed examples/long_context.py --deepspeed_config ds_configs/long_context.json --nvme_path /local_nvme
 
 Nothing here imports ds_tba: the block in the config is enough. The model has random weights and its tokens are bytes of
-text files, so that nothing is downloaded. ``docs/long_context.md`` explains the settings.
+text files, so that nothing is downloaded. ``docs/guides/long_context.md`` explains the settings.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ TEXTS = [
     for node in ast.walk(ast.parse(path.read_text()))
     if isinstance(node, (ast.Constant, ast.JoinedStr)) and (text := text_of(node))
 ]
-TABLE = (DOCS / "troubleshooting.md").read_text().partition("## Messages")[2]
+TABLE = (DOCS / "trouble" / "messages.md").read_text().partition("## Messages")[2]
 QUOTED = [
     one for line in TABLE.splitlines() if line.startswith("| `") for one in re.findall("`(.+?)`", line.split(" | ")[0])
 ]
@@ -79,7 +79,7 @@ def test_each_message_is_in_the_table(text: str) -> None:
 
 QUOTES = [
     line.strip()
-    for path in [runs.ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+    for path in [runs.ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
     for line in path.read_text().splitlines()
     if line.startswith("[ds_tba")
 ]

@@ -1,4 +1,4 @@
-"""What pyproject.toml claims is what docs/versions.md says was run."""
+"""What pyproject.toml claims is what docs/evidence/status.md says was run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ def project() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def ran() -> list[tuple[Version, Version, Version]]:
     """Python, torch and DeepSpeed of each row of the table."""
-    rows = re.findall(rf"^\| {NUMBER} \| {NUMBER} \| {NUMBER} \|", (ROOT / "docs" / "versions.md").read_text(), re.M)
+    rows = re.findall(
+        rf"^\| {NUMBER} \| {NUMBER} \| {NUMBER} \|", (ROOT / "docs" / "evidence" / "status.md").read_text(), re.M
+    )
     return [(Version(python), Version(torch), Version(deepspeed)) for python, torch, deepspeed in rows]
 
 
@@ -57,5 +59,5 @@ def test_the_oldest_version_that_is_claimed_ran(
 @pytest.mark.parametrize("package", ["numpy", "pydantic", "packaging", "xxhash"])
 def test_the_oldest_of_the_other_dependencies_ran(project: dict[str, Any], package: str) -> None:
     claimed = oldest(requirement(project, package))
-    found = re.search(rf"{package} {NUMBER}\b", (ROOT / "docs" / "versions.md").read_text())
+    found = re.search(rf"{package} {NUMBER}\b", (ROOT / "docs" / "evidence" / "status.md").read_text())
     assert found is not None and Version(found[1].rstrip(".")).release[: len(claimed.release)] == claimed.release

@@ -15,6 +15,7 @@ from ds_tba.config import Placement
 from ds_tba.planner.plan import Limits, Plan
 from ds_tba.planner.trace import Scopes, Trace
 from ds_tba.storage.base import Choice, Store
+from ds_tba.telemetry.drive_health import DAY_S, TERABYTE, life_days
 
 MIB = 1 << 20
 # How far ahead of its device a host is assumed to be, as a fraction of a step.
@@ -106,11 +107,13 @@ class PlanInForce:
         cost, step_s = self.plan.prediction, self.trace.step_s
         where = ", ".join(f"{place.word} {nbytes / MIB:.0f} MiB" for place, nbytes in self.bytes_by_placement)
         longer = cost.step_s / step_s - 1 if step_s else 0.0
-        daily_bytes = cost.written_bytes * 86400 / cost.step_s if cost.step_s else 0.0
+        daily_bytes = cost.written_bytes * DAY_S / cost.step_s if cost.step_s else 0.0
+        days = life_days(self.limits.endurance_tbw, daily_bytes)
         return (
             f"{self.plan.planner}{', because ' + reason if reason else ''}: {where}; expected peak "
             f"{cost.peak_saved_bytes / MIB:.0f} MiB, step {cost.step_s:.3g} s ({longer:+.1%})"
-            f"{f', {daily_bytes / 1e12:.2f} TB written a day' if daily_bytes else ''}"
+            f"{f', {daily_bytes / TERABYTE:.2f} TB a day' if daily_bytes else ''}"
+            f"{'' if days is None else f' ({days:.0f} days)'}"
         )
 
     def summary(self) -> dict[str, Any]:

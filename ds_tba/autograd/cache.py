@@ -290,7 +290,7 @@ class TensorCache(Keeper):
         elif record.state is not RecordState.KEPT:
             self.stats.deduplicated_bytes += nbytes_of(tensor)
         if record.views == record.lent:
-            self.stats.saved.enter(key.storage, key.nbytes)
+            self.stats.saved.add(record.memory.save(key.nbytes))
         offloaded = record.state is not RecordState.KEPT
         record.views += 1
         record.pending += offloaded
@@ -329,7 +329,8 @@ class TensorCache(Keeper):
         self.wait_for_room(nbytes)
         with self.finalizers:
             memory = self.residency.count(tensor.untyped_storage() if has_plain_storage(tensor) else None, nbytes)
-            added_bytes = self.stats.saved.enter(memory.stamp, nbytes if reason else 0)
+            added_bytes = memory.save(nbytes if reason else 0)
+            self.stats.saved.add(added_bytes)
             if reason:
                 self.stats.kept_bytes[reason] += added_bytes
         return memory
@@ -580,7 +581,7 @@ class TensorCache(Keeper):
             if gone.is_free:
                 self.residency.free(gone.memory)
             else:
-                self.stats.saved.leave(gone.memory.stamp)
+                self.stats.saved.add(-gone.memory.unsave())
                 self.residency.leave(gone.memory)
             return
         record = gone.record
@@ -588,7 +589,7 @@ class TensorCache(Keeper):
         record.lent -= gone.was_lent
         record.pending -= gone.was_pending
         if record.views == record.lent and not gone.was_lent:
-            self.stats.saved.leave(record.key.storage)
+            self.stats.saved.add(-record.memory.unsave())
         if record.views == 0:
             self._forget(record)
         else:

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from ds_tba.autograd.saved import CountedMemory, Keeper, RecordState, Reloaded, ResidencyGuard, SavedStorage
-from ds_tba.autograd.tensors import stamp_of, storage_bytes
+from ds_tba.autograd.tensors import storage_bytes
 from ds_tba.device.accelerator import Accelerator, Arrival, MemoryUse, PendingCopy, Release, Releases, moment
 from ds_tba.errors import StateError
 from ds_tba.storage.base import Choice, Store, Ticket
@@ -174,7 +174,7 @@ class Residency:
         guards: tuple[ResidencyGuard, ...] = getattr(storage, _GUARDS, ())
         memory = next((one.memory for one in guards if one.is_of(self._cache)), None)
         if memory is None:
-            memory = CountedMemory(stamp_of(storage))
+            memory = CountedMemory()
             if storage is not None:
                 setattr(storage, _GUARDS, (*guards, ResidencyGuard(self._cache, memory)))
         if nbytes > memory.nbytes:
@@ -218,8 +218,7 @@ class Residency:
 
     def remove(self, record: SavedStorage) -> None:
         """Nobody wants a storage any more; call it before the record is dropped."""
-        if record.memory is not None:
-            self.leave(record.memory)
+        self.leave(record.memory)
         self.end_prefetch(record)
         self._early.pop(record, None)
         self._movable.pop(record, None)

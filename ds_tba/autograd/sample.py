@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.autograd.profiler import record_function
 
-from ds_tba.autograd.saved import Hooks, RecordState, SavedCounted, SavedStorage, SavedView
+from ds_tba.autograd.saved import CountedMemory, Hooks, RecordState, SavedCounted, SavedStorage, SavedView
 from ds_tba.telemetry.holders import Holder, merged
 from ds_tba.telemetry.stats import CacheStats, PathMeter
 from ds_tba.telemetry.step_timeline import StepTimeline
@@ -52,7 +52,7 @@ class StepSample:
         self._stalled_s = stalled_s
         self._module = module
         # By the record of a storage, or by its stamp where it has none: views of one count once.
-        self._seen: dict[SavedStorage | int, tuple[str, str, int]] = {}
+        self._seen: dict[SavedStorage | CountedMemory, tuple[str, str, int]] = {}
         self._is_open = True
         self._phase_s = 0.0  # when the last part of the step ended
         self.found: list[Holder] = []
@@ -71,8 +71,7 @@ class StepSample:
             if isinstance(held, SavedView):
                 self._see(held.record, tensor, held.record.nbytes)
             elif isinstance(held, SavedCounted):
-                # By the stamp: who holds the account of the memory keeps it counted.
-                self._see(held.memory.stamp, tensor, held.nbytes)
+                self._see(held.memory, tensor, held.nbytes)
             self._level()
             return held
 
@@ -95,7 +94,7 @@ class StepSample:
 
         return look_at_pack, look_at_unpack
 
-    def _see(self, key: SavedStorage | int, tensor: torch.Tensor, nbytes: int) -> None:
+    def _see(self, key: SavedStorage | CountedMemory, tensor: torch.Tensor, nbytes: int) -> None:
         if key not in self._seen:
             self._seen[key] = (merged(self._module()), _op(tensor), nbytes)
 
@@ -222,7 +221,7 @@ def _ranged(hooks: Hooks) -> Hooks:
     return ranged_pack, ranged_unpack
 
 
-def _holders(seen: dict[SavedStorage | int, tuple[str, str, int]]) -> list[Holder]:
+def _holders(seen: dict[SavedStorage | CountedMemory, tuple[str, str, int]]) -> list[Holder]:
     found: dict[tuple[str, str], Holder] = {}
     for key, (module, op, nbytes) in list(seen.items()):
         where = "resident"

@@ -168,7 +168,7 @@ class SavedStorage(StateMachine):
         self.makeable: Makeable | None = None
         self.reloaded: Reloaded | None = None
         self.kept_views: list[weakref.ref[SavedView]] = []
-        self.memory: CountedMemory | None = None
+        self.memory = CountedMemory()  # until it is counted
         self.micro_step = micro_step
         self.index = NO_INDEX
         self.views = self.lent = self.pending = 0
@@ -339,17 +339,34 @@ class CountedMemory:
     """The device memory of one storage, as one cache counts it. Changed only under the cache's lock.
 
     Attributes:
-        stamp: of the storage.
         users: records and tensors that have it counted.
         nbytes: that are counted: of the largest user, since one may have a slice of the storage, another all of it;
             none once the memory is free, or nobody wants it counted.
+        savers: records and tensors for which autograd would hold the storage without us, also once the memory is free.
+        saved_bytes: of the largest of them.
         consumers: streams that may still use the memory when the host lets go of it.
     """
 
-    stamp: Stamp
     users: int = 0
     nbytes: int = 0
+    savers: int = 0
+    saved_bytes: int = 0
     consumers: Sequence[Any] = ()
+
+    def save(self, nbytes: int) -> int:
+        """One saver more; returns the bytes that this adds."""
+        added_bytes = max(nbytes - self.saved_bytes, 0)
+        self.savers += 1
+        self.saved_bytes += added_bytes
+        return added_bytes
+
+    def unsave(self) -> int:
+        """A saver is gone; returns the bytes that go with the last of them."""
+        self.savers -= 1
+        if self.savers:
+            return 0
+        nbytes, self.saved_bytes = self.saved_bytes, 0
+        return nbytes
 
 
 class ResidencyGuard:

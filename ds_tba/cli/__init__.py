@@ -6,10 +6,14 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from importlib.metadata import version
+from io import TextIOWrapper
 from pathlib import Path
+from typing import Any
 
 from ds_tba.cli import doctor, page, plan, tune
+from ds_tba.cli.format import add_json, show
 from ds_tba.errors import ReportError
 from ds_tba.telemetry.report import OffloadReport, is_replaceable, write_file
 
@@ -17,6 +21,7 @@ from ds_tba.telemetry.report import OffloadReport, is_replaceable, write_file
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; its exit status."""
     parser = argparse.ArgumentParser(prog="ds_tba", description="Activations on NVMe for DeepSpeed training.")
+    parser.set_defaults(needs_deepspeed=True)
     parser.add_argument("--version", action="version", version=f"ds_tba {version('ds_tba')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     doctor.add_parsers(commands)
@@ -25,12 +30,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     report.add_argument(
         "files", type=Path, nargs="+", metavar="FILE", help="JSON that report.path named, of each rank or run"
     )
-    report.add_argument("--html", type=Path, metavar="PAGE.html", help="write one page about all of them instead")
-    report.set_defaults(run=_show_reports)
+    as_what = report.add_mutually_exclusive_group()
+    as_what.add_argument("--html", type=Path, metavar="PAGE.html", help="write one page about all of them instead")
+    add_json(as_what)
+    report.set_defaults(run=partial(show, "report", _reports), needs_deepspeed=False)
     tune.add_parser(commands)
     options = parser.parse_args(argv)
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names that the terminal has no letters for
     try:
-        if options.run is not _show_reports:
+        if options.needs_deepspeed:
             from ds_tba.storage.backends import aio
 
             aio.import_deepspeed(sys.stderr)
@@ -44,27 +53,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _show_reports(options: argparse.Namespace) -> int:
-    """Print a table of each, or write the page; 2 if a file is not a report, or the page cannot be written."""
+def _reports(options: argparse.Namespace) -> tuple[int, list[str], list[dict[str, Any]]]:
+    """A table of each, or the page; as JSON a list of what all of them have."""
     files, target = options.files, options.html
-    try:
-        if target is not None:
-            if target.suffix not in (".html", ".htm") and is_replaceable(target):  # a report would be lost
-                raise ReportError(f"--html {target} is no name of a page: give it the ending .html.")
-            text = page.render(files)
-            (write_file if is_replaceable(target) else Path.write_text)(target, text)
-            sys.stdout.write(f"{target}: {len(text) / 1000:.0f} kB, opens in a browser without a network\n")
-            return 0
-        reports = [OffloadReport.read_json(file) for file in files]
-    except ReportError as error:
-        sys.stderr.write(f"ds_tba report: {error}\n")
-        return 2
-    except OSError as error:
-        sys.stderr.write(f"ds_tba report: --html {target} cannot be written: {error.strerror}\n")
-        return 2
+    if target is not None:
+        return 0, [_write_page(files, target)], []
+    reports = [OffloadReport.read_json(file) for file in files]
+    lines = []
     for file, report in zip(files, reports, strict=True):
         rows = [*([("report", str(file))] if len(files) > 1 else []), ("state", report.state), *report.rows()]
         width = max(len(name) for name, _ in rows)
-        sys.stdout.writelines(f"{name:<{width}}  {value}\n" for name, value in rows)
-        sys.stdout.writelines(f"{line}\n" for line in report.holder_lines())
-    return 0
+        lines += [*(f"{name:<{width}}  {value}" for name, value in rows), *report.holder_lines()]
+    found = [{"file": str(file), **report.to_dict()} for file, report in zip(files, reports, strict=True)]
+    return 0, lines, found
+
+
+def _write_page(files: Sequence[Path], target: Path) -> str:
+    """Write it; a line that says so.
+
+    Raises:
+        ReportError: a file is not a report, or the page cannot be written.
+    """
+    if target.suffix not in (".html", ".htm") and is_replaceable(target):  # a report would be lost
+        raise ReportError(f"--html {target} is no name of a page: give it the ending .html.")
+    text = page.render(files)
+    try:
+        (write_file if is_replaceable(target) else Path.write_text)(target, text)
+    except OSError as error:
+        raise ReportError(f"--html {target} cannot be written: {error.strerror}") from error
+    return f"{target}: {len(text) / 1000:.0f} kB, opens in a browser without a network"

@@ -16,11 +16,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, distributions, entry_points, version
+from functools import partial
+from importlib.metadata import Distribution, PackageNotFoundError, distributions, entry_points, version
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 from packaging.specifiers import SpecifierSet
+
+from ds_tba.cli.format import add_json, show, size
 
 _BUILD = "from deepspeed.ops.op_builder import AsyncIOBuilder; AsyncIOBuilder().load(verbose=True)"
 _LOCKED = "another build is running, or was killed. If none is running, remove the lock, or a build waits for ever"
@@ -39,26 +43,26 @@ def add_parsers(commands: Any) -> None:
     """Add both subcommands."""
     parser = commands.add_parser("doctor", help="check this machine, and build DeepSpeed's aio op")
     parser.add_argument("--nvme-path", action="append", default=[], help="a directory to check (may be repeated)")
-    parser.add_argument("--staging-bytes", type=int, default=256 << 20, help="io.staging_bytes of the config")
+    parser.add_argument("--staging-bytes", type=size, default=256 << 20, help="io.staging_bytes of the config")
     parser.add_argument("--build", action="store_true", help="build DeepSpeed's aio op if it is not built yet")
-    parser.set_defaults(run=_examine)
+    add_json(parser)
+    parser.set_defaults(run=partial(show, "doctor", _examine))
     parser = commands.add_parser("env", help="print versions and devices, to paste into an issue")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of Markdown")
-    parser.set_defaults(run=_print_environment)
+    add_json(parser)
+    parser.set_defaults(run=partial(show, "env", _environment))
 
 
 # ---- the doctor -----------------------------------------------------------------------------------------------------
 
 
-def _examine(options: argparse.Namespace) -> int:
-    """Print one line per check; 1 if any failed."""
+def _examine(options: argparse.Namespace) -> tuple[int, list[str], dict[str, Any]]:
+    """One line per check; 1 if any failed."""
     if options.build and (status := build_aio()):
-        return status
-    failed = False
-    for good, line in checks(options):
-        failed = failed or good is False
-        sys.stdout.write(f"{_MARKS[good]}  {line}\n")
-    return 1 if failed else 0
+        return status, [], {"ok": False, "checks": [{"ok": False, "what": "DeepSpeed's aio op did not build"}]}
+    found = list(checks(options))
+    is_good = all(good is not False for good, _ in found)
+    told = [{"ok": good, "what": what} for good, what in found]
+    return 1 - is_good, [f"{_MARKS[good]}  {what}" for good, what in found], {"ok": is_good, "checks": told}
 
 
 def checks(options: argparse.Namespace) -> Iterator[tuple[bool | None, str]]:
@@ -114,11 +118,18 @@ def _entry_point() -> tuple[bool, str]:
         home = Path(inspect.getfile(points[0].load())).parent
     except (ImportError, AttributeError) as error:
         return False, f"torch does not load ds_tba: its entry point {points[0].value} fails ({error}): {repair}"
-    homes = {one.version: str(one.locate_file("")) for one in distributions(name="ds_tba")}
-    if len(homes) > 1:
-        found = ", ".join(f"{number} in {home}" for number, home in homes.items())
-        return False, f"ds_tba is installed in several versions ({found}): {repair}"
+    copies = dict.fromkeys((one.version, _source(one)) for one in distributions(name="ds_tba"))
+    if len(copies) > 1:  # pip takes out one, and imports find another
+        found = ", ".join(f"{number} in {where}" for number, where in copies)
+        return False, f"ds_tba is installed {len(copies)} times ({found}): {repair}"
     return True, f"torch loads ds_tba {version('ds_tba')} from {home} by its entry point"
+
+
+def _source(found: Distribution) -> Path:
+    """Where its code is; that of an editable installation has an ``egg-info`` there, and a ``dist-info`` elsewhere."""
+    told = json.loads(found.read_text("direct_url.json") or "{}")
+    is_editable = told.get("dir_info", {}).get("editable") is True
+    return (Path(unquote(urlsplit(told["url"]).path)) if is_editable else Path(str(found.locate_file("")))).resolve()
 
 
 def build_aio() -> int:
@@ -175,14 +186,11 @@ def _version(package: str, wanted: SpecifierSet) -> tuple[bool, str]:
 # ---- what an issue should say ---------------------------------------------------------------------------------------
 
 
-def _print_environment(options: argparse.Namespace) -> int:
+def _environment(_: argparse.Namespace) -> tuple[int, list[str], dict[str, str]]:
+    """As Markdown."""
     found = environment()
-    if options.json:
-        sys.stdout.write(json.dumps(found, indent=2) + "\n")
-        return 0
-    sys.stdout.write("| | |\n|---|---|\n")
-    sys.stdout.writelines(f"| {name} | {str(value).replace('|', chr(92) + '|')} |\n" for name, value in found.items())
-    return 0
+    rows = [f"| {name} | {value.replace('|', chr(92) + '|')} |" for name, value in found.items()]
+    return 0, ["| | |", "|---|---|", *rows], found
 
 
 def environment() -> dict[str, str]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from contextlib import nullcontext, redirect_stdout
 from typing import Any
 
 from ds_tba.errors import DsTbaError
-from ds_tba.telemetry.report import is_replaceable, write_file
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
 
@@ -53,21 +53,34 @@ def table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
         yield "  ".join(cells).rstrip()
 
 
-Make = Callable[[argparse.Namespace], tuple[int, list[str], dict[str, Any]]]
+Make = Callable[[argparse.Namespace], tuple[int, list[str], Any]]
+
+
+def add_json(parser: Any) -> None:
+    """The option of all commands."""
+    parser.add_argument("--json", action="store_true", help="print JSON, and nothing else, on the standard output")
 
 
 def show(command: str, make: Make, options: argparse.Namespace) -> int:
-    """Make a result, print its lines, and write its dict to ``--json`` if that is given; 2 on an error of the user."""
+    """Make a result and print its lines, or what they say as JSON; the exit status, which is 2 on an error of the user.
+
+    Args:
+        make: returns the exit status, the lines, and what is printed in their place with ``--json``.
+    """
     try:
-        status, lines, found = make(options)
-        if options.json is not None:
-            write = write_file if is_replaceable(options.json) else Path.write_text  # to /dev/stdout, to a pipe
-            write(options.json, json.dumps(found, indent=2) + "\n")
+        # What a model or a build prints meanwhile would be in the JSON.
+        with redirect_stdout(sys.stderr) if options.json else nullcontext():
+            status, lines, found = make(options)
     except DsTbaError as error:
         sys.stderr.write(f"ds_tba {command}: {error}\n")
         return 2
+    try:
+        sys.stdout.writelines(f"{line}\n" for line in ([json.dumps(found, indent=2)] if options.json else lines))
+        sys.stdout.flush()
+    except BrokenPipeError:  # the command ends quietly
+        raise
     except OSError as error:
-        sys.stderr.write(f"ds_tba {command}: --json {options.json} cannot be written: {error.strerror}\n")
+        sys.stderr.write(f"ds_tba {command}: the standard output cannot be written: {error.strerror}\n")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python tells of it at exit, too
         return 2
-    sys.stdout.writelines(f"{line}\n" for line in lines)
     return status

@@ -12,11 +12,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import cycle
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from ds_tba.cli.format import in_units_of, show, table
+from ds_tba.cli.format import add_json, in_units_of, show, table
 from ds_tba.config import AioConfig, IoConfig, OffloadConfig
 from ds_tba.errors import BackendUnavailableError
 
@@ -120,7 +119,7 @@ def add_parser(commands: Any) -> None:
     add("--seconds", type=in_units_of(1), default=20.0, help="time limit, about (default: 20)")
     add("--most-gib", type=in_units_of(GIB), default=32.0 * GIB, help="GiB written, about (default: 32)")
     add("--backend", action="append", choices=BACKENDS, help="only this one (may be repeated)")
-    add("--json", type=Path, help="also write everything to this file")
+    add_json(parser)
     parser.set_defaults(run=partial(show, "tune", _tune))
 
 

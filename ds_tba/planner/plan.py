@@ -25,6 +25,8 @@ class Limits:
         rematerialize: whether storages may be made again from others.
         movable_share: fraction of the bytes of all movable storages that host memory and NVMe may take together. A
             budget that fits with more only is kept all the same.
+        endurance_tbw: terabytes that may be written to the drives in their life, as one rank's share; bounds nothing,
+            and tells how long they last.
 
     Raises:
         ConfigError: a limit is negative.
@@ -37,6 +39,7 @@ class Limits:
     recompute: bool = True
     rematerialize: bool = True
     movable_share: float = 1.0
+    endurance_tbw: float | None = None
 
     @classmethod
     def of(cls, config: OffloadConfig, write_limit_bytes_per_step: float) -> Limits:

@@ -92,18 +92,17 @@ class Tiers:
         """The wear of each path after ``elapsed_s`` seconds."""
         rated = self._config.ssd.rated_endurance_tbw
         return [
-            path_wear(path.file.directory, drive, path.written_bytes, elapsed_s, rated)
+            path_wear(path.file.directory, drive, path.written_bytes, elapsed_s, rated, self._ranks_on_node)
             for path, drive in zip(self.paths, self._drives, strict=True)
         ]
 
-    def endurance_left_tbw(self) -> float | None:
-        """Endurance of all drives together, as one rank's share, less what each drive says that it has written."""
-        rated = self._config.ssd.rated_endurance_tbw
-        if rated is None:
-            return None
-        drives = {drive.device or str(number): drive for number, drive in enumerate(self._drives)}
-        left = [max(0.0, rated - (drive.drive_written_bytes or 0) / TERABYTE) for drive in drives.values()]
-        return sum(left) / self._ranks_on_node
+    def endurance_tbw(self) -> tuple[float, float]:
+        """What all drives together take in their life, and what they have left of it, as one rank's share."""
+        drives = {drive.device or str(number): drive for number, drive in enumerate(self._drives)}.values()
+        rated = [drive.rating(self._config.ssd.rated_endurance_tbw).tbw for drive in drives]
+        used = [(drive.drive_written_bytes or 0) / TERABYTE for drive in drives]
+        left = sum(max(0.0, tbw - written_tb) for tbw, written_tb in zip(rated, used, strict=True))
+        return sum(rated) / self._ranks_on_node, left / self._ranks_on_node
 
     def describe(self) -> list[str]:
         """Parts of the line that says at the start what will run; empty without swap files."""
@@ -138,9 +137,11 @@ class Tiers:
                 closing.callback(store.close)
 
     def _places(self) -> list[str]:
-        """Each directory with its file system and drive: an empty mount point would be on the wrong one."""
+        """Each directory with its file system, drive and rating: an empty mount point would be on the wrong one."""
+        rated = self._config.ssd.rated_endurance_tbw
         return [
-            f"{directory.path} ({' on '.join(filter(None, (directory.file_system, drive.device)))})"
+            f"{directory.path} ({' on '.join(filter(None, (directory.file_system, drive.device)))}, "
+            f"{drive.rating(rated)})"
             for directory, drive in zip(self.directories, self._drives, strict=True)
         ]
 

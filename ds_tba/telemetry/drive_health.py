@@ -17,7 +17,7 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ds_tba.errors import ConfigError
 
@@ -27,7 +27,18 @@ SMARTCTL = "smartctl"
 SMARTCTL_LIMIT_S = 2.0
 VIRTUAL = ("vd", "xvd", "loop", "nbd")  # names of virtio, Xen, loop and network drives
 LEAST_PERCENTAGE_USED = 5  # below, its rounding is most of it
+ASSUMED_TBW = 600.0  # of a drive of 1 TB, where nobody tells
 DATA_UNIT_BYTES = 512_000  # NVMe counts written data in thousands of 512-byte units
+
+
+class Rating(NamedTuple):
+    """Terabytes, and who says so; empty for the config."""
+
+    tbw: float
+    source: str
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, (f"{self.tbw:.4g} TBW", self.source)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +59,13 @@ class Drive:
     percentage_used: int | None = None
     drive_written_bytes: int | None = None
 
-    @property
-    def estimated_endurance_tbw(self) -> float | None:
-        """The terabytes after which its life is used up if it goes on as so far; None while too little is."""
+    def rating(self, configured_tbw: float | None) -> Rating:
+        """What it can be written to: as configured, else by what it says that it has written and worn, else assumed."""
+        if configured_tbw is not None:
+            return Rating(configured_tbw, "")
         if self.drive_written_bytes is None or (self.percentage_used or 0) < LEAST_PERCENTAGE_USED:
-            return None
-        return 100 * self.drive_written_bytes / (self.percentage_used or 1) / TERABYTE
+            return Rating(ASSUMED_TBW, "assumed")
+        return Rating(100 * self.drive_written_bytes / (self.percentage_used or 1) / TERABYTE, "by SMART")
 
 
 def sysfs_device(path: Path, sysfs: Path = Path("/sys")) -> Path | None:
@@ -122,8 +134,9 @@ class PathWear(Drive):
         written_bytes: written there by this rank.
         written_bytes_per_day: at the rate since the engine was built, pauses included.
         rated_endurance_tbw: terabytes (10^12 bytes) that the drive is rated for, as configured.
-        life_days: rated endurance over this rate; None without a rating or before the first write.
+        life_days: rated endurance over the rate of all ranks; None without a rating or before the first write.
             See [Note: Projected life].
+        sharers: ranks that write to the drive, each taken to write as much as this one.
     """
 
     path: str
@@ -131,6 +144,12 @@ class PathWear(Drive):
     written_bytes_per_day: float
     rated_endurance_tbw: float | None
     life_days: float | None
+    sharers: int = 1
+
+    def days(self) -> float:
+        """The life where only an assumption gives the rating, too; infinite before the first write."""
+        rating = self.rating(self.rated_endurance_tbw)
+        return life_days(rating.tbw, self.sharers * self.written_bytes_per_day) or math.inf
 
 
 def life_days(rated_endurance_tbw: float | None, written_bytes_per_day: float) -> float | None:
@@ -141,9 +160,9 @@ def life_days(rated_endurance_tbw: float | None, written_bytes_per_day: float) -
 
 
 def path_wear(
-    path: Path, drive: Drive, written_bytes: int, elapsed_s: float, rated_endurance_tbw: float | None
+    path: Path, drive: Drive, written_bytes: int, elapsed_s: float, rated_endurance_tbw: float | None, sharers: int = 1
 ) -> PathWear:
-    """The wear of a directory to which ``written_bytes`` were written in ``elapsed_s``."""
+    """The wear of a directory to which each of ``sharers`` ranks wrote ``written_bytes`` in ``elapsed_s``."""
     per_day = written_bytes / elapsed_s * DAY_S if elapsed_s > 0 else 0.0
     return PathWear(
         **asdict(drive),
@@ -151,7 +170,8 @@ def path_wear(
         written_bytes=written_bytes,
         written_bytes_per_day=per_day,
         rated_endurance_tbw=rated_endurance_tbw,
-        life_days=life_days(rated_endurance_tbw, per_day),
+        life_days=life_days(rated_endurance_tbw, sharers * per_day),
+        sharers=sharers,
     )
 
 

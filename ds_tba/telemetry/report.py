@@ -14,11 +14,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
 
 from ds_tba.config import OffloadConfig
 from ds_tba.errors import ConfigError, ReportError
+from ds_tba.telemetry.drive_health import TERABYTE, PathWear
 from ds_tba.telemetry.holders import Holder, table
 from ds_tba.telemetry.stats import expanded, readable
 
@@ -124,21 +128,23 @@ class OffloadReport:
             ReportError: there is no such file, or it is something else.
         """
         try:
-            found = json.loads(path.read_text())
+            found = json.loads(path.read_text(), parse_int=_whole)
         except OSError as error:
             raise ReportError(
                 f"{path} cannot be read ({error.strerror}): name the file of report.path, which a run writes."
             ) from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ReportError(f"{path} is no JSON ({error}): name the file of report.path.") from error
-        names = {one.name for one in fields(cls)}
         needed = {one.name for one in fields(cls) if one.default is one.default_factory is MISSING}
         missing = needed - set(found) if isinstance(found, dict) else needed
         if missing:
             raise ReportError(
                 f"{path} is no report of ds_tba ({', '.join(sorted(missing)[:3])} missing): name that of report.path."
             )
-        return cls(**{name: value for name, value in found.items() if name in names})
+        types = get_type_hints(cls)
+        for problem in chain(_misfits(found, types), _misfits_inside(found)):
+            raise ReportError(f"{path} is no report of ds_tba: {problem}: name the file of report.path.")
+        return cls(**{name: value for name, value in found.items() if name in types})
 
     def to_dict(self) -> dict[str, Any]:
         """Every field, ready for JSON."""
@@ -156,10 +162,11 @@ class OffloadReport:
         parts += [f"makes {readable(again_bytes / steps)} again"] if again_bytes else []
         parts += [f"waits {self.stall_s / steps:.3f} s"] if self.stall_s else []
         parts += [f"{self.fallbacks} fallbacks"] if self.fallbacks else []
-        daily_bytes = sum(path["written_bytes_per_day"] for path in self.wear)
-        lives = [path["life_days"] for path in self.wear if path["life_days"] is not None]
-        life = f" (the drive lasts {min(lives):.0f} days)" if lives else ""
-        parts += [f"{daily_bytes / 1e12:.2f} TB a day{life}"] if daily_bytes else []
+        wear = [PathWear(**path) for path in self.wear if path["written_bytes_per_day"]]
+        if wear:
+            daily_bytes, worst = sum(one.written_bytes_per_day for one in wear), min(wear, key=PathWear.days)
+            rating = worst.rating(worst.rated_endurance_tbw)
+            parts.append(f"{daily_bytes / TERABYTE:.2f} TB a day ({worst.days():.0f} days of {rating})")
         return ", ".join(parts)
 
     def rows(self) -> list[tuple[str, str]]:
@@ -190,20 +197,18 @@ class OffloadReport:
         if self.budget_excess_bytes:
             rows.append(("above activation_budget_bytes", readable(self.budget_excess_bytes)))
         if self.plan is not None:
-            rows += [("plan", f"{self.plan['planner']}, the {_ordinal(self.plans)}")]
-            rows += [(f"  plan: {where}", readable(nbytes)) for where, nbytes in self.plan["bytes"].items()]
-            rows += [
-                (
-                    "  plan: peak saved",
-                    f"{readable(self.plan['peak_saved_bytes'])} ({readable(self.step_peak_saved_bytes)} measured)",
-                ),
-                ("  plan: step", _step(self.plan)),
-                ("recomputed in backward", readable(self.recomputed_bytes)),
-            ]
-        reasons = Counter(one["reason"] for one in self.blocks_left_out)
+            plan, measured = self.plan, readable(self.step_peak_saved_bytes)
+            rows += [("plan", f"{plan.get('planner', 'unknown')}, the {_ordinal(self.plans)}")]
+            rows += [(f"  plan: {where}", readable(nbytes)) for where, nbytes in plan.get("bytes", {}).items()]
+            if "peak_saved_bytes" in plan:
+                rows += [("  plan: peak saved", f"{readable(plan['peak_saved_bytes'])} ({measured} measured)")]
+            if plan.get("kept_step_s") and "step_s" in plan:
+                rows += [("  plan: step", _step(plan))]
+            rows += [("recomputed in backward", readable(self.recomputed_bytes))]
+        reasons = Counter(one.get("reason", "unknown") for one in self.blocks_left_out)
         rows += [("blocks not recomputed", f"{count}: {reason}") for reason, count in reasons.items()]
         rows += [(f"  fallback: {reason}", str(count)) for reason, count in self.fallbacks_by_reason.items()]
-        rows += [(f"wear of {path['path']}", _wear(path)) for path in self.wear]
+        rows += [(f"wear of {path.get('path', '?')}", _wear(path)) for path in self.wear]
         return [*rows, ("stalled", f"{self.stall_s:.2f} s")]
 
     def holder_lines(self) -> list[str]:
@@ -211,8 +216,48 @@ class OffloadReport:
         if not self.holders:
             return []
         names = {one.name for one in fields(Holder)}
-        found = [Holder(**{name: value for name, value in one.items() if name in names}) for one in self.holders]
+        blank = {"module": "", "op": ""}
+        found = [
+            Holder(**blank | {name: value for name, value in one.items() if name in names}) for one in self.holders
+        ]
         return [f"saved at the end of the forward of step {self.holders_step}:", *table(found)]
+
+
+# Of what the table shows of objects in a report. A key may be absent, for a file may be of another version.
+_INSIDE: dict[str, dict[str, Any]] = {
+    "plan": {
+        "planner": str, "bytes": dict[str, int], "peak_saved_bytes": int, "step_s": float, "kept_step_s": float,
+        "measured_step_s": float | None,
+    },
+    "blocks_left_out": {"reason": str},
+    "wear": get_type_hints(PathWear),
+    "holders": get_type_hints(Holder),
+}  # fmt: skip
+
+
+def _misfits(found: Mapping[str, Any], types: Mapping[str, Any], at: str = "") -> Iterator[str]:
+    """Which values of an object are of another type, each with its key, what it is and what it should be."""
+    for name in (one for one in types if one in found):
+        try:
+            TypeAdapter(types[name]).validate_python(found[name], strict=True)
+        except ValidationError as error:
+            (detail, *_) = error.errors()
+            key, value = ".".join([f"{at}{name}", *map(str, detail["loc"])]), json.dumps(detail["input"])
+            shown = value if len(value) <= 40 else f"{value[:40]}..."
+            yield f'"{key}" is {shown}, and {detail["msg"].removeprefix("Input ")}'
+
+
+def _misfits_inside(found: Mapping[str, Any]) -> Iterator[str]:
+    """The same of the objects in a report that is one from the outside."""
+    for name, types in _INSIDE.items():
+        value = found.get(name) or []
+        for at, one in {name: value}.items() if isinstance(value, dict) else enumerate(value):
+            yield from _misfits(one, types, f"{name}." if at == name else f"{name}.{at}.")
+
+
+def _whole(digits: str) -> int | float:
+    """No count of bytes has more digits, and Python divides no number of hundreds of them."""
+    return int(digits) if len(digits) < 20 else float(digits)
 
 
 # Below this part of the saved bytes a user wants to know why no more is moved.
@@ -432,19 +477,19 @@ def _step(plan: dict[str, Any]) -> str:
 
 
 def _wear(path: dict[str, Any]) -> str:
-    drive = " ".join(word for word in (path["device"], path["model"]) if word) or "unknown drive"
-    text = f"{drive}: {path['written_bytes_per_day'] / 1e12:.2f} TB a day at this rate"
-    if path["life_days"] is None:
+    drive = " ".join(filter(None, (path.get("device"), path.get("model")))) or "unknown drive"
+    text = f"{drive}: {path.get('written_bytes_per_day', 0.0) / TERABYTE:.2f} TB a day at this rate"
+    if path.get("life_days") is None:
         text += " (set ssd.rated_endurance_tbw to see how long the drive lasts)"
     else:
         text += (
-            f", {path['life_days']:.0f} days of its rated {path['rated_endurance_tbw']:g} TBW, if the drive amplifies "
-            "these writes no more than those of its rating"
+            f", {path['life_days']:.0f} days of its rated {path.get('rated_endurance_tbw') or 0:g} TBW, if the drive "
+            "amplifies these writes no more than those of its rating"
         )
     if path.get("percentage_used") is not None:
         text += f"; at the start {path['percentage_used']} % of its life was used"
     if path.get("drive_written_bytes") is not None:
-        text += f", {path['drive_written_bytes'] / 1e12:.1f} TB written in all"
+        text += f", {path['drive_written_bytes'] / TERABYTE:.1f} TB written in all"
     return text
 
 

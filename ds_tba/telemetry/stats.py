@@ -60,30 +60,6 @@ class Gauge:
         return peak
 
 
-class StorageGauge(Gauge):
-    """A level of storages, each counted once, with the most bytes that one of its users has of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._users: dict[int, tuple[int, int]] = {}  # by stamp: how many, and the bytes that are counted
-
-    def enter(self, stamp: int, nbytes: int) -> int:
-        """One user more of a storage; returns the bytes that this adds."""
-        users, counted_bytes = self._users.get(stamp, (0, 0))
-        added_bytes = max(nbytes - counted_bytes, 0)
-        self._users[stamp] = users + 1, counted_bytes + added_bytes
-        self.add(added_bytes)
-        return added_bytes
-
-    def leave(self, stamp: int) -> None:
-        """A user is gone, and with the last of them the bytes."""
-        users, counted_bytes = self._users.pop(stamp)
-        if users > 1:
-            self._users[stamp] = users - 1, counted_bytes
-        else:
-            self.add(-counted_bytes)
-
-
 @dataclass
 class CacheStats:
     """Counters of the tensor cache.
@@ -101,7 +77,7 @@ class CacheStats:
     kept_bytes: Counter[str] = field(default_factory=Counter)
     micro_steps: int = 0
     moving_s: float = 0.0  # host time in copies, and in waiting for copies and stores
-    saved: StorageGauge = field(default_factory=StorageGauge)
+    saved: Gauge = field(default_factory=Gauge)
     resident: Gauge = field(default_factory=Gauge)
 
 

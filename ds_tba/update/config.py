@@ -25,7 +25,7 @@ REMOVED_KEYS = {
     "verify_chunks": "`exact` tries the device's bits at the start",
 }
 
-Share = Annotated[float, BeforeValidator(number), Field(ge=0, le=1, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), BeforeValidator(number)]
 
 
 class UpdateReportConfig(Block):
@@ -42,7 +42,7 @@ class UpdateConfig(Block):
     device_share: Share | None = None  # the part of the elements that the device updates; None balances in every step
     device_buffer_bytes: Bytes = 1 << 30  # of device memory, during the update only
     # Of the fp32 parameters of a chunk. Moments and gradients of a chunk are as large each.
-    chunk_bytes: Annotated[int, BeforeValidator(number), Field(ge=MIN_CHUNK_BYTES)] = 1 << 26
+    chunk_bytes: Annotated[int, Field(ge=MIN_CHUNK_BYTES), BeforeValidator(number)] = 1 << 26
     pinned_bytes: Bytes | None = None  # that may be pinned; None sets no limit. Only what is pinned goes to the device
     exact: StrictBool = True  # the device computes only where its bits are CPUAdam's
     report: UpdateReportConfig = UpdateReportConfig()

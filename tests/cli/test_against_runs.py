@@ -26,7 +26,7 @@ from ds_tba.offloader import ActivationOffloader
 from ds_tba.telemetry.report import OffloadReport
 
 pytest.importorskip("transformers")
-DOCS = runs.ROOT / "docs" / "plans.md"
+DOCS = runs.ROOT / "docs" / "guides" / "one_gpu.md"
 BATCH, SEQUENCE, MIN_BYTES = 2, 128, 4096
 SAVED_WITHIN, PEAK_WITHIN = 0.02, 0.1
 WIDTHS = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4}

@@ -8,9 +8,8 @@ import platform
 import subprocess
 import sys
 from dataclasses import fields
-from importlib.metadata import EntryPoint
+from importlib.metadata import EntryPoint, distributions
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +26,9 @@ def test_the_doctor_names_what_is_wrong(capsys: pytest.CaptureFixture[str], tmp_
     assert main(["doctor", "--nvme-path", str(tmp_path)]) == 0
     assert main(["doctor", "--nvme-path", "/nowhere"]) == 1
     assert "FAIL  nvme_path /nowhere does not exist" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        main(["doctor", "--staging-bytes", "-5"])
+    assert "'-5' must be a whole number of 1 or more" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -69,10 +71,6 @@ def test_the_doctor_looks_for_the_entry_point(
 ) -> None:
     assert main(["doctor"]) == 0
     assert f"from {runs.ROOT / 'ds_tba'} by its entry point" in capsys.readouterr().out
-    copies = [SimpleNamespace(version=one, locate_file=lambda name, one=one: f"/{one}") for one in ("0.1", "0.2")]
-    monkeypatch.setattr("ds_tba.cli.doctor.distributions", lambda **_: copies)
-    assert main(["doctor"]) == 1
-    assert "FAIL  ds_tba is installed in several versions (0.1 in /0.1, 0.2 in /0.2)" in capsys.readouterr().out
     broken = EntryPoint("ds_tba", "ds_tba.autoload:absent", "torch.backends")
     monkeypatch.setattr("ds_tba.cli.doctor.entry_points", lambda **_: [broken])
     assert main(["doctor"]) == 1
@@ -83,6 +81,48 @@ def test_the_doctor_looks_for_the_entry_point(
     monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     assert main(["doctor"]) == 1
     assert "FAIL  TORCH_DEVICE_BACKEND_AUTOLOAD=0 is set" in capsys.readouterr().out
+
+
+def installed(site: Path, version: str, editable: Path | None = None) -> Path:
+    """A directory for ``sys.path`` with metadata as pip leaves them."""
+    (site / f"ds_tba-{version}.dist-info").mkdir(parents=True)
+    (site / f"ds_tba-{version}.dist-info" / "METADATA").write_text(f"Name: ds_tba\nVersion: {version}\n")
+    if editable is not None:
+        told = {"dir_info": {"editable": True}, "url": editable.as_uri()}
+        (site / f"ds_tba-{version}.dist-info" / "direct_url.json").write_text(json.dumps(told))
+    return site
+
+
+@pytest.mark.parametrize("second", ["0.1", "0.2"])
+def test_the_doctor_finds_two_installations_also_of_one_version(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, second: str
+) -> None:
+    sites = installed(tmp_path / "a", "0.1"), installed(tmp_path / "b", second)
+    monkeypatch.setattr(
+        "ds_tba.cli.doctor.distributions", lambda name: distributions(name=name, path=[str(one) for one in sites])
+    )
+    assert main(["doctor"]) == 1
+    told = f"FAIL  ds_tba is installed 2 times (0.1 in {sites[0]}, {second} in {sites[1]}): "
+    assert told in capsys.readouterr().out
+
+
+def test_a_checkout_and_its_editable_installation_are_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    checkout = tmp_path / "the checkout"
+    (checkout / "ds_tba.egg-info").mkdir(parents=True)
+    (checkout / "ds_tba.egg-info" / "PKG-INFO").write_text("Name: ds_tba\nVersion: 0.1\n")
+    sites = [str(installed(tmp_path / "site", "0.1", checkout)), str(checkout), str(checkout / ".." / "the checkout")]
+    monkeypatch.setattr("ds_tba.cli.doctor.distributions", lambda name: distributions(name=name, path=sites))
+    assert main(["doctor"]) == 0
+    assert "by its entry point" in capsys.readouterr().out
+
+
+def test_a_script_reads_the_doctor_s_verdicts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json", "--nvme-path", "/nowhere"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert not found["ok"] and {one["ok"] for one in found["checks"]} >= {True, False}
+    assert found["checks"][-1]["what"].startswith("nvme_path /nowhere does not exist")
 
 
 def test_a_lock_is_told_at_once(

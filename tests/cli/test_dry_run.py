@@ -14,11 +14,11 @@ from support.estimate_models import ALL
 from torch.utils._pytree import tree_leaves
 
 from ds_tba.adaptive.recorder import Recorder
-from ds_tba.autograd.blocks import find_blocks
+from ds_tba.autograd.blocks import Blocks, find_blocks
 from ds_tba.autograd.cache import TensorCache
 from ds_tba.autograd.sites import Recipe, Sites
 from ds_tba.autograd.tensors import mark_inputs, mark_owned
-from ds_tba.cli.plan.dry_run import PeakMeter, dry_run, told_of_passes
+from ds_tba.cli.plan.dry_run import Passes, PeakMeter, dry_run
 from ds_tba.cli.plan.model import Subject, loss_of
 from ds_tba.cli.plan.rows import fixed, made_again
 from ds_tba.cli.plan.training import Device, DryRun, Training
@@ -81,7 +81,7 @@ def trained(make: Make, device: str, dtype: torch.dtype) -> Real:
     model, forward = ready(make, device, dtype)
     cache = TensorCache([], device, MIN_BYTES)
     recorder = Recorder(cache.eligibility_of, NoClock(), {id(module): path for path, module in model.named_modules()})
-    with cache.saving(around=recorder.around), told_of_passes(find_blocks(model, None), recorder):
+    with cache.saving(around=recorder.around), Blocks(find_blocks(model, None), Passes(recorder)).listening():
         output = forward()
     loss_of(output).backward()
     recorder.end()

@@ -170,7 +170,7 @@ def test_names_of_files_and_modules_are_text(tmp_path: Path) -> None:
         holders=[{"module": HOSTILE, "op": HOSTILE, "saved_bytes": 5, "resident_bytes": 5}],
         kept_bytes_by_reason={HOSTILE: 5}, fallbacks_by_reason={HOSTILE: 5},
         blocks_left_out=[{"path": HOSTILE, "reason": HOSTILE}],
-        wear=[{"path": HOSTILE, "device": HOSTILE, "model": HOSTILE, "percentage_used": HOSTILE}],
+        wear=[{"path": HOSTILE, "device": HOSTILE, "model": HOSTILE, "percentage_used": 7}],
         bandwidth=[{"path": HOSTILE}], plan={"planner": HOSTILE, "bytes": {HOSTILE: 5}},
     )  # fmt: skip
     step = timeline()
@@ -251,10 +251,12 @@ def test_values_of_another_kind_are_taken_for_missing(tmp_path: Path, value: Any
     step = timeline(10)
     for one in step["traceEvents"][5:]:
         one["ts"] = one["args"] = one["cat"] = value
-    values = dict.fromkeys(report(), value) | {"timeline_path": "step.json"}
+    values = report(unknown=value, bandwidth=[dict.fromkeys(report()["bandwidth"][0], value)])
     check_that_nothing_is_loaded(page(tmp_path, values, step={**step, "otherData": value}))
     for other in ({"traceEvents": value}, [value]):
         assert "train again to have another" in page(tmp_path, values, step=other)
+    shown = view("report", Found(dict.fromkeys(report(), value)), Found({"traceEvents": value}), "")
+    assert "Nothing was saved" in shown.verdict and shown.advice and "train again" in shown.why_not
 
 
 def test_a_timeline_is_looked_for_where_it_was_and_beside_the_report(tmp_path: Path) -> None:
@@ -334,6 +336,67 @@ def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main([*arguments, str(tmp_path / "absent.json"), "--html", str(tmp_path / "new.html")]) == 2
     assert "cannot be read" in capsys.readouterr().err and not (tmp_path / "new.html").exists()
     assert json.loads((tmp_path / "report.json").read_text()) == report()
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"steps": "ten"}, '"steps" is "ten", and should be a valid integer'),
+        ({"stall_s": None}, '"stall_s" is null, and should be a valid number'),
+        ({"paths": "/local_nvme"}, '"paths" is "/local_nvme", and should be a valid list'),
+        ({"paths": [1]}, '"paths.0" is 1, and should be a valid string'),
+        ({"offloaded_bytes": 1.5}, '"offloaded_bytes" is 1.5, and should be a valid integer'),
+        ({"offloaded_bytes": 10**400}, '"offloaded_bytes" is Infinity, and should be a valid integer'),
+        ({"kept_bytes_by_reason": {"small": []}}, '"kept_bytes_by_reason.small" is [], and should be a valid integer'),
+        ({"plan": 3}, '"plan" is 3, and should be a valid dictionary'),
+        ({"plan": {"bytes": {"nvme": "1"}}}, '"plan.bytes.nvme" is "1", and should be a valid integer'),
+        ({"plan": {"step_s": [1.0], "kept_step_s": 1.0}}, '"plan.step_s" is [1.0], and should be a valid number'),
+        ({"wear": [{}, {"written_bytes_per_day": "x" * 99}]}, '"wear.1.written_bytes_per_day" is "xxxxx'),
+        ({"holders": [{"module": None}]}, '"holders.0.module" is null, and should be a valid string'),
+        ({"holders": {"module": "m"}}, '"holders" is {"module": "m"}, and should be a valid list'),
+        ({"blocks_left_out": [{"path": "p", "reason": 1}]}, '"blocks_left_out.0.reason" is 1, and should be'),
+    ],
+)
+@pytest.mark.parametrize("way", [(), ("--json",), ("--html", "out.html")], ids=["table", "json", "page"])
+def test_a_value_of_another_type_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changed: dict[str, Any], says: str, way: tuple[str, ...]
+) -> None:
+    (tmp_path / "report.json").write_text(json.dumps(report(**changed)))
+    assert main(["report", str(tmp_path / "report.json"), *way]) == 2
+    told = capsys.readouterr()
+    assert f"{tmp_path / 'report.json'} is no report of ds_tba: {says}" in told.err and not told.out
+    assert told.err.endswith(": name the file of report.path.\n") and not Path("out.html").exists()
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "\0", "{", ""], ids=["deep", "zero", "cut", "empty"])
+def test_what_is_no_json_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
+    (tmp_path / "report.json").write_text(text)
+    assert main(["report", str(tmp_path / "report.json")]) == 2
+    assert "is no JSON" in capsys.readouterr().err
+
+
+def test_what_another_version_does_not_have_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bare = report(
+        state="\ud800",
+        plan={"reason": ""},
+        wear=[{"new": 1}],
+        holders=[{"saved_bytes": 5}],
+        blocks_left_out=[{}],
+        newer=[],
+    )
+    (tmp_path / "report.json").write_text(json.dumps(bare))
+    assert main(["report", str(tmp_path / "report.json")]) == 0
+    out = capsys.readouterr().out
+    assert "unknown drive: 0.00 TB a day" in out and "\\ud800" in out  # half a pair, which no terminal takes
+
+
+def test_a_script_reads_what_all_reports_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in range(2):
+        (tmp_path / f"{rank}.json").write_text(json.dumps(report(rank=rank, newer=1)))
+    assert main(["report", "--json", str(tmp_path / "0.json"), str(tmp_path / "1.json")]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(Path(one["file"]).name, one["rank"]) for one in found] == [("0.json", 0), ("1.json", 1)]
+    assert found[0]["refused_sites"] == report().get("refused_sites", {})
 
 
 def test_tables_of_several_reports_have_their_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import threading
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -64,7 +62,9 @@ def test_a_function_is_called_with_batch_and_sequence(file: Path) -> None:
         ("model", "FILE.py:function"),
         ("missing.py:make", "there is no file missing.py"),
         ("{file}:absent", "it has make, without_names, alone, odd"),
-        ("missing.json", "cannot be read"),
+        ("missing.json", "there is no such file or folder"),
+        ("{file}", "it has make, without_names, alone, odd"),
+        ("{file}:", "has no function ''"),
     ],
 )
 def test_a_wrong_source_is_named_with_the_rule(file: Path, text: str, says: str) -> None:
@@ -86,10 +86,32 @@ def test_a_file_that_fails_is_told(tmp_path: Path) -> None:
         recipe_of(f"{path}:make")
 
 
-def test_an_hf_config_without_architectures_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_ends_the_process_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text("raise SystemExit('no GPU')")
+    with pytest.raises(ModelError, match="SystemExit: no GPU"):
+        recipe_of(f"{path}:make")
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({}, r"architectures.* are None: they must be a list"),
+        ({"architectures": []}, r"architectures.* are \[\]"),
+        ({"architectures": "LlamaForCausalLM"}, r"are 'LlamaForCausalLM'"),
+        ({"architectures": [3]}, r"are \[3\]"),
+        ({"architectures": ["Nonsense"]}, "has no 'Nonsense'"),
+        ({"hidden_size": 63, "num_attention_heads": 4}, "cannot be read.*not a multiple"),
+        ({"hidden_size": "big"}, "cannot be read.*hidden_size"),
+        ({"model_type": "nonsense"}, "cannot be read.*nonsense"),
+        ({"model_type": []}, "cannot be read"),
+    ],
+)
+def test_an_hf_config_that_is_wrong_is_refused(tmp_path: Path, config: Any, says: str) -> None:
+    pytest.importorskip("transformers")
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({"model_type": "llama"}))
-    with pytest.raises(ModelError, match="architectures"):
+    path.write_text(json.dumps({"model_type": "llama", **config}))
+    with pytest.raises(ModelError, match=says):
         recipe_of(str(path))
 
 
@@ -167,6 +189,16 @@ def test_a_config_that_is_none_is_refused(tmp_path: Path) -> None:
         read_training(tmp_path / "absent.json")
     with pytest.raises(ConfigError, match="holds list"):
         training_of(tmp_path / "ds.json", [])
+
+
+def test_comments_are_read_as_deepspeed_reads_them(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{ // of one GPU\n "bf16": {"enabled": true}, /* more */ "gradient_accumulation_steps": 4 }')
+    found = read_training(path)
+    assert found.dtype is torch.bfloat16 and found.micro_steps == 4
+    told = write_merged(path, {}, {"zero_optimization": {"stage": 2}})
+    assert json.loads(path.read_text())["zero_optimization"] == {"stage": 2}
+    assert "what it was is in" in told and "// of one GPU" in (tmp_path / "ds.json.bak").read_text()
 
 
 @pytest.mark.parametrize(
@@ -391,9 +423,11 @@ def test_questions_about_masks_are_answered_and_no_others() -> None:
     mask = torch.empty(4, 4, dtype=torch.bool, device="meta")
     with OpClock(1.0, 1.0) as clock:
         assert mask.all() and (mask == 0).all() and not mask.any()
-        with pytest.raises(RuntimeError, match="meta"):
-            mask.sum().item()
-    assert clock.answers == 3
+        assert mask.sum() == 16 and not mask.sum().eq(3)  # as transformers asks
+        for question in (mask.sum(), mask.float().sum() == 16, mask.sum(0)[0] == 4):
+            with pytest.raises(RuntimeError, match="meta"):
+                question.item()
+    assert clock.answers == 5
 
 
 # ---- what it comes to -----------------------------------------------------------------------------------------------
@@ -568,7 +602,7 @@ def test_rates_have_their_source() -> None:
     assert given == ("cpu", "small CPU", 80 << 30, 1e12, 2e9, 3e9, 0.0)
     half, full = (device_of("cuda", None, dtype) for dtype in (torch.bfloat16, torch.float32))
     assert half.flops > full.flops and half.name == "H100" and half.memory_bytes is None and half.launch_s > 0
-    (path,), source = _drives(training_with({}), {"write": 5e9, "read": None})
+    (path,), source = _drives(training_with({}), 5e9, None)
     assert path.write_bytes_per_s == 5e9 and source.startswith("write as given, else of the data sheet")
     assert path.write_beside_read_bytes_per_s == 3e9 and path.read_bytes_per_s == 7.1e9
 
@@ -583,13 +617,14 @@ def test_a_drive_s_rating_is_what_its_smart_data_come_to(
     """Of a drive that has used up a tenth of its life with 60 TB, 600 TB are the whole of it."""
     written = None if terabytes is None else terabytes * 10**12
     drive = Drive("nvme0n1", percentage_used=used, drive_written_bytes=written)
-    assert drive.estimated_endurance_tbw == rated
+    assert drive.rating(None) == ((600.0, "assumed") if rated is None else (rated, "by SMART"))
     monkeypatch.setattr("ds_tba.cli.plan.examine", lambda _: drive)
     offload = OffloadConfig.model_validate({"nvme_path": ["/a", "/b"]})  # both on one drive
     training = replace(training_with({}), offload=offload)
-    found, source = _endurance(None, training)
-    assert found == (rated or 600.0) and ("SMART" in source) == (rated is not None)
+    assert _endurance(None, training) == drive.rating(None)
     assert _endurance(50.0, training) == (50.0, "as given")
+    configured = OffloadConfig.model_validate({"nvme_path": "/a", "ssd": {"rated_endurance_tbw": 70}})
+    assert _endurance(None, replace(training, offload=configured)) == (70.0, "as the config has it")
 
 
 @pytest.mark.parametrize(
@@ -644,6 +679,8 @@ def test_what_no_run_would_take_is_not_written(tmp_path: Path, text: str) -> Non
     path.write_text(text)
     with pytest.raises(ConfigError):
         write_merged(path, {}, {"activation_nvme_offload": {"enabled": True}})
+    with pytest.raises(ConfigError, match=r"--write .* cannot be written: No such file or directory"):
+        write_merged(tmp_path / "absent" / "new.json", {}, {"zero_optimization": {"stage": 2}})
     assert path.read_text() == text and [one.name for one in tmp_path.iterdir()] == ["ds_config.json"]
 
 
@@ -652,19 +689,25 @@ def test_a_subject_is_put_into_training_mode() -> None:
     assert Subject(model, ({"x": torch.ones(2)},)).to("meta", None).model.training
 
 
-# ---- the file of --json ---------------------------------------------------------------------------------------------
+# ---- what is printed ------------------------------------------------------------------------------------------------
 
 
-def test_json_goes_to_pipes_but_not_through_symlinks(tmp_path: Path) -> None:
-    link, pipe, precious = tmp_path / "link", tmp_path / "pipe", tmp_path / "precious"
-    precious.write_text("of somebody else")
-    link.symlink_to(precious)
-    os.mkfifo(pipe)
-    read: list[str] = []
-    reader = threading.Thread(target=lambda: read.append(pipe.read_text()), daemon=True)
-    reader.start()
-    for path in (link, pipe, Path("/dev/null")):
-        assert show("plan", lambda _: (0, [], {"a": 1}), Namespace(json=path)) == 0
-    reader.join(10.0)
-    assert json.loads(read[0]) == json.loads(link.read_text()) == {"a": 1}
-    assert precious.read_text() == "of somebody else" and Path("/dev/null").is_char_device()
+def test_an_output_that_takes_nothing_is_told(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        assert show("env", lambda _: (0, ["a line"], {}), Namespace(json=False)) == 2
+    assert "ds_tba env: the standard output cannot be written: No space left on device" in capfd.readouterr().err
+
+
+def test_json_is_alone_on_the_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+    def make(_: Namespace) -> tuple[int, list[str], Any]:
+        print("of a model's own")
+        return 3, ["a line"], {"a": 1}
+
+    assert show("plan", make, Namespace(json=True)) == 3
+    told = capsys.readouterr()
+    assert json.loads(told.out) == {"a": 1} and told.err == "of a model's own\n"
+    assert show("plan", make, Namespace(json=False)) == 3
+    assert capsys.readouterr().out == "of a model's own\na line\n"

@@ -1,4 +1,4 @@
-"""The rows of ``docs/compatibility.md`` that decide whether a change lands; the others run with ``make test-all``.
+"""The rows of ``docs/evidence/compatibility.md`` that decide whether a change lands; ``make test-all`` runs all.
 
 One row, at least, for each thing that may go wrong in its own way: each stage of ZeRO and precision, where its states
 lie, what runs in backward, what is read from checkpoints, what ranks have to agree on, who calls the engine. Stages and

@@ -1,4 +1,4 @@
-"""``docs/compatibility.md`` and ``docs/rematerialize.md`` name the combinations that are tested, and no other."""
+"""The tables in ``evidence/compatibility.md`` and ``guides/rematerialize.md`` of ``docs/`` name what is tested."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from covering import COVERING
 from support.compatibility_table import CompatibilityTable, rows_in
 
 DOCS = Path(__file__).parents[2] / "docs"
-DOCUMENTS = [("compatibility", COMPATIBILITY), ("rematerialize", REMATERIALIZED)]
+DOCUMENTS = [("evidence/compatibility", COMPATIBILITY), ("guides/rematerialize", REMATERIALIZED)]
 TESTS = Path(__file__).parents[1]
 
 
@@ -21,7 +21,7 @@ def test_every_combination_is_in_the_table(
     if any(Path(argument).resolve() != TESTS for argument in request.config.args):
         pytest.skip("only a part of the tests was collected")
     rows = request.config.stash[table].rows  # in the order of collection; the table is by section
-    assert sorted(rows_in(DOCS / f"{name}.md")) == sorted(rows), f"make {name} writes it anew"
+    assert sorted(rows_in(DOCS / f"{name}.md")) == sorted(rows), f"make {Path(name).name} writes it anew"
 
 
 @pytest.mark.parametrize("name", [name for name, _ in DOCUMENTS])
@@ -32,5 +32,5 @@ def test_no_row_failed(name: str) -> None:
 
 def test_the_rows_of_every_change_are_there() -> None:
     named = {(section, row) for section, rows in COVERING.items() for row in rows}
-    assert named <= set(rows_in(DOCS / "compatibility.md"))
-    assert set(COVERING) == {section for section, _ in rows_in(DOCS / "compatibility.md")}
+    assert named <= set(rows_in(DOCS / "evidence/compatibility.md"))
+    assert set(COVERING) == {section for section, _ in rows_in(DOCS / "evidence/compatibility.md")}

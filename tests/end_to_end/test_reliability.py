@@ -1,4 +1,4 @@
-"""``docs/reliability.md`` names the faults that are tested, and no other."""
+"""``docs/evidence/faults.md`` names the faults that are tested, and no other."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from conftest import TABLE
 from support.fault_table import faults_in, normalised
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "reliability.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "evidence" / "faults.md"
 TESTS = Path(__file__).parents[1]
 
 

@@ -1,8 +1,8 @@
-"""The tables in ``docs/compatibility.md`` and ``docs/rematerialize.md``, made from the tests of their rows.
+"""The tables in ``evidence/compatibility.md`` and ``guides/rematerialize.md`` of ``docs/``, made from their tests.
 
 A test of a row carries ``@pytest.mark.compatible(section, row)`` or ``@pytest.mark.rematerialized(section, row)`` and
 tells how it went with the fixture ``row_says``: the cells after the first. ``pytest -m compatible
---compatibility=docs/compatibility.md`` (``make compatibility``, ``make rematerialize``) writes the table of that run;
+--compatibility=docs/evidence/compatibility.md`` (``make compatibility``, ``make rematerialize``) writes its table;
 ``test_compatibility_table.py`` checks that the tables in the repository name the very tests that exist.
 """
 

@@ -1,8 +1,8 @@
-"""The table of faults in ``docs/reliability.md``, made from the tests that inject them.
+"""The table of faults in ``docs/evidence/faults.md``, made from the tests that inject them.
 
 A test of a fault carries ``@pytest.mark.fault(fault, by=..., outcome=...)`` and hands what a user would read in that
-case to the fixture ``user_sees``. ``pytest --reliability=docs/reliability.md`` (``make reliability``) writes the table
-of that run; ``test_reliability.py`` checks that the table in the repository names the very tests that exist.
+case to the fixture ``user_sees``. ``pytest --reliability=docs/evidence/faults.md`` (``make reliability``) writes the
+table of that run; ``test_reliability.py`` checks that the table in the repository names the very tests that exist.
 """
 
 from __future__ import annotations

@@ -12,10 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_tba.cli.format import in_units_of, show, size, table
+from ds_tba.cli.format import add_json, in_units_of, show, size, table
 from ds_tba.config import parse_block, with_staging
 from ds_tba.errors import BackendUnavailableError, ConfigError
-from ds_tba.telemetry.drive_health import examine
+from ds_tba.telemetry.drive_health import Drive, Rating, examine
 from ds_tba.telemetry.report import write_file
 from ds_tba.telemetry.stats import expanded, readable
 
@@ -39,7 +39,6 @@ first is summed. Tensors made in the function are on the meta device.
 example:
     ds_tba plan Llama-3.1-8B/config.json --gpu 24GB --seq 32k --lora 16 --write ds_config.json
 """
-ASSUMED_TBW = 600.0  # of one drive of 1 TB
 WRITE_BYTES_PER_S, READ_BYTES_PER_S = 4.2e9, 7.1e9  # of the data sheet of one PCIe 4.0 drive of a data center
 # A drive's rate of writes, and of reads, while both run: this part of its rate alone.
 CONCURRENT_FRACTION = 0.6
@@ -58,8 +57,7 @@ def add_parsers(commands: Any) -> None:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         add = parser.add_argument
-        add("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help="see below")
-        add("--model", help=argparse.SUPPRESS)
+        add("model", metavar="MODEL", help="see below")
         add("--seq", type=size, required=True, help="tokens of a sequence, such as 32k")
         add("--batch", type=size, help="sequences per micro-step and rank (default: the config's, else 1)")
         add("--gpu", "--gpu-memory", metavar="GPU", help='its memory or name: 24GB, "RTX 4090"')
@@ -77,7 +75,7 @@ def add_parsers(commands: Any) -> None:
         for option, of in (("memory", "device memory"), ("copy", "copies between device and host"),
                            ("write", "all drives' writes"), ("read", "all drives' reads")):  # fmt: skip
             add(f"--{option}-gbps", type=in_units_of(1e9), help=f"GB/s of {of} ({default})")
-        add("--json", type=Path, help="also write everything to this file")
+        add_json(parser)
         parser.set_defaults(run=partial(show, name, _plan))
 
 
@@ -93,13 +91,10 @@ def _plan(options: argparse.Namespace) -> tuple[int, list[str], dict[str, Any]]:
     lines = [f"model       {title}", *_table(setup, rows, more), "", *_verdict(setup, rows, chosen)]
     if options.details:
         lines += ["", *_details(setup, plan, found)]
-    if options.write is not None and chosen is None:
-        lines.append(f"not written {options.write}: nothing is recommended")
-    elif options.write is not None and chosen is not None and not chosen.merged and options.write.exists():
-        lines.append(f"not written {options.write}: nothing in it has to be changed")
-    elif options.write is not None and chosen is not None:
+    if options.write is not None:
         new = {**setup.training.config, "train_micro_batch_size_per_gpu": options.batch}
-        lines.append(write_merged(options.write, new, chosen.merged))
+        found["write"] = write_merged(options.write, new, None if chosen is None else chosen.merged)
+        lines.append(found["write"])
     lines += ["", "assumed", *(f"  {note}" for note in notes)]
     result = {"title": title, "batch": options.batch, **found, "notes": notes}
     return 3 if is_known and chosen is None else 0, lines, result
@@ -114,12 +109,10 @@ def _setup(options: argparse.Namespace) -> tuple[Setup, str, list[str]]:
     from ds_tba.cli.plan.rows import FRAGMENTATION, TIGHT, Setup
     from ds_tba.cli.plan.training import CONTEXT_BYTES, HOST_BYTES_PER_S, device_of, read_training
 
-    if options.model is None:
-        raise ConfigError("MODEL is missing: name a config.json, a folder, a model on this machine or FILE.py:function")
     recipe = recipe_of(options.model)
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
     training = read_training(options.config, dtypes[options.dtype])
-    options.batch = options.batch or training.micro_batch or (1 if options.config is None else None)
+    options.batch = options.batch or training.micro_batch
     if options.batch is None:
         raise ConfigError(
             f'{options.config} has no number at "train_micro_batch_size_per_gpu": give the sequences of a micro-step '
@@ -131,10 +124,10 @@ def _setup(options: argparse.Namespace) -> tuple[Setup, str, list[str]]:
     training = replace(training, offload=offload)
     given = options.tflops, options.memory_gbps, options.copy_gbps
     device = device_of(options.device, options.gpu, training.autocast or training.dtype or torch.float32, given)
-    paths, drives = _drives(training, {"write": options.write_gbps, "read": options.read_gbps})
-    tbw, rating = _endurance(options.drive_tbw, training)
+    paths, drives = _drives(training, options.write_gbps, options.read_gbps)
+    rating = _endurance(options.drive_tbw, training)
     run = dry_run(recipe, options.batch, options.seq, training, device, paths, options.lora)
-    setup = Setup(run, training, device, options.ranks, tbw, offload.nvme_path or "/local_nvme")
+    setup = Setup(run, training, device, options.ranks, rating.tbw, offload.nvme_path or "/local_nvme")
     kind = "dtypes of the model" if training.dtype is None else str(training.dtype).removeprefix("torch.")
     adapted = f", LoRA of rank {options.lora}" if options.lora else ""
     notes = [
@@ -144,7 +137,8 @@ def _setup(options: argparse.Namespace) -> tuple[Setup, str, list[str]]:
         f"{readable(CONTEXT_BYTES)} to the CUDA context; a peak above {TIGHT:.0%} of the GPU is tight",
         f"rates of one {device.name}{', but those that were given' if any(given) else ''}: {device.flops / 1e12:.3g} "
         f"TFLOP/s, memory {device.memory_bytes_per_s / 1e9:.4g} GB/s, copies {device.copy_bytes_per_s / 1e9:.3g} GB/s",
-        f"rates of the drives {drives}; rated for {tbw:.4g} TBW, {rating}",
+        f"rates of the drives {drives}",
+        f"drives rated {rating} (--drive-tbw has yours, together); writes are those of one rank",
         "an operation takes the time of its FLOPs, of its bytes or of its launch, whichever is longest; communication "
         f"is left out; states in host memory are updated at {HOST_BYTES_PER_S / 1e9:g} GB/s",
         f"attention on {options.device}: {', '.join(run.attention) or 'none of PyTorch'}",
@@ -153,7 +147,7 @@ def _setup(options: argparse.Namespace) -> tuple[Setup, str, list[str]]:
     return setup, f"{options.model}, batch {options.batch} x {options.seq} tokens, {kind}{adapted}", notes
 
 
-def _drives(training: Training, given: dict[str, float | None]) -> tuple[tuple[PathRates, ...], str]:
+def _drives(training: Training, write: float | None, read: float | None) -> tuple[tuple[PathRates, ...], str]:
     """Their rates and where these are from: given, else measured if the config's directories are here, else documented.
 
     An aio op that is not built is not built for this.
@@ -161,40 +155,32 @@ def _drives(training: Training, given: dict[str, float | None]) -> tuple[tuple[P
     from ds_tba.planner.trace import PathRates
     from ds_tba.storage.tiers import probe
 
-    paths: tuple[PathRates, ...] = ()
     config, source = training.offload, "of the data sheet of one PCIe 4.0 drive"
-    if config.nvme_paths and None in given.values():
+    if write and read:
+        source = "write and read as given"
+    elif write or read:
+        source = f"{'write' if write else 'read'} as given, else {source}"
+    elif config.nvme_paths:
         if config.io.backend == "aio":
             config = config.model_copy(update={"io": config.io.model_copy(update={"backend": None})})
         try:
             found, written_bytes = probe(config, training.aio)
-            paths = tuple(PathRates(*one) for one in found)
-            source = f"measured here at {', '.join(config.nvme_paths)}, which wrote {written_bytes / 1e6:.0f} MB"
+            told = f"measured here at {', '.join(config.nvme_paths)}, which wrote {written_bytes / 1e6:.0f} MB"
+            return tuple(PathRates(*one) for one in found), told
         except (ConfigError, BackendUnavailableError) as error:
             source += f" (nvme_path cannot be measured here: {error})"
-    if paths and not any(given.values()):
-        return paths, source
-    documented = {"write": WRITE_BYTES_PER_S, "read": READ_BYTES_PER_S}
-    rates = [
-        one or sum(getattr(path, f"{kind}_bytes_per_s") for path in paths) or documented[kind]
-        for kind, one in given.items()
-    ]
-    named = " and ".join(kind for kind, one in given.items() if one)
-    if named:
-        source = f"{named} as given{'' if all(given.values()) else f', else {source}'}"
-    paths = (PathRates(*rates, *(CONCURRENT_FRACTION * rate for rate in rates)),)
-    return paths, f"{source}; {CONCURRENT_FRACTION} of each while both run"
+    rates = write or WRITE_BYTES_PER_S, read or READ_BYTES_PER_S
+    path = PathRates(*rates, *(CONCURRENT_FRACTION * rate for rate in rates))
+    return (path,), f"{source}; {CONCURRENT_FRACTION} of each while both run"
 
 
-def _endurance(given: float | None, training: Training) -> tuple[float, str]:
-    """Terabytes that all drives are rated for, and who says so."""
-    if given or training.offload.ssd.rated_endurance_tbw:
-        return given or training.offload.ssd.rated_endurance_tbw or 0.0, "as given"
+def _endurance(given: float | None, training: Training) -> Rating:
+    """What all drives together are rated for, and who says so."""
+    if given:
+        return Rating(given, "as given")
     drives = {one.device: one for one in (examine(expanded(path)) for path in training.offload.nvme_paths)}
-    found = [one.estimated_endurance_tbw for one in drives.values()]
-    if found and all(found):
-        return sum(one or 0.0 for one in found), "by what the drives say (SMART) they have written and worn"
-    return ASSUMED_TBW, "the usual rating of a drive of 1 TB (--drive-tbw has yours)"
+    found = [one.rating(training.offload.ssd.rated_endurance_tbw) for one in drives.values() or (Drive(),)]
+    return Rating(sum(one.tbw for one in found), found[0].source or "as the config has it")
 
 
 # ---- the text -------------------------------------------------------------------------------------------------------
@@ -251,9 +237,10 @@ def _verdict(setup: Setup, rows: Sequence[Row], chosen: Row | None) -> Iterator[
     elif not chosen.advice:
         yield "            nothing has to be changed"
     if chosen.life_days is not None and chosen.life_days < FEW_DAYS:
+        each_tbw = setup.tbw / max(1, len(setup.training.offload.nvme_paths))
         yield (
             f'            IT WEARS the drives out in {_life(chosen.life_days)}: "ssd": {{"rated_endurance_tbw": '
-            f'{setup.tbw:.4g}, "min_life_days": {FEW_DAYS:g}}} makes plans write less'
+            f'{each_tbw:.4g}, "min_life_days": {FEW_DAYS:g}}} makes plans write less'
         )
 
 
@@ -309,30 +296,34 @@ def _to_dict(setup: Setup, rows: Sequence[Row], plan: Plan, chosen: Row | None) 
     }
 
 
-def write_merged(path: Path, new: dict[str, Any], merged: dict[str, Any]) -> str:
-    """Merge into a ``ds_config.json``, of which a backup is kept; a line that says so.
+def write_merged(path: Path, new: dict[str, Any], merged: dict[str, Any] | None) -> str:
+    """Merge into a ``ds_config.json``, of which a backup is kept; a line that says so, or why it was left alone.
 
     Args:
         new: the config that is merged into where there is no file.
+        merged: what is recommended, if anything is.
 
     Raises:
         ConfigError: the file cannot be read or written, or the result is none that a run would take.
     """
-    kept = ""
+    from ds_tba.cli.plan.training import read_config
+
+    if merged is None:
+        return f"not written {path}: nothing is recommended"
+    if not merged and path.exists():
+        return f"not written {path}: nothing in it has to be changed"
+    old = read_config("--write", path) if path.exists() else new
+    result, kept = _merged(old, merged), ""
+    parse_block(result)
     try:
-        text = path.read_text() if path.exists() else json.dumps(new)
-        result = _merged(json.loads(text), merged)
-        parse_block(result)
         if path.exists():
             backups = (path.with_name(f"{path.name}.bak{number or ''}") for number in range(1000))
             backup = next(one for one in backups if not one.exists())
-            write_file(backup, text)
+            write_file(backup, path.read_text())
             kept = f"; what it was is in {backup}"
         write_file(path, json.dumps(result, indent=2) + "\n")
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(
-            f"--write {path}: it must be a ds_config.json that can be read and written: {error}"
-        ) from error
+    except OSError as error:
+        raise ConfigError(f"--write {path} cannot be written: {error.strerror}") from error
     return f"written to  {path}{kept}"
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -32,7 +32,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ds_tba.adaptive.recorder import Recorder
 from ds_tba.autograd import sites
-from ds_tba.autograd.blocks import Block, find_blocks
+from ds_tba.autograd.blocks import Block, Blocks, find_blocks
 from ds_tba.autograd.cache import TensorCache
 from ds_tba.autograd.saved import Keeper, nbytes_of
 from ds_tba.autograd.tensors import mark_inputs, mark_owned
@@ -82,11 +82,11 @@ def dry_run(
             recorder, meter = _micro_step(subject, blocks, training.autocast, cache, clock)
     except ModelError:
         raise
-    except Exception as error:  # the user's model may raise anything
+    except (Exception, SystemExit) as error:  # the user's model may raise anything
         where = f" in {clock.last_operation}" if clock.last_operation else ""
         (first_line, *_) = str(error).splitlines() or [""]
         what = f"{doing} failed{where}: {type(error).__name__}: {first_line}"
-        if runs_on == "meta":
+        if "meta" in first_line:
             what += ". The model runs on shapes alone here: its forward may not read the values of tensors"
         raise ModelError(what) from error
     notes = [*subject.notes]
@@ -119,7 +119,7 @@ def dry_run(
 
 
 def _micro_step(
-    subject: Subject, blocks: Iterable[Block], autocast: torch.dtype | None, cache: TensorCache, clock: OpClock
+    subject: Subject, blocks: Sequence[Block], autocast: torch.dtype | None, cache: TensorCache, clock: OpClock
 ) -> tuple[Recorder, PeakMeter]:
     """One forward, one backward."""
     model = subject.model
@@ -135,7 +135,7 @@ def _micro_step(
     with clock, meter:
         with (
             cache.saving(Always((), wait=False), recorder.around, is_recorded=True),
-            told_of_passes(blocks, recorder),
+            Blocks(blocks, Passes(recorder), may_recompute=False).listening(),
             casting,
         ):
             output = subject.forward()
@@ -147,28 +147,20 @@ def _micro_step(
     return recorder, meter
 
 
-@contextmanager
-def told_of_passes(blocks: Iterable[Block], recorder: Recorder) -> Iterator[None]:
-    """Tell a recorder of the passes through blocks."""
+class Passes:
+    """Tells a recorder of the passes through blocks."""
 
-    def enter(path: str, _module: Any, args: Any, kwargs: Any) -> None:
-        inputs = {id(one): one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)}
-        recorder.enter(path, list(inputs.values()), is_recomputable=True)
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
 
-    def leave(*_: Any) -> None:  # what a hook returns takes the place of the module's output
-        recorder.leave()
+    def enter(self, block: Block, inputs: Sequence[torch.Tensor]) -> None:
+        self._recorder.enter(block.path, inputs, is_recomputable=True)
 
-    hooks = []
-    for block in blocks:
-        hooks += [
-            block.module.register_forward_pre_hook(partial(enter, block.path), with_kwargs=True),
-            block.module.register_forward_hook(leave, always_call=True),
-        ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    def leave(self, _block: Block) -> None:
+        self._recorder.leave()
+
+    def recompute(self, token: Any) -> None:
+        """Never: no pass has one."""
 
 
 # ---- what could be made again ---------------------------------------------------------------------------------------
@@ -207,7 +199,8 @@ def _moved_bytes(recipe: sites.Recipe) -> int:
 class OpClock(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The time that the operations run inside would take on the device; see [Note: The roofline].
 
-    On the meta device it answers ``all()`` with true and ``any()`` with false, so that masks do not stop a model.
+    On the meta device it answers ``all()`` with true and ``any()`` with false, so that masks do not stop a model; a
+    mask's ``sum()`` is compared with a number as if all were true.
 
     Attributes:
         now_s: seconds of all operations so far.
@@ -245,8 +238,13 @@ class OpClock(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.answers += 1
             return getattr(args[0], _ANSWER)
         result = func(*args, **kwargs)
-        if name in _OF_ALL and isinstance(result, torch.Tensor) and result.is_meta:
-            setattr(result, _ANSWER, _OF_ALL[name])
+        if isinstance(result, torch.Tensor) and result.is_meta:
+            if name in _OF_ALL:
+                setattr(result, _ANSWER, _OF_ALL[name])
+            elif name == "aten::sum" and args[0].dtype is torch.bool and not result.dim():
+                setattr(result, _COUNT, args[0].numel())
+            elif name == "aten::eq" and hasattr(args[0], _COUNT):
+                setattr(result, _ANSWER, getattr(args[0], _COUNT) == args[1])
         aliases = [one.alias_info for one in func._schema.returns]
         is_view = any(alias is not None and not alias.is_write for alias in aliases)
         if not (is_view or name.startswith(("aten::empty", "aten::new_empty"))):
@@ -272,7 +270,7 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: 
     return float(flops) / 2 if is_causal else float(flops)
 
 
-_ANSWER = "_ds_tba_answer"
+_ANSWER, _COUNT = "_ds_tba_answer", "_ds_tba_count"
 _OF_ALL = {"aten::all": True, "aten::any": False}
 _FLASH = "_scaled_dot_product_flash_attention"
 # Torch's registry has no FLOPs of these; they are those of CUDA's.

@@ -10,6 +10,7 @@ text as well, whose number the text decides.
 from __future__ import annotations
 
 import inspect
+import math
 import runpy
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -84,7 +85,7 @@ def recipe_of(text: str) -> Recipe:
     Raises:
         ModelError: ``text`` is none of these.
     """
-    file, _, name = text.rpartition(":")
+    file, _, name = (text if ":" in text else f"{text}:").rpartition(":")
     return _from_function(Path(file), name) if file.endswith(".py") else _from_hf_config(text)
 
 
@@ -100,7 +101,7 @@ def _from_function(path: Path, name: str) -> Recipe:
     sys.path.insert(0, directory)
     try:
         found = runpy.run_path(str(path), run_name=f"ds_tba_plan_{path.stem}")
-    except Exception as error:  # the user's file may raise anything
+    except (Exception, SystemExit) as error:  # the user's file may raise anything
         raise ModelError(f"{at}: running {path} failed: {type(error).__name__}: {error}") from error
     finally:
         sys.path.remove(directory)
@@ -133,18 +134,22 @@ def _from_hf_config(text: str) -> Recipe:
         ) from error
     try:
         config = transformers.AutoConfig.from_pretrained(text, local_files_only=True)
-    except (ValueError, KeyError, OSError) as error:
-        (why, *_) = str(error).splitlines() or [type(error).__name__]
+    except Exception as error:  # the classes of its configs may raise anything
+        why = " ".join(str(error).split()) or type(error).__name__
+        if not Path(text).exists():
+            why = "there is no such file or folder, and no model of this name in Hugging Face's cache"
         raise ModelError(
             f"MODEL {text!r} cannot be read: it must be FILE.py:function, or the config.json, folder or name of a "
-            f"Hugging Face model that is on this machine: {why}"
+            f"Hugging Face model that is on this machine: {why if len(why) <= 200 else f'{why[:200]}...'}"
         ) from error
-    if not config.architectures:
-        raise ModelError(
-            f'MODEL {text!r}: it has no "architectures", which say what to build, for example '
-            '"architectures": ["LlamaForCausalLM"]; add them.'
-        )
-    architecture = config.architectures[0]
+    match config.architectures:
+        case [str(architecture), *_]:
+            pass
+        case found:
+            raise ModelError(
+                f'MODEL {text!r}: its "architectures", which say what to build, are {found!r}: they must be a list '
+                'such as ["LlamaForCausalLM"].'
+            )
     made = getattr(transformers, architecture, None)
     if made is None:
         raise ModelError(
@@ -166,8 +171,11 @@ def _with_inputs(architecture: str, model: nn.Module, config: Any, batch: int, s
     notes: tuple[str, ...] = ()
     if "input_ids" in taken:
         inputs = {"input_ids": torch.zeros(batch, sequence, dtype=torch.int64)}
+        longest = getattr(config, "max_position_embeddings", None) or math.inf
+        if sequence > longest:
+            notes = (f"the config ends at max_position_embeddings {longest}: training of {sequence} tokens may fail",)
         if {"pixel_values", "input_features"} & set(taken):
-            notes = ("images and sound are left out: name a function (FILE.py:function) that makes them",)
+            notes += ("images and sound are left out: name a function (FILE.py:function) that makes them",)
     elif "pixel_values" in taken and hasattr(config, "image_size"):
         size = config.image_size
         height, width = (size, size) if isinstance(size, int) else size

@@ -15,11 +15,14 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
+import numpy as np
+
 from ds_tba.cli.plan.training import Device, DryRun, Held, Training, held_of
 from ds_tba.config import BLOCK, Placement, zero_block
 from ds_tba.planner.plan import Limits, Plan, Prediction
-from ds_tba.planner.replay import simulate
+from ds_tba.planner.replay import replay
 from ds_tba.planner.search import adaptive
+from ds_tba.planner.timeline import Assignment, Timeline
 from ds_tba.planner.trace import OUTSIDE, Trace
 from ds_tba.telemetry.drive_health import DAY_S, life_days, write_limit_bytes_per_step
 
@@ -173,19 +176,17 @@ def fixed(trace: Trace, placement: Placement = Placement.KEEP, *, recompute: boo
     """
     largest = max((storage.nbytes for storage in trace.storages), default=0) + 4096
     machine = replace(trace.resources, staging_bytes=max(trace.resources.staging_bytes, largest))
-    trace = replace(trace, resources=machine)
-    inputs = {index for block in trace.blocks for index in block.inputs}
-    places, own = [], Counter[int]()  # what a block need not save: not its inputs, as of a checkpointed one
+    timeline = Timeline.of(replace(trace, resources=machine))
+    inputs = {index for block in trace.blocks for index in block.inputs}  # which a checkpointed block saves
+    owned = enumerate(timeline.owner.tolist())
+    owners = {at for index, at in owned if at >= 0 and index not in trace.blocks[at].inputs}  # not checkpointed already
+    places = [Placement.KEEP] * len(trace.storages)
     for index, one in enumerate(trace.storages):
-        block = one.blocks[0] if one.blocks else OUTSIDE
         can = one.is_movable if placement is not Placement.REMATERIALIZE else one.rematerialize_s is not None
-        is_placed = can and (not recompute or block != OUTSIDE or index in inputs)
-        places.append(placement if is_placed else Placement.KEEP)
-        if block != OUTSIDE and index not in trace.blocks[block].inputs:
-            own[block] += one.nbytes
-    again = tuple(recompute and own[at] > 0 for at in range(len(trace.blocks)))
-    keep = adaptive(replace(trace, resources=replace(machine, paths=())), Limits(recompute=False, rematerialize=False))
-    return simulate(trace, replace(keep, placements=tuple(places), recomputed_blocks=again, prefetch_distance=()))
+        if can and (not recompute or one.blocks[:1] not in ((), (OUTSIDE,)) or index in inputs):
+            places[index] = placement
+    again = [recompute and at in owners for at in range(len(trace.blocks))]
+    return replay(timeline, Assignment(np.array(places, np.int8), np.array(again, bool))).cost
 
 
 def recommended(rows: Sequence[Row]) -> Row | None:

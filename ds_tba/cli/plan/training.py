@@ -7,7 +7,6 @@ pipeline parallelism.
 
 from __future__ import annotations
 
-import json
 import re
 from argparse import ArgumentTypeError
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import hjson  # of DeepSpeed
 import torch
 
 from ds_tba.cli.format import size
@@ -24,7 +24,10 @@ from ds_tba.planner.trace import Trace
 from ds_tba.update.config import parse_update_block
 
 # Without --config.
-ASSUMED = {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 2}}
+ASSUMED = {
+    "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "optimizer": {"type": "AdamW"},
+    "zero_optimization": {"stage": 2},
+}  # fmt: skip
 CONTEXT_BYTES = 1 << 30  # of CUDA, its libraries and NCCL
 MASTER_BYTES = 4  # of the fp32 copy of a 16-bit parameter, and of its gradient in the optimizer's step
 ONE_MOMENT = ("sgd", "lion", "adagrad", "muon")
@@ -216,12 +219,7 @@ def read_training(path: Path | None, dtype: torch.dtype | None = None) -> Traini
     found, notes = ASSUMED, ["no --config was given: bf16, AdamW and ZeRO stage 2 are assumed"]
     if path is not None:
         notes = []
-        try:
-            found = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"--config {path} cannot be read as ds_config.json: {error}") from error
-        if not isinstance(found, dict):
-            raise ConfigError(f"--config {path} holds {type(found).__name__}: ds_config.json is an object.")
+        found = read_config("--config", path)
     refuse_misnamed(found)
     parse_update_block(found)  # refuses here what training would refuse
     parsed = parse_block(found)
@@ -238,6 +236,22 @@ def read_training(path: Path | None, dtype: torch.dtype | None = None) -> Traini
             if wanted == "auto":
                 notes.append(f'"{name}.enabled" is "auto", which the trainer decides: taken as on (else --dtype)')
     return Training(found, *parsed, dtype, cast, tuple(notes))
+
+
+def read_config(option: str, path: Path) -> dict[str, Any]:
+    """As DeepSpeed reads it: comments are allowed.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        found = hjson.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{option} {path} cannot be read as ds_config.json: {why}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{option} {path} holds {type(found).__name__}: ds_config.json is an object.")
+    return found
 
 
 def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:

@@ -1,0 +1,46 @@
+"""Our stores, and the one in the documentation, pass the contract of a store."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from conftest import StoreFactory
+from support import runs
+from support.doubles import CpuAccelerator
+from support.store_contract import MIB, StoreContract
+
+from ds_tba.storage.backends.base import IoBackend
+from ds_tba.storage.base import Store
+from ds_tba.storage.host import HostStore
+
+PAGE = runs.ROOT / "docs" / "develop" / "stores.md"
+
+
+class TestHostStore(StoreContract):
+    @pytest.fixture
+    def store(self) -> Iterator[Store[Any]]:
+        store = HostStore(CpuAccelerator(), 16 * MIB)
+        yield store
+        store.close()
+
+
+class TestNvmeStore(StoreContract):
+    @pytest.fixture
+    def store(self, make_store: StoreFactory, backend: IoBackend) -> Store[Any]:
+        return make_store(backend, staging_bytes=8 * MIB, swap_file_bytes=16 * MIB)
+
+
+class TestStoreOfThePage(StoreContract):
+    """As it stands there: whoever copies it has a store that passes."""
+
+    @pytest.fixture
+    def store(self) -> Iterator[Store[Any]]:
+        (code, _) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+        room: dict[str, Any] = {"__name__": "dict_store"}
+        exec(compile(code, str(PAGE), "exec"), room)
+        store = room["DictStore"](16 * MIB)
+        yield store
+        store.close()

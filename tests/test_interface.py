@@ -1,0 +1,57 @@
+"""Names that users hold on to change only on purpose, and the pages and the schema made of them are in step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support import interface, runs
+
+from ds_tba.config import BLOCK
+
+HINT = "a change for users: say it in CHANGELOG.md, then make freeze"
+
+
+def test_keys_options_fields_and_names_are_frozen() -> None:
+    assert json.loads(interface.FROZEN.read_text()) == json.loads(interface.frozen_text()), HINT
+
+
+def test_what_is_frozen_has_every_kind() -> None:
+    found = interface.interface()
+    assert f"{BLOCK}.io.backend" in found["keys"] and f"{BLOCK}.rematerialize.exclude" in found["keys"]
+    assert {"plan", "estimate", "doctor", "env", "tune", "report"} <= set(found["commands"])
+    assert found["commands"]["plan"]["--seq"] == {"default": None, "required": True}
+    assert "schema" in found["report"] and "attach" in found["python"]
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        (interface.KEYS, interface.page_of_keys),
+        (interface.COMMANDS, interface.page_of_commands),
+        (interface.FIELDS, interface.page_of_fields),
+        (interface.SCHEMA, interface.schema_of_config),
+    ],
+    ids=["keys", "commands", "fields", "schema"],
+)
+def test_the_reference_is_that_of_the_code(path: Path, text: Callable[[], str]) -> None:
+    assert path.read_text() == text(), "make reference writes it anew"
+
+
+def test_each_key_is_described() -> None:
+    assert "**not described**" not in interface.KEYS.read_text()
+
+
+@pytest.mark.parametrize("path", sorted((runs.ROOT / "ds_configs").glob("*.json")), ids=lambda path: path.name)
+def test_the_schema_knows_each_key_of_the_examples(path: Path) -> None:
+    known = interface.keys(BLOCK)
+
+    def paths(block: dict[str, object], prefix: str = "") -> set[str]:
+        found: set[str] = set()
+        for key, value in block.items():
+            found |= paths(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key}
+        return found
+
+    assert paths(json.loads(path.read_text()).get(BLOCK, {})) <= set(known)
