@@ -217,8 +217,7 @@ class Feedback:
         if not plan.moved_share:
             self.kept_s = max(median_s - plan.computed_s, MIN_KEPT_FRACTION * median_s)
         moving_s, room_s = median_s - plan.computed_s - self.kept_s, self._room_s(plan)
-        sure_s = error_s * (2 if self._raises else 1)  # a raise is undone without a wait, and not for noise
-        if plan.moved_share and moving_s > 0 and moving_s - sure_s > room_s:
+        if plan.moved_share and moving_s > 0 and moving_s - error_s > room_s:
             return self._lowered(plan, median_s, step)
         return self._raised(plan, step, has_room=RAISE_FACTOR * moving_s <= room_s)
 
@@ -232,9 +231,9 @@ class Feedback:
 
     def _lowered(self, plan: PlanInForce, median_s: float, step: int) -> str:
         backoff, share, step_s = self._share_backoff, plan.moved_share, median_s - plan.computed_s
-        if self._raises:  # the last one was wrong; and the cause is no news after a quiet time
-            backoff.last_seen = step
-        elif not backoff.is_due(step):
+        if self._raises:
+            backoff.last_seen = step  # the cause was there all the while: this is no news after a quiet time
+        if not backoff.is_due(step):
             return ""
         backoff.run(step)
         self._raises = 0

@@ -166,27 +166,6 @@ def test_when_the_hidden_cost_disappears_everything_is_moved_again() -> None:
     assert len(set(shares)) >= 4  # slowly: each time what steps have left room for
 
 
-@dataclass
-class Cliff(World):
-    """Moving costs nothing up to a share, and a tenth of a step beyond it."""
-
-    free_share: float = 0.5
-
-    def time_s(self) -> float:
-        return super().time_s() + (0.1 * KEPT_S if self.in_force.moved_share > self.free_share else 0.0)
-
-
-@pytest.mark.parametrize("free_share", [0.05, 0.3, 0.6, 0.9])
-@pytest.mark.parametrize("noise_s", [0.0, 0.005])
-def test_a_share_that_was_raised_too_far_is_lowered_at_once(free_share: float, noise_s: float) -> None:
-    """It stayed for as long as the next look was away: two steps of five were too long."""
-    world = Cliff(free_share=free_share, noise_s=noise_s)
-    world.run(3000)
-    late = world.times_s[300:]
-    assert sum(time_s > KEPT_S * (1 + OVERHEAD) + 4 * noise_s for time_s in late) <= 0.02 * len(late)
-    assert world.in_force.moved_share >= 0.4 * free_share and len(world.actions) <= 25
-
-
 def test_the_planner_moves_less_for_it_and_steps_end_within_the_overhead() -> None:
     """The same with the planner, which knows the drive and nothing of the cost."""
     count = 40
