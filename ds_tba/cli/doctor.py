@@ -62,7 +62,8 @@ def _examine(options: argparse.Namespace) -> tuple[int, list[str], dict[str, Any
     found = list(checks(options))
     is_good = all(good is not False for good, _ in found)
     told = [{"ok": good, "what": what} for good, what in found]
-    return 1 - is_good, [f"{_MARKS[good]}  {what}" for good, what in found], {"ok": is_good, "checks": told}
+    verdict = "ready" if is_good else "not ready: repair what is marked FAIL"
+    return 1 - is_good, [*(f"{_MARKS[good]}  {what}" for good, what in found), verdict], {"ok": is_good, "checks": told}
 
 
 def checks(options: argparse.Namespace) -> Iterator[tuple[bool | None, str]]:
@@ -85,10 +86,10 @@ def checks(options: argparse.Namespace) -> Iterator[tuple[bool | None, str]]:
     else:
         yield from ((None, f"{lock} exists: {_LOCKED}") for lock in aio.build_locks())
     if can_lock(options.staging_bytes):
-        yield True, f"{options.staging_bytes} bytes can be locked, as aio needs without a GPU"
+        yield True, f"{options.staging_bytes >> 20} MiB can be locked, as aio needs without a GPU"
     else:
         need = "aio needs a GPU or ulimit -l unlimited, posix needs neither"
-        yield None, f"{options.staging_bytes} bytes cannot be locked: {need}"
+        yield None, f"{options.staging_bytes >> 20} MiB cannot be locked: {need}"
     yield True, "io.backend posix can run here"
     yield built or None, "io.backend aio can run here" + ("" if built else " once DeepSpeed's op is built")
     problem = kvikio.obstacle()

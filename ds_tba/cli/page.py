@@ -171,7 +171,8 @@ class Run:
             parts.append("the cost in step time is not known without a plan")
         else:
             longer = f"{abs(self.overhead):.1%} {'longer' if self.overhead >= 0 else 'shorter'}"
-            parts.append(f"a step {'takes' if self.is_measured else 'should take'} {longer} than with everything kept")
+            takes = "took" if self.is_measured else "should take"
+            parts.append(f"a step {takes} {longer} than estimated with everything kept")
         if self.found.rows("wear"):
             parts.append(f"{self.bytes_per_day / TERABYTE:.2f} TB written a day")
         return ", ".join(parts) + "."
@@ -197,11 +198,11 @@ class Run:
             advice = REMEDIES.get(reason, "see the log")
             yield f"{count:.0f} tensors found no place because of: {reason}. To change that, {advice}."
         promised_s, measured_s = plan.number("step_s"), plan.number("measured_step_s")
-        if measured_s > SLOWER * promised_s > 0:
+        if steps and measured_s and found.number("stall_s") / steps > LONG_WAIT * measured_s:
+            yield "Steps wait for the drives: ds_tba tune looks for a faster io, and nvme_path may name more of them."
+        elif measured_s > SLOWER * promised_s > 0:
             longer = f"{measured_s / promised_s - 1:.0%} longer"
-            yield f'Steps take {longer} than the plan promised: ds_tba tune looks for a faster "io".'
-        elif steps and measured_s and found.number("stall_s") / steps > LONG_WAIT * measured_s:
-            yield 'Steps wait for the drives: ds_tba tune looks for a faster "io", and nvme_path may name more of them.'
+            yield f"Steps take {longer} than planned, not for the drives: compare with a run with enabled: false."
         lives = [life for one in found.rows("wear") if (life := one.number("life_days")) > 0]
         if lives and min(lives) < SHORT_LIFE_DAYS:
             yield f"At this rate a drive lasts {min(lives):.0f} days: ssd.min_life_days limits what plans write."

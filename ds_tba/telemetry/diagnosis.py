@@ -247,7 +247,7 @@ class Diagnosis:
     def _of_saved(self) -> Iterator[str]:
         config, kept = self.config, self.kept
         if config.placement == "keep":
-            yield f"move saved tensors to a drive, none is now: {self._budget(self.peak_bytes // 2)}"
+            yield f"move saved tensors to a drive, at nvme_path: {self._budget(self.peak_bytes // 2)}"
         elif config.placement == "adaptive":
             less = "lower" if config.activation_budget_bytes else "set"
             most_bytes = (config.activation_budget_bytes or self.peak_bytes) // 2

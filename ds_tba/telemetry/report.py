@@ -154,7 +154,7 @@ class OffloadReport:
         """One line for the log; bytes are those of a step."""
         steps = max(self.steps, 1)
         parts = [
-            f"{self.steps} steps: {readable(self.peak_saved_bytes)} saved at the peak instead of "
+            f"{self.steps} steps: activations take {readable(self.peak_saved_bytes)} at the peak instead of "
             f"{readable(self.peak_saved_bytes_without)}",
             f"a step moves {readable(self.offloaded_bytes / steps)}",
         ]
@@ -189,8 +189,8 @@ class OffloadReport:
                 ("rematerialized", f"{readable(self.rematerialized_bytes)} in {self.rematerialized_s:.2f} s: {ops}")
             )
         rows += [
-            ("peak saved, with offload", readable(self.peak_saved_bytes)),
-            ("peak saved, without", readable(self.peak_saved_bytes_without)),
+            ("activations at the peak, with the block", readable(self.peak_saved_bytes)),
+            ("activations at the peak, without", readable(self.peak_saved_bytes_without)),
             ("peak staging", readable(self.peak_staging_bytes)),
             ("fallbacks", str(self.fallbacks)),
         ]
@@ -201,7 +201,9 @@ class OffloadReport:
             rows += [("plan", f"{plan.get('planner', 'unknown')}, the {_ordinal(self.plans)}")]
             rows += [(f"  plan: {where}", readable(nbytes)) for where, nbytes in plan.get("bytes", {}).items()]
             if "peak_saved_bytes" in plan:
-                rows += [("  plan: peak saved", f"{readable(plan['peak_saved_bytes'])} ({measured} measured)")]
+                rows += [
+                    ("  plan: activations at the peak", f"{readable(plan['peak_saved_bytes'])} ({measured} measured)")
+                ]
             if plan.get("kept_step_s") and "step_s" in plan:
                 rows += [("  plan: step", _step(plan))]
             rows += [("recomputed in backward", readable(self.recomputed_bytes))]

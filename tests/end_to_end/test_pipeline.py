@@ -130,7 +130,7 @@ def test_one_stage_alone_also_after_a_step_that_raised(tmp_path: Path) -> None:
     )
     for name in ("one.0", "raises.1"):
         report = found[name, 0]["report"]
-        assert report["plans"] == 1 and report["peak_saved_bytes"] < report["peak_saved_bytes_without"] / 3
+        assert report["plans"] >= 1 and report["peak_saved_bytes"] < report["peak_saved_bytes_without"] / 3
     assert found["raises", 0]["results"]["losses"].count("raised") == 1
     assert found["raises.1", 0]["report"]["steps"] == 7
 

@@ -326,7 +326,7 @@ def test_the_command_shows_a_report(tmp_path: Path, capsys: pytest.CaptureFixtur
     step(offloader)
     offloader.close()
     assert main(["report", str(tmp_path / "report.json")]) == 0
-    assert "peak saved, without" in capsys.readouterr().out
+    assert "activations at the peak, without" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -192,11 +192,11 @@ def _table(setup: Setup, rows: Sequence[Row], more: Sequence[Row]) -> Iterator[s
     yield f"parameters  {run.parameters / 1e6:,.1f} M, of which {run.trained / 1e6:,.1f} M are trained"
     named = [f"{name} {readable(nbytes)}" for name, nbytes in {**held.always, **held.passing}.items() if nbytes]
     yield f"held        {', '.join(named)}"
-    yield f"temporary   {readable(run.temporary_bytes)}, with logits and the gradients of activations"
+    yield f"temporary   up to {readable(run.temporary_bytes)}, with logits and the gradients of activations"
     if device.memory_bytes is not None:
         yield f"GPU         {readable(device.memory_bytes)}, rates of one {device.name}"
     yield ""
-    cells = [("setting", "saved peak", "GPU peak", "verdict", "step", "TB a day", "drives last")]
+    cells = [("setting", "activations", "GPU peak", "verdict", "step", "TB a day", "drives last")]
     for row in (*rows, *more):
         per_day = row.written_bytes_per_day / 1e12
         step = row.cost.step_s / first.cost.step_s if first.cost.step_s else 1.0
@@ -227,8 +227,9 @@ def _verdict(setup: Setup, rows: Sequence[Row], chosen: Row | None) -> Iterator[
         )
         return
     how = "it fits" if chosen.verdict == "fits" else "nothing fits with a margin, it is tight"
-    such = "does" if (chosen.life_days or math.inf) < SHORT_LIFE_DAYS else "does and spares the drives"
-    yield f"recommended {chosen.name!r}: {how}, and no other that {such} is faster by more than {SAME_STEP - 1:.0%}"
+    such = "fits" if (chosen.life_days or math.inf) < SHORT_LIFE_DAYS else "fits and spares the drives"
+    fastest = f"the fastest setting that {such} is it, or at most {SAME_STEP - 1:.0%} faster"
+    yield f"recommended {chosen.name!r}: {how}; {fastest}"
     if chosen.advice:
         yield f"            {chosen.advice}"
     if chosen.merged:
