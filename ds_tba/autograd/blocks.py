@@ -71,6 +71,10 @@ _CACHE = (
 _TRANSFORMED = (
     "it runs inside of a transform of torch.func (vmap), outside of which its forward cannot run again: call it without"
 )
+_REPLACED = (
+    "its parameters are replaced for the call (torch.func.functional_call), and a second run would find its own: have "
+    "the model call it as a module"
+)
 _UNSEEN = (
     "no pass through it was seen, with gradients, in the engine's forward. If torch.compile compiles what it is part "
     "of, compile the blocks one by one instead, before deepspeed.initialize (layers[i] = torch.compile(layers[i])); if "
@@ -225,6 +229,8 @@ class Blocks:
             self._why.setdefault(block.path, _CACHE)
         token = self._listener.enter(block, tuple(arguments.tensors))
         try:
+            if token is not None and not all(isinstance(one, nn.Parameter) for one in block.module.parameters()):
+                self._why.setdefault(block.path, _REPLACED)
             if token is None or not self.is_recomputable(block):
                 return forward(*args, **kwargs)
             begin = functools.partial(self._listener.recompute, token)

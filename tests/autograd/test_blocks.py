@@ -446,6 +446,20 @@ def test_a_module_that_is_given_the_forward_of_a_block_runs_that(taker: str) -> 
     bench.check(0, 1, 2, 3)
 
 
+def test_a_pass_with_other_parameters_is_not_recomputed() -> None:
+    class Functional(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = torch.func.functional_call(layer, {name: 2 * one for name, one in layer.named_parameters()}, (x,))
+            return x.pow(2).mean()
+
+    bench = Bench(Layer, net=Functional)
+    bench.check()
+    bench.check(0, 1, 2, 3)
+    assert bench.listener.count("recompute") == 0
+    assert all("functional_call" in why for why in bench.blocks.left_out().values())
+
+
 class Mapped(Net):
     """Calls its layers inside of ``vmap``."""
 
