@@ -14,8 +14,8 @@ one, too (a stage of a pipeline).
 - Where nothing repeats, a lone member of a ``ModuleList`` counts: ALBERT calls one layer many times.
 
 [Note: In the place of forward] While the model's forward runs, ours stands in the place of each block's ``forward``;
-outside of that the model is the user's, to copy, inspect or change. In between, a deep copy has the forward of its own
-class, and whoever wraps ours keeps it: from then on it stays where it is, and passes through outside of forwards.
+outside of that the model is the user's, to copy, inspect or change. In between, a copy runs itself, be it deep, shallow
+or pickled, and whoever wraps ours keeps it: from then on it stays where it is, and passes through outside of forwards.
 
 [Note: Compiled models] Code that ``torch.compile`` compiles runs without us: a model compiled as a whole tells of no
 pass, and its code is the same with us and without. Blocks that were compiled one by one before they were found
@@ -25,16 +25,17 @@ pass, and its code is the same with us and without. Blocks that were compiled on
 
 from __future__ import annotations
 
-import copy
 import difflib
 import functools
 import logging
+import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
+from types import CodeType, MethodType
 from typing import Any, Protocol
 
 import torch
@@ -66,6 +67,13 @@ _SAVES_NOTHING = (
 _CACHE = (
     "it fills a cache of keys and values among its arguments, which a second run would fill twice: train with "
     "use_cache=False (model.config.use_cache = False)"
+)
+_TRANSFORMED = (
+    "it runs inside of a transform of torch.func (vmap), outside of which its forward cannot run again: call it without"
+)
+_REPLACED = (
+    "its parameters are replaced for the call (torch.func.functional_call), and a second run would find its own: have "
+    "the model call it as a module"
 )
 _UNSEEN = (
     "no pass through it was seen, with gradients, in the engine's forward. If torch.compile compiles what it is part "
@@ -215,10 +223,14 @@ class Blocks:
         self._seen.add(block.path)
         if (innermost_hooks(),) != session:
             self._why.setdefault(block.path, _HOOKS_AROUND)
+        elif torch._C._functorch.peek_interpreter_stack() is not None:
+            self._why.setdefault(block.path, _TRANSFORMED)
         elif any("cache" in type(one).__name__.lower() for one in arguments.others):
             self._why.setdefault(block.path, _CACHE)
         token = self._listener.enter(block, tuple(arguments.tensors))
         try:
+            if token is not None and not all(isinstance(one, nn.Parameter) for one in block.module.parameters()):
+                self._why.setdefault(block.path, _REPLACED)
             if token is None or not self.is_recomputable(block):
                 return forward(*args, **kwargs)
             begin = functools.partial(self._listener.recompute, token)
@@ -261,10 +273,39 @@ class _Forward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or is_being_compiled():
             return self._own(*args, **kwargs)
+        called = _module_called()
+        if called is not None and called is not self._block.module and self._is_in_copy(called):
+            return type(called).forward(called, *args, **kwargs)
         return self._blocks.run(self._block, self._own, args, kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self._own, memo)
+    def __reduce__(self) -> Any:
+        return _itself, (self._own,)  # in a deep copy, and in a pickle
+
+    def _is_in_copy(self, called: nn.Module) -> bool:
+        """Whether a module has this object because it is a shallow copy of the block, with parameters of its own.
+
+        A module that was given the forward of the block runs that.
+        """
+        module, own = self._block.module, self._own
+        is_of_class = isinstance(own, MethodType) and own.__func__ is type(module).forward
+        return (
+            is_of_class and type(called) is type(module) and all(called is not one.module for one in self._blocks.all)
+        )
+
+
+def _itself(forward: Any) -> Any:
+    return forward
+
+
+# Of the frames in which a module calls its forward: with hooks it is a function inside.
+_CALL = nn.Module._call_impl.__code__
+_CALLERS = frozenset((_CALL, *(one for one in _CALL.co_consts if isinstance(one, CodeType))))
+
+
+def _module_called() -> nn.Module | None:
+    """The module that calls the forward of whose code this is called; None where something else does."""
+    frame = sys._getframe(2)
+    return frame.f_locals.get("self") if frame.f_code in _CALLERS else None
 
 
 # For :func:`ds_tba.autograd.tensors.skip_frames`.

@@ -348,6 +348,9 @@ class TensorCache(Keeper):
             ActivationLostError: its bytes could not be read back.
             ActivationCorruptionError: the bytes read back are not the bytes written.
         """
+        if torch.is_inference_mode_enabled():  # what is made there has no version, and autograd saves tensors that have
+            with torch.inference_mode(False):
+                return self.unpack(micro_step, held)
         tensor = held.restore()  # first of all: backward waits for this read, and for no read ahead
         self._originals.add(tensor, tensor is held.held)
         if micro_step.phase is Phase.WAITING:

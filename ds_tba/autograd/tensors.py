@@ -236,7 +236,8 @@ def is_under_a_mode() -> bool:
 
 def has_plain_storage(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a dense view of a storage of its own kind."""
-    return type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested
+    is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested
+    return is_plain and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def held_bytes(tensor: torch.Tensor, device: torch.device) -> int:

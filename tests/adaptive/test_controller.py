@@ -143,6 +143,29 @@ def check(make: Make, rows: list[int] | None = None, micro_steps: int = 1, **blo
     return offloader
 
 
+class Mapped(Model):
+    """Calls its blocks inside of ``vmap``, where tensors have no storage to tell them by."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.func.vmap(block, randomness="different")(x)
+        loss: torch.Tensor = self.head(x).square().mean()
+        return loss
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_blocks_inside_of_vmap_are_recorded_and_planned(make: Make, recompute: bool) -> None:
+    found = []
+    for offloads in (False, True):
+        torch.manual_seed(0)
+        ours = Mapped()
+        offloader = make(ours, PLANNERS["recompute" if recompute else "adaptive"]) if offloads else None
+        found.append(steps(ours, offloader, [ROWS] * STEPS))
+    assert all(torch.equal(a, b) for one, two in zip(*found, strict=True) for a, b in zip(one, two, strict=True))
+    assert offloader is not None and offloader.report().plans >= 1
+    assert offloader.report().recomputed_bytes == 0
+
+
 @pytest.mark.parametrize("micro_steps", [1, 3])
 @pytest.mark.parametrize("planner", PLANNERS.values(), ids=PLANNERS)
 def test_gradients_are_exact_under_every_plan(make: Make, planner: Any, micro_steps: int) -> None:

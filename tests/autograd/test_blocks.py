@@ -375,10 +375,11 @@ def test_who_wraps_a_block_in_the_middle_of_forward_is_run_with_it() -> None:
     assert layer.forward is theirs and len(calls) == 2 and bench.listener.count("recompute") == 2
 
 
-def test_a_copy_that_is_made_in_the_middle_of_forward_runs_itself() -> None:
+@pytest.mark.parametrize("made", ["deepcopy", "pickle"])
+def test_a_copy_that_is_made_in_the_middle_of_forward_runs_itself(made: str) -> None:
     bench = settled()
     with bench.blocks.listening():
-        other = copy.deepcopy(bench.model)
+        other = copy.deepcopy(bench.model) if made == "deepcopy" else pickle.loads(pickle.dumps(bench.model))
         with torch.no_grad():
             for parameter in (*other.parameters(), *bench.twin.parameters()):
                 parameter.mul_(0.5)
@@ -398,6 +399,82 @@ def test_a_copy_of_the_model_runs_itself(made: str) -> None:
     with bench.blocks.listening():
         assert_same(run(other, 5), run(bench.twin, 5))
     assert bench.listener.events == []
+
+
+def replica(module: nn.Module) -> nn.Module:
+    return module._replicate_for_data_parallel()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("is_hooked", [False, True])
+@pytest.mark.parametrize("copied", [copy.copy, replica])
+def test_a_shallow_copy_of_a_block_that_is_made_in_forward_runs_its_own_parameters(
+    copied: Callable[[nn.Module], nn.Module], is_hooked: bool
+) -> None:
+    """As ``DataParallel`` makes its replicas: of a copied ``__dict__``."""
+
+    class Doubling(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            other = copied(self.layers[1])
+            other._parameters = {"gain": nn.Parameter(self.layers[1].gain.detach() * 2)}  # type: ignore[operator]
+            return super().forward(other(x))
+
+    bench = Bench(Layer, net=Doubling)
+    if is_hooked:  # torch calls forward from another frame then
+        for model in (bench.model, bench.twin):
+            model.layers[1].register_forward_hook(lambda *_: None)  # type: ignore[operator, union-attr, index]
+    bench.check()
+    bench.check(0, 1, 2, 3)
+    assert bench.listener.count("enter") == 8
+
+
+@pytest.mark.parametrize("taker", ["layer", "other"])
+def test_a_module_that_is_given_the_forward_of_a_block_runs_that(taker: str) -> None:
+    class Giving(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            module = self.layers[2] if taker == "layer" else nn.Linear(WIDTH, WIDTH)
+            before = module.__dict__.get("forward")
+            module.forward = self.layers[1].forward
+            x = module(x)
+            if before is None:
+                del module.forward
+            else:
+                module.forward = before
+            return super().forward(x)
+
+    bench = Bench(Layer, net=Giving)
+    bench.check()
+    bench.check(0, 1, 2, 3)
+
+
+def test_a_pass_with_other_parameters_is_not_recomputed() -> None:
+    class Functional(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = torch.func.functional_call(layer, {name: 2 * one for name, one in layer.named_parameters()}, (x,))
+            return x.pow(2).mean()
+
+    bench = Bench(Layer, net=Functional)
+    bench.check()
+    bench.check(0, 1, 2, 3)
+    assert bench.listener.count("recompute") == 0
+    assert all("functional_call" in why for why in bench.blocks.left_out().values())
+
+
+class Mapped(Net):
+    """Calls its layers inside of ``vmap``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.func.vmap(layer)(x)
+        return x.pow(2).mean()
+
+
+def test_a_pass_inside_of_vmap_is_not_recomputed() -> None:
+    bench = Bench(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)), net=Mapped)
+    bench.check()
+    bench.check(0, 1, 2, 3)
+    assert bench.listener.count("recompute") == 0
+    assert all("torch.func" in why for why in bench.blocks.left_out().values()) and len(bench.blocks.left_out()) == 4
 
 
 # ---- arguments and results ------------------------------------------------------------------------------------------

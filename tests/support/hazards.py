@@ -419,6 +419,16 @@ def branches(saving: Saving) -> list[Tensor]:
     return grads(x)
 
 
+def a_backward_in_inference_mode(saving: Saving) -> list[Tensor]:
+    """What is made there has no version counter."""
+    x = leaf()
+    with saving():
+        loss = (x.exp() * x.sin()).matmul(x).sum()
+    with torch.inference_mode():
+        loss.backward()
+    return [grad.clone() for grad in grads(x)]
+
+
 # ---- other hooks, checkpoints, random numbers -----------------------------------------------------------------------
 
 
