@@ -46,6 +46,7 @@ from ds_tba.config import (
 from ds_tba.device.accelerator import adapted
 from ds_tba.errors import ConfigError, IncompatibleError
 from ds_tba.offloader import ActivationOffloader
+from ds_tba.telemetry.diagnosis import ModelMemory
 from ds_tba.update.config import UpdateConfig, parse_update_block
 from ds_tba.update.interleaved import InterleavedUpdate
 from ds_tba.update.zero3 import refuse_half_updated
@@ -230,6 +231,7 @@ def _join(engine: Any, offloader: ActivationOffloader) -> None:
         everyone = _agreement()
         offloader.watch(engine.module, _agreement_of_stage(engine) or everyone, everyone=everyone)
         engine.activation_offloader = offloader
+        offloader.model_memory = functools.partial(_model_memory, weakref.ref(engine))
         for module in engine.module.modules():
             # After ZeRO-3's own pre-forward hooks, which gather the parameters into new storage. Nowhere else: after a
             # graph break torch.compile compiles PyTorch's own modules only where they have hooks.
@@ -243,6 +245,49 @@ def _join(engine: Any, offloader: ActivationOffloader) -> None:
     if _rank() == 0:
         logger.info("%s", offloader.start_line())
         logger.debug("%s", offloader.start_details())
+
+
+def _model_memory(engine_of: Callable[[], Any]) -> ModelMemory:
+    """What the engine holds on its device beside activations; every storage counts once."""
+    engine = engine_of()
+    if engine is None:
+        return ModelMemory()
+    device, seen = torch.device(engine.device).type, set[int]()
+
+    def take(value: Any, depth: int = 3) -> int:
+        if isinstance(value, torch.Tensor):
+            if value.device.type != device or value.layout is not torch.strided:
+                return 0
+            storage = value.untyped_storage()
+            is_new = storage.data_ptr() not in seen
+            seen.add(storage.data_ptr())
+            return storage.nbytes() if is_new else 0
+        if isinstance(value, Mapping):
+            value = list(value.values())
+        return sum(take(one, depth - 1) for one in value) if depth and isinstance(value, (list, tuple)) else 0
+
+    parameters = list(engine.module.parameters())
+    held = take([parameters, [getattr(one, "ds_tensor", None) for one in parameters], list(engine.module.buffers())])
+    gradients = take([one.grad for one in parameters])
+    states, optimizer, name = 0, engine.optimizer, ""
+    while optimizer is not None:  # DeepSpeed's is around the user's
+        name = type(optimizer).__name__
+        # Under ZeRO gradients are in buffers of its own.
+        gradients += sum(take(value) for key, value in vars(optimizer).items() if "grad" in key)
+        states += sum(take(value) for value in vars(optimizer).values())
+        optimizer = vars(optimizer).get("optimizer")
+    return ModelMemory(
+        parameters=held,
+        gradients=gradients,
+        states=states,
+        trained=sum(
+            getattr(one, "ds_numel", one.numel()) * one.element_size() for one in parameters if one.requires_grad
+        ),
+        micro_batch=int(engine.train_micro_batch_size_per_gpu()),
+        accumulation=int(engine.gradient_accumulation_steps()),
+        optimizer=name,
+        zero=zero_block(engine._config._param_dict),
+    )
 
 
 def _join_update(engine: Any, config: UpdateConfig) -> None:

@@ -27,7 +27,7 @@ from ds_tba.adaptive.rates import Rates
 from ds_tba.autograd.blocks import Blocks, find_blocks
 from ds_tba.autograd.cache import TensorCache
 from ds_tba.autograd.residency import MemoryMeter
-from ds_tba.autograd.sample import StepSamples
+from ds_tba.autograd.sample import StepSamples, failure_of
 from ds_tba.autograd.sites import RunningModule, open_sites
 from ds_tba.autograd.tensors import mark_inputs
 from ds_tba.config import BLOCK, AioConfig, OffloadConfig, with_staging
@@ -40,9 +40,10 @@ from ds_tba.planner.trace import Trace
 from ds_tba.storage.base import Always
 from ds_tba.storage.finalizers import Closer
 from ds_tba.storage.tiers import Tiers
+from ds_tba.telemetry.diagnosis import Diagnosis, Failure, ModelMemory
 from ds_tba.telemetry.drive_health import write_limit_bytes_per_step
 from ds_tba.telemetry.holders import table
-from ds_tba.telemetry.report import LittleMoved, OffloadReport, ReportFile, remedies
+from ds_tba.telemetry.report import LittleMoved, OffloadReport, ReportFile
 from ds_tba.telemetry.stats import StoreStats, readable
 from ds_tba.telemetry.step_timeline import StepTimeline
 
@@ -50,6 +51,7 @@ logger = logging.getLogger(__name__)
 
 # Longer than the stores take to give up on an I/O request that never ends.
 CLOSE_LIMIT_S = 90.0
+_EXPLAINED = "_ds_tba_explained"  # of an error
 
 # Keys that only a plan uses. The start-up line names those that are set without a plan, or users take them for active.
 _PLAN_KEYS = ("activation_budget_bytes", "blocks", "max_step_overhead", "recompute")
@@ -113,7 +115,9 @@ class ActivationOffloader:
         self._compilations_before = compilations()
         self._steps = self._step_peak_bytes = 0  # optimizer steps so far; peak of the last
         self._little = LittleMoved(config)
-        self._explained: BaseException | None = None
+        self._earlier_bytes = 0  # saved before this step
+        self._running = RunningModule({})
+        self.model_memory: Callable[[], ModelMemory] = ModelMemory
         self._told: OffloadReport | None = None  # to the monitors
         self._report_file = ReportFile("report.path", config.report.path, rank)
         self._trace_file = ReportFile("report.trace_path", config.report.trace_path, rank)
@@ -162,7 +166,8 @@ class ActivationOffloader:
             ConfigError: ``blocks`` names a module that the model lacks, or a rank cannot measure its drives.
         """
         config, tiers = self.config, self._tiers
-        self._samples.module = RunningModule({id(module): path for path, module in model.named_modules()}).path
+        self._running = RunningModule({id(module): path for path, module in model.named_modules()})
+        self._samples.module = self._running.path
         if self._sites is not None:
             self._sites.running_module = self._samples.module
         plans = config.placement == "adaptive"
@@ -250,6 +255,7 @@ class ActivationOffloader:
             self._controller.end_step()
         self._step_peak_bytes = self.cache.stats.resident.lap()
         self._samples.end_step()
+        self._earlier_bytes = self.cache.stats.resident.now
         moved_bytes = _offloaded_bytes(self._tiers)
         if self._steps == 1 and moves_in_vain(self.cache.stats, moved_bytes, self._compilations_before):
             self._advise_to_compile_layers()
@@ -348,31 +354,53 @@ class ActivationOffloader:
 
         Within a forward of the steps 1, 2, 4, 8, ... it tells of now; else of the end of the last such forward.
         """
+        return self._explained(Failure())
+
+    def _explained(self, failure: Failure) -> str:
         stats, levels = self.cache.stats, self._accelerator.memory.levels()
         is_host = self._accelerator.is_synchronized_device()
-        holders = self._samples.now()
-        in_use = "" if is_host else f" of {readable(levels.in_use_bytes)} in use"
-        head = (
-            f"rank {self._rank}, step {self._steps + 1}: saved tensors hold {readable(stats.resident.now)}{in_use}, "
-            f"{readable(stats.resident.peak)} at their peak ({readable(stats.saved.peak)} without ds_tba)"
+        holders, model = self._samples.now(), self.model_memory()
+        found = Diagnosis(
+            self.config,
+            holders,
+            stats.kept_bytes,
+            saved_bytes=stats.resident.now,
+            peak_bytes=stats.resident.peak,
+            earlier_bytes=min(self._earlier_bytes, stats.resident.now),
+            in_use_bytes=0 if is_host else levels.in_use_bytes,
+            is_host=is_host,
+            model=model,
+            failure=failure,
         )
+        in_use = "" if is_host else f"; {readable(levels.in_use_bytes)} are in use in all"
         when = f"saved at the end of the last forward looked at, in step {self._samples.holders_step}:"
         if holders is not self._samples.holders:
             when = "saved so far in this forward:"
-        in_use_bytes = 0 if is_host else levels.in_use_bytes
-        advice = remedies(self.config, holders, stats.kept_bytes, stats.resident.peak, in_use_bytes)
-        return "\n".join([head, when, *table(holders), *(f"- {one}" for one in advice)])
+        lines = [
+            f"rank {self._rank}, step {self._steps + 1}{f', {failure}' if failure.phase else ''}.",
+            f"What fills it: {found.verdict()}.",
+            "",
+            f"In memory: saved tensors hold {readable(stats.resident.now)} ({readable(stats.resident.peak)} at their "
+            f"peak, {readable(stats.saved.peak)} without ds_tba), parameters {readable(model.parameters)}, gradients "
+            f"{readable(model.gradients)}, optimizer states {readable(model.states)}{in_use}.",
+            *([when, *table(holders)] if holders else []),
+            "What would help, the most useful first:",
+            *(f"  {number}. {one}" for number, one in enumerate(found.remedies(), 1)),
+        ]
+        return "\n".join(lines)
 
     def note_failure(self, error: BaseException | None) -> None:
         """Log :meth:`explain` where ``error`` says that memory ran out. Never raises; once for each error."""
-        if error is None or error is self._explained or not is_out_of_memory(error):
-            return
-        self._explained = error
         try:
-            logger.error("memory ran out; %s", self.explain())
+            if error is None or getattr(error, _EXPLAINED, False) or not is_out_of_memory(error):
+                return
+            # On the error itself: a reference to it would hold its frames, and all tensors in them, as long as we live.
+            setattr(error, _EXPLAINED, True)
+            failure = failure_of(error, self._running, self._accelerator.device())
+            logger.error("memory ran out; %s", self._explained(failure))
+            self._refresh_report(now=True)
         except Exception:  # nothing may hide the user's error
             logger.exception("memory ran out, and what fills it cannot be told")
-        self._refresh_report(now=True)
 
     def _refresh_report(self, *, now: bool = False) -> None:
         """Write the JSON at ``report.path`` again where it is old, or ``now``."""
@@ -465,9 +493,9 @@ def _write_timeline(file: ReportFile, config: OffloadConfig, rank: int, timeline
 def _planning_text(config: OffloadConfig) -> str:
     if config.placement == "adaptive":
         return (
-            f"least time within {config.activation_budget_bytes} bytes of activations"
+            f"least time within {readable(config.activation_budget_bytes)}"
             if config.activation_budget_bytes is not None
-            else f"lowest peak within {config.max_step_overhead:.1%} of the step's time"
+            else f"steps +{config.max_step_overhead:.1%} at most"
         )
     ignored = [key for key in _PLAN_KEYS if getattr(config, key) != OffloadConfig.model_fields[key].default]
     ignored += ["ssd.min_life_days"] if config.ssd.min_life_days else []

@@ -88,7 +88,7 @@ QUOTES = [
 def general(line: str) -> str:
     """A line without what differs from run to run, and with a wildcard for what the documentation leaves out."""
     line = re.sub(r"/[\w/.-]+ \([^)]*\)", "PATH", line)
-    line = re.sub(r"backend \w+ \([^)]*\)", "BACKEND", line)
+    line = re.sub(r"backend \w+(?: \([^)]*\))?", "BACKEND", line)
     line = re.sub(r"(?:(?:keep|host|nvme|recompute|rematerialize) \d+ MiB(?:, )?)+", "PLACES", line)
     line = re.sub(r"[-+]?(?:\d[\d.]*(?:e-?\d+)?|\.\.\.)(?: [KMG]iB| B)?(?![\w.])", "*", line)
     return re.sub(r"\*$", "", line)

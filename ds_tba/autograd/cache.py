@@ -63,6 +63,7 @@ from ds_tba.autograd.tensors import (
     uncompiled_hooks,
 )
 from ds_tba.device.accelerator import Accelerator
+from ds_tba.device.memory import is_out_of_memory
 from ds_tba.errors import ActivationModifiedError, StorageError
 from ds_tba.storage.base import Always, Choice, Policy, Store
 from ds_tba.telemetry.stats import CacheStats
@@ -431,7 +432,9 @@ class TensorCache(Keeper):
             return to_be_saved
         try:
             recipe = recipe.copied(self)  # of parameters: their owner may change them at any time
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             return to_be_saved
         with self.finalizers:  # views of its own: the graph may go, or be used up by another backward
             recipe = recipe.bound(self._share)

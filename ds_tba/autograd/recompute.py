@@ -106,7 +106,7 @@ class RecomputedPass:
     """A pass whose forward runs again when backward wants a tensor that was saved in it.
 
     Args:
-        path: of the block, for messages.
+        path: of the block, for messages; an attribute.
         forward: the module's, as it is without us.
         arguments: of this pass.
         compared: paths of the blocks whose output was the same in a recomputation, bit for bit.
@@ -124,7 +124,7 @@ class RecomputedPass:
         begin: Callable[[], None],
         count: Callable[[torch.Tensor], None] | None,
     ) -> None:
-        self._path = path
+        self.path = path
         self._module = module
         self._forward = forward
         self._arguments = arguments
@@ -151,7 +151,7 @@ class RecomputedPass:
 
         given = [(args, kwargs)]
         others_stop_early: Any = getattr(checkpointing, "_enable_checkpoint_early_stop", True)
-        is_checked = self._path not in self._compared
+        is_checked = self.path not in self._compared
         # Checked, it must have an output; for hooks see [Note: To the end].
         to_the_end = is_checked or _has_hooks_inside(self._module)
         with set_checkpoint_early_stop(False) if to_the_end else nullcontext():
@@ -164,7 +164,7 @@ class RecomputedPass:
         if _versions_of(self._module) != self._versions:
             # Autograd would find it at the parameters that it has saved, and knows none of those inside a checkpoint.
             raise ActivationModifiedError(
-                f"a parameter of the block {self._path!r} was modified by an in-place operation between its forward "
+                f"a parameter of the block {self.path!r} was modified by an in-place operation between its forward "
                 "and its recomputation in backward (by an optimizer that steps inside backward, say): modify it after "
                 'backward, or set "recompute": false.'
             )
@@ -176,13 +176,13 @@ class RecomputedPass:
             else:
                 result = self._through_hooks(args, kwargs)
         self._versions = _versions_of(self._module)
-        if self._digest is not None and self._path not in self._compared:
+        if self._digest is not None and self.path not in self._compared:
             if _digest(result) != self._digest:
                 raise RecomputationError(
-                    f"the forward of the block {self._path!r} returned other bytes when it ran again in backward than "
+                    f"the forward of the block {self.path!r} returned other bytes when it ran again in backward than "
                     f"the first time: {_REPAIR}"
                 )
-            self._compared.add(self._path)
+            self._compared.add(self.path)
         return result
 
     def _through_hooks(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -201,7 +201,7 @@ class RecomputedPass:
     @contextmanager
     def _saving(self, count: Callable[[torch.Tensor], None] | None) -> Iterator[None]:
         """Inside the checkpoint's hooks: keep parameters from them, and count what they are given."""
-        path, originals, hooks = self._path, keep_originals(), innermost_hooks()
+        path, originals, hooks = self.path, keep_originals(), innermost_hooks()
         if hooks is None:
             raise StateError("a pass is recomputed outside of a checkpoint; this is a bug in ds_tba")
         checkpoint_pack, checkpoint_unpack = hooks

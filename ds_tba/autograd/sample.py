@@ -3,21 +3,33 @@
 Answers which modules hold saved bytes (:mod:`ds_tba.telemetry.holders`) and when bytes came and went
 (:mod:`ds_tba.telemetry.step_timeline`). In all other steps it is not there: the hooks are the cache's own. Under a
 profiler of the user's they have ranges, in every step. Cannot see which op saves a tensor: autograd calls its hook
-before it has the node; named is the op that made it.
+before it has the node; named is the op that made it, or the user's own Function that saves it. Of an allocation that
+failed it reads in the error where that was.
 """
 
 from __future__ import annotations
 
+import inspect
+import linecache
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from traceback import walk_tb
+from types import FrameType
 from typing import Any
 
 import torch
 from torch.autograd.profiler import record_function
 
+from ds_tba.autograd.recompute import RecomputedPass
 from ds_tba.autograd.saved import CountedMemory, Hooks, RecordState, SavedCounted, SavedStorage, SavedView
+from ds_tba.autograd.sites import RunningModule
+from ds_tba.autograd.tensors import held_bytes, is_parameter
+from ds_tba.telemetry.diagnosis import Failure
 from ds_tba.telemetry.holders import Holder, merged
 from ds_tba.telemetry.stats import CacheStats, PathMeter
 from ds_tba.telemetry.step_timeline import StepTimeline
@@ -28,6 +40,22 @@ _VIEWS = frozenset(
     + ("Unsqueeze", "UnsafeView", "View")
 )
 _NODE = re.compile(r"(.*?)(?:Backward\d*)?")
+_RUN_AGAIN = RecomputedPass._run_again.__code__
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+_ASKED = re.compile(r"(?:[Tt]ried to allocate|you tried to allocate) ([\d.]+) (\w+)")
+_UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+# Whose lines tell a user nothing of the program.
+_LIBRARIES = ("torch", "deepspeed", "ds_tba", "contextlib")
+
+
+@dataclass(slots=True)
+class _Seen:
+    """A saved storage."""
+
+    module: str
+    op: str
+    nbytes: int
+    shape: str
 
 
 class StepSample:
@@ -52,7 +80,7 @@ class StepSample:
         self._stalled_s = stalled_s
         self._module = module
         # By the record of a storage, or by its stamp where it has none: views of one count once.
-        self._seen: dict[SavedStorage | CountedMemory, tuple[str, str, int]] = {}
+        self._seen: dict[SavedStorage | CountedMemory, _Seen] = {}
         self._is_open = True
         self._phase_s = 0.0  # when the last part of the step ended
         self.found: list[Holder] = []
@@ -95,8 +123,14 @@ class StepSample:
         return look_at_pack, look_at_unpack
 
     def _see(self, key: SavedStorage | CountedMemory, tensor: torch.Tensor, nbytes: int) -> None:
-        if key not in self._seen:
-            self._seen[key] = (merged(self._module()), _op(tensor), nbytes)
+        seen = self._seen.get(key)
+        if seen is None:
+            frame = _caller()
+            function = frame.f_locals["cls"].__name__ if frame is not None and frame.f_code is _APPLY else ""
+            module = merged(self._module()) or f"({line_of(frame)})"
+            self._seen[key] = _Seen(module, function or _op(tensor), nbytes, _shape(tensor))
+        elif not seen.op:  # saved by the op that made it, which had no node yet
+            seen.op = _op(tensor)
 
     def holders(self) -> list[Holder]:
         """Who holds saved bytes, the largest first: in a forward as it is now, else as its end found it."""
@@ -221,13 +255,13 @@ def _ranged(hooks: Hooks) -> Hooks:
     return ranged_pack, ranged_unpack
 
 
-def _holders(seen: dict[SavedStorage | CountedMemory, tuple[str, str, int]]) -> list[Holder]:
+def _holders(seen: dict[SavedStorage | CountedMemory, _Seen]) -> list[Holder]:
     found: dict[tuple[str, str], Holder] = {}
-    for key, (module, op, nbytes) in list(seen.items()):
+    for key, one in list(seen.items()):
         where = "resident"
         if isinstance(key, SavedStorage) and key.state in (RecordState.AWAY, RecordState.AHEAD):
             where = "moved" if key.recipe is None else "again"
-        found.setdefault((module, op), Holder(module, op)).add(nbytes, where)
+        found.setdefault((one.module, one.op), Holder(one.module, one.op)).add(one.nbytes, where, one.shape)
     return sorted((one for one in found.values() if one.saved_bytes), key=lambda one: -one.saved_bytes)
 
 
@@ -242,3 +276,73 @@ def _op(tensor: torch.Tensor) -> str:
             break
         node = before[0][0]
     return name
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+# ---- where in the program -------------------------------------------------------------------------------------------
+
+
+def _is_library(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).partition(".")[0] in _LIBRARIES
+
+
+def _frames_from(frame: FrameType | None) -> Iterator[FrameType]:
+    """A frame and those that have called it."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _caller() -> FrameType | None:
+    """Of our hook: the innermost frame that is not ours."""
+    frames = _frames_from(inspect.currentframe())
+    return next((one for one in frames if not str(one.f_globals.get("__name__")).startswith("ds_tba.")), None)
+
+
+def line_of(frame: FrameType | None) -> str:
+    """The innermost line of the program from a frame on outwards, as ``train.py:57``."""
+    found = next((one for one in _frames_from(frame) if not _is_library(one)), None)
+    return "outside of modules" if found is None else f"{Path(found.f_code.co_filename).name}:{found.f_lineno}"
+
+
+def failure_of(error: BaseException, running: RunningModule, device: torch.device) -> Failure:
+    """Where an allocation on a device failed, and of what size it was, by its error."""
+    frames = list(walk_tb(error.__traceback__))
+    names = [(str(frame.f_globals.get("__name__")), frame.f_code.co_name) for frame, _ in frames]
+    backward = next((at for at, (_, name) in enumerate(names) if name == "_engine_run_backward"), len(frames))
+    module, ran_at, is_ours = "", -1, False
+    for at, (frame, _) in enumerate(frames):
+        path = running.path_of(frame)
+        if frame.f_code is _RUN_AGAIN:
+            path, is_ours = frame.f_locals["self"].path, True
+        module, ran_at = (module, ran_at) if path is None else (path, at)
+    # The outermost call that says it: DeepSpeed's backward reduces gradients after autograd's.
+    calls = [name for room, name in names if room.startswith(("torch.optim.", "deepspeed.runtime."))]
+    called = next((name for name in calls if name in ("forward", "backward", "step")), "")
+    phase = "backward" if called == "backward" or (backward < len(frames) and called != "step") else called or "forward"
+    line, local, local_bytes = "", "", 0
+    running_now = set(_frames_from(sys._getframe(1)))  # not ours, which would hold itself, and the error
+    for frame, number in frames:
+        # What a running frame is asked for its locals it keeps: with them the error, and all that its frames hold.
+        if _is_library(frame) or frame in running_now:
+            continue
+        file = frame.f_code.co_filename
+        line = f"{Path(file).name}:{number}: {linecache.getline(file, number).strip()}"
+        for name, value in frame.f_locals.items():
+            nbytes = held_bytes(value, device) if isinstance(value, torch.Tensor) and not is_parameter(value) else 0
+            if nbytes > local_bytes:
+                local, local_bytes = f"{name} {_shape(value)} of {Path(file).name}:{number}", nbytes
+    asked = _ASKED.search(str(error))
+    return Failure(
+        phase="optimizer step" if phase == "step" else phase,
+        asked_bytes=int(float(asked[1]) * _UNITS.get(asked[2], 0)) if asked else 0,
+        module=module,
+        line=line,
+        is_again=ran_at > backward,
+        is_ours=is_ours,
+        local=local,
+        local_bytes=local_bytes,
+    )

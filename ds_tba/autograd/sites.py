@@ -76,6 +76,7 @@ from ds_tba.autograd.tensors import (
 )
 from ds_tba.config import BLOCK, OffloadConfig
 from ds_tba.device.accelerator import Accelerator, Clock, moment
+from ds_tba.device.memory import is_out_of_memory
 from ds_tba.errors import ActivationModifiedError, ConfigError, RematerializationError, StateError, StorageError
 
 logger = logging.getLogger(__name__)
@@ -513,9 +514,9 @@ class Sites:
             if not self._is_synchronous:
                 host = self._accelerator.pin_memory(torch.empty(2, dtype=torch.bool, device="cpu"))
                 flags = host.copy_(flags, non_blocking=True)
-        except (StorageError, torch.OutOfMemoryError):  # backward will want the operand, too; or another time
-            return None
         except (NoRecipeError, LookupError, RuntimeError, ValueError, TypeError) as error:
+            if isinstance(error, StorageError) or is_out_of_memory(error):
+                return None  # backward will want the operand, too; or another time
             is_told = isinstance(error, NoRecipeError)
             site.refuse(str(error) if is_told else f"{type(error).__name__} while it was made again")
             return None
@@ -854,8 +855,12 @@ class RunningModule:
         """Of the innermost module of the model that the caller's thread runs; empty outside of all."""
         frame = inspect.currentframe()
         while frame is not None:
-            path = self._paths.get(id(frame.f_locals["self"])) if frame.f_code is _CALL else None
+            path = self.path_of(frame)
             if path is not None:
                 return path
             frame = frame.f_back
         return ""
+
+    def path_of(self, frame: FrameType) -> str | None:
+        """Of the module of the model that a frame calls; None where it calls none."""
+        return self._paths.get(id(frame.f_locals["self"])) if frame.f_code is _CALL else None

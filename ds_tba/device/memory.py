@@ -116,5 +116,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory ran out: of a device, of the CPU's allocator, or of Python."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
-    text = str(error)  # of c10/core/impl/alloc_cpu.cpp, which raises a RuntimeError
-    return isinstance(error, RuntimeError) and ("can't allocate memory" in text or "not enough memory" in text)
+    # RuntimeErrors: of c10/core/impl/alloc_cpu.cpp the first two, of drivers and their libraries the others.
+    texts = ("can't allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED")
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)

@@ -13,7 +13,7 @@ from typing import Any
 from ds_tba.config import BLOCK, AioConfig, OffloadConfig, Placement
 from ds_tba.device.accelerator import Accelerator, CpuAccelerator, available_bytes
 from ds_tba.errors import BackendUnavailableError, ConfigError
-from ds_tba.storage.backends.select import Selection, select_backend
+from ds_tba.storage.backends.select import NAMED, Selection, select_backend
 from ds_tba.storage.bandwidth_probe import LARGEST_REQUEST_BYTES, REGION_BYTES, measure_drives
 from ds_tba.storage.base import Store
 from ds_tba.storage.host import HostStore
@@ -109,10 +109,11 @@ class Tiers:
         files = [path.file for path in self.paths]
         if self.selection is None:
             return []
+        why = self.selection.reason.removeprefix(NAMED).removeprefix("; ")  # what the config says needs no reason
         parts = [
             f"activations go to {', '.join(self._places())}",
-            f"backend {self.selection.backend.name} ({self.selection.reason})",
-            f"up to {readable(sum(file.limit_bytes for file in files))} per rank",
+            f"backend {self.selection.backend.name}{why and f' ({why})'}, "
+            f"{readable(sum(file.limit_bytes for file in files))} at most",
         ]
         if not all(file.direct for file in files):
             parts.append("no O_DIRECT on this file system: I/O goes through the page cache and is slower")

@@ -12,7 +12,7 @@ import os
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from itertools import chain
 from pathlib import Path
@@ -154,7 +154,7 @@ class OffloadReport:
         """One line for the log; bytes are those of a step."""
         steps = max(self.steps, 1)
         parts = [
-            f"{self.steps} steps: saved tensors take {readable(self.peak_saved_bytes)} at their peak instead of "
+            f"{self.steps} steps: {readable(self.peak_saved_bytes)} saved at the peak instead of "
             f"{readable(self.peak_saved_bytes_without)}",
             f"a step moves {readable(self.offloaded_bytes / steps)}",
         ]
@@ -322,51 +322,6 @@ class LittleMoved:
             f"little is moved: max_step_overhead {config.max_step_overhead:g}{life} allows no "
             f"{'' if is_all else 'more '}moves on this drive, or they would not lower the peak"
         )
-
-
-# Below this part of what a device holds, saved tensors are not what fills it.
-MINOR_PART = 1 / 3
-# One tensor outside of all layers with this part of the saved bytes: logits, as a rule.
-LARGE_PART = 0.25
-
-
-def remedies(
-    config: OffloadConfig, holders: Sequence[Holder], kept: Mapping[str, int], resident_bytes: int, in_use_bytes: int
-) -> Iterator[str]:
-    """What to change, the most useful first; each names the key or the call.
-
-    Args:
-        kept: bytes that were neither moved nor made again so far, by reason.
-        resident_bytes: saved tensors in device memory.
-        in_use_bytes: of the device by anything; 0 where that is not known.
-    """
-    if in_use_bytes and resident_bytes < MINOR_PART * in_use_bytes:
-        yield (
-            f"saved tensors are {readable(resident_bytes)} of the {readable(in_use_bytes)} in use: the rest is "
-            'parameters, gradients, optimizer states and what ops need; "offload_optimizer" and "offload_param" of '
-            '"zero_optimization", more ranks, or a smaller micro-batch lower that'
-        )
-    saved_bytes = sum(one.saved_bytes for one in holders)
-    head = next((one for one in holders if "*" not in one.module and one.saved_bytes >= LARGE_PART * saved_bytes), None)
-    if head is not None and head.tensors <= 4:
-        yield (
-            f"{head.module or 'the loss'} alone saves {readable(head.saved_bytes)}: if these are logits, a loss fused "
-            "with the last projection (Liger's fused linear cross entropy) never makes them"
-        )
-    if config.placement == "keep":
-        yield 'nothing is moved: "placement": "adaptive"'
-    if config.placement == "adaptive" and config.activation_budget_bytes is None:
-        yield f'set a limit: "activation_budget_bytes", for example {resident_bytes // 2 or 1 << 20}'
-    elif config.placement == "adaptive" and config.activation_budget_bytes:
-        yield f'lower "activation_budget_bytes" {config.activation_budget_bytes}: the step will take longer'
-    if kept:
-        reason = max(kept, key=lambda one: kept[one])
-        if "small" in reason and kept[reason] > MINOR_PART * sum(kept.values()):
-            yield f'most of what is kept is small: lower "min_tensor_bytes" {config.min_tensor_bytes}'
-        elif "staging" in reason:
-            yield f'staging was full: raise "io.staging_bytes" {config.io.ring_bytes}'
-    if config.placement == "adaptive" and not config.recompute:
-        yield '"recompute": true has layers run again in backward, on the terms of gradient checkpointing'
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------

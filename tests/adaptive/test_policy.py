@@ -157,6 +157,14 @@ def test_what_is_made_again_shows_in_the_report_and_is_no_move() -> None:
     assert not found.is_same_as(costly(KEEP, NVME, KEEP, KEEP, KEEP, stall_s=0.5, rematerialized_s=0.5))
 
 
+def test_the_line_of_a_plan_tells_what_is_written_a_day_and_the_days() -> None:
+    written = {"written_bytes": 10**9}  # in a step of 3 s
+    found = costly(NVME, KEEP, KEEP, KEEP, KEEP, limits=Limits(endurance_tbw=576.0), **written)
+    assert found.describe("").endswith("(+50.0%), 28.80 TB a day (20 days)")
+    assert costly(NVME, KEEP, KEEP, KEEP, KEEP, **written).describe("").endswith(", 28.80 TB a day")
+    assert "a day" not in costly(KEEP, KEEP, KEEP, KEEP, KEEP, limits=Limits(endurance_tbw=576.0)).describe("")
+
+
 def test_passes_inside_passes_are_part_of_them() -> None:
     policy = by_plan(NVME, KEEP, HOST, NVME, KEEP)
     policy.enter("a")

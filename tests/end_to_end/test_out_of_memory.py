@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support import runs
+from support.culprits import CULPRITS
 
 pytestmark = pytest.mark.engine
+
+QUICK = ("leak", "mlp")
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
@@ -22,6 +29,7 @@ def test_what_filled_the_memory_is_told_and_the_error_stays(tmp_path: Path, phas
     assert "can't allocate memory" in result.output
     told = result.output[result.output.index("memory ran out") :]
     assert result.output.count("memory ran out") == 1
+    assert f"in the {phase}, 384.00 MiB more did not fit" in told
     assert "layers.*.down" in told
     assert "saved tensors hold" in told
     report = json.loads((tmp_path / "report.json").read_text())
@@ -29,3 +37,33 @@ def test_what_filled_the_memory_is_told_and_the_error_stays(tmp_path: Path, phas
     # Three steps have gone well: each has its row with DeepSpeed's own monitor.
     (scalars,) = (tmp_path / "csv").rglob("*ActivationOffload_peak_saved_bytes.csv")
     assert len(scalars.read_text().splitlines()) == 1 + 3
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_program_that_goes_on_with_less_ends_where_it_ends_without_us(tmp_path: Path, phase: str) -> None:
+    def run(config: dict[str, Any]) -> runs.Result:
+        return runs.run(config, tmp_path, "--phase", phase, "--retry", script=runs.SCRIPTS / "out_of_memory.py")
+
+    plain = runs.plain_config(train_batch_size=4)
+    expected = run(plain)
+    found = run(runs.with_block(plain, tmp_path, placement="nvme", min_tensor_bytes=4096))
+    assert expected.returncode == found.returncode == 0, found.output
+    assert found.lines("PARAMETERS") == expected.lines("PARAMETERS") != []
+    assert found.output.count("memory ran out") == 4
+
+
+@pytest.mark.parametrize(
+    "culprit", [pytest.param(one, marks=() if one in QUICK else pytest.mark.thorough) for one in CULPRITS]
+)
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.thorough)])
+def test_what_fills_the_memory_is_named_and_the_advice_makes_it_run(culprit: str, seed: int) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(runs.ROOT), str(runs.ROOT / "tests")])}
+    done = subprocess.run(
+        [sys.executable, runs.SCRIPTS / "memory_runs.py", "--culprits", culprit, "--seeds", str(seed)],
+        stdout=subprocess.PIPE, text=True, env=environment, timeout=600, check=True,
+    )  # fmt: skip
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["ran_without_limit"], found["output"]
+    assert found["has_died"]
+    assert found["is_named"], found["verdict"]
+    assert found["lives"], "\n".join([*found["messages"], found["output"]])

@@ -237,10 +237,10 @@ def test_keys_for_plans_are_named_where_there_is_no_plan(tmp_path: Path) -> None
     assert "no effect of activation_budget_bytes, max_step_overhead" in offloader.start_line()
     offloader.close()
     planned = make(tmp_path, placement="adaptive", max_step_overhead=0.1)
-    assert "no effect" not in planned.start_line() and "within 10.0% of the step's time" in planned.start_line()
+    assert "no effect" not in planned.start_line() and "steps +10.0% at most" in planned.start_line()
     planned.close()
     bounded = make(tmp_path, placement="adaptive", activation_budget_bytes=5000)
-    assert "least time within 5000 bytes" in bounded.start_line()
+    assert "least time within 4.88 KiB" in bounded.start_line()
     bounded.close()
 
 

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +20,41 @@ SMART = {"model_name": "Example 990 PRO", "nvme_smart_health_information_log": H
 
 def test_life_is_rated_endurance_over_the_measured_rate(tmp_path: Path) -> None:
     wear = path_wear(tmp_path, Drive(), written_bytes=10**12, elapsed_s=43200.0, rated_endurance_tbw=600)
-    assert wear.written_bytes_per_day == pytest.approx(2e12) and wear.life_days == pytest.approx(300)
+    assert wear.written_bytes_per_day == pytest.approx(2e12) and wear.life_days == pytest.approx(300) == wear.days()
+    shared = path_wear(tmp_path, Drive(), 10**12, 43200.0, 600, sharers=4)
+    assert shared.life_days == pytest.approx(75) == shared.days() and shared.written_bytes_per_day == pytest.approx(
+        2e12
+    )
+
+
+def test_without_a_rating_days_are_by_smart_data_or_by_an_assumption(tmp_path: Path) -> None:
+    assumed = path_wear(tmp_path, Drive(), 10**12, 86400.0, None)
+    assert assumed.days() == pytest.approx(600) and str(assumed.rating(None)) == "600 TBW assumed"
+    drive = Drive("nvme0n1", percentage_used=10, drive_written_bytes=120 * 10**12)
+    worn = path_wear(tmp_path, drive, 10**12, 86400.0, None)
+    assert worn.days() == pytest.approx(1200) and str(worn.rating(None)) == "1200 TBW by SMART"
+    assert str(worn.rating(70.0)) == "70 TBW" and path_wear(tmp_path, Drive(), 0, 1.0, None).days() == math.inf
+
+
+@pytest.mark.parametrize(
+    ("block", "told", "tbw"),
+    [({}, "1200 TBW by SMART", 1200.0), ({"ssd": {"rated_endurance_tbw": 300}}, "300 TBW", 300.0)],
+)
+def test_the_lines_tell_the_rating_and_the_days(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: dict[str, Any], told: str, tbw: float
+) -> None:
+    from test_report import make, step
+
+    worn = Drive("nvme0n1", percentage_used=10, drive_written_bytes=120 * 10**12)
+    monkeypatch.setattr("ds_tba.storage.tiers.examine", lambda _: worn)
+    offloader = make(tmp_path, **block)
+    step(offloader, written_first=True)
+    offloader.close()
+    assert f" on nvme0n1, {told})" in offloader.start_line()
+    report = offloader.report()
+    days = tbw / (report.wear[0]["written_bytes_per_day"] / 1e12)
+    assert report.summary().endswith(f" TB a day ({days:.0f} days of {told})")
+    assert (report.wear[0]["life_days"] is None) is (not block)
 
 
 @pytest.mark.parametrize(("written", "elapsed_s", "rated"), [(0, 10.0, 600.0), (10, 0.0, 600.0), (10, 10.0, None)])

@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 SPARE_DESCRIPTORS = 32  # for what else opens files later: the report, the data loader, libraries
 
+NAMED = "named in io.backend"
+
 
 @dataclass(frozen=True, slots=True)
 class Selection:
@@ -52,7 +54,7 @@ def select_backend(
     backend: IoBackend
     if config.io.backend is not None:
         backend = _named(config, aio_config, obstacle, device)
-        reason = "; ".join(filter(None, ["named in io.backend", backend.remark]))
+        reason = "; ".join(filter(None, [NAMED, backend.remark]))
     elif obstacle is not None:
         backend, reason = PosixBackend(), obstacle
     elif zero_uses_nvme:
