@@ -1,8 +1,8 @@
 # make demo              train in memory that is too small: as it is, checkpointed, rematerialized, with the block; 3 minutes
 # make demo ZERO=2 BACKEND=posix   the same without DeepSpeed's aio op, hence without its compilation
-# make check             lint, types, the quick tests and a smoke of the engine: 5 minutes
+# make check             lint, types, the quick tests and a smoke of the engine
 # make test              lint, types, and what decides whether a change lands: faults, engines, some rows of each table;
-#                        25 minutes on two cores, 9 of them for the first build of DeepSpeed's ops
+#                        half an hour on two cores, 7 minutes of it for the first build of DeepSpeed's ops
 # make test-all          everything, and the tables of docs/ written again: hours
 # make bench             the benchmarks
 # make gpu               everything that only a GPU can tell, in pieces of less than 10 minutes; run again, it goes on
