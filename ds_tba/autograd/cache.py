@@ -179,7 +179,7 @@ class TensorCache(Keeper):
             return
         if self.sites is not None:
             self.sites.begin_forward()
-        with self.finalizers:
+        with self.finalizers, self.finalizers.lock:
             step = self.forward.micro_step
             if not (continues or step.is_interleaved):
                 step = MicroStep(self.learned_order)
@@ -196,7 +196,7 @@ class TensorCache(Keeper):
     @contextmanager
     def interleaving(self) -> Iterator[None]:
         """Forwards and backwards of several micro-batches: one micro-step; see [Note: Micro-steps]."""
-        with self.finalizers:
+        with self.finalizers, self.finalizers.lock:
             self.forward.micro_step = MicroStep(self.learned_order, is_interleaved=True)
             self.stats.micro_steps += 1
         try:
@@ -207,7 +207,7 @@ class TensorCache(Keeper):
     @property
     def expects_forward(self) -> bool:
         """Whether one more forward belongs to the last micro-step; see [Note: Micro-steps]."""
-        with self.finalizers:
+        with self.finalizers, self.finalizers.lock:
             return self.forward.micro_step.expects_forward
 
     def end_micro_step(self) -> None:
@@ -216,7 +216,7 @@ class TensorCache(Keeper):
         Raises:
             RematerializationError: what was made again in earlier steps is no longer what forward makes.
         """
-        with self.finalizers:
+        with self.finalizers, self.finalizers.lock:
             self.forward.micro_step = MicroStep()
         self.read_comparisons(wait=True)
         self._keep_cheaper()
@@ -261,7 +261,7 @@ class TensorCache(Keeper):
     def _save(self, tensor: torch.Tensor) -> SavedView:
         key = StorageKey.of(tensor)
         forward, sites, record = self.forward, self.sites, None
-        with self.finalizers:
+        with self.finalizers, self.finalizers.lock:
             choice = forward.policy.choose(key, key.nbytes)
             if key in forward.by_key or (sites is None and not self.residency.may_wait):
                 record, offloaded = self._enter(forward, tensor, key, choice, None)
@@ -271,7 +271,7 @@ class TensorCache(Keeper):
                 self.read_comparisons()
                 proof = self._prove(tensor, key, choice)  # without the lock: operands load on their own
             self.wait_for_room(key.nbytes)
-            with self.finalizers:
+            with self.finalizers, self.finalizers.lock:
                 record, offloaded = self._enter(forward, tensor, key, choice, proof)
         view = SavedView(self, record, tensor, offloaded=offloaded)
         if not offloaded:
@@ -328,7 +328,7 @@ class TensorCache(Keeper):
             reason: in the report's words; empty for a tensor of ours, which autograd has not saved.
         """
         self.wait_for_room(nbytes)
-        with self.finalizers:
+        with self.finalizers, self.finalizers.lock:
             memory = self.residency.count(tensor.untyped_storage() if has_plain_storage(tensor) else None, nbytes)
             added_bytes = memory.save(nbytes if reason else 0)
             self.stats.saved.add(added_bytes)
@@ -354,7 +354,7 @@ class TensorCache(Keeper):
         tensor = held.restore()  # first of all: backward waits for this read, and for no read ahead
         self._originals.add(tensor, tensor is held.held)
         if micro_step.phase is Phase.WAITING:
-            with self.finalizers:
+            with self.finalizers, self.finalizers.lock:
                 micro_step.read_ahead(self.residency.prefetch)
         return tensor
 
@@ -367,7 +367,7 @@ class TensorCache(Keeper):
                 self.wait_for_room(self.residency.reloading_bytes(record))
             elif record.reloaded is None:
                 made = self._make(record, recipe)
-            with self.finalizers:
+            with self.finalizers, self.finalizers.lock:
                 reloaded = record.reloaded
                 if reloaded is None and record.recipe is not None:
                     if made is None:
@@ -402,14 +402,14 @@ class TensorCache(Keeper):
     def _scratch(self, nbytes: int) -> Iterator[None]:
         """Room for what making takes and nobody saves; it counts where there is a budget, which holds for it, too."""
         self.wait_for_room(nbytes)
-        with self.finalizers:
+        with self.finalizers, self.finalizers.lock:
             self.residency.make_room(nbytes)
             counted_bytes = nbytes if self.residency.is_limited else 0
             self.stats.resident.add(counted_bytes)
         try:
             yield
         finally:
-            with self.finalizers:
+            with self.finalizers, self.finalizers.lock:
                 self.stats.resident.add(-counted_bytes)
 
     def _make(self, record: SavedStorage, recipe: Any) -> torch.Tensor:
@@ -436,7 +436,8 @@ class TensorCache(Keeper):
             if not is_out_of_memory(error):
                 raise
             return to_be_saved
-        with self.finalizers:  # views of its own: the graph may go, or be used up by another backward
+        # Views of its own: the graph may go, or be used up by another backward.
+        with self.finalizers, self.finalizers.lock:
             recipe = recipe.bound(self._share)
         if not site.is_due:
             sites.left_out(recipe)
@@ -465,7 +466,7 @@ class TensorCache(Keeper):
             with self._scratch(needed_bytes):
                 return self.sites.compare(recipe, tensor)
         finally:
-            with self.finalizers:
+            with self.finalizers, self.finalizers.lock:
                 self.residency.end_early()
 
     def _share(self, view: SavedView) -> SavedView:
@@ -495,7 +496,7 @@ class TensorCache(Keeper):
             RematerializationError: what was made again in earlier steps is no longer what forward makes.
         """
         while self._unread:
-            with self.finalizers:
+            with self.finalizers, self.finalizers.lock:
                 if not self._unread:  # another thread has read it
                     return
                 kept_bytes = sum(one.nbytes for one, _, _ in self._unread if one and one.state is RecordState.KEPT)
@@ -504,7 +505,7 @@ class TensorCache(Keeper):
                     return
                 record, recipe, comparison = self._unread.popleft()
             is_equal = self.sites.read(comparison)  # without the lock: it may wait for the device
-            with self.finalizers:
+            with self.finalizers, self.finalizers.lock:
                 if record is None or record.state is not RecordState.KEPT:
                     continue  # nobody waits for it, or wants it any more, or the budget had it moved
                 if is_equal:
@@ -515,7 +516,7 @@ class TensorCache(Keeper):
 
     def _keep_cheaper(self) -> None:
         """Make what takes less than operands that nobody else wants any more, and keep it; see [Note: Made again]."""
-        with self.finalizers:
+        with self.finalizers, self.finalizers.lock:
             found = [(one, one.recipe) for one in self._made if _takes_more(one)]
         for record, recipe in found:
             try:
@@ -523,7 +524,7 @@ class TensorCache(Keeper):
             # Raised again where backward wants it; or there will be room another time.
             except (ActivationModifiedError, StorageError, RuntimeError):
                 continue
-            with self.finalizers:
+            with self.finalizers, self.finalizers.lock:
                 if data is not None and record.state is RecordState.AWAY:
                     self.residency.add_made(record, data)
                 if record.reloaded is not None:
@@ -539,7 +540,7 @@ class TensorCache(Keeper):
             pinned: storages that stay where they are.
         """
         while self.residency.may_wait:
-            with self.finalizers:
+            with self.finalizers, self.finalizers.lock:
                 release = self.residency.free_room(nbytes, pinned)
             if release is None:
                 break
@@ -551,25 +552,25 @@ class TensorCache(Keeper):
         if is_parameter(tensor) or not has_plain_storage(tensor):
             return
         self.wait_for_room(nbytes := held_bytes(tensor, self._device))
-        with self.finalizers:
+        with self.finalizers, self.finalizers.lock:
             self._recomputed.append(self.residency.count(tensor.untyped_storage(), nbytes))
 
     def end_recomputations(self) -> None:
         """Backward is over, or has raised: what it saved again and others hold on to, a buffer say, is theirs."""
-        with self.finalizers:
+        with self.finalizers, self.finalizers.lock:
             while self._recomputed:
                 self.residency.leave(self._recomputed.pop())
 
     def limit_resident(self, nbytes: int | None, name: str = "") -> None:
         """Hold saved tensors in device memory within a budget from now on; see :meth:`Residency.limit`."""
-        with self.finalizers:
+        with self.finalizers, self.finalizers.lock:
             self.residency.limit(nbytes, name)
 
     # ---- for the offloader and the controller -------------------------------------------------------------------
 
     def settle(self) -> None:
         """Act on every deferred finalizer, and let go of what finished copies still hold."""
-        with self.finalizers:
+        with self.finalizers, self.finalizers.lock:
             self.residency.releases.settle()
         for store in self._stores:  # under their own locks
             store.settle()
@@ -577,7 +578,7 @@ class TensorCache(Keeper):
 
     def forget_order(self) -> None:
         """Forget the order in which backward wanted what was moved: from now on other storages are."""
-        with self.finalizers:
+        with self.finalizers, self.finalizers.lock:
             self.learned_order = []
 
     # ---- the ends of records ------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ account of its memory: the one tells of the end of a user, the other of the end 
 
 [Note: Finalizers] A view's ``__del__`` may run anywhere: in any thread, and also while its own thread holds the lock,
 because every allocation inside a critical section may start the garbage collector. So it neither waits for the lock nor
-takes it twice; it defers itself (``ds_tba/storage/finalizers.py``). Whoever takes the lock, as ``with finalizers:``,
+takes it twice; it defers itself (``ds_tba/storage/finalizers.py``). Who takes it, ``with finalizers, finalizers.lock``,
 acts on deferred finalizers first, so that their memory is free, and after letting go of it acts on those that found the
 lock taken.
 """

@@ -20,11 +20,12 @@ Item = TypeVar("Item")
 class DeferredFinalizers(Generic[Item]):
     """A lock, and the work that finalizers leave to its holders.
 
-    As a context it is the lock: on the way in, and again after the way out, it acts on what was left.
+    The lock is taken as ``with deferred, deferred.lock:``. Before, and again after, that acts on what was left.
 
-    [Note: Interrupts] A signal handler that raises, as that of Ctrl-C does, may come between two bytecodes of the way
-    in or out (or of the lanes' queue), and the lock then stays taken. That is not handled: training is over, closing
-    gives up after its limit of time, and the kernel takes the files back with the process.
+    [Note: Interrupts] A signal handler that raises, as that of Ctrl-C does, may come between two bytecodes. Therefore
+    the lock is a context by itself: CPython takes and releases it in one of them. A method of ours that did so would
+    leave it taken, the last report unwritten, and closing would give up after its limit of time. What is left is
+    :meth:`act_if_free`, and the lanes' queue: then the kernel takes the files back with the process.
 
     Args:
         lock: not reentrant, or an item left in a critical section would be acted on in the middle of it.
@@ -32,20 +33,14 @@ class DeferredFinalizers(Generic[Item]):
     """
 
     def __init__(self, lock: threading.Lock, act: Callable[[Item], None]) -> None:
-        self._lock = lock
+        self.lock = lock
         self._act = act
         self._left: queue.SimpleQueue[Item] = queue.SimpleQueue()  # the one queue that a finalizer may use
 
     def __enter__(self) -> None:
-        self._lock.acquire()
-        try:
-            self.act()
-        except BaseException:
-            self._lock.release()
-            raise
+        self.act_if_free()
 
     def __exit__(self, *error: object) -> None:
-        self._lock.release()
         self.act_if_free()  # on an item that came in the meantime, and found the lock taken
 
     def leave(self, item: Item, *, acts: bool = True) -> None:
@@ -61,11 +56,11 @@ class DeferredFinalizers(Generic[Item]):
     def act_if_free(self) -> None:
         """Act on the items unless the lock is taken. Whoever releases the lock calls this."""
         # Again after each release: an item that came before it found the lock taken.
-        while not self._left.empty() and self._lock.acquire(blocking=False):
+        while not self._left.empty() and self.lock.acquire(blocking=False):
             try:
                 self.act()
             finally:
-                self._lock.release()
+                self.lock.release()
 
     def act(self) -> None:
         """Act on every item; call it under the lock, which whoever takes an item has."""

@@ -87,7 +87,7 @@ class HostStore(Store[HostTicket]):
         self._closed = False
 
     def put(self, data: torch.Tensor, *, wait: bool) -> HostTicket | Refusal:
-        with self._deferred:
+        with self._deferred, self._deferred.lock:
             self._settle()
             self._copies.hold_at_most(max(0, self._ahead_limit_bytes - data.numel()))
             for segment in self._segments:
@@ -104,12 +104,12 @@ class HostStore(Store[HostTicket]):
         except BaseException:
             self.release(ticket)
             raise
-        with self._deferred:
+        with self._deferred, self._deferred.lock:
             self.stats.offloaded_bytes += ticket.nbytes
         return ticket
 
     def prefetch(self, ticket: HostTicket) -> bool:
-        with self._deferred:
+        with self._deferred, self._deferred.lock:
             self._copies.settle()
             if self._is_synchronous or ticket.arrival is not None or self._closed:
                 return True
@@ -121,7 +121,7 @@ class HostStore(Store[HostTicket]):
             return True
 
     def get(self, ticket: HostTicket, device: torch.device) -> Loaded:
-        with self._deferred:
+        with self._deferred, self._deferred.lock:
             if self._closed:
                 raise StateError("the activation offloader was closed before backward: keep the engine until then")
             self._copies.settle()
@@ -131,20 +131,20 @@ class HostStore(Store[HostTicket]):
         self._deferred.leave(ticket)
 
     def settle(self) -> None:
-        with self._deferred:
+        with self._deferred, self._deferred.lock:
             self._settle()
 
     def cancel_prefetch(self, ticket: HostTicket) -> bool:
-        with self._deferred:
+        with self._deferred, self._deferred.lock:
             return self._take_arrival(ticket) is not None
 
     def copies_out(self) -> Sequence[PendingCopy]:
-        with self._deferred:
+        with self._deferred, self._deferred.lock:
             self._settle()
             return self._copies.under_way
 
     def close(self) -> None:
-        with self._deferred:
+        with self._deferred, self._deferred.lock:
             self._closed = True
             self._copies.finish()
             for segment in self._segments:

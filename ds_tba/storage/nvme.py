@@ -132,7 +132,7 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
 
     def _put(self, data: torch.Tensor, wait: bool) -> SwapTicket | Refusal:
         space = self.space
-        with space.deferred:
+        with space.deferred, space.deferred.lock:
             reserved = space.reserve(data.numel(), wait)
             if isinstance(reserved, Refusal):
                 reserved.count(self.stats, data.numel())
@@ -144,7 +144,7 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
             # Without the lock, which a copy of the host would keep from the lanes; nobody else has the ticket yet.
             copy = self.ring.copies.out(data, self.ring.view(slot))
         except BaseException:
-            with space.deferred:
+            with space.deferred, space.deferred.lock:
                 space.give_up(ticket)
             raise
         if copy is not None:
@@ -183,7 +183,7 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
         if isinstance(ticket, PiecesTicket):
             with self._pieces_lock:
                 return all(self.prefetch(piece) for piece in ticket.waiting)
-        with self.space.deferred:
+        with self.space.deferred, self.space.deferred.lock:
             if self.space.closed or ticket in self.space.read_ahead:
                 return True
             if ticket.state in BEFORE_WRITTEN:
@@ -199,7 +199,7 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
         if isinstance(ticket, PiecesTicket):
             with self._pieces_lock:
                 return self._put_together(ticket, device)
-        with self.space.deferred:
+        with self.space.deferred, self.space.deferred.lock:
             self.space.settle_copies()  # backward needs the memory of what forward has finished copying
             if ticket.state not in BEFORE_WRITTEN:
                 self._wait_until_loaded(ticket)
@@ -298,7 +298,7 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
             self.space.deferred.leave(ticket)
 
     def settle(self) -> None:
-        with self.space.deferred:
+        with self.space.deferred, self.space.deferred.lock:
             self.space.settle_copies()
 
     def cancel_prefetch(self, ticket: SwapTicket | PiecesTicket) -> bool:
@@ -306,16 +306,16 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
             with self._pieces_lock:
                 cancelled = [self.cancel_prefetch(piece) for piece in ticket.waiting]  # each of them
                 return all(cancelled)
-        with self.space.deferred:
+        with self.space.deferred, self.space.deferred.lock:
             return self.space.cancel_prefetch(ticket)
 
     def copies_out(self) -> Sequence[PendingCopy]:
-        with self.space.deferred:
+        with self.space.deferred, self.space.deferred.lock:
             self.space.settle_copies()
             return self.ring.copies.under_way
 
     def close(self) -> None:
-        with self.space.deferred:
+        with self.space.deferred, self.space.deferred.lock:
             self.space.closed = True
         if not self._stop_lanes():
             logger.error(
@@ -351,7 +351,7 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
     def _write(self, ticket: SwapTicket, handle: IoHandle) -> None:
         """Write a queued ticket, unless its write was cancelled; keep its bytes in memory if they cannot be written."""
         space = self.space
-        with space.deferred:
+        with space.deferred, space.deferred.lock:
             if ticket.state is not _S.QUEUED:
                 return  # cancelled
             ticket.move(_S.WRITING)
@@ -370,7 +370,7 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
                 return
             # Prefetching came to it: onto the device now, so that its slot is free for what backward wants next.
             arrival = self._onto_device(ticket, staged) if ticket in space.read_ahead else None
-        with space.deferred:
+        with space.deferred, space.deferred.lock:
             self.stats.written_bytes += ticket.extent.nbytes
             space.end_write()
             stays = space.read_ahead.end_write(ticket)
@@ -398,7 +398,7 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
 
     def _lose(self, ticket: SwapTicket, error: StorageError) -> None:
         space = self.space
-        with space.deferred:
+        with space.deferred, space.deferred.lock:
             space.end_write()
             space.read_ahead.end(ticket)
             ticket.error = error
@@ -411,7 +411,7 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
         host: torch.Tensor | None = None
         with suppress(MemoryError, RuntimeError):
             host = self.ring.rescue(staged, ticket.nbytes)
-        with space.deferred:
+        with space.deferred, space.deferred.lock:
             space.end_write()
             space.read_ahead.end(ticket)
             ticket.host = host
@@ -426,7 +426,7 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
     def _read(self, ticket: SwapTicket, handle: IoHandle) -> None:
         """Read a ticket into its slot, unless its read was cancelled or done by an urgent request."""
         space = self.space
-        with space.deferred:
+        with space.deferred, space.deferred.lock:
             if ticket.state is not _S.READ_QUEUED:
                 return
             ticket.move(_S.READING)
@@ -437,7 +437,7 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
             with space.lock:  # before the copy onto the device, which is not the drive's time
                 ticket.path.meter.stop(transfer, moved=failure is None)
             arrival = self._onto_device(ticket, target) if failure is None else None
-        with space.deferred:
+        with space.deferred, space.deferred.lock:
             self.stats.read_bytes += ticket.extent.nbytes if failure is None else 0
             ticket.error = failure
             ticket.arrival, arrival = arrival, None  # as above

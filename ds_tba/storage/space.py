@@ -367,7 +367,7 @@ class SwapSpace:
     Attributes:
         lock: over all of it, the tickets included. Held for bookkeeping and for what is only queued on a device, never
             for I/O: the lanes need it at both ends of a transfer.
-        deferred: ``with space.deferred`` takes the lock and acts on what finalizers left.
+        deferred: what finalizers left to the holders of the lock; see ``finalizers.py``.
         changed: notified whenever a ticket moves on, or a slot or write ends.
         writes_under_way: and to come; whoever waits for a slot may count on them.
     """
