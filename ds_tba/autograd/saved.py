@@ -327,8 +327,10 @@ class SavedView:
             self.held = None
 
     def __del__(self) -> None:
-        is_pending = not (self.is_lent or self.is_unpacked) and self.held is None
-        self._cache.finalizers.leave(ViewGone(self.record, self.is_lent, is_pending))
+        record = getattr(self, "record", None)
+        if record is not None:  # else a signal handler raised in __init__
+            is_pending = not (self.is_lent or self.is_unpacked) and self.held is None
+            self._cache.finalizers.leave(ViewGone(record, self.is_lent, is_pending))
 
 
 # ---- the account of a storage's memory, and finalizers --------------------------------------------------------------
