@@ -1,4 +1,4 @@
-# make demo              train in memory that is too small: as it is, checkpointed, rematerialized, with the block; 3 minutes
+# make demo              train in memory that is too small: as it is, checkpointed, rematerialized, with the block; 4 minutes
 # make demo ZERO=2 BACKEND=posix   the same without DeepSpeed's aio op, hence without its compilation
 # make check             lint, types, the quick tests and a smoke of the engine
 # make test              lint, types, and what decides whether a change lands: faults, engines, some rows of each table;
