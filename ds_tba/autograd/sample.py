@@ -28,7 +28,7 @@ from torch.autograd.profiler import record_function
 from ds_tba.autograd.recompute import RecomputedPass
 from ds_tba.autograd.saved import CountedMemory, Hooks, RecordState, SavedCounted, SavedStorage, SavedView
 from ds_tba.autograd.sites import RunningModule
-from ds_tba.autograd.tensors import held_bytes, is_parameter
+from ds_tba.autograd.tensors import form_of, held_bytes, is_parameter
 from ds_tba.telemetry.diagnosis import Failure
 from ds_tba.telemetry.holders import Holder, merged
 from ds_tba.telemetry.stats import CacheStats, PathMeter
@@ -128,7 +128,7 @@ class StepSample:
             frame = _caller()
             function = frame.f_locals["cls"].__name__ if frame is not None and frame.f_code is _APPLY else ""
             module = merged(self._module()) or f"({line_of(frame)})"
-            self._seen[key] = _Seen(module, function or _op(tensor), nbytes, _shape(tensor))
+            self._seen[key] = _Seen(module, function or _op(tensor), nbytes, form_of(tensor))
         elif not seen.op:  # saved by the op that made it, which had no node yet
             seen.op = _op(tensor)
 
@@ -278,10 +278,6 @@ def _op(tensor: torch.Tensor) -> str:
     return name
 
 
-def _shape(tensor: torch.Tensor) -> str:
-    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-
-
 # ---- where in the program -------------------------------------------------------------------------------------------
 
 
@@ -334,7 +330,7 @@ def failure_of(error: BaseException, running: RunningModule, device: torch.devic
         for name, value in frame.f_locals.items():
             nbytes = held_bytes(value, device) if isinstance(value, torch.Tensor) and not is_parameter(value) else 0
             if nbytes > local_bytes:
-                local, local_bytes = f"{name} {_shape(value)} of {Path(file).name}:{number}", nbytes
+                local, local_bytes = f"{name} {form_of(value)} of {Path(file).name}:{number}", nbytes
     asked = _ASKED.search(str(error))
     return Failure(
         phase="optimizer step" if phase == "step" else phase,

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ds_tba.autograd.prefetch import MicroStep
-from ds_tba.autograd.tensors import Stamp, VersionWitness, ViewSpec, kept, lineage_of, stamp_of
+from ds_tba.autograd.tensors import Stamp, VersionWitness, ViewSpec, form_of, kept, lineage_of, stamp_of
 from ds_tba.device.accelerator import Arrival
 from ds_tba.errors import ActivationModifiedError
 from ds_tba.storage.base import StateMachine, Ticket
@@ -296,7 +296,7 @@ class SavedView:
             self.is_unpacked = True
             return unmodified(held, self.record.key.version)
         if not self.is_unmodified:
-            raise _modified(self._spec.shape, self._spec.dtype, self.record.key.version, self._witness.version)
+            raise _modified(self._spec.form, self.record.key.version, self._witness.version)
         return self._spec.rebuild(self._cache.load(self))
 
     @property
@@ -429,13 +429,13 @@ def unmodified(tensor: torch.Tensor, version: int) -> torch.Tensor:
         ActivationModifiedError: it is not.
     """
     if tensor._version != version:
-        raise _modified(tensor.shape, tensor.dtype, version, tensor._version)
+        raise _modified(form_of(tensor), version, tensor._version)
     return tensor
 
 
-def _modified(shape: torch.Size, dtype: torch.dtype, saved: int, now: int) -> ActivationModifiedError:
+def _modified(form: str, saved: int, now: int) -> ActivationModifiedError:
     return ActivationModifiedError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"a tensor of shape {list(shape)} and {dtype} is at version {now}; expected version {saved} instead. "
+        f"a tensor of {form} is at version {now}; expected version {saved} instead. "
         "Hint: find the operation with torch.autograd.set_detect_anomaly(True)."
     )

@@ -67,6 +67,7 @@ from ds_tba.autograd.saved import Keeper, PassedThrough, SavedCounted, SavedStor
 from ds_tba.autograd.tensors import (
     ViewSpec,
     base_of,
+    form_of,
     has_plain_storage,
     integers_of,
     is_input,
@@ -605,10 +606,10 @@ class Sites:
         }
 
     def _note_refused(self, tensor: torch.Tensor, reason: str) -> None:
-        form = (reason, tensor.dtype, tensor.shape)
+        form = (reason, form_of(tensor))
         if form not in self._refused and len(self._refused) < MAX_REFUSED:
             self._refused[form] = reason
-            logger.debug("a tensor of shape %s and %s is not rematerialized: %s", tensor.shape, tensor.dtype, reason)
+            logger.debug("a tensor of %s is not rematerialized: %s", *reversed(form))
 
 
 _NOWHERE = Site("", 0)

@@ -74,6 +74,11 @@ class ViewSpec:
     def of(cls, tensor: torch.Tensor) -> ViewSpec:
         return cls(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
+    @property
+    def form(self) -> str:
+        """As of :func:`form_of`."""
+        return _form(str(list(self.shape)), self.dtype)
+
     def rebuild(self, data: torch.Tensor) -> torch.Tensor:
         """The view of ``data`` (uint8, 1-D, as long as the original storage).
 
@@ -83,9 +88,9 @@ class ViewSpec:
         return whole.view(self.dtype).as_strided(self.shape, self.stride, self.storage_offset)
 
 
-def stamp_of(storage: torch.UntypedStorage | None) -> Stamp:
-    """The stamp of a storage, issued at first sight; see [Note: Stamps]. A new one where there is no storage."""
-    return next(_stamps) if storage is None else _stamped(storage, _STAMP)
+def stamp_of(storage: torch.UntypedStorage) -> Stamp:
+    """The stamp of a storage, issued at first sight; see [Note: Stamps]."""
+    return _stamped(storage, _STAMP)
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -252,6 +257,17 @@ def held_bytes(tensor: torch.Tensor, device: torch.device) -> int:
         return tensor.numel() * tensor.element_size()
     nbytes = tensor.untyped_storage().nbytes()
     return nbytes if tensor.requires_grad else min(nbytes, max(span_bytes(tensor), 1))
+
+
+def form_of(tensor: torch.Tensor) -> str:
+    """Shape and dtype for people, of any tensor: nested ones may have no shape, and subclasses are not asked."""
+    with torch._C.DisableTorchFunctionSubclass():
+        is_ragged = tensor.is_nested and tensor.layout is torch.strided
+        return _form("nested" if is_ragged else str(list(tensor.shape)), tensor.dtype)
+
+
+def _form(shape: str, dtype: torch.dtype) -> str:
+    return f"{shape} {str(dtype).removeprefix('torch.')}"
 
 
 def span_bytes(tensor: torch.Tensor) -> int:

@@ -13,14 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed.accelerator import get_accelerator
-from support.stepping import end_step, forward, note_backward
+from support.stepping import end_step, forward, note_backward, offloader_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ds_tba.adaptive.agreement import Alone
-from ds_tba.config import parse_block
-from ds_tba.device.accelerator import adapted
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.telemetry.diagnosis import Diagnosis
 
@@ -86,18 +82,7 @@ class Model(nn.Module):
 
 
 def make(directory: Path, model: nn.Module, **block: Any) -> ActivationOffloader:
-    ours = {
-        "enabled": True,
-        "nvme_path": str(directory),
-        "min_tensor_bytes": 2048,
-        "io": {"backend": "posix", "staging_bytes": 16 << 20},
-        **block,
-    }
-    parsed = parse_block({"activation_nvme_offload": ours})
-    assert parsed is not None
-    offloader = ActivationOffloader(*parsed, adapted(get_accelerator()))
-    offloader.watch(model, Alone())
-    return offloader
+    return offloader_of(directory, model, **{"min_tensor_bytes": 2048, **block})
 
 
 def seeded(**options: bool) -> Model:

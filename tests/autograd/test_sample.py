@@ -12,14 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed.accelerator import get_accelerator
-from support.stepping import end_step, forward, note_backward
+from support.stepping import end_step, forward, note_backward, offloader_of
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from ds_tba.adaptive.agreement import Alone
-from ds_tba.config import parse_block
-from ds_tba.device.accelerator import adapted
+from ds_tba.autograd.sample import failure_of
+from ds_tba.autograd.sites import RunningModule
+from ds_tba.autograd.tensors import form_of
 from ds_tba.offloader import ActivationOffloader
 
 LAYERS = 3
@@ -50,18 +49,7 @@ class Model(nn.Module):
 def make(directory: Path, **block: Any) -> tuple[Model, ActivationOffloader]:
     torch.manual_seed(0)
     model = Model()
-    ours = {
-        "enabled": True,
-        "nvme_path": str(directory),
-        "min_tensor_bytes": 4096,
-        "io": {"backend": "posix", "staging_bytes": 16 << 20},
-        **block,
-    }
-    parsed = parse_block({"activation_nvme_offload": ours})
-    assert parsed is not None
-    offloader = ActivationOffloader(*parsed, adapted(get_accelerator()))
-    offloader.watch(model, Alone())
-    return model, offloader
+    return model, offloader_of(directory, model, **{"min_tensor_bytes": 4096, **block})
 
 
 def train(model: Model, offloader: ActivationOffloader | None, steps: int) -> list[torch.Tensor]:
@@ -84,6 +72,87 @@ def test_looking_changes_no_gradient(tmp_path: Path, placement: str) -> None:
     found = train(model, offloader, 5)
     offloader.close()
     assert all(torch.equal(one, other) for one, other in zip(plain, found, strict=True))
+
+
+class Unasked(torch.Tensor):
+    """Of a user whose own code answers for shapes; ours must not ask."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") == "__get__":
+            raise NotImplementedError("shapes are private")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def odd_tensors(x: torch.Tensor) -> dict[str, torch.Tensor]:
+    rows = x.reshape(-1, 64)
+    return {
+        "nested": torch.nested.as_nested_tensor([rows[:100], rows[100:]]),
+        "jagged": torch.nested.as_nested_tensor([rows[:100], rows[100:]], layout=torch.jagged),
+        "sparse": rows.to_sparse(),
+        "compressed": rows.detach().to_sparse_csr(),
+        "private": rows.as_subclass(Unasked),
+        "conjugate": torch.complex(rows, rows).conj(),
+        "scalar": rows.sum(),
+        "empty": rows[:0],
+        "meta": torch.empty(3, device="meta"),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested", "ignore:Sparse CSR")
+def test_odd_tensors_are_looked_at_without_an_error(tmp_path: Path) -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.up = nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            odd = odd_tensors(self.up(x))
+            positive = odd["nested"].relu()
+            flat = [
+                torch.cat([*(positive * positive).unbind(), *odd["jagged"].sigmoid().unbind()]),
+                torch.sparse.mm(odd["sparse"], self.up.weight),
+                torch.mul(odd["private"], odd["private"]).as_subclass(torch.Tensor),
+                (odd["conjugate"] * odd["conjugate"]).real,
+                torch.func.vmap(lambda row: row.sin() * row)(x.reshape(-1, 64) * self.up.bias),
+                odd["scalar"].square(),
+                odd["empty"].exp(),
+            ]
+            return sum((one.sum() for one in flat), start=torch.zeros(()))
+
+    def gradients(block: dict[str, Any] | None) -> list[torch.Tensor | None]:
+        model = Odd()
+        offloader = None if block is None else offloader_of(tmp_path, model, min_tensor_bytes=4096, **block)
+        for _ in range(2):
+            forward(model, torch.arange(4 * 64 * 64).reshape(4, 64, 64).sin(), offloader).backward()
+            note_backward(offloader)
+        if offloader is not None:
+            assert "nested float32" in offloader.explain()
+            offloader.close()
+        return [parameter.grad for parameter in model.parameters()]
+
+    plain = gradients(None)
+    for placement in ("nvme", "keep", "adaptive"):
+        found = gradients({"placement": placement, "report": {"timeline_path": str(tmp_path / "step.json")}})
+        assert all(torch.equal(one, other) for one, other in zip(plain, found, strict=True))  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested", "ignore:Sparse CSR")
+def test_odd_tensors_in_the_frames_of_an_error_are_no_second_error() -> None:
+    def fails() -> None:
+        odd = odd_tensors(torch.randn(4, 64, 64))
+        raise torch.OutOfMemoryError(f"Tried to allocate 2.00 GiB beside {len(odd)}")
+
+    def held(**tensors: torch.Tensor) -> None:
+        fails()
+
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        held(**odd_tensors(torch.randn(4, 64, 64)))
+    for name, tensor in odd_tensors(torch.randn(4, 64, 64)).items():
+        assert form_of(tensor), name
+    failure = failure_of(raised.value, RunningModule({}), torch.device("cpu"))
+    assert failure.asked_bytes == 2 << 30
 
 
 @pytest.mark.parametrize("placement", ["nvme", "keep"])

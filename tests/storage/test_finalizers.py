@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ from test_store import until
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.offloader import ActivationOffloader
+from ds_tba.storage.finalizers import DeferredFinalizers
 
 HERE = Path(__file__).parents[1]
 
@@ -50,6 +52,35 @@ def test_a_finalizer_that_asks_for_the_end_starts_no_thread(tmp_path: Path, monk
 
 
 # ---- signal handlers ------------------------------------------------------------------------------------------------
+
+
+class HandlerError(Exception):
+    """Raised by a signal handler, wherever that has come."""
+
+
+def test_an_interrupt_leaves_no_lock_taken() -> None:
+    """It may come between any two bytecodes of the way in, the critical section and the way out."""
+    deferred: DeferredFinalizers[int] = DeferredFinalizers(threading.Lock(), lambda _: None)
+
+    def handler(*_: object) -> None:
+        raise HandlerError
+
+    before, interrupts = signal.signal(signal.SIGALRM, handler), 0
+    try:
+        for number in range(2000):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 20e-6 + number % 50 * 1e-6)
+                while True:
+                    with deferred, deferred.lock:
+                        pass
+            except HandlerError:
+                interrupts += 1
+            assert deferred.lock.acquire(timeout=10), f"taken after {interrupts} interrupts"
+            deferred.lock.release()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert interrupts == 2000
 
 
 def test_a_handler_that_closes_and_exits_never_hangs(tmp_path: Path) -> None:

@@ -250,11 +250,7 @@ class SavesCopies(torch.autograd.Function):
         return (gradient.float() * (gate + exact * gate * (1 - gate))).to(gradient.dtype)
 
 
-class OwnActivation(nn.Module):
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
-
+class OwnActivation(Mlp):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.down(SavesCopies.apply(self.up(x)))
         return y

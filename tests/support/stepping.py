@@ -3,11 +3,27 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
+from ds_tba.adaptive.agreement import Alone
+from ds_tba.config import BLOCK, parse_block
+from ds_tba.device.accelerator import adapted
 from ds_tba.offloader import ActivationOffloader
+
+
+def offloader_of(directory: Path, model: nn.Module, **block: Any) -> ActivationOffloader:
+    """One that watches the model, of a block as it stands in a ``ds_config.json``."""
+    io = {"backend": "posix", "staging_bytes": 16 << 20}
+    parsed = parse_block({BLOCK: {"enabled": True, "nvme_path": str(directory), "io": io, **block}})
+    assert parsed is not None
+    offloader = ActivationOffloader(*parsed, adapted(get_accelerator()))
+    offloader.watch(model, Alone())
+    return offloader
 
 
 def forward(model: nn.Module, x: Tensor, offloader: ActivationOffloader | None) -> Tensor:
