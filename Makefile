@@ -22,7 +22,7 @@ LIMITS  ?= --activation_budget_bytes 67108864 --staging_bytes 67108864
 NVME    ?= $(CURDIR)/.cache/nvme
 RANKS   ?= 1
 PYTEST_ARGS ?= -m "not slow and not thorough"
-QUICK ?= -m "smoke or not (slow or thorough or engine or fault)"
+QUICK ?= -m "smoke or not (slow or thorough or engine or long or fault)"
 # Processes that share the tests; more of them need more memory, some GiB each.
 WORKERS ?= 2
 GPU_ARGS ?=

@@ -133,7 +133,14 @@ def kept_peak(make: Make, forwards: int) -> int:
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("forwards", [1, 2], ids=["one forward", "two forwards"])
-@pytest.mark.parametrize("part", [0.5, 0.25, 0.125], ids=["half", "a quarter", "an eighth"])
+@pytest.mark.parametrize(
+    "part",
+    [
+        pytest.param(0.5, marks=pytest.mark.long, id="half"),
+        pytest.param(0.25, id="a quarter"),
+        pytest.param(0.125, marks=pytest.mark.long, id="an eighth"),
+    ],
+)
 def test_no_step_of_random_lengths_is_above_the_budget(make: Make, part: float, forwards: int) -> None:
     chance = random.Random(3)
     lengths = [chance.choice(LENGTHS) for _ in range(30)]

@@ -83,6 +83,7 @@ def settled(ours: Model, offloader: ActivationOffloader) -> None:
     assert 0 < report.step_peak_saved_bytes <= report.peak_saved_bytes_without
 
 
+@pytest.mark.long
 def test_the_slower_the_drive_the_less_goes_to_it(make: Make) -> None:
     found = []
     for part in PARTS:

@@ -146,6 +146,7 @@ def test_a_mutation_after_the_save_raises(
     hazards.check_mutation(mutation, cache_over(make_store() if placed == "nvme" else None))
 
 
+@pytest.mark.long
 def test_the_same_under_python_o() -> None:
     here = Path(__file__).parents[1]
     paths = os.pathsep.join([str(here), str(here.parent)])

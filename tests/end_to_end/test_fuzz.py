@@ -10,9 +10,12 @@ import pytest
 from support import runs
 from support.fuzz_programs import draw, smaller
 
-DRAWS = 60
-# The first is a part of every run of the tests, the others of ``make test-all``.
-CHUNKS = [0, *(pytest.param(chunk, marks=pytest.mark.thorough) for chunk in range(1, 5))]
+# Some of ``make check``, the rest of the first 60 of ``make test``, the others of ``make test-all``.
+SEEDS = [
+    range(12),
+    pytest.param(range(12, 60), marks=pytest.mark.long),
+    *(pytest.param(range(first, first + 60), marks=pytest.mark.thorough) for first in range(60, 300, 60)),
+]
 JOBS = 2
 ENGINE_SEEDS = range(6)
 
@@ -25,9 +28,8 @@ torch.Tensor.backward = lambda *args, **options: time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("chunk", CHUNKS)
-def test_random_programs_are_exact_and_bounded(chunk: int, tmp_path: Path) -> None:
-    seeds = range(chunk * DRAWS, (chunk + 1) * DRAWS)
+@pytest.mark.parametrize("seeds", SEEDS, ids=lambda seeds: f"{seeds[0]}-{seeds[-1]}")
+def test_random_programs_are_exact_and_bounded(seeds: range, tmp_path: Path) -> None:
     failed = [result for result in fuzz.run(seeds, str(tmp_path), JOBS) if result.failures]
     assert not failed, "\n\n".join(["", *map(str, failed), fuzz.summary(failed, 0)])
 
@@ -82,5 +84,5 @@ def test_a_wrong_gradient_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_draw_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sitecustomize.py").write_text(HANG)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    [result] = fuzz.run([7], str(tmp_path), jobs=1, limit_s=10)
+    [result] = fuzz.run([7], str(tmp_path), jobs=1, limit_s=5)
     assert result.kinds == "hang" and "seed 7" in str(result) and "fuzz_training.py" in str(result)

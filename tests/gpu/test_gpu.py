@@ -178,7 +178,10 @@ EXPANDABLE = "expandable_segments:True"
 
 @pytest.mark.parametrize(
     ("rig", "setting"),
-    [("late", EXPANDABLE), *(pytest.param("cuda", one, marks=gpu) for one in (EXPANDABLE, "backend:cudaMallocAsync"))],
+    [
+        pytest.param("late", EXPANDABLE, marks=pytest.mark.long),
+        *(pytest.param("cuda", one, marks=gpu) for one in (EXPANDABLE, "backend:cudaMallocAsync")),
+    ],
     indirect=["rig"],
 )
 def test_gradients_are_exact_in_a_process_with_another_allocator(rig: Rig, setting: str) -> None:

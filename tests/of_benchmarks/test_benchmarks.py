@@ -52,6 +52,7 @@ def failed(result: dict[str, Any]) -> set[str]:
     return {one["check"] for one in result["verdicts"] if not one["held"]}
 
 
+@pytest.mark.thorough
 @pytest.mark.engine
 def test_soak(tmp_path: Path) -> None:
     status, result = soak(tmp_path)

@@ -130,6 +130,7 @@ def test_a_point_compares_each_turn_with_the_plain_model_of_its_round() -> None:
     assert point(PLAIN, rounds, 7).step_error is None
 
 
+@pytest.mark.long
 def test_the_curve_of_a_tiny_model(tmp_path: Path) -> None:
     (tmp_path / "nvme").mkdir()
     out = tmp_path / "out"
@@ -160,6 +161,7 @@ def test_the_curve_of_a_tiny_model(tmp_path: Path) -> None:
     assert (out / "rok.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.thorough
 def test_slower_drives_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "nvme").mkdir()
     options = ["--tiny", "--rounds", "2", "--settle", "4", "--overhead", "100", "--nvme_path", str(tmp_path / "nvme")]

@@ -64,6 +64,7 @@ def limits_of(trace: Trace, chance: random.Random, *, has_budget: bool) -> Limit
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("has_budget", "margin"), [(False, PEAK_MARGIN), (True, TIME_MARGIN)])
 def test_plans_are_on_average_within_a_margin_of_the_oracles_and_within_limits_where_these_are(
     has_budget: bool, margin: float

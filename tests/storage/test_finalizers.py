@@ -83,6 +83,7 @@ def test_an_interrupt_leaves_no_lock_taken() -> None:
     assert interrupts == 2000
 
 
+@pytest.mark.long
 def test_a_handler_that_closes_and_exits_never_hangs(tmp_path: Path) -> None:
     """At random moments, most of them in the middle of our own code, which may hold any lock."""
     runs = 10
