@@ -47,7 +47,7 @@ def same(runs: list[dict[str, Any]]) -> None:
         (0, ["--way", "engine", "--breaks"]),  # Python runs the frame then, with the compiler on for what it calls
         pytest.param(2, ["--way", "model", "--varying"], marks=pytest.mark.slow),
         pytest.param(2, ["--way", "wrapped", "--varying"], marks=pytest.mark.slow),
-        (3, ["--way", "engine"]),
+        pytest.param(3, ["--way", "engine"], marks=pytest.mark.slow),
         pytest.param(3, ["--way", "blocks", "--varying"], marks=pytest.mark.slow),
     ],
     ids=lambda one: " ".join(one) if isinstance(one, list) else f"ZeRO-{one}",
