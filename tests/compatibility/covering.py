@@ -64,7 +64,7 @@ COVERING: dict[str, list[str]] = {
         "transformers: every_n_layers, recompute, ZeRO-3",
         "transformers: offload, nvme, ZeRO-2",
         "TRL: activation_offloading, DPO, adaptive, ZeRO-2",
-        "DeepSpeed: CheckpointHiddenStatesOffload inside the model's forward, ZeRO-3",
+        "DeepSpeed: CheckpointHiddenStatesOffload, ZeRO-3",
         "torch_remat, nvme, ZeRO-3",
         "DeepCompile: offload_activation, ZeRO-3",
     ],

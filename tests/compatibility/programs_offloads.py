@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
 from models import MODELS
-from programs import outcome
 from programs_deepspeed import Block, Net, ended, started, texts, train_on
-from programs_hf import dpo, sft
+from programs_hf import dpo, sft, trainer
 from torch import Tensor, nn
+
+
+def with_transformers_offload(config: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """Transformers' ``offload`` of what checkpoints save; without a GPU there is no memory to pin, and it fails."""
+    from transformers import modeling_utils
+
+    if not torch.cuda.is_available():
+        modeling_utils.save_on_cpu = lambda **_: torch.autograd.graph.save_on_cpu()
+    return trainer(config, **checkpointing(offload=True, **more))
+
+
+def checkpointing(**more: Any) -> dict[str, Any]:
+    """Of Transformers' trainers."""
+    kwargs = {"use_reentrant": False, **more}
+    return {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": kwargs}
 
 
 def with_trl_offload(config: dict[str, Any], way: str = "sft", **more: Any) -> dict[str, Any]:
@@ -24,15 +37,14 @@ def with_trl_offload(config: dict[str, Any], way: str = "sft", **more: Any) -> d
         for module in (sft_trainer, dpo_trainer):
             module.get_act_offloading_ctx_manager = offload
         if torch.accelerator.current_accelerator() is None:
-            torch.accelerator.current_accelerator = lambda *_: torch.device("cpu")
+            torch.accelerator.current_accelerator = lambda **_: torch.device("cpu")
     return {"sft": sft, "dpo": dpo}[way](config, activation_offloading=True, gradient_checkpointing=False, **more)
 
 
-def with_deepspeed_offload(config: dict[str, Any], where: str, steps: int = 6) -> dict[str, Any]:
-    """DeepSpeed's offload of the inputs of Transformers' checkpoints, which acts on the CPU here, too.
+def with_deepspeed_offload(config: dict[str, Any], steps: int = 6) -> dict[str, Any]:
+    """DeepSpeed's offload of the inputs of Transformers' checkpoints, opened around a micro-step, as it asks for.
 
-    Args:
-        where: the script opens it: "around" the engine's forward, or "inside", in the model's own.
+    It acts on a CPU, too, where by itself it would leave all as it is.
     """
     import deepspeed
     from deepspeed.runtime.activation_checkpointing import offload_activations
@@ -43,30 +55,15 @@ def with_deepspeed_offload(config: dict[str, Any], where: str, steps: int = 6) -
     torch.manual_seed(0)
     model = MODELS["Llama"].build()
     model.activation_checkpointing_enable({"use_reentrant": False})
-    if where == "inside":
-        model.model.forward = partial(_under, offload, model.model.forward)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     chance, losses = torch.Generator().manual_seed(1), []
     for _ in range(steps):
-        batch = {**MODELS["Llama"].batch(2, chance), "use_cache": False}
-        if where == "around":
-            with offload:
-                loss = engine(**batch).loss
-        else:
-            loss = engine(**batch).loss
-        engine.backward(loss)
+        with offload:
+            loss = engine(**MODELS["Llama"].batch(2, chance), use_cache=False).loss
+            engine.backward(loss)
         engine.step()
         losses.append(loss.item())
-    if where == "inside" and not offload.stats.marked_tensors:
-        raise ValueError("DeepSpeed's offload saw nothing")
-    result = outcome(engine, losses)
-    engine.destroy()
-    return result
-
-
-def _under(context: AbstractContextManager[Any], forward: Any, *args: Any, **kwargs: Any) -> Any:
-    with context:
-        return forward(*args, **kwargs)
+    return ended(engine, losses)
 
 
 class RandomState:

@@ -14,18 +14,19 @@ import pytest
 from compare import PLANNED, RECOMPUTED, compare, refusal
 from programs_deepspeed import checkpointed, trained
 from programs_hf import trainer
-from programs_offloads import with_deepspeed_offload, with_torch_remat, with_trl_offload
+from programs_offloads import (
+    checkpointing,
+    with_deepspeed_offload,
+    with_torch_remat,
+    with_transformers_offload,
+    with_trl_offload,
+)
 from support.runs import plain_config
 from test_trainers import config_of
 
 pytestmark = pytest.mark.engine
 
 SECTION = "Beside other offloads"
-
-
-def checkpointing(**more: Any) -> dict[str, Any]:
-    kwargs = {"use_reentrant": False, **more}
-    return {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": kwargs}
 
 
 @dataclass(frozen=True)
@@ -39,24 +40,22 @@ class Other:
     stages: tuple[int, ...] = (2, 3)
 
     def config(self, stage: int) -> dict[str, Any]:
-        is_trainer = self.program in (trainer, with_trl_offload)
+        is_trainer = self.program in (trainer, with_transformers_offload, with_trl_offload)
         return config_of(stage) if is_trainer else plain_config(stage, train_micro_batch_size_per_gpu=2)
 
 
-OFFLOAD, EVERY_SECOND = checkpointing(offload=True), checkpointing(every_n_layers=2)
+EVERY_SECOND = checkpointing(every_n_layers=2)
 OTHERS = [
     Other("transformers: every_n_layers, nvme", trainer, EVERY_SECOND),
     Other("transformers: every_n_layers, adaptive", trainer, EVERY_SECOND, PLANNED, (2,)),
     Other("transformers: every_n_layers, recompute", trainer, {**EVERY_SECOND, "steps": 14}, RECOMPUTED, (3,)),
-    Other("transformers: offload, nvme", trainer, OFFLOAD),
-    Other("transformers: offload and every_n_layers, adaptive", trainer, checkpointing(offload=True, every_n_layers=2),
-          PLANNED, (2,)),
-    Other("TRL: activation_offloading, SFT, nvme", with_trl_offload),
+    Other("transformers: offload, nvme", with_transformers_offload),
+    Other("transformers: offload and every_n_layers, adaptive", with_transformers_offload,
+          {"every_n_layers": 2}, PLANNED, (2,)),
+    # Under ZeRO-3 it ends without us, too: TRL's chunked loss looks for parameters, and its hooks return other tensors.
+    Other("TRL: activation_offloading, SFT, nvme", with_trl_offload, stages=(2,)),
     Other("TRL: activation_offloading, DPO, adaptive", with_trl_offload, {"way": "dpo"}, PLANNED, (2,)),
-    Other("DeepSpeed: CheckpointHiddenStatesOffload around the engine's forward", with_deepspeed_offload,
-          {"where": "around"}),
-    Other("DeepSpeed: CheckpointHiddenStatesOffload inside the model's forward", with_deepspeed_offload,
-          {"where": "inside"}),
+    Other("DeepSpeed: CheckpointHiddenStatesOffload", with_deepspeed_offload),
     Other("torch_remat, nvme", with_torch_remat),
     Other("torch_remat, adaptive", with_torch_remat, {"steps": 10}, PLANNED, (2,)),
     Other("selective checkpointing, adaptive", checkpointed, {"call": "selective", "steps": 10}, PLANNED),
