@@ -76,9 +76,9 @@ NAMES = [
     Name("torch.optim.optimizer._global_optimizer_post_hooks", UPDATE),
     # PyTorch: the graph
     Name("torch._C._autograd", AGAIN, "torch._C._autograd.SavedTensor"),
-    Name(".unpack_hook", AGAIN, "saved.unpack_hook", "2.8"),
-    Name(".data", AGAIN, "saved.data", "2.8"),
-    Name("._get_sequence_nr", AGAIN, "torch.autograd._get_sequence_nr", "2.8"),
+    Name(".unpack_hook", AGAIN, "saved.unpack_hook", "2.7"),
+    Name(".data", AGAIN, "saved.data", "2.7"),
+    Name("._get_sequence_nr", AGAIN, "torch.autograd._get_sequence_nr"),
     Name("._sequence_nr", AGAIN, "node._sequence_nr"),
     Name("._input_metadata", AGAIN, "node._input_metadata"),
     Name("._raw_saved_", AGAIN, "node._raw_saved_self"),
