@@ -9,6 +9,7 @@
 # make gpu REHEARSE=1    the same on the CPU, tiny, in 2 minutes (GPU_ARGS="--pieces headline --again": these, once more)
 # make site              the documentation as a site, in .cache/site; a link that leads nowhere is an error
 # make reference         the pages of keys and commands, and the JSON Schema, from the code; make freeze: the frozen names too
+# make canary            private names, hooks and selective checkpoints on the newest pre-releases of PyTorch and DeepSpeed
 # make soak              2,000 random steps with random faults, compared with the run without us: about 10 minutes
 
 VENV    ?= .venv
@@ -45,7 +46,7 @@ demo: export DS_ACCELERATOR ?= cpu
 PRECISION ?= --fp32
 endif
 
-.PHONY: help demo check test test-all lint site reference freeze reliability compatibility rematerialize mutants bench gpu soak venv aio cpu_ops ops libaio clean
+.PHONY: help demo check test test-all lint site reference freeze reliability compatibility rematerialize mutants bench gpu soak venv aio cpu_ops ops libaio canary clean
 
 help:
 	@sed -n 's/^# make/make/p' $(MAKEFILE_LIST)
@@ -126,6 +127,17 @@ gpu: $(if $(REHEARSE),$(BIN)/.installed)
 
 soak: $(BIN)/.installed aio
 	python benchmarks/soak.py --nvme_path $(NVME)
+
+# The newest that there is of PyTorch and DeepSpeed, before it is a release. A failure is news, and stops nobody.
+CANARY := .cache/canary_venv
+CANARY_TESTS := tests/test_private_names.py tests/autograd/test_selective_checkpoints.py tests/autograd/test_hazards.py
+canary:
+	@mkdir -p $(CURDIR)/.cache
+	$(PYTHON) -m venv --clear $(CANARY)
+	$(CANARY)/bin/pip install -q --pre torch --index-url https://download.pytorch.org/whl/nightly/cpu
+	$(CANARY)/bin/pip install -q --pre deepspeed pydantic numpy packaging xxhash jinja2 pytest hypothesis ninja
+	$(CANARY)/bin/pip install -q --no-deps -e .
+	$(CANARY)/bin/python -m pytest --basetemp=.cache/pytest_canary -m "not aio and not slow and not thorough" $(CANARY_TESTS)
 
 venv: $(BIN)/.installed
 

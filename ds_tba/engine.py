@@ -203,9 +203,11 @@ def _refuse_incompatible(ds_config: Any, block: str = BLOCK) -> None:
             f"DeepSpeed {version} is not supported by this version of ds_tba, which was made for "
             f'{SUPPORTED_DEEPSPEED}: pip install "deepspeed{SUPPORTED_DEEPSPEED}", or remove "{block}".'
         )
-    if getattr(getattr(ds_config, "compile_config", None), "deepcompile", False):
+    compiler = getattr(ds_config, "compile_config", None)
+    if getattr(compiler, "deepcompile", False):
+        moves = "activations (offload_activation)" if getattr(compiler, "offload_activation", False) else "activations"
         raise IncompatibleError(
-            f'DeepCompile moves activations and optimizer states itself and cannot be combined with "{block}": set '
+            f'DeepCompile moves {moves} and optimizer states itself and cannot be combined with "{block}": set '
             f'"compile": {{"deepcompile": false}}, or remove "{block}".'
         )
 

@@ -255,7 +255,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.config.stash[TABLE].write(path)
     path = session.config.getoption("--compatibility")
     if path is not None:
-        more = ("deepspeed", "transformers", "accelerate", "peft", "trl", "diffusers")
+        more = ("deepspeed", "transformers", "accelerate", "peft", "trl", "diffusers", "torch_remat")
         session.config.stash[COMPATIBILITY].write(path, versions(*more))
     path = session.config.getoption("--rematerialized")
     if path is not None:

@@ -225,7 +225,8 @@ class Controller:
     def leave(self, block: Block) -> None:
         """The pass is over."""
         if self._recorder is not None:
-            self._blocks.note_saves(block, has_saved=self._recorder.leave())
+            has_saved = self._recorder.leave(is_recomputable=self._blocks.is_recomputable(block))
+            self._blocks.note_saves(block, has_saved=has_saved)
         if isinstance(self._policy, ByPlan):
             self._policy.leave()
 

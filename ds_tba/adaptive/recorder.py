@@ -284,9 +284,15 @@ class Recorder:
         if self._depth == 1:
             self._pause(lambda: self._open_pass(module, inputs, is_recomputable))
 
-    def leave(self) -> bool:
-        """The pass is over: whether it saved anything but its inputs and parameters."""
-        has_saved = self.record.scopes[-1].has_saved
+    def leave(self, *, is_recomputable: bool = True) -> bool:
+        """The pass is over: whether it saved anything but its inputs and parameters.
+
+        Args:
+            is_recomputable: it is also by what the pass has shown.
+        """
+        scope = self.record.scopes[-1]
+        scope.is_recomputable = scope.is_recomputable and is_recomputable
+        has_saved = scope.has_saved
         self._depth -= 1
         if self._depth == 0:
             self._pause(lambda: self._open_scope(""))

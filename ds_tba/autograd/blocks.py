@@ -49,7 +49,7 @@ from ds_tba.autograd.recompute import (
     replaced_forward,
 )
 from ds_tba.autograd.saved import Hooks
-from ds_tba.autograd.tensors import is_being_compiled
+from ds_tba.autograd.tensors import is_being_compiled, selective_checkpoints_seen
 from ds_tba.config import BLOCK
 from ds_tba.errors import ConfigError
 
@@ -63,6 +63,10 @@ _HOOKS_AROUND = (
 _SAVES_NOTHING = (
     "its forward saves nothing but its inputs, so recomputing it would free nothing: if the model checkpoints its "
     "layers itself (gradient_checkpointing), turn that off to have plans choose"
+)
+_SELECTIVE = (
+    "a selective checkpoint inside keeps what its policy names, which recomputing would not free: turn that off to "
+    "have plans choose"
 )
 _CACHE = (
     "it fills a cache of keys and values among its arguments, which a second run would fill twice: train with "
@@ -228,6 +232,7 @@ class Blocks:
         elif any("cache" in type(one).__name__.lower() for one in arguments.others):
             self._why.setdefault(block.path, _CACHE)
         token = self._listener.enter(block, tuple(arguments.tensors))
+        selective = selective_checkpoints_seen()
         try:
             if token is not None and not all(isinstance(one, nn.Parameter) for one in block.module.parameters()):
                 self._why.setdefault(block.path, _REPLACED)
@@ -238,6 +243,8 @@ class Blocks:
             recomputed = RecomputedPass(block.path, block.module, forward, arguments, compared, begin, self._count)
             return recomputed.run(args, kwargs)
         finally:
+            if selective_checkpoints_seen() > selective:
+                self._why.setdefault(block.path, _SELECTIVE)
             self._listener.leave(block)
 
 

@@ -58,6 +58,7 @@ from ds_tba.autograd.tensors import (
     eligibility,
     has_plain_storage,
     held_bytes,
+    hooks_of_forward,
     is_parameter,
     is_under_a_mode,
     uncompiled_hooks,
@@ -188,7 +189,7 @@ class TensorCache(Keeper):
             self.forward = Forward(step, policy or self._default_policy, is_recorded)
         hooks = self.looked_at((self.pack, partial(self.unpack, step)))
         try:
-            with uncompiled_hooks(*(hooks if around is None else around(hooks))):
+            with hooks_of_forward(uncompiled_hooks(*(hooks if around is None else around(hooks)))):
                 yield
         finally:
             step.phase = Phase.WAITING

@@ -226,7 +226,10 @@ class RecomputedPass:
                     f"first time: {_REPAIR} ({next(lines, type(error).__name__)})"
                 ) from error
 
-        with uncompiled_hooks(pack, unpack):
+        inside: Any = uncompiled_hooks(pack, unpack)
+        # To a selective checkpoint inside they are none of a user's hooks, and what it saves stays with it.
+        inside.pack_hook._checkpoint_internal, inside.pack_hook._user_hooks = True, None
+        with inside:
             yield
 
 

@@ -41,7 +41,8 @@ _VIEWS = frozenset(
 )
 _NODE = re.compile(r"(.*?)(?:Backward\d*)?")
 _RUN_AGAIN = RecomputedPass._run_again.__code__
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+# Since PyTorch 2.14 it is no Python code, and leaves no frame: then the op that made the tensor is named.
+_APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
 _ASKED = re.compile(r"(?:[Tt]ried to allocate|you tried to allocate) ([\d.]+) (\w+)")
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 # Whose lines tell a user nothing of the program.

@@ -806,7 +806,8 @@ def open_sites(config: OffloadConfig, cache: Keeper, accelerator: Accelerator) -
         return None
     exclude = excluded_ops(config)
     if not is_supported():
-        logger.info("nothing is rematerialized: PyTorch %s does not show what its graph holds", torch.__version__)
+        told = "nothing is rematerialized: PyTorch %s does not show what its graph holds, as 2.7 and newer do"
+        logger.info(told, torch.__version__)
         return None
     return Sites(cache, accelerator, exclude)
 

@@ -60,6 +60,14 @@ COVERING: dict[str, list[str]] = {
         "`accelerate launch` with a DeepSpeed config in a file, ZeRO-3, 2 ranks",
     ],
     "DeepSpeed and Accelerate in a loop of one's own": ["Accelerate, a plugin with `hf_ds_config`, ZeRO-2"],
+    "Beside other offloads": [
+        "transformers: every_n_layers, recompute, ZeRO-3",
+        "transformers: offload, nvme, ZeRO-2",
+        "TRL: activation_offloading, DPO, adaptive, ZeRO-2",
+        "DeepSpeed: CheckpointHiddenStatesOffload, ZeRO-3",
+        "torch_remat, nvme, ZeRO-3",
+        "DeepCompile: offload_activation, ZeRO-3",
+    ],
     "TRL and PEFT": ["TRL SFTTrainer with packing, adaptive, ZeRO-2", "TRL DPOTrainer with LoRA, ZeRO-2"],
 }
 

@@ -1,0 +1,104 @@
+"""Training scripts that have another's activation offload switched on; see ``programs.py``."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from models import MODELS
+from programs_deepspeed import Block, Net, ended, started, texts, train_on
+from programs_hf import dpo, sft, trainer
+from torch import Tensor, nn
+
+
+def with_transformers_offload(config: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """Transformers' ``offload`` of what checkpoints save; without a GPU there is no memory to pin, and it fails."""
+    from transformers import modeling_utils
+
+    if not torch.cuda.is_available():
+        modeling_utils.save_on_cpu = lambda **_: torch.autograd.graph.save_on_cpu()
+    return trainer(config, **checkpointing(offload=True, **more))
+
+
+def checkpointing(**more: Any) -> dict[str, Any]:
+    """Of Transformers' trainers."""
+    kwargs = {"use_reentrant": False, **more}
+    return {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": kwargs}
+
+
+def with_trl_offload(config: dict[str, Any], way: str = "sft", **more: Any) -> dict[str, Any]:
+    """TRL's ``activation_offloading``, as on a GPU: without one it does not start, and streams are no streams."""
+    from trl.models import get_act_offloading_ctx_manager
+    from trl.trainer import dpo_trainer, sft_trainer
+
+    if not torch.cuda.is_available():
+        offload = partial(get_act_offloading_ctx_manager, use_streams=False, use_pin_memory=False)
+        for module in (sft_trainer, dpo_trainer):
+            module.get_act_offloading_ctx_manager = offload
+        if torch.accelerator.current_accelerator() is None:
+            torch.accelerator.current_accelerator = lambda **_: torch.device("cpu")
+    return {"sft": sft, "dpo": dpo}[way](config, activation_offloading=True, gradient_checkpointing=False, **more)
+
+
+def with_deepspeed_offload(config: dict[str, Any], steps: int = 6) -> dict[str, Any]:
+    """DeepSpeed's offload of the inputs of Transformers' checkpoints, opened around a micro-step, as it asks for.
+
+    It acts on a CPU, too, where by itself it would leave all as it is.
+    """
+    import deepspeed
+    from deepspeed.runtime.activation_checkpointing import offload_activations
+
+    kind = offload_activations.CheckpointHiddenStatesOffload
+    kind._should_skip = lambda _self, tensor: isinstance(tensor, nn.Parameter)
+    offload = kind(use_pin_memory=False, use_streams=False)
+    torch.manual_seed(0)
+    model = MODELS["Llama"].build()
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    chance, losses = torch.Generator().manual_seed(1), []
+    for _ in range(steps):
+        with offload:
+            loss = engine(**MODELS["Llama"].batch(2, chance), use_cache=False).loss
+            engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return ended(engine, losses)
+
+
+class RandomState:
+    """For ``torch_remat``, which leaves random numbers to its caller."""
+
+    def snapshot(self) -> Tensor:
+        return torch.get_rng_state()
+
+    def restore(self, state: Tensor) -> None:
+        torch.set_rng_state(state)
+
+
+class RematBlock(Block):
+    """Attention's saved tensors are kept, all else is made again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        import torch_remat as remat
+
+        attended = remat.region(self.attended, "attention", recompute=False)(x)
+        remat.recompute_needs_tensor(attended)
+        x = x + attended
+        return x + self.drop(self.mlp(self.norm2(x)))
+
+    def attended(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(self.norm1(x)).unflatten(-1, (3, 4, -1)).unbind(2)
+        return self.drop(self.out(self.attend(query, key, value).flatten(2)))
+
+
+def with_torch_remat(config: dict[str, Any], steps: int = 6) -> dict[str, Any]:
+    """Every block under a checkpoint of ``torch_remat``."""
+    import torch_remat as remat
+
+    def call(block: nn.Module, x: Tensor) -> Tensor:
+        out: Tensor = remat.checkpoint(region_name="block", recompute_state_hooks=(RandomState(),))(block)(x)
+        return out
+
+    engine = started(config, partial(Net, RematBlock, call))
+    return ended(engine, train_on(engine, texts(engine.global_rank), steps))

@@ -1,0 +1,88 @@
+"""Beside the activation offload of others: what both do, who gets what, and that no bit differs.
+
+``docs/guides/other_offloads.md`` says which setting is the better one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from compare import PLANNED, RECOMPUTED, compare, refusal
+from programs_deepspeed import checkpointed, trained
+from programs_hf import trainer
+from programs_offloads import (
+    checkpointing,
+    with_deepspeed_offload,
+    with_torch_remat,
+    with_transformers_offload,
+    with_trl_offload,
+)
+from support.runs import plain_config
+from test_trainers import config_of
+
+pytestmark = pytest.mark.engine
+
+SECTION = "Beside other offloads"
+
+
+@dataclass(frozen=True)
+class Other:
+    """A row for each stage."""
+
+    row: str
+    program: Callable[..., dict[str, Any]]
+    arguments: dict[str, Any] = field(default_factory=dict)
+    block: dict[str, Any] | None = None
+    stages: tuple[int, ...] = (2, 3)
+
+    def config(self, stage: int) -> dict[str, Any]:
+        is_trainer = self.program in (trainer, with_transformers_offload, with_trl_offload)
+        return config_of(stage) if is_trainer else plain_config(stage, train_micro_batch_size_per_gpu=2)
+
+
+EVERY_SECOND = checkpointing(every_n_layers=2)
+OTHERS = [
+    Other("transformers: every_n_layers, nvme", trainer, EVERY_SECOND),
+    Other("transformers: every_n_layers, adaptive", trainer, EVERY_SECOND, PLANNED, (2,)),
+    Other("transformers: every_n_layers, recompute", trainer, {**EVERY_SECOND, "steps": 14}, RECOMPUTED, (3,)),
+    Other("transformers: offload, nvme", with_transformers_offload),
+    Other("transformers: offload and every_n_layers, adaptive", with_transformers_offload,
+          {"every_n_layers": 2}, PLANNED, (2,)),
+    # Under ZeRO-3 it ends without us, too: TRL's chunked loss looks for parameters, and its hooks return other tensors.
+    Other("TRL: activation_offloading, SFT, nvme", with_trl_offload, stages=(2,)),
+    Other("TRL: activation_offloading, DPO, adaptive", with_trl_offload, {"way": "dpo"}, PLANNED, (2,)),
+    Other("DeepSpeed: CheckpointHiddenStatesOffload", with_deepspeed_offload),
+    Other("torch_remat, nvme", with_torch_remat),
+    Other("torch_remat, adaptive", with_torch_remat, {"steps": 10}, PLANNED, (2,)),
+    Other("selective checkpointing, adaptive", checkpointed, {"call": "selective", "steps": 10}, PLANNED),
+    Other("selective checkpointing, recompute", checkpointed, {"call": "selective", "steps": 14}, RECOMPUTED, (2,)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("other", "stage"),
+    [
+        pytest.param(
+            other, stage, id=f"{other.row}-{stage}",
+            marks=pytest.mark.compatible(SECTION, f"{other.row}, ZeRO-{stage}"),
+        )
+        for other in OTHERS
+        for stage in other.stages
+    ],
+)  # fmt: skip
+def test_other(other: Other, stage: int, tmp_path: Path, row_says: Callable[[str], None]) -> None:
+    if other.program is with_torch_remat:
+        pytest.importorskip("torch_remat")
+    block = other.block or {"placement": "nvme"}
+    row_says(str(compare(other.program, other.config(stage), tmp_path, block=block, **other.arguments)))
+
+
+@pytest.mark.compatible(SECTION, "DeepCompile: offload_activation, ZeRO-3")
+def test_deepcompile(tmp_path: Path, row_says: Callable[[str], None]) -> None:
+    config = plain_config(3, train_micro_batch_size_per_gpu=2)
+    config["compile"] = {"deepcompile": True, "offload_activation": True}
+    row_says(refusal(trained, config, tmp_path, "offload_activation"))

@@ -1,0 +1,292 @@
+"""Every private name of PyTorch and DeepSpeed that the package touches: where it lives, and what is lost without it.
+
+A new PyTorch or DeepSpeed may take any of them away without a word. ``make canary`` looks for all of them in the newest
+pre-releases, and here a name in the package that has no line fails, and so does a line without a name.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from packaging.version import Version
+from torch import nn
+
+PACKAGE = Path(__file__).parents[1] / "ds_tba"
+ALL = "all: it does not import, or no forward runs"
+AGAIN = "rematerialization: sites.py says at the start that this PyTorch does not show what its graph holds"
+RECOMPUTE = "recomputing: blocks.py leaves all blocks out, and says why"
+SELECTIVE = "what selective checkpoints save: it stays in memory; PyTorch warns, or raises in later versions"
+COMPILED = "torch.compile would compile our hooks: time"
+UPDATE = "the interleaved optimizer update: update/zero3.py refuses what it does not know"
+ZERO3 = "ZeRO-3: gathered parameters would look like activations"
+PLAN = "`ds_tba plan`"
+
+
+class Name(NamedTuple):
+    """A private name.
+
+    Attributes:
+        spelling: as the package has it: a path, or with a dot the attribute of an object, or its beginning.
+        lost: without it.
+        where: it lives, where that is not the spelling; for an attribute that an object gets later on, the module
+            whose source gives it to it.
+        since: the first PyTorch that has it, if that is newer than the oldest that is supported.
+    """
+
+    spelling: str
+    lost: str
+    where: str = ""
+    since: str = ""
+
+
+ZERO_3 = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"
+PARAMETERS = "deepspeed.runtime.zero.partition_parameters"
+DEEPSPEED_ENGINE = "deepspeed.runtime.engine"
+
+NAMES = [
+    # PyTorch: tensors and their storages
+    Name("._base", ALL, "torch.Tensor._base"),
+    Name("._version", ALL, "torch.Tensor._version"),
+    Name("._is_zerotensor", ALL, "torch.Tensor._is_zerotensor"),
+    Name("._cdata", "the memory of CUDA graphs: it would be moved in vain", "storage._cdata"),
+    Name("torch._C._functorch.is_functorch_wrapped_tensor", ALL),
+    Name("torch._C._functorch.peek_interpreter_stack", ALL),
+    Name("torch._C._SetExcludeDispatchKeyGuard", ALL),
+    Name("torch._C.DispatchKey.ADInplaceOrView", ALL),
+    # PyTorch: modules and optimizers
+    Name("._modules", ALL, "module._modules"),
+    Name("._parameters", ALL, "module._parameters"),
+    Name("._buffers", ALL, "module._buffers"),
+    Name("._forward_hooks", RECOMPUTE, "module._forward_hooks"),
+    Name("torch.nn.Module._call_impl", ALL),
+    Name("torch.nn.Module._wrapped_call_impl", ALL),
+    Name("torch.nn.modules.module._global_forward_hooks", RECOMPUTE),
+    Name("._optimizer_step_pre_hooks", UPDATE, "optimizer._optimizer_step_pre_hooks"),
+    Name("._optimizer_step_post_hooks", UPDATE, "optimizer._optimizer_step_post_hooks"),
+    Name("torch.optim.optimizer._global_optimizer_pre_hooks", UPDATE),
+    Name("torch.optim.optimizer._global_optimizer_post_hooks", UPDATE),
+    # PyTorch: the graph
+    Name("torch._C._autograd", AGAIN, "torch._C._autograd.SavedTensor"),
+    Name(".unpack_hook", AGAIN, "saved.unpack_hook", "2.7"),
+    Name(".data", AGAIN, "saved.data", "2.7"),
+    Name("._get_sequence_nr", AGAIN, "torch.autograd._get_sequence_nr"),
+    Name("._sequence_nr", AGAIN, "node._sequence_nr"),
+    Name("._input_metadata", AGAIN, "node._input_metadata"),
+    Name("._raw_saved_", AGAIN, "node._raw_saved_self"),
+    Name("._raw_saved_result2", AGAIN, "norm._raw_saved_result2"),
+    Name("._saved_", AGAIN, "norm._saved_normalized_shape"),
+    Name("._forward_cls", AGAIN, "own._forward_cls"),
+    Name("torch._C._get_mkldnn_enabled", ALL),
+    Name("torch._C._set_mkldnn_enabled", AGAIN),
+    Name("torch.ops.aten._fused_rms_norm", "RMS norms made again", since="2.8"),
+    Name("torch._C._current_graph_task_id", ALL),
+    Name("._engine_run_backward", "where memory ran out: it says forward",
+         "torch.autograd.graph._engine_run_backward"),
+    Name("torch.autograd.profiler._is_profiler_enabled", ALL),
+    # PyTorch: modes
+    Name("torch._C.DisableTorchFunction", AGAIN),
+    Name("torch._C.DisableTorchFunctionSubclass", ALL),
+    Name("torch._C._len_torch_dispatch_stack", ALL),
+    Name("torch.utils._python_dispatch._get_current_dispatch_mode_stack", ALL),
+    Name("torch.utils._python_dispatch._disable_current_modes", ALL),
+    Name("torch.utils._python_dispatch.TorchDispatchMode", PLAN),
+    Name("torch.utils._pytree.tree_flatten", ALL),
+    Name("torch.utils._pytree.tree_unflatten", ALL),
+    Name("torch.utils._pytree.tree_leaves", ALL),
+    Name("torch.utils._pytree.tree_map_only", PLAN),
+    # PyTorch: checkpoints
+    Name("._top_saved_tensors_default_hooks", RECOMPUTE, "torch._C._autograd._top_saved_tensors_default_hooks", "2.8"),
+    Name("._enable_checkpoint_early_stop", "set_checkpoint_early_stop of a user around a recomputed block",
+         "torch.utils.checkpoint._enable_checkpoint_early_stop"),
+    Name("._CheckpointFrame", "parameters that a checkpoint in backward wants as themselves",
+         "torch.utils.checkpoint._CheckpointFrame"),
+    Name("._checkpoint_without_reentrant_generator_impl", SELECTIVE,
+         "torch.utils.checkpoint._checkpoint_without_reentrant_generator_impl", "2.14"),
+    Name("._current_user_saved_tensors_hooks", SELECTIVE,
+         "torch.utils.checkpoint._current_user_saved_tensors_hooks", "2.14"),
+    Name("torch.utils.checkpoint._CachingTorchDispatchMode", SELECTIVE),
+    Name("._checkpoint_internal", SELECTIVE, "source of torch.utils.checkpoint", "2.14"),
+    Name("._user_hooks", SELECTIVE, "source of torch.utils.checkpoint", "2.14"),
+    # PyTorch: the compiler
+    Name("torch._C._dynamo.eval_frame.set_eval_frame", ALL),
+    Name("torch._dynamo", COMPILED),
+    Name("torch._dynamo.eval_frame", COMPILED, "torch._dynamo.eval_frame.skip_code"),
+    Name("torch._dynamo.utils", "whether a step compiled something", "torch._dynamo.utils.compilation_time_metrics"),
+    Name("torch._functorch._aot_autograd", "compiled code: nothing of it would be moved"),
+    Name("torch._inductor.cudagraph_trees", "the memory of CUDA graphs: it would be moved in vain",
+         "torch._inductor.cudagraph_trees.get_manager"),
+    # PyTorch: operators that `ds_tba plan` knows
+    Name("._schema", PLAN, "torch.ops.aten.mm.default._schema"),
+    Name("._fused_rms_norm_backward", PLAN, "torch.ops.aten._fused_rms_norm_backward", "2.8"),
+    *(
+        Name(f"._scaled_dot_product_{kind}", PLAN, f"torch.ops.aten._scaled_dot_product_{kind}")
+        for kind in ("attention_math", "efficient_attention", "flash_attention", "flash_attention_for_cpu")
+    ),
+    Name("torch.distributed.distributed_c10d._get_default_store", "several ranks"),
+    # DeepSpeed
+    Name("._config", ALL, f"source of {DEEPSPEED_ENGINE}"),
+    Name("._param_dict", ALL, "source of deepspeed.runtime.config"),
+    Name("._initialize_params", "a block in a wrong place: DeepSpeed's own message",
+         "deepspeed.runtime.config.DeepSpeedConfig._initialize_params"),
+    Name("._is_compiled_autograd_enabled", "the refusal of compiled autograd", f"source of {DEEPSPEED_ENGINE}"),
+    Name("._zero3_consolidated_16bit_state_dict", UPDATE,
+         f"{DEEPSPEED_ENGINE}.DeepSpeedEngine._zero3_consolidated_16bit_state_dict"),
+    Name("._optimizer_step", UPDATE, f"{ZERO_3}._optimizer_step"),
+    Name("._prepare_sub_group", UPDATE, f"{ZERO_3}._prepare_sub_group"),
+    Name("._release_sub_group", UPDATE, f"{ZERO_3}._release_sub_group"),
+    Name("._reassign_or_swap_out_partitioned_parameters", UPDATE,
+         f"{ZERO_3}._reassign_or_swap_out_partitioned_parameters"),
+    Name("._unflatten_partitioned_parameters", UPDATE, f"{ZERO_3}._unflatten_partitioned_parameters"),
+    *(Name(f".ds_{what}", ZERO3, f"source of {PARAMETERS}")
+      for what in ("id", "numel", "shape", "tensor", "active_sub_modules")),
+]  # fmt: skip
+
+# Not somebody else's: of named tuples and Python, and of classes of this package from another file.
+OURS = {"._asdict", "._replace", "sys._getframe", "._close", "._destroy", "._run_again", "._values", "._ds_tba_loan"}
+# Beginnings and ends of names.
+PARTS = {"._back", "._backward", "._for_cpu", "._bytes", "._Made"}
+# A search cannot tell them from other attributes and texts.
+UNSEEN = {".unpack_hook", ".data", "._engine_run_backward"}
+PRIVATE = re.compile(r"_(?!ds_tba)[A-Za-z]\w*")
+IN_TEXT = re.compile(r"_(?!ds_tba)[A-Za-z]\w*|ds_(?!tba|config)\w+|torch(\.\w+)*\._\w+(\.\w+)*")
+ASKS = {"getattr", "hasattr", "setattr", "attrgetter"}
+
+
+@cache
+def found() -> dict[str, list[str]]:
+    """The private names in the package, with the files that have them."""
+    names: dict[str, list[str]] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for name in sorted(set(names_in(ast.parse(path.read_text()))) - OURS - PARTS):
+            names.setdefault(name, []).append(str(path.relative_to(PACKAGE)))
+    return names
+
+
+def names_in(tree: ast.Module) -> Iterator[str]:
+    imported = dict(imports(tree))
+    yield from (path for path in imported.values() if is_private(path))
+    inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and id(node) not in inner:
+            yield from of_attribute(node, imported)
+        elif isinstance(node, ast.Call) and called(node) in ASKS:
+            yield from texts(*node.args)
+    yield from texts(*(one.value for one in tree.body if isinstance(one, ast.Assign | ast.AnnAssign) and one.value))
+    yield from (one for one in texts(tree) if one.startswith("torch."))
+
+
+def imports(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((one.asname or one.name.split(".")[0], one.name.split(".")[0]) for one in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.module.startswith(("ds_tba", "__")):
+            yield from ((one.asname or one.name, f"{node.module}.{one.name}") for one in node.names)
+
+
+def of_attribute(node: ast.Attribute, imported: dict[str, str]) -> Iterator[str]:
+    parts: list[str] = []
+    value: ast.expr = node
+    while isinstance(value, ast.Attribute):
+        parts.insert(0, value.attr)
+        value = value.value
+    root = imported.get(value.id) if isinstance(value, ast.Name) else None
+    if root is not None and root.partition(".")[0] in ("torch", "sys"):
+        path = ".".join([root, *(one for one in parts if not one.startswith("__"))])
+        yield from (path,) if is_private(path) else ()
+        return
+    is_own = isinstance(value, ast.Name) and value.id in ("self", "cls")
+    yield from (f".{one}" for one in parts[is_own:] if PRIVATE.fullmatch(one))
+
+
+def is_private(path: str) -> bool:
+    return any(PRIVATE.fullmatch(part) for part in path.split("."))
+
+
+def called(node: ast.Call) -> str:
+    return node.func.id if isinstance(node.func, ast.Name) else ""
+
+
+def texts(*nodes: ast.AST) -> Iterator[str]:
+    for node in (inner for one in nodes for inner in ast.walk(one)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and IN_TEXT.fullmatch(node.value):
+            yield node.value if node.value.startswith("torch.") else f".{node.value}"
+
+
+def test_each_name_has_a_line_and_each_line_a_name() -> None:
+    spelled = [name.spelling for name in NAMES]
+    assert len(set(spelled)) == len(spelled)
+    assert {name: found()[name] for name in sorted(found().keys() - set(spelled))} == {}, "a line for each in NAMES"
+    assert set(spelled) - found().keys() == UNSEEN, "no file has these any more"
+
+
+class Own(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+
+@cache
+def samples() -> dict[str, Any]:
+    """Objects whose classes do not have the attributes that they get."""
+    x = torch.ones(4, requires_grad=True)
+    product = x * x
+    return {
+        "module": nn.Linear(1, 1), "optimizer": torch.optim.SGD([x]), "node": product.grad_fn,
+        "saved": product.grad_fn._raw_saved_self, "norm": nn.functional.layer_norm(product, (4,)).grad_fn,
+        "own": type(Own.apply(x).grad_fn), "storage": x.untyped_storage(),
+    }  # fmt: skip
+
+
+def resolved(path: str) -> Any:
+    """An object by its path."""
+    first, *rest = path.split(".")
+    value = samples().get(first)
+    if value is None:
+        value = importlib.import_module(first)
+    for at, name in enumerate(rest, 1):
+        module = ".".join([first, *rest[:at]])
+        if inspect.ismodule(value) and not hasattr(value, name):
+            value = importlib.import_module(module)
+        else:
+            value = getattr(value, name)
+    return value
+
+
+@pytest.mark.parametrize("name", NAMES, ids=[name.spelling for name in NAMES])
+def test_it_is_there(name: Name) -> None:
+    if name.since and Version(torch.__version__).release < Version(name.since).release:
+        pytest.skip(f"since PyTorch {name.since}; without: {name.lost}")
+    if name.where.startswith("source of "):
+        module = importlib.import_module(name.where.removeprefix("source of "))
+        there = re.search(rf"\b{name.spelling.lstrip('.')}\b", inspect.getsource(module)) is not None
+        assert there, f"without it is lost: {name.lost}"
+        return
+    try:
+        resolved(name.where or name.spelling)
+    except (AttributeError, ImportError) as error:
+        pytest.fail(f"{error}; without it is lost: {name.lost}")
+
+
+def test_rematerialization_says_where_it_cannot(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An older PyTorch: nothing fails, and a line says what is lost."""
+    from support.doubles import CpuAccelerator
+
+    from ds_tba.autograd import sites
+    from ds_tba.config import OffloadConfig
+
+    monkeypatch.delattr(torch.autograd, "_get_sequence_nr")
+    caplog.set_level("INFO", "ds_tba")
+    config = OffloadConfig(enabled=True, nvme_path=".")
+    assert sites.open_sites(config, None, CpuAccelerator()) is None  # type: ignore[arg-type]
+    assert f"PyTorch {torch.__version__} does not show what its graph holds" in caplog.text
