@@ -26,12 +26,11 @@ from ds_tba.adaptive.feedback import compilations, moves_in_vain
 from ds_tba.adaptive.rates import Rates
 from ds_tba.autograd.blocks import Blocks, find_blocks
 from ds_tba.autograd.cache import TensorCache
-from ds_tba.autograd.residency import MemoryMeter
 from ds_tba.autograd.sample import StepSamples, failure_of
 from ds_tba.autograd.sites import RunningModule, open_sites
 from ds_tba.autograd.tensors import mark_inputs
 from ds_tba.config import BLOCK, AioConfig, OffloadConfig, with_staging
-from ds_tba.device.accelerator import Accelerator, available_bytes
+from ds_tba.device.accelerator import Accelerator, MemoryMeter, available_bytes
 from ds_tba.device.memory import is_out_of_memory
 from ds_tba.errors import IncompatibleError, PathError
 from ds_tba.planner.plan import Limits
@@ -129,7 +128,7 @@ class ActivationOffloader:
             list(self._tiers.by_placement.values()),
             accelerator.device(),
             config.min_tensor_bytes,
-            wait_for_staging=config.placement == "nvme",
+            wait_for_staging=config.placement != "adaptive",
             accelerator=None if is_host else accelerator,
             released_bytes=config.io.ring_bytes,
         )
@@ -251,6 +250,8 @@ class ActivationOffloader:
         self._steps += 1
         if self._sites is not None:
             self._sites.step = self._steps + 1
+        if self._tiers.host is not None:
+            self._tiers.host.end_step()
         if self._controller is not None:
             self._controller.end_step()
         self._step_peak_bytes = self.cache.stats.resident.lap()
@@ -415,7 +416,7 @@ class ActivationOffloader:
         """The start-up line of the log: where activations go, and by which rule."""
         parts = self._tiers.describe()
         if not parts and self._tiers.host is not None:
-            parts = [f"activations go to host memory, up to {self.config.host_budget_bytes} bytes per rank"]
+            parts = [f"activations go to {self._tiers.host_in_words}"]
         if not parts:
             again = ", and made again where that is cheap" if self.config.rematerialize_enabled else ""
             return f'placement "keep": activations are measured, not moved{again}'
@@ -474,7 +475,8 @@ class ActivationOffloader:
 def _limits(config: OffloadConfig, tiers: Tiers, step_s: float) -> Limits:
     rated_tbw, left_tbw = tiers.endurance_tbw()
     write_limit = write_limit_bytes_per_step(left_tbw, config.ssd.min_life_days, step_s)
-    return replace(Limits.of(config, write_limit), endurance_tbw=rated_tbw)
+    host_bytes = tiers.host.capacity_bytes() if tiers.host is not None else 0
+    return replace(Limits.of(config, write_limit), endurance_tbw=rated_tbw, host_budget_bytes=host_bytes)
 
 
 def _offloaded_bytes(tiers: Tiers) -> int:

@@ -29,9 +29,8 @@ from ds_tba.adaptive.rates import Rates
 from ds_tba.adaptive.recorder import Recorder, Recording
 from ds_tba.autograd.blocks import Block, Blocks, PassListener
 from ds_tba.autograd.cache import TensorCache
-from ds_tba.autograd.residency import MemoryMeter
 from ds_tba.config import Placement
-from ds_tba.device.accelerator import Clock
+from ds_tba.device.accelerator import Clock, MemoryMeter
 from ds_tba.errors import IncompatibleError
 from ds_tba.planner.trace import Scopes, Trace
 from ds_tba.storage.base import Always, Policy, Store
