@@ -29,7 +29,6 @@ from capacity import MIB, MMAP_THRESHOLD_BYTES, VARIANTS, Training, Variant
 from capacity import parse as parse_capacity
 
 GROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-STEPS = 5
 HOST = {"placement": "host", "host_budget_bytes": None, "rematerialize": False}
 WAYS = {
     "checkpoint": Variant("torch checkpointing", {}),
@@ -90,7 +89,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     VARIANTS.update(WAYS)
     sized = parse_capacity(
         ["--variant", options.variant, "--width", str(options.width), "--layers", str(options.layers)]
-        + ["--longest_sequence", str(options.sequence), "--nvme_path", options.nvme_path, "--min_tensor_kib", "64"]
+        + ["--longest_sequence", str(options.sequence), "--rows", str(options.rows), "--min_tensor_kib", "64"]
+        + ["--nvme_path", options.nvme_path]
     )
     import torch
     import transformers.modeling_utils as hugging_face
@@ -102,7 +102,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         offload_as_deepspeed(training)
     training.step(64)
     losses = []
-    found = {**training.steps(options.sequence, STEPS), "threads": torch.get_num_threads()}
+    found = {**training.steps(options.sequence, options.steps), "threads": torch.get_num_threads()}
     losses += [loss.hex() for loss in found.pop("losses")]
     return {**found, "losses": losses, "report": training.report()}
 
@@ -127,9 +127,11 @@ def offload_as_deepspeed(training: Training) -> None:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=48)
-    parser.add_argument("--sequence", type=int, default=8192)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=64)
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--sequence", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=4, help="of the comparison in time")
     parser.add_argument("--nvme_path", default=".")
     parser.add_argument("--json", type=Path, help="write every measurement to this file")
@@ -158,7 +160,7 @@ def main(argv: list[str] | None = None) -> int:
                 found = {"ended": str(error)}
             return {**found, "group_peak_bytes": group.peak_bytes}
 
-    saved_bytes = options.layers * options.sequence * options.width * 4
+    saved_bytes = options.layers * options.rows * options.sequence * options.width * 4
     nvme = turn("nvme", None)
     if "ended" in nvme:
         raise SystemExit(nvme["ended"])

@@ -207,6 +207,7 @@ class OffloadConfig(Block):
     recompute: StrictBool = False
     blocks: list[NonEmptyStr] | None = None
     host_budget_bytes: Bytes | None = 0
+    until_backward: StrictBool = False
     io: IoConfig = IoConfig()
     ssd: SsdConfig = SsdConfig()
     report: ReportConfig = ReportConfig()
