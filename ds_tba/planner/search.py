@@ -193,6 +193,8 @@ class _Search:
         rest = order[~(np.isin(order, written) & has_room[order]) & self._to_host[order]]
         where = np.zeros(len(self._nbytes), np.int8)
         where[written] = _NVME
+        # The host's memory is not worn: it takes what the drive cannot, then what the drive has least time for.
+        rest = np.concatenate([rest, written[self._to_host[written]][::-1]])
         where[_fitting(rest, self._nbytes, self._host_bytes)] = _HOST
         order = order[where[order] != _KEEP]
         is_free |= where == _HOST

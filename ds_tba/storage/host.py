@@ -7,8 +7,8 @@ of two. A budget is the sum of some, all taken at the start; ``tiers.py`` asks w
 can spare them, and gives those that are empty back when it cannot: a process that grows takes precedence. The system
 ends the largest process when memory runs out, and that is the one with such a tier. To spare is what is free, less the
 tenth of it that was left at the start to whatever comes later (as on a device), and less what everything else in this
-process has needed before and will need again. Nobody knows that before a whole step is over: where a drive can take
-the first one, it does.
+process has needed before and will need again. Nobody knows that of a step that is larger than all before it, as the
+first one is: what such a step saves in excess of them goes to the drive, where there is one.
 """
 
 from __future__ import annotations
@@ -62,6 +62,8 @@ class SpareMemory:
         self._left_bytes = int(TEMPORARY_FRACTION * free_bytes)
         self.most_bytes = (free_bytes - self._left_bytes) // ranks
         self._meter = MemoryMeter(HostMemoryUse(), self.taken) if accelerator.is_synchronized_device() else None
+        if self._meter is not None:
+            self._meter.sample()  # peaks count from here on
 
     def more_bytes(self) -> float:
         """What the tier may take in addition now; below 0 what it had better give back."""
@@ -136,7 +138,8 @@ class HostStore(Store[HostTicket]):
         self._accelerator = accelerator
         self._spare = budget if isinstance(budget, SpareMemory) else None
         self._is_last = is_last
-        self._may_grow = self._spare is not None and is_last
+        self._may_grow = True
+        self._offered_bytes = self._known_bytes = 0  # in this step, and at most in one before
         self._is_synchronous = accelerator.is_synchronized_device()
         self._copies = Copies(accelerator)
         self._ahead_bytes = 0
@@ -153,6 +156,7 @@ class HostStore(Store[HostTicket]):
         with self._deferred, self._deferred.lock:
             self._settle()
             self._copies.hold_at_most(max(0, self._ahead_limit_bytes - data.numel()))
+            self._offered_bytes += data.numel()
             found = self._allocate(data.numel())
             if found is None:
                 refusal = Refusal.CLOSED if self._closed else Refusal.HOST_FULL
@@ -206,7 +210,8 @@ class HostStore(Store[HostTicket]):
     def end_step(self) -> None:
         """A whole step is over, and has shown what else it needs: the machine may be asked anew what it can spare."""
         with self._deferred, self._deferred.lock:
-            self._may_grow = self._spare is not None and not self._closed
+            self._may_grow = not self._closed
+            self._known_bytes, self._offered_bytes = max(self._known_bytes, self._offered_bytes), 0
 
     def capacity_bytes(self) -> int:
         """What it could hold now."""
@@ -224,6 +229,8 @@ class HostStore(Store[HostTicket]):
             self._segments.clear()
 
     def _allocate(self, nbytes: int) -> tuple[Segment, Span] | None:
+        if self._spare is not None and not self._is_last and self._offered_bytes > self._known_bytes:
+            return None
         found = self._fitted(nbytes)
         if found is not None and self._spare is not None and found[0].spans.used_bytes == found[1].nbytes:
             if self._spare.more_bytes() >= 0:  # asked when a segment is used first, and not at each storage
@@ -261,7 +268,7 @@ class HostStore(Store[HostTicket]):
             size //= 2
         try:
             segment = Segment(host_memory(size, self._accelerator)) if size >= least_bytes else None
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, MemoryError) as error:
             if not (isinstance(error, OSError) or is_out_of_memory(error)):
                 raise
             segment = None

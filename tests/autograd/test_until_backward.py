@@ -20,6 +20,7 @@ from ds_tba.autograd.recompute import innermost_hooks
 from ds_tba.errors import ActivationModifiedError
 from ds_tba.offloader import ActivationOffloader
 
+pytestmark = pytest.mark.usefixtures("needs_recompute")
 Make = Callable[..., ActivationOffloader]
 WORDS = 512
 PLACEMENTS: list[dict[str, Any]] = [
