@@ -100,13 +100,14 @@ class Training:
         )
         self._hooks = hooks_of(self.variant.hooks)
         self._random = torch.Generator().manual_seed(1)
+        self._rows = options.rows
         self._out_of_memory = torch.OutOfMemoryError
 
     def step(self, sequence: int) -> dict[str, float]:
         """One step: its loss, its peak memory, its time; peak memory is infinite where memory ran out."""
         import torch
 
-        tokens = torch.randint(256, (1, sequence), generator=self._random).to(self._engine.device)
+        tokens = torch.randint(256, (self._rows, sequence), generator=self._random).to(self._engine.device)
         self._reset_peak()
         began_s, began_cpu_s = time.perf_counter(), time.process_time()
         try:
@@ -306,6 +307,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--rows", type=int, default=1, help="sequences in a micro-batch")
     parser.add_argument("--timed_sequence", type=int, default=1024)
     parser.add_argument("--shortest_sequence", type=int, default=512)
     parser.add_argument("--longest_sequence", type=int, default=8192)

@@ -206,7 +206,8 @@ class OffloadConfig(Block):
     ] = True
     recompute: StrictBool = False
     blocks: list[NonEmptyStr] | None = None
-    host_budget_bytes: Bytes = 0
+    host_budget_bytes: Bytes | None = 0
+    until_backward: StrictBool = False
     io: IoConfig = IoConfig()
     ssd: SsdConfig = SsdConfig()
     report: ReportConfig = ReportConfig()
@@ -230,8 +231,8 @@ class OffloadConfig(Block):
 
     @property
     def uses_nvme(self) -> bool:
-        """Whether any tensor may go to a swap file."""
-        return self.placement in ("adaptive", "nvme")
+        """Whether any tensor may go to a swap file: under ``host``, if there is one, what the host has no room for."""
+        return self.placement in ("adaptive", "nvme") or (self.placement == "host" and self.nvme_path is not None)
 
     @model_validator(mode="after")
     def _consistent(self) -> OffloadConfig:
@@ -247,8 +248,11 @@ class OffloadConfig(Block):
                 f'nvme_path is missing: placement "{self.placement}" needs a directory on an NVMe drive, for example '
                 '"nvme_path": "/local_nvme"'
             )
-        if self.enabled and self.placement == "host" and not self.host_budget_bytes:
-            yield 'host_budget_bytes is 0: placement "host" needs the bytes of host memory that it may take'
+        if self.enabled and self.placement == "host" and self.host_budget_bytes == 0:
+            yield (
+                'host_budget_bytes is 0: placement "host" needs the bytes of host memory that it may take, or null for '
+                "what the machine can spare"
+            )
         repeated = sorted(path for path, count in Counter(self.blocks).items() if count > 1)
         if repeated:
             yield f"blocks names {', '.join(repeated)} more than once; name each layer once"

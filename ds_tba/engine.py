@@ -356,9 +356,11 @@ def _forward(offloader: ActivationOffloader, original: functools.partial[Any], e
         )
     skip_frames((_mark_owned, *FRAMES))
     engine.__dict__.setdefault(_OWNED, OwnedStorages()).mark(engine.module)
+    if torch.is_grad_enabled():  # else a reference, say, for the loss of the forward before
+        offloader.stop_saving()
     try:
         with offloader.saving(inputs=(original.args, original.keywords)):
-            return original()
+            result = original()
     except RuntimeError as error:
         if _NO_HOOKS not in str(error):
             raise
@@ -366,9 +368,17 @@ def _forward(offloader: ActivationOffloader, original: functools.partial[Any], e
             f"the model's forward uses torch.func, which PyTorch does not run under saved-tensor hooks: {error} "
             f'Take the transform out of forward, or remove "{BLOCK}".'
         ) from error
+    offloader.keep_saving()
+    return result
+
+
+def _backward(offloader: ActivationOffloader, original: Callable[[], Any], _engine: Any) -> Any:
+    offloader.stop_saving()
+    return original()
 
 
 def _step(offloader: ActivationOffloader, original: Callable[[], Any], engine: Any) -> Any:
+    offloader.stop_saving()
     offloader.note_micro_step()
     before = engine.global_steps
     result = original()
@@ -404,12 +414,14 @@ def _destroy(offloader: ActivationOffloader | None, original: Callable[[], Any],
         return original()
     finally:
         if offloader is not None:
+            offloader.stop_saving()
             offloader.close()
 
 
 def _collected(offloader: ActivationOffloader, original: Callable[[], Any], engine: Any) -> Any:
     """``__del__``: runs wherever the garbage collector does, and calls ``destroy``, which must not block there."""
     engine.__dict__.pop(ATTRIBUTE, None)
+    offloader.stop_saving()
     offloader.close_soon()
     return original()
 
@@ -419,7 +431,7 @@ _Table = Mapping[str, Mapping[str, Callable[..., Any] | None]]
 _AROUND: _Table = {
     "DeepSpeedEngine": {
         "forward": _forward,
-        "backward": lambda _offloader, original, _engine: original(),  # for the sake of what it raises
+        "backward": _backward,
         "step": _step,
         "destroy": _destroy,
         "__del__": _collected,

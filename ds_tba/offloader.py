@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -18,7 +19,9 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from ds_tba.adaptive.agreement import Agreement, Planning
 from ds_tba.adaptive.controller import Controller
@@ -26,12 +29,12 @@ from ds_tba.adaptive.feedback import compilations, moves_in_vain
 from ds_tba.adaptive.rates import Rates
 from ds_tba.autograd.blocks import Blocks, find_blocks
 from ds_tba.autograd.cache import TensorCache
-from ds_tba.autograd.residency import MemoryMeter
+from ds_tba.autograd.recompute import CAN_RECOMPUTE, innermost_hooks
 from ds_tba.autograd.sample import StepSamples, failure_of
 from ds_tba.autograd.sites import RunningModule, open_sites
 from ds_tba.autograd.tensors import mark_inputs
 from ds_tba.config import BLOCK, AioConfig, OffloadConfig, with_staging
-from ds_tba.device.accelerator import Accelerator, available_bytes
+from ds_tba.device.accelerator import Accelerator, MemoryMeter, available_bytes
 from ds_tba.device.memory import is_out_of_memory
 from ds_tba.errors import IncompatibleError, PathError
 from ds_tba.planner.plan import Limits
@@ -78,6 +81,12 @@ def _measure_together(rates: Rates, agreement: Agreement) -> None:
             raise PathError(f"rank {rank}: {found}")
 
 
+class _Kept(threading.local):
+    """The hooks of a thread that :meth:`ActivationOffloader.keep_saving` has opened last."""
+
+    hooks: saved_tensors_hooks | None = None
+
+
 class ActivationOffloader:
     """The object at ``engine.activation_offloader``.
 
@@ -104,6 +113,11 @@ class ActivationOffloader:
         rank: int = 0,
         ranks_on_node: int = 1,
     ) -> None:
+        if config.until_backward and not CAN_RECOMPUTE:
+            raise IncompatibleError(
+                f'"{BLOCK}.until_backward" needs PyTorch 2.8, which tells whose hooks are the innermost: leave it '
+                "out, or compute the loss inside of the model's forward."
+            )
         self._started_at, self._ended_at = time.monotonic(), math.inf
         is_host = accelerator.is_synchronized_device()
         self.config = config = with_staging(config, _host_bytes() / ranks_on_node, is_host=is_host)
@@ -112,6 +126,7 @@ class ActivationOffloader:
         self._controller: Controller | None = None
         self._bandwidth_at_start: list[dict[str, Any]] = []
         self._undo: list[Callable[[], object]] = []
+        self._kept = _Kept()
         self._compilations_before = compilations()
         self._steps = self._step_peak_bytes = 0  # optimizer steps so far; peak of the last
         self._little = LittleMoved(config)
@@ -129,7 +144,7 @@ class ActivationOffloader:
             list(self._tiers.by_placement.values()),
             accelerator.device(),
             config.min_tensor_bytes,
-            wait_for_staging=config.placement == "nvme",
+            wait_for_staging=config.placement != "adaptive",
             accelerator=None if is_host else accelerator,
             released_bytes=config.io.ring_bytes,
         )
@@ -231,6 +246,29 @@ class ActivationOffloader:
             mark_inputs(inputs)
         return self._samples.forward(self._saver.saving())
 
+    def keep_saving(self) -> None:
+        """After a forward: until :meth:`stop_saving` what this thread saves is offloaded, too, with ``until_backward``.
+
+        PyTorch's hooks are a stack of each thread, and whoever ends takes the innermost off. Ours go on it where nobody
+        else's are, and come off only while they are the innermost: no others are ever taken off in their place.
+        """
+        is_wanted = self.config.until_backward and torch.is_grad_enabled() and self._ended_at == math.inf
+        if not is_wanted or self._is_forked() or innermost_hooks() is not None:
+            return
+        hooks = self._saver.after_forward()
+        if hooks is not None:
+            self._kept.hooks = hooks  # before they are there: a signal handler may raise in between
+            hooks.__enter__()
+
+    def stop_saving(self) -> None:
+        """Backward, or another forward, begins. Where hooks of others are inside of ours, a later call takes these off.
+
+        The hooks are remembered all the same: autograd restores a stack that was changed inside of a backward.
+        """
+        hooks = self._kept.hooks
+        if hooks is not None and innermost_hooks() == (hooks.pack_hook, hooks.unpack_hook):
+            hooks.__exit__()
+
     def interleaving(self) -> AbstractContextManager[None]:
         """Context for a whole step in which forwards and backwards of several micro-batches alternate."""
         if self._is_forked():
@@ -251,6 +289,8 @@ class ActivationOffloader:
         self._steps += 1
         if self._sites is not None:
             self._sites.step = self._steps + 1
+        if self._tiers.host is not None:
+            self._tiers.host.end_step()
         if self._controller is not None:
             self._controller.end_step()
         self._step_peak_bytes = self.cache.stats.resident.lap()
@@ -415,7 +455,7 @@ class ActivationOffloader:
         """The start-up line of the log: where activations go, and by which rule."""
         parts = self._tiers.describe()
         if not parts and self._tiers.host is not None:
-            parts = [f"activations go to host memory, up to {self.config.host_budget_bytes} bytes per rank"]
+            parts = [f"activations go to {self._tiers.host_in_words}"]
         if not parts:
             again = ", and made again where that is cheap" if self.config.rematerialize_enabled else ""
             return f'placement "keep": activations are measured, not moved{again}'
@@ -474,7 +514,8 @@ class ActivationOffloader:
 def _limits(config: OffloadConfig, tiers: Tiers, step_s: float) -> Limits:
     rated_tbw, left_tbw = tiers.endurance_tbw()
     write_limit = write_limit_bytes_per_step(left_tbw, config.ssd.min_life_days, step_s)
-    return replace(Limits.of(config, write_limit), endurance_tbw=rated_tbw)
+    host_bytes = tiers.host.capacity_bytes() if tiers.host is not None else 0
+    return replace(Limits.of(config, write_limit), endurance_tbw=rated_tbw, host_budget_bytes=host_bytes)
 
 
 def _offloaded_bytes(tiers: Tiers) -> int:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from ds_tba.adaptive.agreement import Agreement, NoPlan, Planning, Wish
 from ds_tba.adaptive.feedback import Action, Feedback, Step
@@ -29,9 +30,8 @@ from ds_tba.adaptive.rates import Rates
 from ds_tba.adaptive.recorder import Recorder, Recording
 from ds_tba.autograd.blocks import Block, Blocks, PassListener
 from ds_tba.autograd.cache import TensorCache
-from ds_tba.autograd.residency import MemoryMeter
 from ds_tba.config import Placement
-from ds_tba.device.accelerator import Clock
+from ds_tba.device.accelerator import Clock, MemoryMeter
 from ds_tba.errors import IncompatibleError
 from ds_tba.planner.trace import Scopes, Trace
 from ds_tba.storage.base import Always, Policy, Store
@@ -133,6 +133,10 @@ class Controller:
             self._blocks.listening(),
         ):
             yield
+
+    def after_forward(self) -> saved_tensors_hooks | None:
+        """See :meth:`TensorCache.after_forward`: to a plan it is a part of the forward, behind its last block."""
+        return self._cache.after_forward(None if self._recorder is None else self._recorder.around)
 
     @contextmanager
     def interleaving(self) -> Iterator[None]:

@@ -173,11 +173,8 @@ class ByPlan:
         self._plan = in_force
         self._storages = in_force.trace.storages
         self._may_wait = may_wait
-        # Where NVMe has no room, host memory may take the storage; the reverse would load the drive beyond its plan.
-        self._stores = {
-            place: tuple({one: stores[one] for one in (place, Placement.HOST) if one in stores}.values())
-            for place in stores
-        }
+        # Where one has no room another may have it: a drive with more to do than planned costs time, and no memory.
+        self._stores = {place: tuple({one: stores[one] for one in (place, *stores)}.values()) for place in stores}
         self._all_stores = tuple(stores.values())
         self._unknown = Choice(self._all_stores, False, rematerialize=True)
         self._kept = Choice((), False, "plan")

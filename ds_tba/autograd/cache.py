@@ -27,11 +27,12 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from ds_tba.autograd.originals import keep_originals
 from ds_tba.autograd.prefetch import MicroStep, Phase
@@ -187,12 +188,29 @@ class TensorCache(Keeper):
                 self.stats.micro_steps += 1
             step.begin_forward(lead)
             self.forward = Forward(step, policy or self._default_policy, is_recorded)
-        hooks = self.looked_at((self.pack, partial(self.unpack, step)))
         try:
-            with hooks_of_forward(uncompiled_hooks(*(hooks if around is None else around(hooks)))):
+            with hooks_of_forward(self._hooks(step, around)):
                 yield
         finally:
             step.phase = Phase.WAITING
+
+    def after_forward(self, around: Callable[[Hooks], Hooks] | None = None) -> saved_tensors_hooks | None:
+        """Hooks for what is saved after the last forward and before its backward; None where that is not known.
+
+        Nothing is shared with the forward: who comes after it may have changed bytes that no version tells of.
+        """
+        with self.finalizers, self.finalizers.lock:
+            step = self.forward.micro_step
+            if step.is_interleaved or not step.expects_forward:
+                return None
+            self.forward = replace(self.forward, by_key={})
+        if self.sites is not None:
+            self.sites.begin_forward()
+        return self._hooks(step, around)
+
+    def _hooks(self, step: MicroStep[SavedStorage], around: Callable[[Hooks], Hooks] | None) -> saved_tensors_hooks:
+        hooks = self.looked_at((self.pack, partial(self.unpack, step)))
+        return uncompiled_hooks(*(hooks if around is None else around(hooks)))
 
     @contextmanager
     def interleaving(self) -> Iterator[None]:

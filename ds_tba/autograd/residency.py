@@ -12,11 +12,6 @@ warning says so once, before they do.
 What was reloaded counts until the streams that used it have passed the point at which the host let go of it: before
 that the allocator takes new memory for the next reload. Before a reload the host waits for the oldest of these, without
 the lock: with a budget until there is room, without one until they are no more than the store's own bound.
-
-[Note: Room] Saved tensors may take what is left of a device beside the peak of everything else in a step: gradients,
-logits, buckets, optimizer states. Free memory after the optimizer step says too little: gradients and logits are gone
-by then. So everything else is sampled at the ends of steps, and at every hook while micro-steps are recorded. Between
-two samples the accelerator's own peak tells whether there was more.
 """
 
 from __future__ import annotations
@@ -31,10 +26,10 @@ import torch
 
 from ds_tba.autograd.saved import CountedMemory, Keeper, RecordState, Reloaded, ResidencyGuard, SavedStorage
 from ds_tba.autograd.tensors import storage_bytes
-from ds_tba.device.accelerator import Accelerator, Arrival, MemoryUse, PendingCopy, Release, Releases, moment
+from ds_tba.device.accelerator import Accelerator, Arrival, PendingCopy, Release, Releases, moment
 from ds_tba.errors import StateError
 from ds_tba.storage.base import Choice, Store, Ticket
-from ds_tba.telemetry.stats import CacheStats, Gauge
+from ds_tba.telemetry.stats import CacheStats
 
 logger = logging.getLogger(__name__)
 
@@ -360,53 +355,3 @@ class Residency:
                 return taken
             reason = taken.value
         return reason
-
-
-class MemoryMeter:
-    """The most device memory that everything but saved tensors held at once; see [Note: Room].
-
-    Args:
-        memory: of the device.
-        resident: the part of that which saved tensors hold.
-    """
-
-    def __init__(self, memory: MemoryUse, resident: Gauge) -> None:
-        self._memory = memory
-        self._resident = resident
-        self._resident_before_bytes = 0
-        self._peak_bytes = math.inf  # at the last sample; before the first there is nothing to compare with
-        self._retries: float | None = None  # at the first sample; infinite once there was a warning
-        self._most_bytes = 0
-
-    def sample(self) -> None:
-        """Take the level of this moment, and the peak since the last sample."""
-        resident_bytes = self._resident.now
-        try:
-            levels = self._memory.levels()
-        except OSError:  # /proc cannot be read while no file descriptor is free: the samples before count
-            return
-        peak_bytes, others_bytes = levels.peak_in_use_bytes, levels.in_use_bytes - resident_bytes
-        if peak_bytes > self._peak_bytes:
-            # How much of that peak was ours is not known. Take the lower of our two levels: that errs on the safe side.
-            others_bytes = max(others_bytes, peak_bytes - min(self._resident_before_bytes, resident_bytes))
-        self._most_bytes = max(self._most_bytes, others_bytes)
-        self._resident_before_bytes, self._peak_bytes = resident_bytes, peak_bytes
-        if self._retries is None:
-            self._retries = levels.allocation_retries
-        elif levels.allocation_retries > self._retries:
-            logger.warning(
-                "the device was full %d times, and its allocator gave back all that it kept in reserve (%d bytes in "
-                "use, %d reserved): such steps are slow, and an allocation may fail yet. A smaller "
-                "activation_budget_bytes, smaller micro-batches or PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True "
-                "would help",
-                levels.allocation_retries - self._retries,
-                levels.in_use_bytes,
-                levels.reserved_bytes,
-            )
-            self._retries = math.inf
-
-    def room_bytes(self) -> float:
-        """The bytes that saved tensors may hold; see [Note: Room]."""
-        free_bytes = self._memory.free_bytes()
-        others_bytes = self._memory.levels().in_use_bytes - self._resident.now
-        return max(0.0, free_bytes - max(0, self._most_bytes - others_bytes))

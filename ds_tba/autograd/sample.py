@@ -83,6 +83,7 @@ class StepSample:
         # By the record of a storage, or by its stamp where it has none: views of one count once.
         self._seen: dict[SavedStorage | CountedMemory, _Seen] = {}
         self._is_open = True
+        self._is_after = False  # a forward
         self._phase_s = 0.0  # when the last part of the step ended
         self.found: list[Holder] = []
 
@@ -107,6 +108,8 @@ class StepSample:
         def look_at_unpack(held: Any) -> torch.Tensor:
             if not self._is_open:
                 return unpack(held)
+            if self._is_after and self._seen:  # backward begins
+                self._found_more()
             started_s, stalled_s, made_bytes = time.perf_counter(), self._stalled_s(), self._stats.rematerialized_bytes
             moving_s = self._stats.moving_s
             tensor = unpack(held)
@@ -135,17 +138,25 @@ class StepSample:
 
     def holders(self) -> list[Holder]:
         """Who holds saved bytes, the largest first: in a forward as it is now, else as its end found it."""
+        if self._is_after:
+            return sorted(self.found + _holders(self._seen), key=lambda one: -one.saved_bytes)
         return _holders(self._seen) if self._seen else self.found
+
+    def _found_more(self) -> None:
+        self.found[:] = self.holders()
+        self._seen.clear()
 
     @contextmanager
     def forward(self) -> Iterator[None]:
         """A forward of the step: at its end as much is saved as will be."""
         self._seen.clear()  # of one that raised
+        self._is_after = False
         self._phase_s = time.perf_counter()
         yield
         self.end_phase("forward")
         self.found = self.holders()
         self._seen.clear()  # a record that is read back would keep its bytes
+        self._is_after = True
 
     def end_phase(self, name: str) -> None:
         """What has run since the last of these was the step's forward, backward or optimizer."""

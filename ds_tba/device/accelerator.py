@@ -7,6 +7,11 @@ until the copy is done: dropped earlier, its memory could go to the next tensor 
 copy in goes to memory of the copy-in stream's own pool, so that it need not wait for the kernels that are queued; the
 stream that consumes it waits for it, and the allocator is told of that stream (``record_stream``). The host waits for
 neither.
+
+[Note: Room] Saved tensors may take what is left of a device beside the peak of everything else in a step: gradients,
+logits, buckets, optimizer states. Free memory after the optimizer step says too little: gradients and logits are gone
+by then. So everything else is sampled at the ends of steps, and at every hook while micro-steps are recorded. Between
+two samples the accelerator's own peak tells whether there was more.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import logging
+import math
 import sys
 import threading
 import time
@@ -24,6 +30,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
+
+from ds_tba.telemetry.stats import Gauge
 
 logger = logging.getLogger(__name__)
 
@@ -185,6 +193,60 @@ class DeviceMemoryUse:
 MemoryUse = HostMemoryUse | DeviceMemoryUse
 
 
+class MemoryMeter:
+    """The most device memory that everything but saved tensors held at once; see [Note: Room].
+
+    Args:
+        memory: of the device.
+        resident: the part of that which saved tensors hold.
+    """
+
+    def __init__(self, memory: MemoryUse, resident: Gauge) -> None:
+        self._memory = memory
+        self._resident = resident
+        self._resident_before_bytes = 0
+        self._peak_bytes = math.inf  # at the last sample; before the first there is nothing to compare with
+        self._retries: float | None = None  # at the first sample; infinite once there was a warning
+        self._most_bytes = 0
+
+    def sample(self) -> None:
+        """Take the level of this moment, and the peak since the last sample."""
+        resident_bytes = self._resident.now
+        try:
+            levels = self._memory.levels()
+        except OSError:  # /proc cannot be read while no file descriptor is free: the samples before count
+            return
+        peak_bytes, others_bytes = levels.peak_in_use_bytes, levels.in_use_bytes - resident_bytes
+        if peak_bytes > self._peak_bytes:
+            # How much of that peak was ours is not known. Take the lower of our two levels: that errs on the safe side.
+            others_bytes = max(others_bytes, peak_bytes - min(self._resident_before_bytes, resident_bytes))
+        self._most_bytes = max(self._most_bytes, others_bytes)
+        self._resident_before_bytes, self._peak_bytes = resident_bytes, peak_bytes
+        if self._retries is None:
+            self._retries = levels.allocation_retries
+        elif levels.allocation_retries > self._retries:
+            logger.warning(
+                "the device was full %d times, and its allocator gave back all that it kept in reserve (%d bytes in "
+                "use, %d reserved): such steps are slow, and an allocation may fail yet. A smaller "
+                "activation_budget_bytes, smaller micro-batches or PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True "
+                "would help",
+                levels.allocation_retries - self._retries,
+                levels.in_use_bytes,
+                levels.reserved_bytes,
+            )
+            self._retries = math.inf
+
+    def room_bytes(self) -> float:
+        """The bytes that saved tensors may hold; see [Note: Room]."""
+        free_bytes = self._memory.free_bytes()
+        return max(0.0, free_bytes - self.owed_bytes())
+
+    def owed_bytes(self) -> int:
+        """Of free memory what everything else has had before, and will want again."""
+        others_bytes = self._memory.levels().in_use_bytes - self._resident.now
+        return max(0, self._most_bytes - others_bytes)
+
+
 class Accelerator:
     """The operations of a device that offloading needs, as they are where nothing is asynchronous.
 
@@ -216,6 +278,9 @@ class Accelerator:
     def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
         """A pinned copy; the tensor itself where there is nothing to pin."""
         return tensor
+
+    def give_pinned_back(self) -> None:
+        """Give pinned memory that nobody uses back to the system, where its allocator would keep it."""
 
     def new_stream(self) -> Any:
         """A stream of the device."""
@@ -342,6 +407,11 @@ class CudaAccelerator(DeviceAccelerator):
     def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
         """By torch: with ``DS_PIN_MEMORY_BACKEND=native`` DeepSpeed locks pages, CUDA does not know, copies block."""
         return tensor.pin_memory()
+
+    def give_pinned_back(self) -> None:
+        give_back = getattr(getattr(torch, "accelerator", None), "empty_host_cache", None)
+        if give_back is not None:
+            give_back()
 
     def new_event(self) -> Any:
         """Whoever waits for it sleeps, and leaves the core to others."""

@@ -43,11 +43,14 @@ class Limits:
 
     @classmethod
     def of(cls, config: OffloadConfig, write_limit_bytes_per_step: float) -> Limits:
-        """Those that a config sets; the bound of wear depends on the drives and the step, too."""
+        """Those that a config sets; the bound of wear depends on the drives and the step, too.
+
+        A host tier that takes what is free counts as none: how much that is the machine knows.
+        """
         return cls(
             config.max_step_overhead,
             config.activation_budget_bytes,
-            config.host_budget_bytes,
+            config.host_budget_bytes or 0,
             write_limit_bytes_per_step,
             config.recompute,
             config.rematerialize_enabled,

@@ -193,7 +193,10 @@ class _Search:
         rest = order[~(np.isin(order, written) & has_room[order]) & self._to_host[order]]
         where = np.zeros(len(self._nbytes), np.int8)
         where[written] = _NVME
-        where[_fitting(rest, self._nbytes, self._host_bytes)] = _HOST
+        hosted = order[self._to_host[order]]
+        if self._nbytes[hosted].sum() > self._host_bytes:  # else nothing need wait for the drive, or wear it
+            hosted = _fitting(rest, self._nbytes, self._host_bytes)
+        where[hosted] = _HOST
         order = order[where[order] != _KEEP]
         is_free |= where == _HOST
         return where, np.concatenate([order[is_free[order]], order[~is_free[order]]]), int(is_free[order].sum())

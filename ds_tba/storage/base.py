@@ -31,10 +31,14 @@ class Refusal(Enum):
     HOST_FULL = "no room in host_budget_bytes"
     CLOSED = "store closed"
 
-    def count(self, stats: StoreStats, nbytes: int) -> None:
-        """Count a storage that stays in memory, under the store's lock; say the first of each kind in the log."""
+    def count(self, stats: StoreStats, nbytes: int, *, is_last: bool = True) -> None:
+        """Count a storage that stays in memory, under the store's lock; say the first of each kind in the log.
+
+        Args:
+            is_last: else another store may have it, and there is nothing to advise.
+        """
         stats.fallbacks[self.value] += 1
-        if stats.fallbacks[self.value] == 1 and self in _ADVICE:
+        if stats.fallbacks[self.value] == 1 and self in _ADVICE and is_last:
             logger.info(
                 "%s: a saved storage of %d bytes stays in device memory, and others may (the report counts them as "
                 "fallbacks). %s",
@@ -48,7 +52,7 @@ class Refusal(Enum):
 _ADVICE = {
     Refusal.STAGING_FULL: "Forward saves faster than the drives write; a larger io.staging_bytes holds more of a burst",
     Refusal.LARGER_THAN_STAGING: "Set io.staging_bytes above that, or train smaller micro-batches",
-    Refusal.HOST_FULL: "A larger host_budget_bytes takes more",
+    Refusal.HOST_FULL: "A larger host_budget_bytes takes more, and a drive in nvme_path what the host cannot",
 }
 
 

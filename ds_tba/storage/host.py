@@ -1,7 +1,14 @@
-"""How does a storage come to host memory and back? The tier bounded by ``host_budget_bytes``, all taken at the start.
+"""How does a storage come to host memory and back? The tier of ``host_budget_bytes``.
 
-An accelerator's pinning rounds an allocation up to a power of two (2.25 GiB become 4.0), so the budget is taken as the
-powers of two that it is the sum of. Cannot see whether other processes leave so much memory: ``tiers.py`` asks.
+An accelerator's pinning rounds an allocation up to a power of two (2.25 GiB become 4.0), so memory is taken in powers
+of two. A budget is the sum of some, all taken at the start; ``tiers.py`` asks whether the machine has so much.
+
+[Note: Spare memory] Without a budget the tier takes one segment after the other, as storages come, while the machine
+can spare them, and gives those that are empty back when it cannot: a process that grows takes precedence. The system
+ends the largest process when memory runs out, and that is the one with such a tier. To spare is what is free, less the
+tenth of it that was left at the start to whatever comes later (as on a device), and less what everything else in this
+process has needed before and will need again. Nobody knows that of a step that is larger than all before it, as the
+first one is: what such a step saves in excess of them goes to the drive, where there is one.
 """
 
 from __future__ import annotations
@@ -14,19 +21,65 @@ from typing import Any
 import torch
 
 from ds_tba.config import IO_ALIGNMENT_BYTES
-from ds_tba.device.accelerator import Accelerator, Arrival, Copies, PendingCopy
-from ds_tba.device.memory import huge_page_memory
+from ds_tba.device.accelerator import (
+    TEMPORARY_FRACTION,
+    Accelerator,
+    Arrival,
+    Copies,
+    HostMemoryUse,
+    MemoryMeter,
+    PendingCopy,
+    available_bytes,
+)
+from ds_tba.device.memory import huge_page_memory, is_out_of_memory
 from ds_tba.errors import StateError
 from ds_tba.storage.base import Loaded, Refusal, Store, Ticket
 from ds_tba.storage.finalizers import DeferredFinalizers
 from ds_tba.storage.staging import CopySafeAllocator, Span
-from ds_tba.telemetry.stats import StoreStats
+from ds_tba.telemetry.stats import Gauge, StoreStats
 
 MIN_SEGMENT_BYTES = 1 << 20
+# A segment has room for so many storages as it was taken for, and a new one is at least that part of all.
+PARTS = 8
+
+
+class SpareMemory:
+    """Host memory that the machine can spare for this rank; see [Note: Spare memory].
+
+    Args:
+        accelerator: where its memory is the host's, everything else has peaks there in each step.
+        ranks: of this machine, each with a tier.
+
+    Attributes:
+        taken: by the tier.
+        most_bytes: as much as it may ever have.
+    """
+
+    def __init__(self, accelerator: Accelerator, ranks: int) -> None:
+        free_bytes = available_bytes()
+        self.taken = Gauge()
+        self._ranks = ranks
+        self._left_bytes = int(TEMPORARY_FRACTION * free_bytes)
+        self.most_bytes = (free_bytes - self._left_bytes) // ranks
+        self._meter = MemoryMeter(HostMemoryUse(), self.taken) if accelerator.is_synchronized_device() else None
+        if self._meter is not None:
+            self._meter.sample()  # peaks count from here on
+
+    def more_bytes(self) -> float:
+        """What the tier may take in addition now; below 0 what it had better give back."""
+        try:
+            free_bytes = available_bytes()
+            owed_bytes = 0
+            if self._meter is not None:  # before what is taken changes, or it would be held for everything else's
+                self._meter.sample()
+                owed_bytes = self._meter.owed_bytes()
+        except OSError:  # no file descriptor to ask with
+            return 0.0
+        return min((free_bytes - self._left_bytes) / self._ranks - owed_bytes, self.most_bytes - self.taken.now)
 
 
 class Segment:
-    """One contiguous part of the budget. Changed only under the store's lock."""
+    """One contiguous part of the tier. Changed only under the store's lock."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
@@ -68,21 +121,34 @@ class HostStore(Store[HostTicket]):
 
     Args:
         accelerator: pins the memory and orders the copies.
-        budget_bytes: taken at once; a multiple of 1 MiB is used.
+        budget: bytes, taken at once (a multiple of 1 MiB is used), or what the machine can spare, taken when wanted.
         ahead_bytes: bound of what is copied to the device before backward asks for it, and of the device memory that
             waits for its copy out (a larger tensor goes alone). The host runs far ahead of a device: without the second
             bound a whole forward would be held until the device has come so far.
+        is_last: whether what finds no room stays in device memory; else a drive takes it.
+
+    Attributes:
+        limit_bytes: as much as it holds at most.
     """
 
-    def __init__(self, accelerator: Accelerator, budget_bytes: int, ahead_bytes: int = 256 << 20) -> None:
+    def __init__(
+        self, accelerator: Accelerator, budget: int | SpareMemory, ahead_bytes: int = 256 << 20, *, is_last: bool = True
+    ) -> None:
         self.stats = StoreStats()
+        self._accelerator = accelerator
+        self._spare = budget if isinstance(budget, SpareMemory) else None
+        self._is_last = is_last
+        self._may_grow = True
+        self._offered_bytes = self._known_bytes = 0  # in this step, and at most in one before
         self._is_synchronous = accelerator.is_synchronized_device()
         self._copies = Copies(accelerator)
         self._ahead_bytes = 0
         self._ahead_limit_bytes = ahead_bytes
         # No lanes wait for this lock, so that copies into the device may be queued under it.
         self._deferred: DeferredFinalizers[HostTicket] = DeferredFinalizers(threading.Lock(), self._free)
-        self._segments = [Segment(host_memory(nbytes, accelerator)) for nbytes in segment_sizes(budget_bytes)]
+        sizes = [] if isinstance(budget, SpareMemory) else segment_sizes(budget)
+        self._segments = [Segment(host_memory(nbytes, accelerator)) for nbytes in sizes]
+        self.limit_bytes = budget.most_bytes if isinstance(budget, SpareMemory) else sum(sizes)
         self._held_after_close: list[Segment] = []  # copies in still read them
         self._closed = False
 
@@ -90,15 +156,13 @@ class HostStore(Store[HostTicket]):
         with self._deferred, self._deferred.lock:
             self._settle()
             self._copies.hold_at_most(max(0, self._ahead_limit_bytes - data.numel()))
-            for segment in self._segments:
-                span = segment.spans.allocate(data.numel())
-                if span is not None:
-                    break
-            else:
+            self._offered_bytes += data.numel()
+            found = self._allocate(data.numel())
+            if found is None:
                 refusal = Refusal.CLOSED if self._closed else Refusal.HOST_FULL
-                refusal.count(self.stats, data.numel())
+                refusal.count(self.stats, data.numel(), is_last=self._is_last)
                 return refusal
-        ticket = HostTicket(data.numel(), self, segment, span, data.device)
+        ticket = HostTicket(data.numel(), self, *found, data.device)
         try:
             ticket.copy = self._copies.out(data, ticket.view())  # without the lock: nobody else has the ticket yet
         except BaseException:
@@ -143,13 +207,78 @@ class HostStore(Store[HostTicket]):
             self._settle()
             return self._copies.under_way
 
+    def end_step(self) -> None:
+        """A whole step is over, and has shown what else it needs: the machine may be asked anew what it can spare."""
+        with self._deferred, self._deferred.lock:
+            self._may_grow = not self._closed
+            self._known_bytes, self._offered_bytes = max(self._known_bytes, self._offered_bytes), 0
+
+    def capacity_bytes(self) -> int:
+        """What it could hold now."""
+        with self._deferred, self._deferred.lock:
+            if self._spare is None:
+                return self.limit_bytes
+            return max(0, self._spare.taken.now + int(self._spare.more_bytes()))
+
     def close(self) -> None:
         with self._deferred, self._deferred.lock:
-            self._closed = True
+            self._closed, self._may_grow = True, False
             self._copies.finish()
             for segment in self._segments:
                 segment.spans.finish()
             self._segments.clear()
+
+    def _allocate(self, nbytes: int) -> tuple[Segment, Span] | None:
+        if self._spare is not None and not self._is_last and self._offered_bytes > self._known_bytes:
+            return None
+        found = self._fitted(nbytes)
+        if found is not None and self._spare is not None and found[0].spans.used_bytes == found[1].nbytes:
+            if self._spare.more_bytes() >= 0:  # asked when a segment is used first, and not at each storage
+                return found
+            found[0].spans.free(found[1])
+            found = None  # or it would hold the memory that is given back
+            self._shrink(self._spare)
+            found = self._fitted(nbytes)
+        return self._grown(nbytes, self._spare) if found is None and self._spare is not None else found
+
+    def _fitted(self, nbytes: int) -> tuple[Segment, Span] | None:
+        for segment in self._segments:
+            span = segment.spans.allocate(nbytes)
+            if span is not None:
+                return segment, span
+        return None
+
+    def _shrink(self, spare: SpareMemory) -> None:
+        """Give empty segments back until the machine is short no longer."""
+        while spare.more_bytes() < 0:
+            unused = [index for index, segment in enumerate(self._segments) if segment.spans.is_unused]
+            if not unused:
+                break
+            spare.taken.add(-self._segments.pop(unused[-1]).spans.capacity_bytes)
+            self._accelerator.give_pinned_back()
+
+    def _grown(self, nbytes: int, spare: SpareMemory) -> tuple[Segment, Span] | None:
+        """Room in one more segment, if the machine can spare that; if not, it is asked again in the next step."""
+        if not self._may_grow:
+            return None
+        least_bytes = max(nbytes, MIN_SEGMENT_BYTES)
+        wanted_bytes = max(PARTS * least_bytes, spare.taken.now // PARTS)
+        size, more_bytes = 1 << (wanted_bytes - 1).bit_length(), spare.more_bytes()
+        while size > more_bytes and size >= least_bytes:
+            size //= 2
+        try:
+            segment = Segment(host_memory(size, self._accelerator)) if size >= least_bytes else None
+        except (OSError, RuntimeError, MemoryError) as error:
+            if not (isinstance(error, OSError) or is_out_of_memory(error)):
+                raise
+            segment = None
+        span = None if segment is None else segment.spans.allocate(nbytes)
+        if segment is None or span is None:
+            self._may_grow = False
+            return None
+        self._segments.append(segment)
+        spare.taken.add(size)
+        return segment, span
 
     def _settle(self) -> None:
         """Let go of what copies used that are done. Never blocks."""

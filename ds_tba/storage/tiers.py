@@ -16,7 +16,7 @@ from ds_tba.errors import BackendUnavailableError, ConfigError
 from ds_tba.storage.backends.select import NAMED, Selection, select_backend
 from ds_tba.storage.bandwidth_probe import LARGEST_REQUEST_BYTES, REGION_BYTES, measure_drives
 from ds_tba.storage.base import Store
-from ds_tba.storage.host import HostStore
+from ds_tba.storage.host import HostStore, SpareMemory
 from ds_tba.storage.nvme import Lanes, NvmeStore
 from ds_tba.storage.space import SwapPath
 from ds_tba.storage.staging import StagingRing
@@ -71,17 +71,22 @@ class Tiers:
         self.nvme: NvmeStore | None = None
         self.host: HostStore | None = None
         self.by_placement: dict[Placement, Store[Any]] = {}
-        uses_host = config.host_budget_bytes > 0 and config.placement != "keep"
-        if uses_host:
-            _check_host_memory(config.host_budget_bytes, ranks_on_node)
+        budget_bytes = config.host_budget_bytes
+        uses_host = budget_bytes != 0 and config.placement != "keep"
+        if uses_host and budget_bytes is not None:
+            _check_host_memory(budget_bytes, ranks_on_node)
         with ExitStack() as undo:
             undo.callback(self.close)
             if config.uses_nvme:
                 self.nvme = self._open_nvme(aio_config, accelerator, zero_uses_nvme)
                 self.by_placement[Placement.NVME] = self.nvme
             if uses_host:
-                self.host = HostStore(accelerator, config.host_budget_bytes, config.io.ring_bytes)
-                self.by_placement[Placement.HOST] = self.host
+                taken = SpareMemory(accelerator, ranks_on_node) if budget_bytes is None else budget_bytes
+                is_first = config.placement != "nvme"
+                is_last = self.nvme is None or not is_first
+                self.host = HostStore(accelerator, taken, config.io.ring_bytes, is_last=is_last)
+                host = {Placement.HOST: self.host}  # costs its copies only, and wears nothing
+                self.by_placement = host | self.by_placement if is_first else self.by_placement | host
             undo.pop_all()
 
     @property
@@ -110,8 +115,9 @@ class Tiers:
         if self.selection is None:
             return []
         why = self.selection.reason.removeprefix(NAMED).removeprefix("; ")  # what the config says needs no reason
+        first = f"{self.host_in_words}, then to " if next(iter(self.by_placement)) is Placement.HOST else ""
         parts = [
-            f"activations go to {', '.join(self._places())}",
+            f"activations go to {first}{', '.join(self._places())}",
             f"backend {self.selection.backend.name}{why and f' ({why})'}, "
             f"{readable(sum(file.limit_bytes for file in files))} at most",
         ]
@@ -127,9 +133,15 @@ class Tiers:
             f"io.staging_bytes {config.io.ring_bytes}",
             f"{config.io.write_lanes} write and {config.io.read_lanes} read lanes, integrity {config.io.integrity}",
         ]
-        if self.host is not None:
-            parts.append(f"tensors refused by NVMe go to host memory, up to {config.host_budget_bytes} bytes per rank")
+        if self.host is not None and next(iter(self.by_placement)) is Placement.NVME:
+            parts.append(f"tensors refused by NVMe go to {self.host_in_words}")
         return parts + _measured(self.paths)
+
+    @property
+    def host_in_words(self) -> str:
+        """Host memory and its bound, where there is such a tier."""
+        spare = ", as far as the machine has it to spare" if self._config.host_budget_bytes is None else ""
+        return f"host memory, up to {0 if self.host is None else self.host.limit_bytes} bytes per rank{spare}"
 
     def close(self) -> None:
         """Give everything back. Idempotent."""

@@ -26,11 +26,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_tba.adaptive.agreement import Alone
 from ds_tba.autograd.cache import TensorCache
-from ds_tba.autograd.residency import MemoryMeter
 from ds_tba.autograd.saved import Hooks, RecordState
 from ds_tba.autograd.tensors import Eligibility
 from ds_tba.config import AioConfig, OffloadConfig
-from ds_tba.device.accelerator import CpuAccelerator, MemoryLevels
+from ds_tba.device.accelerator import CpuAccelerator, MemoryLevels, MemoryMeter
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.planner.search import adaptive
 from ds_tba.storage.backends.posix import PosixBackend

@@ -48,10 +48,10 @@ def test_each_storage_goes_where_the_plan_says_scope_by_scope() -> None:
     policy = by_plan(NVME, KEEP, HOST, NVME, KEEP)
     assert chosen(policy, "x0") == [("nvme", "host")]  # what NVMe has no room for may go to host memory
     assert policy.enter("a") is None
-    assert chosen(policy, "x1", "x2", "x1") == [(), ("host",), ()]  # x1 has its place already
+    assert chosen(policy, "x1", "x2", "x1") == [(), ("host", "nvme"), ()]  # x1 has its place already
     policy.leave()
     assert policy.enter("b") is None
-    assert chosen(policy, "x2", "x3") == [("host",), ("nvme", "host")]
+    assert chosen(policy, "x2", "x3") == [("host", "nvme"), ("nvme", "host")]
     policy.leave()
     assert chosen(policy, "x4") == [()]
     assert (policy.mismatch.unknown_saves, policy.mismatch.drift_bytes) == (0, 0)
@@ -64,7 +64,7 @@ def test_a_recomputed_block_saves_its_inputs_and_shifts_nobody() -> None:
     assert chosen(policy, "x0") == [("nvme", "host")]
     policy.leave()
     policy.enter("b")
-    assert chosen(policy, "x2", "x3") == [("host",), ("nvme", "host")]
+    assert chosen(policy, "x2", "x3") == [("host", "nvme"), ("nvme", "host")]
     policy.leave()
     assert chosen(policy, "x4") == [()]
     assert policy.mismatch.unknown_saves == 0
@@ -171,7 +171,7 @@ def test_passes_inside_passes_are_part_of_them() -> None:
     assert policy.enter("inside") is None
     chosen(policy, "x1")
     policy.leave()
-    assert chosen(policy, "x2") == [("host",)]
+    assert chosen(policy, "x2") == [("host", "nvme")]
     policy.leave()
     assert policy.mismatch.unknown_saves == 0
 

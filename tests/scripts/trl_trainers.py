@@ -30,6 +30,7 @@ parser.add_argument("--steps", type=int, default=8)
 parser.add_argument("--min_tensor_bytes", type=int, default=4096)
 parser.add_argument("--placements", nargs="+", default=["adaptive", "recompute", "nvme", "host", "keep"])
 parser.add_argument("--cases", nargs="+")
+parser.add_argument("--until_backward", action="store_true")
 options = parser.parse_args()
 WORDS = 60
 
@@ -75,6 +76,12 @@ def trainer(case, config, directory):
         rows = [{"text": text(chance, 8, 80)} for _ in range(4 * options.steps)]
         args = trl.SFTConfig(**more, packing=data == "packed", dataset_text_field="text")
         trainer, extra = trl.SFTTrainer, {}
+    elif kind in ("grpo", "rloo"):
+        rows = [{"prompt": text(chance, 4, 8)} for _ in range(4 * options.steps)]
+        config, trainer = (trl.GRPOConfig, trl.GRPOTrainer) if kind == "grpo" else (trl.RLOOConfig, trl.RLOOTrainer)
+        del more["max_length"]
+        args = config(**more, num_generations=2, max_completion_length=24, beta=0.0)
+        extra = {"reward_funcs": lambda completions, **_: [float(len(set(one.split()))) for one in completions]}
     else:
         rows = [
             {"prompt": text(chance, 4, 8), "chosen": text(chance, 8, 30), "rejected": text(chance, 8, 30)}
@@ -127,6 +134,7 @@ def block(placement, directory):
     io = {"backend": "posix", "staging_bytes": 8 << 20, "swap_file_bytes": 256 << 20}
     made = {"nvme_path": str(directory), "io": io, "min_tensor_bytes": options.min_tensor_bytes}
     made["placement"] = "adaptive" if placement == "recompute" else placement
+    made["until_backward"] = options.until_backward
     if placement == "recompute":  # nothing is large enough to be moved: recomputing alone makes the peak lower
         made |= {"recompute": True, "max_step_overhead": 1000.0, "min_tensor_bytes": 8 << 20}
     return made | ({"host_budget_bytes": 64 << 20} if placement == "host" else {})

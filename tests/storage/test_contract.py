@@ -14,9 +14,19 @@ from support.store_contract import MIB, StoreContract
 
 from ds_tba.storage.backends.base import IoBackend
 from ds_tba.storage.base import Store
-from ds_tba.storage.host import HostStore
+from ds_tba.storage.host import HostStore, SpareMemory
 
 PAGE = runs.ROOT / "docs" / "develop" / "stores.md"
+
+
+class TestSpareHostStore(StoreContract):
+    @pytest.fixture
+    def store(self) -> Iterator[Store[Any]]:
+        spare = SpareMemory(CpuAccelerator(), 1)
+        spare.most_bytes = 16 * MIB
+        store = HostStore(CpuAccelerator(), spare)
+        yield store
+        store.close()
 
 
 class TestHostStore(StoreContract):

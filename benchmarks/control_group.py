@@ -1,0 +1,205 @@
+"""Offloads to host memory where there is too little of it: each way to train in a control group that the kernel guards.
+
+    python benchmarks/control_group.py [--nvme_path DIR] [--rounds 4] [--json FILE]
+
+A Llama with random weights under DeepSpeed, every layer checkpointed, so that a step saves ``layers x tokens x width``
+elements. The group may have what the process takes at its peak when all of them are on the drive, which is measured
+first, and a quarter of their bytes. A way that needs more is killed by the kernel. Then host memory alone, and host
+memory with the drive behind it, take turns where the host has room for all.
+
+It needs Linux and root (or a group that is delegated to the user), makes groups within its own, and takes them away. On
+a CPU the activations are in host memory before an offload takes them there; what it adds is what a GPU's would add: the
+offloads of Hugging Face and DeepSpeed hold them until backward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from alternating import add_process_options, in_a_process, rounds_of
+from capacity import MIB, MMAP_THRESHOLD_BYTES, VARIANTS, Training, Variant
+from capacity import parse as parse_capacity
+
+GROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+HOST = {"placement": "host", "host_budget_bytes": None, "rematerialize": False}
+WAYS = {
+    "checkpoint": Variant("torch checkpointing", {}),
+    "hf_offload": Variant('Hugging Face\'s `gradient_checkpointing_kwargs={"offload": True}`', {"offload": True}),
+    "deepspeed_cpu": Variant("DeepSpeed's `cpu_checkpointing`", {}),
+    "nvme": Variant('**ours**, `"placement": "nvme"`', {}, block={"placement": "nvme", "rematerialize": False}),
+    "host": Variant("**ours**, host memory and the drive behind it, `null`", {}, block=HOST),
+    "host_alone": Variant("**ours**, host memory alone", {}, block=HOST | {"nvme_path": None}),
+}
+
+
+class Group:
+    """A control group of limited memory, within that of this process; of version 2 or 1."""
+
+    def __init__(self, name: str) -> None:
+        lines = [line.split(":", 2) for line in OWN.read_text().splitlines()]
+        is_second = (GROUPS / "cgroup.controllers").exists()
+        root, mine = GROUPS, next((path for _, ruled, path in lines if not ruled), "/")
+        if not is_second:
+            root, mine = GROUPS / "memory", next(path for _, ruled, path in lines if "memory" in ruled.split(","))
+        own = root / mine.lstrip("/")
+        if is_second and "memory" not in (own / "cgroup.subtree_control").read_text().split():
+            own = root / name  # a group with processes may have no limited groups within: one beside
+        self.path = own / f"{name}_{os.getpid()}"
+        names = ("memory.max", "memory.peak") if is_second else ("memory.limit_in_bytes", "memory.max_usage_in_bytes")
+        self._limit, self._peak = (self.path / one for one in names)
+
+    @contextmanager
+    def limited(self, limit_bytes: int | None) -> Iterator[Group]:
+        self.path.mkdir(parents=True)
+        try:
+            if limit_bytes is not None:
+                self._limit.write_text(str(limit_bytes))
+                with suppress(OSError):
+                    (self.path / "memory.swap.max").write_text("0")
+            yield self
+        finally:
+            self.path.rmdir()
+
+    @property
+    def peak_bytes(self) -> int:
+        return int(self._peak.read_text())
+
+
+def available() -> str:
+    """Why there can be no control group here; empty where there can."""
+    try:
+        with Group("ds_tba_probe").limited(1 << 30):
+            return ""
+    except (OSError, StopIteration) as error:
+        return f"no control group of limited memory can be made: {error!r}"
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """One process, which goes into its group before it has taken memory."""
+    if options.group:
+        (Path(options.group) / "cgroup.procs").write_text(str(os.getpid()))
+    VARIANTS.update(WAYS)
+    sized = parse_capacity(
+        ["--variant", options.variant, "--width", str(options.width), "--layers", str(options.layers)]
+        + ["--longest_sequence", str(options.sequence), "--rows", str(options.rows), "--min_tensor_kib", "64"]
+        + ["--nvme_path", options.nvme_path]
+    )
+    import torch
+    import transformers.modeling_utils as hugging_face
+
+    pinned = hugging_face.save_on_cpu
+    hugging_face.save_on_cpu = lambda **_: pinned(pin_memory=False)  # without a GPU there is no pinned memory
+    training = Training(sized)
+    if options.variant == "deepspeed_cpu":
+        offload_as_deepspeed(training)
+    training.step(64)
+    losses = []
+    found = {**training.steps(options.sequence, options.steps), "threads": torch.get_num_threads()}
+    losses += [loss.hex() for loss in found.pop("losses")]
+    return {**found, "losses": losses, "report": training.report()}
+
+
+def offload_as_deepspeed(training: Training) -> None:
+    """DeepSpeed's checkpointing in the place of torch's; on a CPU it moves nothing, and keeps the inputs."""
+    import deepspeed
+
+    deepspeed.checkpointing.configure(None, partition_activations=False, checkpoint_in_cpu=True)
+    module = deepspeed.runtime.activation_checkpointing.checkpointing
+    to_device = module.copy_to_device
+
+    def copied(items: Any, device: Any, criterion_func: Any) -> Any:  # or it would empty the input itself
+        if not hasattr(device, "type"):
+            return to_device(items, device, criterion_func)
+        return [item.detach().clone() if criterion_func(item) else item for item in items]
+
+    module.copy_to_device = copied
+    for layer in training._engine.module.model.layers:
+        layer._gradient_checkpointing_func = lambda function, *args: deepspeed.checkpointing.checkpoint(function, *args)
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=64)
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--sequence", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=4, help="of the comparison in time")
+    parser.add_argument("--nvme_path", default=".")
+    parser.add_argument("--json", type=Path, help="write every measurement to this file")
+    parser.add_argument("--group", help=argparse.SUPPRESS)
+    add_process_options(parser, list(WAYS))
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    options = parse(argv)
+    if options.variant:
+        options.result.write_text(json.dumps(measure(options)))
+        return 0
+    if why_not := available():
+        print(why_not)
+        return 3
+
+    def turn(way: str, limit_bytes: int | None) -> dict[str, Any]:
+        """What a way came to in a group, or the status with which it ended."""
+        with Group("ds_tba").limited(limit_bytes) as group:
+            arguments = [*argv, "--group", str(group.path)]
+            try:
+                found = in_a_process(__file__, way, arguments, MALLOC_MMAP_THRESHOLD_=MMAP_THRESHOLD_BYTES)
+            except SystemExit as error:
+                found = {"ended": str(error)}
+            return {**found, "group_peak_bytes": group.peak_bytes}
+
+    saved_bytes = options.layers * options.rows * options.sequence * options.width * 4
+    nvme = turn("nvme", None)
+    if "ended" in nvme:
+        raise SystemExit(nvme["ended"])
+    limit_bytes = nvme["group_peak_bytes"] + saved_bytes // 4
+    print(
+        f"{saved_bytes / MIB:.0f} MiB of layers' inputs; the group may have {limit_bytes / MIB:.0f} MiB, a quarter of "
+        f"them more than the {nvme['group_peak_bytes'] / MIB:.0f} MiB of a process that has them on the drive",
+        flush=True,
+    )
+    print("| way | outcome | peak of the group, MiB | s per step | of the moved bytes in host memory |")
+    print("|---|---|---|---|---|")
+    outcomes, is_well = {"nvme": nvme}, True
+    for way in ("checkpoint", "hf_offload", "deepspeed_cpu", "host"):
+        found = outcomes[way] = turn(way, limit_bytes)
+        print(row(WAYS[way].title, found, nvme), flush=True)
+        is_well &= ("ended" not in found and found["losses"] == nvme["losses"]) if way == "host" else "ended" in found
+    rounds = list(rounds_of(["host", "host_alone"], lambda way: turn(way, None), options.rounds))
+    ratios = [one["host"]["step_s"] / one["host_alone"]["step_s"] for one in rounds]
+    if ratios:
+        print(
+            f"where the host has room for all: time with the drive behind to that of host memory alone "
+            f"{statistics.median(ratios):.3f} [{min(ratios):.3f}-{max(ratios):.3f}]"
+        )
+    if options.json:
+        results = {"limit_bytes": limit_bytes, "saved_bytes": saved_bytes, "outcomes": outcomes, "rounds": rounds}
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+    return 0 if is_well else 1
+
+
+def row(title: str, found: dict[str, Any], nvme: dict[str, Any]) -> str:
+    peak = f"{found['group_peak_bytes'] / MIB:.0f}"
+    if "ended" in found:
+        status = found["ended"].partition(":\n")[0].partition("status ")[2]
+        return f"| {title} | {'killed by the kernel' if status == '-9' else found['ended'][-300:]} | {peak} | | |"
+    report = found["report"]
+    part = f"{report['host_bytes'] / max(1, report['offloaded_bytes']):.2f}" if report else ""
+    equal = "losses equal" if found["losses"] == nvme["losses"] else "LOSSES DIFFER"
+    return f"| {title} | finishes, {equal} | {peak} | {found['step_s']:.2f} | {part} |"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
