@@ -3,8 +3,8 @@
     python benchmarks/peers.py --nvme_path DIR --out DIR [--device cpu|cuda] [--minutes 20] [--tiny]
 
 A Llama of Hugging Face, made from numbers, trains under each peer in turn, in a new random order each round, and under
-ds_tba. Each peer is used as its users use it, with its own defaults. A peer that is not installed, or does not run here,
-is a row with its own error. Into ``--out`` go ``peers.json`` and ``peers.md``; the exit status is 0 if ds_tba is exact.
+ds_tba. Each peer is used as its users use it, with its own defaults. A peer that is not installed, or does not run
+here, is a row with its own error. Into ``--out`` go ``peers.json`` and ``peers.md``; the exit status is 0 if ds_tba is exact.
 
 [Note: a CPU in the place of the device] Most peers move from a GPU to the host and do nothing, or fail, where there is
 none. So without a GPU their copies and streams are led to the CPU: what is copied "to the host" and back is copied in
@@ -101,7 +101,7 @@ def workload_of(options: argparse.Namespace, device: Device) -> Workload:
         text = torch.randint(0, model.llama.config.vocab_size, size)
     for module in model.modules():
         mark_owned(module)
-    return Workload(model, (text, text), list(model.parameters()))  # type: ignore[arg-type]
+    return Workload(model, (text, text), list(model.parameters()))
 
 
 # ---- the peers, each as its documentation says ----------------------------------------------------------------------
@@ -140,14 +140,13 @@ def _transformers(model: Llama, is_cuda: bool) -> Iterator[None]:
 def _trl(model: Llama, is_cuda: bool) -> AbstractContextManager[Any]:
     from trl.models.activation_offloading import get_act_offloading_ctx_manager
 
-    made = get_act_offloading_ctx_manager(model.llama, use_streams=is_cuda, use_pin_memory=is_cuda)
-    return made  # type: ignore[no-any-return]
+    return get_act_offloading_ctx_manager(model.llama, use_streams=is_cuda, use_pin_memory=is_cuda)
 
 
 def _torchtune(model: Llama, is_cuda: bool) -> AbstractContextManager[Any]:
     from torchtune.training import OffloadActivations
 
-    return OffloadActivations(use_streams=is_cuda, use_pin_memory=is_cuda)  # type: ignore[no-any-return]
+    return OffloadActivations(use_streams=is_cuda, use_pin_memory=is_cuda)
 
 
 @contextmanager
@@ -157,9 +156,9 @@ def _deepspeed(model: Llama, is_cuda: bool) -> Iterator[None]:
 
     accelerator = type(get_accelerator())
     device = nullcontext() if is_cuda else mock.patch.object(accelerator, "is_synchronized_device", lambda _: False)
-    with device, _checkpointing(model, is_cuda):
-        with CheckpointHiddenStatesOffload(use_streams=is_cuda, use_pin_memory=is_cuda):
-            yield
+    context = CheckpointHiddenStatesOffload(use_streams=is_cuda, use_pin_memory=is_cuda)
+    with device, _checkpointing(model, is_cuda), context:
+        yield
 
 
 @contextmanager
