@@ -4,7 +4,8 @@
 
 A Llama of Hugging Face, made from numbers, trains under each peer in turn, in a new random order each round, and under
 ds_tba. Each peer is used as its users use it, with its own defaults. A peer that is not installed, or does not run
-here, is a row with its own error. Into ``--out`` go ``peers.json`` and ``peers.md``; the exit status is 0 if ds_tba is exact.
+here, is a row with its own error. Into ``--out`` go ``peers.json`` and ``peers.md``; the exit status is 0 if ds_tba is
+exact.
 
 [Note: a CPU in the place of the device] Most peers move from a GPU to the host and do nothing, or fail, where there is
 none. So without a GPU their copies and streams are led to the CPU: what is copied "to the host" and back is copied in
