@@ -47,6 +47,7 @@ from ds_tba.device.accelerator import adapted
 from ds_tba.errors import ConfigError, IncompatibleError
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.telemetry.diagnosis import ModelMemory
+from ds_tba.telemetry.stats import expanded
 from ds_tba.update.config import UpdateConfig, parse_update_block
 from ds_tba.update.interleaved import InterleavedUpdate
 from ds_tba.update.zero3 import refuse_half_updated
@@ -55,6 +56,8 @@ logger = logging.getLogger("ds_tba")
 
 ATTRIBUTE = "activation_offloader"
 UPDATE_ATTRIBUTE = "interleaved_optimizer_update"
+# Of the environment: the block for configs that a trainer makes by itself, as JSON or as a file's path.
+VARIABLE = "DS_TBA_BLOCK"
 _HOOKED = "_ds_tba_hooked"
 _OWNED = "_ds_tba_owned"
 _Made = TypeVar("_Made", bound=ActivationOffloader | InterleavedUpdate | None)
@@ -116,7 +119,7 @@ def attach(engine: Any) -> ActivationOffloader:
     """Attach an offloader to a ``DeepSpeedEngine`` that exists already, and return it; the present one, if it has one.
 
     Raises:
-        ConfigError: the engine's config has no enabled block, or a bad one.
+        ConfigError: neither the engine's config nor ``DS_TBA_BLOCK`` has an enabled block, or it is a bad one.
         IncompatibleError: the engine uses a feature that cannot be combined with activation offload.
     """
     present: ActivationOffloader | None = getattr(engine, ATTRIBUTE, None)
@@ -126,7 +129,7 @@ def attach(engine: Any) -> ActivationOffloader:
     if offloader is None:
         raise ConfigError(
             f'attach() found no "{BLOCK}" block (or one with "enabled": false) in the engine\'s config: add '
-            f'"{BLOCK}": {{"enabled": true, "nvme_path": "/local_nvme"}} to ds_config.json.'
+            f'"{BLOCK}": {{"enabled": true, "nvme_path": "/local_nvme"}} to it, or set {VARIABLE}.'
         )
     _join(engine, offloader)
     return offloader
@@ -143,11 +146,20 @@ def _build(
     An engine that does not train, such as TRL's for a reference model, gets the config of the one that does. A second
     offloader would take staging and a swap file for nothing, and write its report over the first one's.
     """
-    if BLOCK not in param_dict or is_off(param_dict[BLOCK]):
+    variable = os.environ.get(VARIABLE, "")
+    if is_off(param_dict.get(BLOCK)) or (BLOCK not in param_dict and not variable.strip()):
         return None
 
+    def parse() -> tuple[OffloadConfig, AioConfig] | None:
+        if BLOCK in param_dict:
+            return parse_block(param_dict)
+        try:
+            return parse_block({**param_dict, BLOCK: _block_in(variable)})
+        except ConfigError as error:
+            raise ConfigError(f"{VARIABLE} of the environment: {error}") from None
+
     if not trains:
-        parse_block(param_dict)
+        parse()
         _show_log()
         if _rank() == 0:
             logger.info(
@@ -158,14 +170,28 @@ def _build(
         return None
 
     def make() -> ActivationOffloader | None:
-        parsed = parse_block(param_dict)
+        parsed = parse()
         if parsed is None:
             return None
         _show_log()
+        if variable.strip() and _rank() == 0:
+            used = "is used" if BLOCK not in param_dict else "is not used: the DeepSpeed config has the block itself"
+            logger.info("%s of the environment %s", VARIABLE, used)
         _refuse_incompatible(ds_config)
         return _new_offloader(*parsed, param_dict, device_rank)
 
     return _on_all_ranks(make)
+
+
+def _block_in(variable: str) -> Any:
+    """The block in an environment variable: itself, or of a file with the block or a whole config."""
+    is_text = variable.lstrip().startswith("{")
+    try:
+        found = json.loads(variable if is_text else expanded(variable.strip()).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{variable!r} is neither the block as JSON nor a readable file with it ({why}).") from None
+    return found.get(BLOCK, found) if isinstance(found, dict) else found
 
 
 def _device_rank(args: Any) -> int:
@@ -496,7 +522,8 @@ def _answer(store: Any, key: str, rank: int) -> str | None:
         store.wait([key], AGREEMENT_TIMEOUT)
     except (RuntimeError, distributed.DistError) as error:
         raise ConfigError(
-            f"rank {rank} did not take part in setting up ds_tba: give every rank the same ds_config.json."
+            f"rank {rank} did not take part in setting up ds_tba: give every rank the same ds_config.json, or the same "
+            f"{VARIABLE}."
         ) from error
     problem: str | None = json.loads(store.get(key))["problem"]
     return problem

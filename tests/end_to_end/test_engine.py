@@ -168,6 +168,55 @@ def test_attach_does_explicitly_what_the_entry_point_does(tmp_path: Path) -> Non
 
 
 @pytest.mark.engine
+def test_a_block_in_the_environment_serves_configs_without_one(tmp_path: Path) -> None:
+    body = """
+    import json, logging, os, ds_tba
+    from contextlib import contextmanager
+
+    @contextmanager
+    def refused(*parts):
+        try:
+            yield
+        except ds_tba.ConfigError as error:
+            assert str(error).startswith("DS_TBA_BLOCK of the environment: ")
+            assert all(part in str(error) for part in parts), error
+        else:
+            raise SystemExit(f"not refused: {parts}")
+
+    block = config["activation_nvme_offload"]
+    plain = {key: value for key, value in config.items() if key != "activation_nvme_offload"}
+    for held in ("  ", json.dumps(block), json.dumps({"activation_nvme_offload": block})):
+        os.environ["DS_TBA_BLOCK"] = held
+        assert hasattr(build(plain), "activation_offloader") == bool(held.strip())
+    os.environ["HERE"] = os.getcwd()
+    open("block.json", "w").write(json.dumps({"enabled": True, **block, "min_tensor_bytes": 8192}))
+    os.environ["DS_TBA_BLOCK"] = "$HERE/block.json"
+    engine = build(plain)
+    step(engine)
+    assert engine.activation_offloader.config.min_tensor_bytes == 8192
+    assert build(config).activation_offloader.config.min_tensor_bytes == 1 << 20, "the config's own is used"
+    off = {**config, "activation_nvme_offload": {"enabled": False}}
+    assert not hasattr(build(off), "activation_offloader")
+    reference = deepspeed.initialize(model=torch.nn.Linear(8, 8), config={"train_micro_batch_size_per_gpu": 1})[0]
+    assert not hasattr(reference, "activation_offloader")
+    assert ds_tba.attach(reference).config.min_tensor_bytes == 8192
+    for held, *parts in (
+        ("absent.json", "'absent.json' is neither", "No such file"),
+        ("{not JSON", "neither the block as JSON"),
+        ('{"nvme_pth": "/"}', "activation_nvme_offload.nvme_pth", "did you mean `nvme_path`?"),
+        ('{"activation_nvme_offload": 1}', "it must be an object"),
+    ):
+        os.environ["DS_TBA_BLOCK"] = held
+        with refused(*parts):
+            build(plain)
+    """
+    done = forked(body, tmp_path)
+    assert "good" in done.output.splitlines(), done.output
+    assert "DS_TBA_BLOCK of the environment is used" in done.output
+    assert done.output.count("DS_TBA_BLOCK of the environment is not used: the DeepSpeed config has the block") == 1
+
+
+@pytest.mark.engine
 def test_an_engine_without_an_optimizer_is_left_alone(tmp_path: Path) -> None:
     """TRL makes one for a reference model, from the config of the model that trains."""
     body = """
