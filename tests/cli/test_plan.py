@@ -202,7 +202,7 @@ def test_nodes_of_many_gpus_share_drives_and_a_network(directory: Path, capsys: 
     assert many["rows"][0]["held"]["always"]["parameters"] == -(-alone["parameter_bytes"] // 32)
     scale, name = many["scale"], "+ adaptive in a budget"
     assert scale["written_bytes"] == 8 * row(many, name)["written_bytes"] > 0
-    # In two micro-steps two gathers of all parameters and one reduction of all gradients; other nodes have 3 of 4 parts.
+    # In two micro-steps two gathers of all parameters and one reduction of all gradients; 3 of 4 parts are elsewhere.
     assert scale["network_bytes"] == 2 * 3 * many["parameter_bytes"] * 3 // 4
     assert scale["network_s"] == pytest.approx(scale["network_bytes"] / 25e9)
     all_moved = row(many, "offload all")
