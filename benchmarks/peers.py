@@ -53,6 +53,7 @@ MIB = 1 << 20
 ENOUGH = 100.0  # an overhead that no plan reaches: the budget decides
 DROPOUT = 0.1
 LONGEST_ERROR = 160
+MAX_STEPS_TO_A_PLAN, STEPS_AFTER_A_PLAN = 20, 12
 VERSIONS = ("torch", "transformers", "deepspeed", "trl", "torchtune", "axolotl", "torch_remat")
 
 
@@ -298,7 +299,7 @@ class PeerRunner(Runner):
         self, contender: Contender, peer: Peer | None, workload: Workload, device: Device, block: dict[str, Any]
     ) -> None:
         super().__init__(contender, workload, device, block)
-        self.peer = peer
+        self.peer, self.steps = peer, 0
 
     def _forward_and_backward(self) -> torch.Tensor:
         workload, is_cuda = self._workload, self._device.is_cuda
@@ -321,10 +322,11 @@ class PeerRunner(Runner):
         return self._kept or self.peer.enter(model, self._device.is_cuda)
 
     def warm_up(self) -> None:
-        if self.peer is None:
-            return super().warm_up()
-        self.turn(2)
-        return None
+        """Step until there is a plan, and a little longer: it is made again from what its steps take."""
+        while self.offloader is not None and not self.offloader.report().plans and self.steps < MAX_STEPS_TO_A_PLAN:
+            self.step()
+            self.steps += 1
+        self.turn(STEPS_AFTER_A_PLAN if self.contender.planner == "adaptive" else 2)
 
     def exact(self, seed: int = 3) -> str:
         """The digest of the gradients where all random numbers are the same."""
@@ -366,7 +368,7 @@ class PeerRunner(Runner):
         return host_bytes
 
 
-def ours(device: Device) -> list[Contender]:
+def ours() -> list[Contender]:
     """ds_tba with its defaults, and at the ends of what it can do."""
     return [
         Contender("ds_tba, defaults", "adaptive"),
@@ -419,7 +421,7 @@ def measure(options: argparse.Namespace, ends_s: float) -> dict[str, Any]:
                 errors[peer.name] = f"{type(error).__name__}: {error}".partition("\n")[0][:LONGEST_ERROR]
                 for one in workload.parameters:
                     one.grad = torch.zeros_like(one)
-        for contender in ours(device):
+        for contender in ours():
             enter(contender)
         plain_peak, _ = runners[PLAIN.name].metered()
         for contender in budgeted(plain_peak):

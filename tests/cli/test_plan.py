@@ -209,7 +209,7 @@ def test_nodes_of_many_gpus_share_drives_and_a_network(directory: Path, capsys: 
     assert all_moved["life_days"] == pytest.approx(1200e12 / (8 * all_moved["written_bytes_per_day"]))
     assert main(["plan", *arguments_of(directory), *given, "--nodes", "4", "--gpus-per-node", "8"]) == 0
     text = capsys.readouterr().out
-    assert "4 nodes of 8 GPUs" in text and "of ZeRO-3 a step" in text and "each GPU has 1/8 of them" in text
+    assert "4 x 8 GPUs" in text and "of ZeRO-3 a step" in text and "each GPU has 1/8 of them" in text
     rows = {
         line.split()[0]: line.split()
         for line in text.splitlines()

@@ -8,7 +8,6 @@ from pathlib import Path
 import peers
 import pytest
 import torch
-from curves import turns
 from torch.autograd.graph import save_on_cpu
 
 pytestmark = pytest.mark.thorough
@@ -17,7 +16,7 @@ KIB_64 = 64 << 10
 
 
 def test_peers_tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "MAX_STEPS_TO_REST", 2)
+    monkeypatch.setattr(peers, "STEPS_AFTER_A_PLAN", 1)
     (tmp_path / "nvme").mkdir()
     options = ["--tiny", "--rounds", "2", "--steps", "1", "--nvme_path", str(tmp_path / "nvme")]
     assert peers.main([*options, "--out", str(tmp_path / "out")]) == 0

@@ -256,14 +256,15 @@ def _verdict(setup: Setup, rows: Sequence[Row], chosen: Row | None) -> Iterator[
 
 
 def _at_scale(setup: Setup, row: Row, found: dict[str, Any]) -> Iterator[str]:
-    yield f"at scale    {found['nodes']} nodes of {setup.sharers} GPUs, {row.name!r}, on average over a step"
+    moved = "on average over a step" if row.cost.written_bytes else "nothing is written"
+    yield f"at scale    {found['nodes']} x {setup.sharers} GPUs, {row.name!r}, {moved}"
     cells = [("", "written a step", "write GB/s", "read GB/s", "TB a day", "drives last")]
     of_node = [found[key] for key in ("written_bytes", "write_bytes_per_s", "read_bytes_per_s")]
     for name, parts in (("GPU", setup.sharers), ("drive", setup.drives), ("node", 1), ("job", 1 / found["nodes"])):
         nbytes, write, read = (value / parts for value in of_node)
         per_day, life = setup.sharers * row.written_bytes_per_day / parts / 1e12, _life(row.life_days)
         cells.append((name, readable(nbytes), f"{write / 1e9:.2f}", f"{read / 1e9:.2f}", f"{per_day:.2f}", life))
-    yield from table(cells)
+    yield from table(cells) if row.cost.written_bytes else ()
     if found["nodes"] > 1:
         left = max(0.0, 1 - found["network_s"] / row.cost.step_s)
         yield (
