@@ -505,21 +505,37 @@ def _agree(problem: Exception | None) -> None:
     rank, size = distributed.get_rank(), distributed.get_world_size()
     build = store.add(f"ds_tba/{rank}/builds", 1)
     store.set(f"ds_tba/{rank}/{build}", json.dumps({"problem": problem and f"{type(problem).__name__}: {problem}"}))
-    if problem is not None:
-        if rank == 0:  # which serves the store: stay until the others could read why
-            with suppress(RuntimeError, distributed.DistError):
-                store.wait([f"ds_tba/{other}/{build}/read" for other in range(1, size)], GOODBYE_TIMEOUT)
-        raise problem
-    for other in range(size):
-        found = _answer(store, f"ds_tba/{other}/{build}", other)
+    verdict = f"ds_tba/verdict/{build}"
+    if rank == 0:  # which asks all of them: if each asked each, thousands of ranks would be at it for an hour
+        store.set(verdict, json.dumps({"problem": _first_problem(store, build, size)}))
+    found = None
+    if problem is None:
+        _answer(store, f"ds_tba/0/{build}", 0)  # a rank 0 that takes no part gives no verdict
+        found = _answer(store, verdict, 0, 2 * AGREEMENT_TIMEOUT)
+    if problem is None and found is None:
+        return
+    store.set(f"ds_tba/{rank}/{build}/read", "")
+    if rank == 0:  # which serves the store: stay until the others could read why
+        with suppress(RuntimeError, distributed.DistError):
+            store.wait([f"ds_tba/{other}/{build}/read" for other in range(1, size)], GOODBYE_TIMEOUT)
+    raise ConfigError(found) if problem is None else problem
+
+
+def _first_problem(store: Any, build: int, size: int) -> str | None:
+    """What keeps the ranks from training; None where all can."""
+    for rank in range(size):
+        try:
+            found = _answer(store, f"ds_tba/{rank}/{build}", rank)
+        except ConfigError as error:
+            return str(error)
         if found is not None:
-            store.set(f"ds_tba/{rank}/{build}/read", "")
-            raise ConfigError(f"rank {other} cannot do what ds_config.json asks for, so no rank trains: {found}")
+            return f"rank {rank} cannot do what ds_config.json asks for, so no rank trains: {found}"
+    return None
 
 
-def _answer(store: Any, key: str, rank: int) -> str | None:
+def _answer(store: Any, key: str, rank: int, timeout: timedelta | None = None) -> str | None:
     try:
-        store.wait([key], AGREEMENT_TIMEOUT)
+        store.wait([key], timeout or AGREEMENT_TIMEOUT)
     except (RuntimeError, distributed.DistError) as error:
         raise ConfigError(
             f"rank {rank} did not take part in setting up ds_tba: give every rank the same ds_config.json, or the same "

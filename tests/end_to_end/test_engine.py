@@ -55,6 +55,23 @@ def test_the_own_problem_is_told_to_the_others_and_raised(two_ranks: distributed
     assert b"PathError: mine" in two_ranks.get("ds_tba/0/1")
 
 
+def test_other_ranks_ask_rank_0_alone(two_ranks: distributed.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.distributed, "get_rank", lambda: 7)
+    monkeypatch.setattr(engine.distributed, "get_world_size", lambda: 8000)
+    with pytest.raises(ConfigError, match="rank 0 did not take part"):
+        engine._agree(None)
+    for number, verdict in ((2, "null"), (3, '"rank 5 cannot do it"')):
+        two_ranks.set(f"ds_tba/0/{number}", '{"problem": null}')
+        two_ranks.set(f"ds_tba/verdict/{number}", f'{{"problem": {verdict}}}')
+    engine._agree(None)
+    with pytest.raises(ConfigError, match="rank 5 cannot do it"):
+        engine._agree(None)
+    assert two_ranks.get("ds_tba/7/3/read") == b""
+    with pytest.raises(PathError, match="mine"):
+        engine._agree(PathError("mine"))
+    assert two_ranks.get("ds_tba/7/4/read") == b""
+
+
 def test_a_disabled_block_asks_no_other_rank(two_ranks: distributed.Store) -> None:
     assert engine._build({"activation_nvme_offload": {"enabled": False}}, SimpleNamespace()) is None
 
