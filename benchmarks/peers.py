@@ -64,7 +64,7 @@ class Llama(nn.Module):
         super().__init__()
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        width, layers, head, vocabulary = (64, 2, 32, 256) if tiny else (384, 6, 64, 2048)
+        width, layers, head, vocabulary = (64, 2, 32, 256) if tiny else (256, 6, 64, 2048)
         if is_cuda and not tiny:
             width, layers, head, vocabulary = 4096, 8, 128, 32000
         config = LlamaConfig(
@@ -99,7 +99,7 @@ def workload_of(options: argparse.Namespace, device: Device) -> Workload:
             model.bfloat16()
         for one in model.parameters():
             one.grad = torch.zeros_like(one)
-        size = (2, 32) if options.tiny else (4, 4096) if device.is_cuda else (2, 512)
+        size = (2, 32) if options.tiny else (4, 4096) if device.is_cuda else (2, 256)
         text = torch.randint(0, model.llama.config.vocab_size, size)
     for module in model.modules():
         mark_owned(module)
