@@ -70,12 +70,13 @@ def test_two_hosts(tmp_path: Path, row_says: Callable[[str], None]) -> None:
     row_says(f"bit-equal with 4 ranks on one host, one plan, {moved_bytes / MIB:.0f} MiB moved in {STEPS} steps")
 
 
+@pytest.mark.thorough
 @pytest.mark.fault(
     "a host is lost",
     by="SIGKILL of all processes of one of two hosts of two ranks, under ZeRO-3",
     outcome="the ranks of the other end with an error of the collective and write their reports; no file is left",
 )
-def test_a_host_is_lost(tmp_path: Path) -> None:
+def test_a_host_is_lost(tmp_path: Path, user_sees: Callable[[str], None]) -> None:
     drive = tmp_path / "drive"
     drive.mkdir()
     block = {"placement": "nvme", "min_tensor_bytes": 65536, "nvme_path": str(drive)}
@@ -96,3 +97,4 @@ def test_a_host_is_lost(tmp_path: Path) -> None:
     for name in ("report.json", "report.json.rank1"):
         report = json.loads((tmp_path / name).read_text())
         assert report["steps"] > 0 and report["written_bytes"] > 0
+    user_sees("(gloo's own) Connection closed by peer")
