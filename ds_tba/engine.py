@@ -47,6 +47,7 @@ from ds_tba.device.accelerator import adapted
 from ds_tba.errors import ConfigError, IncompatibleError
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.telemetry.diagnosis import ModelMemory
+from ds_tba.telemetry.stats import expanded
 from ds_tba.update.config import UpdateConfig, parse_update_block
 from ds_tba.update.interleaved import InterleavedUpdate
 from ds_tba.update.zero3 import refuse_half_updated
@@ -55,6 +56,8 @@ logger = logging.getLogger("ds_tba")
 
 ATTRIBUTE = "activation_offloader"
 UPDATE_ATTRIBUTE = "interleaved_optimizer_update"
+# Of the environment: the block for configs that a trainer makes by itself, as JSON or as a file's path.
+VARIABLE = "DS_TBA_BLOCK"
 _HOOKED = "_ds_tba_hooked"
 _OWNED = "_ds_tba_owned"
 _Made = TypeVar("_Made", bound=ActivationOffloader | InterleavedUpdate | None)
@@ -116,7 +119,7 @@ def attach(engine: Any) -> ActivationOffloader:
     """Attach an offloader to a ``DeepSpeedEngine`` that exists already, and return it; the present one, if it has one.
 
     Raises:
-        ConfigError: the engine's config has no enabled block, or a bad one.
+        ConfigError: neither the engine's config nor ``DS_TBA_BLOCK`` has an enabled block, or it is a bad one.
         IncompatibleError: the engine uses a feature that cannot be combined with activation offload.
     """
     present: ActivationOffloader | None = getattr(engine, ATTRIBUTE, None)
@@ -126,7 +129,7 @@ def attach(engine: Any) -> ActivationOffloader:
     if offloader is None:
         raise ConfigError(
             f'attach() found no "{BLOCK}" block (or one with "enabled": false) in the engine\'s config: add '
-            f'"{BLOCK}": {{"enabled": true, "nvme_path": "/local_nvme"}} to ds_config.json.'
+            f'"{BLOCK}": {{"enabled": true, "nvme_path": "/local_nvme"}} to it, or set {VARIABLE}.'
         )
     _join(engine, offloader)
     return offloader
@@ -143,11 +146,20 @@ def _build(
     An engine that does not train, such as TRL's for a reference model, gets the config of the one that does. A second
     offloader would take staging and a swap file for nothing, and write its report over the first one's.
     """
-    if BLOCK not in param_dict or is_off(param_dict[BLOCK]):
+    variable = os.environ.get(VARIABLE, "")
+    if is_off(param_dict.get(BLOCK)) or (BLOCK not in param_dict and not variable.strip()):
         return None
 
+    def parse() -> tuple[OffloadConfig, AioConfig] | None:
+        if BLOCK in param_dict:
+            return parse_block(param_dict)
+        try:
+            return parse_block({**param_dict, BLOCK: _block_in(variable)})
+        except ConfigError as error:
+            raise ConfigError(f"{VARIABLE} of the environment: {error}") from None
+
     if not trains:
-        parse_block(param_dict)
+        parse()
         _show_log()
         if _rank() == 0:
             logger.info(
@@ -158,14 +170,28 @@ def _build(
         return None
 
     def make() -> ActivationOffloader | None:
-        parsed = parse_block(param_dict)
+        parsed = parse()
         if parsed is None:
             return None
         _show_log()
+        if variable.strip() and _rank() == 0:
+            used = "is used" if BLOCK not in param_dict else "is not used: the DeepSpeed config has the block itself"
+            logger.info("%s of the environment %s", VARIABLE, used)
         _refuse_incompatible(ds_config)
         return _new_offloader(*parsed, param_dict, device_rank)
 
     return _on_all_ranks(make)
+
+
+def _block_in(variable: str) -> Any:
+    """The block in an environment variable: itself, or of a file with the block or a whole config."""
+    is_text = variable.lstrip().startswith("{")
+    try:
+        found = json.loads(variable if is_text else expanded(variable.strip()).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{variable!r} is neither the block as JSON nor a readable file with it ({why}).") from None
+    return found.get(BLOCK, found) if isinstance(found, dict) else found
 
 
 def _device_rank(args: Any) -> int:
@@ -493,24 +519,41 @@ def _agree(problem: Exception | None) -> None:
     rank, size = distributed.get_rank(), distributed.get_world_size()
     build = store.add(f"ds_tba/{rank}/builds", 1)
     store.set(f"ds_tba/{rank}/{build}", json.dumps({"problem": problem and f"{type(problem).__name__}: {problem}"}))
-    if problem is not None:
-        if rank == 0:  # which serves the store: stay until the others could read why
-            with suppress(RuntimeError, distributed.DistError):
-                store.wait([f"ds_tba/{other}/{build}/read" for other in range(1, size)], GOODBYE_TIMEOUT)
-        raise problem
-    for other in range(size):
-        found = _answer(store, f"ds_tba/{other}/{build}", other)
+    verdict = f"ds_tba/verdict/{build}"
+    if rank == 0:  # which asks all of them: if each asked each, thousands of ranks would be at it for an hour
+        store.set(verdict, json.dumps({"problem": _first_problem(store, build, size)}))
+    found = None
+    if problem is None:
+        _answer(store, f"ds_tba/0/{build}", 0)  # a rank 0 that takes no part gives no verdict
+        found = _answer(store, verdict, 0, 2 * AGREEMENT_TIMEOUT)
+    if problem is None and found is None:
+        return
+    store.set(f"ds_tba/{rank}/{build}/read", "")
+    if rank == 0:  # which serves the store: stay until the others could read why
+        with suppress(RuntimeError, distributed.DistError):
+            store.wait([f"ds_tba/{other}/{build}/read" for other in range(1, size)], GOODBYE_TIMEOUT)
+    raise ConfigError(found) if problem is None else problem
+
+
+def _first_problem(store: Any, build: int, size: int) -> str | None:
+    """What keeps the ranks from training; None where all can."""
+    for rank in range(size):
+        try:
+            found = _answer(store, f"ds_tba/{rank}/{build}", rank)
+        except ConfigError as error:
+            return str(error)
         if found is not None:
-            store.set(f"ds_tba/{rank}/{build}/read", "")
-            raise ConfigError(f"rank {other} cannot do what ds_config.json asks for, so no rank trains: {found}")
+            return f"rank {rank} cannot do what ds_config.json asks for, so no rank trains: {found}"
+    return None
 
 
-def _answer(store: Any, key: str, rank: int) -> str | None:
+def _answer(store: Any, key: str, rank: int, timeout: timedelta | None = None) -> str | None:
     try:
-        store.wait([key], AGREEMENT_TIMEOUT)
+        store.wait([key], timeout or AGREEMENT_TIMEOUT)
     except (RuntimeError, distributed.DistError) as error:
         raise ConfigError(
-            f"rank {rank} did not take part in setting up ds_tba: give every rank the same ds_config.json."
+            f"rank {rank} did not take part in setting up ds_tba: give every rank the same ds_config.json, or the same "
+            f"{VARIABLE}."
         ) from error
     problem: str | None = json.loads(store.get(key))["problem"]
     return problem

@@ -36,7 +36,7 @@ PACKAGES = (
     "kvikio-cu12", "kvikio-cu13",
 )  # fmt: skip
 # Of the environment: what changes which code runs. Values of others may be secrets.
-VARIABLES = ("CUDA_", "CUFILE_", "DS_ACCELERATOR", "KVIKIO_", "OMP_NUM_THREADS", "PYTORCH_", "TORCH_")
+VARIABLES = ("CUDA_", "CUFILE_", "DS_ACCELERATOR", "DS_TBA_", "KVIKIO_", "OMP_NUM_THREADS", "PYTORCH_", "TORCH_")
 
 
 def add_parsers(commands: Any) -> None:

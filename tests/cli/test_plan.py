@@ -191,6 +191,38 @@ def test_what_fits_the_gpu_is_said_with_everything_that_it_must_hold(
     assert divided["recommended"] is None and "--gpu (24GB, or a name) says what fits" in capsys.readouterr().out
 
 
+def test_nodes_of_many_gpus_share_drives_and_a_network(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    block = {**BLOCK, "nvme_path": ["/nvme0", "/nvme1"]}
+    micro = {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2}
+    write_config(directory, activation_nvme_offload=block, zero_optimization={"stage": 3}, **micro)
+    given = (*GIVEN, "--write-gbps", "8", "--read-gbps", "16", "--drive-tbw", "1200")
+    alone = estimate(directory, *given)
+    many = estimate(directory, *given, "--nodes", "4", "--gpus-per-node", "8", "--network-gbps", "25")
+    assert "scale" not in alone and many["write_bytes_per_s"] == alone["write_bytes_per_s"] / 8
+    assert many["rows"][0]["held"]["always"]["parameters"] == -(-alone["parameter_bytes"] // 32)
+    scale, name = many["scale"], "+ adaptive in a budget"
+    assert scale["written_bytes"] == 8 * row(many, name)["written_bytes"] > 0
+    # In two micro-steps two gathers of all parameters and one reduction of all gradients; 3 of 4 parts are elsewhere.
+    assert scale["network_bytes"] == 2 * 3 * many["parameter_bytes"] * 3 // 4
+    assert scale["network_s"] == pytest.approx(scale["network_bytes"] / 25e9)
+    all_moved = row(many, "offload all")
+    assert all_moved["life_days"] == pytest.approx(1200e12 / (8 * all_moved["written_bytes_per_day"]))
+    assert main(["plan", *arguments_of(directory), *given, "--nodes", "4", "--gpus-per-node", "8"]) == 0
+    text = capsys.readouterr().out
+    assert "4 x 8 GPUs" in text and "of ZeRO-3 a step" in text and "each GPU has 1/8 of them" in text
+    rows = {
+        line.split()[0]: line.split()
+        for line in text.splitlines()
+        if line.startswith(("GPU  ", "drive", "node", "job"))
+    }
+    per_day = {which: float(rows[which][-3]) for which in ("GPU", "drive", "node", "job")}
+    assert (
+        per_day["node"] == pytest.approx(8 * per_day["GPU"], rel=0.02) == pytest.approx(2 * per_day["drive"], rel=0.02)
+    )
+    fewer = estimate(directory, *given, "--nodes", "4", "--gpus-per-node", "8", "--ranks", "8")
+    assert fewer["rows"][0]["held"]["always"]["parameters"] == -(-alone["parameter_bytes"] // 8)
+
+
 def test_what_is_recommended_is_merged(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_config(directory, zero_optimization={"stage": 2, "reduce_bucket_size": 1000})
     config = directory / "ds_config.json"

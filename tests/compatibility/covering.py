@@ -45,7 +45,10 @@ COVERING: dict[str, list[str]] = {
         "Mamba-2, ZeRO-3, recompute",
     ],
     "Peers' own behaviours": ["DeepSpeed: the same with cpu_checkpointing, and one tensor passed twice"],
-    "Ranks": ["2 on one machine, ZeRO-2", "2 hosts, drives of 1000 and 100 MB/s, ZeRO-3"],
+    "Ranks": [
+        "2 on one machine, ZeRO-2",
+        "2 hosts of 2 ranks, drives of 1000 and 100 MB/s in other directories, ZeRO-3",
+    ],
     "Rematerialization": [
         "Llama, ZeRO-3, keep, without a drive",
         "Llama, ZeRO-3, adaptive with recompute",

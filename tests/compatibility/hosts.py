@@ -5,10 +5,12 @@ from __future__ import annotations
 import base64
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,42 +41,82 @@ def two_hosts() -> Iterator[tuple[str, str]]:
             _ip("netns", "delete", name)
 
 
-def _ip(*arguments: str) -> None:
+def _ip(*arguments: str) -> str:
     try:
         done = subprocess.run(["ip", *arguments], capture_output=True, text=True)
     except FileNotFoundError:
         pytest.skip("iproute2 is not installed: no network namespaces")
     if done.returncode:
         pytest.skip(f"no network namespaces here: ip {' '.join(arguments)}: {done.stderr.strip()}")
+    return done.stdout
 
 
-def launch(
-    hosts: tuple[str, str], config: dict[str, Any], directory: Path, script: Path, *arguments: str, **variables: str
-) -> Result:
-    """What ``deepspeed --hostfile`` starts on each of the hosts, with one rank there; the output of both."""
+class Job:
+    """A training on both hosts: a launcher on each, and what it and its ranks print."""
+
+    def __init__(self, hosts: tuple[str, str], nodes: list[subprocess.Popen[str]], outputs: list[Path]) -> None:
+        self._hosts, self._nodes, self._outputs = hosts, nodes, outputs
+
+    def output(self, host: int) -> str:
+        return self._outputs[host].read_text()
+
+    def wait_for(self, text: str, host: int) -> None:
+        """Until a host has printed that."""
+        ends_s = time.monotonic() + TIMEOUT_S
+        while text not in self.output(host):
+            assert time.monotonic() < ends_s and self._nodes[host].poll() is None, self.output(host)
+            time.sleep(0.05)
+
+    def kill(self, host: int) -> None:
+        """All processes of a host at once, as when its power fails."""
+        for process in _ip("netns", "pids", self._hosts[host]).split():
+            with suppress(ProcessLookupError):
+                os.kill(int(process), signal.SIGKILL)
+
+    def status(self, host: int, timeout_s: float = TIMEOUT_S) -> int:
+        """At the end of its launcher."""
+        return self._nodes[host].wait(timeout_s)
+
+
+@contextmanager
+def started(
+    hosts: tuple[str, str],
+    config: dict[str, Any],
+    directory: Path,
+    script: Path,
+    *arguments: str,
+    ranks: int = 1,
+    own: Sequence[Mapping[str, str]] = ({}, {}),
+    **variables: str,
+) -> Iterator[Job]:
+    """What ``deepspeed --hostfile`` starts on each of the hosts, so many ranks on each.
+
+    Args:
+        own: variables of each host's environment, beside those of both.
+    """
     path = directory / "ds_config.json"
     path.write_text(json.dumps(config))
-    world = base64.urlsafe_b64encode(json.dumps({host: [0] for host in hosts}).encode()).decode()
-    nodes = []
-    try:
+    world = base64.urlsafe_b64encode(json.dumps({host: list(range(ranks)) for host in hosts}).encode()).decode()
+    outputs = [directory / f"host{index}.txt" for index in range(2)]
+    nodes: list[subprocess.Popen[str]] = []
+    with ExitStack() as stack:
         for index, host in enumerate(hosts):
             command = [
                 "ip", "netns", "exec", host, sys.executable, "-m", "deepspeed.launcher.launch",
                 f"--world_info={world}", f"--node_rank={index}", "--master_addr=10.0.0.1", f"--master_port={PORT}",
                 str(script), "--deepspeed_config", str(path), *arguments,
             ]  # fmt: skip
-            output = (directory / f"host{index}.txt").open("w+")
-            variables_here = environment(GLOO_SOCKET_IFNAME=WIRE, **variables)
-            nodes.append((
-                subprocess.Popen(command, env=variables_here, stdout=output, stderr=output, cwd=directory), output
-            ))  # fmt: skip
-        for node, _ in nodes:
-            node.wait(TIMEOUT_S)
-    finally:
-        for node, _ in nodes:
-            node.terminate()  # the launcher ends its ranks
-            node.wait()
-    text = "\n".join((directory / f"host{index}.txt").read_text() for index in range(len(nodes)))
-    for _, output in nodes:
-        output.close()
-    return Result(max(abs(node.returncode) for node, _ in nodes), text)
+            output = stack.enter_context(outputs[index].open("w"))
+            variables_here = environment(GLOO_SOCKET_IFNAME=WIRE, **variables, **own[index])
+            node = subprocess.Popen(command, env=variables_here, stdout=output, stderr=output, cwd=directory, text=True)
+            stack.callback(node.wait)
+            stack.callback(node.terminate)  # the launcher ends its ranks
+            nodes.append(node)
+        yield Job(hosts, nodes, outputs)
+
+
+def launch(*arguments: Any, **options: Any) -> Result:
+    """As :func:`started`, to the end; the output of both hosts."""
+    with started(*arguments, **options) as job:
+        statuses = [job.status(host) for host in range(2)]
+        return Result(max(map(abs, statuses)), "\n".join(job.output(host) for host in range(2)))

@@ -1,4 +1,4 @@
-"""One, two and four ranks on one machine, and ranks on two hosts."""
+"""One, two and four ranks on one machine, and two ranks on each of two hosts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import hosts
 import programs_deepspeed as programs
 import pytest
 from compare import MIB, compare
-from support.runs import SCRIPTS, plain_config, with_block
+from support.runs import SCRIPTS, plain_config, run_once, with_block
 
 pytestmark = pytest.mark.engine
 
@@ -41,24 +41,60 @@ def test_ranks(ranks: int, stage: int, tmp_path: Path, row_says: Callable[[str],
     row_says(str(compared))
 
 
-@pytest.mark.compatible("Ranks", "2 hosts, drives of 1000 and 100 MB/s, ZeRO-3")
+@pytest.mark.compatible("Ranks", "2 hosts of 2 ranks, drives of 1000 and 100 MB/s in other directories, ZeRO-3")
 def test_two_hosts(tmp_path: Path, row_says: Callable[[str], None]) -> None:
     config = plain_config(3)
     script, arguments = SCRIPTS / "unequal.py", ("--steps", str(STEPS))
-    variables = {"DRIVES_BYTES_PER_S": "1000e6,100e6"}
+    together = run_once(config, tmp_path, *arguments, ranks=4)
+    assert together.returncode == 0, together.output
+    block = {"min_tensor_bytes": 65536, **ADAPTIVE, "nvme_path": "$DRIVE/activations"}
+    drives = [tmp_path / name / "activations" for name in ("fast", "slow")]
+    for drive in drives:
+        drive.mkdir(parents=True)
+    own = [{"DRIVE": str(drive.parent)} for drive in drives]
     with hosts.two_hosts() as pair:
-        without = hosts.launch(pair, config, tmp_path, script, *arguments, **variables)
-        assert without.returncode == 0, without.output
-        block = {"min_tensor_bytes": 65536, **ADAPTIVE}
-        found = hosts.launch(pair, with_block(config, tmp_path, **block), tmp_path, script, *arguments, **variables)
+        ours = with_block(config, tmp_path, **block)
+        rates = "1000e6,1000e6,100e6,100e6"
+        found = hosts.launch(pair, ours, tmp_path, script, *arguments, ranks=2, own=own, DRIVES_BYTES_PER_S=rates)
         assert found.returncode == 0, found.output
-    assert found.outcome == without.outcome
-    assert [len(lines) for lines in found.outcome] == [2 * STEPS, 2]
-    reports = [json.loads((tmp_path / name).read_text()) for name in ("report.json", "report.json.rank1")]
-    own = [report["bandwidth"][0]["write_alone_bytes_per_s"] for report in reports]
-    assert own[1] < 2 * 100e6 and own[0] > own[1], "the drives are as fast as each other"
-    plans = [plan_of(report) for report in reports]
-    assert plans[0] == plans[1]
+    assert found.outcome == together.outcome, "not as on one host, without the block"
+    assert [len(lines) for lines in found.outcome] == [4 * STEPS, 4]
+    reports = [json.loads((tmp_path / f"report.json{rank}").read_text()) for rank in ("", ".rank1", ".rank2", ".rank3")]
+    paths = [report["bandwidth"][0] for report in reports]
+    assert [path["path"] for path in paths] == [str(drives[0])] * 2 + [str(drives[1])] * 2
+    alone = [path["write_alone_bytes_per_s"] for path in paths]
+    assert max(alone[2:]) < 2 * 100e6 and min(alone[:2]) > max(alone[2:]), "the drives are as fast as each other"
+    assert [plan_of(report) for report in reports] == [plan_of(reports[0])] * 4
     moved_bytes = sum(report["offloaded_bytes"] for report in reports)
     assert moved_bytes > 0
-    row_says(f"bit-equal, one plan, {moved_bytes / MIB:.0f} MiB moved in {STEPS} steps")
+    row_says(f"bit-equal with 4 ranks on one host, one plan, {moved_bytes / MIB:.0f} MiB moved in {STEPS} steps")
+
+
+@pytest.mark.thorough
+@pytest.mark.fault(
+    "a host is lost",
+    by="SIGKILL of all processes of one of two hosts of two ranks, under ZeRO-3",
+    outcome="the ranks of the other end with an error of the collective and write their reports; no file is left",
+)
+def test_a_host_is_lost(tmp_path: Path, user_sees: Callable[[str], None]) -> None:
+    drive = tmp_path / "drive"
+    drive.mkdir()
+    block = {"placement": "nvme", "min_tensor_bytes": 65536, "nvme_path": str(drive)}
+    config = with_block(plain_config(3), tmp_path, **block)
+    with (
+        hosts.two_hosts() as pair,
+        hosts.started(
+            pair, config, tmp_path, SCRIPTS / "train.py", "--steps", "1000", "--pause_s", "0.2", ranks=2
+        ) as job,
+    ):
+        for host in range(2):
+            job.wait_for("LOSS ", host)
+        job.kill(1)
+        assert job.status(0, timeout_s=60) != 0
+        output = job.output(0)
+    assert "Connection closed by peer" in output or "Connection reset by peer" in output, output
+    assert list(drive.iterdir()) == []
+    for name in ("report.json", "report.json.rank1"):
+        report = json.loads((tmp_path / name).read_text())
+        assert report["steps"] > 0 and report["written_bytes"] > 0
+    user_sees("(gloo's own) Connection closed by peer")

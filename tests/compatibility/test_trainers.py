@@ -133,7 +133,9 @@ def test_way(way: Way, stage: int, tmp_path: Path, row_says: Callable[[str], Non
 LAUNCHED = {"distributed_type": "DEEPSPEED", "num_machines": 1, "num_processes": 2, "use_cpu": False}
 
 
-def launched(directory: Path, deepspeed_settings: dict[str, Any], *arguments: str) -> list[dict[str, Any]]:
+def launched(
+    directory: Path, deepspeed_settings: dict[str, Any], *arguments: str, **variables: str
+) -> list[dict[str, Any]]:
     """What each rank returns under ``accelerate launch`` with a config file."""
     directory.mkdir()
     config, port = directory / "accelerate.yaml", free_port()
@@ -142,8 +144,8 @@ def launched(directory: Path, deepspeed_settings: dict[str, Any], *arguments: st
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
     done = subprocess.run(
         [*launcher, str(HERE / "launched.py"), str(directory / "result"), *arguments],
-        env=environment(PYTHONPATH=paths), cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        timeout=240,
+        env=environment(PYTHONPATH=paths, **variables), cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, timeout=240,
     )  # fmt: skip
     remove_shared_memory(port)
     assert done.returncode == 0, done.stdout[-8000:]
@@ -172,8 +174,17 @@ def test_launched_with_a_file(way: str, tmp_path: Path, row_says: Callable[[str]
     row_says(str(agrees(launch("plain", config_of(3)), launch("block", ours))))
 
 
-@pytest.mark.compatible(LOOPS, "`accelerate launch` without a DeepSpeed config, ZeRO-2, 2 ranks")
-def test_launched_without_a_file(tmp_path: Path, row_says: Callable[[str], None]) -> None:
-    block = with_block({}, tmp_path, placement="nvme", **SMALL)[BLOCK]
+@pytest.mark.parametrize(
+    "in_script",
+    [
+        pytest.param(
+            in_script, marks=pytest.mark.compatible(LOOPS, f"`accelerate launch` without a DeepSpeed config, {row}")
+        )
+        for in_script, row in ((True, "ZeRO-2, 2 ranks"), (False, "the block in `DS_TBA_BLOCK`, ZeRO-2, 2 ranks"))
+    ],
+)
+def test_launched_without_a_file(in_script: bool, tmp_path: Path, row_says: Callable[[str], None]) -> None:
+    block = json.dumps(with_block({}, tmp_path, placement="nvme", **SMALL)[BLOCK])
+    arguments, variables = ([block], {}) if in_script else ([], {"DS_TBA_BLOCK": block})
     plain = launched(tmp_path / "plain", {"zero_stage": 2}, "loop")
-    row_says(str(agrees(plain, launched(tmp_path / "block", {"zero_stage": 2}, "loop", json.dumps(block)))))
+    row_says(str(agrees(plain, launched(tmp_path / "block", {"zero_stage": 2}, "loop", *arguments, **variables))))

@@ -55,6 +55,23 @@ def test_the_own_problem_is_told_to_the_others_and_raised(two_ranks: distributed
     assert b"PathError: mine" in two_ranks.get("ds_tba/0/1")
 
 
+def test_other_ranks_ask_rank_0_alone(two_ranks: distributed.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.distributed, "get_rank", lambda: 7)
+    monkeypatch.setattr(engine.distributed, "get_world_size", lambda: 8000)
+    with pytest.raises(ConfigError, match="rank 0 did not take part"):
+        engine._agree(None)
+    for number, verdict in ((2, "null"), (3, '"rank 5 cannot do it"')):
+        two_ranks.set(f"ds_tba/0/{number}", '{"problem": null}')
+        two_ranks.set(f"ds_tba/verdict/{number}", f'{{"problem": {verdict}}}')
+    engine._agree(None)
+    with pytest.raises(ConfigError, match="rank 5 cannot do it"):
+        engine._agree(None)
+    assert two_ranks.get("ds_tba/7/3/read") == b""
+    with pytest.raises(PathError, match="mine"):
+        engine._agree(PathError("mine"))
+    assert two_ranks.get("ds_tba/7/4/read") == b""
+
+
 def test_a_disabled_block_asks_no_other_rank(two_ranks: distributed.Store) -> None:
     assert engine._build({"activation_nvme_offload": {"enabled": False}}, SimpleNamespace()) is None
 
@@ -165,6 +182,55 @@ def test_attach_does_explicitly_what_the_entry_point_does(tmp_path: Path) -> Non
     """
     done = program(body, tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert done.stdout.endswith("good\n"), done.stdout + done.stderr
+
+
+@pytest.mark.engine
+def test_a_block_in_the_environment_serves_configs_without_one(tmp_path: Path) -> None:
+    body = """
+    import json, logging, os, ds_tba
+    from contextlib import contextmanager
+
+    @contextmanager
+    def refused(*parts):
+        try:
+            yield
+        except ds_tba.ConfigError as error:
+            assert str(error).startswith("DS_TBA_BLOCK of the environment: ")
+            assert all(part in str(error) for part in parts), error
+        else:
+            raise SystemExit(f"not refused: {parts}")
+
+    block = config["activation_nvme_offload"]
+    plain = {key: value for key, value in config.items() if key != "activation_nvme_offload"}
+    for held in ("  ", json.dumps(block), json.dumps({"activation_nvme_offload": block})):
+        os.environ["DS_TBA_BLOCK"] = held
+        assert hasattr(build(plain), "activation_offloader") == bool(held.strip())
+    os.environ["HERE"] = os.getcwd()
+    open("block.json", "w").write(json.dumps({"enabled": True, **block, "min_tensor_bytes": 8192}))
+    os.environ["DS_TBA_BLOCK"] = "$HERE/block.json"
+    engine = build(plain)
+    step(engine)
+    assert engine.activation_offloader.config.min_tensor_bytes == 8192
+    assert build(config).activation_offloader.config.min_tensor_bytes == 1 << 20, "the config's own is used"
+    off = {**config, "activation_nvme_offload": {"enabled": False}}
+    assert not hasattr(build(off), "activation_offloader")
+    reference = deepspeed.initialize(model=torch.nn.Linear(8, 8), config={"train_micro_batch_size_per_gpu": 1})[0]
+    assert not hasattr(reference, "activation_offloader")
+    assert ds_tba.attach(reference).config.min_tensor_bytes == 8192
+    for held, *parts in (
+        ("absent.json", "'absent.json' is neither", "No such file"),
+        ("{not JSON", "neither the block as JSON"),
+        ('{"nvme_pth": "/"}', "activation_nvme_offload.nvme_pth", "did you mean `nvme_path`?"),
+        ('{"activation_nvme_offload": 1}', "it must be an object"),
+    ):
+        os.environ["DS_TBA_BLOCK"] = held
+        with refused(*parts):
+            build(plain)
+    """
+    done = forked(body, tmp_path)
+    assert "good" in done.output.splitlines(), done.output
+    assert "DS_TBA_BLOCK of the environment is used" in done.output
+    assert done.output.count("DS_TBA_BLOCK of the environment is not used: the DeepSpeed config has the block") == 1
 
 
 @pytest.mark.engine

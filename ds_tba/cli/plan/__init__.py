@@ -61,26 +61,29 @@ def add_parsers(commands: Any) -> None:
         add("--seq", type=size, required=True, help="tokens of a sequence, such as 32k")
         add("--batch", type=size, help="sequences per micro-step and rank (default: the config's, else 1)")
         add("--gpu", "--gpu-memory", metavar="GPU", help='its memory or name: 24GB, "RTX 4090"')
-        add("--ranks", type=size, default=1, help="ranks that ZeRO divides among (default: 1)")
+        add("--ranks", type=size, help="ranks that ZeRO divides among (default: all GPUs)")
+        add("--nodes", type=size, default=1, help="of the job: what ZeRO moves between them is told, too (default: 1)")
+        add("--gpus-per-node", type=size, default=1, help="GPUs that share the drives of a node (default: 1)")
         add("--lora", type=size, metavar="RANK", help="train adapters of this rank on all linear layers, not the model")
         add("--config", type=Path, help="ds_config.json (default: bf16, AdamW, ZeRO stage 2)")
         add("--nvme-path", action="append", help="a directory on a drive (default: the config's; may be repeated)")
-        add("--drive-tbw", type=in_units_of(1), help="terabytes that the drives are rated for, together")
+        add("--drive-tbw", type=in_units_of(1), help="terabytes that the drives of a node are rated for, together")
         add("--write", type=Path, metavar="FILE", help="merge what is recommended into FILE; a backup is kept")
         add("--details", action="store_true", default=name == "estimate", help="also what is saved where, and more")
         add("--dtype", choices=("fp32", "bf16", "fp16"), help="of the parameters (default: the config's)")
         add("--device", choices=("cuda", "cpu"), default="cuda", help="training device (default: cuda)")
         default = "default: measured, or of the data sheet"
         add("--tflops", type=in_units_of(1e12), help=f"TFLOP/s of matrix products ({default})")
+        add("--network-gbps", type=in_units_of(1e9), default=50e9, help="GB/s into a node, and out of it (default: 50)")
         for option, of in (("memory", "device memory"), ("copy", "copies between device and host"),
-                           ("write", "all drives' writes"), ("read", "all drives' reads")):  # fmt: skip
+                           ("write", "writes to all drives of a node"), ("read", "reads of them")):  # fmt: skip
             add(f"--{option}-gbps", type=in_units_of(1e9), help=f"GB/s of {of} ({default})")
         add_json(parser)
         parser.set_defaults(run=partial(show, name, _plan))
 
 
 def _plan(options: argparse.Namespace) -> tuple[int, list[str], dict[str, Any]]:
-    from ds_tba.cli.plan.rows import detail_rows, recommended, rows_of
+    from ds_tba.cli.plan.rows import ADAPTIVE, detail_rows, recommended, rows_of, scale
 
     setup, title, notes = _setup(options)
     rows, plan = rows_of(setup)
@@ -89,6 +92,10 @@ def _plan(options: argparse.Namespace) -> tuple[int, list[str], dict[str, Any]]:
     more = detail_rows(setup) if options.details else []
     found = _to_dict(setup, [*rows, *more], plan, chosen)
     lines = [f"model       {title}", *_table(setup, rows, more), "", *_verdict(setup, rows, chosen)]
+    if options.nodes * options.gpus_per_node > 1:
+        row = chosen or next(one for one in rows if one.name == ADAPTIVE)
+        found["scale"] = scale(setup, row, options.nodes, options.network_gbps)
+        lines += ["", *_at_scale(setup, row, found["scale"])]
     if options.details:
         lines += ["", *_details(setup, plan, found)]
     if options.write is not None:
@@ -124,10 +131,11 @@ def _setup(options: argparse.Namespace) -> tuple[Setup, str, list[str]]:
     training = replace(training, offload=offload)
     given = options.tflops, options.memory_gbps, options.copy_gbps
     device = device_of(options.device, options.gpu, training.autocast or training.dtype or torch.float32, given)
-    paths, drives = _drives(training, options.write_gbps, options.read_gbps)
+    paths, drives = _drives(training, options.write_gbps, options.read_gbps, options.gpus_per_node)
     rating = _endurance(options.drive_tbw, training)
     run = dry_run(recipe, options.batch, options.seq, training, device, paths, options.lora)
-    setup = Setup(run, training, device, options.ranks, rating.tbw, offload.nvme_path or "/local_nvme")
+    ranks, sharers = options.ranks or options.nodes * options.gpus_per_node, options.gpus_per_node
+    setup = Setup(run, training, device, ranks, rating.tbw / sharers, offload.nvme_path or "/local_nvme", sharers)
     kind = "dtypes of the model" if training.dtype is None else str(training.dtype).removeprefix("torch.")
     adapted = f", LoRA of rank {options.lora}" if options.lora else ""
     notes = [
@@ -137,8 +145,8 @@ def _setup(options: argparse.Namespace) -> tuple[Setup, str, list[str]]:
         f"{readable(CONTEXT_BYTES)} to the CUDA context; a peak above {TIGHT:.0%} of the GPU is tight",
         f"rates of one {device.name}{', but those that were given' if any(given) else ''}: {device.flops / 1e12:.3g} "
         f"TFLOP/s, memory {device.memory_bytes_per_s / 1e9:.4g} GB/s, copies {device.copy_bytes_per_s / 1e9:.3g} GB/s",
-        f"rates of the drives {drives}",
-        f"drives rated {rating} (--drive-tbw has yours, together); writes are those of one rank",
+        f"rates of the drives {drives}{f'; each GPU has 1/{sharers} of them' if sharers > 1 else ''}",
+        f"drives of a node rated {rating} (--drive-tbw has yours, together); the table has one GPU's writes",
         "an operation takes the time of its FLOPs, of its bytes or of its launch, whichever is longest; communication "
         f"is left out; states in host memory are updated at {HOST_BYTES_PER_S / 1e9:g} GB/s",
         f"attention on {options.device}: {', '.join(run.attention) or 'none of PyTorch'}",
@@ -147,8 +155,10 @@ def _setup(options: argparse.Namespace) -> tuple[Setup, str, list[str]]:
     return setup, f"{options.model}, batch {options.batch} x {options.seq} tokens, {kind}{adapted}", notes
 
 
-def _drives(training: Training, write: float | None, read: float | None) -> tuple[tuple[PathRates, ...], str]:
-    """Their rates and where these are from: given, else measured if the config's directories are here, else documented.
+def _drives(
+    training: Training, write: float | None, read: float | None, sharers: int
+) -> tuple[tuple[PathRates, ...], str]:
+    """A rank's part of their rates, and where these are from: given, else measured here, else documented.
 
     An aio op that is not built is not built for this.
     """
@@ -166,10 +176,10 @@ def _drives(training: Training, write: float | None, read: float | None) -> tupl
         try:
             found, written_bytes = probe(config, training.aio)
             told = f"measured here at {', '.join(config.nvme_paths)}, which wrote {written_bytes / 1e6:.0f} MB"
-            return tuple(PathRates(*one) for one in found), told
+            return tuple(PathRates(*(rate / sharers for rate in one)) for one in found), told
         except (ConfigError, BackendUnavailableError) as error:
             source += f" (nvme_path cannot be measured here: {error})"
-    rates = write or WRITE_BYTES_PER_S, read or READ_BYTES_PER_S
+    rates = (write or WRITE_BYTES_PER_S) / sharers, (read or READ_BYTES_PER_S) / sharers
     path = PathRates(*rates, *(CONCURRENT_FRACTION * rate for rate in rates))
     return (path,), f"{source}; {CONCURRENT_FRACTION} of each while both run"
 
@@ -238,10 +248,28 @@ def _verdict(setup: Setup, rows: Sequence[Row], chosen: Row | None) -> Iterator[
     elif not chosen.advice:
         yield "            nothing has to be changed"
     if chosen.life_days is not None and chosen.life_days < FEW_DAYS:
-        each_tbw = setup.tbw / max(1, len(setup.training.offload.nvme_paths))
+        each_tbw = setup.tbw * setup.sharers / setup.drives
         yield (
             f'            IT WEARS the drives out in {_life(chosen.life_days)}: "ssd": {{"rated_endurance_tbw": '
             f'{each_tbw:.4g}, "min_life_days": {FEW_DAYS:g}}} makes plans write less'
+        )
+
+
+def _at_scale(setup: Setup, row: Row, found: dict[str, Any]) -> Iterator[str]:
+    moved = "on average over a step" if row.cost.written_bytes else "nothing is written"
+    yield f"at scale    {found['nodes']} x {setup.sharers} GPUs, {row.name!r}, {moved}"
+    cells = [("", "written a step", "write GB/s", "read GB/s", "TB a day", "drives last")]
+    of_node = [found[key] for key in ("written_bytes", "write_bytes_per_s", "read_bytes_per_s")]
+    for name, parts in (("GPU", setup.sharers), ("drive", setup.drives), ("node", 1), ("job", 1 / found["nodes"])):
+        nbytes, write, read = (value / parts for value in of_node)
+        per_day, life = setup.sharers * row.written_bytes_per_day / parts / 1e12, _life(row.life_days)
+        cells.append((name, readable(nbytes), f"{write / 1e9:.2f}", f"{read / 1e9:.2f}", f"{per_day:.2f}", life))
+    yield from table(cells) if row.cost.written_bytes else ()
+    if found["nodes"] > 1:
+        left = max(0.0, 1 - found["network_s"] / row.cost.step_s)
+        yield (
+            f"network     into each node, and as much out: {readable(found['network_bytes'])} of ZeRO-"
+            f"{setup.training.stage} a step, {found['network_s']:.3g} s of {row.cost.step_s:.3g}; {left:.0%} is left"
         )
 
 

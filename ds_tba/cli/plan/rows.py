@@ -43,6 +43,7 @@ REMEDIES = {
     "logits and other temporary tensors": "a fused loss, which never makes all logits (Liger's), or a smaller batch",
     "CUDA context": "a larger GPU",
 }
+ADAPTIVE = "+ adaptive in a budget"
 _LAST_NUMBER = re.compile(r"\d+(?!.*\d)")
 
 
@@ -77,8 +78,9 @@ class Setup:
     """What all rows have in common.
 
     Attributes:
-        tbw: terabytes that the drives are rated for, together.
+        tbw: terabytes that this rank's part of the drives is rated for.
         nvme_path: to paste.
+        sharers: GPUs that share the drives.
     """
 
     run: DryRun
@@ -87,6 +89,12 @@ class Setup:
     ranks: int
     tbw: float
     nvme_path: Any
+    sharers: int = 1
+
+    @property
+    def drives(self) -> int:
+        """Of a node."""
+        return max(1, len(self.training.offload.nvme_paths))
 
     def trace(self, training: Training) -> Trace:
         """With the optimizer's time."""
@@ -108,8 +116,8 @@ class Setup:
     def limits(self, training: Training) -> Limits:
         """Of the config, with the room that the device has for activations as the budget where that is known."""
         offload, memory_bytes = training.offload, self.device.memory_bytes
-        rated, life = offload.ssd.rated_endurance_tbw, offload.ssd.min_life_days
-        limits = Limits.of(offload, write_limit_bytes_per_step(rated, life, self.trace(training).step_s))
+        life, step_s = offload.ssd.min_life_days, self.trace(training).step_s
+        limits = Limits.of(offload, write_limit_bytes_per_step(self.tbw, life, step_s))
         if memory_bytes is None:
             return limits
         held = held_of(training, self.run, self.ranks, self.device.kind)
@@ -129,7 +137,7 @@ def rows_of(setup: Setup) -> tuple[list[Row], Plan]:
         block = {"enabled": True, "nvme_path": setup.nvme_path, "placement": "adaptive"}
         cost = fixed(trace, Placement.NVME, recompute=True)
         found.append(setup.row("+ checkpointing and NVMe", cost, training, {BLOCK: block}, CHECKPOINTING))
-    row, plan = _adaptive(setup, training, "+ adaptive in a budget", {})
+    row, plan = _adaptive(setup, training, ADAPTIVE, {})
     found.append(row)
     if not training.offloads("optimizer"):
         zero = {"stage": max(2, training.stage), "offload_optimizer": {"device": "cpu"}}
@@ -187,6 +195,29 @@ def fixed(trace: Trace, placement: Placement = Placement.KEEP, *, recompute: boo
             places[index] = placement
     again = [recompute and at in owners for at in range(len(trace.blocks))]
     return replay(timeline, Assignment(np.array(places, np.int8), np.array(again, bool))).cost
+
+
+def scale(setup: Setup, row: Row, nodes: int, network_bytes_per_s: float) -> dict[str, float]:
+    """What a step moves in one of so many nodes: to and from its drives, and over its network, in each direction.
+
+    ZeRO-3 gathers all parameters in forward and again in backward, and reduces all gradients, in each micro-step. The
+    other stages reduce gradients, stage 2 in each micro-step, and gather what was updated once. Of all of it a node has
+    its own part already.
+    """
+    run, training, cost = setup.run, setup.training, row.cost
+    gradients = run.trained * run.parameter_bytes / max(1, run.parameters)
+    times = training.micro_steps if training.stage >= 2 else 1
+    gathered = 2 * times * run.parameter_bytes if training.stage == 3 else gradients
+    network_bytes = (gathered + times * gradients) * (nodes - 1) / nodes
+    step_s = cost.step_s or 1.0
+    return {
+        "nodes": nodes,
+        "written_bytes": setup.sharers * cost.written_bytes,
+        "write_bytes_per_s": setup.sharers * cost.written_bytes / step_s,
+        "read_bytes_per_s": setup.sharers * cost.read_bytes / step_s,
+        "network_bytes": int(network_bytes),
+        "network_s": network_bytes / network_bytes_per_s,
+    }
 
 
 def recommended(rows: Sequence[Row]) -> Row | None:
