@@ -62,17 +62,19 @@ class SpareMemory:
         self._left_bytes = int(TEMPORARY_FRACTION * free_bytes)
         self.most_bytes = (free_bytes - self._left_bytes) // ranks
         self._meter = MemoryMeter(HostMemoryUse(), self.taken) if accelerator.is_synchronized_device() else None
+        self.sample()  # peaks count from here on
+
+    def sample(self) -> None:
+        """See what everything else has needed, before more or less is taken: that would be held for theirs later."""
         if self._meter is not None:
-            self._meter.sample()  # peaks count from here on
+            self._meter.sample()
 
     def more_bytes(self) -> float:
         """What the tier may take in addition now; below 0 what it had better give back."""
         try:
             free_bytes = available_bytes()
-            owed_bytes = 0
-            if self._meter is not None:  # before what is taken changes, or it would be held for everything else's
-                self._meter.sample()
-                owed_bytes = self._meter.owed_bytes()
+            self.sample()
+            owed_bytes = 0 if self._meter is None else self._meter.owed_bytes()
         except OSError:  # no file descriptor to ask with
             return 0.0
         return min((free_bytes - self._left_bytes) / self._ranks - owed_bytes, self.most_bytes - self.taken.now)
@@ -210,6 +212,10 @@ class HostStore(Store[HostTicket]):
     def end_step(self) -> None:
         """A whole step is over, and has shown what else it needs: the machine may be asked anew what it can spare."""
         with self._deferred, self._deferred.lock:
+            if (
+                self._spare is not None
+            ):  # now: a program that measures its steps may have the peak reset before the next
+                self._spare.sample()
             self._may_grow = not self._closed
             self._known_bytes, self._offered_bytes = max(self._known_bytes, self._offered_bytes), 0
 
