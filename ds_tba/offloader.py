@@ -191,7 +191,7 @@ class ActivationOffloader:
         rates = Rates(tiers.nvme, self._accelerator, config.io.ring_bytes)
         _measure_together(rates, everyone or agreement)
         self._bandwidth_at_start = [path.bandwidth() for path in tiers.paths]
-        memory = MemoryMeter(self._accelerator.memory, self.cache.stats.resident)
+        memory = MemoryMeter(self._accelerator.memory, lambda: self.cache.stats.resident.now)
         # The memory of a CPU is shared by all ranks of the machine.
         sharers = self._ranks_on_node if self._accelerator.is_synchronized_device() else 1
         planning = Planning(

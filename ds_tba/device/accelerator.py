@@ -31,8 +31,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ds_tba.telemetry.stats import Gauge
-
 logger = logging.getLogger(__name__)
 
 PROC, GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
@@ -198,12 +196,12 @@ class MemoryMeter:
 
     Args:
         memory: of the device.
-        resident: the part of that which saved tensors hold.
+        resident_bytes: the part of that which saved tensors hold.
     """
 
-    def __init__(self, memory: MemoryUse, resident: Gauge) -> None:
+    def __init__(self, memory: MemoryUse, resident_bytes: Callable[[], int]) -> None:
         self._memory = memory
-        self._resident = resident
+        self._now_resident_bytes = resident_bytes
         self._resident_before_bytes = 0
         self._peak_bytes = math.inf  # at the last sample; before the first there is nothing to compare with
         self._retries: float | None = None  # at the first sample; infinite once there was a warning
@@ -211,7 +209,7 @@ class MemoryMeter:
 
     def sample(self) -> None:
         """Take the level of this moment, and the peak since the last sample."""
-        resident_bytes = self._resident.now
+        resident_bytes = self._now_resident_bytes()
         try:
             levels = self._memory.levels()
         except OSError:  # /proc cannot be read while no file descriptor is free: the samples before count
@@ -243,7 +241,7 @@ class MemoryMeter:
 
     def owed_bytes(self) -> int:
         """Of free memory what everything else has had before, and will want again."""
-        others_bytes = self._memory.levels().in_use_bytes - self._resident.now
+        others_bytes = self._memory.levels().in_use_bytes - self._now_resident_bytes()
         return max(0, self._most_bytes - others_bytes)
 
 

@@ -61,7 +61,9 @@ class SpareMemory:
         self._ranks = ranks
         self._left_bytes = int(TEMPORARY_FRACTION * free_bytes)
         self.most_bytes = (free_bytes - self._left_bytes) // ranks
-        self._meter = MemoryMeter(HostMemoryUse(), self.taken) if accelerator.is_synchronized_device() else None
+        self._meter = (
+            MemoryMeter(HostMemoryUse(), lambda: self.taken.now) if accelerator.is_synchronized_device() else None
+        )
         self.sample()  # peaks count from here on
 
     def sample(self) -> None:

@@ -638,7 +638,7 @@ class Device(SmallDevice):
 
 def test_room_is_what_is_left_beside_the_peak_of_everything_else() -> None:
     device, resident = Device(), Gauge()
-    meter = MemoryMeter(device, resident)
+    meter = MemoryMeter(device, lambda: resident.now)
     device.take(10)  # parameters
     meter.sample()
     device.take(30)  # activations
@@ -658,7 +658,7 @@ def test_room_is_what_is_left_beside_the_peak_of_everything_else() -> None:
 
 def test_a_peak_between_two_samples_counts() -> None:
     device, resident = Device(), Gauge()
-    meter = MemoryMeter(device, resident)
+    meter = MemoryMeter(device, lambda: resident.now)
     meter.sample()
     device.take(60)
     device.take(-60)
@@ -668,7 +668,7 @@ def test_a_peak_between_two_samples_counts() -> None:
 
 def test_where_memory_cannot_be_read_the_samples_before_count() -> None:
     device, resident = Device(), Gauge()
-    meter = MemoryMeter(device, resident)
+    meter = MemoryMeter(device, lambda: resident.now)
     device.take(60)
     meter.sample()
     device.take(-60)
@@ -683,7 +683,7 @@ def test_where_memory_cannot_be_read_the_samples_before_count() -> None:
 def test_that_an_allocator_had_to_retry_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     device = Device()
     device.retries = 3  # before us
-    meter = MemoryMeter(device, Gauge())
+    meter = MemoryMeter(device, lambda: 0)
     for _ in range(2):
         meter.sample()
     assert not caplog.text
