@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_recompute
 import torch
 from support import hazards
 from support.hazards import Saving, leaf
 from support.respecting import respecting
+from test_recompute import DEPTH, Net, Plain, check
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils import checkpoint as checkpointing
@@ -30,6 +32,7 @@ aten = torch.ops.aten
 SIDE, MM = 64, [aten.mm.default, aten.addmm.default]
 BYTES = SIDE * SIDE * 4
 RESPECT = "respect_saved_tensors_hooks"
+make = test_recompute.make
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -258,3 +261,53 @@ def test_threads(tmp_path: Path) -> None:
     without_us()
     assert not errors and getattr(checkpointing, name) is before
     assert all(torch.equal(one, other) for found in plain for one, other in zip(found, expected, strict=True))
+
+
+# ---- in blocks that plans would recompute ---------------------------------------------------------------------------
+
+
+class Inside(Plain):
+    """Checkpoints a part of its forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        part = checkpointing.checkpoint(self.part, x, use_reentrant=False, context_fn=selective())
+        return x + self.down(torch.nn.functional.gelu(part))
+
+    def part(self, x: Tensor) -> Tensor:
+        return self.drop(self.up(self.norm(x)).tanh())  # type: ignore[no-any-return]
+
+
+class Whole(Inside):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpointing.checkpoint(super().forward, x, use_reentrant=False, context_fn=selective())  # type: ignore[no-any-return]
+
+
+class Later(Inside):
+    """Its policy comes into force when it has been recomputed for a while."""
+
+    def part(self, x: Tensor) -> Tensor:
+        self.passes = getattr(self, "passes", 0) + torch.is_grad_enabled()
+        return super().part(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if getattr(self, "passes", 0) > 8:
+            return super().forward(x)
+        return x + self.down(torch.nn.functional.gelu(self.part(x)))
+
+
+@pytest.mark.parametrize("block", [Inside, Whole])
+def test_a_block_that_keeps_what_a_policy_names_is_not_recomputed(
+    make: Callable[..., Any], caplog: pytest.LogCaptureFixture, block: Callable[[], nn.Module]
+) -> None:
+    """Recomputing it would free none of that, and a plan that counts on it would break the budget."""
+    report = check(make, block, Net, recompute=True).report()
+    assert report.recomputed_bytes == 0 and report.plan is not None and report.plan["recomputed_blocks"] == 0
+    (line,) = [record.message for record in caplog.records if "not recomputed" in record.message]
+    assert f"{DEPTH - 1} more blocks" in line and "a selective checkpoint inside keeps what its policy names" in line
+    assert len(report.blocks_left_out) == DEPTH
+
+
+def test_a_policy_that_comes_late_stays_with_the_checkpoint(make: Callable[..., Any]) -> None:
+    """In the passes that are recomputed anyway: no warning, no bit."""
+    report = check(make, Later, Net, recompute=True).report()
+    assert report.recomputed_bytes > 0

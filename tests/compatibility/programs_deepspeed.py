@@ -346,7 +346,11 @@ def torch_checkpoint(reentrant: bool, block: nn.Module, x: Tensor) -> Tensor:
 
 
 def selective_checkpoint(block: nn.Module, x: Tensor) -> Tensor:
-    """Matrix products are saved, the rest is made again."""
+    """Matrix products are saved, the rest is made again.
+
+    Under ZeRO-3 only without ``memory_efficient_linear``: that adds a bias in place to what the policy has saved, and
+    PyTorch does not notice. Backward then adds it twice: without us, and with us where PyTorch hands us nothing.
+    """
     from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
     ops = [torch.ops.aten.addmm.default, torch.ops.aten.mm.default]

@@ -41,7 +41,10 @@ class Other:
 
     def config(self, stage: int) -> dict[str, Any]:
         is_trainer = self.program in (trainer, with_transformers_offload, with_trl_offload)
-        return config_of(stage) if is_trainer else plain_config(stage, train_micro_batch_size_per_gpu=2)
+        config = config_of(stage) if is_trainer else plain_config(stage, train_micro_batch_size_per_gpu=2)
+        if self.arguments.get("call") == "selective":
+            config["zero_optimization"]["memory_efficient_linear"] = False  # see selective_checkpoint
+        return config
 
 
 EVERY_SECOND = checkpointing(every_n_layers=2)
