@@ -377,15 +377,15 @@ def ours() -> list[Contender]:
     ]
 
 
-def budgeted(saved_bytes: int) -> list[Contender]:
+def budgeted(plain_bytes: int) -> list[Contender]:
     limits = {"recompute": True, "max_step_overhead": ENOUGH}
     return [
         Contender(
-            f"ds_tba, recompute, {name} of the saved bytes",
+            f"ds_tba, recompute, saved bytes within {name} of plain's peak",
             "adaptive",
-            {"activation_budget_bytes": saved_bytes // part, **limits},
+            {"activation_budget_bytes": plain_bytes // part, **limits},
         )
-        for name, part in (("a half", 2), ("a quarter", 4))
+        for name, part in (("1/2", 2), ("1/4", 4))
     ]
 
 

@@ -95,3 +95,14 @@ def test_ranks_with_unequal_drives_recompute_the_same_blocks_under_zero_3(tmp_pa
     assert all(report["plan"]["recomputed_blocks"] > 0 and report["recomputed_bytes"] > 0 for report in reports)
     plans = [{**report["plan"], "reason": "", "measured_step_s": None} for report in reports]  # those are a rank's own
     assert plans[0] == plans[1]
+
+
+def test_a_path_that_one_of_three_ranks_has_not_is_told_by_all(tmp_path: Path) -> None:
+    for rank in (0, 2):
+        (tmp_path / str(rank)).mkdir()
+    config = runs.with_block(runs.plain_config(2), tmp_path, nvme_path=f"{tmp_path}/$RANK")
+    done = runs.run(config, tmp_path, ranks=3)
+    assert done.returncode != 0 and "LOSS" not in done.output
+    missing = f"PathError: nvme_path {tmp_path}/1 does not exist"
+    assert done.output.count(f"rank 1 cannot do what ds_config.json asks for, so no rank trains: {missing}") == 2
+    assert done.output.count(missing) == 3

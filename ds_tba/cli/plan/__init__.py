@@ -156,7 +156,7 @@ def _setup(options: argparse.Namespace) -> tuple[Setup, str, list[str]]:
 
 
 def _drives(
-    training: Training, write: float | None, read: float | None, sharers: int
+    training: Training, write: float | None, read: float | None, sharers: int = 1
 ) -> tuple[tuple[PathRates, ...], str]:
     """A rank's part of their rates, and where these are from: given, else measured here, else documented.
 
