@@ -38,6 +38,7 @@ def test_defaults_are_those_of_the_design() -> None:
         "recompute": False,
         "blocks": None,
         "host_budget_bytes": 0,
+        "until_backward": False,
         "io": {
             "backend": None,
             "write_lanes": 2,

@@ -31,8 +31,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ds_tba.telemetry.stats import Gauge
-
 logger = logging.getLogger(__name__)
 
 PROC, GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
@@ -198,10 +196,10 @@ class MemoryMeter:
 
     Args:
         memory: of the device.
-        resident: the part of that which saved tensors hold.
+        resident: a gauge of the part of that which saved tensors hold.
     """
 
-    def __init__(self, memory: MemoryUse, resident: Gauge) -> None:
+    def __init__(self, memory: MemoryUse, resident: Any) -> None:
         self._memory = memory
         self._resident = resident
         self._resident_before_bytes = 0
