@@ -241,7 +241,7 @@ class MemoryMeter:
 
     def owed_bytes(self) -> int:
         """Of free memory what everything else has had before, and will want again."""
-        others_bytes = self._memory.levels().in_use_bytes - self._resident.now
+        others_bytes: int = self._memory.levels().in_use_bytes - self._resident.now
         return max(0, self._most_bytes - others_bytes)
 
 
