@@ -196,17 +196,10 @@ class MemoryMeter:
 
     Args:
         memory: of the device.
-<<<<<<< HEAD
         resident_bytes: the part of that which saved tensors hold.
     """
 
     def __init__(self, memory: MemoryUse, resident_bytes: Callable[[], int]) -> None:
-=======
-        resident: a gauge of the part of that which saved tensors hold.
-    """
-
-    def __init__(self, memory: MemoryUse, resident: Any) -> None:
->>>>>>> tiers
         self._memory = memory
         self._now_resident_bytes = resident_bytes
         self._resident_before_bytes = 0
@@ -248,11 +241,7 @@ class MemoryMeter:
 
     def owed_bytes(self) -> int:
         """Of free memory what everything else has had before, and will want again."""
-<<<<<<< HEAD
         others_bytes = self._memory.levels().in_use_bytes - self._now_resident_bytes()
-=======
-        others_bytes: int = self._memory.levels().in_use_bytes - self._resident.now
->>>>>>> tiers
         return max(0, self._most_bytes - others_bytes)
 
 
