@@ -158,7 +158,7 @@ PARTS = {"._back", "._backward", "._for_cpu", "._bytes", "._Made"}
 UNSEEN = {".unpack_hook", ".data", "._engine_run_backward"}
 PRIVATE = re.compile(r"_(?!ds_tba)[A-Za-z]\w*")
 IN_TEXT = re.compile(r"_(?!ds_tba)[A-Za-z]\w*|ds_(?!tba|config)\w+|torch(\.\w+)*\._\w+(\.\w+)*")
-ASKS = {"getattr", "hasattr", "setattr", "attrgetter"}
+ASKS = {"getattr", "hasattr", "setattr", "attrgetter", "_of_node"}
 
 
 @cache

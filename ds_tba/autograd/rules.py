@@ -241,9 +241,8 @@ def is_passing(node: Any) -> bool:
 _SIGNED = 1 << 63
 
 
-def constant(node: Any, name: str) -> Any:
-    """A constant of a node. Negative dimensions come as unsigned numbers of 64 bits."""
-    value = getattr(node, f"_saved_{name}")
+def constant(value: Any) -> Any:
+    """A constant of a node, as it holds it. Negative dimensions come as unsigned numbers of 64 bits."""
     if isinstance(value, tuple):
         return tuple(_signed(one) for one in value)
     return _signed(value)

@@ -663,8 +663,8 @@ class _Search:
             raise NoRecipeError("made in an earlier forward")
         operands = [self._operand(node, one) for one in rule.operands]
         if rule.listed:
-            operands += [self._held(saved) for saved in getattr(node, f"_raw_saved_{rule.listed}")]
-        constants = tuple([constant(node, name) for name in rule.constants])
+            operands += [self._held(saved) for saved in _of_node(node, f"_raw_saved_{rule.listed}")]
+        constants = tuple([constant(_of_node(node, f"_saved_{name}")) for name in rule.constants])
         is_copied = any(self._is_copied[one] for one in operands if isinstance(one, int))
         if is_copied and not rule.is_rounded_once(constants):
             raise NoRecipeError("behind a copy that may have another order of elements")
@@ -716,7 +716,7 @@ class _Search:
 
     def _attribute(self, node: Any, name: str) -> Held | torch.Tensor | None:
         """What a node holds; None where it holds nothing."""
-        return self._held(getattr(node, f"_raw_saved_{name}"))
+        return self._held(_of_node(node, f"_raw_saved_{name}"))
 
     def _held(self, saved: Any) -> Held | torch.Tensor | None:
         data = saved.data
@@ -752,6 +752,14 @@ class _Search:
         return held
 
 
+def _of_node(node: Any, name: str) -> Any:
+    """An attribute of a node, of which each PyTorch has its own: 2.14 holds no epsilon of a group norm any more."""
+    try:
+        return getattr(node, name)
+    except AttributeError:
+        raise NoRecipeError(f"{type(node).__name__}, which has no {name} in this PyTorch") from None
+
+
 def _is_of_a_module(held: Held) -> TypeGuard[PassedThrough]:
     """Whether it is a parameter or buffer, whose owner may change it at any time."""
     return isinstance(held, PassedThrough) and (is_parameter(held.held) or is_owned(held.held))
@@ -780,7 +788,7 @@ def _epsilon_in_frames() -> tuple[Any] | None:
 
 def _epsilon(node: Any) -> Any:
     name = "result2" if hasattr(node, "_raw_saved_result2") else "result1"
-    held = getattr(node, f"_raw_saved_{name}").data
+    held = _of_node(node, f"_raw_saved_{name}").data
     held = held if isinstance(held, Held) else getattr(held, "held", None)
     if not isinstance(held, SavedCounted | SavedView) or held.eps is None:
         raise NoRecipeError("a norm whose eps is not known")
