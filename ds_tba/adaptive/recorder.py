@@ -253,7 +253,7 @@ class Recorder:
         paths: dict[int, str],
         *,
         is_synchronous: bool = True,
-        look: Callable[[], None] = lambda: None,
+        look: Callable[[], object] = lambda: None,
     ) -> None:
         self.record = MicroStepRecord(clock)
         self._eligibility_of = eligibility_of

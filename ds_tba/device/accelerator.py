@@ -207,13 +207,13 @@ class MemoryMeter:
         self._retries: float | None = None  # at the first sample; infinite once there was a warning
         self._most_bytes = 0
 
-    def sample(self) -> None:
-        """Take the level of this moment, and the peak since the last sample."""
+    def sample(self) -> float:
+        """Take the level of now, and the peak since the last sample; by how much everything else has been above it."""
         resident_bytes = self._now_resident_bytes()
         try:
             levels = self._memory.levels()
         except OSError:  # /proc cannot be read while no file descriptor is free: the samples before count
-            return
+            return 0.0
         peak_bytes, others_bytes = levels.peak_in_use_bytes, levels.in_use_bytes - resident_bytes
         if peak_bytes > self._peak_bytes:
             # How much of that peak was ours is not known. Take the lower of our two levels: that errs on the safe side.
@@ -233,16 +233,13 @@ class MemoryMeter:
                 levels.reserved_bytes,
             )
             self._retries = math.inf
+        return max(0, self._most_bytes - (levels.in_use_bytes - resident_bytes))
 
     def room_bytes(self) -> float:
         """The bytes that saved tensors may hold; see [Note: Room]."""
         free_bytes = self._memory.free_bytes()
-        return max(0.0, free_bytes - self.owed_bytes())
-
-    def owed_bytes(self) -> int:
-        """Of free memory what everything else has had before, and will want again."""
         others_bytes = self._memory.levels().in_use_bytes - self._now_resident_bytes()
-        return max(0, self._most_bytes - others_bytes)
+        return max(0.0, free_bytes - max(0, self._most_bytes - others_bytes))
 
 
 class Accelerator:

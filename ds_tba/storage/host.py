@@ -66,20 +66,17 @@ class SpareMemory:
         )
         self.sample()  # peaks count from here on
 
-    def sample(self) -> None:
-        """See what everything else has needed, before more or less is taken: that would be held for theirs later."""
-        if self._meter is not None:
-            self._meter.sample()
+    def sample(self) -> float:
+        """What everything else has had before, and not now; of what is taken it must know before and after."""
+        return 0.0 if self._meter is None else self._meter.sample()
 
     def more_bytes(self) -> float:
         """What the tier may take in addition now; below 0 what it had better give back."""
         try:
-            free_bytes = available_bytes()
-            self.sample()
-            owed_bytes = 0 if self._meter is None else self._meter.owed_bytes()
+            spare_bytes = (available_bytes() - self._left_bytes) / self._ranks - self.sample()
         except OSError:  # no file descriptor to ask with
             return 0.0
-        return min((free_bytes - self._left_bytes) / self._ranks - owed_bytes, self.most_bytes - self.taken.now)
+        return min(spare_bytes, self.most_bytes - self.taken.now)
 
 
 class Segment:
@@ -240,8 +237,9 @@ class HostStore(Store[HostTicket]):
         if self._spare is not None and not self._is_last and self._offered_bytes > self._known_bytes:
             return None
         found = self._fitted(nbytes)
-        if found is not None and self._spare is not None and found[0].spans.used_bytes == found[1].nbytes:
-            if self._spare.more_bytes() >= 0:  # asked when a segment is used first, and not at each storage
+        used_bytes = sum(segment.spans.used_bytes for segment in self._segments)
+        if found is not None and self._spare is not None and used_bytes == found[1].nbytes:
+            if self._spare.more_bytes() >= 0:  # which takes a millisecond: asked when the tier was empty
                 return found
             found[0].spans.free(found[1])
             found = None  # or it would hold the memory that is given back

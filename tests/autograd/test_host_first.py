@@ -98,8 +98,5 @@ class Unchanged:
     def __init__(self, taken: list[Any], gauge: Any) -> None:
         taken[:] = [gauge]
 
-    def sample(self) -> None:
-        pass
-
-    def owed_bytes(self) -> int:
-        return 0
+    def sample(self) -> float:
+        return 0.0
