@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -82,9 +83,19 @@ def _measure_together(rates: Rates, agreement: Agreement) -> None:
 
 
 class _Kept(threading.local):
-    """The hooks of a thread that :meth:`ActivationOffloader.keep_saving` has opened last."""
+    """The hooks of a thread that :meth:`ActivationOffloader.keep_saving` has opened last, and whose they are."""
 
     hooks: saved_tensors_hooks | None = None
+    owner: weakref.ref[ActivationOffloader] | None = None
+
+    def take_off(self) -> None:
+        hooks = self.hooks
+        if hooks is not None and innermost_hooks() == (hooks.pack_hook, hooks.unpack_hook):
+            hooks.__exit__()
+
+
+_kept = _Kept()
+os.register_at_fork(after_in_child=_kept.take_off)  # a child has neither our lanes nor our staging
 
 
 class ActivationOffloader:
@@ -126,7 +137,6 @@ class ActivationOffloader:
         self._controller: Controller | None = None
         self._bandwidth_at_start: list[dict[str, Any]] = []
         self._undo: list[Callable[[], object]] = []
-        self._kept = _Kept()
         self._compilations_before = compilations()
         self._steps = self._step_peak_bytes = 0  # optimizer steps so far; peak of the last
         self._little = LittleMoved(config)
@@ -257,17 +267,19 @@ class ActivationOffloader:
             return
         hooks = self._saver.after_forward()
         if hooks is not None:
-            self._kept.hooks = hooks  # before they are there: a signal handler may raise in between
+            # Before they are there: a signal handler may raise in between.
+            _kept.owner, _kept.hooks = weakref.ref(self), hooks
             hooks.__enter__()
 
     def stop_saving(self) -> None:
         """Backward, or another forward, begins. Where hooks of others are inside of ours, a later call takes these off.
 
-        The hooks are remembered all the same: autograd restores a stack that was changed inside of a backward.
+        The hooks are remembered all the same: autograd restores a stack that was changed inside of a backward. Those of
+        an offloader that was closed, which may have been in another thread, go with anybody's.
         """
-        hooks = self._kept.hooks
-        if hooks is not None and innermost_hooks() == (hooks.pack_hook, hooks.unpack_hook):
-            hooks.__exit__()
+        owner = None if _kept.owner is None else _kept.owner()
+        if owner is None or owner is self or owner._ended_at < math.inf:
+            _kept.take_off()
 
     def interleaving(self) -> AbstractContextManager[None]:
         """Context for a whole step in which forwards and backwards of several micro-batches alternate."""

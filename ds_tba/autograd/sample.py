@@ -281,7 +281,7 @@ def _op(tensor: torch.Tensor) -> str:
     """The op that made a tensor, behind those that only look at it in another shape."""
     node, name = tensor.grad_fn, ""
     while node is not None:
-        found = _NODE.fullmatch(node.name())
+        found = _NODE.fullmatch(type(node).name(node))  # a user's Function may have a ``ctx.name`` of its own
         name = name if found is None else found[1]
         before = node.next_functions
         if name not in _VIEWS or not before:

@@ -25,7 +25,7 @@ def size(text: str) -> int:
     """
     found = _SIZE.fullmatch(text.strip())
     value = float(found[1]) * 1024 ** " kmgt".index(found[2].lower() or " ") if found else 0.0
-    if value < 1 or (value != int(value) and found and not found[2]):
+    if not 1 <= value < math.inf or (value != int(value) and found and not found[2]):
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of 1 or more, such as 4096, 32k or 24GB")
     return int(value)
 

@@ -211,9 +211,7 @@ class HostStore(Store[HostTicket]):
     def end_step(self) -> None:
         """A whole step is over, and has shown what else it needs: the machine may be asked anew what it can spare."""
         with self._deferred, self._deferred.lock:
-            if (
-                self._spare is not None
-            ):  # now: a program that measures its steps may have the peak reset before the next
+            if self._spare is not None:  # now: who measures steps may have the peak reset before the next
                 self._spare.sample()
             self._may_grow = not self._closed
             self._known_bytes, self._offered_bytes = max(self._known_bytes, self._offered_bytes), 0

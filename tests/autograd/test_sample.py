@@ -99,6 +99,19 @@ def odd_tensors(x: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
+class Named(torch.autograd.Function):
+    """Its node has the user's attribute in the place of a method."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.name = "doubled"
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0] * 2
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested", "ignore:Sparse CSR")
 def test_odd_tensors_are_looked_at_without_an_error(tmp_path: Path) -> None:
     class Odd(nn.Module):
@@ -118,6 +131,7 @@ def test_odd_tensors_are_looked_at_without_an_error(tmp_path: Path) -> None:
                 torch.func.vmap(lambda row: row.sin() * row)(x.reshape(-1, 64) * self.up.bias),
                 odd["scalar"].square(),
                 odd["empty"].exp(),
+                Named.apply(self.up(x)).square(),
             ]
             return sum((one.sum() for one in flat), start=torch.zeros(()))
 

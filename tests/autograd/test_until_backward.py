@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -265,3 +266,29 @@ def test_closed_or_collected_with_hooks_open(make: Make) -> None:
     assert innermost_hooks() is None
     engine_forward(model, torch.randn(4, 16, 32), offloader)
     assert innermost_hooks() is None
+
+
+def test_a_forked_child_has_no_hooks_of_ours(make: Make) -> None:
+    model = model_of()
+    offloader = make(model)
+    logits = engine_forward(model, torch.randn(4, 16, 32), offloader)
+    child = os.fork()
+    if not child:
+        x = torch.ones(64, 64, requires_grad=True)
+        x.exp().sum().backward()
+        os._exit(0 if innermost_hooks() is None and x.grad is not None else 1)
+    assert os.waitpid(child, 0) == (child, 0)
+    engine_backward(logits.exp().sum(), offloader)
+
+
+def test_hooks_of_an_offloader_that_another_thread_has_closed_go_with_the_next_forward(make: Make) -> None:
+    one, other = model_of(), model_of()
+    first, second = make(one), make(other)
+    engine_forward(one, torch.randn(4, 16, 32), first)
+    closing = threading.Thread(target=first.close)
+    closing.start()
+    closing.join()
+    logits = engine_forward(other, torch.randn(4, 16, 32), second)
+    moved_bytes = second.report().offloaded_bytes
+    engine_backward(logits.exp().sum(), second)
+    assert second.report().offloaded_bytes > moved_bytes

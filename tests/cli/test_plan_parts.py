@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ from ds_tba.cli.format import show, size
 from ds_tba.cli.plan import _drives, _endurance, write_merged
 from ds_tba.cli.plan.dry_run import OpClock, attention_of, device_kernels
 from ds_tba.cli.plan.model import Subject, add_lora, loss_of, recipe_of
-from ds_tba.cli.plan.rows import Row, Setup, fixed, groups_of, holders, made_again, recommended, rows_of
+from ds_tba.cli.plan.rows import Row, Setup, fixed, groups_of, holders, made_again, recommended, rows_of, scale
 from ds_tba.cli.plan.training import CONTEXT_BYTES, Device, DryRun, Training, device_of, held_of, read_training
 from ds_tba.config import AioConfig, OffloadConfig, Placement
 from ds_tba.errors import ConfigError, ModelError
@@ -450,6 +450,9 @@ def stack(blocks: int = 4, head_bytes: int = SIZE, rate: float = FAST, staging_b
     return Trace(tuple(storages), tuple(passes), machine, end_s)
 
 
+FOUR_MICRO_STEPS = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4}
+
+
 def setup_of(trace: Trace, memory_bytes: int | None = None, **others: Any) -> Setup:
     run = run_of(trace, temporary=others.pop("temporary", 0), ops=others.pop("ops", ()))
     block = others.pop("block", {})
@@ -621,10 +624,24 @@ def test_a_drive_s_rating_is_what_its_smart_data_come_to(
     monkeypatch.setattr("ds_tba.cli.plan.examine", lambda _: drive)
     offload = OffloadConfig.model_validate({"nvme_path": ["/a", "/b"]})  # both on one drive
     training = replace(training_with({}), offload=offload)
-    assert _endurance(None, training) == drive.rating(None)
-    assert _endurance(50.0, training) == (50.0, "as given")
+    assert _endurance(None, training) == (drive.rating(None), 1)
+    assert _endurance(50.0, training) == ((50.0, "as given"), 1)
     configured = OffloadConfig.model_validate({"nvme_path": "/a", "ssd": {"rated_endurance_tbw": 70}})
-    assert _endurance(None, replace(training, offload=configured)) == (70.0, "as the config has it")
+    assert _endurance(None, replace(training, offload=configured)) == ((70.0, "as the config has it"), 1)
+
+
+def test_directories_of_another_machine_are_drives_of_their_own() -> None:
+    offload = OffloadConfig.model_validate({"nvme_path": ["/no/a", "/no/b"], "ssd": {"rated_endurance_tbw": 70}})
+    assert _endurance(None, replace(training_with({}), offload=offload)) == ((140.0, "as the config has it"), 2)
+
+
+def test_the_network_carries_what_the_stage_of_the_row_does() -> None:
+    setup = setup_of(stack(4), 1 << 40, zero={"stage": 1})
+    setup = replace(setup, training=replace(setup.training, config={**setup.training.config, **FOUR_MICRO_STEPS}))
+    rows = by_name(rows_of(setup)[0])
+    gradients = setup.run.trained * setup.run.parameter_bytes / setup.run.parameters
+    for name, times in (("as it is", 2), ("+ offloaded optimizer", 5)):  # stage 2 reduces in each micro-step
+        assert scale(setup, rows[name], 2, 1e9)["network_bytes"] == int(times * gradients / 2)
 
 
 @pytest.mark.parametrize(
@@ -650,6 +667,8 @@ def test_sizes_are_as_people_write_them() -> None:
     assert [size(text) for text in ("1", "32k", "24GB", "24 GiB", "0.5M", "1T")] == [
         1, 32 << 10, 24 << 30, 24 << 30, 1 << 19, 1 << 40
     ]  # fmt: skip
+    with pytest.raises(ArgumentTypeError, match="must be a whole number"):
+        size("9" * 400)
 
 
 # ---- the block is merged --------------------------------------------------------------------------------------------

@@ -132,10 +132,11 @@ def _setup(options: argparse.Namespace) -> tuple[Setup, str, list[str]]:
     given = options.tflops, options.memory_gbps, options.copy_gbps
     device = device_of(options.device, options.gpu, training.autocast or training.dtype or torch.float32, given)
     paths, drives = _drives(training, options.write_gbps, options.read_gbps, options.gpus_per_node)
-    rating = _endurance(options.drive_tbw, training)
+    rating, drives_of_node = _endurance(options.drive_tbw, training)
     run = dry_run(recipe, options.batch, options.seq, training, device, paths, options.lora)
     ranks, sharers = options.ranks or options.nodes * options.gpus_per_node, options.gpus_per_node
-    setup = Setup(run, training, device, ranks, rating.tbw / sharers, offload.nvme_path or "/local_nvme", sharers)
+    where = offload.nvme_path or "/local_nvme"
+    setup = Setup(run, training, device, ranks, rating.tbw / sharers, where, sharers, drives_of_node)
     kind = "dtypes of the model" if training.dtype is None else str(training.dtype).removeprefix("torch.")
     adapted = f", LoRA of rank {options.lora}" if options.lora else ""
     notes = [
@@ -184,13 +185,14 @@ def _drives(
     return (path,), f"{source}; {CONCURRENT_FRACTION} of each while both run"
 
 
-def _endurance(given: float | None, training: Training) -> Rating:
-    """What all drives together are rated for, and who says so."""
+def _endurance(given: float | None, training: Training) -> tuple[Rating, int]:
+    """What all drives together are rated for, who says so, and how many there are."""
+    examined = {path: examine(expanded(path)) for path in training.offload.nvme_paths} or {"": Drive()}
+    drives = {one.device or path: one for path, one in examined.items()}  # of another machine no device is known
     if given:
-        return Rating(given, "as given")
-    drives = {one.device: one for one in (examine(expanded(path)) for path in training.offload.nvme_paths)}
-    found = [one.rating(training.offload.ssd.rated_endurance_tbw) for one in drives.values() or (Drive(),)]
-    return Rating(sum(one.tbw for one in found), found[0].source or "as the config has it")
+        return Rating(given, "as given"), len(drives)
+    found = [one.rating(training.offload.ssd.rated_endurance_tbw) for one in drives.values()]
+    return Rating(sum(one.tbw for one in found), found[0].source or "as the config has it"), len(drives)
 
 
 # ---- the text -------------------------------------------------------------------------------------------------------
@@ -269,7 +271,7 @@ def _at_scale(setup: Setup, row: Row, found: dict[str, Any]) -> Iterator[str]:
         left = max(0.0, 1 - found["network_s"] / row.cost.step_s)
         yield (
             f"network     into each node, and as much out: {readable(found['network_bytes'])} of ZeRO-"
-            f"{setup.training.stage} a step, {found['network_s']:.3g} s of {row.cost.step_s:.3g}; {left:.0%} is left"
+            f"{found['stage']} a step, {found['network_s']:.3g} s of {row.cost.step_s:.3g}; {left:.0%} is left"
         )
 
 

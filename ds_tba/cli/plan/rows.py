@@ -81,6 +81,7 @@ class Setup:
         tbw: terabytes that this rank's part of the drives is rated for.
         nvme_path: to paste.
         sharers: GPUs that share the drives.
+        drives: of a node.
     """
 
     run: DryRun
@@ -90,11 +91,7 @@ class Setup:
     tbw: float
     nvme_path: Any
     sharers: int = 1
-
-    @property
-    def drives(self) -> int:
-        """Of a node."""
-        return max(1, len(self.training.offload.nvme_paths))
+    drives: int = 1
 
     def trace(self, training: Training) -> Trace:
         """With the optimizer's time."""
@@ -206,12 +203,14 @@ def scale(setup: Setup, row: Row, nodes: int, network_bytes_per_s: float) -> dic
     """
     run, training, cost = setup.run, setup.training, row.cost
     gradients = run.trained * run.parameter_bytes / max(1, run.parameters)
-    times = training.micro_steps if training.stage >= 2 else 1
-    gathered = 2 * times * run.parameter_bytes if training.stage == 3 else gradients
+    stage = row.merged.get("zero_optimization", {}).get("stage", training.stage)  # of what the row turns on
+    times = training.micro_steps if stage >= 2 else 1
+    gathered = 2 * times * run.parameter_bytes if stage == 3 else gradients
     network_bytes = (gathered + times * gradients) * (nodes - 1) / nodes
     step_s = cost.step_s or 1.0
     return {
         "nodes": nodes,
+        "stage": stage,
         "written_bytes": setup.sharers * cost.written_bytes,
         "write_bytes_per_s": setup.sharers * cost.written_bytes / step_s,
         "read_bytes_per_s": setup.sharers * cost.read_bytes / step_s,
