@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from traceback import walk_tb
 from types import FrameType
@@ -139,7 +139,7 @@ class StepSample:
     def holders(self) -> list[Holder]:
         """Who holds saved bytes, the largest first: in a forward as it is now, else as its end found it."""
         if self._is_after:
-            return sorted(self.found + _holders(self._seen), key=lambda one: -one.saved_bytes)
+            return _holders(self._seen, self.found)
         return _holders(self._seen) if self._seen else self.found
 
     def _found_more(self) -> None:
@@ -267,8 +267,8 @@ def _ranged(hooks: Hooks) -> Hooks:
     return ranged_pack, ranged_unpack
 
 
-def _holders(seen: dict[SavedStorage | CountedMemory, _Seen]) -> list[Holder]:
-    found: dict[tuple[str, str], Holder] = {}
+def _holders(seen: dict[SavedStorage | CountedMemory, _Seen], before: Sequence[Holder] = ()) -> list[Holder]:
+    found = {(one.module, one.op): replace(one) for one in before}
     for key, one in list(seen.items()):
         where = "resident"
         if isinstance(key, SavedStorage) and key.state in (RecordState.AWAY, RecordState.AHEAD):

@@ -292,3 +292,17 @@ def test_hooks_of_an_offloader_that_another_thread_has_closed_go_with_the_next_f
     moved_bytes = second.report().offloaded_bytes
     engine_backward(logits.exp().sum(), second)
     assert second.report().offloaded_bytes > moved_bytes
+
+
+def test_the_holders_of_a_penalty_on_gradients_are_told_once(make: Make) -> None:
+    model = model_of()
+    offloader = make(model, rematerialize=False)
+    logits = engine_forward(model, torch.randn(4, 16, 32), offloader)
+    out = logits
+    for _ in range(20):
+        out = out.sin()
+    gradient = torch.autograd.grad(out.sum(), logits, create_graph=True)[0]  # unpacks and packs in turn
+    engine_backward(gradient.square().mean(), offloader)
+    offloader.note_step()
+    rows = [(one["module"], one["op"]) for one in offloader.report().holders]
+    assert len(rows) == len(set(rows)) and sum(one["tensors"] for one in offloader.report().holders) > 40
