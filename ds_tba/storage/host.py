@@ -236,8 +236,9 @@ class HostStore(Store[HostTicket]):
             return None
         found = self._fitted(nbytes)
         used_bytes = sum(segment.spans.used_bytes for segment in self._segments)
-        if found is not None and self._spare is not None and used_bytes == found[1].nbytes:
-            if self._spare.more_bytes() >= 0:  # which takes a millisecond: asked when the tier was empty
+        is_first = self._offered_bytes == nbytes  # in this step
+        if found is not None and self._spare is not None and (is_first or used_bytes == found[1].nbytes):
+            if self._spare.more_bytes() >= 0:  # which takes a millisecond: asked then, and when the tier was empty
                 return found
             found[0].spans.free(found[1])
             found = None  # or it would hold the memory that is given back

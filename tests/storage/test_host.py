@@ -222,6 +222,22 @@ def test_a_process_that_grows_gets_back_what_is_empty(monkeypatch: pytest.Monkey
     store.close()
 
 
+def test_a_storage_that_is_held_over_steps_keeps_no_empty_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, 100 * MIB)
+    store = machine.store()
+    held = put(store, torch.ones(MIB, dtype=torch.uint8))  # of a graph that the user keeps
+    for ticket in fill(store):
+        store.release(ticket)
+    assert machine.spare is not None
+    full = machine.spare.taken.now
+    machine.free_bytes = 40 * MIB
+    store.end_step()
+    store.release(put(store, torch.zeros(MIB, dtype=torch.uint8)))
+    assert machine.spare.taken.now < full and machine.spare.more_bytes() >= 0
+    assert torch.equal(store.get(held, CPU).data, torch.ones(MIB, dtype=torch.uint8))
+    store.close()
+
+
 def test_where_a_drive_is_behind_it_takes_what_a_step_saves_beyond_all_before_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
