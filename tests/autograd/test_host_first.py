@@ -54,13 +54,14 @@ def test_the_drive_takes_what_a_small_host_tier_cannot(tmp_path: Path, placement
 def test_new_tensors_go_to_the_drive_while_memory_is_short(
     tmp_path: Path, placement: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    free_bytes, taken = 256 * MIB, []
+    free_bytes = 256 * MIB
+    taken: list[Callable[[], int]] = []
 
     def available_bytes() -> int:
-        return free_bytes - sum(one.now for one in taken)
+        return free_bytes - sum(one() for one in taken)
 
     monkeypatch.setattr("ds_tba.storage.host.available_bytes", available_bytes)
-    monkeypatch.setattr("ds_tba.storage.host.MemoryMeter", lambda _memory, gauge: Unchanged(taken, gauge))
+    monkeypatch.setattr("ds_tba.storage.host.MemoryMeter", lambda _memory, taken_bytes: Unchanged(taken, taken_bytes))
     plain, _ = train(tmp_path, None, steps=12)
     offloader: list[ActivationOffloader] = []
     moved: list[tuple[int, int]] = []
@@ -68,7 +69,7 @@ def test_new_tensors_go_to_the_drive_while_memory_is_short(
     def before(step: int) -> None:
         nonlocal free_bytes
         free_bytes = 20 * MIB if 6 <= step < 9 else 256 * MIB
-        moved.append((taken[0].now, sum(store.stats.offloaded_bytes for store in stores if store is not None)))
+        moved.append((taken[0](), sum(store.stats.offloaded_bytes for store in stores if store is not None)))
 
     stores: list[Any] = []
     real = ActivationOffloader.watch
@@ -95,8 +96,8 @@ def test_new_tensors_go_to_the_drive_while_memory_is_short(
 class Unchanged:
     """A meter of a process whose other memory does not change."""
 
-    def __init__(self, taken: list[Any], gauge: Any) -> None:
-        taken[:] = [gauge]
+    def __init__(self, taken: list[Callable[[], int]], taken_bytes: Callable[[], int]) -> None:
+        taken[:] = [taken_bytes]
 
     def sample(self) -> float:
         return 0.0
