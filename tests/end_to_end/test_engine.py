@@ -114,7 +114,7 @@ def test_a_torch_func_transform_in_forward_names_the_way_out() -> None:
 
     from ds_tba.autograd.cache import TensorCache
 
-    offloader = SimpleNamespace(saving=lambda inputs: TensorCache([], "cpu", 0).saving())
+    offloader = SimpleNamespace(saving=lambda inputs: TensorCache([], "cpu", 0).saving(), stop_saving=lambda: None)
     with pytest.raises(IncompatibleError, match=r"torch\.func"):
         engine._forward(offloader, partial(forward), SimpleNamespace(module=torch.nn.Identity()))  # type: ignore[arg-type]
 
