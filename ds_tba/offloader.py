@@ -256,13 +256,18 @@ class ActivationOffloader:
             mark_inputs(inputs)
         return self._samples.forward(self._saver.saving())
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was closed, or is about to be."""
+        return self._ended_at < math.inf
+
     def keep_saving(self) -> None:
         """After a forward: until :meth:`stop_saving` what this thread saves is offloaded, too, with ``until_backward``.
 
         PyTorch's hooks are a stack of each thread, and whoever ends takes the innermost off. Ours go on it where nobody
         else's are, and come off only while they are the innermost: no others are ever taken off in their place.
         """
-        is_wanted = self.config.until_backward and torch.is_grad_enabled() and self._ended_at == math.inf
+        is_wanted = self.config.until_backward and torch.is_grad_enabled() and not self.is_closed
         if not is_wanted or self._is_forked() or innermost_hooks() is not None:
             return
         hooks = self._saver.after_forward()
@@ -278,7 +283,7 @@ class ActivationOffloader:
         an offloader that was closed, which may have been in another thread, go with anybody's.
         """
         owner = None if _kept.owner is None else _kept.owner()
-        if owner is None or owner is self or owner._ended_at < math.inf:
+        if owner is None or owner is self or owner.is_closed:
             _kept.take_off()
 
     def interleaving(self) -> AbstractContextManager[None]:

@@ -274,9 +274,7 @@ def test_a_forked_child_has_no_hooks_of_ours(make: Make) -> None:
     logits = engine_forward(model, torch.randn(4, 16, 32), offloader)
     child = os.fork()
     if not child:
-        x = torch.ones(64, 64, requires_grad=True)
-        x.exp().sum().backward()
-        os._exit(0 if innermost_hooks() is None and x.grad is not None else 1)
+        os._exit(0 if innermost_hooks() is None else 1)  # and computes nothing: OpenMP's threads are not there
     assert os.waitpid(child, 0) == (child, 0)
     engine_backward(logits.exp().sum(), offloader)
 
