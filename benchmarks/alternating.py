@@ -64,6 +64,13 @@ def add_process_options(parser: argparse.ArgumentParser, variants: Sequence[str]
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
 
 
+def has_answered(options: argparse.Namespace, measure: Callable[[argparse.Namespace], Any]) -> bool:
+    """Whether this is a process of :func:`in_a_process`: then what is measured of its variant is written for it."""
+    if options.variant:
+        options.result.write_text(json.dumps(measure(options)))
+    return bool(options.variant)
+
+
 def in_a_process(program: str, variant: str, argv: Sequence[str], **variables: str) -> dict[str, Any]:
     """What a variant writes to ``--result`` in a process of its own, under DeepSpeed as the only rank.
 

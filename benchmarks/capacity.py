@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from alternating import add_process_options, in_a_process, rounds_of
+from alternating import add_process_options, has_answered, in_a_process, rounds_of
 from step_time import resident_bytes
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -327,8 +327,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     options = parse(argv)
-    if options.variant:
-        options.result.write_text(json.dumps(measure(options)))
+    if has_answered(options, measure):
         return 0
     variants = ["keep", *(name for name in options.variants if name != "keep")]
     refused: dict[str, str] = {}

@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from alternating import add_process_options, in_a_process, rounds_of
+from alternating import add_process_options, has_answered, in_a_process, rounds_of
 from capacity import MIB, MMAP_THRESHOLD_BYTES, VARIANTS, Training, Variant
 from capacity import parse as parse_capacity
 
@@ -143,8 +143,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     options = parse(argv)
-    if options.variant:
-        options.result.write_text(json.dumps(measure(options)))
+    if has_answered(options, measure):
         return 0
     if why_not := available():
         print(why_not)

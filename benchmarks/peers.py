@@ -41,7 +41,15 @@ from curves.allocator import hold_freed_memory  # noqa: E402
 from curves.device import Device  # noqa: E402
 from curves.models import Workload  # noqa: E402
 from curves.points import point  # noqa: E402
-from curves.turns import AGAIN, PLAIN, Contender, Runner, StepTaken, _storages  # noqa: E402
+from curves.turns import (  # noqa: E402
+    AGAIN,
+    PLAIN,
+    Contender,
+    Runner,
+    StepTaken,
+    add_race_options,
+    storages_held,
+)
 from torch import nn  # noqa: E402
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
@@ -339,7 +347,7 @@ class PeerRunner(Runner):
         held += [one.grad for one in self._workload.parameters if one.grad is not None]
         while self.is_measuring:
             self.step()
-        with Meter(_storages(held, self.offloader), self._device.is_cuda) as meter:
+        with Meter(storages_held(held, self.offloader), self._device.is_cuda) as meter:
             self._step()
         return meter.peak_bytes, meter.host_peak_bytes
 
@@ -495,12 +503,7 @@ def markdown(found: dict[str, Any]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--nvme_path", type=Path, required=True, help="an existing directory on the drive")
-    parser.add_argument("--out", type=Path, required=True, help="directory for the results, made if need be")
-    parser.add_argument("--minutes", type=float, default=20.0, help="for everything; two rounds are run in any case")
-    parser.add_argument("--rounds", type=int, default=15, help="at most")
-    parser.add_argument("--steps", type=int, default=3, help="of each turn")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    add_race_options(parser)
     parser.add_argument("--tiny", action="store_true", help="a tiny model: shows that it works")
     options = parser.parse_args(argv)
     options.out.mkdir(parents=True, exist_ok=True)

@@ -31,7 +31,7 @@ from curves import points, write  # noqa: E402
 from curves.allocator import hold_freed_memory  # noqa: E402
 from curves.device import Device  # noqa: E402
 from curves.models import Shape, Workload  # noqa: E402
-from curves.turns import AGAIN, PLAIN, Contender, Race  # noqa: E402
+from curves.turns import AGAIN, PLAIN, Contender, Race, add_race_options  # noqa: E402
 
 MODELS = ("BERT", "GPT", "T5")
 OVERHEADS = (0.02, 0.1, 0.5)
@@ -113,12 +113,7 @@ def measure(shape: Shape, options: argparse.Namespace, device: Device, ends_s: f
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--nvme_path", type=Path, required=True, help="an existing directory on the drive")
-    parser.add_argument("--out", type=Path, required=True, help="directory for the results, made if need be")
-    parser.add_argument("--minutes", type=float, default=20.0, help="for everything; two rounds are run in any case")
-    parser.add_argument("--rounds", type=int, default=15, help="at most")
-    parser.add_argument("--steps", type=int, default=3, help="of each turn")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    add_race_options(parser)
     parser.add_argument("--backend", default="posix")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--batches", nargs="+", type=int)

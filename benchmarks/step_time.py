@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from alternating import add_process_options, in_a_process, rounds_of
+from alternating import add_process_options, has_answered, in_a_process, rounds_of
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 VARIANTS = ("keep", "nvme", "rematerialize", "recompute", "save_on_cpu")
@@ -157,8 +157,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     options = parse(argv)
-    if options.variant:
-        options.result.write_text(json.dumps(measure(options)))
+    if has_answered(options, measure):
         return 0
     variants = ["keep", *(variant for variant in options.variants if variant != "keep")]
     rounds: list[dict[str, dict[str, Any]]] = []

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from alternating import add_process_options, in_a_process, rounds_of
+from alternating import add_process_options, has_answered, in_a_process, rounds_of
 
 BLOCK = "interleaved_optimizer_update"
 ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
@@ -409,8 +409,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     options = parse(argv)
-    if options.variant:
-        options.result.write_text(json.dumps(measure(options)))
+    if has_answered(options, measure):
         return 0
     if options.gpu and not _has_gpu():
         print("--gpu: PyTorch finds no CUDA device here; nothing was measured", file=sys.stderr)

@@ -350,7 +350,7 @@ class ActivationOffloader:
         # A tensor that both NVMe and the host tier refuse is one fallback.
         kept, fallbacks = Counter(cache.kept_bytes), Counter((store if tiers.nvme else host).fallbacks)
         return OffloadReport(
-            state="running" if self._ended_at == math.inf else "finished",
+            state="finished" if self.is_closed else "running",
             rank=self._rank,
             backend=tiers.selection.backend.name if tiers.selection else "none",
             backend_reason=tiers.selection.reason if tiers.selection else f"placement {config.placement}",

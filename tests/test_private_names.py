@@ -60,6 +60,7 @@ NAMES = [
     Name("._cdata", "the memory of CUDA graphs: it would be moved in vain", "storage._cdata"),
     Name("torch._C._functorch.is_functorch_wrapped_tensor", ALL),
     Name("torch._C._functorch.peek_interpreter_stack", ALL),
+    Name("torch._C._dispatch_tls_is_dispatch_key_excluded", ALL),
     Name("torch._C._SetExcludeDispatchKeyGuard", ALL),
     Name("torch._C.DispatchKey.ADInplaceOrView", ALL),
     # PyTorch: modules and optimizers

@@ -6,12 +6,14 @@ every step of every contender must give the same loss and the same gradients, bi
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -177,7 +179,7 @@ class Runner:
         held += [one.grad for one in self._workload.parameters if one.grad is not None]
         for _ in range(MAX_STEPS_TO_A_PLAN):
             is_measured = self.is_measuring
-            with PeakMeter(_storages(held, self.offloader)) as meter:
+            with PeakMeter(storages_held(held, self.offloader)) as meter:
                 self._step()
             if not is_measured:
                 break
@@ -207,11 +209,21 @@ def _on(drive: IoBackend | None) -> AbstractContextManager[Any]:
     return mock.patch("ds_tba.storage.tiers.select_backend", lambda *_, **__: Selection(drive, "the benchmark's"))
 
 
-def _storages(tensors: Sequence[torch.Tensor], offloader: ActivationOffloader | None) -> list[torch.UntypedStorage]:
+def storages_held(tensors: Sequence[torch.Tensor], offloader: ActivationOffloader | None) -> list[torch.UntypedStorage]:
     """Of tensors, and of the staging ring, which slots are cut from."""
     found = [one.untyped_storage() for one in tensors]
     ring = offloader._tiers.nvme.ring._memory if offloader is not None and offloader._tiers.nvme is not None else None
     return found if ring is None else [*found, ring.untyped_storage()]
+
+
+def add_race_options(parser: argparse.ArgumentParser) -> None:
+    """Where a race runs, for how long, and where its results go."""
+    parser.add_argument("--nvme_path", type=Path, required=True, help="an existing directory on the drive")
+    parser.add_argument("--out", type=Path, required=True, help="directory for the results, made if need be")
+    parser.add_argument("--minutes", type=float, default=20.0, help="for everything; two rounds are run in any case")
+    parser.add_argument("--rounds", type=int, default=15, help="at most")
+    parser.add_argument("--steps", type=int, default=3, help="of each turn")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
 
 
 class Race:

@@ -606,10 +606,10 @@ class Sites:
         }
 
     def _note_refused(self, tensor: torch.Tensor, reason: str) -> None:
-        form = (reason, form_of(tensor))
+        form = (reason, tensor.dtype, tensor.shape)
         if form not in self._refused and len(self._refused) < MAX_REFUSED:
             self._refused[form] = reason
-            logger.debug("a tensor of %s is not rematerialized: %s", *reversed(form))
+            logger.debug("a tensor of %s is not rematerialized: %s", form_of(tensor), reason)
 
 
 _NOWHERE = Site("", 0)

@@ -314,9 +314,13 @@ class VersionWitness:
     __slots__ = ("_alias",)
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        # Also beneath autograd, where a selective checkpoint saves: there an alias has a counter of its own by default.
-        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-            self._alias: Any = tensor.detach()
+        key = torch._C.DispatchKey.ADInplaceOrView
+        if torch._C._dispatch_tls_is_dispatch_key_excluded(key):
+            # Beneath autograd, where a selective checkpoint saves, an alias would have a counter of its own.
+            with torch._C._SetExcludeDispatchKeyGuard(key, False):
+                self._alias: Any = tensor.detach()
+        else:
+            self._alias = tensor.detach()
         self._alias.data = tensor.new_empty(0)
 
     @property

@@ -213,7 +213,7 @@ class HostStore(Store[HostTicket]):
         with self._deferred, self._deferred.lock:
             if self._spare is not None:  # now: who measures steps may have the peak reset before the next
                 self._spare.sample()
-            self._may_grow = not self._closed
+            self._may_grow = True
             self._known_bytes, self._offered_bytes = max(self._known_bytes, self._offered_bytes), 0
 
     def capacity_bytes(self) -> int:
@@ -225,26 +225,22 @@ class HostStore(Store[HostTicket]):
 
     def close(self) -> None:
         with self._deferred, self._deferred.lock:
-            self._closed, self._may_grow = True, False
+            self._closed = True
             self._copies.finish()
             for segment in self._segments:
                 segment.spans.finish()
             self._segments.clear()
 
     def _allocate(self, nbytes: int) -> tuple[Segment, Span] | None:
-        if self._spare is not None and not self._is_last and self._offered_bytes > self._known_bytes:
+        if self._spare is None:
+            return self._fitted(nbytes)
+        if not self._is_last and self._offered_bytes > self._known_bytes:
             return None
-        found = self._fitted(nbytes)
-        used_bytes = sum(segment.spans.used_bytes for segment in self._segments)
         is_first = self._offered_bytes == nbytes  # in this step
-        if found is not None and self._spare is not None and (is_first or used_bytes == found[1].nbytes):
-            if self._spare.more_bytes() >= 0:  # which takes a millisecond: asked then, and when the tier was empty
-                return found
-            found[0].spans.free(found[1])
-            found = None  # or it would hold the memory that is given back
+        was_empty = all(segment.spans.is_unused for segment in self._segments)
+        if (is_first or was_empty) and self._spare.more_bytes() < 0:  # not each time: it takes a millisecond
             self._shrink(self._spare)
-            found = self._fitted(nbytes)
-        return self._grown(nbytes, self._spare) if found is None and self._spare is not None else found
+        return self._fitted(nbytes) or self._grown(nbytes, self._spare)
 
     def _fitted(self, nbytes: int) -> tuple[Segment, Span] | None:
         for segment in self._segments:
@@ -264,7 +260,7 @@ class HostStore(Store[HostTicket]):
 
     def _grown(self, nbytes: int, spare: SpareMemory) -> tuple[Segment, Span] | None:
         """Room in one more segment, if the machine can spare that; if not, it is asked again in the next step."""
-        if not self._may_grow:
+        if self._closed or not self._may_grow:
             return None
         least_bytes = max(nbytes, MIN_SEGMENT_BYTES)
         wanted_bytes = max(PARTS * least_bytes, spare.taken.now // PARTS)

@@ -73,6 +73,7 @@ class Tiers:
         self.by_placement: dict[Placement, Store[Any]] = {}
         budget_bytes = config.host_budget_bytes
         uses_host = budget_bytes != 0 and config.placement != "keep"
+        self._host_is_first = uses_host and config.placement != "nvme"
         if uses_host and budget_bytes is not None:
             _check_host_memory(budget_bytes, ranks_on_node)
         with ExitStack() as undo:
@@ -82,11 +83,10 @@ class Tiers:
                 self.by_placement[Placement.NVME] = self.nvme
             if uses_host:
                 taken = SpareMemory(accelerator, ranks_on_node) if budget_bytes is None else budget_bytes
-                is_first = config.placement != "nvme"
-                is_last = self.nvme is None or not is_first
+                is_last = self.nvme is None or not self._host_is_first
                 self.host = HostStore(accelerator, taken, config.io.ring_bytes, is_last=is_last)
                 host = {Placement.HOST: self.host}  # costs its copies only, and wears nothing
-                self.by_placement = host | self.by_placement if is_first else self.by_placement | host
+                self.by_placement = host | self.by_placement if self._host_is_first else self.by_placement | host
             undo.pop_all()
 
     @property
@@ -115,7 +115,7 @@ class Tiers:
         if self.selection is None:
             return []
         why = self.selection.reason.removeprefix(NAMED).removeprefix("; ")  # what the config says needs no reason
-        first = f"{self.host_in_words}, then to " if next(iter(self.by_placement)) is Placement.HOST else ""
+        first = f"{self.host_in_words}, then to " if self._host_is_first else ""
         parts = [
             f"activations go to {first}{', '.join(self._places())}",
             f"backend {self.selection.backend.name}{why and f' ({why})'}, "
@@ -133,7 +133,7 @@ class Tiers:
             f"io.staging_bytes {config.io.ring_bytes}",
             f"{config.io.write_lanes} write and {config.io.read_lanes} read lanes, integrity {config.io.integrity}",
         ]
-        if self.host is not None and next(iter(self.by_placement)) is Placement.NVME:
+        if self.host is not None and not self._host_is_first:
             parts.append(f"tensors refused by NVMe go to {self.host_in_words}")
         return parts + _measured(self.paths)
 
