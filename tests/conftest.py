@@ -93,6 +93,12 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
+def steady_drives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drives whose rates never ask for another plan: on a busy machine those of a real one do at any time."""
+    monkeypatch.setattr("ds_tba.adaptive.feedback.Feedback._changed", lambda *_: "")
+
+
+@pytest.fixture
 def make_store(tmp_path: Path) -> Iterator[StoreFactory]:
     directories = itertools.count()
 

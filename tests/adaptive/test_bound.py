@@ -203,7 +203,7 @@ def test_a_budget_that_cannot_be_held_is_said_before_it_is_exceeded(
     assert offloader.report().budget_excess_bytes == max(peaks) - 64 * KIB
 
 
-@pytest.mark.usefixtures("one_thread")
+@pytest.mark.usefixtures("one_thread", "steady_drives")
 def test_longer_inputs_have_a_plan_made_for_them_without_another_recording(make: Make) -> None:
     ours = model()
     offloader = make(ours, activation_budget_bytes=MIB, max_step_overhead=1000.0)

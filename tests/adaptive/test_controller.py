@@ -507,6 +507,7 @@ def no_descriptors(*_: Any) -> Any:
     raise OSError("Too many open files")
 
 
+@pytest.mark.usefixtures("steady_drives")
 def test_what_cannot_be_found_out_when_a_plan_is_made_delays_the_plan(
     make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -526,6 +527,7 @@ def test_what_cannot_be_found_out_when_a_plan_is_made_delays_the_plan(
     assert offloader.report().plans >= 2
 
 
+@pytest.mark.usefixtures("steady_drives")
 def test_larger_storages_count_once_where_the_plan_for_them_is_delayed(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -545,6 +547,7 @@ def test_larger_storages_count_once_where_the_plan_for_them_is_delayed(
     assert offloader.report().plans == 2 and 1.5 * kept_s < feedback.kept_s < 2.5 * kept_s
 
 
+@pytest.mark.usefixtures("steady_drives")
 def test_a_new_recording_counts_also_where_the_step_that_asked_for_it_had_larger_storages(make: Make) -> None:
     ours = model()
     offloader = make(ours, planner=PLANNERS["keep"])
@@ -687,6 +690,7 @@ def test_a_forked_child_saves_as_without_us(make: Make) -> None:
         assert innermost_hooks() is not None
 
 
+@pytest.mark.usefixtures("steady_drives")
 def test_after_the_end_no_plan_is_made(make: Make) -> None:
     ours = model()
     offloader = make(ours)
@@ -720,6 +724,7 @@ def test_a_trace_is_written_and_can_be_read(make: Make, tmp_path: Path, placemen
     assert {block.is_recomputable for block in trace.blocks} == {placement == "adaptive"}
 
 
+@pytest.mark.usefixtures("steady_drives")
 def test_evaluation_in_between_changes_nothing(make: Make) -> None:
     ours = model()
     offloader = make(ours)

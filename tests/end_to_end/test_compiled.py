@@ -79,7 +79,7 @@ def test_of_a_model_that_is_one_graph_plans_move_nothing_and_that_is_said_once(t
     adaptive, held, nvme = (run["report"] for run in found[1:])
     assert nvme["offloaded_bytes"] == STEPS * STEP_BYTES
     for report in (adaptive, held):  # in the steps before the first plan
-        assert report["plans"] == 1 and report["offloaded_bytes"] < 0.6 * STEPS * STEP_BYTES
+        assert report["plans"] >= 1 and report["offloaded_bytes"] < 0.6 * STEPS * STEP_BYTES
     for report in (adaptive, held, nvme):
         assert report["peak_saved_bytes"] >= report["peak_saved_bytes_without"]
     assert output.count(ADVICE) == 3 and "layer.compile()" in output  # once in each run

@@ -91,7 +91,7 @@ def test_two_stages_with_micro_batches_in_flight(tmp_path: Path) -> None:
             assert report["peak_saved_bytes"] < kept["peak_saved_bytes"] / 3
         for name in ("fp32.3", "bf16.1", "varies.1", "masked.0"):
             report = found[name, rank]["report"]
-            assert report["plans"] == 1 and report["plan"]["bytes"]["nvme"] > 0
+            assert report["plans"] >= 1 and report["plan"]["bytes"]["nvme"] > 0
             assert report["plan"]["blocks"] == 2 * MICRO_BATCHES
             assert report["steps"] == report["micro_steps"]
         assert found["masked.0", rank]["report"]["budget_excess_bytes"] == 0
@@ -152,4 +152,4 @@ def test_two_stages_of_two_ranks_follow_a_plan_for_each_stage(tmp_path: Path) ->
         plan |= {"reason": "", "measured_step_s": None}  # those are a rank's own
     assert plans[0] == plans[1] and plans[2] == plans[3]  # ranks 0 and 1 hold the first stage
     assert plans[0] != plans[2]
-    assert all(found["grid.0", rank]["report"]["plans"] == 1 for rank in range(4))
+    assert all(found["grid.0", rank]["report"]["plans"] >= 1 for rank in range(4))

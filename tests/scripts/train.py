@@ -15,6 +15,7 @@ from torch import nn
 parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
 parser.add_argument("--local_rank", type=int, default=0)
 parser.add_argument("--steps", type=int, default=3)
+parser.add_argument("--tokens", type=int, default=4096)
 parser.add_argument("--pause_s", type=float, default=0.0)
 options = parser.parse_args()
 
@@ -50,8 +51,8 @@ dtype = torch.bfloat16 if engine.bfloat16_enabled() else torch.float32
 chance = torch.Generator().manual_seed(1 + rank)
 torch.manual_seed(100 + rank)
 for _ in range(options.steps * engine.gradient_accumulation_steps()):
-    x = torch.randn(4096, 128, generator=chance).to(engine.device, dtype)
-    y = torch.randn(4096, 1, generator=chance).to(engine.device)
+    x = torch.randn(options.tokens, 128, generator=chance).to(engine.device, dtype)
+    y = torch.randn(options.tokens, 1, generator=chance).to(engine.device)
     loss = engine(x, y)
     time.sleep(options.pause_s)
     engine.backward(loss)
