@@ -22,10 +22,12 @@ class DeferredFinalizers(Generic[Item]):
 
     The lock is taken as ``with deferred, deferred.lock:``. Before, and again after, that acts on what was left.
 
-    [Note: Interrupts] A signal handler that raises, as that of Ctrl-C does, may come between two bytecodes. Therefore
-    the lock is a context by itself: CPython takes and releases it in one of them. A method of ours that did so would
-    leave it taken, the last report unwritten, and closing would give up after its limit of time. What is left is
-    :meth:`act_if_free`, and the lanes' queue: then the kernel takes the files back with the process.
+    [Note: Interrupts] A signal handler that raises, as that of Ctrl-C does, may come after any call, and a program may
+    catch that and train on. Therefore the lock is a context by itself, and :meth:`act_if_free` has a ``for`` take it:
+    CPython does either in one bytecode. After a call of ``acquire()`` the exception might come before the ``try`` that
+    releases, and the lock stay taken for ever. For the same reason lanes have queues that are written in C: those of
+    Python have such calls. What is left: where the exception comes inside a finalizer, Python ignores it, and the
+    finalizer's bytes stay counted, and its extent taken, until the run ends.
 
     Args:
         lock: not reentrant, or an item left in a critical section would be acted on in the middle of it.
@@ -56,11 +58,14 @@ class DeferredFinalizers(Generic[Item]):
     def act_if_free(self) -> None:
         """Act on the items unless the lock is taken. Whoever releases the lock calls this."""
         # Again after each release: an item that came before it found the lock taken.
-        while not self._left.empty() and self.lock.acquire(blocking=False):
-            try:
-                self.act()
-            finally:
-                self.lock.release()
+        while not self._left.empty():
+            for is_taken in map(self.lock.acquire, (False,)):  # see [Note: Interrupts]
+                if not is_taken:
+                    return
+                try:
+                    self.act()
+                finally:
+                    self.lock.release()
 
     def act(self) -> None:
         """Act on every item; call it under the lock, which whoever takes an item has."""

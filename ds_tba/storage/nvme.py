@@ -131,27 +131,27 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
         return self._put(data, wait) if data.numel() <= self.largest_whole_bytes else self._put_pieces(data, wait)
 
     def _put(self, data: torch.Tensor, wait: bool) -> SwapTicket | Refusal:
-        space = self.space
-        with space.deferred, space.deferred.lock:
-            reserved = space.reserve(data.numel(), wait)
-            if isinstance(reserved, Refusal):
-                reserved.count(self.stats, data.numel())
-                return reserved
-            slot, path, extent = reserved
-            ticket = SwapTicket(data.numel(), self, path, extent, slot, data.device)
-            space.writes_under_way += 1
+        space, ticket = self.space, None
         try:
+            with space.deferred, space.deferred.lock:
+                reserved = space.reserve(data.numel(), wait)
+                if isinstance(reserved, Refusal):
+                    reserved.count(self.stats, data.numel())
+                    return reserved
+                slot, path, extent = reserved
+                ticket = SwapTicket(data.numel(), self, path, extent, slot, data.device)
+                space.writes_under_way += 1
             # Without the lock, which a copy of the host would keep from the lanes; nobody else has the ticket yet.
             copy = self.ring.copies.out(data, self.ring.view(slot))
-        except BaseException:
-            with space.deferred, space.deferred.lock:
-                space.give_up(ticket)
+            if copy is not None:
+                ticket.copies.append(copy)
+            with space.lock:
+                self.stats.offloaded_bytes += ticket.nbytes
+            path.writes.put(partial(self._write, ticket))
+        except BaseException:  # of a signal handler, too: whoever waits for a slot waits for this write
+            if ticket is not None:
+                space.deferred.leave(ticket)
             raise
-        if copy is not None:
-            ticket.copies.append(copy)
-        with space.lock:
-            self.stats.offloaded_bytes += ticket.nbytes
-        path.writes.put(partial(self._write, ticket))
         return ticket
 
     def _put_pieces(self, data: torch.Tensor, wait: bool) -> PiecesTicket | Refusal:

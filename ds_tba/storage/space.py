@@ -8,7 +8,6 @@ queue behind writes. Does not know how bytes move: ``nvme.py`` has the ways of a
 from __future__ import annotations
 
 import errno
-import itertools
 import logging
 import queue
 import threading
@@ -37,7 +36,7 @@ COPY_POLL_S = 0.001
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # What a lane does with its handle. Handles its own errors; what escapes it is a bug and ends the lane loudly.
 Task = Callable[[IoHandle], None]
-URGENT, AHEAD, _STOP = 0, 1, 2  # its priority: backward waits for what is urgent
+URGENT, AHEAD = 0, 1  # its priority: backward waits for what is urgent
 
 
 # ---- tickets ----
@@ -110,11 +109,7 @@ class SwapTicket(Ticket, StateMachine):
 
     @property
     def held_slot(self) -> Span:
-        """The staging slot.
-
-        Raises:
-            StateError: there is none in this state.
-        """
+        """The staging slot; raises a StateError where there is none."""
         if self.slot is None:
             raise StateError(f"a ticket '{self.state.value}' has no staging slot; this is a bug in ds_tba")
         return self.slot
@@ -126,8 +121,6 @@ class SwapTicket(Ticket, StateMachine):
 class LaneGroup:
     """The lanes of one kind, and their tasks in order of priority, then of arrival.
 
-    Finalizers may not queue tasks: the garbage collector runs also inside of the queue's lock.
-
     Attributes:
         handles: of each lane, opened by the store, used and closed by its thread.
     """
@@ -135,8 +128,9 @@ class LaneGroup:
     def __init__(self) -> None:
         self.handles: list[IoHandle] = []
         self._threads: list[threading.Thread] = []
-        self._tasks: queue.PriorityQueue[tuple[int, int, Any]] = queue.PriorityQueue()
-        self._arrivals = itertools.count()
+        # The one queue whose lock no signal handler's exception leaves taken; see finalizers.py [Note: Interrupts].
+        self._tasks: tuple[queue.SimpleQueue[Task], queue.SimpleQueue[Task]] = queue.SimpleQueue(), queue.SimpleQueue()
+        self._wakes: queue.SimpleQueue[bool] = queue.SimpleQueue()  # one for each task; False ends a lane
 
     def start(self, name: str, accelerator: Accelerator) -> None:
         """Start a thread for each handle, on the accelerator's device."""
@@ -147,12 +141,15 @@ class LaneGroup:
 
     def put(self, task: Task, priority: int = AHEAD) -> None:
         """Queue a task: ``URGENT`` for bytes that backward waits for, ``AHEAD`` for all else."""
-        self._tasks.put((priority, next(self._arrivals), task))
+        try:
+            self._tasks[priority].put(task)
+        finally:  # a task that no lane is woken for would be waited for without end
+            self._wakes.put(True)
 
     def stop(self) -> None:
         """Let the lanes end once the tasks before are done."""
         for _ in self._threads:
-            self._tasks.put((_STOP, next(self._arrivals), None))
+            self._wakes.put(False)
 
     def end(self, seconds_left: Callable[[], float]) -> bool:
         """Wait until the lanes have ended, and close the handles; False where one did not in the time for that."""
@@ -164,9 +161,15 @@ class LaneGroup:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _run(self, handle: IoHandle) -> None:
-        while (task := self._tasks.get()[2]) is not None:
-            task(handle)
-            del task  # or an idle lane would keep the last ticket alive
+        while self._wakes.get():
+            for tasks in self._tasks:
+                try:
+                    task = tasks.get_nowait()
+                except queue.Empty:
+                    continue
+                task(handle)
+                del task  # or an idle lane would keep the last ticket alive
+                break
         handle.close()
 
 
@@ -177,8 +180,6 @@ class SwapPath:
 
     Args:
         file: of its first size; closed by the store.
-        backend: gives the alignment.
-        write_lanes, read_lanes: how many will serve it.
     """
 
     def __init__(self, file: SwapFile, backend: IoBackend, write_lanes: int, read_lanes: int) -> None:
@@ -359,10 +360,6 @@ class ReadAhead:
 
 class SwapSpace:
     """Slots of the staging ring and extents of the swap files.
-
-    Args:
-        paths: the directories at work.
-        ring: staging.
 
     Attributes:
         lock: over all of it, the tickets included. Held for bookkeeping and for what is only queued on a device, never

@@ -34,9 +34,7 @@ class Tiers:
     """NVMe and host memory, as far as the config wants them.
 
     Args:
-        config: the block.
         aio_config: DeepSpeed's ``"aio"`` block.
-        accelerator: the training device.
         zero_uses_nvme: ZeRO's own NVMe offload is on.
         rank: this process's rank.
         ranks_on_node: ranks that share this machine's directories.

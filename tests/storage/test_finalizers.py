@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import re
 import signal
 import subprocess
@@ -16,7 +17,9 @@ from test_store import until
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.offloader import ActivationOffloader
+from ds_tba.storage.backends.posix import PosixBackend
 from ds_tba.storage.finalizers import DeferredFinalizers
+from ds_tba.storage.space import LaneGroup
 
 HERE = Path(__file__).parents[1]
 
@@ -58,7 +61,8 @@ class HandlerError(Exception):
     """Raised by a signal handler, wherever that has come."""
 
 
-def test_an_interrupt_leaves_no_lock_taken() -> None:
+@pytest.mark.parametrize("leaves", [False, True])
+def test_an_interrupt_leaves_no_lock_taken(leaves: bool) -> None:
     """It may come between any two bytecodes of the way in, the critical section and the way out."""
     deferred: DeferredFinalizers[int] = DeferredFinalizers(threading.Lock(), lambda _: None)
 
@@ -71,6 +75,8 @@ def test_an_interrupt_leaves_no_lock_taken() -> None:
             try:
                 signal.setitimer(signal.ITIMER_REAL, 20e-6 + number % 50 * 1e-6)
                 while True:
+                    if leaves:
+                        deferred.leave(0)
                     with deferred, deferred.lock:
                         pass
             except HandlerError:
@@ -81,6 +87,34 @@ def test_an_interrupt_leaves_no_lock_taken() -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert interrupts == 2000
+
+
+def test_an_interrupt_leaves_lanes_at_work(tmp_path: Path) -> None:
+    lanes, done = LaneGroup(), queue.SimpleQueue[int]()
+    file = (tmp_path / "file").open("wb")
+    lanes.handles.append(PosixBackend().open_handle(file.fileno()))
+    lanes.start("lane", CpuAccelerator())
+
+    def handler(*_: object) -> None:
+        raise HandlerError
+
+    before, interrupts = signal.signal(signal.SIGALRM, handler), 0
+    try:
+        for number in range(1000):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 20e-6 + number % 50 * 1e-6)
+                while True:
+                    lanes.put(lambda _: None)
+            except HandlerError:
+                interrupts += 1
+            lanes.put(lambda _, number=number: done.put(number))
+            assert done.get(timeout=10) == number, f"after {interrupts} interrupts"
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        lanes.stop()
+    assert interrupts == 1000 and lanes.end(lambda: 10.0)
+    file.close()
 
 
 @pytest.mark.long
@@ -95,3 +129,12 @@ def test_a_handler_that_closes_and_exits_never_hangs(tmp_path: Path) -> None:
     assert ends.count("0 finished") > runs / 2, done.stdout + done.stderr
     assert "RUN return" in done.stdout
     assert len(re.findall(r"^RUN \w+ \S+ inside", done.stdout, re.MULTILINE)) > runs / 2, done.stdout
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("placement", ["nvme", "adaptive"])
+def test_a_training_that_catches_what_a_handler_raises_goes_on_exactly(tmp_path: Path, placement: str) -> None:
+    done = script("trains_on_after_signal.py", tmp_path, placement, 0, 60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    inside, raised = map(int, done.stdout.split()[1:])
+    assert inside > 5 and raised > 5, done.stdout
