@@ -154,7 +154,7 @@ def _build(
         if BLOCK in param_dict:
             return parse_block(param_dict)
         try:
-            return parse_block({**param_dict, BLOCK: _block_in(variable)})
+            return parse_block({**_config_in(variable), **param_dict})
         except ConfigError as error:
             raise ConfigError(f"{VARIABLE} of the environment: {error}") from None
 
@@ -183,15 +183,16 @@ def _build(
     return _on_all_ranks(make)
 
 
-def _block_in(variable: str) -> Any:
-    """The block in an environment variable: itself, or of a file with the block or a whole config."""
+def _config_in(variable: str) -> dict[str, Any]:
+    """The block in an environment variable or the file that it names; with ``"aio"`` where that is a whole config."""
     is_text = variable.lstrip().startswith("{")
     try:
         found = json.loads(variable if is_text else expanded(variable.strip()).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"{variable!r} is neither the block as JSON nor a readable file with it ({why}).") from None
-    return found.get(BLOCK, found) if isinstance(found, dict) else found
+    config = found if isinstance(found, dict) and BLOCK in found else {BLOCK: found}
+    return {key: config[key] for key in (BLOCK, "aio") if key in config}
 
 
 def _device_rank(args: Any) -> int:

@@ -36,7 +36,6 @@ class Tiers:
     Args:
         aio_config: DeepSpeed's ``"aio"`` block.
         zero_uses_nvme: ZeRO's own NVMe offload is on.
-        rank: this process's rank.
         ranks_on_node: ranks that share this machine's directories.
 
     Attributes:

@@ -222,10 +222,12 @@ def test_a_block_in_the_environment_serves_configs_without_one(tmp_path: Path) -
         ("{not JSON", "neither the block as JSON"),
         ('{"nvme_pth": "/"}', "activation_nvme_offload.nvme_pth", "did you mean `nvme_path`?"),
         ('{"activation_nvme_offload": 1}', "it must be an object"),
+        (json.dumps({"activation_nvme_offload": block, "aio": 1}), '"aio" is 1'),
     ):
         os.environ["DS_TBA_BLOCK"] = held
         with refused(*parts):
             build(plain)
+    assert hasattr(build({**plain, "aio": {}}), "activation_offloader"), "the config's own is used"
     """
     done = forked(body, tmp_path)
     assert "good" in done.output.splitlines(), done.output
