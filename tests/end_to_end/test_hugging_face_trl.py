@@ -38,9 +38,10 @@ def test_every_placement_trains_as_without_us(tmp_path: Path, stage: int) -> Non
 
 
 @pytest.mark.usefixtures("needs_recompute")
-def test_a_loss_on_the_logits_is_served_until_backward(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_loss_on_the_logits_is_served_until_backward(tmp_path: Path, stage: int) -> None:
     cases, placements = ["dpo/pairs/none", "grpo/prompts/none", "rloo/prompts/none"], ["adaptive", "nvme"]
-    arguments = ["--nvme_path", str(tmp_path), "--stage", "2", "--steps", "4", "--placements", *placements]
+    arguments = ["--nvme_path", str(tmp_path), "--stage", str(stage), "--steps", "4", "--placements", *placements]
     moved = []
     for more in ([], ["--until_backward"]):
         script = runs.SCRIPTS / "trl_trainers.py"
