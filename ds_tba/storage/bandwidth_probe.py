@@ -9,6 +9,7 @@ The bytes written are noise, which no drive can compress. What a drive does unde
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -58,11 +59,7 @@ def measure_drives(space: SwapSpace, integrity: Integrity, clock: Callable[[], f
     for lane in lanes:
         (lane.path.writes if lane.kind is Kind.WRITE else lane.path.reads).put(lane.run)
     for _ in lanes:
-        probe.ended.acquire()
-    with space.lock:
-        for lane in lanes:
-            slots.free(lane.slot)
-            lane.path.extents.free(lane.extent)
+        probe.ended.get()
     if probe.failure is not None:
         path, error = probe.failure
         raise PathError(
@@ -80,7 +77,7 @@ class _Probe:
         self.failure: tuple[SwapPath, Exception] | None = None
         self.until_s = 0.0  # the phase that runs ends then, for all lanes
         self.barrier = threading.Barrier(1)  # before each phase
-        self.ended = threading.Semaphore(0)
+        self.ended: queue.SimpleQueue[None] = queue.SimpleQueue()  # one for each lane
 
     def begin_phase(self) -> None:
         self.until_s = self.clock() + PHASE_S
@@ -140,7 +137,10 @@ class _Lane:
                     except Exception as error:  # noqa: BLE001 - the other lanes wait for this one
                         probe.failure = (self.path, error)
         finally:
-            probe.ended.release()
+            with probe.space.lock:  # here: a signal handler may have ended the wait for the lanes
+                probe.space.ring.slots.free(self.slot)
+                self.path.extents.free(self.extent)
+            probe.ended.put(None)
 
     def _prepare(self, handle: IoHandle) -> None:
         """Write the extent, a little at least."""
