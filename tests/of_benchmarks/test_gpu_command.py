@@ -81,7 +81,9 @@ def check_headline(found: dict[str, Any]) -> None:
         assert row["state"] == "runs" and row["equal"] is True and row["step_s"] > 0 and row["to_base"], row
     peaks = {name: row.get("activation_peak_bytes") for name, row in rows.items()}
     assert peaks["nvme"] < peaks["rematerialize"] < peaks["keep"] and peaks["checkpointing"] < peaks["keep"]
-    assert peaks["adaptive 0.25"] < peaks["adaptive 0.5"] < peaks["keep"]
+    # Of what is saved: on a CPU the memory of the host tier, which plans fill first, is memory of the device, too.
+    saved = [rows[name]["report"]["step_peak_saved_bytes"] for name in ("adaptive 0.25", "adaptive 0.5")]
+    assert saved[0] < saved[1] < peaks["keep"]
     assert rows["nvme"]["report"]["written_bytes"] and rows["host"]["report"]["host_bytes"]
 
 
