@@ -6,7 +6,9 @@ import gc
 import itertools
 import os
 import platform
+import signal
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -96,6 +98,25 @@ def one_thread() -> Iterator[None]:
 def steady_drives(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drives whose rates never ask for another plan: on a busy machine those of a real one do at any time."""
     monkeypatch.setattr("ds_tba.adaptive.feedback.Feedback._changed", lambda *_: "")
+
+
+class AlarmError(Exception):
+    """Raised by a signal handler, wherever that has come."""
+
+
+@pytest.fixture
+def alarm() -> Iterator[Callable[[float], object]]:
+    """Have a handler raise an ``AlarmError`` in so many seconds; none comes after the test."""
+
+    def handler(*_: object) -> None:
+        raise AlarmError
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        yield partial(signal.setitimer, signal.ITIMER_REAL)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture

@@ -42,7 +42,6 @@ class Residency:
     Args:
         stats: its gauge has their bytes, and it the host's seconds in stores.
         stores: where bytes may go that were kept, in order of preference.
-        device: the training device.
         cache: told when memory is free.
         accelerator: of the device, where that is asynchronous.
         released_bytes: without a budget, the bound of what the host has let go of and the device has not.

@@ -41,7 +41,6 @@ def measure_drives(space: SwapSpace, integrity: Integrity, clock: Callable[[], f
 
     Args:
         integrity: a lane's time with a request has its checksums in it.
-        clock: seconds.
 
     Raises:
         PathError: a transfer failed; the first bytes of that path's file are not to be relied upon.

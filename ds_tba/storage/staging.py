@@ -43,7 +43,6 @@ class SpanAllocator:
     written are overwritten at twice the rate of fresh ones on thin-provisioned drives, and the used part stays short.
 
     Args:
-        capacity_bytes: size of the region.
         alignment_bytes: every span starts at, and is as long as, a multiple of this.
     """
 
@@ -178,7 +177,6 @@ class StagingRing:
 
     Args:
         backend: says whether that is host memory (huge pages, or pinned) or device memory.
-        staging_bytes: its size.
 
     Attributes:
         accelerator: as given.
@@ -308,7 +306,6 @@ def measure_copies(
     Args:
         copies: theirs, which no store uses.
         staged: staging memory of the size to be copied; overwritten.
-        clock: seconds.
     """
     device = accelerator.device()
     data = accelerator.allocate(staged.numel(), device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import threading
 import time
 import zlib
@@ -11,7 +10,7 @@ from collections.abc import Callable
 import numpy
 import pytest
 import torch
-from conftest import StoreFactory
+from conftest import AlarmError, StoreFactory
 from support.disks import until
 from support.doubles import CpuAccelerator, ScriptedBackend, fails
 
@@ -161,20 +160,13 @@ def test_a_failed_request_is_refused_with_the_path_and_nobody_waits_for_ever(
     assert store.paths[0].failure is None
 
 
-def test_where_a_handler_ends_the_wait_the_lanes_give_back_what_they_hold(make_store: StoreFactory) -> None:
+def test_where_a_handler_ends_the_wait_the_lanes_give_back_what_they_hold(
+    make_store: StoreFactory, alarm: Callable[[float], object]
+) -> None:
     store = with_room(make_store(ScriptedBackend(lambda *_: time.sleep(0.05))))
-
-    def handler(*_: object) -> None:
-        raise InterruptedError
-
-    before = signal.signal(signal.SIGALRM, handler)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
-        with pytest.raises(InterruptedError):
-            measure_drives(store.space, store.integrity)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+    with pytest.raises(AlarmError):
+        alarm(0.2)
+        measure_drives(store.space, store.integrity)
     assert not nothing_is_held(store)  # they are at work still
     until(lambda: nothing_is_held(store), "lanes hold nothing")
     measure_drives(store.space, store.integrity)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import queue
 import re
-import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from conftest import AlarmError
 from test_store import until
 
 from ds_tba.config import AioConfig, OffloadConfig
@@ -57,64 +58,38 @@ def test_a_finalizer_that_asks_for_the_end_starts_no_thread(tmp_path: Path, monk
 # ---- signal handlers ------------------------------------------------------------------------------------------------
 
 
-class HandlerError(Exception):
-    """Raised by a signal handler, wherever that has come."""
-
-
 @pytest.mark.parametrize("leaves", [False, True])
-def test_an_interrupt_leaves_no_lock_taken(leaves: bool) -> None:
+def test_an_interrupt_leaves_no_lock_taken(alarm: Callable[[float], object], leaves: bool) -> None:
     """It may come between any two bytecodes of the way in, the critical section and the way out."""
     deferred: DeferredFinalizers[int] = DeferredFinalizers(threading.Lock(), lambda _: None)
-
-    def handler(*_: object) -> None:
-        raise HandlerError
-
-    before, interrupts = signal.signal(signal.SIGALRM, handler), 0
-    try:
-        for number in range(2000):
-            try:
-                signal.setitimer(signal.ITIMER_REAL, 20e-6 + number % 50 * 1e-6)
-                while True:
-                    if leaves:
-                        deferred.leave(0)
-                    with deferred, deferred.lock:
-                        pass
-            except HandlerError:
-                interrupts += 1
-            assert deferred.lock.acquire(timeout=10), f"taken after {interrupts} interrupts"
-            deferred.lock.release()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    assert interrupts == 2000
+    for number in range(2000):
+        with pytest.raises(AlarmError):
+            alarm(20e-6 + number % 50 * 1e-6)
+            while True:
+                if leaves:
+                    deferred.leave(0)
+                with deferred, deferred.lock:
+                    pass
+        assert deferred.lock.acquire(timeout=10), f"taken after {number + 1} interrupts"
+        deferred.lock.release()
 
 
-def test_an_interrupt_leaves_lanes_at_work(tmp_path: Path) -> None:
+def test_an_interrupt_leaves_lanes_at_work(alarm: Callable[[float], object], tmp_path: Path) -> None:
     lanes, done = LaneGroup(), queue.SimpleQueue[int]()
-    file = (tmp_path / "file").open("wb")
-    lanes.handles.append(PosixBackend().open_handle(file.fileno()))
-    lanes.start("lane", CpuAccelerator())
-
-    def handler(*_: object) -> None:
-        raise HandlerError
-
-    before, interrupts = signal.signal(signal.SIGALRM, handler), 0
-    try:
-        for number in range(1000):
-            try:
-                signal.setitimer(signal.ITIMER_REAL, 20e-6 + number % 50 * 1e-6)
-                while True:
-                    lanes.put(lambda _: None)
-            except HandlerError:
-                interrupts += 1
-            lanes.put(lambda _, number=number: done.put(number))
-            assert done.get(timeout=10) == number, f"after {interrupts} interrupts"
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-        lanes.stop()
-    assert interrupts == 1000 and lanes.end(lambda: 10.0)
-    file.close()
+    with (tmp_path / "file").open("wb") as file:
+        lanes.handles.append(PosixBackend().open_handle(file.fileno()))
+        lanes.start("lane", CpuAccelerator())
+        try:
+            for number in range(1000):
+                with pytest.raises(AlarmError):
+                    alarm(20e-6 + number % 50 * 1e-6)
+                    while True:
+                        lanes.put(lambda _: None)
+                lanes.put(lambda _, number=number: done.put(number))
+                assert done.get(timeout=10) == number, f"after {number + 1} interrupts"
+        finally:
+            lanes.stop()
+        assert lanes.end(lambda: 10.0)
 
 
 @pytest.mark.long
