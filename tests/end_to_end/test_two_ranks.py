@@ -67,24 +67,18 @@ def test_a_block_that_one_rank_leaves_out_is_recomputed_on_none(tmp_path: Path) 
 
 
 def test_ranks_with_unequal_drives_recompute_the_same_blocks_under_zero_3(tmp_path: Path) -> None:
-    # Drives that no step hides, however slow the machine is: to write a block takes several steps.
     config, size = runs.plain_config(3), ("--steps", "8", "--tokens", "1024")
     without = runs.run_once(config, tmp_path, *size, ranks=2)
     assert without.returncode == 0, without.output
-    block = {
-        "placement": "adaptive",
-        "min_tensor_bytes": 65536,
-        "max_step_overhead": 1000.0,
-        "activation_budget_bytes": 12 << 20,  # what recomputation needs, and the drives would take long for
-        "recompute": True,
-    }
+    # Nothing is large enough to be moved: whatever the ranks measure, recomputing alone makes the peak lower.
+    block = {"min_tensor_bytes": 8 << 20, "max_step_overhead": 1000.0, "recompute": True}
     with_us = runs.run(
         runs.with_block(config, tmp_path, **block),
         tmp_path,
         *size,
         ranks=2,
         script=runs.SCRIPTS / "unequal.py",
-        DRIVES_BYTES_PER_S="20e6,2e6",
+        DRIVES_BYTES_PER_S="40e6,4e6",
     )
     assert with_us.returncode == 0, with_us.output
     assert with_us.outcome == without.outcome
