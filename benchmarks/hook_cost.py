@@ -111,7 +111,9 @@ class Meter:
             started = time.perf_counter()
             held = [pack(tensor) for tensor in tensors]
             packed = time.perf_counter()
-        self._store.wait_for_writes()
+        with self._store.space.lock:
+            while self._store.space.writes_under_way:
+                self._store.space.changed.wait(1.0)
         self._device.synchronize()
         unpacking = time.perf_counter()
         while held:

@@ -486,7 +486,7 @@ def markdown(found: dict[str, Any]) -> str:
         + f"; {found['rounds']} rounds, tokens {found['shape']}.",
         "",
         "| | exact | with dropout | peak MiB | moved MiB a step | step / plain |",
-        "|---|---|---|---|---|---|",
+        "|---|---|---|---|---|:---|",
     ]
     for row in found["rows"]:
         if "error" in row:

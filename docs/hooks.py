@@ -31,6 +31,11 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     return OUTSIDE.sub(address, markdown)
 
 
+def on_post_page(output: str, **_: Any) -> str:
+    """The page, without the script's wish to count the repository's stars: nothing is loaded from other hosts."""
+    return output.replace(' data-md-component="source"', "")
+
+
 def on_page_content(html: str, **_: Any) -> str:
     """The page without Sphinx's roles, which docstrings have."""
     return re.sub(r":(?:class|func|meth|data):(?=<code>)|<p>::</p>", "", html)

@@ -331,12 +331,6 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
                 path.file.close()
         self.ring.close()
 
-    def wait_for_writes(self) -> None:
-        """Block until no write is queued or under way."""
-        with self.space.lock:
-            while self.space.writes_under_way and not self.space.closed:
-                self.space.changed.wait(SLOW_WAIT_S)
-
     def _stop_lanes(self) -> bool:
         """Let the lanes do what is queued and end; whether all of them did within the time for that."""
         deadline_s = time.monotonic() + CLOSE_TIMEOUT_S

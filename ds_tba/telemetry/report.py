@@ -39,6 +39,7 @@ class OffloadReport:
     """Counters of one rank since the engine was built. Bytes are bytes, times are seconds.
 
     Attributes:
+        backend_reason: why that one.
         packed_tensors: tensors that autograd saved, parameters included.
         passed_through_tensors: parameters and their views among the packed tensors, left alone.
         offloaded_bytes: storages handed to the store, each once.
@@ -47,10 +48,15 @@ class OffloadReport:
         cancelled_bytes: offloaded, but read back or dropped before their write began.
         deduplicated_bytes: saved again as views of a storage that was written already.
         kept_bytes: left in device memory; ``kept_bytes_by_reason`` says why.
+        host_bytes: of them in host memory, what a failed write left there included.
+        peak_staging_bytes: host memory in use between the device and the drive, at most, of ``io.staging_bytes``.
+        swap_file_bytes: size of the file that activations are written to.
         peak_saved_bytes: peak of saved tensors in device memory; each storage counts once.
         peak_saved_bytes_without: the same, had all of them stayed there.
         budget_excess_bytes: ``peak_saved_bytes`` in excess of ``activation_budget_bytes``.
-        fallbacks: tensors that were eligible and stayed in memory because the store could not take or write them.
+        fallbacks: tensors that were eligible and stayed in memory because the store could not take or write them;
+            ``fallbacks_by_reason`` says why.
+        write_bytes_per_s, read_bytes_per_s: of all drives, recently, while they were busy.
         stall_s: time that forward and backward waited for the store.
         recomputed_bytes: recomputed in backward instead of being saved.
         rematerialized_bytes: made again in backward from other saved tensors instead of being saved.

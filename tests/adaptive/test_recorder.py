@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import StoreFactory
+from support.doubles import wait_for_writes
 from torch import nn
 from torch.nn.modules import module as module_hooks
 
@@ -140,7 +141,7 @@ def test_what_came_back_is_free_again_although_the_graph_is_retained(cache: Tens
     with recorded(cache, ticks, model) as recorder:
         loss = model(torch.randn(ROWS, WIDTH), recorder)
     for store in cache._stores:
-        store.wait_for_writes()  # what is handed over before is nowhere else, and stays
+        wait_for_writes(store)  # what is handed over before is nowhere else, and stays
     ticks.now_s = 10.0
     loss.backward(retain_graph=True)
     ticks.now_s = 20.0

@@ -16,7 +16,7 @@ import pytest
 import torch
 from conftest import Factory, StoreFactory, freeze_garbage_collector
 from support import hazards
-from support.doubles import CpuAccelerator, Gate, ScriptedBackend, fails, slow
+from support.doubles import CpuAccelerator, Gate, ScriptedBackend, fails, slow, wait_for_writes
 from torch import Tensor, nn
 
 from ds_tba.autograd.cache import TensorCache
@@ -83,7 +83,7 @@ def written(store: NvmeStore) -> tuple[TensorCache, Tensor, Tensor]:
     cache, x = cache_over(store), torch.randn(256, 256, requires_grad=True)
     with cache.saving():
         loss = x.exp().sin().sum()
-    store.wait_for_writes()
+    wait_for_writes(store)
     return cache, x, loss
 
 
@@ -236,7 +236,7 @@ def test_backward_prefetches_in_reverse_and_within_its_bound(make_store: StoreFa
             for _ in range(8):
                 y = y.exp().log()
             loss = y.sum()
-        store.wait_for_writes()
+        wait_for_writes(store)
         order.clear()
         loss.backward()
         assert order == sorted(order, reverse=True) and len(order) >= 8

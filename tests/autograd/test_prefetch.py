@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import StoreFactory
-from support.doubles import CpuAccelerator, EventAccelerator, Gate, ScriptedBackend, fails
+from support.doubles import CpuAccelerator, EventAccelerator, Gate, ScriptedBackend, fails, wait_for_writes
 from support.late_device import LateDevice
 from test_store import CPU, MIB, noise, nothing_is_held, put, slots_in_use, stored, until
 
@@ -57,7 +57,7 @@ def test_what_is_wanted_under_its_write_is_handed_over_without_a_read(
     tickets = under_write(store, gate, *pieces)
     assert all(store.prefetch(ticket) for ticket in tickets)
     gate.opened.set()
-    store.wait_for_writes()
+    wait_for_writes(store)
     until(lambda: all(ticket.state is TicketState.LOADED for ticket in tickets), "the writes to leave it there")
     for ticket, piece in zip(tickets, pieces, strict=True):
         loaded = store.get(ticket, CPU)
@@ -128,7 +128,7 @@ def test_what_is_wanted_counts_within_the_bound_of_what_is_read_ahead(
         store.get(early[0], CPU)
         assert store.prefetch(more)
     gate.opened.set()
-    store.wait_for_writes()
+    wait_for_writes(store)
     for ticket in [*early, *late, *([more] if not store.ring.zero_copy else [])]:
         store.release(ticket)
     nothing_is_held(store)
@@ -148,7 +148,7 @@ def test_what_is_asked_for_before_its_write_ends_is_handed_over_as_ever(
     assert torch.equal(loaded.data, pieces[which]) and loaded.stored is (which == 0)
     assert store.space.read_ahead.early_bytes == 0
     gate.opened.set()
-    store.wait_for_writes()
+    wait_for_writes(store)
     assert store.stats.forwarded_bytes == MIB
     del loaded
     for ticket in tickets:
@@ -312,7 +312,7 @@ def test_pieces_under_write_are_wanted_and_handed_over(make_store: StoreFactory)
     gate.arrived.acquire()
     assert store.prefetch(ticket) and nvme.space.read_ahead.early_bytes == 6 * MIB
     gate.opened.set()
-    nvme.wait_for_writes()
+    wait_for_writes(nvme)
     loaded = store.get(ticket, CPU)
     assert loaded.stored and torch.equal(loaded.data, data) and nvme.stats.read_bytes == 0
     store.release(ticket)
@@ -383,7 +383,7 @@ def test_reading_ahead_begins_with_the_first_unpack_of_anything(make_store: Stor
     with cache.saving():
         y = Spy.apply(chain(x, 8), LAST[last](), lambda: seen.append({ticket.state for ticket in tickets}))
     tickets = tickets_of(cache)
-    store.wait_for_writes()
+    wait_for_writes(store)
     assert len(tickets) == 8 and {ticket.state for ticket in tickets} == {TicketState.STORED}
     y.sum().backward()
     assert len(seen) == 1 and seen[0] <= READ_AHEAD
@@ -396,13 +396,13 @@ def test_what_is_unpacked_in_forward_begins_nothing(make_store: StoreFactory) ->
     x = torch.randn(128, 128, requires_grad=True)
     with cache.saving():
         early = chain(x, 4)
-        store.wait_for_writes()
+        wait_for_writes(store)
         inner = Spy.apply(x, torch.ones(4), lambda: seen.append({ticket.state for ticket in tickets_of(cache)}))
         torch.autograd.grad(inner.sum(), x)
         torch.autograd.grad(chain(x, 1).sum(), x)  # unpacks what was moved, too
         y = Spy.apply(chain(early, 4), torch.ones(4), lambda: seen.append({ticket.state for ticket in tickets}))
     tickets = tickets_of(cache)
-    store.wait_for_writes()
+    wait_for_writes(store)
     y.sum().backward()
     assert seen[0] == {TicketState.STORED}
     assert len(tickets) == 8 and seen[1] <= READ_AHEAD
@@ -418,7 +418,7 @@ def test_of_several_forwards_only_that_whose_backward_begins_is_read_ahead(make_
             look = lambda: seen.append([{one.state for one in group} for group in tickets])  # noqa: E731
             outputs.append(Spy.apply(chain(x, 2), torch.ones(4), look))
         tickets.append(tickets_of(cache))
-    store.wait_for_writes()
+    wait_for_writes(store)
     stored = {TicketState.STORED}
     outputs[1].sum().backward()
     assert seen[0][0] == seen[0][2] == stored and seen[0][1] <= READ_AHEAD
@@ -448,7 +448,7 @@ def test_that_a_storage_is_read_ahead_is_the_state_of_its_record(make_store: Sto
         look = lambda: seen.append([one.state for one in records])  # noqa: E731
         y = Spy.apply(chain(x, 2), torch.ones(4), look)
     records = [one for one in cache.forward.micro_step._records if one is not None]
-    store.wait_for_writes()
+    wait_for_writes(store)
     before = cache.stats.resident.now
     ahead, cancelled = records[-1], records[0]
     with cache.lock:

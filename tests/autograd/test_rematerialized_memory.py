@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import StoreFactory
+from support.doubles import wait_for_writes
 from torch import Tensor
 from torch.nn import Parameter, functional
 
@@ -138,7 +139,7 @@ def peak_in_backward(cache: TensorCache, forward: Callable[[list[Parameter]], Te
         with cache.saving(around=looking):
             loss = forward(inputs)
         for store in cache._stores:
-            store.wait_for_writes()
+            wait_for_writes(store)
         cache.settle()
         peak = 0
         loss.backward()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import StoreFactory
-from support.doubles import EventAccelerator
+from support.doubles import EventAccelerator, wait_for_writes
 from torch.nn import functional
 
 from ds_tba.autograd import cache as cache_module
@@ -290,7 +290,7 @@ def test_lengths_that_never_come_again_bring_nothing_back_to_compare(make_store:
     for rows in range(SIZE[0], SIZE[0] - 4, -1):
         with run.cache.saving():
             loss = gated(x[:rows].clone(), y[:rows].clone()).sum()
-            store.wait_for_writes()
+            wait_for_writes(store)
         before = store.stats.read_bytes
         assert before == 0 or rows < SIZE[0]
         loss.backward()
@@ -348,7 +348,7 @@ def test_operands_are_read_once_for_both(make_store: StoreFactory) -> None:
     for _ in range(3):
         with run.cache.saving():
             loss = gated(x, y).sum()
-        store.wait_for_writes()
+        wait_for_writes(store)
         before = store.stats.read_bytes
         loss.backward()
         read_bytes.append(store.stats.read_bytes - before)
@@ -542,7 +542,7 @@ def test_what_is_kept_after_backward_does_not_come_back_from_a_store(make_store:
         with run.cache.saving():
             made = functional.silu(x * 0.5) * (y * 1.5)
             first, second = made.sum(), (made * made).mean()
-        store.wait_for_writes()
+        wait_for_writes(store)
         first.backward()
         del made
         run.cache.settle()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import StoreFactory
-from support.doubles import DeviceBackend, ScriptedBackend
+from support.doubles import DeviceBackend, ScriptedBackend, wait_for_writes
 
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.device.accelerator import DeviceAccelerator
@@ -119,7 +119,7 @@ def test_lanes_touch_the_device_of_their_rank_alone(api: Devices, backend: Any, 
     store = make_store(backend(), accelerator=InHostMemory(api))  # type: ignore[arg-type]
     data = [torch.full((MIB,), number, dtype=torch.uint8) for number in range(4)]
     tickets = [store.put(one, wait=True) for one in data]
-    store.wait_for_writes()
+    wait_for_writes(store)
     for ticket, one in zip(tickets, data, strict=True):
         assert store.prefetch(ticket)  # type: ignore[arg-type]
         assert torch.equal(store.get(ticket, one.device).arrival.join(), one)  # type: ignore[arg-type]

@@ -29,6 +29,7 @@ from curves.device import TorchCuda
 from gpu_rig import Rig
 from planners import PLANNERS
 from support import hazards
+from support.doubles import wait_for_writes
 from test_hazards import Scenario, mutations, scenarios, store_is_empty
 from test_ordering import (
     Make,
@@ -252,7 +253,7 @@ def test_the_host_waits_for_nothing_on_the_device(rig: Rig, make_store: StoreFac
                 y = (y @ y).tanh()
             loss = y.sum()
         torch.cuda.set_sync_debug_mode("default")
-        store.wait_for_writes()
+        wait_for_writes(store)
         torch.cuda.set_sync_debug_mode("error")
         loss.backward()
     finally:

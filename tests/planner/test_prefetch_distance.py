@@ -12,7 +12,7 @@ from conftest import StoreFactory
 from hypothesis import given
 from planners import PLANNERS
 from support import traces
-from support.doubles import EventAccelerator
+from support.doubles import EventAccelerator, wait_for_writes
 from support.traces import SIZE, UNLIMITED, storage
 from test_plan_simulate import ANY, cases, run
 from test_planners import layers
@@ -297,7 +297,7 @@ def test_in_a_backward_no_more_lies_on_the_device_than_the_distance_says(make_st
         y = x
         for _ in range(8):
             y = Spy.apply(chain(y, 1), torch.ones(4), lambda: ahead.append(store.space.read_ahead.prefetched_bytes))
-    store.wait_for_writes()
+    wait_for_writes(store)
     y.sum().backward()
     assert len(ahead) == 8 and max(ahead) == ahead[0] == 2 * 64 * KIB
     assert ahead == sorted(ahead, reverse=True)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import AlarmError, StoreFactory
 from support.disks import until
-from support.doubles import CpuAccelerator, ScriptedBackend, fails
+from support.doubles import CpuAccelerator, ScriptedBackend, fails, wait_for_writes
 
 from ds_tba.adaptive.rates import Rates
 from ds_tba.errors import PathError
@@ -179,7 +179,7 @@ def test_it_works_with_every_backend_and_what_was_stored_before_is_left_alone(
     store = with_room(make_store(backend))
     data = torch.randint(0, 256, (MIB,), dtype=torch.uint8)
     ticket = store.put(data, wait=True)
-    store.wait_for_writes()
+    wait_for_writes(store)
     measure_drives(store.space, store.integrity)
     assert torch.equal(store.get(ticket, torch.device("cpu")).data, data)  # type: ignore[arg-type]
     (found,) = Rates(store, CpuAccelerator(), MIB).resources().paths

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import Factory, StoreFactory
 from support import hazards
-from support.doubles import DeviceBackend, Gate, ScriptedBackend, fails, slow
+from support.doubles import DeviceBackend, Gate, ScriptedBackend, fails, slow, wait_for_writes
 from support.late_device import LateDevice
 from test_hazards import Scenario, scenarios, store_is_empty
 from test_store import CPU, until
@@ -236,7 +236,7 @@ def test_what_a_failed_write_left_in_host_memory_is_there_until_it_was_copied(
     store = make_store(ScriptedBackend(fails("write")), accelerator=device)
     data = torch.randint(0, 256, (MIB,), dtype=torch.uint8)
     ticket = store.put(data.clone(), wait=False)
-    store.wait_for_writes()
+    wait_for_writes(store)
     loaded = store.get(ticket, CPU)  # type: ignore[arg-type]
     assert device.copies_under_way == []
     assert torch.equal(loaded.data, data)
@@ -256,7 +256,7 @@ def test_what_is_read_ahead_waits_in_device_memory_within_the_bound(
     device = make_device(late_compute=True, longest_pause_s=0.0)
     store = make_store(accelerator=device, staging_bytes=4 * MIB)
     tickets = [store.put(device.allocate(MIB, CPU), wait=True) for _ in range(12)]
-    store.wait_for_writes()
+    wait_for_writes(store)
     device.synchronize()
     for _ in range(100):
         for ticket in tickets:

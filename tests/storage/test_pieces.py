@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import StoreFactory
 from support import hazards
-from support.doubles import CpuAccelerator, EventAccelerator, Gate, ScriptedBackend, fails
+from support.doubles import CpuAccelerator, EventAccelerator, Gate, ScriptedBackend, fails, wait_for_writes
 from test_hazards import Scenario, scenarios, store_is_empty
 from test_store import CPU, noise
 
@@ -44,7 +44,7 @@ def test_what_is_larger_than_staging_comes_back(make_store: StoreFactory, backen
     nvme = make_store(backend, staging_bytes=4 * MIB)
     store, data = nvme, noise(nbytes)
     ticket = put(store, data.clone())
-    nvme.wait_for_writes()
+    wait_for_writes(nvme)
     for _ in range(2):
         loaded = store.get(ticket, CPU)
         assert loaded.stored and torch.equal(loaded.data, data)
@@ -121,7 +121,7 @@ def test_a_lost_piece_raises(make_store: StoreFactory) -> None:
     nvme = make_store(ScriptedBackend(fails("read", first=3)), staging_bytes=4 * MIB)
     store = nvme
     ticket = put(store, noise(6 * MIB))
-    nvme.wait_for_writes()
+    wait_for_writes(nvme)
     with pytest.raises(ActivationLostError):
         store.get(ticket, CPU)
 

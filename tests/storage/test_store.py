@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import StoreFactory
 from support.disks import until
-from support.doubles import EventAccelerator, Gate, ScriptedBackend, fails, slow
+from support.doubles import EventAccelerator, Gate, ScriptedBackend, fails, slow, wait_for_writes
 
 from ds_tba.errors import ActivationCorruptionError, ActivationLostError, PathError, StateError
 from ds_tba.storage.backends.base import IoBackend, IoHandle
@@ -724,11 +724,11 @@ def test_staging_that_nobody_uses_gives_its_pages_back_and_takes_them_again(make
     assert torch.equal(loaded, data) and resident_bytes(memory) == memory.numel()
     store.release(ticket)
     del loaded
-    store.wait_for_writes()
+    wait_for_writes(store)
     store.settle()
     store.trim()
     assert resident_bytes(memory) == 0
     again = store.put(data, wait=True)
     assert isinstance(again, SwapTicket)
-    store.wait_for_writes()
+    wait_for_writes(store)
     assert torch.equal(store.get(again, CPU).data, data)

@@ -18,6 +18,14 @@ from ds_tba.device.memory import aligned_memory, huge_page_memory
 from ds_tba.errors import TransferError
 from ds_tba.storage.backends.base import IoBackend, IoHandle
 from ds_tba.storage.backends.posix import PosixBackend
+from ds_tba.storage.nvme import NvmeStore
+
+
+def wait_for_writes(store: NvmeStore) -> None:
+    """Until none is queued or under way."""
+    with store.space.lock:
+        while store.space.writes_under_way and not store.space.closed:
+            store.space.changed.wait(1.0)
 
 
 class EventAccelerator(CpuAccelerator):

@@ -352,6 +352,7 @@ def _train(job: Job, offloader: Any, lines: IO[str]) -> tuple[str | None, str]:
     import torch
 
     from support import hazards
+    from support.doubles import wait_for_writes
 
     def pause(where: str) -> None:
         if where in job.pauses:
@@ -370,7 +371,7 @@ def _train(job: Job, offloader: Any, lines: IO[str]) -> tuple[str | None, str]:
                     y = y.sin()
                 loss = y.sum()
             if ours and not job.forever:
-                offloader._tiers.nvme.wait_for_writes()  # so that backward reads
+                wait_for_writes(offloader._tiers.nvme)  # so that backward reads
                 pause(f"backward {step}")
             loss.backward()
         return hazards.grads(x)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from conftest import StoreFactory
-from support.doubles import EventAccelerator, ScriptedBackend
+from support.doubles import EventAccelerator, ScriptedBackend, wait_for_writes
 
 from ds_tba.storage.nvme import Lanes, NvmeStore
 from ds_tba.storage.space import SwapTicket
@@ -180,7 +180,7 @@ def test_lanes_that_are_slowed_down_have_the_rate_of_the_drive(make_store: Store
     for delay_s in (0.001, 0.010):
         for _ in range(96):
             ticket = once(store)
-            store.wait_for_writes()
+            wait_for_writes(store)
             clock.now_s += 7.0
             store.get(ticket, torch.device("cpu"))
             store.release(ticket)
@@ -220,5 +220,5 @@ def test_the_copy_into_staging_is_not_the_time_of_the_drive(make_store: StoreFac
     assert taken.wait(30)
     clock.now_s += 100.0
     copied.set()
-    store.wait_for_writes()
+    wait_for_writes(store)
     assert store.paths[0].meter.writes.alone.bytes_per_s == pytest.approx(2 * MIB)

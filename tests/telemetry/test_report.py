@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.cuda_doubles import FakeKvikio
-from support.doubles import CpuAccelerator
+from support.doubles import CpuAccelerator, wait_for_writes
 
 from ds_tba.adaptive.agreement import Alone
 from ds_tba.adaptive.policy import PlanInForce
@@ -43,7 +43,7 @@ def step(offloader: ActivationOffloader, *, written_first: bool = False) -> None
     with offloader.saving():
         loss = x.exp().sin().tanh().sum()
     if written_first and offloader._tiers.nvme is not None:
-        offloader._tiers.nvme.wait_for_writes()
+        wait_for_writes(offloader._tiers.nvme)
     loss.backward()
     offloader.note_step()
 
