@@ -346,6 +346,7 @@ def test_what_was_kept_on_one_stream_is_moved_from_another_after_its_kernels(mak
     cache._default_policy = cache.forward.policy = Keeping()
     cache.limit_resident(2 * 64 * KIB)
     streams, exact = [device.new_stream() for _ in range(3)], []
+    streams[0].longest_pause_s = 0.05  # else it may be done before another stream's tensor comes
     for _ in range(5):
         saved = []
         with cache.saving():
