@@ -8,7 +8,7 @@
     ├── IncompatibleError (RuntimeError)         a DeepSpeed version or feature that cannot be combined with us
     ├── BackendUnavailableError (RuntimeError)   the named I/O backend cannot run on this machine
     ├── ModelError (ValueError)                  the model of `ds_tba plan` cannot be made, or does not run
-    ├── TraceError (ValueError)                  a recorded trace is not consistent, or a plan is not for it
+    ├── TraceError (ValueError)                  a recorded trace is not consistent
     ├── StorageError (RuntimeError)
     │   ├── TransferError                        one I/O request failed or was short (the store handles it)
     │   ├── ActivationLostError                  bytes that backward needs could not be read back

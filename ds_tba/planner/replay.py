@@ -32,10 +32,8 @@ from typing import Literal
 import numpy as np
 
 from ds_tba.config import PREFETCH_FRACTION_OF_STAGING, Placement
-from ds_tba.errors import TraceError
-from ds_tba.planner.plan import Plan, Prediction
+from ds_tba.planner.plan import Prediction
 from ds_tba.planner.timeline import Assignment, Bools, Floats, Ints, Timeline
-from ds_tba.planner.trace import Trace
 
 SLOWER = 1.25
 MIN_DISTANCE = 2
@@ -114,7 +112,6 @@ class _Replay:
         self._written_bytes = self._read_bytes = self._forwarded_bytes = 0
         # Reloads, in order: those before the cursor were asked for.
         self._distance = distance
-        self._is_reading = False
         self._cursor = self._used = 0
         self._order, self._events = self._schedule()
 
@@ -402,19 +399,3 @@ def replay(
         may_wait: whether compute waits; else what finds no room in staging is kept, and other waits are only noted.
     """
     return _Replay(timeline, assignment, distance, may_wait).run()
-
-
-def simulate(trace: Trace, plan: Plan) -> Prediction:
-    """The cost of a step of ``trace`` under ``plan``.
-
-    Raises:
-        TraceError: the plan is for a trace with other storages or blocks.
-    """
-    sizes = (len(plan.placements), len(plan.recomputed_blocks))
-    if sizes != (len(trace.storages), len(trace.blocks)):
-        raise TraceError(
-            f"a plan for {sizes[0]} storages and {sizes[1]} blocks cannot be replayed on a trace of "
-            f"{len(trace.storages)} and {len(trace.blocks)}: plan again"
-        )
-    assignment = Assignment(np.array(plan.placements, np.int8), np.array(plan.recomputed_blocks, bool))
-    return replay(Timeline.of(trace), assignment, plan.prefetch_distance).cost

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass, fields, replace
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -224,42 +224,6 @@ class Trace:
             }
         )
 
-    @classmethod
-    def from_json(cls, text: str) -> Trace:
-        """The trace that :meth:`to_json` wrote.
-
-        Raises:
-            TraceError: it is not one, or not consistent.
-        """
-        try:
-            data = json.loads(text)
-            if data["format"] != FORMAT:
-                raise TraceError(
-                    f"the trace is of format {data['format']!r}: this version reads {FORMAT}: record again"
-                )
-            return cls._from_dict(data)
-        except (KeyError, TypeError, ValueError) as error:
-            if isinstance(error, TraceError):
-                raise
-            raise TraceError(f"this is not a trace of format {FORMAT}: {error!r}") from error
-
-    @classmethod
-    def _from_dict(cls, data: Mapping[str, Any]) -> Trace:
-        machine = dict(data["resources"])
-        machine["paths"] = tuple(PathRates(**path) for path in machine["paths"])
-        for name in ("traffic", "prefetches_from_backward_start"):  # of earlier versions
-            machine.pop(name, None)
-        return cls(
-            tuple(StorageTrace(**row) for row in _rows(data["storages"], "blocks", "sources")),
-            tuple(BlockTrace(**row) for row in _rows(data["blocks"], "inputs")),
-            Resources(**machine),
-            data["end_s"],
-            data["rest_s"],
-            data["micro_steps"],
-            data.get("recompute_factor", 1.0),
-            tuple(data.get("forwards", ())),
-        )
-
 
 def _later(row: Row, factor: float) -> Row:
     """All times of a row, whose names end in ``_s``, times a factor."""
@@ -270,14 +234,6 @@ def _later(row: Row, factor: float) -> Row:
 def _table(rows: tuple[Any, ...], kind: type) -> dict[str, list[Any]]:
     """Column by column: a fifth of the size of one object for each."""
     return {field.name: [getattr(row, field.name) for row in rows] for field in fields(kind)}
-
-
-def _rows(table: Mapping[str, list[Any]], *tuples: str) -> list[dict[str, Any]]:
-    names = list(table)
-    rows = [dict(zip(names, values, strict=True)) for values in zip(*table.values(), strict=True)]
-    for row in rows:
-        row |= {name: tuple(row[name]) for name in tuples if name in row}  # traces of earlier versions have no sources
-    return rows
 
 
 def _check_order(what: str, *times: float) -> None:

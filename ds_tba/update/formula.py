@@ -136,7 +136,7 @@ def update_(
     scratch: torch.Tensor,
     scalars: Scalars,
 ) -> None:
-    """One step of Adam, in place; only queued on a device with streams.
+    """One step of Adam as ``Step_AVX`` has it, in place; only queued on a device with streams.
 
     Args:
         master: fp32, contiguous, of one dimension, as are all others; of one device and one length. The length must be
@@ -147,35 +147,23 @@ def update_(
         scratch: what it held is lost.
         scalars: of this step.
     """
-    elements = master.numel()
+    whole, elements = (master, exp_avg, exp_avg_sq, gradient, scratch), master.numel()
     piece_elements = _PIECE_ELEMENTS if master.device.type == "cpu" else max(elements, 1)
-    for start in range(0, elements, piece_elements):
-        piece = slice(start, start + piece_elements)
-        _update(master[piece], exp_avg[piece], exp_avg_sq[piece], gradient[piece], scratch[piece], scalars)
-
-
-def _update(
-    master: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    gradient: torch.Tensor,
-    scratch: torch.Tensor,
-    scalars: Scalars,
-) -> None:
-    """Step by step as ``Step_AVX``."""
-    if scalars.decay is not None and not scalars.adamw:
-        gradient = torch.add(gradient, master, alpha=scalars.decay, out=scratch)
-    exp_avg.mul_(scalars.beta1).add_(gradient, alpha=scalars.one_minus_beta1)
-    torch.mul(gradient, gradient, out=scratch)
-    exp_avg_sq.mul_(scalars.beta2).add_(scratch, alpha=scalars.one_minus_beta2)
-    _square_root(exp_avg_sq, scratch)
     # A tensor without dimensions stays on the CPU and travels with the kernel's arguments: no copy, no synchronization.
     eps = torch.tensor(scalars.eps, dtype=torch.float32, device="cpu")
-    torch.add(eps, scratch, alpha=scalars.root_scale, out=scratch)
-    torch.div(exp_avg, scratch, out=scratch)
-    if scalars.decay is not None and scalars.adamw:
-        master.add_(master, alpha=scalars.decay)
-    master.add_(scratch, alpha=scalars.step_size)
+    for start in range(0, elements, piece_elements):
+        master, exp_avg, exp_avg_sq, gradient, scratch = (one[start : start + piece_elements] for one in whole)
+        if scalars.decay is not None and not scalars.adamw:
+            gradient = torch.add(gradient, master, alpha=scalars.decay, out=scratch)
+        exp_avg.mul_(scalars.beta1).add_(gradient, alpha=scalars.one_minus_beta1)
+        torch.mul(gradient, gradient, out=scratch)
+        exp_avg_sq.mul_(scalars.beta2).add_(scratch, alpha=scalars.one_minus_beta2)
+        _square_root(exp_avg_sq, scratch)
+        torch.add(eps, scratch, alpha=scalars.root_scale, out=scratch)
+        torch.div(exp_avg, scratch, out=scratch)
+        if scalars.decay is not None and scalars.adamw:
+            master.add_(master, alpha=scalars.decay)
+        master.add_(scratch, alpha=scalars.step_size)
 
 
 def cast(source: torch.Tensor, target: torch.Tensor) -> None:

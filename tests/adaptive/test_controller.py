@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from planners import PLANNERS
+from support import traces
 from support.doubles import CpuAccelerator, EventAccelerator, ScriptedBackend
 from support.stepping import end_step, forward, note_backward
 from torch import nn
@@ -25,7 +26,6 @@ from ds_tba.device.accelerator import MemoryLevels
 from ds_tba.errors import IncompatibleError, PathError, TraceError
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.planner.search import adaptive
-from ds_tba.planner.trace import Trace
 from ds_tba.storage.backends.base import IoBackend
 from ds_tba.storage.backends.posix import PosixBackend
 from ds_tba.storage.backends.select import Selection
@@ -717,7 +717,7 @@ def test_a_trace_is_written_and_can_be_read(make: Make, tmp_path: Path, placemen
     path.symlink_to(precious)
     check(make, placement=placement, report={"trace_path": str(path)})
     assert precious.read_text() == "of somebody else" and not path.is_symlink()
-    trace = Trace.from_json(path.read_text())
+    trace = traces.read(path.read_text())
     assert [block.module for block in trace.blocks] == [f"blocks.{number}" for number in range(DEPTH)]
     assert trace.end_s > 0 and trace.optimizer_s > 0
     # Where no plan is made, nobody looks whether blocks could be recomputed.

@@ -9,14 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from planners import PLANNERS
 from support import traces
 from support.traces import SIZE, UNLIMITED, one_block, storage
 
 from ds_tba.config import Placement
-from ds_tba.errors import TraceError
-from ds_tba.planner.plan import Limits, Prediction
-from ds_tba.planner.replay import Outcome, replay, simulate
+from ds_tba.planner.plan import Prediction
+from ds_tba.planner.replay import Outcome, replay
 from ds_tba.planner.timeline import Assignment, Timeline
 from ds_tba.planner.trace import BlockTrace, PathRates, StorageTrace, Trace
 
@@ -241,13 +239,6 @@ def test_a_step_has_its_micro_steps_and_its_rest() -> None:
     found = cost(trace, N)
     assert (found.step_s, found.stall_s, found.written_bytes) == (12.5, 3.0, 3 * SIZE)
     assert found.peak_saved_bytes == SIZE
-
-
-def test_a_plan_for_another_trace_is_refused() -> None:
-    trace = one_block(storage(0.5, 2.0), machine=traces.resources())
-    plan = PLANNERS["keep"](replace(trace, storages=()), Limits())
-    with pytest.raises(TraceError, match="a plan for 0 storages and 1 blocks"):
-        simulate(trace, plan)
 
 
 # ---- for any trace --------------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -19,13 +18,7 @@ GOOD = traces.one_block(traces.storage(0.5, 2.0), machine=traces.resources(), in
 @given(traces.traces() | traces.rematerializable())
 @settings(derandomize=True, deadline=None)
 def test_a_trace_comes_back_from_its_text(trace: Trace) -> None:
-    assert Trace.from_json(trace.to_json()) == trace
-
-
-def test_a_text_from_before_storages_could_be_made_again_is_read() -> None:
-    data = json.loads(GOOD.to_json())
-    del data["storages"]["rematerialize_s"], data["storages"]["sources"]
-    assert Trace.from_json(json.dumps(data)) == GOOD
+    assert traces.read(trace.to_json()) == trace
 
 
 @pytest.mark.parametrize(
@@ -57,19 +50,6 @@ def test_a_text_from_before_storages_could_be_made_again_is_read() -> None:
 def test_what_is_not_consistent_is_refused(change: dict[str, object], message: str) -> None:
     with pytest.raises(TraceError, match=message):
         replace(GOOD, **change)
-
-
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": 99}', "null"])
-def test_what_is_no_trace_is_refused(text: str) -> None:
-    with pytest.raises(TraceError, match="format"):
-        Trace.from_json(text)
-
-
-def test_a_trace_with_a_column_too_short_is_refused() -> None:
-    data = json.loads(GOOD.to_json())
-    data["storages"]["nbytes"] = []
-    with pytest.raises(TraceError, match="not a trace"):
-        Trace.from_json(json.dumps(data))
 
 
 def test_rates_of_several_paths_add_up() -> None:

@@ -15,7 +15,6 @@ from support.traces import SIZE, UNLIMITED, one_block, storage
 
 from ds_tba.config import Placement
 from ds_tba.planner.plan import Limits, Plan, Prediction
-from ds_tba.planner.replay import simulate
 from ds_tba.planner.search import adaptive
 from ds_tba.planner.timeline import Timeline
 from ds_tba.planner.trace import BlockTrace, StorageTrace, Trace
@@ -96,7 +95,7 @@ def test_adaptive_is_never_worse_than_the_simplest_and_keeps_within_its_limits(t
 def test_a_plan_says_what_a_replay_of_it_finds(trace: Trace, limits: Limits) -> None:
     for planner in PLANNERS.values():
         plan = planner(trace, limits)
-        assert simulate(trace, plan) == plan.prediction
+        assert traces.simulate(trace, plan) == plan.prediction
         assert plan == planner(trace, limits)
 
 
@@ -377,10 +376,10 @@ def test_a_plan_for_many_forwards_in_turn_lowers_the_peak_of_all(ahead: int) -> 
     trace = pipeline(16, ahead)
     found = adaptive(trace, Limits(recompute=False))
     kept_bytes = 20 * ahead * SIZE
-    assert simulate(trace, found).peak_saved_bytes < 0.7 * kept_bytes
+    assert traces.simulate(trace, found).peak_saved_bytes < 0.7 * kept_bytes
     moved = np.array(found.placements) == Placement.NVME
     assert (moved.reshape(16, 20) == moved[:20]).all(), "each forward alike"
-    assert simulate(trace, found).step_s <= 1.02 * trace.step_s + 1e-6
+    assert traces.simulate(trace, found).step_s <= 1.02 * trace.step_s + 1e-6
 
 
 def test_forwards_that_are_not_alike_are_planned_one_by_one() -> None:
@@ -393,4 +392,4 @@ def test_forwards_that_are_not_alike_are_planned_one_by_one() -> None:
 
 def test_a_trace_of_several_forwards_comes_back_from_its_text() -> None:
     trace = pipeline(4, 2)
-    assert Trace.from_json(trace.to_json()) == trace
+    assert traces.read(trace.to_json()) == trace

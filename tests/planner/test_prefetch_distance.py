@@ -22,7 +22,7 @@ from ds_tba.autograd.prefetch import MicroStep, Phase
 from ds_tba.autograd.saved import Reloaded
 from ds_tba.config import Placement
 from ds_tba.planner.plan import Limits, Prediction
-from ds_tba.planner.replay import Outcome, replay, simulate
+from ds_tba.planner.replay import Outcome, replay
 from ds_tba.planner.search import adaptive
 from ds_tba.planner.timeline import Assignment, Timeline
 from ds_tba.planner.trace import BlockTrace, PathRates, Resources, Trace
@@ -138,7 +138,7 @@ def test_a_plan_reads_just_in_time_where_that_lowers_its_peak() -> None:
     trace = layers(8, 4, rate=20.0, staging_bytes=8 * SIZE)
     plan = adaptive(trace, Limits())
     assert plan.prefetch_distance and len(plan.prefetch_distance) == plan.placements.count(N)
-    as_far_as_may_be = simulate(trace, replace(plan, prefetch_distance=()))
+    as_far_as_may_be = traces.simulate(trace, replace(plan, prefetch_distance=()))
     assert plan.prediction.peak_saved_bytes < as_far_as_may_be.peak_saved_bytes
     assert plan.prediction.step_s <= trace.step_s * 1.02
 

@@ -16,7 +16,7 @@ from test_planners import GRACE_S, is_allowed, is_no_worse, layers, pipeline
 
 from ds_tba.config import OffloadConfig, Placement
 from ds_tba.planner.plan import Limits, Plan, Prediction
-from ds_tba.planner.replay import replay, simulate
+from ds_tba.planner.replay import replay
 from ds_tba.planner.search import SAME_STEP_FRACTION, adaptive
 from ds_tba.planner.timeline import Assignment, Lifetimes, Timeline
 from ds_tba.planner.trace import BlockTrace, StorageTrace, Trace
@@ -224,7 +224,7 @@ def test_making_storages_again_never_makes_a_plan_worse(trace: Trace, limits: Li
     assert is_allowed(ours.prediction, limits)
     grace_s = GRACE_S if limits.activation_budget_bytes is None else SAME_STEP_FRACTION * trace.step_s + GRACE_S
     assert is_no_worse(ours.prediction, without.prediction, limits, trace, grace_s)
-    assert simulate(trace, ours) == ours.prediction and ours == adaptive(trace, limits)
+    assert traces.simulate(trace, ours) == ours.prediction and ours == adaptive(trace, limits)
     if not machine and not limits.host_budget_bytes:
         assert {*ours.placements} <= {K, M, R}
 

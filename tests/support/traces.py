@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 from hypothesis import strategies as st
 
-from ds_tba.planner.plan import Limits
+from ds_tba.planner.plan import Limits, Plan, Prediction
+from ds_tba.planner.replay import replay
+from ds_tba.planner.timeline import Assignment, Timeline
 from ds_tba.planner.trace import OUTSIDE, BlockTrace, PathRates, Resources, StorageTrace, Trace
 
 SIZE = 4096 * 1000
@@ -148,3 +153,30 @@ def limits(draw: st.DrawFn) -> Limits:
         write_limit_bytes_per_step=draw(st.sampled_from([0, 100_000, UNLIMITED, UNLIMITED])),
         recompute=draw(st.sampled_from([True, True, False])),
     )
+
+
+def read(text: str) -> Trace:
+    """What ``Trace.to_json`` has written."""
+    data = json.loads(text)
+    machine = data["resources"] | {"paths": tuple(PathRates(**path) for path in data["resources"]["paths"])}
+    return Trace(
+        tuple(StorageTrace(**row) for row in _rows(data["storages"], "blocks", "sources")),
+        tuple(BlockTrace(**row) for row in _rows(data["blocks"], "inputs")),
+        Resources(**machine),
+        data["end_s"],
+        data["rest_s"],
+        data["micro_steps"],
+        data["recompute_factor"],
+        tuple(data["forwards"]),
+    )
+
+
+def _rows(table: dict[str, list[Any]], *tuples: str) -> list[dict[str, Any]]:
+    rows = [dict(zip(table, values, strict=True)) for values in zip(*table.values(), strict=True)]
+    return [row | {name: tuple(row[name]) for name in tuples} for row in rows]
+
+
+def simulate(trace: Trace, plan: Plan) -> Prediction:
+    """The cost of a step of ``trace`` under ``plan``."""
+    assignment = Assignment(np.array(plan.placements, np.int8), np.array(plan.recomputed_blocks, bool))
+    return replay(Timeline.of(trace), assignment, plan.prefetch_distance).cost
