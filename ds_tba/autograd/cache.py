@@ -23,6 +23,7 @@ finalizer may run inside a store's critical section, take the cache's lock if th
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -66,7 +67,7 @@ from ds_tba.autograd.tensors import (
 )
 from ds_tba.device.accelerator import Accelerator
 from ds_tba.device.memory import is_out_of_memory
-from ds_tba.errors import ActivationModifiedError, StorageError
+from ds_tba.errors import ActivationModifiedError, StateError, StorageError
 from ds_tba.storage.base import Always, Choice, Policy, Store
 from ds_tba.telemetry.stats import CacheStats
 
@@ -141,6 +142,7 @@ class TensorCache(Keeper):
         self._stores = tuple(stores)
         self._device = torch.device(device)
         self._accelerator = accelerator
+        self._pid = os.getpid()
         self._min_tensor_bytes = min_tensor_bytes
         self._default_policy: Policy = Always(stores, wait=wait_for_staging, rematerialize=True)
         self.residency = Residency(self.stats, self._stores, self._device, self, accelerator, released_bytes)
@@ -378,6 +380,8 @@ class TensorCache(Keeper):
         return tensor
 
     def _load(self, view: SavedView) -> torch.Tensor:
+        if os.getpid() != self._pid:
+            raise StateError("a forked child has neither the staging nor the lanes of its parent: run forward in it")
         record = view.record
         while True:
             # Without the lock: operands are loaded on their own, and streams are waited for.

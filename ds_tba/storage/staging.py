@@ -162,14 +162,16 @@ def wait_for_stream(accelerator: Accelerator) -> None:
 class _Loan:
     """Finalizer of a storage that has a slot as its memory: frees the slot when the storage is freed."""
 
-    __slots__ = ("_give_back", "_slot")
+    __slots__ = ("_give_back", "slot")
 
     def __init__(self, slot: Span, give_back: Callable[[Span], None]) -> None:
-        self._slot = slot
         self._give_back = give_back
+        self.slot = slot
 
     def __del__(self) -> None:
-        self._give_back(self._slot)
+        slot = getattr(self, "slot", None)
+        if slot is not None:  # else a signal handler raised in __init__
+            self._give_back(slot)
 
 
 class StagingRing:
@@ -247,8 +249,8 @@ class StagingRing:
                 lead to :meth:`end_loan`.
         """
         data = tensor_over(self.view(slot), nbytes)
+        self._loans += 1  # first: one too many never frees memory that is lent
         data.untyped_storage()._ds_tba_loan = _Loan(slot, give_back)  # type: ignore[attr-defined]
-        self._loans += 1
         return data
 
     def end_loan(self, slot: Span) -> None:

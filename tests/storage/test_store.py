@@ -654,6 +654,21 @@ def test_close_stops_the_lanes_and_gives_everything_back(make_store: StoreFactor
         store.get(ticket, CPU)
 
 
+def test_a_closed_store_hands_over_no_memory_that_was_not_read(make_store: StoreFactory) -> None:
+    store = make_store(staging_bytes=1 << 20)
+    device = torch.device("cpu")
+    lent_bytes, wanted_bytes = 512 << 10, 768 << 10
+    lent = store.put(torch.ones(lent_bytes, dtype=torch.uint8), wait=True)
+    wait_for_writes(store)
+    wanted = store.put(torch.ones(wanted_bytes, dtype=torch.uint8), wait=True)
+    wait_for_writes(store)
+    held = store.get(lent, device)  # its slot is taken: the next has memory beside staging
+    store.close()
+    with pytest.raises(StateError, match="closed before backward"):
+        store.get(wanted, device)
+    del held
+
+
 def test_release_from_a_finalizer_inside_a_critical_section(make_store: StoreFactory) -> None:
     """The garbage collector may run a finalizer while this very thread holds the store's lock."""
     store = make_store()
