@@ -24,9 +24,9 @@ NVME    ?= $(CURDIR)/.cache/nvme
 RANKS   ?= 1
 PYTEST_ARGS ?= -m "not slow and not thorough"
 QUICK ?= -m "smoke or not (slow or thorough or engine or long or fault)"
-# Processes that share the tests, twice as many as the cores of the least machine: most tests wait for other processes, or
-# for drives that are slow on purpose. More of them need more memory, some GiB each.
-WORKERS ?= 4
+# Processes that share the tests, one more than the cores of the least machine: many tests wait for other processes, or for
+# drives that are slow on purpose. More of them need more memory, some GiB each.
+WORKERS ?= 3
 GPU_ARGS ?=
 
 BIN := $(VENV)/bin

