@@ -48,7 +48,7 @@ class OffloadReport:
         cancelled_bytes: offloaded, but read back or dropped before their write began.
         deduplicated_bytes: saved again as views of a storage that was written already.
         kept_bytes: left in device memory; ``kept_bytes_by_reason`` says why.
-        host_bytes: of them in host memory, what a failed write left there included.
+        host_bytes: moved to host memory, with what a failed write left there.
         peak_staging_bytes: host memory in use between the device and the drive, at most, of ``io.staging_bytes``.
         swap_file_bytes: size of the file that activations are written to.
         peak_saved_bytes: peak of saved tensors in device memory; each storage counts once.
