@@ -236,9 +236,8 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
                 return Arrival.done(tensor_over(ticket.host, ticket.nbytes))
             return self.ring.copies.into(ticket.host, ticket.nbytes, device)
         if is_ours:
-            data = self.ring.lend(ticket.held_slot, ticket.nbytes, self.space.deferred.leave)
-            ticket.slot = None
-            return Arrival.done(data)
+            slot, ticket.slot = ticket.held_slot, None  # first: two owners would give it back twice
+            return Arrival.done(self.ring.lend(slot, ticket.nbytes, self.space.deferred.leave))
         # After the copies into the slot, or bytes that the device has not written yet would be handed over.
         arrival = self.ring.copies.into(self.ring.view(ticket.held_slot), ticket.nbytes, device, after=ticket.copies)
         ticket.uses.append(arrival.event)  # so that the slot is written again only when the copy has read it
@@ -349,7 +348,10 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
             if ticket.state is not _S.QUEUED:
                 return  # cancelled
             ticket.move(_S.WRITING)
-            has_failed = ticket.path.failure is not None
+            has_failed, is_lent = ticket.path.failure is not None, ticket.slot is None
+        if is_lent:
+            self._lose(ticket, ActivationLostError("a signal handler raised while backward took an activation"))
+            return
         with self.ring.lane_stream():
             try:
                 for copy in ticket.copies:

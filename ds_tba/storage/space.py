@@ -433,7 +433,7 @@ class SwapSpace:
         slot = None
         while slot is None and not self.closed:
             # Nobody notifies of copies that are done, so they are polled. All other slots come with a notification.
-            if copies.under_way or (wait and (self.writes_under_way or slots.has_spans_in_copies)):
+            if copies.under_way or (wait and (self.writes_under_way > 0 or slots.has_spans_in_copies)):
                 self.changed.wait(COPY_POLL_S if copies.under_way or slots.has_spans_in_copies else SLOW_WAIT_S)
             elif not (wait and self._give_up_read_ahead()):
                 break

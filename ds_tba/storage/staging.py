@@ -169,8 +169,7 @@ class _Loan:
         self.slot = slot
 
     def __del__(self) -> None:
-        slot = getattr(self, "slot", None)
-        if slot is not None:  # else a signal handler raised in __init__
+        if (slot := getattr(self, "slot", None)) is not None:  # else a signal handler raised in __init__
             self._give_back(slot)
 
 

@@ -39,7 +39,6 @@ class OffloadReport:
     """Counters of one rank since the engine was built. Bytes are bytes, times are seconds.
 
     Attributes:
-        backend_reason: why that one.
         packed_tensors: tensors that autograd saved, parameters included.
         passed_through_tensors: parameters and their views among the packed tensors, left alone.
         offloaded_bytes: storages handed to the store, each once.

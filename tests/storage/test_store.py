@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from ds_tba.storage.backends.posix import PosixBackend, PosixHandle
 from ds_tba.storage.base import Refusal
 from ds_tba.storage.nvme import Lanes, NvmeStore
 from ds_tba.storage.space import SwapTicket, TicketState
+from ds_tba.storage.staging import StagingRing
 from ds_tba.storage.swap_file import SwapFile
 from ds_tba.telemetry import stats as path_meter
 
@@ -652,6 +654,35 @@ def test_close_stops_the_lanes_and_gives_everything_back(make_store: StoreFactor
     assert store.put(noise(MIB), wait=True) is Refusal.CLOSED
     with pytest.raises(StateError, match="closed before backward"):
         store.get(ticket, CPU)
+
+
+def test_an_interrupt_while_a_slot_is_lent_gives_it_two_owners_never(
+    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate()
+    store = make_store(ScriptedBackend(gate), staging_bytes=2 * MIB, lanes=Lanes(1, 1))
+    lend = StagingRing.lend
+
+    def interrupted(*arguments: Any) -> torch.Tensor:
+        lend(*arguments)
+        raise KeyboardInterrupt  # what was lent is gone with this frame
+
+    first, second = (store.put(noise(MIB), wait=True) for _ in range(2))
+    monkeypatch.setattr(StagingRing, "lend", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        store.get(second, CPU)
+    monkeypatch.undo()
+    others = noise(MIB)
+    third = store.put(others, wait=True)  # has that slot now
+    store.release(second)
+    assert store.put(noise(MIB), wait=False) is Refusal.STAGING_FULL
+    gate.opened.set()
+    wait_for_writes(store)
+    assert store.space.writes_under_way == 0
+    assert torch.equal(store.get(third, CPU).data, others)
+    for one in (first, third):
+        store.release(one)
+    assert not isinstance(store.put(noise(MIB), wait=True), Refusal)
 
 
 def test_a_closed_store_hands_over_no_memory_that_was_not_read(make_store: StoreFactory) -> None:
