@@ -237,7 +237,11 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
             return self.ring.copies.into(ticket.host, ticket.nbytes, device)
         if is_ours:
             slot, ticket.slot = ticket.held_slot, None  # first: two owners would give it back twice
-            return Arrival.done(self.ring.lend(slot, ticket.nbytes, self.space.deferred.leave))
+            try:
+                return Arrival.done(self.ring.lend(slot, ticket.nbytes, self.space.deferred.leave))
+            except (RuntimeError, MemoryError):  # nothing was lent
+                ticket.slot = slot
+                raise
         # After the copies into the slot, or bytes that the device has not written yet would be handed over.
         arrival = self.ring.copies.into(self.ring.view(ticket.held_slot), ticket.nbytes, device, after=ticket.copies)
         ticket.uses.append(arrival.event)  # so that the slot is written again only when the copy has read it

@@ -533,7 +533,7 @@ def test_a_lent_slot_comes_back_with_its_tensor_and_not_before(make_store: Store
     assert store.ring._closed_memory is None
 
 
-class NoMemory(Exception):
+class NoMemory(RuntimeError):  # as torch.OutOfMemoryError is
     pass
 
 
