@@ -267,7 +267,8 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
             if not notified and not warned:
                 warned = True
                 logger.warning("backward has waited %.0f s for a read at %s", SLOW_WAIT_S, ticket.path.file.directory)
-        if ticket.state not in (_S.LOADED, _S.RESCUED, _S.LOST):  # memory that is there may not be filled
+        has_nothing = ticket.host is None and ticket.arrival is None and ticket.error is None
+        if ticket.state not in (_S.LOADED, _S.RESCUED, _S.LOST) or (space.closed and has_nothing):
             raise StateError(_CLOSED)
         self.stats.stall_s += time.perf_counter() - started
         if ticket.error is not None:
