@@ -13,6 +13,12 @@ from ds_tba.autograd.cache import TensorCache
 from ds_tba.errors import StateError
 
 
+def loss_of(x: torch.Tensor) -> torch.Tensor:
+    for _ in range(8):
+        x = x.sin()
+    return x.sum()
+
+
 @pytest.mark.parametrize("is_written", [False, True])
 def test_a_child_is_told_that_it_has_no_lanes_and_its_parent_goes_on(
     make_store: StoreFactory, is_written: bool
@@ -20,11 +26,7 @@ def test_a_child_is_told_that_it_has_no_lanes_and_its_parent_goes_on(
     store = make_store()
     cache, x = TensorCache([store], "cpu", 1024), torch.randn(128, 128, requires_grad=True)
     with cache.saving():
-        y = x
-        for _ in range(8):
-            y = y.sin()
-        loss = y.sum()
-    del y
+        loss = loss_of(x)
     if is_written:
         wait_for_writes(store)
     child = os.fork()
@@ -39,8 +41,5 @@ def test_a_child_is_told_that_it_has_no_lanes_and_its_parent_goes_on(
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     loss.backward()
     expected = x.detach().clone().requires_grad_()
-    y = expected
-    for _ in range(8):
-        y = y.sin()
-    y.sum().backward()
+    loss_of(expected).backward()
     assert torch.equal(x.grad, expected.grad)
