@@ -8,7 +8,6 @@ import os
 import platform
 import signal
 from collections.abc import Callable, Iterator
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -104,16 +103,32 @@ class AlarmError(Exception):
     """Raised by a signal handler, wherever that has come."""
 
 
-@pytest.fixture
-def alarm() -> Iterator[Callable[[float], object]]:
-    """Have a handler raise an ``AlarmError`` in so many seconds; none comes after the test."""
+class Alarm:
+    """Has a handler raise an ``AlarmError`` in so many seconds.
 
-    def handler(*_: object) -> None:
+    Attributes:
+        has_come: also where Python ignored it, as in a finalizer: whoever waits for it is to wait for this as well.
+    """
+
+    def __init__(self) -> None:
+        self.has_come = False
+
+    def __call__(self, seconds: float) -> None:
+        self.has_come = False
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+
+    def handler(self, *_: object) -> None:
+        self.has_come = True
         raise AlarmError
 
-    before = signal.signal(signal.SIGALRM, handler)
+
+@pytest.fixture
+def alarm() -> Iterator[Alarm]:
+    """One at a time; none comes after the test."""
+    alarm = Alarm()
+    before = signal.signal(signal.SIGALRM, alarm.handler)
     try:
-        yield partial(signal.setitimer, signal.ITIMER_REAL)
+        yield alarm
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)

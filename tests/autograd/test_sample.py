@@ -7,11 +7,13 @@ import logging
 import math
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.doubles import wait_for_writes
 from support.stepping import end_step, forward, note_backward, offloader_of
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
@@ -52,13 +54,17 @@ def make(directory: Path, **block: Any) -> tuple[Model, ActivationOffloader]:
     return model, offloader_of(directory, model, **{"min_tensor_bytes": 4096, **block})
 
 
-def train(model: Model, offloader: ActivationOffloader | None, steps: int) -> list[torch.Tensor]:
-    """Gradients of the last step."""
+def train(
+    model: Model, offloader: ActivationOffloader | None, steps: int, between: Callable[[], object] = lambda: None
+) -> list[torch.Tensor]:
+    """Gradients of the last step; ``between`` is called between forward and backward."""
     torch.manual_seed(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     gradients: list[torch.Tensor] = []
     for _ in range(steps):
-        forward(model, torch.randn(4, 64, 64), offloader).backward()
+        loss = forward(model, torch.randn(4, 64, 64), offloader)
+        between()
+        loss.backward()
         note_backward(offloader)
         gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
         end_step(optimizer, offloader)
@@ -218,7 +224,7 @@ def test_the_timeline_is_on_the_clock_of_the_profiler(tmp_path: Path) -> None:
     path = tmp_path / "step.json"
     model, offloader = make(tmp_path, placement="nvme", rematerialize=False, report={"timeline_path": str(path)})
     before = time.time()
-    train(model, offloader, 2)
+    train(model, offloader, 2, lambda: wait_for_writes(offloader._tiers.nvme))  # else backward may be there before them
     after = time.time()
     report = offloader.report()
     offloader.close()

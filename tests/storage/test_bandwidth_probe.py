@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy
 import pytest
 import torch
-from conftest import AlarmError, StoreFactory
+from conftest import Alarm, AlarmError, StoreFactory
 from support.disks import until
 from support.doubles import CpuAccelerator, ScriptedBackend, fails, wait_for_writes
 
@@ -161,7 +161,7 @@ def test_a_failed_request_is_refused_with_the_path_and_nobody_waits_for_ever(
 
 
 def test_where_a_handler_ends_the_wait_the_lanes_give_back_what_they_hold(
-    make_store: StoreFactory, alarm: Callable[[float], object]
+    make_store: StoreFactory, alarm: Alarm
 ) -> None:
     store = with_room(make_store(ScriptedBackend(lambda *_: time.sleep(0.05))))
     with pytest.raises(AlarmError):

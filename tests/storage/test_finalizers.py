@@ -8,11 +8,11 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from conftest import AlarmError
+from conftest import Alarm, AlarmError
 from test_store import until
 
 from ds_tba.config import AioConfig, OffloadConfig
@@ -57,15 +57,19 @@ def test_a_finalizer_that_asks_for_the_end_starts_no_thread(tmp_path: Path, monk
 
 # ---- signal handlers ------------------------------------------------------------------------------------------------
 
+# Python ignores what comes in a finalizer of its own, such as that of a thread in ``threading``'s set of them.
+ignored_in_finalizers = pytest.mark.filterwarnings("ignore:(?s).*AlarmError:pytest.PytestUnraisableExceptionWarning")
 
+
+@ignored_in_finalizers
 @pytest.mark.parametrize("leaves", [False, True])
-def test_an_interrupt_leaves_no_lock_taken(alarm: Callable[[float], object], leaves: bool) -> None:
+def test_an_interrupt_leaves_no_lock_taken(alarm: Alarm, leaves: bool) -> None:
     """It may come between any two bytecodes of the way in, the critical section and the way out."""
     deferred: DeferredFinalizers[int] = DeferredFinalizers(threading.Lock(), lambda _: None)
     for number in range(2000):
-        with pytest.raises(AlarmError):
+        with suppress(AlarmError):
             alarm(20e-6 + number % 50 * 1e-6)
-            while True:
+            while not alarm.has_come:
                 if leaves:
                     deferred.leave(0)
                 with deferred, deferred.lock:
@@ -74,16 +78,17 @@ def test_an_interrupt_leaves_no_lock_taken(alarm: Callable[[float], object], lea
         deferred.lock.release()
 
 
-def test_an_interrupt_leaves_lanes_at_work(alarm: Callable[[float], object], tmp_path: Path) -> None:
+@ignored_in_finalizers
+def test_an_interrupt_leaves_lanes_at_work(alarm: Alarm, tmp_path: Path) -> None:
     lanes, done = LaneGroup(), queue.SimpleQueue[int]()
     with (tmp_path / "file").open("wb") as file:
         lanes.handles.append(PosixBackend().open_handle(file.fileno()))
         lanes.start("lane", CpuAccelerator())
         try:
             for number in range(1000):
-                with pytest.raises(AlarmError):
+                with suppress(AlarmError):
                     alarm(20e-6 + number % 50 * 1e-6)
-                    while True:
+                    while not alarm.has_come:
                         lanes.put(lambda _: None)
                 lanes.put(lambda _, number=number: done.put(number))
                 assert done.get(timeout=10) == number, f"after {number + 1} interrupts"
