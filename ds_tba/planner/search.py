@@ -3,11 +3,11 @@
 [Note: Search strategy] Storages are ordered by the bytes and seconds of memory that they give back for each second of
 the resource that they take: of compute, where they are rematerialized or recomputed with their block; of drive and
 copies, where they are moved (which takes time by the byte, so that the longest idle goes first, of those for which
-neither staging nor backward would have to wait). For each order of what is computed again, bisection finds how much of
-it the limits call for beside those moves. Then bisection finds how much is moved: without a budget as much as there is
-time for, with one as little as it takes to fit. Of all that was replayed the best is taken; see ``rank``. No clock is
-asked, so that every rank would find the same plan. The budget is held where storages are placed, and the time is
-measured: a plan need not be the best to the per cent.
+neither staging nor backward would have to wait, and in a second try of all). For each order of what is computed again,
+bisection finds how much of it the limits call for beside those moves. Then bisection finds how much is moved: without a
+budget as much as there is time for, with one as little as it takes to fit. Of all that was replayed the best is taken;
+see ``rank``. No clock is asked, so that every rank would find the same plan. The budget is held where storages are
+placed, and the time is measured: a plan need not be the best to the per cent.
 
 [Note: Groups] Where there are many storages, neighbours are placed together, and of interleaved forwards that are
 alike all are placed alike: what one of them saves lowers no peak. The limits are narrower then by what rounding to
@@ -102,8 +102,7 @@ class _Search:
         # The best of what was replayed, and of what moves nothing.
         self._best = self._simplest = replay(timeline, timeline.kept)
         self._seen: dict[bytes, Outcome] = {}
-        # Of one forward: the bytes that are moved at most, written, and held by the host if as many are in flight as
-        # make the peak.
+        # Of one forward, at most: bytes moved, written, and held by the host (as many are in flight as make the peak).
         self._movable_bytes = limits.movable_share * self._nbytes[timeline.movable[:units]].sum()
         self._write_bytes = limits.write_limit_bytes_per_step / timeline.micro_steps / forwards
         in_flight = max(1.0, self._best.cost.peak_saved_bytes / max(1.0, self._nbytes.sum())) if forwards > 1 else 1.0
@@ -165,11 +164,13 @@ class _Search:
             if count not in moves:
                 beside(count)
             where, order = moves[count]
-            self._bisect(
-                len(order),
-                lambda moved: self._replay(self._with(again(count), where, order[:moved])),  # noqa: B023 - called here
-                MOVES_RESOLUTION,
-            )
+            # Also by idle time alone: what waits for nothing may be what makes all others wait for staging.
+            for one in (order, order[np.argsort(-self._idle_s[order], kind="stable")]):
+                self._bisect(
+                    len(one),
+                    lambda moved: self._replay(self._with(again(count), where, one[:moved])),  # noqa: B023 - called here
+                    MOVES_RESOLUTION,
+                )
         return many
 
     # ---- what is moved ------------------------------------------------------------------------------------------
@@ -184,8 +185,7 @@ class _Search:
         is_open = (lifetimes.exists & ~lifetimes.dropped)[: len(where)] & (again.placements == _KEEP)
         paced = replay(self._timeline, self._spread(Assignment(where, again.recomputed)), may_wait=False)
         has_room = self._gathered(paced) == _NVME
-        is_free = has_room.copy()
-        is_free[self._unit[[storage for storage, _ in paced.stalls]]] = False
+        is_free = has_room & ~np.isin(np.arange(len(where)), self._unit[[storage for storage, _ in paced.stalls]])
         order = np.lexsort((-self._idle_s, ~has_room, ~is_free))
         order = order[(is_open & (self._to_nvme | self._to_host))[order]]
         order = _fitting(order, self._nbytes, self._movable_bytes)
