@@ -30,10 +30,9 @@ from ds_tba.adaptive.feedback import compilations, moves_in_vain
 from ds_tba.adaptive.rates import Rates
 from ds_tba.autograd.blocks import Blocks, find_blocks
 from ds_tba.autograd.cache import TensorCache
-from ds_tba.autograd.recompute import CAN_RECOMPUTE, innermost_hooks
 from ds_tba.autograd.sample import StepSamples, failure_of
 from ds_tba.autograd.sites import RunningModule, open_sites
-from ds_tba.autograd.tensors import mark_inputs
+from ds_tba.autograd.tensors import SHOWS_HOOKS, innermost_hooks, mark_inputs, take_off
 from ds_tba.config import BLOCK, AioConfig, OffloadConfig, with_staging
 from ds_tba.device.accelerator import Accelerator, MemoryMeter, available_bytes
 from ds_tba.device.memory import is_out_of_memory
@@ -88,14 +87,9 @@ class _Kept(threading.local):
     hooks: saved_tensors_hooks | None = None
     owner: weakref.ref[ActivationOffloader] | None = None
 
-    def take_off(self) -> None:
-        hooks = self.hooks
-        if hooks is not None and innermost_hooks() == (hooks.pack_hook, hooks.unpack_hook):
-            hooks.__exit__()
-
 
 _kept = _Kept()
-os.register_at_fork(after_in_child=_kept.take_off)  # a child has neither our lanes nor our staging
+os.register_at_fork(after_in_child=lambda: take_off(_kept.hooks))  # a child has neither our lanes nor our staging
 
 
 class ActivationOffloader:
@@ -124,7 +118,7 @@ class ActivationOffloader:
         rank: int = 0,
         ranks_on_node: int = 1,
     ) -> None:
-        if config.until_backward and not CAN_RECOMPUTE:
+        if config.until_backward and not SHOWS_HOOKS:
             raise IncompatibleError(
                 f'"{BLOCK}.until_backward" needs PyTorch 2.8, which tells whose hooks are the innermost: leave it '
                 "out, or compute the loss inside of the model's forward."
@@ -284,7 +278,7 @@ class ActivationOffloader:
         """
         owner = None if _kept.owner is None else _kept.owner()
         if owner is None or owner is self or owner.is_closed:
-            _kept.take_off()
+            take_off(_kept.hooks)
 
     def interleaving(self) -> AbstractContextManager[None]:
         """Context for a whole step in which forwards and backwards of several micro-batches alternate."""

@@ -22,7 +22,7 @@ from support.fault_table import FaultTable
 from support.runs import SHARED
 from support.victims import NoVictims, Victims, serving
 
-from ds_tba.autograd.recompute import CAN_RECOMPUTE
+from ds_tba.autograd.tensors import SHOWS_HOOKS
 from ds_tba.config import AioConfig
 from ds_tba.storage.backends import aio
 from ds_tba.storage.backends.base import IoBackend
@@ -205,7 +205,7 @@ def needs_aio() -> None:
 
 @pytest.fixture
 def needs_recompute() -> None:
-    if not CAN_RECOMPUTE:
+    if not SHOWS_HOOKS:
         pytest.skip("recomputing needs PyTorch 2.8")
 
 

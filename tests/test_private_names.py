@@ -106,6 +106,7 @@ NAMES = [
     Name("torch.utils._pytree.tree_map_only", PLAN),
     # PyTorch: checkpoints
     Name("._top_saved_tensors_default_hooks", RECOMPUTE, "torch._C._autograd._top_saved_tensors_default_hooks", "2.8"),
+    Name("torch._C._autograd._top_saved_tensors_default_hooks", RECOMPUTE, since="2.8"),
     Name("._enable_checkpoint_early_stop", "set_checkpoint_early_stop of a user around a recomputed block",
          "torch.utils.checkpoint._enable_checkpoint_early_stop"),
     Name("._CheckpointFrame", "parameters that a checkpoint in backward wants as themselves",

@@ -41,15 +41,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ds_tba.autograd.recompute import (
-    CAN_RECOMPUTE,
-    Arguments,
-    RecomputedPass,
-    innermost_hooks,
-    replaced_forward,
-)
+from ds_tba.autograd.recompute import Arguments, RecomputedPass, replaced_forward
 from ds_tba.autograd.saved import Hooks
-from ds_tba.autograd.tensors import is_being_compiled, selective_checkpoints_seen
+from ds_tba.autograd.tensors import SHOWS_HOOKS, innermost_hooks, is_being_compiled, selective_checkpoints_seen
 from ds_tba.config import BLOCK
 from ds_tba.errors import ConfigError
 
@@ -155,7 +149,7 @@ class Blocks:
         self._thread = _Thread()
         self._compared: set[str] = set()  # paths of blocks whose first recomputation gave the same output
         self._seen: set[str] = set()
-        self._why: dict[str, str] = {} if CAN_RECOMPUTE else dict.fromkeys((one.path for one in self.all), OLD_PYTORCH)
+        self._why: dict[str, str] = {} if SHOWS_HOOKS else dict.fromkeys((one.path for one in self.all), OLD_PYTORCH)
         self._told: set[str] = set()
         self._forwards = [_Forward(self, block) for block in self.all]
         self._lock = threading.Lock()

@@ -39,16 +39,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_early_stop
 
 from ds_tba.autograd.originals import keep_originals
-from ds_tba.autograd.saved import Hooks
-from ds_tba.autograd.tensors import has_plain_storage, integers_of, uncompiled_hooks
+from ds_tba.autograd.tensors import has_plain_storage, innermost_hooks, integers_of, uncompiled_hooks
 from ds_tba.device.memory import digest_of
 from ds_tba.errors import ActivationModifiedError, RecomputationError, StateError
-
-# Since PyTorch 2.8; without it nobody can tell whose hooks are the innermost.
-_innermost_hooks: Callable[[bool], Hooks | None] | None = getattr(
-    torch._C._autograd, "_top_saved_tensors_default_hooks", None
-)
-CAN_RECOMPUTE = _innermost_hooks is not None
 
 _ABSENT = object()
 
@@ -60,11 +53,6 @@ _REPAIR = (
     'numbers but from PyTorch\'s default generators. Leave it out by naming the others in "blocks", or set '
     '"recompute": false.'
 )
-
-
-def innermost_hooks() -> Hooks | None:
-    """The pack and unpack functions that autograd calls at this point, if any."""
-    return _innermost_hooks(False) if _innermost_hooks is not None else None
 
 
 class Arguments:

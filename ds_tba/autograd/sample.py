@@ -201,12 +201,11 @@ class StepSamples:
     ) -> None:
         self.module: Callable[[], str] = str
         self.holders: list[Holder] = []
-        self.holders_step = 0
+        self.holders_step = self._step = 0
         self._stats = stats
         self._stalled_s = stalled_s
         self._meters = meters
         self._write = write
-        self._step = 0
         self._sample: StepSample | None = None
         self.end_step()
 

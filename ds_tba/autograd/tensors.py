@@ -363,6 +363,21 @@ def uncompiled_hooks(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any]
     return saved_tensors_hooks(partial(uncompiled, pack), partial(uncompiled, unpack))
 
 
+# Since PyTorch 2.8; without it nobody can tell whose hooks are the innermost.
+SHOWS_HOOKS = hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
+
+
+def innermost_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
+    """The pack and unpack functions that autograd calls at this point, if any."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) if SHOWS_HOOKS else None
+
+
+def take_off(hooks: saved_tensors_hooks | None) -> None:
+    """Take these hooks, if they are the innermost, off this thread's stack."""
+    if hooks is not None and innermost_hooks() == (hooks.pack_hook, hooks.unpack_hook):
+        hooks.__exit__()
+
+
 def is_being_compiled() -> bool:
     """Whether ``torch.compile`` compiles what this thread calls next; for code that is not traced."""
     before = set_eval_frame(None)
@@ -419,10 +434,20 @@ def selective_checkpoints_seen() -> int:
 
 
 @contextmanager
+def _on(hooks: saved_tensors_hooks) -> Iterator[None]:
+    try:
+        with hooks:
+            yield
+    except BaseException:
+        take_off(hooks)  # a signal handler may have raised in their own exit
+        raise
+
+
+@contextmanager
 def hooks_of_forward(hooks: saved_tensors_hooks) -> Iterator[None]:
     """These hooks, which also get what selective checkpoints save."""
     if not (hasattr(checkpointing, _CHECKPOINT) and hasattr(checkpointing, _IN_SCOPE)):
-        with hooks:
+        with _on(hooks):
             yield
         return
     with _exchanging:
@@ -431,7 +456,7 @@ def hooks_of_forward(hooks: saved_tensors_hooks) -> Iterator[None]:
         setattr(checkpointing, _CHECKPOINT, selective)
     before, selective.ours.pack = selective.ours.pack, hooks.pack_hook
     try:
-        with hooks:
+        with _on(hooks):
             yield
     finally:
         selective.ours.pack = before

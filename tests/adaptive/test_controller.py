@@ -20,7 +20,7 @@ from torch.nn import functional
 from ds_tba.adaptive.agreement import Agreement, Alone
 from ds_tba.adaptive.controller import Controller
 from ds_tba.adaptive.feedback import MIN_STEPS, Action, Feedback
-from ds_tba.autograd.recompute import innermost_hooks
+from ds_tba.autograd.tensors import innermost_hooks
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.device.accelerator import MemoryLevels
 from ds_tba.errors import IncompatibleError, PathError, TraceError

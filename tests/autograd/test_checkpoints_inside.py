@@ -214,8 +214,8 @@ def reasons_said(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_a_pytorch_that_cannot_recompute_is_named(
     make: Callable[..., ActivationOffloader], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert blocks.CAN_RECOMPUTE  # this PyTorch can
-    monkeypatch.setattr(blocks, "CAN_RECOMPUTE", False)
+    assert blocks.SHOWS_HOOKS  # this PyTorch can
+    monkeypatch.setattr(blocks, "SHOWS_HOOKS", False)
     report = check(make, Plain, Net, recompute=True).report()
     assert report.recomputed_bytes == 0
     (line,) = reasons_said(caplog)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from ds_tba.autograd.recompute import innermost_hooks
+from ds_tba.autograd.tensors import innermost_hooks
 from ds_tba.errors import ActivationModifiedError
 from ds_tba.offloader import ActivationOffloader
 
@@ -304,3 +306,30 @@ def test_the_holders_of_a_penalty_on_gradients_are_told_once(make: Make) -> None
     offloader.note_step()
     rows = [(one["module"], one["op"]) for one in offloader.report().holders]
     assert len(rows) == len(set(rows)) and sum(one["tensors"] for one in offloader.report().holders) > 40
+
+
+@pytest.mark.parametrize("event", ["call", "line", "return"])
+@pytest.mark.parametrize("function", [saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__])
+def test_an_interrupt_as_hooks_go_on_or_off_leaves_none_there(make: Make, function: Any, event: str) -> None:
+    """A signal handler may raise before or after each line of them."""
+    model = model_of()
+    offloader = make(model, until_backward=False)
+    came = False
+
+    def trace(frame: FrameType, happened: str, _: object) -> Any:
+        nonlocal came
+        if frame.f_code is function.__code__ and happened == event and not came:
+            came = True
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            forward(model, torch.randn(4, 16, 32), offloader)
+    finally:
+        sys.settrace(before)
+    assert came and innermost_hooks() is None
+    offloader.close()
+    assert train(lambda model: make(model, until_backward=False)) == train(lambda _: None)
