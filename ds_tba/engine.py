@@ -556,8 +556,7 @@ def _answer(store: Any, key: str, rank: int, timeout: timedelta | None = None) -
             f"rank {rank} did not take part in setting up ds_tba: give every rank the same ds_config.json, or the same "
             f"{VARIABLE}."
         ) from error
-    problem: str | None = json.loads(store.get(key))["problem"]
-    return problem
+    return json.loads(store.get(key))["problem"]
 
 
 # ---- log ------------------------------------------------------------------------------------------------------------

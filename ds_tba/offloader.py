@@ -166,12 +166,7 @@ class ActivationOffloader:
         atexit.register(self.close)
 
     def watch(
-        self,
-        model: nn.Module,
-        agreement: Agreement,
-        planner: Planner = adaptive,
-        *,
-        everyone: Agreement | None = None,
+        self, model: nn.Module, agreement: Agreement, planner: Planner = adaptive, *, everyone: Agreement | None = None
     ) -> None:
         """Plan for a model under placement "adaptive", and record a trace if ``report.trace_path`` is set.
 

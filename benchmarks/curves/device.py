@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ds_tba.device.accelerator import Accelerator, CpuAccelerator, DeviceAccelerator
+from ds_tba.device.accelerator import Accelerator, CpuAccelerator, adapted
 
 
 class TorchCuda:
@@ -91,7 +91,7 @@ class Device:
     def __init__(self, kind: str) -> None:
         self.torch = torch.device(kind)
         self.is_cuda = kind == "cuda"
-        self.accelerator: Accelerator = DeviceAccelerator(cuda_api()) if self.is_cuda else CpuAccelerator()
+        self.accelerator: Accelerator = adapted(cuda_api()) if self.is_cuda else CpuAccelerator()
 
     @property
     def name(self) -> str:

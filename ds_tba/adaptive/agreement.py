@@ -222,12 +222,7 @@ class Planning:
         except Exception as error:  # noqa: BLE001 - see [Note: Answers]
             return f"failed ({type(error).__name__}: {error})"
         return Offer(
-            wish.trace.saved_bytes,
-            room_bytes,
-            write_limit_bytes,
-            resources,
-            wish.movable_share,
-            wish.non_recomputable,
+            wish.trace.saved_bytes, room_bytes, write_limit_bytes, resources, wish.movable_share, wish.non_recomputable
         )
 
     def _planned(self, wish: Wish, offers: Sequence[Offer]) -> PlanInForce | str:

@@ -298,6 +298,9 @@ class TensorCache(Keeper):
         if not offloaded:
             # Without the lock: a view that is not listed yet keeps its bytes, even if the record is evicted meanwhile.
             record.kept_views.append(weakref.ref(view))
+        if self._accelerator is not None:
+            # Autograd would have held it for longer than this stream uses it, which need not be the one that made it.
+            self._accelerator.share(tensor, self._accelerator.current_stream())
         if sites is not None:
             sites.note(tensor, view)
         return view
@@ -329,7 +332,7 @@ class TensorCache(Keeper):
         if proof is not None and proof.comparison is not None:
             self._unread.append((record, proof.recipe, proof.comparison))
         elif proof is not None and proof.recipe is not None:
-            self._leave_out(record, proof.recipe, tensor)
+            self._leave_out(record, proof.recipe)
         elif isinstance(taken := self.residency.offload(tensor, choice), str):
             self.stats.kept_bytes[taken] += record.nbytes
         else:
@@ -437,8 +440,7 @@ class TensorCache(Keeper):
 
     def _make(self, record: SavedStorage, recipe: Any) -> torch.Tensor:
         with self._scratch(record.nbytes + recipe.scratch_bytes):
-            made: torch.Tensor = self.sites.make(recipe)
-        return made
+            return self.sites.make(recipe)
 
     def _prove(self, tensor: torch.Tensor, key: StorageKey, choice: Choice) -> _Proof | None:
         """Whether the storage of a tensor can be made again, by a comparison where one is due."""
@@ -501,13 +503,13 @@ class TensorCache(Keeper):
             record.kept_views.append(weakref.ref(twin))
         return twin
 
-    def _leave_out(self, record: SavedStorage, recipe: Any, tensor: torch.Tensor | None) -> None:
+    def _leave_out(self, record: SavedStorage, recipe: Any) -> None:
         """The bytes of a record are not saved."""
         record.recipe = recipe
         record.move(RecordState.AWAY)
         self._made[record] = None
         self.stats.rematerialized_bytes += record.nbytes
-        self.residency.let_go(record, tensor)
+        self.residency.let_go(record)
 
     def read_comparisons(self, *, wait: bool = False) -> None:
         """Let go of the bytes of what a device has found equal by now.
@@ -532,7 +534,7 @@ class TensorCache(Keeper):
                 if record is None or record.state is not RecordState.KEPT:
                     continue  # nobody waits for it, or wants it any more, or the budget had it moved
                 if is_equal:
-                    self._leave_out(record, recipe, next((view.held for view in record.holders), None))
+                    self._leave_out(record, recipe)
                     record.let_go()
                 else:
                     self.residency.evict(record)
@@ -651,8 +653,7 @@ def _absent_bytes(operand: SavedStorage) -> int:
     if operand.is_in_memory:
         return 0
     if operand.recipe is not None:
-        work_bytes: int = operand.recipe.work_bytes
-        return work_bytes
+        return operand.recipe.work_bytes
     return operand.nbytes + (0 if operand.ticket is None else operand.ticket.passing_bytes)
 
 

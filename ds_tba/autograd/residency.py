@@ -99,7 +99,9 @@ class Residency:
     @property
     def may_wait(self) -> bool:
         """Whether anything may have to be waited for, or moved, before more is counted."""
-        return self.is_limited or self.releases.nbytes > 0
+        may_wait = self.is_limited or self.releases.nbytes > 0
+        # A capture into a graph, inside of forward, would be spoilt by looking whether the device has done something.
+        return may_wait and not (self._accelerator is not None and self._accelerator.is_capturing())
 
     def free_room(self, nbytes: int, pinned: Collection[SavedStorage] = ()) -> Release | PendingCopy | None:
         """Move what can be moved until ``nbytes`` more fit the budget, or will once streams are done with the rest.
@@ -202,13 +204,10 @@ class Residency:
         elif self.is_limited:
             self._movable[record] = None if self._accelerator is None else moment(self._accelerator)
 
-    def let_go(self, record: SavedStorage, tensor: torch.Tensor | None) -> None:
-        """The bytes of a tensor need not be held, since they can be made again; None where nobody holds one."""
+    def let_go(self, record: SavedStorage) -> None:
+        """The bytes of a storage need not be held, since they can be made again."""
         self._largest_bytes = max(self._largest_bytes, record.nbytes)
         self._movable.pop(record, None)
-        if self._accelerator is not None and tensor is not None:
-            # Autograd would have held it longer than this stream, which need not be the one that made it, uses it.
-            self._accelerator.share(tensor, self._accelerator.current_stream())
 
     def remove(self, record: SavedStorage) -> None:
         """Nobody wants a storage any more; call it before the record is dropped."""

@@ -98,8 +98,7 @@ def _native_dropout(tensor: torch.Tensor, mask: torch.Tensor, p: float, output: 
     scale = 0.0 if p == 1 else 1 / (1 - p)
     if tensor.device.type == "cpu":  # whose forward rounds the scale, and whose backward does not
         return tensor * (mask.to(tensor.dtype) * scale)
-    kept: torch.Tensor = torch.ops.aten.native_dropout_backward(tensor, mask, scale)
-    return kept
+    return torch.ops.aten.native_dropout_backward(tensor, mask, scale)
 
 
 def _layer_norm(
@@ -116,13 +115,11 @@ def _layer_norm(
 def _rms_norm(
     tensor: torch.Tensor, weight: torch.Tensor | None, shape: tuple[int, ...], eps: float | None, output: Output
 ) -> torch.Tensor:
-    made: torch.Tensor = torch.ops.aten._fused_rms_norm(tensor, shape, weight, eps)[0]
-    return made
+    return torch.ops.aten._fused_rms_norm(tensor, shape, weight, eps)[0]
 
 
 def _elu(tensor: torch.Tensor, alpha: float, scale: float, input_scale: float) -> torch.Tensor:
-    made: torch.Tensor = torch.ops.aten.elu(tensor, alpha, scale, input_scale)
-    return made
+    return torch.ops.aten.elu(tensor, alpha, scale, input_scale)
 
 
 def _softmax(tensor: torch.Tensor, dim: int, output: Output) -> torch.Tensor:
@@ -131,8 +128,7 @@ def _softmax(tensor: torch.Tensor, dim: int, output: Output) -> torch.Tensor:
 
 def _index(tensor: torch.Tensor, *others: Any) -> torch.Tensor:
     indices = list(others[:-1])
-    found: torch.Tensor = torch.ops.aten.index(tensor, indices)
-    return found
+    return torch.ops.aten.index(tensor, indices)
 
 
 def _not_made(output: Output) -> torch.Tensor:

@@ -724,8 +724,7 @@ class _Search:
             return None
         if saved.unpack_hook is None:
             if _is_number(data):  # autograd calls no hooks for those
-                number: torch.Tensor = data
-                return number
+                return data
             raise NoRecipeError("saved without our hooks")
         held = data if isinstance(data, Held) else getattr(data, "held", None)
         if not isinstance(held, Held):

@@ -326,8 +326,7 @@ class VersionWitness:
     @property
     def version(self) -> int:
         """The version counter now."""
-        version: int = self._alias._version
-        return version
+        return self._alias._version
 
 
 # ---- torch.compile --------------------------------------------------------------------------------------------------

@@ -78,8 +78,7 @@ class StreamClock:
         """Blocks the host until the device has passed both."""
         later.synchronize()
         earlier.synchronize()
-        milliseconds: float = earlier.elapsed_time(later)
-        return milliseconds / 1000.0
+        return earlier.elapsed_time(later) / 1000.0
 
 
 class MemoryLevels(NamedTuple):
@@ -355,8 +354,7 @@ class DeviceAccelerator(Accelerator):
         return bool(self._api.is_current_stream_capturing())
 
     def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
-        pinned: torch.Tensor = self._api.pin_memory(tensor)
-        return pinned
+        return self._api.pin_memory(tensor)
 
     def new_stream(self) -> Any:
         return self._api.Stream(device=self._index)
@@ -365,8 +363,7 @@ class DeviceAccelerator(Accelerator):
         return self._api.current_stream(self._index)
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
-        context: AbstractContextManager[Any] = self._api.stream(stream)
-        return context
+        return self._api.stream(stream)
 
     def new_event(self) -> Any:
         return self._api.Event()
@@ -396,8 +393,10 @@ class CudaAccelerator(DeviceAccelerator):
     def is_of_graph(self, storage: torch.UntypedStorage) -> bool:
         """Whether ``torch.compile(mode="reduce-overhead")`` has the memory in its pool (``cudagraph_trees.py``)."""
         trees = sys.modules.get("torch._inductor.cudagraph_trees")
-        manager = None if trees is None else trees.get_manager(self._index, create_if_none_exists=False)
-        return manager is not None and storage._cdata in manager.live_cudagraph_pool_storages_in_curr_execution()
+        with suppress(AssertionError):  # of older PyTorch, in a thread that has never run such a graph
+            manager = None if trees is None else trees.get_manager(self._index, create_if_none_exists=False)
+            return manager is not None and storage._cdata in manager.live_cudagraph_pool_storages_in_curr_execution()
+        return False
 
     def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
         """By torch: with ``DS_PIN_MEMORY_BACKEND=native`` DeepSpeed locks pages, CUDA does not know, copies block."""
@@ -405,6 +404,7 @@ class CudaAccelerator(DeviceAccelerator):
 
     def give_pinned_back(self) -> None:
         give_back = getattr(getattr(torch, "accelerator", None), "empty_host_cache", None)
+        give_back = give_back or getattr(torch._C, "_host_emptyCache", None)  # of older PyTorch
         if give_back is not None:
             give_back()
 
@@ -551,7 +551,7 @@ class Arrival:
             consumer = self._accelerator.current_stream()
             consumer.wait_event(self.event)
             # Else the allocator would give the memory away while the consumer still reads it.
-            if consumer != self._owner and consumer not in self.consumers:
+            if consumer not in (self._owner, *self.consumers):  # not "!=": no stream of torch is unequal to None
                 self._accelerator.share(self._data, consumer)
                 self.consumers.append(consumer)
         return self._data
@@ -570,11 +570,13 @@ class Copies:
         self._out_stream = accelerator.new_stream()
         self._in_stream = accelerator.new_stream()
         self._pending: deque[PendingCopy] = deque()
+        self.is_full = False  # no device memory: not asked again ahead of need before more has left
 
     def out(self, data: torch.Tensor, target: torch.Tensor) -> PendingCopy | None:
         """Copy device bytes to the beginning of ``target``; None where that is done at return."""
         accelerator = self._accelerator
         target = target[: data.numel()]
+        self.is_full = False
         if accelerator.is_synchronized_device():
             accelerator.copy(data, target)
             return None
@@ -602,7 +604,11 @@ class Copies:
             accelerator.copy(source[:nbytes], data)
             return Arrival.done(data)
         with accelerator.on(self._in_stream):
-            data = accelerator.allocate(nbytes, device)
+            try:
+                data = accelerator.allocate(nbytes, device)
+            except (RuntimeError, MemoryError):
+                self.is_full = True  # the allocator has given back all that it kept, which is not to come each time
+                raise
             for copy in after:  # else it would read a slot that is not filled yet
                 self._in_stream.wait_event(copy.event)
             accelerator.copy(source[:nbytes], data)
@@ -624,8 +630,13 @@ class Copies:
         while sum(copy.nbytes for copy in self.under_way) > nbytes:
             self._pending.popleft().wait()
 
+    def drain(self) -> None:
+        """Block until every copy out is done, also one that failed after it was queued."""
+        if self._out_stream is not None:
+            self._out_stream.synchronize()
+
     def finish(self) -> None:
-        """Block until every copy out is done."""
+        """Block until every copy out is done, and let go of what they read."""
         while self._pending:
             self._pending.popleft().wait()
 

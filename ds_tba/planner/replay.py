@@ -320,7 +320,7 @@ class _Replay:
         number = np.arange(len(order))
         asked_after = np.searchsorted(use_s, starts_s, "right")
         asked_after = np.clip(asked_after, 0, np.maximum(number - (MIN_DISTANCE - 1), 0))
-        return (np.searchsorted(asked_after, number, "right") - number).tolist()  # type: ignore[no-any-return]
+        return (np.searchsorted(asked_after, number, "right") - number).tolist()
 
     # ---- again ------------------------------------------------------------------------------------------------------
 

@@ -203,12 +203,7 @@ class Always:
     """The same choice for every storage; what can be made again is not saved, where ``rematerialize`` is set."""
 
     def __init__(
-        self,
-        stores: Sequence[Store[Any]],
-        *,
-        wait: bool,
-        reason: str = "placement keep",
-        rematerialize: bool = False,
+        self, stores: Sequence[Store[Any]], *, wait: bool, reason: str = "placement keep", rematerialize: bool = False
     ) -> None:
         self._choice = Choice(tuple(stores), wait, reason, rematerialize)
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -35,7 +34,7 @@ from ds_tba.device.memory import huge_page_memory, is_out_of_memory
 from ds_tba.errors import StateError
 from ds_tba.storage.base import Loaded, Refusal, Store, Ticket
 from ds_tba.storage.finalizers import DeferredFinalizers
-from ds_tba.storage.staging import CopySafeAllocator, Span
+from ds_tba.storage.staging import CLOSED, CopySafeAllocator, Span
 from ds_tba.telemetry.stats import Gauge, StoreStats
 
 MIN_SEGMENT_BYTES = 1 << 20
@@ -167,6 +166,7 @@ class HostStore(Store[HostTicket]):
         try:
             ticket.copy = self._copies.out(data, ticket.view())  # without the lock: nobody else has the ticket yet
         except BaseException:
+            self._copies.drain()  # one that nobody knows of may be under way
             self.release(ticket)
             raise
         with self._deferred, self._deferred.lock:
@@ -178,17 +178,20 @@ class HostStore(Store[HostTicket]):
             self._copies.settle()
             if self._is_synchronous or ticket.arrival is not None or self._closed:
                 return True
-            if self._ahead_bytes and self._ahead_bytes + ticket.nbytes > self._ahead_limit_bytes:
+            is_far = self._ahead_bytes and self._ahead_bytes + ticket.nbytes > self._ahead_limit_bytes
+            if is_far or self._copies.is_full:
                 return False
-            with suppress(RuntimeError):  # no device memory: backward tries again
+            try:
                 ticket.arrival = self._copy_in(ticket, ticket.device)
-                self._ahead_bytes += ticket.nbytes
+            except (RuntimeError, MemoryError):  # no device memory: backward tries again
+                return False
+            self._ahead_bytes += ticket.nbytes
             return True
 
     def get(self, ticket: HostTicket, device: torch.device) -> Loaded:
         with self._deferred, self._deferred.lock:
             if self._closed:
-                raise StateError("the activation offloader was closed before backward: keep the engine until then")
+                raise StateError(CLOSED)
             self._copies.settle()
             return Loaded(self._take_arrival(ticket) or self._copy_in(ticket, device), stored=True)
 

@@ -93,5 +93,9 @@ def _copies_on_host(data: torch.Tensor, samples: Sequence[tuple[int, int]]) -> I
     chunks = (total // GATHER_BYTES for total in accumulate(lengths))
     for _, chunk in groupby(zip(chunks, samples, strict=True), key=itemgetter(0)):
         parts = [data[start:end] for _, (start, end) in chunk]
-        gathered = parts[0] if len(parts) == 1 else torch.cat(parts)
+        try:
+            gathered = parts[0] if len(parts) == 1 else torch.cat(parts)
+        except torch.OutOfMemoryError:
+            yield from (part.cpu() for part in parts)  # which takes no device memory
+            continue
         yield from torch.split(gathered.cpu(), [part.numel() for part in parts])

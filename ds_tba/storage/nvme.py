@@ -35,6 +35,7 @@ from ds_tba.storage.base import Loaded, Refusal, Store, Ticket
 from ds_tba.storage.integrity import Integrity
 from ds_tba.storage.space import (
     BEFORE_WRITTEN,
+    COPY_POLL_S,
     SLOW_WAIT_S,
     URGENT,
     SwapPath,
@@ -42,7 +43,7 @@ from ds_tba.storage.space import (
     SwapTicket,
     TicketState,
 )
-from ds_tba.storage.staging import StagingRing, tensor_over
+from ds_tba.storage.staging import CLOSED, StagingRing, tensor_over, wait_for_stream
 from ds_tba.storage.swap_file import SwapFile
 from ds_tba.telemetry.stats import Kind
 
@@ -50,7 +51,6 @@ logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 60.0
 PIECE_FRACTION_OF_STAGING = 0.25
-_CLOSED = "the activation offloader was closed before backward: keep the engine until then"
 _S = TicketState
 
 
@@ -141,16 +141,21 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
                 slot, path, extent = reserved
                 ticket = SwapTicket(data.numel(), self, path, extent, slot, data.device)
                 space.writes_under_way += 1
+                space.copying += 1
             # Without the lock, which a copy of the host would keep from the lanes; nobody else has the ticket yet.
             copy = self.ring.copies.out(data, self.ring.view(slot))
             if copy is not None:
                 ticket.copies.append(copy)
             with space.lock:
                 self.stats.offloaded_bytes += ticket.nbytes
-            path.writes.put(partial(self._write, ticket))
+                path.writes.put(partial(self._write, ticket))
+                space.copying -= 1
         except BaseException:  # of a signal handler, too: whoever waits for a slot waits for this write
             if ticket is not None:
+                self.ring.copies.drain()  # one that nobody knows of may be under way into the slot
                 space.deferred.leave(ticket)
+                with space.lock:
+                    space.copying -= 1
             raise
         return ticket
 
@@ -255,6 +260,8 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
         if space.read_ahead.end(ticket):  # from here on it is ours, and cannot be given up
             self.stats.forwarded_bytes += ticket.nbytes
         warned = False
+        if space.closed and ticket.state in (_S.STORED, _S.READ_QUEUED):
+            raise StateError(CLOSED)
         if ticket.state is _S.STORED:
             ticket.slot = self.ring.slots.allocate(ticket.extent.nbytes)
             if ticket.slot is None:
@@ -269,7 +276,7 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
                 logger.warning("backward has waited %.0f s for a read at %s", SLOW_WAIT_S, ticket.path.file.directory)
         has_nothing = ticket.host is None and ticket.arrival is None and ticket.error is None
         if ticket.state not in (_S.LOADED, _S.RESCUED, _S.LOST) or (space.closed and has_nothing):
-            raise StateError(_CLOSED)
+            raise StateError(CLOSED)
         self.stats.stall_s += time.perf_counter() - started
         if ticket.error is not None:
             # A new exception each time: one that is kept would keep the frames it passed through.
@@ -279,16 +286,21 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
         accelerator = self.ring.accelerator
         if ticket.whole is None:
             ticket.whole = accelerator.allocate(ticket.nbytes, device)
+        accelerator.share(ticket.whole, accelerator.current_stream())
         # A get that fails half-way, for lack of device memory say, may be repeated: the pieces copied so far stay.
-        for piece in ticket.waiting:
-            for ahead in ticket.waiting:
-                if not self.prefetch(ahead):
-                    break
-            loaded = self.get(piece, device)
-            ticket.is_stored = ticket.is_stored and loaded.stored
-            offset = ticket.brought_back * self._piece_bytes
-            accelerator.copy(loaded.data, ticket.whole[offset : offset + piece.nbytes])
-            ticket.brought_back += 1
+        try:
+            for piece in ticket.waiting:
+                for ahead in ticket.waiting:
+                    if not self.prefetch(ahead):
+                        break
+                loaded = self.get(piece, device)
+                ticket.is_stored = ticket.is_stored and loaded.stored
+                offset = ticket.brought_back * self._piece_bytes
+                accelerator.copy(loaded.data, ticket.whole[offset : offset + piece.nbytes])
+                ticket.brought_back += 1
+        except BaseException:
+            wait_for_stream(accelerator)  # the repeated one may be on another stream
+            raise
         whole, ticket.whole, ticket.brought_back = ticket.whole, None, 0
         return Loaded(self.ring.copies.arrived(whole), stored=ticket.is_stored)
 
@@ -321,19 +333,24 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
     def close(self) -> None:
         with self.space.deferred, self.space.deferred.lock:
             self.space.closed = True
+            self.space.changed.notify_all()
+            deadline_s = time.monotonic() + CLOSE_TIMEOUT_S
+            while self.space.copying > 0 and time.monotonic() < deadline_s:
+                self.space.changed.wait(COPY_POLL_S)
         if not self._stop_lanes():
             logger.error(
                 "an I/O request did not end within %.0f s; its memory is left to process exit", CLOSE_TIMEOUT_S
             )
             return
-        try:
-            # Copies that are under way read and write the memory that closing the ring frees.
-            self.ring.copies.finish()
-            self.ring.slots.finish()
-        finally:
-            for path in self.paths:
-                path.file.close()
-        self.ring.close()
+        with self.space.deferred, self.space.deferred.lock:
+            try:
+                # Copies that are under way read and write the memory that closing the ring frees.
+                self.ring.copies.finish()
+                self.ring.slots.finish()
+            finally:
+                for path in self.paths:
+                    path.file.close()
+            self.ring.close()
 
     def _stop_lanes(self) -> bool:
         """Let the lanes do what is queued and end; whether all of them did within the time for that."""
@@ -410,7 +427,7 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
         """Keep bytes that cannot be written in host memory, or in their slot where no host memory is left."""
         space = self.space
         host: torch.Tensor | None = None
-        with suppress(MemoryError, RuntimeError):
+        with suppress(Exception):  # no memory, say: a lane lives on
             host = self.ring.rescue(staged, ticket.nbytes)
         with space.deferred, space.deferred.lock:
             space.end_write()
@@ -452,12 +469,12 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
 
     def _onto_device(self, ticket: SwapTicket, source: torch.Tensor) -> Arrival | None:
         """Copy staged bytes to the device, so that backward need not wait for that; None where they stay staged."""
-        if self.ring.zero_copy or ticket.state is _S.ABANDONED:
+        if self.ring.zero_copy or ticket.state is _S.ABANDONED or self.ring.copies.is_full:
             return None
         try:
             arrival = self.ring.copies.into(source, ticket.nbytes, ticket.device)
             arrival.wait()  # else the slot would be read into again under the copy
-        except RuntimeError:  # no device memory: backward tries again, and tells the user if there is none then
+        except Exception:  # noqa: BLE001 - no device memory, say: backward tries again, and tells the user
             return None
         return arrival
 

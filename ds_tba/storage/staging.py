@@ -19,11 +19,12 @@ from typing import Any
 
 import torch
 
-from ds_tba.device.accelerator import Accelerator, Copies, moment
+from ds_tba.device.accelerator import Accelerator, Copies
 from ds_tba.device.memory import aligned_memory, give_pages_back, host_view, huge_page_memory
 from ds_tba.errors import StateError
 from ds_tba.storage.backends.base import IoBackend
 
+CLOSED = "the activation offloader was closed before backward: keep the engine until then"
 COPY_BYTES = 16 << 20  # about the size of a storage
 TIMES = 5
 
@@ -121,8 +122,11 @@ class CopySafeAllocator(SpanAllocator):
         self._in_copies: deque[tuple[list[Any], Span]] = deque()
 
     def free_after(self, events: Iterable[Any], span: Span) -> None:
-        """Free a span when these events are done; at once where they are. None stands for an event that is done."""
-        under_way = [event for event in events if event is not None and not event.query()]
+        """Free a span when these events are done, at once where there are none. None stands for an event that is done.
+
+        Asks no event: a finalizer may run while its thread captures a graph, which a query would spoil.
+        """
+        under_way = [event for event in events if event is not None]
         if under_way:
             self._in_copies.append((under_way, span))
         else:
@@ -130,12 +134,13 @@ class CopySafeAllocator(SpanAllocator):
 
     def settle(self) -> None:
         """Free the spans whose copies are done. Never blocks."""
-        waiting, self._in_copies = self._in_copies, deque()
-        for events, span in waiting:
+        for _ in range(len(self._in_copies)):  # turned round, so that an event that cannot be asked loses none
+            events, span = self._in_copies[0]
             if all(event.query() for event in events):
+                self._in_copies.popleft()
                 self.free(span)
             else:
-                self._in_copies.append((events, span))
+                self._in_copies.rotate(-1)
 
     def finish(self) -> None:
         """Block until no copy uses a span that was freed."""
@@ -154,9 +159,9 @@ class CopySafeAllocator(SpanAllocator):
 
 def wait_for_stream(accelerator: Accelerator) -> None:
     """Block until the device has done what this thread's current stream was given so far."""
-    event = moment(accelerator)
-    if event is not None:
-        event.synchronize()
+    stream = accelerator.current_stream()
+    if stream is not None:
+        stream.synchronize()
 
 
 class _Loan:
@@ -164,9 +169,9 @@ class _Loan:
 
     __slots__ = ("_give_back", "slot")
 
-    def __init__(self, slot: Span, give_back: Callable[[Span], None]) -> None:
+    def __init__(self, give_back: Callable[[Span], None]) -> None:
         self._give_back = give_back
-        self.slot = slot
+        self.slot: Span | None = None
 
     def __del__(self) -> None:
         if (slot := getattr(self, "slot", None)) is not None:  # else a signal handler raised in __init__
@@ -203,7 +208,7 @@ class StagingRing:
     def view(self, slot: Span) -> torch.Tensor:
         """The bytes of a slot (uint8, 1-D, aligned)."""
         if self._memory is None:
-            raise RuntimeError("the staging ring is closed")
+            raise StateError(CLOSED)
         return self._memory[slot.offset : slot.offset + slot.nbytes]
 
     def fill(self, slot: Span, data: torch.Tensor) -> None:
@@ -247,9 +252,10 @@ class StagingRing:
             give_back: called with the slot, from a finalizer in any thread, when that tensor's storage is gone; must
                 lead to :meth:`end_loan`.
         """
-        data = tensor_over(self.view(slot), nbytes)
+        data, loan = tensor_over(self.view(slot), nbytes), _Loan(give_back)
+        data.untyped_storage()._ds_tba_loan = loan  # type: ignore[attr-defined]
         self._loans += 1  # first: one too many never frees memory that is lent
-        data.untyped_storage()._ds_tba_loan = _Loan(slot, give_back)  # type: ignore[attr-defined]
+        loan.slot = slot  # last: whatever fails before leaves the slot to the caller
         return data
 
     def end_loan(self, slot: Span) -> None:

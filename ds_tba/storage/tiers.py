@@ -62,6 +62,7 @@ class Tiers:
         self._config = config
         self._rank = rank
         self._ranks_on_node = ranks_on_node
+        self._accelerator = accelerator
         self.selection: Selection | None = None
         self.directories: list[SwapDirectory] = []
         self._drives: list[Drive] = []
@@ -143,6 +144,7 @@ class Tiers:
     def close(self) -> None:
         """Give everything back. Idempotent."""
         with ExitStack() as closing:  # each of them, whatever becomes of the others
+            closing.callback(self._accelerator.give_pinned_back)  # last
             for store in self.by_placement.values():
                 closing.callback(store.close)
 

@@ -68,10 +68,7 @@ class Split:
     """
 
     def __init__(
-        self,
-        chunks: Sequence[Chunk],
-        device_share: float | None,
-        may_go: Callable[[Chunk], bool] = lambda _: True,
+        self, chunks: Sequence[Chunk], device_share: float | None, may_go: Callable[[Chunk], bool] = lambda _: True
     ) -> None:
         self._chunks = chunks
         possible = [number for number in reversed(range(len(chunks))) if may_go(chunks[number])]

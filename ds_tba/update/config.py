@@ -17,14 +17,6 @@ ARRAYS_PER_CHUNK = 5
 # The least chunk: below it the calls cost more than the work.
 MIN_CHUNK_BYTES = 1 << 16
 
-# Keys of earlier versions, and why nobody needs them.
-_GRADIENTS = 'DeepSpeed copies gradients to pinned memory asynchronously by itself, with `"pin_memory": true`'
-REMOVED_KEYS = {
-    "device_gradient_bytes": _GRADIENTS,
-    "direct_gradients": _GRADIENTS,
-    "verify_chunks": "`exact` tries the device's bits at the start",
-}
-
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), BeforeValidator(number)]
 
 
@@ -50,14 +42,6 @@ class UpdateConfig(Block):
     @property
     def chunk_elements(self) -> int:
         return self.chunk_bytes // BYTES_PER_ELEMENT
-
-    @model_validator(mode="before")
-    @classmethod
-    def _has_no_removed_key(cls, block: Any) -> Any:
-        for key, why in REMOVED_KEYS.items():
-            if isinstance(block, Mapping) and key in block:
-                raise refusal(f"`{key}` is gone: {why}; remove it")
-        return block
 
     @model_validator(mode="after")
     def _consistent(self) -> UpdateConfig:

@@ -98,8 +98,7 @@ class Powers:
 
 def _power(base: np.float32, exponent: int) -> np.float32:
     """``std::pow`` of a float and an integer: computed in double."""
-    power: np.float32 = np.float32(math.pow(float(base), exponent))
-    return power
+    return np.float32(math.pow(float(base), exponent))
 
 
 def _scalars(betas: tuple[np.float32, np.float32], powers: tuple[np.float32, np.float32], hyper: Hyper) -> Scalars:

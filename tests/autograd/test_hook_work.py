@@ -78,14 +78,14 @@ def device() -> Iterator[Counting]:
 
 
 def test_a_moved_tensor_takes_few_calls_of_the_device(device: Counting) -> None:
-    """Out: an event before and one after, in one switch; back: one event, one switch, and shared once."""
+    """Out: an event before and one after, in one switch, and shared once; back: one event, one switch, shared once."""
     count = 10
     store = HostStore(device, 8 * MIB)
     cache = TensorCache([store], "cpu", 1, wait_for_staging=True, accelerator=device)
     tensors = [device.allocate(4096, torch.device("cpu")) for _ in range(count)]
     with cache.saving():
         held = [cache.pack(one) for one in tensors]
-    assert device.calls == {"events": 2 * count, "stream switches": count}
+    assert device.calls == {"events": 2 * count, "stream switches": count, "shared": count}
     del tensors
     device.synchronize()
     device.calls.clear()

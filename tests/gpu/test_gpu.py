@@ -75,7 +75,8 @@ def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
 
 
 def cache_over(rig: Rig, *stores: Store) -> TensorCache:  # type: ignore[type-arg]
-    return TensorCache(stores, rig.accelerator.device().type, hazards.MIN_BYTES, wait_for_staging=True)
+    device = rig.accelerator.device()
+    return TensorCache(stores, device, hazards.MIN_BYTES, wait_for_staging=True, accelerator=rig.accelerator)
 
 
 def check(rig: Rig, scenario: Scenario, cache: TensorCache) -> None:

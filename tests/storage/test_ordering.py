@@ -83,8 +83,9 @@ stores = pytest.mark.parametrize(
 def test_gradients_are_exact(
     make_device: DeviceFactory, make_store: StoreFactory, make: Make, scenario: Scenario
 ) -> None:
-    store, nvme = make(make_store, make_device(longest_pause_s=0.001))
-    hazards.check(scenario, TensorCache([store], "cpu", hazards.MIN_BYTES, wait_for_staging=True))
+    device = make_device(longest_pause_s=0.001)
+    store, nvme = make(make_store, device)
+    hazards.check(scenario, TensorCache([store], "cpu", hazards.MIN_BYTES, wait_for_staging=True, accelerator=device))
     assert nvme is None or store_is_empty(nvme)
     store.close()
 
@@ -139,6 +140,7 @@ def test_every_stream_that_unpacks_waits_for_the_copy(
     """The first consumer of a storage is not the only one that has to wait, nor the only one that uses its memory."""
     device, chance = make_device(late_compute=True), random.Random(0)
     streams = [device.new_stream() for _ in range(3)]
+    streams[0].longest_pause_s = 0.02  # the first part of a storage comes back last, when the others are done with theirs
     store, _ = make(make_store, device)
     cache = TensorCache([store], "cpu", KIB, wait_for_staging=True, accelerator=device)
     exact: list[bool] = []
@@ -165,6 +167,52 @@ def test_every_stream_that_unpacks_waits_for_the_copy(
             del tensor, one
     device.synchronize()
     assert len(exact) == 108 and all(exact), f"{exact.count(False)} of {len(exact)} kernels saw wrong bytes"
+    cache.settle()
+    store.close()
+
+
+@stores
+@pytest.mark.parametrize("budget_bytes", [None, 256 * KIB], ids=["no budget", "budget"])
+def test_a_stream_that_saves_uses_the_tensor_although_the_host_has_let_go_of_it(
+    make_device: DeviceFactory, make_store: StoreFactory, make: Make, budget_bytes: int | None
+) -> None:
+    """Autograd saves what an op reads before its kernel is queued, on whatever stream, and would hold it longer."""
+    device, chance = make_device(late_compute=True), random.Random(0)
+    streams = [device.new_stream() for _ in range(3)]
+    for stream in streams[1:]:
+        stream.longest_pause_s = 0.01
+    store, _ = make(make_store, device)
+    cache = TensorCache([store], "cpu", KIB, wait_for_staging=True, accelerator=device)
+    if budget_bytes is not None:
+        cache.limit_resident(budget_bytes)
+    exact: list[bool] = []
+
+    def use(tensor: torch.Tensor, wanted: torch.Tensor) -> None:
+        device.launch(lambda found: exact.append(torch.equal(found, wanted)), tensor)
+
+    for _ in range(8):
+        held = []
+        with cache.saving():
+            for _ in range(6):
+                wanted = torch.randint(0, 256, (chance.choice((4 * KIB, 60_000, 128 * KIB)),), dtype=torch.uint8)
+                maker, *users = chance.sample(streams, 3)
+                with device.on(maker):
+                    data, made = device.allocate(wanted.numel(), CPU), device.new_event()
+                    device.launch(lambda to, source=wanted: to.copy_(source), data)
+                    made.record()
+                for user in users[: chance.choice((1, 2))]:
+                    user.wait_event(made)
+                    with device.on(user):
+                        held.append((cache.pack(data), wanted, user))
+                        use(data, wanted)
+                del data
+        while held:
+            view, wanted, user = held.pop()
+            with device.on(user):
+                use(view.restore(), wanted)
+            del view
+    device.synchronize()
+    assert len(exact) > 100 and all(exact), f"{exact.count(False)} of {len(exact)} kernels saw wrong bytes"
     cache.settle()
     store.close()
 

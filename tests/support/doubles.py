@@ -55,6 +55,9 @@ class EventAccelerator(CpuAccelerator):
             def wait_event(self, event: Event) -> None:
                 pass
 
+            def synchronize(self) -> None:
+                pass
+
         self.new_event = Event
         self.new_stream = Stream
         self._default = Stream()

@@ -798,7 +798,9 @@ def nvme_cache(
     ring = StagingRing(accelerator, backend, staging_bytes)
     store = NvmeStore([SwapFile(directory, 256 << 20)], backend, ring, Lanes(2, 2), "sampled")
     try:
-        yield TensorCache([store], accelerator.device().type, MIN_BYTES, wait_for_staging=wait)
+        asynchronous = None if accelerator.is_synchronized_device() else accelerator
+        device = accelerator.device()
+        yield TensorCache([store], device, MIN_BYTES, wait_for_staging=wait, accelerator=asynchronous)
     finally:
         store.close()
 

@@ -46,7 +46,19 @@ class LateEvent:
             raise TimeoutError("an event never came")
 
 
-class LateStream:
+class _Stream:
+    """What CUDA's are to operators: `torch.Stream`, their base, says that nothing is unequal to None."""
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __ne__(self, other: object) -> bool:
+        return other is not None and self is not other
+
+    __hash__ = object.__hash__
+
+
+class LateStream(_Stream):
     """A queue of work and the thread that does it, late.
 
     Attributes:
@@ -67,6 +79,12 @@ class LateStream:
     def wait_event(self, event: LateEvent) -> None:
         self.run(event.synchronize)
 
+    def synchronize(self) -> None:
+        reached = threading.Event()
+        self.run(reached.set)
+        if not reached.wait(TIMEOUT_S):
+            raise TimeoutError("a stream never came to an end")
+
     def end(self) -> None:
         self._work.put(None)
         self._thread.join(TIMEOUT_S)
@@ -78,7 +96,7 @@ class LateStream:
             del work
 
 
-class HostStream:
+class HostStream(_Stream):
     """The stream of kernels that are done when their call returns, as those of the CPU are."""
 
     def run(self, work: Callable[[], object]) -> None:
@@ -86,6 +104,9 @@ class HostStream:
 
     def wait_event(self, event: LateEvent) -> None:
         event.synchronize()
+
+    def synchronize(self) -> None:
+        """Nothing is under way."""
 
 
 class LateDevice(CpuAccelerator):
@@ -163,7 +184,7 @@ class LateDevice(CpuAccelerator):
 
     def share(self, tensor: torch.Tensor, stream: Any) -> None:
         tenant = getattr(tensor.untyped_storage(), "_tenant", None)
-        if tenant is not None:  # else memory that autograd took from the host
+        if tenant is not None and stream is not tenant.owner:  # None: memory that autograd took from the host
             tenant.sharers.append(stream)
 
     def free(self, tenant: _Tenant) -> None:

@@ -392,7 +392,7 @@ def _attend(
             mask = mask.expand(*query.shape[:3], key.shape[-2])
         attend = _aten._scaled_dot_product_efficient_attention
         found = attend(*given, mask, True, dropout_p, is_causal, scale=scale)
-    return found[0]  # type: ignore[no-any-return]
+    return found[0]
 
 
 def attention_of(

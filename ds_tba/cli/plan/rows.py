@@ -233,10 +233,7 @@ def recommended(rows: Sequence[Row]) -> Row | None:
 
 def holders(row: Row, run: DryRun) -> list[tuple[str, int]]:
     """What the device would hold, the largest first."""
-    moving = {
-        "saved tensors": row.cost.peak_saved_bytes,
-        "logits and other temporary tensors": run.temporary_bytes,
-    }
+    moving = {"saved tensors": row.cost.peak_saved_bytes, "logits and other temporary tensors": run.temporary_bytes}
     return sorted({**row.held.always, **row.held.passing, **moving}.items(), key=lambda one: -one[1])
 
 
