@@ -285,7 +285,7 @@ def with_staging(config: OffloadConfig, host_bytes: float, *, is_host: bool) -> 
         return config
     is_small = is_host or config.io.backend in ("gds", "kvikio") or config.placement != "adaptive"
     most_bytes = MIN_STAGING_BYTES if is_small else MAX_STAGING_BYTES
-    nbytes = max(int(min(most_bytes, host_bytes * STAGING_FRACTION)), MIN_STAGING_BYTES)
+    nbytes = int(max(min(most_bytes, host_bytes * STAGING_FRACTION), MIN_STAGING_BYTES))
     nbytes = 1 << (nbytes.bit_length() - 1)  # PyTorch pins a power of two, whatever it is asked for
     return config.model_copy(update={"io": config.io.model_copy(update={"staging_bytes": nbytes})})
 

@@ -61,7 +61,7 @@ GIB = 1 << 30
         ({}, 512 * GIB, False, GIB),
         ({}, 8 * GIB, False, GIB // 2),
         ({}, GIB, False, GIB // 4),
-        ({}, 8 * GIB + 16000, False, GIB // 2),  # in whole units of I/O
+        ({}, 15 * GIB, False, GIB // 2),  # PyTorch pins powers of two
         ({}, 512 * GIB, True, GIB // 4),
         ({"backend": "gds"}, 512 * GIB, False, GIB // 4),
         ({"placement": "nvme"}, 512 * GIB, False, GIB // 4),

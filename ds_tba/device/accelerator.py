@@ -403,10 +403,7 @@ class CudaAccelerator(DeviceAccelerator):
         return tensor.pin_memory()
 
     def give_pinned_back(self) -> None:
-        give_back = getattr(getattr(torch, "accelerator", None), "empty_host_cache", None)
-        give_back = give_back or getattr(torch._C, "_host_emptyCache", None)  # of older PyTorch
-        if give_back is not None:
-            give_back()
+        getattr(getattr(torch, "accelerator", None), "empty_host_cache", lambda: None)()
 
     def new_event(self) -> Any:
         """Whoever waits for it sleeps, and leaves the core to others."""

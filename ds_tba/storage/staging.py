@@ -21,7 +21,7 @@ import torch
 
 from ds_tba.device.accelerator import Accelerator, Copies
 from ds_tba.device.memory import aligned_memory, give_pages_back, host_view, huge_page_memory
-from ds_tba.errors import StateError
+from ds_tba.errors import ConfigError, StateError
 from ds_tba.storage.backends.base import IoBackend
 
 CLOSED = "the activation offloader was closed before backward: keep the engine until then"
@@ -280,7 +280,11 @@ class StagingRing:
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         if self._is_pinned:
-            return self.accelerator.pin_memory(torch.zeros(nbytes, dtype=torch.uint8, device="cpu"))
+            pinned = self.accelerator.pin_memory(torch.zeros(nbytes, dtype=torch.uint8, device="cpu"))
+            if pinned.data_ptr() % self.slots.alignment_bytes:  # no drive takes it, and a fork would share it
+                why = "as with pinned_use_cuda_host_register:True in PYTORCH_CUDA_ALLOC_CONF: take that out"
+                raise ConfigError(f"pinned memory begins in the middle of a page, {why}.")
+            return pinned
         memory = self._backend.allocate_staging(nbytes)
         wait_for_stream(self.accelerator)  # zeroing on the device must not overwrite the first tensor
         return memory

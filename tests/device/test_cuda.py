@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from support.late_device import LateDevice
+from support.late_device import LateDevice, LateEvent
 from torch import Tensor
 
 from ds_tba.autograd.cache import TensorCache
+from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.device import accelerator as module
 from ds_tba.device.accelerator import Copies, CudaAccelerator, DeviceAccelerator, adapted, new_thread
+from ds_tba.errors import ConfigError
+from ds_tba.offloader import ActivationOffloader
+from ds_tba.storage.backends.posix import PosixBackend
 from ds_tba.storage.host import HostStore
+from ds_tba.storage.staging import StagingRing
 
 MIB = 1 << 20
 
@@ -160,3 +166,88 @@ def test_what_belongs_to_a_graph_is_kept(device: Graphs) -> None:
     assert found is not None and x.grad is not None and torch.equal(found, x.grad)
     device.capturing = False
     store.close()
+
+
+@pytest.mark.parametrize("budget_bytes", [None, 40_000])
+def test_no_event_is_asked_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch, budget_bytes: int | None) -> None:
+    """In forward, or where the garbage collector comes upon an older graph: it would spoil the capture."""
+    device = Graphs(capturing=False)
+    store = HostStore(device, 8 * MIB)
+    cache = TensorCache([store], "cpu", 1024, accelerator=device)
+    cache.limit_resident(budget_bytes, "the budget")
+    x = torch.randn(64, 64, requires_grad=True)
+    asked: list[str] = []
+    for name in ("query", "synchronize"):
+        usual = getattr(LateEvent, name)
+
+        def watched(event: LateEvent, name: str = name, usual: Callable[[LateEvent], Any] = usual) -> Any:
+            if device.capturing and "late-stream" not in threading.current_thread().name:
+                asked.append(name)
+            return usual(event)
+
+        monkeypatch.setattr(LateEvent, name, watched)
+    with cache.saving():
+        y = x
+        for _ in range(6):
+            y = y.sin()
+        device.capturing = True
+        z = x[:8]
+        for _ in range(4):
+            z = z.cos()  # small ones, and larger ones
+        w = x.exp().sin()
+        del y
+    device.capturing = False
+    assert not asked
+    del z, w
+    device.synchronize()
+    cache.settle()
+    store.close()
+    device.end()
+
+
+def test_a_device_without_memory_is_not_asked_ahead_of_need_until_more_has_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its allocator gives back all that it caches before it says no."""
+    device = LateDevice()
+    store, cpu = HostStore(device, 8 * MIB), torch.device("cpu")
+    tickets = [store.put(torch.zeros(4096, dtype=torch.uint8), wait=False) for _ in range(4)]
+    asked: list[int] = []
+
+    def allocate(nbytes: int, _device: torch.device) -> torch.Tensor:
+        asked.append(nbytes)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(device, "allocate", allocate)
+        assert not any(store.prefetch(ticket) for ticket in tickets for _ in range(3))  # type: ignore[arg-type]
+        assert len(asked) == 1
+        tickets.append(store.put(torch.zeros(4096, dtype=torch.uint8), wait=False))
+        assert not store.prefetch(tickets[0]) and len(asked) == 2  # type: ignore[arg-type]
+    assert all(torch.equal(store.get(ticket, cpu).data, torch.zeros(4096, dtype=torch.uint8)) for ticket in tickets)  # type: ignore[arg-type]
+    device.synchronize()
+    store.close()
+    device.end()
+
+
+def test_pinned_memory_that_no_drive_takes_is_refused() -> None:
+    """As PyTorch's is with ``pinned_use_cuda_host_register:True``."""
+    device = LateDevice()
+    device.pin_memory = lambda tensor: torch.empty(tensor.numel() + 64, dtype=torch.uint8)[1:]  # type: ignore[method-assign]
+    with pytest.raises(ConfigError, match="pinned_use_cuda_host_register"):
+        StagingRing(device, PosixBackend(), MIB)
+    device.end()
+
+
+def test_closing_gives_pinned_memory_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else PyTorch keeps it for the next engine, which asks for another size."""
+    device, order = LateDevice(), list[str]()
+    monkeypatch.setattr(device, "give_pinned_back", lambda: order.append("pinned"))
+    block = {"nvme_path": str(tmp_path), "placement": "nvme", "io": {"backend": "posix", "staging_bytes": 4 * MIB}}
+    offloader = ActivationOffloader(OffloadConfig.model_validate(block), AioConfig(), device)
+    nvme = offloader._tiers.nvme
+    assert nvme is not None
+    monkeypatch.setattr(nvme, "close", lambda close=nvme.close: (close(), order.append("store")))
+    offloader.close()
+    assert order == ["store", "pinned"]
+    device.end()

@@ -43,6 +43,10 @@ class Devices:
             def wait_event(self, event: Event) -> None:
                 pass
 
+            def synchronize(self) -> None:
+                with devices.stream(self):
+                    devices.touch()
+
         class Event:
             """Is not done before somebody waits for it. Asked from any thread, it touches that one's current device."""
 

@@ -105,6 +105,7 @@ def check(rig: Rig, scenario: Scenario, cache: TensorCache) -> None:
 def test_gradients_are_exact(rig: Rig, make_store: StoreFactory, make: Make, scenario: Scenario) -> None:
     store, nvme = make(make_store, rig.accelerator)  # type: ignore[arg-type]
     check(rig, scenario, cache_over(rig, store))
+    assert store.stats.offloaded_bytes > 0 or scenario.__name__ == "sparse_tensors" or make is slow_writes
     assert nvme is None or store_is_empty(nvme)
     store.close()
 

@@ -140,7 +140,7 @@ def test_every_stream_that_unpacks_waits_for_the_copy(
     """The first consumer of a storage is not the only one that has to wait, nor the only one that uses its memory."""
     device, chance = make_device(late_compute=True), random.Random(0)
     streams = [device.new_stream() for _ in range(3)]
-    streams[0].longest_pause_s = 0.02  # the first part of a storage comes back last, when the others are done with theirs
+    streams[0].longest_pause_s = 0.02  # the first part of a storage comes back when others are done
     store, _ = make(make_store, device)
     cache = TensorCache([store], "cpu", KIB, wait_for_staging=True, accelerator=device)
     exact: list[bool] = []

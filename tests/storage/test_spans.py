@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import ds_tba.storage.staging as spans_module
 from ds_tba.errors import StateError
-from ds_tba.storage.staging import Span, SpanAllocator
+from ds_tba.storage.staging import CopySafeAllocator, Span, SpanAllocator
 
 
 def test_sizes_are_exact_up_to_the_alignment() -> None:
@@ -129,4 +129,26 @@ def test_unused_is_what_the_ranges_say_and_not_the_counter() -> None:
     spans.free(one)
     assert not spans.is_unused
     spans.free(other)
+    assert spans.is_unused
+
+
+def test_an_event_that_cannot_be_asked_loses_no_span() -> None:
+    answers = [True, None, False, True, True, True]
+
+    class Event:
+        def query(self) -> bool:
+            answer = answers.pop(0)
+            if answer is None:
+                raise RuntimeError("operation not permitted when stream is capturing")
+            return answer
+
+    spans = CopySafeAllocator(1 << 16, 4096)
+    for _ in range(3):
+        spans.free_after([Event()], spans.allocate(4096))
+    with pytest.raises(RuntimeError, match="not permitted"):
+        spans.settle()
+    assert spans.used_bytes == 8192
+    spans.settle()
+    assert spans.used_bytes == 4096
+    spans.settle()
     assert spans.is_unused

@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import StoreFactory
 from support.disks import until
-from support.doubles import EventAccelerator, Gate, ScriptedBackend, fails, slow, wait_for_writes
+from support.doubles import DeviceBackend, EventAccelerator, Gate, ScriptedBackend, fails, slow, wait_for_writes
 
 from ds_tba.errors import ActivationCorruptionError, ActivationLostError, PathError, StateError
 from ds_tba.storage.backends.base import IoBackend, IoHandle
@@ -778,3 +778,112 @@ def test_staging_that_nobody_uses_gives_its_pages_back_and_takes_them_again(make
     assert isinstance(again, SwapTicket)
     wait_for_writes(store)
     assert torch.equal(store.get(again, CPU).data, data)
+
+
+def test_a_slot_that_cannot_be_lent_stays_with_its_ticket(
+    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate()
+    store = make_store(ScriptedBackend(gate), staging_bytes=2 * MIB, lanes=Lanes(1, 1))
+    first, wanted = store.put(noise(MIB), wait=True), noise(MIB)
+    second = store.put(wanted.clone(), wait=True)
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(torch.Tensor, "untyped_storage", fails_for_want_of_memory)
+        store.get(second, CPU)
+    assert store.put(noise(MIB), wait=False) is Refusal.STAGING_FULL
+    gate.opened.set()
+    wait_for_writes(store)
+    assert torch.equal(store.get(second, CPU).data, wanted)
+    for ticket in (first, second):
+        store.release(ticket)
+    until(lambda: not store.ring.slots.used_bytes, "nothing is held")
+
+
+def fails_for_want_of_memory(*_: object) -> None:
+    raise MemoryError
+
+
+def test_a_store_that_is_closed_takes_no_memory_for_reads(make_store: StoreFactory) -> None:
+    store = make_store(staging_bytes=2 * MIB)
+    tickets = [stored(store, noise(MIB)) for _ in range(4)]
+    store.close()
+    for ticket in tickets:
+        with pytest.raises(StateError, match="closed before backward"):
+            store.get(ticket, CPU)
+    assert all(ticket.host is None and ticket.slot is None for ticket in tickets)
+
+
+def test_closing_waits_for_what_another_thread_is_copying_into_staging(
+    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, is_copying, may_end = make_store(staging_bytes=2 * MIB), threading.Event(), threading.Event()
+    copy = store.ring.accelerator.copy
+
+    def slow_copy(*arguments: Any) -> None:
+        is_copying.set()
+        assert may_end.wait(10)
+        copy(*arguments)
+
+    monkeypatch.setattr(store.ring.accelerator, "copy", slow_copy)
+    threads = [threading.Thread(target=lambda: store.put(noise(MIB), wait=True)), threading.Thread(target=store.close)]
+    threads[0].start()
+    assert is_copying.wait(10)
+    threads[1].start()
+    time.sleep(0.1)
+    assert threads[1].is_alive() and store.ring._memory is not None
+    may_end.set()
+    for thread in threads:
+        thread.join(10)
+    assert store.ring._memory is None and store.stats.written_bytes == MIB
+
+
+class Lately(EventAccelerator):
+    """Events that are done when ``late`` is set, of the copies that were queued while ``is_late``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_late, self.late = False, threading.Event()
+        make = self.new_event
+
+        def new_event() -> Any:
+            event = make()
+            if self.is_late:
+                event.query, event.synchronize = self.late.is_set, lambda: self.late.wait(10)
+            return event
+
+        self.new_event = new_event
+
+
+def test_a_graph_may_go_while_a_store_is_closed(make_store: StoreFactory) -> None:
+    device, gate = Lately(), Gate()
+    backend = DeviceBackend(gate)
+    store = make_store(backend, accelerator=device, staging_bytes=4 * MIB, lanes=Lanes(1, 1))
+    first, second = (store.put(noise(MIB), wait=False) for _ in range(2))
+    device.is_late = True
+    loaded = [store.get(one, CPU) for one in (second, first)]  # handed over: their slots wait for these copies
+    device.is_late = False
+    store.release(second)
+    gate.opened.set()
+    closing = threading.Thread(target=store.close)
+    closing.start()
+    time.sleep(0.1)
+    threading.Timer(0.1, device.late.set).start()
+    store.release(first)
+    closing.join(10)
+    assert not closing.is_alive() and not backend.staging
+    del loaded
+
+
+def test_checksums_on_a_device_without_memory_take_none(
+    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make_store(DeviceBackend(), accelerator=EventAccelerator(), staging_bytes=8 * MIB)
+    data = noise(2 * MIB)
+
+    def no_memory(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "cat", no_memory)
+    ticket = stored(store, data)
+    assert torch.equal(store.get(ticket, CPU).data, data)
+    assert store.paths[0].failure is None
