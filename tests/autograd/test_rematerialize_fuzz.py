@@ -40,7 +40,7 @@ def test_random_programs_are_the_same_bits(chunk: int, stores: Stores) -> None:
     assert len(tally.rules) > (0.6 if chunk else 0.75) * len(USABLE), sorted(USABLE - set(tally.rules))
     assert tally.finite > 0.9 * DRAWS
     assert sum(tally.nbytes.values()) > 1 << 20
-    assert {"modified", "freed", "boom"} <= set(tally.errors)
+    assert {"modified", "freed", *([] if chunk else ["boom"])} <= set(tally.errors)
     assert {"an input of the model", "saved by hooks of the user"} <= set(tally.refused)
 
 
