@@ -279,14 +279,14 @@ def with_staging(config: OffloadConfig, host_bytes: float, *, is_host: bool) -> 
 
     Forward saves in bursts, which staging buffers while the drives write; a tensor that finds no room in staging is
     kept. Staging stays small on a CPU (``is_host``), whose own memory it takes, and with GPUDirect Storage, where it is
-    device memory; also without a plan, where its size bounds what is read ahead onto the device.
+    device memory; also without a plan, where its size bounds what is read ahead onto the device. A power of two, as
+    PyTorch pins no other sizes.
     """
     if config.io.staging_bytes is not None:
         return config
     is_small = is_host or config.io.backend in ("gds", "kvikio") or config.placement != "adaptive"
     most_bytes = MIN_STAGING_BYTES if is_small else MAX_STAGING_BYTES
-    nbytes = int(max(min(most_bytes, host_bytes * STAGING_FRACTION), MIN_STAGING_BYTES))
-    nbytes = 1 << (nbytes.bit_length() - 1)  # PyTorch pins a power of two, whatever it is asked for
+    nbytes = 1 << (int(max(min(most_bytes, host_bytes * STAGING_FRACTION), MIN_STAGING_BYTES)).bit_length() - 1)
     return config.model_copy(update={"io": config.io.model_copy(update={"staging_bytes": nbytes})})
 
 

@@ -111,6 +111,7 @@ class Rates:
         nbytes, store, slot = min(COPY_BYTES, self._staging_bytes), self._store, None
         if store is not None:
             with store.space.lock:
+                store.space.settle_copies()
                 slot = store.ring.slots.allocate(nbytes)
         if store is None or slot is None:
             yield host_memory(nbytes, self._accelerator)

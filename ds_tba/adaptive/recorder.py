@@ -376,10 +376,9 @@ class Recorder:
         return index
 
     def _index_of(self, key: StorageKey, is_movable: bool) -> int:
-        index = self._by_key.get(key)
-        if index is None:
-            index = self._by_key[key] = self._add(key.nbytes, is_movable)
-        return index
+        if key not in self._by_key:
+            self._by_key[key] = self._add(key.nbytes, is_movable)
+        return self._by_key[key]
 
     def _index_of_small(self, held: SavedCounted, scope: _Scope) -> int:  # see [Note: Small tensors]
         index = self._small.get(held.memory)  # a storage that is saved many times takes its memory once

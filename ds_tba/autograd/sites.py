@@ -340,8 +340,7 @@ class Recipe(NamedTuple):
                 is_same_order = all(size == 1 or one == other for size, one, other in strides)
                 if not (is_same_order or last.rule.is_rounded_once(last.constants)):
                     raise NoRecipeError("made again it has another order of elements")
-                laid_out = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=result.device)
-                result = laid_out.copy_(result)
+                result = result.new_empty_strided(spec.shape, spec.stride, dtype=spec.dtype).copy_(result)
         return result
 
 

@@ -567,13 +567,12 @@ class Copies:
         self._out_stream = accelerator.new_stream()
         self._in_stream = accelerator.new_stream()
         self._pending: deque[PendingCopy] = deque()
-        self.is_full = False  # no device memory: not asked again ahead of need before more has left
+        self.is_full = False  # no device memory, so that none is asked for ahead of need until somebody has got some
 
     def out(self, data: torch.Tensor, target: torch.Tensor) -> PendingCopy | None:
         """Copy device bytes to the beginning of ``target``; None where that is done at return."""
         accelerator = self._accelerator
         target = target[: data.numel()]
-        self.is_full = False
         if accelerator.is_synchronized_device():
             accelerator.copy(data, target)
             return None
@@ -606,6 +605,7 @@ class Copies:
             except (RuntimeError, MemoryError):
                 self.is_full = True  # the allocator has given back all that it kept, which is not to come each time
                 raise
+            self.is_full = False
             for copy in after:  # else it would read a slot that is not filled yet
                 self._in_stream.wait_event(copy.event)
             accelerator.copy(source[:nbytes], data)
@@ -631,11 +631,6 @@ class Copies:
         """Block until every copy out is done, also one that failed after it was queued."""
         if self._out_stream is not None:
             self._out_stream.synchronize()
-
-    def finish(self) -> None:
-        """Block until every copy out is done, and let go of what they read."""
-        while self._pending:
-            self._pending.popleft().wait()
 
     @property
     def under_way(self) -> list[PendingCopy]:

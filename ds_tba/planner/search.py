@@ -3,11 +3,11 @@
 [Note: Search strategy] Storages are ordered by the bytes and seconds of memory that they give back for each second of
 the resource that they take: of compute, where they are rematerialized or recomputed with their block; of drive and
 copies, where they are moved (which takes time by the byte, so that the longest idle goes first, of those for which
-neither staging nor backward would have to wait, and in a second try of all). For each order of what is computed again,
-bisection finds how much of it the limits call for beside those moves. Then bisection finds how much is moved: without a
-budget as much as there is time for, with one as little as it takes to fit. Of all that was replayed the best is taken;
-see ``rank``. No clock is asked, so that every rank would find the same plan. The budget is held where storages are
-placed, and the time is measured: a plan need not be the best to the per cent.
+neither staging nor backward would have to wait; without a budget, all in a second try). For each order of what is
+computed again, bisection finds how much of it the limits call for beside those moves. Then bisection finds how much is
+moved: without a budget as much as there is time for, with one as little as it takes to fit. Of all that was replayed
+the best is taken; see ``rank``. No clock is asked, so that every rank would find the same plan. The budget is held
+where storages are placed, and the time is measured: a plan need not be the best to the per cent.
 
 [Note: Groups] Where there are many storages, neighbours are placed together, and of interleaved forwards that are
 alike all are placed alike: what one of them saves lowers no peak. The limits are narrower then by what rounding to
@@ -164,8 +164,9 @@ class _Search:
             if count not in moves:
                 beside(count)
             where, order = moves[count]
-            # Also by idle time alone: what waits for nothing may be what makes all others wait for staging.
-            for one in (order, order[np.argsort(-self._idle_s[order], kind="stable")]):
+            # By idle time alone, too: what waits for nothing may be what makes all others wait for staging.
+            by_idle = order[np.argsort(-self._idle_s[order], kind="stable")]
+            for one in (order,) if self._has_budget else (order, by_idle):
                 self._bisect(
                     len(one),
                     lambda moved: self._replay(self._with(again(count), where, one[:moved])),  # noqa: B023 - called here

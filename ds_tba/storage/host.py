@@ -166,8 +166,10 @@ class HostStore(Store[HostTicket]):
         try:
             ticket.copy = self._copies.out(data, ticket.view())  # without the lock: nobody else has the ticket yet
         except BaseException:
-            self._copies.drain()  # one that nobody knows of may be under way
-            self.release(ticket)
+            try:
+                self._copies.drain()  # one that nobody knows of may be under way
+            finally:
+                self.release(ticket)
             raise
         with self._deferred, self._deferred.lock:
             self.stats.offloaded_bytes += ticket.nbytes
@@ -229,7 +231,7 @@ class HostStore(Store[HostTicket]):
     def close(self) -> None:
         with self._deferred, self._deferred.lock:
             self._closed = True
-            self._copies.finish()
+            self._copies.hold_at_most(0)
             for segment in self._segments:
                 segment.spans.finish()
             self._segments.clear()
@@ -287,8 +289,9 @@ class HostStore(Store[HostTicket]):
     def _settle(self) -> None:
         """Let go of what copies used that are done. Never blocks."""
         self._copies.settle()
-        for segment in self._segments:
+        for segment in (*self._segments, *self._held_after_close):
             segment.spans.settle()
+        self._held_after_close = [one for one in self._held_after_close if one.spans.has_spans_in_copies]
 
     def _copy_in(self, ticket: HostTicket, device: torch.device) -> Arrival:
         # After the copy out, or bytes that the device has not written yet would be handed over.
@@ -311,8 +314,10 @@ class HostStore(Store[HostTicket]):
         if span is not None:
             events = ticket.uses + ([ticket.copy.event] if ticket.copy is not None else [])
             ticket.segment.spans.free_after(events, span)
-            if self._closed and ticket.segment.spans.has_spans_in_copies:
+            if self._closed:
                 self._held_after_close.append(ticket.segment)
+                if not self._accelerator.is_capturing():
+                    self._settle()
 
 
 def host_memory(nbytes: int, accelerator: Accelerator) -> torch.Tensor:

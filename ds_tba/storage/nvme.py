@@ -50,6 +50,7 @@ from ds_tba.telemetry.stats import Kind
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 60.0
+COPYING_LIMIT_S = 5.0  # for a copy into staging, unless the thread that closes has interrupted it
 PIECE_FRACTION_OF_STAGING = 0.25
 _S = TicketState
 
@@ -141,7 +142,7 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
                 slot, path, extent = reserved
                 ticket = SwapTicket(data.numel(), self, path, extent, slot, data.device)
                 space.writes_under_way += 1
-                space.copying += 1
+                space.copying.add(ticket)
             # Without the lock, which a copy of the host would keep from the lanes; nobody else has the ticket yet.
             copy = self.ring.copies.out(data, self.ring.view(slot))
             if copy is not None:
@@ -149,25 +150,27 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
             with space.lock:
                 self.stats.offloaded_bytes += ticket.nbytes
                 path.writes.put(partial(self._write, ticket))
-                space.copying -= 1
+                space.copying.discard(ticket)
         except BaseException:  # of a signal handler, too: whoever waits for a slot waits for this write
             if ticket is not None:
-                self.ring.copies.drain()  # one that nobody knows of may be under way into the slot
-                space.deferred.leave(ticket)
-                with space.lock:
-                    space.copying -= 1
+                try:
+                    self.ring.copies.drain()  # one that nobody knows of may be under way into the slot
+                finally:
+                    space.copying.discard(ticket)
+                    space.deferred.leave(ticket)
             raise
         return ticket
 
     def _put_pieces(self, data: torch.Tensor, wait: bool) -> PiecesTicket | Refusal:
         slots, nbytes = self.ring.slots, data.numel()
-        if not wait and slots.padded(nbytes) > slots.capacity_bytes - slots.used_bytes:
-            # It would have to wait for staging: refused before its first pieces are copied for nothing.
-            too_large = slots.padded(nbytes) > slots.capacity_bytes
-            refusal = Refusal.LARGER_THAN_STAGING if too_large else Refusal.STAGING_FULL
-            with self.space.lock:
+        with self.space.deferred, self.space.deferred.lock:
+            self.space.settle_copies()
+            if not wait and slots.padded(nbytes) > slots.capacity_bytes - slots.used_bytes:
+                # It would have to wait for staging: refused before its first pieces are copied for nothing.
+                too_large = slots.padded(nbytes) > slots.capacity_bytes
+                refusal = Refusal.LARGER_THAN_STAGING if too_large else Refusal.STAGING_FULL
                 refusal.count(self.stats, nbytes)
-            return refusal
+                return refusal
         pieces: list[SwapTicket] = []
         try:
             for part in torch.split(data, self._piece_bytes):
@@ -241,12 +244,9 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
                 return Arrival.done(tensor_over(ticket.host, ticket.nbytes))
             return self.ring.copies.into(ticket.host, ticket.nbytes, device)
         if is_ours:
-            slot, ticket.slot = ticket.held_slot, None  # first: two owners would give it back twice
-            try:
-                return Arrival.done(self.ring.lend(slot, ticket.nbytes, self.space.deferred.leave))
-            except (RuntimeError, MemoryError):  # nothing was lent
-                ticket.slot = slot
-                raise
+            data, loan = self.ring.lend(ticket.held_slot, ticket.nbytes, self.space.deferred.leave)
+            loan.slot, ticket.slot = ticket.slot, None  # at once: two owners would give it back twice
+            return Arrival.done(data)
         # After the copies into the slot, or bytes that the device has not written yet would be handed over.
         arrival = self.ring.copies.into(self.ring.view(ticket.held_slot), ticket.nbytes, device, after=ticket.copies)
         ticket.uses.append(arrival.event)  # so that the slot is written again only when the copy has read it
@@ -334,8 +334,8 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
         with self.space.deferred, self.space.deferred.lock:
             self.space.closed = True
             self.space.changed.notify_all()
-            deadline_s = time.monotonic() + CLOSE_TIMEOUT_S
-            while self.space.copying > 0 and time.monotonic() < deadline_s:
+            deadline_s = time.monotonic() + COPYING_LIMIT_S
+            while self.space.copying and time.monotonic() < deadline_s:
                 self.space.changed.wait(COPY_POLL_S)
         if not self._stop_lanes():
             logger.error(
@@ -345,7 +345,7 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
         with self.space.deferred, self.space.deferred.lock:
             try:
                 # Copies that are under way read and write the memory that closing the ring frees.
-                self.ring.copies.finish()
+                self.ring.copies.hold_at_most(0)
                 self.ring.slots.finish()
             finally:
                 for path in self.paths:

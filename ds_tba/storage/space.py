@@ -367,7 +367,7 @@ class SwapSpace:
         deferred: what finalizers left to the holders of the lock; see ``finalizers.py``.
         changed: notified whenever a ticket moves on, or a slot or write ends.
         writes_under_way: and to come; whoever waits for a slot may count on them.
-        copying: puts that are copying into staging.
+        copying: tickets whose bytes are being copied into staging by a put.
     """
 
     def __init__(self, paths: Sequence[SwapPath], ring: StagingRing) -> None:
@@ -378,7 +378,8 @@ class SwapSpace:
         self.changed = threading.Condition(self.lock)
         self.deferred: DeferredFinalizers[SwapTicket | Span] = DeferredFinalizers(self.lock, self._finalize)
         self.read_ahead = ReadAhead(ring.slots.capacity_bytes)
-        self.writes_under_way = self.copying = 0
+        self.writes_under_way = 0
+        self.copying: set[SwapTicket] = set()
         self.closed = False
 
     # ---- taking -------------------------------------------------------------------------------------------------

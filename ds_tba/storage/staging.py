@@ -164,7 +164,7 @@ def wait_for_stream(accelerator: Accelerator) -> None:
         stream.synchronize()
 
 
-class _Loan:
+class Loan:
     """Finalizer of a storage that has a slot as its memory: frees the slot when the storage is freed."""
 
     __slots__ = ("_give_back", "slot")
@@ -245,18 +245,17 @@ class StagingRing:
                 return nullcontext()
         return self.accelerator.on(self._streams.own)
 
-    def lend(self, slot: Span, nbytes: int, give_back: Callable[[Span], None]) -> torch.Tensor:
+    def lend(self, slot: Span, nbytes: int, give_back: Callable[[Span], None]) -> tuple[torch.Tensor, Loan]:
         """The first ``nbytes`` of a slot as a tensor's own memory: on the CPU a copy would cost as much as the read.
 
         Args:
-            give_back: called with the slot, from a finalizer in any thread, when that tensor's storage is gone; must
-                lead to :meth:`end_loan`.
+            give_back: called with the ``slot`` of the loan, which the caller sets, from a finalizer in any thread, when
+                that tensor's storage is gone; must lead to :meth:`end_loan`.
         """
-        data, loan = tensor_over(self.view(slot), nbytes), _Loan(give_back)
+        data, loan = tensor_over(self.view(slot), nbytes), Loan(give_back)
         data.untyped_storage()._ds_tba_loan = loan  # type: ignore[attr-defined]
-        self._loans += 1  # first: one too many never frees memory that is lent
-        loan.slot = slot  # last: whatever fails before leaves the slot to the caller
-        return data
+        self._loans += 1  # one too many never frees memory that is lent
+        return data, loan
 
     def end_loan(self, slot: Span) -> None:
         """Free a slot that was lent. The last one of a closed ring frees the memory too."""
@@ -325,7 +324,7 @@ def measure_copies(
 
     def copy_out() -> None:
         copies.out(data, staged)
-        copies.finish()
+        copies.hold_at_most(0)
 
     def copy_in() -> None:
         copies.into(staged, staged.numel(), device).wait()

@@ -10,11 +10,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import planner_scale
 import pytest
 import update_time
 from soaking.meters import disk_bytes, slope
 from soaking.verdicts import memory
 from support import runs
+
+from ds_tba.planner.plan import Limits
 
 MIB = 1 << 20
 
@@ -143,6 +146,14 @@ def test_hook_cost(tmp_path: Path) -> None:
     ]
     assert all(row["to_kept"] == 1 for row in rows if row["kind"] == "kept")
     assert output.count("offloaded") == 2 and all(row["pack_us"] > 0 for row in rows)
+
+
+def test_drives_fast_enough_for_all_take_all_but_what_is_used_at_once() -> None:
+    """The logits: moving them would fill staging, and keep others."""
+    trace = planner_scale.model_trace(planner_scale.SHAPES["Granite-8B"], planner_scale.REGIMES[1], 32e9)
+    found = planner_scale.PLANNERS["adaptive"](trace, Limits())
+    assert found.prediction.peak_saved_bytes < 3e9
+    assert found.prediction.step_s < 1.02 * trace.step_s
 
 
 @pytest.mark.thorough

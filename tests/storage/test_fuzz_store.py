@@ -14,7 +14,7 @@ from support.disks import until
 from support.doubles import DeviceBackend, ScriptedBackend
 from support.late_device import LateDevice
 
-from ds_tba.errors import StateError, TransferError
+from ds_tba.errors import DsTbaError, StateError, TransferError
 from ds_tba.storage.base import Refusal, Ticket
 from ds_tba.storage.nvme import Lanes, NvmeStore
 
@@ -69,6 +69,8 @@ class Worker:
                     self._store.settle()
                 elif self._saved:
                     self._act(operation, chance.randrange(len(self._saved)))
+            except DsTbaError:  # a bug, or closed
+                raise
             except FAULTS:  # the user's program catches it, and goes on
                 pass
 
@@ -138,7 +140,7 @@ def is_at_rest(store: NvmeStore) -> bool:
         ahead.prefetched_bytes,
         ahead.early_bytes,
         space.writes_under_way,
-        space.copying,
+        len(space.copying),
         store.ring.slots.used_bytes,
     )
     return not any(counts) and not any(path.extents.used_bytes for path in store.paths)

@@ -17,13 +17,14 @@ from conftest import StoreFactory
 from support.disks import until
 from support.doubles import DeviceBackend, EventAccelerator, Gate, ScriptedBackend, fails, slow, wait_for_writes
 
+from ds_tba.device.accelerator import Arrival
 from ds_tba.errors import ActivationCorruptionError, ActivationLostError, PathError, StateError
 from ds_tba.storage.backends.base import IoBackend, IoHandle
 from ds_tba.storage.backends.posix import PosixBackend, PosixHandle
 from ds_tba.storage.base import Refusal
+from ds_tba.storage.host import HostStore
 from ds_tba.storage.nvme import Lanes, NvmeStore
 from ds_tba.storage.space import SwapTicket, TicketState
-from ds_tba.storage.staging import StagingRing
 from ds_tba.storage.swap_file import SwapFile
 from ds_tba.telemetry import stats as path_meter
 
@@ -661,14 +662,12 @@ def test_an_interrupt_while_a_slot_is_lent_gives_it_two_owners_never(
 ) -> None:
     gate = Gate()
     store = make_store(ScriptedBackend(gate), staging_bytes=2 * MIB, lanes=Lanes(1, 1))
-    lend = StagingRing.lend
 
-    def interrupted(*arguments: Any) -> torch.Tensor:
-        lend(*arguments)
-        raise KeyboardInterrupt  # what was lent is gone with this frame
+    def interrupted(_data: torch.Tensor) -> Arrival:
+        raise KeyboardInterrupt  # what was lent is gone with the frames
 
     first, second = (store.put(noise(MIB), wait=True) for _ in range(2))
-    monkeypatch.setattr(StagingRing, "lend", interrupted)
+    monkeypatch.setattr(Arrival, "done", interrupted)
     with pytest.raises(KeyboardInterrupt):
         store.get(second, CPU)
     monkeypatch.undo()
@@ -904,3 +903,51 @@ def test_checksums_on_a_device_without_memory_take_none(
     ticket = stored(store, data)
     assert torch.equal(store.get(ticket, CPU).data, data)
     assert store.paths[0].failure is None
+
+
+@pytest.mark.parametrize("make", ["nvme", "host"])
+def test_a_device_that_fails_for_good_leaves_nothing_taken(
+    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch, make: str
+) -> None:
+    """A copy fails, and so does waiting for it."""
+    device = EventAccelerator()
+    store = make_store(accelerator=device, staging_bytes=2 * MIB) if make == "nvme" else HostStore(device, 2 * MIB)
+    copies = store.ring.copies if isinstance(store, NvmeStore) else store._copies
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="illegal"):
+        patch.setattr(copies, "out", fails)
+        patch.setattr(copies, "drain", fails)
+        store.put(noise(MIB // 2), wait=True)
+    if isinstance(store, NvmeStore):
+        store.settle()
+        assert not store.ring.slots.used_bytes and not store.space.copying and not store.space.writes_under_way
+    assert not isinstance(store.put(noise(2 * MIB), wait=False), Refusal)
+    store.close()
+
+
+def test_pieces_find_the_room_that_copies_have_left(make_store: StoreFactory) -> None:
+    store = make_store(accelerator=EventAccelerator(), staging_bytes=4 * MIB)
+    for _ in range(8):
+        ticket = store.put(noise(7 * MIB // 2), wait=False)
+        assert not isinstance(ticket, Refusal)
+        wait_for_writes(store)
+        store.get(ticket, CPU)
+        store.release(ticket)
+
+
+def test_a_closed_host_store_holds_memory_no_longer_than_copies_use_it() -> None:
+    device = Lately()
+    store = HostStore(device, 2 * MIB)
+    ticket, other = (store.put(noise(MIB // 2), wait=True) for _ in range(2))
+    store.close()
+    device.is_late = True
+    ticket.uses.append(device.new_event())
+    device.is_late = False
+    store.release(ticket)
+    assert len(store._held_after_close) == 1
+    device.late.set()
+    store.release(other)
+    assert not store._held_after_close
