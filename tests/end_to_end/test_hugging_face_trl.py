@@ -39,15 +39,16 @@ def test_every_placement_trains_as_without_us(tmp_path: Path, stage: int) -> Non
 
 @pytest.mark.usefixtures("needs_recompute")
 @pytest.mark.parametrize("stage", [2, 3])
-def test_a_loss_on_the_logits_is_served_until_backward(tmp_path: Path, stage: int) -> None:
+def test_a_loss_outside_of_forward_is_served_until_backward(tmp_path: Path, stage: int) -> None:
+    """TRL 1.16 has the log-probabilities computed in forward, so that what its losses save is small."""
     cases, placements = ["dpo/pairs/none", "grpo/prompts/none", "rloo/prompts/none"], ["adaptive", "nvme"]
     arguments = ["--nvme_path", str(tmp_path), "--stage", str(stage), "--steps", "4", "--placements", *placements]
-    moved = []
+    saved = []
     for more in ([], ["--until_backward"]):
         script = runs.SCRIPTS / "trl_trainers.py"
         result = runs.run(None, tmp_path, *arguments, *more, "--cases", *cases, script=script, timeout_s=1800)
         assert result.returncode == 0, result.output
         lines = [line.split()[1:] for line in result.lines("TRL")]
         assert [line[:3] for line in lines] == sorted([case, one, "EQUAL"] for case in cases for one in placements)
-        moved.append([int(line[3]) for line in lines])
-    assert all(with_it > without for without, with_it in zip(*moved, strict=True))
+        saved.append([int(line.split()[3]) for line in result.lines("SAVED")])
+    assert all(with_it > without for without, with_it in zip(*saved, strict=True)), saved

@@ -2,7 +2,7 @@
 
 A case is "trainer/data/checkpointing", such as "sft/packed/reentrant". Every run has a process of its own, forked
 from one that has imported everything. Prints one line per run with the block: EQUAL or DIFFERENT, and the bytes that
-were moved or recomputed.
+were moved or recomputed, and another with the number of tensors that went through our hooks.
 """
 
 import argparse
@@ -156,4 +156,5 @@ for case in options.cases:
         report = ours["report"] or {}
         moved = report.get("offloaded_bytes", 0) + report.get("recomputed_bytes", 0)
         sys.stdout.write(f"TRL {case} {placement} {verdict} {moved}\n")
+        sys.stdout.write(f"SAVED {case} {placement} {report.get('packed_tensors')}\n")
         sys.stdout.flush()
