@@ -197,12 +197,14 @@ class RecomputedPass:
         def pack(tensor: torch.Tensor) -> Any:
             if isinstance(tensor, nn.Parameter):
                 return tensor
+            if tensor.is_nested and tensor.layout is torch.strided:  # a checkpoint cannot ask its shape
+                return tensor.detach()  # an output would hold its own graph
             if count is not None:
                 count(tensor)
             return checkpoint_pack(tensor)
 
         def unpack(held: Any) -> torch.Tensor:
-            if isinstance(held, nn.Parameter):
+            if isinstance(held, torch.Tensor):
                 originals.add(held, is_held=True)
                 return held
             try:

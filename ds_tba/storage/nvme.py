@@ -290,9 +290,7 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
         # A get that fails half-way, for lack of device memory say, may be repeated: the pieces copied so far stay.
         try:
             for piece in ticket.waiting:
-                for ahead in ticket.waiting:
-                    if not self.prefetch(ahead):
-                        break
+                all(map(self.prefetch, ticket.waiting))  # as far as there is room
                 loaded = self.get(piece, device)
                 ticket.is_stored = ticket.is_stored and loaded.stored
                 offset = ticket.brought_back * self._piece_bytes

@@ -51,6 +51,14 @@ class Attends(Plain):
         return super().forward(functional.scaled_dot_product_attention(h, h, h, dropout_p=0.1).reshape(ROWS, WIDTH))
 
 
+class Ragged(Plain):
+    """Nested tensors of the strided layout, whose shape a checkpoint cannot ask."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(torch.nested.as_nested_tensor([x[:5], x[5:]])).relu()
+        return super().forward(x + torch.cat((h * h).unbind()))
+
+
 class Renormalizes(Plain):
     """Its forward changes a parameter in place, and to the same value again when it runs once more."""
 
@@ -294,6 +302,7 @@ PLAIN: dict[str, tuple[Make, type[Net]]] = {
     "torch's own": (lambda: nn.TransformerEncoderLayer(WIDTH, 2, 32), Net),
     "dict argument": (TakesDicts, GivesDicts),
     "fork_rng": (Forks, Net),
+    "nested tensors": (Ragged, Net),
 }
 
 
