@@ -17,7 +17,7 @@ def test_only_ours_finishes(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     if why_not := available():
         pytest.skip(why_not)
-    size = ("--layers", "32", "--steps", "3", "--nvme_path", str(tmp_path))
+    size = ("--layers", "64", "--width", "64", "--rows", "16", "--steps", "2", "--nvme_path", str(tmp_path))
     program = str(runs.ROOT / "benchmarks" / "control_group.py")
     environment = {**runs.environment(), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
