@@ -286,7 +286,6 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
         accelerator = self.ring.accelerator
         if ticket.whole is None:
             ticket.whole = accelerator.allocate(ticket.nbytes, device)
-        accelerator.share(ticket.whole, accelerator.current_stream())
         # A get that fails half-way, for lack of device memory say, may be repeated: the pieces copied so far stay.
         try:
             for piece in ticket.waiting:

@@ -329,3 +329,60 @@ def test_a_capture_is_refused(tmp_path: Path) -> None:
         offloader.saving()
     offloader.close()
     device.end()
+
+
+def test_a_get_of_pieces_that_failed_half_way_may_be_repeated_on_another_stream(
+    make_device: DeviceFactory, make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = make_device(late_compute=True)
+    store = make_store(accelerator=device, staging_bytes=MIB)
+    first, second, wanted = device.new_stream(), device.new_stream(), torch.randint(0, 256, (MIB,), dtype=torch.uint8)
+    data = device.allocate(MIB, CPU)
+    device.launch(lambda to: to.copy_(wanted), data)
+    ticket = store.put(data, wait=True)
+    del data
+    wait_for_writes(store)
+    device.synchronize()
+    allocate, left = device.allocate, [None, None]  # for the whole, and two of its four pieces come
+
+    def no_more(nbytes: int, where: torch.device) -> torch.Tensor:
+        if nbytes < MIB and not left:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        if nbytes < MIB:
+            left.pop()
+        return allocate(nbytes, where)
+
+    first.longest_pause_s = 0.5
+    with monkeypatch.context() as patch, device.on(first), pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(device, "allocate", no_more)
+        store.get(ticket, CPU)  # type: ignore[arg-type]
+    exact: list[bool] = []
+    with device.on(second):
+        device.launch(lambda found: exact.append(torch.equal(found, wanted)), store.get(ticket, CPU).data)  # type: ignore[arg-type]
+    device.synchronize()
+    assert exact == [True]
+
+
+def test_a_slot_stays_taken_until_a_copy_into_it_that_failed_late_is_done(
+    make_device: DeviceFactory, make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy was queued, and then there was no event for it."""
+    device = make_device(late_compute=True)
+    store = make_store(accelerator=device, staging_bytes=4 * MIB)
+    out, data = store.ring.copies._out_stream, device.allocate(MIB, CPU)
+    device.synchronize()
+    out.longest_pause_s = 0.5
+    new_event, made = device.new_event, list[None]()
+
+    def second_fails() -> object:
+        made.append(None)
+        if len(made) == 2:
+            raise RuntimeError("CUDA error: out of memory")
+        return new_event()
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="out of memory"):
+        patch.setattr(device, "new_event", second_fails)
+        store.put(data, wait=True)
+    assert device.copies_under_way == []
+    store.settle()
+    assert store.ring.slots.used_bytes == 0
