@@ -50,7 +50,7 @@ from ds_tba.telemetry.stats import Kind
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 60.0
-COPYING_LIMIT_S = 5.0  # for a copy into staging, unless the thread that closes has interrupted it
+COPYING_LIMIT_S = 5.0  # a copy into staging takes less, unless closing has interrupted the thread that copies
 PIECE_FRACTION_OF_STAGING = 0.25
 _S = TicketState
 
@@ -424,7 +424,7 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
         """Keep bytes that cannot be written in host memory, or in their slot where no host memory is left."""
         space = self.space
         host: torch.Tensor | None = None
-        with suppress(Exception):  # no memory, say: a lane lives on
+        with suppress(MemoryError, RuntimeError):
             host = self.ring.rescue(staged, ticket.nbytes)
         with space.deferred, space.deferred.lock:
             space.end_write()
@@ -471,7 +471,7 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
         try:
             arrival = self.ring.copies.into(source, ticket.nbytes, ticket.device)
             arrival.wait()  # else the slot would be read into again under the copy
-        except Exception:  # noqa: BLE001 - no device memory, say: backward tries again, and tells the user
+        except (RuntimeError, MemoryError):  # no memory: backward tries again, and tells the user if there is none then
             return None
         return arrival
 
