@@ -7,8 +7,14 @@ moves their bytes and holds them within the budget, ``sites.py`` makes some of t
 [Note: Records] Every saved tensor becomes a ``SavedView``, the object that autograd holds in its place. Views of one
 storage share a ``SavedStorage``, found by the stamps of storage and version counter and by the version: the storage is
 written once, and every view is rebuilt from it. A record lives as long as one of its views. Records are shared within
-one forward only: bytes that change without a version bump between two forwards (a buffer that numpy refills) are saved
-again.
+one forward only, and once the bytes have left, with a view that is saved later only where they are still the same
+(``fingerprint.py``): bytes that change without a version (a buffer that numpy or a collective refills) are saved again.
+A device answers late; until then the later view keeps its bytes.
+
+[Note: Operations under way] Autograd packs what an operation saves before its kernel runs, and a kernel may write into
+that (``rrelu`` into its noise). So a storage that no finished operation has made leaves only when the operation that
+saves it is over: at the next save with another sequence number, which each node of the graph takes, or when forward
+is over. On a device the host has then also told the stream to wait for what a Function began on another one.
 
 [Note: Made again] What can be made again is compared before its bytes are let go of (``sites.py``). A device answers
 late; until then the record keeps its bytes, beside ``MAX_UNREAD_BYTES`` of others at most: then the host waits for the
@@ -24,6 +30,7 @@ finalizer may run inside a store's critical section, take the cache's lock if th
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -35,6 +42,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from ds_tba.autograd.fingerprint import Answer
 from ds_tba.autograd.originals import keep_originals
 from ds_tba.autograd.prefetch import MicroStep, Phase
 from ds_tba.autograd.residency import Residency
@@ -57,15 +65,19 @@ from ds_tba.autograd.saved import (
 )
 from ds_tba.autograd.tensors import (
     Eligibility,
+    bytes_of,
+    components_of,
     eligibility,
     has_plain_storage,
     held_bytes,
     hooks_of_forward,
+    is_complete,
     is_parameter,
     is_under_a_mode,
+    next_sequence_number,
     uncompiled_hooks,
 )
-from ds_tba.device.accelerator import Accelerator
+from ds_tba.device.accelerator import Accelerator, moment
 from ds_tba.device.memory import is_out_of_memory
 from ds_tba.errors import ActivationModifiedError, StateError, StorageError
 from ds_tba.storage.base import Always, Choice, Policy, Store
@@ -73,6 +85,7 @@ from ds_tba.telemetry.stats import CacheStats
 
 # Of storages whose comparison a device has not answered yet.
 MAX_UNREAD_BYTES = 256 << 20
+CHANGED = "saved again with other bytes"
 # Passed through: they hold no memory of the training device.
 _FOREIGN = frozenset({Eligibility.NO_STORAGE, Eligibility.OTHER_DEVICE})
 
@@ -103,6 +116,33 @@ class _Proof(NamedTuple):
     makeable: Makeable
     recipe: Any = None
     comparison: Any = None
+
+
+class _InUse(NamedTuple):
+    """A storage that leaves once the operation that saves it is over.
+
+    Attributes:
+        operation: the thread, and the sequence number of its graph when the storage was saved.
+        saved_at: event of the stream that saved it; None where everything is done at once.
+    """
+
+    record: SavedStorage
+    choice: Choice
+    operation: tuple[int, int]
+    saved_at: Any
+
+
+class _Entered(NamedTuple):
+    """One more view of a storage.
+
+    Attributes:
+        offloaded: its bytes are elsewhere.
+        answer: whether they are those of the record, where a device tells that later; the view keeps them until then.
+    """
+
+    record: SavedStorage
+    offloaded: bool
+    answer: Answer | None = None
 
 
 class TensorCache(Keeper):
@@ -154,6 +194,8 @@ class TensorCache(Keeper):
         self._originals = keep_originals()
         # With the record that waits for the answer; without, where the site was proven before.
         self._unread: deque[tuple[SavedStorage | None, Any, Any]] = deque()
+        self._in_use: deque[_InUse] = deque()
+        self._doubted: deque[tuple[weakref.ref[SavedView], Answer]] = deque()
         self._recomputed: list[CountedMemory] = []  # what blocks that ran again have saved in this backward
         self._made: dict[SavedStorage, None] = {}  # not saved, but made again
 
@@ -193,6 +235,7 @@ class TensorCache(Keeper):
         try:
             with hooks_of_forward(self._hooks(step, around)):
                 yield
+            self._end_operations()
         finally:
             step.phase = Phase.WAITING
 
@@ -251,6 +294,8 @@ class TensorCache(Keeper):
             RematerializationError: what was made again in earlier steps is no longer what forward makes.
         """
         self.stats.packed_tensors += 1
+        if self._in_use:
+            self._end_operations(_operation())
         why = self.eligibility_of(tensor)
         if why is Eligibility.ELIGIBLE:
             return self._save(tensor)
@@ -281,21 +326,25 @@ class TensorCache(Keeper):
 
     def _save(self, tensor: torch.Tensor) -> SavedView:
         key = StorageKey.of(tensor)
-        forward, sites, record = self.forward, self.sites, None
+        forward, sites = self.forward, self.sites
+        entered: _Entered | None = None
         with self.finalizers, self.finalizers.lock:
             choice = forward.policy.choose(key, key.nbytes)
             if key in forward.by_key or (sites is None and not self.residency.may_wait):
-                record, offloaded = self._enter(forward, tensor, key, choice, None)
-        if record is None:  # something may have to be proven or waited for first
+                entered = self._enter(forward, tensor, key, choice, None)
+        if entered is None:  # something may have to be proven or waited for first
             proof = None
             if sites is not None:
                 self.read_comparisons()
                 proof = self._prove(tensor, key, choice)  # without the lock: operands load on their own
             self.wait_for_room(key.nbytes)
             with self.finalizers, self.finalizers.lock:
-                record, offloaded = self._enter(forward, tensor, key, choice, proof)
+                entered = self._enter(forward, tensor, key, choice, proof)
+        record, offloaded, answer = entered
         view = SavedView(self, record, tensor, offloaded=offloaded)
-        if not offloaded:
+        if answer is not None:
+            self._doubted.append((weakref.ref(view), answer))
+        elif not offloaded:
             # Without the lock: a view that is not listed yet keeps its bytes, even if the record is evicted meanwhile.
             record.kept_views.append(weakref.ref(view))
         if self._accelerator is not None:
@@ -307,19 +356,23 @@ class TensorCache(Keeper):
 
     def _enter(
         self, forward: Forward, tensor: torch.Tensor, key: StorageKey, choice: Choice, proof: _Proof | None
-    ) -> tuple[SavedStorage, bool]:
-        """One more view of a storage, which is new unless it has a record; and whether its bytes leave."""
-        record = forward.by_key.get(key)
+    ) -> _Entered:
+        """Enter one more view of a storage, which is new unless it has a record with the same bytes."""
+        record, answer = forward.by_key.get(key), None
+        if record is not None and record.state is not RecordState.KEPT and record.fingerprint is not None:
+            answer = record.fingerprint.compared(tensor, self._accelerator)
+            if answer.is_done:
+                record, answer = record if answer.read() else None, None
         if record is None:
             record = self._add(forward, tensor, key, choice, proof)
-        elif record.state is not RecordState.KEPT:
+        elif record.state is not RecordState.KEPT and answer is None:
             self.stats.deduplicated_bytes += nbytes_of(tensor)
         if record.views == record.lent:
             self.stats.saved.add(record.memory.save(key.nbytes))
-        offloaded = record.state is not RecordState.KEPT
+        offloaded = record.state is not RecordState.KEPT and answer is None
         record.views += 1
         record.pending += offloaded
-        return record, offloaded
+        return _Entered(record, offloaded, answer)
 
     def _add(
         self, forward: Forward, tensor: torch.Tensor, key: StorageKey, choice: Choice, proof: _Proof | None
@@ -327,16 +380,22 @@ class TensorCache(Keeper):
         """The record of a storage at its present version, which goes where it was proven and chosen to go."""
         self.residency.make_room(key.nbytes)
         record = SavedStorage(key, forward.micro_step)
+        record.is_complete = is_complete(tensor)
         if proof is not None:
             record.makeable = proof.makeable
         if proof is not None and proof.comparison is not None:
             self._unread.append((record, proof.recipe, proof.comparison))
         elif proof is not None and proof.recipe is not None:
-            self._leave_out(record, proof.recipe)
+            self._leave_out(record, proof.recipe, tensor)
+        elif not record.is_complete:
+            saved_at = None if self._accelerator is None else moment(self._accelerator)
+            self._in_use.append(_InUse(record, choice, _operation(), saved_at))
+            record.is_in_use = True
         elif isinstance(taken := self.residency.offload(tensor, choice), str):
             self.stats.kept_bytes[taken] += record.nbytes
         else:
             record.ticket = taken
+            record.left(tensor)
             record.move(RecordState.AWAY)
             record.index = record.micro_step.add(record)
         self.residency.add(record, tensor)
@@ -344,6 +403,32 @@ class TensorCache(Keeper):
         self.live_records += 1
         record.micro_step.saved += 1
         return record
+
+    def _end_operations(self, present: tuple[int, int] | None = None) -> None:
+        """Have leave what operations of this thread have saved that are over; see [Note: Operations under way].
+
+        Args:
+            present: the operation that saves now; without one all are over.
+        """
+        thread = threading.get_ident()
+        with self.finalizers, self.finalizers.lock:
+            for one in [one for one in self._in_use if one.operation[0] == thread and one.operation != present]:
+                self._in_use.remove(one)
+                self._end_use(one)
+
+    def _end_use(self, one: _InUse) -> None:
+        record = one.record
+        record.is_in_use = False
+        if record.state is not RecordState.KEPT:  # nobody wants it any more
+            return
+        if self._accelerator is not None and one.saved_at is not None:
+            self._accelerator.current_stream().wait_event(one.saved_at)  # another stream may have saved it
+        reason = self.residency.move_out(record, one.choice)
+        if record.is_in_memory:
+            self.stats.kept_bytes[reason] += record.nbytes
+            self.residency.add_kept(record)
+        else:
+            record.index = record.micro_step.add(record)
 
     def _count_kept(self, tensor: torch.Tensor, nbytes: int, reason: str) -> CountedMemory:
         """Count a tensor that is kept, without a record, as ``nbytes`` of its storage.
@@ -353,7 +438,8 @@ class TensorCache(Keeper):
         """
         self.wait_for_room(nbytes)
         with self.finalizers, self.finalizers.lock:
-            memory = self.residency.count(tensor.untyped_storage() if has_plain_storage(tensor) else None, nbytes)
+            holders = [tensor] if has_plain_storage(tensor) else components_of(tensor)[:1]
+            memory = self.residency.count(holders[0].untyped_storage() if holders else None, nbytes)
             added_bytes = memory.save(nbytes if reason else 0)
             self.stats.saved.add(added_bytes)
             if reason:
@@ -375,12 +461,55 @@ class TensorCache(Keeper):
         if torch.is_inference_mode_enabled():  # what is made there has no version, and autograd saves tensors that have
             with torch.inference_mode(False):
                 return self.unpack(micro_step, held)
-        tensor = held.restore()  # first of all: backward waits for this read, and for no read ahead
+        if self._in_use:
+            self._end_operations()
+        # First of all: backward waits for this read, and for no read ahead.
+        if isinstance(held, PassedThrough) or not self._originals.is_for_users_function:
+            tensor = held.restore()
+        else:
+            tensor = self._hand_out(held)
         self._originals.add(tensor, tensor is held.held)
         if micro_step.phase is Phase.WAITING:
             with self.finalizers, self.finalizers.lock:
                 micro_step.read_ahead(self.residency.prefetch)
         return tensor
+
+    def _hand_out(self, held: SavedCounted | SavedView) -> torch.Tensor:
+        """Return a saved tensor to a Function of the user's, which may write into it without a version.
+
+        It has one memory for all its reads, as without hooks, and shares it with no recipe. A write with a version
+        counts for the tensor that was saved, so that whoever else has saved it raises, as without hooks.
+        """
+        owner = held.record if isinstance(held, SavedView) else held
+        if held.held is not None and not owner.is_operand:
+            tensor = held.restore()
+            owner.handed_out = weakref.ref(tensor.untyped_storage())
+            return tensor
+        storage = None if owner.handed_out is None else owner.handed_out()
+        if storage is None:
+            storage = held.restore().untyped_storage()
+            if owner.is_operand:
+                storage = self._copied(storage)
+            owner.handed_out = weakref.ref(storage)
+        elif isinstance(held, SavedView):
+            with self.finalizers, self.finalizers.lock:
+                self._note_unpacked(held)
+        return held.over(storage)
+
+    def _copied(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        nbytes = storage.nbytes()
+        self.wait_for_room(nbytes)
+        copy = bytes_of(storage).clone().untyped_storage()
+        with self.finalizers, self.finalizers.lock:
+            self.residency.count(copy, nbytes)
+        return copy
+
+    def _note_unpacked(self, view: SavedView) -> None:
+        record = view.record
+        if view.held is None:
+            record.pending -= not (view.is_unpacked or view.is_lent)
+        view.is_unpacked = True  # under the lock: two threads may unpack one view, and it was pending once
+        self._evict_if_unpacked(record)  # the record lets go of the memory, and the consumer holds it
 
     def _load(self, view: SavedView) -> torch.Tensor:
         if os.getpid() != self._pid:
@@ -405,11 +534,9 @@ class TensorCache(Keeper):
                     reloaded = self.residency.reload(record)
                 data = reloaded.arrival.join()  # every consumer waits for the copy, each in its own stream
                 unmodified(data, reloaded.version)
-                record.pending -= not (view.is_unpacked or view.is_lent)
-                view.is_unpacked = True  # under the lock: two threads may unpack one view, and it was pending once
                 if view.is_lent:
                     self.residency.add_early(record)
-                self._evict_if_unpacked(record)  # the record lets go of the memory, and the caller's ``data`` holds it
+                self._note_unpacked(view)
                 record.micro_step.read_ahead(self.residency.prefetch, after=record.index)
             return data
 
@@ -464,6 +591,9 @@ class TensorCache(Keeper):
         # Views of its own: the graph may go, or be used up by another backward.
         with self.finalizers, self.finalizers.lock:
             recipe = recipe.bound(self._share)
+            for one in recipe.held():
+                if isinstance(one, SavedCounted):
+                    one.memory.is_operand = True
         if not site.is_due:
             sites.left_out(recipe)
             return to_be_saved._replace(recipe=recipe)
@@ -497,14 +627,16 @@ class TensorCache(Keeper):
     def _share(self, view: SavedView) -> SavedView:
         """One more view of the same bytes, for a recipe."""
         twin, record = view.twin(), view.record
+        record.memory.is_operand = True
         record.views += 1
         record.lent += 1
         if not twin.is_offloaded:
             record.kept_views.append(weakref.ref(twin))
         return twin
 
-    def _leave_out(self, record: SavedStorage, recipe: Any) -> None:
+    def _leave_out(self, record: SavedStorage, recipe: Any, tensor: torch.Tensor) -> None:
         """The bytes of a record are not saved."""
+        record.left(tensor)
         record.recipe = recipe
         record.move(RecordState.AWAY)
         self._made[record] = None
@@ -520,6 +652,8 @@ class TensorCache(Keeper):
         Raises:
             RematerializationError: what was made again in earlier steps is no longer what forward makes.
         """
+        while self._doubted and (wait or self._doubted[0][1].is_done):
+            self._share_if_equal(*self._doubted.popleft())
         while self._unread:
             with self.finalizers, self.finalizers.lock:
                 if not self._unread:  # another thread has read it
@@ -533,11 +667,26 @@ class TensorCache(Keeper):
             with self.finalizers, self.finalizers.lock:
                 if record is None or record.state is not RecordState.KEPT:
                     continue  # nobody waits for it, or wants it any more, or the budget had it moved
-                if is_equal:
-                    self._leave_out(record, recipe)
+                held = next((view.held for view in record.holders), None)
+                if is_equal and held is not None:
+                    self._leave_out(record, recipe, held)
                     record.let_go()
                 else:
                     self.residency.evict(record)
+
+    def _share_if_equal(self, reference: weakref.ref[SavedView], answer: Answer) -> None:
+        """Have a view that was saved later keep its bytes no longer, where they are those of its record."""
+        view, is_equal = reference(), answer.read()
+        if view is None:
+            return
+        with self.finalizers, self.finalizers.lock:
+            record = view.record
+            if not is_equal or record.state in (RecordState.KEPT, RecordState.DROPPED) or view.held is None:
+                self.stats.kept_bytes[CHANGED] += 0 if is_equal else record.nbytes
+                return
+            self.stats.deduplicated_bytes += nbytes_of(view.held)
+            record.pending += not view.is_unpacked
+            view.let_go()
 
     def _keep_cheaper(self) -> None:
         """Make what takes less than operands that nobody else wants any more, and keep it; see [Note: Made again]."""
@@ -640,6 +789,11 @@ class TensorCache(Keeper):
         record.micro_step.saved -= 1
         if record.index != NO_INDEX:
             self.learned_order = record.micro_step.remove(record.index) or self.learned_order
+
+
+def _operation() -> tuple[int, int]:
+    """Return what tells the operation that saves now from later ones: the thread, and the next sequence number."""
+    return threading.get_ident(), next_sequence_number()
 
 
 def _leaves(recipe: Any) -> Iterator[SavedStorage]:

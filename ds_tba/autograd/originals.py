@@ -10,25 +10,38 @@ that looks for attributes of the parameter it saved (ZeRO-3's ``ds_status``, say
 ``saved_tensors`` is replaced, on the base class of every Python Function's context, by a descriptor that returns the
 original wherever unpack returned the original; and likewise what a checkpoint hands to the function that it runs again,
 which PyTorch 2.13 no longer saves in a Function.
+
+[Note: Functions of the user] A Function that PyTorch and DeepSpeed do not bring may write, without a version, into what
+it saves: in forward before it saves it, in backward after it has read it (Liger's kernels do both). So each storage
+counts how often such a Function has saved it, and the unpack hook is told when such a Function reads.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import BackwardCFunction
+from torch.autograd.function import BackwardCFunction, FunctionCtx
 from torch.utils import checkpoint as checkpointing
+
+from ds_tba.autograd.tensors import has_plain_storage, is_of_a_users_function, note_save_by_function
 
 _SAVED_TENSORS = "saved_tensors"
 
 
 class _Unpacked(threading.local):
-    """The tensors that unpack hooks return in this thread, for the context whose saved tensors are read; else None."""
+    """Reads of saved tensors by Python code in this thread.
+
+    Attributes:
+        tensors: those that unpack hooks have returned for the context that is being read; None while none is.
+        is_for_users_function: that context is one of [Note: Functions of the user].
+    """
 
     tensors: list[tuple[torch.Tensor, bool]] | None = None
+    is_for_users_function = False
 
 
 class SavedTensors:
@@ -43,18 +56,26 @@ class SavedTensors:
         self._unpacked = _Unpacked()
 
     def __get__(self, ctx: Any, owner: type | None = None) -> Any:
-        return self if ctx is None else self.read(lambda: self._builtin.__get__(ctx, owner))
+        if ctx is None:
+            return self
+        return self.read(lambda: self._builtin.__get__(ctx, owner), is_of_a_users_function(type(ctx)))
 
-    def read(self, unpack: Callable[[], Sequence[Any]]) -> Sequence[Any]:
-        """What ``unpack`` returns, with the originals among it."""
-        outer = self._unpacked.tensors
+    def read(self, unpack: Callable[[], Sequence[Any]], is_for_users_function: bool = False) -> Sequence[Any]:
+        """Return what ``unpack`` returns, with the originals among it."""
+        state = self._unpacked
+        outer = state.tensors, state.is_for_users_function
         unpacked: list[tuple[torch.Tensor, bool]] = []
-        self._unpacked.tensors = unpacked
+        state.tensors, state.is_for_users_function = unpacked, is_for_users_function
         try:
             found = unpack()
         finally:
-            self._unpacked.tensors = outer
+            state.tensors, state.is_for_users_function = outer
         return with_originals(found, unpacked) if any(is_held for _, is_held in unpacked) else found
+
+    @property
+    def is_for_users_function(self) -> bool:
+        """Whether this thread unpacks for one of [Note: Functions of the user]."""
+        return self._unpacked.is_for_users_function
 
     def add(self, tensor: torch.Tensor, is_held: bool) -> None:
         """An unpack hook returns a tensor.
@@ -74,7 +95,23 @@ def keep_originals() -> SavedTensors:
         present = SavedTensors(getattr(BackwardCFunction, _SAVED_TENSORS))
         setattr(BackwardCFunction, _SAVED_TENSORS, present)
         _hand_to_checkpoints(present)
+        _count_saves()
     return present
+
+
+def _count_saves() -> None:
+    """Have each storage count its saves by [Note: Functions of the user]: they all call ``ctx.save_for_backward``."""
+    builtin = FunctionCtx.save_for_backward
+
+    @functools.wraps(builtin)
+    def save_for_backward(self: Any, *tensors: torch.Tensor) -> None:
+        if is_of_a_users_function(type(self)):
+            plain = [one for one in tensors if isinstance(one, torch.Tensor) and has_plain_storage(one)]
+            for storage in {id(one.untyped_storage()): one.untyped_storage() for one in plain}.values():
+                note_save_by_function(storage)
+        builtin(self, *tensors)
+
+    FunctionCtx.save_for_backward = save_for_backward  # type: ignore[method-assign]
 
 
 def _hand_to_checkpoints(saved_tensors: SavedTensors) -> None:

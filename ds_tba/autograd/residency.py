@@ -201,8 +201,25 @@ class Residency:
         record.memory = self.count(tensor.untyped_storage(), record.nbytes)
         if record.state is not RecordState.KEPT:
             self._largest_bytes = max(self._largest_bytes, record.nbytes)
-        elif self.is_limited:
+        elif not record.is_in_use:
+            self.add_kept(record)
+
+    def add_kept(self, record: SavedStorage) -> None:
+        """The bytes of a record stay in device memory, until the budget wants the room."""
+        if self.is_limited:
             self._movable[record] = None if self._accelerator is None else moment(self._accelerator)
+
+    def move_out(self, record: SavedStorage, choice: Choice) -> str:
+        """Have a store take the bytes of a kept record; return the reason why none did, in the report's words."""
+        held = next((view.held for view in record.holders), None)
+        if held is None:
+            return choice.reason
+        taken = self.offload(held, choice)
+        if isinstance(taken, str):
+            return taken
+        self._has_taken(record, taken, held)
+        record.let_go()
+        return ""
 
     def let_go(self, record: SavedStorage) -> None:
         """The bytes of a storage need not be held, since they can be made again."""
@@ -335,12 +352,16 @@ class Residency:
         taken = self.offload(tensor, Choice(self._stores, wait=True))
         if isinstance(taken, str):
             return False
+        self._has_taken(record, taken, tensor)
+        return True
+
+    def _has_taken(self, record: SavedStorage, taken: Ticket, tensor: torch.Tensor) -> None:
         if record.ticket is not None:  # its bytes were handed over, but a part of them may still be there
             record.ticket.store.release(record.ticket)
         record.ticket = taken
+        record.left(tensor)
         record.move(RecordState.AWAY)
         self._largest_bytes = max(self._largest_bytes, record.nbytes)
-        return True
 
     def offload(self, tensor: torch.Tensor, choice: Choice) -> Ticket | str:
         """Have the first store that can take a tensor's storage; the reason why none did, in the report's words."""

@@ -30,8 +30,19 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ds_tba.autograd.fingerprint import Fingerprint
 from ds_tba.autograd.prefetch import MicroStep
-from ds_tba.autograd.tensors import Stamp, VersionWitness, ViewSpec, form_of, kept, lineage_of, stamp_of
+from ds_tba.autograd.tensors import (
+    Stamp,
+    VersionWitness,
+    ViewSpec,
+    form_of,
+    kept,
+    lineage_of,
+    saves_by_functions,
+    stamp_of,
+    with_counter_of,
+)
 from ds_tba.device.accelerator import Arrival
 from ds_tba.errors import ActivationModifiedError
 from ds_tba.storage.base import StateMachine, Ticket
@@ -94,17 +105,27 @@ _MOVES: dict[RecordState, tuple[RecordState, ...]] = {
 
 
 class StorageKey(NamedTuple):
-    """Two saved tensors with equal keys have the same bytes."""
+    """Saved tensors with other keys are never one; with equal keys they are one unless their fingerprints differ.
+
+    Attributes:
+        storage: the stamp of the storage.
+        lineage: the stamp of the version counter.
+        version: the version counter when the tensor was saved.
+        nbytes: bytes of the storage.
+        saves_by_functions: how often Functions of the user's have saved the storage; see ``originals.py``.
+    """
 
     storage: Stamp
     lineage: Stamp
     version: int
     nbytes: int
+    saves_by_functions: int = 0
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> StorageKey:
         storage = tensor.untyped_storage()
-        return cls(stamp_of(storage), lineage_of(tensor), tensor._version, storage.nbytes())
+        nbytes, saves = storage.nbytes(), saves_by_functions(storage)
+        return cls(stamp_of(storage), lineage_of(tensor), tensor._version, nbytes, saves)
 
 
 class Reloaded(NamedTuple):
@@ -146,6 +167,10 @@ class SavedStorage(StateMachine):
         reloaded: the bytes, while they are back.
         kept_views: views that may hold the bytes.
         memory: the account of the storage that was saved.
+        is_complete: one operation of PyTorch has made the storage; see ``is_complete`` in ``tensors.py``.
+        is_in_use: the operation that saves the storage may not be over, so that the bytes do not leave.
+        fingerprint: of the bytes that left; None while they have not.
+        handed_out: the memory that the last read by a Function of the user's got, while anybody holds it.
         index: in its micro-step.
         views: how many are alive.
         lent: of those, how many belong to recipes, not to autograd.
@@ -156,8 +181,8 @@ class SavedStorage(StateMachine):
     moves = _MOVES
 
     __slots__ = (
-        "index", "kept_views", "key", "lent", "makeable", "memory", "micro_step", "pending", "recipe", "reloaded",
-        "state", "ticket", "views",
+        "fingerprint", "handed_out", "index", "is_complete", "is_in_use", "kept_views", "key", "lent", "makeable",
+        "memory", "micro_step", "pending", "recipe", "reloaded", "state", "ticket", "views",
     )  # fmt: skip
 
     def __init__(self, key: StorageKey, micro_step: MicroStep[SavedStorage]) -> None:
@@ -168,6 +193,10 @@ class SavedStorage(StateMachine):
         self.makeable: Makeable | None = None
         self.reloaded: Reloaded | None = None
         self.kept_views: list[weakref.ref[SavedView]] = []
+        self.is_complete = True
+        self.is_in_use = False
+        self.fingerprint: Fingerprint | None = None
+        self.handed_out: weakref.ref[torch.UntypedStorage] | None = None
         self.memory = CountedMemory()  # until it is counted
         self.micro_step = micro_step
         self.index = NO_INDEX
@@ -186,6 +215,15 @@ class SavedStorage(StateMachine):
     def is_backed(self) -> bool:
         """Whether the bytes are back, and can be brought back once more."""
         return self.reloaded is not None and not self.reloaded.is_only
+
+    @property
+    def is_operand(self) -> bool:
+        """Whether a recipe makes another storage from these bytes, so that nobody else may write into them."""
+        return self.lent > 0 or self.memory.is_operand
+
+    def left(self, tensor: torch.Tensor) -> None:
+        """Note the fingerprint of the bytes, which are about to leave."""
+        self.fingerprint = Fingerprint.of(tensor, is_whole=not self.is_complete)
 
     @property
     def holders(self) -> list[SavedView]:
@@ -241,16 +279,27 @@ class SavedCounted(_Kept):
         nbytes: as many of its bytes as are counted.
         memory: the account that they are counted in.
         eps: of the norm of which it is a statistic, in a tuple; else None.
+        handed_out: see :class:`SavedStorage`.
     """
 
-    __slots__ = ("_cache", "eps", "memory", "nbytes")
+    __slots__ = ("_cache", "eps", "handed_out", "memory", "nbytes")
 
     def __init__(self, cache: Keeper, tensor: torch.Tensor, nbytes: int, reason: str) -> None:
         super().__init__(tensor)
         self._cache = cache
         self.eps: tuple[Any] | None = None
+        self.handed_out: weakref.ref[torch.UntypedStorage] | None = None
         self.nbytes = nbytes
         self.memory = cache.count_kept(tensor, nbytes, reason)
+
+    @property
+    def is_operand(self) -> bool:
+        """Whether a recipe makes a storage from this tensor; see :class:`SavedStorage`."""
+        return self.memory.is_operand
+
+    def over(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """Return the tensor with these bytes, and with the version counter of the one that was saved."""
+        return with_counter_of(self.restore(), ViewSpec.of(self.held), storage)
 
     def is_of(self, cache: Keeper) -> bool:
         return self._cache is cache
@@ -295,9 +344,29 @@ class SavedView:
         if held is not None:
             self.is_unpacked = True
             return unmodified(held, self.record.key.version)
-        if not self.is_unmodified:
-            raise _modified(self._spec.form, self.record.key.version, self._witness.version)
+        self.check()
         return self._spec.rebuild(self._cache.load(self))
+
+    def check(self) -> None:
+        """Check that the tensor was not modified since it was saved.
+
+        Raises:
+            ActivationModifiedError: it was.
+        """
+        if not self.is_unmodified:
+            held = self.held
+            version = self._witness.version if held is None else held._version
+            raise _modified(self.spec.form, self.record.key.version, version)
+
+    def over(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """Return the tensor with these bytes, and with the version counter of the one that was saved.
+
+        Raises:
+            ActivationModifiedError: as :meth:`check`.
+        """
+        self.check()
+        held = self.held
+        return with_counter_of(self._witness.alias if held is None else held, self.spec, storage)
 
     @property
     def spec(self) -> ViewSpec:
@@ -347,6 +416,7 @@ class CountedMemory:
         savers: records and tensors for which autograd would hold the storage without us, also once the memory is free.
         saved_bytes: of the largest of them.
         consumers: streams that may still use the memory when the host lets go of it.
+        is_operand: a recipe makes another storage from a tensor in this memory.
     """
 
     users: int = 0
@@ -354,6 +424,7 @@ class CountedMemory:
     savers: int = 0
     saved_bytes: int = 0
     consumers: Sequence[Any] = ()
+    is_operand: bool = False
 
     def save(self, nbytes: int) -> int:
         """One saver more; returns the bytes that this adds."""

@@ -73,6 +73,7 @@ from ds_tba.autograd.tensors import (
     is_input,
     is_owned,
     is_parameter,
+    next_sequence_number,
     storage_bytes,
 )
 from ds_tba.config import BLOCK, OffloadConfig
@@ -412,8 +413,7 @@ class Sites:
 
     def begin_forward(self) -> None:
         """A forward begins: nodes of earlier ones are not entered, and sites are told from its first op on."""
-        counter = getattr(torch.autograd, "_get_sequence_nr", None)
-        self._first_node = 0 if counter is None else counter()
+        self._first_node = next_sequence_number()
         self._thread = self._thread or threading.current_thread()
         # Each thread counts its nodes itself: with a second one, nobody knows any more which came first.
         self._has_other_threads |= threading.current_thread() != self._thread
@@ -509,8 +509,15 @@ class Sites:
         try:
             made = recipe.make(self._restore, self._accelerator.clock, marks)
             with _as_in_forward(None):
-                bits = integers_of(base_of(tensor))
-                flags = torch.stack(((integers_of(made) != bits).any(), bits.amin() != bits.amax()))
+                saved = base_of(tensor).detach()
+                bits = integers_of(saved)
+                differs = integers_of(made) != bits
+                # NaN is NaN: the payload may depend on its place in memory, and plain training goes on with either.
+                if saved.is_floating_point() or saved.is_complex():
+                    differs = (
+                        differs & ~_both_nan(made, saved) if not self._is_synchronous or differs.any() else differs
+                    )
+                flags = torch.stack((differs.any(), bits.amin() != bits.amax()))
             if not self._is_synchronous:
                 host = self._accelerator.pin_memory(torch.empty(2, dtype=torch.bool, device="cpu"))
                 flags = host.copy_(flags, non_blocking=True)
@@ -612,6 +619,13 @@ class Sites:
 
 
 _NOWHERE = Site("", 0)
+
+
+def _both_nan(made: torch.Tensor, saved: torch.Tensor) -> torch.Tensor:
+    """Return where both are NaN, for each number that ``integers_of`` gives."""
+    if made.is_complex():
+        made, saved = torch.view_as_real(made.resolve_conj()), torch.view_as_real(saved.resolve_conj())
+    return made.isnan() & saved.isnan()
 
 
 def _differs(comparison: Comparison, since: int) -> str:

@@ -45,7 +45,12 @@ _STAMP = "_ds_tba_stamp"
 _LINEAGE = "_ds_tba_lineage"
 _OWNED = "_ds_tba_owned"
 _INPUT = "_ds_tba_input"
+_FUNCTION_SAVES = "_ds_tba_function_saves"
 _COMPILED = "torch._functorch._aot_autograd"
+# Packages whose Functions write into nothing that they save, but those of custom operators, whose kernels are a user's.
+_TRUSTED, _CUSTOM_OPERATORS = ("torch.", "deepspeed."), "torch._library."
+# Nodes whose Python type says nothing of what they did: Functions of C++ extensions, and writes into parts of a buffer.
+_UNKNOWN_NODES = frozenset({"CppFunction", "CopySlices"})
 
 # A view that spans less than this fraction of its storage is kept: writing the storage would move many bytes for few,
 # as with a batch that is a slice of the whole data set.
@@ -127,9 +132,49 @@ def _stamped(holder: Any, attribute: str) -> Stamp:
     return stamp
 
 
+def next_sequence_number() -> int:
+    """Return the number that the next node of this thread's graph takes; 0 where this PyTorch does not tell."""
+    tell = getattr(torch.autograd, "_get_sequence_nr", None)
+    return 0 if tell is None else int(tell())
+
+
+def is_of_a_users_function(context: type) -> bool:
+    """Whether the class of a node or context belongs to a Function that neither PyTorch nor DeepSpeed brings."""
+    if not issubclass(context, torch.autograd.function.BackwardCFunction):
+        return False
+    module = getattr(context, "_forward_cls", context).__module__ + "."
+    return not module.startswith(_TRUSTED) or module.startswith(_CUSTOM_OPERATORS)
+
+
+def note_save_by_function(storage: torch.UntypedStorage) -> None:
+    """Count that a Function of the user's saves a storage, whose bytes it may have changed without a version."""
+    setattr(storage, _FUNCTION_SAVES, saves_by_functions(storage) + 1)
+
+
+def saves_by_functions(storage: torch.UntypedStorage) -> int:
+    """How often :func:`note_save_by_function` has counted this storage."""
+    count: int = getattr(storage, _FUNCTION_SAVES, 0)
+    return count
+
+
+def is_complete(tensor: torch.Tensor) -> bool:
+    """Whether one operation of PyTorch has made the whole storage of a tensor, and is over.
+
+    Anything else may be a buffer that is filled after it was saved: by the operation that saves it (autograd packs the
+    noise of ``rrelu`` before the kernel fills it), by a collective that has only begun, or part by part by the user.
+    """
+    node = base_of(tensor).grad_fn
+    return node is not None and type(node).__name__ not in _UNKNOWN_NODES and not is_of_a_users_function(type(node))
+
+
 def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The whole storage of a tensor as uint8, 1-D, sharing its memory."""
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    return bytes_of(tensor.untyped_storage())
+
+
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """Return the bytes of a storage as uint8, 1-D, sharing its memory."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def mark_owned(module: torch.nn.Module) -> None:
@@ -262,12 +307,39 @@ def held_bytes(tensor: torch.Tensor, device: torch.device) -> int:
     A view of a part of a storage holds that part, as a slice of the user's data set does. A view that was computed from
     parameters holds all of the storage: nobody but autograd has the rest.
     """
-    if tensor.device != device or tensor.layout is not torch.strided:
+    if tensor.device != device:
         return 0
+    parts = components_of(tensor)
+    if parts:
+        return sum(part.untyped_storage().nbytes() for part in parts)
     if not has_plain_storage(tensor):
         return tensor.numel() * tensor.element_size()
     nbytes = tensor.untyped_storage().nbytes()
     return nbytes if tensor.requires_grad else min(nbytes, max(span_bytes(tensor), 1))
+
+
+_COMPRESSED_BY_ROW = frozenset({torch.sparse_csr, torch.sparse_bsr})
+_COMPRESSED_BY_COLUMN = frozenset({torch.sparse_csc, torch.sparse_bsc})
+
+
+def components_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors that hold the memory of a sparse or jagged tensor, the largest first; none of any other."""
+    layout = tensor.layout
+    if layout is torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return []
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        if layout is torch.jagged:
+            found = [getattr(tensor, name, None) for name in ("_values", "_offsets", "_lengths")]
+        elif layout is torch.sparse_coo:
+            found = [tensor._values(), tensor._indices()]
+        elif layout in _COMPRESSED_BY_ROW:
+            found = [tensor.values(), tensor.crow_indices(), tensor.col_indices()]
+        elif layout in _COMPRESSED_BY_COLUMN:
+            found = [tensor.values(), tensor.ccol_indices(), tensor.row_indices()]
+        else:  # of a library with a memory of its own
+            found = []
+    plain = [one for one in found if isinstance(one, torch.Tensor) and has_plain_storage(one)]
+    return sorted(plain, key=lambda one: one.untyped_storage().nbytes(), reverse=True)
 
 
 def form_of(tensor: torch.Tensor) -> str:
@@ -309,24 +381,34 @@ class VersionWitness:
     Autograd compares the version counter only for tensors it holds itself, not for what a pack hook returned
     (``torch/csrc/autograd/saved_variable.cpp``, ``unpack``). A detached alias shares the counter; its data is then
     replaced by nothing, which leaves the counter in place.
+
+    Attributes:
+        alias: a tensor without bytes that has the counter.
     """
 
-    __slots__ = ("_alias",)
+    __slots__ = ("alias",)
 
     def __init__(self, tensor: torch.Tensor) -> None:
         key = torch._C.DispatchKey.ADInplaceOrView
         if torch._C._dispatch_tls_is_dispatch_key_excluded(key):
             # Beneath autograd, where a selective checkpoint saves, an alias would have a counter of its own.
             with torch._C._SetExcludeDispatchKeyGuard(key, False):
-                self._alias: Any = tensor.detach()
+                self.alias: Any = tensor.detach()
         else:
-            self._alias = tensor.detach()
-        self._alias.data = tensor.new_empty(0)
+            self.alias = tensor.detach()
+        self.alias.data = tensor.new_empty(0)
 
     @property
     def version(self) -> int:
         """The version counter now."""
-        return self._alias._version
+        return self.alias._version
+
+
+def with_counter_of(tensor: torch.Tensor, spec: ViewSpec, storage: torch.UntypedStorage) -> torch.Tensor:
+    """Return the view ``spec`` of a storage, with the version counter of a tensor of the same dtype."""
+    again = tensor.detach()
+    again.data = spec.rebuild(bytes_of(storage))
+    return again
 
 
 # ---- torch.compile --------------------------------------------------------------------------------------------------

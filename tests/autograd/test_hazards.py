@@ -22,12 +22,14 @@ from torch import Tensor, nn
 from ds_tba.autograd.cache import TensorCache
 from ds_tba.autograd.prefetch import MicroStep
 from ds_tba.autograd.saved import RecordState, SavedStorage, StorageKey
+from ds_tba.autograd.sites import Sites
 from ds_tba.errors import ActivationCorruptionError, ActivationLostError, StateError
 from ds_tba.storage.backends.base import IoBackend
 from ds_tba.storage.host import HostStore
 from ds_tba.storage.nvme import Lanes, NvmeStore
 
 MIB = 1 << 20
+SIDE_BYTES = hazards.SIDE * hazards.SIDE * 4
 Scenario = Callable[[hazards.Saving], list[Tensor]]
 Test = Callable[..., None]
 
@@ -136,6 +138,17 @@ def test_gradients_are_exact_when_nvme_degrades_to_host_memory(make_store: Store
     store = make_store(ScriptedBackend(fails("write", first=3)), staging_bytes=8 * MIB)
     hazards.check(scenario, TensorCache([store, HostStore(CpuAccelerator(), 4 * MIB)], "cpu", hazards.MIN_BYTES))
     assert store_is_empty(store)
+
+
+@pytest.mark.parametrize("placed", ["nvme", "keep", "budget"])
+@scenarios
+def test_gradients_are_exact_when_rematerialized(make_store: StoreFactory, scenario: Scenario, placed: str) -> None:
+    cache = cache_over(None if placed == "keep" else make_store(staging_bytes=8 * MIB), wait=True)
+    cache.rematerialize(Sites(cache, CpuAccelerator()))
+    if placed == "budget":
+        cache.limit_resident(8 * SIDE_BYTES)
+    for _ in range(2):  # what is proven in the first pass is left out in the second
+        hazards.check(scenario, cache)
 
 
 @mutations

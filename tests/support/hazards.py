@@ -637,6 +637,173 @@ def two_forwards_with_a_backward_each(saving: Saving) -> list[Tensor]:
     return grads(x, weight)
 
 
+# ---- bytes that no version tells of ---------------------------------------------------------------------------------
+
+
+def the_noise_of_rrelu(saving: Saving) -> list[Tensor]:
+    """Autograd packs the noise before the kernel fills it."""
+    x = leaf()
+    with saving():
+        loss = sum(nn.functional.rrelu(x * scale, training=True).sum() for scale in (1, -2, 3))
+    return grads_after(loss, x)
+
+
+class Overwrites(torch.autograd.Function):
+    """Writes into its input through ``.data``, as a raw kernel does, and saves it."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, first: int = 0) -> Tensor:
+        a.data[first:].mul_(3)
+        ctx.save_for_backward(a)
+        return a.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.saved_tensors[0], None
+
+
+def overwritten_by_a_function_after_a_save(saving: Saving) -> list[Tensor]:
+    """The first save is a metric's, whose backward never runs."""
+    x = leaf()
+    with saving():
+        loss = torch.zeros(())
+        for first in (0, SIDE - 1):
+            y = x * 2
+            metric = y.exp().sum() + torch.logsumexp(y, 0).sum()
+            loss = loss + Overwrites.apply(y, first) + (y * y).sum()
+    del metric
+    return grads_after(loss, x)
+
+
+def overwritten_without_a_function_after_a_save(saving: Saving) -> list[Tensor]:
+    x, row = leaf(), torch.randn(SIDE, SIDE)
+    with saving():
+        y = x * 2
+        metric = y.exp().sum() + (x * row).sum()
+        y.data.mul_(3)
+        row.data[3, 5] = 100  # a single element of a buffer
+        loss = (y * y).sum() + (x * row).sum()
+    del metric
+    return grads_after(loss, x)
+
+
+def _filled(slices: int, fill: Callable[[Tensor, int], None], saving: Saving) -> list[Tensor]:
+    x, buffer = leaf(), torch.zeros(slices, SIDE, SIDE)
+    with saving():
+        loss = torch.zeros(())
+        for index in range(slices):
+            fill(buffer[index], index)
+            loss = loss + (x * buffer[index]).exp().mean() + (x @ buffer[index]).mean()
+        loss = loss + (x * buffer.sum(0)).mean()
+    return grads_after(loss, x)
+
+
+def slices_that_are_filled_before_their_first_use(saving: Saving) -> list[Tensor]:
+    """As ``dist.broadcast`` into the slots of a contrastive loss, or the buffers of ring attention: no version."""
+    return _filled(4, lambda part, index: part.data.copy_(torch.randn(SIDE, SIDE) / (index + 1)), saving)
+
+
+def slices_that_get_few_elements(saving: Saving) -> list[Tensor]:
+    def fill(part: Tensor, index: int) -> None:
+        part.data[index, index + 7] = 1.0 + index
+
+    return _filled(4, fill, saving)
+
+
+def a_part_of_a_buffer_that_gradients_flow_into(saving: Saving) -> list[Tensor]:
+    """The rank's own keys have a gradient, the others are received."""
+    x = leaf()
+    with saving():
+        keys = torch.zeros(2, SIDE, SIDE)
+        keys[0] = x * 2
+        loss = (keys[0] * x).sum() + keys[0].exp().mean()
+        keys.data[1].copy_(torch.randn(SIDE, SIDE))
+        loss = loss + (keys[1] * x).sum()
+    return grads_after(loss, x)
+
+
+def filled_after_the_function_that_saves_it(saving: Saving) -> list[Tensor]:
+    """As an asynchronous collective that a Function begins, and its caller waits for."""
+    x = leaf()
+
+    class Begins(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, a: Tensor) -> Tensor:
+            out = torch.zeros_like(a)
+            ctx.save_for_backward(out)
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad * ctx.saved_tensors[0]
+
+    with saving():
+        received = Begins.apply(x)
+        received.data.copy_(x.detach() * 3)
+        loss = (received * received).sum()
+    return grads_after(loss, x)
+
+
+class ReadsTwice(torch.autograd.Function):
+    """Writes into what it reads first, and reads again: without hooks that is one memory."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return a * b
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        a, _ = ctx.saved_tensors
+        a.data.mul_(2)
+        again, b = ctx.saved_tensors
+        return grad * b + a, grad * again
+
+
+def a_function_that_reads_twice_and_writes(saving: Saving) -> list[Tensor]:
+    x = leaf()
+    with saving():
+        loss = ReadsTwice.apply(x * 2, x.exp()).sum() + ReadsTwice.apply(leaf(4) * 3, leaf(4)).sum()
+    return grads_after(loss, x)
+
+
+class OverwritesInBackward(torch.autograd.Function):
+    """Its backward writes its gradients into what it saved, as Liger's SwiGLU does."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return nn.functional.silu(a) * b
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = ctx.saved_tensors
+        sigmoid = torch.sigmoid(a)
+        silu = sigmoid * a
+        of_a = grad * b * (silu * (1 - sigmoid) + sigmoid)
+        b.data.copy_(grad * silu)
+        a.data.copy_(of_a)
+        return a, b
+
+
+def operands_that_backward_overwrites(saving: Saving) -> list[Tensor]:
+    """What others save can be rematerialized from what the Function has saved, large or small."""
+    x, y = leaf(), leaf()
+    with saving():
+        a, b = x * 2, y.cos()
+        other = OverwritesInBackward.apply(a, b)
+        total = a + b
+        product = a * b
+        scale = y.mean(1, keepdim=True) * 2
+        scaled = x * scale
+        of_scale = OverwritesInBackward.apply(scale, scale.exp())
+        loss = (other * other).sum() + of_scale.sum()
+        later = [(one * one * one).sum() for one in (total, product, scaled)]
+    loss.backward(retain_graph=True)
+    seen = [torch.autograd.grad(one, over)[0] for one, over in zip(later, (total, product, scaled), strict=True)]
+    return [*seen, *grads(x, y)]
+
+
 SCENARIOS: list[Callable[[Saving], list[Tensor]]] = [
     function
     for name, function in list(globals().items())
@@ -697,6 +864,24 @@ def mutated_in_backward(saving: Saving) -> Tensor:
         return h.sin().sum() + DoublesWhatItUnpacks.apply(h).sum()
 
 
+def mutated_between_two_reads(saving: Saving) -> Tensor:
+    class ReadsTwiceAndMutates(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, a: Tensor) -> Tensor:
+            ctx.save_for_backward(a)
+            return a.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            (a,) = ctx.saved_tensors
+            a.mul_(2)
+            return grad * ctx.saved_tensors[0]
+
+    x = leaf()
+    with saving():
+        return ReadsTwiceAndMutates.apply(x * 1.5).sum()
+
+
 def mutated_small(saving: Saving) -> Tensor:
     x = leaf(4)
     with saving():
@@ -720,6 +905,7 @@ MUTATIONS = [
     mutated_through_a_view,
     mutated_output,
     mutated_in_backward,
+    mutated_between_two_reads,
     mutated_small,
     mutated_parameter,
 ]

@@ -1,0 +1,110 @@
+"""Tells whether a storage that is saved again still has the bytes that left when it was saved first.
+
+Knows storages and an accelerator; does not know records.
+
+[Note: Fingerprints] No version counter tells of a write through numpy, a raw kernel, a collective or ``.data``. So a
+fingerprint is taken of the bytes that leave, and a further save of the same storage and version is compared with it.
+What one operation of PyTorch has made is complete before it is saved: ``SAMPLED_WORDS`` words of it show a kernel that
+writes over it. Any other storage is a buffer, which may be filled part by part between two saves: all of its bytes
+count. A fingerprint of host memory is a number; that of device memory stays there, and is compared there, late.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, NamedTuple
+
+import torch
+import xxhash
+
+from ds_tba.autograd.tensors import storage_bytes
+from ds_tba.device.accelerator import Accelerator, moment
+from ds_tba.device.memory import host_view
+
+SAMPLED_WORDS = 128
+_WORD_BYTES = 8
+# A device folds so many words into one, and multiplies so many rows of them at a time (32 MiB).
+_COLUMNS, _ROWS = 4096, 1024
+
+
+class Fingerprint(NamedTuple):
+    """A fingerprint of the bytes of a storage; see [Note: Fingerprints].
+
+    Attributes:
+        is_whole: every byte counts.
+        words: a number for host memory; a tensor (int64, 1-D) on the device for device memory.
+    """
+
+    is_whole: bool
+    words: int | torch.Tensor
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, *, is_whole: bool) -> Fingerprint:
+        """Take the fingerprint of a tensor's storage, after the calling thread's current stream."""
+        data = storage_bytes(tensor)
+        is_in_host_memory = data.device.type == "cpu"
+        if is_whole and is_in_host_memory:
+            # Not through data.numpy(), after which PyTorch refuses to resize the user's storage.
+            view = (ctypes.c_uint8 * data.numel()).from_address(data.data_ptr())
+            return cls(is_whole, xxhash.xxh3_64_intdigest(view))
+        words, tail = _split(data)
+        if is_whole:
+            return cls(is_whole, _folded(words, tail))
+        step = max(1, words.numel() // SAMPLED_WORDS)
+        sample = torch.cat((words[step // 2 :: step], tail))
+        return cls(is_whole, xxhash.xxh3_64_intdigest(host_view(sample)) if is_in_host_memory else sample)
+
+    def compared(self, tensor: torch.Tensor, accelerator: Accelerator | None) -> Answer:
+        """Compare with the bytes that a tensor's storage has now, after the calling thread's current stream."""
+        other = Fingerprint.of(tensor, is_whole=self.is_whole).words
+        if accelerator is None or not isinstance(self.words, torch.Tensor) or not isinstance(other, torch.Tensor):
+            return Answer(bool(self.words == other), None, None)
+        host = accelerator.pin_memory(torch.empty(1, dtype=torch.bool, device="cpu"))
+        host.copy_((self.words != other).any().reshape(1), non_blocking=True)
+        return Answer(None, host, moment(accelerator))
+
+
+class Answer(NamedTuple):
+    """Whether two fingerprints are equal, which a device tells late.
+
+    Attributes:
+        known: the answer where no device has to give it; else None.
+        differs: one flag in pinned memory, valid once ``done``.
+        done: event of the device; None where it was done at once.
+    """
+
+    known: bool | None
+    differs: torch.Tensor | None
+    done: Any
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it can be read without waiting for the device."""
+        return self.done is None or bool(self.done.query())
+
+    def read(self) -> bool:
+        """Return whether they are equal. Waits for the device."""
+        if self.differs is None:
+            return bool(self.known)
+        if self.done is not None:
+            self.done.synchronize()
+        return not self.differs.item()
+
+
+def _split(data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the words of a storage, and the bytes behind the last of them, each as an int64 tensor."""
+    end = data.numel() // _WORD_BYTES * _WORD_BYTES
+    return data[:end].view(torch.int64), data[end:].to(torch.int64)
+
+
+def _folded(words: torch.Tensor, tail: torch.Tensor) -> torch.Tensor:
+    """Fold each column into two sums: a plain one, and one weighted by the row, or words could trade places."""
+    rows = words.numel() // _COLUMNS
+    table, rest = words[: rows * _COLUMNS].view(rows, _COLUMNS), words[rows * _COLUMNS :]
+    plain = table.sum(0) if rows else table.new_zeros(_COLUMNS)
+    weighted = torch.zeros_like(plain)
+    for first in range(0, rows, _ROWS):
+        part = table[first : first + _ROWS]
+        weights = torch.arange(first + 1, first + 1 + len(part), dtype=torch.int64, device=words.device)
+        weighted += (part * weights[:, None]).sum(0)
+    return torch.cat((plain, weighted, rest, tail))
