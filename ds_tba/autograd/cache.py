@@ -395,7 +395,7 @@ class TensorCache(Keeper):
             self.stats.kept_bytes[taken] += record.nbytes
         else:
             record.ticket = taken
-            record.left(tensor)
+            record.left(tensor, self._accelerator)
             record.move(RecordState.AWAY)
             record.index = record.micro_step.add(record)
         self.residency.add(record, tensor)
@@ -636,7 +636,7 @@ class TensorCache(Keeper):
 
     def _leave_out(self, record: SavedStorage, recipe: Any, tensor: torch.Tensor) -> None:
         """The bytes of a record are not saved."""
-        record.left(tensor)
+        record.left(tensor, self._accelerator)
         record.recipe = recipe
         record.move(RecordState.AWAY)
         self._made[record] = None

@@ -39,11 +39,14 @@ class Fingerprint(NamedTuple):
     words: int | torch.Tensor
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, *, is_whole: bool) -> Fingerprint:
-        """Take the fingerprint of a tensor's storage, after the calling thread's current stream."""
+    def of(cls, tensor: torch.Tensor, accelerator: Accelerator | None, *, is_whole: bool) -> Fingerprint:
+        """Take the fingerprint of a tensor's storage, after the calling thread's current stream.
+
+        Args:
+            accelerator: of the device that has the memory; None where that is the host.
+        """
         data = storage_bytes(tensor)
-        is_in_host_memory = data.device.type == "cpu"
-        if is_whole and is_in_host_memory:
+        if is_whole and accelerator is None:
             # Not through data.numpy(), after which PyTorch refuses to resize the user's storage.
             view = (ctypes.c_uint8 * data.numel()).from_address(data.data_ptr())
             return cls(is_whole, xxhash.xxh3_64_intdigest(view))
@@ -52,11 +55,11 @@ class Fingerprint(NamedTuple):
             return cls(is_whole, _folded(words, tail))
         step = max(1, words.numel() // SAMPLED_WORDS)
         sample = torch.cat((words[step // 2 :: step], tail))
-        return cls(is_whole, xxhash.xxh3_64_intdigest(host_view(sample)) if is_in_host_memory else sample)
+        return cls(is_whole, sample if accelerator is not None else xxhash.xxh3_64_intdigest(host_view(sample)))
 
     def compared(self, tensor: torch.Tensor, accelerator: Accelerator | None) -> Answer:
         """Compare with the bytes that a tensor's storage has now, after the calling thread's current stream."""
-        other = Fingerprint.of(tensor, is_whole=self.is_whole).words
+        other = Fingerprint.of(tensor, accelerator, is_whole=self.is_whole).words
         if accelerator is None or not isinstance(self.words, torch.Tensor) or not isinstance(other, torch.Tensor):
             return Answer(bool(self.words == other), None, None)
         host = accelerator.pin_memory(torch.empty(1, dtype=torch.bool, device="cpu"))

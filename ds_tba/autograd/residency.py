@@ -359,7 +359,7 @@ class Residency:
         if record.ticket is not None:  # its bytes were handed over, but a part of them may still be there
             record.ticket.store.release(record.ticket)
         record.ticket = taken
-        record.left(tensor)
+        record.left(tensor, self._accelerator)
         record.move(RecordState.AWAY)
         self._largest_bytes = max(self._largest_bytes, record.nbytes)
 

@@ -43,7 +43,7 @@ from ds_tba.autograd.tensors import (
     stamp_of,
     with_counter_of,
 )
-from ds_tba.device.accelerator import Arrival
+from ds_tba.device.accelerator import Accelerator, Arrival
 from ds_tba.errors import ActivationModifiedError
 from ds_tba.storage.base import StateMachine, Ticket
 from ds_tba.storage.finalizers import DeferredFinalizers
@@ -221,9 +221,9 @@ class SavedStorage(StateMachine):
         """Whether a recipe makes another storage from these bytes, so that nobody else may write into them."""
         return self.lent > 0 or self.memory.is_operand
 
-    def left(self, tensor: torch.Tensor) -> None:
+    def left(self, tensor: torch.Tensor, accelerator: Accelerator | None) -> None:
         """Note the fingerprint of the bytes, which are about to leave."""
-        self.fingerprint = Fingerprint.of(tensor, is_whole=not self.is_complete)
+        self.fingerprint = Fingerprint.of(tensor, accelerator, is_whole=not self.is_complete)
 
     @property
     def holders(self) -> list[SavedView]:

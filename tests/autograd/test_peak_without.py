@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from support import runs
 from support.doubles import CpuAccelerator
 from torch import nn
 
+from ds_tba.autograd.cache import TensorCache
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.offloader import ActivationOffloader
 
@@ -150,3 +152,28 @@ def test_the_example_claims_no_saving_where_nothing_is_done(tmp_path: Path, bloc
     assert result.returncode == 0, result.output
     report = json.loads((tmp_path / "report.json").read_text())
     assert 0 < report["peak_saved_bytes"] == report["peak_saved_bytes_without"]
+
+
+@pytest.mark.parametrize("kind", ["jagged", "coo", "csr", "csc"])
+def test_the_memory_of_jagged_and_sparse_tensors_is_counted_once(kind: str) -> None:
+    cache = TensorCache([], "cpu", 1024)
+    values = torch.randn(64, 64)
+    if kind == "jagged":
+        saved = torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, 30, 64]))
+        nbytes = values.nbytes + 3 * 8
+    elif kind == "coo":
+        saved = values.to_sparse()
+        nbytes = values.nbytes + 2 * 8 * values.numel()
+    else:
+        pointers, other = torch.arange(0, 65 * 64, 64), torch.arange(64).repeat(64)
+        made = torch.sparse_csr_tensor if kind == "csr" else torch.sparse_csc_tensor
+        saved = made(pointers, other, values.flatten(), (64, 64))
+        nbytes = values.nbytes + pointers.nbytes + other.nbytes
+    with cache.saving():
+        held = [cache.pack(saved) for _ in range(2)]
+    assert cache.stats.saved.now == cache.stats.resident.now == nbytes
+    assert sum(cache.stats.kept_bytes.values()) == nbytes
+    del held, saved, values
+    gc.collect()
+    cache.settle()
+    assert cache.stats.saved.now == cache.stats.resident.now == 0

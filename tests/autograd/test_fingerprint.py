@@ -1,0 +1,115 @@
+"""Whether a storage that is saved again is told from what it was: each byte of a buffer, and a sample of what one
+operation has made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import hazards
+from support.late_device import LateDevice
+
+from ds_tba.autograd.cache import CHANGED, TensorCache
+from ds_tba.autograd.fingerprint import Fingerprint
+from ds_tba.device.accelerator import CpuAccelerator
+from ds_tba.storage.host import HostStore
+
+MIB = 1 << 20
+SIZES = st.one_of(st.integers(1, 70), st.sampled_from([8 * 4096 - 1, 8 * 4096, 8 * 4096 + 9, 8 * 4096 * 1025 + 3]))
+
+
+class LateAnswers(LateDevice):
+    """Kernels are done at once; the host learns of it late."""
+
+    def new_event(self) -> Any:
+        event = super().new_event()
+        record, answers = event.record, self.answers
+        event.record = lambda stream=None: record(stream if stream in self.streams else answers)
+        return event
+
+    def __init__(self) -> None:
+        super().__init__(longest_pause_s=0.01)
+        self.answers = self.new_stream()
+
+
+@pytest.fixture
+def device() -> Iterator[LateAnswers]:
+    found = LateAnswers()
+    yield found
+    found.end()
+
+
+def is_told(before: torch.Tensor, after: torch.Tensor, device: CpuAccelerator | None, *, is_whole: bool = True) -> bool:
+    return not Fingerprint.of(before, device, is_whole=is_whole).compared(after, device).read()
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@given(nbytes=SIZES, data=st.data())
+@settings(max_examples=30, deadline=None)
+def test_any_changed_byte_of_a_buffer_is_told(on_device: bool, nbytes: int, data: st.DataObject) -> None:
+    device = CpuAccelerator() if on_device else None
+    before = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(nbytes))
+    after = before.clone()
+    assert not is_told(before, after, device)
+    after[data.draw(st.integers(0, nbytes - 1))] ^= data.draw(st.integers(1, 255))
+    assert is_told(before, after, device)
+
+
+@pytest.mark.parametrize("rows", [2, 1026])
+def test_words_that_trade_places_are_told(device: LateDevice, rows: int) -> None:
+    before = torch.randint(0, 1 << 62, (rows, 4096))
+    for order in ([1, 0, *range(2, rows)], [rows - 1, *range(1, rows - 1), 0]):
+        assert is_told(before, before[order].clone(), device)
+    assert is_told(before, before.roll(1, dims=1).clone(), device)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("nbytes", [8, 1000, 4096, 4097, MIB + 5])
+def test_a_kernel_that_writes_over_all_of_it_is_told_by_a_sample(
+    device: LateDevice, on_device: bool, nbytes: int
+) -> None:
+    before = torch.randint(0, 255, (nbytes,), dtype=torch.uint8)
+    used = device if on_device else None
+    assert not is_told(before, before.clone(), used, is_whole=False)
+    assert is_told(before, before + 1, used, is_whole=False)
+
+
+def test_a_storage_can_be_resized_after_its_fingerprint_was_taken() -> None:
+    buffer = torch.zeros(100)
+    for is_whole in (False, True):
+        Fingerprint.of(buffer, None, is_whole=is_whole)
+    assert buffer.resize_(200).shape == (200,)
+
+
+@pytest.mark.parametrize("scenario", hazards.UNVERSIONED)
+def test_gradients_are_exact_where_the_device_answers_late(
+    device: LateDevice, scenario: hazards.Callable[[hazards.Saving], list[torch.Tensor]]
+) -> None:
+    host = HostStore(device, 32 * MIB)
+    hazards.check(scenario, TensorCache([host], "cpu", hazards.MIN_BYTES, accelerator=device))
+    host.close()
+
+
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_a_later_view_keeps_its_bytes_until_the_device_has_answered(device: LateDevice, is_changed: bool) -> None:
+    host = HostStore(device, 32 * MIB)
+    cache = TensorCache([host], "cpu", 1024, accelerator=device)
+    x, buffer = torch.randn(64, 64, requires_grad=True), torch.randn(64, 64)
+    with cache.saving():
+        first = (x * buffer).sum()
+        other = x.exp().sum()  # saves something, so that the operation that saved the buffer is over
+        if is_changed:
+            buffer.data[0, 0] += 1
+        second = (x * buffer).sum()
+        wanted = buffer.clone()
+    device.synchronize()
+    cache.read_comparisons(wait=True)
+    assert cache.stats.kept_bytes[CHANGED] == (buffer.nbytes if is_changed else 0)
+    assert cache.stats.deduplicated_bytes == (0 if is_changed else buffer.nbytes)
+    (second + 0 * (first + other)).backward()
+    assert torch.equal(x.grad, wanted)  # type: ignore[arg-type]
+    host.close()
