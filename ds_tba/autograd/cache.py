@@ -77,7 +77,7 @@ from ds_tba.autograd.tensors import (
     next_sequence_number,
     uncompiled_hooks,
 )
-from ds_tba.device.accelerator import Accelerator, moment
+from ds_tba.device.accelerator import Accelerator
 from ds_tba.device.memory import is_out_of_memory
 from ds_tba.errors import ActivationModifiedError, StateError, StorageError
 from ds_tba.storage.base import Always, Choice, Policy, Store
@@ -123,13 +123,13 @@ class _InUse(NamedTuple):
 
     Attributes:
         operation: the thread, and the sequence number of its graph when the storage was saved.
-        saved_at: event of the stream that saved it; None where everything is done at once.
+        stream: that saved it; None where everything is done at once.
     """
 
     record: SavedStorage
     choice: Choice
     operation: tuple[int, int]
-    saved_at: Any
+    stream: Any
 
 
 class _Entered(NamedTuple):
@@ -387,9 +387,9 @@ class TensorCache(Keeper):
             self._unread.append((record, proof.recipe, proof.comparison))
         elif proof is not None and proof.recipe is not None:
             self._leave_out(record, proof.recipe, tensor)
-        elif not record.is_complete:
-            saved_at = None if self._accelerator is None else moment(self._accelerator)
-            self._in_use.append(_InUse(record, choice, _operation(), saved_at))
+        elif not record.is_complete and (choice.stores or self.residency.is_limited):
+            stream = None if self._accelerator is None else self._accelerator.current_stream()
+            self._in_use.append(_InUse(record, choice, _operation(), stream))
             record.is_in_use = True
         elif isinstance(taken := self.residency.offload(tensor, choice), str):
             self.stats.kept_bytes[taken] += record.nbytes
@@ -421,8 +421,10 @@ class TensorCache(Keeper):
         record.is_in_use = False
         if record.state is not RecordState.KEPT:  # nobody wants it any more
             return
-        if self._accelerator is not None and one.saved_at is not None:
-            self._accelerator.current_stream().wait_event(one.saved_at)  # another stream may have saved it
+        if self._accelerator is not None and one.stream != self._accelerator.current_stream():
+            event = self._accelerator.new_event()
+            event.record(one.stream)  # else the copy may begin before that stream has filled it
+            self._accelerator.current_stream().wait_event(event)
         reason = self.residency.move_out(record, one.choice)
         if record.is_in_memory:
             self.stats.kept_bytes[reason] += record.nbytes

@@ -27,7 +27,13 @@ import torch
 from torch.autograd.function import BackwardCFunction, FunctionCtx
 from torch.utils import checkpoint as checkpointing
 
-from ds_tba.autograd.tensors import has_plain_storage, is_of_a_users_function, note_save_by_function
+from ds_tba.autograd.tensors import (
+    has_plain_storage,
+    is_of_a_compiled_graph,
+    is_of_a_users_function,
+    note_compiled,
+    note_save_by_function,
+)
 
 _SAVED_TENSORS = "saved_tensors"
 
@@ -105,10 +111,11 @@ def _count_saves() -> None:
 
     @functools.wraps(builtin)
     def save_for_backward(self: Any, *tensors: torch.Tensor) -> None:
-        if is_of_a_users_function(type(self)):
+        is_compiled = is_of_a_compiled_graph(type(self))
+        if is_compiled or is_of_a_users_function(type(self)):
             plain = [one for one in tensors if isinstance(one, torch.Tensor) and has_plain_storage(one)]
             for storage in {id(one.untyped_storage()): one.untyped_storage() for one in plain}.values():
-                note_save_by_function(storage)
+                (note_compiled if is_compiled else note_save_by_function)(storage)
         builtin(self, *tensors)
 
     FunctionCtx.save_for_backward = save_for_backward  # type: ignore[method-assign]

@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 from conftest import StoreFactory
+from support.doubles import new_operation
 from support.late_device import LateDevice
 from torch import Tensor
 
@@ -37,6 +38,7 @@ def forward(device: LateDevice, cache: TensorCache, count: int = COUNT, nbytes: 
             device.launch(lambda to, value=number: to.fill_(value), data)
             saved.append(cache.pack(data))
             del data
+            new_operation()
     return saved
 
 
@@ -149,12 +151,13 @@ def test_forward_waits_for_the_oldest_copy_out_and_without_the_lock(device: Late
     def tensor() -> Tensor:
         data = device.allocate(MIB, CPU)
         device.launch(lambda to: to.fill_(1), data)
+        new_operation()
         return data
 
-    with cache.saving():
-        held = []
-        for gate in gates:  # two copies out that hold their tensors until their gates open
-            store._copies._out_stream.run(lambda gate=gate: gate.wait(30))
+    held = []
+    for gate in gates:  # two copies out that hold their tensors until their gates open
+        store._copies._out_stream.run(lambda gate=gate: gate.wait(30))
+        with cache.saving():
             held.append(cache.pack(tensor()))
     with cache.saving(Always((), wait=False)):
         held += [cache.pack(tensor()) for _ in range(2)]
