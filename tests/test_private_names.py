@@ -57,6 +57,7 @@ NAMES = [
     Name("._base", ALL, "torch.Tensor._base"),
     Name("._version", ALL, "torch.Tensor._version"),
     Name("._is_zerotensor", ALL, "torch.Tensor._is_zerotensor"),
+    Name("._indices", "the memory of sparse tensors: it would count as 0 bytes", "torch.Tensor._indices"),
     Name("._cdata", "the memory of CUDA graphs: it would be moved in vain", "storage._cdata"),
     Name("torch._C._functorch.is_functorch_wrapped_tensor", ALL),
     Name("torch._C._functorch.peek_interpreter_stack", ALL),
