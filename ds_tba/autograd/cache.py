@@ -485,7 +485,8 @@ class TensorCache(Keeper):
         owner = held.record if isinstance(held, SavedView) else held
         if held.held is not None and not owner.is_operand:
             tensor = held.restore()
-            owner.handed_out = weakref.ref(tensor.untyped_storage())
+            if isinstance(held, SavedView):  # which may be moved between two reads
+                owner.handed_out = weakref.ref(tensor.untyped_storage())
             return tensor
         storage = None if owner.handed_out is None else owner.handed_out()
         if storage is None:

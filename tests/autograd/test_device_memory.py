@@ -90,6 +90,31 @@ def test_backward_holds_no_more_than_the_budget(device: LateDevice, budget_bytes
     assert cache.stats.resident.peak <= budget_bytes
 
 
+def test_what_another_stream_writes_and_the_caller_waits_for_is_there_in_backward(device: LateDevice) -> None:
+    """A Function that begins an asynchronous collective saves its result; the caller waits after the Function."""
+    cache = TensorCache([of_host_memory(device)], "cpu", 1024, accelerator=device)
+    side, gate = device.new_stream(), threading.Event()
+    with cache.saving():
+        received, allocated = device.allocate(MIB, CPU), device.new_event()
+        allocated.record(device.current_stream())
+        side.wait_event(allocated)
+        with device.on(side):
+            device.launch(lambda to: (gate.wait(30), to.fill_(7)), received)
+        written = device.new_event()
+        written.record(side)
+        held = cache.pack(received)
+        device.current_stream().wait_event(written)
+        new_operation()
+        cache.pack(device.allocate(MIB, CPU))
+        gate.set()
+    del received
+    seen: list[bool] = []
+    tensor = cache.unpack(cache.forward.micro_step, held)
+    device.launch(lambda found: seen.append(bool((found == 7).all())), tensor)
+    device.synchronize()
+    assert seen == [True]
+
+
 def test_without_a_budget_backward_holds_little_more_than_its_bound(device: LateDevice) -> None:
     cache = TensorCache([of_host_memory(device)], "cpu", 1024, accelerator=device, released_bytes=3 * MIB)
     assert peak_of_backward(device, cache) <= (3 + 1 + 1) * MIB  # and what is wanted now, and what is read ahead

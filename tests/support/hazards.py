@@ -767,6 +767,26 @@ def a_function_that_reads_twice_and_writes(saving: Saving) -> list[Tensor]:
     return grads_after(loss, x)
 
 
+def a_function_that_saves_sparse_and_jagged_tensors(saving: Saving) -> list[Tensor]:
+    x = leaf()
+
+    class Saves(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, a: Tensor, *others: Tensor) -> Tensor:
+            ctx.save_for_backward(a, *others)
+            return a * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+            a, coo, jagged = ctx.saved_tensors
+            return grad * a * coo.to_dense() + jagged.values().sum(), None, None
+
+    jagged = torch.nested.nested_tensor_from_jagged(torch.randn(SIDE, SIDE), torch.tensor([0, 30, SIDE]))
+    with saving():
+        loss = Saves.apply(x.sin(), torch.randn(SIDE, SIDE).to_sparse(), jagged).sum()
+    return grads_after(loss, x)
+
+
 class OverwritesInBackward(torch.autograd.Function):
     """Its backward writes its gradients into what it saved, as Liger's SwiGLU does."""
 
