@@ -368,7 +368,7 @@ class Recorder:
                 self.record.storages[index].sources = tuple(sorted(found))
         storage = self.record.storages[index]
         storage.left = len(self.record.pauses)
-        if self._is_synchronous and isinstance(held, SavedView) and held.is_offloaded:
+        if self._is_synchronous and isinstance(held, SavedView) and (held.is_offloaded or held.record.is_leaving):
             storage.left = None
             setattr(tensor.untyped_storage(), _WATCH, _Watch(self.record.left, index))
         if scope.pass_number not in storage.passes:

@@ -17,10 +17,11 @@ saves it is over: at the next save with another sequence number, which each node
 is over. On a device the host has then also told the stream to wait for what a Function began on another one.
 
 [Note: Made again] What can be made again is compared before its bytes are let go of (``sites.py``). A device answers
-late; until then the record keeps its bytes, beside ``MAX_UNREAD_BYTES`` of others at most: then the host waits for the
-oldest. An operand that a recipe brings back before backward wants it for itself stays for that, as long as the recipe
-lives, and as long as there are few. What a graph that outlives backward still needs, and no operand is wanted for
-anything else, is made once and kept, where that takes less than its operands do.
+late; until then the record keeps its bytes, beside ``MAX_UNREAD_BYTES`` of others at most. What comes while there are
+more is saved, and compared another time: nobody waits for the device. An operand that a recipe brings back before
+backward wants it for itself stays for that, as long as the recipe lives, and as long as there are few. What a graph
+that outlives backward still needs, and no operand is wanted for anything else, is made once and kept, where that takes
+less than its operands do.
 
 [Note: Order of locks] The cache's lock is taken before a store's, never after: stores do not know the cache. But a
 finalizer may run inside a store's critical section, take the cache's lock if that is free, and give a ticket back. So
@@ -71,6 +72,7 @@ from ds_tba.autograd.tensors import (
     has_plain_storage,
     held_bytes,
     hooks_of_forward,
+    is_cast_of_parameter,
     is_complete,
     is_parameter,
     is_under_a_mode,
@@ -83,7 +85,7 @@ from ds_tba.errors import ActivationModifiedError, StateError, StorageError
 from ds_tba.storage.base import Always, Choice, Policy, Store
 from ds_tba.telemetry.stats import CacheStats
 
-# Of storages whose comparison a device has not answered yet.
+# Bytes of storages that are kept until a device has answered their comparison; one may be larger.
 MAX_UNREAD_BYTES = 256 << 20
 CHANGED = "saved again with other bytes"
 # Passed through: they hold no memory of the training device.
@@ -318,7 +320,11 @@ class TensorCache(Keeper):
         if acts and torch._C._len_torch_dispatch_stack() and is_under_a_mode():
             return Eligibility.PARAMETER if is_parameter(tensor) else Eligibility.UNDER_A_MODE
         why, accelerator = eligibility(tensor, self._device, self._min_tensor_bytes), self._accelerator
-        if why is not Eligibility.ELIGIBLE or accelerator is None:
+        if why is not Eligibility.ELIGIBLE:
+            return why
+        if not self.residency.is_limited and is_cast_of_parameter(tensor):  # with a budget the plan says what leaves
+            return Eligibility.CAST_OF_PARAMETER
+        if accelerator is None:
             return why
         # Moving the memory of a graph frees nothing, and its next run writes there whoever has saved it.
         is_of_graph = accelerator.is_capturing() or accelerator.is_of_graph(tensor.untyped_storage())
@@ -390,7 +396,7 @@ class TensorCache(Keeper):
         elif not record.is_complete and (choice.stores or self.residency.is_limited):
             stream = None if self._accelerator is None else self._accelerator.current_stream()
             self._in_use.append(_InUse(record, choice, _operation(), stream))
-            record.is_in_use = True
+            record.is_in_use, record.is_leaving = True, bool(choice.stores)
         elif isinstance(taken := self.residency.offload(tensor, choice), str):
             self.stats.kept_bytes[taken] += record.nbytes
         else:
@@ -418,7 +424,7 @@ class TensorCache(Keeper):
 
     def _end_use(self, one: _InUse) -> None:
         record = one.record
-        record.is_in_use = False
+        record.is_in_use = record.is_leaving = False
         if record.state is not RecordState.KEPT:  # nobody wants it any more
             return
         if self._accelerator is not None and one.stream != self._accelerator.current_stream():
@@ -515,6 +521,27 @@ class TensorCache(Keeper):
         self._evict_if_unpacked(record)  # the record lets go of the memory, and the consumer holds it
 
     def _load(self, view: SavedView) -> torch.Tensor:
+        try:
+            return self._load_once(view)
+        except RuntimeError as error:
+            if self._accelerator is None or not is_out_of_memory(error):
+                raise
+        # The allocator has memory again once streams are done with what the host has let go of (pytorch #189504).
+        self._give_way()
+        return self._load_once(view)
+
+    def _give_way(self) -> None:
+        """Drop what was read ahead, and wait until the device is done with what was let go of."""
+        with self.finalizers, self.finalizers.lock:
+            self.residency.drop_ahead()
+            release = self.residency.releases.oldest
+        while release is not None:
+            release.wait()  # without the lock, or every other thread's hooks would wait for this device, too
+            with self.finalizers, self.finalizers.lock:
+                self.residency.releases.settle()
+                release = self.residency.releases.oldest
+
+    def _load_once(self, view: SavedView) -> torch.Tensor:
         if os.getpid() != self._pid:
             raise StateError("a forked child has neither the staging nor the lanes of its parent: run forward in it")
         record = view.record
@@ -582,6 +609,8 @@ class TensorCache(Keeper):
         was_proven, owes = site.is_proven, site.unseen_since is not None
         if not choice.rematerialize or 2 * recipe.work_bytes > self.residency.limit_bytes:
             return to_be_saved
+        if not was_proven and self._unread_bytes + key.nbytes > MAX_UNREAD_BYTES and self._unread_bytes:
+            return to_be_saved
         # Operands that were moved are brought back only for a site that comes again: lengths may not.
         if not (was_proven or owes or site.visits > 1 or all(one.is_in_memory for one in _leaves(recipe))):
             return to_be_saved
@@ -615,6 +644,11 @@ class TensorCache(Keeper):
         if owes and not was_proven:  # its kind was given up
             return to_be_saved
         return to_be_saved._replace(recipe=recipe, comparison=comparison)
+
+    @property
+    def _unread_bytes(self) -> int:
+        """Bytes of the storages that are kept until the device has answered."""
+        return sum(one.nbytes for one, _, _ in list(self._unread) if one and one.state is RecordState.KEPT)
 
     def _compare(self, recipe: Any, tensor: torch.Tensor, nbytes: int) -> Any:
         needed_bytes, operands = 2 * nbytes + recipe.scratch_bytes, set(recipe.records())
@@ -661,8 +695,7 @@ class TensorCache(Keeper):
             with self.finalizers, self.finalizers.lock:
                 if not self._unread:  # another thread has read it
                     return
-                kept_bytes = sum(one.nbytes for one, _, _ in self._unread if one and one.state is RecordState.KEPT)
-                is_urgent = wait or kept_bytes > MAX_UNREAD_BYTES or self.residency.is_exceeded_by(kept_bytes)
+                is_urgent = wait or self.residency.is_exceeded_by(self._unread_bytes)
                 if not (is_urgent or self._unread[0][2].is_done):
                     return
                 record, recipe, comparison = self._unread.popleft()

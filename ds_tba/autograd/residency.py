@@ -315,6 +315,12 @@ class Residency:
         while sum(one.nbytes for one in self._early) > 2 * self._largest_bytes and len(self._early) > 1:
             self.evict(next(iter(self._early)))
 
+    def drop_ahead(self) -> None:
+        """Hold nothing that backward does not want now."""
+        for record in [one for one in self._movable if one.state is RecordState.AHEAD]:
+            self.evict(record)
+        self.end_early()
+
     def end_early(self) -> None:
         """Hold none of them any longer: forward goes on, and backward is far."""
         for record in list(self._early):

@@ -169,6 +169,7 @@ class SavedStorage(StateMachine):
         memory: the account of the storage that was saved.
         is_complete: one operation of PyTorch has made the storage; see ``is_complete`` in ``tensors.py``.
         is_in_use: the operation that saves the storage may not be over, so that the bytes do not leave.
+        is_leaving: they leave once it is over, if a store takes them.
         fingerprint: of the bytes that left; None while they have not.
         handed_out: the memory that the last read by a Function of the user's got, while anybody holds it.
         index: in its micro-step.
@@ -181,8 +182,8 @@ class SavedStorage(StateMachine):
     moves = _MOVES
 
     __slots__ = (
-        "fingerprint", "handed_out", "index", "is_complete", "is_in_use", "kept_views", "key", "lent", "makeable",
-        "memory", "micro_step", "pending", "recipe", "reloaded", "state", "ticket", "views",
+        "fingerprint", "handed_out", "index", "is_complete", "is_in_use", "is_leaving", "kept_views", "key", "lent",
+        "makeable", "memory", "micro_step", "pending", "recipe", "reloaded", "state", "ticket", "views",
     )  # fmt: skip
 
     def __init__(self, key: StorageKey, micro_step: MicroStep[SavedStorage]) -> None:
@@ -194,7 +195,7 @@ class SavedStorage(StateMachine):
         self.reloaded: Reloaded | None = None
         self.kept_views: list[weakref.ref[SavedView]] = []
         self.is_complete = True
-        self.is_in_use = False
+        self.is_in_use = self.is_leaving = False
         self.fingerprint: Fingerprint | None = None
         self.handed_out: weakref.ref[torch.UntypedStorage] | None = None
         self.memory = CountedMemory()  # until it is counted

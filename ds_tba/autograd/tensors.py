@@ -76,6 +76,7 @@ class Eligibility(Enum):
     NO_STORAGE = "no storage"
     UNDER_A_MODE = "under a dispatch mode of the user"
     OF_GRAPH = "of a CUDA graph"
+    CAST_OF_PARAMETER = "a parameter in another dtype"
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +260,19 @@ def is_parameter(tensor: torch.Tensor) -> bool:
         return True
     base = tensor._base
     return base is not None and isinstance(base, torch.nn.Parameter)
+
+
+def is_cast_of_parameter(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a parameter in another dtype, or a view of one.
+
+    Autocast makes one for each parameter, and holds it until it exits: moving it frees nothing in forward, and writes
+    as many bytes as the model has in every micro-step. (Whether autocast is on cannot be asked while an op saves.)
+    """
+    node = base_of(tensor).grad_fn
+    if type(node).__name__ != "ToCopyBackward0":
+        return False
+    variable = getattr(node.next_functions[0][0], "variable", None) if node is not None else None
+    return isinstance(variable, torch.nn.Parameter)
 
 
 def eligibility(tensor: torch.Tensor, device: torch.device, min_tensor_bytes: int) -> Eligibility:

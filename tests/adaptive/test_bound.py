@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import StoreFactory
 from planners import PLANNERS
-from support.doubles import ScriptedBackend, slow
+from support.doubles import ScriptedBackend, new_operation, slow
 from support.late_device import LateDevice
 from support.stepping import end_step, forward, note_backward
 from test_controller import FIRST_PLAN, SmallDevice, controller_of, model, steps
@@ -357,6 +357,7 @@ def test_what_was_kept_on_one_stream_is_moved_from_another_after_its_kernels(mak
                     device.launch(lambda to, source=wanted: to.copy_(source), data)
                     saved.append((cache.pack(data), wanted))
                 del data
+                new_operation()
         while saved:
             held, wanted = saved.pop()
             with device.on(streams[len(saved) % 2]):

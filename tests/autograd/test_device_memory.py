@@ -115,6 +115,35 @@ def test_what_another_stream_writes_and_the_caller_waits_for_is_there_in_backwar
     assert seen == [True]
 
 
+class FullDevice(LateDevice):
+    """Has room for so many bytes, and does not look again for what its streams are done with by now."""
+
+    room_bytes = 4 * MIB
+    refusals = 0
+
+    def allocate(self, nbytes: int, device: torch.device) -> Tensor:
+        if self.held_bytes + nbytes > self.room_bytes:
+            self.refusals += 1
+            raise torch.OutOfMemoryError("out of memory")
+        return super().allocate(nbytes, device)
+
+
+def test_a_reload_that_finds_no_memory_waits_for_what_was_let_go_of_and_tries_again() -> None:
+    device = FullDevice(late_compute=True, longest_pause_s=0.0)
+    cache = TensorCache([of_host_memory(device)], "cpu", 1024, accelerator=device, released_bytes=COUNT * MIB)
+    saved = []
+    for number in range(COUNT):
+        with cache.saving(continues=number > 0):
+            data = device.allocate(MIB, CPU)
+            device.launch(lambda to, value=number: to.fill_(value), data)
+            saved.append(cache.pack(data))
+            del data
+        settle(device, cache)
+    backward(device, cache, saved)
+    assert device.refusals > 0
+    device.end()
+
+
 def test_without_a_budget_backward_holds_little_more_than_its_bound(device: LateDevice) -> None:
     cache = TensorCache([of_host_memory(device)], "cpu", 1024, accelerator=device, released_bytes=3 * MIB)
     assert peak_of_backward(device, cache) <= (3 + 1 + 1) * MIB  # and what is wanted now, and what is read ahead

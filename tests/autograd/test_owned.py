@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from conftest import StoreFactory
+from torch import Tensor, nn
 
+from ds_tba.autograd.cache import TensorCache
 from ds_tba.autograd.tensors import OwnedStorages, is_owned
 
 
@@ -70,3 +74,30 @@ def test_modules_are_walked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(3):
         owned.mark(same)
     assert walked == [same]
+
+
+@pytest.mark.parametrize("budget_bytes", [None, 1 << 20])
+def test_autocasts_copies_of_parameters_stay_where_there_is_no_budget(
+    make_store: StoreFactory, budget_bytes: int | None
+) -> None:
+    """Autocast holds them until it exits, so that moving them frees nothing and wears the drive."""
+    store, x = make_store(), torch.randn(8, 256)
+    model = nn.Sequential(nn.Linear(256, 256), nn.SiLU(), nn.Linear(256, 256))
+    cache = TensorCache([store], "cpu", 1024, wait_for_staging=True)
+    cache.limit_resident(budget_bytes)
+
+    def gradients(saving: Callable[[], Any]) -> list[Tensor]:
+        model.zero_grad()
+        with saving(), torch.autocast("cpu", torch.bfloat16):
+            loss = model(x).float().square().sum()
+        loss.backward()
+        return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+    expected, found = gradients(nullcontext), gradients(cache.saving)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    copies_bytes = 2 * 256 * 256 * 2
+    if budget_bytes is None:
+        assert cache.stats.kept_bytes["a parameter in another dtype"] >= copies_bytes / 2
+        assert store.stats.offloaded_bytes < 256 * 256
+    else:  # the plan says what leaves
+        assert cache.stats.kept_bytes["a parameter in another dtype"] == 0

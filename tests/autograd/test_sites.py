@@ -249,23 +249,27 @@ def test_a_device_is_not_waited_for(is_equal: bool) -> None:
     assert run.cache.live_records == run.cache.stats.resident.now == 0
 
 
-def test_answers_that_are_late_hold_no_more_than_so_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = EventAccelerator(threading.Event())
-    waits = []
-
-    def synchronize(self: Any) -> None:
-        waits.append(run._unread())
-
-    device.new_event.synchronize = synchronize  # type: ignore[method-assign]
+@pytest.mark.parametrize(("limit_bytes", "compared"), [(2 * SIZE[0] * SIZE[1] * 4, 2), (1, 1)])
+def test_answers_that_are_late_hold_no_more_than_so_many_bytes(
+    monkeypatch: pytest.MonkeyPatch, limit_bytes: int, compared: int
+) -> None:
+    """What comes beyond them is saved, and compared another time: nobody waits for the device."""
+    done, waits = threading.Event(), []
+    device = EventAccelerator(done)
+    device.new_event.synchronize = lambda self: waits.append(run._unread())  # type: ignore[method-assign]
     run, x = Run(device), tensor()
-    monkeypatch.setattr(cache_module, "MAX_UNREAD_BYTES", 2 * x.nbytes)
-    with run.cache.saving():
-        loss = sum(functional.silu(x * (0.5 + n)).sin() for n in range(8))
-        assert run._unread() <= 3
-    assert len(waits) >= 5
-    loss.sum().backward()
-    run.cache.end_micro_step()
-    assert run._unread() == 0
+    monkeypatch.setattr(cache_module, "MAX_UNREAD_BYTES", limit_bytes)
+    for step in range(1, 4):
+        done.clear()
+        with run.cache.saving():
+            loss = sum(functional.silu(x * (0.5 + n)).sin() for n in range(8))
+            kept = [record for record, _, _ in run.cache._unread if record is not None]
+            assert len(kept) <= compared and not waits
+        done.set()
+        loss.sum().backward()
+        run.cache.end_micro_step()
+        assert sum(site.is_proven for site in run.sites._sites.values()) == step * compared
+        waits.clear()
 
 
 def test_a_device_tells_of_a_late_difference_at_the_end_of_backward() -> None:
