@@ -19,7 +19,6 @@ import xxhash
 
 from ds_tba.autograd.tensors import storage_bytes
 from ds_tba.device.accelerator import Accelerator, moment
-from ds_tba.device.memory import host_view
 
 SAMPLED_WORDS = 128
 _WORD_BYTES = 8
@@ -45,17 +44,13 @@ class Fingerprint(NamedTuple):
         Args:
             accelerator: of the device that has the memory; None where that is the host.
         """
-        data = storage_bytes(tensor)
-        if is_whole and accelerator is None:
-            # Not through data.numpy(), after which PyTorch refuses to resize the user's storage.
-            view = (ctypes.c_uint8 * data.numel()).from_address(data.data_ptr())
-            return cls(is_whole, xxhash.xxh3_64_intdigest(view))
-        words, tail = _split(data)
+        if accelerator is None:
+            return cls(is_whole, _in_host_memory(tensor.untyped_storage(), is_whole=is_whole))
+        words, tail = _split(storage_bytes(tensor))
         if is_whole:
             return cls(is_whole, _folded(words, tail))
         step = max(1, words.numel() // SAMPLED_WORDS)
-        sample = torch.cat((words[step // 2 :: step], tail))
-        return cls(is_whole, sample if accelerator is not None else xxhash.xxh3_64_intdigest(host_view(sample)))
+        return cls(is_whole, torch.cat((words[step // 2 :: step], tail)))
 
     def compared(self, tensor: torch.Tensor, accelerator: Accelerator | None) -> Answer:
         """Compare with the bytes that a tensor's storage has now, after the calling thread's current stream."""
@@ -92,6 +87,16 @@ class Answer(NamedTuple):
         if self.done is not None:
             self.done.synchronize()
         return not self.differs.item()
+
+
+def _in_host_memory(storage: torch.UntypedStorage, *, is_whole: bool) -> int:
+    # Not through numpy, after which PyTorch refuses to resize the user's storage.
+    address, nbytes = storage.data_ptr(), storage.nbytes()
+    step = nbytes // _WORD_BYTES // SAMPLED_WORDS
+    if is_whole or step < 2:
+        return xxhash.xxh3_64_intdigest((ctypes.c_uint8 * nbytes).from_address(address))
+    words = memoryview((ctypes.c_int64 * (nbytes // _WORD_BYTES)).from_address(address))
+    return xxhash.xxh3_64_intdigest(words[step // 2 :: step].tobytes())
 
 
 def _split(data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
