@@ -47,7 +47,7 @@ demo: export DS_ACCELERATOR ?= cpu
 PRECISION ?= --fp32
 endif
 
-.PHONY: help demo check test test-all lint site reference freeze reliability compatibility rematerialize mutants bench gpu soak venv aio cpu_ops ops libaio canary clean
+.PHONY: help demo check test test-all lint site reference freeze reliability compatibility rematerialize operators mutants bench gpu soak venv aio cpu_ops ops libaio canary clean
 
 help:
 	@sed -n 's/^# make/make/p' $(MAKEFILE_LIST)
@@ -77,7 +77,7 @@ test: lint ops site
 
 test-all: lint ops site
 	$(SHARED)
-	$(MAKE) reliability compatibility rematerialize mutants bench soak
+	$(MAKE) reliability compatibility rematerialize operators mutants bench soak
 
 lint: $(BIN)/.installed
 	ruff check .
@@ -110,6 +110,10 @@ compatibility: $(BIN)/.installed
 # The table of saved bytes, from a run of the tests that train each model without and with rematerialization.
 rematerialize: $(BIN)/.installed
 	$(PYTEST) -m rematerialized --rematerialized=docs/guides/rematerialize.md tests
+
+# The page of PyTorch's operators, from a run of the tests that compare each.
+operators: $(BIN)/.installed
+	$(SHARED) tests/sweep/test_operators.py --operators=docs/evidence/operators.md
 
 # Takes out every wait that orders copies, one at a time: a test must fail for each. Minutes.
 mutants: $(BIN)/.installed
