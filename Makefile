@@ -9,7 +9,7 @@
 # make gpu REHEARSE=1    the same on the CPU, tiny, in 2 minutes (GPU_ARGS="--pieces headline --again": these, once more)
 # make site              the documentation as a site, in .cache/site; a link that leads nowhere is an error
 # make reference         the pages of keys and commands, and the JSON Schema, from the code; make freeze: the frozen names too
-# make canary            private names, hooks and selective checkpoints on the newest pre-releases of PyTorch and DeepSpeed
+# make canary            private names, hooks, operators that write late, on the newest pre-releases of PyTorch and DeepSpeed
 # make soak              2,000 random steps with random faults, compared with the run without us: about 10 minutes
 
 VENV    ?= .venv
@@ -135,12 +135,13 @@ soak: $(BIN)/.installed aio
 
 # The newest that there is of PyTorch and DeepSpeed, before it is a release. A failure is news, and stops nobody.
 CANARY := .cache/canary_venv
-CANARY_TESTS := tests/test_private_names.py tests/autograd/test_selective_checkpoints.py tests/autograd/test_hazards.py
+CANARY_TESTS := tests/test_private_names.py tests/autograd/test_selective_checkpoints.py tests/autograd/test_hazards.py \
+    tests/sweep/test_operators.py::test_what_writes_after_it_was_packed_is_known
 canary:
 	@mkdir -p $(CURDIR)/.cache
 	$(PYTHON) -m venv --clear $(CANARY)
 	$(CANARY)/bin/pip install -q --pre torch --index-url https://download.pytorch.org/whl/nightly/cpu
-	$(CANARY)/bin/pip install -q --pre deepspeed pydantic numpy packaging xxhash jinja2 pytest hypothesis ninja
+	$(CANARY)/bin/pip install -q --pre deepspeed pydantic numpy packaging xxhash jinja2 pytest hypothesis ninja expecttest
 	$(CANARY)/bin/pip install -q --no-deps -e .
 	$(CANARY)/bin/python -m pytest --basetemp=.cache/pytest_canary -m "not aio and not slow and not thorough" $(CANARY_TESTS)
 

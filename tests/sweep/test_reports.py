@@ -14,7 +14,7 @@ import programs_hf
 import pytest
 import report_programs
 import torch
-from compare import compare
+from compare import RECOMPUTED, compare
 from support import hazards
 from support.hazards import Saving, leaf
 from support.runs import plain_config
@@ -124,6 +124,13 @@ def test_trl_5700_a_forward_that_nobody_goes_back_through(cache: TensorCache) ->
 def test_report_under_an_engine(report: str, tmp_path: Path) -> None:
     """PyTorch #115255, torchtune #2709, DeepSpeed #598."""
     compare(report_programs.reported, plain_config(2), tmp_path, report=report)
+
+
+@pytest.mark.engine
+def test_transformers_47254_frozen_norms_under_zero_3_made_again(tmp_path: Path) -> None:
+    """What a checkpoint raised about there; here with ``"recompute": true``."""
+    compared = compare(report_programs.recomputed, plain_config(3), tmp_path, block=RECOMPUTED, must_move=False)
+    assert compared.recomputed_bytes > 0, compared
 
 
 @pytest.mark.engine
