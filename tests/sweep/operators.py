@@ -136,9 +136,11 @@ class Program:
         return _prepare(self.subject, self.dtype, self.draw, self.shape)
 
 
-def programs(subject: Subject, shapes: Iterable[str] = SHAPES) -> Iterator[Program]:
-    """Yield the programs of a subject in these shapes."""
-    for dtype in subject.dtypes():
+def programs(
+    subject: Subject, shapes: Iterable[str] = SHAPES, dtypes: Iterable[torch.dtype] | None = None
+) -> Iterator[Program]:
+    """Yield the programs of a subject in these shapes and dtypes; in all of its dtypes where none are given."""
+    for dtype in subject.dtypes() if dtypes is None else dtypes:
         for number, draw in enumerate(subject.draws(dtype)):
             for shape in subject.shapes(dtype):
                 if shape in shapes and not (shape == "in place" and draw.broadcasts_input):
@@ -423,8 +425,11 @@ def unfilled_memory_is_nan() -> Iterator[None]:
 
 
 def writes_after_packing(subject: Subject) -> bool:
-    """Return whether a forward of the subject changes a tensor that it has packed, and no version tells of it."""
-    return any(map(_writes_after_packing, programs(subject, ("alone", "in place"))))
+    """Return whether a forward of the subject changes a tensor that it has packed, and no version tells of it.
+
+    One dtype is enough: when a kernel packs does not depend on it.
+    """
+    return any(map(_writes_after_packing, programs(subject, ("alone", "in place"), subject.dtypes()[:1])))
 
 
 def _writes_after_packing(program: Program) -> bool:
@@ -432,7 +437,7 @@ def _writes_after_packing(program: Program) -> bool:
 
     def pack(tensor: Tensor) -> Tensor:
         if tensor.layout is torch.strided and not tensor.is_nested:
-            packed.append((tensor.detach(), tensor.detach().clone(), tensor._version))
+            packed.append((tensor.detach(), _snapshot(tensor), tensor._version))
         return tensor
 
     forward = program.forward()
@@ -442,6 +447,6 @@ def _writes_after_packing(program: Program) -> bool:
             held = forward()
     except Exception:  # noqa: BLE001 - an operator that raises has no backward
         return False
-    changed = [one._version == version and bool(_tensors_differ(copy, one)) for one, copy, version in packed]
+    changed = [one._version == version and bool(_tensors_differ(copy, _snapshot(one))) for one, copy, version in packed]
     del held
     return any(changed)
