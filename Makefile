@@ -9,7 +9,7 @@
 # make gpu REHEARSE=1    the same on the CPU, tiny, in 2 minutes (GPU_ARGS="--pieces headline --again": these, once more)
 # make site              the documentation as a site, in .cache/site; a link that leads nowhere is an error
 # make reference         the pages of keys and commands, and the JSON Schema, from the code; make freeze: the frozen names too
-# make canary            private names, hooks and selective checkpoints on the newest pre-releases of PyTorch and DeepSpeed
+# make canary            private names, hooks, operators that write late, on the newest pre-releases of PyTorch and DeepSpeed
 # make soak              2,000 random steps with random faults, compared with the run without us: about 10 minutes
 
 VENV    ?= .venv
@@ -47,7 +47,7 @@ demo: export DS_ACCELERATOR ?= cpu
 PRECISION ?= --fp32
 endif
 
-.PHONY: help demo check test test-all lint site reference freeze reliability compatibility rematerialize mutants bench gpu soak venv aio cpu_ops ops libaio canary clean
+.PHONY: help demo check test test-all lint site reference freeze reliability compatibility rematerialize operators mutants bench gpu soak venv aio cpu_ops ops libaio canary clean
 
 help:
 	@sed -n 's/^# make/make/p' $(MAKEFILE_LIST)
@@ -77,7 +77,7 @@ test: lint ops site
 
 test-all: lint ops site
 	$(SHARED)
-	$(MAKE) reliability compatibility rematerialize mutants bench soak
+	$(MAKE) reliability compatibility rematerialize operators mutants bench soak
 
 lint: $(BIN)/.installed
 	ruff check .
@@ -111,6 +111,10 @@ compatibility: $(BIN)/.installed
 rematerialize: $(BIN)/.installed
 	$(PYTEST) -m rematerialized --rematerialized=docs/guides/rematerialize.md tests
 
+# The page of PyTorch's operators, from a run of the tests that compare each.
+operators: $(BIN)/.installed
+	$(SHARED) tests/sweep/test_operators.py --operators=docs/evidence/operators.md
+
 # Takes out every wait that orders copies, one at a time: a test must fail for each. Minutes.
 mutants: $(BIN)/.installed
 	@mkdir -p .cache
@@ -131,12 +135,13 @@ soak: $(BIN)/.installed aio
 
 # The newest that there is of PyTorch and DeepSpeed, before it is a release. A failure is news, and stops nobody.
 CANARY := .cache/canary_venv
-CANARY_TESTS := tests/test_private_names.py tests/autograd/test_selective_checkpoints.py tests/autograd/test_hazards.py
+CANARY_TESTS := tests/test_private_names.py tests/autograd/test_selective_checkpoints.py tests/autograd/test_hazards.py \
+    tests/sweep/test_operators.py::test_what_writes_after_it_was_packed_is_known
 canary:
 	@mkdir -p $(CURDIR)/.cache
 	$(PYTHON) -m venv --clear $(CANARY)
 	$(CANARY)/bin/pip install -q --pre torch --index-url https://download.pytorch.org/whl/nightly/cpu
-	$(CANARY)/bin/pip install -q --pre deepspeed pydantic numpy packaging xxhash jinja2 pytest hypothesis ninja
+	$(CANARY)/bin/pip install -q --pre deepspeed pydantic numpy packaging xxhash jinja2 pytest hypothesis ninja expecttest
 	$(CANARY)/bin/pip install -q --no-deps -e .
 	$(CANARY)/bin/python -m pytest --basetemp=.cache/pytest_canary -m "not aio and not slow and not thorough" $(CANARY_TESTS)
 

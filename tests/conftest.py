@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from covering import is_covering
+from operator_page import OperatorPage
 from support.compatibility_table import CompatibilityTable, covering
 from support.disks import EXT4, MIB, Disk, mounted, run, until
 from support.doubles import CpuAccelerator
@@ -261,12 +262,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--reliability", type=Path, help="write the table of faults and outcomes of this run to a file")
     parser.addoption("--compatibility", type=Path, help="write the table of combinations of this run to a file")
     parser.addoption("--rematerialized", type=Path, help="write the table of saved bytes of this run into a file")
+    parser.addoption("--operators", type=Path, help="write the page of PyTorch's operators of this run to a file")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[TABLE] = FaultTable()
     config.stash[COMPATIBILITY] = CompatibilityTable()
     config.stash[REMATERIALIZED] = CompatibilityTable("rematerialized", SAVED, is_part=True)
+    path = config.getoption("--operators")
+    if path is not None and "PYTEST_XDIST_WORKER" not in os.environ:
+        config.pluginmanager.register(OperatorPage(path, versions()))
 
 
 @pytest.hookimpl(tryfirst=True)  # before -k and -m deselect

@@ -1,0 +1,452 @@
+"""Programs from PyTorch's own database of operators and modules, each run without us and with us, compared bit for bit.
+
+The database (``torch.testing._internal``) has sample inputs for every operator. A *subject* is one operator or module,
+a *draw* one of its inputs, and a *shape* the program around it; see :data:`SHAPES`.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from support.doubles import CpuAccelerator, wait_for_writes
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal.common_modules import module_db
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ds_tba.autograd.cache import TensorCache
+from ds_tba.autograd.sites import Sites
+from ds_tba.autograd.tensors import mark_owned
+from ds_tba.storage.nvme import NvmeStore
+
+DTYPES = (torch.float32, torch.bfloat16, torch.complex64)
+SHAPES = ("alone", "chain", "in place", "autocast")
+PLACEMENTS = ("nvme", "keep")
+# Draws of a subject in one dtype: the first, the last, and as many between them. Some operators have a thousand.
+DRAWS = 5
+# In CI one of so many names runs: the first of the sorted list, and every tenth behind it.
+STRIDE = 10
+SEED = 20261126
+
+Saving = Callable[[], AbstractContextManager[Any]]
+Forward = Callable[[], tuple[Any, list[Tensor]]]
+Result = list[Tensor] | type[Exception]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """An operator or a module of the database.
+
+    Attributes:
+        name: in PyTorch's words, with the variant.
+        info: an ``OpInfo`` or a ``ModuleInfo``.
+    """
+
+    name: str
+    info: Any
+    is_module: bool
+
+    def dtypes(self) -> list[torch.dtype]:
+        """Return those of :data:`DTYPES` in which the subject has a gradient on a CPU."""
+        have = self.info.dtypes if self.is_module else self.info.supported_backward_dtypes("cpu")
+        return [dtype for dtype in DTYPES if dtype in have]
+
+    def shapes(self, dtype: torch.dtype) -> list[str]:
+        """Return those of :data:`SHAPES` that exist for the subject."""
+        without = set() if dtype is torch.float32 else {"autocast"}
+        if self.is_module or self.info.get_inplace() is None:
+            without.add("in place")
+        return [shape for shape in SHAPES if shape not in without]
+
+    def draws(self, dtype: torch.dtype) -> list[Any]:
+        """Return some of the inputs that the database has: always the same ones."""
+        torch.manual_seed(SEED)
+        if not self.is_module:
+            return _spread(list(self.info.sample_inputs("cpu", dtype, requires_grad=True)))
+        found = []
+        for training in (True, False) if self.info.train_and_eval_differ else (True,):
+            made = self.info.module_inputs_func(
+                self.info, device="cpu", dtype=dtype, requires_grad=True, training=training
+            )
+            found += [(one, training) for one in _spread(list(made))]
+        return found
+
+
+def _spread(found: list[Any]) -> list[Any]:
+    if len(found) <= DRAWS:
+        return found
+    return [found[index * (len(found) - 1) // (DRAWS - 1)] for index in range(DRAWS)]
+
+
+@lru_cache
+def subjects() -> dict[str, Subject]:
+    """Return every operator and module that is differentiable in one of :data:`DTYPES`, sorted by name."""
+    found = [
+        Subject(one.name + ("." + one.variant_test_name if one.variant_test_name else ""), one, False)
+        for one in op_db
+        if one.supports_autograd
+    ]
+    found += [Subject(one.name, one, True) for one in module_db]
+    names = Counter(one.name for one in found)
+    assert max(names.values()) == 1, names.most_common(3)
+    return {one.name: one for one in sorted(found, key=lambda one: one.name) if one.dtypes()}
+
+
+def part_of_names(part: int, parts: int, *, in_ci: bool) -> list[str]:
+    """Return one of so many parts of the tenth that CI runs, or of the others; together the parts are all."""
+    chosen = [name for number, name in enumerate(subjects()) if (number % STRIDE == 0) == in_ci]
+    return chosen[part::parts]
+
+
+@dataclass(frozen=True)
+class Program:
+    """One draw of a subject in one shape.
+
+    Attributes:
+        number: place of the draw among the subject's.
+    """
+
+    subject: Subject
+    dtype: torch.dtype
+    number: int
+    draw: Any
+    shape: str
+
+    @property
+    def where(self) -> str:
+        """The dtype and the shape."""
+        return f"{str(self.dtype).removeprefix('torch.')}, {self.shape}"
+
+    def __str__(self) -> str:
+        return f"{self.subject.name}, draw {self.number}, {self.where}"
+
+    def forward(self) -> Forward:
+        """Return the forward; its leaves are new, and the same each time."""
+        torch.manual_seed(SEED)
+        return _prepare(self.subject, self.dtype, self.draw, self.shape)
+
+
+def programs(
+    subject: Subject, shapes: Iterable[str] = SHAPES, dtypes: Iterable[torch.dtype] | None = None
+) -> Iterator[Program]:
+    """Yield the programs of a subject in these shapes and dtypes; in all of its dtypes where none are given."""
+    for dtype in subject.dtypes() if dtypes is None else dtypes:
+        for number, draw in enumerate(subject.draws(dtype)):
+            for shape in subject.shapes(dtype):
+                if shape in shapes and not (shape == "in place" and draw.broadcasts_input):
+                    yield Program(subject, dtype, number, draw, shape)
+
+
+# ---- one run --------------------------------------------------------------------------------------------------------
+
+
+class _Copies:
+    """Copies of a draw's tensors: the same bytes at the same offsets and strides, each tensor once."""
+
+    def __init__(self) -> None:
+        self.leaves: list[Tensor] = []
+        self._made: dict[int, Tensor] = {}
+
+    def of(self, values: Any) -> Any:
+        return tree_map(self._copy, values)
+
+    def _copy(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) not in self._made:
+            copy = _copy_of(value)
+            if value.requires_grad:
+                self.leaves.append(copy.requires_grad_())
+            self._made[id(value)] = copy
+        return self._made[id(value)]
+
+
+def _copy_of(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg() or type(tensor) is not Tensor:
+        return tensor.clone()
+    storage = tensor.untyped_storage().clone()
+    made = torch.empty(0, dtype=tensor.dtype)
+    return made.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload]
+
+
+def _prepare(subject: Subject, dtype: torch.dtype, draw: Any, shape: str) -> Forward:
+    """Return the forward of a program; its leaves are new."""
+    copies = _Copies()
+    if subject.is_module:
+        module_input, training = draw
+        made = module_input.constructor_input
+        module: nn.Module = subject.info.module_cls(*made.args, **made.kwargs).to("cpu", dtype).train(training)
+        mark_owned(module)
+        for one in module.modules():
+            one.register_forward_pre_hook(lambda module, _: mark_owned(module))
+        values = copies.of((module_input.forward_input.args, module_input.forward_input.kwargs))
+        leaves = copies.leaves + list(module.parameters()) + list(module.buffers())
+
+        def call(values: Any) -> Any:
+            args, kwargs = values
+            return module(*args, **kwargs)
+
+    else:
+        values = copies.of((draw.input, draw.args, draw.kwargs))
+        leaves = copies.leaves
+
+        def call(values: Any) -> Any:
+            first, args, kwargs = values
+            run = subject.info.get_inplace() if shape == "in place" else subject.info.op
+            return draw.output_process_fn_grad(run(first, *args, **kwargs))
+
+    if shape == "alone":
+        return lambda: (call(values), leaves)
+    one = torch.ones((), requires_grad=True)
+
+    def forward() -> tuple[Any, list[Tensor]]:
+        with torch.autocast("cpu", torch.bfloat16, enabled=shape == "autocast"):
+            # Products with one: the same values, which the graph can make again.
+            made = call(tree_map(lambda value: value * one.to(value.dtype) if _is_leaf(value) else value, values))
+            return tree_map(_through_rules, made), leaves
+
+    return forward
+
+
+def _is_leaf(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad and value.layout is torch.strided
+
+
+def _through_rules(made: Any) -> Any:
+    """Return what operators make of an output for which there are rules, so that storages are left out."""
+    if not (isinstance(made, Tensor) and made.requires_grad and made.layout is torch.strided) or made.is_nested:
+        return made
+    square = made * made
+    if made.is_complex():
+        return torch.tanh(torch.sigmoid(square) * made) * square
+    gated = functional.gelu(functional.silu(made) * square)
+    if made.dim() and made.numel():
+        gated = functional.layer_norm(gated, gated.shape[-1:])
+    return torch.exp(torch.tanh(gated * made)) * torch.softmax(gated, -1)
+
+
+def _nothing() -> None:
+    pass
+
+
+def run(forward: Forward, saving: Saving, between: Callable[[], None] = _nothing) -> Result:
+    """Return outputs and gradients, or the type of the error that the program has raised."""
+    torch.manual_seed(SEED)
+    try:
+        with saving():
+            made, leaves = forward()
+        outputs = [one for one in tree_leaves(made) if isinstance(one, Tensor)]
+        differentiable = [one for one in outputs if one.requires_grad]
+        kept = [_snapshot(one) for one in outputs]
+        between()
+        del made, outputs
+        torch.autograd.backward(differentiable, [_cotangent(one) for one in differentiable])
+    except Exception as error:  # noqa: BLE001 - whatever an operator raises
+        return type(error)
+    grads = [one.grad if one.grad is not None else torch.zeros(0) for one in leaves]
+    return kept + [_snapshot(one) for one in grads] + [one.detach() for one in leaves if not one.requires_grad]
+
+
+def _snapshot(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return tensor
+    if tensor._is_zerotensor():
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+    return _copy_of(tensor.resolve_conj().resolve_neg())
+
+
+def _cotangent(output: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(SEED)
+    if output.layout is not torch.strided or output.is_nested:
+        return torch.ones_like(output)
+    return torch.randn(output.shape, generator=generator, dtype=torch.float32).to(output.dtype)
+
+
+def difference(expected: Result, found: Result) -> str:
+    """Return where two runs differ first; empty where each bit is the same. NaN is equal to NaN, whatever its bits."""
+    if isinstance(expected, type) or isinstance(found, type):
+        return "" if expected is found else f"{_told(found)} instead of {_told(expected)}"
+    for number, (a, b) in enumerate(zip(expected, found, strict=True)):
+        reason = _tensors_differ(a, b)
+        if reason:
+            return f"tensor {number} of {len(expected)}: {reason}"
+    return ""
+
+
+def _told(result: Result) -> str:
+    return result.__name__ if isinstance(result, type) else "no error"
+
+
+def _tensors_differ(a: Tensor, b: Tensor) -> str:
+    for what in ("layout", "dtype", "shape"):
+        if getattr(a, what) != getattr(b, what):
+            return f"{what} {getattr(b, what)} instead of {getattr(a, what)}"
+    if a.is_nested:
+        parts = zip(a.unbind(), b.unbind(), strict=True)
+        return next(filter(None, (_tensors_differ(one, other) for one, other in parts)), "")
+    if a.layout is not torch.strided:
+        return _tensors_differ(a.to_dense(), b.to_dense())
+    if a.stride() != b.stride():
+        return f"strides {b.stride()} instead of {a.stride()}"
+    if a.is_complex():
+        a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
+    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.itemsize]
+    a, b = a.contiguous(), b.contiguous()
+    different = a.view(whole) != b.view(whole)
+    if a.is_floating_point():
+        different &= ~(a.isnan() & b.isnan())
+    count = int(different.sum())
+    return f"{count} of {a.numel()} elements, largest error {_largest(a, b)}" if count else ""
+
+
+def _largest(a: Tensor, b: Tensor) -> float:
+    return math.nan if a.numel() == 0 else float((a.double() - b.double()).abs().max())
+
+
+# ---- many runs ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Tally:
+    """What came of the runs of some subjects.
+
+    Attributes:
+        runs: count of those compared, by "dtype, shape, placement"; errors that both raise are among them.
+        raised: count of the runs that raised the same error without us and with us.
+        operators, modules: names of the subjects compared.
+        unsteady: count of programs that differ from one plain run to the next, by the name of the subject.
+        differences: a line for each run that differs.
+        moved_bytes: bytes that went to the drive.
+        left_out_bytes: bytes that backward made again instead.
+    """
+
+    runs: Counter[str] = field(default_factory=Counter)
+    raised: int = 0
+    operators: set[str] = field(default_factory=set)
+    modules: set[str] = field(default_factory=set)
+    unsteady: Counter[str] = field(default_factory=Counter)
+    differences: list[str] = field(default_factory=list)
+    moved_bytes: int = 0
+    left_out_bytes: int = 0
+
+
+class Sweep:
+    """Runs subjects, with a store for placement ``nvme``."""
+
+    def __init__(self, store: NvmeStore) -> None:
+        self._store = store
+        self.tally = Tally()
+
+    def over(self, names: Iterable[str]) -> Tally:
+        """Run every draw of these subjects in every dtype, shape and placement."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for name in names:
+                for program in programs(subjects()[name]):
+                    self._compare(program)
+        return self.tally
+
+    def is_empty(self) -> bool:
+        """Return whether the store holds nothing any more."""
+        with self._store.space.lock:
+            self._store.space.settle_copies()
+            return not any(path.extents.used_bytes for path in self._store.paths)
+
+    def _compare(self, program: Program) -> None:
+        name, tally = program.subject.name, self.tally
+        expected = run(program.forward(), nullcontext)
+        if difference(expected, run(program.forward(), nullcontext)):
+            tally.unsteady[name] += 1
+            return
+        for placement in PLACEMENTS:
+            reason = difference(expected, self._with_us(program, placement))
+            if reason and _is_unsteady(program, expected):
+                tally.unsteady[name] += 1
+                return
+            tally.runs[f"{program.where}, {placement}"] += 1
+            tally.raised += isinstance(expected, type)
+            (tally.modules if program.subject.is_module else tally.operators).add(name)
+            if reason:
+                tally.differences.append(f"{program}, {placement}: {reason}")
+
+    def _with_us(self, program: Program, placement: str) -> Result:
+        store, is_alone = self._store, program.shape == "alone"
+        cache = TensorCache([store] if placement == "nvme" else [], "cpu", 1, wait_for_staging=True)
+        # Alone, everything eligible goes to the drive; else what can be made again stays away from it.
+        if not is_alone or placement == "keep":
+            cache.rematerialize(Sites(cache, CpuAccelerator()))
+        before = store.stats.offloaded_bytes
+        # In half of the draws backward reads from the drive, in the others it may come before the write has ended.
+        reads = placement == "nvme" and (is_alone or program.number % 2 == 0)
+        result = run(program.forward(), cache.saving, partial(wait_for_writes, store) if reads else _nothing)
+        try:
+            cache.end_micro_step()
+        except Exception as error:  # noqa: BLE001 - told as a difference
+            return type(error)
+        self.tally.moved_bytes += store.stats.offloaded_bytes - before
+        self.tally.left_out_bytes += cache.stats.rematerialized_bytes
+        return result
+
+
+def _is_unsteady(program: Program, expected: Result) -> bool:
+    """Return whether plain runs differ where memory lies elsewhere; some kernels of LAPACK ask for that."""
+    held = []
+    for size in range(1, 9):
+        held.append([torch.empty(size * 17 + place) for place in range(4)])
+        if difference(expected, run(program.forward(), nullcontext)):
+            return True
+    return False
+
+
+# ---- the probe ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def unfilled_memory_is_nan() -> Iterator[None]:
+    """Have PyTorch fill the memory that nobody has filled, so that it never has the right bytes by chance."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def writes_after_packing(subject: Subject) -> bool:
+    """Return whether a forward of the subject changes a tensor that it has packed, and no version tells of it.
+
+    One dtype is enough: when a kernel packs does not depend on it.
+    """
+    return any(map(_writes_after_packing, programs(subject, ("alone", "in place"), subject.dtypes()[:1])))
+
+
+def _writes_after_packing(program: Program) -> bool:
+    packed: list[tuple[Tensor, Tensor, int]] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.layout is torch.strided and not tensor.is_nested:
+            packed.append((tensor.detach(), _snapshot(tensor), tensor._version))
+        return tensor
+
+    forward = program.forward()
+    torch.manual_seed(SEED)
+    try:
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            held = forward()
+    except Exception:  # noqa: BLE001 - an operator that raises has no backward
+        return False
+    changed = [one._version == version and bool(_tensors_differ(copy, _snapshot(one))) for one, copy, version in packed]
+    del held
+    return any(changed)

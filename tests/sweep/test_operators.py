@@ -1,0 +1,110 @@
+"""Every operator and module of PyTorch's database: outputs and gradients with us are those without us, bit for bit.
+
+CI runs a tenth of the names, the first of the sorted list and every tenth behind it; ``make test-all`` runs all.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import operators
+import pytest
+import torch
+from conftest import StoreFactory
+from operator_page import PAGE, counts_in, in_json
+from support.disks import until
+from torch import Tensor
+
+from ds_tba.autograd.cache import TensorCache
+from ds_tba.storage.nvme import NvmeStore
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+PARTS_IN_CI, PARTS = 4, 30
+# Batch norms write their running statistics there: backward of a training step does not read them, and a model's are
+# buffers, which stay in memory. RReLU has its noise packed before the kernel draws it, and backward reads that.
+BATCH_NORMS = {
+    *("_batch_norm_with_update", "_native_batch_norm_legit", "native_batch_norm"),
+    *("nn.functional.batch_norm", "nn.functional.instance_norm"),
+    *(f"nn.{kind}Norm{dim}d" for kind in ("Batch", "Instance") for dim in (1, 2, 3)),
+}
+WRITE_AFTER_PACKING = BATCH_NORMS | {"nn.functional.rrelu"}
+
+
+@pytest.fixture
+def sweep(make_store: StoreFactory) -> operators.Sweep:
+    return operators.Sweep(make_store(staging_bytes=8 << 20))
+
+
+def check(sweep: operators.Sweep, names: list[str], record_property: Callable[[str, Any], None]) -> None:
+    tally = sweep.over(names)
+    record_property("sweep", in_json(tally))
+    assert tally.differences == []
+    assert tally.moved_bytes > 0 and tally.left_out_bytes > 0
+    gc.collect()
+    until(sweep.is_empty, "an empty store")
+
+
+@pytest.mark.long
+@pytest.mark.swept
+@pytest.mark.parametrize("part", range(PARTS_IN_CI))
+def test_a_tenth(part: int, sweep: operators.Sweep, record_property: Callable[[str, Any], None]) -> None:
+    check(sweep, operators.part_of_names(part, PARTS_IN_CI, in_ci=True), record_property)
+
+
+@pytest.mark.thorough
+@pytest.mark.swept
+@pytest.mark.parametrize("part", range(PARTS))
+def test_the_others(part: int, sweep: operators.Sweep, record_property: Callable[[str, Any], None]) -> None:
+    check(sweep, operators.part_of_names(part, PARTS, in_ci=False), record_property)
+
+
+@pytest.mark.long
+def test_what_writes_after_it_was_packed_is_known(record_property: Callable[[str, Any], None]) -> None:
+    """Whoever joins this list on a newer PyTorch packs memory before its bytes are there, and no version tells."""
+    with operators.unfilled_memory_is_nan():
+        found = {name for name, subject in operators.subjects().items() if operators.writes_after_packing(subject)}
+    record_property("packed", sorted(found))
+    assert found == WRITE_AFTER_PACKING
+
+
+@pytest.mark.long
+def test_a_wrong_gradient_is_seen(sweep: operators.Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = TensorCache._load
+
+    def wrong(cache: TensorCache, view: Any) -> Tensor:
+        data = right(cache, view).clone()
+        data[0] ^= 1
+        return data
+
+    monkeypatch.setattr(TensorCache, "_load", wrong)
+    told = sweep.over(["exp"]).differences
+    assert any("float32, alone, nvme: tensor 1 of 2" in line for line in told)
+
+
+@pytest.mark.long
+def test_an_error_of_ours_is_seen(sweep: operators.Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise FloatingPointError
+
+    monkeypatch.setattr(NvmeStore, "put", fail)
+    told = sweep.over(["exp"]).differences
+    assert any("float32, alone, nvme: FloatingPointError instead of no error" in line for line in told)
+
+
+def test_not_a_number_is_equal_whatever_its_bits_and_zero_has_a_sign() -> None:
+    nan = torch.tensor([float("nan")])
+    other = (nan.view(torch.int32) ^ 1).view(torch.float32)
+    assert operators.difference([nan], [other]) == ""
+    assert operators.difference([torch.tensor([0.0])], [torch.tensor([-0.0])]) != ""
+    assert operators.difference([torch.ones(2, 2)], [torch.ones(2, 2).t()]) != ""
+
+
+def test_the_page_has_every_shape_and_no_difference() -> None:
+    counts = counts_in(Path(__file__).parents[2] / PAGE)
+    for dtype in ("float32", "bfloat16", "complex64"):
+        assert all(counts[f"{dtype}, {shape}"] > 0 for shape in ("alone", "chain", "in place"))
+    assert counts["float32, autocast"] > 0
+    assert counts["differences"] == 0
