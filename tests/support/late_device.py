@@ -136,8 +136,8 @@ class LateDevice(CpuAccelerator):
     def is_synchronized_device(self) -> bool:
         return False
 
-    def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
-        return huge_page_memory(tensor.numel())
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        return huge_page_memory(nbytes)
 
     def new_stream(self) -> Any:
         stream = LateStream(self)
