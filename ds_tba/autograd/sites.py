@@ -513,7 +513,9 @@ class Sites:
                 bits = integers_of(base_of(tensor))
                 flags = torch.stack(((integers_of(made) != bits).any(), bits.amin() != bits.amax()))
             if not self._is_synchronous:
-                flags = self._answers.take().copy_(flags, non_blocking=True)
+                host = self._answers.take()
+                self._accelerator.copy(flags.view(torch.uint8), host.view(torch.uint8))
+                flags = host
         except (NoRecipeError, LookupError, RuntimeError, ValueError, TypeError) as error:
             if isinstance(error, StorageError) or is_out_of_memory(error):
                 return None  # backward will want the operand, too; or another time
