@@ -5,8 +5,9 @@
 #                        half an hour on two cores, 7 minutes of it for the first build of DeepSpeed's ops
 # make test-all          everything, and the tables of docs/ written again: hours
 # make bench             the benchmarks
-# make gpu               everything that only a GPU can tell, in pieces of less than 10 minutes; run again, it goes on
-# make gpu REHEARSE=1    the same on the CPU, tiny, in 2 minutes (GPU_ARGS="--pieces headline --again": these, once more)
+# make gpu               what only a GPU can tell, the most important first, in 8 minutes; run again, it goes on
+#                        (GPU_ARGS="--minutes 40": and more; "--pieces headline --again": this, once more)
+# make gpu REHEARSE=1    the eight minutes on the CPU, tiny, in 2
 # make site              the documentation as a site, in .cache/site; a link that leads nowhere is an error
 # make reference         the pages of keys and commands, and the JSON Schema, from the code; make freeze: the frozen names too
 # make canary            private names, hooks, operators that write late, on the newest pre-releases of PyTorch and DeepSpeed
@@ -125,7 +126,8 @@ bench: $(BIN)/.installed aio
 	python benchmarks/planner_scale.py
 	python benchmarks/step_time.py
 
-# On a GPU with the torch that is there, and `pip install .[examples,bench] pytest hypothesis`: our venv's is for the CPU.
+# On a GPU with the torch that is there, and `pip install .`; the tests and others' offloaders, which come behind the eight
+# minutes, want `pip install .[examples,bench] pytest hypothesis`. Our venv's torch is for the CPU.
 gpu: $(if $(REHEARSE),$(BIN)/.installed)
 	@mkdir -p $(NVME)
 	$(PYTHON) benchmarks/gpu $(if $(REHEARSE),--rehearse) --nvme_path $(NVME) $(GPU_ARGS)

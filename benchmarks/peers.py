@@ -48,6 +48,7 @@ from curves.turns import (  # noqa: E402
     Runner,
     StepTaken,
     add_race_options,
+    parameters_of,
     storages_held,
 )
 from torch import nn  # noqa: E402
@@ -336,10 +337,11 @@ class PeerRunner(Runner):
             self.steps += 1
         self.turn(STEPS_AFTER_A_PLAN if self.contender.planner == "adaptive" else 2)
 
-    def exact(self, seed: int = 3) -> str:
-        """The digest of the gradients where all random numbers are the same."""
+    def exact(self, start: list[torch.Tensor], seed: int = 3) -> str:
+        """Return a digest of a step from these parameters where all random numbers are the same."""
+        self.settle()
         torch.manual_seed(seed)
-        return self.gradient_digest()
+        return self.proof(start)
 
     def metered(self) -> tuple[int, int]:
         """The peak on the device, and what was on its way or away at once in host memory; of one more step."""
@@ -463,9 +465,10 @@ def _row(runner: PeerRunner, rounds: list[dict[str, list[StepTaken]]]) -> dict[s
 def _digests(runners: dict[str, PeerRunner], workload: Workload) -> tuple[dict[str, str], dict[str, str]]:
     """Of all gradients, without dropout and with."""
     model: Any = workload.model
-    without = {name: runner.exact() for name, runner in runners.items()}
+    start = parameters_of(workload)
+    without = {name: runner.exact(start) for name, runner in runners.items()}
     model.drop_out(DROPOUT)
-    return without, {name: runner.exact() for name, runner in runners.items()}
+    return without, {name: runner.exact(start) for name, runner in runners.items()}
 
 
 # ---- the table ------------------------------------------------------------------------------------------------------

@@ -5,8 +5,9 @@
 At each model and batch size, in one process and over one model: the plain model (twice, which shows the noise), and the
 model under the planners keep, recompute, tba, teraio and adaptive; adaptive at several limits of ``max_step_overhead``
 and at several budgets, those of the others among them, because it is a curve. All take turns in a new random order each
-round; reported are medians over the rounds. Every step of every contender must have the same loss, and the gradients
-must have the same bits. On a CPU glibc keeps what is freed, as CUDA's allocator does.
+round; reported are medians over the rounds. One more step of each, from the same parameters and under strictly
+deterministic kernels, must give the same loss, gradients and parameters, bit for bit. On a CPU glibc keeps what is
+freed, as CUDA's allocator does.
 
 Peaks are measured by one meter for all: CUDA's allocator, or on the CPU a count of the bytes of all tensors that are
 alive (in one more step, not timed). Into ``--out`` go ``rok.csv``, ``rok.md``, ``rok.png`` (with matplotlib) and

@@ -7,19 +7,47 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import pytest
 import torch
 from curves.device import Device
 from support import hazards
 from support.late_device import LateDevice
 
-from ds_tba.device.accelerator import Accelerator
+from ds_tba.autograd.sites import Sites
+from ds_tba.device.accelerator import Accelerator, Copies
 
 # Read when CUDA's matrix library starts: without it equal products on several streams may differ in their last bits.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+@pytest.fixture(autouse=True)
+def shows_something(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A test in which no byte was moved and nothing was made again has shown nothing, and fails.
+
+    But for those that say so (``moves_nothing``). For a module, which has to import it.
+    """
+    shown: Counter[str] = Counter()
+    out, make = Copies.out, Sites.make
+
+    def counted_out(copies: Copies, data: torch.Tensor, target: torch.Tensor) -> Any:
+        shown["moved"] += data.numel()
+        return out(copies, data, target)
+
+    def counted_make(sites: Sites, recipe: Any) -> torch.Tensor:
+        made = make(sites, recipe)
+        shown["made again"] += made.numel()
+        return made
+
+    monkeypatch.setattr(Copies, "out", counted_out)
+    monkeypatch.setattr(Sites, "make", counted_make)
+    yield
+    if request.node.get_closest_marker("moves_nothing") is None and not shown.total():
+        pytest.fail("no byte was moved and nothing was made again: this test has shown nothing")
 
 
 class Rig:

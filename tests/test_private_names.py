@@ -59,6 +59,8 @@ NAMES = [
     Name("._is_zerotensor", ALL, "torch.Tensor._is_zerotensor"),
     Name("._indices", "the memory of sparse tensors: it would count as 0 bytes", "torch.Tensor._indices"),
     Name("._cdata", "the memory of CUDA graphs: it would be moved in vain", "storage._cdata"),
+    Name("torch._C._host_emptyCache", "pinned memory of closed engines, where PyTorch has no public name for it",
+         "source of torch.cuda.graphs"),
     Name("torch._C._functorch.is_functorch_wrapped_tensor", ALL),
     Name("torch._C._functorch.peek_interpreter_stack", ALL),
     Name("torch._C._dispatch_tls_is_dispatch_key_excluded", ALL),

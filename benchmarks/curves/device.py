@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -71,12 +72,23 @@ class TorchCuda:
         return torch.cuda.stream(stream)
 
 
+# What is counted by CUDA's allocator, and how the results call it: peaks since the last reset, and numbers in all.
+COUNTS = {
+    "allocated_peak_bytes": "allocated_bytes.all.peak",
+    "active_peak_bytes": "active_bytes.all.peak",
+    "reserved_peak_bytes": "reserved_bytes.all.peak",
+    "alloc_retries": "num_alloc_retries",
+    "mallocs": "num_device_alloc",
+    "frees": "num_device_free",
+}
+
+
 def cuda_api() -> Any:
-    """DeepSpeed's CUDA accelerator where DeepSpeed is installed (and not told to use another), else torch's own."""
-    try:
-        from deepspeed.accelerator import get_accelerator
-    except ImportError:
+    """Return DeepSpeed's CUDA accelerator if DeepSpeed runs here, else torch's: the import alone takes seconds."""
+    if "deepspeed" not in sys.modules:
         return TorchCuda()
+    from deepspeed.accelerator import get_accelerator
+
     found = get_accelerator()
     return found if found.device_name() == "cuda" else TorchCuda()
 
@@ -114,15 +126,14 @@ class Device:
         """Most bytes held since the last reset; None where nobody counts."""
         return torch.cuda.memory_stats()["active_bytes.all.peak"] if self.is_cuda else None
 
-    def alloc_retries(self) -> int | None:
-        """How often in all CUDA's allocator ran out, gave back what it had cached, and asked again."""
-        return torch.cuda.memory_stats()["num_alloc_retries"] if self.is_cuda else None
+    def counts(self) -> dict[str, int]:
+        """Return what CUDA's allocator counts (``COUNTS``); nothing on a CPU."""
+        found = torch.cuda.memory_stats() if self.is_cuda else {}
+        return {name: found[key] for name, key in COUNTS.items() if key in found}
 
     def give_back(self) -> None:
         """Let go of the device memory and the pinned memory that no tensor uses."""
         gc.collect()
         if self.is_cuda:
             torch.cuda.empty_cache()
-            empty_pinned = getattr(torch._C, "_host_emptyCache", None)
-            if empty_pinned is not None:  # torch keeps it, of every size that was asked for
-                empty_pinned()
+            self.accelerator.give_pinned_back()

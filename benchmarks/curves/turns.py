@@ -1,23 +1,25 @@
 """Contenders that step through one model in turns: the plain model, and the model under plans of each kind.
 
-All of them are tied to one model in one process. A step is forward, backward and SGD with a learning rate of 0, so that
-every step of every contender must give the same loss and the same gradients, bit for bit.
+All of them are tied to one model in one process. A step is forward, backward and SGD. That all train alike is proven by
+one more step of each, from the same parameters and under strictly deterministic kernels: loss, gradients and the new
+parameters must be the same, bit for bit. The steps that are timed run under the kernels that PyTorch takes by itself.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
+import os
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+import xxhash
 from alternating import rounds_of
 from planners import PLANNERS
 
@@ -34,7 +36,9 @@ MAX_STEPS_TO_A_PLAN = 20
 STEPS_AFTER_A_PLAN = 2
 # The plan of one that may choose is made again from what its steps take: it has come to rest after so many of them.
 STEPS_AT_REST, MAX_STEPS_TO_REST = 17, 80
-LEARNING_RATE = 0.0
+LEARNING_RATE = 1e-3
+# Read when CUDA's matrix library starts, which is refused without it where kernels must be deterministic.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,8 @@ class StepTaken:
         is_recorded: it ran without the plan, because it was to be recorded.
         device_peak_bytes: on CUDA, beyond what is held between steps.
         saved_peak_bytes: as the offloader counts.
+        host_s: seconds of the host in forward, and in backward; it runs ahead of a device.
+        counts: of the allocator, at the end (``curves.device.COUNTS``).
     """
 
     step_s: float
@@ -78,6 +84,8 @@ class StepTaken:
     device_peak_bytes: int | None
     saved_peak_bytes: int | None = None
     is_recorded: bool = False
+    host_s: tuple[float, float] | None = None
+    counts: dict[str, int] = field(default_factory=dict)
 
 
 class Runner:
@@ -93,7 +101,7 @@ class Runner:
         self._device = device
         self.offloader: ActivationOffloader | None = None
         self._last: StepTaken | None = None
-        self.losses: set[str] = set()
+        self._host_s: tuple[float, float] | None = None
         if contender.planner is not None:
             config = OffloadConfig.model_validate({"placement": "adaptive", **block, **contender.limits})
             with _on(contender.drive):
@@ -132,19 +140,27 @@ class Runner:
         before = device.held_bytes()
         device.reset_peak()
         started = time.perf_counter()
-        loss = self._step()
+        self._step()
         device.synchronize()
         took_s = time.perf_counter() - started
-        peak = device.peak_bytes()
-        self.losses.add(loss.item().hex())
+        peak, counts = device.peak_bytes(), device.counts()
         device_peak = None if peak is None or before is None else peak - before
         if offloader is None or before_it is None:
-            return StepTaken(took_s, None, 0, device_peak)
+            return StepTaken(took_s, None, 0, device_peak, host_s=self._host_s, counts=counts)
         report = offloader.report()
         if self._last is not None:  # its peak is known when the next step has begun
             self._last.saved_peak_bytes = report.step_peak_saved_bytes
-        self._last = StepTaken(took_s, before_it.plan, before_it.plans, device_peak, is_recorded=is_recorded)
+        self._last = StepTaken(
+            took_s, before_it.plan, before_it.plans, device_peak, None, is_recorded, self._host_s, counts
+        )
         return self._last
+
+    def settle(self) -> None:
+        """Step until the next step follows a plan."""
+        for _ in range(MAX_STEPS_TO_A_PLAN):
+            if not self.is_measuring:
+                return
+            self.step()
 
     @property
     def is_measuring(self) -> bool:
@@ -154,22 +170,28 @@ class Runner:
 
     def _forward_and_backward(self) -> torch.Tensor:
         workload, offloader = self._workload, self.offloader
+        began_s = time.perf_counter()
         with self.contender.around(), nullcontext() if offloader is None else offloader.saving():
             loss: torch.Tensor = workload.model(*workload.batch)
+        forward_s = time.perf_counter() - began_s
         loss.backward()
+        self._host_s = forward_s, time.perf_counter() - began_s - forward_s
         if offloader is not None:
             offloader.note_micro_step()
         return loss
 
     def _step(self) -> torch.Tensor:
         loss = self._forward_and_backward()
+        self._update()
+        return loss.detach()
+
+    def _update(self) -> None:
         gradients = [one.grad for one in self._workload.parameters if one.grad is not None]
         with torch.no_grad():
             torch._foreach_add_(self._workload.parameters, gradients, alpha=-LEARNING_RATE)
             torch._foreach_zero_(gradients)
         if self.offloader is not None:
             self.offloader.note_step()
-        return loss.detach()
 
     def metered_peak_bytes(self) -> int | None:
         """Of one more step, not timed; None on a device that counts by itself."""
@@ -185,21 +207,56 @@ class Runner:
                 break
         return meter.peak_bytes
 
-    def gradient_digest(self) -> str:
-        """Of one more step, not timed."""
-        self._forward_and_backward()
-        digest = hashlib.sha256()
-        for one in self._workload.parameters:
-            if one.grad is not None:
-                digest.update(one.grad.detach().cpu().view(torch.uint8).numpy().tobytes())
-                one.grad.zero_()
-        if self.offloader is not None:
-            self.offloader.note_step()
-        return digest.hexdigest()
+    def proof(self, start: Sequence[torch.Tensor]) -> str:
+        """Return a digest of loss, gradients and new parameters of one more step, strict and not timed.
+
+        Args:
+            start: the parameters that it begins with (:func:`parameters_of`).
+        """
+        self.settle()
+        parameters = self._workload.parameters
+        with strict():
+            with torch.no_grad():
+                for parameter, value in zip(parameters, start, strict=True):
+                    parameter.copy_(value)
+            loss = self._forward_and_backward()
+            found = digest([loss, *(one.grad for one in parameters if one.grad is not None)])
+            self._update()
+            return found + digest(parameters)
 
     def close(self) -> None:
         if self.offloader is not None:
             self.offloader.close()
+
+
+@contextmanager
+def strict() -> Iterator[None]:
+    """Inside, a kernel gives the same bits each time, or PyTorch refuses it.
+
+    Not ``warn_only``: under that the backward of flash and of efficient attention stays random.
+    """
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # else every tensor is written once more
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.utils.deterministic.fill_uninitialized_memory = fills
+
+
+def digest(tensors: Iterable[torch.Tensor]) -> str:
+    """Return a digest of all bytes."""
+    found = xxhash.xxh3_128()
+    for one in tensors:
+        found.update(one.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy())
+    return found.hexdigest()
+
+
+def parameters_of(workload: Workload) -> list[torch.Tensor]:
+    """Return copies of all parameters, in host memory."""
+    return [one.detach().to("cpu", copy=True) for one in workload.parameters]
 
 
 def _on(drive: IoBackend | None) -> AbstractContextManager[Any]:
@@ -254,11 +311,10 @@ class Race:
         return done
 
     def outcome(self) -> tuple[dict[str, int | None], bool]:
-        """The peak of one more step of each, and whether all losses and all gradients were the same."""
+        """The peak of one more step of each, and whether all train alike (:meth:`Runner.proof`)."""
         peaks = {name: runner.metered_peak_bytes() for name, runner in self.runners.items()}
-        digests = {runner.gradient_digest() for runner in self.runners.values()}
-        losses = {loss for runner in self.runners.values() for loss in runner.losses}
-        return peaks, len(losses) == 1 and len(digests) == 1
+        start = parameters_of(self._workload)
+        return peaks, len({runner.proof(start) for runner in self.runners.values()}) == 1
 
     def close(self) -> None:
         for runner in reversed(self.runners.values()):  # each has wrapped the blocks as the one before left them

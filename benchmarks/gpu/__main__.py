@@ -1,14 +1,17 @@
-"""Everything that only a GPU can tell, in pieces of less than ten minutes: ``make gpu``, ``make gpu REHEARSE=1``.
+"""What only a GPU can tell, the most important first: ``make gpu``, ``make gpu REHEARSE=1``.
 
-    python benchmarks/gpu [--pieces NAME ...] [--again] [--minutes 9] [--out DIR] [--nvme_path DIR]
-    python benchmarks/gpu --rehearse        # the same on the CPU, tiny, in two minutes: shows that it works
+    python benchmarks/gpu [--minutes 8] [--pieces NAME ...] [--again] [--out DIR] [--nvme_path DIR]
+    python benchmarks/gpu --rehearse        # the eight minutes on the CPU, tiny: shows that they work
 
-Pieces, in this order: facts of the device; the tests of ``tests/gpu``; step time and peak of the layers of
-Llama-3-8B from 4k to 128k tokens, each way to train in turn; the cost of hooks, and the recompute-offload-keep curve;
-the optimizer update. What a piece found is written to ``gpu_<date>.json`` at its end, and as a table to
-``gpu_<date>.md`` beside it: a run that is interrupted goes on where it was. A piece that is done is skipped
-(``--again`` runs it once more); one that failed or ran out of time is a row with its reason, and is tried again. The
-exit status is 0 if all pieces named are done.
+In the first eight minutes: probe (card, links, pinning, drive), smoke (losses and gradients of every placement, bit for
+bit), headline (four layers of Llama-3-8B at 16k tokens, each way to train in turn), hooks (their cost), and update (the
+optimizer's). With more minutes also: facts, the tests of ``tests/gpu``, the headline from 4k to 128k tokens, the
+recompute-offload-keep curve, others' offloaders, larger updates; a rehearsal with ``--minutes`` has these, too.
+
+``gpu_<date>.json`` has what each piece found. A piece writes ``gpu_<date>.running.json`` as soon as it knows something,
+so that nothing is lost with the machine. ``gpu_<date>.md`` is the table, ``.log`` all output. Run again, it goes on:
+what is done is skipped (``--again`` runs it once more); what failed or ran out of time is a row with its reason, and is
+tried again after the others. The exit status is 0 if all pieces that were to run are done.
 """
 
 from __future__ import annotations
@@ -20,26 +23,34 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[2])]
 
 from gpu.pieces import Piece, pieces  # noqa: E402
-from gpu.results import CUT, DONE, FAILED, ROOT, Results, commit, machine, today, write_whole  # noqa: E402
+from gpu.results import CUT, DONE, FAILED, ROOT, Results, today, write_whole  # noqa: E402
 from gpu.table import markdown  # noqa: E402
 
-TAIL_CHARACTERS = 3000
-# Less than this is left: a piece is not begun.
-LEAST_S = 60.0
+MINUTES = 8.0
+# Of a piece's output: what is printed, and what goes to the log.
+TAIL_CHARACTERS, LOG_CHARACTERS = 3000, 500_000
+# Until the table is written.
+END_S = 5.0
+BUILD = "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()"
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, tiny")
+    parser.add_argument(
+        "--minutes", type=float, help=f"for everything (default: {MINUTES:g}, in a rehearsal what it takes)"
+    )
     parser.add_argument("--pieces", nargs="+", metavar="NAME", help="only these, or those whose name begins so")
     parser.add_argument("--again", action="store_true", help="also what is done already")
     parser.add_argument("--list", action="store_true", help="say what there is and what is done, and run nothing")
-    parser.add_argument("--minutes", type=float, help="for everything: what would begin later is left for the next run")
     parser.add_argument("--out", type=Path, help="directory of the results (default: benchmarks/results)")
     parser.add_argument(
         "--date", default=today(), help="in the name of the results, to go on with those of another day"
@@ -60,35 +71,88 @@ def chosen(names: list[str] | None, *, rehearse: bool) -> list[Piece]:
     return [piece for piece in known if names is None or any(piece.name.startswith(name) for name in names)]
 
 
-def run(piece: Piece, results: Results, directory: Path, *, limit_s: float, rehearse: bool) -> None:
+class Build:
+    """DeepSpeed's CPUAdam, which the update needs, compiled while other pieces run that are not timed.
+
+    Args:
+        directory: for what is built; None where it is built elsewhere, or not at all.
+    """
+
+    def __init__(self, directory: Path | None, program: str = BUILD) -> None:
+        self._directory = directory
+        self._program = program
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The environment in which it is found."""
+        return {} if self._directory is None else {"TORCH_EXTENSIONS_DIR": str(self._directory)}
+
+    def allow(self, piece: Piece) -> None:
+        """Go on beside a piece whose figures it does not disturb, else stand still."""
+        if self._directory is None or piece.name not in ("smoke", "headline", "hooks", "update"):
+            return
+        if self._process is None and piece.name == "smoke":
+            command = ["nice", sys.executable, "-c", self._program]
+            self._process = subprocess.Popen(
+                command,
+                env={**os.environ, **self.variables},
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._signal(signal.SIGCONT if piece.name in ("smoke", "update") else signal.SIGSTOP)
+
+    def end(self) -> None:
+        """End it; what is half built goes with its directory."""
+        self._signal(signal.SIGKILL)
+        if self._process is not None:
+            self._process.wait()
+
+    def _signal(self, number: int) -> None:
+        if self._process is not None and self._process.poll() is None:
+            os.killpg(self._process.pid, number)
+
+
+def run(
+    piece: Piece, results: Results, directory: Path, *, limit_s: float, rehearse: bool, build: Build | None = None
+) -> None:
     """One piece, in a process and directory of its own; what it found, or why it did not, goes to the results."""
     began_s = time.monotonic()
+    build = build or Build(None)
+    build.allow(piece)
+    results.begin(piece.name, part=piece.part)
     with tempfile.TemporaryDirectory(dir=directory, prefix="gpu_") as scratch:
-        result = Path(scratch) / "result.json"
-        status, output = _ended(piece.command(result, Path(scratch), limit_s), limit_s, rehearse=rehearse)
+        command = piece.command(results.running, Path(scratch), limit_s)
+        status, output = _ended(command, limit_s, rehearse=rehearse, **build.variables)
         state, reason, found = DONE, "", None
         try:
-            found = piece.read(result, Path(scratch))
+            found = piece.read(results.running, Path(scratch))
         except (OSError, ValueError) as error:
             state, reason = FAILED, f"no result: {error}"
         if status is None:
             state, reason = CUT, f"ended after {limit_s:.0f} s"
         elif found is None or status not in (0, 1):  # 1 where it ran and something was not as it should be
             state, reason = FAILED, f"exit status {status}"
-    where = {"commit": commit(), "machine": machine()}
+        elif isinstance(found, dict) and found.get("failed"):
+            state, reason = FAILED, "; ".join(found["failed"])
+        elif isinstance(found, dict) and found.get("untried"):
+            state, reason = CUT, f"no time for {len(found['untried'])}"
     told = {} if state == DONE else {"reason": reason, "output": output[-TAIL_CHARACTERS:]}
     took_s = round(time.monotonic() - began_s, 1)
-    results.put(piece.name, part=piece.part, state=state, status=status, **told, found=found, took_s=took_s, **where)
+    with results.log.open("a", encoding="utf-8") as log:
+        log.write(f"==== {piece.name}: {state} {reason}\n{output[-LOG_CHARACTERS:]}\n")
+    results.put(piece.name, part=piece.part, state=state, status=status, **told, found=found, took_s=took_s)
     print(f"{piece.name}: {state} in {took_s:.0f} s {reason}", flush=True)
     if told:
         print(output[-TAIL_CHARACTERS:], flush=True)
 
 
-def _ended(command: list[str], limit_s: float, *, rehearse: bool) -> tuple[int | None, str]:
+def _ended(command: list[str], limit_s: float, *, rehearse: bool, **more: str) -> tuple[int | None, str]:
     """The exit status, None where the limit ended it, and all output. Its children end with it."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])
     # With this CUDA's matrix products give the same bits in every run.
-    variables = {"PYTHONPATH": path, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONUNBUFFERED": "1"}
+    variables = {"PYTHONPATH": path, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONUNBUFFERED": "1", **more}
     if rehearse:
         variables |= {"DS_ACCELERATOR": "cpu"}
     with tempfile.TemporaryFile("w+", errors="replace") as output:
@@ -107,12 +171,27 @@ def _ended(command: list[str], limit_s: float, *, rehearse: bool) -> tuple[int |
         return status, output.read()
 
 
+@contextmanager
+def _building(asked: list[Piece], directory: Path, *, rehearse: bool) -> Iterator[Build]:
+    """The build of a run; none where the user has a place for DeepSpeed's ops, or nothing needs them."""
+    is_needed = not rehearse and "TORCH_EXTENSIONS_DIR" not in os.environ
+    is_needed &= {"smoke", "update"} <= {piece.name for piece in asked}
+    with tempfile.TemporaryDirectory(dir=directory, prefix="gpu_ops_") as ops:
+        build = Build(Path(ops) if is_needed else None)
+        try:
+            yield build
+        finally:
+            build.end()
+
+
 def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
-    ends_s = time.monotonic() + (options.minutes * 60 if options.minutes else float("inf"))
+    is_short = options.rehearse and options.minutes is None and options.pieces is None
+    minutes = options.minutes or (float("inf") if options.rehearse else MINUTES)
+    ends_s = time.monotonic() + minutes * 60 - END_S
     kind = "gpu_rehearsal" if options.rehearse else "gpu"
     results = Results(options.out / f"{kind}_{options.date}.json", rehearsal=options.rehearse)
-    asked = chosen(options.pieces, rehearse=options.rehearse)
+    asked = [piece for piece in chosen(options.pieces, rehearse=options.rehearse) if piece.is_quick or not is_short]
     if options.list:
         for piece in asked:
             print(f"{piece.name}: {results.pieces.get(piece.name, {}).get('state', 'not run')}")
@@ -123,20 +202,34 @@ def main(argv: list[str] | None = None) -> int:
         )
         return 2
     # What was never tried comes first: what fails or takes too long here may do so again.
-    for piece in sorted(asked, key=lambda piece: piece.name in results.pieces):
-        if results.is_done(piece.name) and not options.again:
+    todo = sorted(asked, key=lambda piece: piece.name in results.pieces)
+    todo = [piece for piece in todo if options.again or not results.is_done(piece.name)]
+    for piece in asked:
+        if piece not in todo:
             print(f"{piece.name}: done before")
-            continue
-        limit_s = min(piece.limit_s, ends_s - time.monotonic())
-        if limit_s < LEAST_S:
-            print(f"{piece.name}: not begun, no time is left")
-            continue
-        run(
-            piece, results, options.nvme_path or Path(tempfile.gettempdir()), limit_s=limit_s, rehearse=options.rehearse
-        )
-        write_whole(results.path.with_suffix(".md"), markdown(results.found))
+    directory = options.nvme_path or Path(tempfile.gettempdir())
+    with _building(todo, directory, rehearse=options.rehearse) as build:
+        left = _run_all(todo, results, directory, ends_s, options.rehearse, build)
     print(f"results: {results.path}, table: {results.path.with_suffix('.md')}")
-    return 0 if all(results.is_done(piece.name) for piece in asked) else 1
+    # Beyond the eight minutes nothing was promised.
+    missing = [piece for piece in left if piece.is_quick or options.pieces]
+    return 0 if not missing and all(results.is_done(piece.name) for piece in asked if piece not in left) else 1
+
+
+def _run_all(
+    todo: list[Piece], results: Results, directory: Path, ends_s: float, rehearse: bool, build: Any
+) -> list[Piece]:
+    """Run one after the other; return those for which no time was left."""
+    left = []
+    for piece in todo:
+        limit_s = min(piece.limit_s, ends_s - time.monotonic())
+        if limit_s < piece.least_s:
+            print(f"{piece.name}: not begun, no time is left")
+            left.append(piece)
+            continue
+        run(piece, results, directory, limit_s=limit_s, rehearse=rehearse, build=build)
+        write_whole(results.path.with_suffix(".md"), markdown(results.found))
+    return left
 
 
 def _has_gpu() -> bool:

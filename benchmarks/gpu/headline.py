@@ -1,23 +1,25 @@
 """Step time and physical peak of Llama-3-8B's layers at one length, every way to train in turn, in one process.
 
-All ways train one model. A step is forward, backward and SGD with a learning rate of 0, so that all of them must have
-the same gradients, bit for bit. In a round each takes a turn, in a new random order; reported are medians over the
-rounds of the ratios to keep's turn in the same round, or, where keep does not fit, to that of the first way that does.
-Where there is no time for a round, they are those of one step, taken in order. The peak is what the device physically
-holds, what was freed and a stream may still use included. A way that is not there, fails, does not fit or gets no turn
-in time is a row with its reason.
+All ways train one model. A step is forward, backward and SGD. Once a way has its plan, one step under strictly
+deterministic kernels, from the same parameters for all, must give the same loss, gradients and new parameters as that
+of the first way, bit for bit; the steps that are timed run under the kernels that PyTorch takes by itself. In a round
+each takes a turn, in a new random order; reported are medians over the rounds of the ratios to keep's turn in the same
+round, or, where keep does not fit, to that of the first way that does. Where there is no time for a round, they are
+those of one step, taken in order. The peak is what the device physically holds, what was freed and a stream may still
+use included. A way that fails, does not fit or gets no turn in time is a row with its reason. With
+``--profile`` one more step of each tells every wait of the host for the device, and every allocation, by name.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import shutil
 import statistics
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,9 +28,9 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).resolve().parent), *map(str, Path(__file__).resolve().parents[1:3])]
 
 import torch  # noqa: E402
-from alternating import ALONE, free_port, rounds_of  # noqa: E402
+from alternating import rounds_of  # noqa: E402
 from curves.device import Device  # noqa: E402
-from curves.turns import Contender, Runner  # noqa: E402
+from curves.turns import Contender, Runner, StepTaken, parameters_of  # noqa: E402
 
 from ds_tba.device.accelerator import available_bytes  # noqa: E402
 from gpu.llama import GIB, WAYS, Room, Shape, Way, workload  # noqa: E402
@@ -36,13 +38,15 @@ from gpu.results import write_whole  # noqa: E402
 
 KEEP_FITS_TOKENS = 32768
 STEPS, MAX_STEPS_TO_A_PLAN, STEPS_AFTER_A_PLAN = 2, 12, 3
-# torch's pinned memory comes in powers of two.
-PINNED_TO_SAVED = 1.6
-# What others than ours raise where they do not run here.
-REFUSALS = (
-    RuntimeError, ImportError, ValueError, TypeError, AttributeError, OSError, LookupError, AssertionError,
-)  # fmt: skip
+# Counts of the allocator of which a row has the increase.
+NUMBERS = {"alloc_retries", "mallocs", "frees"}
+PROFILE_FACTOR = 4
 NO_TIME = "no time was left"
+# Parts of the names of what a profiled step is searched for.
+TELLING = (
+    "ynchronize", "cudaMalloc", "cudaFree", "cudaHost", "cudaEventQuery", "cudaEventRecord", "cudaStreamWaitEvent",
+    "cudaMemcpyAsync", "cudaLaunchKernel", "aten::item", "aten::nonzero",
+)  # fmt: skip
 
 
 @dataclass
@@ -50,10 +54,14 @@ class Entrant:
     """A way to train, and what came of it.
 
     Attributes:
-        state: "runs", "out of memory", "no host memory", "failed", "missing" or "no time".
+        state: "runs", "out of memory", "failed" or "no time".
         first_s: of one step when it entered, for want of rounds.
+        unproven: why it could not be compared under strictly deterministic kernels.
         turns: medians of the steps of each, by round.
         peaks: what is held between steps and what is held beyond that, in bytes.
+        steps: all that were measured.
+        numbers: of retries, mallocs and frees, in its measured steps.
+        profiled: of one step, for each event its number and the milliseconds of the host.
     """
 
     way: Way
@@ -61,18 +69,18 @@ class Entrant:
     state: str = "runs"
     reason: str = ""
     equal: bool | None = None
+    unproven: str = ""
     first_s: float | None = None
     turns: list[float | None] = field(default_factory=list)
     peaks: list[tuple[int, int]] = field(default_factory=list)
-    allocator: dict[str, int] = field(default_factory=dict)
+    steps: list[StepTaken] = field(default_factory=list)
+    profiled: dict[str, tuple[int, float]] | None = None
+    numbers: Counter[str] = field(default_factory=Counter)
 
     def fail(self, error: BaseException) -> None:
         """Out of the race, with the reason."""
         text = (str(error).strip().splitlines() or [""])[0]
-        if isinstance(error, torch.OutOfMemoryError):
-            self.state = "out of memory"
-        else:
-            self.state = "missing" if isinstance(error, ImportError) else "failed"
+        self.state = "out of memory" if isinstance(error, torch.OutOfMemoryError) else "failed"
         self.reason = f"{type(error).__name__}: {text}"[:300]
 
 
@@ -88,9 +96,10 @@ class Headline:
         self._device = Device(options.device)
         self.shape = _shape(options)
         self._workload = workload(self.shape, options.tokens, self._device.torch)
-        self._gradients: list[torch.Tensor] | None = None
+        self._start = parameters_of(self._workload)
+        self._expected = ""
         self.equal_to = ""
-        self.entrants = [Entrant(way) for way in WAYS]
+        self.entrants = [Entrant(way) for way in WAYS if options.ways is None or way.name in options.ways]
         self.rounds = 0
         least = 4096 if options.tiny else 1 << 20
         self._block = {"nvme_path": str(options.nvme_path), "min_tensor_bytes": least}
@@ -99,7 +108,7 @@ class Headline:
 
     def _room(self, kept: int) -> Room:
         """Everything where it fits; of the drive and the host, each that plans has a part of what is left."""
-        planning = sum(way.plans for way in WAYS)
+        planning = max(1, sum(one.way.plans for one in self.entrants))
         drive = shutil.disk_usage(self._options.nvme_path).free
         host = available_bytes()
         least = (4 if self._options.tiny else 64) << 20
@@ -141,7 +150,7 @@ class Headline:
                 continue
             try:
                 self._enter(entrant, until_s)
-            except REFUSALS as error:
+            except (RuntimeError, ValueError, OSError) as error:
                 entrant.fail(error)
             if entrant.state != "runs":
                 self._drop(entrant)
@@ -150,10 +159,6 @@ class Headline:
 
     def _enter(self, entrant: Entrant, until_s: float) -> None:
         way = entrant.way
-        if way.pins_all and PINNED_TO_SAVED * self.room.kept > available_bytes():
-            entrant.state = "no host memory"
-            entrant.reason = f"{PINNED_TO_SAVED * self.room.kept / GIB:.0f} GiB of host memory would be needed"
-            return
         self._device.give_back()
         around = way.around(self._workload.model)
         limits: dict[str, Any] = {}
@@ -162,7 +167,7 @@ class Headline:
             limits["io"] = {**self._io, **limits.get("io", {})}
         contender = Contender(way.name, "adaptive" if way.block else None, limits, around=around)
         entrant.runner = runner = Runner(contender, self._workload, self._device, self._block)
-        entrant.equal = self._has_equal_gradients(entrant)
+        runner.step()
         for _ in range(MAX_STEPS_TO_A_PLAN if way.plans else 0):
             runner.step()
             if (runner.offloader is not None and runner.offloader.report().plans) or time.monotonic() >= until_s:
@@ -170,39 +175,32 @@ class Headline:
         for _ in range(STEPS_AFTER_A_PLAN if way.plans else 0):
             if time.monotonic() < until_s:
                 runner.step()
+        self._prove(entrant, runner)
         entrant.first_s = self._measured(entrant, runner, 1)
 
     def _measured(self, entrant: Entrant, runner: Runner, steps: int) -> float:
         """The median of so many steps."""
-        retries = self._device.alloc_retries()
+        before = self._device.counts()
         found = runner.turn(steps)
-        if retries is not None:
-            more = (self._device.alloc_retries() or 0) - retries
-            entrant.allocator["alloc_retries"] = entrant.allocator.get("alloc_retries", 0) + more
-            # Of its entry: later there is what others left cached.
-            entrant.allocator.setdefault("reserved_peak_bytes", torch.cuda.memory_stats()["reserved_bytes.all.peak"])
+        for name in NUMBERS & before.keys():
+            entrant.numbers[name] += found[-1].counts[name] - before[name]
+        entrant.steps += found
         held = self._device.held_bytes() or 0
         entrant.peaks += [(held, one.device_peak_bytes) for one in found if one.device_peak_bytes is not None]
         return statistics.median(one.step_s for one in found)
 
-    def _has_equal_gradients(self, entrant: Entrant) -> bool:
-        """One step's, with those of the first that ran."""
-        runner = entrant.runner
-        if runner is None:
-            raise RuntimeError(f"{entrant.way.name} does not run")
-        runner._forward_and_backward()
-        found = [one.grad for one in self._workload.parameters if one.grad is not None]
-        if self._gradients is None:
-            self._gradients, self.equal_to = [one.to("cpu", copy=True) for one in found], entrant.way.name
-        bits = torch.int16
-        equal = all(
-            torch.equal(one.view(bits), other.to(one.device).view(bits))
-            for one, other in zip(found, self._gradients, strict=True)
-        )
-        torch._foreach_zero_(found)
-        if runner.offloader is not None:
-            runner.offloader.note_step()
-        return equal
+    def _prove(self, entrant: Entrant, runner: Runner) -> None:
+        """Compare one strict step with that of the first way that ran."""
+        try:
+            found = runner.proof(self._start)
+        except RuntimeError as error:
+            if "deterministic" not in str(error):  # out of memory, say
+                raise
+            entrant.unproven = str(error).splitlines()[0][:300]
+            return
+        if not self._expected:
+            self._expected, self.equal_to = found, entrant.way.name
+        entrant.equal = found == self._expected
 
     def _drop(self, entrant: Entrant) -> None:
         """It runs no more, and holds nothing."""
@@ -215,14 +213,16 @@ class Headline:
                 parameter.grad.zero_()
 
     def run(self, most: int) -> None:
-        """Rounds, as many as there is time for."""
+        """Rounds, as many as there is time for, and for what comes behind them."""
         running = {entrant.way.name: entrant for entrant in self.entrants if entrant.state == "runs"}
         round_s = sum(entrant.first_s or 0 for entrant in running.values())
-        steps = STEPS if time.monotonic() + 2 * STEPS * round_s < self._ends_s else 1
-        if time.monotonic() + round_s >= self._ends_s:
+        # Time for the profiled steps, which are slower.
+        ends_s = self._ends_s - (PROFILE_FACTOR * round_s if self._options.profile else 0)
+        steps = STEPS if time.monotonic() + 2 * STEPS * round_s < ends_s else 1
+        if time.monotonic() + round_s >= ends_s:
             return  # a round in part has nothing to compare
         turn = partial(self._turn, running, steps)
-        for _ in rounds_of(list(running), turn, most, self._ends_s, random.Random(0)):
+        for _ in rounds_of(list(running), turn, most, ends_s, random.Random(0)):
             self.rounds += 1
             self.keep()
 
@@ -230,17 +230,31 @@ class Headline:
         entrant, took_s = running[name], None
         if entrant.state == "runs" and entrant.runner is not None and time.monotonic() < self._ends_s:
             try:
-                if entrant.way.pins_all:
-                    entrant.runner.step()  # pins anew
                 took_s = self._measured(entrant, entrant.runner, steps)
-            except REFUSALS as error:
+            except (RuntimeError, ValueError, OSError) as error:
                 entrant.fail(error)
             # Out here, where no traceback holds the tensors of a step that failed.
             if entrant.state != "runs":
                 self._drop(entrant)
-            elif entrant.way.pins_all:
-                self._device.give_back()
         entrant.turns.append(took_s)
+
+    def profile(self) -> None:
+        """Look at one more step of each."""
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        activities += [torch.profiler.ProfilerActivity.CUDA] if self._device.is_cuda else []
+        for entrant in self.entrants:
+            if entrant.state != "runs" or entrant.runner is None or time.monotonic() >= self._ends_s:
+                continue
+            entrant.runner.settle()
+            self._device.synchronize()
+            with torch.profiler.profile(activities=activities) as profiler:
+                entrant.runner._step()
+            entrant.profiled = {
+                event.key: (event.count, round(event.cpu_time_total / 1e3, 3))
+                for event in profiler.key_averages()
+                if any(part in event.key for part in TELLING)
+            }
+            self.keep()
 
     def meter(self) -> None:
         """On a CPU: the peak of one more step of each."""
@@ -275,7 +289,17 @@ class Headline:
 
     def _row(self, entrant: Entrant, base: Entrant | None) -> dict[str, Any]:
         row: dict[str, Any] = {"name": entrant.way.name, "title": entrant.way.title, "state": entrant.state}
-        row |= {"reason": entrant.reason, "equal": entrant.equal, **entrant.allocator}
+        row |= {"reason": entrant.reason, "equal": entrant.equal, "unproven": entrant.unproven, **entrant.numbers}
+        if entrant.steps and entrant.steps[0].counts:
+            # Reserved bytes of its entry: later there is what others left cached.
+            row["reserved_peak_bytes"] = entrant.steps[0].counts["reserved_peak_bytes"]
+            for name in ("allocated_peak_bytes", "active_peak_bytes"):
+                row[name] = max(one.counts[name] for one in entrant.steps)
+        host = [one.host_s for one in entrant.steps if one.host_s is not None]
+        if host:
+            row["host_forward_s"], row["host_backward_s"] = (statistics.median(one) for one in zip(*host, strict=True))
+        if entrant.profiled is not None:
+            row["profiled"] = entrant.profiled
         if base is not None and base.first_s is not None and entrant.first_s is not None:
             both = zip(entrant.turns, base.turns, strict=False)
             pairs = [(mine, its) for mine, its in both if mine is not None and its is not None]
@@ -290,7 +314,8 @@ class Headline:
             report = offloader.report().to_dict()
             keys = (
                 "steps", "plans", "plan", "written_bytes", "read_bytes", "host_bytes", "rematerialized_bytes",
-                "recomputed_bytes", "fallbacks", "stall_s", "step_peak_saved_bytes", "budget_excess_bytes",
+                "recomputed_bytes", "fallbacks", "fallbacks_by_reason", "stall_s",
+                "step_peak_saved_bytes", "budget_excess_bytes",
             )  # fmt: skip
             row["report"] = {key: report[key] for key in keys if key in report}
         return row
@@ -323,6 +348,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--tokens", type=int, required=True)
     parser.add_argument("--layers", type=int, help="default: as many as fit with 32k tokens kept")
+    parser.add_argument("--ways", nargs="+", choices=[way.name for way in WAYS], help="default: all")
+    parser.add_argument("--profile", action="store_true", help="and one step of each under the profiler")
     parser.add_argument("--rounds", type=int, default=7, help="at most")
     parser.add_argument("--seconds", type=float, default=500.0, help="for everything")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
@@ -331,13 +358,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--result", type=Path, required=True)
     options = parser.parse_args(argv)
     ends_s = time.monotonic() + options.seconds
-    os.environ.update({"MASTER_PORT": str(free_port()), **ALONE})  # DeepSpeed's checkpointing wants a process group
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # else every tensor is written once more
     headline = Headline(options, ends_s)
     try:
         headline.enter()
         headline.run(1 if options.tiny else options.rounds)
+        if options.profile:
+            headline.profile()
         headline.meter()
     finally:
         headline.keep()

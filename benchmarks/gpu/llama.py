@@ -1,15 +1,18 @@
-"""Layers of Llama-3-8B with random weights, and the ways to train them: ours, checkpointing, and other offloaders."""
+"""Layers of Llama-3-8B with random weights, and the ways to train them: ours, and checkpointing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from curves.models import Workload
 from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from ds_tba.autograd.tensors import mark_owned
 
@@ -45,38 +48,102 @@ class Shape:
         return min(self.layers, max(1, int(0.9 * memory_bytes / of_one)))
 
 
-class Loss(nn.Module):
-    """Token numbers in, mean cross entropy out."""
+class Norm(nn.Module):
+    """RMS norm, computed in fp32 as in transformers."""
 
-    def __init__(self, llama: Any) -> None:
+    def __init__(self, hidden: int) -> None:
         super().__init__()
-        self.llama = llama
+        self.weight = nn.Parameter(torch.ones(hidden))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+        return self.weight * wide.to(x.dtype)
+
+
+class Layer(nn.Module):
+    """Attention and MLP of a Llama.
+
+    Args:
+        side: a stream on which a part of the MLP runs, as scripts with streams of their own have it.
+    """
+
+    def __init__(self, shape: Shape, side: torch.cuda.Stream | None) -> None:
+        super().__init__()
+        self._head, self._side = shape.hidden // shape.heads, side
+        keys = self._head * shape.key_heads
+        self.norms = nn.ModuleList(Norm(shape.hidden) for _ in range(2))
+        self.query, self.out = (nn.Linear(shape.hidden, shape.hidden, bias=False) for _ in range(2))
+        self.key, self.value = (nn.Linear(shape.hidden, keys, bias=False) for _ in range(2))
+        self.gate, self.up = (nn.Linear(shape.hidden, shape.inner, bias=False) for _ in range(2))
+        self.down = nn.Linear(shape.inner, shape.hidden, bias=False)
+
+    def forward(self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        y = self.norms[0](x)
+        query, key, value = (
+            one(y).unflatten(-1, (-1, self._head)).transpose(1, 2) for one in (self.query, self.key, self.value)
+        )
+        query, key = (_rotated(one, *angles).to(value.dtype) for one in (query, key))
+        y = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        y = self.norms[1](x)
+        return x + self.down(functional.silu(self.gate(y)) * self._up(y))
+
+    def _up(self, y: torch.Tensor) -> torch.Tensor:
+        if self._side is None:
+            return self.up(y)
+        current = torch.cuda.current_stream()
+        self._side.wait_stream(current)
+        with torch.cuda.stream(self._side):
+            made = self.up(y)
+        current.wait_stream(self._side)
+        made.record_stream(current)
+        return made
+
+
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    half = x.shape[-1] // 2
+    return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
+
+
+class Llama(nn.Module):
+    """Token numbers in, mean cross entropy out.
+
+    Attributes:
+        run: runs a layer on its arguments.
+    """
+
+    def __init__(self, shape: Shape, side: torch.cuda.Stream | None = None) -> None:
+        super().__init__()
+        self.run: Callable[..., torch.Tensor] = run_layer
+        self._head = shape.hidden // shape.heads
+        self.tokens = nn.Embedding(BYTE_VALUES, shape.hidden)
+        self.layers = nn.ModuleList(Layer(shape, side) for _ in range(shape.layers))
+        self.norm, self.lm_head = Norm(shape.hidden), nn.Linear(shape.hidden, BYTE_VALUES, bias=False)
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, 0.0, 0.02)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = self.llama(input_ids=tokens, labels=tokens).loss
-        return loss
+        x = self.tokens(tokens)
+        at = torch.arange(tokens.shape[1], device=x.device)[:, None]
+        slow = 10000 ** (torch.arange(0, self._head, 2, device=x.device) / self._head)
+        angles = tuple(torch.cat((turn(at / slow),) * 2, -1).to(x.dtype) for turn in (torch.cos, torch.sin))
+        for layer in self.layers:
+            x = self.run(layer, x, angles)
+        return functional.cross_entropy(self.lm_head(self.norm(x)).float().flatten(0, 1), tokens.flatten())
+
+
+def run_layer(layer: nn.Module, *args: Any) -> Any:
+    """Run it as it is."""
+    return layer(*args)
 
 
 def workload(shape: Shape, tokens: int, device: torch.device) -> Workload:
     """The model in bf16, with gradients of zero, and one sequence."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=BYTE_VALUES,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.inner,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.key_heads,
-        max_position_embeddings=tokens,
-        use_cache=False,
-        attn_implementation="sdpa",
-        bos_token_id=None,
-        eos_token_id=None,
-    )
     torch.manual_seed(1)
     with device:
-        model = Loss(LlamaForCausalLM(config).bfloat16()).train()
+        model = Llama(shape).bfloat16()
     for module in model.modules():
         mark_owned(module)
     for parameter in model.parameters():
@@ -112,10 +179,9 @@ class Way:
     """One way to train.
 
     Attributes:
-        around: makes, from the model, what forward runs in; raises where it does not exist here.
+        around: makes, from the model, what forward runs in.
         block: keys of our block, or None.
         plans: it has a plan after some steps.
-        pins_all: it moves all that is saved to pinned host memory of torch's.
     """
 
     name: str
@@ -123,81 +189,20 @@ class Way:
     around: Callable[[nn.Module], Around] = lambda _: nullcontext
     block: Callable[[Room], dict[str, Any]] | None = None
     plans: bool = False
-    pins_all: bool = False
 
 
-def layers_of(model: nn.Module) -> list[Any]:
-    return list(model.llama.model.layers)  # type: ignore[union-attr, arg-type]
-
-
-def checkpointing(function: Callable[..., Any] | None = None) -> Callable[[nn.Module], Around]:
-    """Every layer, by torch's function or another."""
-
-    def make(model: nn.Module) -> Around:
-        from torch.utils.checkpoint import checkpoint
-
-        chosen = function or (lambda layer, *args: checkpoint(layer, *args, use_reentrant=False))
-
-        @contextmanager
-        def checkpointed() -> Iterator[None]:
-            for layer in layers_of(model):
-                layer.gradient_checkpointing, layer._gradient_checkpointing_func = True, chosen
-            try:
-                yield
-            finally:
-                for layer in layers_of(model):
-                    layer.gradient_checkpointing = False
-
-        return checkpointed
-
-    return make
-
-
-def save_on_cpu(_: nn.Module) -> Around:
-    return lambda: torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available())
-
-
-def hf_offload(model: nn.Module) -> Around:
-    """Hugging Face's checkpointing with the inputs on the host, as it sets the layers up."""
-    llama: Any = model.llama
-    if not hasattr(llama, "activation_checkpointing_enable"):
-        raise ValueError("this version of transformers has no activation_checkpointing_enable(offload=True)")
-    llama.activation_checkpointing_enable(offload=True)
-    function = layers_of(model)[0]._gradient_checkpointing_func
-    llama.gradient_checkpointing_disable()
-    return checkpointing(function)(model)
-
-
-def trl_offload(_: nn.Module) -> Around:
-    from trl.models.activation_offloading import OffloadActivations
-
-    offload = OffloadActivations()
-    return lambda: offload
-
-
-def deepspeed_cpu_checkpointing(model: nn.Module) -> Around:
-    import deepspeed
-
-    if not torch.distributed.is_initialized():
-        deepspeed.init_distributed()
-    deepspeed.checkpointing.configure(None, partition_activations=False, checkpoint_in_cpu=True)
-    return checkpointing(deepspeed.checkpointing.checkpoint)(model)
-
-
-def deepspeed_offload(model: nn.Module) -> Around:
-    """DeepSpeed's hooks for checkpoints' inputs; it moves those that it sees being made."""
-    from deepspeed.runtime.activation_checkpointing.offload_activations import CheckpointHiddenStatesOffload
-
-    around, offload = checkpointing()(model), CheckpointHiddenStatesOffload()
+def checkpointing(model: Any) -> Around:
+    """Every layer, by torch's function."""
 
     @contextmanager
-    def offloaded() -> Iterator[None]:
-        with offload, around():
+    def checkpointed() -> Iterator[None]:
+        model.run = partial(checkpoint, use_reentrant=False)
+        try:
             yield
-            if not offload.stats.marked_tensors:
-                raise RuntimeError("DeepSpeed's offload_activations marks no input of this version's checkpoints")
+        finally:
+            model.run = run_layer
 
-    return offloaded
+    return checkpointed
 
 
 def _nvme(room: Room) -> dict[str, Any]:
@@ -219,11 +224,11 @@ def _within(share: float, **more: Any) -> Callable[[Room], dict[str, Any]]:
 
 WAYS = (
     Way("keep", "keep (nothing)"),
-    Way("checkpointing", "torch checkpointing of every layer", checkpointing()),
+    Way("checkpointing", "torch checkpointing of every layer", checkpointing),
     Way(
         "checkpointing + nvme",
         "torch checkpointing + **ours**, nvme",
-        checkpointing(),
+        checkpointing,
         lambda room: {"placement": "nvme", "io": {"swap_file_bytes": room.small_swap}},
     ),
     Way("rematerialize", "**ours**, rematerialization alone", block=lambda _: {"placement": "keep"}),
@@ -231,11 +236,6 @@ WAYS = (
     Way("adaptive 2 %", "**ours**, adaptive, 2 %", block=_planned, plans=True),
     Way("adaptive 0.5", "**ours**, adaptive in half of what keep saves", block=_within(0.5), plans=True),
     Way("adaptive 0.25", "**ours**, adaptive in a quarter", block=_within(0.25), plans=True),
-    Way("save_on_cpu", "`torch.autograd.graph.save_on_cpu`", save_on_cpu, pins_all=True),
-    Way("hf offload", "Hugging Face's checkpointing, `offload=True`", hf_offload),
-    Way("trl offload", "TRL's activation offloading", trl_offload, pins_all=True),
-    Way("deepspeed cpu_checkpointing", "DeepSpeed's `cpu_checkpointing`", deepspeed_cpu_checkpointing),
-    Way("deepspeed offload_activations", "checkpointing + DeepSpeed's `offload_activations`", deepspeed_offload),
     Way("nvme", "**ours**, nvme (everything)", block=_nvme),
     Way(
         "adaptive 0.25, recompute",

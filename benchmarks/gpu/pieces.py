@@ -1,4 +1,4 @@
-"""The pieces of a run, in the order of what matters: each is a program that ends within ten minutes."""
+"""The pieces of a run, in the order of what they are worth: five of eight minutes together, then longer ones."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ LIMIT_S = 570.0
 TOKENS = (4096, 8192, 16384, 32768, 65536, 131072)
 PARAMETERS = (1e9, 3e9)
 BENCHMARKS = ROOT / "benchmarks"
+OWN = BENCHMARKS / "gpu"
+# The ways of the headline, the most telling first; the longer pieces have all.
+WAYS = ("keep", "checkpointing", "rematerialize", "host", "adaptive 2 %", "adaptive 0.5", "checkpointing + nvme")
 
 
 @dataclass(frozen=True)
@@ -22,11 +25,12 @@ class Piece:
     """One.
 
     Attributes:
-        part: of the table, a to e.
+        part: of the table.
         argv: of the program; ``RESULT`` stands for a file to write, ``SCRATCH`` for a directory to work in, and
             ``SECONDS`` for how long.
         read: what it found, from these two.
         limit_s: ended then; what it had written until then counts.
+        is_quick: one of the eight minutes.
     """
 
     name: str
@@ -34,10 +38,17 @@ class Piece:
     argv: Sequence[str]
     read: Callable[[Path, Path], Any] = field(default=lambda result, _: json.loads(result.read_text(encoding="utf-8")))
     limit_s: float = LIMIT_S
+    is_quick: bool = False
+
+    @property
+    def least_s(self) -> float:
+        """Seconds without which it is not begun."""
+        return 15.0 if self.is_quick else 60.0
 
     def command(self, result: Path, scratch: Path, limit_s: float) -> list[str]:
         """``SECONDS`` is what it may plan for: a step that has begun is not stopped."""
-        places = {"RESULT": str(result), "SCRATCH": str(scratch), "SECONDS": f"{max(30, limit_s - 60):.0f}"}
+        spare_s = 15 if self.is_quick else 60
+        places = {"RESULT": str(result), "SCRATCH": str(scratch), "SECONDS": f"{max(10, limit_s - spare_s):.0f}"}
         return [sys.executable, *(places.get(argument, argument) for argument in self.argv)]
 
 
@@ -45,51 +56,78 @@ def _rok(_: Path, scratch: Path) -> Any:
     return json.loads((scratch / "rok.json").read_text(encoding="utf-8"))
 
 
-def pieces(*, rehearse: bool) -> list[Piece]:
-    """All of them; in a rehearsal on the CPU, each kind once or twice and tiny."""
+def _peers(_: Path, scratch: Path) -> Any:
+    return {"table": (scratch / "peers.md").read_text(encoding="utf-8").splitlines()}
+
+
+def _update(size: float, *more: str, rehearse: bool) -> tuple[str, ...]:
+    small = ("--apart", "--width", "256", "--tokens", "16", "--steps", "1", "--chunk_mib", "1")
+    here = small if rehearse else ("--gpu", *more)
+    program = str(BENCHMARKS / "update_time.py")
+    return (program, "--parameters", f"{size:g}", "--rounds", "1", "--json", "RESULT", *here)
+
+
+def quick(*, rehearse: bool) -> list[Piece]:
+    """Those of the eight minutes: what is worth most where a GPU can be had for no longer.
+
+    In a rehearsal, which may be on a machine that does much else, each has all the time that it wants.
+    """
+    device = ("--device", "cpu", "--tiny") if rehearse else ("--device", "cuda")
+    here = ("--result", "RESULT", "--nvme_path", "SCRATCH", *device)
+    timed = (*here, "--seconds", "SECONDS")
+    headline = ("--profile", "--ways", *WAYS, "--tokens", "128" if rehearse else "16384")
+    layers = () if rehearse else ("--layers", "4")
+    hooks = ("--device", device[1], "--json", "RESULT", "--nvme_path", "SCRATCH", "--rounds", "1", "--counts")
+    update = _update(3e5 if rehearse else 5e8, "--width", "4096", rehearse=rehearse)
+
+    def piece(name: str, limit_s: float, *argv: str) -> Piece:
+        return Piece(name, name, argv, limit_s=LIMIT_S if rehearse else limit_s, is_quick=True)
+
+    return [
+        piece("probe", 20, f"{OWN}/probe.py", *here),
+        piece("smoke", 120, f"{OWN}/smoke.py", *timed),
+        piece("headline", 170, f"{OWN}/headline.py", *headline, *layers, *timed),
+        piece("hooks", 45, str(BENCHMARKS / "hook_cost.py"), *hooks, *(("10",) if rehearse else ("100", "1000"))),
+        piece("update", 110, *update, "--shares", "0", "null"),
+    ]
+
+
+def longer(*, rehearse: bool) -> list[Piece]:
+    """Those that take minutes each; in a rehearsal each kind once or twice and tiny."""
     device = ("--device", "cpu" if rehearse else "cuda")
-    own, tiny = str(BENCHMARKS / "gpu"), ("--tiny",) if rehearse else ()
-    found = [Piece("facts", "a", (f"{own}/facts.py", "--result", "RESULT", *device, *tiny))]
+    tiny = ("--tiny",) if rehearse else ()
+    found = [Piece("facts", "facts", (f"{OWN}/probe.py", "--long", "--result", "RESULT", *device, *tiny))]
     suites = sorted((ROOT / "tests" / "gpu").glob("test_*.py"))
     found += [
-        Piece(f"tests {path.stem}", "b", (f"{own}/suite.py", "--result", "RESULT", "--scratch", "SCRATCH", str(path)))
+        Piece(
+            f"tests {path.stem}", "tests", (f"{OWN}/suite.py", "--result", "RESULT", "--scratch", "SCRATCH", str(path))
+        )
         for path in (suites[:1] if rehearse else suites)
     ]
     measured = ("--result", "RESULT", "--nvme_path", "SCRATCH", "--seconds", "SECONDS", *device, *tiny)
     found += [
-        Piece(f"headline {tokens}", "c", (f"{own}/headline.py", "--tokens", str(tokens), *measured))
+        Piece(f"length {tokens}", "lengths", (f"{OWN}/headline.py", "--tokens", str(tokens), *measured))
         for tokens in ((256,) if rehearse else TOKENS)
     ]
     hooks = ("--rounds", "1", "--counts", "10") if rehearse else ()
-    found.append(
-        Piece(
-            "hook cost",
-            "d",
-            (str(BENCHMARKS / "hook_cost.py"), *device, "--json", "RESULT", "--nvme_path", "SCRATCH", *hooks),
-        )
-    )
-    curve = ("--nvme_path", "SCRATCH", "--out", "SCRATCH", *device, *tiny)
+    program = str(BENCHMARKS / "hook_cost.py")
+    found.append(Piece("hook cost", "hooks", (program, *device, "--json", "RESULT", "--nvme_path", "SCRATCH", *hooks)))
+    curve = ("--minutes", "6", "--nvme_path", "SCRATCH", "--out", "SCRATCH", *device, *tiny)
     short = ("--rounds", "2", "--steps", "1", "--batches", "2") if rehearse else ("--batches", "4")
     found += [
-        Piece(
-            f"rok {model}", "d", (str(BENCHMARKS / "rok.py"), "--models", model, "--minutes", "6", *short, *curve), _rok
-        )
+        Piece(f"rok {model}", "hooks", (str(BENCHMARKS / "rok.py"), "--models", model, *short, *curve), _rok)
         for model in (("GPT",) if rehearse else ("GPT", "BERT", "T5"))
     ]
-    shares = ("--shares", "0", "0.5", "null", "--rounds", "1", "--json", "RESULT")
-    small = ("--apart", "--width", "256", "--tokens", "16", "--steps", "1", "--chunk_mib", "1")
+    short = ("--rounds", "2", "--steps", "1") if rehearse else ()
+    found.append(Piece("peers", "peers", (str(BENCHMARKS / "peers.py"), *short, *curve), _peers))
+    shares = ("--shares", "0", "0.5", "null")
     found += [
-        Piece(
-            f"update {size:g}",
-            "e",
-            (
-                str(BENCHMARKS / "update_time.py"),
-                "--parameters",
-                f"{size:g}",
-                *shares,
-                *(small if rehearse else ("--gpu",)),
-            ),
-        )
+        Piece(f"update {size:g}", "update", (*_update(size, rehearse=rehearse), *shares))
         for size in ((3e5,) if rehearse else PARAMETERS)
     ]
     return found
+
+
+def pieces(*, rehearse: bool) -> list[Piece]:
+    """All of them, in order."""
+    return [*quick(rehearse=rehearse), *longer(rehearse=rehearse)]

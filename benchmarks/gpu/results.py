@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import platform
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-DONE, CUT, FAILED = "done", "cut", "failed"
+DONE, CUT, FAILED, BEGUN = "done", "cut", "failed", "begun"
 
 
 def today() -> str:
@@ -41,6 +42,17 @@ class Results:
                 raise SystemExit(
                     f"{path} is of {kinds[rehearsal]}, this run is {kinds[not rehearsal]}: name another file"
                 )
+            self._adopt()
+
+    @property
+    def running(self) -> Path:
+        """The file of the piece that runs."""
+        return self.path.with_suffix(".running.json")
+
+    @property
+    def log(self) -> Path:
+        """All output."""
+        return self.path.with_suffix(".log")
 
     @property
     def pieces(self) -> dict[str, Any]:
@@ -51,11 +63,27 @@ class Results:
     def is_done(self, name: str) -> bool:
         return self.pieces.get(name, {}).get("state") == DONE
 
+    def begin(self, name: str, part: str) -> None:
+        """A piece begins, and writes what it finds to :attr:`running`."""
+        self.put(name, part=part, state=BEGUN, reason="", status=None, found=None, took_s=0.0)
+
     def put(self, name: str, **found: Any) -> None:
-        """Keep what a piece found, on disk before this returns."""
-        self.pieces[name] = {**found, "at": now()}
+        """Keep what a piece found, and where and when, on disk before this returns."""
+        self.pieces[name] = {**found, "at": now(), "commit": commit(), "machine": machine()}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(self.path, json.dumps(self.found, indent=1) + "\n")
+        self.running.unlink(missing_ok=True)
+
+    def _adopt(self) -> None:
+        """Take over what the piece had found in which an earlier run ended."""
+        for name, piece in self.pieces.items():
+            if piece["state"] != BEGUN:
+                continue
+            try:
+                found = json.loads(self.running.read_text(encoding="utf-8"))
+            except (OSError, ValueError):
+                found = None
+            self.put(name, **{**piece, "state": CUT, "reason": "the run ended in it", "found": found})
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -65,6 +93,7 @@ def write_whole(path: Path, text: str) -> None:
     beside.replace(path)
 
 
+@functools.cache
 def commit() -> str:
     """Of the tree, with a mark where it was changed; where there is no git, that."""
     try:
@@ -80,6 +109,7 @@ def commit() -> str:
     return done.stdout.strip() or "unknown"
 
 
+@functools.cache
 def machine() -> dict[str, str]:
     """What it ran on, in words."""
     import torch

@@ -7,12 +7,17 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 GIB = 1 << 30
+MOVED = ("host_bytes", "written_bytes", "rematerialized_bytes", "recomputed_bytes")
 PARTS = {
-    "a": "Facts",
-    "b": "Tests on the device",
-    "c": "Layers of Llama-3-8B, 4k to 128k tokens",
-    "d": "Hook cost, and the recompute-offload-keep curve",
-    "e": "The optimizer update",
+    "headline": "Four layers of Llama-3-8B, 16k tokens",
+    "smoke": "Losses and gradients, bit for bit",
+    "probe": "The machine",
+    "hooks": "Hook cost, and the recompute-offload-keep curve",
+    "update": "The optimizer update",
+    "facts": "Facts",
+    "tests": "Tests on the device",
+    "peers": "Others' ways, and ours",
+    "lengths": "Layers of Llama-3-8B, 4k to 128k tokens",
 }
 Found = Mapping[str, Any]
 
@@ -40,7 +45,7 @@ def _lines(results: Found) -> Iterator[str]:
             state = one["state"] + (f": {one['reason']}" if one.get("reason") else "")
             yield f"| {name} | {_cell(state)} | {one['took_s']:.0f} s | {one['at']} |"
         yield ""
-        yield from _PARTS[part]({name: one["found"] for name, one in own.items() if one["found"] is not None})
+        yield from _PARTS[part]({name: one["found"] for name, one in own.items() if one["found"]})
     left = [part for part in PARTS if not any(one["part"] == part for one in pieces.values())]
     if left:
         yield from ("", "Not run: " + "; ".join(PARTS[part] for part in left) + ".")
@@ -76,29 +81,72 @@ def _tests(found: Mapping[str, Found]) -> Iterator[str]:
         yield f"| {name.removeprefix('tests ')} | {passed} | {failed} | {skipped} | {_cell('; '.join(told))} |"
 
 
+def _smoke(found: Mapping[str, Found]) -> Iterator[str]:
+    yield (
+        "Each step against a run without us, kernels strictly deterministic; *keep again* is a second such run. "
+        "Moved and made again: GiB in all steps."
+    )
+    yield ""
+    yield "| dtype, streams | way | losses and gradients | to the host | written | made again | recomputed | plans |"
+    yield "|---" * 8 + "|"
+    for row in (row for one in found.values() for row in one["rows"]):
+        verdict = f"**{_cell(row['failed'])}**" if row["failed"] else "equal"
+        report = row.get("report") or {}
+        moved = (f"{report[key] / GIB:.3f}" if report.get(key) else "" for key in MOVED)
+        figures = " | ".join((*moved, str(report.get("plans") or "")))
+        yield f"| {row['dtype']}, {row['streams']} | {row['way']} | {verdict} | {figures} |"
+    for one in found.values():
+        if one["untried"]:
+            yield from ("", "No time was left for: " + "; ".join(one["untried"]) + ".")
+
+
+def _waits(rows: list[Found]) -> Iterator[str]:
+    """Of one step of each way: where the host waits for the device, and what else its runtime is asked."""
+    profiled = {row["title"]: row["profiled"] for row in rows if row.get("profiled")}
+    names = sorted({name for events in profiled.values() for name in events})
+    if not names:
+        return
+    yield from ("", "Calls of one step, and the milliseconds of the host in them:", "")
+    yield "| call | " + " | ".join(profiled) + " |"
+    yield "|---" * (1 + len(profiled)) + "|"
+    for name in names:
+        cells = (f"{events[name][0]}, {events[name][1]:.2f}" if name in events else "" for events in profiled.values())
+        yield f"| `{name}` | " + " | ".join(cells) + " |"
+
+
+def _peers(found: Mapping[str, Found]) -> Iterator[str]:
+    for one in found.values():
+        yield from one["table"]
+
+
+def _lengths(found: Mapping[str, Found]) -> Iterator[str]:
+    yield from longest(sorted(found.values(), key=lambda one: one["tokens"]))
+    yield from _headline(found)
+
+
 def _headline(found: Mapping[str, Found]) -> Iterator[str]:
-    ordered = sorted(found.values(), key=lambda one: one["tokens"])
-    yield from longest(ordered)
-    for one in ordered:
+    for one in sorted(found.values(), key=lambda one: one["tokens"]):
         base = one["base"] or "nothing ran"
         yield ""
         yield (
             f"{one['tokens']:,} tokens, {one['shape']['layers']} layers of width {one['shape']['hidden']}, "
-            f"{one['rounds']} rounds; ratios are to {base}, gradients are compared with those of "
+            f"{one['rounds']} rounds; ratios are to {base}; one strict step is compared with that of "
             f"{one['equal_to'] or '-'}; kept: {one['room']['kept'] / GIB:.2f} GiB are saved"
         )
-        columns = ("way", "step s", "step / base [range]", "physical peak GiB", "/ base", "activations / base",
-                   "reserved GiB, retries", "per step: written, to the host, made again GiB", "gradients")  # fmt: skip
+        columns = ("way", "step s", "step / base [range]", "host: forward, backward s", "physical peak GiB", "/ base",
+                   "activations / base", "peak GiB: allocated, reserved", "retries, mallocs, frees",
+                   "per step: written, to the host, made again GiB", "loss, gradients, parameters")  # fmt: skip
         yield from ("", "| " + " | ".join(columns) + " |", "|---" * len(columns) + "|")
         rows = {row["name"]: row for row in one["rows"]}
         for row in one["rows"]:
             yield _row(row, rows.get(base, {}))
+        yield from _waits(one["rows"])
 
 
 def _row(row: Found, base: Found) -> str:
-    equal = {True: "equal", False: "**DIFFERENT**", None: ""}[row["equal"]]
+    equal = {True: "equal", False: "**DIFFERENT**", None: _cell(row["unproven"])}[row["equal"]]
     if "step_s" not in row or row["state"] != "runs":
-        return f"| {row['title']} | {_cell(row['state'] + ': ' + row['reason'])} | | | | | | | {equal} |"
+        return f"| {row['title']} | {_cell(row['state'] + ': ' + row['reason'])} | | | | | | | | | {equal} |"
     ratios = row["to_base"]
     step = f"{statistics.median(ratios):.3f} [{min(ratios):.2f}-{max(ratios):.2f}]"
     peak = f"{row['peak_bytes'] / GIB:.3f}" if "peak_bytes" in row else ""
@@ -106,14 +154,17 @@ def _row(row: Found, base: Found) -> str:
         f"{row[key] / base[key]:.3f}" if row.get(key) and base.get(key) else ""
         for key in ("peak_bytes", "activation_peak_bytes")
     )
-    reserved = f"{row['reserved_peak_bytes'] / GIB:.2f}, {row['alloc_retries']}" if "alloc_retries" in row else ""
+    keys = ("allocated_peak_bytes", "reserved_peak_bytes")
+    allocated = ", ".join(f"{row[key] / GIB:.2f}" for key in keys if key in row)
+    numbers = ", ".join(str(row[key]) for key in ("alloc_retries", "mallocs", "frees") if key in row)
+    host = ", ".join(f"{row[key]:.3f}" for key in ("host_forward_s", "host_backward_s") if key in row)
     report = row.get("report")
     moved = ""
     if report and report["steps"]:
         keys = ("written_bytes", "host_bytes", "rematerialized_bytes")
         moved = ", ".join(f"{report[key] / report['steps'] / GIB:.2f}" for key in keys)
         moved += f"; {report['fallbacks']} fallbacks" if report["fallbacks"] else ""
-    figures = (f"{row['step_s']:.3f}", step, peak, whole, part, reserved, moved, equal)
+    figures = (f"{row['step_s']:.3f}", step, host, peak, whole, part, allocated, numbers, moved, equal)
     return " | ".join((f"| {row['title']}", *figures)) + " |"
 
 
@@ -173,4 +224,7 @@ def _update(found: Mapping[str, Found]) -> Iterator[str]:
             yield f"| {one['parameters'] / 1e6:,.1f} M | {name} | {figures} | {'equal' if equal else '**DIFFERENT**'} |"
 
 
-_PARTS = {"a": _facts, "b": _tests, "c": _headline, "d": _hooks, "e": _update}
+_PARTS = {
+    "probe": _facts, "smoke": _smoke, "headline": _headline, "hooks": _hooks, "update": _update,
+    "facts": _facts, "tests": _tests, "peers": _peers, "lengths": _lengths,
+}  # fmt: skip

@@ -4,7 +4,8 @@ It runs under ``torch.utils.checkpoint`` (``use_reentrant=False``), which restor
 autocast, and raises where the forward saves other tensors when it runs again. This file adds what a checkpoint leaves
 to its caller. It cannot see state: a forward that reads or changes more than its arguments and PyTorch's generators may
 give other bytes the second time, as under any checkpoint. One digest per block shows that in its first recomputation,
-and nothing does in later ones.
+and nothing does in later ones. Kernels of a device may give other bytes by themselves: there it is a warning, unless
+PyTorch is told to take deterministic ones.
 
 [Note: Forward alone] The module's ``forward`` runs again, on the arguments that it got, and not ``__call__``: hooks
 of the module that change its arguments must not change them twice. ZeRO-3's hooks have gathered the module's own
@@ -27,9 +28,10 @@ parameters that backward is using.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -43,6 +45,8 @@ from ds_tba.autograd.tensors import has_plain_storage, innermost_hooks, integers
 from ds_tba.device.memory import digest_of
 from ds_tba.errors import ActivationModifiedError, RecomputationError, StateError
 
+logger = logging.getLogger(__name__)
+
 _ABSENT = object()
 
 # Our number among those that ZeRO-3 gives to modules, which start at 0.
@@ -53,6 +57,13 @@ _REPAIR = (
     'numbers but from PyTorch\'s default generators. Leave it out by naming the others in "blocks", or set '
     '"recompute": false.'
 )
+_KERNELS = (
+    "kernels of this device may do that (sums in any order, another plan of cuDNN), and then gradients differ in their "
+    "last bits, as under any checkpoint. A forward that changes what it reads does it, too, and then they are wrong: "
+    "torch.use_deterministic_algorithms(True) tells one from the other, as this is an error then."
+)
+# The devices whose kernels give the same bits each time.
+_REPEATABLE = frozenset({"cpu"})
 
 
 class Arguments:
@@ -121,7 +132,7 @@ class RecomputedPass:
         self._count = count
         self._shapes = _own_shapes(module)
         self._versions: list[int] = []  # of the parameters after the last run, which may change them (max_norm)
-        self._digest: list[Any] | None = None
+        self._digest: list[_Digest] | None = None
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The pass in forward, with the arguments as the caller gave them.
@@ -165,11 +176,13 @@ class RecomputedPass:
                 result = self._through_hooks(args, kwargs)
         self._versions = _versions_of(self._module)
         if self._digest is not None and self.path not in self._compared:
-            if _digest(result) != self._digest:
-                raise RecomputationError(
-                    f"the forward of the block {self.path!r} returned other bytes when it ran again in backward than "
-                    f"the first time: {_REPAIR}"
-                )
+            found = _digest(result)
+            if found != self._digest:
+                differs = f"the forward of the block {self.path!r} returned other bytes when it ran again in backward"
+                is_other_form = [one.form for one in found] != [one.form for one in self._digest]
+                if is_other_form or not _kernels_may_differ(result):
+                    raise RecomputationError(f"{differs} than the first time: {_REPAIR}")
+                logger.warning("%s: %s", differs, _KERNELS)
             self._compared.add(self.path)
         return result
 
@@ -228,19 +241,34 @@ def _versions_of(module: nn.Module) -> list[int]:
     return [-1 if one.is_inference() else one._version for one in module.parameters()]
 
 
-def _digest(result: Any) -> list[Any]:
-    """Forms and bytes of the tensors in an output. Waits for the device."""
-    found: list[Any] = []
+class _Digest(NamedTuple):
+    """A tensor's form, and a digest of its bytes (None of a tensor that has no block of them)."""
+
+    form: tuple[Any, ...]
+    bits: int | None
+
+
+def _kernels_may_differ(result: Any) -> bool:
+    """Whether kernels may give other bits each time: those of a device do, unless PyTorch refuses such kernels."""
+    if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
+        return False
+    tensors = (one for one in tree_flatten(result)[0] if isinstance(one, torch.Tensor))
+    return any(one.device.type not in _REPEATABLE for one in tensors)
+
+
+def _digest(result: Any) -> list[_Digest]:
+    """Return forms and digests of the tensors in an output. Waits for the device."""
+    found: list[_Digest] = []
     with torch.no_grad():
         for tensor in tree_flatten(result)[0]:
             if not isinstance(tensor, torch.Tensor):
                 continue
-            found.append((type(tensor), tensor.dtype, tensor.layout, tensor.is_quantized))
-            if has_plain_storage(tensor) and not (
-                tensor.is_quantized or tensor.is_meta
-            ):  # else it has no block of bytes
-                data = integers_of(tensor).contiguous().cpu()
-                found.append((tensor.shape, digest_of(data.reshape(-1).view(torch.uint8))))
+            form = (type(tensor), tensor.dtype, tensor.layout, tensor.is_quantized)
+            if not has_plain_storage(tensor) or tensor.is_quantized or tensor.is_meta:
+                found.append(_Digest(form, None))
+                continue
+            data = integers_of(tensor).contiguous().cpu()
+            found.append(_Digest((*form, tensor.shape), digest_of(data.reshape(-1).view(torch.uint8))))
     return found
 
 

@@ -77,7 +77,7 @@ from ds_tba.autograd.tensors import (
     storage_bytes,
 )
 from ds_tba.config import BLOCK, OffloadConfig
-from ds_tba.device.accelerator import Accelerator, Clock, moment
+from ds_tba.device.accelerator import Accelerator, Clock, PinnedAnswers, moment
 from ds_tba.device.memory import is_out_of_memory
 from ds_tba.errors import ActivationModifiedError, ConfigError, RematerializationError, StateError, StorageError
 
@@ -401,6 +401,7 @@ class Sites:
         self.running_module: Callable[[], str] = str
         self._accelerator = accelerator
         self._is_synchronous = accelerator.is_synchronized_device()
+        self._answers = PinnedAnswers(accelerator, 2, torch.bool)
         self._names = PASSING | {name for name, rule in self.rules.items() if rule.operands and not rule.is_view}
         self._sites: dict[int, Site] = {}
         self._numbers: Counter[Any] = Counter()  # of what comes more than once in a forward
@@ -519,8 +520,9 @@ class Sites:
                     )
                 flags = torch.stack((differs.any(), bits.amin() != bits.amax()))
             if not self._is_synchronous:
-                host = self._accelerator.pin_memory(torch.empty(2, dtype=torch.bool, device="cpu"))
-                flags = host.copy_(flags, non_blocking=True)
+                host = self._answers.take()
+                self._accelerator.copy(flags.view(torch.uint8), host.view(torch.uint8))
+                flags = host
         except (NoRecipeError, LookupError, RuntimeError, ValueError, TypeError) as error:
             if isinstance(error, StorageError) or is_out_of_memory(error):
                 return None  # backward will want the operand, too; or another time

@@ -41,6 +41,8 @@ _VERSIONS = (
 )
 # Part of a device's memory that is left to temporaries, fragmentation and other libraries, where no budget is set.
 TEMPORARY_FRACTION = 0.1
+# Pinned at a time for answers of the device: a page, which is the least that can be.
+ANSWERS_BYTES = 4096
 CUDA_DRIVER = "libcuda.so.1"
 RELAXED_CAPTURE = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
@@ -178,10 +180,16 @@ class DeviceMemoryUse:
     def levels(self) -> MemoryLevels:
         api, index = self._api, self._index
         counts: dict[str, int] = api.memory_stats(index) or {}
-        # "active" also has what record_stream() holds; not every allocator counts it.
+
+        def in_use(when: str, ask: Callable[[int], int]) -> int:
+            # "active" also has what record_stream() holds; not every allocator counts it.
+            allocated = counts.get(f"allocated_bytes.all.{when}")
+            # Asked only where the counts lack it: PyTorch takes all of them anew to answer that, in each hook.
+            return max(counts.get(f"active_bytes.all.{when}", 0), ask(index) if allocated is None else allocated)
+
         return MemoryLevels(
-            max(counts.get("active_bytes.all.current", 0), api.memory_allocated(index)),
-            max(counts.get("active_bytes.all.peak", 0), api.max_memory_allocated(index)),
+            in_use("current", api.memory_allocated),
+            in_use("peak", api.max_memory_allocated),
             counts.get("reserved_bytes.all.current", 0),
             counts.get("num_alloc_retries", 0),
         )
@@ -269,9 +277,9 @@ class Accelerator:
         """Whether device memory belongs to a graph, which uses it again whoever lets go of it."""
         return False
 
-    def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A pinned copy; the tensor itself where there is nothing to pin."""
-        return tensor
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        """Return new host memory that the device copies from and to while the host goes on."""
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def give_pinned_back(self) -> None:
         """Give pinned memory that nobody uses back to the system, where its allocator would keep it."""
@@ -353,8 +361,8 @@ class DeviceAccelerator(Accelerator):
     def is_capturing(self) -> bool:
         return bool(self._api.is_current_stream_capturing())
 
-    def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self._api.pin_memory(tensor)
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        return self._api.pin_memory(super().pinned(nbytes))
 
     def new_stream(self) -> Any:
         return self._api.Stream(device=self._index)
@@ -398,12 +406,18 @@ class CudaAccelerator(DeviceAccelerator):
             return manager is not None and storage._cdata in manager.live_cudagraph_pool_storages_in_curr_execution()
         return False
 
-    def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+    def pinned(self, nbytes: int) -> torch.Tensor:
         """By torch: with ``DS_PIN_MEMORY_BACKEND=native`` DeepSpeed locks pages, CUDA does not know, copies block."""
-        return tensor.pin_memory()
+        # Pinned as it is made: pinning a tensor that is there would take as much memory again, and copy it.
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def give_pinned_back(self) -> None:
-        getattr(getattr(torch, "accelerator", None), "empty_host_cache", lambda: None)()
+        empty_cache = getattr(getattr(torch, "accelerator", None), "empty_host_cache", None)
+        if empty_cache is not None:
+            empty_cache()
+            return
+        with suppress(AttributeError):  # without this name, too, it stays pinned to the end of the process
+            torch._C._host_emptyCache()
 
     def new_event(self) -> Any:
         """Whoever waits for it sleeps, and leaves the core to others."""
@@ -435,6 +449,29 @@ def moment(accelerator: Accelerator) -> Any:
     event = accelerator.new_event()
     event.record(accelerator.current_stream())
     return event
+
+
+class PinnedAnswers:
+    """Small pinned tensors into which a device writes what the host will read, cut from one block at a time.
+
+    Pinning waits for the device, and takes a page, however little is asked for. A block is nobody's any more once its
+    last tensor is gone; then the allocator gives it out again, after the copies into it.
+    """
+
+    def __init__(self, accelerator: Accelerator, elements: int, dtype: torch.dtype) -> None:
+        self._accelerator = accelerator
+        self._elements = elements
+        self._dtype = dtype
+        self._left: deque[torch.Tensor] = deque()
+
+    def take(self) -> torch.Tensor:
+        """Return one that nobody else has."""
+        while True:
+            with suppress(IndexError):  # another thread may have taken the last one
+                return self._left.pop()
+            block = self._accelerator.pinned(ANSWERS_BYTES).view(self._dtype)
+            last = block.numel() - self._elements
+            self._left.extend(block[at : at + self._elements] for at in range(0, last + 1, self._elements))
 
 
 # ---- copies ---------------------------------------------------------------------------------------------------------

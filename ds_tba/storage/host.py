@@ -324,7 +324,7 @@ def host_memory(nbytes: int, accelerator: Accelerator) -> torch.Tensor:
     """Memory for copies to and from the device: pinned where that is another."""
     if accelerator.is_synchronized_device():
         return huge_page_memory(nbytes)
-    return accelerator.pin_memory(torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
+    return accelerator.pinned(nbytes)
 
 
 def segment_sizes(budget_bytes: int) -> list[int]:

@@ -279,7 +279,7 @@ class StagingRing:
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         if self._is_pinned:
-            pinned = self.accelerator.pin_memory(torch.zeros(nbytes, dtype=torch.uint8, device="cpu"))
+            pinned = self.accelerator.pinned(nbytes).zero_()
             if pinned.data_ptr() % self.slots.alignment_bytes:  # no drive takes it, and a fork would share it
                 why = "as with pinned_use_cuda_host_register:True in PYTORCH_CUDA_ALLOC_CONF: take that out"
                 raise ConfigError(f"pinned memory begins in the middle of a page, {why}.")

@@ -79,7 +79,7 @@ class WriteBack:
         self._dtype = dtype
         nbytes = elements * dtype.itemsize
         self.pinned_bytes = max(LEAST_BUFFERS, -(-queued_bytes // nbytes)) * nbytes
-        ring = accelerator.pin_memory(torch.empty(self.pinned_bytes, dtype=torch.uint8, device="cpu"))
+        ring = accelerator.pinned(self.pinned_bytes)
         self._free = deque(ring[start : start + nbytes] for start in range(0, ring.numel(), nbytes))
         self._under_way: deque[tuple[Any, torch.Tensor]] = deque()
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ds_tba.adaptive.agreement import Alone
+from ds_tba.autograd import recompute
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.errors import RecomputationError
 from ds_tba.offloader import ActivationOffloader
@@ -407,6 +408,60 @@ def test_a_block_with_state_raises_in_its_first_recomputation(
         for _ in steps(ours, offloader):
             done += 1
     assert offloader.report().plans == 1 and done >= 1
+
+
+@pytest.fixture
+def plays_a_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The CPU, whose kernels then may give other bits each time, as those of a GPU."""
+    monkeypatch.setattr(recompute, "_REPEATABLE", frozenset())
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+class AddsInAnyOrder(Plain):
+    """The last bits differ from one run to the next."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x)
+        return y * (1 + random.random() * 1e-6)
+
+
+@pytest.mark.usefixtures("plays_a_device")
+@pytest.mark.parametrize("warn_only", [None, True])
+def test_kernels_that_give_other_bits_are_told_once_for_each_block(
+    make: Callable[..., ActivationOffloader], caplog: pytest.LogCaptureFixture, warn_only: bool | None
+) -> None:
+    if warn_only is not None:
+        torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    ours = Net(AddsInAnyOrder)
+    offloader = make(ours, recompute=True)
+    assert len(list(steps(ours, offloader))) == STEPS and offloader.report().recomputed_bytes > 0
+    told = [one.getMessage() for one in caplog.records if "returned other bytes" in one.getMessage()]
+    assert len(told) == DEPTH
+    assert all(any(f"'layers.{index}'" in one for one in told) for index in range(DEPTH))
+
+
+@pytest.mark.usefixtures("plays_a_device")
+def test_other_bits_are_an_error_where_kernels_are_deterministic(make: Callable[..., ActivationOffloader]) -> None:
+    torch.use_deterministic_algorithms(True)
+    ours = Net(AddsInAnyOrder)
+    with pytest.raises(RecomputationError, match=r"'layers\.2' returned other bytes"):
+        list(steps(ours, make(ours, recompute=True)))
+
+
+class OtherForm(Plain):
+    """An output of another shape the second time."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x)
+        return y if torch._C._current_graph_task_id() == -1 else y.view(1, *y.shape)
+
+
+@pytest.mark.usefixtures("plays_a_device")
+def test_an_output_of_another_form_is_an_error_on_any_device(make: Callable[..., ActivationOffloader]) -> None:
+    ours = Net(OtherForm)
+    with pytest.raises(RecomputationError, match=r"'layers\.2' returned other bytes"):
+        list(steps(ours, make(ours, recompute=True)))
 
 
 def test_a_block_with_state_is_left_out_by_naming_the_others(make: Callable[..., ActivationOffloader]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,15 @@ from torch import Tensor
 from ds_tba.autograd.cache import TensorCache
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.device import accelerator as module
-from ds_tba.device.accelerator import Copies, CudaAccelerator, DeviceAccelerator, adapted, new_thread
+from ds_tba.device.accelerator import (
+    ANSWERS_BYTES,
+    Copies,
+    CudaAccelerator,
+    DeviceAccelerator,
+    PinnedAnswers,
+    adapted,
+    new_thread,
+)
 from ds_tba.errors import ConfigError
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.storage.backends.posix import PosixBackend
@@ -95,8 +104,54 @@ def test_a_driver_without_such_modes_ends_no_thread(monkeypatch: pytest.MonkeyPa
 
 
 def test_memory_is_pinned_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor + 1)
-    assert adapted(Api()).pin_memory(torch.zeros(1)).item() == 1
+    asked: list[dict[str, Any]] = []
+    empty = torch.empty
+
+    def pinned(nbytes: int, **options: Any) -> Tensor:
+        asked.append(options)
+        return empty(nbytes, dtype=torch.uint8)
+
+    monkeypatch.setattr(torch, "empty", pinned)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pytest.fail("pinned as a copy"))
+    assert adapted(Api()).pinned(3).numel() == 3
+    assert asked == [{"dtype": torch.uint8, "device": "cpu", "pin_memory": True}]
+
+
+def test_pinned_memory_goes_back_where_the_name_for_that_is_private(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch 2.11, say: without it the memory of a closed engine stays pinned to the end of the process."""
+    gone: list[str] = []
+    monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: gone.append("public"), raising=False)
+    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: gone.append("private"), raising=False)
+    adapted(Api()).give_pinned_back()
+    monkeypatch.delattr(torch.accelerator, "empty_host_cache")
+    adapted(Api()).give_pinned_back()
+    assert gone == ["public", "private"]
+    monkeypatch.delattr(torch._C, "_host_emptyCache")
+    adapted(Api()).give_pinned_back()  # an older one keeps it
+
+
+def test_answers_of_the_device_are_cut_from_one_pinned_block() -> None:
+    device, asked = LateDevice(), list[int]()
+    pinned = device.pinned
+    device.pinned = lambda nbytes: (asked.append(nbytes), pinned(nbytes))[1]  # type: ignore[method-assign]
+    answers = PinnedAnswers(device, 2, torch.bool)
+    block = ANSWERS_BYTES // 2
+    held = [answers.take() for _ in range(block + 1)]
+    assert asked == [ANSWERS_BYTES, ANSWERS_BYTES]
+    assert {(one.numel(), one.dtype) for one in held} == {(2, torch.bool)}
+    assert len({one.data_ptr() for one in held}) == len(held)
+    storages = {one.untyped_storage().data_ptr() for one in held}
+    assert len(storages) == 2
+    device.end()
+
+
+def test_threads_take_no_answer_twice() -> None:
+    device = LateDevice()
+    answers = PinnedAnswers(device, 2, torch.bool)
+    with ThreadPoolExecutor(4) as threads:
+        held = list(threads.map(lambda _: answers.take(), range(5000)))
+    assert len({one.data_ptr() for one in held}) == len(held)
+    device.end()
 
 
 def test_whoever_waits_for_an_event_sleeps() -> None:
@@ -234,7 +289,7 @@ def test_a_device_without_memory_is_not_asked_ahead_of_need_until_somebody_has_g
 def test_pinned_memory_that_no_drive_takes_is_refused() -> None:
     """As PyTorch's is with ``pinned_use_cuda_host_register:True``."""
     device = LateDevice()
-    device.pin_memory = lambda tensor: torch.empty(tensor.numel() + 64, dtype=torch.uint8)[1:]  # type: ignore[method-assign]
+    device.pinned = lambda nbytes: torch.empty(nbytes + 64, dtype=torch.uint8)[1:]  # type: ignore[method-assign]
     with pytest.raises(ConfigError, match="pinned_use_cuda_host_register"):
         StagingRing(device, PosixBackend(), MIB)
     device.end()

@@ -57,6 +57,20 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", {1: (FREE_BYTES, TOTAL_BYTES)}.get)
 
 
+def test_an_allocator_that_counts_all_is_asked_once() -> None:
+    """PyTorch takes all counts anew to answer any of the three, and a recorded step asks at each saved tensor."""
+    asked: list[str] = []
+
+    class Watched(Api):
+        def _of(self, index: int, found: Any) -> Any:
+            asked.append("once")
+            return super()._of(index, found)
+
+    counts = COUNTS | {"allocated_bytes.all.current": 240, "allocated_bytes.all.peak": 395}
+    assert DeviceMemoryUse(Watched(counts), 1).levels() == MemoryLevels(300, 395, 400, 2)
+    assert asked == ["once"]
+
+
 def test_what_streams_still_use_is_in_use() -> None:
     assert DeviceMemoryUse(Api(COUNTS), 1).levels() == MemoryLevels(300, 390, 400, 2)
 

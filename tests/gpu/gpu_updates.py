@@ -14,7 +14,7 @@ import update_programs
 
 
 def main(program: str, file: str) -> int:
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     asked = json.loads(Path(file).read_text())
     found = getattr(update_programs, program)(asked["config"], **asked["arguments"])
     Path(file).write_text(json.dumps(found))

@@ -26,7 +26,7 @@ import test_controller as controlled
 import torch
 from conftest import StoreFactory, make_backend
 from curves.device import TorchCuda
-from gpu_rig import Rig
+from gpu_rig import Rig, shows_something
 from planners import PLANNERS
 from support import hazards
 from support.doubles import wait_for_writes
@@ -39,9 +39,11 @@ from test_ordering import (
     slow_reads,
     slow_writes,
 )
+from torch.nn import functional
 
 from ds_tba.adaptive.agreement import Alone
 from ds_tba.autograd.cache import TensorCache
+from ds_tba.autograd.sites import Sites
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.device import accelerator
 from ds_tba.errors import BackendUnavailableError, IncompatibleError
@@ -56,6 +58,7 @@ from ds_tba.storage.host import HostStore
 from ds_tba.storage.integrity import Integrity
 from ds_tba.storage.nvme import NvmeStore
 
+__all__ = ["shows_something"]
 MIB = 1 << 20
 TESTS = Path(__file__).parents[1]
 has_cuda = torch.cuda.is_available()
@@ -74,9 +77,17 @@ def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
     rig.end()
 
 
-def cache_over(rig: Rig, *stores: Store) -> TensorCache:  # type: ignore[type-arg]
+def cache_over(rig: Rig, *stores: Store, again: bool = False) -> TensorCache:  # type: ignore[type-arg]
+    """A cache on the rig's device.
+
+    Args:
+        again: outputs may be made again instead of being saved.
+    """
     device = rig.accelerator.device()
-    return TensorCache(stores, device, hazards.MIN_BYTES, wait_for_staging=True, accelerator=rig.accelerator)
+    cache = TensorCache(stores, device, hazards.MIN_BYTES, wait_for_staging=True, accelerator=rig.accelerator)
+    if again:
+        cache.rematerialize(Sites(cache, rig.accelerator))
+    return cache
 
 
 def check(rig: Rig, scenario: Scenario, cache: TensorCache) -> None:
@@ -84,7 +95,10 @@ def check(rig: Rig, scenario: Scenario, cache: TensorCache) -> None:
     if not all(torch.equal(hazards._bits(a), hazards._bits(b)) for a, b in zip(one, other, strict=True)):
         warnings.warn(f"{scenario.__name__}: without the cache, too, two runs differ on this device", stacklevel=2)
         return
-    hazards.check(scenario, cache, rig.device)
+    if cache.sites is None:
+        hazards.check(scenario, cache, rig.device)
+    else:
+        hazards.check_made_again(scenario, cache, rig.device)
 
 
 # ---- gradients ------------------------------------------------------------------------------------------------------
@@ -110,6 +124,55 @@ def test_gradients_are_exact(rig: Rig, make_store: StoreFactory, make: Make, sce
     store.close()
 
 
+@scenarios
+@pytest.mark.parametrize(
+    ("rig", "make"),
+    [("late", in_host_memory), *(pytest.param("cuda", make, marks=gpu) for make in (over_nvme, in_host_memory))],
+    indirect=["rig"],
+)
+def test_gradients_are_exact_where_outputs_are_made_again(
+    rig: Rig, make_store: StoreFactory, make: Make, scenario: Scenario
+) -> None:
+    store, _ = make(make_store, rig.accelerator)  # type: ignore[arg-type]
+    check(rig, scenario, cache_over(rig, store, again=True))
+    store.close()
+
+
+@on_both
+def test_each_op_on_the_device_is_made_again_to_the_bit(rig: Rig) -> None:
+    """Without any store: what is not made again is kept."""
+    cache = cache_over(rig, again=True)
+    weight = torch.randn(64, 64, device=rig.device, requires_grad=True)
+    ops: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "silu": functional.silu,
+        "gelu": functional.gelu,
+        "cos": torch.cos,
+        "sin": torch.sin,
+        "layer_norm": lambda x: functional.layer_norm(x, (64,)),
+        "mul": lambda x: x * x,
+    }
+    for name, op in ops.items():
+        made_in: list[int] = []
+        for _ in range(4):
+            made_bytes = cache.stats.rematerialized_bytes
+            found = []
+            for saving in (nullcontext, cache.saving):
+                torch.manual_seed(5)
+                with saving():
+                    y = op(torch.randn(64, 64, device=rig.device) @ weight)
+                    loss = (y.square() + y.sin()).sum()
+                loss.backward()
+                found += [loss.detach(), weight.grad]
+                weight.grad = None
+                del y, loss
+            cache.end_micro_step()
+            cache.sites.step += 1
+            assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3]), name
+            made_in.append(cache.stats.rematerialized_bytes - made_bytes)
+        assert made_in[-1] > 0, name
+    assert not cache.sites.summary()["refused_sites"].get("made again it differs")
+
+
 @on_both
 @pytest.mark.parametrize("planner", PLANNERS.values(), ids=PLANNERS)
 def test_gradients_are_exact_under_every_plan(
@@ -126,10 +189,12 @@ def test_gradients_are_exact_under_every_plan(
     found = controlled.steps(ours, offloader, [controlled.ROWS] * controlled.STEPS)
     for one, other in zip(expected, found, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-    assert offloader.report().plans >= 1
+    report = offloader.report()
+    assert report.plans >= 1 and report.offloaded_bytes + report.rematerialized_bytes + report.recomputed_bytes > 0
     offloader.close()
 
 
+@pytest.mark.moves_nothing  # not each of them
 @on_both
 @mutations
 @pytest.mark.parametrize("make", [over_nvme, in_host_memory])
@@ -156,6 +221,7 @@ def aio_backend() -> IoBackend:
     return make_backend("aio")
 
 
+@pytest.mark.moves_nothing  # where the backend is not there
 @on_cuda
 @scenarios
 @pytest.mark.parametrize("name", ["aio", "gds", "kvikio through the host", "kvikio from the device"])
@@ -173,12 +239,14 @@ def test_gradients_are_exact_over_other_backends(
     except BackendUnavailableError as error:
         pytest.skip(str(error))
     check(rig, scenario, cache_over(rig, store))
+    assert store.stats.offloaded_bytes > 0 or scenario.__name__ == "sparse_tensors"
     assert store_is_empty(store)
 
 
 EXPANDABLE = "expandable_segments:True"
 
 
+@pytest.mark.moves_nothing
 @pytest.mark.parametrize(
     ("rig", "setting"),
     [
@@ -229,15 +297,20 @@ def one_step(rig: Rig, saving: hazards.Saving, seed: int) -> list[torch.Tensor]:
 
 
 @on_both
-def test_many_steps_of_random_sizes_on_several_streams_and_threads(rig: Rig, make_store: StoreFactory) -> None:
+@pytest.mark.parametrize("again", [False, True], ids=["moved", "made again"])
+def test_many_steps_of_random_sizes_on_several_streams_and_threads(
+    rig: Rig, make_store: StoreFactory, again: bool
+) -> None:
     store = make_store(accelerator=rig.accelerator, staging_bytes=8 * MIB)
-    cache = cache_over(rig, store)
+    cache = cache_over(rig, store, again=again)
     for seed in range(500 if rig.is_cuda else 12):
         expected, got = (one_step(rig, saving, seed) for saving in (nullcontext, cache.saving))
         assert len(got) == 6
         for index, (one, other) in enumerate(zip(expected, got, strict=True)):
             assert torch.equal(one, other), f"step {seed}: gradient {index} differs"
-    assert store.stats.read_bytes > 0 and store.stats.offloaded_bytes > 12 * MIB
+        cache.end_micro_step()
+    assert store.stats.read_bytes > 0 and store.stats.offloaded_bytes > (6 if again else 12) * MIB
+    assert (cache.stats.rematerialized_bytes > 0) is again
     hazards.check_nothing_is_left(cache, "the soak")
     assert store_is_empty(store)
 
@@ -305,6 +378,7 @@ def test_device_memory_is_free_within_the_forward(rig: Rig, make_store: StoreFac
 # ---- the rest -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.moves_nothing
 @on_cuda
 def test_a_capture_into_a_graph_is_refused(rig: Rig, tmp_path: Path) -> None:
     io = {"backend": "posix", "staging_bytes": MIB, "swap_file_bytes": 4 * MIB}
@@ -320,6 +394,7 @@ def test_a_capture_into_a_graph_is_refused(rig: Rig, tmp_path: Path) -> None:
     offloader.close()
 
 
+@pytest.mark.moves_nothing
 @on_both
 @pytest.mark.parametrize("mode", ["sampled", "full"])
 @pytest.mark.parametrize("pages", [1, 3, 2500])
@@ -330,6 +405,7 @@ def test_the_checksums_of_the_device_are_those_of_the_host(rig: Rig, pages: int,
     assert found == Integrity(mode, blocks).digest(data)
 
 
+@pytest.mark.moves_nothing
 def test_the_api_without_deepspeed_has_all_that_is_asked_of_it() -> None:
     asked = set(re.findall(r"\b_?api\.(\w+)", inspect.getsource(accelerator)))
     assert len(asked) >= 7 and asked | {"is_synchronized_device"} <= set(dir(TorchCuda))

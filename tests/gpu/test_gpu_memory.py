@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from curves.device import Device
+from gpu_rig import shows_something
 from torch import nn
 
 from ds_tba.adaptive.agreement import Alone
@@ -23,6 +24,7 @@ from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.offloader import ActivationOffloader
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+__all__ = ["shows_something"]
 MIB = 1 << 20
 ROW_BYTES = 8 * MIB
 SAVED = 40
@@ -79,10 +81,14 @@ def a_step(model: Sines, x: torch.Tensor, offloader: ActivationOffloader | None)
     [
         ({"placement": "host", "rematerialize": False}, SAVED * ROW_BYTES // 2),
         ({"placement": "nvme", "rematerialize": False}, SAVED * ROW_BYTES // 2),
+        # One sine in some is moved, and the others are made again from it.
+        ({"placement": "host"}, SAVED * ROW_BYTES // 2),
+        ({"placement": "nvme"}, SAVED * ROW_BYTES // 2),
         # Beside the budget: the gradient that flows, the output of the kernel that runs, and one reload at a time.
         ({"activation_budget_bytes": BUDGET_BYTES, "rematerialize": False}, BUDGET_BYTES + 4 * ROW_BYTES),
+        ({"activation_budget_bytes": BUDGET_BYTES}, BUDGET_BYTES + 4 * ROW_BYTES),
     ],
-    ids=["host", "nvme", "a budget"],
+    ids=["host", "nvme", "host, made again", "nvme, made again", "a budget", "a budget, made again"],
 )
 def test_backward_does_not_run_ahead_of_the_device(tmp_path: Path, block: dict[str, Any], bound_bytes: int) -> None:
     """The host reloads all 320 MiB in no time, while kernels take 0.4 s to consume them."""
@@ -96,6 +102,8 @@ def test_backward_does_not_run_ahead_of_the_device(tmp_path: Path, block: dict[s
         assert torch.equal(found, expected)
         assert held_bytes <= bound_bytes, f"{held_bytes / MIB:.0f} MiB in backward"
     assert torch.cuda.memory_stats()["num_alloc_retries"] == retries
+    report = offloader.report()
+    assert report.offloaded_bytes > 0 and (report.rematerialized_bytes > 0) is ("rematerialize" not in block)
     offloader.close()
 
 
@@ -106,6 +114,7 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.mark.moves_nothing  # what belongs to a graph stays
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("placement", ["nvme", "host", "adaptive"])
 def test_a_model_compiled_into_cuda_graphs(tmp_path: Path, placement: str) -> None:

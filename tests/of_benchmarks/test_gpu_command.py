@@ -2,93 +2,159 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gpu.__main__ import chosen, run
+from gpu import __main__ as command
+from gpu import table
+from gpu.__main__ import MINUTES, Build, chosen, run
 from gpu.llama import WAYS, Shape
-from gpu.pieces import TOKENS, Piece, pieces
-from gpu.results import CUT, DONE, FAILED, Results
-from gpu.table import longest, markdown
+from gpu.pieces import TOKENS, Piece, longer
+from gpu.pieces import WAYS as QUICK_WAYS
+from gpu.results import BEGUN, CUT, DONE, FAILED, Results
+from gpu.smoke import CONTROL, KEEP, SHOWN, Setting, Smoke
+from gpu.table import PARTS, longest, markdown
 from support import runs
 
 COMMAND = [sys.executable, str(runs.ROOT / "benchmarks" / "gpu")]
-NOT_ON_A_CPU = {"hf offload", "trl offload", "deepspeed cpu_checkpointing"}
+NAME = "gpu_rehearsal_2026-01-02"
 GIB = 1 << 30
+QUICK = ["probe", "smoke", "headline", "hooks", "update"]
 
 
-def rehearsal(out: Path, *arguments: str) -> subprocess.Popen[str]:
+def rehearsal(out: Path, *arguments: str, path: Path | None = None) -> subprocess.Popen[str]:
+    """The command; with ``path`` first where modules are looked for."""
+    variables = runs.environment()
+    if path is not None:
+        variables["PYTHONPATH"] = os.pathsep.join([str(path), variables.get("PYTHONPATH", "")])
     return subprocess.Popen(
         [*COMMAND, "--rehearse", "--date", "2026-01-02", "--out", str(out), *arguments],
-        env=runs.environment(),
+        env=variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
 
 
-@pytest.mark.thorough
+def ended(process: subprocess.Popen[str]) -> str:
+    with process:
+        output, _ = process.communicate(timeout=900)
+    assert process.returncode == 0, output
+    return output
+
+
+@pytest.fixture
+def without_deepspeed(tmp_path: Path) -> Path:
+    """As on a machine that does not have it: what comes before the update needs none."""
+    package = tmp_path / "modules" / "deepspeed"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise ImportError('DeepSpeed is not here')")
+    return package.parent
+
+
+@pytest.mark.long
 @pytest.mark.engine
-def test_the_rehearsal_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
-    path = tmp_path / "gpu_rehearsal_2026-01-02.json"
-    with rehearsal(tmp_path) as interrupted:
-        deadline = time.monotonic() + 120
-        while not path.exists() and time.monotonic() < deadline:
+def test_the_eight_minutes_go_on_where_they_were_interrupted(tmp_path: Path, without_deepspeed: Path) -> None:
+    out = tmp_path / "out"
+    path = out / f"{NAME}.json"
+
+    def states() -> dict[str, str]:
+        found = json.loads(path.read_text())["pieces"] if path.exists() else {}
+        return {name: one["state"] for name, one in found.items()}
+
+    with rehearsal(out, path=without_deepspeed) as interrupted:
+        deadline = time.monotonic() + 200
+        while states().get("smoke") != BEGUN and time.monotonic() < deadline:
             time.sleep(0.1)
         interrupted.send_signal(signal.SIGINT)
         assert interrupted.wait(30) != 0
-    before = json.loads(path.read_text())["pieces"]
-    assert list(before) == ["facts"] and before["facts"]["state"] == DONE
-    with rehearsal(tmp_path) as going_on:
-        output, _ = going_on.communicate(timeout=240)
-    assert going_on.returncode == 0, output
+    assert states() == {"probe": DONE, "smoke": BEGUN}
+    before = json.loads(path.read_text())["pieces"]["probe"]
+    ended(rehearsal(out, "--pieces", *QUICK[:4], path=without_deepspeed))
+    assert states() == dict.fromkeys(QUICK[:4], DONE)
+    output = ended(rehearsal(out))
+    assert all(f"{name}: done before" in output for name in QUICK[:4])
     results = json.loads(path.read_text())
     found = results["pieces"]
-    assert found["facts"] == before["facts"] and "facts: done before" in output
-    assert {name: one["state"] for name, one in found.items()} == {one.name: DONE for one in pieces(rehearse=True)}
-    assert {one["part"] for one in found.values()} == set("abcde")
+    assert found["probe"] == before and states() == dict.fromkeys(QUICK, DONE)
+    check_probe(found["probe"]["found"])
+    check_smoke(found["smoke"]["found"])
+    check_headline(found["headline"]["found"], QUICK_WAYS)
+    assert all("profiled" in row for row in found["headline"]["found"]["rows"])
+    (update,) = found["update"]["found"]["results"]
+    assert {name for turns in update["rounds"] for name in turns} == {"stock", "share 0", "null"}
+    text = path.with_suffix(".md").read_text()
+    assert text == markdown(results) and text.startswith("# Rehearsal on the CPU, tiny")
+    assert {one.name for one in out.iterdir()} == {f"{NAME}.{kind}" for kind in ("json", "md", "log")}
+    log = path.with_suffix(".log").read_text()
+    assert all(f"==== {name}: done" in log for name in QUICK)
+
+
+@pytest.mark.thorough
+@pytest.mark.engine
+def test_the_longer_pieces_rehearse(tmp_path: Path) -> None:
+    names = [one.name for one in longer(rehearse=True)]
+    ended(rehearsal(tmp_path, "--pieces", *names))
+    results = json.loads((tmp_path / f"{NAME}.json").read_text())
+    found = results["pieces"]
+    assert {name: one["state"] for name, one in found.items()} == dict.fromkeys(names, DONE)
     check_facts(found["facts"]["found"])
-    check_headline(found["headline 256"]["found"])
+    check_headline(found["length 256"]["found"], [way.name for way in WAYS])
     suite = found["tests test_gpu"]["found"]
     assert suite["counts"]["skipped"] > 10 and set(suite["skipped"]) == {"no CUDA device"} and not suite["failed"]
     (update,) = found["update 300000"]["found"]["results"]
     assert {name for turns in update["rounds"] for name in turns} == {"stock", "share 0", "share 0.5", "null"}
-    table = path.with_suffix(".md").read_text()
-    assert table == markdown(results) and table.startswith("# Rehearsal on the CPU, tiny")
-    assert all(f"| {way.title} |" in table for way in WAYS)
+    text = (tmp_path / f"{NAME}.md").read_text()
+    assert text == markdown(results) and all(f"| {way.title} |" in text for way in WAYS)
+    assert "| torch save_on_cpu |" in text
+
+
+def check_probe(found: dict[str, Any]) -> None:
+    assert found["drive"]["write GB/s"] > 0 and found["pinning"]["huge pages"]["is_pinned"]
+    assert set(found["copies"]["GB/s"]["registered"]) == {"out", "in", "both", "both / (out + in)"}
+    assert isinstance(found["card"]["torch._C._host_emptyCache"], bool)
+
+
+def check_smoke(found: dict[str, Any]) -> None:
+    assert not found["failed"] and not found["untried"]
+    ways = [KEEP, CONTROL, *SHOWN]
+    assert [(row["dtype"], row["way"]) for row in found["rows"]] == [
+        (dtype, way) for dtype in ("bf16", "autocast") for way in ways
+    ]
+    assert all(row["equal"] for row in found["rows"])
 
 
 def check_facts(found: dict[str, Any]) -> None:
-    assert set(found["copies"]["GB/s"]["registered"]) == {"out", "in", "both", "both / (out + in)"}
     assert set(found["bits"]["differ"].values()) == {0}
-    assert found["pinning"]["huge pages"]["is_pinned"]
     assert found["forks"]["as the package pins"]["old bytes that the device read"] == 0
 
 
-def check_headline(found: dict[str, Any]) -> None:
+def check_headline(found: dict[str, Any], ways: Sequence[str]) -> None:
     rows = {row["name"]: row for row in found["rows"]}
-    assert list(rows) == [way.name for way in WAYS] and found["base"] == found["equal_to"] == "keep"
-    for name, row in rows.items():
-        if name in NOT_ON_A_CPU:
-            assert row["state"] == "failed" and row["reason"] and "step_s" not in row
-            continue
+    assert set(rows) == set(ways) and found["base"] == found["equal_to"] == "keep"
+    for row in rows.values():
         assert row["state"] == "runs" and row["equal"] is True and row["step_s"] > 0 and row["to_base"], row
+        assert row["host_forward_s"] > 0 and row["host_backward_s"] > 0
     peaks = {name: row.get("activation_peak_bytes") for name, row in rows.items()}
-    assert peaks["nvme"] < peaks["rematerialize"] < peaks["keep"] and peaks["checkpointing"] < peaks["keep"]
-    # Of what is saved: on a CPU the memory of the host tier, which plans fill first, is memory of the device, too.
-    saved = [rows[name]["report"]["step_peak_saved_bytes"] for name in ("adaptive 0.25", "adaptive 0.5")]
-    assert saved[0] < saved[1] < peaks["keep"]
-    assert rows["nvme"]["report"]["written_bytes"] and rows["host"]["report"]["host_bytes"]
+    assert peaks["rematerialize"] < peaks["keep"] and peaks["checkpointing"] < peaks["keep"]
+    assert rows["checkpointing + nvme"]["report"]["written_bytes"] and rows["host"]["report"]["host_bytes"]
 
 
 def a_piece(program: str, limit_s: float = 60) -> Piece:
-    return Piece("one", "a", ("-c", program, "RESULT"), limit_s=limit_s)
+    return Piece("one", "facts", ("-c", program, "RESULT"), limit_s=limit_s)
+
+
+def wrote(found: str) -> str:
+    return f"import sys, pathlib; pathlib.Path(sys.argv[1]).write_text({found!r}); sys.exit(1)"
 
 
 @pytest.mark.parametrize(
@@ -101,17 +167,32 @@ def a_piece(program: str, limit_s: float = 60) -> Piece:
         (
             "import sys, pathlib, time; pathlib.Path(sys.argv[1]).write_text('[1]'); time.sleep(60)", 3, CUT, [1],
         ),
+        (wrote('{"failed": ["this"]}'), 60, FAILED, {"failed": ["this"]}),
+        (wrote('{"failed": [], "untried": ["this"]}'), 60, CUT, {"failed": [], "untried": ["this"]}),
     ],
-    ids=["done", "with a finding", "failed", "silent", "too long"],
+    ids=["done", "with a finding", "failed", "silent", "too long", "says what failed", "no time for all"],
 )  # fmt: skip
 def test_how_a_piece_ends(tmp_path: Path, program: str, limit_s: float, state: str, found: Any) -> None:
-    results = Results(tmp_path / "json", rehearsal=True)
+    results = Results(tmp_path / "results.json", rehearsal=True)
     run(a_piece(program), results, tmp_path, limit_s=limit_s, rehearse=True)
-    read = Results(tmp_path / "json", rehearsal=True)
+    read = Results(tmp_path / "results.json", rehearsal=True)
     assert read.pieces["one"]["state"] == state and read.pieces["one"]["found"] == found
     assert read.is_done("one") == (state == DONE)
     assert (state == DONE) == ("reason" not in read.pieces["one"])
-    assert [path.name for path in tmp_path.iterdir()] == ["json"]
+    assert {path.name for path in tmp_path.iterdir()} == {"results.json", "results.log"}
+
+
+def test_what_a_piece_had_found_outlives_the_run(tmp_path: Path) -> None:
+    """As where the machine is taken away: no handler of ours runs."""
+    results = Results(tmp_path / "results.json", rehearsal=True)
+    results.begin("smoke", part="smoke")
+    results.running.write_text('{"rows": [], "failed": [], "untried": ["one"]}')
+    read = Results(tmp_path / "results.json", rehearsal=True)
+    assert read.pieces["smoke"]["state"] == CUT and read.pieces["smoke"]["found"]["untried"] == ["one"]
+    assert not read.is_done("smoke") and not read.running.exists()
+    results.begin("smoke", part="smoke")  # and one that had found nothing yet
+    read = Results(tmp_path / "results.json", rehearsal=True)
+    assert read.pieces["smoke"]["state"] == CUT and "the run ended in it" in markdown(read.found)
 
 
 def test_a_rehearsal_and_a_measurement_do_not_share_a_file(tmp_path: Path) -> None:
@@ -121,14 +202,123 @@ def test_a_rehearsal_and_a_measurement_do_not_share_a_file(tmp_path: Path) -> No
 
 
 def test_pieces_are_named_by_how_they_begin() -> None:
-    assert [one.name for one in chosen(["headline"], rehearse=False)] == [f"headline {tokens}" for tokens in TOKENS]
+    assert [one.name for one in chosen(["length"], rehearse=False)] == [f"length {tokens}" for tokens in TOKENS]
     assert [one.name for one in chosen(["update 1e", "facts"], rehearse=False)] == ["facts", "update 1e+09"]
-    assert [one.part for one in chosen(None, rehearse=False)] == sorted(
-        one.part for one in chosen(None, rehearse=False)
-    )
-    assert all(one.limit_s < 600 for one in chosen(None, rehearse=False))
-    with pytest.raises(SystemExit, match=r"'heading': there are 'facts'"):
+    with pytest.raises(SystemExit, match=r"'heading': there are 'probe'"):
         chosen(["heading"], rehearse=False)
+
+
+def test_what_is_worth_most_comes_first_and_takes_eight_minutes() -> None:
+    found = chosen(None, rehearse=False)
+    assert [one.name for one in found if one.is_quick] == [one.name for one in found[:5]] == QUICK
+    assert sum(one.limit_s for one in found[:5]) <= 60 * MINUTES
+    assert all(one.limit_s < 600 for one in found)
+    assert {one.part for one in found} == set(PARTS)
+
+
+def test_a_piece_without_time_is_left_and_the_next_begins(tmp_path: Path) -> None:
+    begun: list[str] = []
+    results = Results(tmp_path / "results.json", rehearsal=True)
+    many = [Piece(name, "facts", (), limit_s=100, is_quick=name == "quick") for name in ("long", "quick")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "run", lambda piece, *_, **__: begun.append(piece.name))
+        patch.setattr(command, "markdown", lambda _: "")
+        left = command._run_all(many, results, tmp_path, time.monotonic() + 30, True, Build(None))
+    assert begun == ["quick"] and [one.name for one in left] == ["long"]
+
+
+def test_what_is_built_meanwhile_stands_still_beside_what_is_timed(tmp_path: Path) -> None:
+    count = tmp_path / "count"
+    program = "import pathlib, time\nfor number in range(10**6):\n "
+    program += f"pathlib.Path({str(count)!r}).write_text(str(number)); time.sleep(0.01)"
+    build = Build(tmp_path, program)
+    assert build.variables == {"TORCH_EXTENSIONS_DIR": str(tmp_path)}
+
+    def state() -> str:
+        assert build._process is not None
+        return Path(f"/proc/{build._process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+    def comes_to(wanted: str) -> bool:
+        deadline = time.monotonic() + 30
+        while state() not in wanted and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return state() in wanted
+
+    named = {one.name: one for one in chosen(None, rehearse=False)}
+    build.allow(named["probe"])
+    assert build._process is None
+    build.allow(named["smoke"])
+    assert comes_to("RSD")
+    for name in ("headline", "hooks"):
+        build.allow(named[name])
+        assert comes_to("T")
+    build.allow(named["update"])
+    assert comes_to("RSD")
+    build.end()
+    assert build._process is not None and build._process.returncode == -signal.SIGKILL
+
+
+# ---- the smoke ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def smoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Smoke:
+    """One dtype and the host's way only."""
+    monkeypatch.setattr("gpu.smoke.SHOWN", {"host": SHOWN["host"]})
+    monkeypatch.setattr("gpu.smoke.STEPS", 2)
+    options = argparse.Namespace(
+        device="cpu", tiny=True, seconds=600.0, nvme_path=tmp_path, result=tmp_path / "result.json"
+    )
+    return Smoke(options)
+
+
+ONE = Setting("bf16", "default stream")
+
+
+def test_a_way_that_moved_nothing_has_failed(smoke: Smoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    block = smoke._block
+    monkeypatch.setattr(
+        smoke, "_block", lambda *args: (found := block(*args)) and {**found, "min_tensor_bytes": 8 << 20}
+    )
+    smoke._run(ONE)
+    assert smoke.failed == ["bf16, default stream, host: nothing is shown: no host_bytes"]
+    assert [row["failed"] for row in smoke.rows[:2]] == ["", ""]
+
+
+@pytest.mark.parametrize(
+    ("way", "said"), [("host", "losses or gradients differ from step 1 on"), (CONTROL, "two runs without us differ")]
+)
+def test_other_gradients_are_seen_and_a_control_that_differs_is(
+    smoke: Smoke, monkeypatch: pytest.MonkeyPatch, way: str, said: str
+) -> None:
+    train = smoke._train
+
+    def other(setting: Setting, name: str, block: Any) -> Any:
+        steps, report = train(setting, name, block)
+        return (steps[:1] + [(loss, "others") for loss, _ in steps[1:]] if name == way else steps), report
+
+    monkeypatch.setattr(smoke, "_train", other)
+    smoke._run(ONE)
+    (failed,) = smoke.failed
+    assert failed.startswith(f"bf16, default stream, {way}: {said}")
+
+
+def test_an_error_of_one_way_is_its_row_and_want_of_time_is_told(smoke: Smoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(smoke, "_block", lambda way, _: {"nvme_path": "/nowhere"} if way == "host" else None)
+    smoke._run(ONE)
+    assert smoke.rows[-1]["failed"].startswith("PathError")
+    smoke._ends_s = 0
+    smoke._run(ONE)
+    assert smoke.untried == [f"bf16, default stream, {way}" for way in (KEEP, CONTROL, "host")]
+    found = json.loads(smoke._options.result.read_text())
+    assert found["untried"] == smoke.untried and "**PathError" in "".join(markdown_of_smoke(found))
+
+
+def markdown_of_smoke(found: dict[str, Any]) -> list[str]:
+    return list(table._smoke({"smoke": found}))
+
+
+# ---- the rest -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.engine

@@ -12,8 +12,10 @@ import pytest
 import rok
 import throttle
 import torch
+from curves.device import Device
+from curves.models import Shape, Workload
 from curves.points import PEAK_ERROR, PEAK_NOISE, STEP_ERROR, Point, Spread, point, verdict
-from curves.turns import AGAIN, PLAIN, Contender, StepTaken
+from curves.turns import AGAIN, PLAIN, Contender, Runner, StepTaken, parameters_of, strict
 
 from ds_tba.cli.plan.dry_run import PeakMeter
 
@@ -128,6 +130,44 @@ def test_a_point_compares_each_turn_with_the_plain_model_of_its_round() -> None:
     assert found.trace_error == pytest.approx(0.0) and found.cost_error == pytest.approx(0.1)
     assert (found.peak_bytes, found.saved_peak_bytes, found.promised_peak_bytes) == (77, 100, 90)
     assert point(PLAIN, rounds, 7).step_error is None
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> tuple[Workload, Runner]:
+    workload = Workload.of(Shape("GPT", 32, 1, 16, 32, 16, 2), torch.device("cpu"))
+    return workload, Runner(PLAIN, workload, Device("cpu"), {})
+
+
+def test_one_strict_step_proves_that_two_train_alike(plain: tuple[Workload, Runner]) -> None:
+    workload, runner = plain
+    start = parameters_of(workload)
+    expected = runner.proof(start)
+    assert not all(torch.equal(one, two) for one, two in zip(workload.parameters, start, strict=True)), "a rate of 0"
+    runner.step()
+    assert runner.proof(start) == expected  # from the same parameters, whatever was trained meanwhile
+    gradients = [workload.parameters[-1].register_hook(lambda gradient: gradient * 1.5)]
+    assert runner.proof(start) != expected
+    gradients.pop().remove()
+    start[0][0, 0] += 1  # a token that the batch has, or not: the new parameters differ
+    assert runner.proof(start) != expected
+
+
+def test_the_strict_step_is_strict_and_the_others_are_not(plain: tuple[Workload, Runner]) -> None:
+    workload, runner = plain
+    found: list[tuple[bool, bool]] = []
+
+    def look(*_: Any) -> None:
+        enabled = torch.are_deterministic_algorithms_enabled()
+        found.append((enabled, torch.is_deterministic_algorithms_warn_only_enabled()))
+
+    workload.model.register_forward_hook(look)
+    runner.step()
+    runner.proof(parameters_of(workload))
+    runner.step()
+    assert found == [(False, False), (True, False), (False, False)]
+    with strict(), strict():
+        pass
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 @pytest.mark.long

@@ -108,9 +108,9 @@ def test_the_budget_is_host_memory_whatever_the_default_device(make_store: Store
     asked: list[torch.device] = []
 
     class Pins(EventAccelerator):
-        def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
-            asked.append(tensor.device)
-            return super().pin_memory(tensor)
+        def pinned(self, nbytes: int) -> torch.Tensor:
+            asked.append(CpuAccelerator.pinned(self, nbytes).device)
+            return super().pinned(nbytes)
 
     with torch.device("meta"):
         store = HostStore(Pins(), MIB)

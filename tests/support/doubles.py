@@ -72,8 +72,8 @@ class EventAccelerator(CpuAccelerator):
     def is_synchronized_device(self) -> bool:
         return False
 
-    def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
-        return huge_page_memory(tensor.numel())  # page-aligned, as pinned memory is
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        return huge_page_memory(nbytes)  # page-aligned, as pinned memory is
 
 
 class ScriptedBackend(PosixBackend):

@@ -958,6 +958,23 @@ def check(scenario: Callable[[Saving], list[Tensor]], cache: TensorCache, device
     check_nothing_is_left(cache, scenario.__name__)
 
 
+def check_made_again(
+    scenario: Callable[[Saving], list[Tensor]], cache: TensorCache, device: str | None = None, times: int = 3
+) -> None:
+    """Same bits as often as it runs, over a cache with sites: outputs are compared, compared again, and left out."""
+    expected = run(scenario, nullcontext, device)
+    for number in range(times):
+        found = run(scenario, cache.saving, device)
+        if len(expected) != len(found):
+            raise Wrong(f"{scenario.__name__}, run {number}: {len(found)} tensors instead of {len(expected)}")
+        for index, (one, other) in enumerate(zip(expected, found, strict=True)):
+            if not torch.equal(_bits(one), _bits(other)):
+                raise Wrong(f"{scenario.__name__}, run {number}: tensor {index} differs from the run without the cache")
+        cache.end_micro_step()  # reads what is left of the answers
+        cache.sites.step += 1
+        check_nothing_is_left(cache, scenario.__name__)
+
+
 def check_mutation(mutation: Callable[[Saving], Tensor], cache: TensorCache, device: str | None = None) -> None:
     """Raises as autograd does, and leaves nothing behind."""
     for saving, error in ((nullcontext, RuntimeError), (cache.saving, ActivationModifiedError)):

@@ -109,22 +109,45 @@ class HostStream(_Stream):
         """Nothing is under way."""
 
 
+class LaggingStream(HostStream):
+    """Likewise; but what is copied to the host on it, and what its events say, comes late."""
+
+    def __init__(self, device: LateDevice) -> None:
+        self._late = LateStream(device)
+        device.streams.append(self._late)
+
+    def run(self, work: Callable[[], object]) -> None:
+        self._late.run(work)
+
+    def synchronize(self) -> None:
+        self._late.synchronize()
+
+
 class LateDevice(CpuAccelerator):
     """The accelerator.
 
     Args:
+        late_answers: whether the host hears late of kernels, which are done when their call returns: real autograd can
+            run on the device, and what is asked of it is answered when the host has gone on.
         late_compute: whether kernels run late too (:meth:`launch`); else the stream that is current by default is the
             host, so that real autograd can run on the device.
         watch_freed: whether memory that was let go is kept for :meth:`is_freed_memory_written`.
     """
 
     def __init__(
-        self, *, late_compute: bool = False, longest_pause_s: float = LONGEST_PAUSE_S, watch_freed: bool = False
+        self,
+        *,
+        late_compute: bool = False,
+        late_answers: bool = False,
+        longest_pause_s: float = LONGEST_PAUSE_S,
+        watch_freed: bool = False,
     ) -> None:
         self.longest_pause_s = longest_pause_s
         self.streams: list[LateStream] = []
         self._local = threading.local()
-        self._default: Any = self.new_stream() if late_compute else HostStream()
+        self._default: Any = (
+            self.new_stream() if late_compute else LaggingStream(self) if late_answers else HostStream()
+        )
         self.allocated_bytes = 0
         self.peak_held_bytes = 0
         self._held: dict[object, int] = {}  # an entry for each block: finalizers change it, where no lock may be taken
@@ -136,8 +159,8 @@ class LateDevice(CpuAccelerator):
     def is_synchronized_device(self) -> bool:
         return False
 
-    def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
-        return huge_page_memory(tensor.numel())
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        return huge_page_memory(nbytes)
 
     def new_stream(self) -> Any:
         stream = LateStream(self)
@@ -162,7 +185,10 @@ class LateDevice(CpuAccelerator):
         memory = bytearray(nbytes)
         bytes_of = torch.frombuffer(memory, dtype=torch.uint8)
         owner = self.current_stream()
-        owner.run(lambda: bytes_of.fill_(POISON))
+        if isinstance(owner, HostStream):
+            bytes_of.fill_(POISON)  # its kernels do not wait for what runs late
+        else:
+            owner.run(lambda: bytes_of.fill_(POISON))
         self.allocated_bytes += nbytes
         block = object()
         self._held[block] = nbytes

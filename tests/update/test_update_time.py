@@ -63,8 +63,8 @@ class TimedDevice(CpuAccelerator):
     def is_synchronized_device(self) -> bool:
         return False
 
-    def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(META)
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=META)
 
     def new_stream(self) -> TimedStream:
         return TimedStream()

@@ -1,7 +1,8 @@
-"""Facts of the device that the code relies on: copies in both directions at once, the update's bits, pinning, forks.
+"""Facts of the machine that the code relies on: the card, its links, pinning, the file system and the drive.
 
-Host memory is pinned as ``ds_tba/update/pinning.py`` does it, in place. Without CUDA nothing is pinned and the CPU is
-the device: that shows only that this program works.
+With ``--long`` in place of these: the update's bits, and forks. Host
+memory is pinned as ``ds_tba/update/pinning.py`` does it, in place. Without CUDA nothing is pinned and the CPU is the
+device: that shows only that this program works.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -21,7 +24,14 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).res
 import torch  # noqa: E402
 from curves.device import Device  # noqa: E402
 
-from ds_tba.device.memory import HUGE_PAGE_BYTES, PAGE_BYTES, advise_huge_pages  # noqa: E402
+from ds_tba.device.accelerator import available_bytes  # noqa: E402
+from ds_tba.device.memory import (  # noqa: E402
+    HUGE_PAGE_BYTES,
+    PAGE_BYTES,
+    advise_huge_pages,
+    host_view,
+    huge_page_memory,
+)
 from ds_tba.update import formula  # noqa: E402
 from ds_tba.update.pinning import Registry, cuda_registry  # noqa: E402
 from gpu.results import write_whole  # noqa: E402
@@ -227,6 +237,57 @@ def _fork(bench: Bench, nbytes: int, pins: Any) -> dict[str, Any]:
     return {"pinned": True, "old bytes that the device read": old, "bytes that the host missed": lost, **times}
 
 
+def card() -> dict[str, Any]:
+    """Return what driver and kernel say of card and machine, and which names this PyTorch has."""
+    import ds_tba
+
+    asked = "name,memory.total,driver_version,pcie.link.gen.current,pcie.link.width.current"
+    return {
+        "nvidia-smi": _output("nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader"),
+        "MemAvailable GiB": available_bytes() / GIB,
+        "memlock": str(resource.getrlimit(resource.RLIMIT_MEMLOCK)),
+        "open files": str(resource.getrlimit(resource.RLIMIT_NOFILE)),
+        "torch.accelerator.empty_host_cache": hasattr(torch.accelerator, "empty_host_cache"),
+        "torch._C._host_emptyCache": hasattr(torch._C, "_host_emptyCache"),
+        "ds_tba": ds_tba.__version__,
+    }
+
+
+def counting(bench: Bench) -> dict[str, Any]:
+    """Return what one look at the allocator's counts costs: recorded steps take one for each saved tensor."""
+    return {"us": 1e6 * bench.time(bench.device.counts)}
+
+
+def drive(directory: Path, nbytes: int) -> dict[str, Any]:
+    """Return the file system's kind, whether it takes files without a name, and GB/s past the page cache."""
+    found: dict[str, Any] = {"file system": _output("df", "--output=fstype,avail", str(directory))}
+    flags = os.O_TMPFILE | os.O_RDWR | os.O_DIRECT
+    try:
+        fd = os.open(directory, flags)
+    except OSError as error:
+        return found | {"O_TMPFILE with O_DIRECT": _line(error)}
+    block = huge_page_memory(4 << 20)
+    block.random_(255)
+    data = host_view(block)
+    try:
+        for name, move in (("write GB/s", os.pwritev), ("read GB/s", os.preadv)):
+            began_s = time.perf_counter()
+            for offset in range(0, nbytes, len(data)):
+                move(fd, [data], offset)
+            found[name] = nbytes / (time.perf_counter() - began_s) / 1e9
+    finally:
+        os.close(fd)
+    return found | {"O_TMPFILE with O_DIRECT": True}
+
+
+def _output(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return _line(error)
+    return " ".join(done.stdout.split())
+
+
 def _line(error: BaseException) -> str:
     text = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {text[0]}"[:300]
@@ -235,18 +296,26 @@ def _line(error: BaseException) -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--long", action="store_true")
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--nvme_path", type=Path, default=Path())
     parser.add_argument("--result", type=Path, required=True)
     options = parser.parse_args(argv)
     bench = Bench(options.device)
     small = 1 << 22
     found: dict[str, Any] = {"device": bench.device.name}
-    for name, act in {
-        "copies": lambda: duplex(bench, small if options.tiny else GIB),
+    quick: dict[str, Callable[[], dict[str, Any]]] = {
+        "card": card,
+        "drive": lambda: drive(options.nvme_path, small if options.tiny else 2 * GIB),
+        "copies": lambda: duplex(bench, small if options.tiny else GIB // 2),
+        "pinning": lambda: pinning(bench, small if options.tiny else GIB),
+        "counts of the allocator": lambda: counting(bench),
+    }
+    in_minutes: dict[str, Callable[[], dict[str, Any]]] = {
         "bits": lambda: bits(bench, (1 << 16) if options.tiny else 1 << 24),
-        "pinning": lambda: pinning(bench, small if options.tiny else 8 * GIB),
         "forks": lambda: forks(bench, small if options.tiny else GIB // 4),
-    }.items():
+    }
+    for name, act in (in_minutes if options.long else quick).items():
         try:
             found[name] = act()
         except (RuntimeError, OSError) as error:  # the other facts are facts all the same

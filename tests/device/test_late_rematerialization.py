@@ -1,0 +1,198 @@
+"""Rematerialization on a device that runs late: what is made again is right, and no answer is read before its time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from conftest import StoreFactory
+from support import hazards
+from support.late_device import POISON, LateDevice
+from test_hazards import Scenario, scenarios
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ds_tba.autograd.cache import TensorCache
+from ds_tba.autograd.sites import Sites
+from ds_tba.device.accelerator import ANSWERS_BYTES
+from ds_tba.storage.base import Store
+from ds_tba.storage.host import HostStore
+
+MIB = 1 << 20
+KIB = 1 << 10
+WIDTH = 64
+STEPS = 6
+MakeStores = Callable[[StoreFactory, LateDevice], list[Any]]
+
+
+class Answers(LateDevice):
+    """Hears late of its kernels.
+
+    Attributes:
+        pinned_blocks: sizes of all pinned memory that was asked for.
+    """
+
+    def __init__(self, longest_pause_s: float = 0.002) -> None:
+        super().__init__(late_answers=True, longest_pause_s=longest_pause_s)
+        self.pinned_blocks: list[int] = []
+
+    def pinned(self, nbytes: int) -> Tensor:
+        self.pinned_blocks.append(nbytes)
+        return super().pinned(nbytes).fill_(POISON)
+
+
+@pytest.fixture
+def device() -> Iterator[Answers]:
+    device = Answers()
+    yield device
+    device.end()
+
+
+def kept(make_store: StoreFactory, device: LateDevice) -> list[Any]:
+    return []
+
+
+def in_host_memory(make_store: StoreFactory, device: LateDevice) -> list[Any]:
+    return [HostStore(device, 16 * MIB)]
+
+
+def on_a_drive(make_store: StoreFactory, device: LateDevice) -> list[Any]:
+    return [make_store(accelerator=device, staging_bytes=4 * MIB)]
+
+
+stores = pytest.mark.parametrize("make", [kept, in_host_memory, on_a_drive], ids=lambda make: make.__name__)
+
+
+def cache_over(device: LateDevice, tiers: list[Store[Any]]) -> TensorCache:
+    cache = TensorCache(tiers, "cpu", hazards.MIN_BYTES, wait_for_staging=True, accelerator=device)
+    cache.rematerialize(Sites(cache, device))
+    return cache
+
+
+class Layer(nn.Module):
+    """Ops that are made again, one behind the other, and of operands that a store may have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.gate, self.up = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return x + functional.silu(self.gate(y)) * functional.gelu(self.up(y)).cos()
+
+
+def train(make: Callable[[], nn.Module], cache: TensorCache | None, rows: int = 64) -> list[list[Tensor]]:
+    """Loss and gradients of each step."""
+    torch.manual_seed(3)
+    model, found = make(), []
+    for _ in range(STEPS):
+        x = torch.randn(rows, WIDTH)
+        with nullcontext() if cache is None else cache.saving():
+            loss = model(x).square().mean()
+        loss.backward()
+        if cache is not None:
+            cache.end_micro_step()
+            cache.sites.step += 1
+        gradients = [one.grad for one in model.parameters() if one.grad is not None]
+        found.append([loss.detach(), *(one.clone() for one in gradients)])
+        with torch.no_grad():
+            for one in model.parameters():
+                one -= 0.05 * one.grad  # type: ignore[operator]
+                one.grad = None
+        del loss
+    return found
+
+
+def assert_equal(expected: list[list[Tensor]], found: list[list[Tensor]]) -> None:
+    for step, (one, other) in enumerate(zip(expected, found, strict=True)):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True)), f"step {step}"
+
+
+def three_layers() -> nn.Module:
+    return nn.Sequential(Layer(), Layer(), Layer())
+
+
+@stores
+def test_what_is_made_again_trains_to_the_bit(device: Answers, make_store: StoreFactory, make: MakeStores) -> None:
+    tiers = make(make_store, device)
+    cache = cache_over(device, tiers)
+    expected, found = train(three_layers, None), train(three_layers, cache)
+    assert_equal(expected, found)
+    assert cache.stats.rematerialized_bytes > STEPS * 64 * KIB
+    assert not tiers or sum(store.stats.offloaded_bytes for store in tiers) > 0
+    assert not cache.sites.summary()["refused_sites"].get("made again it differs")
+    hazards.check_nothing_is_left(cache, "training")
+    for store in tiers:
+        store.close()
+
+
+@scenarios
+@pytest.mark.parametrize("make", [in_host_memory, on_a_drive], ids=lambda make: make.__name__)
+def test_gradients_are_exact(device: Answers, make_store: StoreFactory, make: MakeStores, scenario: Scenario) -> None:
+    tiers = make(make_store, device)
+    cache = cache_over(device, tiers)
+    hazards.check_made_again(scenario, cache)
+    for store in tiers:
+        store.close()
+
+
+class Stuck(Answers):
+    """Does nothing until the host waits for one of its events."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+        self.current_stream().run(self.gate.wait)
+
+    def new_event(self) -> Any:
+        event = super().new_event()
+        synchronize = event.synchronize
+
+        def opened() -> None:
+            self.gate.set()
+            synchronize()
+
+        event.synchronize = opened
+        return event
+
+
+def test_no_answer_is_read_before_its_time() -> None:
+    device = Stuck()
+    cache = cache_over(device, [])
+    train(three_layers, cache)
+    assert device.gate.is_set()
+    assert cache.sites.summary()["refused_sites"].get("made again it differs") is None
+    assert cache.stats.rematerialized_bytes > 0
+    device.end()
+
+
+def test_comparisons_pin_one_block_for_all(device: Answers) -> None:
+    cache = cache_over(device, [])
+    train(three_layers, cache)
+    assert len(cache.sites._sites) > 8 and device.pinned_blocks == [ANSWERS_BYTES]
+
+
+def test_a_difference_is_seen_however_late_the_answer_comes() -> None:
+    """A change that autograd does not see: once compared, the site is used no more, and gradients stay right."""
+    device = Answers(longest_pause_s=0.02)
+
+    class Changes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.up(x)
+            z = functional.silu(y)
+            z.data.mul_(2)  # no version tells
+            return z.sin()
+
+    cache = cache_over(device, [])
+    expected, found = train(Changes, None), train(Changes, cache)
+    assert_equal(expected, found)
+    assert cache.sites.summary()["refused_sites"]["made again it differs"] >= 1
+    device.end()
