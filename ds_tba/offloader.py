@@ -306,6 +306,7 @@ class ActivationOffloader:
         if self._steps == 1 and moves_in_vain(self.cache.stats, moved_bytes, self._compilations_before):
             self._advise_to_compile_layers()
         plans = 0 if self._controller is None else self._controller.plans
+        self._little.peak_bytes = self._step_peak_bytes
         little = self._little.end_step(self.cache.stats.kept_bytes, self._done_bytes(), self._steps, plans)
         if little and self._rank == 0:
             logger.info("%s", little)

@@ -13,7 +13,7 @@ Knows torch.distributed and the planner; does not know the cache. It cannot see 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch import distributed
 from ds_tba.adaptive.policy import PlanInForce
 from ds_tba.planner.plan import Limits, Plan
 from ds_tba.planner.trace import Resources, Scopes, Trace, slowest
+from ds_tba.telemetry.drive_health import TERABYTE
 
 logger = logging.getLogger(__name__)
 
@@ -177,7 +178,7 @@ class Planning:
         self._room_bytes = room_bytes
         self._agreement = agreement
         self._share_in_force = 1.0  # ``Limits.movable_share`` of the last plan, as on every rank
-        self._warned = ""  # the kind of the last warning
+        self._warned = frozenset[str]()  # the kinds of the last warnings
 
     def make(self, wish: Wish | None) -> PlanInForce | NoPlan:
         """The plan that all ranks follow, or why there is none, which is said in the log. A collective.
@@ -192,7 +193,7 @@ class Planning:
         elif found.is_final:
             logger.error("no plan, because %s: activations go where there is room without waiting", found.reason)
         else:
-            self._warn_once("no plan", f"no new plan now, because {found.reason}: tried again later")
+            self._warn_once({"no plan": f"no new plan now, because {found.reason}: tried again later"})
         return found
 
     def _agreed(self, wish: Wish | None) -> PlanInForce | NoPlan:
@@ -247,29 +248,39 @@ class Planning:
 
     def _warn_of_budget(self, found: PlanInForce) -> None:
         budget_bytes, peak_bytes = found.limits.activation_budget_bytes, found.plan.prediction.peak_saved_bytes
+        warnings: dict[str, str] = {}
         if budget_bytes is None:
-            self._warned = ""
+            self._warned = frozenset()
             return
         asked = self._limits(found.trace.step_s).activation_budget_bytes is not None
+        bound = "activation_budget_bytes" if asked else "the free memory of the device"
         if peak_bytes > budget_bytes:
-            bound = "activation_budget_bytes" if asked else "the free memory of the device"
-            self._warn_once(
-                "over",
-                f"no plan fits {budget_bytes} bytes of activations ({bound}): the lowest peak is {peak_bytes} bytes. A "
-                f"larger budget, smaller micro-batches, {_recompute_advice(found)}or a faster drive would help",
+            warnings["over"] = (
+                f"no plan fits {budget_bytes} bytes of activations ({bound}): the lowest peak is "
+                f"{peak_bytes} bytes. Tensors that do not fit are moved as they are saved, which takes time. A larger "
+                f"budget, smaller micro-batches, {_recompute_advice(found)}or a faster drive would help"
             )
         elif not asked:
-            self._warn_once(
-                "room",
+            warnings["room"] = (
                 f"within max_step_overhead activations would not fit the device ({budget_bytes} bytes are free): "
-                "planned for the least time that fits",
+                "planned for the least time that fits"
             )
+        if found.wears_in_days is not None:
+            warnings["wear"] = (
+                f"ssd.min_life_days {found.asked_life_days:g} gives way: {bound} {budget_bytes} takes "
+                f"{found.daily_bytes / TERABYTE:.2f} TB of writes a day from this rank, at which the drives last "
+                f"{found.wears_in_days:.3g} days. For a longer life set activation_budget_bytes to more, "
+                f"or to null, {_recompute_advice(found)}or a host_budget_bytes; a lower ssd.min_life_days "
+                "accepts this one"
+            )
+        self._warn_once(warnings)
 
-    def _warn_once(self, kind: str, text: str) -> None:
-        """Rank 0 says it, unless the last warning was of this kind."""
-        if kind != self._warned and self._agreement.rank == 0:
-            logger.warning("%s", text)
-        self._warned = kind
+    def _warn_once(self, warnings: Mapping[str, str]) -> None:
+        """Rank 0 says them, but for those whose kinds it said the last time."""
+        for kind, text in warnings.items():
+            if kind not in self._warned and self._agreement.rank == 0:
+                logger.warning("%s", text)
+        self._warned = frozenset(warnings)
 
 
 def _recompute_advice(found: PlanInForce) -> str:

@@ -278,10 +278,12 @@ class LittleMoved:
 
     Attributes:
         text: empty where enough is, or nothing is to be; None before the first step that is as all later ones.
+        peak_bytes: peak of the saved tensors in the last step.
     """
 
     def __init__(self, config: OffloadConfig) -> None:
         self.text: str | None = None
+        self.peak_bytes = 0
         self._config = config
         self._kept = Counter[str]()
         self._done_bytes = 0
@@ -320,10 +322,10 @@ class LittleMoved:
             small = f"smaller than min_tensor_bytes {config.min_tensor_bytes}"
             return f"little is moved: {what} {small if reason == 'small' else f'kept, because of: {reason}'}"
         if config.activation_budget_bytes is not None:
-            return (
-                f"little is moved: activation_budget_bytes {config.activation_budget_bytes} has room for what is kept, "
-                "or moving it would not lower the peak"
-            )
+            budget = f"activation_budget_bytes {config.activation_budget_bytes}"
+            if self.peak_bytes > config.activation_budget_bytes:
+                return f"little is moved: {budget} does not fit what is kept, and moving it would not lower the peak"
+            return f"little is moved: {budget} has room for what is kept"
         life = f" or ssd.min_life_days {config.ssd.min_life_days:g}" if config.ssd.min_life_days else ""
         return (
             f"little is moved: max_step_overhead {config.max_step_overhead:g}{life} allows no "
