@@ -13,7 +13,7 @@ Knows torch.distributed and the planner; does not know the cache. It cannot see 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -178,7 +178,9 @@ class Planning:
         self._room_bytes = room_bytes
         self._agreement = agreement
         self._share_in_force = 1.0  # ``Limits.movable_share`` of the last plan, as on every rank
-        self._warned = frozenset[str]()  # the kinds of the last warnings
+        self._warned = self._warned_before = set[
+            str
+        ]()  # kinds of warnings, as the last plan was made and the one before
 
     def make(self, wish: Wish | None) -> PlanInForce | NoPlan:
         """The plan that all ranks follow, or why there is none, which is said in the log. A collective.
@@ -186,6 +188,7 @@ class Planning:
         Args:
             wish: of this rank; without one there is no plan for any rank.
         """
+        self._warned_before, self._warned = self._warned, set()
         found = self._agreed(wish)
         if isinstance(found, PlanInForce):
             self._share_in_force = found.limits.movable_share
@@ -193,7 +196,7 @@ class Planning:
         elif found.is_final:
             logger.error("no plan, because %s: activations go where there is room without waiting", found.reason)
         else:
-            self._warn_once({"no plan": f"no new plan now, because {found.reason}: tried again later"})
+            self._warn_once("no plan", f"no new plan now, because {found.reason}: tried again later")
         return found
 
     def _agreed(self, wish: Wish | None) -> PlanInForce | NoPlan:
@@ -248,39 +251,37 @@ class Planning:
 
     def _warn_of_budget(self, found: PlanInForce) -> None:
         budget_bytes, peak_bytes = found.limits.activation_budget_bytes, found.plan.prediction.peak_saved_bytes
-        warnings: dict[str, str] = {}
         if budget_bytes is None:
-            self._warned = frozenset()
             return
         asked = self._limits(found.trace.step_s).activation_budget_bytes is not None
         bound = "activation_budget_bytes" if asked else "the free memory of the device"
         if peak_bytes > budget_bytes:
-            warnings["over"] = (
-                f"no plan fits {budget_bytes} bytes of activations ({bound}): the lowest peak is "
-                f"{peak_bytes} bytes. Tensors that do not fit are moved as they are saved, which takes time. A larger "
-                f"budget, smaller micro-batches, {_recompute_advice(found)}or a faster drive would help"
+            self._warn_once(
+                "over",
+                f"no plan fits {budget_bytes} bytes of activations ({bound}): the lowest peak is {peak_bytes} bytes. "
+                "Tensors that do not fit are moved as they are saved, which takes time. A larger budget, smaller "
+                f"micro-batches, {_recompute_advice(found)}or a faster drive would help",
             )
         elif not asked:
-            warnings["room"] = (
+            self._warn_once(
+                "room",
                 f"within max_step_overhead activations would not fit the device ({budget_bytes} bytes are free): "
-                "planned for the least time that fits"
+                "planned for the least time that fits",
             )
         if found.wears_in_days is not None:
-            warnings["wear"] = (
+            self._warn_once(
+                "wear",
                 f"ssd.min_life_days {found.asked_life_days:g} gives way: {bound} {budget_bytes} takes "
                 f"{found.daily_bytes / TERABYTE:.2f} TB of writes a day from this rank, at which the drives last "
-                f"{found.wears_in_days:.3g} days. For a longer life set activation_budget_bytes to more, "
-                f"or to null, {_recompute_advice(found)}or a host_budget_bytes; a lower ssd.min_life_days "
-                "accepts this one"
+                f"{found.wears_in_days:.3g} days. For a longer life set activation_budget_bytes to more, or to null, "
+                f"{_recompute_advice(found)}or a host_budget_bytes; a lower ssd.min_life_days accepts this one",
             )
-        self._warn_once(warnings)
 
-    def _warn_once(self, warnings: Mapping[str, str]) -> None:
-        """Rank 0 says them, but for those whose kinds it said the last time."""
-        for kind, text in warnings.items():
-            if kind not in self._warned and self._agreement.rank == 0:
-                logger.warning("%s", text)
-        self._warned = frozenset(warnings)
+    def _warn_once(self, kind: str, text: str) -> None:
+        """Rank 0 says it, unless it said one of this kind the last time that a plan was made."""
+        if kind not in self._warned_before and self._agreement.rank == 0:
+            logger.warning("%s", text)
+        self._warned.add(kind)
 
 
 def _recompute_advice(found: PlanInForce) -> str:

@@ -169,9 +169,10 @@ class OffloadReport:
         parts += [f"{self.fallbacks} fallbacks"] if self.fallbacks else []
         wear = [PathWear(**path) for path in self.wear if path["written_bytes_per_day"]]
         if wear:
-            daily_bytes, worst = sum(one.written_bytes_per_day for one in wear), min(wear, key=PathWear.days)
+            daily_bytes = sum(one.sharers * one.written_bytes_per_day for one in wear)
+            worst = min(wear, key=PathWear.days)
             rating = worst.rating(worst.rated_endurance_tbw)
-            parts.append(f"{daily_bytes / TERABYTE:.2f} TB a day ({worst.days():.0f} days of {rating})")
+            parts.append(f"{daily_bytes / TERABYTE:.2f} TB a day ({worst.days():.0f} days to {rating})")
         return ", ".join(parts)
 
     def rows(self) -> list[tuple[str, str]]:
@@ -442,12 +443,14 @@ def _step(plan: dict[str, Any]) -> str:
 
 def _wear(path: dict[str, Any]) -> str:
     drive = " ".join(filter(None, (path.get("device"), path.get("model")))) or "unknown drive"
-    text = f"{drive}: {path.get('written_bytes_per_day', 0.0) / TERABYTE:.2f} TB a day at this rate"
+    sharers = path.get("sharers", 1)
+    text = f"{drive}: {sharers * path.get('written_bytes_per_day', 0.0) / TERABYTE:.2f} TB a day at this rate"
+    text += f" of {sharers} ranks" if sharers > 1 else ""
     if path.get("life_days") is None:
         text += " (set ssd.rated_endurance_tbw to see how long the drive lasts)"
     else:
         text += (
-            f", {path['life_days']:.0f} days of its rated {path.get('rated_endurance_tbw') or 0:g} TBW, if the drive "
+            f", {path['life_days']:.0f} days to its rated {path.get('rated_endurance_tbw') or 0:g} TBW, if the drive "
             "amplifies these writes no more than those of its rating"
         )
     if path.get("percentage_used") is not None:

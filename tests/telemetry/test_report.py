@@ -86,7 +86,7 @@ def test_wear_is_told_for_each_path(tmp_path: Path) -> None:
     assert all(trial > 8 * MIB for trial in trials)
     assert sum(one["written_bytes"] for one in report.wear) == report.written_bytes + sum(trials)
     assert report.written_bytes > 0
-    assert any("of its rated 1 TBW, if the drive amplifies" in value for _, value in report.rows())
+    assert any("days to its rated 1 TBW, if the drive amplifies" in value for _, value in report.rows())
     assert "no effect" not in offloader.start_line()
 
 
