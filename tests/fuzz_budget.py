@@ -37,8 +37,8 @@ from ds_tba.storage.backends.select import Selection
 
 KIB, MIB = 1 << 10, 1 << 20
 COLUMNS = 64
-# So many of the largest storages are in use at once, by an operation, its result, and what a recipe makes.
-HOLDABLE = 8
+# So many of the largest storages may be in use at once, by the frames of forward and by an operation.
+HOLDABLE = 9
 PLANNER = adaptive
 GIVES_WAY = ("cannot be held",)
 
@@ -128,7 +128,7 @@ def draw(seed: int) -> Program:
     ssd: dict[str, Any] = {"rated_endurance_tbw": 1.0, "min_life_days": 10 ** chance.uniform(0, 7)}
     block = {
         "placement": "adaptive",
-        "activation_budget_bytes": int(largest_bytes * chance.choice([0.5, 2, 4, 6, 8, 9, 12])),
+        "activation_budget_bytes": int(largest_bytes * chance.choice([0.5, 2, 4, 6, 9, 10, 12])),
         "min_tensor_bytes": 4 * KIB,
         "host_budget_bytes": chance.choice([0, 0, 4 * MIB]),
         "rematerialize": chance.random() < 0.5,

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fuzz_budget import KIB, MIB, Outcome, Program, Step, check, draw, quick_start, trained
 from planners import PLANNERS
+from support.doubles import ScriptedBackend
 
 from ds_tba.adaptive.policy import PlanInForce
+from ds_tba.storage.backends.select import Selection
 
 DRAWS = 8
 # The first is a part of every run of the tests, the others of ``make test-all``.
@@ -88,6 +92,27 @@ def test_a_plan_that_is_wrong_about_the_lowest_peak_lifts_no_budget(
     monkeypatch.setattr("fuzz_budget.PLANNER", PLANNERS["keep"])
     outcome = checked(training(12), tmp_path)
     assert [text for text in outcome.said if "no plan fits" in text] and list(outcome.plan_bytes) == ["keep"]
+
+
+def test_kept_graphs_of_storages_larger_than_half_of_staging_fit_the_budget(tmp_path: Path) -> None:
+    """What backward used lay in staging, and nothing else could leave."""
+    program = training(7, io={"staging_bytes": 2 * MIB, "swap_file_bytes": 256 * MIB}, rematerialize=True)
+    steps = tuple(Step(((5 * ROWS_OF_A_MIB // 4,),), keeps=3) for _ in range(10))
+    checked(replace(program, steps=steps), tmp_path)
+
+
+def test_a_drive_that_fails_under_a_budget_is_said_before_the_budget_is_exceeded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def script(verb: str, number: int) -> None:
+        if verb == "write" and number >= 60:
+            raise OSError(errno.EIO, "the drive is gone")
+
+    selected = Selection(ScriptedBackend(script), "the test's")
+    monkeypatch.setattr("ds_tba.storage.tiers.select_backend", lambda *_, **__: selected)
+    program, tally = training(12), Counter[str]()
+    assert not check(program, tmp_path, tally)
+    assert tally["over, and said"] == 1
 
 
 def test_the_fuzz_sees_a_budget_that_is_lifted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
