@@ -54,6 +54,7 @@ logger = logging.getLogger(__name__)
 
 # Longer than the stores take to give up on an I/O request that never ends.
 CLOSE_LIMIT_S = 90.0
+RATED_STEPS = 5  # under plans: fewer tell no rate
 _EXPLAINED = "_ds_tba_explained"  # of an error
 
 # Keys that only a plan uses. The start-up line names those that are set without a plan, or users take them for active.
@@ -134,6 +135,8 @@ class ActivationOffloader:
         self._compilations_before = compilations()
         self._steps = self._step_peak_bytes = 0  # optimizer steps so far; peak of the last
         self._little = LittleMoved(config)
+        # Steps, time and bytes written to each path as the first plan came: from then on wear has a rate to project.
+        self._planned: tuple[int, float, list[int]] | None = None
         self._earlier_bytes = 0  # saved before this step
         self._running = RunningModule({})
         self.model_memory: Callable[[], ModelMemory] = ModelMemory
@@ -306,6 +309,9 @@ class ActivationOffloader:
         if self._steps == 1 and moves_in_vain(self.cache.stats, moved_bytes, self._compilations_before):
             self._advise_to_compile_layers()
         plans = 0 if self._controller is None else self._controller.plans
+        self._little.peak_bytes = self._step_peak_bytes
+        if plans and self._planned is None:
+            self._planned = self._steps, time.monotonic(), [path.written_bytes for path in self._tiers.paths]
         little = self._little.end_step(self.cache.stats.kept_bytes, self._done_bytes(), self._steps, plans)
         if little and self._rank == 0:
             logger.info("%s", little)
@@ -372,7 +378,7 @@ class ActivationOffloader:
             fallbacks_by_reason=dict(fallbacks),
             bandwidth=[path.bandwidth() for path in tiers.paths],
             bandwidth_at_start=self._bandwidth_at_start,
-            wear=[asdict(one) for one in tiers.wear(min(self._ended_at, time.monotonic()) - self._started_at)],
+            wear=self._wear(),
             step_peak_saved_bytes=self._step_peak_bytes,
             rematerialized_bytes=cache.rematerialized_bytes,
             device_memory={} if memory is None else memory.levels()._asdict(),
@@ -382,6 +388,12 @@ class ActivationOffloader:
             **({} if self._controller is None else self._controller.summary()),
             **({} if self._sites is None else self._sites.summary()),
         )
+
+    def _wear(self) -> list[dict[str, Any]]:
+        since_s, before = self._started_at, list[int]()
+        if self._planned is not None and self._steps >= self._planned[0] + RATED_STEPS:
+            _, since_s, before = self._planned
+        return [asdict(one) for one in self._tiers.wear(min(self._ended_at, time.monotonic()) - since_s, before)]
 
     def scalars(self) -> list[tuple[str, float]]:
         """Eight figures of the last step, for a monitor; bytes and seconds, of this rank."""
@@ -518,10 +530,10 @@ class ActivationOffloader:
 
 
 def _limits(config: OffloadConfig, tiers: Tiers, step_s: float) -> Limits:
-    rated_tbw, left_tbw = tiers.endurance_tbw()
+    left_tbw = tiers.left_tbw()
     write_limit = write_limit_bytes_per_step(left_tbw, config.ssd.min_life_days, step_s)
     host_bytes = tiers.host.capacity_bytes() if tiers.host is not None else 0
-    return replace(Limits.of(config, write_limit), endurance_tbw=rated_tbw, host_budget_bytes=host_bytes)
+    return replace(Limits.of(config, write_limit), endurance_tbw=left_tbw, host_budget_bytes=host_bytes)
 
 
 def _offloaded_bytes(tiers: Tiers) -> int:

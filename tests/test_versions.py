@@ -47,6 +47,11 @@ def test_each_python_that_is_claimed_ran(project: dict[str, Any], ran: list[tupl
     assert min(map(Version, claimed)) == oldest(SpecifierSet(project["requires-python"]))
 
 
+def test_python_3_10_goes_with_the_last_torch_that_runs_on_it(project: dict[str, Any]) -> None:
+    needs_newer = oldest(requirement(project, "torch")) >= Version("2.15")
+    assert (oldest(SpecifierSet(project["requires-python"])) >= Version("3.11")) is needs_newer
+
+
 @pytest.mark.parametrize(("package", "column"), [("torch", 1), ("deepspeed", 2)])
 def test_the_oldest_version_that_is_claimed_ran(
     project: dict[str, Any], ran: list[tuple[Version, Version, Version]], package: str, column: int

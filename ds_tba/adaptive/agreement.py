@@ -23,6 +23,7 @@ from torch import distributed
 from ds_tba.adaptive.policy import PlanInForce
 from ds_tba.planner.plan import Limits, Plan
 from ds_tba.planner.trace import Resources, Scopes, Trace, slowest
+from ds_tba.telemetry.drive_health import TERABYTE
 
 logger = logging.getLogger(__name__)
 
@@ -177,7 +178,9 @@ class Planning:
         self._room_bytes = room_bytes
         self._agreement = agreement
         self._share_in_force = 1.0  # ``Limits.movable_share`` of the last plan, as on every rank
-        self._warned = ""  # the kind of the last warning
+        self._warned = self._warned_before = set[
+            str
+        ]()  # kinds of warnings, as the last plan was made and the one before
 
     def make(self, wish: Wish | None) -> PlanInForce | NoPlan:
         """The plan that all ranks follow, or why there is none, which is said in the log. A collective.
@@ -185,6 +188,7 @@ class Planning:
         Args:
             wish: of this rank; without one there is no plan for any rank.
         """
+        self._warned_before, self._warned = self._warned, set()
         found = self._agreed(wish)
         if isinstance(found, PlanInForce):
             self._share_in_force = found.limits.movable_share
@@ -248,15 +252,15 @@ class Planning:
     def _warn_of_budget(self, found: PlanInForce) -> None:
         budget_bytes, peak_bytes = found.limits.activation_budget_bytes, found.plan.prediction.peak_saved_bytes
         if budget_bytes is None:
-            self._warned = ""
             return
         asked = self._limits(found.trace.step_s).activation_budget_bytes is not None
+        bound = "activation_budget_bytes" if asked else "the free memory of the device"
         if peak_bytes > budget_bytes:
-            bound = "activation_budget_bytes" if asked else "the free memory of the device"
             self._warn_once(
                 "over",
-                f"no plan fits {budget_bytes} bytes of activations ({bound}): the lowest peak is {peak_bytes} bytes. A "
-                f"larger budget, smaller micro-batches, {_recompute_advice(found)}or a faster drive would help",
+                f"no plan fits {budget_bytes} bytes of activations ({bound}): the lowest peak is {peak_bytes} bytes. "
+                "Tensors that do not fit are moved as they are saved, which takes time. A larger budget, smaller "
+                f"micro-batches, {_recompute_advice(found)}or a faster drive would help",
             )
         elif not asked:
             self._warn_once(
@@ -264,12 +268,20 @@ class Planning:
                 f"within max_step_overhead activations would not fit the device ({budget_bytes} bytes are free): "
                 "planned for the least time that fits",
             )
+        if found.wears_in_days is not None:
+            self._warn_once(
+                "wear",
+                f"ssd.min_life_days {found.asked_life_days:g} gives way: {bound} {budget_bytes} takes "
+                f"{found.daily_bytes / TERABYTE:.2f} TB of writes a day from this rank, at which the drives last "
+                f"{found.wears_in_days:.3g} days. For a longer life set activation_budget_bytes to more, or to null, "
+                f"{_recompute_advice(found)}or a host_budget_bytes; a lower ssd.min_life_days accepts this one",
+            )
 
     def _warn_once(self, kind: str, text: str) -> None:
-        """Rank 0 says it, unless the last warning was of this kind."""
-        if kind != self._warned and self._agreement.rank == 0:
+        """Rank 0 says it, unless it said one of this kind the last time that a plan was made."""
+        if kind not in self._warned_before and self._agreement.rank == 0:
             logger.warning("%s", text)
-        self._warned = kind
+        self._warned.add(kind)
 
 
 def _recompute_advice(found: PlanInForce) -> str:

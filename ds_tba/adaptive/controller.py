@@ -85,6 +85,7 @@ class Controller:
         self._machine = machine
         self._memory = memory
         self._budget_bytes = budget_bytes
+        self._needed_bytes = 0  # see PlanInForce.held_bytes
         self._agreement = agreement
         self._clock = clock
         self._on_trace = on_trace
@@ -352,10 +353,12 @@ class Controller:
         if self.feedback.growth:
             self._recorded = found.trace, found.scopes
         is_new = not found.is_same_as(self.in_force)  # on every rank alike
-        self.in_force = found
         # A room that the user has not set was told with the plan.
-        name = "activation_budget_bytes" if found.held_bytes == self._budget_bytes else ""
-        self._cache.limit_resident(found.held_bytes, name)
+        if self.in_force is None or self._budget_bytes is not None:  # what had to leave did
+            self._needed_bytes = self._cache.stats.resident.peak
+        held_bytes = found.held_bytes(self._needed_bytes)
+        self.in_force = found
+        self._cache.limit_resident(held_bytes, "activation_budget_bytes" if held_bytes == self._budget_bytes else "")
         if not any(place is Placement.NVME for place, _ in found.bytes_by_placement) and Placement.NVME in self._tiers:
             self._tiers[Placement.NVME].trim()
         self.feedback.planned(found, self._machine.resources().rates, self._steps, is_new=is_new)

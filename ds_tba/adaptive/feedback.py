@@ -266,9 +266,9 @@ class Feedback:
 
 def _unlike(plan: PlanInForce, mismatch: PlanMismatch, missed: float) -> str:
     """How the step was another than the recorded ones; empty if it was not."""
-    more = mismatch.micro_steps - plan.trace.micro_steps
-    if more:
-        return f"a step had {more:+d} micro-steps"
+    if mismatch.micro_steps != plan.trace.micro_steps:
+        had, planned = mismatch.micro_steps, plan.trace.micro_steps
+        return f"a step had {had} micro-step{'s' if had != 1 else ''} instead of {planned}"
     if mismatch.unknown_saves:
         return f"{mismatch.unknown_saves} saves that the plan did not know"
     return f"{missed:.0%} of what the plan expects was not saved" if missed > MAX_DRIFT else ""

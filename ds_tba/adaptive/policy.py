@@ -20,6 +20,8 @@ from ds_tba.telemetry.drive_health import DAY_S, TERABYTE, life_days
 MIB = 1 << 20
 # How far ahead of its device a host is assumed to be, as a fraction of a step.
 HOST_AHEAD_FRACTION = 0.25
+# Replays of one plan differ in the writes that backward comes to cancel.
+WEAR_TOLERANCE = 1.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,18 +87,41 @@ class PlanInForce:
         ahead_s = 0.0 if trace.resources.is_synchronous else HOST_AHEAD_FRACTION * trace.step_s
         return max(ahead_s, self.plan.prediction.stall_s, limits.max_step_overhead * trace.step_s - self.computed_s)
 
-    @property
-    def held_bytes(self) -> int | None:
-        """The bound that saved tensors are held to: the budget, or the peak that no plan can lower.
+    def held_bytes(self, needed_bytes: int) -> int | None:
+        """Return the bound that saved tensors are held to: the budget, or the peak that moving was seen not to lower.
 
         Where most may be moved, and the plan with the lowest peak moves nothing (because all are saved and taken back
-        at once), holding them to the budget would move them in vain.
+        at once), holding them to the budget would move them in vain. A plan may be wrong about that, and steps are not.
+
+        Args:
+            needed_bytes: peak of the steps so far, in which everything was moved or held to the budget.
         """
         budget_bytes, peak_bytes = self.limits.activation_budget_bytes, self.plan.prediction.peak_saved_bytes
         if budget_bytes is None or peak_bytes <= budget_bytes:
             return budget_bytes
         moves_none = all(place in (Placement.KEEP, Placement.REMATERIALIZE) for place in self.plan.placements)
-        return math.ceil(peak_bytes) if moves_none and 2 * self.trace.movable_bytes > peak_bytes else budget_bytes
+        is_in_vain = moves_none and 2 * self.trace.movable_bytes > peak_bytes
+        return max(budget_bytes, min(math.ceil(peak_bytes), needed_bytes)) if is_in_vain else budget_bytes
+
+    @property
+    def wears_in_days(self) -> float | None:
+        """The days that the drives last at the plan's rate, where it writes more than the limit of wear."""
+        limit_bytes, written_bytes = self.limits.write_limit_bytes_per_step, self.plan.prediction.written_bytes
+        if written_bytes <= WEAR_TOLERANCE * limit_bytes:
+            return None
+        return life_days(self.limits.endurance_tbw, self.daily_bytes)
+
+    @property
+    def asked_life_days(self) -> float:
+        """The days that the limit of wear stands for: ``ssd.min_life_days``, for the most worn drives of any rank."""
+        daily_bytes = self.limits.write_limit_bytes_per_step * DAY_S / self.trace.step_s
+        return life_days(self.limits.endurance_tbw, daily_bytes) or 0.0
+
+    @property
+    def daily_bytes(self) -> float:
+        """The bytes written in a day of such steps."""
+        cost = self.plan.prediction
+        return cost.written_bytes * DAY_S / cost.step_s if cost.step_s else 0.0
 
     def describe(self, reason: str) -> str:
         """In one line.
@@ -107,7 +132,7 @@ class PlanInForce:
         cost, step_s = self.plan.prediction, self.trace.step_s
         where = ", ".join(f"{place.word} {nbytes / MIB:.0f} MiB" for place, nbytes in self.bytes_by_placement)
         longer = cost.step_s / step_s - 1 if step_s else 0.0
-        daily_bytes = cost.written_bytes * DAY_S / cost.step_s if cost.step_s else 0.0
+        daily_bytes = self.daily_bytes
         days = life_days(self.limits.endurance_tbw, daily_bytes)
         return (
             f"{self.plan.planner}{', because ' + reason if reason else ''}: {where}; expected peak "

@@ -344,6 +344,8 @@ class Residency:
                 self._accelerator.current_stream().wait_event(kept_at)
             if held is not None and self._move_out(record, held):
                 record.let_go()
+            elif self.is_limited:
+                self._movable[record] = kept_at  # another time: what fills the stores now may be gone then
         elif record.is_backed:
             record.move(RecordState.AWAY)
             record.reloaded = None
@@ -352,6 +354,8 @@ class Residency:
             # What was changed stays: the next unpack raises.
             if data._version == reloaded.version and self._move_out(record, data):
                 record.reloaded = None
+            elif self.is_limited:
+                self._movable[record] = kept_at
 
     def _move_out(self, record: SavedStorage, tensor: torch.Tensor) -> bool:
         """Have a store take bytes that are nowhere else."""

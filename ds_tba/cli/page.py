@@ -225,7 +225,7 @@ def view(name: str, found: Found, timeline: Found, why_not: str, sharers: int = 
         1 - found.number("peak_saved_bytes") / without if without > 0 else 0.0,
         step_s / kept_s - 1 if kept_s > 0 and step_s > 0 else None,
         measured_s > 0,
-        sum(one.number("written_bytes_per_day") for one in found.rows("wear")),
+        sum((one.number("sharers") or 1) * one.number("written_bytes_per_day") for one in found.rows("wear")),
         step,
         why_not or ("" if step else "The timeline has no events with a length: train again to have another."),
     )

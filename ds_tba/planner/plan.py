@@ -25,8 +25,8 @@ class Limits:
         rematerialize: whether storages may be made again from others.
         movable_share: fraction of the bytes of all movable storages that host memory and NVMe may take together. A
             budget that fits with more only is kept all the same.
-        endurance_tbw: terabytes that may be written to the drives in their life, as one rank's share; bounds nothing,
-            and tells how long they last.
+        endurance_tbw: terabytes that the drives still take, as one rank's share; bounds nothing, tells how long they
+            last.
 
     Raises:
         ConfigError: a limit is negative.

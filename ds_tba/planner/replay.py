@@ -6,8 +6,10 @@ later. A storage on its way to NVMe takes a place in staging at pack, is copied 
 pack until writes have left room. In backward reads are asked for in the order of first use: as far as half of staging
 while there are writes, else as far as all of it, and no further than the prefetch distance says. A storage that is
 still being written by then stays in staging and is not read; one whose write has not begun at its use is not written
-either. What backward never uses does not come back. Host memory is the same without staging and drive. A recomputed
-block runs its forward again and makes its storages anew; a rematerialized storage is made at its first use.
+either. A storage that is larger than staging passes through all of it in pieces: compute waits at pack until no more of
+it is left than staging holds, and it is read back at its use, without reading ahead. What backward never uses does not
+come back. Host memory is the same without staging and drive. A recomputed block runs its forward again and makes its
+storages anew; a rematerialized storage is made at its first use.
 
 It is a model of averages. What it leaves out (lanes that share a drive unevenly, writes that slow when reads begin,
 kernels that copies slow) shows in the measured steps, which ``ds_tba/adaptive`` answers, and costs time, never memory.
@@ -89,6 +91,8 @@ class _Replay:
         self._place: list[int] = lifetimes.placements.tolist()
         self._nbytes: list[int] = timeline.nbytes.tolist()
         self._padded: list[int] = timeline.padded_bytes.tolist()
+        # The most that each takes of staging.
+        self._staging: list[int] = np.minimum(timeline.padded_bytes, resources.staging_bytes).tolist()
         self._packed_at_s: list[float] = timeline.pack_s.tolist()
         drive = resources.drives
         self._read_beside = drive.read_beside_write_bytes_per_s
@@ -173,6 +177,8 @@ class _Replay:
         on_drive, padded = self._place[storage] == _NVME, self._padded[storage]
         asked_s = at_s + self._shift_s
         now_s = self._staging_free_s(asked_s, padded) if on_drive else asked_s
+        if on_drive:  # pieces follow those that are written
+            now_s += (padded - self._staging[storage]) / self._write_rate
         if not math.isfinite(now_s):
             self._place[storage] = _KEEP
             return
@@ -186,14 +192,16 @@ class _Replay:
             self._copied_s[storage] = self._out.serve(now_s, took_s)
         self._wait(storage, compute_s)
         if on_drive:
-            self._written_s[storage] = self._writes.serve(self._copied_s[storage], padded / self._write_rate)
+            staged_bytes = self._staging[storage]
+            self._written_s[storage] = self._writes.serve(self._copied_s[storage], staged_bytes / self._write_rate)
             self._written_bytes += padded
             self._unwritten.append(storage)
-            self._stage(padded)
+            self._stage(staged_bytes)
 
     def _staging_free_s(self, now_s: float, padded: int) -> float:
-        """When staging has room for so much more; infinity where no write can make it."""
+        """When staging has room for so much more, or for all that it can hold; infinity where no write can make it."""
         self._settle(now_s)
+        padded = min(padded, self._resources.staging_bytes) if self._may_wait else padded
         while self._may_wait and self._unwritten and not self._has_room(padded):
             now_s = max(now_s, self._written_s[self._unwritten[0]])
             self._settle(now_s)
@@ -203,7 +211,7 @@ class _Replay:
         """What is written by now has left staging, unless backward gets it from there."""
         while self._unwritten and self._written_s[self._unwritten[0]] <= now_s:
             storage = self._unwritten.popleft()
-            self._staged_bytes -= 0 if storage in self._ahead else self._padded[storage]
+            self._staged_bytes -= 0 if storage in self._ahead else self._staging[storage]
 
     def _stage(self, padded: int) -> None:
         self._staged_bytes += padded
@@ -211,6 +219,9 @@ class _Replay:
 
     def _has_room(self, padded: int) -> bool:
         return self._staged_bytes + padded <= self._resources.staging_bytes
+
+    def _comes_in_pieces(self, storage: int) -> bool:
+        return self._place[storage] == _NVME and self._padded[storage] > self._staging[storage]
 
     # ---- back, in backward --------------------------------------------------------------------------------------
 
@@ -233,13 +244,19 @@ class _Replay:
         """When a storage can be used that is needed now."""
         self._settle(now_s)
         padded, written_s = self._padded[storage], self._written_s[storage]
+        in_pieces = self._comes_in_pieces(storage)
         took_s = self._nbytes[storage] / self._resources.copy_in_bytes_per_s
         if storage not in self._ahead:
             self._bring(storage, now_s)
         else:
             self._ahead_bytes -= self._ahead.pop(storage)
             self._staged_bytes -= padded if self._place[storage] == _NVME and written_s <= now_s else 0
-        if written_s > now_s:  # handed over from staging, or not written at all
+        if in_pieces and self._resources.is_synchronous:  # they are put together by the host
+            self._arrived_s[storage] += took_s
+            self._back_s[storage] = now_s
+        elif in_pieces:
+            self._back_s[storage] = now_s
+        elif written_s > now_s:  # handed over from staging, or not written at all
             write_s = padded / self._write_rate
             if written_s - write_s > now_s:
                 self._writes.free_s = max(now_s, self._writes.free_s - write_s)
@@ -254,13 +271,14 @@ class _Replay:
     def _bring(self, storage: int, now_s: float) -> None:
         """Ask for the reload of a storage."""
         took_s = self._nbytes[storage] / self._resources.copy_in_bytes_per_s
-        if self._written_s[storage] > now_s:
+        if self._written_s[storage] > now_s and not self._comes_in_pieces(storage):
             self._forwarded_bytes += self._nbytes[storage]
             self._back_s[storage] = self._written_s[storage]
             self._arrived_s[storage] = self._written_s[storage] + took_s  # copies of what was read do not wait for it
             return
         on_drive = self._place[storage] == _NVME
-        there_s = self._read(now_s, self._padded[storage]) if on_drive else max(now_s, self._copied_s[storage])
+        written_s = max(now_s, self._written_s[storage])  # later for pieces alone
+        there_s = self._read(written_s, self._padded[storage]) if on_drive else max(now_s, self._copied_s[storage])
         self._back_s[storage] = there_s
         self._arrived_s[storage] = there_s if self._resources.is_synchronous else self._in.serve(there_s, took_s)
 
@@ -290,6 +308,8 @@ class _Replay:
     def _hold_ahead(self, storage: int, now_s: float) -> bool:
         """Take the room for one more storage before its use, if there is."""
         padded, bound_bytes = self._padded[storage], float(self._resources.staging_bytes)
+        if self._comes_in_pieces(storage):
+            return False
         if self._written_s[storage] > now_s:  # has its place in staging already
             self._ahead[storage] = 0
             return True

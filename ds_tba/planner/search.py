@@ -16,6 +16,7 @@ groups may lose.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -37,6 +38,8 @@ MIN_GROUPS_PER_FORWARD = 100
 MOVES_RESOLUTION = 1 / 64
 # This fraction of the limits is given away for groups.
 MARGIN = 0.02
+# So often is the range of what a budget needs to be written halved, where the limit of wear is too low for it.
+WEAR_TRIES = 3
 # Steps closer than this fraction of one are equal: the drive is not worn for less.
 SAME_STEP_FRACTION = 0.02
 
@@ -48,19 +51,42 @@ def adaptive(trace: Trace, limits: Limits) -> Plan:
     """The lowest peak within ``max_step_overhead``, or the least time within ``activation_budget_bytes``.
 
     With a budget, writing must gain more time over computing again than predictions can tell. Deterministic. Keeps
-    within ``host_budget_bytes`` and ``write_limit_bytes_per_step``, and within ``movable_share`` unless a budget takes
+    within ``host_budget_bytes``, and within ``movable_share`` and ``write_limit_bytes_per_step`` unless a budget takes
     more; where no plan fits the budget, the plan with the lowest peak.
     """
     timeline = Timeline.of(trace)
     found = _Search(timeline, limits).found()
-    over_budget = limits.activation_budget_bytes is not None and is_outside(rank(found.cost, limits, timeline.step_s))
-    if limits.movable_share < 1 and over_budget:
-        found = _Search(timeline, replace(limits, movable_share=1.0)).found()
+    if limits.movable_share < 1 and _is_over_budget(found, limits):
+        limits = replace(limits, movable_share=1.0)
+        found = _Search(timeline, limits).found()
+    if limits.write_limit_bytes_per_step < math.inf and _is_over_budget(found, limits):
+        limits, found = _with_wear(timeline, limits)
     # Of two equal ways, reading as far as the bounds allow comes too late less often than just in time.
     as_far = replay(timeline, found.assignment)
     if rank(as_far.cost, limits, timeline.step_s) <= rank(found.cost, limits, timeline.step_s):
         found = as_far
     return plan_of("adaptive", found)
+
+
+def _is_over_budget(found: Outcome, limits: Limits) -> bool:
+    budget_bytes = limits.activation_budget_bytes
+    return budget_bytes is not None and found.cost.peak_saved_bytes > budget_bytes
+
+
+def _with_wear(timeline: Timeline, limits: Limits) -> tuple[Limits, Outcome]:
+    """Return what writes little more than a budget takes, with the limit of wear that it needs."""
+    few_bytes, most = limits.write_limit_bytes_per_step, replace(limits, write_limit_bytes_per_step=math.inf)
+    found = _Search(timeline, most).found()
+    for _ in range(WEAR_TRIES):
+        if _is_over_budget(found, limits):
+            break  # as little as no limit of wear at all could mend
+        less = replace(limits, write_limit_bytes_per_step=(few_bytes + found.cost.written_bytes) / 2)
+        tried = _Search(timeline, less).found()
+        if is_outside(rank(tried.cost, less, timeline.step_s)):
+            few_bytes = less.write_limit_bytes_per_step
+        else:
+            found, most = tried, less
+    return most, found
 
 
 def plan_of(planner: str, outcome: Outcome) -> Plan:

@@ -153,7 +153,7 @@ class Timeline:
     @property
     def to_nvme(self) -> Bools:
         """Which storages the NVMe store would take at all."""
-        return self.movable & (self.padded_bytes <= self.resources.staging_bytes) & bool(self.resources.paths)
+        return self.movable & bool(self.resources.paths)
 
     def lifetimes(self, assignment: Assignment) -> Lifetimes:
         """What an assignment comes to."""

@@ -129,15 +129,21 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
     # ---- out ----------------------------------------------------------------------------------------------------
 
     def put(self, data: torch.Tensor, *, wait: bool) -> SwapTicket | PiecesTicket | Refusal:
-        return self._put(data, wait) if data.numel() <= self.largest_whole_bytes else self._put_pieces(data, wait)
+        if data.numel() > self.largest_whole_bytes:
+            return self._put_pieces(data, wait)
+        has_pieces = wait and data.numel() > self._piece_bytes
+        taken = self._put(data, wait, is_last=not has_pieces)
+        # Slots that are lent to tensors come back when backward is done with them, and no wait here makes that so.
+        return self._put_pieces(data, wait) if has_pieces and taken is Refusal.STAGING_FULL else taken
 
-    def _put(self, data: torch.Tensor, wait: bool) -> SwapTicket | Refusal:
+    def _put(self, data: torch.Tensor, wait: bool, *, is_last: bool = True) -> SwapTicket | Refusal:
         space, ticket = self.space, None
         try:
             with space.deferred, space.deferred.lock:
                 reserved = space.reserve(data.numel(), wait)
                 if isinstance(reserved, Refusal):
-                    reserved.count(self.stats, data.numel())
+                    if is_last or reserved is not Refusal.STAGING_FULL:
+                        reserved.count(self.stats, data.numel())
                     return reserved
                 slot, path, extent = reserved
                 ticket = SwapTicket(data.numel(), self, path, extent, slot, data.device)
@@ -243,7 +249,7 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
             if is_ours:
                 return Arrival.done(tensor_over(ticket.host, ticket.nbytes))
             return self.ring.copies.into(ticket.host, ticket.nbytes, device)
-        if is_ours:
+        if is_ours and self.ring.may_lend(ticket.held_slot):
             data, loan = self.ring.lend(ticket.held_slot, ticket.nbytes, self.space.deferred.leave)
             loan.slot, ticket.slot = ticket.slot, None  # at once: two owners would give it back twice
             return Arrival.done(data)

@@ -27,6 +27,7 @@ from ds_tba.storage.backends.base import IoBackend
 CLOSED = "the activation offloader was closed before backward: keep the engine until then"
 COPY_BYTES = 16 << 20  # about the size of a storage
 TIMES = 5
+LENT_FRACTION = 0.5  # of staging: what may be tensors' memory at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +203,7 @@ class StagingRing:
         self.slots = CopySafeAllocator(staging_bytes, backend.alignment_bytes)
         self._memory: torch.Tensor | None = self._allocate(self.slots.capacity_bytes)
         self._closed_memory: torch.Tensor | None = None
-        self._loans = 0
+        self._loans = self._lent_bytes = 0
         self._streams = threading.local()
 
     def view(self, slot: Span) -> torch.Tensor:
@@ -245,6 +246,10 @@ class StagingRing:
                 return nullcontext()
         return self.accelerator.on(self._streams.own)
 
+    def may_lend(self, slot: Span) -> bool:
+        """Whether enough of staging is left beside what is lent: else nothing could leave, and no budget be held."""
+        return self._lent_bytes + slot.nbytes <= LENT_FRACTION * self.slots.capacity_bytes
+
     def lend(self, slot: Span, nbytes: int, give_back: Callable[[Span], None]) -> tuple[torch.Tensor, Loan]:
         """The first ``nbytes`` of a slot as a tensor's own memory: on the CPU a copy would cost as much as the read.
 
@@ -255,12 +260,14 @@ class StagingRing:
         data, loan = tensor_over(self.view(slot), nbytes), Loan(give_back)
         data.untyped_storage()._ds_tba_loan = loan  # type: ignore[attr-defined]
         self._loans += 1  # one too many never frees memory that is lent
+        self._lent_bytes += slot.nbytes
         return data, loan
 
     def end_loan(self, slot: Span) -> None:
         """Free a slot that was lent. The last one of a closed ring frees the memory too."""
         self.slots.free(slot)
         self._loans -= 1
+        self._lent_bytes -= slot.nbytes
         self._free_if_unused()
 
     def trim(self) -> None:

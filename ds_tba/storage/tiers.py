@@ -21,7 +21,7 @@ from ds_tba.storage.nvme import Lanes, NvmeStore
 from ds_tba.storage.space import SwapPath
 from ds_tba.storage.staging import StagingRing
 from ds_tba.storage.swap_file import SwapDirectory, SwapFile, check_directories
-from ds_tba.telemetry.drive_health import TERABYTE, Drive, PathWear, examine, path_wear
+from ds_tba.telemetry.drive_health import Drive, PathWear, examine, path_wear
 from ds_tba.telemetry.stats import readable
 
 logger = logging.getLogger(__name__)
@@ -91,21 +91,23 @@ class Tiers:
     def paths(self) -> list[SwapPath]:
         return self.nvme.paths if self.nvme is not None else []
 
-    def wear(self, elapsed_s: float) -> list[PathWear]:
-        """The wear of each path after ``elapsed_s`` seconds."""
-        rated = self._config.ssd.rated_endurance_tbw
+    def wear(self, elapsed_s: float, before: Sequence[int] = ()) -> list[PathWear]:
+        """Return the wear of each path.
+
+        Args:
+            elapsed_s: time that counts for its rate.
+            before: bytes that each path had been written when that time began; empty for none.
+        """
+        rated, ranks = self._config.ssd.rated_endurance_tbw, self._ranks_on_node
         return [
-            path_wear(path.file.directory, drive, path.written_bytes, elapsed_s, rated, self._ranks_on_node)
-            for path, drive in zip(self.paths, self._drives, strict=True)
+            path_wear(path.file.directory, drive, path.written_bytes, elapsed_s, rated, ranks, before_bytes)
+            for path, drive, before_bytes in zip(self.paths, self._drives, before or [0] * len(self.paths), strict=True)
         ]
 
-    def endurance_tbw(self) -> tuple[float, float]:
-        """What all drives together take in their life, and what they have left of it, as one rank's share."""
+    def left_tbw(self) -> float:
+        """Return the terabytes that all drives together still take, as one rank's share."""
         drives = {drive.device or str(number): drive for number, drive in enumerate(self._drives)}.values()
-        rated = [drive.rating(self._config.ssd.rated_endurance_tbw).tbw for drive in drives]
-        used = [(drive.drive_written_bytes or 0) / TERABYTE for drive in drives]
-        left = sum(max(0.0, tbw - written_tb) for tbw, written_tb in zip(rated, used, strict=True))
-        return sum(rated) / self._ranks_on_node, left / self._ranks_on_node
+        return sum(drive.left_tbw(self._config.ssd.rated_endurance_tbw) for drive in drives) / self._ranks_on_node
 
     def describe(self) -> list[str]:
         """Parts of the line that says at the start what will run; empty without swap files."""

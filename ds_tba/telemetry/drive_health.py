@@ -3,9 +3,12 @@
 Drives are examined once, when a run starts. Nothing here is ever an error: a drive that does not answer is unknown. It
 cannot see through network and overlay file systems, nor what other processes write.
 
-[Note: Projected life] A rated endurance (TBW) counts bytes written by the host under the rating's own workload, so the
-projection assumes that our large sequential writes amplify no worse than that workload. TBA's multi-year figure
-multiplies the rating by 215 for relaxed retention and an amplification of 1; the projection here does not.
+[Note: Projected life] One definition, of ``ssd.min_life_days``, of plans and of the report: the days in which all ranks
+write what the rating leaves, less what the drive reported as written when the run started. Where plans are made, the
+report's rate is that of the steps under them: those before move everything, and are few. A rated endurance (TBW) counts
+bytes written by the host under the rating's own workload, so the projection assumes that our large sequential writes
+amplify no worse than that workload. TBA's multi-year figure multiplies the rating by 215 for relaxed retention and an
+amplification of 1; the projection here does not.
 """
 
 from __future__ import annotations
@@ -66,6 +69,10 @@ class Drive:
         if self.drive_written_bytes is None or (self.percentage_used or 0) < LEAST_PERCENTAGE_USED:
             return Rating(ASSUMED_TBW, "assumed")
         return Rating(100 * self.drive_written_bytes / (self.percentage_used or 1) / TERABYTE, "by SMART")
+
+    def left_tbw(self, configured_tbw: float | None) -> float:
+        """Return the terabytes that the rating leaves."""
+        return max(0.0, self.rating(configured_tbw).tbw - (self.drive_written_bytes or 0) / TERABYTE)
 
 
 def sysfs_device(path: Path, sysfs: Path = Path("/sys")) -> Path | None:
@@ -132,9 +139,10 @@ class PathWear(Drive):
 
     Attributes:
         written_bytes: written there by this rank.
-        written_bytes_per_day: at the rate since the engine was built, pauses included.
+        written_bytes_per_day: of this rank, pauses included: at the rate since there are plans, else since the engine
+            was built.
         rated_endurance_tbw: terabytes (10^12 bytes) that the drive is rated for, as configured.
-        life_days: rated endurance over the rate of all ranks; None without a rating or before the first write.
+        life_days: what the rating leaves over the rate of all ranks; None without a rating or before the first write.
             See [Note: Projected life].
         sharers: ranks that write to the drive, each taken to write as much as this one.
     """
@@ -148,46 +156,57 @@ class PathWear(Drive):
 
     def days(self) -> float:
         """The life where only an assumption gives the rating, too; infinite before the first write."""
-        rating = self.rating(self.rated_endurance_tbw)
-        return life_days(rating.tbw, self.sharers * self.written_bytes_per_day) or math.inf
+        days = life_days(self.left_tbw(self.rated_endurance_tbw), self.sharers * self.written_bytes_per_day)
+        return math.inf if days is None else days
 
 
-def life_days(rated_endurance_tbw: float | None, written_bytes_per_day: float) -> float | None:
-    """Days until drives of this rating (in terabytes) reach it; None without a rating, or if nothing is written."""
-    if not rated_endurance_tbw or not written_bytes_per_day:
+def life_days(left_tbw: float | None, written_bytes_per_day: float) -> float | None:
+    """Return the days in which so many terabytes are written; None where that is not known, or nothing is written."""
+    if left_tbw is None or not written_bytes_per_day:
         return None
-    return rated_endurance_tbw * TERABYTE / written_bytes_per_day
+    return left_tbw * TERABYTE / written_bytes_per_day
 
 
 def path_wear(
-    path: Path, drive: Drive, written_bytes: int, elapsed_s: float, rated_endurance_tbw: float | None, sharers: int = 1
+    path: Path,
+    drive: Drive,
+    written_bytes: int,
+    elapsed_s: float,
+    rated_endurance_tbw: float | None,
+    sharers: int = 1,
+    before_bytes: int = 0,
 ) -> PathWear:
-    """The wear of a directory to which each of ``sharers`` ranks wrote ``written_bytes`` in ``elapsed_s``."""
-    per_day = written_bytes / elapsed_s * DAY_S if elapsed_s > 0 else 0.0
+    """Return the wear of a directory to which each of ``sharers`` ranks wrote ``written_bytes``.
+
+    Args:
+        elapsed_s: time in which the last of them were written, but for the first ``before_bytes``.
+    """
+    per_day = (written_bytes - before_bytes) / elapsed_s * DAY_S if elapsed_s > 0 else 0.0
+    left_tbw = None if rated_endurance_tbw is None else drive.left_tbw(rated_endurance_tbw)
     return PathWear(
         **asdict(drive),
         path=str(path),
         written_bytes=written_bytes,
         written_bytes_per_day=per_day,
         rated_endurance_tbw=rated_endurance_tbw,
-        life_days=life_days(rated_endurance_tbw, sharers * per_day),
+        life_days=life_days(left_tbw, sharers * per_day),
         sharers=sharers,
     )
 
 
-def write_limit_bytes_per_step(rated_endurance_tbw: float | None, min_life_days: float | None, step_s: float) -> float:
+def write_limit_bytes_per_step(left_tbw: float | None, min_life_days: float | None, step_s: float) -> float:
     """Bytes that a step of ``step_s`` may write so that the drives last for ``min_life_days``.
 
-    The endurance is what all drives together have left, divided by the ranks that share them.
+    ``left_tbw`` is of all drives together, divided by the ranks that share them. See [Note: Projected life].
 
     Raises:
         ConfigError: a life is asked for and the rating is not known.
     """
     if min_life_days is None:
         return math.inf
-    if rated_endurance_tbw is None:
+    if left_tbw is None:
         raise ConfigError(
             f'"ssd.min_life_days" is {min_life_days} without "ssd.rated_endurance_tbw": a life follows from the rating '
             "only; set the rating from the drive's data sheet."
         )
-    return rated_endurance_tbw * TERABYTE / (min_life_days * DAY_S) * step_s
+    return left_tbw * TERABYTE / (min_life_days * DAY_S) * step_s

@@ -169,9 +169,10 @@ class OffloadReport:
         parts += [f"{self.fallbacks} fallbacks"] if self.fallbacks else []
         wear = [PathWear(**path) for path in self.wear if path["written_bytes_per_day"]]
         if wear:
-            daily_bytes, worst = sum(one.written_bytes_per_day for one in wear), min(wear, key=PathWear.days)
+            daily_bytes = sum(one.sharers * one.written_bytes_per_day for one in wear)
+            worst = min(wear, key=PathWear.days)
             rating = worst.rating(worst.rated_endurance_tbw)
-            parts.append(f"{daily_bytes / TERABYTE:.2f} TB a day ({worst.days():.0f} days of {rating})")
+            parts.append(f"{daily_bytes / TERABYTE:.2f} TB a day ({worst.days():.0f} days to {rating})")
         return ", ".join(parts)
 
     def rows(self) -> list[tuple[str, str]]:
@@ -278,10 +279,12 @@ class LittleMoved:
 
     Attributes:
         text: empty where enough is, or nothing is to be; None before the first step that is as all later ones.
+        peak_bytes: peak of the saved tensors in the last step.
     """
 
     def __init__(self, config: OffloadConfig) -> None:
         self.text: str | None = None
+        self.peak_bytes = 0
         self._config = config
         self._kept = Counter[str]()
         self._done_bytes = 0
@@ -320,10 +323,10 @@ class LittleMoved:
             small = f"smaller than min_tensor_bytes {config.min_tensor_bytes}"
             return f"little is moved: {what} {small if reason == 'small' else f'kept, because of: {reason}'}"
         if config.activation_budget_bytes is not None:
-            return (
-                f"little is moved: activation_budget_bytes {config.activation_budget_bytes} has room for what is kept, "
-                "or moving it would not lower the peak"
-            )
+            budget = f"activation_budget_bytes {config.activation_budget_bytes}"
+            if self.peak_bytes > config.activation_budget_bytes:
+                return f"little is moved: {budget} does not fit what is kept, and moving it would not lower the peak"
+            return f"little is moved: {budget} has room for what is kept"
         life = f" or ssd.min_life_days {config.ssd.min_life_days:g}" if config.ssd.min_life_days else ""
         return (
             f"little is moved: max_step_overhead {config.max_step_overhead:g}{life} allows no "
@@ -440,12 +443,14 @@ def _step(plan: dict[str, Any]) -> str:
 
 def _wear(path: dict[str, Any]) -> str:
     drive = " ".join(filter(None, (path.get("device"), path.get("model")))) or "unknown drive"
-    text = f"{drive}: {path.get('written_bytes_per_day', 0.0) / TERABYTE:.2f} TB a day at this rate"
+    sharers = path.get("sharers", 1)
+    text = f"{drive}: {sharers * path.get('written_bytes_per_day', 0.0) / TERABYTE:.2f} TB a day at this rate"
+    text += f" of {sharers} ranks" if sharers > 1 else ""
     if path.get("life_days") is None:
         text += " (set ssd.rated_endurance_tbw to see how long the drive lasts)"
     else:
         text += (
-            f", {path['life_days']:.0f} days of its rated {path.get('rated_endurance_tbw') or 0:g} TBW, if the drive "
+            f", {path['life_days']:.0f} days to its rated {path.get('rated_endurance_tbw') or 0:g} TBW, if the drive "
             "amplifies these writes no more than those of its rating"
         )
     if path.get("percentage_used") is not None:

@@ -372,7 +372,13 @@ def test_other_micro_steps_in_a_step_ask_for_a_recording_and_their_time_does_not
     seen = replace(GOOD, more_micro_steps=3, time_s=4.0)
     steps = range(PLANNED_AT + 1, PLANNED_AT + 1 + MIN_STEPS)
     assert [decided(feedback, step, seen) for step in steps] == [Action.GO_ON] * 4 + [Action.RECORD]
-    assert "+3 micro-steps" in feedback.reason and feedback.measured_step_s is None
+    assert feedback.reason == "a step had 4 micro-steps instead of 1" and feedback.measured_step_s is None
+
+
+def test_fewer_micro_steps_are_told_as_a_count(feedback: Feedback) -> None:
+    due = PLANNED_AT + MIN_STEPS
+    assert decided(feedback, due, replace(GOOD, more_micro_steps=-1)) is Action.RECORD
+    assert feedback.reason == "a step had 0 micro-steps instead of 1"
 
 
 def test_larger_storages_than_planned_ask_for_a_plan_at_once_and_smaller_ones_for_none(feedback: Feedback) -> None:

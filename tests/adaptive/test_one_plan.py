@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 from planners import PLANNERS
-from support.traces import resources
+from support.traces import SIZE, one_block, resources, storage
 from test_policy import LAYOUT, TRACE
 
 from ds_tba.adaptive.agreement import Alone, NoPlan, Offer, Planning, Wish, stretched
 from ds_tba.adaptive.policy import PlanInForce
 from ds_tba.planner.plan import Limits, Plan
-from ds_tba.planner.search import Planner
+from ds_tba.planner.search import Planner, adaptive
 from ds_tba.planner.trace import Trace
 
 WISH = Wish(TRACE, LAYOUT, TRACE.step_s)
@@ -141,6 +141,30 @@ def test_less_is_moved_if_one_rank_asks_for_it_and_more_if_none_does(
     found = together.make(replace(WISH, movable_share=mine))
     assert isinstance(found, PlanInForce)
     assert planner.limits[-1].movable_share == found.limits.movable_share == planned
+
+
+@pytest.mark.parametrize("is_set", [True, False])
+def test_a_wear_limit_that_gives_way_is_said_once_with_both_bounds_and_the_life(
+    caplog: pytest.LogCaptureFixture, is_set: bool
+) -> None:
+    saved = [storage(0.1 * number, 2.9 - 0.1 * number) for number in range(8)]
+    trace = one_block(*saved, machine=resources(100 * SIZE, 100 * SIZE))
+    wish = Wish(trace, ((), tuple(range(8)), ()), trace.step_s)
+    room_bytes, limit_bytes = 4 * SIZE, SIZE / 100
+    limits = Limits(
+        activation_budget_bytes=room_bytes if is_set else None, write_limit_bytes_per_step=limit_bytes,
+        recompute=False, endurance_tbw=1.0,
+    )  # fmt: skip
+    made = planning(adaptive, limits, room_bytes=float("inf") if is_set else room_bytes)
+    for _ in range(3):
+        found = made.make(wish)
+    assert isinstance(found, PlanInForce) and found.plan.prediction.written_bytes > 2 * limit_bytes
+    (said,) = [one.message for one in caplog.records if "gives way" in one.message]
+    asked_days = 1e12 / (limit_bytes * 86400 / trace.step_s)
+    found_days = 1e12 / (found.plan.prediction.written_bytes * 86400 / found.plan.prediction.step_s)
+    assert said.startswith(f"ssd.min_life_days {asked_days:g} gives way: ") and f"last {found_days:.3g} days" in said
+    bound = "activation_budget_bytes" if is_set else "the free memory of the device"
+    assert f"{bound} {room_bytes} takes" in said and '"recompute": true' in said
 
 
 def test_the_same_warning_of_a_budget_is_said_once(caplog: pytest.LogCaptureFixture) -> None:

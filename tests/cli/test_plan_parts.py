@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from ds_tba.autograd.blocks import find_blocks
 from ds_tba.cli.format import show, size
-from ds_tba.cli.plan import _drives, _endurance, write_merged
+from ds_tba.cli.plan import _drives, _endurance, _used_tbw, write_merged
 from ds_tba.cli.plan.dry_run import OpClock, attention_of, device_kernels
 from ds_tba.cli.plan.model import Subject, add_lora, loss_of, recipe_of
 from ds_tba.cli.plan.rows import Row, Setup, fixed, groups_of, holders, made_again, recommended, rows_of, scale
@@ -626,6 +626,7 @@ def test_a_drive_s_rating_is_what_its_smart_data_come_to(
     training = replace(training_with({}), offload=offload)
     assert _endurance(None, training) == (drive.rating(None), 1)
     assert _endurance(50.0, training) == ((50.0, "as given"), 1)
+    assert _used_tbw(training) == (terabytes or 0)
     configured = OffloadConfig.model_validate({"nvme_path": "/a", "ssd": {"rated_endurance_tbw": 70}})
     assert _endurance(None, replace(training, offload=configured)) == ((70.0, "as the config has it"), 1)
 

@@ -140,9 +140,19 @@ def test_without_waiting_what_finds_no_room_is_kept() -> None:
     assert outcome.assignment.placements.tolist() == [N, K] and found.written_bytes == SIZE
 
 
-def test_what_staging_cannot_hold_and_what_may_not_move_is_kept() -> None:
-    trace = one_block(storage(0.1, 2.0), machine=traces.resources(staging_bytes=SIZE - 1))
-    assert cost(trace, N) == cost(trace, K)
+def test_what_is_larger_than_staging_passes_through_it_while_compute_waits() -> None:
+    trace = one_block(storage(0.1, 2.0), storage(0.2, 1.9), machine=traces.resources(staging_bytes=SIZE // 4))
+    outcome, found = run(trace, N, K)
+    # At pack until all but a quarter is written; at the use for all of the read.
+    assert outcome.stalls == [(0, pytest.approx(0.75)), (0, pytest.approx(1.0))]
+    assert (found.written_bytes, found.read_bytes, found.peak_staging_bytes) == (SIZE, SIZE, SIZE // 4)
+    assert cost(trace, N, N).peak_saved_bytes == SIZE < cost(trace, K, K).peak_saved_bytes
+    kept, _ = run(trace, N, N, may_wait=False)  # as the store refuses it where nobody may wait
+    assert kept.assignment.placements.tolist() == [K, K]
+    assert cost(trace, H, K) == cost(replace(trace, resources=traces.resources()), H, K)  # host memory has no staging
+
+
+def test_what_may_not_move_is_kept() -> None:
     fixed = one_block(replace(storage(0.1, 2.0), is_movable=False), machine=traces.resources())
     assert cost(fixed, N) == cost(fixed, H) == cost(fixed, K)
     nowhere = one_block(storage(0.1, 2.0), machine=replace(traces.resources(), paths=()))

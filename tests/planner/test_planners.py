@@ -25,7 +25,9 @@ GRACE_S = 2e-9
 
 
 def is_allowed(found: Prediction, limits: Limits) -> bool:
-    return found.host_bytes <= limits.host_budget_bytes and found.written_bytes <= limits.write_limit_bytes_per_step
+    is_spared = found.written_bytes <= limits.write_limit_bytes_per_step
+    budget_bytes = limits.activation_budget_bytes  # for which the limit of wear gives way
+    return found.host_bytes <= limits.host_budget_bytes and (is_spared or budget_bytes is not None)
 
 
 def uneven_layers(seed: int, count: int, per_layer: int, spread: float, rate: float) -> Trace:
@@ -228,6 +230,30 @@ def test_the_wear_limit_bounds_what_is_written() -> None:
     plan = adaptive(trace, Limits(write_limit_bytes_per_step=5 * SIZE))
     assert 4 * SIZE <= plan.prediction.written_bytes <= 5 * SIZE
     assert adaptive(trace, Limits(write_limit_bytes_per_step=0)).prediction.written_bytes == 0
+
+
+def test_the_wear_limit_gives_way_to_a_budget_and_no_further_than_it_has_to() -> None:
+    trace = layers(8, 4, rate=20.0)
+    kept_bytes = adaptive(
+        trace, Limits(max_step_overhead=0.0, write_limit_bytes_per_step=0)
+    ).prediction.peak_saved_bytes
+    budget = Limits(activation_budget_bytes=kept_bytes // 2, recompute=False)
+    free = adaptive(trace, budget).prediction
+    assert free.peak_saved_bytes <= kept_bytes // 2 and free.written_bytes > 5 * SIZE
+    bound = adaptive(trace, replace(budget, write_limit_bytes_per_step=5 * SIZE)).prediction
+    assert bound.peak_saved_bytes <= kept_bytes // 2 and 5 * SIZE < bound.written_bytes <= free.written_bytes
+    # What fits without writes does not write; and what nothing fits is as low as it gets.
+    again = adaptive(trace, Limits(activation_budget_bytes=kept_bytes // 2, write_limit_bytes_per_step=0)).prediction
+    assert again.written_bytes == 0 and again.peak_saved_bytes <= kept_bytes // 2
+    lowest = adaptive(trace, Limits(activation_budget_bytes=0, recompute=False)).prediction.peak_saved_bytes
+    nothing = Limits(activation_budget_bytes=0, recompute=False, write_limit_bytes_per_step=0)
+    assert adaptive(trace, nothing).prediction.peak_saved_bytes == lowest
+
+
+def test_what_is_larger_than_staging_is_moved_for_a_budget() -> None:
+    trace = layers(8, 4, rate=20.0, staging_bytes=SIZE // 2)
+    plan = adaptive(trace, Limits(activation_budget_bytes=10 * SIZE, recompute=False))
+    assert plan.prediction.peak_saved_bytes <= 10 * SIZE and N in plan.placements
 
 
 def test_host_memory_is_used_as_far_as_its_budget_goes() -> None:

@@ -23,7 +23,7 @@ from ds_tba.storage.backends.base import IoBackend, IoHandle
 from ds_tba.storage.backends.posix import PosixBackend, PosixHandle
 from ds_tba.storage.base import Refusal
 from ds_tba.storage.host import HostStore
-from ds_tba.storage.nvme import Lanes, NvmeStore
+from ds_tba.storage.nvme import Lanes, NvmeStore, PiecesTicket
 from ds_tba.storage.space import SwapTicket, TicketState
 from ds_tba.storage.swap_file import SwapFile
 from ds_tba.telemetry import stats as path_meter
@@ -187,13 +187,31 @@ def test_waiting_for_staging_waits_for_writes_and_gives_up_what_was_read_ahead(m
     assert all(torch.equal(store.get(ticket, CPU).data, piece) for ticket, piece in zip(tickets, pieces, strict=True))
 
 
-def test_what_backward_holds_of_staging_is_not_waited_for(make_store: StoreFactory) -> None:
+def test_what_backward_holds_of_staging_is_not_waited_for(
+    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ds_tba.storage.staging.LENT_FRACTION", 1.0)
     store = make_store(staging_bytes=4 * MIB)
-    tickets = [put(store, noise(MIB)) for _ in range(2)]
+    tickets = [put(store, noise(MIB)) for _ in range(4)]
     until(lambda: all(ticket.state is TicketState.STORED for ticket in tickets), "the writes")
     lent = [store.get(ticket, CPU).data for ticket in tickets]
-    assert store.put(noise(3 * MIB), wait=True) is Refusal.STAGING_FULL  # and not a hang
+    for nbytes in (MIB, 3 * MIB):
+        assert store.put(noise(nbytes), wait=True) is Refusal.STAGING_FULL  # and not a hang
     del lent
+
+
+def test_what_backward_holds_is_half_of_staging_and_the_rest_leaves_in_pieces(make_store: StoreFactory) -> None:
+    store = make_store(staging_bytes=4 * MIB)
+    tickets = [put(store, noise(MIB)) for _ in range(4)]
+    until(lambda: all(ticket.state is TicketState.STORED for ticket in tickets), "the writes")
+    held = [store.get(ticket, CPU).data for ticket in tickets]
+    assert store.ring.slots.used_bytes == 2 * MIB
+    data = noise(3 * MIB)
+    assert store.put(data, wait=False) is Refusal.STAGING_FULL and store.stats.fallbacks.total() == 1
+    ticket = store.put(data, wait=True)
+    assert isinstance(ticket, PiecesTicket)
+    assert torch.equal(store.get(ticket, CPU).data, data) and store.stats.fallbacks.total() == 1
+    del held
 
 
 def test_a_read_without_room_in_staging_goes_around_it(make_store: StoreFactory, backend: IoBackend) -> None:
@@ -514,13 +532,13 @@ def test_a_lane_survives_what_no_backend_should_raise(make_store: StoreFactory) 
 
 
 def test_a_lent_slot_comes_back_with_its_tensor_and_not_before(make_store: StoreFactory, backend: IoBackend) -> None:
-    store = make_store(backend, staging_bytes=2 * MIB)
+    store = make_store(backend, staging_bytes=4 * MIB)
     pieces = [noise(2 * MIB), noise(2 * MIB)]
     tickets = [stored(store, piece) for piece in pieces]
     first = store.get(tickets[0], CPU).data
     view = first[MIB:].view(torch.int32)
     assert store.ring.slots.used_bytes == 2 * MIB
-    assert torch.equal(store.get(tickets[1], CPU).data, pieces[1])  # around staging, which the first one holds
+    assert torch.equal(store.get(tickets[1], CPU).data, pieces[1])  # copied: half of staging is lent
     assert torch.equal(first, pieces[0])
     del first
     assert store.ring.slots.used_bytes == 2 * MIB

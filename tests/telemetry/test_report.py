@@ -86,7 +86,7 @@ def test_wear_is_told_for_each_path(tmp_path: Path) -> None:
     assert all(trial > 8 * MIB for trial in trials)
     assert sum(one["written_bytes"] for one in report.wear) == report.written_bytes + sum(trials)
     assert report.written_bytes > 0
-    assert any("of its rated 1 TBW, if the drive amplifies" in value for _, value in report.rows())
+    assert any("days to its rated 1 TBW, if the drive amplifies" in value for _, value in report.rows())
     assert "no effect" not in offloader.start_line()
 
 
@@ -372,7 +372,7 @@ def test_a_bound_that_is_no_budget_of_the_user_is_not_told_as_one(
     offloader = make(tmp_path, placement="adaptive", activation_budget_bytes=5 << 20, rematerialize=False)
     limits: list[tuple[object, ...]] = []
     monkeypatch.setattr(offloader.cache, "limit_resident", lambda *limit: limits.append(limit))
-    monkeypatch.setattr(PlanInForce, "held_bytes", 6 << 20)  # the least that any plan can reach
+    monkeypatch.setattr(PlanInForce, "held_bytes", lambda *_: 6 << 20)  # the least that any plan can reach
     offloader.watch(torch.nn.Linear(1, 1), Alone())
     for _ in range(6):
         step(offloader)
@@ -414,8 +414,17 @@ def test_where_a_plan_moves_little_one_line_names_the_limit(tmp_path: Path, capl
     bounded = make(tmp_path, placement="adaptive", activation_budget_bytes=1 << 30, rematerialize=False)
     bounded.watch(torch.nn.Linear(1, 1), Alone())
     assert little(bounded, caplog)[0] == (
-        "little is moved: activation_budget_bytes 1073741824 has room for what is kept, or moving it would not lower "
-        "the peak"
+        "little is moved: activation_budget_bytes 1073741824 has room for what is kept"
+    )
+
+
+def test_a_budget_that_moving_cannot_hold_has_no_room() -> None:
+    config = OffloadConfig.model_validate({"nvme_path": "/a", "activation_budget_bytes": 1000})
+    judge = LittleMoved(config)
+    judge.peak_bytes = 1001
+    assert judge.judge({"plan": 100}, 0) == (
+        "little is moved: activation_budget_bytes 1000 does not fit what is kept, and moving it would not lower the "
+        "peak"
     )
 
 

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ds_tba.cli import main
 from ds_tba.telemetry import drive_health as drive_module
-from ds_tba.telemetry.drive_health import Drive, examine, path_wear
+from ds_tba.telemetry.drive_health import Drive, examine, path_wear, write_limit_bytes_per_step
 from ds_tba.telemetry.report import OffloadReport
 
 HEALTH = {"percentage_used": 7, "data_units_written": 20_000_000}
@@ -32,7 +33,7 @@ def test_without_a_rating_days_are_by_smart_data_or_by_an_assumption(tmp_path: P
     assert assumed.days() == pytest.approx(600) and str(assumed.rating(None)) == "600 TBW assumed"
     drive = Drive("nvme0n1", percentage_used=10, drive_written_bytes=120 * 10**12)
     worn = path_wear(tmp_path, drive, 10**12, 86400.0, None)
-    assert worn.days() == pytest.approx(1200) and str(worn.rating(None)) == "1200 TBW by SMART"
+    assert worn.days() == pytest.approx(1080) and str(worn.rating(None)) == "1200 TBW by SMART"
     assert str(worn.rating(70.0)) == "70 TBW" and path_wear(tmp_path, Drive(), 0, 1.0, None).days() == math.inf
 
 
@@ -52,9 +53,18 @@ def test_the_lines_tell_the_rating_and_the_days(
     offloader.close()
     assert f" on nvme0n1, {told})" in offloader.start_line()
     report = offloader.report()
-    days = tbw / (report.wear[0]["written_bytes_per_day"] / 1e12)
-    assert report.summary().endswith(f" TB a day ({days:.0f} days of {told})")
+    days = (tbw - 120) / (report.wear[0]["written_bytes_per_day"] / 1e12)
+    assert report.summary().endswith(f" TB a day ({days:.0f} days to {told})")
     assert (report.wear[0]["life_days"] is None) is (not block)
+
+
+def test_a_worn_drive_has_what_its_rating_leaves_in_reports_plans_and_limits_alike() -> None:
+    drive = Drive("nvme0n1", percentage_used=90, drive_written_bytes=540 * 10**12)
+    found = path_wear(Path("/a"), drive, 3 * 10**12, 2 * 86400.0, 600.0, 2, before_bytes=10**12)
+    assert found.life_days == pytest.approx(60 / 2) == found.days()  # 1 TB a day of each of two ranks
+    assert write_limit_bytes_per_step(drive.left_tbw(600.0) / 2, found.life_days, 86400.0) == pytest.approx(1e12)
+    gone = path_wear(Path("/a"), Drive("b", drive_written_bytes=700 * 10**12), 10**12, 86400.0, 600.0)
+    assert gone.life_days == 0.0 == gone.days()
 
 
 @pytest.mark.parametrize(("written", "elapsed_s", "rated"), [(0, 10.0, 600.0), (10, 0.0, 600.0), (10, 10.0, None)])
@@ -197,3 +207,32 @@ def test_a_report_of_before_still_shows(tmp_path: Path) -> None:
     for name in ("rotational", "percentage_used", "drive_written_bytes"):
         del old["wear"][0][name]
     assert any(name.startswith("wear of") for name, _ in OffloadReport(**old).rows())
+
+
+def test_the_rate_is_that_of_plans_and_the_text_counts_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The steps before the first plan move everything, and tell nothing of the days to come."""
+    from test_report import make, step
+
+    from ds_tba import offloader as offloader_module
+    from ds_tba.adaptive.agreement import Alone
+
+    offloader = make(tmp_path, placement="adaptive", rematerialize=False, ssd={"rated_endurance_tbw": 1.0})
+    offloader.watch(torch.nn.Linear(1, 1), Alone())
+    offloader._tiers._ranks_on_node = 2
+    while not offloader.report().plans:
+        step(offloader)
+    now_s, (path,) = offloader_module.time.monotonic(), offloader._tiers.paths
+    steps, _, before = offloader._planned
+    assert before == [path.written_bytes] and steps == offloader.report().steps
+    offloader._planned = steps, now_s - 1000.0, [path.written_bytes - 10**9]
+    monkeypatch.setattr(offloader_module.time, "monotonic", lambda: now_s)
+    assert offloader.report().wear[0]["written_bytes_per_day"] > 10 * 86400 * 10**6  # too few steps to tell
+    monkeypatch.setattr(offloader_module, "RATED_STEPS", 0)
+    report = offloader.report()
+    assert report.wear[0]["written_bytes_per_day"] == pytest.approx(86400 * 10**6)
+    assert report.wear[0]["life_days"] == pytest.approx(1e12 / (2 * 86400 * 10**6))
+    assert "0.17 TB a day" in report.summary() and "0.17 TB a day at this rate of 2 ranks, 6 days" in str(report.rows())
+    monkeypatch.undo()
+    offloader.close()

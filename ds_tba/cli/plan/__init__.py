@@ -137,6 +137,8 @@ def _setup(options: argparse.Namespace) -> tuple[Setup, str, list[str]]:
     ranks, sharers = options.ranks or options.nodes * options.gpus_per_node, options.gpus_per_node
     where = offload.nvme_path or "/local_nvme"
     setup = Setup(run, training, device, ranks, rating.tbw / sharers, where, sharers, drives_of_node)
+    if not options.drive_tbw:  # else of drives elsewhere, which nobody has written to yet
+        setup = replace(setup, used_tbw=_used_tbw(training) / sharers)
     kind = "dtypes of the model" if training.dtype is None else str(training.dtype).removeprefix("torch.")
     adapted = f", LoRA of rank {options.lora}" if options.lora else ""
     notes = [
@@ -193,6 +195,13 @@ def _endurance(given: float | None, training: Training) -> tuple[Rating, int]:
         return Rating(given, "as given"), len(drives)
     found = [one.rating(training.offload.ssd.rated_endurance_tbw) for one in drives.values()]
     return Rating(sum(one.tbw for one in found), found[0].source or "as the config has it"), len(drives)
+
+
+def _used_tbw(training: Training) -> float:
+    """Return the terabytes of their rating that the drives report as written."""
+    drives = {drive.device: drive for drive in (examine(expanded(path)) for path in training.offload.nvme_paths)}
+    rated = training.offload.ssd.rated_endurance_tbw
+    return sum(one.rating(rated).tbw - one.left_tbw(rated) for one in drives.values())
 
 
 # ---- the text -------------------------------------------------------------------------------------------------------

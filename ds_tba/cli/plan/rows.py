@@ -78,7 +78,7 @@ class Setup:
     """What all rows have in common.
 
     Attributes:
-        tbw: terabytes that this rank's part of the drives is rated for.
+        tbw: terabytes that this rank's part of the drives is rated for, of which ``used_tbw`` are written already.
         nvme_path: to paste.
         sharers: GPUs that share the drives.
         drives: of a node.
@@ -92,6 +92,7 @@ class Setup:
     nvme_path: Any
     sharers: int = 1
     drives: int = 1
+    used_tbw: float = 0.0
 
     def trace(self, training: Training) -> Trace:
         """With the optimizer's time."""
@@ -108,13 +109,15 @@ class Setup:
         if memory_bytes is not None:
             verdict = "does not fit" if need > memory_bytes else "tight" if need > TIGHT * memory_bytes else "fits"
         per_day = cost.written_bytes * DAY_S / cost.step_s if cost.step_s else 0.0
-        return Row(name, cost, held, need, verdict, per_day, life_days(self.tbw, per_day), merged, advice)
+        return Row(
+            name, cost, held, need, verdict, per_day, life_days(self.tbw - self.used_tbw, per_day), merged, advice
+        )
 
     def limits(self, training: Training) -> Limits:
         """Of the config, with the room that the device has for activations as the budget where that is known."""
         offload, memory_bytes = training.offload, self.device.memory_bytes
         life, step_s = offload.ssd.min_life_days, self.trace(training).step_s
-        limits = Limits.of(offload, write_limit_bytes_per_step(self.tbw, life, step_s))
+        limits = Limits.of(offload, write_limit_bytes_per_step(self.tbw - self.used_tbw, life, step_s))
         if memory_bytes is None:
             return limits
         held = held_of(training, self.run, self.ranks, self.device.kind)
