@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from functools import partial
 from importlib.metadata import Distribution, PackageNotFoundError, distributions, entry_points, version
 from pathlib import Path
@@ -72,7 +73,7 @@ def checks(options: argparse.Namespace) -> Iterator[tuple[bool | None, str]]:
     from ds_tba.device.memory import can_lock
     from ds_tba.errors import PathError
     from ds_tba.storage.backends import aio, kvikio
-    from ds_tba.storage.swap_file import check_directories
+    from ds_tba.storage.swap_file import SwapFile, check_directories
 
     yield _version("deepspeed", SUPPORTED_DEEPSPEED)
     yield _version("torch", SpecifierSet(">=2.5", prereleases=True))  # as in NVIDIA's containers: 2.9.0a0+145a3a7
@@ -98,10 +99,13 @@ def checks(options: argparse.Namespace) -> Iterator[tuple[bool | None, str]]:
     for path in options.nvme_path:
         try:
             (directory,) = check_directories((path,), options.staging_bytes, 1)
+            with closing(SwapFile(directory.path, options.staging_bytes)) as file:
+                file.reserve_first(options.staging_bytes)
         except PathError as error:
             yield False, str(error)
         else:
-            yield True, f"{path}: {directory.file_system}, {directory.free_bytes / 2**30:.1f} GiB free"
+            slow = "" if file.preallocates else ", without fallocate: the swap file is written once as it grows"
+            yield True, f"{path}: {directory.file_system}, {directory.free_bytes / 2**30:.1f} GiB free{slow}"
 
 
 def _entry_point() -> tuple[bool, str]:

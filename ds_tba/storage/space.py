@@ -26,14 +26,14 @@ from ds_tba.storage.backends.base import IoBackend, IoHandle
 from ds_tba.storage.base import Refusal, StateMachine, Store, Ticket
 from ds_tba.storage.finalizers import DeferredFinalizers
 from ds_tba.storage.staging import Span, SpanAllocator, StagingRing
-from ds_tba.storage.swap_file import SwapFile
+from ds_tba.storage.swap_file import SwapFile, repair_of
 from ds_tba.telemetry.stats import KindMeter, PathMeter, StoreStats, readable
 
 logger = logging.getLogger(__name__)
 
 SLOW_WAIT_S = 30.0
 COPY_POLL_S = 0.001
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 # What a lane does with its handle. Handles its own errors; what escapes it is a bug and ends the lane loudly.
 Task = Callable[[IoHandle], None]
 URGENT, AHEAD = 0, 1  # its priority: backward waits for what is urgent
@@ -196,7 +196,7 @@ class SwapPath:
     @property
     def written_bytes(self) -> int:
         """Bytes that this process had the drive write: they count as wear."""
-        return self.meter.writes.moved_bytes
+        return self.meter.writes.moved_bytes + self.file.zeroed_bytes
 
     def busy_s(self, more_bytes: int) -> float:
         """Seconds to write and read back the bytes that the path holds, and ``more_bytes``.
@@ -251,11 +251,11 @@ class SwapPath:
         except OSError as error:
             self.full = True
             logger.warning(
-                "%s: the swap file cannot grow beyond %d bytes (%s); what does not fit stays in memory. "
-                "Free space there, or raise the quota",
+                "%s: the swap file cannot grow beyond %d bytes (%s); what does not fit stays in memory. %s",
                 self.file.directory,
                 self.file.size_bytes,
                 error.strerror,
+                repair_of(error, self.file.directory),
             )
             return False
         self.extents.grow(self.file.size_bytes)

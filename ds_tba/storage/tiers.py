@@ -121,6 +121,8 @@ class Tiers:
         ]
         if not all(file.direct for file in files):
             parts.append("no O_DIRECT on this file system: I/O goes through the page cache and is slower")
+        if not all(file.preallocates for file in files):
+            parts.append("no fallocate on this file system: the swap file is written once as it grows")
         return parts
 
     def details(self) -> list[str]:
