@@ -15,7 +15,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from importlib.metadata import Distribution, PackageNotFoundError, distributions, entry_points, version
@@ -92,7 +92,7 @@ def checks(options: argparse.Namespace) -> Iterator[tuple[bool | None, str]]:
         need = "aio needs a GPU or ulimit -l unlimited, posix needs neither"
         yield None, f"{options.staging_bytes >> 20} MiB cannot be locked: {need}"
     yield True, "io.backend posix can run here"
-    yield built or None, "io.backend aio can run here" + ("" if built else " once DeepSpeed's op is built")
+    yield _aio(options.nvme_path, built=built)
     problem = kvikio.obstacle()
     for name, can in (("kvikio", "can run here; the start-up line shows its mode"), ("gds", "is tried by a run")):
         yield None if problem else True, f"io.backend {name} {f'cannot run here: {problem}' if problem else can}"
@@ -106,6 +106,25 @@ def checks(options: argparse.Namespace) -> Iterator[tuple[bool | None, str]]:
         else:
             slow = "" if file.preallocates else ", without fallocate: the swap file is written once as it grows"
             yield True, f"{path}: {directory.file_system}, {directory.free_bytes / 2**30:.1f} GiB free{slow}"
+
+
+def _aio(paths: Sequence[str], *, built: bool) -> tuple[bool | None, str]:
+    """Whether the kernel, and the directories, let DeepSpeed's op work, and whether it loads."""
+    from ds_tba.config import AioConfig, IoConfig
+    from ds_tba.errors import BackendUnavailableError
+    from ds_tba.storage.backends import aio
+    from ds_tba.telemetry.stats import expanded
+
+    handles = (IoConfig().write_lanes + IoConfig().read_lanes) * max(1, len(paths)) + 1
+    obstacle = aio.kernel_obstacle(AioConfig(), handles, [one for one in map(expanded, paths) if one.is_dir()])
+    if obstacle is None and built and aio.abandoned_build() is None:
+        try:
+            aio.AioBackend(AioConfig(), handles)
+        except BackendUnavailableError as error:
+            obstacle = str(error).rstrip(".")
+    if obstacle is not None:
+        return False, f"io.backend aio cannot run here, nor ZeRO's NVMe offload; null means posix: {obstacle}"
+    return built or None, "io.backend aio can run here" + ("" if built else " once DeepSpeed's op is built")
 
 
 def _entry_point() -> tuple[bool, str]:

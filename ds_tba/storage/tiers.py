@@ -183,6 +183,7 @@ class Tiers:
             zero_uses_nvme=zero_uses_nvme,
             pinned=not accelerator.is_synchronized_device(),
             device=accelerator.device().type,
+            directories=[directory.path for directory in self.directories],
         )
         with ExitStack() as undo:
             files = []
