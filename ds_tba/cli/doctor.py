@@ -116,14 +116,17 @@ def _aio(paths: Sequence[str], *, built: bool) -> tuple[bool | None, str]:
     from ds_tba.telemetry.stats import expanded
 
     handles = (IoConfig().write_lanes + IoConfig().read_lanes) * max(1, len(paths)) + 1
-    obstacle = aio.kernel_obstacle(AioConfig(), handles, [one for one in map(expanded, paths) if one.is_dir()])
-    if obstacle is None and built and aio.abandoned_build() is None:
+    obstacle = aio.kernel_obstacle(AioConfig(), handles)
+    if obstacle is None and built and not aio.build_locks():  # else loading waits for it
         try:
             aio.AioBackend(AioConfig(), handles)
         except BackendUnavailableError as error:
             obstacle = str(error).rstrip(".")
     if obstacle is not None:
         return False, f"io.backend aio cannot run here, nor ZeRO's NVMe offload; null means posix: {obstacle}"
+    of_paths = aio.kernel_obstacle(AioConfig(), handles, [one for one in map(expanded, paths) if one.is_dir()])
+    if of_paths is not None:
+        return None, f"io.backend aio cannot run there; null means posix: {of_paths}"
     return built or None, "io.backend aio can run here" + ("" if built else " once DeepSpeed's op is built")
 
 

@@ -292,10 +292,16 @@ def build_lock(monkeypatch: pytest.MonkeyPatch, root: Path, *, unchanged_s: floa
     return directory / "lock"
 
 
-def forbidden(directory: Path, call: str, code: int) -> str:
-    """Return what is selected and what the doctor says where a filter refuses a call."""
+CALLS, CODES = ("io_setup", "io_submit", "io_pgetevents"), (1, 11, 38, KILLED)
+
+
+@pytest.fixture(scope="module")
+def forbidden(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What is selected and what the doctor says where a filter refuses a call, by call and error number."""
+    directory = str(tmp_path_factory.mktemp("nvme"))
+    refused = [(call, code) for call in CALLS for code in CODES]
     program = f"""
-import logging, sys
+import logging, os, sys
 from pathlib import Path
 import deepspeed
 from ds_tba.cli import main
@@ -311,23 +317,33 @@ class Loaded(PosixBackend):
     def __init__(self, *_):
         pass
 
+def select(call, code):
+    forbid(call, code=code)
+    for backend, zero in ((None, False), ("aio", False), (None, True)):
+        config = OffloadConfig(nvme_path={directory!r}, io={{"staging_bytes": 1 << 20, "backend": backend}})
+        try:
+            chosen = select_backend(
+                config, AioConfig(), zero_uses_nvme=zero, pinned=True, directories=[Path({directory!r})]
+            )
+            print("NULL", chosen.backend.name, chosen.reason)
+        except BackendUnavailableError as error:
+            print("NAMED", error)
+    print("DOCTOR", main(["doctor", "--nvme-path", {directory!r}]))
+
 aio.is_built, aio.AioBackend = lambda: True, Loaded
 logging.basicConfig(stream=sys.stdout, format="%(message)s", force=True)
-forbid({call!r}, code={code})
-for backend, zero in ((None, False), ("aio", False), (None, True)):
-    config = OffloadConfig(nvme_path={str(directory)!r}, io={{"staging_bytes": 1 << 20, "backend": backend}})
-    try:
-        chosen = select_backend(
-            config, AioConfig(), zero_uses_nvme=zero, pinned=True, directories=[Path({str(directory)!r})]
-        )
-        print("NULL", chosen.backend.name, chosen.reason)
-    except BackendUnavailableError as error:
-        print("NAMED", error)
-print("DOCTOR", main(["doctor", "--nvme-path", {str(directory)!r}]))
+for call, code in {[*refused, ("io_getevents", 1)]!r}:
+    print(f"=== {{call}} {{code}}", flush=True)
+    if os.fork() == 0:
+        select(call, code)
+        sys.stdout.flush()
+        os._exit(0)
+    os.wait()
 """
-    done = run_python(program)
+    done = run_python(program, timeout_s=600)
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    parts = [part.partition("\n") for part in done.stdout.split("=== ")[1:]]
+    return {name: said for name, _, said in parts}
 
 
 class Loaded(PosixBackend):
@@ -496,13 +512,13 @@ class TestSelection:
         first.close()
         file.close()
 
-    @pytest.mark.parametrize("call", ["io_setup", "io_submit", "io_pgetevents"])
-    @pytest.mark.parametrize("code", [1, 11, 38, KILLED])
+    @pytest.mark.parametrize("call", CALLS)
+    @pytest.mark.parametrize("code", CODES)
     def test_a_kernel_that_forbids_aio_is_found_before_the_op_is_used(
-        self, tmp_path: Path, call: str, code: int
+        self, forbidden: dict[str, str], call: str, code: int
     ) -> None:
         """With it the process would abort at its first write, or hang; see aio.py [Note: Asking the kernel]."""
-        said = forbidden(tmp_path, call, code)
+        said = forbidden[f"{call} {code}"]
         why = "ends processes" if code == KILLED else rf"refuses {call}.*\({re.escape(os.strerror(code))}\)"
         assert re.search(rf"^NULL posix .*{why}.*seccomp profile allow io_setup", said, re.MULTILINE), said
         assert re.search(rf'^NAMED io.backend: .*{why}.*, or set "backend": "posix"', said, re.MULTILINE), said
@@ -510,8 +526,8 @@ class TestSelection:
         assert re.search(rf"^ZeRO's NVMe offload needs DeepSpeed's aio op, which .*{why}", said, re.MULTILINE), said
         assert "DOCTOR 1" in said
 
-    def test_calls_that_the_op_does_not_make_may_be_forbidden(self, tmp_path: Path) -> None:
-        assert "NULL loaded" in forbidden(tmp_path, "io_getevents", 1)
+    def test_calls_that_the_op_does_not_make_may_be_forbidden(self, forbidden: dict[str, str]) -> None:
+        assert "NULL loaded" in forbidden["io_getevents 1"]
 
     def test_a_context_that_cannot_be_had_means_posix(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def taken(self: object, config: AioConfig, handles: int) -> None:

@@ -25,7 +25,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, redirect_stdout, suppress
+from contextlib import closing, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -369,6 +369,12 @@ def _load_op() -> Any:
     repair = (
         'Install libaio-dev (Debian, Ubuntu) or libaio-devel (Fedora), g++ and ninja, or set "io": {"backend": "posix"}'
     )
+    # Its check needs a standard error with a descriptor, which that of a notebook is not, and finds no libaio without.
+    with redirect_stderr(sys.__stderr__ or sys.stderr):
+        return _loaded(builder, repair)
+
+
+def _loaded(builder: Any, repair: str) -> Any:
     if not (is_built() or builder.is_compatible(verbose=False)):  # its compiler check takes a second
         raise BackendUnavailableError(f"backend aio: DeepSpeed's {OP} op cannot be built here. {repair}.")
     _warn_of_build()
