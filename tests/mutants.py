@@ -57,7 +57,7 @@ MUTANTS = [
     Mutant("the tensor is let go before its copy is done", STREAMS,
            "        if self._source is not None and self.event.query():\n", "        if self._source is not None:\n"),
     Mutant("a lane writes before the copy into staging is done", NVME,
-           "                    copy.wait()  # else", "                    pass  # else"),
+           "                copy.wait()  # else", "                pass  # else"),
     Mutant("a copy in does not wait for the copy out into the same slot", STREAMS,
            "                self._in_stream.wait_event(copy.event)\n", "                pass\n"),
     Mutant("kernels do not wait for the copy in", STREAMS,

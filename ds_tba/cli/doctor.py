@@ -15,7 +15,8 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from functools import partial
 from importlib.metadata import Distribution, PackageNotFoundError, distributions, entry_points, version
 from pathlib import Path
@@ -72,7 +73,7 @@ def checks(options: argparse.Namespace) -> Iterator[tuple[bool | None, str]]:
     from ds_tba.device.memory import can_lock
     from ds_tba.errors import PathError
     from ds_tba.storage.backends import aio, kvikio
-    from ds_tba.storage.swap_file import check_directories
+    from ds_tba.storage.swap_file import SwapFile, check_directories
 
     yield _version("deepspeed", SUPPORTED_DEEPSPEED)
     yield _version("torch", SpecifierSet(">=2.5", prereleases=True))  # as in NVIDIA's containers: 2.9.0a0+145a3a7
@@ -91,17 +92,42 @@ def checks(options: argparse.Namespace) -> Iterator[tuple[bool | None, str]]:
         need = "aio needs a GPU or ulimit -l unlimited, posix needs neither"
         yield None, f"{options.staging_bytes >> 20} MiB cannot be locked: {need}"
     yield True, "io.backend posix can run here"
-    yield built or None, "io.backend aio can run here" + ("" if built else " once DeepSpeed's op is built")
+    yield _aio(options.nvme_path, built=built)
     problem = kvikio.obstacle()
     for name, can in (("kvikio", "can run here; the start-up line shows its mode"), ("gds", "is tried by a run")):
         yield None if problem else True, f"io.backend {name} {f'cannot run here: {problem}' if problem else can}"
     for path in options.nvme_path:
         try:
             (directory,) = check_directories((path,), options.staging_bytes, 1)
+            with closing(SwapFile(directory.path, options.staging_bytes)) as file:
+                file.reserve_first(options.staging_bytes)
         except PathError as error:
             yield False, str(error)
         else:
-            yield True, f"{path}: {directory.file_system}, {directory.free_bytes / 2**30:.1f} GiB free"
+            slow = "" if file.preallocates else ", without fallocate: the swap file is written once as it grows"
+            yield True, f"{path}: {directory.file_system}, {directory.free_bytes / 2**30:.1f} GiB free{slow}"
+
+
+def _aio(paths: Sequence[str], *, built: bool) -> tuple[bool | None, str]:
+    """Whether the kernel, and the directories, let DeepSpeed's op work, and whether it loads."""
+    from ds_tba.config import AioConfig, IoConfig
+    from ds_tba.errors import BackendUnavailableError
+    from ds_tba.storage.backends import aio
+    from ds_tba.telemetry.stats import expanded
+
+    handles = (IoConfig().write_lanes + IoConfig().read_lanes) * max(1, len(paths)) + 1
+    obstacle = aio.kernel_obstacle(AioConfig(), handles)
+    if obstacle is None and built and not aio.build_locks():  # else loading waits for it
+        try:
+            aio.AioBackend(AioConfig(), handles)
+        except BackendUnavailableError as error:
+            obstacle = str(error).rstrip(".")
+    if obstacle is not None:
+        return False, f"io.backend aio cannot run here, nor ZeRO's NVMe offload; null means posix: {obstacle}"
+    of_paths = aio.kernel_obstacle(AioConfig(), handles, [one for one in map(expanded, paths) if one.is_dir()])
+    if of_paths is not None:
+        return None, f"io.backend aio cannot run there; null means posix: {of_paths}"
+    return built or None, "io.backend aio can run here" + ("" if built else " once DeepSpeed's op is built")
 
 
 def _entry_point() -> tuple[bool, str]:

@@ -12,15 +12,16 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import suppress
 
 import numpy
 import torch
 
-from ds_tba.errors import PathError
+from ds_tba.errors import PathError, TransferError
 from ds_tba.storage.backends.base import IoHandle
 from ds_tba.storage.integrity import Integrity
-from ds_tba.storage.space import SwapPath, SwapSpace
+from ds_tba.storage.space import LANE_CHECK_S, LaneGroup, SwapPath, SwapSpace
 from ds_tba.storage.staging import Span
 from ds_tba.telemetry.stats import Kind
 
@@ -55,10 +56,14 @@ def measure_drives(space: SwapSpace, integrity: Integrity, clock: Callable[[], f
         for path in paths:
             lanes += _lanes_of(path, probe, noise[: slot_bytes - slot_bytes % slots.alignment_bytes])
     probe.barrier = threading.Barrier(len(lanes) or 1, action=probe.begin_phase)
+    probe.left.update(lanes)
     for lane in lanes:
-        (lane.path.writes if lane.kind is Kind.WRITE else lane.path.reads).put(lane.run)
-    for _ in lanes:
-        probe.ended.get()
+        lane.group.put(lane.run)
+    while probe.left:
+        with suppress(queue.Empty):
+            probe.ended.get(timeout=LANE_CHECK_S)
+        for lane in lanes:
+            lane.group.revive()
     if probe.failure is not None:
         path, error = probe.failure
         raise PathError(
@@ -76,7 +81,8 @@ class _Probe:
         self.failure: tuple[SwapPath, Exception] | None = None
         self.until_s = 0.0  # the phase that runs ends then, for all lanes
         self.barrier = threading.Barrier(1)  # before each phase
-        self.ended: queue.SimpleQueue[None] = queue.SimpleQueue()  # one for each lane
+        self.left: set[_Lane] = set()  # still at it
+        self.ended: queue.SimpleQueue[None] = queue.SimpleQueue()  # wakes whoever waits for the last of them
 
     def begin_phase(self) -> None:
         self.until_s = self.clock() + PHASE_S
@@ -120,26 +126,48 @@ class _Lane:
         self._largest_bytes = min(slot.nbytes, extent.nbytes)
         self._request_bytes = min(path.extents.padded(FIRST_REQUEST_BYTES), self._largest_bytes)
         self._written_bytes = 0  # the beginning of the extent that may be read
+        self._is_under_way = False
+        self._is_freed = False
+
+    @property
+    def group(self) -> LaneGroup:
+        """The lanes to which it belongs."""
+        return self.path.writes if self.kind is Kind.WRITE else self.path.reads
 
     def run(self, handle: IoHandle) -> None:
-        """Take part in every phase. Waits for the other lanes between them, also after a failure."""
+        """Take part in every phase. Waits for the other lanes between them, also after a failure.
+
+        Called again, after an exception that came between its lines, it ends the phases for all lanes.
+        """
         probe = self._probe
-        try:
-            with probe.space.ring.lane_stream():
+        if self not in probe.left:
+            return
+        if not self._is_under_way:
+            self._is_under_way = True
+            with probe.space.ring.lane_stream(), suppress(threading.BrokenBarrierError):
                 for kinds in (None, *PHASES):
                     probe.barrier.wait()
-                    try:
-                        if kinds is None:
-                            self._prepare(handle)
-                        elif self.kind in kinds:
-                            self._repeat(handle)
-                    except Exception as error:  # noqa: BLE001 - the other lanes wait for this one
-                        probe.failure = (self.path, error)
-        finally:
-            with probe.space.lock:  # here: a signal handler may have ended the wait for the lanes
+                    self._take_part(handle, kinds)
+        elif probe.failure is None:
+            probe.failure = (self.path, TransferError("memory ran out while it was measured"))
+        if probe.failure is not None:
+            probe.barrier.abort()  # or the others would wait for this one
+        with probe.space.lock:  # here: a signal handler may have ended the wait for the lanes
+            if not self._is_freed:
+                self._is_freed = True
                 probe.space.ring.slots.free(self.slot)
                 self.path.extents.free(self.extent)
-            probe.ended.put(None)
+        probe.left.discard(self)
+        probe.ended.put(None)
+
+    def _take_part(self, handle: IoHandle, kinds: Collection[Kind] | None) -> None:
+        try:
+            if kinds is None:
+                self._prepare(handle)
+            elif self.kind in kinds:
+                self._repeat(handle)
+        except Exception as error:  # noqa: BLE001 - the other lanes wait for this one
+            self._probe.failure = (self.path, error)
 
     def _prepare(self, handle: IoHandle) -> None:
         """Write the extent, a little at least."""

@@ -13,6 +13,13 @@ all paths, and its copies, writes and reads overlap with each other.
 takes no more tensors. A failed read is tried once more and then raises: those bytes are gone. A lane survives whatever
 a transfer raises, or backward would wait for ever; the ticket carries the error.
 
+[Note: Again] Memory may also run out between the lines of a lane. Then its task is called again (``space.py``, [Note:
+Lanes do not die]), with what it knows in a :class:`_Work`. A transfer is made again: the same bytes between the same
+places. What ends it under the lock can be done twice, up to the change of the ticket's state; a slot that is to be
+freed after that may stay with its ticket, until that is used again or given up. Spans are taken from tickets before
+they are freed: an exception between the two loses room until the end, where a second try could give it to two
+tickets. After ``MOST_TRIES`` the bytes of a write stay where they are, and those of a read are lost by name.
+
 Cannot see which storages are worth moving, nor in which order backward wants them.
 """
 
@@ -29,6 +36,7 @@ from functools import partial
 import torch
 
 from ds_tba.device.accelerator import Arrival, PendingCopy
+from ds_tba.device.memory import is_out_of_memory
 from ds_tba.errors import ActivationCorruptionError, ActivationLostError, StateError, StorageError, TransferError
 from ds_tba.storage.backends.base import IoBackend, IoHandle
 from ds_tba.storage.base import Loaded, Refusal, Store, Ticket
@@ -36,6 +44,7 @@ from ds_tba.storage.integrity import Integrity
 from ds_tba.storage.space import (
     BEFORE_WRITTEN,
     COPY_POLL_S,
+    LANE_CHECK_S,
     SLOW_WAIT_S,
     URGENT,
     SwapPath,
@@ -45,13 +54,15 @@ from ds_tba.storage.space import (
 )
 from ds_tba.storage.staging import CLOSED, StagingRing, tensor_over, wait_for_stream
 from ds_tba.storage.swap_file import SwapFile
-from ds_tba.telemetry.stats import Kind
+from ds_tba.telemetry.stats import Kind, Transfer
 
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 60.0
 COPYING_LIMIT_S = 5.0  # a copy into staging takes less, unless closing has interrupted the thread that copies
 PIECE_FRACTION_OF_STAGING = 0.25
+MOST_TRIES = 3  # of a transfer by a lane in which something fails that is not the drive
+LAST_TRY = 50  # of what ends it
 _S = TicketState
 
 
@@ -61,6 +72,30 @@ class Lanes:
 
     write: int
     read: int
+
+
+class _Work:
+    """What a lane knows of its ticket, from one try to the next.
+
+    Attributes:
+        is_done: the transfer has ended, well or not.
+        is_written: the file has the bytes.
+        failure: of the drive, for which its path takes no more tensors.
+        error: for which the bytes must not be used.
+        host, arrival: the bytes in host memory, on the device.
+    """
+
+    __slots__ = ("arrival", "error", "failure", "host", "is_done", "is_written", "ticket", "transfer", "tries")
+
+    def __init__(self, ticket: SwapTicket) -> None:
+        self.ticket = ticket
+        self.tries = 0
+        self.transfer: Transfer | None = None  # under way, for the meter
+        self.is_done = self.is_written = False
+        self.failure: Exception | None = None
+        self.error: StorageError | None = None
+        self.host: torch.Tensor | None = None
+        self.arrival: Arrival | None = None
 
 
 class PiecesTicket(Ticket):
@@ -147,7 +182,7 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
                     return reserved
                 slot, path, extent = reserved
                 ticket = SwapTicket(data.numel(), self, path, extent, slot, data.device)
-                space.writes_under_way += 1
+                space.writes.add(ticket)
                 space.copying.add(ticket)
             # Without the lock, which a copy of the host would keep from the lanes; nobody else has the ticket yet.
             copy = self.ring.copies.out(data, self.ring.view(slot))
@@ -155,7 +190,7 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
                 ticket.copies.append(copy)
             with space.lock:
                 self.stats.offloaded_bytes += ticket.nbytes
-                path.writes.put(partial(self._write, ticket))
+                path.writes.put(partial(self._write, _Work(ticket)))
                 space.copying.discard(ticket)
         except BaseException:  # of a signal handler, too: whoever waits for a slot waits for this write
             if ticket is not None:
@@ -206,7 +241,7 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
                 return True  # in memory already, or nothing to do
             if not self.space.begin_prefetch(ticket):
                 return False
-        ticket.path.reads.put(partial(self._read, ticket))
+        ticket.path.reads.put(partial(self._read, _Work(ticket)))
         return True
 
     def get(self, ticket: SwapTicket | PiecesTicket, device: torch.device) -> Loaded:
@@ -269,15 +304,23 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
         if space.closed and ticket.state in (_S.STORED, _S.READ_QUEUED):
             raise StateError(CLOSED)
         if ticket.state is _S.STORED:
+            space.free_slot(ticket)  # of a write whose end was interrupted
             ticket.slot = self.ring.slots.allocate(ticket.extent.nbytes)
             if ticket.slot is None:
                 ticket.host = self.ring.overflow(ticket.extent.nbytes)
             ticket.move(_S.READ_QUEUED)
         if ticket.state is _S.READ_QUEUED:
-            ticket.path.reads.put(partial(self._read, ticket), URGENT)
+            ticket.path.reads.put(partial(self._read, _Work(ticket)), URGENT)
         while ticket.state not in (_S.LOADED, _S.RESCUED, _S.LOST) and not space.closed:
-            notified = space.changed.wait(SLOW_WAIT_S)
-            if not notified and not warned:
+            space.changed.wait(LANE_CHECK_S)
+            is_slow = time.perf_counter() - started > SLOW_WAIT_S
+            if not ticket.path.reads.revive() and is_slow:
+                raise ActivationLostError(
+                    f"{ticket.path.file.directory}, offset {ticket.extent.offset}: the activation cannot be read back, "
+                    "because the threads that read died and cannot be started again: look for what takes the memory of "
+                    "this machine, and resume from the last checkpoint."
+                )
+            if is_slow and not warned:
                 warned = True
                 logger.warning("backward has waited %.0f s for a read at %s", SLOW_WAIT_S, ticket.path.file.directory)
         has_nothing = ticket.host is None and ticket.arrival is None and ticket.error is None
@@ -366,108 +409,164 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
 
     # ---- in a lane -------------------------------------------------------------------------------------------------
 
-    def _write(self, ticket: SwapTicket, handle: IoHandle) -> None:
+    def _write(self, work: _Work, handle: IoHandle) -> None:
         """Write a queued ticket, unless its write was cancelled; keep its bytes in memory if they cannot be written."""
-        space = self.space
-        with space.deferred, space.deferred.lock:
-            if ticket.state is not _S.QUEUED:
-                return  # cancelled
-            ticket.move(_S.WRITING)
-            has_failed, is_lent = ticket.path.failure is not None, ticket.slot is None
-        if is_lent:
-            self._lose(ticket, ActivationLostError("a signal handler raised while backward took an activation"))
+        ticket, space = work.ticket, self.space
+        work.tries += 1
+        if work.tries > LAST_TRY:
+            self._give_up_work(work)
             return
-        with self.ring.lane_stream():
-            try:
-                for copy in ticket.copies:
-                    copy.wait()  # else other bytes would be written
-            except Exception as error:  # noqa: BLE001 - the copy out failed, so staging does not hold the bytes
-                self._lose(ticket, ActivationLostError(f"an activation could not leave the device: {error}"))
-                return
-            staged = self.ring.view(ticket.held_slot)
-            failure = None if has_failed else self._write_out(ticket, staged, handle)
-            if has_failed or failure is not None:
-                self._rescue(ticket, staged, failure)
-                return
-            # Prefetching came to it: onto the device now, so that its slot is free for what backward wants next.
-            arrival = self._onto_device(ticket, staged) if ticket in space.read_ahead else None
         with space.deferred, space.deferred.lock:
-            self.stats.written_bytes += ticket.extent.nbytes
-            space.end_write()
-            stays = space.read_ahead.end_write(ticket)
-            written = space.end_work(ticket, _S.LOADED if stays else _S.STORED)
-            if written and stays:
-                ticket.arrival = arrival
-            arrival = None  # this frame must not hold it when backward has let go of it
-            if written and (not stays or ticket.arrival is not None):
-                space.free_slot(ticket)
-            space.settle_copies()
+            if ticket.state is _S.QUEUED:
+                ticket.move(_S.WRITING)
+            elif ticket.state not in (_S.WRITING, _S.ABANDONED):
+                return  # cancelled, or ended by a try before; nobody else writes this ticket
+            has_failed = ticket.path.failure is not None
+        if not work.is_done and work.tries <= MOST_TRIES:
+            with self.ring.lane_stream():
+                self._write_staged(work, handle, has_failed=has_failed)
+            work.is_done = True
+        self._end_write(work)
 
-    def _write_out(self, ticket: SwapTicket, staged: torch.Tensor, handle: IoHandle) -> Exception | None:
-        """Write the staged bytes. Returns the error, if there was one."""
-        failure = None
-        with self.space.lock:  # here, because the copy before was not the drive's time
-            transfer = ticket.path.meter.start(Kind.WRITE, ticket.extent.nbytes)
+    def _write_staged(self, work: _Work, handle: IoHandle, *, has_failed: bool) -> None:
+        ticket = work.ticket
+        if ticket.slot is None:  # lent to a tensor that the caller never got
+            work.error = ActivationLostError("a signal handler raised while backward took an activation")
+            return
+        try:
+            for copy in ticket.copies:
+                copy.wait()  # else other bytes would be written
+        except MemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the copy out failed, so staging does not hold the bytes
+            work.error = ActivationLostError(f"an activation could not leave the device: {error}")
+            return
+        staged = self.ring.view(ticket.slot)
+        if not has_failed:
+            self._write_out(work, staged, handle)
+        if not work.is_written:
+            with suppress(MemoryError, RuntimeError):
+                work.host = self.ring.rescue(staged, ticket.nbytes)
+        elif ticket in self.space.read_ahead:
+            # Prefetching came to it: onto the device now, so that its slot is free for what backward wants next.
+            work.arrival = self._onto_device(ticket, staged)
+
+    def _write_out(self, work: _Work, staged: torch.Tensor, handle: IoHandle) -> None:
+        """Write the staged bytes; see [Note: Degrading]."""
+        ticket = work.ticket
+        if work.transfer is None:
+            with self.space.lock:  # here, because the copy before was not the drive's time
+                work.transfer = ticket.path.meter.start(Kind.WRITE, ticket.extent.nbytes)
         try:
             ticket.checksums = self.integrity.digest(staged)
             handle.write(staged, ticket.extent.offset)
-        except Exception as error:  # noqa: BLE001 - see [Note: Degrading]
-            failure = error
+            work.is_written = True
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise  # it says nothing of the drive: see [Note: Again]
+            work.failure = error
         with self.space.lock:
-            ticket.path.meter.stop(transfer, moved=failure is None)
-        return failure
+            self._stop_transfer(work, moved=work.is_written)
 
-    def _lose(self, ticket: SwapTicket, error: StorageError) -> None:
-        space = self.space
-        with space.deferred, space.deferred.lock:
-            space.end_write()
-            space.read_ahead.end(ticket)
-            ticket.error = error
-            if not space.end_work(ticket, _S.LOST):
-                self.stats.cancelled_bytes += ticket.nbytes
+    def _stop_transfer(self, work: _Work, *, moved: bool) -> None:
+        transfer, work.transfer = work.transfer, None
+        if transfer is not None:
+            work.ticket.path.meter.stop(transfer, moved=moved)
 
-    def _rescue(self, ticket: SwapTicket, staged: torch.Tensor, failure: Exception | None) -> None:
-        """Keep bytes that cannot be written in host memory, or in their slot where no host memory is left."""
-        space = self.space
-        host: torch.Tensor | None = None
-        with suppress(MemoryError, RuntimeError):
-            host = self.ring.rescue(staged, ticket.nbytes)
+    def _end_write(self, work: _Work) -> None:
+        """Say what became of a write: the bytes are in the file, in memory, or lost. See [Note: Again]."""
+        ticket, space = work.ticket, self.space
         with space.deferred, space.deferred.lock:
-            space.end_write()
-            space.read_ahead.end(ticket)
-            ticket.host = host
-            self.stats.rescued_bytes += ticket.nbytes
-            Refusal.PATH_FAILED.count(self.stats, ticket.nbytes)
-            if failure is not None:
-                ticket.path.fail(failure)
-            if space.end_work(ticket, _S.RESCUED) and host is not None:
-                space.free_slot(ticket)
+            self._stop_transfer(work, moved=work.is_written)
+            if ticket.state not in (_S.WRITING, _S.ABANDONED):
+                return
+            space.end_write(ticket)
+            if work.error is not None:
+                space.read_ahead.end(ticket)
+                ticket.error = work.error
+                if not space.end_work(ticket, _S.LOST):
+                    self.stats.cancelled_bytes += ticket.nbytes
+            elif work.is_written:
+                stays = space.read_ahead.end_write(ticket)
+                ticket.arrival = work.arrival if stays else None
+                space.end_work(ticket, _S.LOADED if stays else _S.STORED)
+                if not stays or ticket.arrival is not None:
+                    space.free_slot(ticket)
+                self.stats.written_bytes += ticket.extent.nbytes
+            else:
+                space.read_ahead.end(ticket)
+                ticket.host = work.host  # else they stay in the slot
+                if work.failure is not None:
+                    ticket.path.fail(work.failure)
+                space.end_work(ticket, _S.RESCUED)
+                if work.host is not None:
+                    space.free_slot(ticket)
+                self.stats.rescued_bytes += ticket.nbytes
+                Refusal.PATH_FAILED.count(self.stats, ticket.nbytes)
+            work.arrival = None  # this lane must not hold it when backward has let go of it
             space.settle_copies()
 
-    def _read(self, ticket: SwapTicket, handle: IoHandle) -> None:
+    def _give_up_work(self, work: _Work) -> None:
+        """End what a bug keeps from ending, so that nobody waits for it."""
+        ticket, space = work.ticket, self.space
+        logger.error("a lane cannot end its work with a ticket '%s'; this is a bug in ds_tba", ticket.state.value)
+        with space.lock:
+            if ticket.state is not _S.RELEASED:
+                ticket.error = ActivationLostError("a lane could not end its work; this is a bug in ds_tba")
+                ticket.state = _S.LOST
+            space.end_write(ticket)
+
+    def _read(self, work: _Work, handle: IoHandle) -> None:
         """Read a ticket into its slot, unless its read was cancelled or done by an urgent request."""
-        space = self.space
+        ticket, space = work.ticket, self.space
+        work.tries += 1
         with space.deferred, space.deferred.lock:
-            if ticket.state is not _S.READ_QUEUED:
+            if ticket.state is _S.READ_QUEUED:
+                ticket.reader = work
+                ticket.move(_S.READING)
+            elif ticket.reader is not work or ticket.state not in (_S.READING, _S.ABANDONED):
                 return
-            ticket.move(_S.READING)
-            transfer = ticket.path.meter.start(Kind.READ, ticket.extent.nbytes)
-        with self.ring.lane_stream():
-            target = ticket.host if ticket.host is not None else self.ring.view(ticket.held_slot)
-            failure = self._read_checked(ticket, target, handle)
-            with space.lock:  # before the copy onto the device, which is not the drive's time
-                ticket.path.meter.stop(transfer, moved=failure is None)
-            arrival = self._onto_device(ticket, target) if failure is None else None
+            if work.transfer is None and not work.is_done:
+                work.transfer = ticket.path.meter.start(Kind.READ, ticket.extent.nbytes)
+        if work.tries > LAST_TRY:
+            self._give_up_work(work)
+            return
+        if not work.is_done and work.tries <= MOST_TRIES:
+            with self.ring.lane_stream():
+                self._read_staged(work, handle)
+        self._end_read(work)
+
+    def _read_staged(self, work: _Work, handle: IoHandle) -> None:
+        ticket = work.ticket
+        target = ticket.host if ticket.host is not None else self.ring.view(ticket.held_slot)
+        work.error = self._read_checked(ticket, target, handle)
+        work.is_done = True
+        with self.space.lock:  # before the copy onto the device, which is not the drive's time
+            self._stop_transfer(work, moved=work.error is None)
+        if work.error is None:
+            work.arrival = self._onto_device(ticket, target)
+
+    def _end_read(self, work: _Work) -> None:
+        """Say what became of a read: the bytes are in memory, or lost. See [Note: Again]."""
+        ticket, space = work.ticket, self.space
+        if not work.is_done and work.error is None:
+            work.error = ActivationLostError(
+                f"{_place(ticket)}: the activation was not read back: memory ran out in {MOST_TRIES} tries (the log "
+                "has each). Look for what takes the memory of this machine, and resume from the last checkpoint."
+            )
         with space.deferred, space.deferred.lock:
-            self.stats.read_bytes += ticket.extent.nbytes if failure is None else 0
-            ticket.error = failure
-            ticket.arrival, arrival = arrival, None  # as above
-            if failure is not None:
+            self._stop_transfer(work, moved=False)
+            if ticket.reader is not work or ticket.state not in (_S.READING, _S.ABANDONED):
+                return
+            ticket.error, ticket.arrival = work.error, work.arrival
+            if work.error is not None:
                 space.read_ahead.end(ticket)
-            read = space.end_work(ticket, _S.LOADED if failure is None else _S.LOST)
-            if read and (failure is not None or ticket.arrival is not None):
+            space.end_work(ticket, _S.LOADED if work.error is None else _S.LOST)
+            if work.error is not None or work.arrival is not None:
                 ticket.host = None
                 space.free_slot(ticket)
+            self.stats.read_bytes += ticket.extent.nbytes if work.error is None else 0
+            ticket.reader = work.arrival = None  # as above
             space.settle_copies()
 
     def _onto_device(self, ticket: SwapTicket, source: torch.Tensor) -> Arrival | None:
@@ -487,8 +586,7 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
         DeepSpeed's op tells no error of a read. Returns the error for which the bytes must not be used, if there is
         one.
         """
-        offset = ticket.extent.offset
-        where = f"{ticket.path.file.directory}, offset {offset}, {ticket.extent.nbytes} bytes"
+        offset, where = ticket.extent.offset, _place(ticket)
         try:
             try:
                 handle.read(target, offset)
@@ -501,7 +599,9 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
             logger.warning("%s: %s; trying once more", where, why)
             handle.read_again(target, offset)
             mismatch = self.integrity.compare(target, ticket.checksums)
-        except Exception as error:  # noqa: BLE001 - see [Note: Degrading]
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise  # as above
             lost = ActivationLostError(
                 f"{where}: the activation cannot be read back ({error}). Stop, check the drive (dmesg, smartctl), and "
                 "resume from the last checkpoint."
@@ -515,3 +615,8 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
             f"{offset + mismatch.offset} have checksum {mismatch.found:#018x}, expected {mismatch.expected:#018x}. A "
             "write was lost, short or stale: check the drive (dmesg, smartctl), and resume from the last checkpoint."
         )
+
+
+def _place(ticket: SwapTicket) -> str:
+    """Name the bytes of a ticket, for an error."""
+    return f"{ticket.path.file.directory}, offset {ticket.extent.offset}, {ticket.extent.nbytes} bytes"

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from enum import Enum
 from functools import partial
 from typing import Any, ClassVar
@@ -26,15 +28,17 @@ from ds_tba.storage.backends.base import IoBackend, IoHandle
 from ds_tba.storage.base import Refusal, StateMachine, Store, Ticket
 from ds_tba.storage.finalizers import DeferredFinalizers
 from ds_tba.storage.staging import Span, SpanAllocator, StagingRing
-from ds_tba.storage.swap_file import SwapFile
+from ds_tba.storage.swap_file import SwapFile, repair_of
 from ds_tba.telemetry.stats import KindMeter, PathMeter, StoreStats, readable
 
 logger = logging.getLogger(__name__)
 
 SLOW_WAIT_S = 30.0
 COPY_POLL_S = 0.001
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# What a lane does with its handle. Handles its own errors; what escapes it is a bug and ends the lane loudly.
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+LANE_CHECK_S = 1.0  # whoever waits for a lane looks as often whether it lives
+AGAIN_S = 0.01  # between two tries of a lane, in which memory may come back
+# What a lane does with its handle; called again after an exception, until it returns; see [Note: Lanes do not die].
 Task = Callable[[IoHandle], None]
 URGENT, AHEAD = 0, 1  # its priority: backward waits for what is urgent
 
@@ -71,11 +75,15 @@ class SwapTicket(Ticket, StateMachine):
 
     Attributes:
         copies: into the slot, and ``uses``: events of copies out of it. The slot is free after both.
+        reader: the task that reads it, while READING: there may be several for one ticket.
         arrival: the copy on the device, while LOADED, if it was made ahead.
         host: memory outside of staging: of a read for which there was no slot, or of a failed write.
     """
 
-    __slots__ = ("arrival", "checksums", "copies", "device", "error", "extent", "host", "path", "slot", "state", "uses")
+    __slots__ = (
+        "arrival", "checksums", "copies", "device", "error", "extent", "host", "path", "reader", "slot", "state",
+        "uses",
+    )  # fmt: skip
 
     noun = "a ticket"
     moves: ClassVar[Mapping[TicketState, tuple[TicketState, ...]]] = {
@@ -103,6 +111,7 @@ class SwapTicket(Ticket, StateMachine):
         self.checksums: tuple[int, ...] = ()
         self.copies: list[PendingCopy] = []
         self.uses: list[Any] = []
+        self.reader: object = None
         self.arrival: Arrival | None = None
         self.host: torch.Tensor | None = None
         self.error: StorageError | None = None
@@ -121,6 +130,10 @@ class SwapTicket(Ticket, StateMachine):
 class LaneGroup:
     """The lanes of one kind, and their tasks in order of priority, then of arrival.
 
+    [Note: Lanes do not die] Whoever wants bytes waits for a lane, and memory may run out at any of its lines. So a task
+    is called again until it returns, and knows how far it came. A lane that died all the same, as where memory ran out
+    in its own care, is started again by whoever gives it work or waits for it (:meth:`revive`).
+
     Attributes:
         handles: of each lane, opened by the store, used and closed by its thread.
     """
@@ -128,14 +141,24 @@ class LaneGroup:
     def __init__(self) -> None:
         self.handles: list[IoHandle] = []
         self._threads: list[threading.Thread] = []
+        self._held: list[Task | None] = []  # by each lane; a list of fixed length, in which putting takes no memory
+        self._has_ended: list[bool] = []
+        self._name = ""
+        self._accelerator: Accelerator | None = None  # until they were started
         # The one queue whose lock no signal handler's exception leaves taken; see finalizers.py [Note: Interrupts].
         self._tasks: tuple[queue.SimpleQueue[Task], queue.SimpleQueue[Task]] = queue.SimpleQueue(), queue.SimpleQueue()
-        self._wakes: queue.SimpleQueue[bool] = queue.SimpleQueue()  # one for each task; False ends a lane
+        self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()  # one for each task, or more; and to end a lane
+        self._is_stopping = False
+        self._reviving = threading.Lock()
+        self._process = os.getpid()
 
     def start(self, name: str, accelerator: Accelerator) -> None:
         """Start a thread for each handle, on the accelerator's device."""
-        for handle in self.handles:
-            thread = new_thread(accelerator, partial(self._run, handle), name)
+        self._held = [None] * len(self.handles)
+        self._has_ended = [False] * len(self.handles)
+        self._name, self._accelerator = name, accelerator
+        for number in range(len(self.handles)):
+            thread = new_thread(accelerator, partial(self._run, number), name)
             thread.start()
             self._threads.append(thread)
 
@@ -144,33 +167,76 @@ class LaneGroup:
         try:
             self._tasks[priority].put(task)
         finally:  # a task that no lane is woken for would be waited for without end
-            self._wakes.put(True)
+            self._wakes.put(None)
+        self.revive()
+
+    def revive(self) -> bool:
+        """Start lanes that have died again; False where one is dead and cannot be started."""
+        accelerator = self._accelerator
+        if accelerator is None or self._is_stopping or os.getpid() != self._process:  # a forked child has no lanes
+            return True
+        if not self._dead():
+            return True
+        with self._reviving, suppress(MemoryError, RuntimeError):  # no thread can be started: tried again later
+            for number in self._dead():
+                thread = new_thread(accelerator, partial(self._run, number), self._name)
+                thread.start()
+                self._threads[number] = thread
+                self._wakes.put(None)  # the one that it may have taken
+                logger.error("a lane (%s) died, and was started again", self._name)
+        return not self._dead()
+
+    def _dead(self) -> list[int]:
+        # Not by is_alive(), which takes a thread for dead from then on if a signal handler's exception comes in it.
+        present = threading.enumerate()
+        return [number for number, thread in enumerate(self._threads) if thread not in present]
 
     def stop(self) -> None:
         """Let the lanes end once the tasks before are done."""
+        self._is_stopping = True
         for _ in self._threads:
-            self._wakes.put(False)
+            self._wakes.put(None)
 
     def end(self, seconds_left: Callable[[], float]) -> bool:
         """Wait until the lanes have ended, and close the handles; False where one did not in the time for that."""
         for handle in self.handles[len(self._threads) :]:
             handle.close()  # its thread never started
         del self.handles[len(self._threads) :]
-        for thread in self._threads:
+        for number, thread in enumerate(self._threads):
             thread.join(max(0.0, seconds_left()))
+            if not thread.is_alive() and not self._has_ended[number]:  # it died; here is what it has left
+                self._wakes.put(None)
+                self._run(number)
         return not any(thread.is_alive() for thread in self._threads)
 
-    def _run(self, handle: IoHandle) -> None:
-        while self._wakes.get():
+    def _run(self, number: int) -> None:
+        while not self._has_ended[number]:
+            try:
+                self._has_ended[number] = self._serve(number)
+            except Exception as error:  # noqa: BLE001 - see [Note: Lanes do not die]
+                self._wakes.put(None)  # the one that it may have taken
+                with suppress(Exception):
+                    logger.warning("a lane failed at its own work (%s: %s), and goes on", type(error).__name__, error)
+                time.sleep(AGAIN_S)
+        self.handles[number].close()
+
+    def _serve(self, number: int) -> bool:
+        """Do a task, the one before if that did not return; True once there is none and the lane is to end."""
+        held = self._held
+        if held[number] is None:
+            self._wakes.get()
             for tasks in self._tasks:
                 try:
-                    task = tasks.get_nowait()
+                    held[number] = tasks.get_nowait()
+                    break
                 except queue.Empty:
                     continue
-                task(handle)
-                del task  # or an idle lane would keep the last ticket alive
-                break
-        handle.close()
+        task = held[number]
+        if task is None:
+            return self._is_stopping
+        task(self.handles[number])
+        held[number] = None  # and no local, or an idle lane would keep the last ticket alive
+        return False
 
 
 class SwapPath:
@@ -196,7 +262,7 @@ class SwapPath:
     @property
     def written_bytes(self) -> int:
         """Bytes that this process had the drive write: they count as wear."""
-        return self.meter.writes.moved_bytes
+        return self.meter.writes.moved_bytes + self.file.zeroed_bytes
 
     def busy_s(self, more_bytes: int) -> float:
         """Seconds to write and read back the bytes that the path holds, and ``more_bytes``.
@@ -251,11 +317,11 @@ class SwapPath:
         except OSError as error:
             self.full = True
             logger.warning(
-                "%s: the swap file cannot grow beyond %d bytes (%s); what does not fit stays in memory. "
-                "Free space there, or raise the quota",
+                "%s: the swap file cannot grow beyond %d bytes (%s); what does not fit stays in memory. %s",
                 self.file.directory,
                 self.file.size_bytes,
                 error.strerror,
+                repair_of(error, self.file.directory),
             )
             return False
         self.extents.grow(self.file.size_bytes)
@@ -336,11 +402,10 @@ class ReadAhead:
 
     def end_write(self, ticket: SwapTicket) -> bool:
         """The write of a ticket has ended; returns whether its bytes stay in memory, because prefetching came first."""
-        is_early = ticket in self._early
-        if is_early:
+        if ticket in self._early:
             self.end(ticket)
             self.add(ticket, was_early=True)
-        return is_early
+        return ticket in self._prefetched
 
     def end(self, ticket: SwapTicket) -> bool:
         """The ticket is not ahead any more, if it was; returns whether its bytes never left memory."""
@@ -366,7 +431,7 @@ class SwapSpace:
             for I/O: the lanes need it at both ends of a transfer.
         deferred: what finalizers left to the holders of the lock; see ``finalizers.py``.
         changed: notified whenever a ticket moves on, or a slot or write ends.
-        writes_under_way: and to come; whoever waits for a slot may count on them.
+        writes: the tickets whose writes are under way or to come; whoever waits for a slot may count on them.
         copying: tickets whose bytes are being copied into staging by a put.
     """
 
@@ -378,9 +443,20 @@ class SwapSpace:
         self.changed = threading.Condition(self.lock)
         self.deferred: DeferredFinalizers[SwapTicket | Span] = DeferredFinalizers(self.lock, self._finalize)
         self.read_ahead = ReadAhead(ring.slots.capacity_bytes)
-        self.writes_under_way = 0
+        self.writes: set[SwapTicket] = set()
         self.copying: set[SwapTicket] = set()
         self.closed = False
+
+    @property
+    def writes_under_way(self) -> int:
+        """How many writes are under way or to come."""
+        return len(self.writes)
+
+    def revive_lanes(self) -> None:
+        """Start lanes that have died again: whoever waits for one calls this."""
+        for path in self.paths:
+            path.writes.revive()
+            path.reads.revive()
 
     # ---- taking -------------------------------------------------------------------------------------------------
 
@@ -405,6 +481,7 @@ class SwapSpace:
         self.settle_copies()
         if not self.read_ahead.has_room(ticket.extent.nbytes, beside_writes=self.writes_under_way > 0):
             return False
+        self.free_slot(ticket)  # of a write whose end was interrupted
         ticket.slot = self.ring.slots.allocate(ticket.extent.nbytes)
         if ticket.slot is None:
             return False
@@ -436,7 +513,8 @@ class SwapSpace:
         while slot is None and not self.closed:
             # Nobody notifies of copies that are done, so they are polled. All other slots come with a notification.
             if copies.under_way or (wait and (self.writes_under_way > 0 or slots.has_spans_in_copies)):
-                self.changed.wait(COPY_POLL_S if copies.under_way or slots.has_spans_in_copies else SLOW_WAIT_S)
+                self.changed.wait(COPY_POLL_S if copies.under_way or slots.has_spans_in_copies else LANE_CHECK_S)
+                self.revive_lanes()
             elif not (wait and self._give_up_read_ahead()):
                 break
             self.deferred.act()
@@ -450,14 +528,15 @@ class SwapSpace:
         """Give up the newest read ahead, or wait for one that is under way; False if there is neither."""
         tickets = self.read_ahead.newest_first()
         if tickets and not any(self.cancel_prefetch(ticket) for ticket in tickets):
-            self.changed.wait(SLOW_WAIT_S)
+            self.changed.wait(LANE_CHECK_S)
+            self.revive_lanes()
         return bool(tickets)
 
     # ---- giving back --------------------------------------------------------------------------------------------
 
-    def end_write(self) -> None:
-        """A write has ended, or will not be."""
-        self.writes_under_way -= 1
+    def end_write(self, ticket: SwapTicket) -> None:
+        """The write of a ticket has ended, or will not be. May be said twice."""
+        self.writes.discard(ticket)
         self.changed.notify_all()
 
     def free_slot(self, ticket: SwapTicket) -> None:
@@ -489,7 +568,7 @@ class SwapSpace:
         """Release a ticket whose memory no lane uses. A write that has not begun is cancelled."""
         if ticket.state is _S.QUEUED:
             self.stats.cancelled_bytes += ticket.nbytes
-            self.end_write()
+            self.end_write(ticket)
         self.read_ahead.end(ticket)
         ticket.move(_S.RELEASED)
         ticket.host = ticket.arrival = None

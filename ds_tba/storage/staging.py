@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ds_tba.device.accelerator import Accelerator, Copies
-from ds_tba.device.memory import aligned_memory, give_pages_back, host_view, huge_page_memory
+from ds_tba.device.memory import PAGE_BYTES, aligned_memory, give_pages_back, host_view, huge_page_memory
 from ds_tba.errors import ConfigError, StateError
 from ds_tba.storage.backends.base import IoBackend
 
@@ -287,7 +287,7 @@ class StagingRing:
     def _allocate(self, nbytes: int) -> torch.Tensor:
         if self._is_pinned:
             pinned = self.accelerator.pinned(nbytes).zero_()
-            if pinned.data_ptr() % self.slots.alignment_bytes:  # no drive takes it, and a fork would share it
+            if pinned.data_ptr() % PAGE_BYTES:  # no drive takes it, and a fork would share it
                 why = "as with pinned_use_cuda_host_register:True in PYTORCH_CUDA_ALLOC_CONF: take that out"
                 raise ConfigError(f"pinned memory begins in the middle of a page, {why}.")
             return pinned

@@ -1,15 +1,23 @@
 """Where do bytes lie on a drive, and can they? One swap file per directory: without a name on disk, readable by this
 process alone, grown in steps, reclaimed by the kernel. And the checks of a directory, before training and with numbers.
 
+[Note: Reserving] Blocks are reserved before bytes go there, so that a full drive shows where it can be answered: an op
+that tells no errors would lose them. The call for that is fallocate(2) itself. glibc puts single bytes in its place
+where a file system has none (ext2, ext3, some network file systems), which O_DIRECT refuses for a reason that says
+nothing of room; there, and where a container forbids the call, whole zero blocks are written instead.
+
 Cannot see what a drive does with the blocks: a file system may say that there is room and fail a write all the same.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
+import mmap
 import os
 import re
+import resource
 import secrets
 import struct
 import weakref
@@ -18,10 +26,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from ds_tba.device.memory import PAGE_BYTES
 from ds_tba.errors import PathError
 from ds_tba.telemetry.stats import expanded, readable
 
 GROW_STEP_BYTES = 1 << 30
+WRITTEN_STEP_BYTES = 64 << 20  # where a step takes the time of writing it
+_ZEROS_BYTES = 4 << 20
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # linux/fs.h: FS_IOC_GETFLAGS, FS_IOC_SETFLAGS (their size field says long, their argument is an int), FS_NOCOW_FL.
 _GET_FLAGS, _SET_FLAGS, _NOCOW = 0x80086601, 0x40086602, 0x00800000
 _UNSUPPORTED = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
@@ -35,6 +47,11 @@ class SwapFile:
         limit_bytes: the size it never passes.
         is_limit_set: whether io.swap_file_bytes says so; else it follows from the free space.
 
+    Attributes:
+        direct: whether the file system has O_DIRECT.
+        preallocates: whether it has fallocate(2), as far as is known; see [Note: Reserving].
+        zeroed_bytes: bytes written to reserve blocks where it has not.
+
     Raises:
         PathError: the file cannot be made there.
     """
@@ -44,20 +61,17 @@ class SwapFile:
         self.limit_bytes = limit_bytes
         self.is_limit_set = is_limit_set
         self.size_bytes = 0
-        self.direct = True
+        self.direct = self.preallocates = True
+        self.zeroed_bytes = 0
         self.fd = -1
         try:
             self.fd = self._open()
             _write_in_place(self.fd)
         except OSError as error:
             self._close()
-            repair = (
-                "Raise the limit of open files (ulimit -n)"
-                if error.errno in (errno.EMFILE, errno.ENFILE)
-                else "Check its permissions and mount options, or name another directory"
-            )
             raise PathError(
-                f"nvme_path {directory}: cannot make a swap file there ({error.strerror}). {repair}."
+                f"nvme_path {directory}: cannot make a swap file there ({error.strerror}). "
+                f"{repair_of(error, directory)}, or name another directory."
             ) from error
         # A child that outlives this process would keep the disk space of a file that it does not use.
         os.register_at_fork(after_in_child=partial(_close_if_alive, weakref.ref(self)))
@@ -72,8 +86,8 @@ class SwapFile:
             self.grow(min(least_bytes, self.limit_bytes))
         except OSError as error:
             raise PathError(
-                f"nvme_path {self.directory}: cannot reserve {least_bytes} bytes there ({error.strerror}). Free space, "
-                "raise the quota where there is one, or name another directory."
+                f"nvme_path {self.directory}: cannot reserve {least_bytes} bytes there ({error.strerror}). "
+                f"{repair_of(error, self.directory)}, or name another directory."
             ) from error
 
     def grow(self, least_bytes: int) -> bool:
@@ -86,11 +100,11 @@ class SwapFile:
             return False
         step = min(max(least_bytes, GROW_STEP_BYTES), self.limit_bytes - self.size_bytes)
         try:
-            self._reserve(step)
+            self._reserve(step, least_bytes)
         except OSError:
             if step == least_bytes:
                 raise
-            self._reserve(least_bytes)
+            self._reserve(least_bytes, least_bytes)
         return True
 
     def close(self) -> None:
@@ -105,13 +119,35 @@ class SwapFile:
             os.close(self.fd)
             self.fd = -1
 
-    def _reserve(self, step_bytes: int) -> None:
+    def _reserve(self, step_bytes: int, least_bytes: int) -> None:
         try:
-            os.posix_fallocate(self.fd, self.size_bytes, step_bytes)
+            if self.preallocates:
+                self.preallocates = fallocate(self.fd, self.size_bytes, step_bytes)
+            if not self.preallocates:
+                step_bytes = self._write_zeros(min(step_bytes, max(least_bytes, WRITTEN_STEP_BYTES)))
         except OSError:
             os.ftruncate(self.fd, self.size_bytes)  # a failed fallocate leaves its partial allocation
             raise
         self.size_bytes += step_bytes
+
+    def _write_zeros(self, nbytes: int) -> int:
+        """Extend the file by as many whole blocks as are in ``nbytes``; returns their bytes."""
+        zeros = memoryview(mmap.mmap(-1, _ZEROS_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        nbytes -= nbytes % PAGE_BYTES
+        limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if limit != resource.RLIM_INFINITY and self.size_bytes + nbytes > limit:  # cut there, a write is not aligned
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+        done = 0
+        while done < nbytes:
+            written = os.pwrite(self.fd, zeros[: nbytes - done], self.size_bytes + done)
+            done += written
+            self.zeroed_bytes += written
+            if written % PAGE_BYTES:  # the last free blocks: what follows would be refused as not aligned
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if not self.direct:
+            os.fdatasync(self.fd)  # else blocks may be taken later, by a write that finds none
+            os.posix_fadvise(self.fd, self.size_bytes, nbytes, os.POSIX_FADV_DONTNEED)
+        return nbytes
 
     def _open(self) -> int:
         try:
@@ -138,6 +174,46 @@ class SwapFile:
             return os.open(name, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         finally:
             name.unlink(missing_ok=True)  # there also where the kernel made it and then refused O_DIRECT
+
+
+def fallocate(fd: int, offset: int, nbytes: int) -> bool:
+    """Reserve blocks by fallocate(2); False where the file system has no such call, or a container forbids it.
+
+    Raises:
+        OSError: there is no room.
+    """
+    call = ctypes.CDLL(None, use_errno=True).fallocate
+    call.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    while call(fd, 0, offset, nbytes) != 0:
+        code = ctypes.get_errno()
+        if code in _NO_ROOM:
+            raise OSError(code, os.strerror(code))
+        if code != errno.EINTR:
+            return False  # whatever else is wrong, writing tells it
+    return True
+
+
+def repair_of(error: OSError, directory: Path) -> str:
+    """Say what to do where a file in ``directory`` could not be made or grow."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return "Raise the limit of open files (ulimit -n)"
+    if error.errno == errno.EFBIG:
+        limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if limit != resource.RLIM_INFINITY:
+            return f"Raise the limit of file sizes, which is {limit} bytes (ulimit -f)"
+        return "Its file system has no files so large: lower io.swap_file_bytes"
+    if error.errno == errno.ENOSPC and _has_no_inodes(directory):
+        return "Delete files there: it has room, but no inodes left (df -i)"
+    if error.errno in _NO_ROOM:
+        return "Free space there, or raise the quota"
+    return "Check its permissions and mount options"
+
+
+def _has_no_inodes(directory: Path) -> bool:
+    with suppress(OSError):
+        usage = os.statvfs(directory)
+        return usage.f_files > 0 == usage.f_favail
+    return False
 
 
 def _close_if_alive(file: weakref.ref[SwapFile]) -> None:
@@ -212,9 +288,9 @@ def _check(path: Path, needed_bytes: int, ranks_on_node: int, lower: str) -> Swa
     if not path.is_dir():
         raise PathError(f"nvme_path {path} is a file: name a directory on an NVMe drive.")
     file_system = file_system_of(path)
-    if file_system in MEMORY_FILE_SYSTEMS:
+    if memory := memory_behind(path):
         raise PathError(
-            f"nvme_path {path} is on {file_system}, which is memory: activations would not leave RAM. "
+            f"nvme_path {path} is on {memory}, which is memory: activations would not leave RAM. "
             "Name a directory on an NVMe drive."
         )
     usage = os.statvfs(path)
@@ -236,18 +312,99 @@ def _check(path: Path, needed_bytes: int, ranks_on_node: int, lower: str) -> Swa
     return SwapDirectory(path, file_system, free_bytes)
 
 
+# ---- what is behind a path ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Mount:
+    """One line of ``/proc/self/mountinfo``.
+
+    Attributes:
+        number: the kernel's own, which ``/proc/self/fdinfo`` tells for an open file.
+        point: the directory where it is mounted.
+        kind: the type of its file system.
+        options: those of the file system, such as ``upperdir=/data``.
+    """
+
+    number: bytes
+    point: bytes
+    kind: str
+    options: tuple[bytes, ...]
+
+
 def file_system_of(path: Path) -> str:
-    """The file system type of a path, from ``/proc/self/mountinfo``; ``"unknown"`` where that cannot be read."""
-    resolved = str(path.resolve())
-    best, kind = "", "unknown"
+    """Return the type of a path's file system; ``"unknown"`` where the kernel does not tell."""
+    mount = _mount_of(path)
+    return "unknown" if mount is None else mount.kind
+
+
+def memory_behind(path: Path) -> str:
+    """Name the memory in which files of ``path`` would lie; empty where it is a drive, or where nobody can tell.
+
+    An overlay writes to its upper directory, and a loop device to its file. In a container both may be out of sight.
+    """
+    mount = _mount_of(path)
+    if mount is None or mount.kind in MEMORY_FILE_SYSTEMS:
+        return "" if mount is None else mount.kind
+    for option in mount.options if mount.kind == "overlay" else ():
+        key, _, upper = option.partition(b"=")
+        if key == b"upperdir":
+            return _memory_below(mount.kind, upper)
+    device = path.stat().st_dev
+    block = Path(os.path.realpath(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}"))
+    if re.fullmatch(r"z?ram\d+", block.name):
+        return f"{mount.kind} on {block.name}"
     try:
-        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+        return _memory_below(f"{mount.kind} on {block.name}", (block / "loop" / "backing_file").read_bytes().strip())
+    except OSError:  # no loop device
+        return ""
+
+
+def _memory_below(name: str, below: bytes) -> str:
+    path = Path(os.fsdecode(below))
+    if not path.is_absolute() or not path.exists():
+        return ""
+    memory = memory_behind(path)
+    return memory and f"{name} on {memory}"
+
+
+def _mount_of(path: Path) -> _Mount | None:
+    """Find the mount of a path by the kernel's number for it, else by its name."""
+    try:
+        mounts = [_mount(line) for line in Path("/proc/self/mountinfo").read_bytes().splitlines()]
     except OSError:
-        return kind
-    for line in lines:
-        fields, _, rest = line.partition(" - ")
-        mount_point = fields.split()[4].encode().decode("unicode_escape")
-        inside = resolved == mount_point or resolved.startswith(mount_point.rstrip("/") + "/")
-        if inside and len(mount_point) >= len(best):
-            best, kind = mount_point, rest.split()[0]
-    return kind
+        return None
+    number = _mount_number(path)
+    resolved = os.fsencode(path.resolve())
+    found = None
+    for mount in mounts:
+        is_inside = resolved == mount.point or resolved.startswith(mount.point.rstrip(b"/") + b"/")
+        if mount.number == number:
+            return mount
+        if is_inside and (found is None or len(mount.point) >= len(found.point)):
+            found = mount
+    return found
+
+
+def _mount(line: bytes) -> _Mount:
+    """Read a line, whose words are bytes in which blanks and backslashes stand as octal numbers."""
+    fields, _, rest = line.partition(b" - ")
+    words, (kind, _, options) = fields.split(b" "), rest.split(b" ")[:3]
+    return _Mount(words[0], _unescaped(words[4]), os.fsdecode(kind), tuple(map(_unescaped, options.split(b","))))
+
+
+def _unescaped(word: bytes) -> bytes:
+    return re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found[1], 8)]), word)
+
+
+def _mount_number(path: Path) -> bytes | None:
+    """Ask the kernel for a path's mount: of two with one name only the later one is seen, however it was mounted."""
+    try:
+        fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        try:
+            lines = Path(f"/proc/self/fdinfo/{fd}").read_bytes().splitlines()
+        finally:
+            os.close(fd)
+    except OSError:
+        return None
+    return next((line.split()[1] for line in lines if line.startswith(b"mnt_id:")), None)

@@ -123,6 +123,8 @@ class Tiers:
         ]
         if not all(file.direct for file in files):
             parts.append("no O_DIRECT on this file system: I/O goes through the page cache and is slower")
+        if not all(file.preallocates for file in files):
+            parts.append("no fallocate on this file system: the swap file is written once as it grows")
         return parts
 
     def details(self) -> list[str]:
@@ -183,6 +185,7 @@ class Tiers:
             zero_uses_nvme=zero_uses_nvme,
             pinned=not accelerator.is_synchronized_device(),
             device=accelerator.device().type,
+            directories=[directory.path for directory in self.directories],
         )
         with ExitStack() as undo:
             files = []

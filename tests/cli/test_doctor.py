@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import resource
 import subprocess
 import sys
 from dataclasses import fields
@@ -29,6 +30,23 @@ def test_the_doctor_names_what_is_wrong(capsys: pytest.CaptureFixture[str], tmp_
     with pytest.raises(SystemExit, match="2"):
         main(["doctor", "--staging-bytes", "-5"])
     assert "'-5' must be a whole number of 1 or more" in capsys.readouterr().err
+
+
+def test_the_doctor_makes_the_file_that_a_run_would_make(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["doctor", "--nvme-path", str(tmp_path), "--staging-bytes", "16M"]
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8 << 20, before[1]))
+    try:
+        assert main(command) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "cannot reserve 16777216 bytes there (File too large). Raise the limit of file" in capsys.readouterr().out
+    monkeypatch.setattr("ds_tba.storage.swap_file.fallocate", lambda *_: False)
+    assert main(command) == 0
+    assert "GiB free, without fallocate: the swap file is written once" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -168,7 +168,7 @@ def test_a_full_drive_is_refused_with_the_numbers(small_disk: Disk, user_sees: S
 
 QUOTA_AT_START = pytest.mark.fault(
     "the quota is too small at the start",
-    by="a quota of 10 MiB on a btrfs; `posix_fallocate` answering EDQUOT",
+    by="a quota of 10 MiB on a btrfs; `fallocate` answering EDQUOT",
     outcome="refused before training; no space is lost",
 )
 

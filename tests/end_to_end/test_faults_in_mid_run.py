@@ -79,7 +79,7 @@ def test_the_drive_fills(small_disk: Disk, victims: Victims, backend_name: str, 
 
 QUOTA_IN_MID_RUN = pytest.mark.fault(
     "the quota is used up in mid-run",
-    by="a quota of 40 MiB on a btrfs; `posix_fallocate` or `pwritev` answering EDQUOT",
+    by="a quota of 40 MiB on a btrfs; `fallocate` or `pwritev` answering EDQUOT",
     outcome="what does not fit stays in memory, said once; gradients equal; the space comes back",
 )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.cuda_doubles import FakeKvikio
+from support.machines import KILLED, run_python
 
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.device.memory import huge_page_memory
@@ -157,19 +159,47 @@ class TestPosix(BackendContract):
 
 @pytest.mark.aio
 class TestAio(BackendContract):
-    @pytest.fixture(params=[1, 2])
+    @pytest.fixture(params=[1, 2, 3])
     def backend(self, request: pytest.FixtureRequest) -> IoBackend:
         if not aio.is_built():
             pytest.skip("DeepSpeed's aio op is not built: make aio")
         return aio.AioBackend(AioConfig(intra_op_parallelism=request.param))
 
-    # Lengths must suit the alignment that the backend asks for.
-    @pytest.mark.parametrize("nbytes", [8192, MIB, 5 * MIB + 8192])
-    @pytest.mark.parametrize("offset", [0, 8192, 32 * MIB])
-    def test_bytes_come_back(
-        self, backend: IoBackend, file: SwapFile, staging: torch.Tensor, nbytes: int, offset: int
+    # Lengths must suit the alignment that the backend asks for; memory and offsets any page.
+    @pytest.mark.parametrize("units", [1, 85, 417])
+    @pytest.mark.parametrize("offset", [0, 4096, 32 * MIB])
+    def test_bytes_come_back(  # type: ignore[override]
+        self, backend: IoBackend, file: SwapFile, staging: torch.Tensor, units: int, offset: int
     ) -> None:
-        super().test_bytes_come_back(backend, file, staging, nbytes, offset)
+        super().test_bytes_come_back(backend, file, staging[4096:], units * backend.alignment_bytes, offset)
+
+    def test_neighbours_are_left_alone(self, backend: IoBackend, file: SwapFile, staging: torch.Tensor) -> None:
+        handle, unit = backend.open_handle(file.fd), 64 * backend.alignment_bytes
+        staging[: 3 * unit].fill_(7)
+        handle.write(staging[: 3 * unit], 0)
+        staging[:unit].fill_(9)
+        handle.write(staging[:unit], unit)
+        handle.read(staging[: 3 * unit], 0)
+        assert [int(staging[at]) for at in (unit - 1, unit, 2 * unit - 1, 2 * unit)] == [7, 9, 9, 7]
+        handle.close()
+
+    def test_blocks_cover_a_transfer(self, backend: IoBackend) -> None:
+        nbytes = 417 * backend.alignment_bytes
+        blocks = backend.blocks(nbytes)
+        assert blocks[0][0] == 0 and blocks[-1][1] == nbytes
+        assert all(before[1] == after[0] and after[0] % 4096 == 0 for before, after in itertools.pairwise(blocks))
+
+    def test_the_op_locks_no_copy_of_memory_outside_staging(
+        self, backend: IoBackend, file: SwapFile, staging: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It aborts where that would be more than the process may lock."""
+        handle = backend.open_handle(file.fd)
+        staging[:MIB].fill_(6)
+        handle.write(staging[:MIB], 0)
+        monkeypatch.setattr(handle, "_handle", None)
+        target = huge_page_memory(MIB)
+        handle.read(target, 0)
+        assert bool((target == 6).all())
 
     def test_what_the_op_cannot_begin_plain_calls_do(
         self, backend: IoBackend, file: SwapFile, staging: torch.Tensor, monkeypatch: pytest.MonkeyPatch
@@ -184,6 +214,26 @@ class TestAio(BackendContract):
         with pytest.raises(TransferError, match="short: 4096 of 8192 bytes"):
             handle.read(staging[:8192], 64 * MIB - 4096)
         handle.close()
+
+    @pytest.mark.parametrize("call", ["io_setup"])
+    def test_contexts_that_the_kernel_did_not_give_are_missed(self, call: str) -> None:
+        """As where other ranks took the last requests in the moment before: the op says nothing, and aborts later."""
+        program = f"""
+import torch
+from ds_tba.config import AioConfig
+from ds_tba.errors import BackendUnavailableError
+from ds_tba.storage.backends.aio import AioBackend
+from support.machines import forbid
+AioBackend(AioConfig(), 5)
+forbid({call!r}, code=11)
+try:
+    AioBackend(AioConfig(), 5)
+except BackendUnavailableError as error:
+    print(error)
+"""
+        done = run_python(program)
+        assert "the kernel gave 0 of 10 contexts" in done.stdout, done.stdout + done.stderr
+        assert "fs.aio-max-nr=1048576" in done.stdout
 
     def test_a_first_write_that_cannot_begin_is_told(self, backend: IoBackend) -> None:
         with pytest.raises(BackendUnavailableError, match=r"cannot open the swap file.*ulimit -n.*posix"):
@@ -242,6 +292,69 @@ def build_lock(monkeypatch: pytest.MonkeyPatch, root: Path, *, unchanged_s: floa
     return directory / "lock"
 
 
+CALLS, CODES = ("io_setup", "io_submit", "io_pgetevents"), (1, 11, 38, KILLED)
+
+
+@pytest.fixture(scope="module")
+def forbidden(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What is selected and what the doctor says where a filter refuses a call, by call and error number."""
+    directory = str(tmp_path_factory.mktemp("nvme"))
+    refused = [(call, code) for call in CALLS for code in CODES]
+    program = f"""
+import logging, os, sys
+from pathlib import Path
+import deepspeed
+from ds_tba.cli import main
+from ds_tba.config import AioConfig, OffloadConfig
+from ds_tba.errors import BackendUnavailableError
+from ds_tba.storage.backends import aio
+from ds_tba.storage.backends.posix import PosixBackend
+from ds_tba.storage.backends.select import select_backend
+from support.machines import forbid
+
+class Loaded(PosixBackend):
+    name = "loaded"
+    def __init__(self, *_):
+        pass
+
+def select(call, code):
+    forbid(call, code=code)
+    for backend, zero in ((None, False), ("aio", False), (None, True)):
+        config = OffloadConfig(nvme_path={directory!r}, io={{"staging_bytes": 1 << 20, "backend": backend}})
+        try:
+            chosen = select_backend(
+                config, AioConfig(), zero_uses_nvme=zero, pinned=True, directories=[Path({directory!r})]
+            )
+            print("NULL", chosen.backend.name, chosen.reason)
+        except BackendUnavailableError as error:
+            print("NAMED", error)
+    print("DOCTOR", main(["doctor", "--nvme-path", {directory!r}]))
+
+aio.is_built, aio.AioBackend = lambda: True, Loaded
+logging.basicConfig(stream=sys.stdout, format="%(message)s", force=True)
+for call, code in {[*refused, ("io_getevents", 1)]!r}:
+    print(f"=== {{call}} {{code}}", flush=True)
+    if os.fork() == 0:
+        select(call, code)
+        sys.stdout.flush()
+        os._exit(0)
+    os.wait()
+"""
+    done = run_python(program, timeout_s=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    parts = [part.partition("\n") for part in done.stdout.split("=== ")[1:]]
+    return {name: said for name, _, said in parts}
+
+
+class Loaded(PosixBackend):
+    """Plays DeepSpeed's op, which takes minutes to build."""
+
+    name = "loaded"
+
+    def __init__(self, config: AioConfig, handles: int) -> None:
+        self.handles = handles
+
+
 class TestSelection:
     def config(self, **io: object) -> OffloadConfig:
         return OffloadConfig.model_validate({"nvme_path": "/x", "io": {"staging_bytes": 1 << 20, **io}})
@@ -252,7 +365,7 @@ class TestSelection:
         assert chosen.backend.name == "posix" and "not built" in chosen.reason
 
     def test_null_is_aio_where_zero_uses_it_or_it_is_built(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(aio, "AioBackend", lambda config: PosixBackend())
+        monkeypatch.setattr(aio, "AioBackend", Loaded)
         monkeypatch.setattr(aio, "is_built", lambda: False)
         assert "ZeRO" in select_backend(self.config(), AioConfig(), zero_uses_nvme=True, pinned=False).reason
         monkeypatch.setattr(aio, "is_built", lambda: True)
@@ -398,6 +511,96 @@ class TestSelection:
         assert len(os.listdir("/proc/self/fd")) == before
         first.close()
         file.close()
+
+    @pytest.mark.parametrize("call", CALLS)
+    @pytest.mark.parametrize("code", CODES)
+    def test_a_kernel_that_forbids_aio_is_found_before_the_op_is_used(
+        self, forbidden: dict[str, str], call: str, code: int
+    ) -> None:
+        """With it the process would abort at its first write, or hang; see aio.py [Note: Asking the kernel]."""
+        said = forbidden[f"{call} {code}"]
+        why = "ends processes" if code == KILLED else rf"refuses {call}.*\({re.escape(os.strerror(code))}\)"
+        assert re.search(rf"^NULL posix .*{why}.*seccomp profile allow io_setup", said, re.MULTILINE), said
+        assert re.search(rf'^NAMED io.backend: .*{why}.*, or set "backend": "posix"', said, re.MULTILINE), said
+        assert re.search(rf"^FAIL  io.backend aio cannot run here.*{why}", said, re.MULTILINE), said
+        assert re.search(rf"^ZeRO's NVMe offload needs DeepSpeed's aio op, which .*{why}", said, re.MULTILINE), said
+        assert "DOCTOR 1" in said
+
+    def test_calls_that_the_op_does_not_make_may_be_forbidden(self, forbidden: dict[str, str]) -> None:
+        assert "NULL loaded" in forbidden["io_getevents 1"]
+
+    def test_a_context_that_cannot_be_had_means_posix(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def taken(self: object, config: AioConfig, handles: int) -> None:
+            raise BackendUnavailableError("backend aio: the kernel gave 8 of 10 contexts.")
+
+        monkeypatch.setattr(aio, "is_built", lambda: True)
+        monkeypatch.setattr(aio.AioBackend, "__init__", taken)
+        chosen = select_backend(self.config(), AioConfig(), zero_uses_nvme=False, pinned=True)
+        assert (chosen.backend.name, chosen.reason) == ("posix", "backend aio: the kernel gave 8 of 10 contexts")
+        with pytest.raises(BackendUnavailableError, match="gave 8 of 10"):
+            select_backend(self.config(backend="aio"), AioConfig(), zero_uses_nvme=False, pinned=True)
+
+    def test_one_directory_of_two_rules_aio_out(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        class Buffered(SwapFile):
+            def __init__(self, directory: Path, limit_bytes: int) -> None:
+                super().__init__(directory, limit_bytes)
+                self.direct = directory.name != "buffered"
+
+        directories = [tmp_path / "good", tmp_path / "buffered"]
+        for directory in directories:
+            directory.mkdir()
+        monkeypatch.setattr(aio, "SwapFile", Buffered)
+        monkeypatch.setattr(aio, "is_built", lambda: True)
+        monkeypatch.setattr(aio, "AioBackend", Loaded)
+        for found, name in ((directories[:1], "loaded"), (directories, "posix")):
+            chosen = select_backend(self.config(), AioConfig(), zero_uses_nvme=False, pinned=True, directories=found)
+            assert chosen.backend.name == name
+        assert "buffered has no O_DIRECT" in chosen.reason
+        assert [list(directory.iterdir()) for directory in directories] == [[], []]
+
+    def test_the_page_of_the_first_write_is_locked_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        limit = [MIB]
+        monkeypatch.setattr("ds_tba.storage.backends.select.can_lock", lambda nbytes: nbytes <= limit[0])
+        monkeypatch.setattr(aio, "is_built", lambda: True)
+        monkeypatch.setattr(aio, "AioBackend", Loaded)
+
+        def chosen(*, pinned: bool) -> str:
+            return select_backend(self.config(), AioConfig(), zero_uses_nvme=False, pinned=pinned).backend.name
+
+        assert (chosen(pinned=False), chosen(pinned=True)) == ("posix", "loaded")
+        limit[0] += 4096
+        assert chosen(pinned=False) == "loaded"
+        limit[0] = 0
+        assert chosen(pinned=True) == "posix"
+
+    def test_an_op_that_another_user_has_built_means_posix(self, tmp_path: Path) -> None:
+        """Loading takes a lock in the cache: containers have one that root has made."""
+        (tmp_path / "cache" / "async_io").mkdir(parents=True)
+        (tmp_path / "cache" / "async_io" / "async_io.so").touch()
+        program = f"""
+import os
+os.environ["TORCH_EXTENSIONS_DIR"] = {str(tmp_path / "cache")!r}
+import deepspeed
+from ds_tba.config import AioConfig, OffloadConfig
+from ds_tba.storage.backends.select import select_backend
+from deepspeed.ops.op_builder import AsyncIOBuilder
+AsyncIOBuilder.is_compatible = lambda self, verbose=False: True
+for backend in (None, "aio"):
+    config = OffloadConfig(nvme_path="/x", io={{"staging_bytes": 1 << 20, "backend": backend}})
+    try:
+        chosen = select_backend(config, AioConfig(), zero_uses_nvme=False, pinned=True)
+        print("NULL", chosen.backend.name, chosen.reason)
+    except Exception as error:
+        print("NAMED", type(error).__name__, error)
+"""
+        done = run_python(program, own_mounts=True, setup=f"mount --bind -o ro '{tmp_path}/cache' '{tmp_path}/cache'")
+        said = done.stdout
+        assert re.search(r"^NULL posix .*Read-only file system.*Set TORCH_EXTENSIONS_DIR", said, re.MULTILINE), (
+            said + done.stderr
+        )
+        assert re.search(r"^NAMED BackendUnavailableError .*Read-only.*Set TORCH_EXTENSIONS_DIR", said, re.MULTILINE), (
+            said
+        )
 
     def test_an_op_that_does_not_build_names_the_way_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(aio, "is_built", lambda: False)

@@ -164,3 +164,12 @@ def test_staging_is_given_back_at_close(make_store: StoreFactory) -> None:
     store.close()
     store.close()
     assert backend.staging == []
+
+
+def test_pinned_memory_suits_an_alignment_that_is_no_power_of_two() -> None:
+    """As of aio with three threads for each request: parts must be whole pages, and memory begin at one."""
+    backend = DeviceBackend()
+    backend.stages_on_device, backend.alignment_bytes = False, 3 * 4096
+    ring = StagingRing(EventAccelerator(), backend, MIB)
+    slot = ring.slots.allocate(1)
+    assert slot is not None and slot.nbytes == 3 * 4096 and ring.view(slot).data_ptr() % 4096 == 0

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import random
+import re
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +18,9 @@ from conftest import StoreFactory
 from support.disks import until
 from support.doubles import DeviceBackend, ScriptedBackend
 from support.late_device import LateDevice
+from support.runs import ROOT
 
-from ds_tba.errors import DsTbaError, StateError, TransferError
+from ds_tba.errors import ActivationLostError, DsTbaError, StateError, TransferError
 from ds_tba.storage.base import Refusal, Ticket
 from ds_tba.storage.nvme import Lanes, NvmeStore
 
@@ -191,3 +197,114 @@ def test_a_store_that_another_thread_closes_hands_out_no_wrong_byte(make_store: 
     assert all(exact for worker in workers for exact in worker.exact)
     until(lambda: is_at_rest(store), "nothing is held")
     device.end()
+
+
+# ---- memory that runs out in a lane ---------------------------------------------------------------------------------
+
+
+def struck(directory: Path, lanes: str, first: int, stride: int, limit_s: int, times: int) -> tuple[int, int, int]:
+    """Strike lines of lanes; returns how many lines were struck, and how many storages came back and were lost."""
+    program = ROOT / "tests" / "scripts" / "memory_in_lanes.py"
+    told = map(str, (program, directory, lanes, first, stride, limit_s, times))
+    paths = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
+    done = subprocess.run(
+        [sys.executable, *told],
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=limit_s + 120,
+    )
+    found = re.search(r"LINES (\d+) of \d+\nEXACT (\d+)\nLOST (\d+)\n", done.stdout)
+    assert done.returncode == 0 and found and "WRONG" not in done.stdout, done.stdout + done.stderr
+    number, exact, lost = map(int, found.groups())
+    return number, exact, lost
+
+
+@pytest.mark.parametrize("lanes", ["write", "read"])
+def test_memory_that_runs_out_in_a_lane_hangs_nobody_and_loses_nothing(tmp_path: Path, lanes: str) -> None:
+    number, exact, lost = struck(tmp_path, lanes, 11, 83, 300, 1)
+    assert number > 10 and exact > 6 * number and not lost
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("times", [1, 2, 3, 8])
+@pytest.mark.parametrize("lanes", ["write", "read"])
+def test_memory_that_runs_out_again_and_again_hangs_nobody(tmp_path: Path, lanes: str, times: int) -> None:
+    number, exact, lost = struck(tmp_path, lanes, times, 1 if times == 1 else 5, 900, times)
+    assert number > 100 and exact > 6 * number and (not lost or times > 2)
+
+
+ends_threads = pytest.mark.filterwarnings("ignore:(?s).*SystemExit:pytest.PytestUnhandledThreadExceptionWarning")
+
+
+@ends_threads
+@pytest.mark.parametrize("lanes", ["writes", "reads"])
+def test_a_lane_that_is_dead_is_started_again_by_whoever_waits(make_store: StoreFactory, lanes: str) -> None:
+    """Where memory ran out in the lane's own care for that: here its thread ends, with a ticket in its hands."""
+    store = make_store(lanes=Lanes(1, 1))
+    group = getattr(store.paths[0], lanes)
+    data = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8)
+    calls: list[int] = []
+
+    def dies(handle: object) -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            raise SystemExit
+
+    group.put(dies)
+    until(lambda: group._dead() != [] or len(calls) == 2, "the lane dies")
+    ticket = store.put(data, wait=True)
+    assert not isinstance(ticket, Refusal)
+    until(lambda: store.space.writes_under_way == 0 or lanes == "writes", "the write")
+    assert torch.equal(store.get(ticket, CPU).data, data)
+    store.release(ticket)
+    until(lambda: len(calls) == 2, "what it had in its hands is done")
+    assert not group._dead()
+    until(lambda: is_at_rest(store), "nothing is held")
+
+
+@ends_threads
+def test_a_store_whose_lanes_are_dead_closes(make_store: StoreFactory) -> None:
+    store = make_store(lanes=Lanes(2, 2))
+    groups = [group for path in store.paths for group in (path.writes, path.reads)]
+
+    def dies(handle: object) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise SystemExit
+
+    ticket = store.put(torch.zeros(1 << 20, dtype=torch.uint8), wait=True)
+    assert not isinstance(ticket, Refusal)
+    for group in groups:
+        for _ in group.handles:
+            group.put(dies)
+    until(lambda: all(group._dead() for group in groups), "lanes die")
+    store.close()
+    assert store.paths[0].file.fd == -1
+
+
+@ends_threads
+def test_bytes_that_no_thread_can_be_started_for_are_lost_by_name(
+    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make_store(lanes=Lanes(1, 1))
+    ticket = store.put(torch.zeros(1 << 20, dtype=torch.uint8), wait=True)
+    assert not isinstance(ticket, Refusal)
+    until(lambda: store.space.writes_under_way == 0, "the write")
+    reads, calls = store.paths[0].reads, list[int]()
+
+    def dies(handle: object) -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            raise SystemExit
+
+    def no_thread(*_: object) -> threading.Thread:
+        raise RuntimeError("can't start new thread")
+
+    reads.put(dies)
+    until(lambda: reads._dead() == [0], "the lane dies")
+    with monkeypatch.context() as patch:
+        patch.setattr("ds_tba.storage.space.new_thread", no_thread)
+        patch.setattr("ds_tba.storage.nvme.SLOW_WAIT_S", 0.0)
+        with pytest.raises(ActivationLostError, match=r"offset 0: .* threads that read died and cannot be started"):
+            store.get(ticket, CPU)
+    store.release(ticket)

@@ -1,17 +1,28 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
+import torch
+from support.disks import MIB, mounted
+from support.machines import run_python
 from test_store import until
 
+from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.errors import PathError
 from ds_tba.storage import swap_file
+from ds_tba.storage.backends.base import IoBackend
+from ds_tba.storage.backends.posix import PosixBackend
+from ds_tba.storage.base import Refusal
+from ds_tba.storage.nvme import Lanes, NvmeStore
+from ds_tba.storage.space import SwapPath
+from ds_tba.storage.staging import StagingRing
 from ds_tba.storage.swap_file import SwapFile
 
 
@@ -37,11 +48,11 @@ def test_it_grows_in_steps_up_to_its_limit(tmp_path: Path, monkeypatch: pytest.M
 def test_a_failed_step_gives_its_part_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = SwapFile(tmp_path, 1 << 60)
 
-    def partial(fd: int, offset: int, length: int) -> None:
+    def partial(fd: int, offset: int, length: int) -> bool:
         os.ftruncate(fd, offset + length // 2 if length < 1 << 30 else offset)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "posix_fallocate", partial)
+    monkeypatch.setattr(swap_file, "fallocate", partial)
     with pytest.raises(OSError, match="No space"):
         file.grow(1 << 20)
     assert os.fstat(file.fd).st_size == 0 == file.size_bytes
@@ -165,3 +176,180 @@ def test_too_many_open_files_names_the_limit_to_raise(tmp_path: Path, monkeypatc
     monkeypatch.setattr(os, "open", no_descriptor)
     with pytest.raises(PathError, match=r"Too many open files.*ulimit -n"):
         SwapFile(tmp_path, 1 << 20)
+
+
+# ---- file systems and limits as machines have them ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["ext2", "ext3"])
+def test_without_fallocate_blocks_are_reserved_by_writing(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with mounted(tmp_path / "loop", 64 * MIB, f"mkfs.{kind}", "-q", "-m", "0", "-b", "4096") as disk:
+        before = disk.free_bytes
+        with closing(SwapFile(disk.path, before * 2)) as file:
+            monkeypatch.setattr(swap_file, "WRITTEN_STEP_BYTES", 4 * MIB)
+            file.reserve_first(8 * MIB)
+            assert not file.preallocates
+            assert 8 * MIB == file.size_bytes == file.zeroed_bytes == os.fstat(file.fd).st_size
+            assert os.fstat(file.fd).st_blocks * 512 >= file.size_bytes
+            with pytest.raises(PathError, match=r"No space left on device.*Free space there, or raise the quota, or"):
+                file.reserve_first(before)
+            assert os.fstat(file.fd).st_size == file.size_bytes
+            assert file.grow(4096) and file.size_bytes == 12 * MIB
+        until(lambda: disk.is_empty(before), "the space comes back")
+
+
+@pytest.mark.parametrize("kind", ["ext2", "ext3"])
+def test_a_store_moves_bytes_without_fallocate(
+    tmp_path: Path, kind: str, backend: IoBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(swap_file, "WRITTEN_STEP_BYTES", 4 * MIB)
+    with mounted(tmp_path / "loop", 64 * MIB, f"mkfs.{kind}", "-q", "-m", "0", "-b", "4096") as disk:
+        file = SwapFile(disk.path, 128 * MIB)
+        store = NvmeStore([file], backend, StagingRing(CpuAccelerator(), backend, 8 * MIB), Lanes(2, 2), "full")
+        try:
+            saved = [torch.randint(0, 256, (MIB,), dtype=torch.uint8) for _ in range(70)]
+            tickets = [store.put(data, wait=True) for data in saved]
+            assert tickets[-1] is Refusal.NO_SPACE and not isinstance(tickets[20], Refusal)  # full, and said so
+            for ticket, data in zip(tickets, saved, strict=True):
+                if not isinstance(ticket, Refusal):
+                    assert torch.equal(store.get(ticket, torch.device("cpu")).data, data)
+            assert store.paths[0].written_bytes == store.paths[0].meter.writes.moved_bytes + file.zeroed_bytes
+        finally:
+            store.close()
+
+
+@pytest.mark.parametrize("code", [1, 11, 38])
+def test_a_container_that_forbids_fallocate(tmp_path: Path, code: int) -> None:
+    program = f"""
+import os
+from pathlib import Path
+from support.machines import forbid
+from ds_tba.storage.swap_file import SwapFile
+file = SwapFile(Path({str(tmp_path)!r}), 8 << 20)
+forbid("fallocate", code={code})
+file.reserve_first(4 << 20)
+print(file.preallocates, os.fstat(file.fd).st_blocks * 512 >= file.size_bytes >= 4 << 20)
+"""
+    done = run_python(program)
+    assert done.stdout == "False True\n", done.stderr
+
+
+@pytest.mark.parametrize("has_call", [True, False])
+def test_a_limit_of_file_sizes_is_named(
+    tmp_path: Path, has_call: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if not has_call:
+        monkeypatch.setattr(swap_file, "fallocate", lambda *_: False)
+    file = SwapFile(tmp_path, 64 * MIB)
+    path = SwapPath(file, PosixBackend(), 1, 1)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8 * MIB + 1024, before[1]))
+    try:
+        with pytest.raises(PathError, match=r"reserve 16777216 .*File too large.*8389632 bytes \(ulimit -f\), or"):
+            file.reserve_first(16 * MIB)
+        assert path.reserve(4 * MIB) is not None
+        assert path.reserve(16 * MIB) is None
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    (said,) = caplog.messages
+    assert "cannot grow" in said and "ulimit -f" in said and "quota" not in said
+    file.close()
+
+
+def test_no_inodes_left_is_not_called_a_lack_of_room(tmp_path: Path) -> None:
+    with mounted(tmp_path / "loop", 64 * MIB, "mkfs.ext4", "-q", "-m", "0", "-N", "16") as disk:
+        with suppress(OSError):
+            for number in range(1000):
+                (disk.path / str(number)).touch()
+        assert disk.free_bytes > 32 * MIB
+        with pytest.raises(PathError, match=r"No space left on device.*no inodes left \(df -i\), or name another"):
+            SwapFile(disk.path, MIB)
+
+
+# ---- memory that looks like a drive ---------------------------------------------------------------------------------
+
+EXAMINE = """
+from pathlib import Path
+from ds_tba.errors import PathError
+from ds_tba.storage.swap_file import check_directories, file_system_of
+import os, sys
+path = os.fsdecode(sys.argv[1].encode("utf-8", "surrogateescape"))
+print(file_system_of(Path(path)))
+try:
+    check_directories((path,), 1, 1)
+except PathError as error:
+    print(str(error).replace("\\n", " "))
+else:
+    print("taken")
+"""
+
+
+def examined(base: Path, setup: str, path: str) -> list[str]:
+    """Return the file system of a path and what the checks say of it, after ``setup`` has made mounts there."""
+    program = EXAMINE.replace("sys.argv[1]", repr(path))
+    done = run_python(program, own_mounts=True, setup=f"cd '{base}'\n{setup}")
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_an_overlay_on_tmpfs_is_memory(tmp_path: Path) -> None:
+    setup = """
+mkdir ram low on
+mount -t tmpfs none ram
+mkdir "ram/an up" ram/work
+mount -t overlay overlay -o "lowerdir=$PWD/low,upperdir=$PWD/ram/an up,workdir=$PWD/ram/work" on
+"""
+    kind, said = examined(tmp_path, setup, f"{tmp_path}/on")
+    assert kind == "overlay" and "is on overlay on tmpfs, which is memory" in said
+
+
+def test_an_overlay_on_a_drive_is_taken(tmp_path: Path) -> None:
+    setup = """
+mkdir low up work on
+mount -t overlay overlay -o "lowerdir=$PWD/low,upperdir=$PWD/up,workdir=$PWD/work" on
+"""
+    assert examined(tmp_path, setup, f"{tmp_path}/on") == ["overlay", "taken"]
+
+
+def test_a_loop_device_on_tmpfs_is_memory(tmp_path: Path) -> None:
+    setup = """
+mkdir ram on
+mount -t tmpfs none ram
+truncate -s 16M ram/image
+mkfs.ext4 -q ram/image
+mount -o loop ram/image on
+"""
+    kind, said = examined(tmp_path, setup, f"{tmp_path}/on")
+    assert kind == "ext4" and " on tmpfs, which is memory" in said
+
+
+@pytest.mark.parametrize("name", ["über", "two words", "back\\slash", "tab\there", "new\nline", "日本"])
+def test_tmpfs_has_any_name(tmp_path: Path, name: str) -> None:
+    directory = tmp_path / name
+    directory.mkdir()
+    kind, said = examined(tmp_path, "mount -t tmpfs none */", str(directory))
+    assert kind == "tmpfs" and "tmpfs, which is memory" in said
+
+
+def test_a_mount_of_somebody_else_whose_name_is_no_utf_8(tmp_path: Path) -> None:
+    setup = "mkdir mine $'caf\\xe9'; mount -t tmpfs none $'caf\\xe9'"
+    kind, said = examined(tmp_path, setup, f"{tmp_path}/mine")
+    assert said == "taken" and kind not in ("tmpfs", "unknown")
+
+
+def test_a_mount_that_another_one_hides_is_not_looked_at(tmp_path: Path) -> None:
+    setup = """
+mkdir -p a/b c/b
+mount -t tmpfs none a/b
+mount --bind c a
+"""
+    kind, said = examined(tmp_path, setup, f"{tmp_path}/a/b")
+    assert said == "taken" and kind != "tmpfs"
+
+
+def test_where_the_kernel_tells_no_number_names_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = swap_file.file_system_of(tmp_path)
+    monkeypatch.setattr(swap_file, "_mount_number", lambda path: None)
+    assert swap_file.file_system_of(tmp_path) == found != "unknown"

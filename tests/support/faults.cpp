@@ -113,10 +113,12 @@ ssize_t preadv64v2(int fd, const iovec* parts, int count, off_t offset, int flag
     return flagged(READ, "preadv64v2", fd, parts, count, offset, flags);
 }
 
-int posix_fallocate64(int fd, off_t offset, off_t length)
+int fallocate(int fd, int mode, off_t offset, off_t length)
 {
-    static const auto real = reinterpret_cast<int (*)(int, off_t, off_t)>(dlsym(RTLD_NEXT, "posix_fallocate64"));
-    return strike(ALLOCATE) == FAIL ? rules[ALLOCATE].code.load() : real(fd, offset, length);
+    static const auto real = reinterpret_cast<int (*)(int, int, off_t, off_t)>(dlsym(RTLD_NEXT, "fallocate"));
+    if (strike(ALLOCATE) != FAIL) { return real(fd, mode, offset, length); }
+    errno = rules[ALLOCATE].code.load();
+    return -1;
 }
 
 // libaio's: a dropped block goes to /dev/null instead, so that the kernel completes it as if all were well.

@@ -6,9 +6,11 @@ import errno
 import logging
 import os
 import resource
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from ds_tba.config import AioConfig, OffloadConfig
+from ds_tba.config import IO_ALIGNMENT_BYTES, AioConfig, OffloadConfig
 from ds_tba.device.memory import can_lock
 from ds_tba.errors import BackendUnavailableError, ConfigError
 from ds_tba.storage.backends import aio
@@ -32,7 +34,13 @@ class Selection:
 
 
 def select_backend(
-    config: OffloadConfig, aio_config: AioConfig, *, zero_uses_nvme: bool, pinned: bool, device: str = "cpu"
+    config: OffloadConfig,
+    aio_config: AioConfig,
+    *,
+    zero_uses_nvme: bool,
+    pinned: bool,
+    device: str = "cpu",
+    directories: Sequence[Path] = (),
 ) -> Selection:
     """The backend that the config names, or for ``null`` the one of the design.
 
@@ -40,40 +48,52 @@ def select_backend(
         zero_uses_nvme: ZeRO's own NVMe offload is on, so that DeepSpeed builds its aio op anyway.
         pinned: the accelerator pins staging, so that aio need not lock it.
         device: the training device, such as ``"cuda"``.
+        directories: where the swap files will be.
 
     Raises:
         BackendUnavailableError: the named backend cannot run on this machine; says what to install or to set.
         ConfigError: the process may not open as many files as the lanes need.
     """
-    obstacle = _aio_obstacle(config, aio_config, pinned)
+    obstacle = None
     if zero_uses_nvme or config.io.backend in (None, "aio"):
         abandoned = aio.abandoned_build()
         if abandoned is not None and zero_uses_nvme:
             logger.warning("ZeRO's NVMe offload needs DeepSpeed's aio op, and will wait for ever: %s", abandoned)
-        obstacle = obstacle or abandoned
-    backend: IoBackend
+        obstacle = _lock_obstacle(config, aio_config, pinned) or abandoned
+        if obstacle is None and (zero_uses_nvme or config.io.backend == "aio" or aio.is_built()):
+            _check_descriptors(config, aio.AioBackend.name, aio.AioBackend.descriptors_per_handle)
+            obstacle = aio.kernel_obstacle(aio_config, _lanes(config) + 1, directories)
+            if obstacle is not None and zero_uses_nvme:
+                logger.warning("ZeRO's NVMe offload needs DeepSpeed's aio op, which cannot run here: %s", obstacle)
     if config.io.backend is not None:
         backend = _named(config, aio_config, obstacle, device)
-        reason = "; ".join(filter(None, [NAMED, backend.remark]))
+        selection = Selection(backend, "; ".join(filter(None, [NAMED, backend.remark])))
     elif obstacle is not None:
-        backend, reason = PosixBackend(), obstacle
-    elif zero_uses_nvme:
-        backend, reason = aio.AioBackend(aio_config), "ZeRO's NVMe offload uses DeepSpeed's aio op too"
-    elif aio.is_built():
-        backend, reason = aio.AioBackend(aio_config), "DeepSpeed's aio op is built"
+        selection = Selection(PosixBackend(), obstacle)
     else:
-        backend, reason = PosixBackend(), "DeepSpeed's aio op is not built, and building it takes minutes"
-    _check_descriptors(config, backend)
-    return Selection(backend, reason)
+        selection = _unnamed(config, aio_config, zero_uses_nvme)
+    _check_descriptors(config, selection.backend.name, selection.backend.descriptors_per_handle)
+    return selection
+
+
+def _unnamed(config: OffloadConfig, aio_config: AioConfig, zero_uses_nvme: bool) -> Selection:
+    if not (zero_uses_nvme or aio.is_built()):
+        return Selection(PosixBackend(), "DeepSpeed's aio op is not built, and building it takes minutes")
+    try:
+        backend = aio.AioBackend(aio_config, _lanes(config) + 1)
+    except BackendUnavailableError as error:
+        return Selection(PosixBackend(), str(error).rstrip("."))
+    uses = "ZeRO's NVMe offload uses DeepSpeed's aio op too" if zero_uses_nvme else "DeepSpeed's aio op is built"
+    return Selection(backend, uses)
 
 
 def _lanes(config: OffloadConfig) -> int:
     return (config.io.write_lanes + config.io.read_lanes) * len(config.nvme_paths)
 
 
-def _check_descriptors(config: OffloadConfig, backend: IoBackend) -> None:
+def _check_descriptors(config: OffloadConfig, name: str, per_handle: int) -> None:
     """Refuse what would run into ``RLIMIT_NOFILE``, in mid-run and in whoever opens a file then."""
-    needed = len(config.nvme_paths) + _lanes(config) * backend.descriptors_per_handle + SPARE_DESCRIPTORS
+    needed = len(config.nvme_paths) + _lanes(config) * per_handle + SPARE_DESCRIPTORS
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         present = len(os.listdir("/proc/self/fd"))
@@ -85,24 +105,20 @@ def _check_descriptors(config: OffloadConfig, backend: IoBackend) -> None:
     if limit != resource.RLIM_INFINITY and present + needed > limit:
         raise ConfigError(
             f"{paths} path(s) with {write} write and {read} read lanes need up to {needed} file descriptors (backend "
-            f"{backend.name}, {SPARE_DESCRIPTORS} to spare), {present} are open, and this process may have {limit}: "
+            f"{name}, {SPARE_DESCRIPTORS} to spare), {present} are open, and this process may have {limit}: "
             f"raise the limit (ulimit -n {present + needed}) or lower io.write_lanes and io.read_lanes."
         )
 
 
-def _aio_obstacle(config: OffloadConfig, aio_config: AioConfig, pinned: bool) -> str | None:
-    """A limit of this process or machine that aio would run into, with the repair; None if there is none."""
-    if not (pinned or can_lock(config.io.ring_bytes)):
+def _lock_obstacle(config: OffloadConfig, aio_config: AioConfig, pinned: bool) -> str | None:
+    """The limit of locked memory that aio would run into, with the repair; None if it does not."""
+    pages_bytes = IO_ALIGNMENT_BYTES * aio_config.intra_op_parallelism  # of its first write
+    if pinned and not can_lock(pages_bytes):
+        return f"aio locks {pages_bytes} bytes in memory, above this process's limit: raise it (ulimit -l unlimited)"
+    if not (pinned or can_lock(config.io.ring_bytes + pages_bytes)):
         return (
-            f"aio locks all {config.io.ring_bytes} bytes of staging in memory, above this process's limit: raise it "
-            "(ulimit -l unlimited) or set io.staging_bytes to less"
-        )
-    needed = aio.requests_needed(aio_config, _lanes(config))
-    free = aio.requests_free()
-    if free is not None and needed > free:
-        return (
-            f"aio needs {needed} kernel requests per rank and fs.aio-max-nr leaves {free}: raise it (sysctl "
-            "fs.aio-max-nr=1048576) or lower the lanes or the aio block's queue_depth"
+            f"aio locks all {config.io.ring_bytes} bytes of staging in memory, and {pages_bytes} more, above this "
+            "process's limit: raise it (ulimit -l unlimited) or set io.staging_bytes to less"
         )
     return None
 
@@ -114,5 +130,5 @@ def _named(config: OffloadConfig, aio_config: AioConfig, obstacle: str | None, d
         case "aio" if obstacle is not None:
             raise BackendUnavailableError(f'io.backend: {obstacle}, or set "backend": "posix".')
         case "aio":
-            return aio.AioBackend(aio_config)
+            return aio.AioBackend(aio_config, _lanes(config) + 1)
     return PosixBackend()

@@ -1,0 +1,193 @@
+"""Memory runs out between two lines of a lane, each in turn: bytes come back or are lost by name, and nobody hangs.
+
+    memory_in_lanes.py DIRECTORY LANES FIRST STRIDE LIMIT_S TIMES
+
+LANES: ``write`` or ``read``. From its line FIRST on every STRIDE-th is struck, each in a store of its own, for LIMIT_S
+seconds or until every line was; TIMES errors come one after the other. Prints ``LINES struck of all lines in lanes``,
+``EXACT`` and ``LOST`` with how many storages were, and where a line was struck that ended in neither, ``WRONG``.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import linecache
+import logging
+import os
+import random
+import sys
+import threading
+import time
+from functools import cache
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from support.doubles import CpuAccelerator, DeviceBackend
+from support.late_device import LateDevice
+
+import ds_tba
+from ds_tba.errors import StorageError
+from ds_tba.storage.backends.base import IoBackend
+from ds_tba.storage.backends.posix import PosixBackend
+from ds_tba.storage.base import Refusal
+from ds_tba.storage.nvme import Lanes, NvmeStore
+from ds_tba.storage.staging import StagingRing
+from ds_tba.storage.swap_file import SwapFile
+
+KIB = 1 << 10
+SIZES = (4 * KIB, 60_000, 300_000, 128 * KIB)
+HANG_S = 20.0
+PACKAGE = str(Path(ds_tba.__file__).parent)
+# A lock that is taken and not yet guarded is no place where memory is asked for; see finalizers.py [Note: Interrupts].
+# Of a `with` that is the line of both its ways: the tracer would raise between the end of the block and the release.
+SPARED = str(Path("storage", "finalizers.py"))
+CPU = torch.device("cpu")
+
+
+@cache
+def is_spared(file: str, line: int) -> bool:
+    code = linecache.getline(file, line).strip()
+    return code.startswith("with ") and ".lock" in code
+
+
+class Strike:
+    """Counts the lines of ours that lanes of a kind run, and raises at one, and at those that follow it.
+
+    Attributes:
+        lines: so far.
+        at: the line, from 1; 0 for none.
+        left: errors still to come.
+        where: it came first.
+    """
+
+    def __init__(self, lanes: str) -> None:
+        self._name = f"ds_tba-{lanes}"
+        self.lines = self.at = self.left = 0
+        self.where = ""
+
+    def begin(self, at: int, times: int) -> None:
+        self.lines, self.at, self.left, self.where = 0, at, times, ""
+
+    def trace(self, frame: FrameType, event: str, _: Any) -> Any:
+        name = frame.f_code.co_filename
+        if not threading.current_thread().name.startswith(self._name):
+            return None
+        if not name.startswith(PACKAGE) or name.endswith(SPARED):
+            return None
+        if event == "line" and not is_spared(name, frame.f_lineno):
+            self.lines += 1
+            if self.left and self.lines >= self.at > 0:
+                self.left -= 1
+                self.where = self.where or f"{Path(name).name}:{frame.f_lineno}"
+                raise MemoryError("the test's")
+        return self.trace
+
+
+class Trial:
+    """One store: storages go out and come back, some read ahead, some given up."""
+
+    def __init__(self, directory: Path, seed: int) -> None:
+        chance = random.Random(seed)
+        self.device = LateDevice(late_compute=True, longest_pause_s=0.0) if seed % 2 else CpuAccelerator()
+        backend: IoBackend = DeviceBackend() if seed % 4 == 3 else PosixBackend()
+        ring = StagingRing(self.device, backend, 512 * KIB)
+        files = [SwapFile(directory, 4 << 20) for _ in range(1 + seed % 3 // 2)]
+        for file in files:
+            file.reserve_first(4 << 20)
+        self.store = NvmeStore(files, backend, ring, Lanes(2, 2), "sampled")
+        self.chance = chance
+        self.exact = self.lost = self.wrong = 0
+
+    def round(self) -> None:
+        """Put, read ahead in part, get, compare, give up."""
+        store, chance = self.store, self.chance
+        saved = []
+        for size in SIZES:
+            wanted = torch.randint(0, 256, (size,), dtype=torch.uint8)
+            data = self.device.allocate(size, CPU)
+            if isinstance(self.device, LateDevice):
+                self.device.launch(lambda to, wanted=wanted: to.copy_(wanted), data)
+            else:
+                data.copy_(wanted)
+            ticket = store.put(data, wait=True)
+            if not isinstance(ticket, Refusal):
+                saved.append((ticket, wanted))
+        if chance.random() < 0.7:
+            deadline = time.monotonic() + 0.05
+            while store.space.writes_under_way and time.monotonic() < deadline:
+                time.sleep(0.001)
+        if len(saved) > 3:
+            store.release(saved.pop(0)[0])  # perhaps under its write
+        for ticket, _ in saved[::2]:
+            store.prefetch(ticket)
+        for ticket, wanted in reversed(saved):
+            try:
+                self._compare(store.get(ticket, CPU).data, wanted)
+            except StorageError:
+                self.lost += 1
+            store.release(ticket)
+
+    def _compare(self, found: torch.Tensor, wanted: torch.Tensor) -> None:
+        def compare(found: torch.Tensor) -> None:
+            is_exact = torch.equal(found, wanted)
+            self.exact += is_exact
+            self.wrong += not is_exact
+
+        if isinstance(self.device, LateDevice):
+            self.device.launch(compare, found)
+        else:
+            compare(found)
+
+    def end(self) -> None:
+        """Close; no lane is left."""
+        if isinstance(self.device, LateDevice):
+            self.device.synchronize()
+        self.store.close()
+        if isinstance(self.device, LateDevice):
+            self.device.end()
+        groups = [group for path in self.store.paths for group in (path.writes, path.reads)]
+        if any(thread.is_alive() for group in groups for thread in group._threads):
+            self.wrong += 1
+        if any(path.file.fd >= 0 for path in self.store.paths):
+            self.wrong += 1
+
+
+def hangs(strike: Strike) -> None:
+    print(f"HANG {strike.at} at {strike.where}", flush=True)
+    faulthandler.dump_traceback()
+    os._exit(1)
+
+
+def main(directory: str, lanes: str, first: str, stride: str, limit_s: str, times: str) -> None:
+    logging.disable(logging.CRITICAL)
+    threading.excepthook = lambda _: None  # of a lane that dies
+    torch.set_num_threads(1)
+    strike = Strike(lanes)
+    threading.settrace(strike.trace)
+    until_s = time.monotonic() + float(limit_s)
+    at, struck, exact, lost = int(first), 0, 0, 0
+    most = at
+    while time.monotonic() < until_s and at <= most:
+        strike.begin(at, int(times))
+        watch = threading.Timer(HANG_S, hangs, (strike,))
+        watch.start()
+        trial = Trial(Path(directory), at)
+        trial.round()
+        strike.left = 0
+        struck += bool(strike.where)
+        trial.round()  # all is well again, in the same store
+        trial.end()
+        watch.cancel()
+        most = max(most, strike.lines // 2)
+        exact, lost = exact + trial.exact, lost + trial.lost
+        if trial.wrong:
+            print(f"WRONG {at} at {strike.where}", flush=True)
+        if trial.lost:
+            print(f"LOST-AT {at} at {strike.where}", flush=True)
+        at += int(stride)
+    print(f"LINES {struck} of {most}\nEXACT {exact}\nLOST {lost}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
