@@ -34,7 +34,7 @@ from ds_tba.autograd.sample import StepSamples, failure_of
 from ds_tba.autograd.sites import RunningModule, open_sites
 from ds_tba.autograd.tensors import SHOWS_HOOKS, innermost_hooks, mark_inputs, take_off
 from ds_tba.config import BLOCK, AioConfig, OffloadConfig, with_staging
-from ds_tba.device.accelerator import Accelerator, MemoryMeter, available_bytes
+from ds_tba.device.accelerator import Accelerator, MemoryMeter, available_bytes, new_thread
 from ds_tba.device.memory import is_out_of_memory
 from ds_tba.errors import IncompatibleError, PathError
 from ds_tba.planner.plan import Limits
@@ -508,6 +508,9 @@ class ActivationOffloader:
             self.cache.settle()
         finally:
             self._tiers.close()
+            if self.cache.live_records:  # their host memory goes with them, and no hook of ours runs any more
+                follow = partial(self.cache.finalizers.follow, lambda: self.cache.live_records > 0)
+                new_thread(self._accelerator, follow, "ds_tba-graphs").start()
             self._ended_at = time.monotonic()
             # That of a backward which no engine has called: the interpreter leaves it there before it exits.
             self.note_failure(getattr(sys, "last_value", None))

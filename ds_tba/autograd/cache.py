@@ -121,7 +121,6 @@ class TensorCache(Keeper):
 
     Attributes:
         learned_order: of first uses, in the last backward that used all.
-        live_records: saved storages that some graph still holds.
         sites: what can be made again, as ``sites.py`` has it, which imports this room's lower files; None where nothing
             is to be.
         looked_at: makes the hooks of a forward from the cache's own, to look at what they do; see ``sample.py``.
@@ -138,7 +137,7 @@ class TensorCache(Keeper):
         released_bytes: int = 256 << 20,
     ) -> None:
         super().__init__(self._load, self._count_kept, self._finalize)
-        self.stats = CacheStats()
+        self._stats = CacheStats()
         self._stores = tuple(stores)
         self._device = torch.device(device)
         self._accelerator = accelerator
@@ -148,7 +147,7 @@ class TensorCache(Keeper):
         self.residency = Residency(self.stats, self._stores, self._device, self, accelerator, released_bytes)
         self.forward = Forward(MicroStep(), self._default_policy)
         self.learned_order: list[int] = []
-        self.live_records = 0
+        self._live_records = 0
         self.sites: Any = None
         self.looked_at: Callable[[Hooks], Hooks] = lambda hooks: hooks
         self._originals = keep_originals()
@@ -156,6 +155,18 @@ class TensorCache(Keeper):
         self._unread: deque[tuple[SavedStorage | None, Any, Any]] = deque()
         self._recomputed: list[CountedMemory] = []  # what blocks that ran again have saved in this backward
         self._made: dict[SavedStorage, None] = {}  # not saved, but made again
+
+    @property
+    def stats(self) -> CacheStats:
+        """The figures as they are now, without what is gone."""
+        self.finalizers.act_if_free()
+        return self._stats
+
+    @property
+    def live_records(self) -> int:
+        """Saved storages that some graph still holds."""
+        self.finalizers.act_if_free()
+        return self._live_records
 
     # ---- forwards -----------------------------------------------------------------------------------------------
 
@@ -341,7 +352,7 @@ class TensorCache(Keeper):
             record.index = record.micro_step.add(record)
         self.residency.add(record, tensor)
         forward.by_key[key] = record
-        self.live_records += 1
+        self._live_records += 1
         record.micro_step.saved += 1
         return record
 
@@ -375,7 +386,8 @@ class TensorCache(Keeper):
         if torch.is_inference_mode_enabled():  # what is made there has no version, and autograd saves tensors that have
             with torch.inference_mode(False):
                 return self.unpack(micro_step, held)
-        tensor = held.restore()  # first of all: backward waits for this read, and for no read ahead
+        self.finalizers.act_if_free()  # what is gone makes room for what comes; nothing else may take the lock here
+        tensor = held.restore()  # first: backward waits for this read, and for no read ahead
         self._originals.add(tensor, tensor is held.held)
         if micro_step.phase is Phase.WAITING:
             with self.finalizers, self.finalizers.lock:
@@ -406,7 +418,7 @@ class TensorCache(Keeper):
                 data = reloaded.arrival.join()  # every consumer waits for the copy, each in its own stream
                 unmodified(data, reloaded.version)
                 record.pending -= not (view.is_unpacked or view.is_lent)
-                view.is_unpacked = True  # under the lock: two threads may unpack one view, and it was pending once
+                view.state.is_unpacked = True  # under the lock: two threads may unpack a view that was pending once
                 if view.is_lent:
                     self.residency.add_early(record)
                 self._evict_if_unpacked(record)  # the record lets go of the memory, and the caller's ``data`` holds it
@@ -618,9 +630,9 @@ class TensorCache(Keeper):
             return
         record = gone.record
         record.views -= 1
-        record.lent -= gone.was_lent
-        record.pending -= gone.was_pending
-        if record.views == record.lent and not gone.was_lent:
+        record.lent -= gone.is_lent
+        record.pending -= gone.is_pending
+        if record.views == record.lent and not gone.is_lent:
             self.stats.saved.add(-record.memory.unsave())
         if record.views == 0:
             self._forget(record)
@@ -632,7 +644,7 @@ class TensorCache(Keeper):
         record.move(RecordState.DROPPED)
         record.reloaded = record.recipe = record.makeable = None
         self._made.pop(record, None)
-        self.live_records -= 1
+        self._live_records -= 1
         if self.forward.by_key.get(record.key) is record:
             del self.forward.by_key[record.key]
         if record.ticket is not None:

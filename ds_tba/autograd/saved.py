@@ -11,11 +11,11 @@ other records. That is no circle: a recipe never holds a graph. The cache lists 
 last view, and with them ticket, recipe and bytes. On a storage that is counted lies a guard. Record and guard share the
 account of its memory: the one tells of the end of a user, the other of the end of the memory, in any order.
 
-[Note: Finalizers] A view's ``__del__`` may run anywhere: in any thread, and also while its own thread holds the lock,
-because every allocation inside a critical section may start the garbage collector. So it neither waits for the lock nor
-takes it twice; it defers itself (``ds_tba/storage/finalizers.py``). Who takes it, ``with finalizers, finalizers.lock``,
-acts on deferred finalizers first, so that their memory is free, and after letting go of it acts on those that found the
-lock taken.
+[Note: Finalizers] A view may go anywhere: in any thread, and also while its own thread holds the lock, because every
+allocation inside a critical section may start the garbage collector; and a signal handler may raise there. So nothing
+of ours runs then: its end is put into a queue (``ds_tba/storage/finalizers.py``). Entering ``with finalizers,
+finalizers.lock`` first acts on the ends in the queue, so that their memory is free, and leaving it on those that came
+meanwhile. So do unpacking, which may wait for no lock otherwise, and whoever asks for figures.
 """
 
 from __future__ import annotations
@@ -243,7 +243,7 @@ class SavedCounted(_Kept):
         eps: of the norm of which it is a statistic, in a tuple; else None.
     """
 
-    __slots__ = ("_cache", "eps", "memory", "nbytes")
+    __slots__ = ("__weakref__", "_cache", "eps", "memory", "nbytes")
 
     def __init__(self, cache: Keeper, tensor: torch.Tensor, nbytes: int, reason: str) -> None:
         super().__init__(tensor)
@@ -251,14 +251,10 @@ class SavedCounted(_Kept):
         self.eps: tuple[Any] | None = None
         self.nbytes = nbytes
         self.memory = cache.count_kept(tensor, nbytes, reason)
+        cache.finalizers.watch(self, MemoryGone(self.memory, is_free=False))
 
     def is_of(self, cache: Keeper) -> bool:
         return self._cache is cache
-
-    def __del__(self) -> None:
-        memory = getattr(self, "memory", None)
-        if memory is not None:  # else __init__ raised before the tensor was counted
-            self._cache.finalizers.leave(MemoryGone(memory, is_free=False))
 
 
 class SavedView:
@@ -268,21 +264,31 @@ class SavedView:
         held: the tensor, or an alias of it, while its bytes stay in memory; else None. Set to None under the cache's
             lock, and read without it.
         eps: see :class:`SavedCounted`.
-        is_lent: it belongs to a recipe.
+        state: what its end tells.
     """
 
-    __slots__ = ("__weakref__", "_cache", "_spec", "_witness", "eps", "held", "is_lent", "is_unpacked", "record")
+    __slots__ = ("__weakref__", "_cache", "_spec", "_witness", "eps", "held", "record", "state")
 
     def __init__(self, cache: Keeper, record: SavedStorage, tensor: torch.Tensor, *, offloaded: bool) -> None:
         self.held: torch.Tensor | None = None
         self.eps: tuple[Any] | None = None
-        self.is_unpacked = self.is_lent = False
         self._cache = cache
         self.record = record
+        self.state = cache.finalizers.watch(self, ViewGone(record, is_away=offloaded))
         if offloaded:
             self._spec, self._witness = ViewSpec.of(tensor), VersionWitness(tensor)
         else:
             self.held = kept(tensor)
+
+    @property
+    def is_unpacked(self) -> bool:
+        """Whether backward has had its bytes."""
+        return self.state.is_unpacked
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether it belongs to a recipe."""
+        return self.state.is_lent
 
     @property
     def is_offloaded(self) -> bool:
@@ -293,7 +299,7 @@ class SavedView:
         """The saved tensor, if it was not modified since."""
         held = self.held  # read once: another thread may evict the record meanwhile
         if held is not None:
-            self.is_unpacked = True
+            self.state.is_unpacked = True
             return unmodified(held, self.record.key.version)
         if not self.is_unmodified:
             raise _modified(self._spec.form, self.record.key.version, self._witness.version)
@@ -316,21 +322,17 @@ class SavedView:
     def twin(self) -> SavedView:
         """Another view of the same bytes, for a recipe. Called under the cache's lock, which counts it."""
         other = copy.copy(self)
-        other.is_unpacked, other.is_lent = False, True
+        gone = ViewGone(self.record, is_away=self.state.is_away, is_lent=True)
+        other.state = self._cache.finalizers.watch(other, gone)
         return other
 
     def let_go(self) -> None:
         """Hold the bytes no longer. Called under the cache's lock."""
         if self.held is not None:
             self._spec, self._witness = ViewSpec.of(self.held), VersionWitness(self.held)
+            self.state.is_away = True
             # Last: restore() runs without the lock, and goes by the witness as soon as it finds nothing held.
             self.held = None
-
-    def __del__(self) -> None:
-        record = getattr(self, "record", None)
-        if record is not None:  # else a signal handler raised in __init__
-            is_pending = not (self.is_lent or self.is_unpacked) and self.held is None
-            self._cache.finalizers.leave(ViewGone(record, self.is_lent, is_pending))
 
 
 # ---- the account of a storage's memory, and finalizers --------------------------------------------------------------
@@ -372,32 +374,45 @@ class CountedMemory:
 
 
 class ResidencyGuard:
-    """Finalizer that reports when counted memory is freed: it lies on the storage.
+    """Lies on a storage, so that its end tells that counted memory is free.
 
-    A storage that two engines save has one for each of them.
+    A storage that two engines save has one for each of them. With consumers the event of the release must come after
+    all that the allocator records when the memory goes. It does: this goes before the memory, and nobody acts on that
+    within the finalizer.
     """
 
-    __slots__ = ("_cache", "memory")
+    __slots__ = ("__weakref__", "_cache", "memory")
 
     def __init__(self, cache: Keeper, memory: CountedMemory) -> None:
         self._cache = cache
         self.memory = memory
+        cache.finalizers.watch(self, MemoryGone(memory, is_free=True))
 
     def is_of(self, cache: Keeper) -> bool:
         return self._cache is cache
 
-    def __del__(self) -> None:
-        # With consumers nobody acts on it now: the event of its release must come after all that the allocator records
-        # when the memory goes, which is when this has returned. Else the bytes would be free on paper too early.
-        self._cache.finalizers.leave(MemoryGone(self.memory, is_free=True), acts=not self.memory.consumers)
 
+class ViewGone:
+    """What the end of a view tells its record.
 
-class ViewGone(NamedTuple):
-    """A view of this record is gone."""
+    Attributes:
+        is_away: the view holds no bytes.
+        is_lent: it belongs to a recipe.
+        is_unpacked: backward has had its bytes.
+    """
 
-    record: SavedStorage
-    was_lent: bool
-    was_pending: bool
+    __slots__ = ("is_away", "is_lent", "is_unpacked", "record")
+
+    def __init__(self, record: SavedStorage, *, is_away: bool, is_lent: bool = False) -> None:
+        self.record = record
+        self.is_away = is_away
+        self.is_lent = is_lent
+        self.is_unpacked = False
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether it is counted among its record's pending ones."""
+        return self.is_away and not (self.is_lent or self.is_unpacked)
 
 
 class MemoryGone(NamedTuple):
@@ -411,7 +426,7 @@ class MemoryGone(NamedTuple):
 
 
 Finalized = ViewGone | MemoryGone
-"""Told by a finalizer; acted on under the cache's lock."""
+"""Told by the end of an object; acted on under the cache's lock."""
 
 
 # ---- versions -------------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from functools import partial
 
 import torch
 
-from ds_tba.device.accelerator import Arrival, PendingCopy
+from ds_tba.device.accelerator import Arrival, PendingCopy, new_thread
 from ds_tba.errors import ActivationCorruptionError, ActivationLostError, StateError, StorageError, TransferError
 from ds_tba.storage.backends.base import IoBackend, IoHandle
 from ds_tba.storage.base import Loaded, Refusal, Store, Ticket
@@ -244,7 +244,7 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
                 return Arrival.done(tensor_over(ticket.host, ticket.nbytes))
             return self.ring.copies.into(ticket.host, ticket.nbytes, device)
         if is_ours:
-            data, loan = self.ring.lend(ticket.held_slot, ticket.nbytes, self.space.deferred.leave)
+            data, loan = self.ring.lend(ticket.held_slot, ticket.nbytes, self.space.deferred.watch)
             loan.slot, ticket.slot = ticket.slot, None  # at once: two owners would give it back twice
             return Arrival.done(data)
         # After the copies into the slot, or bytes that the device has not written yet would be handed over.
@@ -348,6 +348,9 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
                 for path in self.paths:
                     path.file.close()
             self.ring.close()
+        if self.ring.is_lent:  # its memory goes with the last tensor, and nobody else takes the lock any more
+            follow = partial(self.space.deferred.follow, lambda: self.ring.is_lent)
+            new_thread(self.ring.accelerator, follow, "ds_tba-loans").start()
 
     def _stop_lanes(self) -> bool:
         """Let the lanes do what is queued and end; whether all of them did within the time for that."""

@@ -25,7 +25,7 @@ from ds_tba.errors import StateError, StorageError, TransferError
 from ds_tba.storage.backends.base import IoBackend, IoHandle
 from ds_tba.storage.base import Refusal, StateMachine, Store, Ticket
 from ds_tba.storage.finalizers import DeferredFinalizers
-from ds_tba.storage.staging import Span, SpanAllocator, StagingRing
+from ds_tba.storage.staging import Loan, Span, SpanAllocator, StagingRing
 from ds_tba.storage.swap_file import SwapFile
 from ds_tba.telemetry.stats import KindMeter, PathMeter, StoreStats, readable
 
@@ -376,7 +376,7 @@ class SwapSpace:
         self.ring = ring
         self.lock = threading.Lock()  # not reentrant on purpose: see finalizers.py
         self.changed = threading.Condition(self.lock)
-        self.deferred: DeferredFinalizers[SwapTicket | Span] = DeferredFinalizers(self.lock, self._finalize)
+        self.deferred: DeferredFinalizers[SwapTicket | Loan] = DeferredFinalizers(self.lock, self._finalize)
         self.read_ahead = ReadAhead(ring.slots.capacity_bytes)
         self.writes_under_way = 0
         self.copying: set[SwapTicket] = set()
@@ -496,10 +496,11 @@ class SwapSpace:
         self.free_slot(ticket)
         ticket.path.extents.free(ticket.extent)
 
-    def _finalize(self, released: SwapTicket | Span) -> None:
+    def _finalize(self, released: SwapTicket | Loan) -> None:
         """Act on a released ticket, or on a lent slot whose tensor is gone."""
-        if isinstance(released, Span):
-            self.ring.end_loan(released)
+        if isinstance(released, Loan):
+            if released.slot is not None:  # else a signal handler raised before it was lent
+                self.ring.end_loan(released.slot)
             self.changed.notify_all()
         elif released.state in (_S.WRITING, _S.READING):  # see [Note: Who frees a slot]
             self.read_ahead.end(released)
