@@ -144,7 +144,7 @@ class TensorCache(Keeper):
         self._pid = os.getpid()
         self._min_tensor_bytes = min_tensor_bytes
         self._default_policy: Policy = Always(stores, wait=wait_for_staging, rematerialize=True)
-        self.residency = Residency(self.stats, self._stores, self._device, self, accelerator, released_bytes)
+        self.residency = Residency(self._stats, self._stores, self._device, self, accelerator, released_bytes)
         self.forward = Forward(MicroStep(), self._default_policy)
         self.learned_order: list[int] = []
         self._live_records = 0
@@ -198,7 +198,7 @@ class TensorCache(Keeper):
             step = self.forward.micro_step
             if not (continues or step.is_interleaved):
                 step = MicroStep(self.learned_order)
-                self.stats.micro_steps += 1
+                self._stats.micro_steps += 1
             step.begin_forward(lead)
             self.forward = Forward(step, policy or self._default_policy, is_recorded)
         try:
@@ -230,7 +230,7 @@ class TensorCache(Keeper):
         """Forwards and backwards of several micro-batches: one micro-step; see [Note: Micro-steps]."""
         with self.finalizers, self.finalizers.lock:
             self.forward.micro_step = MicroStep(self.learned_order, is_interleaved=True)
-            self.stats.micro_steps += 1
+            self._stats.micro_steps += 1
         try:
             yield
         finally:
@@ -261,15 +261,15 @@ class TensorCache(Keeper):
         Raises:
             RematerializationError: what was made again in earlier steps is no longer what forward makes.
         """
-        self.stats.packed_tensors += 1
+        self._stats.packed_tensors += 1
         why = self.eligibility_of(tensor)
         if why is Eligibility.ELIGIBLE:
             return self._save(tensor)
         if why is Eligibility.PARAMETER:
-            self.stats.passed_through_tensors += 1
+            self._stats.passed_through_tensors += 1
             return PassedThrough(tensor)
         if why in _FOREIGN:
-            self.stats.kept_bytes[why.value] += nbytes_of(tensor)
+            self._stats.kept_bytes[why.value] += nbytes_of(tensor)
             return PassedThrough(tensor)
         small = why is Eligibility.SMALL
         nbytes = tensor.untyped_storage().nbytes() if small else held_bytes(tensor, self._device)
@@ -324,9 +324,9 @@ class TensorCache(Keeper):
         if record is None:
             record = self._add(forward, tensor, key, choice, proof)
         elif record.state is not RecordState.KEPT:
-            self.stats.deduplicated_bytes += nbytes_of(tensor)
+            self._stats.deduplicated_bytes += nbytes_of(tensor)
         if record.views == record.lent:
-            self.stats.saved.add(record.memory.save(key.nbytes))
+            self._stats.saved.add(record.memory.save(key.nbytes))
         offloaded = record.state is not RecordState.KEPT
         record.views += 1
         record.pending += offloaded
@@ -345,7 +345,7 @@ class TensorCache(Keeper):
         elif proof is not None and proof.recipe is not None:
             self._leave_out(record, proof.recipe)
         elif isinstance(taken := self.residency.offload(tensor, choice), str):
-            self.stats.kept_bytes[taken] += record.nbytes
+            self._stats.kept_bytes[taken] += record.nbytes
         else:
             record.ticket = taken
             record.move(RecordState.AWAY)
@@ -366,9 +366,9 @@ class TensorCache(Keeper):
         with self.finalizers, self.finalizers.lock:
             memory = self.residency.count(tensor.untyped_storage() if has_plain_storage(tensor) else None, nbytes)
             added_bytes = memory.save(nbytes if reason else 0)
-            self.stats.saved.add(added_bytes)
+            self._stats.saved.add(added_bytes)
             if reason:
-                self.stats.kept_bytes[reason] += added_bytes
+                self._stats.kept_bytes[reason] += added_bytes
         return memory
 
     # ---- unpack -------------------------------------------------------------------------------------------------
@@ -443,12 +443,12 @@ class TensorCache(Keeper):
         with self.finalizers, self.finalizers.lock:
             self.residency.make_room(nbytes)
             counted_bytes = nbytes if self.residency.is_limited else 0
-            self.stats.resident.add(counted_bytes)
+            self._stats.resident.add(counted_bytes)
         try:
             yield
         finally:
             with self.finalizers, self.finalizers.lock:
-                self.stats.resident.add(-counted_bytes)
+                self._stats.resident.add(-counted_bytes)
 
     def _make(self, record: SavedStorage, recipe: Any) -> torch.Tensor:
         with self._scratch(record.nbytes + recipe.scratch_bytes):
@@ -520,7 +520,7 @@ class TensorCache(Keeper):
         record.recipe = recipe
         record.move(RecordState.AWAY)
         self._made[record] = None
-        self.stats.rematerialized_bytes += record.nbytes
+        self._stats.rematerialized_bytes += record.nbytes
         self.residency.let_go(record)
 
     def read_comparisons(self, *, wait: bool = False) -> None:
@@ -625,7 +625,7 @@ class TensorCache(Keeper):
             if gone.is_free:
                 self.residency.free(gone.memory)
             else:
-                self.stats.saved.add(-gone.memory.unsave())
+                self._stats.saved.add(-gone.memory.unsave())
                 self.residency.leave(gone.memory)
             return
         record = gone.record
@@ -633,7 +633,7 @@ class TensorCache(Keeper):
         record.lent -= gone.is_lent
         record.pending -= gone.is_pending
         if record.views == record.lent and not gone.is_lent:
-            self.stats.saved.add(-record.memory.unsave())
+            self._stats.saved.add(-record.memory.unsave())
         if record.views == 0:
             self._forget(record)
         else:

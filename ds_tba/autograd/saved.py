@@ -274,7 +274,8 @@ class SavedView:
         self.eps: tuple[Any] | None = None
         self._cache = cache
         self.record = record
-        self.state = cache.finalizers.watch(self, ViewGone(record, is_away=offloaded))
+        self.state = ViewGone(record, offloaded, False)
+        cache.finalizers.watch(self, self.state)
         if offloaded:
             self._spec, self._witness = ViewSpec.of(tensor), VersionWitness(tensor)
         else:
@@ -322,8 +323,8 @@ class SavedView:
     def twin(self) -> SavedView:
         """Another view of the same bytes, for a recipe. Called under the cache's lock, which counts it."""
         other = copy.copy(self)
-        gone = ViewGone(self.record, is_away=self.state.is_away, is_lent=True)
-        other.state = self._cache.finalizers.watch(other, gone)
+        other.state = ViewGone(self.record, self.state.is_away, True)
+        self._cache.finalizers.watch(other, other.state)
         return other
 
     def let_go(self) -> None:
@@ -403,7 +404,7 @@ class ViewGone:
 
     __slots__ = ("is_away", "is_lent", "is_unpacked", "record")
 
-    def __init__(self, record: SavedStorage, *, is_away: bool, is_lent: bool = False) -> None:
+    def __init__(self, record: SavedStorage, is_away: bool, is_lent: bool) -> None:
         self.record = record
         self.is_away = is_away
         self.is_lent = is_lent

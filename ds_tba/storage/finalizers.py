@@ -58,7 +58,7 @@ class DeferredFinalizers(Generic[Item]):
         self._act = act
         self._left: queue.SimpleQueue[Item | Notice[Item]] = queue.SimpleQueue()  # the one that a finalizer may use
         self._tell: Callable[[Any], None] = self._left.put
-        self._watched: dict[int, Notice[Item]] = {}  # a weak reference that is gone itself tells nobody
+        self._watched: set[Notice[Item]] = set()  # a weak reference that is gone itself tells nobody
 
     def __enter__(self) -> None:
         self.act_if_free()
@@ -66,15 +66,14 @@ class DeferredFinalizers(Generic[Item]):
     def __exit__(self, *error: object) -> None:
         self.act_if_free()  # on an item that came in the meantime, and found the lock taken
 
-    def watch(self, watched: Any, item: Item) -> Item:
-        """Leave ``item``, which is returned, when an object is gone, whoever lets go of it, wherever.
+    def watch(self, watched: Any, item: Item) -> None:
+        """Leave ``item`` when an object, which is equal to itself only, is gone, whoever lets go of it, wherever.
 
         It is acted on by whoever takes the lock next, or asks to (:meth:`act_if_free`).
         """
         notice = Notice(watched, self._tell)
         notice.item = item
-        self._watched[id(notice)] = notice
-        return item
+        self._watched.add(notice)
 
     def leave(self, item: Item) -> None:
         """Leave an item, and act on all of them if the lock is free. Never blocks."""
@@ -107,7 +106,7 @@ class DeferredFinalizers(Generic[Item]):
 
     def _act_on(self, item: Item | Notice[Item]) -> None:
         if isinstance(item, Notice):
-            del self._watched[id(item)]
+            self._watched.discard(item)
             item = item.item
         self._act(item)
 

@@ -250,15 +250,15 @@ class StagingRing:
                 return nullcontext()
         return self.accelerator.on(self._streams.own)
 
-    def lend(self, slot: Span, nbytes: int, watch: Callable[[Any, Loan], Loan]) -> tuple[torch.Tensor, Loan]:
+    def lend(self, slot: Span, nbytes: int, watch: Callable[[Any, Loan], None]) -> tuple[torch.Tensor, Loan]:
         """The first ``nbytes`` of a slot as a tensor's own memory: on the CPU a copy would cost as much as the read.
 
         Args:
             watch: has the loan, whose slot the caller sets, acted on when an object is gone: here the tensor's storage,
                 with what lies on it; must lead to :meth:`end_loan`.
         """
-        data, lent = tensor_over(self.view(slot), nbytes), _Lent()
-        loan = watch(lent, Loan())
+        data, lent, loan = tensor_over(self.view(slot), nbytes), _Lent(), Loan()
+        watch(lent, loan)
         data.untyped_storage()._ds_tba_loan = lent  # type: ignore[attr-defined]
         self._loans += 1  # one too many never frees memory that is lent
         return data, loan
