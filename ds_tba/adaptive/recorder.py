@@ -207,7 +207,7 @@ def _before(times: list[float], moment: int | None) -> float:
 class Recorded:
     """The object that autograd holds in place of one saved tensor of a recorded micro-step."""
 
-    __slots__ = ("__weakref__", "held", "index", "scope")
+    __slots__ = ("__weakref__", "backward", "held", "index", "scope")
 
     def __init__(
         self, record: MicroStepRecord, held: PassedThrough | SavedCounted | SavedView, index: int, scope: int
@@ -215,6 +215,7 @@ class Recorded:
         self.held = held
         self.index = index
         self.scope = scope
+        self.backward: int | None = None  # autograd's number of that which has read it last
         record.ends.watch(self, (record.freed, index))
 
 
@@ -240,6 +241,7 @@ class Recorder:
         is_synchronous: whether the device is the host. Elsewhere a copy holds the tensor until the host sees that the
             copy is done, which says nothing about when forward lets go of the tensor.
         look: called at each hook, while the trace's clock stands still.
+        read_twice: called with the path of a block of which backward reads a saved tensor a second time.
     """
 
     def __init__(
@@ -250,8 +252,10 @@ class Recorder:
         *,
         is_synchronous: bool = True,
         look: Callable[[], object] = lambda: None,
+        read_twice: Callable[[str], object] = lambda _: None,
     ) -> None:
         self.record = MicroStepRecord(clock)
+        self._read_twice = read_twice
         self._eligibility_of = eligibility_of
         self._look = look
         self._pack: Callable[[torch.Tensor], Any]  # set by around()
@@ -314,6 +318,10 @@ class Recorder:
         self._look()
         now = len(record.pauses)
         record.uses.append((now, recorded.scope))
+        backward = torch._C._current_graph_task_id()
+        if recorded.backward == backward and recorded.index != _NOTHING and recorded.scope % 2:
+            self._read_twice(record.scopes[recorded.scope].module)
+        recorded.backward = backward
         if recorded.index != _NOTHING and record.storages[recorded.index].unpacked is None:
             record.storages[recorded.index].unpacked = now
             if isinstance(recorded.held, SavedView) and recorded.held.is_offloaded:
