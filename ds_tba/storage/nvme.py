@@ -50,6 +50,7 @@ from ds_tba.telemetry.stats import Kind
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 60.0
+RESTING_LIMIT_S = 1.0  # for writes and reads under way whose bytes nobody wants any more
 COPYING_LIMIT_S = 5.0  # a copy into staging takes less, unless closing has interrupted the thread that copies
 PIECE_FRACTION_OF_STAGING = 0.25
 _S = TicketState
@@ -109,12 +110,17 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
         # Where a slot can be the tensor's memory, putting pieces together is a copy that whole storages do not need.
         self.largest_whole_bytes = ring.slots.capacity_bytes if ring.zero_copy else self._piece_bytes
         self._pieces_lock = threading.Lock()  # of their tickets; taken before the space's, never in a finalizer
+        self._backend, self._lanes = backend, lanes
+        self._start_lanes()
+
+    def _start_lanes(self) -> None:
+        lanes, ring = self._lanes, self.ring
         try:
             # Every handle comes before any thread: a failure must leave no thread behind.
             for path in self.paths:
                 for group, count in ((path.writes, lanes.write), (path.reads, lanes.read)):
                     for _ in range(count):
-                        group.handles.append(backend.open_handle(path.file.fd))
+                        group.handles.append(self._backend.open_handle(path.file.fd))
             for index, path in enumerate(self.paths):
                 path.writes.start(f"ds_tba-write-{index}", ring.accelerator)
                 path.reads.start(f"ds_tba-read-{index}", ring.accelerator)
@@ -125,6 +131,41 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
     def trim(self) -> None:
         with self.space.lock:
             self.ring.trim()
+
+    def rest(self) -> bool:
+        space = self.space
+        with space.deferred, space.deferred.lock:
+            if space.closed or space.resting:
+                return space.resting
+            deadline_s = time.monotonic() + RESTING_LIMIT_S
+            while not (space.is_idle or self.ring.is_lent) and time.monotonic() < deadline_s:
+                space.changed.wait(COPY_POLL_S)  # lanes may be at work on what was given up
+                space.deferred.act()
+            space.resting = space.is_idle
+            if not space.resting:
+                return False
+        if self._stop_lanes():  # else a lane hangs: what it uses stays, and closing will tell of it
+            self._give_back()
+        return True
+
+    def _give_back(self) -> None:
+        with self.space.lock:
+            for path in self.paths:
+                path.rest()
+            self.ring.rest()
+
+    def wake(self) -> None:
+        if not self.space.resting or self.space.closed:
+            return
+        try:
+            for path in self.paths:
+                path.wake(self.ring.slots.capacity_bytes)
+            self.ring.wake()
+            self._start_lanes()
+        except BaseException:
+            self._give_back()
+            raise
+        self.space.resting = False
 
     # ---- out ----------------------------------------------------------------------------------------------------
 

@@ -132,6 +132,11 @@ class LaneGroup:
         self._tasks: tuple[queue.SimpleQueue[Task], queue.SimpleQueue[Task]] = queue.SimpleQueue(), queue.SimpleQueue()
         self._wakes: queue.SimpleQueue[bool] = queue.SimpleQueue()  # one for each task; False ends a lane
 
+    def clear(self) -> None:
+        """Forget lanes that have ended."""
+        self.handles.clear()
+        self._threads.clear()
+
     def start(self, name: str, accelerator: Accelerator) -> None:
         """Start a thread for each handle, on the accelerator's device."""
         for handle in self.handles:
@@ -192,6 +197,19 @@ class SwapPath:
         self.failure: str | None = None
         self.full = False
         self._is_limit_said = False
+
+    def rest(self) -> None:
+        """Give the disk space back until :meth:`wake`; no extent is in use."""
+        self.writes.clear()
+        self.reads.clear()
+        self.file.shrink()
+        self.extents = SpanAllocator(0, self.extents.alignment_bytes)
+        self.full = False
+
+    def wake(self, least_bytes: int) -> None:
+        """Take the first disk space again."""
+        self.file.reserve_first(min(least_bytes, self.file.limit_bytes))
+        self.extents.grow(self.file.size_bytes)
 
     @property
     def written_bytes(self) -> int:
@@ -367,6 +385,7 @@ class SwapSpace:
         deferred: what finalizers left to the holders of the lock; see ``finalizers.py``.
         changed: notified whenever a ticket moves on, or a slot or write ends.
         writes_under_way: and to come; whoever waits for a slot may count on them.
+        resting: between :meth:`NvmeStore.rest` and :meth:`NvmeStore.wake`.
         copying: tickets whose bytes are being copied into staging by a put.
     """
 
@@ -380,13 +399,22 @@ class SwapSpace:
         self.read_ahead = ReadAhead(ring.slots.capacity_bytes)
         self.writes_under_way = 0
         self.copying: set[SwapTicket] = set()
-        self.closed = False
+        self.closed = self.resting = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no bytes are in its care, nor on their way."""
+        self.settle_copies()
+        is_unused = self.ring.slots.is_unused and all(path.extents.is_unused for path in self.paths)
+        return is_unused and not (
+            self.writes_under_way or self.copying or self.ring.is_lent or self.ring.copies.under_way
+        )
 
     # ---- taking -------------------------------------------------------------------------------------------------
 
     def reserve(self, nbytes: int, wait: bool) -> tuple[Span, SwapPath, Span] | Refusal:
         """A slot, a path and an extent on it for ``nbytes``."""
-        if self.closed:
+        if self.closed or self.resting:
             return Refusal.CLOSED
         self.settle_copies()
         slot = self.ring.slots.allocate(nbytes) or self._wait_for_slot(nbytes, wait)

@@ -282,6 +282,15 @@ class StagingRing:
         if self._memory is not None and self.slots.is_unused and not self._is_pinned and not self._on_device:
             give_pages_back(self._memory)
 
+    def rest(self) -> None:
+        """Give the memory back until :meth:`wake`; no slot is in use."""
+        self._closed_memory, self._memory = self._memory, None
+        self._free_if_unused()
+
+    def wake(self) -> None:
+        """Take the memory again."""
+        self._memory = self._allocate(self.slots.capacity_bytes)
+
     def close(self) -> None:
         """Give the memory back, or let the end of the last loan do so. Idempotent."""
         if self._memory is not None:

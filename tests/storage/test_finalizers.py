@@ -130,6 +130,7 @@ def test_an_object_ends_without_a_line_of_ours() -> None:
     def trace(frame: FrameType, event: str, _argument: object) -> None:
         lines.append(f"{event} {frame.f_code.co_name}")
 
+    callbacks, gc.callbacks[:] = gc.callbacks[:], []  # those of the tests' libraries
     gc.collect()
     sys.setprofile(trace)
     try:
@@ -137,6 +138,7 @@ def test_an_object_ends_without_a_line_of_ours() -> None:
         gc.collect()
     finally:
         sys.setprofile(None)
+        gc.callbacks[:] = callbacks
     assert not [line for line in lines if not line.startswith("c_")]
     assert acted == []
     with deferred, deferred.lock:
