@@ -55,6 +55,7 @@ logger = logging.getLogger(__name__)
 
 # Longer than the stores take to give up on an I/O request that never ends.
 CLOSE_LIMIT_S = 90.0
+LIFE_LIMIT_S = 2.0
 RESTING_FACTOR = 100  # seconds idle for each that waking takes
 _EXPLAINED = "_ds_tba_explained"  # of an error
 
@@ -603,11 +604,17 @@ class ActivationOffloader:
                 self._controller.close()
             self.cache.settle()
         finally:
-            self._tiers.close()
+            # A signal handler may have interrupted its holder, who cannot go on before it returns.
+            is_taken = self._life.acquire(timeout=LIFE_LIMIT_S)
+            try:
+                self._tiers.close()
+                self._ended_at = time.monotonic()  # it wakes no more
+            finally:
+                if is_taken:
+                    self._life.release()
             if self.cache.live_records:  # their host memory goes with them, and no hook of ours runs any more
                 follow = partial(self.cache.finalizers.follow, lambda: self.cache.live_records > 0)
                 new_thread(self._accelerator, follow, "ds_tba-graphs").start()
-            self._ended_at = time.monotonic()
             # That of a backward which no engine has called: the interpreter leaves it there before it exits.
             self.note_failure(getattr(sys, "last_value", None))
             if self._has_trained:

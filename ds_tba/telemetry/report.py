@@ -50,7 +50,7 @@ class OffloadReport:
         kept_bytes: left in device memory; ``kept_bytes_by_reason`` says why.
         host_bytes: moved to host memory, with what a failed write left there.
         peak_staging_bytes: host memory in use between the device and the drive, at most, of ``io.staging_bytes``.
-        swap_file_bytes: size of the file that activations are written to.
+        swap_file_bytes: largest size of the file that activations are written to.
         peak_saved_bytes: peak of saved tensors in device memory; each storage counts once.
         peak_saved_bytes_without: the same, had all of them stayed there.
         budget_excess_bytes: ``peak_saved_bytes`` in excess of ``activation_budget_bytes``.
@@ -420,8 +420,8 @@ class ReportFile:
     ) -> None:
         self._key = key
         self._name, self._rank = path, rank
-        self._claims, self._steps = {} if claims is None else claims, steps
-        self._has_lost = False  # the path to an engine that trains
+        self._claims, self.steps = {} if claims is None else claims, steps
+        self.has_lost = False  # the path to an engine that trains
         self.path = checked_path(key, path, rank)
         self._written_at, self._age_s = -math.inf, 0.0
 
@@ -446,12 +446,12 @@ class ReportFile:
             if self.path is None or self._name is None:
                 return None
             holder = self._claims.get(self.path, self)
-            trains = self._steps() > 0
-            if (holder is self and not self._has_lost) or (trains and (holder is self or not holder._steps())):
-                self._claims[self.path], holder._has_lost, self._has_lost = self, True, False
+            trains = self.steps() > 0
+            if (holder is self and not self.has_lost) or (trains and (holder is self or not holder.steps())):
+                self._claims[self.path], holder.has_lost, self.has_lost = self, True, False
                 return self.path
             if not trains:
-                self._has_lost = True
+                self.has_lost = True
                 return None
             taken, name = self.path, Path(self._name)
             self.path = rank_path(str(name.with_name(f"{name.stem}.{number}{name.suffix}")), self._rank)
