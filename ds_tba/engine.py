@@ -19,11 +19,14 @@ import itertools
 import json
 import logging
 import os
+import socket
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
@@ -65,6 +68,7 @@ _NO_HOOKS = "support saved tensor hooks"  # in the message of torch/_functorch/e
 # Ranks may arrive minutes apart: one of them builds DeepSpeed's aio op while the others wait for it.
 AGREEMENT_TIMEOUT = timedelta(minutes=30)
 GOODBYE_TIMEOUT = timedelta(seconds=20)
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def hook(engine_class: type) -> None:
@@ -169,6 +173,10 @@ def _build(
             )
         return None
 
+    # Before anything of this machine is divided. Whatever the variables of a launcher say: srun, mpirun, Ray and people
+    # who start ranks by hand set others, or none.
+    ranks_on_machine = _agree(None).get(_machine(), 1)
+
     def make() -> ActivationOffloader | None:
         parsed = parse()
         if parsed is None:
@@ -178,7 +186,7 @@ def _build(
             used = "is used" if BLOCK not in param_dict else "is not used: the DeepSpeed config has the block itself"
             logger.info("%s of the environment %s", VARIABLE, used)
         _refuse_incompatible(ds_config)
-        return _new_offloader(*parsed, param_dict, device_rank)
+        return _new_offloader(*parsed, param_dict, device_rank, ranks_on_machine)
 
     return _on_all_ranks(make)
 
@@ -202,7 +210,11 @@ def _device_rank(args: Any) -> int:
 
 
 def _new_offloader(
-    config: OffloadConfig, aio_config: AioConfig, param_dict: Mapping[str, Any], device_rank: int
+    config: OffloadConfig,
+    aio_config: AioConfig,
+    param_dict: Mapping[str, Any],
+    device_rank: int,
+    ranks_on_machine: int,
 ) -> ActivationOffloader:
     from deepspeed.accelerator import get_accelerator
 
@@ -217,7 +229,7 @@ def _new_offloader(
             (zero.get(key) or {}).get("device") == "nvme" for key in ("offload_param", "offload_optimizer")
         ),
         rank=_rank(),
-        ranks_on_node=int(os.environ.get("LOCAL_WORLD_SIZE") or 0) or int(os.environ.get("LOCAL_SIZE") or 1),
+        ranks_on_node=ranks_on_machine,
     )
 
 
@@ -271,6 +283,7 @@ def _join(engine: Any, offloader: ActivationOffloader) -> None:
     except BaseException:
         offloader.close()
         raise
+    offloader.rest(now=True)  # until its engine trains: a reference model's may have the config of one that does
     if _rank() == 0:
         logger.info("%s", offloader.start_line())
         logger.debug("%s", offloader.start_details())
@@ -506,8 +519,16 @@ def _on_all_ranks(make: Callable[[], _Made]) -> _Made:
     return cast(_Made, made)
 
 
-def _agree(problem: Exception | None) -> None:
-    """Fail on every rank if any rank has a problem.
+def _machine() -> str:
+    """The kernel that this process runs on: containers of one machine share its drives and memory, and not its name."""
+    try:
+        return _BOOT_ID.read_text(encoding="ascii").strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def _agree(problem: Exception | None) -> dict[str, int]:
+    """Fail on every rank if any rank has a problem; return how many ranks each machine has.
 
     Uses the process group's key-value store and not a collective: a rank whose config lacks the block takes no part,
     and then the others end with an error that names it, instead of hanging.
@@ -515,20 +536,22 @@ def _agree(problem: Exception | None) -> None:
     if not distributed.is_initialized() or distributed.get_world_size() == 1:
         if problem is not None:
             raise problem
-        return
+        return {}
     store = distributed.distributed_c10d._get_default_store()
     rank, size = distributed.get_rank(), distributed.get_world_size()
     build = store.add(f"ds_tba/{rank}/builds", 1)
-    store.set(f"ds_tba/{rank}/{build}", json.dumps({"problem": problem and f"{type(problem).__name__}: {problem}"}))
+    text = problem and f"{type(problem).__name__}: {problem}"
+    store.set(f"ds_tba/{rank}/{build}", json.dumps({"problem": text, "machine": _machine()}))
     verdict = f"ds_tba/verdict/{build}"
     if rank == 0:  # which asks all of them: if each asked each, thousands of ranks would be at it for an hour
-        store.set(verdict, json.dumps({"problem": _first_problem(store, build, size)}))
+        store.set(verdict, json.dumps(_verdict(store, build, size)))
     found = None
     if problem is None:
         _answer(store, f"ds_tba/0/{build}", 0)  # a rank 0 that takes no part gives no verdict
-        found = _answer(store, verdict, 0, 2 * AGREEMENT_TIMEOUT)
-    if problem is None and found is None:
-        return
+        answer = _answer(store, verdict, 0, 2 * AGREEMENT_TIMEOUT)
+        found = answer["problem"]
+        if found is None:
+            return dict(answer.get("machines", {}))
     store.set(f"ds_tba/{rank}/{build}/read", "")
     if rank == 0:  # which serves the store: stay until the others could read why
         with suppress(RuntimeError, distributed.DistError):
@@ -536,19 +559,22 @@ def _agree(problem: Exception | None) -> None:
     raise ConfigError(found) if problem is None else problem
 
 
-def _first_problem(store: Any, build: int, size: int) -> str | None:
-    """What keeps the ranks from training; None where all can."""
+def _verdict(store: Any, build: int, size: int) -> dict[str, Any]:
+    """The first problem that keeps the ranks from training, None where all can; and the ranks of each machine."""
+    machines = Counter[str]()
     for rank in range(size):
         try:
             found = _answer(store, f"ds_tba/{rank}/{build}", rank)
         except ConfigError as error:
-            return str(error)
-        if found is not None:
-            return f"rank {rank} cannot do what ds_config.json asks for, so no rank trains: {found}"
-    return None
+            return {"problem": str(error)}
+        if found["problem"] is not None:
+            text = f"rank {rank} cannot do what ds_config.json asks for, so no rank trains: {found['problem']}"
+            return {"problem": text}
+        machines[found.get("machine", "")] += 1
+    return {"problem": None, "machines": machines}
 
 
-def _answer(store: Any, key: str, rank: int, timeout: timedelta | None = None) -> str | None:
+def _answer(store: Any, key: str, rank: int, timeout: timedelta | None = None) -> dict[str, Any]:
     try:
         store.wait([key], timeout or AGREEMENT_TIMEOUT)
     except (RuntimeError, distributed.DistError) as error:
@@ -556,7 +582,8 @@ def _answer(store: Any, key: str, rank: int, timeout: timedelta | None = None) -
             f"rank {rank} did not take part in setting up ds_tba: give every rank the same ds_config.json, or the same "
             f"{VARIABLE}."
         ) from error
-    return json.loads(store.get(key))["problem"]
+    answer: dict[str, Any] = json.loads(store.get(key))
+    return answer
 
 
 # ---- log ------------------------------------------------------------------------------------------------------------

@@ -14,10 +14,11 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from ds_tba.autograd.sample import StepSamples, failure_of
 from ds_tba.autograd.sites import RunningModule, open_sites
 from ds_tba.autograd.tensors import SHOWS_HOOKS, innermost_hooks, mark_inputs, take_off
 from ds_tba.config import BLOCK, AioConfig, OffloadConfig, with_staging
-from ds_tba.device.accelerator import Accelerator, MemoryMeter, available_bytes
+from ds_tba.device.accelerator import Accelerator, MemoryMeter, available_bytes, new_thread
 from ds_tba.device.memory import is_out_of_memory
 from ds_tba.errors import IncompatibleError, PathError
 from ds_tba.planner.plan import Limits
@@ -55,6 +56,8 @@ logger = logging.getLogger(__name__)
 # Longer than the stores take to give up on an I/O request that never ends.
 CLOSE_LIMIT_S = 90.0
 RATED_STEPS = 5  # under plans: fewer tell no rate
+LIFE_LIMIT_S = 2.0
+RESTING_FACTOR = 100  # seconds idle for each that waking takes
 _EXPLAINED = "_ds_tba_explained"  # of an error
 
 # Keys that only a plan uses. The start-up line names those that are set without a plan, or users take them for active.
@@ -93,8 +96,30 @@ _kept = _Kept()
 os.register_at_fork(after_in_child=lambda: take_off(_kept.hooks))  # a child has neither our lanes nor our staging
 
 
+class _OfProcess:
+    """The offloaders of this process: what one of them takes another may want; see [Note: Resting].
+
+    Attributes:
+        open: those that are not closed.
+        claims: whose the paths of reports are.
+    """
+
+    def __init__(self) -> None:
+        self.open: list[ActivationOffloader] = []
+        self.claims: dict[Path, ReportFile] = {}
+
+
+_process = _OfProcess()
+
+
 class ActivationOffloader:
     """The object at ``engine.activation_offloader``.
+
+    [Note: Resting] DeepSpeed keeps every engine alive, and most programs never call ``destroy()``: a cell of a notebook
+    that runs again, a search for the batch size, a sweep. So an offloader has lanes, staging and disk space while its
+    engine trains: it takes them (*wakes*) at a forward with gradients, and gives them back (*rests*) where nothing is
+    in their care, as another engine is made, or as another steps and waking again would be a hundredth of the time
+    idle. Engines that take turns within a step keep theirs.
 
     Args:
         config: the block.
@@ -124,7 +149,13 @@ class ActivationOffloader:
                 f'"{BLOCK}.until_backward" needs PyTorch 2.8, which tells whose hooks are the innermost: leave it '
                 "out, or compute the loss inside of the model's forward."
             )
+        for other in (*_process.open,):
+            other.rest(now=True)
         self._started_at, self._ended_at = time.monotonic(), math.inf
+        self._life = threading.Lock()  # of the next five; the first to be taken of all locks of ours
+        self._is_awake, self._has_trained, self._has_warned = True, False, False
+        self._in_use = 0  # forwards and ends of steps under way
+        self._used_at = self._started_at
         is_host = accelerator.is_synchronized_device()
         self.config = config = with_staging(config, _host_bytes() / ranks_on_node, is_host=is_host)
         self._accelerator = accelerator
@@ -141,12 +172,15 @@ class ActivationOffloader:
         self._running = RunningModule({})
         self.model_memory: Callable[[], ModelMemory] = ModelMemory
         self._told: OffloadReport | None = None  # to the monitors
-        self._report_file = ReportFile("report.path", config.report.path, rank)
-        self._trace_file = ReportFile("report.trace_path", config.report.trace_path, rank)
-        self._timeline_file = ReportFile("report.timeline_path", config.report.timeline_path, rank)
+        paths, claims = config.report, (rank, _process.claims, lambda: self._steps)
+        self._report_file = ReportFile("report.path", paths.path, *claims)
+        self._trace_file = ReportFile("report.trace_path", paths.trace_path, *claims)
+        self._timeline_file = ReportFile("report.timeline_path", paths.timeline_path, *claims)
+        started_s = time.monotonic()
         self._tiers = Tiers(
             config, aio_config, accelerator, zero_uses_nvme=zero_uses_nvme, rank=rank, ranks_on_node=ranks_on_node
         )
+        self._waking_s = time.monotonic() - started_s
         self.cache = TensorCache(
             list(self._tiers.by_placement.values()),
             accelerator.device(),
@@ -166,6 +200,7 @@ class ActivationOffloader:
         )
         self.cache.looked_at = self._samples.around
         self._closer = Closer(self._close, accelerator)
+        _process.open.append(self)
         atexit.register(self.close)
 
     def watch(
@@ -182,6 +217,10 @@ class ActivationOffloader:
         Raises:
             ConfigError: ``blocks`` names a module that the model lacks, or a rank cannot measure its drives.
         """
+        with self._using():
+            self._watch(model, agreement, planner, everyone or agreement)
+
+    def _watch(self, model: nn.Module, agreement: Agreement, planner: Planner, everyone: Agreement) -> None:
         config, tiers = self.config, self._tiers
         self._running = RunningModule({id(module): path for path, module in model.named_modules()})
         self._samples.module = self._running.path
@@ -191,7 +230,7 @@ class ActivationOffloader:
         if self._controller is not None or not (plans or config.report.trace_path):
             return
         rates = Rates(tiers.nvme, self._accelerator, config.io.ring_bytes)
-        _measure_together(rates, everyone or agreement)
+        _measure_together(rates, everyone)
         self._bandwidth_at_start = [path.bandwidth() for path in tiers.paths]
         memory = MemoryMeter(self._accelerator.memory, lambda: self.cache.stats.resident.now)
         # The memory of a CPU is shared by all ranks of the machine.
@@ -220,6 +259,48 @@ class ActivationOffloader:
         """Call ``undo`` in :meth:`close`, for example to remove a hook from the model."""
         self._undo.append(undo)
 
+    # ---- resting ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _using(self) -> Iterator[None]:
+        """Lanes, staging and disk space are wanted; see [Note: Resting]."""
+        with self._life:
+            self._in_use += 1
+            if not self._is_awake and not self.is_closed:
+                self._wake()
+        try:
+            yield
+        finally:
+            with self._life:
+                self._in_use -= 1
+                self._used_at = time.monotonic()
+
+    def _wake(self) -> None:
+        started_s = time.monotonic()
+        try:
+            self._tiers.wake()
+            self._is_awake = True
+        except (OSError, RuntimeError, MemoryError, PathError) as error:
+            if not self._has_warned:
+                logger.warning("rank %d: activations stay in memory, for want of %s", self._rank, error)
+            self._has_warned = True
+        self._waking_s = time.monotonic() - started_s
+
+    def rest(self, *, now: bool = False) -> None:
+        """Give lanes, staging and disk space back where nothing is in their care; see [Note: Resting].
+
+        Args:
+            now: also where the engine may go on in a moment.
+        """
+        if self._is_forked():  # the lock may be taken for ever in a child
+            return
+        with self._life:
+            idle_s = time.monotonic() - self._used_at
+            if self.is_closed or not self._is_awake or self._in_use or self.cache.live_records:
+                return
+            if now or idle_s > RESTING_FACTOR * self._waking_s:
+                self._is_awake = not self._tiers.rest()
+
     # ---- called in training -------------------------------------------------------------------------------------
 
     @property
@@ -243,10 +324,18 @@ class ActivationOffloader:
             )
         if self._is_forked():
             return nullcontext()
+        if not torch.is_grad_enabled():  # nothing is saved, and a reference never trains
+            return self._saver.saving()
+        self._has_trained = True
         self._refresh_report()
         if self._sites is not None:
             mark_inputs(inputs)
-        return self._samples.forward(self._saver.saving())
+        return self._forward(self._samples.forward(self._saver.saving()))
+
+    @contextmanager
+    def _forward(self, saving: AbstractContextManager[None]) -> Iterator[None]:
+        with self._using(), saving:
+            yield
 
     @property
     def is_closed(self) -> bool:
@@ -282,7 +371,8 @@ class ActivationOffloader:
         """Context for a whole step in which forwards and backwards of several micro-batches alternate."""
         if self._is_forked():
             return nullcontext()
-        return self._saver.interleaving()
+        self._has_trained = True
+        return self._forward(self._saver.interleaving())
 
     def note_micro_step(self) -> None:
         """Record that backward is over."""
@@ -295,6 +385,13 @@ class ActivationOffloader:
         """Record that an optimizer step is done; reports every ``report.every_steps`` of them."""
         if self._is_forked():
             return
+        with self._using():
+            self._end_step()
+        for other in (*_process.open,):
+            if other is not self:
+                other.rest()
+
+    def _end_step(self) -> None:
         self._steps += 1
         if self._sites is not None:
             self._sites.step = self._steps + 1
@@ -366,7 +463,7 @@ class ActivationOffloader:
             host_bytes=host.offloaded_bytes + store.rescued_bytes,
             recomputed_bytes=cache.recomputed_bytes,
             peak_staging_bytes=tiers.nvme.ring.slots.peak_used_bytes if tiers.nvme is not None else 0,
-            swap_file_bytes=sum(path.file.size_bytes for path in tiers.paths),
+            swap_file_bytes=sum(path.file.largest_bytes for path in tiers.paths),
             peak_saved_bytes=cache.resident.peak,
             peak_saved_bytes_without=cache.saved.peak,
             budget_excess_bytes=0 if budget_bytes is None else max(0, cache.resident.peak - budget_bytes),
@@ -519,13 +616,26 @@ class ActivationOffloader:
                 self._controller.close()
             self.cache.settle()
         finally:
-            self._tiers.close()
-            self._ended_at = time.monotonic()
+            # A signal handler may have interrupted its holder, who cannot go on before it returns.
+            is_taken = self._life.acquire(timeout=LIFE_LIMIT_S)
+            try:
+                self._tiers.close()
+                self._ended_at = time.monotonic()  # it wakes no more
+            finally:
+                if is_taken:
+                    self._life.release()
+            if self.cache.live_records:  # their host memory goes with them, and no hook of ours runs any more
+                follow = partial(self.cache.finalizers.follow, lambda: self.cache.live_records > 0)
+                new_thread(self._accelerator, follow, "ds_tba-graphs").start()
             # That of a backward which no engine has called: the interpreter leaves it there before it exits.
             self.note_failure(getattr(sys, "last_value", None))
-            little = self._little.judge(self.cache.stats.kept_bytes, self._done_bytes())
-            logger.info("rank %d: %s", self._rank, "; ".join(filter(None, [self.report().summary(), little])))
-            self._refresh_report(now=True)
+            if self._has_trained:
+                little = self._little.judge(self.cache.stats.kept_bytes, self._done_bytes())
+                logger.info("rank %d: %s", self._rank, "; ".join(filter(None, [self.report().summary(), little])))
+                self._refresh_report(now=True)
+            for file in (self._report_file, self._trace_file, self._timeline_file):
+                file.give_up()
+            _process.open.remove(self)
             atexit.unregister(self.close)
 
 

@@ -290,7 +290,8 @@ class Controller:
     def _record(self) -> None:
         is_synchronous, look = self._machine.is_synchronous, self._memory.sample
         asked = self._cache.eligibility_of, self._clock, self._paths
-        make = partial(Recorder, *asked, is_synchronous=is_synchronous, look=look)
+        twice = self._blocks.note_read_twice
+        make = partial(Recorder, *asked, is_synchronous=is_synchronous, look=look, read_twice=twice)
         self._recording = Recording(self._clock, make)
 
     def _take(self, recording: Recording) -> None:

@@ -23,7 +23,7 @@ was recorded in it is dropped, and a later step is recorded.
 
 from __future__ import annotations
 
-import weakref
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -36,6 +36,7 @@ from ds_tba.autograd.sites import RunningModule
 from ds_tba.autograd.tensors import Eligibility, Stamp, has_plain_storage, stamp_of
 from ds_tba.device.accelerator import Clock
 from ds_tba.planner.trace import OUTSIDE, BlockTrace, Resources, Scopes, StorageTrace, Trace
+from ds_tba.storage.finalizers import DeferredFinalizers
 
 RECORDINGS = 2
 # Steps that are recorded at most until there are so many.
@@ -102,8 +103,10 @@ class MicroStepRecord:
     forwards: list[tuple[int, int]] = field(default_factory=list)
     uses: list[tuple[int, int]] = field(default_factory=list)
     ended: Any = None
-
-    # Finalizers call these three, in any thread and at any time: they append to nothing and take no lock.
+    # Acted on at both ends of each pause, so that an end in between has the number of the next pause.
+    ends: DeferredFinalizers[tuple[Callable[[int], None], int]] = field(
+        default_factory=lambda: DeferredFinalizers(threading.Lock(), lambda end: end[0](end[1]))
+    )
 
     def freed(self, index: int) -> None:
         """Autograd has let go of a saved tensor."""
@@ -204,34 +207,28 @@ def _before(times: list[float], moment: int | None) -> float:
 class Recorded:
     """The object that autograd holds in place of one saved tensor of a recorded micro-step."""
 
-    __slots__ = ("_record", "held", "index", "scope")
+    __slots__ = ("__weakref__", "backward", "held", "index", "scope")
 
     def __init__(
         self, record: MicroStepRecord, held: PassedThrough | SavedCounted | SavedView, index: int, scope: int
     ) -> None:
-        self._record = record
         self.held = held
         self.index = index
         self.scope = scope
-
-    def __del__(self) -> None:
-        self._record.freed(self.index)
+        self.backward: int | None = None  # autograd's number of that which has read it last
+        record.ends.watch(self, (record.freed, index))
 
 
 class _Watch:
-    """Finalizer on memory that holds a storage; reports when the memory is free.
+    """Lies on memory that holds a storage; its end tells that the memory is free.
 
     Either that of a storage that was moved, of which forward lets go, or that in which its bytes came back.
     """
 
-    __slots__ = ("_index", "_report")
+    __slots__ = ("__weakref__",)
 
-    def __init__(self, report: Callable[[int], None], index: int) -> None:
-        self._report = report
-        self._index = index
-
-    def __del__(self) -> None:
-        self._report(self._index)
+    def __init__(self, record: MicroStepRecord, tell: Callable[[int], None], index: int) -> None:
+        record.ends.watch(self, (tell, index))
 
 
 class Recorder:
@@ -244,6 +241,7 @@ class Recorder:
         is_synchronous: whether the device is the host. Elsewhere a copy holds the tensor until the host sees that the
             copy is done, which says nothing about when forward lets go of the tensor.
         look: called at each hook, while the trace's clock stands still.
+        read_twice: called with the path of a block of which backward reads a saved tensor a second time.
     """
 
     def __init__(
@@ -254,8 +252,10 @@ class Recorder:
         *,
         is_synchronous: bool = True,
         look: Callable[[], object] = lambda: None,
+        read_twice: Callable[[str], object] = lambda _: None,
     ) -> None:
         self.record = MicroStepRecord(clock)
+        self._read_twice = read_twice
         self._eligibility_of = eligibility_of
         self._look = look
         self._pack: Callable[[torch.Tensor], Any]  # set by around()
@@ -264,7 +264,7 @@ class Recorder:
         self._is_synchronous = is_synchronous
         self._module = RunningModule(paths)
         self._by_key: dict[StorageKey, int] = {}  # of the storages that have a record in the cache, or are inputs
-        self._small: weakref.WeakKeyDictionary[CountedMemory, int] = weakref.WeakKeyDictionary()
+        self._small: dict[CountedMemory, int] = {}
         self._depth = 0
 
     def around(self, hooks: Hooks) -> Hooks:
@@ -299,39 +299,51 @@ class Recorder:
         return has_saved
 
     def pack(self, tensor: torch.Tensor) -> Recorded:
+        self.record.ends.act_if_free()
         before = self._clock.mark()
         held = self._pack(tensor)
         self._look()
         scope = self.record.scopes[-1]
         recorded = Recorded(self.record, held, self._saved(held, tensor, scope), scope.number)
-        self.record.pauses.append((before, self._clock.mark()))
+        self._end_pause(before)
         return recorded
 
     def unpack(self, recorded: Recorded) -> torch.Tensor:
         record = self.record
         if record.ended is not None:
             return self._unpack(recorded.held)
+        record.ends.act_if_free()
         before = self._clock.mark()
         tensor = self._unpack(recorded.held)
         self._look()
         now = len(record.pauses)
         record.uses.append((now, recorded.scope))
+        backward = torch._C._current_graph_task_id()
+        if recorded.backward == backward and recorded.index != _NOTHING and recorded.scope % 2:
+            self._read_twice(record.scopes[recorded.scope].module)
+        recorded.backward = backward
         if recorded.index != _NOTHING and record.storages[recorded.index].unpacked is None:
             record.storages[recorded.index].unpacked = now
             if isinstance(recorded.held, SavedView) and recorded.held.is_offloaded:
-                setattr(tensor.untyped_storage(), _WATCH + "_back", _Watch(record.evicted, recorded.index))
-        record.pauses.append((before, self._clock.mark()))
+                setattr(tensor.untyped_storage(), _WATCH + "_back", _Watch(record, record.evicted, recorded.index))
+        self._end_pause(before)
         return tensor
 
     def end(self) -> None:
         """Backward is over. Idempotent."""
+        self.record.ends.act_if_free()
         if self.record.ended is None:
             self.record.ended = self._clock.mark()
 
     def _pause(self, work: Callable[[], object]) -> None:
         """Do something of ours while the trace's clock stands still."""
+        self.record.ends.act_if_free()
         before = self._clock.mark()
         work()
+        self._end_pause(before)
+
+    def _end_pause(self, before: Any) -> None:
+        self.record.ends.act_if_free()
         self.record.pauses.append((before, self._clock.mark()))
 
     def _open_scope(self, module: str) -> _Scope:
@@ -370,7 +382,7 @@ class Recorder:
         storage.left = len(self.record.pauses)
         if self._is_synchronous and isinstance(held, SavedView) and (held.is_offloaded or held.record.is_leaving):
             storage.left = None
-            setattr(tensor.untyped_storage(), _WATCH, _Watch(self.record.left, index))
+            setattr(tensor.untyped_storage(), _WATCH, _Watch(self.record, self.record.left, index))
         if scope.pass_number not in storage.passes:
             storage.passes.append(scope.pass_number)
         return index

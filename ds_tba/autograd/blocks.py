@@ -73,6 +73,10 @@ _REPLACED = (
     "its parameters are replaced for the call (torch.func.functional_call), and a second run would find its own: have "
     "the model call it as a module"
 )
+_READ_TWICE = (
+    "a custom Function in it reads ctx.saved_tensors twice in one backward, for which a checkpoint has them only once: "
+    "have it read them once"
+)
 _UNSEEN = (
     "no pass through it was seen, with gradients, in the engine's forward. If torch.compile compiles what it is part "
     "of, compile the blocks one by one instead, before deepspeed.initialize (layers[i] = torch.compile(layers[i])); if "
@@ -196,6 +200,10 @@ class Blocks:
             self._why.setdefault(block.path, _SAVES_NOTHING)
         elif self._why.get(block.path) == _SAVES_NOTHING:
             del self._why[block.path]
+
+    def note_read_twice(self, path: str) -> None:
+        """What a pass through the block has saved is read twice in one backward."""
+        self._why.setdefault(path, _READ_TWICE)
 
     def warn_left_out(self) -> None:
         """Log one line for each new reason."""

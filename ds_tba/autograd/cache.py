@@ -79,7 +79,7 @@ from ds_tba.autograd.tensors import (
     next_sequence_number,
     uncompiled_hooks,
 )
-from ds_tba.device.accelerator import Accelerator
+from ds_tba.device.accelerator import Accelerator, PinnedAnswers
 from ds_tba.device.memory import is_out_of_memory
 from ds_tba.errors import ActivationModifiedError, StateError, StorageError
 from ds_tba.storage.base import Always, Choice, Policy, Store
@@ -163,7 +163,6 @@ class TensorCache(Keeper):
 
     Attributes:
         learned_order: of first uses, in the last backward that used all.
-        live_records: saved storages that some graph still holds.
         sites: what can be made again, as ``sites.py`` has it, which imports this room's lower files; None where nothing
             is to be.
         looked_at: makes the hooks of a forward from the cache's own, to look at what they do; see ``sample.py``.
@@ -180,26 +179,39 @@ class TensorCache(Keeper):
         released_bytes: int = 256 << 20,
     ) -> None:
         super().__init__(self._load, self._count_kept, self._finalize)
-        self.stats = CacheStats()
+        self._stats = CacheStats()
         self._stores = tuple(stores)
         self._device = torch.device(device)
         self._accelerator = accelerator
         self._pid = os.getpid()
         self._min_tensor_bytes = min_tensor_bytes
         self._default_policy: Policy = Always(stores, wait=wait_for_staging, rematerialize=True)
-        self.residency = Residency(self.stats, self._stores, self._device, self, accelerator, released_bytes)
+        self.residency = Residency(self._stats, self._stores, self._device, self, accelerator, released_bytes)
         self.forward = Forward(MicroStep(), self._default_policy)
         self.learned_order: list[int] = []
-        self.live_records = 0
+        self._live_records = 0
         self.sites: Any = None
         self.looked_at: Callable[[Hooks], Hooks] = lambda hooks: hooks
         self._originals = keep_originals()
         # With the record that waits for the answer; without, where the site was proven before.
         self._unread: deque[tuple[SavedStorage | None, Any, Any]] = deque()
         self._in_use: deque[_InUse] = deque()
+        self._answers = None if accelerator is None else PinnedAnswers(accelerator, 1, torch.bool)
         self._doubted: deque[tuple[weakref.ref[SavedView], Answer]] = deque()
         self._recomputed: list[CountedMemory] = []  # what blocks that ran again have saved in this backward
         self._made: dict[SavedStorage, None] = {}  # not saved, but made again
+
+    @property
+    def stats(self) -> CacheStats:
+        """The figures as they are now, without what is gone."""
+        self.finalizers.act_if_free()
+        return self._stats
+
+    @property
+    def live_records(self) -> int:
+        """Saved storages that some graph still holds."""
+        self.finalizers.act_if_free()
+        return self._live_records
 
     # ---- forwards -----------------------------------------------------------------------------------------------
 
@@ -231,7 +243,7 @@ class TensorCache(Keeper):
             step = self.forward.micro_step
             if not (continues or step.is_interleaved):
                 step = MicroStep(self.learned_order)
-                self.stats.micro_steps += 1
+                self._stats.micro_steps += 1
             step.begin_forward(lead)
             self.forward = Forward(step, policy or self._default_policy, is_recorded)
         try:
@@ -264,7 +276,7 @@ class TensorCache(Keeper):
         """Forwards and backwards of several micro-batches: one micro-step; see [Note: Micro-steps]."""
         with self.finalizers, self.finalizers.lock:
             self.forward.micro_step = MicroStep(self.learned_order, is_interleaved=True)
-            self.stats.micro_steps += 1
+            self._stats.micro_steps += 1
         try:
             yield
         finally:
@@ -295,17 +307,17 @@ class TensorCache(Keeper):
         Raises:
             RematerializationError: what was made again in earlier steps is no longer what forward makes.
         """
-        self.stats.packed_tensors += 1
-        if self._in_use:
+        self._stats.packed_tensors += 1
+        if self._in_use and not self._is_capturing:
             self._end_operations(_operation())
         why = self.eligibility_of(tensor)
         if why is Eligibility.ELIGIBLE:
             return self._save(tensor)
         if why is Eligibility.PARAMETER:
-            self.stats.passed_through_tensors += 1
+            self._stats.passed_through_tensors += 1
             return PassedThrough(tensor)
         if why in _FOREIGN:
-            self.stats.kept_bytes[why.value] += nbytes_of(tensor)
+            self._stats.kept_bytes[why.value] += nbytes_of(tensor)
             return PassedThrough(tensor)
         small = why is Eligibility.SMALL
         nbytes = tensor.untyped_storage().nbytes() if small else held_bytes(tensor, self._device)
@@ -333,6 +345,8 @@ class TensorCache(Keeper):
     def _save(self, tensor: torch.Tensor) -> SavedView:
         key = StorageKey.of(tensor)
         forward, sites = self.forward, self.sites
+        if self._doubted:
+            self._read_doubts()
         entered: _Entered | None = None
         with self.finalizers, self.finalizers.lock:
             choice = forward.policy.choose(key, key.nbytes)
@@ -364,18 +378,21 @@ class TensorCache(Keeper):
         self, forward: Forward, tensor: torch.Tensor, key: StorageKey, choice: Choice, proof: _Proof | None
     ) -> _Entered:
         """Enter one more view of a storage, which is new unless it has a record with the same bytes."""
-        record, answer = forward.by_key.get(key), None
-        if record is not None and record.state is not RecordState.KEPT and record.fingerprint is not None:
-            answer = record.fingerprint.compared(tensor, self._accelerator)
+        record, answer, operation = forward.by_key.get(key), None, _operation()
+        is_away = record is not None and record.state is not RecordState.KEPT
+        # What one operation saves has the same bytes: nothing runs in between.
+        if record is not None and is_away and record.fingerprint is not None and record.operation != operation:
+            answer = record.fingerprint.compared(tensor, self._accelerator, self._answers)
             if answer.is_done:
                 record, answer = record if answer.read() else None, None
         if record is None:
             record = self._add(forward, tensor, key, choice, proof)
         elif record.state is not RecordState.KEPT and answer is None:
-            self.stats.deduplicated_bytes += nbytes_of(tensor)
+            self._stats.deduplicated_bytes += nbytes_of(tensor)
         if record.views == record.lent:
-            self.stats.saved.add(record.memory.save(key.nbytes))
+            self._stats.saved.add(record.memory.save(key.nbytes))
         offloaded = record.state is not RecordState.KEPT and answer is None
+        record.operation = operation
         record.views += 1
         record.pending += offloaded
         return _Entered(record, offloaded, answer)
@@ -393,12 +410,12 @@ class TensorCache(Keeper):
             self._unread.append((record, proof.recipe, proof.comparison))
         elif proof is not None and proof.recipe is not None:
             self._leave_out(record, proof.recipe, tensor)
-        elif not record.is_complete and (choice.stores or self.residency.is_limited):
+        elif not self._is_over(record, tensor) and (choice.stores or self.residency.is_limited):
             stream = None if self._accelerator is None else self._accelerator.current_stream()
             self._in_use.append(_InUse(record, choice, _operation(), stream))
             record.is_in_use, record.is_leaving = True, bool(choice.stores)
         elif isinstance(taken := self.residency.offload(tensor, choice), str):
-            self.stats.kept_bytes[taken] += record.nbytes
+            self._stats.kept_bytes[taken] += record.nbytes
         else:
             record.ticket = taken
             record.left(tensor, self._accelerator)
@@ -406,9 +423,18 @@ class TensorCache(Keeper):
             record.index = record.micro_step.add(record)
         self.residency.add(record, tensor)
         forward.by_key[key] = record
-        self.live_records += 1
+        self._live_records += 1
         record.micro_step.saved += 1
         return record
+
+    @property
+    def _is_capturing(self) -> bool:
+        """Whether a CUDA graph is being captured, which no copy and no event may come into."""
+        return self._accelerator is not None and self._accelerator.is_capturing()
+
+    def _is_over(self, record: SavedStorage, tensor: torch.Tensor) -> bool:
+        """Whether whatever fills the storage that is being saved has filled it."""
+        return record.is_complete or self._originals.is_of_compiled(tensor.untyped_storage())
 
     def _end_operations(self, present: tuple[int, int] | None = None) -> None:
         """Have leave what operations of this thread have saved that are over; see [Note: Operations under way].
@@ -433,7 +459,7 @@ class TensorCache(Keeper):
             self._accelerator.current_stream().wait_event(event)
         reason = self.residency.move_out(record, one.choice)
         if record.is_in_memory:
-            self.stats.kept_bytes[reason] += record.nbytes
+            self._stats.kept_bytes[reason] += record.nbytes
             self.residency.add_kept(record)
         else:
             record.index = record.micro_step.add(record)
@@ -449,9 +475,9 @@ class TensorCache(Keeper):
             holders = [tensor] if has_plain_storage(tensor) else components_of(tensor)[:1]
             memory = self.residency.count(holders[0].untyped_storage() if holders else None, nbytes)
             added_bytes = memory.save(nbytes if reason else 0)
-            self.stats.saved.add(added_bytes)
+            self._stats.saved.add(added_bytes)
             if reason:
-                self.stats.kept_bytes[reason] += added_bytes
+                self._stats.kept_bytes[reason] += added_bytes
         return memory
 
     # ---- unpack -------------------------------------------------------------------------------------------------
@@ -469,14 +495,15 @@ class TensorCache(Keeper):
         if torch.is_inference_mode_enabled():  # what is made there has no version, and autograd saves tensors that have
             with torch.inference_mode(False):
                 return self.unpack(micro_step, held)
-        if self._in_use:
+        if self._in_use and not self._is_capturing:
             self._end_operations()
+        self.finalizers.act_if_free()  # what is gone makes room for what comes; nothing else may take the lock here
         # First of all: backward waits for this read, and for no read ahead.
         if isinstance(held, PassedThrough) or not self._originals.is_for_users_function:
             tensor = held.restore()
         else:
             tensor = self._hand_out(held)
-        self._originals.add(tensor, tensor is held.held)
+        self._originals.add(tensor, tensor is held.held or tensor is held.handed)
         if micro_step.phase is Phase.WAITING:
             with self.finalizers, self.finalizers.lock:
                 micro_step.read_ahead(self.residency.prefetch)
@@ -488,6 +515,8 @@ class TensorCache(Keeper):
         It has one memory for all its reads, as without hooks, and shares it with no recipe. A write with a version
         counts for the tensor that was saved, so that whoever else has saved it raises, as without hooks.
         """
+        if held.handed is not None:
+            return self._again(held, held.handed)
         owner = held.record if isinstance(held, SavedView) else held
         if held.held is not None and not owner.is_operand:
             tensor = held.restore()
@@ -495,15 +524,29 @@ class TensorCache(Keeper):
                 owner.handed_out = weakref.ref(tensor.untyped_storage())
             return tensor
         storage = None if owner.handed_out is None else owner.handed_out()
-        if storage is None:
-            storage = held.restore().untyped_storage()
-            if owner.is_operand:
-                storage = self._copied(storage)
-            owner.handed_out = weakref.ref(storage)
-        elif isinstance(held, SavedView):
+        if storage is not None:
+            return self._again(held, held.over(storage))
+        tensor = held.restore()
+        if tensor.is_conj() or tensor.is_neg():  # a mark of the tensor, that its bytes do not have
+            return tensor.clone()
+        storage = tensor.untyped_storage()
+        if owner.is_operand:
+            storage = self._copied(storage)
+        owner.handed_out = weakref.ref(storage)
+        tensor = held.over(storage)
+        if isinstance(held, SavedCounted) or held.is_original:
+            held.handed = tensor
+        return tensor
+
+    def _again(self, held: SavedCounted | SavedView, tensor: torch.Tensor) -> torch.Tensor:
+        """Return memory that was handed out before, if the tensor was not modified since."""
+        if isinstance(held, SavedView):
+            held.check()
             with self.finalizers, self.finalizers.lock:
                 self._note_unpacked(held)
-        return held.over(storage)
+        else:
+            held.restore()
+        return tensor
 
     def _copied(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
         nbytes = storage.nbytes()
@@ -517,7 +560,7 @@ class TensorCache(Keeper):
         record = view.record
         if view.held is None:
             record.pending -= not (view.is_unpacked or view.is_lent)
-        view.is_unpacked = True  # under the lock: two threads may unpack one view, and it was pending once
+        view.state.is_unpacked = True  # under the lock: two threads may unpack one view, and it was pending once
         self._evict_if_unpacked(record)  # the record lets go of the memory, and the consumer holds it
 
     def _load(self, view: SavedView) -> torch.Tensor:
@@ -588,12 +631,12 @@ class TensorCache(Keeper):
         with self.finalizers, self.finalizers.lock:
             self.residency.make_room(nbytes)
             counted_bytes = nbytes if self.residency.is_limited else 0
-            self.stats.resident.add(counted_bytes)
+            self._stats.resident.add(counted_bytes)
         try:
             yield
         finally:
             with self.finalizers, self.finalizers.lock:
-                self.stats.resident.add(-counted_bytes)
+                self._stats.resident.add(-counted_bytes)
 
     def _make(self, record: SavedStorage, recipe: Any) -> torch.Tensor:
         with self._scratch(record.nbytes + recipe.scratch_bytes):
@@ -677,7 +720,7 @@ class TensorCache(Keeper):
         record.recipe = recipe
         record.move(RecordState.AWAY)
         self._made[record] = None
-        self.stats.rematerialized_bytes += record.nbytes
+        self._stats.rematerialized_bytes += record.nbytes
         self.residency.let_go(record)
 
     def read_comparisons(self, *, wait: bool = False) -> None:
@@ -689,8 +732,7 @@ class TensorCache(Keeper):
         Raises:
             RematerializationError: what was made again in earlier steps is no longer what forward makes.
         """
-        while self._doubted and (wait or self._doubted[0][1].is_done):
-            self._share_if_equal(*self._doubted.popleft())
+        self._read_doubts(wait=wait)
         while self._unread:
             with self.finalizers, self.finalizers.lock:
                 if not self._unread:  # another thread has read it
@@ -710,6 +752,15 @@ class TensorCache(Keeper):
                 else:
                     self.residency.evict(record)
 
+    def _read_doubts(self, *, wait: bool = False) -> None:
+        """Act on what a device has answered of storages that were saved again."""
+        while self._doubted and not self._is_capturing:
+            with self.finalizers, self.finalizers.lock:
+                if not self._doubted or not (wait or self._doubted[0][1].is_done):
+                    return
+                reference, answer = self._doubted.popleft()
+            self._share_if_equal(reference, answer)  # without the lock: it may wait for the device
+
     def _share_if_equal(self, reference: weakref.ref[SavedView], answer: Answer) -> None:
         """Have a view that was saved later keep its bytes no longer, where they are those of its record."""
         view, is_equal = reference(), answer.read()
@@ -718,9 +769,9 @@ class TensorCache(Keeper):
         with self.finalizers, self.finalizers.lock:
             record = view.record
             if not is_equal or record.state in (RecordState.KEPT, RecordState.DROPPED) or view.held is None:
-                self.stats.kept_bytes[CHANGED] += 0 if is_equal else record.nbytes
+                self._stats.kept_bytes[CHANGED] += 0 if is_equal else record.nbytes
                 return
-            self.stats.deduplicated_bytes += nbytes_of(view.held)
+            self._stats.deduplicated_bytes += nbytes_of(view.held)
             record.pending += not view.is_unpacked
             view.let_go()
 
@@ -749,6 +800,8 @@ class TensorCache(Keeper):
         Args:
             pinned: storages that stay where they are.
         """
+        if self._doubted and self.residency.is_exceeded_by(nbytes):
+            self._read_doubts(wait=True)  # they keep bytes that the budget cannot move
         while self.residency.may_wait:
             with self.finalizers, self.finalizers.lock:
                 release = self.residency.free_room(nbytes, pinned)
@@ -798,15 +851,15 @@ class TensorCache(Keeper):
             if gone.is_free:
                 self.residency.free(gone.memory)
             else:
-                self.stats.saved.add(-gone.memory.unsave())
+                self._stats.saved.add(-gone.memory.unsave())
                 self.residency.leave(gone.memory)
             return
         record = gone.record
         record.views -= 1
-        record.lent -= gone.was_lent
-        record.pending -= gone.was_pending
-        if record.views == record.lent and not gone.was_lent:
-            self.stats.saved.add(-record.memory.unsave())
+        record.lent -= gone.is_lent
+        record.pending -= gone.is_pending
+        if record.views == record.lent and not gone.is_lent:
+            self._stats.saved.add(-record.memory.unsave())
         if record.views == 0:
             self._forget(record)
         else:
@@ -817,7 +870,7 @@ class TensorCache(Keeper):
         record.move(RecordState.DROPPED)
         record.reloaded = record.recipe = record.makeable = None
         self._made.pop(record, None)
-        self.live_records -= 1
+        self._live_records -= 1
         if self.forward.by_key.get(record.key) is record:
             del self.forward.by_key[record.key]
         if record.ticket is not None:

@@ -18,12 +18,14 @@ import torch
 import xxhash
 
 from ds_tba.autograd.tensors import storage_bytes
-from ds_tba.device.accelerator import Accelerator, moment
+from ds_tba.device.accelerator import Accelerator, PinnedAnswers, moment
 
 SAMPLED_WORDS = 128
 _WORD_BYTES = 8
 # A device folds so many words into one, and multiplies so many rows of them at a time (32 MiB).
 _COLUMNS, _ROWS = 4096, 1024
+# Odd factors with many bits, as signed numbers.
+_ODD = (-7046029254386353131, -4658895280553007687, -7723592293110705685)
 
 
 class Fingerprint(NamedTuple):
@@ -52,13 +54,17 @@ class Fingerprint(NamedTuple):
         step = max(1, words.numel() // SAMPLED_WORDS)
         return cls(is_whole, torch.cat((words[step // 2 :: step], tail)))
 
-    def compared(self, tensor: torch.Tensor, accelerator: Accelerator | None) -> Answer:
-        """Compare with the bytes that a tensor's storage has now, after the calling thread's current stream."""
+    def compared(self, tensor: torch.Tensor, accelerator: Accelerator | None, answers: PinnedAnswers | None) -> Answer:
+        """Compare with the bytes that a tensor's storage has now, after the calling thread's current stream.
+
+        Args:
+            answers: where the device writes its answer; None where the memory is the host's.
+        """
         other = Fingerprint.of(tensor, accelerator, is_whole=self.is_whole).words
-        if accelerator is None or not isinstance(self.words, torch.Tensor) or not isinstance(other, torch.Tensor):
+        if accelerator is None or answers is None or not isinstance(other, torch.Tensor):
             return Answer(bool(self.words == other), None, None)
-        host = accelerator.pin_memory(torch.empty(1, dtype=torch.bool, device="cpu"))
-        host.copy_((self.words != other).any().reshape(1), non_blocking=True)
+        host, differs = answers.take(), torch.ne(torch.as_tensor(self.words), other).any().reshape(1)
+        accelerator.copy(differs.view(torch.uint8), host.view(torch.uint8))
         return Answer(None, host, moment(accelerator))
 
 
@@ -106,13 +112,18 @@ def _split(data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _folded(words: torch.Tensor, tail: torch.Tensor) -> torch.Tensor:
-    """Fold each column into two sums: a plain one, and one weighted by the row, or words could trade places."""
+    """Fold each column into one word, the sum of its words, each mixed with its row beforehand.
+
+    Without the mixing, changes of several words could cancel in a sum: flipped signs, rows that trade places.
+    """
     rows = words.numel() // _COLUMNS
     table, rest = words[: rows * _COLUMNS].view(rows, _COLUMNS), words[rows * _COLUMNS :]
-    plain = table.sum(0) if rows else table.new_zeros(_COLUMNS)
-    weighted = torch.zeros_like(plain)
+    total = table.new_zeros(_COLUMNS)
     for first in range(0, rows, _ROWS):
         part = table[first : first + _ROWS]
-        weights = torch.arange(first + 1, first + 1 + len(part), dtype=torch.int64, device=words.device)
-        weighted += (part * weights[:, None]).sum(0)
-    return torch.cat((plain, weighted, rest, tail))
+        number = torch.arange(first, first + len(part), dtype=torch.int64, device=words.device)
+        mixed = part ^ number.mul_(_ODD[0])[:, None]
+        for factor in _ODD[1:]:  # as the finalizer of SplitMix64 does
+            mixed.mul_(factor).bitwise_xor_(mixed >> 29)
+        total += mixed.sum(0)
+    return torch.cat((total, rest, tail))

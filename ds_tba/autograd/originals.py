@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,6 @@ from ds_tba.autograd.tensors import (
     has_plain_storage,
     is_of_a_compiled_graph,
     is_of_a_users_function,
-    note_compiled,
     note_save_by_function,
 )
 
@@ -44,7 +43,10 @@ class _Unpacked(threading.local):
     Attributes:
         tensors: those that unpack hooks have returned for the context that is being read; None while none is.
         is_for_users_function: that context is one of [Note: Functions of the user].
+        compiled: storages, by ``id``, that the compiled graph saves which has run last.
     """
+
+    compiled: Collection[int] = ()
 
     tensors: list[tuple[torch.Tensor, bool]] | None = None
     is_for_users_function = False
@@ -78,6 +80,14 @@ class SavedTensors:
             state.tensors, state.is_for_users_function = outer
         return with_originals(found, unpacked) if any(is_held for _, is_held in unpacked) else found
 
+    def note_compiled(self, storages: Collection[int]) -> None:
+        """Note the storages (by ``id``) that a compiled graph of this thread saves now."""
+        self._unpacked.compiled = storages
+
+    def is_of_compiled(self, storage: torch.UntypedStorage) -> bool:
+        """Whether the compiled graph of this thread that has run last saves a storage: it was filled by then."""
+        return id(storage) in self._unpacked.compiled
+
     @property
     def is_for_users_function(self) -> bool:
         """Whether this thread unpacks for one of [Note: Functions of the user]."""
@@ -101,21 +111,23 @@ def keep_originals() -> SavedTensors:
         present = SavedTensors(getattr(BackwardCFunction, _SAVED_TENSORS))
         setattr(BackwardCFunction, _SAVED_TENSORS, present)
         _hand_to_checkpoints(present)
-        _count_saves()
+        _count_saves(present)
     return present
 
 
-def _count_saves() -> None:
+def _count_saves(saved_tensors: SavedTensors) -> None:
     """Have each storage count its saves by [Note: Functions of the user]: they all call ``ctx.save_for_backward``."""
     builtin = FunctionCtx.save_for_backward
 
     @functools.wraps(builtin)
     def save_for_backward(self: Any, *tensors: torch.Tensor) -> None:
-        is_compiled = is_of_a_compiled_graph(type(self))
-        if is_compiled or is_of_a_users_function(type(self)):
+        is_compiled, is_users = is_of_a_compiled_graph(type(self)), is_of_a_users_function(type(self))
+        if is_compiled or is_users:
             plain = [one for one in tensors if isinstance(one, torch.Tensor) and has_plain_storage(one)]
-            for storage in {id(one.untyped_storage()): one.untyped_storage() for one in plain}.values():
-                (note_compiled if is_compiled else note_save_by_function)(storage)
+            storages = {id(one.untyped_storage()): one.untyped_storage() for one in plain}
+            saved_tensors.note_compiled(storages if is_compiled else ())
+            for storage in storages.values() if is_users else ():
+                note_save_by_function(storage)
         builtin(self, *tensors)
 
     FunctionCtx.save_for_backward = save_for_backward  # type: ignore[method-assign]

@@ -66,6 +66,9 @@ _KERNELS = (
 _REPEATABLE = frozenset({"cpu"})
 
 
+_UNPACKED_TWICE = "already unpacked once"  # in the message of torch/utils/checkpoint.py
+
+
 class Arguments:
     """The arguments of one call, taken apart into tensors and the rest.
 
@@ -223,6 +226,12 @@ class RecomputedPass:
             try:
                 return checkpoint_unpack(held)
             except CheckpointError as error:
+                if _UNPACKED_TWICE in str(error):
+                    raise RecomputationError(
+                        f"a custom Function in the block {path!r} reads ctx.saved_tensors twice in one backward, for "
+                        "which no checkpoint has them, PyTorch's neither: have it read them once, leave the block out "
+                        'by naming the others in "blocks", or set "recompute": false.'
+                    ) from error
                 lines = (line for line in str(error).splitlines() if line.strip())
                 raise RecomputationError(
                     f"the forward of the block {path!r} saved other tensors when it ran again in backward than the "

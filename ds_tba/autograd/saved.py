@@ -11,11 +11,11 @@ other records. That is no circle: a recipe never holds a graph. The cache lists 
 last view, and with them ticket, recipe and bytes. On a storage that is counted lies a guard. Record and guard share the
 account of its memory: the one tells of the end of a user, the other of the end of the memory, in any order.
 
-[Note: Finalizers] A view's ``__del__`` may run anywhere: in any thread, and also while its own thread holds the lock,
-because every allocation inside a critical section may start the garbage collector. So it neither waits for the lock nor
-takes it twice; it defers itself (``ds_tba/storage/finalizers.py``). Who takes it, ``with finalizers, finalizers.lock``,
-acts on deferred finalizers first, so that their memory is free, and after letting go of it acts on those that found the
-lock taken.
+[Note: Finalizers] A view may go anywhere: in any thread, and also while its own thread holds the lock, because every
+allocation inside a critical section may start the garbage collector; and a signal handler may raise there. So nothing
+of ours runs then: its end is put into a queue (``ds_tba/storage/finalizers.py``). Entering ``with finalizers,
+finalizers.lock`` first acts on the ends in the queue, so that their memory is free, and leaving it on those that came
+meanwhile. So do unpacking, which may wait for no lock otherwise, and whoever asks for figures.
 """
 
 from __future__ import annotations
@@ -172,6 +172,7 @@ class SavedStorage(StateMachine):
         is_leaving: they leave once it is over, if a store takes them.
         fingerprint: of the bytes that left; None while they have not.
         handed_out: the memory that the last read by a Function of the user's got, while anybody holds it.
+        operation: that saved it last; see [Note: Operations under way] in ``cache.py``.
         index: in its micro-step.
         views: how many are alive.
         lent: of those, how many belong to recipes, not to autograd.
@@ -183,7 +184,7 @@ class SavedStorage(StateMachine):
 
     __slots__ = (
         "fingerprint", "handed_out", "index", "is_complete", "is_in_use", "is_leaving", "kept_views", "key", "lent",
-        "makeable", "memory", "micro_step", "pending", "recipe", "reloaded", "state", "ticket", "views",
+        "makeable", "memory", "micro_step", "operation", "pending", "recipe", "reloaded", "state", "ticket", "views",
     )  # fmt: skip
 
     def __init__(self, key: StorageKey, micro_step: MicroStep[SavedStorage]) -> None:
@@ -198,6 +199,7 @@ class SavedStorage(StateMachine):
         self.is_in_use = self.is_leaving = False
         self.fingerprint: Fingerprint | None = None
         self.handed_out: weakref.ref[torch.UntypedStorage] | None = None
+        self.operation: tuple[int, int] | None = None
         self.memory = CountedMemory()  # until it is counted
         self.micro_step = micro_step
         self.index = NO_INDEX
@@ -228,8 +230,8 @@ class SavedStorage(StateMachine):
 
     @property
     def holders(self) -> list[SavedView]:
-        """The views that hold the bytes."""
-        return [view for one in self.kept_views if (view := one()) is not None and view.held is not None]
+        """The views that hold the bytes; not those whose tensor has another storage now, or a resized one."""
+        return [view for one in self.kept_views if (view := one()) is not None and view.holds(self.key)]
 
     def let_go(self) -> None:
         """Have no view hold the bytes any longer: they are elsewhere, as the state says by now."""
@@ -243,11 +245,16 @@ class SavedStorage(StateMachine):
 
 
 class _Kept:
-    """A tensor that stays where it is."""
+    """A tensor that stays where it is.
 
-    __slots__ = ("_version", "held")
+    Attributes:
+        handed: see :class:`SavedView`.
+    """
+
+    __slots__ = ("_version", "handed", "held")
 
     def __init__(self, tensor: torch.Tensor) -> None:
+        self.handed: torch.Tensor | None = None
         self._version = -1 if tensor.is_inference() else tensor._version
         self.held = kept(tensor)
 
@@ -283,7 +290,7 @@ class SavedCounted(_Kept):
         handed_out: see :class:`SavedStorage`.
     """
 
-    __slots__ = ("_cache", "eps", "handed_out", "memory", "nbytes")
+    __slots__ = ("__weakref__", "_cache", "eps", "handed_out", "memory", "nbytes")
 
     def __init__(self, cache: Keeper, tensor: torch.Tensor, nbytes: int, reason: str) -> None:
         super().__init__(tensor)
@@ -292,6 +299,7 @@ class SavedCounted(_Kept):
         self.handed_out: weakref.ref[torch.UntypedStorage] | None = None
         self.nbytes = nbytes
         self.memory = cache.count_kept(tensor, nbytes, reason)
+        cache.finalizers.watch(self, MemoryGone(self.memory, is_free=False))
 
     @property
     def is_operand(self) -> bool:
@@ -305,11 +313,6 @@ class SavedCounted(_Kept):
     def is_of(self, cache: Keeper) -> bool:
         return self._cache is cache
 
-    def __del__(self) -> None:
-        memory = getattr(self, "memory", None)
-        if memory is not None:  # else __init__ raised before the tensor was counted
-            self._cache.finalizers.leave(MemoryGone(memory, is_free=False))
-
 
 class SavedView:
     """Held by autograd in place of one saved tensor with a record.
@@ -318,21 +321,46 @@ class SavedView:
         held: the tensor, or an alias of it, while its bytes stay in memory; else None. Set to None under the cache's
             lock, and read without it.
         eps: see :class:`SavedCounted`.
-        is_lent: it belongs to a recipe.
+        handed: what a Function of the user's has read, where autograd without us would return the very tensor that was
+            saved: held like that one, or autograd would take its memory for a gradient.
+        is_original: that is so, because no operation has made the tensor.
+        state: what its end tells.
     """
 
-    __slots__ = ("__weakref__", "_cache", "_spec", "_witness", "eps", "held", "is_lent", "is_unpacked", "record")
+    __slots__ = (
+        "__weakref__", "_cache", "_spec", "_witness", "eps", "handed", "held", "is_original", "record", "state",
+    )  # fmt: skip
 
     def __init__(self, cache: Keeper, record: SavedStorage, tensor: torch.Tensor, *, offloaded: bool) -> None:
         self.held: torch.Tensor | None = None
+        self.handed: torch.Tensor | None = None
+        self.is_original = tensor.grad_fn is None
         self.eps: tuple[Any] | None = None
-        self.is_unpacked = self.is_lent = False
         self._cache = cache
         self.record = record
+        self.state = ViewGone(record, offloaded, False)
+        cache.finalizers.watch(self, self.state)
         if offloaded:
             self._spec, self._witness = ViewSpec.of(tensor), VersionWitness(tensor)
         else:
             self.held = kept(tensor)
+
+    @property
+    def is_unpacked(self) -> bool:
+        """Whether backward has had its bytes."""
+        return self.state.is_unpacked
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether it belongs to a recipe."""
+        return self.state.is_lent
+
+    def holds(self, key: StorageKey) -> bool:
+        """Whether it holds the storage with this key, as it was saved."""
+        if self.held is None:
+            return False
+        storage = self.held.untyped_storage()
+        return stamp_of(storage) == key.storage and storage.nbytes() == key.nbytes
 
     @property
     def is_offloaded(self) -> bool:
@@ -343,7 +371,7 @@ class SavedView:
         """The saved tensor, if it was not modified since."""
         held = self.held  # read once: another thread may evict the record meanwhile
         if held is not None:
-            self.is_unpacked = True
+            self.state.is_unpacked = True
             return unmodified(held, self.record.key.version)
         self.check()
         return self._spec.rebuild(self._cache.load(self))
@@ -386,21 +414,17 @@ class SavedView:
     def twin(self) -> SavedView:
         """Another view of the same bytes, for a recipe. Called under the cache's lock, which counts it."""
         other = copy.copy(self)
-        other.is_unpacked, other.is_lent = False, True
+        other.state = ViewGone(self.record, self.state.is_away, True)
+        self._cache.finalizers.watch(other, other.state)
         return other
 
     def let_go(self) -> None:
         """Hold the bytes no longer. Called under the cache's lock."""
-        if self.held is not None:
+        if self.held is not None and self.holds(self.record.key):
             self._spec, self._witness = ViewSpec.of(self.held), VersionWitness(self.held)
+            self.state.is_away = True
             # Last: restore() runs without the lock, and goes by the witness as soon as it finds nothing held.
             self.held = None
-
-    def __del__(self) -> None:
-        record = getattr(self, "record", None)
-        if record is not None:  # else a signal handler raised in __init__
-            is_pending = not (self.is_lent or self.is_unpacked) and self.held is None
-            self._cache.finalizers.leave(ViewGone(record, self.is_lent, is_pending))
 
 
 # ---- the account of a storage's memory, and finalizers --------------------------------------------------------------
@@ -444,32 +468,45 @@ class CountedMemory:
 
 
 class ResidencyGuard:
-    """Finalizer that reports when counted memory is freed: it lies on the storage.
+    """Lies on a storage, so that its end tells that counted memory is free.
 
-    A storage that two engines save has one for each of them.
+    A storage that two engines save has one for each of them. With consumers the event of the release must come after
+    all that the allocator records when the memory goes. It does: this goes before the memory, and nobody acts on that
+    within the finalizer.
     """
 
-    __slots__ = ("_cache", "memory")
+    __slots__ = ("__weakref__", "_cache", "memory")
 
     def __init__(self, cache: Keeper, memory: CountedMemory) -> None:
         self._cache = cache
         self.memory = memory
+        cache.finalizers.watch(self, MemoryGone(memory, is_free=True))
 
     def is_of(self, cache: Keeper) -> bool:
         return self._cache is cache
 
-    def __del__(self) -> None:
-        # With consumers nobody acts on it now: the event of its release must come after all that the allocator records
-        # when the memory goes, which is when this has returned. Else the bytes would be free on paper too early.
-        self._cache.finalizers.leave(MemoryGone(self.memory, is_free=True), acts=not self.memory.consumers)
 
+class ViewGone:
+    """What the end of a view tells its record.
 
-class ViewGone(NamedTuple):
-    """A view of this record is gone."""
+    Attributes:
+        is_away: the view holds no bytes.
+        is_lent: it belongs to a recipe.
+        is_unpacked: backward has had its bytes.
+    """
 
-    record: SavedStorage
-    was_lent: bool
-    was_pending: bool
+    __slots__ = ("is_away", "is_lent", "is_unpacked", "record")
+
+    def __init__(self, record: SavedStorage, is_away: bool, is_lent: bool) -> None:
+        self.record = record
+        self.is_away = is_away
+        self.is_lent = is_lent
+        self.is_unpacked = False
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether it is counted among its record's pending ones."""
+        return self.is_away and not (self.is_lent or self.is_unpacked)
 
 
 class MemoryGone(NamedTuple):
@@ -483,7 +520,7 @@ class MemoryGone(NamedTuple):
 
 
 Finalized = ViewGone | MemoryGone
-"""Told by a finalizer; acted on under the cache's lock."""
+"""Told by the end of an object; acted on under the cache's lock."""
 
 
 # ---- versions -------------------------------------------------------------------------------------------------------

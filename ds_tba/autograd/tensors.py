@@ -46,10 +46,10 @@ _LINEAGE = "_ds_tba_lineage"
 _OWNED = "_ds_tba_owned"
 _INPUT = "_ds_tba_input"
 _FUNCTION_SAVES = "_ds_tba_function_saves"
-_BY_COMPILED = "_ds_tba_by_compiled"
 _COMPILED = "torch._functorch._aot_autograd"
-# Packages whose Functions write into nothing that they save, but those of custom operators, whose kernels are a user's.
-_TRUSTED, _CUSTOM_OPERATORS = ("torch.", "deepspeed."), "torch._library."
+# Packages whose Functions write into nothing that they save; but for custom operators, whose kernels are a user's, and
+# for what ``vmap`` makes of a user's Function.
+_TRUSTED, _OF_USERS = ("torch.", "deepspeed."), ("torch._library.", "torch._functorch.autograd_function.")
 # Nodes whose Python type says nothing of what they did: Functions of C++ extensions, and writes into parts of a buffer.
 _UNKNOWN_NODES = frozenset({"CppFunction", "CopySlices"})
 
@@ -150,7 +150,7 @@ def is_of_a_users_function(context: type) -> bool:
     if not issubclass(context, torch.autograd.function.BackwardCFunction):
         return False
     module = getattr(context, "_forward_cls", context).__module__ + "."
-    return not module.startswith(_TRUSTED) or module.startswith(_CUSTOM_OPERATORS)
+    return not module.startswith(_TRUSTED) or module.startswith(_OF_USERS)
 
 
 def note_save_by_function(storage: torch.UntypedStorage) -> None:
@@ -164,21 +164,14 @@ def saves_by_functions(storage: torch.UntypedStorage) -> int:
     return count
 
 
-def note_compiled(storage: torch.UntypedStorage) -> None:
-    """Note that a compiled graph saves a storage, which it has filled by then."""
-    setattr(storage, _BY_COMPILED, True)
-
-
 def is_complete(tensor: torch.Tensor) -> bool:
-    """Whether one operation or compiled graph of PyTorch has made the whole storage of a tensor, and is over.
+    """Whether one operation of PyTorch has made the whole storage of a tensor, and is over.
 
     Anything else may be a buffer that is filled after it was saved: by the operation that saves it (autograd packs the
     noise of ``rrelu`` before the kernel fills it), by a collective that has only begun, or part by part by the user.
     """
     node = base_of(tensor).grad_fn
-    if node is None:
-        return getattr(tensor.untyped_storage(), _BY_COMPILED, False)
-    return type(node).__name__ not in _UNKNOWN_NODES and not is_of_a_users_function(type(node))
+    return node is not None and type(node).__name__ not in _UNKNOWN_NODES and not is_of_a_users_function(type(node))
 
 
 def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:

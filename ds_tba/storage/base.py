@@ -142,6 +142,17 @@ class Store(ABC, Generic[OwnTicket]):
     def trim(self) -> None:
         """Give pages of memory back to the system, while nothing goes to this store."""
 
+    def rest(self) -> bool:
+        """Give memory, threads and disk space back until :meth:`wake`; False where bytes are in the store's care."""
+        return True
+
+    def wake(self) -> None:
+        """Take everything again after :meth:`rest`; until that has worked, storages are refused.
+
+        Raises:
+            OSError, RuntimeError, MemoryError, PathError: something cannot be had now; nothing of it is held.
+        """
+
     @abstractmethod
     def close(self) -> None:
         """Give everything back. Idempotent."""

@@ -1,20 +1,39 @@
-"""What may a finalizer do? Leave its work to the next holder of a lock.
+"""What may a finalizer do? Nothing of ours: a queue is told of the end, and the next holder of a lock acts on it.
 
 A finalizer may run anywhere: in any thread, and inside any critical section, also one that its own thread is in. So it
-may neither wait for a lock nor take one that its thread could hold. It queues an item, and acts on it only if the lock
-happens to be free. Knows nothing of the items, nor of what else the lock guards.
+may neither wait for a lock nor take one that its thread could hold. Knows nothing of the items, nor of what else the
+lock guards.
+
+[Note: No Python in finalizers] A signal handler runs before the first bytecode of whatever Python function is called
+next, and what it raises inside a finalizer (``__del__``, a weak reference's callback) Python reports and drops: the
+``sys.exit`` of a handler that has saved a checkpoint would be lost, and training go on until SIGKILL. So no class has a
+``__del__``. A :class:`Notice` is a weak reference whose callback is a method written in C, which puts the notice into
+a queue: no bytecode runs between the end of the object and that.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from ds_tba.device.accelerator import Accelerator, new_thread
 
 Item = TypeVar("Item")
+
+
+class Notice(weakref.ref, Generic[Item]):  # type: ignore[type-arg]
+    """Told of when its object is gone; see [Note: No Python in finalizers].
+
+    Attributes:
+        item: the work that the object's end leaves to the holder of the lock.
+    """
+
+    __slots__ = ("item",)
+
+    item: Item
 
 
 class DeferredFinalizers(Generic[Item]):
@@ -26,8 +45,8 @@ class DeferredFinalizers(Generic[Item]):
     catch that and train on. Therefore the lock is a context by itself, and :meth:`act_if_free` has a ``for`` take it:
     CPython does either in one bytecode. After a call of ``acquire()`` the exception might come before the ``try`` that
     releases, and the lock stay taken for ever. For the same reason lanes have queues that are written in C: those of
-    Python have such calls. What is left: where the exception comes inside a finalizer, Python ignores it, and the
-    finalizer's bytes stay counted, and its extent taken, until the run ends.
+    Python have such calls. What is left: where the exception comes between an item's way out of the queue and the end
+    of acting on it, its bytes stay counted, and its extent taken, until the run ends.
 
     Args:
         lock: not reentrant, or an item left in a critical section would be acted on in the middle of it.
@@ -37,7 +56,9 @@ class DeferredFinalizers(Generic[Item]):
     def __init__(self, lock: threading.Lock, act: Callable[[Item], None]) -> None:
         self.lock = lock
         self._act = act
-        self._left: queue.SimpleQueue[Item] = queue.SimpleQueue()  # the one queue that a finalizer may use
+        self._left: queue.SimpleQueue[Item | Notice[Item]] = queue.SimpleQueue()  # the one that a finalizer may use
+        self._tell: Callable[[Any], None] = self._left.put
+        self._watched: set[Notice[Item]] = set()  # a weak reference that is gone itself tells nobody
 
     def __enter__(self) -> None:
         self.act_if_free()
@@ -45,15 +66,19 @@ class DeferredFinalizers(Generic[Item]):
     def __exit__(self, *error: object) -> None:
         self.act_if_free()  # on an item that came in the meantime, and found the lock taken
 
-    def leave(self, item: Item, *, acts: bool = True) -> None:
-        """Leave an item, and act on all of them if the lock is free. Never blocks.
+    def watch(self, watched: Any, item: Item) -> None:
+        """Leave ``item`` when an object, which is equal to itself only, is gone, whoever lets go of it, wherever.
 
-        Args:
-            acts: False where the item is about memory that goes only when this finalizer has returned.
+        It is acted on by whoever takes the lock next, or asks to (:meth:`act_if_free`).
         """
+        notice = Notice(watched, self._tell)
+        notice.item = item
+        self._watched.add(notice)
+
+    def leave(self, item: Item) -> None:
+        """Leave an item, and act on all of them if the lock is free. Never blocks."""
         self._left.put(item)
-        if acts:
-            self.act_if_free()
+        self.act_if_free()
 
     def act_if_free(self) -> None:
         """Act on the items unless the lock is taken. Whoever releases the lock calls this."""
@@ -70,7 +95,20 @@ class DeferredFinalizers(Generic[Item]):
     def act(self) -> None:
         """Act on every item; call it under the lock, which whoever takes an item has."""
         while not self._left.empty():
-            self._act(self._left.get_nowait())
+            self._act_on(self._left.get_nowait())
+
+    def follow(self, goes_on: Callable[[], bool]) -> None:
+        """Act on items as they come, for as long as told: in a thread, once nobody else takes the lock any more."""
+        while goes_on():
+            item = self._left.get()
+            with self.lock:
+                self._act_on(item)
+
+    def _act_on(self, item: Item | Notice[Item]) -> None:
+        if isinstance(item, Notice):
+            self._watched.discard(item)
+            item = item.item
+        self._act(item)
 
 
 class Closer:

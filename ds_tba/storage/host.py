@@ -146,7 +146,7 @@ class HostStore(Store[HostTicket]):
         self._ahead_limit_bytes = ahead_bytes
         # No lanes wait for this lock, so that copies into the device may be queued under it.
         self._deferred: DeferredFinalizers[HostTicket] = DeferredFinalizers(threading.Lock(), self._free)
-        sizes = [] if isinstance(budget, SpareMemory) else segment_sizes(budget)
+        self._sizes = sizes = [] if isinstance(budget, SpareMemory) else segment_sizes(budget)
         self._segments = [Segment(host_memory(nbytes, accelerator)) for nbytes in sizes]
         self.limit_bytes = budget.most_bytes if isinstance(budget, SpareMemory) else sum(sizes)
         self._held_after_close: list[Segment] = []  # copies in still read them
@@ -227,6 +227,21 @@ class HostStore(Store[HostTicket]):
             if self._spare is None:
                 return self.limit_bytes
             return max(0, self._spare.taken.now + int(self._spare.more_bytes()))
+
+    def rest(self) -> bool:
+        with self._deferred, self._deferred.lock:
+            self._settle()
+            if self._closed or self._copies.under_way or not all(one.spans.is_unused for one in self._segments):
+                return self._closed
+            if self._spare is not None:
+                self._spare.taken.add(-sum(one.spans.capacity_bytes for one in self._segments))
+            self._segments.clear()
+        return True
+
+    def wake(self) -> None:
+        with self._deferred, self._deferred.lock:
+            if not (self._segments or self._closed):
+                self._segments = [Segment(host_memory(nbytes, self._accelerator)) for nbytes in self._sizes]
 
     def close(self) -> None:
         with self._deferred, self._deferred.lock:

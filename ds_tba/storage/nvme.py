@@ -35,7 +35,7 @@ from functools import partial
 
 import torch
 
-from ds_tba.device.accelerator import Arrival, PendingCopy
+from ds_tba.device.accelerator import Arrival, PendingCopy, new_thread
 from ds_tba.device.memory import is_out_of_memory
 from ds_tba.errors import ActivationCorruptionError, ActivationLostError, StateError, StorageError, TransferError
 from ds_tba.storage.backends.base import IoBackend, IoHandle
@@ -59,6 +59,7 @@ from ds_tba.telemetry.stats import Kind, Transfer
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 60.0
+RESTING_LIMIT_S = 1.0  # for writes and reads under way whose bytes nobody wants any more
 COPYING_LIMIT_S = 5.0  # a copy into staging takes less, unless closing has interrupted the thread that copies
 PIECE_FRACTION_OF_STAGING = 0.25
 MOST_TRIES = 3  # of a transfer by a lane in which something fails that is not the drive
@@ -144,12 +145,17 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
         # Where a slot can be the tensor's memory, putting pieces together is a copy that whole storages do not need.
         self.largest_whole_bytes = ring.slots.capacity_bytes if ring.zero_copy else self._piece_bytes
         self._pieces_lock = threading.Lock()  # of their tickets; taken before the space's, never in a finalizer
+        self._backend, self._lanes = backend, lanes
+        self._start_lanes()
+
+    def _start_lanes(self) -> None:
+        lanes, ring = self._lanes, self.ring
         try:
             # Every handle comes before any thread: a failure must leave no thread behind.
             for path in self.paths:
                 for group, count in ((path.writes, lanes.write), (path.reads, lanes.read)):
                     for _ in range(count):
-                        group.handles.append(backend.open_handle(path.file.fd))
+                        group.handles.append(self._backend.open_handle(path.file.fd))
             for index, path in enumerate(self.paths):
                 path.writes.start(f"ds_tba-write-{index}", ring.accelerator)
                 path.reads.start(f"ds_tba-read-{index}", ring.accelerator)
@@ -160,6 +166,41 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
     def trim(self) -> None:
         with self.space.lock:
             self.ring.trim()
+
+    def rest(self) -> bool:
+        space = self.space
+        with space.deferred, space.deferred.lock:
+            if space.closed or space.resting:
+                return space.resting
+            deadline_s = time.monotonic() + RESTING_LIMIT_S
+            while not (space.is_idle or self.ring.is_lent) and time.monotonic() < deadline_s:
+                space.changed.wait(COPY_POLL_S)  # lanes may be at work on what was given up
+                space.deferred.act()
+            space.resting = space.is_idle
+            if not space.resting:
+                return False
+        if self._stop_lanes():  # else a lane hangs: what it uses stays, and closing will tell of it
+            self._give_back()
+        return True
+
+    def _give_back(self) -> None:
+        with self.space.lock:
+            for path in self.paths:
+                path.rest()
+            self.ring.rest()
+
+    def wake(self) -> None:
+        if not self.space.resting or self.space.closed:
+            return
+        try:
+            for path in self.paths:
+                path.wake(self.ring.slots.capacity_bytes)
+            self.ring.wake()
+            self._start_lanes()
+        except BaseException:
+            self._give_back()
+            raise
+        self.space.resting = False
 
     # ---- out ----------------------------------------------------------------------------------------------------
 
@@ -285,7 +326,7 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
                 return Arrival.done(tensor_over(ticket.host, ticket.nbytes))
             return self.ring.copies.into(ticket.host, ticket.nbytes, device)
         if is_ours and self.ring.may_lend(ticket.held_slot):
-            data, loan = self.ring.lend(ticket.held_slot, ticket.nbytes, self.space.deferred.leave)
+            data, loan = self.ring.lend(ticket.held_slot, ticket.nbytes, self.space.deferred.watch)
             loan.slot, ticket.slot = ticket.slot, None  # at once: two owners would give it back twice
             return Arrival.done(data)
         # After the copies into the slot, or bytes that the device has not written yet would be handed over.
@@ -397,6 +438,9 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
                 for path in self.paths:
                     path.file.close()
             self.ring.close()
+        if self.ring.is_lent:  # its memory goes with the last tensor, and nobody else takes the lock any more
+            follow = partial(self.space.deferred.follow, lambda: self.ring.is_lent)
+            new_thread(self.ring.accelerator, follow, "ds_tba-loans").start()
 
     def _stop_lanes(self) -> bool:
         """Let the lanes do what is queued and end; whether all of them did within the time for that."""

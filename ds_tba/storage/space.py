@@ -27,7 +27,7 @@ from ds_tba.errors import StateError, StorageError, TransferError
 from ds_tba.storage.backends.base import IoBackend, IoHandle
 from ds_tba.storage.base import Refusal, StateMachine, Store, Ticket
 from ds_tba.storage.finalizers import DeferredFinalizers
-from ds_tba.storage.staging import Span, SpanAllocator, StagingRing
+from ds_tba.storage.staging import Loan, Span, SpanAllocator, StagingRing
 from ds_tba.storage.swap_file import SwapFile, repair_of
 from ds_tba.telemetry.stats import KindMeter, PathMeter, StoreStats, readable
 
@@ -152,6 +152,15 @@ class LaneGroup:
         self._reviving = threading.Lock()
         self._process = os.getpid()
 
+    def clear(self) -> None:
+        """Forget lanes that have ended."""
+        self.handles.clear()
+        self._threads.clear()
+        self._held.clear()
+        self._has_ended.clear()
+        self._wakes = queue.SimpleQueue()  # without those that nobody has taken
+        self._is_stopping = False
+
     def start(self, name: str, accelerator: Accelerator) -> None:
         """Start a thread for each handle, on the accelerator's device."""
         self._held = [None] * len(self.handles)
@@ -258,6 +267,19 @@ class SwapPath:
         self.failure: str | None = None
         self.full = False
         self._is_limit_said = False
+
+    def rest(self) -> None:
+        """Give the disk space back until :meth:`wake`; no extent is in use."""
+        self.writes.clear()
+        self.reads.clear()
+        self.file.shrink()
+        self.extents = SpanAllocator(0, self.extents.alignment_bytes)
+        self.full = False
+
+    def wake(self, least_bytes: int) -> None:
+        """Take the first disk space again."""
+        self.file.reserve_first(min(least_bytes, self.file.limit_bytes))
+        self.extents.grow(self.file.size_bytes)
 
     @property
     def written_bytes(self) -> int:
@@ -432,6 +454,7 @@ class SwapSpace:
         deferred: what finalizers left to the holders of the lock; see ``finalizers.py``.
         changed: notified whenever a ticket moves on, or a slot or write ends.
         writes: the tickets whose writes are under way or to come; whoever waits for a slot may count on them.
+        resting: between :meth:`NvmeStore.rest` and :meth:`NvmeStore.wake`.
         copying: tickets whose bytes are being copied into staging by a put.
     """
 
@@ -441,11 +464,20 @@ class SwapSpace:
         self.ring = ring
         self.lock = threading.Lock()  # not reentrant on purpose: see finalizers.py
         self.changed = threading.Condition(self.lock)
-        self.deferred: DeferredFinalizers[SwapTicket | Span] = DeferredFinalizers(self.lock, self._finalize)
+        self.deferred: DeferredFinalizers[SwapTicket | Loan] = DeferredFinalizers(self.lock, self._finalize)
         self.read_ahead = ReadAhead(ring.slots.capacity_bytes)
         self.writes: set[SwapTicket] = set()
         self.copying: set[SwapTicket] = set()
-        self.closed = False
+        self.closed = self.resting = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no bytes are in its care, nor on their way."""
+        self.settle_copies()
+        is_unused = self.ring.slots.is_unused and all(path.extents.is_unused for path in self.paths)
+        return is_unused and not (
+            self.writes_under_way or self.copying or self.ring.is_lent or self.ring.copies.under_way
+        )
 
     @property
     def writes_under_way(self) -> int:
@@ -462,7 +494,7 @@ class SwapSpace:
 
     def reserve(self, nbytes: int, wait: bool) -> tuple[Span, SwapPath, Span] | Refusal:
         """A slot, a path and an extent on it for ``nbytes``."""
-        if self.closed:
+        if self.closed or self.resting:
             return Refusal.CLOSED
         self.settle_copies()
         slot = self.ring.slots.allocate(nbytes) or self._wait_for_slot(nbytes, wait)
@@ -575,10 +607,11 @@ class SwapSpace:
         self.free_slot(ticket)
         ticket.path.extents.free(ticket.extent)
 
-    def _finalize(self, released: SwapTicket | Span) -> None:
+    def _finalize(self, released: SwapTicket | Loan) -> None:
         """Act on a released ticket, or on a lent slot whose tensor is gone."""
-        if isinstance(released, Span):
-            self.ring.end_loan(released)
+        if isinstance(released, Loan):
+            if released.slot is not None:  # else a signal handler raised before it was lent
+                self.ring.end_loan(released.slot)
             self.changed.notify_all()
         elif released.state in (_S.WRITING, _S.READING):  # see [Note: Who frees a slot]
             self.read_ahead.end(released)

@@ -166,17 +166,22 @@ def wait_for_stream(accelerator: Accelerator) -> None:
 
 
 class Loan:
-    """Finalizer of a storage that has a slot as its memory: frees the slot when the storage is freed."""
+    """Lies on a storage that has a slot as its memory; its end tells that the slot is free.
 
-    __slots__ = ("_give_back", "slot")
+    Attributes:
+        slot: None until it is lent.
+    """
 
-    def __init__(self, give_back: Callable[[Span], None]) -> None:
-        self._give_back = give_back
+    __slots__ = ("slot",)
+
+    def __init__(self) -> None:
         self.slot: Span | None = None
 
-    def __del__(self) -> None:
-        if (slot := getattr(self, "slot", None)) is not None:  # else a signal handler raised in __init__
-            self._give_back(slot)
+
+class _Lent:
+    """Lies on the storage."""
+
+    __slots__ = ("__weakref__",)
 
 
 class StagingRing:
@@ -250,15 +255,16 @@ class StagingRing:
         """Whether enough of staging is left beside what is lent: else nothing could leave, and no budget be held."""
         return self._lent_bytes + slot.nbytes <= LENT_FRACTION * self.slots.capacity_bytes
 
-    def lend(self, slot: Span, nbytes: int, give_back: Callable[[Span], None]) -> tuple[torch.Tensor, Loan]:
+    def lend(self, slot: Span, nbytes: int, watch: Callable[[Any, Loan], None]) -> tuple[torch.Tensor, Loan]:
         """The first ``nbytes`` of a slot as a tensor's own memory: on the CPU a copy would cost as much as the read.
 
         Args:
-            give_back: called with the ``slot`` of the loan, which the caller sets, from a finalizer in any thread, when
-                that tensor's storage is gone; must lead to :meth:`end_loan`.
+            watch: has the loan, whose slot the caller sets, acted on when an object is gone: here the tensor's storage,
+                with what lies on it; must lead to :meth:`end_loan`.
         """
-        data, loan = tensor_over(self.view(slot), nbytes), Loan(give_back)
-        data.untyped_storage()._ds_tba_loan = loan  # type: ignore[attr-defined]
+        data, lent, loan = tensor_over(self.view(slot), nbytes), _Lent(), Loan()
+        watch(lent, loan)
+        data.untyped_storage()._ds_tba_loan = lent  # type: ignore[attr-defined]
         self._loans += 1  # one too many never frees memory that is lent
         self._lent_bytes += slot.nbytes
         return data, loan
@@ -270,6 +276,11 @@ class StagingRing:
         self._lent_bytes -= slot.nbytes
         self._free_if_unused()
 
+    @property
+    def is_lent(self) -> bool:
+        """Whether a tensor has a slot as its memory."""
+        return self._loans > 0
+
     def trim(self) -> None:
         """Give the memory's pages back until they are touched again, if no slot is in use.
 
@@ -277,6 +288,15 @@ class StagingRing:
         """
         if self._memory is not None and self.slots.is_unused and not self._is_pinned and not self._on_device:
             give_pages_back(self._memory)
+
+    def rest(self) -> None:
+        """Give the memory back until :meth:`wake`; no slot is in use."""
+        self._closed_memory, self._memory = self._memory, None
+        self._free_if_unused()
+
+    def wake(self) -> None:
+        """Take the memory again."""
+        self._memory = self._allocate(self.slots.capacity_bytes)
 
     def close(self) -> None:
         """Give the memory back, or let the end of the last loan do so. Idempotent."""

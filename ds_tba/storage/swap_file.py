@@ -60,7 +60,7 @@ class SwapFile:
         self.directory = directory
         self.limit_bytes = limit_bytes
         self.is_limit_set = is_limit_set
-        self.size_bytes = 0
+        self.size_bytes = self.largest_bytes = 0  # now, and at most so far
         self.direct = self.preallocates = True
         self.zeroed_bytes = 0
         self.fd = -1
@@ -107,6 +107,11 @@ class SwapFile:
             self._reserve(least_bytes, least_bytes)
         return True
 
+    def shrink(self) -> None:
+        """Give the space back, and keep the file, empty."""
+        os.ftruncate(self.fd, 0)
+        self.size_bytes = 0
+
     def close(self) -> None:
         """Close the file and give its space back, also where somebody else still has it open. Idempotent."""
         if self.fd >= 0:
@@ -129,6 +134,7 @@ class SwapFile:
             os.ftruncate(self.fd, self.size_bytes)  # a failed fallocate leaves its partial allocation
             raise
         self.size_bytes += step_bytes
+        self.largest_bytes = max(self.largest_bytes, self.size_bytes)
 
     def _write_zeros(self, nbytes: int) -> int:
         """Extend the file by as many whole blocks as are in ``nbytes``; returns their bytes."""

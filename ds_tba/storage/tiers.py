@@ -145,6 +145,17 @@ class Tiers:
         spare = ", as far as the machine has it to spare" if self._config.host_budget_bytes is None else ""
         return f"host memory, up to {0 if self.host is None else self.host.limit_bytes} bytes per rank{spare}"
 
+    def rest(self) -> bool:
+        """Give lanes, staging, disk space and host memory back until :meth:`wake`; False where something is in use."""
+        rested = [store.rest() for store in self.by_placement.values()]
+        self._accelerator.give_pinned_back()
+        return all(rested)
+
+    def wake(self) -> None:
+        """Take them again; see :meth:`Store.wake`."""
+        for store in self.by_placement.values():
+            store.wake()
+
     def close(self) -> None:
         """Give everything back. Idempotent."""
         with ExitStack() as closing:  # each of them, whatever becomes of the others

@@ -5,6 +5,7 @@ Knows numbers only: whoever counts fills :class:`OffloadReport` in. What is not 
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -49,7 +50,7 @@ class OffloadReport:
         kept_bytes: left in device memory; ``kept_bytes_by_reason`` says why.
         host_bytes: moved to host memory, with what a failed write left there.
         peak_staging_bytes: host memory in use between the device and the drive, at most, of ``io.staging_bytes``.
-        swap_file_bytes: size of the file that activations are written to.
+        swap_file_bytes: largest size of the file that activations are written to.
         peak_saved_bytes: peak of saved tensors in device memory; each storage counts once.
         peak_saved_bytes_without: the same, had all of them stayed there.
         budget_excess_bytes: ``peak_saved_bytes`` in excess of ``activation_budget_bytes``.
@@ -405,13 +406,25 @@ class ReportFile:
         key: of the config.
         path: what the config has there; None writes none.
         rank: see :func:`rank_path`.
+        claims: whose the paths of this process are: engines from one config have one path.
+        steps: of the engine, so far; one that has made none leaves the path to one that has.
 
     Raises:
         ConfigError: nothing can be written there. It is found now, not after hours of training.
     """
 
-    def __init__(self, key: str, path: str | None, rank: int) -> None:
+    def __init__(
+        self,
+        key: str,
+        path: str | None,
+        rank: int,
+        claims: dict[Path, ReportFile] | None = None,
+        steps: Callable[[], int] = lambda: 1,
+    ) -> None:
         self._key = key
+        self._name, self._rank = path, rank
+        self._claims, self.steps = {} if claims is None else claims, steps
+        self.has_lost = False  # the path to an engine that trains
         self.path = checked_path(key, path, rank)
         self._written_at, self._age_s = -math.inf, 0.0
 
@@ -425,11 +438,38 @@ class ReportFile:
     def write(self, found: Mapping[str, Any]) -> None:
         self.write_text(json.dumps(found, indent=2) + "\n")
 
+    def give_up(self) -> None:
+        """Leave the path to whoever writes there next."""
+        if self.path is not None and self._claims.get(self.path) is self:
+            del self._claims[self.path]
+
+    def _claimed(self) -> Path | None:
+        """The path, once it is this engine's; another one beside it where another engine that trains has that."""
+        for number in itertools.count(2):
+            if self.path is None or self._name is None:
+                return None
+            holder = self._claims.get(self.path, self)
+            trains = self.steps() > 0
+            if (holder is self and not self.has_lost) or (trains and (holder is self or not holder.steps())):
+                self._claims[self.path], holder.has_lost, self.has_lost = self, True, False
+                return self.path
+            if not trains:
+                self.has_lost = True
+                return None
+            taken, name = self.path, Path(self._name)
+            self.path = rank_path(str(name.with_name(f"{name.stem}.{number}{name.suffix}")), self._rank)
+            if self.path not in self._claims:
+                logger.info(
+                    "%s %s is of another engine of this process: this one writes %s", self._key, taken, self.path
+                )
+        return None
+
     def write_text(self, text: str) -> None:
-        if self.path is None:
+        path = self._claimed()
+        if path is None:
             return
         try:
-            write_file(self.path, text)
+            write_file(path, text)
         except OSError as error:
             logger.warning("%s %s cannot be written: %s", self._key, self.path, error)
         self._written_at = time.monotonic()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import gc
 import os
 import queue
 import re
@@ -10,6 +12,7 @@ import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 
 import pytest
 from conftest import Alarm, AlarmError
@@ -109,6 +112,61 @@ def test_a_handler_that_closes_and_exits_never_hangs(tmp_path: Path) -> None:
     assert ends.count("0 finished") > runs / 2, done.stdout + done.stderr
     assert "RUN return" in done.stdout
     assert len(re.findall(r"^RUN \w+ \S+ inside", done.stdout, re.MULTILINE)) > runs / 2, done.stdout
+
+
+class Watched:
+    pass
+
+
+def test_an_object_ends_without_a_line_of_ours() -> None:
+    """A line is where a signal handler may run; what it raises in a finalizer is reported and lost."""
+    acted, lines = list[int](), list[str]()
+    deferred: DeferredFinalizers[int] = DeferredFinalizers(threading.Lock(), acted.append)
+    one, other = Watched(), Watched()
+    other.itself = other  # type: ignore[attr-defined]
+    deferred.watch(one, 1)
+    deferred.watch(other, 2)
+
+    def trace(frame: FrameType, event: str, _argument: object) -> None:
+        lines.append(f"{event} {frame.f_code.co_name}")
+
+    callbacks, gc.callbacks[:] = gc.callbacks[:], []  # those of the tests' libraries
+    gc.collect()
+    sys.setprofile(trace)
+    try:
+        del one, other
+        gc.collect()
+    finally:
+        sys.setprofile(None)
+        gc.callbacks[:] = callbacks
+    assert not [line for line in lines if not line.startswith("c_")]
+    assert acted == []
+    with deferred, deferred.lock:
+        assert acted == [1, 2]
+
+
+_IN_PYTHON = ("__del__", "WeakKeyDictionary", "WeakValueDictionary", "WeakSet")
+
+
+def test_no_class_has_a_finalizer_in_python() -> None:
+    """See [Note: No Python in finalizers]: whoever adds one loses what a handler raises in it."""
+    package = HERE.parent / "ds_tba"
+    found = [
+        f"{path.relative_to(package)}:{node.lineno}"
+        for path in package.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if getattr(node, "name", getattr(node, "attr", "")) in _IN_PYTHON
+    ]
+    assert found == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("placement", ["nvme", "adaptive"])
+def test_a_handler_that_saves_a_checkpoint_and_exits_ends_the_training(tmp_path: Path, placement: str) -> None:
+    """A scheduler sends one signal, and SIGKILL after that: what the handler raises must not be lost."""
+    done = script("exits_on_signal.py", tmp_path, 30, placement)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "LOST 0 OTHERS 0", done.stdout + done.stderr
 
 
 @pytest.mark.long

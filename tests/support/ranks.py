@@ -61,13 +61,13 @@ def remove_shared_memory(port: int) -> None:
 
 
 def fork(
-    target: Callable[..., None], *arguments: Any, directory: Path, ranks: int, timeout_s: float, **variables: str
+    target: Callable[..., None], *arguments: Any, directory: Path, ranks: int, timeout_s: float, **variables: str | None
 ) -> tuple[list[int], list[str]]:
     """Call a function in each rank; exit codes, and what each has printed. Where one rank fails, the others are ended.
 
     Args:
         directory: where the ranks work.
-        variables: of their environment.
+        variables: of their environment; None takes one away.
     """
     port = free_port()
     world = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
@@ -76,7 +76,8 @@ def fork(
     processes: list[BaseProcess] = []
     for rank, output in enumerate(outputs):
         output.write_text("")  # of a rank that is ended before it begins
-        own = environment(**world, MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank), **variables)
+        own = environment(**world, MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank))
+        own = {name: value for name, value in (own | variables).items() if value is not None}
         processes.append(_FORKS.Process(target=_live, args=(own, directory, output, target, arguments), daemon=True))
         processes[-1].start()
     try:

@@ -117,7 +117,7 @@ def run(
     script: Path = SCRIPTS / "train.py",
     timeout_s: float = 240,
     told_local_rank: bool = True,
-    **variables: str,
+    **variables: str | None,
 ) -> Result:
     """As :func:`launch`, without the launcher: the ranks are forked, and do not end as interpreters do.
 

@@ -218,6 +218,20 @@ class StoreContract:
         assert torch.equal(store.get(ticket, CPU).data, data)
         store.release(ticket)
 
+    def test_it_rests_where_nothing_is_in_its_care(self, store: Store[Any]) -> None:
+        data = noise(MIB)
+        ticket = taken(store, data.clone())
+        store.rest()
+        assert torch.equal(store.get(ticket, CPU).data, data)
+        store.release(ticket)
+        until(store.rest, "what was in its care")
+        for _ in range(2):
+            store.wake()
+            ticket = taken(store, data.clone())
+            assert torch.equal(store.get(ticket, CPU).data, data)
+            store.release(ticket)
+        until(store.rest, "what was in its care")
+
     def test_after_close(self, store: Store[Any]) -> None:
         ticket = taken(store, noise(MIB))
         store.close()

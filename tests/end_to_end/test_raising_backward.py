@@ -1,0 +1,175 @@
+"""Whatever raises in backward: once its graph is gone nothing of ours holds what was saved, as with plain hooks."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.stepping import end_step, forward, note_backward, offloader_of
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ds_tba.offloader import ActivationOffloader
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+ROWS, WIDTH = 128, 64
+RECOMPUTED = {
+    "placement": "adaptive", "recompute": True, "rematerialize": False, "activation_budget_bytes": 150_000,
+    "ssd": {"rated_endurance_tbw": 1e-6, "min_life_days": 10_000},
+}  # fmt: skip
+
+
+class BoomError(Exception):
+    pass
+
+
+def boom(*_: object) -> None:
+    raise BoomError
+
+
+class Boom(torch.autograd.Function):
+    """Raises what it is told, before or after it reads what it saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kind: str) -> Tensor:
+        ctx.save_for_backward(x, x.exp())
+        ctx.kind = kind
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        if ctx.kind == "before it reads":
+            raise BoomError
+        one, _ = ctx.saved_tensors
+        if ctx.kind == "KeyboardInterrupt":
+            raise KeyboardInterrupt
+        if ctx.kind == "another shape":
+            return one.new_zeros(3), None
+        if ctx.kind == "too few gradients":
+            return one
+        if ctx.kind == "a backward inside":
+            with torch.enable_grad():
+                Boom.apply(torch.randn(ROWS, WIDTH, requires_grad=True), "").sum().backward()
+        raise BoomError
+
+
+class Net(nn.Module):
+    kind = "none"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.LayerNorm(WIDTH)) for _ in range(4)
+        )
+        self.kept: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            x = checkpoint(layer, x, use_reentrant=False) if self.kind == "behind checkpoints" else layer(x)
+            if index == 1:
+                x = self.trap(x)
+        loss: Tensor = x.square().mean()
+        return loss
+
+    def trap(self, x: Tensor) -> Tensor:
+        if self.kind in FUNCTIONS:
+            x = Boom.apply(x, self.kind)
+        elif self.kind == "a hook of a tensor":
+            x.register_hook(boom)
+        elif self.kind == "a hook before a node":
+            x.grad_fn.register_prehook(boom)
+        elif self.kind == "a hook behind a node":
+            x.grad_fn.register_hook(boom)
+        elif self.kind == "changed in place":
+            self.kept = x = x.exp()
+        return x
+
+
+FUNCTIONS = (
+    "before it reads", "after it has read", "KeyboardInterrupt", "another shape", "too few gradients",
+    "a backward inside", "behind checkpoints",
+)  # fmt: skip
+
+
+def backward(net: Net, loss: Tensor) -> None:
+    if net.kept is not None:
+        with torch.no_grad():
+            net.kept.add_(1)
+        net.kept = None
+    if net.kind == "a gradient of another shape":
+        loss.backward(torch.randn(3))
+    elif net.kind == "through a freed graph":
+        loss.backward()
+        loss.backward()
+    elif net.kind == "a gradient of a gradient":
+        gradients = torch.autograd.grad(loss, list(net.parameters()), create_graph=True)
+        total = torch.stack([one.square().sum() for one in gradients]).sum()
+        total.register_hook(boom)
+        total.backward()
+    else:
+        loss.backward()
+    if net.kind == "behind backward":
+        raise BoomError
+
+
+KINDS = (
+    *FUNCTIONS, "a hook of a tensor", "a hook before a node", "a hook behind a node", "changed in place",
+    "a gradient of another shape", "through a freed graph", "a gradient of a gradient", "behind backward",
+)  # fmt: skip
+
+
+def fail(net: Net, save: Callable[[Tensor], Tensor]) -> None:
+    loss = save(torch.randn(ROWS, WIDTH))
+    try:
+        backward(net, loss)
+    except (RuntimeError, BoomError, KeyboardInterrupt):
+        return
+    raise AssertionError(f"{net.kind}: nothing raised")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "block",
+    [{"placement": "keep"}, {"placement": "nvme"}, {"placement": "nvme", "rematerialize": False}, {}, RECOMPUTED],
+    ids=["keep", "nvme", "nvme, nothing again", "adaptive", "recompute"],
+)
+def test_nothing_is_left_of_a_backward_that_raised(tmp_path: Path, block: dict[str, Any], kind: str) -> None:
+    net = Net()
+    offloader: ActivationOffloader = offloader_of(tmp_path, net, min_tensor_bytes=2048, **block)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    for _ in range(5 if block is RECOMPUTED else 1):
+        forward(net, torch.randn(ROWS, WIDTH), offloader).backward()
+        note_backward(offloader)
+        end_step(optimizer, offloader)
+    net.kind = kind
+    fail(net, lambda x: forward(net, x, offloader))
+    left = offloader.cache.live_records, offloader.cache.stats.saved.now, offloader.cache.stats.resident.now
+    offloader.close()
+    assert left == (0, 0, 0)
+
+
+def test_plain_hooks_hold_nothing_either() -> None:
+    """Else the test above would ask too much."""
+    live: list[weakref.ref[Any]] = []
+
+    class Held:
+        def __init__(self, tensor: Tensor) -> None:
+            self.tensor = tensor.detach()
+            live.append(weakref.ref(self))
+
+    for kind in KINDS:
+        net = Net()
+        net.kind = kind
+        hooks = torch.autograd.graph.saved_tensors_hooks(Held, lambda held: held.tensor)
+
+        def save(x: Tensor, net: Net = net, hooks: Any = hooks) -> Tensor:
+            with hooks:
+                return net(x)
+
+        if kind != "changed in place":  # of which plain hooks see nothing
+            fail(net, save)
+        assert [one for one in live if one() is not None] == [], kind

@@ -1,0 +1,199 @@
+"""Engines that nobody destroys, that never train, or that take turns: what offloaders hold, and who reports where."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Factory
+from support.stepping import forward, note_backward, offloader_of
+from torch import nn
+
+from ds_tba import offloader as offloading
+from ds_tba.offloader import ActivationOffloader
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+STAGING_BYTES = 16 << 20
+TIERS = {"nvme": {"placement": "nvme"}, "host": {"placement": "host", "host_budget_bytes": 8 << 20}}
+
+
+class Engine:
+    """What DeepSpeed keeps of an engine that nobody destroys: the model, and the offloader."""
+
+    def __init__(self, directory: Path, **block: Any) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(3)))
+        self.offloader = offloader_of(directory, self.model, **{"min_tensor_bytes": 4096, **TIERS["nvme"], **block})
+        self.offloader.rest(now=True)  # as when it joins its engine
+
+    def backward(self) -> list[torch.Tensor]:
+        self.model.zero_grad(set_to_none=True)
+        x = torch.randn(128, 64, generator=torch.Generator().manual_seed(1))
+        forward(self.model, x, self.offloader).square().mean().backward()
+        note_backward(self.offloader)
+        return [one.grad for one in self.model.parameters() if one.grad is not None]
+
+    def step(self) -> list[torch.Tensor]:
+        gradients = self.backward()
+        self.offloader.note_step()
+        return gradients
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Factory]:
+    factory = Factory(lambda **block: Engine(tmp_path, **block), lambda engine: engine.offloader.close())
+    yield factory
+    factory.close()
+
+
+def held(directory: Path) -> tuple[int, int]:
+    """Lanes of this process, and disk space that its swap files have."""
+    lanes = sum(one.name.startswith(("ds_tba-write", "ds_tba-read")) for one in threading.enumerate())
+    swap_bytes = 0
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            place, status = os.readlink(f"/proc/self/fd/{fd}"), os.stat(f"/proc/self/fd/{fd}")
+        except OSError:  # of the listing itself
+            continue
+        swap_bytes += 512 * status.st_blocks if place.startswith(str(directory)) else 0
+    return lanes, swap_bytes
+
+
+def memory(offloader: ActivationOffloader) -> int:
+    nvme, host = offloader._tiers.nvme, offloader._tiers.host
+    staging = STAGING_BYTES if nvme is not None and nvme.ring._memory is not None else 0
+    return staging + (0 if host is None else sum(one.memory.numel() for one in host._segments))
+
+
+def test_engines_that_nobody_destroys_hold_what_one_does(make: Factory, tmp_path: Path) -> None:
+    """Five cells of a notebook, say: DeepSpeed keeps all five alive."""
+    for number in range(5):
+        engines = [*make._made, make()]
+        engines[-1].step()
+        if number == 0:
+            of_one = held(tmp_path)
+            assert of_one[0] == 4 and of_one[1] > 0
+        assert held(tmp_path) == of_one
+        assert [memory(one.offloader) for one in engines] == [0] * number + [STAGING_BYTES]
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_an_engine_that_rested_trains_on_with_the_same_gradients(make: Factory, tmp_path: Path, tier: str) -> None:
+    one = make(**TIERS[tier], rematerialize=False)
+    expected = one.step()
+    other = make(**TIERS[tier], rematerialize=False)
+    assert memory(one.offloader) == 0
+    for engine in (other, one, other):
+        assert all(map(torch.equal, engine.step(), expected))
+        assert memory(engine.offloader) > 0
+    before, after = one.offloader.report(), other.offloader.report()
+    assert before.offloaded_bytes == after.offloaded_bytes > 0 and before.fallbacks == after.fallbacks == 0
+
+
+def test_an_engine_with_a_graph_to_go_back_through_holds_its_bytes(make: Factory, tmp_path: Path) -> None:
+    one = make()
+    expected = one.step()
+    one.model.zero_grad(set_to_none=True)
+    x = torch.randn(128, 64, generator=torch.Generator().manual_seed(1))
+    loss = forward(one.model, x, one.offloader).square().mean()
+    make().step()
+    assert memory(one.offloader) == STAGING_BYTES
+    loss.backward()
+    assert all(map(torch.equal, (p.grad for p in one.model.parameters()), expected))
+
+
+def test_engines_that_take_turns_keep_what_they_have(make: Factory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GAN's two: giving back and taking again would cost more than the step."""
+    engines, wakes = [make(), make()], list[ActivationOffloader]()
+    wake = ActivationOffloader._wake
+    monkeypatch.setattr(ActivationOffloader, "_wake", lambda self: (wakes.append(self), wake(self)))
+    monkeypatch.setattr(offloading, "RESTING_FACTOR", 1e9)
+    for _ in range(4):
+        for engine in engines:
+            engine.backward()
+        for engine in engines:
+            engine.offloader.note_step()
+    assert wakes == [engine.offloader for engine in engines]
+
+
+def test_an_engine_that_trains_no_more_rests_while_another_steps(
+    make: Factory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Made before the other, as a policy that trains after its reward model."""
+    one, other = make(), make()
+    one.step()
+    monkeypatch.setattr(offloading, "RESTING_FACTOR", 0)
+    other.step()
+    assert memory(one.offloader) == 0 < memory(other.offloader)
+
+
+def test_an_engine_whose_space_is_gone_trains_on_in_memory(
+    make: Factory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = make()
+    expected = one.step()
+    other = make()
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, logger="ds_tba"):
+        patch.setattr(os, "posix_fallocate", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        for _ in range(2):
+            assert all(map(torch.equal, one.step(), expected))
+    assert memory(one.offloader) == 0 and one.offloader.report().fallbacks > 0
+    assert [record for record in caplog.messages if "activations stay in memory" in record] == caplog.messages[:1]
+    assert all(map(torch.equal, one.step(), expected))
+    assert memory(one.offloader) == STAGING_BYTES
+    other.step()
+
+
+# ---- reports --------------------------------------------------------------------------------------------------------
+
+
+def reports(directory: Path) -> dict[str, int]:
+    return {path.name: json.loads(path.read_text())["steps"] for path in sorted(directory.glob("*.json"))}
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "with gradients"])
+def test_a_reference_that_never_trains_takes_nothing_and_reports_nothing(
+    make: Factory, tmp_path: Path, grad: bool
+) -> None:
+    """One from the same config, with its optimizer: DPO by hand."""
+    block = {"report": {"path": str(tmp_path / "report.json")}}
+    policy, reference = make(**block), make(**block)
+    for _ in range(3):
+        with torch.set_grad_enabled(grad):
+            forward(reference.model, torch.randn(128, 64), reference.offloader)
+        policy.step()
+    assert grad or memory(reference.offloader) == 0
+    for engine in (policy, reference):
+        engine.offloader.close()
+    assert reports(tmp_path) == {"report.json": 3}
+
+
+def test_a_second_engine_that_trains_reports_beside_the_first_and_says_so(
+    make: Factory, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    block = {"report": {"path": str(tmp_path / "report.json")}}
+    with caplog.at_level(logging.INFO, logger="ds_tba"):
+        for steps in (1, 2, 3):
+            engine = make(**block)
+            for _ in range(steps):
+                engine.step()
+        for engine in make._made:
+            engine.offloader.close()
+    assert reports(tmp_path) == {"report.json": 1, "report.2.json": 2, "report.3.json": 3}
+    assert len([one for one in caplog.messages if "another engine of this process" in one]) == 2
+
+
+def test_an_engine_after_one_that_was_destroyed_has_the_path_to_itself(make: Factory, tmp_path: Path) -> None:
+    for steps in (1, 2):
+        engine = make(report={"path": str(tmp_path / "report.json")})
+        for _ in range(steps):
+            engine.step()
+        engine.offloader.close()
+    assert reports(tmp_path) == {"report.json": 2}
