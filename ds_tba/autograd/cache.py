@@ -237,6 +237,7 @@ class TensorCache(Keeper):
         if not torch.is_grad_enabled():
             yield
             return
+        self._originals.forget_last()
         if self.sites is not None:
             self.sites.begin_forward()
         with self.finalizers, self.finalizers.lock:
@@ -296,6 +297,7 @@ class TensorCache(Keeper):
         """
         with self.finalizers, self.finalizers.lock:
             self.forward.micro_step = MicroStep()
+        self._originals.forget_last()
         self.read_comparisons(wait=True)
         self._keep_cheaper()
 
@@ -497,13 +499,14 @@ class TensorCache(Keeper):
                 return self.unpack(micro_step, held)
         if self._in_use and not self._is_capturing:
             self._end_operations()
+        self._originals.forget_last(threading.get_ident())
         self.finalizers.act_if_free()  # what is gone makes room for what comes; nothing else may take the lock here
         # First of all: backward waits for this read, and for no read ahead.
         if isinstance(held, PassedThrough) or not self._originals.is_for_users_function:
             tensor = held.restore()
         else:
             tensor = self._hand_out(held)
-        self._originals.add(tensor, tensor is held.held or tensor is held.handed)
+        self._originals.add(tensor, held)
         if micro_step.phase is Phase.WAITING:
             with self.finalizers, self.finalizers.lock:
                 micro_step.read_ahead(self.residency.prefetch)
@@ -515,17 +518,19 @@ class TensorCache(Keeper):
         It has one memory for all its reads, as without hooks, and shares it with no recipe. A write with a version
         counts for the tensor that was saved, so that whoever else has saved it raises, as without hooks.
         """
-        if held.handed is not None:
-            return self._again(held, held.handed)
         owner = held.record if isinstance(held, SavedView) else held
         if held.held is not None and not owner.is_operand:
             tensor = held.restore()
-            if isinstance(held, SavedView):  # which may be moved between two reads
+            if isinstance(held, SavedView) and held.holds(held.record.key):  # it may be moved between two reads
                 owner.handed_out = weakref.ref(tensor.untyped_storage())
             return tensor
         storage = None if owner.handed_out is None else owner.handed_out()
         if storage is not None:
-            return self._again(held, held.over(storage))
+            tensor = held.over(storage)
+            if isinstance(held, SavedView):
+                with self.finalizers, self.finalizers.lock:
+                    self._note_unpacked(held)
+            return tensor
         tensor = held.restore()
         if tensor.is_conj() or tensor.is_neg():  # a mark of the tensor, that its bytes do not have
             return tensor.clone()
@@ -533,20 +538,7 @@ class TensorCache(Keeper):
         if owner.is_operand:
             storage = self._copied(storage)
         owner.handed_out = weakref.ref(storage)
-        tensor = held.over(storage)
-        if isinstance(held, SavedCounted) or held.is_original:
-            held.handed = tensor
-        return tensor
-
-    def _again(self, held: SavedCounted | SavedView, tensor: torch.Tensor) -> torch.Tensor:
-        """Return memory that was handed out before, if the tensor was not modified since."""
-        if isinstance(held, SavedView):
-            held.check()
-            with self.finalizers, self.finalizers.lock:
-                self._note_unpacked(held)
-        else:
-            held.restore()
-        return tensor
+        return held.over(storage)
 
     def _copied(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
         nbytes = storage.nbytes()
@@ -833,6 +825,7 @@ class TensorCache(Keeper):
 
     def settle(self) -> None:
         """Act on every deferred finalizer, and let go of what finished copies still hold."""
+        self._originals.forget_last()
         with self.finalizers, self.finalizers.lock:
             self.residency.releases.settle()
         for store in self._stores:  # under their own locks

@@ -11,6 +11,11 @@ that looks for attributes of the parameter it saved (ZeRO-3's ``ds_status``, say
 original wherever unpack returned the original; and likewise what a checkpoint hands to the function that it runs again,
 which PyTorch 2.13 no longer saves in a Function.
 
+[Note: Memory of gradients] ``AccumulateGrad`` takes the memory of a gradient that nobody else refers to. Without hooks
+autograd itself refers to what a Function has saved, so that a backward that returns it has a copy made. With hooks the
+tensor around it is new. So a saved view refers to what a Function of the user's has read for as long as it lives, and
+the thread to what was read last until its next unpack: the view of a graph that is used up is gone by then.
+
 [Note: Functions of the user] A Function that PyTorch and DeepSpeed do not bring may write, without a version, into what
 it saves: in forward before it saves it, in backward after it has read it (Liger's kernels do both). So each storage
 counts how often such a Function has saved it, and the unpack hook is told when such a Function reads.
@@ -21,7 +26,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.autograd.function import BackwardCFunction, FunctionCtx
@@ -37,6 +42,32 @@ from ds_tba.autograd.tensors import (
 _SAVED_TENSORS = "saved_tensors"
 
 
+class Holder(Protocol):
+    """What autograd holds in place of a saved tensor.
+
+    Attributes:
+        held: the tensor, or an alias of it, if its bytes stay in memory.
+        handed: what a Function of the user's has read last; None before that.
+    """
+
+    handed: torch.Tensor | None
+
+    @property
+    def held(self) -> torch.Tensor | None: ...
+
+
+class Unpacked(NamedTuple):
+    """A tensor that an unpack hook has returned.
+
+    Attributes:
+        is_held: it was held since it was saved, and not made for this unpack.
+    """
+
+    tensor: torch.Tensor
+    is_held: bool
+    holder: Holder | None
+
+
 class _Unpacked(threading.local):
     """Reads of saved tensors by Python code in this thread.
 
@@ -48,7 +79,7 @@ class _Unpacked(threading.local):
 
     compiled: Collection[int] = ()
 
-    tensors: list[tuple[torch.Tensor, bool]] | None = None
+    tensors: list[Unpacked] | None = None
     is_for_users_function = False
 
 
@@ -62,23 +93,41 @@ class SavedTensors:
     def __init__(self, builtin: Any) -> None:
         self._builtin = builtin
         self._unpacked = _Unpacked()
+        self._last: dict[int, Sequence[Any]] = {}  # by thread
 
     def __get__(self, ctx: Any, owner: type | None = None) -> Any:
         if ctx is None:
             return self
-        return self.read(lambda: self._builtin.__get__(ctx, owner), is_of_a_users_function(type(ctx)))
+        is_users = is_of_a_users_function(type(ctx))
+        return self.read(lambda: self._builtin.__get__(ctx, owner), ctx if is_users else None)
 
-    def read(self, unpack: Callable[[], Sequence[Any]], is_for_users_function: bool = False) -> Sequence[Any]:
-        """Return what ``unpack`` returns, with the originals among it."""
+    def read(self, unpack: Callable[[], Sequence[Any]], ctx: Any = None) -> Sequence[Any]:
+        """Return what ``unpack`` returns, with the originals among it.
+
+        Args:
+            ctx: the context of one of [Note: Functions of the user]; else None.
+        """
         state = self._unpacked
         outer = state.tensors, state.is_for_users_function
-        unpacked: list[tuple[torch.Tensor, bool]] = []
-        state.tensors, state.is_for_users_function = unpacked, is_for_users_function
+        unpacked: list[Unpacked] = []
+        state.tensors, state.is_for_users_function = unpacked, ctx is not None
         try:
             found = unpack()
         finally:
             state.tensors, state.is_for_users_function = outer
-        return with_originals(found, unpacked) if any(is_held for _, is_held in unpacked) else found
+        if ctx is None and not any(one.is_held for one in unpacked):
+            return found
+        originals = with_originals(found, unpacked, ctx)
+        if ctx is not None:
+            self._last[threading.get_ident()] = originals
+        return originals
+
+    def forget_last(self, thread: int | None = None) -> None:
+        """Refer no longer to what was read last, by a thread or by all; see [Note: Memory of gradients]."""
+        if thread is None:
+            self._last.clear()
+        elif self._last:
+            self._last.pop(thread, None)
 
     def note_compiled(self, storages: Collection[int]) -> None:
         """Note the storages (by ``id``) that a compiled graph of this thread saves now."""
@@ -93,15 +142,15 @@ class SavedTensors:
         """Whether this thread unpacks for one of [Note: Functions of the user]."""
         return self._unpacked.is_for_users_function
 
-    def add(self, tensor: torch.Tensor, is_held: bool) -> None:
+    def add(self, tensor: torch.Tensor, holder: Holder | None = None) -> None:
         """An unpack hook returns a tensor.
 
         Args:
-            is_held: ``tensor`` was held since it was saved, and not made for this unpack.
+            holder: what autograd holds in its place; None where that is the tensor itself.
         """
         unpacked = self._unpacked.tensors
         if unpacked is not None:
-            unpacked.append((tensor, is_held))
+            unpacked.append(Unpacked(tensor, holder is None or tensor is holder.held, holder))
 
 
 def keep_originals() -> SavedTensors:
@@ -140,20 +189,25 @@ def _hand_to_checkpoints(saved_tensors: SavedTensors) -> None:
         frame.get_inputs = lambda self: saved_tensors.read(lambda: get_inputs(self))
 
 
-def with_originals(found: Sequence[Any], unpacked: Sequence[tuple[torch.Tensor, bool]]) -> tuple[Any, ...]:
+def with_originals(found: Sequence[Any], unpacked: Sequence[Unpacked], ctx: Any = None) -> tuple[Any, ...]:
     """The saved tensors of a context, with the original in place of each tensor that autograd made around one.
 
     Args:
         found: returned by autograd; None for an argument that was None, and of a checkpoint also other objects.
         unpacked: returned by our hooks meanwhile, in the same order; fewer, where others' hooks had some of them.
+        ctx: where the holders are to refer to what is returned; see [Note: Memory of gradients].
     """
     waiting = list(unpacked)
     originals = []
     for one in found:
-        if waiting and isinstance(one, torch.Tensor) and _is_around(one, waiting[0][0]):
-            tensor, is_held = waiting.pop(0)
+        if waiting and isinstance(one, torch.Tensor) and _is_around(one, waiting[0].tensor):
+            tensor, is_held, holder = waiting.pop(0)
             # A tensor with a graph of its own must keep the edge that autograd gave it.
             one = tensor if is_held and one.grad_fn is None and one.requires_grad == tensor.requires_grad else one
+            if (
+                holder is not None and ctx is not None and one.grad_fn is not ctx
+            ):  # its own output would hold the graph that holds it
+                holder.handed = one
         originals.append(one)
     return tuple(originals)
 

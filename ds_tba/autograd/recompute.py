@@ -221,7 +221,7 @@ class RecomputedPass:
 
         def unpack(held: Any) -> torch.Tensor:
             if isinstance(held, torch.Tensor):
-                originals.add(held, is_held=True)
+                originals.add(held)
                 return held
             try:
                 return checkpoint_unpack(held)

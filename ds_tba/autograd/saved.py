@@ -321,20 +321,15 @@ class SavedView:
         held: the tensor, or an alias of it, while its bytes stay in memory; else None. Set to None under the cache's
             lock, and read without it.
         eps: see :class:`SavedCounted`.
-        handed: what a Function of the user's has read, where autograd without us would return the very tensor that was
-            saved: held like that one, or autograd would take its memory for a gradient.
-        is_original: that is so, because no operation has made the tensor.
+        handed: what a Function of the user's has read last; see [Note: Memory of gradients] in ``originals.py``.
         state: what its end tells.
     """
 
-    __slots__ = (
-        "__weakref__", "_cache", "_spec", "_witness", "eps", "handed", "held", "is_original", "record", "state",
-    )  # fmt: skip
+    __slots__ = ("__weakref__", "_cache", "_spec", "_witness", "eps", "handed", "held", "record", "state")
 
     def __init__(self, cache: Keeper, record: SavedStorage, tensor: torch.Tensor, *, offloaded: bool) -> None:
         self.held: torch.Tensor | None = None
         self.handed: torch.Tensor | None = None
-        self.is_original = tensor.grad_fn is None
         self.eps: tuple[Any] | None = None
         self._cache = cache
         self.record = record
@@ -414,6 +409,7 @@ class SavedView:
     def twin(self) -> SavedView:
         """Another view of the same bytes, for a recipe. Called under the cache's lock, which counts it."""
         other = copy.copy(self)
+        other.handed = None
         other.state = ViewGone(self.record, self.state.is_away, True)
         self._cache.finalizers.watch(other, other.state)
         return other
