@@ -27,7 +27,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -62,6 +62,14 @@ class Outcome:
     stalls: list[tuple[int, float]]
     order: list[int]
     prefetch_distance: tuple[int, ...]
+
+
+class Spans(NamedTuple):
+    """What is held beside storages: from when to when on the trace's clock, and bytes."""
+
+    begins_s: Floats
+    ends_s: Floats
+    nbytes: Ints
 
 
 class _Queue:
@@ -351,7 +359,7 @@ class _Replay:
             int(timeline.nbytes[self._made].sum()) * times,
         )
 
-    def _peak_device_bytes(self) -> int:
+    def _peak_device_bytes(self, beside: Spans | None = None) -> int:
         """Most device bytes that storages hold at once; what begins when another ends counts with it."""
         timeline, lifetimes = self._timeline, self._lifetimes
         exists, dropped, nbytes = lifetimes.exists, lifetimes.dropped, timeline.nbytes
@@ -364,9 +372,13 @@ class _Replay:
         into_s = np.minimum(timeline.made_again_s, np.append(timeline.recompute_s, 0.0)[timeline.owner])
         back_s, from_s = np.array(self._back_s[: len(nbytes)]), np.array([*self._back_s[len(nbytes) :], 0.0])
         back_s = np.where(dropped, from_s[timeline.owner] + into_s, back_s)
-        begins = np.concatenate([self._on_clock(timeline.pack_s, "left")[exists], back_s[again]])
-        ends = np.concatenate([end_s[exists], freed_s[again]])
-        return _peak(begins, ends, np.concatenate([nbytes[exists], nbytes[again]]))
+        begins = [self._on_clock(timeline.pack_s, "left")[exists], back_s[again]]
+        ends, sizes = [end_s[exists], freed_s[again]], [nbytes[exists], nbytes[again]]
+        if beside is not None:
+            begins.append(self._on_clock(beside.begins_s, "right"))
+            ends.append(self._on_clock(beside.ends_s, "left"))
+            sizes.append(beside.nbytes)
+        return _peak(np.concatenate(begins), np.concatenate(ends), np.concatenate(sizes))
 
     def _on_clock(self, at_s: Floats, side: Literal["left", "right"]) -> Floats:
         """Times of the trace by the replay's clock, before (left) or after (right) what happens at that very time."""
@@ -399,3 +411,10 @@ def replay(
         may_wait: whether compute waits; else what finds no room in staging is kept, and other waits are only noted.
     """
     return _Replay(timeline, assignment, distance, may_wait).run()
+
+
+def peak_beside(timeline: Timeline, assignment: Assignment, beside: Spans) -> int:
+    """Return the most device bytes that storages and what is held beside them take at once, under an assignment."""
+    played = _Replay(timeline, assignment, (), may_wait=True)
+    played.run()
+    return played._peak_device_bytes(beside)
