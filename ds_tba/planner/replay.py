@@ -27,13 +27,13 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 
 from ds_tba.config import PREFETCH_FRACTION_OF_STAGING, Placement
 from ds_tba.planner.plan import Prediction
-from ds_tba.planner.timeline import Assignment, Bools, Floats, Ints, Timeline
+from ds_tba.planner.timeline import Assignment, Bools, Floats, Ints, Spans, Timeline
 
 SLOWER = 1.25
 MIN_DISTANCE = 2
@@ -62,14 +62,6 @@ class Outcome:
     stalls: list[tuple[int, float]]
     order: list[int]
     prefetch_distance: tuple[int, ...]
-
-
-class Spans(NamedTuple):
-    """What is held beside storages: from when to when on the trace's clock, and bytes."""
-
-    begins_s: Floats
-    ends_s: Floats
-    nbytes: Ints
 
 
 class _Queue:
@@ -342,7 +334,7 @@ class _Replay:
         timeline, lifetimes, times = self._timeline, self._lifetimes, self._timeline.micro_steps
         on_host = np.array(self._place) == _HOST
         return Prediction(
-            self._peak_device_bytes(),
+            self.peak_device_bytes(),
             (timeline.end_s + self._shift_s) * times + timeline.optimizer_s,
             self._stall_s * times,
             float(timeline.recompute_s[lifetimes.recomputed].sum()) * times,
@@ -359,7 +351,7 @@ class _Replay:
             int(timeline.nbytes[self._made].sum()) * times,
         )
 
-    def _peak_device_bytes(self, beside: Spans | None = None) -> int:
+    def peak_device_bytes(self, beside: Spans | None = None) -> int:
         """Most device bytes that storages hold at once; what begins when another ends counts with it."""
         timeline, lifetimes = self._timeline, self._lifetimes
         exists, dropped, nbytes = lifetimes.exists, lifetimes.dropped, timeline.nbytes
@@ -417,4 +409,4 @@ def peak_beside(timeline: Timeline, assignment: Assignment, beside: Spans) -> in
     """Return the most device bytes that storages and what is held beside them take at once, under an assignment."""
     played = _Replay(timeline, assignment, (), may_wait=True)
     played.run()
-    return played._peak_device_bytes(beside)
+    return played.peak_device_bytes(beside)

@@ -23,8 +23,7 @@ from ds_tba.telemetry.report import write_file
 from ds_tba.telemetry.stats import expanded, readable
 
 if TYPE_CHECKING:
-    from ds_tba.cli.plan.longest import Longest
-    from ds_tba.cli.plan.rows import Row, Setup
+    from ds_tba.cli.plan.rows import Longest, Row, Setup
     from ds_tba.cli.plan.training import Training
     from ds_tba.planner.plan import Plan
     from ds_tba.planner.trace import PathRates
@@ -124,7 +123,7 @@ def _plan(options: argparse.Namespace) -> tuple[int, list[str], dict[str, Any]]:
 
 
 def _plan_longest(options: argparse.Namespace) -> tuple[int, list[str], dict[str, Any]]:
-    from ds_tba.cli.plan.longest import longest_of
+    from ds_tba.cli.plan.rows import longest_of
 
     if options.gpu is None:
         raise ConfigError("--longest needs --gpu: its memory or name, such as --gpu 24GB.")
@@ -277,7 +276,7 @@ def _table(setup: Setup, rows: Sequence[Row], more: Sequence[Row]) -> Iterator[s
 
 
 def _table_of_longest(setup: Setup, found: Sequence[Longest]) -> Iterator[str]:
-    from ds_tba.cli.plan.longest import UNIT
+    from ds_tba.cli.plan.rows import UNIT
 
     cells: list[tuple[str, ...]] = [("setting", "longest sequence", "GPU peak", "s a step", "tokens a s", *_COSTS)]
     for sequence, row, is_most in found:

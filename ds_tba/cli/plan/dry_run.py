@@ -49,7 +49,7 @@ from ds_tba.cli.plan.model import (
 from ds_tba.cli.plan.training import Device, DryRun, Training
 from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.errors import ModelError
-from ds_tba.planner.replay import Spans
+from ds_tba.planner.timeline import Spans
 from ds_tba.planner.trace import PathRates, Resources
 from ds_tba.storage.base import Always
 
