@@ -26,7 +26,7 @@ RANK = {room: number for number, row in enumerate(ROOMS) for room in row}
 ENTRIES = ["__init__", "__main__", "autoload"]  # reach the engine by themselves, once DeepSpeed is there
 LONGEST_CHAIN = 8
 MAX_FILES = 80  # on their way to 70: this number only goes down
-MAX_LINES = 20_515
+MAX_LINES = 20_518
 MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path
     for path in PACKAGE.rglob("*.py")

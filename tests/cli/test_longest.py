@@ -172,5 +172,5 @@ def test_the_command_says_the_longest_of_each_setting(tmp_path: Path, capsys: py
     assert "longest sequence" in text and f"{aided[0]['sequence']:,}" in text and "fused, as Liger's" in text
     most = max(aided, key=lambda one: one["sequence"])
     assert f"longest     {most['sequence']:,} tokens: {most['name']!r}" in text
-    assert most["name"] == "offload all" and "with drives that last for a year" in text
+    assert most["life_days"] < 365 and "with drives that last for a year" in text
     assert main(["plan", str(tmp_path), "--gpu", "1GB", "--longest", "--seq", "128"]) == 3

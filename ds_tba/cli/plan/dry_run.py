@@ -86,6 +86,9 @@ def dry_run(
         with torch.device(runs_on):
             subject = recipe(batch, sequence)
             layers = [one.module for one in find_blocks(subject.model, None)]
+            # Before adapters, whose parametrizations hold each weight of a module by themselves.
+            owned = [list(module.parameters(recurse=False)) for module in subject.model.modules()]
+            largest = max(sum(one.numel() for one in each) for each in owned)
             if lora_rank is not None:
                 add_lora(subject.model, layers, lora_rank)
             if "--fused-loss" in aids:
@@ -140,7 +143,7 @@ def dry_run(
         tuple(site.op if isinstance(site, sites.Site) else "" for site in used),
         tuple(notes),
         sum(one.numel() * one.element_size() for one in parameters if one.requires_grad),
-        max(sum(one.numel() for one in module.parameters(recurse=False)) for module in subject.model.modules()),
+        largest,
         spans_of(meter.samples, passing_bytes),
     )
 

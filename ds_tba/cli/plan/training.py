@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from argparse import ArgumentTypeError
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,7 +72,7 @@ class DryRun:
     notes: tuple[str, ...] = ()
     trained_bytes: int = 0
     largest_module: int = 0
-    temporary: Spans | None = None
+    temporary: Spans | None = field(default=None, compare=False)
 
     @property
     def saved_bytes(self) -> int:
