@@ -1,11 +1,14 @@
 """The entry point that PyTorch calls at the end of ``import torch``: waits for DeepSpeed, and does nothing else.
 
 It imports only the standard library's import machinery. It never raises: an exception here would break
-``import torch`` for every program of the environment (``torch/__init__.py``, ``_import_device_backends``).
+``import torch`` for every program of the environment (``torch/__init__.py``, ``_import_device_backends``). Where a
+script ends without an engine that read a block, though there is one in sight, a line at exit says so.
 """
 
 from __future__ import annotations
 
+import atexit
+import os
 import sys
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -23,6 +26,17 @@ def install() -> None:
         _hook(module)
     elif not any(isinstance(finder, EngineFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, EngineFinder())
+        atexit.register(tell_unread)
+
+
+def tell_unread() -> None:
+    """Say at exit that a block in sight was read by nobody; the engine that reads one takes this off the list."""
+    try:
+        from ds_tba.telemetry.unread import line
+
+        sys.stderr.write(line(sys.argv, os.environ))
+    except Exception:  # noqa: BLE001 - a program that ends well ends well with us, too
+        pass
 
 
 class EngineFinder(MetaPathFinder):

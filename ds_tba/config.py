@@ -43,6 +43,7 @@ _TELLING_WORDS = {
     UPDATE_BLOCK: (("interleav", "optimi"), ("interleav", "update")),
 }
 _LIKELY_PLACES = ((), ("zero_optimization",), ("activation_checkpointing",))
+_OUR_NAMES = ("ds_tba", "dstba", "tba")  # of the package, which is not that of the block
 IO_ALIGNMENT_BYTES = 4096
 # Part of staging that reading ahead may use while there are writes.
 PREFETCH_FRACTION_OF_STAGING = 0.5
@@ -246,7 +247,15 @@ class OffloadConfig(Block):
         if self.enabled and self.uses_nvme and not self.nvme_paths:
             yield (
                 f'nvme_path is missing: placement "{self.placement}" needs a directory on an NVMe drive, for example '
-                '"nvme_path": "/local_nvme"'
+                '"nvme_path": "/local_nvme"; without a drive "placement": "keep" measures and rematerializes'
+            )
+        budget_bytes = self.activation_budget_bytes
+        if self.enabled and budget_bytes is not None and 0 < budget_bytes < least:
+            unit, shift = ("GiB", 30) if budget_bytes < 1024 else ("MiB", 20)
+            yield (
+                f"activation_budget_bytes is {budget_bytes} bytes, below min_tensor_bytes {least}, so that it has room "
+                f"for no tensor that could be moved: {budget_bytes} {unit} are {budget_bytes << shift}; 0 asks for the "
+                "lowest peak"
             )
         if self.enabled and self.placement == "host" and self.host_budget_bytes == 0:
             yield (
@@ -341,7 +350,8 @@ def refuse_misnamed(ds_config: Mapping[str, Any]) -> None:
                 f'"{name}" is inside "{".".join(outer)}", where nobody reads it: move the block to the top level of '
                 f'ds_config.json, beside "{outer[0]}".'
             )
-        meant = next((block for block in BLOCKS if _is_like(name, block)), None)
+        is_ours = name.lower().replace("-", "_") in _OUR_NAMES and isinstance(value, Mapping)
+        meant = BLOCK if is_ours else next((block for block in BLOCKS if _is_like(name, block)), None)
         if meant is not None and outer in _LIKELY_PLACES:
             raise ConfigError(
                 f'ds_config.json has a key "{".".join(keys)}", which nobody reads; did you mean "{meant}", at the top '
@@ -422,7 +432,8 @@ def _explain(model: type[BaseModel], detail: ErrorDetails, at: str) -> str:
     if kind == "literal_error":
         choices = re.findall(r"'(\w+)'", detail["msg"])
         allowed = ", ".join(f'"{choice}"' for choice in choices)
-        return f'"{key}" is {value!r}: it must be one of {allowed}{_did_you_mean(str(value), choices) or "."}'
+        word = _SYNONYMS.get(value.lower(), value) if isinstance(value, str) else str(value)
+        return f'"{key}" is {value!r}: it must be one of {allowed}{_did_you_mean(word, choices) or "."}'
     if kind in ("model_type", "model_attributes_type", "dict_type"):
         known = ", ".join(f'"{one}"' for one in _keys_at(model, steps))
         rule = f"it must be {'true, false or ' if _DETAILS in detail['loc'] else ''}an object with keys among {known}"
@@ -431,6 +442,10 @@ def _explain(model: type[BaseModel], detail: ErrorDetails, at: str) -> str:
     else:
         rule = _RULES.get(kind, "docs/reference/keys.md says what it must be").format(**detail.get("ctx", {}))
     return f'"{key}" is {value!r}: {rule}{_hint(key, value)}.' if steps else f'"{key}": {rule}.'
+
+
+# Words of DeepSpeed's own offload blocks, and ours.
+_SYNONYMS = {"cpu": "host", "ram": "host", "disk": "nvme", "ssd": "nvme", "none": "keep", "gpu": "keep"}
 
 
 def _hint(key: str, value: Any) -> str:

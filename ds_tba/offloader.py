@@ -573,7 +573,8 @@ class ActivationOffloader:
             parts = [f"activations go to {self._tiers.host_in_words}"]
         if not parts:
             again = ", and made again where that is cheap" if self.config.rematerialize_enabled else ""
-            return f'placement "keep": activations are measured, not moved{again}'
+            ignored = _ignored_keys(self.config)
+            return f'placement "keep": activations are measured, not moved{again}{ignored and f"; {ignored}"}'
         return "; ".join([*parts, _planning_text(self.config)])
 
     def start_details(self) -> str:
@@ -666,7 +667,12 @@ def _planning_text(config: OffloadConfig) -> str:
             if config.activation_budget_bytes is not None
             else f"steps +{config.max_step_overhead:.1%} at most"
         )
+    rule, ignored = f'placement "{config.placement}" is a rule, not a plan', _ignored_keys(config)
+    return f"{rule}: {ignored}" if ignored else rule
+
+
+def _ignored_keys(config: OffloadConfig) -> str:
+    """Return which keys for plans have no effect, where the placement makes none; empty where none is set."""
     ignored = [key for key in _PLAN_KEYS if getattr(config, key) != OffloadConfig.model_fields[key].default]
     ignored += ["ssd.min_life_days"] if config.ssd.min_life_days else []
-    rule = f'placement "{config.placement}" is a rule, not a plan'
-    return f"{rule}: no effect of {', '.join(ignored)}" if ignored else rule
+    return f"no effect of {', '.join(ignored)}" if ignored else ""

@@ -117,11 +117,14 @@ def test_aio_settings_are_inherited() -> None:
         ({**GOOD, "io": {"write_lanes": 0}}, ["io.write_lanes", "0", "1 or more"]),
         ({**GOOD, "io": 3}, ["io", "3"]),
         ({**GOOD, "blocks": ["layers.0", "layers.1", "layers.0"]}, ["blocks", "layers.0 more than once"]),
+        ({**GOOD, "placement": "cpu"}, ["placement", "'cpu'", "did you mean `host`?"]),
         ({**GOOD, "placement": "auto"}, ["placement", "auto", "leave the key out"]),
         ({**GOOD, "io": {"backend": "auto"}}, ["io.backend", "auto"]),
         ({**GOOD, "enabled": "true"}, ["enabled", "'true'", "true or false"]),
         ({**GOOD, "placement": "host"}, ["host_budget_bytes is 0"]),
-        ({"enabled": True}, ["nvme_path", "missing", "/local_nvme"]),
+        ({"enabled": True}, ["nvme_path", "missing", "/local_nvme", '"placement": "keep"']),
+        ({**GOOD, "activation_budget_bytes": 8}, ["activation_budget_bytes", "is 8 bytes", "8 GiB are 8589934592"]),
+        ({**GOOD, "activation_budget_bytes": 2048}, ["activation_budget_bytes", "2048 MiB are 2147483648"]),
         ({**GOOD, "nvme_path": []}, ["nvme_path", "[]", "non-empty"]),
         ({**GOOD, "nvme_path": 3}, ["nvme_path", "3", "directory"]),
         ({**GOOD, "nvme_path": ["/a", None]}, ["nvme_path", "None"]),
@@ -136,6 +139,12 @@ def test_aio_settings_are_inherited() -> None:
 def test_a_bad_value_is_named_with_its_rule_and_the_repair(block: Any, words: list[str]) -> None:
     message = refusal(block)
     assert all(word in message for word in [BLOCK, *words]), message
+
+
+def test_a_budget_of_nothing_or_of_one_tensor_is_taken() -> None:
+    for budget_bytes in (0, 1 << 20):
+        parsed = parse_block({BLOCK: {**GOOD, "activation_budget_bytes": budget_bytes}})
+        assert parsed is not None and parsed[0].activation_budget_bytes == budget_bytes
 
 
 NOT_OBJECTS: list[Any] = [3, 1.5, "x", True, None, [], [{}]]

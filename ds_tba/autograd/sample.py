@@ -38,6 +38,7 @@ from ds_tba.telemetry.step_timeline import StepTimeline
 _VIEWS = frozenset(
     ("Alias", "Detach", "Expand", "Permute", "Reshape", "Select", "Slice", "Split", "Squeeze", "T", "Transpose")
     + ("Unsqueeze", "UnsafeView", "View")
+    + ("PreBackwardFunctionForModule", "PostBackwardFunctionModule")  # which ZeRO-3 puts around each module
 )
 _NODE = re.compile(r"(.*?)(?:Backward\d*)?")
 _RUN_AGAIN = RecomputedPass._run_again.__code__

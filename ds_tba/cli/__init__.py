@@ -14,6 +14,7 @@ from typing import Any
 
 from ds_tba.cli import doctor, page, plan, tune
 from ds_tba.cli.format import add_json, show
+from ds_tba.config import SUPPORTED_DEEPSPEED
 from ds_tba.errors import ReportError
 from ds_tba.telemetry.report import OffloadReport, is_replaceable, write_file
 
@@ -35,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_json(as_what)
     report.set_defaults(run=partial(show, "report", _reports), needs_deepspeed=False)
     tune.add_parser(commands)
-    options = parser.parse_args(argv)
+    options = parser.parse_args([_dashed(one) for one in (sys.argv[1:] if argv is None else argv)])
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names that the terminal has no letters for
     try:
@@ -43,6 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             from ds_tba.storage.backends import aio
 
             aio.import_deepspeed(sys.stderr)
+            if "deepspeed" not in sys.modules:
+                sys.stderr.write(
+                    f'ds_tba: DeepSpeed cannot be imported: pip install "deepspeed{SUPPORTED_DEEPSPEED}"\n'
+                )
+                return 2
         status: int = options.run(options)
         sys.stdout.flush()
     except BrokenPipeError:  # as behind "| head": nobody reads on, also not what is flushed at exit
@@ -51,6 +57,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return status
+
+
+def _dashed(argument: str) -> str:
+    """Return an option as its help has it, also where it is written with underscores, as DeepSpeed's are."""
+    name, sign, value = argument.partition("=")
+    return f"{name.replace('_', '-')}{sign}{value}" if name.startswith("--") else argument
 
 
 def _reports(options: argparse.Namespace) -> tuple[int, list[str], list[dict[str, Any]]]:

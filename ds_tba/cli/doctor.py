@@ -45,6 +45,14 @@ def add_parsers(commands: Any) -> None:
     parser = commands.add_parser("doctor", help="check this machine, and build DeepSpeed's aio op")
     parser.add_argument("--nvme-path", action="append", default=[], help="a directory to check (may be repeated)")
     parser.add_argument("--staging-bytes", type=size, default=256 << 20, help="io.staging_bytes of the config")
+    parser.add_argument(
+        "--config",
+        type=Path,
+        action="append",
+        default=[],
+        help="a config to look for blocks in: JSON of DeepSpeed or FSDP, or YAML of Accelerate (may be repeated)",
+    )
+    parser.add_argument("script", nargs="?", type=Path, metavar="train.py", help="the script that --config is for")
     parser.add_argument("--build", action="store_true", help="build DeepSpeed's aio op if it is not built yet")
     add_json(parser)
     parser.set_defaults(run=partial(show, "doctor", _examine))
@@ -96,6 +104,7 @@ def checks(options: argparse.Namespace) -> Iterator[tuple[bool | None, str]]:
     problem = kvikio.obstacle()
     for name, can in (("kvikio", "can run here; the start-up line shows its mode"), ("gds", "is tried by a run")):
         yield None if problem else True, f"io.backend {name} {f'cannot run here: {problem}' if problem else can}"
+    yield from config_checks(options.config, options.script)
     for path in options.nvme_path:
         try:
             (directory,) = check_directories((path,), options.staging_bytes, 1)
@@ -128,6 +137,54 @@ def _aio(paths: Sequence[str], *, built: bool) -> tuple[bool | None, str]:
     if of_paths is not None:
         return None, f"io.backend aio cannot run there; null means posix: {of_paths}"
     return built or None, "io.backend aio can run here" + ("" if built else " once DeepSpeed's op is built")
+
+
+def config_checks(paths: Sequence[Path], script: Path | None = None) -> Iterator[tuple[bool | None, str]]:
+    """Whether a run reads the blocks of each config; and whether the script trains with DeepSpeed at all."""
+    from ds_tba.cli.plan.training import read_config
+    from ds_tba.config import BLOCK, parse_block, refuse_misnamed
+    from ds_tba.errors import ConfigError
+    from ds_tba.telemetry import unread
+    from ds_tba.update.config import parse_update_block
+
+    for path in paths:
+        if unread.is_yaml(path):
+            is_good = path.is_file() and not unread.has_block(path)
+            good = f"{path} has no block of ours; what deepspeed_config_file names in it is to be checked itself"
+            yield (
+                is_good,
+                good if is_good else unread.in_yaml(path) if path.is_file() else f"{path}: there is no such file",
+            )
+            continue
+        try:
+            found = read_config("--config", path)
+            if BLOCK not in found and unread.has_block(path):
+                refuse_misnamed(found)
+                yield False, f'"{BLOCK}" in {path} is not at the top level, where DeepSpeed reads it: move it there'
+                continue
+            refuse_misnamed(found)
+            parsed = parse_block(found)
+            parse_update_block(found)
+        except ConfigError as error:
+            yield False, f"{path}: {error}"
+            continue
+        is_set = os.environ.get(unread.VARIABLE, "").strip()
+        has = f'{path} has an enabled "{BLOCK}"' if parsed else f'{path} has no enabled "{BLOCK}"'
+        yield (True if parsed or is_set else None), f"{has}{f', {unread.VARIABLE} is set' if is_set else ''}"
+    if script is not None:
+        yield _script_check(script)
+
+
+def _script_check(script: Path) -> tuple[bool | None, str]:
+    """Whether a script names DeepSpeed in its text; one that leaves it to a launcher or to a library need not."""
+    try:
+        text = script.read_text(errors="replace")
+    except OSError as error:
+        return False, f"{script} cannot be read: {error.strerror}"
+    if "deepspeed" in text.lower():
+        return True, f"{script} names DeepSpeed"
+    how = 'give the Trainer deepspeed="ds_config.json" (or the script --deepspeed), or call deepspeed.initialize'
+    return None, f"{script} does not name DeepSpeed: without an engine nobody reads the block: {how}"
 
 
 def _entry_point() -> tuple[bool, str]:

@@ -115,7 +115,7 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--nvme-path", "--nvme_path", action="append", required=True, help="a directory on a drive (may be repeated)")
+    add("--nvme-path", action="append", required=True, help="a directory on a drive (may be repeated)")
     add("--seconds", type=in_units_of(1), default=20.0, help="time limit, about (default: 20)")
     add("--most-gib", type=in_units_of(GIB), default=32.0 * GIB, help="GiB written, about (default: 32)")
     add("--backend", action="append", choices=BACKENDS, help="only this one (may be repeated)")

@@ -35,7 +35,7 @@ import numpy as np
 
 from ds_tba.config import PREFETCH_FRACTION_OF_STAGING, Placement
 from ds_tba.planner.plan import Prediction
-from ds_tba.planner.timeline import Assignment, Bools, Floats, Ints, Timeline
+from ds_tba.planner.timeline import Assignment, Bools, Floats, Ints, Spans, Timeline
 
 SLOWER = 1.25
 MIN_DISTANCE = 2
@@ -354,7 +354,7 @@ class _Replay:
         timeline, lifetimes, times = self._timeline, self._lifetimes, self._timeline.micro_steps
         on_host = np.array(self._place) == _HOST
         return Prediction(
-            self._peak_device_bytes(),
+            self.peak_device_bytes(),
             (timeline.end_s + self._shift_s) * times + timeline.optimizer_s,
             self._stall_s * times,
             float(timeline.recompute_s[lifetimes.recomputed].sum()) * times,
@@ -371,7 +371,7 @@ class _Replay:
             int(timeline.nbytes[self._made].sum()) * times,
         )
 
-    def _peak_device_bytes(self) -> int:
+    def peak_device_bytes(self, beside: Spans | None = None) -> int:
         """Most device bytes that storages hold at once; what begins when another ends counts with it."""
         timeline, lifetimes = self._timeline, self._lifetimes
         exists, dropped, nbytes = lifetimes.exists, lifetimes.dropped, timeline.nbytes
@@ -384,9 +384,13 @@ class _Replay:
         into_s = np.minimum(timeline.made_again_s, np.append(timeline.recompute_s, 0.0)[timeline.owner])
         back_s, from_s = np.array(self._back_s[: len(nbytes)]), np.array([*self._back_s[len(nbytes) :], 0.0])
         back_s = np.where(dropped, from_s[timeline.owner] + into_s, back_s)
-        begins = np.concatenate([self._on_clock(timeline.pack_s, "left")[exists], back_s[again]])
-        ends = np.concatenate([end_s[exists], freed_s[again]])
-        return _peak(begins, ends, np.concatenate([nbytes[exists], nbytes[again]]))
+        begins = [self._on_clock(timeline.pack_s, "left")[exists], back_s[again]]
+        ends, sizes = [end_s[exists], freed_s[again]], [nbytes[exists], nbytes[again]]
+        if beside is not None:
+            begins.append(self._on_clock(beside.begins_s, "right"))
+            ends.append(self._on_clock(beside.ends_s, "left"))
+            sizes.append(beside.nbytes)
+        return _peak(np.concatenate(begins), np.concatenate(ends), np.concatenate(sizes))
 
     def _on_clock(self, at_s: Floats, side: Literal["left", "right"]) -> Floats:
         """Times of the trace by the replay's clock, before (left) or after (right) what happens at that very time."""
@@ -419,3 +423,10 @@ def replay(
         may_wait: whether compute waits; else what finds no room in staging is kept, and other waits are only noted.
     """
     return _Replay(timeline, assignment, distance, may_wait).run()
+
+
+def peak_beside(timeline: Timeline, assignment: Assignment, beside: Spans) -> int:
+    """Return the most device bytes that storages and what is held beside them take at once, under an assignment."""
+    played = _Replay(timeline, assignment, (), may_wait=True)
+    played.run()
+    return played.peak_device_bytes(beside)

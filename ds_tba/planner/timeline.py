@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,14 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 Places = npt.NDArray[np.int8]
+
+
+class Spans(NamedTuple):
+    """What is held beside storages: from when to when on the trace's clock, and bytes."""
+
+    begins_s: Floats
+    ends_s: Floats
+    nbytes: Ints
 
 
 @dataclass(frozen=True, slots=True)

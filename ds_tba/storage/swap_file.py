@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import json
 import mmap
 import os
 import re
@@ -289,6 +290,9 @@ def _checked(name: str, needed_bytes: int, ranks_on_node: int, lower: str) -> Sw
 
 
 def _check(path: Path, needed_bytes: int, ranks_on_node: int, lower: str) -> SwapDirectory:
+    if not path.exists() and "," in str(path):
+        parts = json.dumps([part.strip() for part in str(path).split(",")])
+        raise PathError(f"nvme_path {path} does not exist: several directories are a list, {parts}.")
     if not path.exists():
         raise PathError(f"nvme_path {path} does not exist: create it (mkdir -p {path}) or name another directory.")
     if not path.is_dir():

@@ -229,9 +229,12 @@ class Diagnosis:
                 "module.requires_grad_(False), before deepspeed.initialize"
             )
         offloaded = drive if self.is_host else {"device": "cpu"}
+        is_offloaded = bool(zero.get("offload_optimizer"))
         if not (model.states or _OFFLOADED.search(model.optimizer)):
             pass  # DeepSpeed offloads only optimizers of its own, and there are no states to offload
-        elif not zero.get("offload_optimizer"):
+        elif not (model.states or is_offloaded or self.culprit is Culprit.STATES):
+            pass  # the first optimizer's step makes them: what is not there yet gives nothing back
+        elif not is_offloaded:
             keys = {"stage": 3 if self.is_host else max(2, int(zero.get("stage", 0))), "offload_optimizer": offloaded}
             # DeepSpeed's own sizes are of large models: without these its buffers are larger than a small one.
             elements = max(MIB // 8, model.trained // 32)

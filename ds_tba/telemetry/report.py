@@ -169,7 +169,7 @@ class OffloadReport:
         parts += [f"waits {self.stall_s / steps:.3f} s"] if self.stall_s else []
         parts += [f"{self.fallbacks} fallbacks"] if self.fallbacks else []
         wear = [PathWear(**path) for path in self.wear if path["written_bytes_per_day"]]
-        if wear:
+        if wear and self.steps:  # else it is the trial's at the start, in no time
             daily_bytes = sum(one.sharers * one.written_bytes_per_day for one in wear)
             worst = min(wear, key=PathWear.days)
             rating = worst.rating(worst.rated_endurance_tbw)

@@ -298,8 +298,8 @@ def test_what_would_not_fit_the_device_is_moved_whatever_it_costs(
 
 def test_a_budget_that_nothing_fits_is_said(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     ours = model()
-    steps(ours, make(ours, activation_budget_bytes=1), [ROWS] * (FIRST_PLAN + 2))
-    assert any("no plan fits 1 bytes" in record.message for record in caplog.records)
+    steps(ours, make(ours, activation_budget_bytes=0), [ROWS] * (FIRST_PLAN + 2))
+    assert any("no plan fits 0 bytes" in record.message for record in caplog.records)
 
 
 @pytest.mark.usefixtures("needs_recompute")

@@ -265,7 +265,7 @@ def test_the_advice_of_a_budget_that_nothing_fits_is_not_what_is_set_already(
         torch.manual_seed(0)
         model = Embedded(Whole)
         io = {"backend": "posix", "staging_bytes": 4 << 20, "swap_file_bytes": 64 << 20}
-        config = {"nvme_path": str(tmp_path), "io": io, "activation_budget_bytes": 1, "recompute": recompute}
+        config = {"nvme_path": str(tmp_path), "io": io, "activation_budget_bytes": 0, "recompute": recompute}
         block = OffloadConfig.model_validate(config)
         offloader = ActivationOffloader(block, AioConfig(), test_recompute.CpuAccelerator())
         offloader.watch(model, test_recompute.Alone(), PLANNERS["adaptive"])

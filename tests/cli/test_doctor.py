@@ -220,3 +220,73 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
     assert capsys.readouterr().out.startswith("ds_tba 0.")
+
+
+# ---- blocks that nobody reads ---------------------------------------------------------------------------------------
+
+GOOD = {"activation_nvme_offload": {"placement": "keep"}}
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "line"),
+    [
+        ("ds.json", GOOD, 'ok    {path} has an enabled "activation_nvme_offload"'),
+        ("ds.json", {"bf16": {}}, '--    {path} has no enabled "activation_nvme_offload"'),
+        (
+            "ds.json",
+            {"ds_tba": {"nvme_path": "/x"}},
+            'FAIL  {path}: ds_config.json has a key "ds_tba", which nobody reads',
+        ),
+        ("ds.json", {"activation_nvme_ofload": {}}, 'FAIL  {path}: ds_config.json has a key "activation_nvme_ofload"'),
+        (
+            "ds.json",
+            {"zero_optimization": GOOD},
+            'FAIL  {path}: "activation_nvme_offload" is inside "zero_optimization"',
+        ),
+        ("fsdp.json", {"fsdp_config": GOOD}, 'FAIL  {path}: "activation_nvme_offload" is inside "fsdp_config"'),
+        (
+            "x.yaml",
+            {"deepspeed_config": GOOD},
+            'FAIL  "activation_nvme_offload" in {path} is read by nobody: Accelerate',
+        ),
+        ("x.yaml", {"deepspeed_config": {}}, "ok    {path} has no block of ours"),
+    ],
+)
+def test_the_doctor_finds_blocks_that_nobody_reads(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str, config: dict[str, Any], line: str
+) -> None:
+    path = tmp_path / name
+    path.write_text(json.dumps(config))
+    assert main(["doctor", "--config", str(path)]) == line.startswith("FAIL")
+    assert line.format(path=path) in capsys.readouterr().out
+
+
+def test_the_doctor_looks_for_deepspeed_in_the_script(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(GOOD))
+    for text, line in (("import deepspeed", "names DeepSpeed"), ("import torch", "does not name DeepSpeed: without")):
+        (tmp_path / "train.py").write_text(text)
+        assert main(["doctor", "--config", f"{tmp_path}/ds.json", f"{tmp_path}/train.py"]) == 0
+        assert f"train.py {line}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [("doctor",), ("env",), ("tune", "--nvme_path", "/x"), ("plan", "x.py:f")])
+def test_without_deepspeed_a_line_has_the_repair(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    monkeypatch.delitem(sys.modules, "deepspeed", raising=False)
+    monkeypatch.setattr(aio, "import_deepspeed", lambda _: None)
+    assert main(list(arguments)) == 2
+    assert 'ds_tba: DeepSpeed cannot be imported: pip install "deepspeed' in capsys.readouterr().err
+
+
+def test_options_are_taken_with_underscores_and_shown_with_dashes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for option in ("--nvme_path", "--nvme-path"):
+        assert main(["doctor", f"{option}={tmp_path}", "--staging_bytes", "1M"]) == 0
+        assert f"{tmp_path}: " in capsys.readouterr().out
+    for command in ("doctor", "plan", "tune"):
+        with pytest.raises(SystemExit, match="0"):
+            main([command, "--help"])
+        text = capsys.readouterr().out
+        assert "--nvme-path" in text and "nvme_path" not in text

@@ -337,11 +337,30 @@ def test_a_config_with_a_wrong_key_is_refused(directory: Path, capsys: pytest.Ca
     assert "did you mean `nvme_path`" in capsys.readouterr().err
 
 
-def test_a_batch_must_be_known(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_config(directory, train_micro_batch_size_per_gpu="auto")
-    given = arguments_of(directory, "stack", 64)
-    assert main(["estimate", *given, *GIVEN]) == 2
-    assert "--batch" in capsys.readouterr().err
+def test_auto_is_taken_as_1_and_that_is_said(directory: Path) -> None:
+    """Issue: "auto" of the Trainer's config ended the command after 20 s."""
+    write_config(directory, train_micro_batch_size_per_gpu="auto", gradient_accumulation_steps="auto")
+    found = estimate(directory, *GIVEN, sequence=64)
+    assert found["batch"] == 1
+    for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+        assert f'"{key}" is "auto", which the trainer decides: 1 is assumed' in found["notes"]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (("--seq", "1k", "--gpu", "riva"), "--gpu 'riva'"),
+        (("--seq", "1k", "--config", "absent.json"), "absent.json cannot be read"),
+        ((), "--seq is missing"),
+        (("--longest",), "--longest needs --gpu"),
+        (("--longest", "--gpu", "24GB", "--write", "x.json"), "--longest writes no config"),
+    ],
+)
+def test_a_wrong_option_is_told_before_the_model_is_read(
+    capsys: pytest.CaptureFixture[str], given: tuple[str, ...], says: str
+) -> None:
+    assert main(["plan", "absent.py:make", *given]) == 2
+    assert says in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("option", "value"), [("--batch", "0"), ("--seq", "-1"), ("--seq", "x"), ("--tflops", "0")])

@@ -24,6 +24,7 @@ def test_a_good_directory_is_described(tmp_path: Path) -> None:
 
 def test_missing(tmp_path: Path) -> None:
     assert f"{tmp_path}/none does not exist: create it (mkdir -p" in refusal(tmp_path / "none")
+    assert f'several directories are a list, ["{tmp_path}", "/b"].' in refusal(f"{tmp_path}, /b")
 
 
 def test_a_file(tmp_path: Path) -> None:

@@ -7,7 +7,9 @@ import re
 from typing import Any
 
 import pytest
+import torch
 
+from ds_tba.autograd import sample
 from ds_tba.config import OffloadConfig, parse_block
 from ds_tba.telemetry.diagnosis import Culprit, Diagnosis, Failure, ModelMemory
 from ds_tba.telemetry.holders import MAX_ROWS, Holder, merged, table
@@ -196,3 +198,25 @@ def test_what_is_set_already_is_not_advised() -> None:
     found = " ".join(diagnosis(LAYERS, recompute=True).remedies())
     for word in ("recompute", "fused", "offload_optimizer", '"placement"'):
         assert word not in found
+
+
+def test_states_that_are_not_there_yet_are_no_remedy() -> None:
+    adam = {"parameters": 200 * MIB, "optimizer": "Adam"}
+    told = [" ".join(diagnosis(model=ModelMemory(**adam, states=states)).remedies()) for states in (0, 1 << 30)]
+    assert ["optimizer states" in one for one in told] == [False, True]
+    stepping = diagnosis(model=ModelMemory(**adam), failure=Failure("optimizer step"))
+    assert "optimizer states" in " ".join(stepping.remedies())
+
+
+def test_the_functions_of_zero_3_made_no_tensor() -> None:
+    class PreBackwardFunctionForModule(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, outputs: torch.Tensor) -> torch.Tensor:
+            return outputs.view_as(outputs)
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return grad
+
+    made = PreBackwardFunctionForModule.apply(torch.nn.functional.gelu(torch.ones(2, requires_grad=True)))
+    assert sample._op(made) == "Gelu"

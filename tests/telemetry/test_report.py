@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,8 @@ def test_wear_is_told_for_each_path(tmp_path: Path) -> None:
     assert report.written_bytes > 0
     assert any("days to its rated 1 TBW, if the drive amplifies" in value for _, value in report.rows())
     assert "no effect" not in offloader.start_line()
+    assert "TB a day" in replace(report, steps=1).summary()
+    assert "TB a day" not in replace(report, steps=0).summary()  # of the trial, in no time
 
 
 @pytest.mark.parametrize(("placement", "measures"), [("adaptive", True), ("nvme", False)])
@@ -236,6 +239,9 @@ def test_keys_for_plans_are_named_where_there_is_no_plan(tmp_path: Path) -> None
     offloader = make(tmp_path, placement="nvme", activation_budget_bytes=1 << 30, max_step_overhead=0.1)
     assert "no effect of activation_budget_bytes, max_step_overhead" in offloader.start_line()
     offloader.close()
+    kept = make(tmp_path, placement="keep", activation_budget_bytes=1 << 30)
+    assert kept.start_line().endswith("; no effect of activation_budget_bytes")
+    kept.close()
     planned = make(tmp_path, placement="adaptive", max_step_overhead=0.1)
     assert "no effect" not in planned.start_line() and "steps +10.0% at most" in planned.start_line()
     planned.close()

@@ -1,4 +1,7 @@
-"""``ds_tba plan`` and ``ds_tba estimate``, its details: what fits the GPU, at what cost, with which block?"""
+"""``ds_tba plan``: what fits the GPU, at what cost, with which block, and how long may a sequence be?
+
+``ds_tba estimate`` is the name that ``ds_tba plan --details`` had.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +9,21 @@ import argparse
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_tba.cli.format import add_json, in_units_of, show, size, table
-from ds_tba.config import parse_block, with_staging
+from ds_tba.config import BLOCK, parse_block, with_staging
 from ds_tba.errors import BackendUnavailableError, ConfigError
 from ds_tba.telemetry.drive_health import Drive, Rating, examine
 from ds_tba.telemetry.report import write_file
 from ds_tba.telemetry.stats import expanded, readable
 
 if TYPE_CHECKING:
-    from ds_tba.cli.plan.rows import Row, Setup
+    from ds_tba.cli.plan.rows import Longest, Row, Setup
     from ds_tba.cli.plan.training import Training
     from ds_tba.planner.plan import Plan
     from ds_tba.planner.trace import PathRates
@@ -29,6 +32,7 @@ _DESCRIPTION = """\
 Runs one forward and backward of the model on PyTorch's meta device (shapes without values), through the cache and the
 recorder of a real run. Prints for each setting whether it fits the GPU, the time of a step and the wear of the drives;
 recommends one, and prints what to paste into ds_config.json. If nothing fits: what fills the GPU, and exit status 3.
+With --longest: the longest sequence that each setting trains on the GPU.
 """
 _EPILOG = """\
 MODEL is the config.json, folder or name of a Hugging Face model on this machine (inputs are made up), or
@@ -38,33 +42,37 @@ first is summed. Tensors made in the function are on the meta device.
 
 example:
     ds_tba plan Llama-3.1-8B/config.json --gpu 24GB --seq 32k --lora 16 --write ds_config.json
+    ds_tba plan Llama-3.1-8B/config.json --gpu 80GB --longest --fused-loss --config ds_config.json
 """
 WRITE_BYTES_PER_S, READ_BYTES_PER_S = 4.2e9, 7.1e9  # of the data sheet of one PCIe 4.0 drive of a data center
 # A drive's rate of writes, and of reads, while both run: this part of its rate alone.
 CONCURRENT_FRACTION = 0.6
-FEW_DAYS = 365.0
+FIRST_LENGTH = 4096  # of --longest without --seq
 _SHOWN_GROUPS, _SHOWN_OPS = 20, 6
 
 
 def add_parsers(commands: Any) -> None:
-    """Add both subcommands."""
-    for name, what in (("plan", "say what fits the GPU, and what to set"), ("estimate", "plan, with all details")):
+    """Add the subcommand, and its old name, which no help lists."""
+    for name, listed in (("plan", {"help": "say what fits the GPU, and what to set"}), ("estimate", {})):
         parser = commands.add_parser(
             name,
-            help=what,
+            **listed,
             description=_DESCRIPTION,
             epilog=_EPILOG,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         add = parser.add_argument
         add("model", metavar="MODEL", help="see below")
-        add("--seq", type=size, required=True, help="tokens of a sequence, such as 32k")
+        add("--seq", type=size, help="tokens of a sequence, such as 32k; needed without --longest")
+        add("--longest", action="store_true", help="say the longest sequence of each setting on --gpu")
         add("--batch", type=size, help="sequences per micro-step and rank (default: the config's, else 1)")
         add("--gpu", "--gpu-memory", metavar="GPU", help='its memory or name: 24GB, "RTX 4090"')
         add("--ranks", type=size, help="ranks that ZeRO divides among (default: all GPUs)")
         add("--nodes", type=size, default=1, help="of the job: what ZeRO moves between them is told, too (default: 1)")
         add("--gpus-per-node", type=size, default=1, help="GPUs that share the drives of a node (default: 1)")
         add("--lora", type=size, metavar="RANK", help="train adapters of this rank on all linear layers, not the model")
+        add("--fused-loss", action="store_true", help="the loss never makes all logits (Liger's, TRL's, DeepSpeed's)")
+        add("--tiled-mlp", action="store_true", help="MLPs run on pieces of the sequence (DeepSpeed's TiledMLP)")
         add("--config", type=Path, help="ds_config.json (default: bf16, AdamW, ZeRO stage 2)")
         add("--nvme-path", action="append", help="a directory on a drive (default: the config's; may be repeated)")
         add("--drive-tbw", type=in_units_of(1), help="terabytes that the drives of a node are rated for, together")
@@ -85,12 +93,19 @@ def add_parsers(commands: Any) -> None:
 def _plan(options: argparse.Namespace) -> tuple[int, list[str], dict[str, Any]]:
     from ds_tba.cli.plan.rows import ADAPTIVE, detail_rows, recommended, rows_of, scale
 
-    setup, title, notes = _setup(options)
+    if options.longest:
+        return _plan_longest(options)
+    if options.seq is None:
+        raise ConfigError("--seq is missing: give the tokens of a sequence, such as --seq 32k, or --longest.")
+    setup_of, title, notes = _setup(options)
+    setup = setup_of(options.seq)
+    notes += _notes_of_run(setup)
     rows, plan = rows_of(setup)
     is_known = setup.device.memory_bytes is not None
     chosen = recommended(rows) if is_known else None
     more = detail_rows(setup) if options.details else []
     found = _to_dict(setup, [*rows, *more], plan, chosen)
+    title = f"{options.model}, batch {options.batch} x {options.seq} tokens, {title}"
     lines = [f"model       {title}", *_table(setup, rows, more), "", *_verdict(setup, rows, chosen)]
     if options.nodes * options.gpus_per_node > 1:
         row = chosen or next(one for one in rows if one.name == ADAPTIVE)
@@ -107,24 +122,39 @@ def _plan(options: argparse.Namespace) -> tuple[int, list[str], dict[str, Any]]:
     return 3 if is_known and chosen is None else 0, lines, result
 
 
-def _setup(options: argparse.Namespace) -> tuple[Setup, str, list[str]]:
-    """With a title, and what the figures rest on."""
+def _plan_longest(options: argparse.Namespace) -> tuple[int, list[str], dict[str, Any]]:
+    from ds_tba.cli.plan.rows import longest_of
+
+    if options.gpu is None:
+        raise ConfigError("--longest needs --gpu: its memory or name, such as --gpu 24GB.")
+    if options.write is not None:
+        raise ConfigError("--longest writes no config: plan again with --seq, the length that you want, and --write.")
+    setup_of, title, notes = _setup(options)
+    first = options.seq or FIRST_LENGTH
+    found = longest_of(setup_of, first)
+    setup = setup_of(first)
+    notes += _notes_of_run(setup)
+    title = f"{options.model}, batch {options.batch}, {title}"
+    lines = [f"model       {title}", *_head(setup, found[0].row), "", *_table_of_longest(setup, found)]
+    rows = [{"sequence": one.sequence, "is_most": one.is_most, **_row_to_dict(one.row)} for one in found]
+    result = {"title": title, "batch": options.batch, "gpu_bytes": setup.device.memory_bytes, "longest": rows}
+    is_any = any(one.sequence for one in found)
+    return 0 if is_any else 3, [*lines, "", "assumed", *(f"  {note}" for note in notes)], {**result, "notes": notes}
+
+
+def _setup(options: argparse.Namespace) -> tuple[Callable[[int], Setup], str, list[str]]:
+    """The setup for a length of the sequence, a title, and what the figures rest on.
+
+    What is quick to look at comes first: a wrong option or config is told before transformers is imported.
+    """
     import torch
 
-    from ds_tba.cli.plan.dry_run import dry_run
-    from ds_tba.cli.plan.model import recipe_of
     from ds_tba.cli.plan.rows import FRAGMENTATION, TIGHT, Setup
     from ds_tba.cli.plan.training import CONTEXT_BYTES, HOST_BYTES_PER_S, device_of, read_training
 
-    recipe = recipe_of(options.model)
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
     training = read_training(options.config, dtypes[options.dtype])
-    options.batch = options.batch or training.micro_batch
-    if options.batch is None:
-        raise ConfigError(
-            f'{options.config} has no number at "train_micro_batch_size_per_gpu": give the sequences of a micro-step '
-            "with --batch."
-        )
+    options.batch = options.batch or training.micro_batch or 1
     offload = with_staging(training.offload, math.inf, is_host=options.device == "cpu")
     if options.nvme_path:
         offload = offload.model_copy(update={"nvme_path": options.nvme_path})
@@ -133,29 +163,65 @@ def _setup(options: argparse.Namespace) -> tuple[Setup, str, list[str]]:
     device = device_of(options.device, options.gpu, training.autocast or training.dtype or torch.float32, given)
     paths, drives = _drives(training, options.write_gbps, options.read_gbps, options.gpus_per_node)
     rating, drives_of_node = _endurance(options.drive_tbw, training)
-    run = dry_run(recipe, options.batch, options.seq, training, device, paths, options.lora)
     ranks, sharers = options.ranks or options.nodes * options.gpus_per_node, options.gpus_per_node
     where = offload.nvme_path or "/local_nvme"
-    setup = Setup(run, training, device, ranks, rating.tbw / sharers, where, sharers, drives_of_node)
-    if not options.drive_tbw:  # else of drives elsewhere, which nobody has written to yet
-        setup = replace(setup, used_tbw=_used_tbw(training) / sharers)
+    chosen = {"--fused-loss": options.fused_loss, "--tiled-mlp": options.tiled_mlp}
+    aids = frozenset(name for name, is_chosen in chosen.items() if is_chosen)
+
+    from ds_tba.cli.plan.dry_run import dry_run
+    from ds_tba.cli.plan.model import recipe_of
+
+    recipe = recipe_of(options.model)
+
+    # A rating that is given is of drives elsewhere, which nobody has written to yet.
+    used_tbw = 0.0 if options.drive_tbw else _used_tbw(training) / sharers
+
+    @cache
+    def setup_of(sequence: int) -> Setup:
+        run = dry_run(recipe, options.batch, sequence, training, device, paths, options.lora, aids)
+        return Setup(
+            run,
+            training,
+            device,
+            ranks,
+            rating.tbw / sharers,
+            where,
+            sharers,
+            drives_of_node,
+            used_tbw=used_tbw,
+            batch=options.batch,
+            aids=aids,
+        )
+
     kind = "dtypes of the model" if training.dtype is None else str(training.dtype).removeprefix("torch.")
     adapted = f", LoRA of rank {options.lora}" if options.lora else ""
     notes = [
         *training.notes,
-        *run.notes,
+        *(_AID_NOTES[name] for name in sorted(aids)),
         f"GPU peak: {FRAGMENTATION:.0%} of saved and temporary tensors are lost to fragmentation, "
         f"{readable(CONTEXT_BYTES)} to the CUDA context; a peak above {TIGHT:.0%} of the GPU is tight",
         f"rates of one {device.name}{', but those that were given' if any(given) else ''}: {device.flops / 1e12:.3g} "
         f"TFLOP/s, memory {device.memory_bytes_per_s / 1e9:.4g} GB/s, copies {device.copy_bytes_per_s / 1e9:.3g} GB/s",
         f"rates of the drives {drives}{f'; each GPU has 1/{sharers} of them' if sharers > 1 else ''}",
-        f"drives of a node rated {rating} (--drive-tbw has yours, together); the table has one GPU's writes",
+        f"drives of a node rated {rating} (--drive-tbw has yours, together); TB a day, host memory and swap "
+        "space in the table are one GPU's",
         "an operation takes the time of its FLOPs, of its bytes or of its launch, whichever is longest; communication "
-        f"is left out; states in host memory are updated at {HOST_BYTES_PER_S / 1e9:g} GB/s",
-        f"attention on {options.device}: {', '.join(run.attention) or 'none of PyTorch'}",
+        f"is left out; states in host memory are updated at {HOST_BYTES_PER_S / 1e9:g} GB/s; what ZeRO offloads "
+        "goes over PCIe, and a step takes that long at least",
         "what rematerialization has a rule for is taken to come out equal; the model is in training mode",
     ]
-    return setup, f"{options.model}, batch {options.batch} x {options.seq} tokens, {kind}{adapted}", notes
+    return setup_of, f"{kind}{adapted}{''.join(f', {name[2:]}' for name in sorted(aids))}", notes
+
+
+_AID_NOTES = {
+    "--fused-loss": "the loss is fused, as Liger's: as many logits at a time as hidden states; gradients in forward",
+    "--tiled-mlp": "MLPs run in tiles as long as hidden states are wide, as DeepSpeed's; again in backward",
+}
+
+
+def _notes_of_run(setup: Setup) -> list[str]:
+    attention = ", ".join(setup.run.attention) or "none of PyTorch"
+    return [*setup.run.notes, f"attention on {setup.device.kind}: {attention}"]
 
 
 def _drives(
@@ -207,25 +273,58 @@ def _used_tbw(training: Training) -> float:
 # ---- the text -------------------------------------------------------------------------------------------------------
 
 
-def _table(setup: Setup, rows: Sequence[Row], more: Sequence[Row]) -> Iterator[str]:
-    run, held, device = setup.run, rows[0].held, setup.device
-    first = next((row for row in rows if row.verdict in ("fits", "tight")), rows[0])
+def _head(setup: Setup, row: Row) -> Iterator[str]:
+    run, held, device = setup.run, row.held, setup.device
     yield f"parameters  {run.parameters / 1e6:,.1f} M, of which {run.trained / 1e6:,.1f} M are trained"
     named = [f"{name} {readable(nbytes)}" for name, nbytes in {**held.always, **held.passing}.items() if nbytes]
     yield f"held        {', '.join(named)}"
-    yield f"temporary   up to {readable(run.temporary_bytes)}, with logits and the gradients of activations"
     if device.memory_bytes is not None:
         yield f"GPU         {readable(device.memory_bytes)}, rates of one {device.name}"
+
+
+def _table(setup: Setup, rows: Sequence[Row], more: Sequence[Row]) -> Iterator[str]:
+    first = next((row for row in rows if row.verdict in ("fits", "tight")), rows[0])
+    yield from _head(setup, rows[0])
+    yield f"temporary   up to {readable(setup.run.temporary_bytes)}, with logits and the gradients of activations"
     yield ""
-    cells = [("setting", "activations", "GPU peak", "verdict", "step", "TB a day", "drives last")]
+    cells: list[tuple[str, ...]] = [("setting", "activations", "GPU peak", "verdict", "step", *_COSTS)]
     for row in (*rows, *more):
-        per_day = row.written_bytes_per_day / 1e12
         step = row.cost.step_s / first.cost.step_s if first.cost.step_s else 1.0
         sizes = readable(row.cost.peak_saved_bytes), readable(row.need_bytes)
-        wear = (f"{per_day:.2f}", _life(row.life_days)) if per_day else ("-", "-")
-        cells.append((row.name, *sizes, row.verdict or "?", f"x {step:.2f}", *wear))
+        cells.append((row.name, *sizes, row.verdict or "?", f"x {step:.2f}", *_costs(row)))
     yield from table(cells)
     yield f"            {first.name!r} takes {first.cost.step_s:.3g} s a step"
+
+
+def _table_of_longest(setup: Setup, found: Sequence[Longest]) -> Iterator[str]:
+    from ds_tba.cli.plan.rows import UNIT
+
+    cells: list[tuple[str, ...]] = [("setting", "longest sequence", "GPU peak", "s a step", "tokens a s", *_COSTS)]
+    for sequence, row, is_most in found:
+        length = f"{'more than ' if is_most else ''}{sequence:,}" if sequence else f"not {UNIT}"
+        speed = setup.batch * sequence / row.cost.step_s * setup.training.micro_steps if row.cost.step_s else 0.0
+        times = (f"{row.cost.step_s:.3g}", f"{speed:,.0f}", *_costs(row)) if sequence else ("-",) * (2 + len(_COSTS))
+        cells.append((row.name, length, readable(row.need_bytes), *times))
+    yield from table(cells)
+    longest = max(found, key=lambda one: one.sequence)
+    if not longest.sequence:
+        return
+    yield f"longest     {longest.sequence:,} tokens: {longest.row.name!r}"
+    yield from _instructions(longest.row)
+    yield from _wear(setup, longest.row)
+    sparing = max((one for one in found if one.row.spares_drives), key=lambda one: one.sequence)
+    if sparing.sequence < longest.sequence:
+        yield f"            with drives that last for a year: {sparing.sequence:,} tokens, {sparing.row.name!r}"
+
+
+# Columns: of the drives and of host memory.
+_COSTS = ("TB a day", "drives last", "host", "swap")
+
+
+def _costs(row: Row) -> tuple[str, ...]:
+    per_day = row.written_bytes_per_day / 1e12
+    wear = (f"{per_day:.2f}", _life(row.life_days)) if per_day else ("-", "-")
+    return (*wear, *(readable(nbytes) if nbytes else "-" for nbytes in (row.host_bytes, row.swap_bytes)))
 
 
 def _life(days: float | None) -> str:
@@ -235,7 +334,7 @@ def _life(days: float | None) -> str:
 
 
 def _verdict(setup: Setup, rows: Sequence[Row], chosen: Row | None) -> Iterator[str]:
-    from ds_tba.cli.plan.rows import REMEDIES, SAME_STEP, SHORT_LIFE_DAYS, holders
+    from ds_tba.cli.plan.rows import SAME_STEP, holders, remedy
 
     if setup.device.memory_bytes is None:
         yield "--gpu (24GB, or a name) says what fits, and recommends a setting"
@@ -244,26 +343,37 @@ def _verdict(setup: Setup, rows: Sequence[Row], chosen: Row | None) -> Iterator[
         least = min(rows, key=lambda row: row.need_bytes)
         yield f"NOTHING FITS: {least.name!r} needs least, {readable(least.need_bytes)}; what holds most of it:"
         yield from (
-            f"  {readable(nbytes):>10}  {name}: {REMEDIES[name]}" for name, nbytes in holders(least, setup.run)[:3]
+            f"  {readable(nbytes):>10}  {name}: {remedy(name, setup)}" for name, nbytes in holders(least, setup.run)[:3]
         )
         return
     how = "it fits" if chosen.verdict == "fits" else "nothing fits with a margin, it is tight"
-    such = "fits" if (chosen.life_days or math.inf) < SHORT_LIFE_DAYS else "fits and spares the drives"
-    fastest = f"the fastest setting that {such} is it, or at most {SAME_STEP - 1:.0%} faster"
+    such = "fits and lets the drives last for a year" if chosen.spares_drives else "fits"
+    fastest = f"no setting that {such} is more than {SAME_STEP - 1:.0%} faster"
     yield f"recommended {chosen.name!r}: {how}; {fastest}"
-    if chosen.advice:
-        yield f"            {chosen.advice}"
-    if chosen.merged:
-        yield "            into ds_config.json (--write FILE merges it):"
-        yield from (f"  {line}" for line in json.dumps(chosen.merged, indent=2).splitlines())
-    elif not chosen.advice:
+    yield from _instructions(chosen, " (--write FILE merges it)")
+    yield from _wear(setup, chosen)
+
+
+def _instructions(row: Row, how: str = "") -> Iterator[str]:
+    """What to change for a row."""
+    if row.advice:
+        yield f"            {row.advice}"
+    if row.merged:
+        yield f"            into ds_config.json{how}:"
+        yield from (f"  {line}" for line in json.dumps(row.merged, indent=2).splitlines())
+    elif not row.advice:
         yield "            nothing has to be changed"
-    if chosen.life_days is not None and chosen.life_days < FEW_DAYS:
-        each_tbw = setup.tbw * setup.sharers / setup.drives
-        yield (
-            f'            IT WEARS the drives out in {_life(chosen.life_days)}: "ssd": {{"rated_endurance_tbw": '
-            f'{each_tbw:.4g}, "min_life_days": {FEW_DAYS:g}}} makes plans write less'
-        )
+
+
+def _wear(setup: Setup, row: Row) -> Iterator[str]:
+    from ds_tba.cli.plan.rows import SHORT_LIFE_DAYS
+
+    if row.spares_drives or row.life_days is None:
+        return
+    each_tbw = setup.tbw * setup.sharers / setup.drives
+    keys = f'"ssd": {{"rated_endurance_tbw": {each_tbw:.4g}, "min_life_days": {SHORT_LIFE_DAYS:g}}}'
+    less = f": with {keys} plans write less" if row.merged.get(BLOCK, {}).get("placement") == "adaptive" else ""
+    yield f"            IT WEARS the drives out in {_life(row.life_days)}{less}"
 
 
 def _at_scale(setup: Setup, row: Row, found: dict[str, Any]) -> Iterator[str]:
@@ -328,12 +438,16 @@ def _to_dict(setup: Setup, rows: Sequence[Row], plan: Plan, chosen: Row | None) 
         "gpu_bytes": setup.device.memory_bytes,
         "write_bytes_per_s": resources.write_bytes_per_s,
         "read_bytes_per_s": resources.read_bytes_per_s,
-        "rows": [{**asdict(row), "held": row.held._asdict()} for row in rows],
+        "rows": [_row_to_dict(row) for row in rows],
         "recommended": None if chosen is None else chosen.name,
         "plan_bytes": +shares,
         "groups": groups_of(run.trace),
         "made_again_bytes": made_again(run),
     }
+
+
+def _row_to_dict(row: Row) -> dict[str, Any]:
+    return {**asdict(row), "held": row.held._asdict()}
 
 
 def write_merged(path: Path, new: dict[str, Any], merged: dict[str, Any] | None) -> str:

@@ -19,11 +19,12 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch.library import Library
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -36,10 +37,19 @@ from ds_tba.autograd.blocks import Block, Blocks, find_blocks
 from ds_tba.autograd.cache import TensorCache
 from ds_tba.autograd.saved import Keeper, nbytes_of
 from ds_tba.autograd.tensors import mark_inputs, mark_owned
-from ds_tba.cli.plan.model import Recipe, Subject, add_lora, loss_of
+from ds_tba.cli.plan.model import (
+    Recipe,
+    Subject,
+    add_lora,
+    fuse_loss,
+    loss_of,
+    quantized_linears,
+    tile_mlps,
+)
 from ds_tba.cli.plan.training import Device, DryRun, Training
 from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.errors import ModelError
+from ds_tba.planner.timeline import Spans
 from ds_tba.planner.trace import PathRates, Resources
 from ds_tba.storage.base import Always
 
@@ -52,12 +62,14 @@ def dry_run(
     device: Device,
     paths: tuple[PathRates, ...] = (),
     lora_rank: int | None = None,
+    aids: Collection[str] = (),
 ) -> DryRun:
     """Run one micro-step.
 
     Args:
         paths: the drives, for the trace.
         lora_rank: of adapters, which are trained instead of the model.
+        aids: ``--fused-loss`` and ``--tiled-mlp``, where the model has them.
 
     Raises:
         ConfigError: the config excludes an op that there is no rule for.
@@ -73,9 +85,18 @@ def dry_run(
     try:
         with torch.device(runs_on):
             subject = recipe(batch, sequence)
+            layers = [one.module for one in find_blocks(subject.model, None)]
+            # Before adapters, whose parametrizations hold each weight of a module by themselves.
+            owned = [list(module.parameters(recurse=False)) for module in subject.model.modules()]
+            largest = max(sum(one.numel() for one in each) for each in owned)
             if lora_rank is not None:
-                add_lora(subject.model, [one.module for one in find_blocks(subject.model, None)], lora_rank)
+                add_lora(subject.model, layers, lora_rank)
+            if "--fused-loss" in aids:
+                fuse_loss(subject.model)
+            if "--tiled-mlp" in aids:
+                tile_mlps(layers)
             subject = subject.to(runs_on, training.dtype)
+            quantized = quantized_linears(subject)
         doing = "forward and backward"
         blocks = find_blocks(subject.model, offload.blocks)
         with device_kernels(device.kind, runs_on) as attention:
@@ -101,20 +122,29 @@ def dry_run(
     copy, parameters = device.copy_bytes_per_s, list(subject.model.parameters())
     resources = Resources(paths, copy, copy, offload.io.ring_bytes, is_synchronous=device.kind == "cpu")
     used = [one.site for one in recorder.record.storages]
+    whole_bytes = [one.numel() * one.element_size() for one in quantized]  # of each while it is used
+    saved_by_bits = sum(whole_bytes) - int(sum(one.numel() for one in quantized) * (subject.element_bytes or 0.0))
+    passing_bytes = max(whole_bytes, default=0)
+    config: Any = getattr(subject.model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    trace = recorder.record.trace(resources, micro_steps=training.micro_steps)
     return DryRun(
-        recorder.record.trace(resources, micro_steps=training.micro_steps),
+        trace,
         runs_on,
         cache.stats.saved.peak,
         cache.stats.packed_tensors,
         sum(one.numel() for one in parameters),
-        sum(one.numel() * one.element_size() for one in parameters),
+        sum(one.numel() * one.element_size() for one in parameters) - saved_by_bits,
         sum(one.numel() for one in parameters if one.requires_grad),
-        getattr(getattr(subject.model, "config", None), "hidden_size", 0) or 0,
-        meter.peak_bytes,
-        meter.whole_peak_bytes,
+        getattr(config, "hidden_size", 0) or 0,
+        meter.peak_bytes + passing_bytes,
+        meter.whole_peak_bytes + passing_bytes,
         sorted(attention),
         tuple(site.op if isinstance(site, sites.Site) else "" for site in used),
         tuple(notes),
+        sum(one.numel() * one.element_size() for one in parameters if one.requires_grad),
+        largest,
+        spans_of(meter.samples, passing_bytes),
     )
 
 
@@ -130,7 +160,7 @@ def _micro_step(
     for one in model.parameters():  # gradients exist, as in all micro-steps but the first
         one.grad = torch.zeros_like(one) if one.requires_grad else None
     held = [*model.parameters(), *(one.grad for one in model.parameters() if one.grad is not None)]
-    meter = PeakMeter([one.untyped_storage() for one in held], lambda: cache.stats.saved.now)
+    meter = PeakMeter([one.untyped_storage() for one in held], lambda: cache.stats.saved.now, lambda: clock.now_s)
     casting = torch.autocast("cpu", autocast) if autocast else nullcontext()
     with clock, meter:
         with (
@@ -145,6 +175,18 @@ def _micro_step(
         recorder.end()
     cache.settle()
     return recorder, meter
+
+
+def spans_of(samples: Sequence[tuple[float, int]], more_bytes: int = 0) -> Spans:
+    """Temporary tensors by time: what there is at the end of an operation is there while it runs.
+
+    Spans end a little before the next begins, so that no two of them count together.
+    """
+    ends_s, nbytes = np.array([at for at, _ in samples]), np.array([one for _, one in samples], np.int64)
+    took_s = np.diff(ends_s, prepend=0.0)
+    takes_time = took_s > 0
+    ends_s, took_s, nbytes = ends_s[takes_time], took_s[takes_time], nbytes[takes_time]
+    return Spans(ends_s - 0.999 * took_s, ends_s - 0.001 * took_s, nbytes + more_bytes)
 
 
 class Passes:
@@ -287,17 +329,26 @@ class PeakMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ignored: storages that existed before.
         excluded_bytes: bytes that do not count at this moment, such as those of saved tensors. Then inputs, buffers,
             logits and the gradients of logits and activations are left.
+        now_s: the time, for samples.
 
     Attributes:
         peak_bytes, whole_peak_bytes: the peak so far, without what is excluded and with it.
+        samples: at the end of each operation its time, and the bytes without what is excluded.
         observes_only: activations go where they go without the meter; see ``ds_tba.autograd.tensors.is_under_a_mode``.
     """
 
     observes_only = True
 
-    def __init__(self, ignored: Iterable[torch.UntypedStorage], excluded_bytes: Callable[[], int] = lambda: 0) -> None:
+    def __init__(
+        self,
+        ignored: Iterable[torch.UntypedStorage],
+        excluded_bytes: Callable[[], int] = lambda: 0,
+        now_s: Callable[[], float] | None = None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak_bytes = self.whole_peak_bytes = 0
+        self.samples: list[tuple[float, int]] = []
+        self._now_s = now_s
         self._excluded_bytes = excluded_bytes
         self._now_bytes = 0
         self._freed: deque[tuple[int, int]] = deque()  # left by finalizers, which run in any thread
@@ -315,7 +366,10 @@ class PeakMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for one in tree_leaves((args, kwargs, result)):
             if isinstance(one, torch.Tensor):
                 self._see(one.untyped_storage())
-        self.peak_bytes = max(self.peak_bytes, self._now_bytes - self._excluded_bytes())
+        now_bytes = self._now_bytes - self._excluded_bytes()
+        self.peak_bytes = max(self.peak_bytes, now_bytes)
+        if self._now_s is not None:
+            self.samples.append((self._now_s(), now_bytes))
         self.whole_peak_bytes = max(self.whole_peak_bytes, self._now_bytes)
         return result
 

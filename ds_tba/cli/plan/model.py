@@ -1,4 +1,6 @@
-"""Which model is asked about: a Hugging Face config or a function of the user's, with inputs, and perhaps LoRA.
+"""Which model is asked about: a Hugging Face config or a function of the user's, with inputs, and what changes it.
+
+LoRA, weights in 4 or 8 bits, a fused loss and tiled MLPs save and hold here what the libraries' own do; none is run.
 
 [Note: The contract of the function] The function is called with the keyword arguments ``batch`` and ``sequence`` and
 returns ``(model, inputs)``: inputs are a tuple or a dict of arguments of ``model``. The model returns the loss, an
@@ -14,12 +16,14 @@ import math
 import runpy
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_map_only
 
 from ds_tba.errors import ModelError
@@ -37,11 +41,15 @@ _CLASS_LABELS = ("ForSequenceClassification", "ForImageClassification")
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model, the positional or keyword arguments of its forward, and remarks for the reader."""
+    """A model, the positional or keyword arguments of its forward, and remarks for the reader.
+
+    ``element_bytes`` is the size of an element of its linear layers where they are quantized, else None.
+    """
 
     model: nn.Module
     inputs: tuple[Any, ...] | dict[str, Any]
     notes: tuple[str, ...] = ()
+    element_bytes: float | None = None
 
     def forward(self) -> Any:
         """Call the model."""
@@ -54,7 +62,7 @@ class Subject:
             return one.to(device, dtype if one.is_floating_point() else None)
 
         inputs = tree_map_only(torch.Tensor, moved, self.inputs)
-        return Subject(self.model.to(device=device, dtype=dtype).train(), inputs, self.notes)
+        return Subject(self.model.to(device=device, dtype=dtype).train(), inputs, self.notes, self.element_bytes)
 
 
 def loss_of(output: Any) -> torch.Tensor:
@@ -156,13 +164,38 @@ def _from_hf_config(text: str) -> Recipe:
             f"MODEL {text!r}: transformers {transformers.__version__} has no {architecture!r}: install a version that "
             "has it, or name a function (FILE.py:function)."
         )
+    quantization = getattr(config, "quantization_config", None)
+    wanted = getattr(made, "config_class", None) or type(config)
+    if not isinstance(config, wanted):  # the text model of one for images and text
+        parts = (getattr(config, name, None) for name in config.sub_configs)
+        config = next((part for part in parts if isinstance(part, wanted)), config)
     config.use_cache = False  # as in Trainer
 
     def make(batch: int, sequence: int) -> Subject:
-        model = made(config)
-        return _with_inputs(architecture, model, config, batch, sequence)
+        found = _with_inputs(architecture, made(config), config, batch, sequence)
+        element_bytes, note = _quantized(quantization)
+        return replace(found, notes=found.notes + note, element_bytes=element_bytes)
 
     return make
+
+
+def _quantized(found: Any) -> tuple[float | None, tuple[str, ...]]:
+    """The size of an element of a linear layer as a ``quantization_config`` has it, and a remark."""
+    if found is None:
+        return None, ()
+    get = found.get if isinstance(found, Mapping) else partial(getattr, found)
+    bits = 4 if get("load_in_4bit", None) else 8 if get("load_in_8bit", None) else get("bits", None)
+    if bits not in (2, 3, 4, 8):
+        method = get("quant_method", "unknown")
+        return None, (
+            f'the model\'s "quantization_config" ({method}) is not counted: its weights are of the dtype above',
+        )
+    # bitsandbytes has a scale for 64 elements, in FP32, or in 8 bits with one in FP32 for 256 scales.
+    scale_bytes = 0.0 if bits == 8 else (1 + 4 / 256) / 64 if get("bnb_4bit_use_double_quant", None) else 4 / 64
+    note = (
+        f"linear layers but the head are of {bits} bits, with their scales; each is of the dtype above while it is used"
+    )
+    return bits / 8 + scale_bytes, (note,)
 
 
 def _with_inputs(architecture: str, model: nn.Module, config: Any, batch: int, sequence: int) -> Subject:
@@ -213,11 +246,47 @@ class _Adapted(nn.Module):
         return self.base(x) + self.up(self.down(x)) * 2.0
 
 
+class _Experts(nn.Module):
+    """A parametrization: frozen weights of all experts in one tensor, with an adapter for each."""
+
+    def __init__(self, weight: torch.Tensor, rank: int) -> None:
+        super().__init__()
+        experts, rows, columns = weight.shape
+        self.up = nn.Parameter(weight.new_empty(experts, rows, rank))
+        self.down = nn.Parameter(weight.new_empty(experts, rank, columns))
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return torch.baddbmm(weight, self.up, self.down, alpha=2.0)
+
+
+def _adapt_experts(module: nn.Module, rank: int) -> None:
+    """Put adapters on the three-dimensional weights of a module, as peft's ``target_parameters`` does.
+
+    The sum of a weight and its adapter is made anew in each forward, as large as the weight, and saved for backward.
+    """
+    weights = [(name, one) for name, one in module.named_parameters(recurse=False) if one.dim() == 3]
+    if not weights or type(module).__module__.startswith("torch.nn"):  # a convolution's weight has three, too
+        return
+    for name, weight in weights:
+        parametrize.register_parametrization(module, name, _Experts(weight, rank), unsafe=True)
+    plain = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with parametrize.cached():  # made once, however many experts read it
+            return plain(*args, **kwargs)
+
+    module.forward = forward
+
+
 def add_lora(model: nn.Module, layers: Sequence[nn.Module], rank: int) -> None:
-    """Freeze a model and put adapters on every linear layer in some layers, as peft's ``all-linear`` does."""
+    """Freeze a model and put adapters on every linear layer in some layers, as peft's ``all-linear`` does.
+
+    Experts whose weights are one tensor have them, too.
+    """
     model.requires_grad_(False)
     for layer in layers:
         for parent in list(layer.modules()):
+            _adapt_experts(parent, rank)
             for name, child in list(parent.named_children()):
                 if type(child).__name__ in ("Linear", "NonDynamicallyQuantizableLinear", "Conv1D"):
                     weight: Any = child.weight
@@ -226,3 +295,136 @@ def add_lora(model: nn.Module, layers: Sequence[nn.Module], rank: int) -> None:
                     setattr(parent, name, _Adapted(child, *sizes, rank))
     if not any(one.requires_grad for one in model.parameters()):
         raise ModelError("--lora: no linear layer was found in repeated layers of the model; leave --lora out")
+
+
+# ---- weights in fewer bits ------------------------------------------------------------------------------------------
+
+
+def quantized_linears(subject: Subject) -> list[torch.Tensor]:
+    """The weights that are held in fewer bits: of all linear layers but the head.
+
+    Raises:
+        ModelError: they would be trained.
+    """
+    if subject.element_bytes is None:
+        return []
+    model: Any = subject.model
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    found = [one.weight for one in model.modules() if type(one) is nn.Linear and one is not head and _is_frozen(one)]
+    if not found:
+        raise ModelError(
+            'the model\'s "quantization_config" has weights of a few bits, which cannot be trained: train adapters '
+            '(--lora 16), or take "quantization_config" out of config.json'
+        )
+    return found
+
+
+def _is_frozen(layer: nn.Module) -> bool:
+    return not any(one.requires_grad for one in layer.parameters())
+
+
+# ---- a fused loss, and tiled MLPs -----------------------------------------------------------------------------------
+
+
+class _FusedLoss(torch.autograd.Function):
+    """The loss of some tokens at a time, with all gradients made in forward, as Liger's fused linear cross entropy.
+
+    TRL's chunked loss and DeepSpeed's TiledFusedLogitsLoss differ in the tokens of a chunk.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        chunks = -(-weight.shape[0] // weight.shape[1])
+        tokens = 1 << (-(-len(rows) // chunks) - 1).bit_length()
+        of_rows = torch.empty_like(rows)
+        of_weight = torch.zeros_like(weight) if weight.requires_grad else None
+        for part, of_part in zip(torch.split(rows, tokens), torch.split(of_rows, tokens), strict=True):
+            logits = part @ weight.t()
+            logits.mul_(1.0)  # in place they become their gradient
+            of_part.copy_(logits @ weight)
+            if of_weight is not None:
+                of_weight += logits.t() @ part
+            del logits
+        ctx.save_for_backward(of_rows.view_as(hidden), of_weight)
+        return hidden.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return tuple(None if one is None else one.mul_(grad) for one in ctx.saved_tensors)
+
+
+class _Head(nn.Module):
+    """A projection to logits that its loss computes: hidden states pass."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+
+    @property
+    def weight(self) -> Any:
+        """For models that look at it."""
+        return self.base.weight
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+
+def fuse_loss(model: Any) -> None:
+    """Have the loss of a Hugging Face model made from hidden states and the head's weight, some tokens at a time.
+
+    Raises:
+        ModelError: the model has no such head.
+    """
+    owners = [one for one in model.modules() if isinstance(getattr(one, "lm_head", None), nn.Linear)]
+    if not owners or not hasattr(type(model), "loss_function"):
+        raise ModelError(
+            f"--fused-loss: {type(model).__name__} has no lm_head whose loss could be fused: leave --fused-loss out, "
+            "and fuse the loss in the model itself"
+        )
+    head = owners[0].lm_head = _Head(owners[0].lm_head)
+
+    def loss(logits: torch.Tensor, *_: Any, **__: Any) -> Any:
+        return _FusedLoss.apply(logits, head.weight)  # type: ignore[no-untyped-call]
+
+    model.loss_function = loss
+
+
+class _Tiled(torch.autograd.Function):
+    """A module run on pieces of a sequence, again in backward, as by DeepSpeed's TiledMLP."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        ctx.run = run
+        ctx.save_for_backward(x)
+        return torch.cat([run(part) for part in x.chunk(_tiles(x), -2)], -2)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
+        (x,) = ctx.saved_tensors
+        tiles, found = _tiles(x), torch.zeros_like(x)
+        for part, of_part, of_output in zip(*(one.chunk(tiles, -2) for one in (x, found, grad)), strict=True):
+            leaf = part.detach().requires_grad_()
+            with torch.enable_grad():
+                output = ctx.run(leaf)
+            torch.autograd.backward(output, of_output)
+            of_part.copy_(leaf.grad)
+        return None, found
+
+
+def _tiles(x: torch.Tensor) -> int:
+    """Return as many as the guide of TiledMLP has: a tile is as long as the hidden states are wide."""
+    return -(-x.shape[-2] // x.shape[-1])
+
+
+def tile_mlps(layers: Sequence[nn.Module]) -> None:
+    """Have the MLPs in some layers run in tiles.
+
+    Raises:
+        ModelError: there is none.
+    """
+    found = [one for layer in layers for one in layer.modules() if type(one).__name__.endswith("MLP")]
+    for one in found:
+        one.forward = partial(_Tiled.apply, one.forward)
+    if not found:
+        raise ModelError("--tiled-mlp: no module whose class ends with MLP was found in repeated layers; leave it out")

@@ -2,25 +2,36 @@
 
 [Note: Need] Forward and backward need what is held, and what is saved and temporary, with ``FRAGMENTATION`` of the
 latter for what the allocator cannot use; the optimizer's step may need more. A need above ``TIGHT`` of the memory is
-tight. The peak of saved tensors and that of temporary ones need not coincide: with everything kept both together are
-measured, and no other row needs more.
+tight. The peak of saved tensors and that of temporary ones need not coincide. Settings that make no plan are replayed
+beside the temporary tensors of each operation; for a plan both peaks are added. With everything kept both
+together are measured, and no other row needs more.
+
+[Note: Traffic] What ZeRO moves over PCIe and to drives by its own offloads shares them with activations. Forward and
+backward take as long as all of it takes in one direction at least, and the optimizer's step as long as its states take
+to be read and written, where they are on a drive.
+
+[Note: Longest] Memory grows with the sequence in a straight line, or faster where attention makes scores. So the line
+through two lengths says where the limit is crossed, and one more micro-step there says whether it is. The next line is
+through the longest that fits and the shortest that does not, where there are both. Nothing is extrapolated: each answer
+is a length that was run on shapes.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ds_tba.cli.plan.training import Device, DryRun, Held, Training, held_of
+from ds_tba.cli.plan.training import Device, DryRun, Held, Training, beside, held_of
 from ds_tba.config import BLOCK, Placement, zero_block
 from ds_tba.planner.plan import Limits, Plan, Prediction
-from ds_tba.planner.replay import replay
+from ds_tba.planner.replay import peak_beside, replay
 from ds_tba.planner.search import adaptive
 from ds_tba.planner.timeline import Assignment, Timeline
 from ds_tba.planner.trace import OUTSIDE, Trace
@@ -30,20 +41,17 @@ FRAGMENTATION = 0.05
 TIGHT = 0.9
 # Of rows whose steps are as short within this factor, the first is taken: it changes least.
 SAME_STEP = 1.05
-SHORT_LIFE_DAYS = 30.0  # of drives that a recommended row would wear out, if another fits
+SHORT_LIFE_DAYS = 365.0  # a row that wears drives out sooner is not recommended while another fits
 BUDGET_FRACTIONS = (0.75, 0.5, 0.25)  # of keep's peak; their cost is shown in detail
 CHECKPOINTING = "turn on gradient checkpointing (model.gradient_checkpointing_enable())"
-REMEDIES = {
-    "parameters": "ZeRO stage 3 over more ranks, or offload_param",
-    "gradients": "ZeRO stage 2 with offload_optimizer, or LoRA (--lora 16)",
-    "optimizer states": "offload_optimizer to cpu, more ranks, or LoRA (--lora 16)",
-    "gathered parameters": "a lower stage3_max_live_parameters",
-    "ZeRO's buckets": "a lower reduce_bucket_size",
-    "saved tensors": "a smaller batch, a shorter sequence, or sequence parallelism over more ranks",
-    "logits and other temporary tensors": "a fused loss, which never makes all logits (Liger's), or a smaller batch",
-    "CUDA context": "a larger GPU",
-}
-ADAPTIVE = "+ adaptive in a budget"
+# Of answers of --longest.
+UNIT = 16  # answers are multiples
+NEAR = 0.01  # of the answer: no closer one is sought
+MOST = 1 << 24
+FURTHER = 16  # times the longest that was tried, at most
+_TRIES = 16
+LOGITS = "logits and other temporary tensors"
+ADAPTIVE, OFFLOADED = "+ adaptive in a budget", ", offloaded optimizer"
 _LAST_NUMBER = re.compile(r"\d+(?!.*\d)")
 
 
@@ -57,9 +65,10 @@ class Row:
         held: what the device holds beside.
         need_bytes: of the device; see [Note: Need].
         verdict: ``fits``, ``tight`` or ``does not fit``; empty where the device's memory is not known.
-        written_bytes_per_day, life_days: wear of the drives; no life where nothing is written.
+        written_bytes_per_day, life_days: wear of the drives, with ZeRO's own writes; no life where nothing is written.
         merged: what to merge into ``ds_config.json``.
         advice: what else to do.
+        host_bytes, swap_bytes: of host memory and of the drives, for activations and by ZeRO's own offload.
     """
 
     name: str
@@ -71,6 +80,13 @@ class Row:
     life_days: float | None
     merged: dict[str, Any]
     advice: str = ""
+    host_bytes: int = 0
+    swap_bytes: int = 0
+
+    @property
+    def spares_drives(self) -> bool:
+        """Whether the drives last for a year."""
+        return self.life_days is None or self.life_days >= SHORT_LIFE_DAYS
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +94,8 @@ class Setup:
     """What all rows have in common.
 
     Attributes:
+        batch: sequences of a micro-step.
+        aids: of ``--fused-loss`` and ``--tiled-mlp`` those that the run has.
         tbw: terabytes that this rank's part of the drives is rated for, of which ``used_tbw`` are written already.
         nvme_path: to paste.
         sharers: GPUs that share the drives.
@@ -93,25 +111,59 @@ class Setup:
     sharers: int = 1
     drives: int = 1
     used_tbw: float = 0.0
+    batch: int = 1
+    aids: frozenset[str] = frozenset()
 
     def trace(self, training: Training) -> Trace:
         """With the optimizer's time."""
         update_s = training.update_s(self.run.trained, self.ranks, self.device.memory_bytes_per_s)
+        zero, drive = beside(training, self.run, self.ranks), self.run.trace.resources.drives
+        if training.offloads("optimizer") == "nvme" and self.run.trace.resources.paths:
+            read_bytes = zero.read_bytes - zero.parameter_read_bytes
+            swap_s = read_bytes / drive.read_bytes_per_s + zero.written_bytes / drive.write_bytes_per_s
+            update_s = max(update_s, swap_s)
         return replace(self.run.trace, optimizer_s=update_s)
 
-    def row(self, name: str, cost: Prediction, training: Training, merged: dict[str, Any], advice: str = "") -> Row:
-        """A row with its need, its verdict and its wear."""
+    def paced(self, cost: Prediction, training: Training) -> Prediction:
+        """The cost with a step that is no shorter than what is moved; see [Note: Traffic]."""
+        zero, device = beside(training, self.run, self.ranks), self.device
+        resources, back_bytes = self.run.trace.resources, cost.read_bytes + cost.forwarded_bytes
+        moving_s = max(zero.in_bytes + back_bytes, zero.out_bytes + back_bytes) / device.copy_bytes_per_s
+        if zero.parameter_read_bytes and resources.paths:
+            read_bytes = zero.parameter_read_bytes + cost.read_bytes
+            moving_s = max(moving_s, read_bytes / resources.drives.read_bytes_per_s)
+        return replace(cost, step_s=max(cost.step_s, moving_s + self.trace(training).optimizer_s))
+
+    def row(
+        self,
+        name: str,
+        cost: Prediction,
+        training: Training,
+        merged: dict[str, Any],
+        advice: str = "",
+        moving_bytes: int | None = None,
+    ) -> Row:
+        """A row with its need, its verdict and its wear.
+
+        Args:
+            moving_bytes: the peak of saved and temporary tensors together, where that is known.
+        """
         held, memory_bytes = held_of(training, self.run, self.ranks, self.device.kind), self.device.memory_bytes
-        moving = min(self.run.kept_bytes, cost.peak_saved_bytes + self.run.temporary_bytes)
+        zero, cost = beside(training, self.run, self.ranks), self.paced(cost, training)
+        if moving_bytes is None:
+            moving_bytes = cost.peak_saved_bytes + self.run.temporary_bytes
+        moving = min(self.run.kept_bytes, moving_bytes)
         stepping = sum(held.always.values()) + held.stepping_bytes
         need = max(stepping, held.nbytes + int(moving * (1 + FRAGMENTATION)))
         verdict = ""
         if memory_bytes is not None:
             verdict = "does not fit" if need > memory_bytes else "tight" if need > TIGHT * memory_bytes else "fits"
-        per_day = cost.written_bytes * DAY_S / cost.step_s if cost.step_s else 0.0
-        return Row(
-            name, cost, held, need, verdict, per_day, life_days(self.tbw - self.used_tbw, per_day), merged, advice
-        )
+        per_day = (cost.written_bytes + zero.written_bytes) * DAY_S / cost.step_s if cost.step_s else 0.0
+        staging_bytes = training.offload.io.ring_bytes if cost.written_bytes else 0
+        host_bytes = zero.host_bytes + staging_bytes + cost.host_bytes
+        swap_bytes = zero.swap_bytes + cost.written_bytes // training.micro_steps
+        life = life_days(self.tbw - self.used_tbw, per_day)
+        return Row(name, cost, held, need, verdict, per_day, life, merged, advice, host_bytes, swap_bytes)
 
     def limits(self, training: Training) -> Limits:
         """Of the config, with the room that the device has for activations as the budget where that is known."""
@@ -126,25 +178,46 @@ class Setup:
 
 
 def rows_of(setup: Setup) -> tuple[list[Row], Plan]:
-    """The rows, and the plan of the adaptive one."""
-    training, trace = setup.training, setup.trace(setup.training)
-    found = [setup.row("as it is", fixed(trace), training, {})]
-    if training.offload.rematerialize_enabled:
-        block = {"enabled": True, "placement": "keep"}
-        found.append(setup.row("+ rematerialize", fixed(trace, Placement.REMATERIALIZE), training, {BLOCK: block}))
-    if trace.blocks:
-        found.append(setup.row("+ checkpointing", fixed(trace, recompute=True), training, {}, CHECKPOINTING))
-        block = {"enabled": True, "nvme_path": setup.nvme_path, "placement": "adaptive"}
-        cost = fixed(trace, Placement.NVME, recompute=True)
-        found.append(setup.row("+ checkpointing and NVMe", cost, training, {BLOCK: block}, CHECKPOINTING))
-    row, plan = _adaptive(setup, training, ADAPTIVE, {})
-    found.append(row)
+    """The rows, each also with an offloaded optimizer, and the plan of the adaptive one."""
+    found: list[Row] = []
+    plans = []
+    for ending, training, merged in trainings(setup.training):
+        row, plan = _adaptive(setup, training, f"{ADAPTIVE}{ending}", merged)
+        found += [*fixed_rows(setup, training, ending, merged), row]
+        plans.append(plan)
+    return found, plans[0]
+
+
+def trainings(training: Training) -> Iterator[tuple[str, Training, dict[str, Any]]]:
+    """The training as it is configured, and with the optimizer in host memory: ending of names, and what to merge."""
+    yield "", training, {}
     if not training.offloads("optimizer"):
         zero = {"stage": max(2, training.stage), "offload_optimizer": {"device": "cpu"}}
         config = {**training.config, "zero_optimization": {**zero_block(training.config), **zero}}
-        offloading = replace(training, config=config)
-        found.append(_adaptive(setup, offloading, "+ offloaded optimizer", {"zero_optimization": zero})[0])
-    return found, plan
+        yield OFFLOADED, replace(training, config=config), {"zero_optimization": zero}
+
+
+def fixed_rows(
+    setup: Setup, training: Training, ending: str, merged: dict[str, Any], *, moves_all: bool = False
+) -> Iterator[Row]:
+    """Settings that make no plan; with ``moves_all`` also everything to NVMe, without checkpointing."""
+    trace, nvme = setup.trace(training), {"enabled": True, "nvme_path": setup.nvme_path, "placement": "nvme"}
+
+    def row(name: str, block: dict[str, Any], where: Placement, *, recompute: bool = False) -> Row:
+        config = {**({BLOCK: block} if block else {}), **merged}
+        assigned, beside = assign(trace, where, recompute=recompute), setup.run.temporary
+        moving_bytes = None if beside is None else peak_beside(*assigned, beside)
+        advice = CHECKPOINTING if recompute else ""
+        return setup.row(f"{name}{ending}", replay(*assigned).cost, training, config, advice, moving_bytes)
+
+    yield row("as it is", {}, Placement.KEEP)
+    if training.offload.rematerialize_enabled:
+        yield row("+ rematerialize", {"enabled": True, "placement": "keep"}, Placement.REMATERIALIZE)
+    if trace.blocks:
+        yield row("+ checkpointing", {}, Placement.KEEP, recompute=True)
+        yield row("+ checkpointing and NVMe", nvme, Placement.NVME, recompute=True)
+    if moves_all:
+        yield row("offload all", nvme, Placement.NVME)
 
 
 def detail_rows(setup: Setup) -> list[Row]:
@@ -168,14 +241,20 @@ def _adaptive(setup: Setup, training: Training, name: str, merged: dict[str, Any
         held, held_again = (max(cost.peak_saved_bytes, budget) for cost in costs)
         if held_again < held or (held_again == held and costs[1].step_s * SAME_STEP < costs[0].step_s):
             plan, limits = again, replace(limits, recompute=True)
-    block = {"enabled": True, "nvme_path": setup.nvme_path, "placement": "adaptive", "recompute": limits.recompute}
+    block: dict[str, Any] = {"enabled": True, "nvme_path": setup.nvme_path, "placement": "adaptive"}
+    block["recompute"] = limits.recompute
     if budget is not None:
         block["activation_budget_bytes"] = budget
     return setup.row(name, plan.prediction, training, {BLOCK: block, **merged}), plan
 
 
 def fixed(trace: Trace, placement: Placement = Placement.KEEP, *, recompute: bool = False) -> Prediction:
-    """The cost of one placement for everything that it is possible for; all else is kept.
+    """The cost of one placement for everything that it is possible for; see :func:`assign`."""
+    return replay(*assign(trace, placement, recompute=recompute)).cost
+
+
+def assign(trace: Trace, placement: Placement, *, recompute: bool = False) -> tuple[Timeline, Assignment]:
+    """One placement for everything that it is possible for; all else is kept.
 
     Storages larger than staging go to NVMe in pieces, so staging is taken to be as large as the largest.
 
@@ -194,7 +273,7 @@ def fixed(trace: Trace, placement: Placement = Placement.KEEP, *, recompute: boo
         if can and (not recompute or one.blocks[:1] not in ((), (OUTSIDE,)) or index in inputs):
             places[index] = placement
     again = [recompute and at in owners for at in range(len(trace.blocks))]
-    return replay(timeline, Assignment(np.array(places, np.int8), np.array(again, bool))).cost
+    return timeline, Assignment(np.array(places, np.int8), np.array(again, bool))
 
 
 def scale(setup: Setup, row: Row, nodes: int, network_bytes_per_s: float) -> dict[str, float]:
@@ -205,7 +284,7 @@ def scale(setup: Setup, row: Row, nodes: int, network_bytes_per_s: float) -> dic
     its own part already.
     """
     run, training, cost = setup.run, setup.training, row.cost
-    gradients = run.trained * run.parameter_bytes / max(1, run.parameters)
+    gradients = run.trained_bytes
     stage = row.merged.get("zero_optimization", {}).get("stage", training.stage)  # of what the row turns on
     times = training.micro_steps if stage >= 2 else 1
     gathered = 2 * times * run.parameter_bytes if stage == 3 else gradients
@@ -223,10 +302,9 @@ def scale(setup: Setup, row: Row, nodes: int, network_bytes_per_s: float) -> dic
 
 
 def recommended(rows: Sequence[Row]) -> Row | None:
-    """The first of the fastest that fit, else of those that are tight; where there are some, that spare the drives."""
-    for verdict in ("fits", "tight"):
-        fitting = [row for row in rows if row.verdict == verdict]
-        fitting = [row for row in fitting if row.life_days is None or row.life_days >= SHORT_LIFE_DAYS] or fitting
+    """The first of the fastest that fit, else of those that are tight; where any spare the drives, one that does."""
+    for spares, verdict in ((True, "fits"), (True, "tight"), (False, "fits"), (False, "tight")):
+        fitting = [row for row in rows if row.verdict == verdict and row.spares_drives is spares]
         least_s = min((row.cost.step_s for row in fitting), default=0.0)
         for row in fitting:
             if row.cost.step_s <= SAME_STEP * least_s:
@@ -236,8 +314,101 @@ def recommended(rows: Sequence[Row]) -> Row | None:
 
 def holders(row: Row, run: DryRun) -> list[tuple[str, int]]:
     """What the device would hold, the largest first."""
-    moving = {"saved tensors": row.cost.peak_saved_bytes, "logits and other temporary tensors": run.temporary_bytes}
+    moving = {"saved tensors": row.cost.peak_saved_bytes, LOGITS: run.temporary_bytes}
     return sorted({**row.held.always, **row.held.passing, **moving}.items(), key=lambda one: -one[1])
+
+
+def remedy(holder: str, setup: Setup) -> str:
+    """What makes a holder smaller, of what is not done yet; an option that counts it is named."""
+    smaller = ["a smaller batch"] if setup.batch > 1 else []
+    ranks = "sequence parallelism over more ranks"
+    fused = "a fused loss, which never makes all logits (--fused-loss counts it)"
+    tiled = "an MLP in tiles (--tiled-mlp counts it)"
+    lora = "LoRA (--lora 16)"
+    offloaded = "offload_optimizer to cpu"
+    found = {
+        "parameters": ["ZeRO stage 3 over more ranks", "offload_param"],
+        "gradients": ["ZeRO stage 2 with offload_optimizer", lora],
+        "optimizer states": [offloaded, "more ranks", lora],
+        "gathered parameters": ["a lower stage3_max_live_parameters, which a module's own parameters may exceed"],
+        "ZeRO's buckets": ["a lower reduce_bucket_size"],
+        "saved tensors": [*smaller, "a shorter sequence", ranks],
+        LOGITS: [
+            *([] if "--fused-loss" in setup.aids else [fused]),
+            *([] if "--tiled-mlp" in setup.aids else [tiled]),
+            *smaller,
+            "a shorter sequence",
+        ],
+        "CUDA context": ["a larger GPU"],
+    }[holder]
+    return f"{', '.join(found[:-1])} or {found[-1]}" if len(found) > 1 else found[0]
+
+
+# ---- the longest sequence -------------------------------------------------------------------------------------------
+
+
+class Longest(NamedTuple):
+    """The longest sequence of a setting, and the row there; where not even ``UNIT`` tokens fit, 0 and the row of those.
+
+    ``is_most``: it is ``MOST``, and longer ones were not tried.
+    """
+
+    sequence: int
+    row: Row
+    is_most: bool
+
+
+def longest_of(setup_of: Callable[[int], Setup], first: int) -> list[Longest]:
+    """Find the longest sequence of each setting that makes no plan.
+
+    Args:
+        setup_of: what a micro-step of a length takes; called once for each length.
+        first: a length to begin with.
+    """
+
+    @cache
+    def rows(sequence: int) -> dict[str, Row]:
+        setup = setup_of(sequence)
+        found = (
+            fixed_rows(setup, training, ending, merged, moves_all=True)
+            for ending, training, merged in trainings(setup.training)
+        )
+        return {row.name: row for each in found for row in each}
+
+    def row(name: str, sequence: int) -> Row:
+        return rows(sequence)[name]
+
+    first = min(MOST, max(UNIT, first // UNIT * UNIT))
+    limit_bytes = int(TIGHT * (setup_of(first).device.memory_bytes or 0))
+    return [_longest(partial(row, name), first, limit_bytes) for name in rows(first)]
+
+
+def _longest(row: Callable[[int], Row], first: int, limit_bytes: int) -> Longest:
+    """See [Note: Longest]."""
+    needs: dict[int, int] = {}
+    fits, fails, guess = 0, MOST + UNIT, first
+    for _ in range(_TRIES):
+        needs[guess] = row(guess).need_bytes
+        fits, fails = (max(fits, guess), fails) if needs[guess] <= limit_bytes else (fits, min(fails, guess))
+        crossing = min(fails - UNIT, max(fits + UNIT, _crossing(needs, limit_bytes)))
+        if fails - fits <= UNIT or (fits and crossing - fits <= NEAR * fits):
+            break
+        guess = crossing
+    return Longest(fits, row(fits or UNIT), fits == MOST)
+
+
+def _crossing(needs: dict[int, int], limit_bytes: int) -> int:
+    """Return a length a little below where the line through the two nearest lengths crosses the limit."""
+    fitting = sorted(sequence for sequence, need_bytes in needs.items() if need_bytes <= limit_bytes)
+    others = sorted(needs.keys() - set(fitting))
+    if len(needs) == 1:
+        return 2 * fitting[0] if fitting else others[0] // (2 * UNIT) * UNIT
+    low, high = (*fitting[-1:], *others[:1]) if fitting and others else tuple(fitting[-2:] or others[:2])
+    slope, most = (needs[high] - needs[low]) / (high - low), FURTHER * high
+    if slope <= 0:  # something else needs more than a micro-step, as the optimizer's step may
+        return most if fitting else UNIT
+    found = low + (limit_bytes - needs[low]) / slope
+    return int(min(most, found * (1 - NEAR / 4))) // UNIT * UNIT
 
 
 # ---- in detail ------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from argparse import ArgumentTypeError
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ import torch
 from ds_tba.cli.format import size
 from ds_tba.config import BLOCK, AioConfig, OffloadConfig, parse_block, refuse_misnamed, zero_block
 from ds_tba.errors import ConfigError
+from ds_tba.planner.timeline import Spans
 from ds_tba.planner.trace import Trace
 from ds_tba.update.config import parse_update_block
 
@@ -51,6 +52,9 @@ class DryRun:
         attention: the attention kernels that ran.
         ops: of each storage of the trace, the op that could make it again; empty where there is none.
         notes: limitations of this result, for the reader.
+        trained_bytes: size of the parameters that have gradients.
+        largest_module: parameters that one module holds itself, at most: ZeRO-3 gathers all of a module at once.
+        temporary: other tensors by time; None where that is not known.
     """
 
     trace: Trace
@@ -66,6 +70,9 @@ class DryRun:
     attention: list[str]
     ops: tuple[str, ...]
     notes: tuple[str, ...] = ()
+    trained_bytes: int = 0
+    largest_module: int = 0
+    temporary: Spans | None = field(default=None, compare=False)
 
     @property
     def saved_bytes(self) -> int:
@@ -188,9 +195,14 @@ class Training:
     def stage(self) -> int:
         return _number(zero_block(self.config), "stage") or 0
 
-    def offloads(self, what: str) -> bool:
-        """Whether ZeRO keeps the ``optimizer`` or the parameters (``param``) off the device."""
-        return bool(_section(zero_block(self.config), f"offload_{what}").get("device", "none") != "none")
+    def offloads(self, what: str) -> str:
+        """Return where ZeRO keeps the ``optimizer`` or the parameters (``param``): ``cpu``, ``nvme``, or empty."""
+        device = str(_section(zero_block(self.config), f"offload_{what}").get("device", "none"))
+        return "" if device == "none" else device
+
+    def part(self, elements: float, ranks: int, divided_from: int = 1) -> int:
+        """The elements or bytes that one of ``ranks`` ranks has of what ZeRO divides from a stage on."""
+        return -(-int(elements) // ranks) if self.stage >= divided_from else int(elements)
 
     @property
     def state_bytes(self) -> int:
@@ -201,7 +213,7 @@ class Training:
 
     def update_s(self, trained: int, ranks: int, memory_bytes_per_s: float) -> float:
         """Seconds of the optimizer's update of so many parameters, where its states are."""
-        trained = -(-trained // ranks) if self.stage else trained
+        trained = self.part(trained, ranks)
         if self.offloads("optimizer"):
             return trained * HOST_UPDATE_BYTES / HOST_BYTES_PER_S
         return trained * 2 * (self.state_bytes + MASTER_BYTES) / memory_bytes_per_s
@@ -230,6 +242,9 @@ def read_training(path: Path | None, dtype: torch.dtype | None = None) -> Traini
         notes.append('no "optimizer" is named: the states of Adam are counted')
     autocast = _section(found, "torch_autocast")
     cast = _DTYPES.get(str(autocast.get("dtype")), torch.bfloat16) if autocast.get("enabled") is True else None
+    for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+        if found.get(key) == "auto":
+            notes.append(f'"{key}" is "auto", which the trainer decides: 1 is assumed')
     for wanted, name in ((True, "bf16"), (True, "fp16"), ("auto", "bf16"), ("auto", "fp16")):
         if dtype is None and _section(found, name).get("enabled") == wanted:
             dtype = _DTYPES[name]
@@ -290,10 +305,10 @@ def held_of(training: Training, run: DryRun, ranks: int, device: str = "cuda") -
     zero, stage, is_on_host = zero_block(training.config), training.stage, training.offloads("optimizer")
     element_bytes = run.parameter_bytes / max(1, run.parameters)
     named = str(_section(training.config, "data_types").get("grad_accum_dtype"))
-    gradient_bytes = {"fp32": 4, "bf16": 2, "fp16": 2}.get(named, element_bytes)
+    gradient_bytes = {"fp32": 4, "bf16": 2, "fp16": 2}.get(named, run.trained_bytes / max(1, run.trained))
 
     def part(divided_from: int, nbytes: float) -> int:
-        return -(-int(nbytes) // ranks) if stage >= divided_from else int(nbytes)
+        return training.part(nbytes, ranks, divided_from)
 
     def elements(key: str, usual: float) -> float:
         if zero.get(key) == "auto" and run.hidden_size:  # as the Trainer of transformers sets it
@@ -302,7 +317,8 @@ def held_of(training: Training, run: DryRun, ranks: int, device: str = "cuda") -
 
     gathered_bytes = bucket_bytes = 0.0
     if stage == 3 and (ranks > 1 or training.offloads("param")):
-        gathered_bytes = min(run.parameters, elements("stage3_max_live_parameters", 1e9)) * element_bytes
+        live = min(run.parameters, elements("stage3_max_live_parameters", 1e9))
+        gathered_bytes = max(live, run.largest_module) * element_bytes  # a module's are there together, however many
     if stage and zero.get("contiguous_gradients", True):
         buffers = 2 if stage < 3 and zero.get("overlap_comm") is True else 1
         bucket_bytes = buffers * elements("reduce_bucket_size", 5e8) * gradient_bytes
@@ -318,4 +334,45 @@ def held_of(training: Training, run: DryRun, ranks: int, device: str = "cuda") -
         },
         {"gathered parameters": int(gathered_bytes), "ZeRO's buckets": int(bucket_bytes)},
         MASTER_BYTES * stepping,
+    )
+
+
+class Beside(NamedTuple):
+    """What ZeRO keeps off the device of one rank, and moves in a step, in bytes.
+
+    ``host_bytes`` and ``swap_bytes`` are held; ``in_bytes`` go to the device and ``out_bytes`` from it; ``read_bytes``
+    and ``written_bytes`` are of the drive, of which ``parameter_read_bytes`` in forward and backward.
+    """
+
+    host_bytes: int = 0
+    swap_bytes: int = 0
+    in_bytes: int = 0
+    out_bytes: int = 0
+    parameter_read_bytes: int = 0
+    read_bytes: int = 0
+    written_bytes: int = 0
+
+
+def beside(training: Training, run: DryRun, ranks: int) -> Beside:
+    """What ZeRO's own offloads take of one of ``ranks`` ranks.
+
+    Parameters go to the device in forward and again in backward of each micro-step, each rank's part over its own link;
+    gradients leave it in each. States on a drive are read and written in each step, with the gradients in FP32.
+    """
+    param = training.offloads("param") if training.stage == 3 else ""
+    optimizer, times = training.offloads("optimizer"), training.micro_steps
+    parameters = training.part(run.parameter_bytes, ranks) if param else 0
+    trained = training.part(run.trained, ranks) if optimizer else 0
+    states = trained * (training.state_bytes + MASTER_BYTES)
+    updated = training.part(run.trained_bytes, ranks) if param == "nvme" else 0
+    fetched = 2 * times * parameters
+    swapped = states if optimizer == "nvme" else 0
+    return Beside(
+        (parameters if param == "cpu" else 0) + (states if optimizer == "cpu" else 0),
+        (parameters if param == "nvme" else 0) + swapped,
+        fetched,
+        times * training.part(run.trained_bytes, ranks, 2) if optimizer else 0,
+        fetched if param == "nvme" else 0,
+        (fetched if param == "nvme" else 0) + swapped,
+        swapped + updated,
     )

@@ -1,0 +1,176 @@
+"""``ds_tba plan --longest`` by hand, and against runs on the CPU: a length 10 % shorter fits, one 10 % longer does not.
+
+A run is measured by the peak of all its tensors but parameters and gradients. The plan's margins are taken off: what it
+may use for tensors that come and go is what the run may use.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.traces import resources
+
+from ds_tba.cli import main
+from ds_tba.cli.plan.dry_run import PeakMeter, dry_run
+from ds_tba.cli.plan.model import Subject, loss_of, recipe_of
+from ds_tba.cli.plan.rows import FRAGMENTATION, MOST, NEAR, TIGHT, UNIT, Setup, longest_of
+from ds_tba.cli.plan.training import Device, DryRun, Training, held_of
+from ds_tba.config import AioConfig, OffloadConfig
+from ds_tba.planner.timeline import Spans
+from ds_tba.planner.trace import BlockTrace, PathRates, StorageTrace, Trace
+
+MIN_BYTES = 4096
+WIDTHS = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 6, "num_attention_heads": 4}
+TEXT = {**WIDTHS, "vocab_size": 256, "max_position_embeddings": 8192, "num_key_value_heads": 2, "head_dim": 16}
+MODELS: dict[str, dict[str, Any]] = {
+    "GPT-2": {
+        "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 64, "n_layer": 6, "n_head": 4,
+        "n_positions": 8192, "vocab_size": 256, "bos_token_id": 0, "eos_token_id": 0, "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+    },
+    "Llama": {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **TEXT},
+    "Qwen3": {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], **TEXT},
+    "Mixtral": {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], **TEXT, "num_local_experts": 4},
+    "Phi-3": {
+        "model_type": "phi3", "architectures": ["Phi3ForCausalLM"], **TEXT, "pad_token_id": 0, "bos_token_id": 0,
+        "eos_token_id": 0,
+    },
+}  # fmt: skip
+SETTINGS = {"as it is": False, "+ checkpointing": True}
+ROOM_BYTES = 6 << 20  # for tensors that come and go
+DRIVE = PathRates(1e12, 1e12, 1e12, 1e12)
+
+
+@pytest.fixture(params=list(MODELS))
+def recipe(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[int, int], Subject]:
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps(MODELS[request.param]))
+    return recipe_of(str(tmp_path))
+
+
+def setup_for(recipe: Callable[[int, int], Subject], room_bytes: int) -> Callable[[int], Setup]:
+    offload = OffloadConfig(enabled=False, min_tensor_bytes=MIN_BYTES)
+    training = Training({}, offload, AioConfig(), torch.bfloat16, None, ())
+    device = Device("cpu", "made up", 0, 1e12, 1e11, 1e10)
+
+    def setup_of(sequence: int) -> Setup:
+        run = dry_run(recipe, 1, sequence, training, device, (DRIVE,))
+        held_bytes = held_of(training, run, 1, "cpu").nbytes
+        memory_bytes = int((held_bytes + room_bytes * (1 + FRAGMENTATION)) / TIGHT)
+        return Setup(run, training, device._replace(memory_bytes=memory_bytes), 1, 600.0, "/x")
+
+    return setup_of
+
+
+def peak_of(recipe: Callable[[int, int], Subject], sequence: int, *, again: bool) -> int:
+    """The peak of all tensors but parameters and gradients in a micro-step with values."""
+    torch.manual_seed(0)
+    subject = recipe(1, sequence).to("cpu", torch.bfloat16)
+    if again:
+        subject.model.gradient_checkpointing_enable({"use_reentrant": False})
+    parameters = list(subject.model.parameters())
+    for one in parameters:
+        one.grad = torch.zeros_like(one)
+    held = [one.untyped_storage() for each in parameters for one in (each, each.grad) if one is not None]
+    with PeakMeter(held) as meter:
+        loss_of(subject.forward()).backward()  # type: ignore[no-untyped-call]
+    return meter.whole_peak_bytes
+
+
+def test_a_run_fits_a_tenth_below_and_does_not_a_tenth_above(recipe: Callable[[int, int], Subject]) -> None:
+    found = {one.row.name: one.sequence for one in longest_of(setup_for(recipe, ROOM_BYTES), 128)}
+    for name, again in SETTINGS.items():
+        for part, fits in ((0.9, True), (1.1, False)):
+            peak_bytes = peak_of(recipe, int(part * found[name]), again=again)
+            assert (peak_bytes <= ROOM_BYTES) is fits, (name, found[name], part, peak_bytes / ROOM_BYTES)
+
+
+# ---- by hand --------------------------------------------------------------------------------------------------------
+
+TOKEN_BYTES, HEAD_BYTES = 1000, 300
+
+
+def made_up(sequence: int, power: int = 1) -> Setup:
+    """Four blocks that save bytes for each token, and a head that holds others while it runs."""
+    nbytes, storages, blocks = TOKEN_BYTES * sequence**power, [], []
+    for number in range(4):
+        packed_s, used_s = float(number), 10.0 - 2 * number
+        blocks.append(BlockTrace(f"layers.{number}", packed_s, packed_s + 1, used_s, used_s + 2))
+        storages.append(StorageTrace(nbytes, "", (number,), packed_s, packed_s, used_s, used_s + 1))
+    trace = Trace(tuple(storages), tuple(blocks), resources(), 12.0)
+    head_bytes = HEAD_BYTES * sequence**power
+    spans = Spans(np.array([3.8]), np.array([3.9]), np.array([head_bytes]))
+    kept = 4 * nbytes + head_bytes
+    run = DryRun(
+        trace, "meta", 4 * nbytes, 4, 10, 20, 10, 0, head_bytes, kept, [], ("",) * 4, trained_bytes=20, temporary=spans
+    )
+    config = {"zero_optimization": {"contiguous_gradients": False}}
+    offload = OffloadConfig(enabled=False, rematerialize=False)
+    training = Training(config, offload, AioConfig(), torch.bfloat16, None, ())
+    return Setup(run, training, Device("cpu", "", 1 << 30, 1e12, 1e12, 1e12), 1, 600.0, "/x")
+
+
+@pytest.mark.parametrize("first", [UNIT, 4096, MOST])
+def test_the_longest_is_what_a_line_by_hand_says(first: int) -> None:
+    asked: list[int] = []
+
+    def setup_of(sequence: int) -> Setup:
+        asked.append(sequence)
+        return made_up(sequence)
+
+    found = {one.row.name: one for one in longest_of(setup_of, first)}
+    room_bytes = (TIGHT * (1 << 30) - 16 * 10) / (1 + FRAGMENTATION)
+    # The head runs beside all that is saved; without that one block is there while it runs again.
+    for name, token_bytes in (("as it is", 4 * TOKEN_BYTES + HEAD_BYTES), ("+ checkpointing", TOKEN_BYTES)):
+        longest = room_bytes / token_bytes
+        assert (1 - NEAR) * longest - UNIT <= found[name].sequence <= longest
+        assert found[name].row.need_bytes <= TIGHT * (1 << 30)
+    assert len(set(asked)) < 30
+
+
+def test_what_grows_faster_than_the_sequence_is_found_too() -> None:
+    (found, *_) = longest_of(lambda sequence: made_up(sequence, 2), 4096)
+    room_bytes = (TIGHT * (1 << 30) - 16 * 10) / (1 + FRAGMENTATION)
+    longest = (room_bytes / (4 * TOKEN_BYTES + HEAD_BYTES)) ** 0.5
+    assert longest - max(UNIT, NEAR * longest) - UNIT <= found.sequence <= longest
+
+
+def test_where_nothing_fits_or_nothing_grows_that_is_said() -> None:
+    def without(sequence: int) -> Setup:
+        setup = made_up(sequence)
+        return replace(setup, device=setup.device._replace(memory_bytes=100))
+
+    assert {one.sequence for one in longest_of(without, 4096)} == {0}
+    constant = longest_of(lambda _: made_up(16), 4096)
+    assert all(one.sequence == MOST and one.is_most for one in constant)
+
+
+def test_the_command_says_the_longest_of_each_setting(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps({**MODELS["Llama"], "vocab_size": 32000}))
+    block = {"placement": "nvme", "nvme_path": "/local_nvme", "min_tensor_bytes": 4096}
+    config = {"bf16": {"enabled": True}, "zero_optimization": {"contiguous_gradients": False}}
+    (tmp_path / "ds.json").write_text(json.dumps({**config, "activation_nvme_offload": block}))
+    rates = ["--drive-tbw", "1", "--write-gbps", "4", "--read-gbps", "4", "--config", str(tmp_path / "ds.json")]
+    given = ["plan", str(tmp_path), "--gpu", "1300MB", "--longest", "--seq", "128", *rates]
+    assert main([*given, "--json"]) == 0
+    plain = json.loads(capsys.readouterr().out)["longest"]
+    assert main([*given, "--json", "--fused-loss"]) == 0
+    aided = json.loads(capsys.readouterr().out)["longest"]
+    assert {"as it is", "+ checkpointing", "+ checkpointing and NVMe", "offload all"} <= {one["name"] for one in plain}
+    for before, after in zip(plain, aided, strict=True):
+        assert before["name"] == after["name"] and 0 < before["sequence"] < after["sequence"]
+    assert main([*given, "--fused-loss"]) == 0
+    text = capsys.readouterr().out
+    assert "longest sequence" in text and f"{aided[0]['sequence']:,}" in text and "fused, as Liger's" in text
+    most = max(aided, key=lambda one: one["sequence"])
+    assert f"longest     {most['sequence']:,} tokens: {most['name']!r}" in text
+    assert most["life_days"] < 365 and "with drives that last for a year" in text
+    assert main(["plan", str(tmp_path), "--gpu", "1GB", "--longest", "--seq", "128"]) == 3

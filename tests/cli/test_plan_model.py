@@ -1,0 +1,144 @@
+"""What changes a planned model: LoRA of experts, weights of a few bits, a fused loss, tiled MLPs; parts of models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ds_tba.autograd.blocks import find_blocks
+from ds_tba.cli.plan.dry_run import dry_run
+from ds_tba.cli.plan.model import _FusedLoss, _Tiled, add_lora, fuse_loss, recipe_of, tile_mlps
+from ds_tba.cli.plan.training import Device, DryRun, Training, held_of
+from ds_tba.config import AioConfig, OffloadConfig
+from ds_tba.errors import ModelError
+
+pytest.importorskip("transformers")
+WIDTH, WORDS, LAYERS, MIDDLE = 64, 4096, 2, 256
+TEXT = {
+    "hidden_size": WIDTH, "intermediate_size": MIDDLE, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "head_dim": 16, "vocab_size": WORDS,
+}  # fmt: skip
+LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **TEXT}
+MIXTRAL = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], **TEXT, "num_local_experts": 4}
+SEQUENCE = 2048
+
+
+def planned(
+    directory: Path, config: dict[str, Any], lora: int | None = None, aids: Collection[str] = (), length: int = SEQUENCE
+) -> DryRun:
+    (directory / "config.json").write_text(json.dumps(config))
+    training = Training({}, OffloadConfig(enabled=False, min_tensor_bytes=4096), AioConfig(), torch.bfloat16, None, ())
+    device = Device("cuda", "made up", None, 1e12, 1e11, 1e10)
+    return dry_run(recipe_of(str(directory)), 1, length, training, device, (), lora, aids)
+
+
+def test_a_fused_loss_holds_a_chunk_of_logits_and_saves_gradients(tmp_path: Path) -> None:
+    plain, fused = planned(tmp_path, LLAMA), planned(tmp_path, LLAMA, aids=("--fused-loss",))
+    logits = SEQUENCE * WORDS
+    assert plain.temporary_bytes > 4 * logits and plain.peak_saved_bytes > fused.peak_saved_bytes + 3.9 * logits
+    # A chunk of logits, the gradient of the head by it, and hidden states; Liger: as many logits as hidden states.
+    assert fused.temporary_bytes < 2 * (SEQUENCE * WIDTH + 2 * WORDS * WIDTH) + 8 * SEQUENCE * MIDDLE
+    assert fused.parameters == plain.parameters == fused.trained
+    assert fused.trace.end_s == pytest.approx(plain.trace.end_s, rel=0.25)  # as many products
+    lora = planned(tmp_path, LLAMA, 4, ("--fused-loss",))
+    assert lora.trained < plain.trained and lora.peak_saved_bytes < fused.peak_saved_bytes  # no gradient of the head
+
+
+def test_a_model_without_a_head_has_no_fused_loss() -> None:
+    with pytest.raises(ModelError, match="--fused-loss: Linear has no lm_head"):
+        fuse_loss(nn.Linear(2, 2))
+    with pytest.raises(ModelError, match="--tiled-mlp: no module"):
+        tile_mlps([nn.Linear(2, 2)])
+
+
+def test_tiled_mlps_hold_one_tile(tmp_path: Path) -> None:
+    plain, tiled = (planned(tmp_path, LLAMA, aids=("--fused-loss", *more)) for more in ((), ("--tiled-mlp",)))
+    # Gate, its activation, up and their product are saved no more in any layer.
+    assert plain.saved_bytes - tiled.saved_bytes == pytest.approx(LAYERS * 4 * 2 * SEQUENCE * MIDDLE, rel=0.05)
+    assert tiled.temporary_bytes <= plain.temporary_bytes and tiled.trace.end_s > plain.trace.end_s
+
+
+def test_what_tiles_and_fused_losses_compute_is_what_the_whole_does() -> None:
+    torch.manual_seed(0)
+    mlp = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)).double()
+    grads = []
+    for is_tiled in (False, True):
+        x = torch.linspace(-1, 1, 2 * 30 * 8, dtype=torch.float64).reshape(2, 30, 8).requires_grad_()
+        mlp.zero_grad()
+        output = _Tiled.apply(mlp, x) if is_tiled else mlp(x)
+        output.square().sum().backward()
+        grads.append([output.detach(), x.grad, *(one.grad for one in mlp.parameters())])
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other)
+    hidden, weight = torch.randn(2, 5, 8, requires_grad=True), torch.randn(40, 8, requires_grad=True)
+    _FusedLoss.apply(hidden, weight).backward()
+    rows = hidden.detach().reshape(-1, 8)  # the logits take the place of their own gradient here
+    logits = rows @ weight.detach().t()
+    torch.testing.assert_close(hidden.grad, (logits @ weight.detach()).reshape(2, 5, 8))
+    torch.testing.assert_close(weight.grad, logits.t() @ rows)
+
+
+def test_experts_in_one_tensor_have_adapters_as_peft_s(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))
+    models = [recipe_of(str(tmp_path))(1, 8).model for _ in range(2)]
+    add_lora(models[0], [one.module for one in find_blocks(models[0], None)], 4)
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    linears = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    config = peft.LoraConfig(r=4, target_modules=linears, target_parameters=experts)
+    models[1] = peft.get_peft_model(models[1], config)
+    ours, theirs = (sum(one.numel() for one in model.parameters() if one.requires_grad) for model in models)
+    assert ours == theirs > LAYERS * 4 * 4 * 3 * (WIDTH + MIDDLE)
+    weights = 4 * 3 * WIDTH * MIDDLE * 2  # which are made anew with their adapters, and saved
+    plain, adapted = planned(tmp_path, MIXTRAL), planned(tmp_path, MIXTRAL, 4)
+    assert adapted.saved_bytes > plain.saved_bytes - SEQUENCE * LAYERS * 64 * WIDTH + LAYERS * weights // 2
+
+
+@pytest.mark.parametrize(
+    ("quantization", "element_bytes"),
+    [
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 0.5 + 4 / 64),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_use_double_quant": True}, 0.5 + 65 / 4096),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, 1.0),
+        ({"quant_method": "gptq", "bits": 4}, 0.5 + 4 / 64),
+    ],
+)
+def test_weights_of_a_few_bits_count_as_such(
+    tmp_path: Path, quantization: dict[str, Any], element_bytes: float
+) -> None:
+    plain = planned(tmp_path, LLAMA, 4, length=128)
+    found = planned(tmp_path, {**LLAMA, "quantization_config": quantization}, 4, length=128)
+    linears = LAYERS * (4 * WIDTH * WIDTH + 3 * WIDTH * MIDDLE)
+    assert plain.parameter_bytes - found.parameter_bytes == pytest.approx(linears * (2 - element_bytes), abs=2)
+    assert found.temporary_bytes == plain.temporary_bytes + 2 * WIDTH * MIDDLE  # one of them as it is used
+    training = Training({}, OffloadConfig(enabled=False), AioConfig(), torch.bfloat16, None, ())
+    assert held_of(training, found, 1).always["gradients"] == 2 * found.trained  # adapters are not quantized
+    with pytest.raises(ModelError, match="--lora 16"):
+        planned(tmp_path, {**LLAMA, "quantization_config": quantization}, length=128)
+
+
+def test_a_quantization_that_is_not_counted_is_said(tmp_path: Path) -> None:
+    found = planned(tmp_path, {**LLAMA, "quantization_config": {"quant_method": "fp8"}}, length=128)
+    assert any('"quantization_config" (fp8) is not counted' in note for note in found.notes)
+
+
+def test_the_text_model_of_a_multimodal_config_is_planned(tmp_path: Path) -> None:
+    """Issue: AttributeError: 'Llama4Config' object has no attribute 'pad_token_id'."""
+    text = {"model_type": "llama4_text", **TEXT, "intermediate_size_mlp": 128, "num_local_experts": 2}
+    vision = {"model_type": "llama4_vision_model", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = {"model_type": "llama4", "text_config": text, "vision_config": vision}
+    found = planned(tmp_path, {**config, "architectures": ["Llama4ForCausalLM"]}, length=128)
+    assert found.hidden_size == WIDTH and found.trace.blocks
+
+
+def test_the_largest_module_is_that_of_all_experts(tmp_path: Path) -> None:
+    found = planned(tmp_path, {**MIXTRAL, "num_local_experts": 8}, length=128)
+    assert found.largest_module == 8 * 3 * WIDTH * MIDDLE
+    assert planned(tmp_path, {**MIXTRAL, "num_local_experts": 8}, 4, length=128).largest_module == found.largest_module
+    assert planned(tmp_path, LLAMA, length=128).largest_module == WORDS * WIDTH
