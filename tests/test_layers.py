@@ -25,8 +25,8 @@ ROOMS = [
 RANK = {room: number for number, row in enumerate(ROOMS) for room in row}
 ENTRIES = ["__init__", "__main__", "autoload"]  # reach the engine by themselves, once DeepSpeed is there
 LONGEST_CHAIN = 8
-MAX_FILES = 82
-MAX_LINES = 21_700
+MAX_FILES = 81
+MAX_LINES = 22664
 MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path
     for path in PACKAGE.rglob("*.py")
