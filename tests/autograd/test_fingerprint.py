@@ -4,6 +4,7 @@ operation has made."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from support.late_device import LateDevice
 
 from ds_tba.autograd.cache import CHANGED, TensorCache
 from ds_tba.autograd.fingerprint import Fingerprint
-from ds_tba.device.accelerator import CpuAccelerator
+from ds_tba.device.accelerator import CpuAccelerator, PinnedAnswers
 from ds_tba.storage.host import HostStore
 
 MIB = 1 << 20
@@ -44,7 +45,8 @@ def device() -> Iterator[LateAnswers]:
 
 
 def is_told(before: torch.Tensor, after: torch.Tensor, device: CpuAccelerator | None, *, is_whole: bool = True) -> bool:
-    return not Fingerprint.of(before, device, is_whole=is_whole).compared(after, device).read()
+    answers = None if device is None else PinnedAnswers(device, 1, torch.bool)
+    return not Fingerprint.of(before, device, is_whole=is_whole).compared(after, device, answers).read()
 
 
 @pytest.mark.parametrize("on_device", [False, True])
@@ -76,6 +78,20 @@ def test_a_kernel_that_writes_over_all_of_it_is_told_by_a_sample(
     used = device if on_device else None
     assert not is_told(before, before.clone(), used, is_whole=False)
     assert is_told(before, before + 1, used, is_whole=False)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4, 7, 8])
+@pytest.mark.parametrize("change", ["negate", "swap", "pairs"])
+def test_changes_of_many_words_do_not_cancel(change: str, rows: int) -> None:
+    """Signs that flip, and rows that trade places in patterns, do where words are only added."""
+    one, other = torch.randn(2, 4096, dtype=torch.float64)
+    before = torch.stack([one, other, other, one] * rows)
+    after = {
+        "negate": lambda: -before,
+        "swap": lambda: torch.stack([other, one, one, other] * rows),
+        "pairs": lambda: before.roll(1, 0) if rows else before,
+    }[change]()
+    assert is_told(before, after, CpuAccelerator())
 
 
 def test_a_storage_can_be_resized_after_its_fingerprint_was_taken() -> None:
@@ -113,3 +129,62 @@ def test_a_later_view_keeps_its_bytes_until_the_device_has_answered(device: Late
     (second + 0 * (first + other)).backward()
     assert torch.equal(x.grad, wanted)  # type: ignore[arg-type]
     host.close()
+
+
+def test_views_that_the_device_has_yet_to_answer_for_are_in_the_budget(device: LateAnswers) -> None:
+    """They keep their bytes, and a budget has the host wait for the answer instead."""
+    host = HostStore(device, 32 * MIB)
+    cache = TensorCache([host], "cpu", 1024, accelerator=device)
+    limit_bytes = 4 * 64 * 64 * 4
+    cache.limit_resident(limit_bytes)
+    x = torch.randn(64, 64, requires_grad=True)
+    with cache.saving():
+        y = x
+        for _ in range(30):
+            y = y.exp()
+            y = (y * 1e-3 * y).sin()
+        loss = y.sum()
+        del y
+    assert cache.stats.resident.peak <= limit_bytes
+    loss.backward()
+    host.close()
+
+
+class Capturing(LateAnswers):
+    """Captures a graph, into which nothing of ours may come."""
+
+    capturing = False
+
+    def is_capturing(self) -> bool:
+        return self.capturing
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        if self.capturing:
+            raise AssertionError("a copy was issued while a graph was being captured")
+        super().copy(source, target)
+
+    def new_event(self) -> Any:
+        if self.capturing:
+            raise AssertionError("an event was made while a graph was being captured")
+        return super().new_event()
+
+
+def test_nothing_leaves_while_a_graph_is_being_captured_inside_forward() -> None:
+    device = Capturing()
+    host = HostStore(device, 32 * MIB)
+    cache = TensorCache([host], "cpu", 1024, accelerator=device)
+    b, found = torch.randn(64, 64), []
+    x = torch.randn(64, 64, requires_grad=True)
+    for saving in (nullcontext, cache.saving):
+        with saving():
+            loss = (x * b).sum() + (x.exp() * b).sum()  # b waits for the end of the operation, and is saved again
+            device.capturing = True
+            static = x.detach().clone().requires_grad_()
+            (static.sin() * static).sum()
+            device.capturing = False
+            loss = loss + x.cos().sum()
+        found += torch.autograd.grad(loss, x)
+        del loss
+    assert torch.equal(*found)
+    host.close()
+    device.end()

@@ -787,6 +787,136 @@ def a_function_that_saves_sparse_and_jagged_tensors(saving: Saving) -> list[Tens
     return grads_after(loss, x)
 
 
+class SavesTwice(torch.autograd.Function):
+    """Saves a tensor and a view of it; backward writes into the one and reads the other."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, writes: bool) -> Tensor:
+        ctx.save_for_backward(b, b.t())
+        ctx.writes = writes
+        return a * b
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        b, transposed = ctx.saved_tensors
+        if ctx.writes:
+            b.data.mul_(3)
+        return grad * transposed.t(), None, None
+
+
+def two_views_that_one_function_saves(saving: Saving) -> list[Tensor]:
+    x, y = leaf(), leaf()
+    with saving():
+        loss = (
+            SavesTwice.apply(x, (y * 2).detach(), True).sum() + SavesTwice.apply(x, torch.randn(SIDE, SIDE), True).sum()
+        )
+    return grads_after(loss, x)
+
+
+def data_that_is_exchanged_after_the_save(saving: Saving) -> list[Tensor]:
+    out = []
+    for size in (SIDE, 8):
+        x, b = leaf(), torch.randn(SIDE, SIDE)
+        with saving():
+            loss = SavesTwice.apply(x, b, False).sum()
+            b.data = torch.zeros(size, size)
+            loss = loss + x.sin().sum()
+        out += grads_after(loss, x)
+    return out
+
+
+def a_storage_that_is_freed_and_filled_again_before_backward(saving: Saving) -> list[Tensor]:
+    """As resharding does with what it gathers again."""
+    x, weight = leaf(), torch.randn(SIDE, SIDE)
+    whole = weight.clone()
+    with saving():
+        y = x @ weight
+        weight.untyped_storage().resize_(0)
+        loss = y.sin().sum()
+    weight.untyped_storage().resize_(whole.nbytes)
+    weight.data.copy_(whole)
+    return grads_after(loss, x)
+
+
+class ReturnsItsConstant(torch.autograd.Function):
+    """The memory of what it returns may become that of ``.grad``."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, constant: Tensor) -> Tensor:
+        ctx.save_for_backward(constant)
+        return a * constant
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.saved_tensors[0], None
+
+
+def a_saved_tensor_that_becomes_a_gradient(saving: Saving) -> list[Tensor]:
+    out = []
+    for constant in (torch.randn(SIDE, SIDE), (leaf() * 2).detach(), torch.randn(8)):
+        x, losses = leaf(*constant.shape), []
+        for _ in range(3):
+            with saving():
+                losses.append(
+                    ReturnsItsConstant.apply(x, constant * 1).sum() + ReturnsItsConstant.apply(x, constant).sum()
+                )
+        for loss in losses:
+            loss.backward(retain_graph=True)
+            x.grad.mul_(0.5)  # type: ignore[union-attr]
+        losses.pop().backward()
+        x.grad.data.mul_(0.5)  # type: ignore[union-attr]
+        losses.pop().backward()
+        out += [*grads(x), constant]
+        x.grad = None
+    return out
+
+
+def a_conjugate_that_a_function_saves(saving: Saving) -> list[Tensor]:
+    """It is an operand of what is rematerialized, and its mark is not in its bytes."""
+    x, w = (torch.randn(SIDE, SIDE, dtype=torch.complex64, requires_grad=True) for _ in range(2))
+
+    class Absolute(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, a: Tensor) -> Tensor:
+            ctx.save_for_backward(a)
+            return a.abs()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad * ctx.saved_tensors[0].resolve_conj()
+
+    with saving():
+        conjugate = (x * 2).conj()
+        product = w * conjugate
+        loss = (product * product).abs().sum() + Absolute.apply(conjugate).sum()
+        del product
+    return grads_after(loss, x, w)
+
+
+def a_mapped_function_whose_output_is_filled_afterwards(saving: Saving) -> list[Tensor]:
+    class SavesItsOutput(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(a: Tensor) -> Tensor:
+            return a * 0
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+            ctx.save_for_backward(output)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad * ctx.saved_tensors[0]
+
+    x = leaf()
+    with saving():
+        made = torch.vmap(SavesItsOutput.apply)(x * 2)
+        made.data.copy_(x.detach() * 3)
+        loss = (made * made).sum()
+    return grads_after(loss, x)
+
+
 class OverwritesInBackward(torch.autograd.Function):
     """Its backward writes its gradients into what it saved, as Liger's SwiGLU does."""
 
