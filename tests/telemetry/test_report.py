@@ -427,7 +427,7 @@ def test_where_a_plan_moves_little_one_line_names_the_limit(tmp_path: Path, capl
 
 
 def test_a_budget_that_moving_cannot_hold_has_no_room() -> None:
-    config = OffloadConfig.model_validate({"nvme_path": "/a", "activation_budget_bytes": 1000})
+    config = OffloadConfig.model_validate({"nvme_path": "/a", "activation_budget_bytes": 1000, "min_tensor_bytes": 100})
     judge = LittleMoved(config)
     judge.peak_bytes = 1001
     assert judge.judge({"plan": 100}, 0) == (
