@@ -322,11 +322,16 @@ def between(peaks: dict[int, float], fits: int, fails: int, limit_bytes: int) ->
 
 
 def line(lengths: list[dict[str, Any]]) -> tuple[float, float]:
-    """Slope and intercept of peak memory over length, by least squares; nan for fewer than two lengths."""
-    points = [(one["sequence"], one["peak_bytes"]) for one in lengths if one["peak_bytes"] != float("inf")]
-    if len(points) < 2:
+    """Return slope and intercept of peak memory over length; nan for fewer than two lengths.
+
+    The line goes through the longest length and the longest of at most half of it. At shorter ones something else may
+    be the peak, staging or the optimizer's step, and a line through them would be too flat.
+    """
+    points = sorted((one["sequence"], one["peak_bytes"]) for one in lengths if one["peak_bytes"] != float("inf"))
+    halves = [point for point in points if 2 * point[0] <= points[-1][0]]
+    if not halves:
         return float("nan"), float("nan")
-    return tuple(statistics.linear_regression(*zip(*points, strict=True)))
+    return tuple(statistics.linear_regression(*zip(halves[-1], points[-1], strict=True)))
 
 
 def longest(lengths: list[dict[str, Any]], limit_bytes: int) -> str:

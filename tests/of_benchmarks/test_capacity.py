@@ -23,6 +23,12 @@ def test_memory_per_token_is_the_slope() -> None:
     assert math.isnan(line(LENGTHS[:1])[0])
 
 
+def test_lengths_at_which_something_else_is_the_peak_do_not_flatten_the_line() -> None:
+    floor = {"sequence": 512, "peak_bytes": 600 * MIB}
+    assert line([floor, *LENGTHS]) == pytest.approx((100 * MIB / 1024, 500 * MIB))
+    assert longest([floor, *LENGTHS], 1000 * MIB) == "more than 4,096; by the slope 5,100"
+
+
 def test_the_longest_says_whether_a_longer_one_was_tried() -> None:
     assert longest(LENGTHS, 800 * MIB) == "2,048"
     assert longest(LENGTHS, 1000 * MIB) == "more than 4,096; by the slope 5,100"
