@@ -185,7 +185,16 @@ def train(options: argparse.Namespace, ds_config: dict[str, Any], title: str, co
     settled = sorted(times[MEASURING_STEPS:] or times)
     step_s = settled[len(settled) // 2]
     run = Run(
-        losses, parameters_sha256(engine), step_s, tokens / step_s, peak, step_memory_bytes, held, lengths, report
+        losses=losses,
+        parameters_sha256=parameters_sha256(engine),
+        step_s=step_s,
+        tokens_per_s=tokens / step_s,
+        peak_memory_bytes=peak,
+        step_memory_bytes=step_memory_bytes,
+        held_memory_bytes=held,
+        sequence=options.sequence,
+        lengths=lengths,
+        report=report,
     )
     engine.destroy()
     del engine, model
