@@ -1,4 +1,4 @@
-# make demo              train in memory that is too small: as it is, checkpointed, rematerialized, with the block; 4 minutes
+# make demo              train in memory that is too small, three ways: as it is, checkpointed, with the block
 # make demo ZERO=2 BACKEND=posix   the same without DeepSpeed's aio op, hence without its compilation
 # make check             lint, types, the quick tests and a smoke of the engine
 # make test              lint, types, and what decides whether a change lands: faults, engines, some rows of each table;
@@ -17,10 +17,11 @@ VENV    ?= .venv
 PYTHON  ?= python3
 ZERO    ?= 3
 BACKEND ?=
-STEPS   ?= 6
-# Sequences of which the process holds 1 GiB for backward; with the block, what the plan keeps and staging are 64 MiB each.
-SIZE    ?= --width 128 --depth 24 --sequence 512 --batch 10
-LIMITS  ?= --activation_budget_bytes 67108864 --staging_bytes 67108864
+STEPS   ?= 1
+# Narrow, deep and long, so that activations fill the memory: parameters take 6 MiB of it, in FP32.
+SIZE    ?= --width 64 --depth 32 --batch 8 --sequence 2048 --also_lengths 1024 1536
+# Everything leaves, through little staging: this training is small.
+LIMITS  ?= --placement nvme --staging_bytes 8388608 --min_tensor_bytes 65536
 NVME    ?= $(CURDIR)/.cache/nvme
 RANKS   ?= 1
 PYTEST_ARGS ?= -m "not slow and not thorough"
@@ -56,7 +57,7 @@ help:
 # --quiet is the launcher's: it has lines about its own work, and a warning that there is no list of other hosts.
 # glibc is to give freed memory back, or a process on the CPU holds what it needs no more, with the block and without.
 # And DeepSpeed calls functions of torch.distributed that have new names since torch 2.13: nothing for a user to mend.
-DEMO_ENV := MALLOC_MMAP_THRESHOLD_=1048576 PYTHONWARNINGS=ignore::FutureWarning:torch.distributed.c10d_logger
+DEMO_ENV := MALLOC_MMAP_THRESHOLD_=65536 PYTHONWARNINGS=ignore::FutureWarning:torch.distributed.c10d_logger
 
 demo: $(BIN)/.installed $(if $(NEEDS_AIO),aio)
 	@test -n "$(CONFIG)" || { echo "ZERO=$(ZERO): the demo has ZERO=2 and ZERO=3"; exit 2; }

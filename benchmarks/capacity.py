@@ -2,7 +2,10 @@
 
     python benchmarks/capacity.py [--nvme_path DIR] [--headroom_mib 112] [--rounds 3] [--json FILE]
 
-A Llama with random weights (16 layers) under DeepSpeed, one sequence per step. Each variant runs in processes of its
+A Llama with random weights (16 layers) under DeepSpeed, one sequence per step. Some variants have what people add for
+long sequences: TRL's fused LM head, which computes the loss in chunks, DeepSpeed's ``TiledFusedLogitsLoss`` and its
+``TiledMLP``. A chunked loss rounds in another way, so such a variant is compared with the same libraries without
+anything of ours. Each variant runs in processes of its
 own. Memory is measured, not limited: the peak of a step is the process's peak of resident bytes, staging included, and
 a sequence fits if that is within the limit. (RLIMIT_AS would count reserved addresses, of which PyTorch has many.) The
 limit is what the process without anything of this holds between two steps, plus a headroom. Sequences are doubled
@@ -13,6 +16,11 @@ Time is taken at one length that all variants can train, in rounds; from the sec
 random order. Seconds on the clock, and of the process's processor time, on which a busy machine has less influence. The
 peak at that length is given of the first steps, and of the later ones: what is rematerialized is proven in the first,
 and a plan is in force after some.
+
+[Note: a CPU in the place of the device] The offloaders of Hugging Face and TRL copy from a device to pinned host
+memory, and end with an error where there is no device. On a CPU their copies and streams are led to the CPU, as in
+``peers.py``: a copy "to the host" is one in memory, so the process's memory shows nothing of what a GPU would gain.
+Their rows show that they are exact and what their copies cost.
 """
 
 from __future__ import annotations
@@ -23,9 +31,10 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +46,7 @@ MIB = 1 << 20
 TIMED_STEPS = 4
 MMAP_THRESHOLD_BYTES = str(64 << 10)  # narrow tensors, too, are given back to the system when they are freed
 INTERPOLATIONS = 3
+TILE_TOKENS = 256  # in each part of a tiled MLP
 BLOCK_OF_TOKENS = 64  # sequences are multiples of it
 
 
@@ -47,6 +57,10 @@ class Variant:
     Attributes:
         checkpointing: None, or arguments of Hugging Face's gradient checkpointing.
         block: None, or keys of our block.
+        loss: the loss in chunks: "" for none, "trl" or "deepspeed".
+        tiled_mlp: whether DeepSpeed computes the MLP in parts of the sequence.
+        compared_with: the variant without ours that has the same arithmetic, hence the same losses.
+        needs_device: whether it wants an accelerator; see [Note: a CPU in the place of the device].
         steps: measured at each length; a plan is in force after some.
     """
 
@@ -55,16 +69,49 @@ class Variant:
     hooks: str = ""
     block: dict[str, Any] | None = None
     steps: int = 1
+    loss: str = ""
+    tiled_mlp: bool = False
+    compared_with: str = "keep"
+    needs_device: bool = False
 
 
+NVME = {"placement": "nvme"}
 VARIANTS = {
     "keep": Variant("keep (nothing)"),
     "checkpoint": Variant("torch checkpointing of every layer", {}),
     "save_on_cpu": Variant("`torch.autograd.graph.save_on_cpu`", hooks="save_on_cpu"),
-    "hf_offload": Variant('Hugging Face\'s `gradient_checkpointing_kwargs={"offload": True}`', {"offload": True}),
-    "trl_offload": Variant("TRL's activation offloading", hooks="trl_offload"),
-    "nvme": Variant('**ours**, `"placement": "nvme"`', block={"placement": "nvme"}),
-    "checkpoint_nvme": Variant("torch checkpointing + **ours**", {}, block={"placement": "nvme"}),
+    "hf_offload": Variant("Hugging Face's checkpointing with `offload=True`", {"offload": True}, needs_device=True),
+    "trl_offload": Variant("TRL's activation offloading", hooks="trl_offload", needs_device=True),
+    "nvme": Variant('**ours**, `"placement": "nvme"`', block=NVME),
+    "checkpoint_nvme": Variant("torch checkpointing + **ours**", {}, block=NVME),
+    "trl_loss": Variant("TRL's fused LM head", loss="trl", compared_with="trl_loss"),
+    "checkpoint_trl_loss": Variant(
+        "torch checkpointing, TRL's fused LM head", {}, loss="trl", compared_with="trl_loss"
+    ),
+    "nvme_trl_loss": Variant("TRL's fused LM head + **ours**", block=NVME, loss="trl", compared_with="trl_loss"),
+    "tiled": Variant("DeepSpeed's tiled loss and MLP", loss="deepspeed", tiled_mlp=True, compared_with="tiled"),
+    "checkpoint_tiled": Variant(
+        "torch checkpointing, DeepSpeed's tiled loss and MLP",
+        {},
+        loss="deepspeed",
+        tiled_mlp=True,
+        compared_with="tiled",
+    ),
+    "nvme_tiled": Variant(
+        "DeepSpeed's tiled loss and MLP + **ours**",
+        block=NVME,
+        loss="deepspeed",
+        tiled_mlp=True,
+        compared_with="tiled",
+    ),
+    "checkpoint_nvme_tiled": Variant(
+        "torch checkpointing, DeepSpeed's tiled loss and MLP + **ours**",
+        {},
+        block=NVME,
+        loss="deepspeed",
+        tiled_mlp=True,
+        compared_with="tiled",
+    ),
     "rematerialize": Variant("**ours**, rematerialization alone, no drive", block={"placement": "keep"}, steps=2),
     "recompute": Variant(
         '**ours**, `"recompute": true`, no rematerialization',
@@ -86,19 +133,34 @@ class Training:
         import torch
 
         sys.path.insert(0, str(EXAMPLES))
-        from long_context import llama
+        from long_context import llama, tile_loss
         from train_gpt import peak_memory_bytes, reset_peak_memory
 
         self.variant = VARIANTS[options.variant]
         self._peak_bytes, self._reset_peak = peak_memory_bytes, reset_peak_memory
         torch.manual_seed(1)
         model = llama(options.width, options.layers, options.longest_sequence)
+        self._without_device = ExitStack()
+        self.stands_in = self.variant.needs_device and not torch.accelerator.is_available()
+        if self.stands_in:
+            from peers import cpu_as_device
+
+            self._without_device.enter_context(cpu_as_device())
+        if self.variant.loss == "trl":
+            from trl.trainer.utils import add_fused_lm_head
+
+            add_fused_lm_head(model)
+        if self.variant.tiled_mlp:
+            tile_mlps(model)
+        if self.variant.loss == "deepspeed":
+            tile_loss(model)
         if self.variant.checkpointing is not None:
             checkpoint_layers(model, **self.variant.checkpointing)
         self._engine, *_ = deepspeed.initialize(
             model=model, model_parameters=model.parameters(), config=ds_config(options)
         )
         self._hooks = hooks_of(self.variant.hooks)
+        self._more = {"fused_lm_head": True} if self.variant.loss == "trl" else {}
         self._random = torch.Generator().manual_seed(1)
         self._rows = options.rows
         self._out_of_memory = torch.OutOfMemoryError
@@ -112,7 +174,7 @@ class Training:
         began_s, began_cpu_s = time.perf_counter(), time.process_time()
         try:
             with self._hooks():
-                loss = self._engine(input_ids=tokens, labels=tokens).loss
+                loss = self._engine(input_ids=tokens, labels=tokens, **self._more).loss
             self._engine.backward(loss)
             self._engine.step()
             last = loss.item()
@@ -166,6 +228,23 @@ def checkpoint_layers(model: Any, **more: Any) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs | more)
 
 
+def tile_mlps(model: Any) -> None:
+    """Have DeepSpeed's ``TiledMLP`` compute each layer's MLP in parts of the sequence."""
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
+
+    def in_tiles(mlp: Any, x: Any) -> Any:
+        whole = type(mlp).forward
+        return TiledMLP.apply(whole, mlp, x, tiles(x.shape[1]), list(mlp.parameters()))
+
+    for layer in model.model.layers:
+        layer.mlp.forward = partial(in_tiles, layer.mlp)
+
+
+def tiles(sequence: int) -> int:
+    """Return in how many parts a sequence is computed: of 256 tokens or a few more."""
+    return max(1, sequence // TILE_TOKENS)
+
+
 def hooks_of(name: str) -> Callable[[], AbstractContextManager[Any]]:
     """What forward runs in."""
     import torch
@@ -175,7 +254,8 @@ def hooks_of(name: str) -> Callable[[], AbstractContextManager[Any]]:
     if name == "trl_offload":
         from trl.models.activation_offloading import OffloadActivations
 
-        offload = OffloadActivations()
+        is_there = torch.accelerator.is_available()
+        offload = OffloadActivations(use_streams=is_there, use_pin_memory=is_there)
         return lambda: offload
     return nullcontext
 
@@ -188,6 +268,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         options.limit_mib = resident_bytes() // MIB + options.headroom_mib
     timed = training.steps(options.timed_sequence, max(TIMED_STEPS, training.variant.steps))
     found: dict[str, Any] = {"timed": timed, "lengths": [], "limit_mib": options.limit_mib}
+    found["stands_in"] = training.stands_in
     if options.sweep:
         found["lengths"] = list(sweep(training, options))
         found["threads"], found["report"] = threads(), training.report()
@@ -241,11 +322,16 @@ def between(peaks: dict[int, float], fits: int, fails: int, limit_bytes: int) ->
 
 
 def line(lengths: list[dict[str, Any]]) -> tuple[float, float]:
-    """Slope and intercept of peak memory over length, by least squares; nan for fewer than two lengths."""
-    points = [(one["sequence"], one["peak_bytes"]) for one in lengths if one["peak_bytes"] != float("inf")]
-    if len(points) < 2:
+    """Return slope and intercept of peak memory over length; nan for fewer than two lengths.
+
+    The line goes through the longest length and the longest of at most half of it. At shorter ones something else may
+    be the peak, staging or the optimizer's step, and a line through them would be too flat.
+    """
+    points = sorted((one["sequence"], one["peak_bytes"]) for one in lengths if one["peak_bytes"] != float("inf"))
+    halves = [point for point in points if 2 * point[0] <= points[-1][0]]
+    if not halves:
         return float("nan"), float("nan")
-    return tuple(statistics.linear_regression(*zip(*points, strict=True)))
+    return tuple(statistics.linear_regression(*zip(halves[-1], points[-1], strict=True)))
 
 
 def longest(lengths: list[dict[str, Any]], limit_bytes: int) -> str:
@@ -287,9 +373,10 @@ def table(rounds: list[dict[str, dict[str, Any]]], refused: dict[str, str], opti
         if name not in first:
             continue
         per_token, _ = line(first[name]["lengths"])
+        title = variant.title + (" (a CPU in the place of the device)" if first[name]["stands_in"] else "")
         per_token_s = statistics.median(one[name]["timed"]["step_s"] for one in rounds) / options.timed_sequence
         lines.append(
-            f"| {variant.title} | {longest(first[name]['lengths'], options.limit_mib * MIB)} | {per_token / 1024:.1f} "
+            f"| {title} | {longest(first[name]['lengths'], options.limit_mib * MIB)} | {per_token / 1024:.1f} "
             f"| {per_token / kept:.3f} | {per_token_s * 1000:.2f} | {ratio(rounds, name, 'step_s')} "
             f"| {ratio(rounds, name, 'cpu_s')} | {peaks(rounds, name)} |"
         )
@@ -329,14 +416,14 @@ def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
     if has_answered(options, measure):
         return 0
-    variants = ["keep", *(name for name in options.variants if name != "keep")]
+    variants = with_compared(options.variants)
     refused: dict[str, str] = {}
 
     def turn(name: str, *more: str) -> dict[str, Any] | None:
         try:
             found = in_a_process(__file__, name, [*argv, *more], MALLOC_MMAP_THRESHOLD_=MMAP_THRESHOLD_BYTES)
         except SystemExit as error:
-            if VARIANTS[name].block is not None or name in ("keep", "checkpoint"):
+            if VARIANTS[name].block is not None or name in ("keep", "checkpoint", "trl_loss", "tiled"):
                 raise
             refused[name] = str(error).strip().splitlines()[-1]
             return None
@@ -356,9 +443,16 @@ def main(argv: list[str] | None = None) -> int:
             rounds.append({name: one for name, one in later.items() if one is not None})
             write(options, refused, rounds)
     print("\n".join(table(rounds, refused, options)))
-    equal = all(first_losses(one[name]) == first_losses(one["keep"]) for one in rounds for name in one)
-    print(f"losses of all variants and rounds equal: {'yes' if equal else 'NO'}")
+    equal = all(
+        first_losses(one[name]) == first_losses(one[VARIANTS[name].compared_with]) for one in rounds for name in one
+    )
+    print(f"losses equal those of the same arithmetic without ours, in all rounds: {'yes' if equal else 'NO'}")
     return 0 if equal else 1
+
+
+def with_compared(names: Sequence[str]) -> list[str]:
+    """Return the variants to run: keep first, and before each variant the one that its losses are compared with."""
+    return list(dict.fromkeys(["keep", *(one for name in names for one in (VARIANTS[name].compared_with, name))]))
 
 
 def write(options: argparse.Namespace, refused: dict[str, str], rounds: list[dict[str, dict[str, Any]]]) -> None:

@@ -1,12 +1,13 @@
-"""The same training several ways, in memory that is too small for the plainest: who lives, in what time, exactly equal?
+"""Train one length in memory that is too small for it, several ways: which of them lives, and is it exactly equal?
 
     python examples/demo.py --deepspeed_config ds_configs/zero3_nvme_params_activations.json --nvme_path /local_nvme
 
-First ``train_gpt.py`` runs without a limit and without our block, which tells what results are right and what memory a
-run wants. Then it runs in a part of that memory: as it is; with torch.utils.checkpoint; with rematerialization alone,
-which needs no drive; with the block. Each run is a fresh process of the stock ``deepspeed`` launcher. On a GPU its
-allocator holds the limit. Otherwise a run watches its resident bytes, and ends as one that the kernel has killed. Exit
-status: 0 if the run with the block lived and all that lived have the same losses and parameters, bit for bit.
+First ``train_gpt.py`` runs without a limit and without our block: that run says which results are right, and what
+memory the training wants. Then it runs in a part of that memory: as it is; with torch.utils.checkpoint; with the block.
+Each run is a fresh process of the stock ``deepspeed`` launcher, and trains two shorter lengths before the limit holds:
+the slope of its peak over the length says how long a sequence it could train in that memory. On a GPU its allocator
+holds the limit. Otherwise a run watches its resident bytes, and ends as one that the kernel has killed. Exit status: 0
+if the run with the block lived and all that lived have the same losses and parameters, bit for bit.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import os
 import shutil
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -29,30 +31,44 @@ from rich.markup import escape
 from rich.table import Table
 
 HERE = Path(__file__).resolve().parent
-GIB = 1 << 30
+MIB = 1 << 20
 LEVELS = " ▁▂▃▄▅▆▇█"
-REFERENCE, BLOCK = "as it is, no limit", "the block"
+REFERENCE, PLAIN, CHECKPOINTING, BLOCK = "as it is, no limit", "as it is", "torch checkpointing", "the block"
 ROWS = {
-    "as it is": ["--without_block"],
-    "torch checkpointing": ["--without_block", "--recompute"],
-    "rematerialize alone": ["--placement", "keep"],
+    PLAIN: ["--without_block"],
+    CHECKPOINTING: ["--without_block", "--recompute"],
     BLOCK: [],
 }
 
 
 @dataclass
 class Outcome:
-    """How a run ended, and what it left: losses, parameters_sha256, step_s, peak_memory_bytes, step_memory_bytes."""
+    """How a run ended, and what it left.
+
+    Attributes:
+        result: the JSON of train_gpt.py; empty where the run died.
+        lengths: what the shorter lengths took; there also where the run died later.
+    """
 
     name: str
     status: int
     result: dict[str, Any]
+    lengths: list[dict[str, Any]]
     output: str
 
     @property
     def answers(self) -> Any:
-        """What must be the same in all runs."""
+        """Return what must be the same in all runs."""
         return self.result.get("losses"), self.result.get("parameters_sha256")
+
+    def longest(self, limit_bytes: int) -> float | None:
+        """Return the tokens at which the line through the measured peaks reaches the limit."""
+        measured = [*self.lengths, self.result] if self.result else self.lengths
+        points = [(one["sequence"], one["peak_memory_bytes"]) for one in measured]
+        if len(points) < 2:
+            return None
+        slope, intercept = statistics.linear_regression(*zip(*points, strict=True))
+        return (limit_bytes - intercept) / slope if slope > 0 else None
 
 
 def free_port() -> int:
@@ -65,39 +81,70 @@ def run(name: str, ranks: int, arguments: list[str], console: Console) -> Outcom
     """Train in a process of its own, which is quiet unless it fails."""
     deepspeed = shutil.which("deepspeed", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}") or "deepspeed"
     with tempfile.TemporaryDirectory() as directory, console.status(f"{name} ..."):
-        result = Path(directory) / "result.json"
+        result, lengths = Path(directory) / "result.json", Path(directory) / "lengths.json"
         command = [deepspeed, "--quiet", "--num_gpus", str(ranks), "--master_port", str(free_port())]
-        command += [str(HERE / "train_gpt.py"), *arguments, "--deterministic", "--result", str(result)]
+        command += [str(HERE / "train_gpt.py"), *arguments, "--deterministic"]
+        command += ["--result", str(result), "--lengths", str(lengths)]
         started = time.perf_counter()
         ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        found = json.loads(result.read_text()) if result.exists() else {}
+        found, shorter = (json.loads(one.read_text()) if one.exists() else None for one in (result, lengths))
     word = "done" if found else "memory ran out" if is_out_of_memory(ended.returncode) else "failed"
     console.print(f"{name}: {word} after {time.perf_counter() - started:.0f} s")
-    return Outcome(name, ended.returncode, found, ended.stdout)
+    return Outcome(name, ended.returncode, found or {}, shorter or [], ended.stdout)
 
 
 def is_out_of_memory(status: int) -> bool:
-    """By the exit status: of a process that the kernel or the limit ended, as the launcher tells it."""
+    """Return whether the kernel or the limit ended a process, by its exit status as the launcher tells it."""
     return status in (137, 247, -9)
 
 
 def outcome_table(reference: Outcome, outcomes: list[Outcome], limit_bytes: int) -> Table:
-    """One row for each run."""
-    table = Table("", "lived", "peak memory", "s per step", "to no limit", "losses and parameters")
-    table.title = f"the same training, in memory of {gib(limit_bytes)}" if limit_bytes else "the same training"
+    """Return the table: one row for each run."""
+    timed = reference.lengths[-1] if reference.lengths else None
+    headers = ["", "lived", "peak", "longest*", "losses and parameters"]
+    if timed:
+        headers.insert(4, f"s per step at {timed['sequence']:,}")
+    table = Table(*headers)
+    table.title = f"the same training, in memory of {mib(limit_bytes)}" if limit_bytes else "the same training"
+    if limit_bytes and timed:
+        table.caption = (
+            "* tokens of a sequence, where the line through the peaks at two lengths or more reaches that memory"
+        )
     for one in [reference, *outcomes]:
-        if not one.result:
-            table.add_row(one.name, "[red]no: memory ran out[/red]", f"> {gib(limit_bytes)}", "", "", "")
-            continue
-        ratio = one.result["step_s"] / reference.result["step_s"]
         equal = "equal bit for bit" if one.answers == reference.answers else "[red]NOT equal[/red]"
-        peak, step = gib(one.result["peak_memory_bytes"]), f"{one.result['step_s']:.2f}"
-        table.add_row(one.name, "yes", peak, step, f"{ratio:.2f}", equal)
+        longest = one.longest(limit_bytes) if limit_bytes and one is not reference else None
+        cells = [
+            one.name,
+            "yes" if one.result else "[red]no: memory ran out[/red]",
+            mib(one.result["peak_memory_bytes"]) if one.result else f"> {mib(limit_bytes)}",
+            "" if longest is None else f"{longest:,.0f}",
+            equal if one.result else "",
+        ]
+        if timed:
+            cells.insert(4, f"{one.lengths[-1]['step_s']:.2f}" if one.lengths else "")
+        table.add_row(*cells)
     return table
 
 
+def summary(outcomes: list[Outcome], limit_bytes: int) -> str:
+    """Return what was found in one sentence; empty where a row is missing that it needs."""
+    found = {one.name: one for one in outcomes}
+    if not limit_bytes or set(found) != set(ROWS) or not found[BLOCK].result:
+        return ""
+    plain, checkpointing, block = (found[name].longest(limit_bytes) for name in ROWS)
+    if plain is None or checkpointing is None or block is None or min(plain, checkpointing) <= 0:
+        return ""
+    seconds = found[BLOCK].lengths[-1]["step_s"] / found[CHECKPOINTING].lengths[-1]["step_s"]
+    return (
+        f"In {mib(limit_bytes)} this model trains sequences of {block:,.0f} tokens with the block, "
+        f"{checkpointing:,.0f} with torch checkpointing, {plain:,.0f} as it is: {block / checkpointing:.1f} x "
+        f"and {block / plain:.0f} x. At {found[BLOCK].lengths[-1]['sequence']:,} tokens the "
+        f"block's step takes {seconds:.2f} x the time of checkpointing's, and every result is equal bit for bit."
+    )
+
+
 def picture(outcomes: list[Outcome]) -> list[str]:
-    """Memory over the last step of each run that lived, from nothing to the most of all, left to right."""
+    """Return lines that draw the memory over the last step of each run that lived, from nothing to the most of all."""
     lived = [one for one in outcomes if one.result]
     top = max(max(one.result["step_memory_bytes"], default=0) for one in lived) or 1
     width = max(len(one.name) for one in lived)
@@ -105,19 +152,25 @@ def picture(outcomes: list[Outcome]) -> list[str]:
     for one in lived:
         levels = [round(nbytes / top * (len(LEVELS) - 1)) for nbytes in one.result["step_memory_bytes"]]
         rows.append(f"{one.name:<{width}} {''.join(LEVELS[level] for level in levels)}")
-    return [*rows, f"{'':<{width}} one step, from its start to its end; a full block is {gib(top)}"]
+    return [*rows, f"{'':<{width}} one step, from its start to its end; a full block is {mib(top)}"]
 
 
-def gib(nbytes: float) -> str:
-    return f"{nbytes / GIB:.2f} GiB"
+def mib(nbytes: float) -> str:
+    return f"{nbytes / MIB:,.0f} MiB"
 
 
 def write_page(report: str, console: Console) -> None:
-    """The block's report as a page with drawings, beside it."""
+    """Write the block's report as a page with drawings, beside it."""
     page = Path(report).with_suffix(".html")
     command = [sys.executable, "-m", "ds_tba", "report", report, "--html", str(page)]
     if subprocess.run(command, stdout=subprocess.DEVNULL).returncode == 0:
         console.print(f"What the block did in this run, with drawings: {page}", soft_wrap=True)
+
+
+def limit_of(result: dict[str, Any], part: float) -> int:
+    """Return the limit: what the run held before a step, and the part of what a step added; 0 for none."""
+    held: int = result["held_memory_bytes"]
+    return held + int(part * (result["peak_memory_bytes"] - held)) if part else 0
 
 
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
@@ -128,19 +181,22 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW", help=", ".join(ROWS))
     parser.add_argument("--ranks", type=int, default=1, help="processes of each run")
     parser.add_argument(
-        "--memory", type=float, default=0.6, help="the limit, as a part of what a run without it takes; 0: no limit"
+        "--memory",
+        type=float,
+        default=0.08,
+        help="the limit: what a process holds before a step, and this part of what a step adds; 0: no limit",
     )
     parser.add_argument("--report", help="write the report of the block's run to this file, and a page beside it")
     return parser.parse_known_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run them all; 0 if the block's run lived and no run that lived has other results."""
+    """Run them all; return 0 if the block's run lived and no run that lived has other results."""
     options, rest = parse(argv)
     console = Console(width=118)
     reference = run(REFERENCE, options.ranks, [*rest, "--without_block"], console)
     outcomes: list[Outcome] = []
-    limit_bytes = int(options.memory * reference.result.get("peak_memory_bytes", 0))
+    limit_bytes = limit_of(reference.result, options.memory) if reference.result else 0
     for name in options.rows if reference.result else []:
         more = [*ROWS[name], "--memory_limit_bytes", str(limit_bytes)]
         if name == BLOCK and options.report:
@@ -160,6 +216,8 @@ def main(argv: list[str] | None = None) -> int:
     if options.report and any(one.name == BLOCK and one.result for one in outcomes):
         write_page(options.report, console)
     lived = [one for one in outcomes if one.result]
+    if all(one.answers == reference.answers for one in lived):
+        console.print(summary(outcomes, limit_bytes), highlight=False)
     good = BLOCK not in options.rows or any(one.name == BLOCK for one in lived)
     return 0 if good and all(one.answers == reference.answers for one in lived) else 1
 

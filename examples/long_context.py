@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
+from torch.nn import functional
 from torch.utils.data import Dataset
 from train_gpt import (
     BLOCK,
@@ -32,6 +34,7 @@ from train_gpt import (
 
 try:
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+    from transformers.modeling_outputs import CausalLMOutput
 except ImportError as error:
     raise SystemExit(
         f"examples/long_context.py needs transformers and accelerate ({error}): pip install 'ds_tba[examples]'"
@@ -40,6 +43,8 @@ except ImportError as error:
 MIB = 1 << 20
 HEAD_WIDTH = 64
 SEED = 1234
+IGNORED = -100  # label of a token that has no next one
+LOSS_TOKENS = 1024  # in each part of the loss
 
 
 # ---- the model and the data -----------------------------------------------------------------------------------------
@@ -66,6 +71,26 @@ def llama(width: int, layers: int, longest: int, **more: Any) -> LlamaForCausalL
         "eos_token_id": None,
     }
     return LlamaForCausalLM(LlamaConfig(**{**shape, **more}))
+
+
+def tile_loss(model: LlamaForCausalLM) -> None:
+    """Have DeepSpeed compute the loss in parts of the sequence: the logits of all tokens never exist at once."""
+
+    def forward(input_ids: torch.Tensor, labels: torch.Tensor, **more: Any) -> CausalLMOutput:
+        hidden = model.model(input_ids=input_ids, attention_mask=more.get("attention_mask")).last_hidden_state
+        labels = functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        tokens = more.get("num_items_in_batch")  # the Trainer's count, over all micro-batches of a step
+        tokens = (labels != IGNORED).sum() if tokens is None else tokens
+
+        def part_of_loss(head: torch.nn.Module, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            # TiledFusedLogitsLoss adds up the head's gradient here: a division after it would miss that gradient.
+            return functional.cross_entropy(head(hidden).float(), labels, reduction="sum") / tokens
+
+        shards, weights = max(1, labels.numel() // LOSS_TOKENS), list(model.lm_head.parameters())
+        loss = TiledFusedLogitsLoss.apply(part_of_loss, model.lm_head, hidden, labels, None, shards, weights, "sum")
+        return CausalLMOutput(loss=loss)
+
+    model.forward = forward
 
 
 class LongTexts(Dataset):  # type: ignore[type-arg]
@@ -146,6 +171,8 @@ def train(options: argparse.Namespace, ds_config: dict[str, Any]) -> dict[str, A
     sequences = options.steps * batch * micro_steps * arguments.world_size
     data = LongTexts(options.text, options.sequence, sequences)
     model = llama(options.width, options.layers, options.sequence)
+    if options.tiled_loss:
+        tile_loss(model)
     meter = Meter()
     trainer = Trainer(model=model, args=arguments, train_dataset=data, callbacks=[meter])
     trainer.train()
@@ -206,6 +233,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         action=argparse.BooleanOptionalAction,
         default=True,
         help="gradient checkpointing of every layer, by the Trainer",
+    )
+    parser.add_argument(
+        "--tiled_loss",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="DeepSpeed's TiledFusedLogitsLoss instead of the model's own loss on all logits",
     )
     parser.add_argument(
         "--recompute",

@@ -130,6 +130,15 @@ def batches(batch: int, sequence: int, rank: int) -> Iterator[tuple[torch.Tensor
 
 
 @dataclass
+class Length:
+    """What one step at another length took, measured before the training and without its memory limit."""
+
+    sequence: int
+    peak_memory_bytes: int
+    step_s: float
+
+
+@dataclass
 class Run:
     """The results of one training run."""
 
@@ -139,6 +148,9 @@ class Run:
     tokens_per_s: float
     peak_memory_bytes: int
     step_memory_bytes: list[int]  # over the last step, so many as its picture is wide
+    held_memory_bytes: int  # before the first step that is timed
+    sequence: int
+    lengths: list[Length]
     report: dict[str, Any] | None
 
 
@@ -148,9 +160,11 @@ def train(options: argparse.Namespace, ds_config: dict[str, Any], title: str, co
     with deepspeed.zero.Init(enabled=False):
         model = GPT(options.width, options.depth, options.sequence, recompute=options.recompute)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=ds_config)
+    lengths = measure_lengths(options, engine)
     data = batches(engine.train_micro_batch_size_per_gpu(), options.sequence, engine.global_rank)
-    watch = MemoryWatch(options.memory_limit_bytes)
     reset_peak_memory()
+    held = memory_bytes()
+    watch = MemoryWatch(options.memory_limit_bytes)
     losses, times = [], []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, TextColumn("{task.fields[status]}"), console=console) as progress:
@@ -170,11 +184,42 @@ def train(options: argparse.Namespace, ds_config: dict[str, Any], title: str, co
         console.print(report_table(rows))
     settled = sorted(times[MEASURING_STEPS:] or times)
     step_s = settled[len(settled) // 2]
-    run = Run(losses, parameters_sha256(engine), step_s, tokens / step_s, peak, step_memory_bytes, report)
+    run = Run(
+        losses=losses,
+        parameters_sha256=parameters_sha256(engine),
+        step_s=step_s,
+        tokens_per_s=tokens / step_s,
+        peak_memory_bytes=peak,
+        step_memory_bytes=step_memory_bytes,
+        held_memory_bytes=held,
+        sequence=options.sequence,
+        lengths=lengths,
+        report=report,
+    )
     engine.destroy()
     del engine, model
     gc.collect()
     return run
+
+
+def measure_lengths(options: argparse.Namespace, engine: Any) -> list[Length]:
+    """Train one step at each of ``--also_lengths``, and write the memory and time of each to ``--lengths``.
+
+    A run that later needs more memory than it may have ends without a word; the file stays.
+    """
+    found: list[Length] = []
+    rows = engine.train_micro_batch_size_per_gpu()
+    for sequence in options.also_lengths:
+        if not found:  # the first step builds what all later ones use again: a short one, which is not counted
+            one_step(engine, batches(rows, max(1, sequence // 4), engine.global_rank))
+        data = batches(rows, sequence, engine.global_rank)
+        reset_peak_memory()
+        started = time.perf_counter()
+        one_step(engine, data)
+        found.append(Length(sequence, peak_memory_bytes(), time.perf_counter() - started))
+    if options.lengths and engine.global_rank == 0:
+        Path(options.lengths).write_text(json.dumps([asdict(one) for one in found]))
+    return found
 
 
 def one_step(engine: Any, data: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> float:
@@ -223,6 +268,13 @@ def peak_memory_bytes() -> int:
     return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
 
+def memory_bytes() -> int:
+    """Device bytes at this moment, or this process's resident bytes on a CPU-only machine."""
+    if not get_accelerator().is_synchronized_device():
+        return int(get_accelerator().memory_allocated())
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def memory_owner() -> str:
     """The owner of the peak memory, in words."""
     return "process" if get_accelerator().is_synchronized_device() else "device"
@@ -238,7 +290,8 @@ class MemoryWatch:
     def __init__(self, limit_bytes: int) -> None:
         self._is_device = not get_accelerator().is_synchronized_device()
         self._limit_bytes = 0 if self._is_device else limit_bytes
-        if self._is_device and limit_bytes:  # the allocator itself refuses
+        if self._is_device and limit_bytes:  # the allocator itself refuses; what it holds from before would count
+            get_accelerator().empty_cache()
             torch.cuda.set_per_process_memory_fraction(limit_bytes / torch.cuda.mem_get_info()[1])
         self._step: list[tuple[float, int]] = []
         self._is_over = threading.Event()
@@ -265,16 +318,10 @@ class MemoryWatch:
 
     def _look(self) -> None:
         while not self._is_over.wait(0.005):
-            nbytes = self._bytes()
+            nbytes = memory_bytes()
             self._step.append((time.perf_counter(), nbytes))
             if 0 < self._limit_bytes < nbytes:
                 os._exit(KILLED)
-
-    def _bytes(self) -> int:
-        if self._is_device:
-            return int(get_accelerator().memory_allocated())
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 # ---- output ---------------------------------------------------------------------------------------------------------
@@ -317,6 +364,8 @@ def read_config(options: argparse.Namespace) -> dict[str, Any]:
         ds_config[BLOCK]["activation_budget_bytes"] = options.activation_budget_bytes
     if options.staging_bytes and BLOCK in ds_config:
         ds_config[BLOCK].setdefault("io", {})["staging_bytes"] = options.staging_bytes
+    if options.min_tensor_bytes and BLOCK in ds_config:
+        ds_config[BLOCK]["min_tensor_bytes"] = options.min_tensor_bytes
     if options.report and BLOCK in ds_config:
         timeline = str(Path(options.report).with_suffix(".timeline.json"))
         ds_config[BLOCK].setdefault("report", {}).update(path=options.report, timeline_path=timeline)
@@ -339,9 +388,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--backend", help="use this io.backend instead of the config's")
     parser.add_argument("--activation_budget_bytes", type=int, help="use this budget instead of the config's")
     parser.add_argument("--staging_bytes", type=int, help="use this io.staging_bytes instead of the config's")
+    parser.add_argument("--min_tensor_bytes", type=int, help="use this min_tensor_bytes instead of the config's")
     parser.add_argument("--placement", help="use this placement instead of the config's")
     parser.add_argument("--fp32", action="store_true", help="train in FP32 whatever the config says")
     parser.add_argument("--memory_limit_bytes", type=int, default=0, help="end if the process, or device, needs more")
+    parser.add_argument(
+        "--also_lengths",
+        type=int,
+        nargs="*",
+        default=[],
+        help="before the training, two steps at each of these lengths",
+    )
+    parser.add_argument("--lengths", help="write the memory and time of --also_lengths to this JSON file")
     parser.add_argument("--report", help="write the offloader's report to this file, and a timeline beside it")
     parser.add_argument("--without_block", action="store_true", help="as if the config had no block")
     parser.add_argument(

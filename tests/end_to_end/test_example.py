@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from demo import Outcome, limit_of, summary
 from support import runs
 
 from ds_tba.storage.backends import aio
@@ -54,15 +56,40 @@ def test_every_shipped_config_trains(tmp_path: Path, config: str) -> None:
     assert (tmp_path / "report.html").exists()
 
 
-def test_the_process_needs_less_memory(tmp_path: Path) -> None:
-    size = ("--width", "128", "--depth", "6", "--sequence", "512", "--batch", "16", "--steps", "5")
-    limits = ("--activation_budget_bytes", str(32 << 20), "--staging_bytes", str(32 << 20))
+@pytest.mark.long
+def test_the_block_lives_where_checkpointing_dies(tmp_path: Path) -> None:
+    size = ("--width", "64", "--depth", "32", "--batch", "8", "--steps", "1", "--sequence", "1536")
+    size += ("--also_lengths", "768", "1152")
+    limits = ("--placement", "nvme", "--staging_bytes", str(8 << 20), "--min_tensor_bytes", str(64 << 10))
     config = json.loads((runs.ROOT / "ds_configs" / "zero2_activations.json").read_text())
     config["bf16"]["enabled"] = False  # in which many processors are ten times as slow
     (tmp_path / "ds_config.json").write_text(json.dumps(config))
     where = ("--deepspeed_config", str(tmp_path / "ds_config.json"), "--nvme_path", str(tmp_path), "--backend", "posix")
-    rows = ("--rows", "as it is", "the block", "--memory", "0.8")
-    status, output = demo(tmp_path, *where, *size, *limits, *rows)
-    assert status == 0 and output.count("equal bit for bit") == 2, output
-    (died,) = [line for line in output.splitlines() if "no: memory ran out" in line]
-    assert "as it is" in died
+    status, output = demo(tmp_path, *where, *size, *limits, "--memory", "0.09")
+    assert status == 0 and output.count("equal bit for bit") == 3, output  # two rows and the last line
+    died = [line for line in output.splitlines() if "no: memory ran out" in line]
+    assert ["as it is" in line for line in died] == [True, False] and len(died) == 2, output
+    assert re.search(r"In [\d,]+ MiB this model trains sequences of [\d,]+ tokens with the block", output), output
+
+
+def outcome(name: str, peaks: dict[int, int], result: dict[str, object]) -> Outcome:
+    lengths = [{"sequence": length, "peak_memory_bytes": nbytes, "step_s": 2.0} for length, nbytes in peaks.items()]
+    return Outcome(name, 0 if result else 137, result, lengths, "")
+
+
+def test_the_longest_sequence_is_where_the_line_of_peaks_reaches_the_limit() -> None:
+    mib = 1 << 20
+    steep = outcome("as it is", {100: 200 * mib, 200: 300 * mib}, {})
+    assert steep.longest(400 * mib) == pytest.approx(300)
+    assert outcome("as it is", {100: 200 * mib}, {}).longest(400 * mib) is None
+    assert outcome("as it is", {100: 200 * mib, 200: 200 * mib}, {}).longest(400 * mib) is None
+    halved = outcome("torch checkpointing", {100: 150 * mib, 200: 200 * mib}, {})
+    flat = outcome("the block", {100: 125 * mib, 200: 150 * mib}, {"sequence": 300, "peak_memory_bytes": 175 * mib})
+    said = summary([steep, halved, flat], 400 * mib)
+    assert "In 400 MiB" in said and "1,200 tokens with the block" in said and "2.0 x and 4 x" in said
+    assert summary([steep, halved], 400 * mib) == "" == summary([steep, halved, flat], 0)
+
+
+def test_the_limit_is_what_is_held_and_a_part_of_what_a_step_adds() -> None:
+    assert limit_of({"held_memory_bytes": 100, "peak_memory_bytes": 300}, 0.25) == 150
+    assert limit_of({"held_memory_bytes": 100, "peak_memory_bytes": 300}, 0) == 0

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support import runs
 
 EXAMPLE = runs.ROOT / "examples" / "long_context.py"
@@ -55,6 +56,27 @@ def test_blocks_may_be_recomputed(tmp_path: Path) -> None:
     assert is_equal(recomputed, plain)
     # both layers may be; what a plan does with that is a matter of the drive
     assert recomputed["report"]["plan"]["blocks"] == 2 and recomputed["report"]["blocks_left_out"] == []
+
+
+@pytest.mark.parametrize("counted", [None, 5000], ids=["by itself", "by the Trainer"])
+def test_the_loss_in_chunks_is_the_models_own(counted: int | None) -> None:
+    pytest.importorskip("transformers")
+    from long_context import LOSS_TOKENS, llama, tile_loss
+
+    torch.manual_seed(0)
+    tokens = torch.randint(256, (1, 2 * LOSS_TOKENS + 300))
+    more = {} if counted is None else {"num_items_in_batch": torch.tensor(counted)}
+    found = []
+    for tiled in (False, True):
+        torch.manual_seed(0)
+        model = llama(64, 1, tokens.shape[1])
+        if tiled:
+            tile_loss(model)
+        loss = model(input_ids=tokens, labels=tokens, **more).loss
+        loss.backward()
+        found.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
+    for own, in_chunks in zip(*found, strict=True):
+        torch.testing.assert_close(in_chunks, own, rtol=1e-4, atol=1e-6)
 
 
 def is_equal(run: dict[str, Any], plain: dict[str, Any]) -> bool:
