@@ -67,7 +67,8 @@ def test_compiled_layers_save_less_at_once(tmp_path: Path) -> None:
     same(found)
     for run in found[1:]:
         report = run["report"]
-        assert report["peak_saved_bytes"] < 0.5 * report["peak_saved_bytes_without"]
+        # Half, and the model's input, which leaves when the operation that saves it is over.
+        assert report["peak_saved_bytes"] < 0.51 * report["peak_saved_bytes_without"]
     assert ADVICE not in output
 
 

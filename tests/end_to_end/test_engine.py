@@ -83,9 +83,10 @@ def test_an_error_that_is_not_ours_reaches_the_others_too(
         raise MemoryError("no memory for staging")
 
     monkeypatch.setattr(engine, "_new_offloader", out_of_memory)
+    two_ranks.set("ds_tba/1/1", '{"problem": null}')  # ranks are counted first
     with pytest.raises(MemoryError):
         engine._build(runs.with_block(runs.plain_config(), tmp_path), SimpleNamespace())
-    assert b"MemoryError: no memory for staging" in two_ranks.get("ds_tba/0/1")
+    assert b"MemoryError: no memory for staging" in two_ranks.get("ds_tba/0/2")
 
 
 def test_a_rank_without_the_block_is_named_instead_of_waited_for(two_ranks: distributed.Store) -> None:
