@@ -217,7 +217,7 @@ def main(argv: list[str] | None = None) -> int:
         write_page(options.report, console)
     lived = [one for one in outcomes if one.result]
     if all(one.answers == reference.answers for one in lived):
-        console.print(summary(outcomes, limit_bytes), highlight=False)
+        console.print(summary(outcomes, limit_bytes), highlight=False, soft_wrap=True)
     good = BLOCK not in options.rows or any(one.name == BLOCK for one in lived)
     return 0 if good and all(one.answers == reference.answers for one in lived) else 1
 
