@@ -222,7 +222,7 @@ def struck(directory: Path, lanes: str, first: int, stride: int, limit_s: int, t
 
 @pytest.mark.parametrize("lanes", ["write", "read"])
 def test_memory_that_runs_out_in_a_lane_hangs_nobody_and_loses_nothing(tmp_path: Path, lanes: str) -> None:
-    number, exact, lost = struck(tmp_path, lanes, 11, 83, 300, 1)
+    number, exact, lost = struck(tmp_path, lanes, 11, 37, 300, 1)
     assert number > 10 and exact > 6 * number and not lost
 
 
