@@ -119,7 +119,9 @@ class SavedTensors:
             return found
         originals = with_originals(found, unpacked, ctx)
         if ctx is not None:
-            self._last[threading.get_ident()] = originals
+            # Not one with a graph of its own, which it would hold beyond a backward that raises.
+            leaves = [one for one in originals if isinstance(one, torch.Tensor) and one.grad_fn is None]
+            self._last[threading.get_ident()] = leaves
         return originals
 
     def forget_last(self, thread: int | None = None) -> None:

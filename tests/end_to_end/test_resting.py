@@ -18,6 +18,7 @@ from torch import nn
 
 from ds_tba import offloader as offloading
 from ds_tba.offloader import ActivationOffloader
+from ds_tba.storage import swap_file
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 STAGING_BYTES = 16 << 20
@@ -141,7 +142,7 @@ def test_an_engine_whose_space_is_gone_trains_on_in_memory(
     expected = one.step()
     other = make()
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, logger="ds_tba"):
-        patch.setattr(os, "posix_fallocate", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        patch.setattr(swap_file, "fallocate", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
         for _ in range(2):
             assert all(map(torch.equal, one.step(), expected))
     assert memory(one.offloader) == 0 and one.offloader.report().fallbacks > 0

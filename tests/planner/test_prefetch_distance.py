@@ -77,7 +77,6 @@ def test_copies_in_take_time_too_but_not_of_the_drive() -> None:
 def test_what_is_kept_or_refused_has_no_part_in_it() -> None:
     assert distance_of(evenly(6, machine(read=2.5)), N, K, N, K, N, K, K) == (2, 2, 1)
     assert distance_of(evenly(6, machine(read=2.5)), *[K] * 7) == ()
-    assert distance_of(evenly(6, machine(read=2.5, staging_bytes=SIZE - 1)), *[N] * 6, K) == ()
 
 
 def test_writes_make_reads_slower_while_they_last() -> None:

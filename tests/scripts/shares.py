@@ -38,7 +38,7 @@ found = {
     "swap": tiers.paths[0].file.limit_bytes / (statvfs.f_bavail * statvfs.f_frsize),
     "host_bytes": tiers.host.limit_bytes,
     "available_bytes": before_bytes,
-    "endurance_tbw": tiers.endurance_tbw()[0],
+    "endurance_tbw": tiers.left_tbw(),
 }
 (directory / f"{os.environ['RANK']}.json").write_text(json.dumps(found))
 deepspeed.comm.barrier()
