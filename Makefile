@@ -138,7 +138,7 @@ soak: $(BIN)/.installed aio
 
 # The newest that there is of PyTorch and DeepSpeed, before it is a release. A failure is news, and stops nobody.
 CANARY := .cache/canary_venv
-CANARY_TESTS := tests/test_private_names.py tests/autograd/test_selective_checkpoints.py tests/autograd/test_hazards.py \
+CANARY_TESTS := tests/test_private_names.py tests/recompute/test_selective_checkpoints.py tests/hazards/test_hazards.py \
     tests/sweep/test_operators.py::test_what_writes_after_it_was_packed_is_known
 canary:
 	@mkdir -p $(CURDIR)/.cache

@@ -29,8 +29,8 @@ from alternating import rounds_of
 from curves.device import Device
 from torch.nn import functional
 
-from ds_tba.autograd.cache import TensorCache
-from ds_tba.autograd.sites import Sites
+from ds_tba.core.cache import TensorCache
+from ds_tba.remat.sites import Sites
 from ds_tba.storage.backends.posix import PosixBackend
 from ds_tba.storage.nvme import Lanes, NvmeStore
 from ds_tba.storage.staging import StagingRing

@@ -55,8 +55,8 @@ from torch import nn  # noqa: E402
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from ds_tba.autograd.tensors import mark_owned  # noqa: E402
 from ds_tba.cli.plan.dry_run import PeakMeter  # noqa: E402
+from ds_tba.core.tensors import mark_owned  # noqa: E402
 
 MIB = 1 << 20
 ENOUGH = 100.0  # an overhead that no plan reaches: the budget decides

@@ -33,9 +33,9 @@ from oracle.search import adaptive as oracle_adaptive
 from oracle.simulator import simulate
 from planners import PLANNERS as RUNTIME_PLANNERS
 
-from ds_tba.planner.plan import Limits, Plan
-from ds_tba.planner.search import Planner
-from ds_tba.planner.trace import OUTSIDE, BlockTrace, PathRates, Resources, StorageTrace, Trace
+from ds_tba.plan.plan import Limits, Plan
+from ds_tba.plan.search import Planner
+from ds_tba.plan.trace import OUTSIDE, BlockTrace, PathRates, Resources, StorageTrace, Trace
 
 COUNTS = (1000, 10_000, 100_000)
 RATES_GB_S = (8, 16, 32)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         UpdateInterruptedError,
     )
     from ds_tba.offloader import ActivationOffloader
-    from ds_tba.telemetry.report import OffloadReport
+    from ds_tba.report import OffloadReport
 
 __all__ = [
     "ActivationCorruptionError",
@@ -64,7 +64,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    homes = {"ActivationOffloader": "ds_tba.offloader", "OffloadReport": "ds_tba.telemetry.report"}
+    homes = {"ActivationOffloader": "ds_tba.offloader", "OffloadReport": "ds_tba.report"}
     return getattr(import_module(homes.get(name, "ds_tba.errors")), name)
 
 

@@ -32,7 +32,7 @@ def install() -> None:
 def tell_unread() -> None:
     """Say at exit that a block in sight was read by nobody; the engine that reads one takes this off the list."""
     try:
-        from ds_tba.telemetry.unread import line
+        from ds_tba.explain.unread import line
 
         sys.stderr.write(line(sys.argv, os.environ))
     except Exception:  # noqa: BLE001 - a program that ends well ends well with us, too

@@ -32,9 +32,6 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import distributed
 
-from ds_tba.adaptive.agreement import Agreement, Alone, Ranks
-from ds_tba.autograd.blocks import FRAMES
-from ds_tba.autograd.tensors import OwnedStorages, mark_owned, skip_frames, uncompiled
 from ds_tba.config import (
     BLOCK,
     SUPPORTED_DEEPSPEED,
@@ -46,11 +43,14 @@ from ds_tba.config import (
     refuse_misnamed,
     zero_block,
 )
+from ds_tba.core.tensors import OwnedStorages, mark_owned, skip_frames, uncompiled
 from ds_tba.device.accelerator import adapted
 from ds_tba.errors import ConfigError, IncompatibleError
+from ds_tba.explain.out_of_memory import ModelMemory
 from ds_tba.offloader import ActivationOffloader
-from ds_tba.telemetry.diagnosis import ModelMemory
-from ds_tba.telemetry.stats import expanded
+from ds_tba.plan.agreement import Agreement, Alone, Ranks
+from ds_tba.recompute.blocks import FRAMES
+from ds_tba.stats import expanded
 from ds_tba.update.config import UpdateConfig, parse_update_block
 from ds_tba.update.interleaved import InterleavedUpdate
 from ds_tba.update.zero3 import refuse_half_updated

@@ -25,31 +25,31 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ds_tba.adaptive.agreement import Agreement, Planning
-from ds_tba.adaptive.controller import Controller
-from ds_tba.adaptive.feedback import compilations, moves_in_vain
-from ds_tba.adaptive.rates import Rates
-from ds_tba.autograd.blocks import Blocks, find_blocks
-from ds_tba.autograd.cache import TensorCache
-from ds_tba.autograd.sample import StepSamples, failure_of
-from ds_tba.autograd.sites import RunningModule, open_sites
-from ds_tba.autograd.tensors import SHOWS_HOOKS, innermost_hooks, mark_inputs, take_off
 from ds_tba.config import BLOCK, AioConfig, OffloadConfig, with_staging
+from ds_tba.core.cache import TensorCache
+from ds_tba.core.tensors import SHOWS_HOOKS, innermost_hooks, mark_inputs, take_off
 from ds_tba.device.accelerator import Accelerator, MemoryMeter, available_bytes, new_thread
 from ds_tba.device.memory import is_out_of_memory
 from ds_tba.errors import IncompatibleError, PathError
-from ds_tba.planner.plan import Limits
-from ds_tba.planner.search import Planner, adaptive
-from ds_tba.planner.trace import Trace
+from ds_tba.explain.out_of_memory import Diagnosis, Failure, ModelMemory
+from ds_tba.explain.sample import StepSamples, failure_of
+from ds_tba.explain.timeline import StepTimeline
+from ds_tba.holders import table
+from ds_tba.plan.agreement import Agreement, Planning
+from ds_tba.plan.controller import Controller
+from ds_tba.plan.feedback import compilations, moves_in_vain
+from ds_tba.plan.plan import Limits
+from ds_tba.plan.rates import Rates
+from ds_tba.plan.search import Planner, adaptive
+from ds_tba.plan.trace import Trace
+from ds_tba.recompute.blocks import Blocks, find_blocks
+from ds_tba.remat.sites import RunningModule, open_sites
+from ds_tba.report import LittleMoved, OffloadReport, ReportFile
+from ds_tba.stats import StoreStats, readable
 from ds_tba.storage.base import Always
 from ds_tba.storage.finalizers import Closer
 from ds_tba.storage.tiers import Tiers
-from ds_tba.telemetry.diagnosis import Diagnosis, Failure, ModelMemory
-from ds_tba.telemetry.drive_health import write_limit_bytes_per_step
-from ds_tba.telemetry.holders import table
-from ds_tba.telemetry.report import LittleMoved, OffloadReport, ReportFile
-from ds_tba.telemetry.stats import StoreStats, readable
-from ds_tba.telemetry.step_timeline import StepTimeline
+from ds_tba.wear import write_limit_bytes_per_step
 
 logger = logging.getLogger(__name__)
 

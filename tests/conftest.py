@@ -23,8 +23,8 @@ from support.fault_table import FaultTable
 from support.runs import SHARED
 from support.victims import NoVictims, Victims, serving
 
-from ds_tba.autograd.tensors import SHOWS_HOOKS
 from ds_tba.config import AioConfig
+from ds_tba.core.tensors import SHOWS_HOOKS
 from ds_tba.storage.backends import aio
 from ds_tba.storage.backends.base import IoBackend
 from ds_tba.storage.backends.posix import PosixBackend
@@ -97,7 +97,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def steady_drives(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drives whose rates never ask for another plan: on a busy machine those of a real one do at any time."""
-    monkeypatch.setattr("ds_tba.adaptive.feedback.Feedback._changed", lambda *_: "")
+    monkeypatch.setattr("ds_tba.plan.feedback.Feedback._changed", lambda *_: "")
 
 
 class AlarmError(Exception):

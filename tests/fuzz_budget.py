@@ -26,12 +26,12 @@ import torch
 from support.stepping import end_step, forward, note_backward
 from torch import Tensor, nn
 
-from ds_tba.adaptive.agreement import Alone
-from ds_tba.autograd.tensors import SHOWS_HOOKS
 from ds_tba.config import AioConfig, OffloadConfig
+from ds_tba.core.tensors import SHOWS_HOOKS
 from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.offloader import ActivationOffloader
-from ds_tba.planner.search import adaptive
+from ds_tba.plan.agreement import Alone
+from ds_tba.plan.search import adaptive
 from ds_tba.storage.backends.posix import PosixBackend
 from ds_tba.storage.backends.select import Selection
 

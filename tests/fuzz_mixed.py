@@ -36,11 +36,11 @@ from fuzz_rematerialize import OPS, UNARY, Line, State, Stores, bits, kind_of
 from torch import Tensor
 from torch.nn import functional
 
-from ds_tba.autograd.cache import TensorCache
-from ds_tba.autograd.sites import Sites
-from ds_tba.autograd.tensors import mark_inputs, mark_owned
+from ds_tba.core.cache import TensorCache
+from ds_tba.core.tensors import mark_inputs, mark_owned
 from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.errors import DsTbaError
+from ds_tba.remat.sites import Sites
 
 LIMIT_S = 60.0  # of a draw
 STEPS = 8

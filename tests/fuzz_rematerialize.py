@@ -40,11 +40,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from ds_tba.autograd.cache import TensorCache
-from ds_tba.autograd.rules import RULES
-from ds_tba.autograd.sites import Recipe, Sites
-from ds_tba.autograd.tensors import mark_inputs, storage_bytes
+from ds_tba.core.cache import TensorCache
+from ds_tba.core.tensors import mark_inputs, storage_bytes
 from ds_tba.device.accelerator import CpuAccelerator
+from ds_tba.remat.rules import RULES
+from ds_tba.remat.sites import Recipe, Sites
 from ds_tba.storage.backends.posix import PosixBackend
 from ds_tba.storage.base import Choice, Store
 from ds_tba.storage.host import HostStore

@@ -287,8 +287,8 @@ def test_rematerialization_says_where_it_cannot(
     """An older PyTorch: nothing fails, and a line says what is lost."""
     from support.doubles import CpuAccelerator
 
-    from ds_tba.autograd import sites
     from ds_tba.config import OffloadConfig
+    from ds_tba.remat import sites
 
     monkeypatch.delattr(torch.autograd, "_get_sequence_nr")
     caplog.set_level("INFO", "ds_tba")

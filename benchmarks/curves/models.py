@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ds_tba.autograd.tensors import mark_owned
+from ds_tba.core.tensors import mark_owned
 
 
 @dataclass(frozen=True)

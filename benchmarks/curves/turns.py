@@ -25,10 +25,10 @@ from planners import PLANNERS
 
 from curves.device import Device
 from curves.models import Workload
-from ds_tba.adaptive.agreement import Alone
 from ds_tba.cli.plan.dry_run import PeakMeter
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.offloader import ActivationOffloader
+from ds_tba.plan.agreement import Alone
 from ds_tba.storage.backends.base import IoBackend
 from ds_tba.storage.backends.select import Selection
 

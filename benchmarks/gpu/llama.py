@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from ds_tba.autograd.tensors import mark_owned
+from ds_tba.core.tensors import mark_owned
 
 GIB = 1 << 30
 BYTE_VALUES = 256  # the vocabulary: what is measured are layers

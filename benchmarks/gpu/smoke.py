@@ -23,9 +23,9 @@ from curves.device import Device  # noqa: E402
 from curves.turns import digest, strict  # noqa: E402
 from planners import PLANNERS  # noqa: E402
 
-from ds_tba.adaptive.agreement import Alone  # noqa: E402
 from ds_tba.config import AioConfig, OffloadConfig  # noqa: E402
 from ds_tba.offloader import ActivationOffloader  # noqa: E402
+from ds_tba.plan.agreement import Alone  # noqa: E402
 from gpu.llama import BYTE_VALUES, Llama, Shape  # noqa: E402
 from gpu.results import write_whole  # noqa: E402
 

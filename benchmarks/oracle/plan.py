@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 
 from ds_tba.config import Placement
-from ds_tba.planner.plan import Limits, Plan, Prediction
+from ds_tba.plan.plan import Limits, Plan, Prediction
 from oracle.timeline import Assignment, Bools, Floats, Liveness, OneForward, Timeline
 
 _ALL = Placement.KEEP, Placement.HOST, Placement.NVME, Placement.REMATERIALIZE

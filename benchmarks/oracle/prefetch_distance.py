@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ds_tba.config import Placement
-from ds_tba.planner.trace import Resources
+from ds_tba.plan.trace import Resources
 from oracle.timeline import Assignment, Floats, Ints, Liveness, Timeline
 
 SLOWER = 1.25

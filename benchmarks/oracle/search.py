@@ -22,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ds_tba.config import Placement
-from ds_tba.planner.plan import Limits, Plan
-from ds_tba.planner.trace import Trace
+from ds_tba.plan.plan import Limits, Plan
+from ds_tba.plan.trace import Trace
 from oracle.plan import (
     SAME_TIME_S,
     Candidates,

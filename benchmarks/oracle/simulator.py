@@ -27,8 +27,8 @@ import numpy as np
 
 from ds_tba.config import Placement
 from ds_tba.errors import TraceError
-from ds_tba.planner.plan import Plan, Prediction
-from ds_tba.planner.trace import Resources, Trace
+from ds_tba.plan.plan import Plan, Prediction
+from ds_tba.plan.trace import Resources, Trace
 from oracle.plan import Outcome, assignment_of
 from oracle.prefetch_distance import BackwardStart, Reloads, prefetch_distance
 from oracle.timeline import Assignment, Places, Timeline

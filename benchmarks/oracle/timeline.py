@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ds_tba.config import IO_ALIGNMENT_BYTES
-from ds_tba.planner.trace import OUTSIDE, Resources, Trace
+from ds_tba.plan.trace import OUTSIDE, Resources, Trace
 
 # A group may be no larger than this fraction of staging, or it could not flow through staging as its members do.
 GROUP_FRACTION_OF_STAGING = 0.125

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ds_tba.config import Placement
-from ds_tba.planner.trace import Resources
+from ds_tba.plan.trace import Resources
 from oracle.timeline import Bools, Floats, Ints, Liveness, Places, Timeline
 
 NOBODY = -1

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 import numpy as np
 from oracle.timeline import Timeline as OracleTimeline
 
-from ds_tba.planner.plan import Limits, Plan, rank
-from ds_tba.planner.replay import replay
-from ds_tba.planner.search import Planner, adaptive, plan_of
-from ds_tba.planner.timeline import Assignment, Timeline
-from ds_tba.planner.trace import Trace
+from ds_tba.plan.plan import Limits, Plan, rank
+from ds_tba.plan.replay import replay
+from ds_tba.plan.search import Planner, adaptive, plan_of
+from ds_tba.plan.timeline import Assignment, Timeline
+from ds_tba.plan.trace import Trace
 from planners.tba import tba_assignment
 from planners.teraio import teraio_assignment
 

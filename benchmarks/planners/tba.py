@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from ds_tba.config import Placement
-from ds_tba.planner.timeline import Assignment, Timeline
-from ds_tba.planner.trace import StorageTrace, Trace
+from ds_tba.plan.timeline import Assignment, Timeline
+from ds_tba.plan.trace import StorageTrace, Trace
 
 
 @dataclass(slots=True)

@@ -16,8 +16,8 @@ from oracle.plan import StorageCosts
 from oracle.timeline import Floats, Timeline
 
 from ds_tba.config import Placement
-from ds_tba.planner.plan import Limits
-from ds_tba.planner.timeline import Assignment
+from ds_tba.plan.plan import Limits
+from ds_tba.plan.timeline import Assignment
 
 SLICES = 1024
 MAX_GROUPS = 1024

@@ -16,7 +16,7 @@ from ds_tba.cli import doctor, page, plan, tune
 from ds_tba.cli.format import add_json, show
 from ds_tba.config import SUPPORTED_DEEPSPEED
 from ds_tba.errors import ReportError
-from ds_tba.telemetry.report import OffloadReport, is_replaceable, write_file
+from ds_tba.report import OffloadReport, is_replaceable, write_file
 
 
 def main(argv: Sequence[str] | None = None) -> int:

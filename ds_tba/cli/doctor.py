@@ -121,8 +121,8 @@ def _aio(paths: Sequence[str], *, built: bool) -> tuple[bool | None, str]:
     """Whether the kernel, and the directories, let DeepSpeed's op work, and whether it loads."""
     from ds_tba.config import AioConfig, IoConfig
     from ds_tba.errors import BackendUnavailableError
+    from ds_tba.stats import expanded
     from ds_tba.storage.backends import aio
-    from ds_tba.telemetry.stats import expanded
 
     handles = (IoConfig().write_lanes + IoConfig().read_lanes) * max(1, len(paths)) + 1
     obstacle = aio.kernel_obstacle(AioConfig(), handles)
@@ -144,7 +144,7 @@ def config_checks(paths: Sequence[Path], script: Path | None = None) -> Iterator
     from ds_tba.cli.plan.training import read_config
     from ds_tba.config import BLOCK, parse_block, refuse_misnamed
     from ds_tba.errors import ConfigError
-    from ds_tba.telemetry import unread
+    from ds_tba.explain import unread
     from ds_tba.update.config import parse_update_block
 
     for path in paths:

@@ -22,9 +22,9 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from ds_tba.errors import ReportError
-from ds_tba.telemetry.drive_health import TERABYTE
-from ds_tba.telemetry.report import LITTLE, OffloadReport
-from ds_tba.telemetry.stats import readable
+from ds_tba.report import LITTLE, OffloadReport
+from ds_tba.stats import readable
+from ds_tba.wear import TERABYTE
 
 MAX_PAGE_BYTES = 1_500_000
 MAX_TIMELINE_BYTES = 64 << 20  # a few thousand events have less than 1 MiB

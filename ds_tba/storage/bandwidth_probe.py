@@ -19,11 +19,11 @@ import numpy
 import torch
 
 from ds_tba.errors import PathError, TransferError
+from ds_tba.stats import Kind
 from ds_tba.storage.backends.base import IoHandle
 from ds_tba.storage.integrity import Integrity
 from ds_tba.storage.space import LANE_CHECK_S, LaneGroup, SwapPath, SwapSpace
 from ds_tba.storage.staging import Span
-from ds_tba.telemetry.stats import Kind
 
 REGION_BYTES = 32 << 20  # of each path
 PHASE_BYTES = 2 * REGION_BYTES  # of each kind, path and phase; less where the region is smaller

@@ -16,7 +16,7 @@ import torch
 
 from ds_tba.device.accelerator import Arrival, PendingCopy
 from ds_tba.errors import StateError
-from ds_tba.telemetry.stats import StoreStats
+from ds_tba.stats import StoreStats
 
 logger = logging.getLogger(__name__)
 

@@ -38,6 +38,7 @@ import torch
 from ds_tba.device.accelerator import Arrival, PendingCopy, new_thread
 from ds_tba.device.memory import is_out_of_memory
 from ds_tba.errors import ActivationCorruptionError, ActivationLostError, StateError, StorageError, TransferError
+from ds_tba.stats import Kind, Transfer
 from ds_tba.storage.backends.base import IoBackend, IoHandle
 from ds_tba.storage.base import Loaded, Refusal, Store, Ticket
 from ds_tba.storage.integrity import Integrity
@@ -54,7 +55,6 @@ from ds_tba.storage.space import (
 )
 from ds_tba.storage.staging import CLOSED, StagingRing, tensor_over, wait_for_stream
 from ds_tba.storage.swap_file import SwapFile
-from ds_tba.telemetry.stats import Kind, Transfer
 
 logger = logging.getLogger(__name__)
 

@@ -24,12 +24,12 @@ import torch
 from ds_tba.config import PREFETCH_FRACTION_OF_STAGING
 from ds_tba.device.accelerator import Accelerator, Arrival, PendingCopy, new_thread
 from ds_tba.errors import StateError, StorageError, TransferError
+from ds_tba.stats import KindMeter, PathMeter, StoreStats, readable
 from ds_tba.storage.backends.base import IoBackend, IoHandle
 from ds_tba.storage.base import Refusal, StateMachine, Store, Ticket
 from ds_tba.storage.finalizers import DeferredFinalizers
 from ds_tba.storage.staging import Loan, Span, SpanAllocator, StagingRing
 from ds_tba.storage.swap_file import SwapFile, repair_of
-from ds_tba.telemetry.stats import KindMeter, PathMeter, StoreStats, readable
 
 logger = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ from pathlib import Path
 
 from ds_tba.device.memory import PAGE_BYTES
 from ds_tba.errors import PathError
-from ds_tba.telemetry.stats import expanded, readable
+from ds_tba.stats import expanded, readable
 
 GROW_STEP_BYTES = 1 << 30
 WRITTEN_STEP_BYTES = 64 << 20  # where a step takes the time of writing it

@@ -13,6 +13,7 @@ from typing import Any
 from ds_tba.config import BLOCK, AioConfig, OffloadConfig, Placement
 from ds_tba.device.accelerator import Accelerator, CpuAccelerator, available_bytes
 from ds_tba.errors import BackendUnavailableError, ConfigError
+from ds_tba.stats import readable
 from ds_tba.storage.backends.select import NAMED, Selection, select_backend
 from ds_tba.storage.bandwidth_probe import LARGEST_REQUEST_BYTES, REGION_BYTES, measure_drives
 from ds_tba.storage.base import Store
@@ -21,8 +22,7 @@ from ds_tba.storage.nvme import Lanes, NvmeStore
 from ds_tba.storage.space import SwapPath
 from ds_tba.storage.staging import StagingRing
 from ds_tba.storage.swap_file import SwapDirectory, SwapFile, check_directories
-from ds_tba.telemetry.drive_health import Drive, PathWear, examine, path_wear
-from ds_tba.telemetry.stats import readable
+from ds_tba.wear import Drive, PathWear, examine, path_wear
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ds_tba.device.accelerator import Accelerator
-from ds_tba.telemetry.report import ReportFile
+from ds_tba.report import ReportFile
 from ds_tba.update.config import UpdateConfig
 from ds_tba.update.device import DevicePipeline, uploads_before
 from ds_tba.update.formula import HostAdam, Powers, is_exact

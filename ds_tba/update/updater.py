@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ds_tba.device.accelerator import Accelerator
-from ds_tba.telemetry.report import ReportFile
+from ds_tba.report import ReportFile
 from ds_tba.update.chunks import Chunk, Split, chunks_of, inside
 from ds_tba.update.config import UpdateConfig
 from ds_tba.update.device import DevicePipeline, Job

@@ -23,7 +23,7 @@ from ds_tba.cli.plan.training import Device, DryRun, Training
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.offloader import ActivationOffloader
-from ds_tba.telemetry.report import OffloadReport
+from ds_tba.report import OffloadReport
 
 pytest.importorskip("transformers")
 DOCS = runs.ROOT / "docs" / "guides" / "one_gpu.md"

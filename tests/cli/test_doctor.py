@@ -19,8 +19,8 @@ from support.cuda_doubles import FakeKvikio
 
 from ds_tba.cli import main
 from ds_tba.cli.doctor import build_aio
+from ds_tba.report import OffloadReport
 from ds_tba.storage.backends import aio
-from ds_tba.telemetry.report import OffloadReport
 
 
 def test_the_doctor_names_what_is_wrong(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -13,20 +13,20 @@ import torch
 from support.estimate_models import ALL
 from torch.utils._pytree import tree_leaves
 
-from ds_tba.adaptive.recorder import Recorder
-from ds_tba.autograd.blocks import Blocks, find_blocks
-from ds_tba.autograd.cache import TensorCache
-from ds_tba.autograd.sites import Recipe, Sites
-from ds_tba.autograd.tensors import mark_inputs, mark_owned
 from ds_tba.cli.plan.dry_run import Passes, PeakMeter, dry_run
 from ds_tba.cli.plan.model import Subject, loss_of
 from ds_tba.cli.plan.rows import fixed, made_again
 from ds_tba.cli.plan.training import Device, DryRun, Training
 from ds_tba.config import AioConfig, OffloadConfig, Placement
+from ds_tba.core.cache import TensorCache
+from ds_tba.core.tensors import mark_inputs, mark_owned
 from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.errors import ModelError
 from ds_tba.offloader import ActivationOffloader
-from ds_tba.planner.trace import PathRates, Resources, Trace
+from ds_tba.plan.recorder import Recorder
+from ds_tba.plan.trace import PathRates, Resources, Trace
+from ds_tba.recompute.blocks import Blocks, find_blocks
+from ds_tba.remat.sites import Recipe, Sites
 
 BATCH, SEQUENCE = 4, 96
 MIN_BYTES = 16384

@@ -23,8 +23,8 @@ from ds_tba.cli.plan.model import Subject, loss_of, recipe_of
 from ds_tba.cli.plan.rows import FRAGMENTATION, MOST, NEAR, TIGHT, UNIT, Setup, longest_of
 from ds_tba.cli.plan.training import Device, DryRun, Training, held_of
 from ds_tba.config import AioConfig, OffloadConfig
-from ds_tba.planner.timeline import Spans
-from ds_tba.planner.trace import BlockTrace, PathRates, StorageTrace, Trace
+from ds_tba.plan.timeline import Spans
+from ds_tba.plan.trace import BlockTrace, PathRates, StorageTrace, Trace
 
 MIN_BYTES = 4096
 WIDTHS = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 6, "num_attention_heads": 4}

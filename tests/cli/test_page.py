@@ -14,8 +14,8 @@ import pytest
 from ds_tba.cli import main
 from ds_tba.cli.page import DETAILED, MAX_PAGE_BYTES, MAX_ROWS, REMEDIES, Found, read_timeline, render, view
 from ds_tba.errors import ReportError
+from ds_tba.report import OffloadReport
 from ds_tba.storage.base import Refusal
-from ds_tba.telemetry.report import OffloadReport
 
 GIB = 1 << 30
 HOSTILE = '</title></style><script>alert(1)</script><img src=x onerror="alert(1)">&\'"\ud800\u202e http://example.com/'

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from ds_tba.autograd.blocks import find_blocks
 from ds_tba.cli.plan.dry_run import dry_run
 from ds_tba.cli.plan.model import _FusedLoss, _Tiled, add_lora, fuse_loss, recipe_of, tile_mlps
 from ds_tba.cli.plan.training import Device, DryRun, Training, held_of
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.errors import ModelError
+from ds_tba.recompute.blocks import find_blocks
 
 pytest.importorskip("transformers")
 WIDTH, WORDS, LAYERS, MIDDLE = 64, 4096, 2, 256

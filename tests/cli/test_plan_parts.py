@@ -16,7 +16,6 @@ from support.traces import SIZE, one_block, resources, storage
 from torch import nn
 from torch.nn import functional
 
-from ds_tba.autograd.blocks import find_blocks
 from ds_tba.cli.format import show, size
 from ds_tba.cli.plan import _drives, _endurance, _used_tbw, write_merged
 from ds_tba.cli.plan.dry_run import OpClock, attention_of, device_kernels
@@ -37,8 +36,9 @@ from ds_tba.cli.plan.rows import (
 from ds_tba.cli.plan.training import CONTEXT_BYTES, Device, DryRun, Training, device_of, held_of, read_training
 from ds_tba.config import AioConfig, OffloadConfig, Placement
 from ds_tba.errors import ConfigError, ModelError
-from ds_tba.planner.trace import OUTSIDE, BlockTrace, StorageTrace, Trace
-from ds_tba.telemetry.drive_health import Drive
+from ds_tba.plan.trace import OUTSIDE, BlockTrace, StorageTrace, Trace
+from ds_tba.recompute.blocks import find_blocks
+from ds_tba.wear import Drive
 
 GOOD = """
 import torch

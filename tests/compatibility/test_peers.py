@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from ds_tba.autograd.cache import TensorCache
-from ds_tba.autograd.saved import RecordState
-from ds_tba.autograd.tensors import stamp_of
+from ds_tba.core.cache import TensorCache
+from ds_tba.core.saved import RecordState
+from ds_tba.core.tensors import stamp_of
 
 SIDE, KIB = 128, 1 << 10
 BYTES = SIDE * SIDE * 4  # of one activation

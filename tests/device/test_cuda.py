@@ -16,8 +16,8 @@ import torch
 from support.late_device import LateDevice, LateEvent
 from torch import Tensor
 
-from ds_tba.autograd.cache import TensorCache
 from ds_tba.config import AioConfig, OffloadConfig
+from ds_tba.core.cache import TensorCache
 from ds_tba.device import accelerator as module
 from ds_tba.device.accelerator import (
     ANSWERS_BYTES,

@@ -16,9 +16,9 @@ from test_hazards import Scenario, scenarios
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ds_tba.autograd.cache import TensorCache
-from ds_tba.autograd.sites import Sites
+from ds_tba.core.cache import TensorCache
 from ds_tba.device.accelerator import ANSWERS_BYTES
+from ds_tba.remat.sites import Sites
 from ds_tba.storage.base import Store
 from ds_tba.storage.host import HostStore
 

@@ -113,7 +113,7 @@ def test_a_torch_func_transform_in_forward_names_the_way_out() -> None:
         inner: torch.Tensor = torch.func.grad(lambda a: a.sin().sum())(torch.ones(3))
         return inner
 
-    from ds_tba.autograd.cache import TensorCache
+    from ds_tba.core.cache import TensorCache
 
     offloader = SimpleNamespace(saving=lambda inputs: TensorCache([], "cpu", 0).saving(), stop_saving=lambda: None)
     with pytest.raises(IncompatibleError, match=r"torch\.func"):

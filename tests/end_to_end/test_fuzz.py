@@ -58,8 +58,8 @@ def test_a_wrong_gradient_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     import torch
     from support.fuzz_training import check
 
-    from ds_tba.autograd.cache import TensorCache
-    from ds_tba.autograd.saved import SavedView
+    from ds_tba.core.cache import TensorCache
+    from ds_tba.core.saved import SavedView
 
     load, loaded = TensorCache._load, []
 

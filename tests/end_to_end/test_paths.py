@@ -7,8 +7,8 @@ import pytest
 from support.disks import Disk, run
 
 from ds_tba.errors import PathError
+from ds_tba.report import rank_path
 from ds_tba.storage.swap_file import check_directories, file_system_of
-from ds_tba.telemetry.report import rank_path
 
 
 def refusal(*paths: object, needed_bytes: int = 1, ranks: int = 1) -> str:

@@ -41,14 +41,14 @@ from test_ordering import (
 )
 from torch.nn import functional
 
-from ds_tba.adaptive.agreement import Alone
-from ds_tba.autograd.cache import TensorCache
-from ds_tba.autograd.sites import Sites
 from ds_tba.config import AioConfig, OffloadConfig
+from ds_tba.core.cache import TensorCache
 from ds_tba.device import accelerator
 from ds_tba.errors import BackendUnavailableError, IncompatibleError
 from ds_tba.offloader import ActivationOffloader
-from ds_tba.planner.search import Planner
+from ds_tba.plan.agreement import Alone
+from ds_tba.plan.search import Planner
+from ds_tba.remat.sites import Sites
 from ds_tba.storage.backends.base import IoBackend
 from ds_tba.storage.backends.kvikio import KvikioBackend
 from ds_tba.storage.backends.posix import PosixBackend

@@ -19,9 +19,9 @@ from curves.device import Device
 from gpu_rig import shows_something
 from torch import nn
 
-from ds_tba.adaptive.agreement import Alone
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.offloader import ActivationOffloader
+from ds_tba.plan.agreement import Alone
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 __all__ = ["shows_something"]

@@ -17,7 +17,7 @@ from soaking.meters import disk_bytes, slope
 from soaking.verdicts import memory
 from support import runs
 
-from ds_tba.planner.plan import Limits
+from ds_tba.plan.plan import Limits
 
 MIB = 1 << 20
 

@@ -19,7 +19,7 @@ from deepspeed.runtime.zero import parameter_offload
 from torch import nn
 from torch.nn import functional
 
-from ds_tba.autograd.blocks import Blocks, find_blocks
+from ds_tba.recompute.blocks import Blocks, find_blocks
 
 parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
 parser.add_argument("--local_rank", type=int, default=0)

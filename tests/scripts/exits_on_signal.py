@@ -20,10 +20,10 @@ from pathlib import Path
 import torch
 from trains_on_after_signal import new_model, step
 
-from ds_tba.adaptive.agreement import Alone
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.offloader import ActivationOffloader
+from ds_tba.plan.agreement import Alone
 
 TRAINED_ON = 3
 STEPS_AFTER_SIGNAL = 5

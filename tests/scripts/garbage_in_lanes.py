@@ -17,8 +17,8 @@ from threading import current_thread
 
 import torch
 
-from ds_tba.autograd.cache import TensorCache
 from ds_tba.config import AioConfig, OffloadConfig, Placement
+from ds_tba.core.cache import TensorCache
 from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.storage.tiers import Tiers
 

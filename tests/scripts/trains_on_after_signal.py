@@ -19,11 +19,11 @@ import torch
 from closes_on_signal import is_in_package
 from torch import nn
 
-from ds_tba.adaptive.agreement import Alone
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.offloader import ActivationOffloader
-from ds_tba.planner.search import adaptive
+from ds_tba.plan.agreement import Alone
+from ds_tba.plan.search import adaptive
 
 HUNG_S = 60.0
 WIDTH = 64

@@ -30,10 +30,10 @@ from test_controller import DEPTH, ROWS, WIDTH, Block, Model  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import ds_tba.storage.tiers  # noqa: E402
-from ds_tba.adaptive.agreement import Ranks  # noqa: E402
 from ds_tba.config import AioConfig, OffloadConfig  # noqa: E402
 from ds_tba.device.accelerator import CpuAccelerator  # noqa: E402
 from ds_tba.offloader import ActivationOffloader  # noqa: E402
+from ds_tba.plan.agreement import Ranks  # noqa: E402
 from ds_tba.storage.backends.select import Selection  # noqa: E402
 
 FAST, SLOW = 400e6, 40e6  # bytes per second

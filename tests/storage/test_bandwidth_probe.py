@@ -14,15 +14,15 @@ from conftest import Alarm, AlarmError, StoreFactory
 from support.disks import until
 from support.doubles import CpuAccelerator, ScriptedBackend, fails, wait_for_writes
 
-from ds_tba.adaptive.rates import Rates
 from ds_tba.errors import PathError
+from ds_tba.plan.rates import Rates
+from ds_tba.stats import PathMeter
 from ds_tba.storage import bandwidth_probe as probe_module
 from ds_tba.storage.backends.base import IoBackend, IoHandle
 from ds_tba.storage.backends.posix import PosixBackend
 from ds_tba.storage.bandwidth_probe import LARGEST_REQUEST_BYTES, PHASE_BYTES, REGION_BYTES, measure_drives
 from ds_tba.storage.nvme import Lanes, NvmeStore
 from ds_tba.storage.staging import SpanAllocator
-from ds_tba.telemetry.stats import PathMeter
 
 MIB = 1 << 20
 

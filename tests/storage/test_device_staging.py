@@ -16,7 +16,7 @@ from support.doubles import CpuAccelerator, DeviceBackend, EventAccelerator, Gat
 from test_hazards import Scenario, cache_over, mutations, scenarios, store_is_empty
 from test_store import CPU, MIB, noise, nothing_is_held, put, stored, until
 
-from ds_tba.autograd.cache import TensorCache
+from ds_tba.core.cache import TensorCache
 from ds_tba.errors import ActivationCorruptionError
 from ds_tba.storage.host import HostStore
 from ds_tba.storage.nvme import Lanes

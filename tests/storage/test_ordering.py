@@ -15,8 +15,8 @@ from support.late_device import LateDevice
 from test_hazards import Scenario, scenarios, store_is_empty
 from test_store import CPU, until
 
-from ds_tba.autograd.cache import TensorCache
 from ds_tba.config import AioConfig, OffloadConfig
+from ds_tba.core.cache import TensorCache
 from ds_tba.errors import IncompatibleError
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.storage.base import Refusal, Store, Ticket

@@ -12,12 +12,12 @@ from support.doubles import CpuAccelerator, EventAccelerator, Gate, ScriptedBack
 from test_hazards import Scenario, scenarios, store_is_empty
 from test_store import CPU, noise
 
-from ds_tba.autograd.cache import TensorCache
+from ds_tba.core.cache import TensorCache
 from ds_tba.errors import ActivationLostError
+from ds_tba.stats import PathMeter
 from ds_tba.storage.backends.base import IoBackend
 from ds_tba.storage.base import Refusal, Ticket
 from ds_tba.storage.nvme import NvmeStore, PiecesTicket
-from ds_tba.telemetry.stats import PathMeter
 
 KIB, MIB = 1 << 10, 1 << 20
 

@@ -17,6 +17,7 @@ from conftest import StoreFactory
 from support.disks import until
 from support.doubles import DeviceBackend, EventAccelerator, Gate, ScriptedBackend, fails, slow, wait_for_writes
 
+from ds_tba import stats as path_meter
 from ds_tba.device.accelerator import Arrival
 from ds_tba.errors import ActivationCorruptionError, ActivationLostError, PathError, StateError
 from ds_tba.storage.backends.base import IoBackend, IoHandle
@@ -26,7 +27,6 @@ from ds_tba.storage.host import HostStore
 from ds_tba.storage.nvme import Lanes, NvmeStore, PiecesTicket
 from ds_tba.storage.space import SwapTicket, TicketState
 from ds_tba.storage.swap_file import SwapFile
-from ds_tba.telemetry import stats as path_meter
 
 MIB = 1 << 20
 CPU = torch.device("cpu")

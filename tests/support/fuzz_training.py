@@ -20,12 +20,12 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from ds_tba.adaptive.agreement import Alone
-from ds_tba.adaptive.controller import Controller
-from ds_tba.adaptive.feedback import Action
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.errors import ActivationModifiedError, DsTbaError
 from ds_tba.offloader import ActivationOffloader
+from ds_tba.plan.agreement import Alone
+from ds_tba.plan.controller import Controller
+from ds_tba.plan.feedback import Action
 from support import fuzz_parts as parts
 from support.doubles import CpuAccelerator, Warnings
 from support.fuzz_programs import Program, Step

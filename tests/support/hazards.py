@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from ds_tba.autograd.cache import TensorCache
+from ds_tba.core.cache import TensorCache
 from ds_tba.device.accelerator import Accelerator
 from ds_tba.errors import ActivationModifiedError
 from ds_tba.storage.backends.posix import PosixBackend

@@ -24,7 +24,7 @@ from pydantic import BaseModel
 import ds_tba
 from ds_tba.cli import main
 from ds_tba.config import BLOCK, UPDATE_BLOCK, OffloadConfig
-from ds_tba.telemetry.report import OffloadReport
+from ds_tba.report import OffloadReport
 from ds_tba.update.config import UpdateConfig
 
 ROOT = Path(__file__).parents[2]

@@ -10,10 +10,10 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
-from ds_tba.adaptive.agreement import Alone
 from ds_tba.config import BLOCK, parse_block
 from ds_tba.device.accelerator import adapted
 from ds_tba.offloader import ActivationOffloader
+from ds_tba.plan.agreement import Alone
 
 
 def offloader_of(directory: Path, model: nn.Module, **block: Any) -> ActivationOffloader:

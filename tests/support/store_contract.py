@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_tba.autograd.cache import TensorCache
+from ds_tba.core.cache import TensorCache
 from ds_tba.errors import StateError
 from ds_tba.storage.base import Loaded, Refusal, Store, Ticket
 from support.disks import until

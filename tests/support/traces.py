@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from ds_tba.planner.plan import Limits, Plan, Prediction
-from ds_tba.planner.replay import replay
-from ds_tba.planner.timeline import Assignment, Timeline
-from ds_tba.planner.trace import OUTSIDE, BlockTrace, PathRates, Resources, StorageTrace, Trace
+from ds_tba.plan.plan import Limits, Plan, Prediction
+from ds_tba.plan.replay import replay
+from ds_tba.plan.timeline import Assignment, Timeline
+from ds_tba.plan.trace import OUTSIDE, BlockTrace, PathRates, Resources, StorageTrace, Trace
 
 SIZE = 4096 * 1000
 TICK_S = 2.0**-10

@@ -24,9 +24,9 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.common_modules import module_db
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ds_tba.autograd.cache import TensorCache
-from ds_tba.autograd.sites import Sites
-from ds_tba.autograd.tensors import mark_owned
+from ds_tba.core.cache import TensorCache
+from ds_tba.core.tensors import mark_owned
+from ds_tba.remat.sites import Sites
 from ds_tba.storage.nvme import NvmeStore
 
 DTYPES = (torch.float32, torch.bfloat16, torch.complex64)

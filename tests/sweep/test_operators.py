@@ -18,7 +18,7 @@ from operator_page import PAGE, counts_in, in_json
 from support.disks import until
 from torch import Tensor
 
-from ds_tba.autograd.cache import TensorCache
+from ds_tba.core.cache import TensorCache
 from ds_tba.storage.nvme import NvmeStore
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]

@@ -22,9 +22,9 @@ from test_trainers import FINE, checkpointing, config_of
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ds_tba.autograd.cache import TensorCache
-from ds_tba.autograd.sites import Sites
+from ds_tba.core.cache import TensorCache
 from ds_tba.device.accelerator import CpuAccelerator
+from ds_tba.remat.sites import Sites
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "evidence" / "reports.md"

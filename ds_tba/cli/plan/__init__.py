@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any
 from ds_tba.cli.format import add_json, in_units_of, show, size, table
 from ds_tba.config import BLOCK, parse_block, with_staging
 from ds_tba.errors import BackendUnavailableError, ConfigError
-from ds_tba.telemetry.drive_health import Drive, Rating, examine
-from ds_tba.telemetry.report import write_file
-from ds_tba.telemetry.stats import expanded, readable
+from ds_tba.report import write_file
+from ds_tba.stats import expanded, readable
+from ds_tba.wear import Drive, Rating, examine
 
 if TYPE_CHECKING:
     from ds_tba.cli.plan.rows import Longest, Row, Setup
     from ds_tba.cli.plan.training import Training
-    from ds_tba.planner.plan import Plan
-    from ds_tba.planner.trace import PathRates
+    from ds_tba.plan.plan import Plan
+    from ds_tba.plan.trace import PathRates
 
 _DESCRIPTION = """\
 Runs one forward and backward of the model on PyTorch's meta device (shapes without values), through the cache and the
@@ -231,7 +231,7 @@ def _drives(
 
     An aio op that is not built is not built for this.
     """
-    from ds_tba.planner.trace import PathRates
+    from ds_tba.plan.trace import PathRates
     from ds_tba.storage.tiers import probe
 
     config, source = training.offload, "of the data sheet of one PCIe 4.0 drive"

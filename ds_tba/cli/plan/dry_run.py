@@ -31,12 +31,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from ds_tba.adaptive.recorder import Recorder
-from ds_tba.autograd import sites
-from ds_tba.autograd.blocks import Block, Blocks, find_blocks
-from ds_tba.autograd.cache import TensorCache
-from ds_tba.autograd.saved import Keeper, nbytes_of
-from ds_tba.autograd.tensors import mark_inputs, mark_owned
 from ds_tba.cli.plan.model import (
     Recipe,
     Subject,
@@ -47,10 +41,16 @@ from ds_tba.cli.plan.model import (
     tile_mlps,
 )
 from ds_tba.cli.plan.training import Device, DryRun, Training
+from ds_tba.core.cache import TensorCache
+from ds_tba.core.saved import Keeper, nbytes_of
+from ds_tba.core.tensors import mark_inputs, mark_owned
 from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.errors import ModelError
-from ds_tba.planner.timeline import Spans
-from ds_tba.planner.trace import PathRates, Resources
+from ds_tba.plan.recorder import Recorder
+from ds_tba.plan.timeline import Spans
+from ds_tba.plan.trace import PathRates, Resources
+from ds_tba.recompute.blocks import Block, Blocks, find_blocks
+from ds_tba.remat import sites
 from ds_tba.storage.base import Always
 
 
@@ -334,7 +334,7 @@ class PeakMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         peak_bytes, whole_peak_bytes: the peak so far, without what is excluded and with it.
         samples: at the end of each operation its time, and the bytes without what is excluded.
-        observes_only: activations go where they go without the meter; see ``ds_tba.autograd.tensors.is_under_a_mode``.
+        observes_only: activations go where they go without the meter; see ``ds_tba.core.tensors.is_under_a_mode``.
     """
 
     observes_only = True

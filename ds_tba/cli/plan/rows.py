@@ -30,12 +30,12 @@ import numpy as np
 
 from ds_tba.cli.plan.training import Device, DryRun, Held, Training, beside, held_of
 from ds_tba.config import BLOCK, Placement, zero_block
-from ds_tba.planner.plan import Limits, Plan, Prediction
-from ds_tba.planner.replay import peak_beside, replay
-from ds_tba.planner.search import adaptive
-from ds_tba.planner.timeline import Assignment, Timeline
-from ds_tba.planner.trace import OUTSIDE, Trace
-from ds_tba.telemetry.drive_health import DAY_S, life_days, write_limit_bytes_per_step
+from ds_tba.plan.plan import Limits, Plan, Prediction
+from ds_tba.plan.replay import peak_beside, replay
+from ds_tba.plan.search import adaptive
+from ds_tba.plan.timeline import Assignment, Timeline
+from ds_tba.plan.trace import OUTSIDE, Trace
+from ds_tba.wear import DAY_S, life_days, write_limit_bytes_per_step
 
 FRAGMENTATION = 0.05
 TIGHT = 0.9

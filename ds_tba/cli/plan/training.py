@@ -20,8 +20,8 @@ import torch
 from ds_tba.cli.format import size
 from ds_tba.config import BLOCK, AioConfig, OffloadConfig, parse_block, refuse_misnamed, zero_block
 from ds_tba.errors import ConfigError
-from ds_tba.planner.timeline import Spans
-from ds_tba.planner.trace import Trace
+from ds_tba.plan.timeline import Spans
+from ds_tba.plan.trace import Trace
 from ds_tba.update.config import parse_update_block
 
 # Without --config.

@@ -1,1 +1,0 @@
-"""Measures, has plans made, and watches that they keep their promises."""

@@ -1,0 +1,1 @@
+"""The tensor cache: saved tensors, their records and their places."""

@@ -1,0 +1,899 @@
+"""The tensor cache: autograd's pack and unpack (TBA section 3.2), and one record for each saved storage in between.
+
+Answers what becomes of a tensor that autograd saves. Sees autograd, storages and a store's contract; cannot see files,
+staging or DeepSpeed, nor the reasons of a policy. ``saved.py`` has the objects that autograd holds, ``residency.py``
+moves their bytes and holds them within the budget, ``sites.py`` makes some of them again.
+
+[Note: Records] Every saved tensor becomes a ``SavedView``, the object that autograd holds in its place. Views of one
+storage share a ``SavedStorage``, found by the stamps of storage and version counter and by the version: the storage is
+written once, and every view is rebuilt from it. A record lives as long as one of its views. Records are shared within
+one forward only, and once the bytes have left, with a view that is saved later only where they are still the same
+(``fingerprint.py``): bytes that change without a version (a buffer that numpy or a collective refills) are saved again.
+A device answers late; until then the later view keeps its bytes.
+
+[Note: Operations under way] Autograd packs what an operation saves before its kernel runs, and a kernel may write into
+that (``rrelu`` into its noise). So a storage that no finished operation has made leaves only when the operation that
+saves it is over: at the next save with another sequence number, which each node of the graph takes, or when forward
+is over. On a device the host has then also told the stream to wait for what a Function began on another one.
+
+[Note: Made again] What can be made again is compared before its bytes are let go of (``sites.py``). A device answers
+late; until then the record keeps its bytes, beside ``MAX_UNREAD_BYTES`` of others at most. What comes while there are
+more is saved, and compared another time: nobody waits for the device. An operand that a recipe brings back before
+backward wants it for itself stays for that, as long as the recipe lives, and as long as there are few. What a graph
+that outlives backward still needs, and no operand is wanted for anything else, is made once and kept, where that takes
+less than its operands do.
+
+[Note: Order of locks] The cache's lock is taken before a store's, never after: stores do not know the cache. But a
+finalizer may run inside a store's critical section, take the cache's lock if that is free, and give a ticket back. So
+``Store.release`` waits for no lock, and defers itself in turn.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from ds_tba.core.fingerprint import Answer
+from ds_tba.core.originals import keep_originals
+from ds_tba.core.prefetch import MicroStep, Phase
+from ds_tba.core.residency import Residency
+from ds_tba.core.saved import (
+    NO_INDEX,
+    CountedMemory,
+    Finalized,
+    Hooks,
+    Keeper,
+    Makeable,
+    MemoryGone,
+    PassedThrough,
+    RecordState,
+    SavedCounted,
+    SavedStorage,
+    SavedView,
+    StorageKey,
+    nbytes_of,
+    unmodified,
+)
+from ds_tba.core.tensors import (
+    Eligibility,
+    bytes_of,
+    components_of,
+    eligibility,
+    has_plain_storage,
+    held_bytes,
+    hooks_of_forward,
+    is_cast_of_parameter,
+    is_complete,
+    is_parameter,
+    is_under_a_mode,
+    next_sequence_number,
+    uncompiled_hooks,
+)
+from ds_tba.device.accelerator import Accelerator, PinnedAnswers
+from ds_tba.device.memory import is_out_of_memory
+from ds_tba.errors import ActivationModifiedError, StateError, StorageError
+from ds_tba.stats import CacheStats
+from ds_tba.storage.base import Always, Choice, Policy, Store
+
+# Bytes of storages that are kept until a device has answered their comparison; one may be larger.
+MAX_UNREAD_BYTES = 256 << 20
+CHANGED = "saved again with other bytes"
+# Passed through: they hold no memory of the training device.
+_FOREIGN = frozenset({Eligibility.NO_STORAGE, Eligibility.OTHER_DEVICE})
+
+
+@dataclass(eq=False)
+class Forward:
+    """The forward under way, or the last one.
+
+    Attributes:
+        is_recorded: see :meth:`TensorCache.saving`.
+        by_key: records of the storages saved in it; those of earlier forwards are found no more, but live on.
+    """
+
+    micro_step: MicroStep[SavedStorage]
+    policy: Policy
+    is_recorded: bool = False
+    by_key: dict[StorageKey, SavedStorage] = field(default_factory=dict)
+
+
+class _Proof(NamedTuple):
+    """What is known of how a storage that is being saved can be made again.
+
+    Attributes:
+        recipe: with views of its own; None where the storage is to be saved.
+        comparison: that must be read before it need not be saved; None where that is certain.
+    """
+
+    makeable: Makeable
+    recipe: Any = None
+    comparison: Any = None
+
+
+class _InUse(NamedTuple):
+    """A storage that leaves once the operation that saves it is over.
+
+    Attributes:
+        operation: the thread, and the sequence number of its graph when the storage was saved.
+        stream: that saved it; None where everything is done at once.
+    """
+
+    record: SavedStorage
+    choice: Choice
+    operation: tuple[int, int]
+    stream: Any
+
+
+class _Entered(NamedTuple):
+    """One more view of a storage.
+
+    Attributes:
+        offloaded: its bytes are elsewhere.
+        answer: whether they are those of the record, where a device tells that later; the view keeps them until then.
+    """
+
+    record: SavedStorage
+    offloaded: bool
+    answer: Answer | None = None
+
+
+class TensorCache(Keeper):
+    """Moves saved tensors into a store during forward and back during backward.
+
+    Args:
+        stores: where eligible storages go in a micro-step without a policy of its own, in order of preference; without
+            any, everything is kept and measured.
+        device: the training device, with its index.
+        min_tensor_bytes: storages smaller than this are kept.
+        wait_for_staging: wait for room in staging instead of keeping the tensor, likewise.
+        accelerator: of that device, where it is asynchronous: streams matter then, and what is read ahead takes device
+            memory before backward asks for it.
+        released_bytes: without a budget, the bound of the device memory that backward has let go of and the device has
+            not: see [Note: The budget].
+
+    Attributes:
+        learned_order: of first uses, in the last backward that used all.
+        sites: what can be made again, as ``sites.py`` has it, which imports this room's lower files; None where nothing
+            is to be.
+        looked_at: makes the hooks of a forward from the cache's own, to look at what they do; see ``sample.py``.
+    """
+
+    def __init__(
+        self,
+        stores: Sequence[Store[Any]],
+        device: torch.device | str,
+        min_tensor_bytes: int,
+        *,
+        wait_for_staging: bool = False,
+        accelerator: Accelerator | None = None,
+        released_bytes: int = 256 << 20,
+    ) -> None:
+        super().__init__(self._load, self._count_kept, self._finalize)
+        self._stats = CacheStats()
+        self._stores = tuple(stores)
+        self._device = torch.device(device)
+        self._accelerator = accelerator
+        self._pid = os.getpid()
+        self._min_tensor_bytes = min_tensor_bytes
+        self._default_policy: Policy = Always(stores, wait=wait_for_staging, rematerialize=True)
+        self.residency = Residency(self._stats, self._stores, self._device, self, accelerator, released_bytes)
+        self.forward = Forward(MicroStep(), self._default_policy)
+        self.learned_order: list[int] = []
+        self._live_records = 0
+        self.sites: Any = None
+        self.looked_at: Callable[[Hooks], Hooks] = lambda hooks: hooks
+        self._originals = keep_originals()
+        # With the record that waits for the answer; without, where the site was proven before.
+        self._unread: deque[tuple[SavedStorage | None, Any, Any]] = deque()
+        self._in_use: deque[_InUse] = deque()
+        self._answers = None if accelerator is None else PinnedAnswers(accelerator, 1, torch.bool)
+        self._doubted: deque[tuple[weakref.ref[SavedView], Answer]] = deque()
+        self._recomputed: list[CountedMemory] = []  # what blocks that ran again have saved in this backward
+        self._made: dict[SavedStorage, None] = {}  # not saved, but made again
+
+    @property
+    def stats(self) -> CacheStats:
+        """The figures as they are now, without what is gone."""
+        self.finalizers.act_if_free()
+        return self._stats
+
+    @property
+    def live_records(self) -> int:
+        """Saved storages that some graph still holds."""
+        self.finalizers.act_if_free()
+        return self._live_records
+
+    # ---- forwards -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def saving(
+        self,
+        policy: Policy | None = None,
+        around: Callable[[Hooks], Hooks] | None = None,
+        lead: Sequence[int] = (),
+        *,
+        continues: bool = False,
+        is_recorded: bool = False,
+    ) -> Iterator[None]:
+        """A forward: what autograd saves inside goes through the cache.
+
+        Args:
+            policy: where it goes.
+            around: makes the hooks that autograd calls from ours, which they call.
+            lead: see ``Plan.prefetch_distance``.
+            continues: the forward belongs to the micro-step of the last one; see [Note: Micro-steps].
+            is_recorded: the micro-step is being recorded.
+        """
+        if not torch.is_grad_enabled():
+            yield
+            return
+        self._originals.forget_last()
+        if self.sites is not None:
+            self.sites.begin_forward()
+        with self.finalizers, self.finalizers.lock:
+            step = self.forward.micro_step
+            if not (continues or step.is_interleaved):
+                step = MicroStep(self.learned_order)
+                self._stats.micro_steps += 1
+            step.begin_forward(lead)
+            self.forward = Forward(step, policy or self._default_policy, is_recorded)
+        try:
+            with hooks_of_forward(self._hooks(step, around)):
+                yield
+            self._end_operations()
+        finally:
+            step.phase = Phase.WAITING
+
+    def after_forward(self, around: Callable[[Hooks], Hooks] | None = None) -> saved_tensors_hooks | None:
+        """Hooks for what is saved after the last forward and before its backward; None where that is not known.
+
+        Nothing is shared with the forward: who comes after it may have changed bytes that no version tells of.
+        """
+        with self.finalizers, self.finalizers.lock:
+            step = self.forward.micro_step
+            if step.is_interleaved or not step.expects_forward:
+                return None
+            self.forward = replace(self.forward, by_key={})
+        if self.sites is not None:
+            self.sites.begin_forward()
+        return self._hooks(step, around)
+
+    def _hooks(self, step: MicroStep[SavedStorage], around: Callable[[Hooks], Hooks] | None) -> saved_tensors_hooks:
+        hooks = self.looked_at((self.pack, partial(self.unpack, step)))
+        return uncompiled_hooks(*(hooks if around is None else around(hooks)))
+
+    @contextmanager
+    def interleaving(self) -> Iterator[None]:
+        """Forwards and backwards of several micro-batches: one micro-step; see [Note: Micro-steps]."""
+        with self.finalizers, self.finalizers.lock:
+            self.forward.micro_step = MicroStep(self.learned_order, is_interleaved=True)
+            self._stats.micro_steps += 1
+        try:
+            yield
+        finally:
+            self.end_micro_step()
+
+    @property
+    def expects_forward(self) -> bool:
+        """Whether one more forward belongs to the last micro-step; see [Note: Micro-steps]."""
+        with self.finalizers, self.finalizers.lock:
+            return self.forward.micro_step.expects_forward
+
+    def end_micro_step(self) -> None:
+        """The micro-step is over, whatever is still saved: the next forward begins another.
+
+        Raises:
+            RematerializationError: what was made again in earlier steps is no longer what forward makes.
+        """
+        with self.finalizers, self.finalizers.lock:
+            self.forward.micro_step = MicroStep()
+        self._originals.forget_last()
+        self.read_comparisons(wait=True)
+        self._keep_cheaper()
+
+    # ---- pack ---------------------------------------------------------------------------------------------------
+
+    def pack(self, tensor: torch.Tensor) -> PassedThrough | SavedCounted | SavedView:
+        """Autograd's pack hook: the object to hold in place of ``tensor``.
+
+        Raises:
+            RematerializationError: what was made again in earlier steps is no longer what forward makes.
+        """
+        self._stats.packed_tensors += 1
+        if self._in_use and not self._is_capturing:
+            self._end_operations(_operation())
+        why = self.eligibility_of(tensor)
+        if why is Eligibility.ELIGIBLE:
+            return self._save(tensor)
+        if why is Eligibility.PARAMETER:
+            self._stats.passed_through_tensors += 1
+            return PassedThrough(tensor)
+        if why in _FOREIGN:
+            self._stats.kept_bytes[why.value] += nbytes_of(tensor)
+            return PassedThrough(tensor)
+        small = why is Eligibility.SMALL
+        nbytes = tensor.untyped_storage().nbytes() if small else held_bytes(tensor, self._device)
+        counted = SavedCounted(self, tensor, nbytes, why.value)
+        if self.sites is not None and why is not Eligibility.OF_GRAPH:
+            self.sites.note(tensor, counted)
+        return counted
+
+    def eligibility_of(self, tensor: torch.Tensor) -> Eligibility:
+        """Whether a tensor may leave device memory."""
+        acts = self._stores or self.sites is not None
+        if acts and torch._C._len_torch_dispatch_stack() and is_under_a_mode():
+            return Eligibility.PARAMETER if is_parameter(tensor) else Eligibility.UNDER_A_MODE
+        why, accelerator = eligibility(tensor, self._device, self._min_tensor_bytes), self._accelerator
+        if why is not Eligibility.ELIGIBLE:
+            return why
+        if not self.residency.is_limited and is_cast_of_parameter(tensor):  # with a budget the plan says what leaves
+            return Eligibility.CAST_OF_PARAMETER
+        if accelerator is None:
+            return why
+        # Moving the memory of a graph frees nothing, and its next run writes there whoever has saved it.
+        is_of_graph = accelerator.is_capturing() or accelerator.is_of_graph(tensor.untyped_storage())
+        return Eligibility.OF_GRAPH if is_of_graph else why
+
+    def _save(self, tensor: torch.Tensor) -> SavedView:
+        key = StorageKey.of(tensor)
+        forward, sites = self.forward, self.sites
+        if self._doubted:
+            self._read_doubts()
+        entered: _Entered | None = None
+        with self.finalizers, self.finalizers.lock:
+            choice = forward.policy.choose(key, key.nbytes)
+            if key in forward.by_key or (sites is None and not self.residency.may_wait):
+                entered = self._enter(forward, tensor, key, choice, None)
+        if entered is None:  # something may have to be proven or waited for first
+            proof = None
+            if sites is not None:
+                self.read_comparisons()
+                proof = self._prove(tensor, key, choice)  # without the lock: operands load on their own
+            self.wait_for_room(key.nbytes)
+            with self.finalizers, self.finalizers.lock:
+                entered = self._enter(forward, tensor, key, choice, proof)
+        record, offloaded, answer = entered
+        view = SavedView(self, record, tensor, offloaded=offloaded)
+        if answer is not None:
+            self._doubted.append((weakref.ref(view), answer))
+        elif not offloaded:
+            # Without the lock: a view that is not listed yet keeps its bytes, even if the record is evicted meanwhile.
+            record.kept_views.append(weakref.ref(view))
+        if self._accelerator is not None:
+            # Autograd would have held it for longer than this stream uses it, which need not be the one that made it.
+            self._accelerator.share(tensor, self._accelerator.current_stream())
+        if sites is not None:
+            sites.note(tensor, view)
+        return view
+
+    def _enter(
+        self, forward: Forward, tensor: torch.Tensor, key: StorageKey, choice: Choice, proof: _Proof | None
+    ) -> _Entered:
+        """Enter one more view of a storage, which is new unless it has a record with the same bytes."""
+        record, answer, operation = forward.by_key.get(key), None, _operation()
+        is_away = record is not None and record.state is not RecordState.KEPT
+        # What one operation saves has the same bytes: nothing runs in between.
+        if record is not None and is_away and record.fingerprint is not None and record.operation != operation:
+            answer = record.fingerprint.compared(tensor, self._accelerator, self._answers)
+            if answer.is_done:
+                record, answer = record if answer.read() else None, None
+        if record is None:
+            record = self._add(forward, tensor, key, choice, proof)
+        elif record.state is not RecordState.KEPT and answer is None:
+            self._stats.deduplicated_bytes += nbytes_of(tensor)
+        if record.views == record.lent:
+            self._stats.saved.add(record.memory.save(key.nbytes))
+        offloaded = record.state is not RecordState.KEPT and answer is None
+        record.operation = operation
+        record.views += 1
+        record.pending += offloaded
+        return _Entered(record, offloaded, answer)
+
+    def _add(
+        self, forward: Forward, tensor: torch.Tensor, key: StorageKey, choice: Choice, proof: _Proof | None
+    ) -> SavedStorage:
+        """The record of a storage at its present version, which goes where it was proven and chosen to go."""
+        self.residency.make_room(key.nbytes)
+        record = SavedStorage(key, forward.micro_step)
+        record.is_complete = is_complete(tensor)
+        if proof is not None:
+            record.makeable = proof.makeable
+        if proof is not None and proof.comparison is not None:
+            self._unread.append((record, proof.recipe, proof.comparison))
+        elif proof is not None and proof.recipe is not None:
+            self._leave_out(record, proof.recipe, tensor)
+        elif not self._is_over(record, tensor) and (choice.stores or self.residency.is_limited):
+            stream = None if self._accelerator is None else self._accelerator.current_stream()
+            self._in_use.append(_InUse(record, choice, _operation(), stream))
+            record.is_in_use, record.is_leaving = True, bool(choice.stores)
+        elif isinstance(taken := self.residency.offload(tensor, choice), str):
+            self._stats.kept_bytes[taken] += record.nbytes
+        else:
+            record.ticket = taken
+            record.left(tensor, self._accelerator)
+            record.move(RecordState.AWAY)
+            record.index = record.micro_step.add(record)
+        self.residency.add(record, tensor)
+        forward.by_key[key] = record
+        self._live_records += 1
+        record.micro_step.saved += 1
+        return record
+
+    @property
+    def _is_capturing(self) -> bool:
+        """Whether a CUDA graph is being captured, which no copy and no event may come into."""
+        return self._accelerator is not None and self._accelerator.is_capturing()
+
+    def _is_over(self, record: SavedStorage, tensor: torch.Tensor) -> bool:
+        """Whether whatever fills the storage that is being saved has filled it."""
+        return record.is_complete or self._originals.is_of_compiled(tensor.untyped_storage())
+
+    def _end_operations(self, present: tuple[int, int] | None = None) -> None:
+        """Have leave what operations of this thread have saved that are over; see [Note: Operations under way].
+
+        Args:
+            present: the operation that saves now; without one all are over.
+        """
+        thread = threading.get_ident()
+        with self.finalizers, self.finalizers.lock:
+            for one in [one for one in self._in_use if one.operation[0] == thread and one.operation != present]:
+                self._in_use.remove(one)
+                self._end_use(one)
+
+    def _end_use(self, one: _InUse) -> None:
+        record = one.record
+        record.is_in_use = record.is_leaving = False
+        if record.state is not RecordState.KEPT:  # nobody wants it any more
+            return
+        if self._accelerator is not None and one.stream != self._accelerator.current_stream():
+            event = self._accelerator.new_event()
+            event.record(one.stream)  # else the copy may begin before that stream has filled it
+            self._accelerator.current_stream().wait_event(event)
+        reason = self.residency.move_out(record, one.choice)
+        if record.is_in_memory:
+            self._stats.kept_bytes[reason] += record.nbytes
+            self.residency.add_kept(record)
+        else:
+            record.index = record.micro_step.add(record)
+
+    def _count_kept(self, tensor: torch.Tensor, nbytes: int, reason: str) -> CountedMemory:
+        """Count a tensor that is kept, without a record, as ``nbytes`` of its storage.
+
+        Args:
+            reason: in the report's words; empty for a tensor of ours, which autograd has not saved.
+        """
+        self.wait_for_room(nbytes)
+        with self.finalizers, self.finalizers.lock:
+            holders = [tensor] if has_plain_storage(tensor) else components_of(tensor)[:1]
+            memory = self.residency.count(holders[0].untyped_storage() if holders else None, nbytes)
+            added_bytes = memory.save(nbytes if reason else 0)
+            self._stats.saved.add(added_bytes)
+            if reason:
+                self._stats.kept_bytes[reason] += added_bytes
+        return memory
+
+    # ---- unpack -------------------------------------------------------------------------------------------------
+
+    def unpack(
+        self, micro_step: MicroStep[SavedStorage], held: PassedThrough | SavedCounted | SavedView
+    ) -> torch.Tensor:
+        """Autograd's unpack hook: the tensor for which ``held`` stands.
+
+        Raises:
+            ActivationModifiedError: it was modified in place after it was saved.
+            ActivationLostError: its bytes could not be read back.
+            ActivationCorruptionError: the bytes read back are not the bytes written.
+        """
+        if torch.is_inference_mode_enabled():  # what is made there has no version, and autograd saves tensors that have
+            with torch.inference_mode(False):
+                return self.unpack(micro_step, held)
+        if self._in_use and not self._is_capturing:
+            self._end_operations()
+        self._originals.forget_last(threading.get_ident())
+        self.finalizers.act_if_free()  # what is gone makes room for what comes; nothing else may take the lock here
+        # First of all: backward waits for this read, and for no read ahead.
+        if isinstance(held, PassedThrough) or not self._originals.is_for_users_function:
+            tensor = held.restore()
+        else:
+            tensor = self._hand_out(held)
+        self._originals.add(tensor, held)
+        if micro_step.phase is Phase.WAITING:
+            with self.finalizers, self.finalizers.lock:
+                micro_step.read_ahead(self.residency.prefetch)
+        return tensor
+
+    def _hand_out(self, held: SavedCounted | SavedView) -> torch.Tensor:
+        """Return a saved tensor to a Function of the user's, which may write into it without a version.
+
+        It has one memory for all its reads, as without hooks, and shares it with no recipe. A write with a version
+        counts for the tensor that was saved, so that whoever else has saved it raises, as without hooks.
+        """
+        owner = held.record if isinstance(held, SavedView) else held
+        if held.held is not None and not owner.is_operand:
+            tensor = held.restore()
+            if isinstance(held, SavedView) and held.holds(held.record.key):  # it may be moved between two reads
+                owner.handed_out = weakref.ref(tensor.untyped_storage())
+            return tensor
+        storage = None if owner.handed_out is None else owner.handed_out()
+        if storage is not None:
+            tensor = held.over(storage)
+            if isinstance(held, SavedView):
+                with self.finalizers, self.finalizers.lock:
+                    self._note_unpacked(held)
+            return tensor
+        tensor = held.restore()
+        if tensor.is_conj() or tensor.is_neg():  # a mark of the tensor, that its bytes do not have
+            return tensor.clone()
+        storage = tensor.untyped_storage()
+        if owner.is_operand:
+            storage = self._copied(storage)
+        owner.handed_out = weakref.ref(storage)
+        return held.over(storage)
+
+    def _copied(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        nbytes = storage.nbytes()
+        self.wait_for_room(nbytes)
+        copy = bytes_of(storage).clone().untyped_storage()
+        with self.finalizers, self.finalizers.lock:
+            self.residency.count(copy, nbytes)
+        return copy
+
+    def _note_unpacked(self, view: SavedView) -> None:
+        record = view.record
+        if view.held is None:
+            record.pending -= not (view.is_unpacked or view.is_lent)
+        view.state.is_unpacked = True  # under the lock: two threads may unpack one view, and it was pending once
+        self._evict_if_unpacked(record)  # the record lets go of the memory, and the consumer holds it
+
+    def _load(self, view: SavedView) -> torch.Tensor:
+        try:
+            return self._load_once(view)
+        except RuntimeError as error:
+            if self._accelerator is None or not is_out_of_memory(error):
+                raise
+        # The allocator has memory again once streams are done with what the host has let go of (pytorch #189504).
+        self._give_way()
+        return self._load_once(view)
+
+    def _give_way(self) -> None:
+        """Drop what was read ahead, and wait until the device is done with what was let go of."""
+        with self.finalizers, self.finalizers.lock:
+            self.residency.drop_ahead()
+            release = self.residency.releases.oldest
+        while release is not None:
+            release.wait()  # without the lock, or every other thread's hooks would wait for this device, too
+            with self.finalizers, self.finalizers.lock:
+                self.residency.releases.settle()
+                release = self.residency.releases.oldest
+
+    def _load_once(self, view: SavedView) -> torch.Tensor:
+        if os.getpid() != self._pid:
+            raise StateError("a forked child has neither the staging nor the lanes of its parent: run forward in it")
+        record = view.record
+        while True:
+            # Without the lock: operands are loaded on their own, and streams are waited for.
+            recipe, made = record.recipe, None
+            if recipe is None:
+                self.wait_for_room(self.residency.reloading_bytes(record))
+            elif record.reloaded is None:
+                made = self._make(record, recipe)
+            with self.finalizers, self.finalizers.lock:
+                reloaded = record.reloaded
+                if reloaded is None and record.recipe is not None:
+                    if made is None:
+                        continue  # evicted meanwhile
+                    reloaded = self.residency.add_made(record, made)
+                elif reloaded is None:
+                    if record.index != NO_INDEX:
+                        record.micro_step.use(record.index)
+                    reloaded = self.residency.reload(record)
+                data = reloaded.arrival.join()  # every consumer waits for the copy, each in its own stream
+                unmodified(data, reloaded.version)
+                if view.is_lent:
+                    self.residency.add_early(record)
+                self._note_unpacked(view)
+                record.micro_step.read_ahead(self.residency.prefetch, after=record.index)
+            return data
+
+    def _evict_if_unpacked(self, record: SavedStorage) -> None:
+        """A second backward reads or makes it again instead of holding the memory until then."""
+        if record.pending == 0 and record.is_backed:
+            self.residency.evict(record)
+
+    # ---- made again ---------------------------------------------------------------------------------------------
+
+    def rematerialize(self, sites: Any) -> None:
+        """Make storages again from others in backward instead of saving them, where that is proven; None: never."""
+        self.sites = sites
+
+    @contextmanager
+    def _scratch(self, nbytes: int) -> Iterator[None]:
+        """Room for what making takes and nobody saves; it counts where there is a budget, which holds for it, too."""
+        self.wait_for_room(nbytes)
+        with self.finalizers, self.finalizers.lock:
+            self.residency.make_room(nbytes)
+            counted_bytes = nbytes if self.residency.is_limited else 0
+            self._stats.resident.add(counted_bytes)
+        try:
+            yield
+        finally:
+            with self.finalizers, self.finalizers.lock:
+                self._stats.resident.add(-counted_bytes)
+
+    def _make(self, record: SavedStorage, recipe: Any) -> torch.Tensor:
+        with self._scratch(record.nbytes + recipe.scratch_bytes):
+            return self.sites.make(recipe)
+
+    def _prove(self, tensor: torch.Tensor, key: StorageKey, choice: Choice) -> _Proof | None:
+        """Whether the storage of a tensor can be made again, by a comparison where one is due."""
+        sites = self.sites
+        recipe = sites.recipe(tensor) if choice.rematerialize or self.forward.is_recorded else None
+        if recipe is None:
+            return None
+        site, to_be_saved = recipe.site, _Proof(Makeable(recipe.site, recipe.depth, recipe.sources))
+        was_proven, owes = site.is_proven, site.unseen_since is not None
+        if not choice.rematerialize or 2 * recipe.work_bytes > self.residency.limit_bytes:
+            return to_be_saved
+        if not was_proven and self._unread_bytes + key.nbytes > MAX_UNREAD_BYTES and self._unread_bytes:
+            return to_be_saved
+        # Operands that were moved are brought back only for a site that comes again: lengths may not.
+        if not (was_proven or owes or site.visits > 1 or all(one.is_in_memory for one in _leaves(recipe))):
+            return to_be_saved
+        try:
+            recipe = recipe.copied(self)  # of parameters: their owner may change them at any time
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            return to_be_saved
+        # Views of its own: the graph may go, or be used up by another backward.
+        with self.finalizers, self.finalizers.lock:
+            recipe = recipe.bound(self._share)
+            for one in recipe.held():
+                if isinstance(one, SavedCounted):
+                    one.memory.is_operand = True
+        if not site.is_due:
+            sites.left_out(recipe)
+            return to_be_saved._replace(recipe=recipe)
+        comparison = self._compare(recipe, tensor, key.nbytes)
+        if comparison is None:  # refused, or no room to compare: what is due and unseen is saved
+            return to_be_saved
+        if comparison.is_done:
+            if not sites.read(comparison):
+                return to_be_saved
+            comparison = None
+        elif was_proven or owes:  # nothing of this forward waits for the answer
+            self._unread.append((None, recipe, comparison))
+            comparison = None
+            if was_proven:
+                sites.left_out(recipe)
+        if owes and not was_proven:  # its kind was given up
+            return to_be_saved
+        return to_be_saved._replace(recipe=recipe, comparison=comparison)
+
+    @property
+    def _unread_bytes(self) -> int:
+        """Bytes of the storages that are kept until the device has answered."""
+        return sum(one.nbytes for one, _, _ in list(self._unread) if one and one.state is RecordState.KEPT)
+
+    def _compare(self, recipe: Any, tensor: torch.Tensor, nbytes: int) -> Any:
+        needed_bytes, operands = 2 * nbytes + recipe.scratch_bytes, set(recipe.records())
+        if not self.wait_for_room(needed_bytes + sum(map(_absent_bytes, operands)), operands):
+            return None
+        try:
+            with self._scratch(needed_bytes):
+                return self.sites.compare(recipe, tensor)
+        finally:
+            with self.finalizers, self.finalizers.lock:
+                self.residency.end_early()
+
+    def _share(self, view: SavedView) -> SavedView:
+        """One more view of the same bytes, for a recipe."""
+        twin, record = view.twin(), view.record
+        record.memory.is_operand = True
+        record.views += 1
+        record.lent += 1
+        if not twin.is_offloaded:
+            record.kept_views.append(weakref.ref(twin))
+        return twin
+
+    def _leave_out(self, record: SavedStorage, recipe: Any, tensor: torch.Tensor) -> None:
+        """The bytes of a record are not saved."""
+        record.left(tensor, self._accelerator)
+        record.recipe = recipe
+        record.move(RecordState.AWAY)
+        self._made[record] = None
+        self._stats.rematerialized_bytes += record.nbytes
+        self.residency.let_go(record)
+
+    def read_comparisons(self, *, wait: bool = False) -> None:
+        """Let go of the bytes of what a device has found equal by now.
+
+        Args:
+            wait: for all of them.
+
+        Raises:
+            RematerializationError: what was made again in earlier steps is no longer what forward makes.
+        """
+        self._read_doubts(wait=wait)
+        while self._unread:
+            with self.finalizers, self.finalizers.lock:
+                if not self._unread:  # another thread has read it
+                    return
+                is_urgent = wait or self.residency.is_exceeded_by(self._unread_bytes)
+                if not (is_urgent or self._unread[0][2].is_done):
+                    return
+                record, recipe, comparison = self._unread.popleft()
+            is_equal = self.sites.read(comparison)  # without the lock: it may wait for the device
+            with self.finalizers, self.finalizers.lock:
+                if record is None or record.state is not RecordState.KEPT:
+                    continue  # nobody waits for it, or wants it any more, or the budget had it moved
+                held = next((view.held for view in record.holders), None)
+                if is_equal and held is not None:
+                    self._leave_out(record, recipe, held)
+                    record.let_go()
+                else:
+                    self.residency.evict(record)
+
+    def _read_doubts(self, *, wait: bool = False) -> None:
+        """Act on what a device has answered of storages that were saved again."""
+        while self._doubted and not self._is_capturing:
+            with self.finalizers, self.finalizers.lock:
+                if not self._doubted or not (wait or self._doubted[0][1].is_done):
+                    return
+                reference, answer = self._doubted.popleft()
+            self._share_if_equal(reference, answer)  # without the lock: it may wait for the device
+
+    def _share_if_equal(self, reference: weakref.ref[SavedView], answer: Answer) -> None:
+        """Have a view that was saved later keep its bytes no longer, where they are those of its record."""
+        view, is_equal = reference(), answer.read()
+        if view is None:
+            return
+        with self.finalizers, self.finalizers.lock:
+            record = view.record
+            if not is_equal or record.state in (RecordState.KEPT, RecordState.DROPPED) or view.held is None:
+                self._stats.kept_bytes[CHANGED] += 0 if is_equal else record.nbytes
+                return
+            self._stats.deduplicated_bytes += nbytes_of(view.held)
+            record.pending += not view.is_unpacked
+            view.let_go()
+
+    def _keep_cheaper(self) -> None:
+        """Make what takes less than operands that nobody else wants any more, and keep it; see [Note: Made again]."""
+        with self.finalizers, self.finalizers.lock:
+            found = [(one, one.recipe) for one in self._made if _takes_more(one)]
+        for record, recipe in found:
+            try:
+                data = self._make(record, recipe) if record.reloaded is None else None
+            # Raised again where backward wants it; or there will be room another time.
+            except (ActivationModifiedError, StorageError, RuntimeError):
+                continue
+            with self.finalizers, self.finalizers.lock:
+                if data is not None and record.state is RecordState.AWAY:
+                    self.residency.add_made(record, data)
+                if record.reloaded is not None:
+                    record.reloaded, record.recipe = record.reloaded._replace(is_only=True), None
+                    del self._made[record]
+
+    # ---- room, for forwards that run again and for ourselves ----------------------------------------------------
+
+    def wait_for_room(self, nbytes: int, pinned: Collection[SavedStorage] = ()) -> bool:
+        """Before so many bytes more are counted: move and wait for what makes room for them; whether they fit now.
+
+        Args:
+            pinned: storages that stay where they are.
+        """
+        if self._doubted and self.residency.is_exceeded_by(nbytes):
+            self._read_doubts(wait=True)  # they keep bytes that the budget cannot move
+        while self.residency.may_wait:
+            with self.finalizers, self.finalizers.lock:
+                release = self.residency.free_room(nbytes, pinned)
+            if release is None:
+                break
+            release.wait()  # without the lock, or every other thread's hooks would wait for this device, too
+        return not self.residency.is_exceeded_by(nbytes)
+
+    def count_again(self, tensor: torch.Tensor) -> None:
+        """Count a tensor that a forward saves which runs again in backward, until it is free or backward is over."""
+        if is_parameter(tensor) or not has_plain_storage(tensor):
+            return
+        self.wait_for_room(nbytes := held_bytes(tensor, self._device))
+        with self.finalizers, self.finalizers.lock:
+            self._recomputed.append(self.residency.count(tensor.untyped_storage(), nbytes))
+
+    def end_recomputations(self) -> None:
+        """Backward is over, or has raised: what it saved again and others hold on to, a buffer say, is theirs."""
+        with self.finalizers, self.finalizers.lock:
+            while self._recomputed:
+                self.residency.leave(self._recomputed.pop())
+
+    def limit_resident(self, nbytes: int | None, name: str = "") -> None:
+        """Hold saved tensors in device memory within a budget from now on; see :meth:`Residency.limit`."""
+        with self.finalizers, self.finalizers.lock:
+            self.residency.limit(nbytes, name)
+
+    # ---- for the offloader and the controller -------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Act on every deferred finalizer, and let go of what finished copies still hold."""
+        self._originals.forget_last()
+        with self.finalizers, self.finalizers.lock:
+            self.residency.releases.settle()
+        for store in self._stores:  # under their own locks
+            store.settle()
+        self.finalizers.act_if_free()
+
+    def forget_order(self) -> None:
+        """Forget the order in which backward wanted what was moved: from now on other storages are."""
+        with self.finalizers, self.finalizers.lock:
+            self.learned_order = []
+
+    # ---- the ends of records ------------------------------------------------------------------------------------
+
+    def _finalize(self, gone: Finalized) -> None:
+        if isinstance(gone, MemoryGone):
+            if gone.is_free:
+                self.residency.free(gone.memory)
+            else:
+                self._stats.saved.add(-gone.memory.unsave())
+                self.residency.leave(gone.memory)
+            return
+        record = gone.record
+        record.views -= 1
+        record.lent -= gone.is_lent
+        record.pending -= gone.is_pending
+        if record.views == record.lent and not gone.is_lent:
+            self._stats.saved.add(-record.memory.unsave())
+        if record.views == 0:
+            self._forget(record)
+        else:
+            self._evict_if_unpacked(record)
+
+    def _forget(self, record: SavedStorage) -> None:
+        self.residency.remove(record)
+        record.move(RecordState.DROPPED)
+        record.reloaded = record.recipe = record.makeable = None
+        self._made.pop(record, None)
+        self._live_records -= 1
+        if self.forward.by_key.get(record.key) is record:
+            del self.forward.by_key[record.key]
+        if record.ticket is not None:
+            record.ticket.store.release(record.ticket)  # see [Note: Order of locks]
+        record.micro_step.saved -= 1
+        if record.index != NO_INDEX:
+            self.learned_order = record.micro_step.remove(record.index) or self.learned_order
+
+
+def _operation() -> tuple[int, int]:
+    """Return what tells the operation that saves now from later ones: the thread, and the next sequence number."""
+    return threading.get_ident(), next_sequence_number()
+
+
+def _leaves(recipe: Any) -> Iterator[SavedStorage]:
+    """The storages with bytes of their own that a storage is made of, however often it takes them."""
+    for one in recipe.records():
+        yield from (one,) if one.recipe is None or one.reloaded is not None else _leaves(one.recipe)
+
+
+def _absent_bytes(operand: SavedStorage) -> int:
+    """That come into memory where an operand is wanted."""
+    if operand.is_in_memory:
+        return 0
+    if operand.recipe is not None:
+        return operand.recipe.work_bytes
+    return operand.nbytes + (0 if operand.ticket is None else operand.ticket.passing_bytes)
+
+
+def _takes_more(record: SavedStorage) -> bool:
+    """Whether what only recipes hold for a record takes more than the record would, beside what is there already."""
+    only_lent = {one for one in _leaves(record.recipe) if one.views == one.lent and one.is_in_memory}
+    return sum(one.nbytes for one in only_lent) > (record.nbytes if record.reloaded is None else 0)

@@ -1,0 +1,224 @@
+"""What ``ctx.saved_tensors`` returns while our hooks are on: the very tensors that a Function saved, where it can.
+
+Sees what our unpack hooks return in this thread; cannot see what becomes of a tensor afterwards.
+
+[Note: Originals] Without hooks, ``ctx.saved_tensors`` returns a saved leaf as the object that was saved. With hooks,
+autograd wraps whatever unpack returned in a new tensor (``torch/csrc/autograd/saved_variable.cpp``, ``unpack``). Two
+things go wrong then. A backward that returns a saved leaf as a gradient returns a tensor that nobody else refers to, so
+``AccumulateGrad`` takes its memory for ``.grad``, and an optimizer that changes ``.grad`` changes the leaf. And code
+that looks for attributes of the parameter it saved (ZeRO-3's ``ds_status``, say) does not find them. Therefore
+``saved_tensors`` is replaced, on the base class of every Python Function's context, by a descriptor that returns the
+original wherever unpack returned the original; and likewise what a checkpoint hands to the function that it runs again,
+which PyTorch 2.13 no longer saves in a Function.
+
+[Note: Memory of gradients] ``AccumulateGrad`` takes the memory of a gradient that nobody else refers to. Without hooks
+autograd itself refers to what a Function has saved, so that a backward that returns it has a copy made. With hooks the
+tensor around it is new. So a saved view refers to what a Function of the user's has read for as long as it lives, and
+the thread to what was read last until its next unpack: the view of a graph that is used up is gone by then.
+
+[Note: Functions of the user] A Function that PyTorch and DeepSpeed do not bring may write, without a version, into what
+it saves: in forward before it saves it, in backward after it has read it (Liger's kernels do both). So each storage
+counts how often such a Function has saved it, and the unpack hook is told when such a Function reads.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.autograd.function import BackwardCFunction, FunctionCtx
+from torch.utils import checkpoint as checkpointing
+
+from ds_tba.core.tensors import (
+    has_plain_storage,
+    is_of_a_compiled_graph,
+    is_of_a_users_function,
+    note_save_by_function,
+)
+
+_SAVED_TENSORS = "saved_tensors"
+
+
+class Holder(Protocol):
+    """What autograd holds in place of a saved tensor.
+
+    Attributes:
+        held: the tensor, or an alias of it, if its bytes stay in memory.
+        handed: what a Function of the user's has read last; None before that.
+    """
+
+    handed: torch.Tensor | None
+
+    @property
+    def held(self) -> torch.Tensor | None: ...
+
+
+class Unpacked(NamedTuple):
+    """A tensor that an unpack hook has returned.
+
+    Attributes:
+        is_held: it was held since it was saved, and not made for this unpack.
+    """
+
+    tensor: torch.Tensor
+    is_held: bool
+    holder: Holder | None
+
+
+class _Unpacked(threading.local):
+    """Reads of saved tensors by Python code in this thread.
+
+    Attributes:
+        tensors: those that unpack hooks have returned for the context that is being read; None while none is.
+        is_for_users_function: that context is one of [Note: Functions of the user].
+        compiled: storages, by ``id``, that the compiled graph saves which has run last.
+    """
+
+    compiled: Collection[int] = ()
+
+    tensors: list[Unpacked] | None = None
+    is_for_users_function = False
+
+
+class SavedTensors:
+    """The descriptor in place of ``ctx.saved_tensors``. See [Note: Originals].
+
+    Args:
+        builtin: the descriptor of autograd, which unpacks.
+    """
+
+    def __init__(self, builtin: Any) -> None:
+        self._builtin = builtin
+        self._unpacked = _Unpacked()
+        self._last: dict[int, Sequence[Any]] = {}  # by thread
+
+    def __get__(self, ctx: Any, owner: type | None = None) -> Any:
+        if ctx is None:
+            return self
+        is_users = is_of_a_users_function(type(ctx))
+        return self.read(lambda: self._builtin.__get__(ctx, owner), ctx if is_users else None)
+
+    def read(self, unpack: Callable[[], Sequence[Any]], ctx: Any = None) -> Sequence[Any]:
+        """Return what ``unpack`` returns, with the originals among it.
+
+        Args:
+            ctx: the context of one of [Note: Functions of the user]; else None.
+        """
+        state = self._unpacked
+        outer = state.tensors, state.is_for_users_function
+        unpacked: list[Unpacked] = []
+        state.tensors, state.is_for_users_function = unpacked, ctx is not None
+        try:
+            found = unpack()
+        finally:
+            state.tensors, state.is_for_users_function = outer
+        if ctx is None and not any(one.is_held for one in unpacked):
+            return found
+        originals = with_originals(found, unpacked, ctx)
+        if ctx is not None:
+            # Not one with a graph of its own, which it would hold beyond a backward that raises.
+            leaves = [one for one in originals if isinstance(one, torch.Tensor) and one.grad_fn is None]
+            self._last[threading.get_ident()] = leaves
+        return originals
+
+    def forget_last(self, thread: int | None = None) -> None:
+        """Refer no longer to what was read last, by a thread or by all; see [Note: Memory of gradients]."""
+        if thread is None:
+            self._last.clear()
+        elif self._last:
+            self._last.pop(thread, None)
+
+    def note_compiled(self, storages: Collection[int]) -> None:
+        """Note the storages (by ``id``) that a compiled graph of this thread saves now."""
+        self._unpacked.compiled = storages
+
+    def is_of_compiled(self, storage: torch.UntypedStorage) -> bool:
+        """Whether the compiled graph of this thread that has run last saves a storage: it was filled by then."""
+        return id(storage) in self._unpacked.compiled
+
+    @property
+    def is_for_users_function(self) -> bool:
+        """Whether this thread unpacks for one of [Note: Functions of the user]."""
+        return self._unpacked.is_for_users_function
+
+    def add(self, tensor: torch.Tensor, holder: Holder | None = None) -> None:
+        """An unpack hook returns a tensor.
+
+        Args:
+            holder: what autograd holds in its place; None where that is the tensor itself.
+        """
+        unpacked = self._unpacked.tensors
+        if unpacked is not None:
+            unpacked.append(Unpacked(tensor, holder is None or tensor is holder.held, holder))
+
+
+def keep_originals() -> SavedTensors:
+    """The descriptor, put in its place at the first call."""
+    present = BackwardCFunction.__dict__.get(_SAVED_TENSORS)
+    if not isinstance(present, SavedTensors):
+        present = SavedTensors(getattr(BackwardCFunction, _SAVED_TENSORS))
+        setattr(BackwardCFunction, _SAVED_TENSORS, present)
+        _hand_to_checkpoints(present)
+        _count_saves(present)
+    return present
+
+
+def _count_saves(saved_tensors: SavedTensors) -> None:
+    """Have each storage count its saves by [Note: Functions of the user]: they all call ``ctx.save_for_backward``."""
+    builtin = FunctionCtx.save_for_backward
+
+    @functools.wraps(builtin)
+    def save_for_backward(self: Any, *tensors: torch.Tensor) -> None:
+        is_compiled, is_users = is_of_a_compiled_graph(type(self)), is_of_a_users_function(type(self))
+        if is_compiled or is_users:
+            plain = [one for one in tensors if isinstance(one, torch.Tensor) and has_plain_storage(one)]
+            storages = {id(one.untyped_storage()): one.untyped_storage() for one in plain}
+            saved_tensors.note_compiled(storages if is_compiled else ())
+            for storage in storages.values() if is_users else ():
+                note_save_by_function(storage)
+        builtin(self, *tensors)
+
+    FunctionCtx.save_for_backward = save_for_backward  # type: ignore[method-assign]
+
+
+def _hand_to_checkpoints(saved_tensors: SavedTensors) -> None:
+    frame: Any = getattr(checkpointing, "_CheckpointFrame", None)
+    get_inputs = getattr(frame, "get_inputs", None)
+    if get_inputs is not None:
+        frame.get_inputs = lambda self: saved_tensors.read(lambda: get_inputs(self))
+
+
+def with_originals(found: Sequence[Any], unpacked: Sequence[Unpacked], ctx: Any = None) -> tuple[Any, ...]:
+    """The saved tensors of a context, with the original in place of each tensor that autograd made around one.
+
+    Args:
+        found: returned by autograd; None for an argument that was None, and of a checkpoint also other objects.
+        unpacked: returned by our hooks meanwhile, in the same order; fewer, where others' hooks had some of them.
+        ctx: where the holders are to refer to what is returned; see [Note: Memory of gradients].
+    """
+    waiting = list(unpacked)
+    originals = []
+    for one in found:
+        if waiting and isinstance(one, torch.Tensor) and _is_around(one, waiting[0].tensor):
+            tensor, is_held, holder = waiting.pop(0)
+            # A tensor with a graph of its own must keep the edge that autograd gave it.
+            one = tensor if is_held and one.grad_fn is None and one.requires_grad == tensor.requires_grad else one
+            if (
+                holder is not None and ctx is not None and one.grad_fn is not ctx
+            ):  # its own output would hold the graph that holds it
+                holder.handed = one
+        originals.append(one)
+    return tuple(originals)
+
+
+def _is_around(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one is other:
+        return True
+    if one.dtype != other.dtype or not one.layout == other.layout == torch.strided:
+        return False
+    if one.is_nested or other.is_nested or one.shape != other.shape or one._is_zerotensor():
+        return False
+    return one.data_ptr() == other.data_ptr() and one.stride() == other.stride()

@@ -1,0 +1,386 @@
+"""Which saved bytes are in device memory, and what leaves when others need the room: one account for all of them.
+
+Sees records, stores and streams; cannot see autograd, nor which storages a plan keeps.
+
+[Note: The budget] Counted is the device memory of saved tensors: what is kept, what was moved and is still used by
+forward, what was reloaded or made again, what recomputations save, and what is being read ahead onto a device. With a
+budget, nothing is added before there is room. Room is made by waiting for copies, then by moving what was kept, the
+oldest first, because backward wants that last, then by giving up what was read ahead. So a plan that keeps too much
+costs time and no memory. Tensors that forward itself holds, or that are too small to move, may exceed the budget: a
+warning says so once, before they do.
+
+What was reloaded counts until the streams that used it have passed the point at which the host let go of it: before
+that the allocator takes new memory for the next reload. Before a reload the host waits for the oldest of these, without
+the lock: with a budget until there is room, without one until they are no more than the store's own bound.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+
+from ds_tba.core.saved import CountedMemory, Keeper, RecordState, Reloaded, ResidencyGuard, SavedStorage
+from ds_tba.core.tensors import storage_bytes
+from ds_tba.device.accelerator import Accelerator, Arrival, PendingCopy, Release, Releases, moment
+from ds_tba.errors import StateError
+from ds_tba.stats import CacheStats
+from ds_tba.storage.base import Choice, Store, Ticket
+
+logger = logging.getLogger(__name__)
+
+_GUARDS = "_ds_tba_guards"
+
+
+class Residency:
+    """The saved storages in device memory, within the budget. Changed only under the cache's lock.
+
+    Args:
+        stats: its gauge has their bytes, and it the host's seconds in stores.
+        stores: where bytes may go that were kept, in order of preference.
+        cache: told when memory is free.
+        accelerator: of the device, where that is asynchronous.
+        released_bytes: without a budget, the bound of what the host has let go of and the device has not.
+
+    Attributes:
+        limit_bytes: the budget; infinite without one.
+    """
+
+    def __init__(
+        self,
+        stats: CacheStats,
+        stores: tuple[Store[Any], ...],
+        device: torch.device,
+        cache: Keeper,
+        accelerator: Accelerator | None,
+        released_bytes: int,
+    ) -> None:
+        self.limit_bytes = math.inf
+        self._setting = ""  # that asks for the limit
+        self._gauge = stats.resident
+        self.releases = Releases(accelerator, lambda nbytes: stats.resident.add(-nbytes))
+        self._released_limit_bytes = released_bytes
+        self._stats = stats
+        self._stores = stores
+        self._device = device
+        self._cache = cache
+        self._accelerator = accelerator
+        self._has_warned = False
+        self._largest_bytes = 0  # of the storages that left
+        # What may leave, oldest first. Of a kept one an event of the stream that makes its bytes.
+        self._movable: dict[SavedStorage, Any] = {}
+        self._early: dict[SavedStorage, None] = {}  # oldest first: see add_early()
+
+    # ---- room ---------------------------------------------------------------------------------------------------
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether there is a budget."""
+        return self.limit_bytes < math.inf
+
+    def limit(self, nbytes: int | None, setting: str) -> None:
+        """Set the budget.
+
+        Args:
+            nbytes: None for none.
+            setting: that asks for it, for a warning where it cannot be held; empty for no warning.
+        """
+        self.limit_bytes = math.inf if nbytes is None else nbytes
+        self._setting = setting
+
+    def is_exceeded_by(self, more_bytes: float) -> bool:
+        """Whether so many bytes more do not fit now."""
+        return self._gauge.now + more_bytes > self.limit_bytes
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether anything may have to be waited for, or moved, before more is counted."""
+        may_wait = self.is_limited or self.releases.nbytes > 0
+        # A capture into a graph, inside of forward, would be spoilt by looking whether the device has done something.
+        return may_wait and not (self._accelerator is not None and self._accelerator.is_capturing())
+
+    def free_room(self, nbytes: int, pinned: Collection[SavedStorage] = ()) -> Release | PendingCopy | None:
+        """Move what can be moved until ``nbytes`` more fit the budget, or will once streams are done with the rest.
+
+        Args:
+            pinned: storages that stay where they are.
+
+        Returns:
+            What to wait for before this is called again; None where no wait would give more room.
+        """
+        self.releases.settle()
+        copies: list[PendingCopy] = []
+        if not self._fits(nbytes, copies):
+            copies = self._copies_out()
+            ahead = [one for one in self._movable if one.state is RecordState.AHEAD]  # the newest is wanted last
+            held = [one for one in self._movable if one.state is not RecordState.AHEAD]
+            for record in (*held, *reversed(ahead)):  # lists: finalizers that _copies_out() acts on remove records
+                if self._fits(nbytes, copies):
+                    break
+                if record not in pinned:
+                    self.evict(record)
+                    copies = self._copies_out()
+        is_too_far = self.releases.nbytes > self._released_limit_bytes and not self.is_limited
+        if not (is_too_far or self.is_exceeded_by(nbytes)):
+            return None
+        return copies[0] if copies else self.releases.oldest
+
+    def make_room(self, nbytes: int) -> None:
+        """Have ``nbytes`` more fit the budget, as far as that can be done; see [Note: The budget]."""
+        if not self.may_wait:
+            return
+        while (release := self.free_room(nbytes)) is not None:
+            release.wait()  # under the lock, where another thread took the room that was waited for without it
+        if self.is_exceeded_by(nbytes) and self._setting and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "%s %d cannot be held: %d bytes of saved tensors are in device memory, %d more come, and none of them "
+                "can be moved now: forward or backward is using them, they are smaller than min_tensor_bytes, or there "
+                "is no room for them elsewhere (fallbacks in the report). Training goes on above the budget. A budget "
+                "larger by %d or more, smaller micro-batches or a smaller min_tensor_bytes would help",
+                self._setting,
+                self.limit_bytes,
+                self._gauge.now,
+                nbytes,
+                self._gauge.now + nbytes - self.limit_bytes,
+            )
+
+    def _fits(self, nbytes: int, copies: Sequence[PendingCopy]) -> bool:
+        """Whether ``nbytes`` more fit the budget, once these copies are done and streams with what was let go of."""
+        leaving_bytes = self.releases.nbytes + sum(copy.nbytes for copy in copies)
+        return not self.is_exceeded_by(nbytes - leaving_bytes)
+
+    def _copies_out(self) -> list[PendingCopy]:
+        """Copies that hold device memory on its way out, oldest first of each store."""
+        found = [copy for store in self._stores for copy in store.copies_out()]
+        self._cache.finalizers.act()  # of the memory that finished copies have let go of
+        return found
+
+    # ---- what is counted ----------------------------------------------------------------------------------------
+
+    def count(self, storage: torch.UntypedStorage | None, nbytes: int) -> CountedMemory:
+        """Count the memory of a storage for one user (more), until it is free or no user wants it counted.
+
+        Without a storage, until no user wants it counted.
+        """
+        guards: tuple[ResidencyGuard, ...] = getattr(storage, _GUARDS, ())
+        memory = next((one.memory for one in guards if one.is_of(self._cache)), None)
+        if memory is None:
+            memory = CountedMemory()
+            if storage is not None:
+                setattr(storage, _GUARDS, (*guards, ResidencyGuard(self._cache, memory)))
+        if nbytes > memory.nbytes:
+            if self.is_limited:  # without a budget the wait, for what was let go of, has been without the lock
+                self.make_room(nbytes - memory.nbytes)
+            self._gauge.add(nbytes - memory.nbytes)
+            memory.nbytes = nbytes
+        memory.users += 1
+        return memory
+
+    def leave(self, memory: CountedMemory) -> None:
+        """A user is gone; with the last one the memory is counted no longer."""
+        memory.users -= 1
+        if not memory.users:
+            nbytes, memory.nbytes = memory.nbytes, 0
+            self._gauge.add(-nbytes)
+
+    def free(self, memory: CountedMemory) -> None:
+        """The host has let go of memory; its bytes count until consumers, which may be behind, have come so far."""
+        nbytes, memory.nbytes = memory.nbytes, 0
+        if memory.consumers:
+            self.releases.add(nbytes, memory.consumers)
+        else:
+            self._gauge.add(-nbytes)
+
+    def add(self, record: SavedStorage, tensor: torch.Tensor) -> None:
+        """A storage is saved; its memory counts until its last user lets go of it, also where the bytes are away."""
+        record.memory = self.count(tensor.untyped_storage(), record.nbytes)
+        if record.state is not RecordState.KEPT:
+            self._largest_bytes = max(self._largest_bytes, record.nbytes)
+        elif not record.is_in_use:
+            self.add_kept(record)
+
+    def add_kept(self, record: SavedStorage) -> None:
+        """The bytes of a record stay in device memory, until the budget wants the room."""
+        if self.is_limited:
+            self._movable[record] = None if self._accelerator is None else moment(self._accelerator)
+
+    def move_out(self, record: SavedStorage, choice: Choice) -> str:
+        """Have a store take the bytes of a kept record; return the reason why none did, in the report's words."""
+        held = next((view.held for view in record.holders), None)
+        if held is None:
+            return choice.reason
+        taken = self.offload(held, choice)
+        if isinstance(taken, str):
+            return taken
+        self._has_taken(record, taken, held)
+        record.let_go()
+        return ""
+
+    def let_go(self, record: SavedStorage) -> None:
+        """The bytes of a storage need not be held, since they can be made again."""
+        self._largest_bytes = max(self._largest_bytes, record.nbytes)
+        self._movable.pop(record, None)
+
+    def remove(self, record: SavedStorage) -> None:
+        """Nobody wants a storage any more; call it before the record is dropped."""
+        self.leave(record.memory)
+        self.end_prefetch(record)
+        self._early.pop(record, None)
+        self._movable.pop(record, None)
+
+    # ---- back into device memory --------------------------------------------------------------------------------
+
+    def reloading_bytes(self, record: SavedStorage) -> int:
+        """That a reload adds to what is counted."""
+        if record.ticket is None or record.reloaded is not None:
+            return 0
+        return record.ticket.passing_bytes + (0 if record.state is RecordState.AHEAD else record.nbytes)
+
+    def reload(self, record: SavedStorage) -> Reloaded:
+        """Bring a record back, when there is room for its bytes and for what they pass through."""
+        ticket, accelerator = record.ticket, self._accelerator
+        if ticket is None:
+            raise StateError(f"a saved storage '{record.state.value}' has no ticket; this is a bug in ds_tba")
+        self.end_prefetch(record)
+        passing_bytes = 0 if accelerator is None else ticket.passing_bytes
+        self.make_room(record.nbytes + passing_bytes)
+        self._gauge.add(passing_bytes)
+        started_s = time.perf_counter()
+        try:
+            loaded = ticket.store.get(ticket, self._device)
+            data = loaded.data
+        finally:
+            if accelerator is not None and passing_bytes:  # the current stream reads it from there
+                self.releases.add(passing_bytes, (accelerator.current_stream(),))
+        self._stats.moving_s += time.perf_counter() - started_s
+        return self._add_back(record, loaded.arrival, data, is_only=not loaded.stored)
+
+    def add_made(self, record: SavedStorage, data: torch.Tensor) -> Reloaded:
+        """The bytes of a record were made again on the calling thread's current stream."""
+        device = self._accelerator
+        if device is None:
+            arrival = Arrival.done(data)
+        else:  # the next consumer may be on another stream, and must wait for what makes the bytes
+            arrival = Arrival(device, data, moment(device), device.current_stream())
+        return self._add_back(record, arrival, data, is_only=False)
+
+    def _add_back(self, record: SavedStorage, arrival: Arrival, data: torch.Tensor, *, is_only: bool) -> Reloaded:
+        record.move(RecordState.BACK)
+        record.reloaded = Reloaded(arrival, data._version, is_only)
+        # The same list that join() adds to: when the host lets go, it tells which streams may still use the memory.
+        self.count(data.untyped_storage(), record.nbytes).consumers = arrival.consumers
+        if self.is_limited:
+            self._movable[record] = None
+        return record.reloaded
+
+    def prefetch(self, record: SavedStorage) -> bool:
+        """Have a record read ahead, if its bytes are wanted; False where there is no room for it now."""
+        ticket = record.ticket
+        if record.state is not RecordState.AWAY or not record.pending or ticket is None:
+            return True
+        if self._accelerator is not None:
+            if self.is_limited and ticket.passing_bytes:
+                return True  # it is read ahead part by part when it is wanted
+            self.releases.settle()
+            # The largest storage must fit as well: backward may want any other first.
+            if self.is_exceeded_by(record.nbytes + self._largest_bytes):
+                return False
+        if not ticket.store.prefetch(ticket):
+            return False
+        record.move(RecordState.AHEAD)
+        if self._accelerator is not None:  # else it is read into staging, which has its own bound
+            self._movable[record] = None
+            self._gauge.add(record.nbytes)
+        return True
+
+    def end_prefetch(self, record: SavedStorage) -> None:
+        """A record is no longer being read ahead, if it was."""
+        if record.state is RecordState.AHEAD:
+            record.move(RecordState.AWAY)
+            if self._accelerator is not None:
+                del self._movable[record]
+                self._gauge.add(-record.nbytes)
+
+    def add_early(self, record: SavedStorage) -> None:
+        """A recipe has brought a storage back, which backward wants for itself later, or not at all.
+
+        It stays for that, but the oldest of them leave that take more than two operands of an op.
+        """
+        self._early[record] = None
+        while sum(one.nbytes for one in self._early) > 2 * self._largest_bytes and len(self._early) > 1:
+            self.evict(next(iter(self._early)))
+
+    def drop_ahead(self) -> None:
+        """Hold nothing that backward does not want now."""
+        for record in [one for one in self._movable if one.state is RecordState.AHEAD]:
+            self.evict(record)
+        self.end_early()
+
+    def end_early(self) -> None:
+        """Hold none of them any longer: forward goes on, and backward is far."""
+        for record in list(self._early):
+            self.evict(record)
+
+    # ---- out of device memory -----------------------------------------------------------------------------------
+
+    def evict(self, record: SavedStorage) -> None:
+        """Hold the bytes of a record no longer, if a store has them or takes them, or a recipe makes them again."""
+        if record.state is RecordState.AHEAD:
+            if record.ticket is not None and record.ticket.store.cancel_prefetch(record.ticket):
+                self.end_prefetch(record)
+            return
+        self._early.pop(record, None)
+        kept_at = self._movable.pop(record, None)
+        reloaded = record.reloaded
+        if record.state is RecordState.KEPT:
+            held = next((view.held for view in record.holders), None)
+            # A store copies after the calling thread's current stream, and the bytes may be made in another one.
+            if held is not None and self._accelerator is not None and kept_at is not None:
+                self._accelerator.current_stream().wait_event(kept_at)
+            if held is not None and self._move_out(record, held):
+                record.let_go()
+            elif self.is_limited:
+                self._movable[record] = kept_at  # another time: what fills the stores now may be gone then
+        elif record.is_backed:
+            record.move(RecordState.AWAY)
+            record.reloaded = None
+        elif reloaded is not None:
+            data = reloaded.arrival.join()  # the copy out must not begin before the copy in is done
+            # What was changed stays: the next unpack raises.
+            if data._version == reloaded.version and self._move_out(record, data):
+                record.reloaded = None
+            elif self.is_limited:
+                self._movable[record] = kept_at
+
+    def _move_out(self, record: SavedStorage, tensor: torch.Tensor) -> bool:
+        """Have a store take bytes that are nowhere else."""
+        taken = self.offload(tensor, Choice(self._stores, wait=True))
+        if isinstance(taken, str):
+            return False
+        self._has_taken(record, taken, tensor)
+        return True
+
+    def _has_taken(self, record: SavedStorage, taken: Ticket, tensor: torch.Tensor) -> None:
+        if record.ticket is not None:  # its bytes were handed over, but a part of them may still be there
+            record.ticket.store.release(record.ticket)
+        record.ticket = taken
+        record.left(tensor, self._accelerator)
+        record.move(RecordState.AWAY)
+        self._largest_bytes = max(self._largest_bytes, record.nbytes)
+
+    def offload(self, tensor: torch.Tensor, choice: Choice) -> Ticket | str:
+        """Have the first store that can take a tensor's storage; the reason why none did, in the report's words."""
+        reason = choice.reason
+        for store in choice.stores:
+            started_s = time.perf_counter()
+            taken = store.put(storage_bytes(tensor), wait=choice.wait)
+            self._stats.moving_s += time.perf_counter() - started_s
+            if isinstance(taken, Ticket):
+                return taken
+            reason = taken.value
+        return reason

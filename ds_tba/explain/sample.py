@@ -1,0 +1,356 @@
+"""What does one step save, where, and when? The cache's hooks, looked at from around in the steps 1, 2, 4, 8, ...
+
+Answers which modules hold saved bytes (:mod:`ds_tba.holders`) and when bytes came and went
+(:mod:`ds_tba.explain.timeline`). In all other steps it is not there: the hooks are the cache's own. Under a
+profiler of the user's they have ranges, in every step. Cannot see which op saves a tensor: autograd calls its hook
+before it has the node; named is the op that made it, or the user's own Function that saves it. Of an allocation that
+failed it reads in the error where that was.
+"""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from traceback import walk_tb
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.autograd.profiler import record_function
+
+from ds_tba.core.saved import CountedMemory, Hooks, RecordState, SavedCounted, SavedStorage, SavedView
+from ds_tba.core.tensors import form_of, held_bytes, is_parameter
+from ds_tba.explain.out_of_memory import Failure
+from ds_tba.explain.timeline import StepTimeline
+from ds_tba.holders import Holder, merged
+from ds_tba.recompute.passes import RecomputedPass
+from ds_tba.remat.sites import RunningModule
+from ds_tba.stats import CacheStats, PathMeter
+
+# Nodes that only look at a tensor in another shape.
+_VIEWS = frozenset(
+    ("Alias", "Detach", "Expand", "Permute", "Reshape", "Select", "Slice", "Split", "Squeeze", "T", "Transpose")
+    + ("Unsqueeze", "UnsafeView", "View")
+    + ("PreBackwardFunctionForModule", "PostBackwardFunctionModule")  # which ZeRO-3 puts around each module
+)
+_NODE = re.compile(r"(.*?)(?:Backward\d*)?")
+_RUN_AGAIN = RecomputedPass._run_again.__code__
+# Since PyTorch 2.14 it is no Python code, and leaves no frame: then the op that made the tensor is named.
+_APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
+_ASKED = re.compile(r"(?:[Tt]ried to allocate|you tried to allocate) ([\d.]+) (\w+)")
+_UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+# Whose lines tell a user nothing of the program.
+_LIBRARIES = ("torch", "deepspeed", "ds_tba", "contextlib")
+
+
+@dataclass(slots=True)
+class _Seen:
+    """A saved storage."""
+
+    module: str
+    op: str
+    nbytes: int
+    shape: str
+
+
+class StepSample:
+    """One sampled step of a cache.
+
+    Args:
+        stats: of the cache.
+        stalled_s: time that the training thread has waited for a store so far.
+        module: path of the module that runs.
+        timeline: what it is told; None where nobody wants to know when.
+    """
+
+    def __init__(
+        self,
+        stats: CacheStats,
+        stalled_s: Callable[[], float],
+        module: Callable[[], str],
+        timeline: StepTimeline | None,
+    ) -> None:
+        self.timeline = timeline
+        self._stats = stats
+        self._stalled_s = stalled_s
+        self._module = module
+        # By the record of a storage, or by its stamp where it has none: views of one count once.
+        self._seen: dict[SavedStorage | CountedMemory, _Seen] = {}
+        self._is_open = True
+        self._is_after = False  # a forward
+        self._phase_s = 0.0  # when the last part of the step ended
+        self.found: list[Holder] = []
+
+    def around(self, hooks: Hooks) -> Hooks:
+        """Hooks that call these, for a forward that begins."""
+        pack, unpack = hooks
+
+        def look_at_pack(tensor: torch.Tensor) -> Any:
+            if not self._is_open:
+                return pack(tensor)
+            started_s, moving_s = time.perf_counter(), self._stats.moving_s
+            held = pack(tensor)
+            if self._stats.moving_s > moving_s:
+                self._span("copy", "copy out", started_s, tensor.untyped_storage().nbytes())
+            if isinstance(held, SavedView):
+                self._see(held.record, tensor, held.record.nbytes)
+            elif isinstance(held, SavedCounted):
+                self._see(held.memory, tensor, held.nbytes)
+            self._level()
+            return held
+
+        def look_at_unpack(held: Any) -> torch.Tensor:
+            if not self._is_open:
+                return unpack(held)
+            if self._is_after and self._seen:  # backward begins
+                self._found_more()
+            started_s, stalled_s, made_bytes = time.perf_counter(), self._stalled_s(), self._stats.rematerialized_bytes
+            moving_s = self._stats.moving_s
+            tensor = unpack(held)
+            nbytes = held.record.nbytes if isinstance(held, SavedView) else 0
+            waited_s = self._stalled_s() - stalled_s
+            if self._stats.rematerialized_bytes > made_bytes:
+                self._span("again", "make again", started_s, self._stats.rematerialized_bytes - made_bytes)
+            elif self._stats.moving_s > moving_s:
+                if waited_s > 0 and self.timeline is not None:
+                    self.timeline.span("stall", "wait for a read", started_s, started_s + waited_s, nbytes)
+                self._span("copy", "copy back", started_s + waited_s, nbytes)
+            self._level()
+            return tensor
+
+        return look_at_pack, look_at_unpack
+
+    def _see(self, key: SavedStorage | CountedMemory, tensor: torch.Tensor, nbytes: int) -> None:
+        seen = self._seen.get(key)
+        if seen is None:
+            frame = _caller()
+            function = frame.f_locals["cls"].__name__ if frame is not None and frame.f_code is _APPLY else ""
+            module = merged(self._module()) or f"({line_of(frame)})"
+            self._seen[key] = _Seen(module, function or _op(tensor), nbytes, form_of(tensor))
+        elif not seen.op:  # saved by the op that made it, which had no node yet
+            seen.op = _op(tensor)
+
+    def holders(self) -> list[Holder]:
+        """Who holds saved bytes, the largest first: in a forward as it is now, else as its end found it."""
+        if self._is_after:
+            return _holders(self._seen, self.found)
+        return _holders(self._seen) if self._seen else self.found
+
+    def _found_more(self) -> None:
+        self.found[:] = self.holders()
+        self._seen.clear()
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """A forward of the step: at its end as much is saved as will be."""
+        self._seen.clear()  # of one that raised
+        self._is_after = False
+        self._phase_s = time.perf_counter()
+        yield
+        self.end_phase("forward")
+        self.found = self.holders()
+        self._seen.clear()  # a record that is read back would keep its bytes
+        self._is_after = True
+
+    def end_phase(self, name: str) -> None:
+        """What has run since the last of these was the step's forward, backward or optimizer."""
+        if self._phase_s and self.timeline is not None:
+            self.timeline.span("compute", name, self._phase_s, time.perf_counter())
+        self._phase_s = time.perf_counter()
+
+    def end(self) -> None:
+        """The step is over: hooks of a graph that lives on look no more."""
+        self._is_open = False
+        self._seen.clear()
+
+    def _span(self, track: str, name: str, started_s: float, nbytes: int) -> None:
+        if self.timeline is not None:
+            self.timeline.span(track, name, started_s, time.perf_counter(), nbytes)
+
+    def _level(self) -> None:
+        if self.timeline is not None:
+            self.timeline.level(self._stats.resident.now, self._stats.saved.now)
+
+
+class StepSamples:
+    """Samples the steps 1, 2, 4, 8, ...: seldom, and again while plans change and lengths grow.
+
+    Args:
+        stats: of the cache.
+        stalled_s: see :class:`StepSample`.
+        meters: of the paths of the drives.
+        write: takes the timeline of a step that is over, and its number; None where nobody wants timelines.
+
+    Attributes:
+        module: path of the module that runs.
+        holders, holders_step: who held saved bytes at the end of the last forward that was sampled, and in which step.
+    """
+
+    def __init__(
+        self,
+        stats: CacheStats,
+        stalled_s: Callable[[], float],
+        meters: Sequence[PathMeter],
+        write: Callable[[StepTimeline, int], None] | None,
+    ) -> None:
+        self.module: Callable[[], str] = str
+        self.holders: list[Holder] = []
+        self.holders_step = self._step = 0
+        self._stats = stats
+        self._stalled_s = stalled_s
+        self._meters = meters
+        self._write = write
+        self._sample: StepSample | None = None
+        self.end_step()
+
+    def around(self, hooks: Hooks) -> Hooks:
+        """The hooks of a forward that begins."""
+        if self._sample is not None:
+            hooks = self._sample.around(hooks)
+        return _ranged(hooks) if torch.autograd.profiler._is_profiler_enabled else hooks
+
+    def forward(self, saving: AbstractContextManager[None]) -> AbstractContextManager[None]:
+        """The context of a forward, from that in which tensors are saved."""
+        return saving if self._sample is None else self._forward(self._sample, saving)
+
+    @contextmanager
+    def _forward(self, sample: StepSample, saving: AbstractContextManager[None]) -> Iterator[None]:
+        with saving, sample.forward():
+            yield
+        self.holders, self.holders_step = sample.found, self._step
+
+    def end_backward(self) -> None:
+        """A micro-step is over."""
+        if self._sample is not None:
+            self._sample.end_phase("backward")
+
+    def end_step(self) -> None:
+        """An optimizer step is over."""
+        sample, self._sample = self._sample, None
+        if sample is not None:
+            sample.end_phase("optimizer")
+            sample.end()
+            if sample.timeline is not None and self._write is not None:
+                self._write(sample.timeline, self._step)
+        self._step += 1
+        timeline = None
+        if self._step & (self._step - 1) == 0:
+            timeline = None if self._write is None else StepTimeline()
+            self._sample = StepSample(self._stats, self._stalled_s, lambda: self.module(), timeline)
+        for meter in self._meters:
+            meter.tell = None if timeline is None else timeline.span
+
+    def now(self) -> list[Holder]:
+        """Who holds saved bytes: in a sampled forward as it is now, else as the end of the last one found it."""
+        return self.holders if self._sample is None else self._sample.holders() or self.holders
+
+
+def _ranged(hooks: Hooks) -> Hooks:
+    """Hooks with ranges in the profile that the user takes."""
+    pack, unpack = hooks
+
+    def ranged_pack(tensor: torch.Tensor) -> Any:
+        with record_function("ds_tba::pack"):
+            return pack(tensor)
+
+    def ranged_unpack(held: Any) -> torch.Tensor:
+        with record_function("ds_tba::unpack"):
+            return unpack(held)
+
+    return ranged_pack, ranged_unpack
+
+
+def _holders(seen: dict[SavedStorage | CountedMemory, _Seen], before: Sequence[Holder] = ()) -> list[Holder]:
+    found = {(one.module, one.op): replace(one) for one in before}
+    for key, one in list(seen.items()):
+        where = "resident"
+        if isinstance(key, SavedStorage) and key.state in (RecordState.AWAY, RecordState.AHEAD):
+            where = "moved" if key.recipe is None else "again"
+        found.setdefault((one.module, one.op), Holder(one.module, one.op)).add(one.nbytes, where, one.shape)
+    return sorted((one for one in found.values() if one.saved_bytes), key=lambda one: -one.saved_bytes)
+
+
+def _op(tensor: torch.Tensor) -> str:
+    """The op that made a tensor, behind those that only look at it in another shape."""
+    node, name = tensor.grad_fn, ""
+    while node is not None:
+        found = _NODE.fullmatch(type(node).name(node))  # a user's Function may have a ``ctx.name`` of its own
+        name = name if found is None else found[1]
+        before = node.next_functions
+        if name not in _VIEWS or not before:
+            break
+        node = before[0][0]
+    return name
+
+
+# ---- where in the program -------------------------------------------------------------------------------------------
+
+
+def _is_library(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).partition(".")[0] in _LIBRARIES
+
+
+def _frames_from(frame: FrameType | None) -> Iterator[FrameType]:
+    """A frame and those that have called it."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _caller() -> FrameType | None:
+    """Of our hook: the innermost frame that is not ours."""
+    frames = _frames_from(inspect.currentframe())
+    return next((one for one in frames if not str(one.f_globals.get("__name__")).startswith("ds_tba.")), None)
+
+
+def line_of(frame: FrameType | None) -> str:
+    """The innermost line of the program from a frame on outwards, as ``train.py:57``."""
+    found = next((one for one in _frames_from(frame) if not _is_library(one)), None)
+    return "outside of modules" if found is None else f"{Path(found.f_code.co_filename).name}:{found.f_lineno}"
+
+
+def failure_of(error: BaseException, running: RunningModule, device: torch.device) -> Failure:
+    """Where an allocation on a device failed, and of what size it was, by its error."""
+    frames = list(walk_tb(error.__traceback__))
+    names = [(str(frame.f_globals.get("__name__")), frame.f_code.co_name) for frame, _ in frames]
+    backward = next((at for at, (_, name) in enumerate(names) if name == "_engine_run_backward"), len(frames))
+    module, ran_at, is_ours = "", -1, False
+    for at, (frame, _) in enumerate(frames):
+        path = running.path_of(frame)
+        if frame.f_code is _RUN_AGAIN:
+            path, is_ours = frame.f_locals["self"].path, True
+        module, ran_at = (module, ran_at) if path is None else (path, at)
+    # The outermost call that says it: DeepSpeed's backward reduces gradients after autograd's.
+    calls = [name for room, name in names if room.startswith(("torch.optim.", "deepspeed.runtime."))]
+    called = next((name for name in calls if name in ("forward", "backward", "step")), "")
+    phase = "backward" if called == "backward" or (backward < len(frames) and called != "step") else called or "forward"
+    line, local, local_bytes = "", "", 0
+    running_now = set(_frames_from(sys._getframe(1)))  # not ours, which would hold itself, and the error
+    for frame, number in frames:
+        # What a running frame is asked for its locals it keeps: with them the error, and all that its frames hold.
+        if _is_library(frame) or frame in running_now:
+            continue
+        file = frame.f_code.co_filename
+        line = f"{Path(file).name}:{number}: {linecache.getline(file, number).strip()}"
+        for name, value in frame.f_locals.items():
+            nbytes = held_bytes(value, device) if isinstance(value, torch.Tensor) and not is_parameter(value) else 0
+            if nbytes > local_bytes:
+                local, local_bytes = f"{name} {form_of(value)} of {Path(file).name}:{number}", nbytes
+    asked = _ASKED.search(str(error))
+    return Failure(
+        phase="optimizer step" if phase == "step" else phase,
+        asked_bytes=int(float(asked[1]) * _UNITS.get(asked[2], 0)) if asked else 0,
+        module=module,
+        line=line,
+        is_again=ran_at > backward,
+        is_ours=is_ours,
+        local=local,
+        local_bytes=local_bytes,
+    )

@@ -1,0 +1,94 @@
+"""What filled the device? A table of the modules and ops whose tensors are saved.
+
+Knows names and bytes only; ``explain/sample.py`` finds them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ds_tba.stats import readable
+
+MAX_ROWS = 10
+_LAYER_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+@dataclass
+class Holder:
+    """Saved tensors that one op makes in one module; layers of a list are one module.
+
+    Attributes:
+        module: path in the model, with ``*`` for the number of a layer; outside of all modules below the model the line
+            of the program, as ``(train.py:57)``.
+        op: that made the tensor, as autograd names it, or the user's own Function that saves it; empty of inputs, and
+            of what an op alone saves of its own output.
+        tensors: storages, each counted once.
+        largest: shape and dtype of the largest tensor.
+        largest_bytes: of its storage.
+        saved_bytes: in all, of which ``resident_bytes`` are in device memory, ``moved_bytes`` in a store, and
+            ``again_bytes`` made again in backward.
+    """
+
+    module: str
+    op: str
+    tensors: int = 0
+    saved_bytes: int = 0
+    resident_bytes: int = 0
+    moved_bytes: int = 0
+    again_bytes: int = 0
+    largest: str = ""
+    largest_bytes: int = 0
+
+    def __str__(self) -> str:
+        made_by = f", made by {self.op}" if self.op else ""
+        of = f" of up to {self.largest}" if self.largest else ""
+        tensors = f"{self.tensors} tensor{'s' if self.tensors > 1 else ''}"
+        return f"{self.module or 'the model'}{made_by}: {tensors}{of}, {readable(self.saved_bytes)}"
+
+    def add(self, nbytes: int, where: str, shape: str = "") -> None:
+        """Count a storage that is ``"resident"``, ``"moved"`` or made ``"again"``."""
+        if nbytes > self.largest_bytes:
+            self.largest, self.largest_bytes = shape, nbytes
+        self.tensors += 1
+        self.saved_bytes += nbytes
+        setattr(self, f"{where}_bytes", getattr(self, f"{where}_bytes") + nbytes)
+
+
+def merged(module: str) -> str:
+    """The path of a module with ``*`` for each number in it."""
+    return _LAYER_NUMBER.sub("*", module)
+
+
+def table(holders: Sequence[Holder]) -> list[str]:
+    """Lines for people, the largest first; what is beyond :data:`MAX_ROWS` in one line."""
+    if not holders:
+        return []
+    shown, rest = list(holders[:MAX_ROWS]), holders[MAX_ROWS:]
+    if rest:
+        other = Holder(f"{len(rest)} more", "")
+        for name in ("tensors", "saved_bytes", "resident_bytes", "moved_bytes", "again_bytes"):
+            setattr(other, name, sum(getattr(one, name) for one in rest))
+        shown.append(other)
+    rows: list[tuple[str, ...]] = [
+        ("module", "made by", "largest tensor", "tensors", "saved", "in memory", "moved", "made again")
+    ]
+    rows += [
+        (
+            one.module or "(outside of modules)",
+            one.op,
+            one.largest,
+            str(one.tensors),
+            *(
+                readable(nbytes) if nbytes else "-"
+                for nbytes in (one.saved_bytes, one.resident_bytes, one.moved_bytes, one.again_bytes)
+            ),
+        )
+        for one in shown
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(text.ljust(width) if column < 3 else text.rjust(width) for column, (text, width) in enumerate(pairs))
+        for pairs in (list(zip(row, widths, strict=True)) for row in rows)
+    ]

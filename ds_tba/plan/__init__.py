@@ -1,0 +1,1 @@
+"""The adaptive placement: measures steps, plans placements, and watches that plans keep their promises."""

@@ -1,0 +1,308 @@
+"""How ranks come to one plan before any of them follows it: made by the rank that saves most, for the slowest drives.
+
+A rank that recomputed a block which the others do not would, under ZeRO-3, ask for parameters that nobody sends it. The
+stages of a pipeline run other layers and need no common plan: only the ranks of one stage agree.
+
+[Note: Answers] Between two collectives a rank runs code of its own, and that code may fail. Then the rank must still
+make the second collective, or the others wait for it until they time out. So whatever fails there becomes this rank's
+answer, and the plan is delayed, or given up, on all ranks alike.
+
+Knows torch.distributed and the planner; does not know the cache. It cannot see whether a rank still runs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import distributed
+
+from ds_tba.plan.plan import Limits, Plan
+from ds_tba.plan.policy import PlanInForce
+from ds_tba.plan.trace import Resources, Scopes, Trace, slowest
+from ds_tba.wear import TERABYTE
+
+logger = logging.getLogger(__name__)
+
+
+class Alone:
+    """The ranks that decide together: here one alone. Every method is called by all of them, in the same order.
+
+    Values but numbers must be picklable.
+
+    Attributes:
+        rank: of this process among them.
+        where: for the log, which ranks these are, after a space; empty for all ranks of the run.
+    """
+
+    rank: int = 0
+    size: int = 1
+    where: str = ""
+
+    def all_reduce_max(self, value: int) -> int:
+        """The highest value that any rank has."""
+        return value
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """The values of all ranks."""
+        return [value]
+
+    def broadcast(self, value: Any, leader: int) -> Any:
+        """The value that ``leader`` has."""
+        return value
+
+
+class Ranks(Alone):
+    """Ranks over a group of their own in host memory: no device waits for it.
+
+    Building one is a collective: every rank of the run does it.
+
+    Args:
+        group: of gloo, which has this rank; by default of all ranks.
+        where: see :class:`Alone`.
+    """
+
+    def __init__(self, group: Any = None, where: str = "") -> None:
+        self._group = distributed.new_group(backend="gloo") if group is None else group
+        self.rank = distributed.get_rank(self._group)
+        self.size = distributed.get_world_size(self._group)
+        self.where = where
+
+    @classmethod
+    def of_part(cls, parts: Sequence[Sequence[int]], noun: str) -> Ranks:
+        """The ranks of the part of the run that has this rank. A collective of all ranks of the run.
+
+        Args:
+            parts: the ranks of each; together all ranks, each in one part.
+            noun: what a part is, for the log.
+        """
+        groups = [distributed.new_group(list(part), backend="gloo") for part in parts]
+        number = next(number for number, part in enumerate(parts) if distributed.get_rank() in part)
+        return cls(groups[number], f" of {noun} {number}")
+
+    def all_reduce_max(self, value: int) -> int:
+        numbers = torch.tensor([value], device="cpu")
+        distributed.all_reduce(numbers, distributed.ReduceOp.MAX, group=self._group)
+        return int(numbers.item())
+
+    def all_gather(self, value: Any) -> list[Any]:
+        found: list[Any] = [None] * self.size
+        distributed.all_gather_object(found, value, group=self._group)
+        return found
+
+    def broadcast(self, value: Any, leader: int) -> Any:
+        box = [value if self.rank == leader else None]
+        source = distributed.get_global_rank(self._group, leader)
+        distributed.broadcast_object_list(box, src=source, group=self._group, device=torch.device("cpu"))
+        return box[0]
+
+
+Agreement = Alone | Ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a rank brings to a new plan.
+
+    Attributes:
+        trace, scopes: as recorded.
+        kept_s: of one of its steps with everything kept.
+        movable_share: that this rank asks for.
+        non_recomputable: paths of the blocks that it cannot recompute.
+    """
+
+    trace: Trace
+    scopes: Scopes
+    kept_s: float
+    movable_share: float = 1.0
+    non_recomputable: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """The facts that each rank shares before a plan is made.
+
+    Attributes:
+        saved_bytes: of its trace; the rank with the most makes the plan.
+        room_bytes: for activations, on its device.
+        write_limit_bytes: of one of its steps, so that its drives last.
+        resources: its machine.
+        movable_share, non_recomputable: see :class:`Wish`.
+    """
+
+    saved_bytes: int
+    room_bytes: float
+    write_limit_bytes: float
+    resources: Resources
+    movable_share: float
+    non_recomputable: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class NoPlan:
+    """Why there is no plan; the same on every rank.
+
+    Attributes:
+        is_final: the planner failed, and would fail again; else a rank had nothing to offer this time.
+    """
+
+    reason: str
+    is_final: bool
+
+
+class Planning:
+    """The making of plans.
+
+    Args:
+        planner: chooses the placements.
+        limits: of the cost of a plan, given the seconds of a step.
+        resources: the rates of this rank's machine as they are now.
+        room_bytes: device memory that is free for activations at the beginning of a step.
+        agreement: the ranks.
+    """
+
+    def __init__(
+        self,
+        planner: Callable[[Trace, Limits], Plan],
+        limits: Callable[[float], Limits],
+        resources: Callable[[], Resources],
+        room_bytes: Callable[[], float],
+        agreement: Agreement,
+    ) -> None:
+        self._planner = planner
+        self._limits = limits
+        self._resources = resources
+        self._room_bytes = room_bytes
+        self._agreement = agreement
+        self._share_in_force = 1.0  # ``Limits.movable_share`` of the last plan, as on every rank
+        self._warned = self._warned_before = set[
+            str
+        ]()  # kinds of warnings, as the last plan was made and the one before
+
+    def make(self, wish: Wish | None) -> PlanInForce | NoPlan:
+        """The plan that all ranks follow, or why there is none, which is said in the log. A collective.
+
+        Args:
+            wish: of this rank; without one there is no plan for any rank.
+        """
+        self._warned_before, self._warned = self._warned, set()
+        found = self._agreed(wish)
+        if isinstance(found, PlanInForce):
+            self._share_in_force = found.limits.movable_share
+            self._warn_of_budget(found)
+        elif found.is_final:
+            logger.error("no plan, because %s: activations go where there is room without waiting", found.reason)
+        else:
+            self._warn_once("no plan", f"no new plan now, because {found.reason}: tried again later")
+        return found
+
+    def _agreed(self, wish: Wish | None) -> PlanInForce | NoPlan:
+        """The plan, or why there is none: the same for every rank."""
+        where = self._agreement.where
+        answers: list[Offer | str] = self._agreement.all_gather(self._offer(wish))
+        offers = [answer for answer in answers if isinstance(answer, Offer)]
+        for number, answer in enumerate(answers):
+            if isinstance(answer, str):
+                return NoPlan(f"rank {number}{where} {answer}", is_final=False)
+        leader = max(range(len(offers)), key=lambda rank: offers[rank].saved_bytes)
+        found: PlanInForce | str = ""
+        if leader == self._agreement.rank and wish is not None:
+            found = self._planned(wish, offers)
+        found = self._agreement.broadcast(found, leader)
+        if isinstance(found, str):
+            return NoPlan(f"rank {leader}{where} could not plan ({found})", is_final=True)
+        return found
+
+    def _offer(self, wish: Wish | None) -> Offer | str:
+        """The offer of this rank, or why it has none."""
+        if wish is None:
+            return "has no trace"
+        try:
+            resources, room_bytes = self._resources(), self._room_bytes()
+            write_limit_bytes = self._limits(wish.kept_s).write_limit_bytes_per_step
+        except Exception as error:  # noqa: BLE001 - see [Note: Answers]
+            return f"failed ({type(error).__name__}: {error})"
+        return Offer(
+            wish.trace.saved_bytes, room_bytes, write_limit_bytes, resources, wish.movable_share, wish.non_recomputable
+        )
+
+    def _planned(self, wish: Wish, offers: Sequence[Offer]) -> PlanInForce | str:
+        """A plan within the limits, and within the device's memory whatever they are; or why there is none."""
+        try:
+            trace = _for_all(wish, offers)
+            room_bytes = min(offer.room_bytes for offer in offers)
+            # Who wants less has seen steps that are too long; else some have yet to see that there is room for more.
+            shares = [offer.movable_share for offer in offers]
+            share = min(shares) if min(shares) < self._share_in_force else max(shares)
+            write_limit_bytes = min(offer.write_limit_bytes for offer in offers)
+            limits = replace(
+                self._limits(trace.step_s), movable_share=share, write_limit_bytes_per_step=write_limit_bytes
+            )
+            plan = self._planner(trace, limits)
+            if limits.activation_budget_bytes is None and plan.prediction.peak_saved_bytes > room_bytes:
+                limits = replace(limits, activation_budget_bytes=int(room_bytes))
+                plan = self._planner(trace, limits)
+            return PlanInForce.of(plan, trace, wish.scopes, limits)
+        except Exception as error:  # noqa: BLE001 - see [Note: Answers]; training can go on without a plan
+            return f"{type(error).__name__}: {error}"
+
+    def _warn_of_budget(self, found: PlanInForce) -> None:
+        budget_bytes, peak_bytes = found.limits.activation_budget_bytes, found.plan.prediction.peak_saved_bytes
+        if budget_bytes is None:
+            return
+        asked = self._limits(found.trace.step_s).activation_budget_bytes is not None
+        bound = "activation_budget_bytes" if asked else "the free memory of the device"
+        if peak_bytes > budget_bytes:
+            self._warn_once(
+                "over",
+                f"no plan fits {budget_bytes} bytes of activations ({bound}): the lowest peak is {peak_bytes} bytes. "
+                "Tensors that do not fit are moved as they are saved, which takes time. A larger budget, smaller "
+                f"micro-batches, {_recompute_advice(found)}or a faster drive would help",
+            )
+        elif not asked:
+            self._warn_once(
+                "room",
+                f"within max_step_overhead activations would not fit the device ({budget_bytes} bytes are free): "
+                "planned for the least time that fits",
+            )
+        if found.wears_in_days is not None:
+            self._warn_once(
+                "wear",
+                f"ssd.min_life_days {found.asked_life_days:g} gives way: {bound} {budget_bytes} takes "
+                f"{found.daily_bytes / TERABYTE:.2f} TB of writes a day from this rank, at which the drives last "
+                f"{found.wears_in_days:.3g} days. For a longer life set activation_budget_bytes to more, or to null, "
+                f"{_recompute_advice(found)}or a host_budget_bytes; a lower ssd.min_life_days accepts this one",
+            )
+
+    def _warn_once(self, kind: str, text: str) -> None:
+        """Rank 0 says it, unless it said one of this kind the last time that a plan was made."""
+        if kind not in self._warned_before and self._agreement.rank == 0:
+            logger.warning("%s", text)
+        self._warned.add(kind)
+
+
+def _recompute_advice(found: PlanInForce) -> str:
+    if not found.limits.recompute:
+        return '"recompute": true, '
+    if all(block.is_recomputable for block in found.trace.blocks):
+        return ""
+    return "blocks that can be recomputed (the log and blocks_left_out in the report say why some cannot), "
+
+
+def _for_all(wish: Wish, offers: Sequence[Offer]) -> Trace:
+    """The leader's trace as long as its steps are now, on the slowest machine, with what every rank can recompute."""
+    non_recomputable = frozenset[str]().union(*(offer.non_recomputable for offer in offers))
+    found = stretched(wish.trace, wish.kept_s)
+    blocks = tuple(
+        replace(block, is_recomputable=block.is_recomputable and block.module not in non_recomputable)
+        for block in found.blocks
+    )
+    return replace(found, resources=slowest([offer.resources for offer in offers]), blocks=blocks)
+
+
+def stretched(trace: Trace, kept_s: float) -> Trace:
+    """The same trace, of a step that takes ``kept_s``."""
+    return trace.scaled(kept_s / trace.step_s) if trace.step_s and kept_s else trace

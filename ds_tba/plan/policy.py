@@ -1,0 +1,278 @@
+"""Where the storages of one micro-step go, asked by the cache at each save.
+
+Knows stores, and plans where there is one; does not know the cache. It cannot see why a micro-step is another than the
+planned one: it counts how they differ, and ``feedback.py`` judges.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ds_tba.config import Placement
+from ds_tba.plan.plan import Limits, Plan
+from ds_tba.plan.trace import Scopes, Trace
+from ds_tba.storage.base import Choice, Store
+from ds_tba.wear import DAY_S, TERABYTE, life_days
+
+MIB = 1 << 20
+# How far ahead of its device a host is assumed to be, as a fraction of a step.
+HOST_AHEAD_FRACTION = 0.25
+# Replays of one plan differ in the writes that backward comes to cancel.
+WEAR_TOLERANCE = 1.02
+
+
+@dataclass(frozen=True, slots=True)
+class PlanInForce:
+    """A plan with the trace and the limits that it was made for.
+
+    Attributes:
+        scopes: of the trace; see [Note: Scopes] in ``ds_tba/plan/trace.py``.
+        dropped_bytes: for each pass through a block the bytes that are not saved if the pass is recomputed.
+        moved_share: of the movable bytes, the part that goes to NVMe or to the host.
+    """
+
+    plan: Plan
+    trace: Trace
+    scopes: Scopes
+    limits: Limits
+    dropped_bytes: tuple[int, ...]
+    moved_share: float
+
+    @classmethod
+    def of(cls, plan: Plan, trace: Trace, scopes: Scopes, limits: Limits) -> PlanInForce:
+        """A plan for ``trace``."""
+        dropped, moved_bytes = [0] * len(trace.blocks), 0
+        for storage, placement in zip(trace.storages, plan.placements, strict=True):
+            if placement is Placement.RECOMPUTE:
+                dropped[storage.blocks[0]] += storage.nbytes
+            elif placement in (Placement.NVME, Placement.HOST):
+                moved_bytes += storage.nbytes
+        return cls(plan, trace, scopes, limits, tuple(dropped), moved_bytes / max(1, trace.movable_bytes))
+
+    def is_same_as(self, other: PlanInForce | None) -> bool:
+        """Whether both place every storage alike, and recompute the same blocks."""
+        one, two = (
+            (plan.scopes, plan.trace.saved_bytes, plan.plan.placements, plan.plan.recomputed_blocks) if plan else None
+            for plan in (self, other)
+        )
+        return one == two
+
+    @property
+    def bytes_by_placement(self) -> list[tuple[Placement, int]]:
+        """Bytes of the trace's storages, for each placement that any has."""
+        sizes = dict.fromkeys(Placement, 0)
+        for storage, placement in zip(self.trace.storages, self.plan.placements, strict=True):
+            sizes[placement] += storage.nbytes
+        return [(placement, nbytes) for placement, nbytes in sizes.items() if nbytes]
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether any block is recomputed."""
+        return any(self.plan.recomputed_blocks)
+
+    @property
+    def computed_s(self) -> float:
+        """Predicted seconds of a step in which blocks are recomputed and storages are made again."""
+        return self.plan.prediction.recomputed_s + self.plan.prediction.rematerialized_s
+
+    @property
+    def patience_s(self) -> float:
+        """How long the host may wait for room in staging in one step: on a device as long as it would be ahead."""
+        limits, trace = self.limits, self.trace
+        if limits.activation_budget_bytes is not None:
+            return math.inf
+        ahead_s = 0.0 if trace.resources.is_synchronous else HOST_AHEAD_FRACTION * trace.step_s
+        return max(ahead_s, self.plan.prediction.stall_s, limits.max_step_overhead * trace.step_s - self.computed_s)
+
+    def held_bytes(self, needed_bytes: int) -> int | None:
+        """Return the bound that saved tensors are held to: the budget, or the peak that moving was seen not to lower.
+
+        Where most may be moved, and the plan with the lowest peak moves nothing (because all are saved and taken back
+        at once), holding them to the budget would move them in vain. A plan may be wrong about that, and steps are not.
+
+        Args:
+            needed_bytes: peak of the steps so far, in which everything was moved or held to the budget.
+        """
+        budget_bytes, peak_bytes = self.limits.activation_budget_bytes, self.plan.prediction.peak_saved_bytes
+        if budget_bytes is None or peak_bytes <= budget_bytes:
+            return budget_bytes
+        moves_none = all(place in (Placement.KEEP, Placement.REMATERIALIZE) for place in self.plan.placements)
+        is_in_vain = moves_none and 2 * self.trace.movable_bytes > peak_bytes
+        return max(budget_bytes, min(math.ceil(peak_bytes), needed_bytes)) if is_in_vain else budget_bytes
+
+    @property
+    def wears_in_days(self) -> float | None:
+        """The days that the drives last at the plan's rate, where it writes more than the limit of wear."""
+        limit_bytes, written_bytes = self.limits.write_limit_bytes_per_step, self.plan.prediction.written_bytes
+        if written_bytes <= WEAR_TOLERANCE * limit_bytes:
+            return None
+        return life_days(self.limits.endurance_tbw, self.daily_bytes)
+
+    @property
+    def asked_life_days(self) -> float:
+        """The days that the limit of wear stands for: ``ssd.min_life_days``, for the most worn drives of any rank."""
+        daily_bytes = self.limits.write_limit_bytes_per_step * DAY_S / self.trace.step_s
+        return life_days(self.limits.endurance_tbw, daily_bytes) or 0.0
+
+    @property
+    def daily_bytes(self) -> float:
+        """The bytes written in a day of such steps."""
+        cost = self.plan.prediction
+        return cost.written_bytes * DAY_S / cost.step_s if cost.step_s else 0.0
+
+    def describe(self, reason: str) -> str:
+        """In one line.
+
+        Args:
+            reason: why it was made; empty for the first.
+        """
+        cost, step_s = self.plan.prediction, self.trace.step_s
+        where = ", ".join(f"{place.word} {nbytes / MIB:.0f} MiB" for place, nbytes in self.bytes_by_placement)
+        longer = cost.step_s / step_s - 1 if step_s else 0.0
+        daily_bytes = self.daily_bytes
+        days = life_days(self.limits.endurance_tbw, daily_bytes)
+        return (
+            f"{self.plan.planner}{', because ' + reason if reason else ''}: {where}; expected peak "
+            f"{cost.peak_saved_bytes / MIB:.0f} MiB, step {cost.step_s:.3g} s ({longer:+.1%})"
+            f"{f', {daily_bytes / TERABYTE:.2f} TB a day' if daily_bytes else ''}"
+            f"{'' if days is None else f' ({days:.0f} days)'}"
+        )
+
+    def summary(self) -> dict[str, Any]:
+        """For the report."""
+        return {
+            "planner": self.plan.planner,
+            "bytes": {place.word: nbytes for place, nbytes in self.bytes_by_placement},
+            "recomputed_blocks": sum(self.plan.recomputed_blocks),
+            "blocks": len(self.trace.blocks),
+            "kept_step_s": self.trace.step_s,
+            "movable_share": self.limits.movable_share,
+            **asdict(self.plan.prediction),
+        }
+
+
+@dataclass(slots=True)
+class PlanMismatch:
+    """How the saves of a step differ from those of the plan's trace.
+
+    Attributes:
+        micro_steps: how many there were.
+        unknown_saves: that the plan has no storage or no block for.
+        missed_bytes: of storages of the plan that were not saved.
+        drift_bytes: by which storages differ in size, those that were not saved in full.
+        growth: the fraction by which what was saved is larger; of the micro-step that grew most.
+    """
+
+    micro_steps: int = 0
+    unknown_saves: int = 0
+    missed_bytes: int = 0
+    drift_bytes: int = 0
+    growth: float = 0.0
+
+
+class ByPlan:
+    """Follows a plan for one micro-step.
+
+    Storages that the plan does not know are made again where that can be, as it takes no room; else they go where there
+    is room without waiting. The saves are matched scope by scope; see [Note: Scopes] in ``ds_tba/plan/trace.py``.
+
+    Args:
+        in_force: the plan.
+        stores: the store of each tier.
+        mismatch: of the step; this micro-step's is added to it.
+        may_wait: whether there is time left to wait for room in staging.
+    """
+
+    def __init__(
+        self,
+        in_force: PlanInForce,
+        stores: Mapping[Placement, Store[Any]],
+        mismatch: PlanMismatch,
+        may_wait: Callable[[], bool],
+    ) -> None:
+        self.mismatch = mismatch
+        self.prefetch_distance = in_force.plan.prefetch_distance
+        self._plan = in_force
+        self._storages = in_force.trace.storages
+        self._may_wait = may_wait
+        # Where one has no room another may have it: a drive with more to do than planned costs time, and no memory.
+        self._stores = {place: tuple({one: stores[one] for one in (place, *stores)}.values()) for place in stores}
+        self._all_stores = tuple(stores.values())
+        self._unknown = Choice(self._all_stores, False, rematerialize=True)
+        self._kept = Choice((), False, "plan")
+        self._depth = 0
+        self._saved_bytes = self._planned_bytes = 0  # of what was saved and planned
+        self._begin_scope(0)
+
+    def _begin_scope(self, number: int) -> None:
+        self._scope = number
+        plan, scopes = self._plan, self._plan.scopes
+        self._expected = scopes[number] if number < len(scopes) else ()
+        if number % 2 and number < len(scopes) and plan.plan.recomputed_blocks[number // 2]:
+            self._expected = plan.trace.blocks[number // 2].inputs
+        self._position = 0  # how many of the expected were saved
+        self._seen: set[Hashable] = set()
+
+    def _end_scope(self) -> None:
+        missed = [self._storages[index] for index in self._expected[self._position :]]
+        # Of those that may not be moved, not every save is asked about here.
+        missed_bytes = sum(one.nbytes for one in missed if one.is_movable)
+        self.mismatch.missed_bytes += missed_bytes
+        self.mismatch.drift_bytes += missed_bytes
+        self._begin_scope(self._scope + 1)
+
+    def enter(self, module: str, *, is_recomputable: bool = True) -> int | None:
+        """A pass through a block begins: the bytes that are not saved if the pass is to be recomputed, else None."""
+        self._depth += 1
+        if self._depth > 1:
+            return None
+        self._end_scope()
+        number, blocks = self._scope // 2, self._plan.trace.blocks
+        if number >= len(blocks) or blocks[number].module != module:
+            self.mismatch.unknown_saves += 1
+            return None
+        if not self._plan.plan.recomputed_blocks[number]:
+            return None
+        if not is_recomputable:  # an obstacle that came up since
+            self.mismatch.unknown_saves += 1
+            return None
+        return self._plan.dropped_bytes[number]
+
+    def leave(self) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._end_scope()
+
+    def end(self) -> None:
+        """The micro-step is over."""
+        while self._scope < len(self._plan.scopes):
+            self._end_scope()
+        growth = self._saved_bytes / max(1, self._planned_bytes) - 1
+        self.mismatch.growth = max(self.mismatch.growth, growth)
+
+    def choose(self, key: Hashable, nbytes: int) -> Choice:
+        """The plan's choice for the storage that is next in this scope."""
+        if key in self._seen:
+            return self._kept  # it has its place
+        self._seen.add(key)
+        if self._position >= len(self._expected):
+            self.mismatch.unknown_saves += 1
+            return self._unknown
+        index = self._expected[self._position]
+        self._position += 1
+        planned_bytes = self._storages[index].nbytes
+        self.mismatch.drift_bytes += abs(nbytes - planned_bytes)
+        self._saved_bytes, self._planned_bytes = self._saved_bytes + nbytes, self._planned_bytes + planned_bytes
+        placement = self._plan.plan.placements[index]
+        if placement is Placement.KEEP:
+            return self._kept
+        if placement is Placement.REMATERIALIZE:
+            return Choice(self._all_stores, self._may_wait(), "plan", rematerialize=True)
+        stores = self._stores.get(placement)
+        if stores is None:  # it was to be recomputed with a block that is not
+            self.mismatch.unknown_saves += 1
+            return self._unknown
+        return Choice(stores, self._may_wait())

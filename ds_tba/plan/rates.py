@@ -1,0 +1,124 @@
+"""The rates of this machine as a plan needs them: of the copies as last measured, of the drives as they are now.
+
+They are this rank's own: ranks that share drives have to measure at the same time. They cannot see what moving costs
+the kernels in training, which ``feedback.py`` learns from the steps.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from ds_tba.device.accelerator import Accelerator, Copies
+from ds_tba.plan.trace import PathRates, Resources
+from ds_tba.storage.bandwidth_probe import measure_drives
+from ds_tba.storage.host import host_memory
+from ds_tba.storage.nvme import NvmeStore
+from ds_tba.storage.staging import COPY_BYTES, CopyRates, measure_copies
+
+# Kernel time that copies by an engine of their own take, as a fraction of the copies' time: the link has about this
+# fraction of the device memory's bandwidth.
+LINK_FRACTION = 0.02
+# Of a run: the most that may be spent on measuring drives to which nothing is moved.
+MEASURING_FRACTION = 0.01
+
+
+class Rates:
+    """The rates of a store and its device. Call :meth:`measure` before anything else.
+
+    [Note: I/O interference] On a device the lanes and the copy engine work beside the kernels, and take next to nothing
+    from them. On a CPU they share processor and memory: there moving a byte is assumed to cost the kernels as much time
+    as its write and read took of the processor when they were measured alone.
+
+    Args:
+        store: None where nothing goes to NVMe.
+        accelerator: the device.
+        staging_bytes: bound of what is between device and file.
+    """
+
+    def __init__(self, store: NvmeStore | None, accelerator: Accelerator, staging_bytes: int) -> None:
+        self._store = store
+        self._accelerator = accelerator
+        self._staging_bytes = staging_bytes
+        self.copies = CopyRates(math.inf, math.inf)
+        self._copies = Copies(accelerator)  # once: a device has few streams, and more share these
+        self._compute_s_per_byte = 0.0
+        self._again_at_s = 0.0  # by ``time.monotonic()``: then measuring is affordable again
+
+    @property
+    def is_synchronous(self) -> bool:
+        """Whether the device is the host."""
+        return self._accelerator.is_synchronized_device()
+
+    def measure(self) -> None:
+        """Measure drives and copies; blocks for a moment.
+
+        Raises:
+            PathError: a write or a read failed.
+        """
+        started_s, cpu_s, before = time.monotonic(), time.process_time(), self._moved_bytes()
+        if self._store is not None:
+            measure_drives(self._store.space, self._store.integrity)
+        moved_bytes = self._moved_bytes() - before
+        if moved_bytes and self.is_synchronous:  # either way was counted; a storage goes both
+            self._compute_s_per_byte = 2 * (time.process_time() - cpu_s) / moved_bytes
+        with self._staged() as staged:
+            self.copies = measure_copies(self._accelerator, self._copies, staged)
+        if not self.is_synchronous:
+            self._compute_s_per_byte = LINK_FRACTION / self.copies.out_bytes_per_s
+        now_s = time.monotonic()
+        self._again_at_s = now_s + (now_s - started_s) / MEASURING_FRACTION
+
+    def may_measure(self) -> bool:
+        """Whether there are drives, and measuring them again takes ``MEASURING_FRACTION`` of the run at most."""
+        return self._store is not None and time.monotonic() >= self._again_at_s
+
+    def resources(self) -> Resources:
+        """The rates of now; a path that failed is left out.
+
+        Raises:
+            StateError: a path was never measured and has moved nothing.
+        """
+        return Resources(
+            self._paths(),
+            self.copies.out_bytes_per_s,
+            self.copies.in_bytes_per_s,
+            self._staging_bytes,
+            is_synchronous=self.is_synchronous,
+            compute_s_per_byte=self._compute_s_per_byte,
+        )
+
+    def _paths(self) -> tuple[PathRates, ...]:
+        if self._store is None:
+            return ()
+        with self._store.space.lock:
+            return tuple(PathRates(*path.rates()) for path in self._store.paths if path.failure is None)
+
+    def _moved_bytes(self) -> int:
+        """By the lanes, either way, since the beginning."""
+        if self._store is None:
+            return 0
+        with self._store.space.lock:
+            return sum(path.meter.writes.moved_bytes + path.meter.reads.moved_bytes for path in self._store.paths)
+
+    @contextmanager
+    def _staged(self) -> Iterator[torch.Tensor]:
+        """Memory that copies go through: of the ring where that has room, else as the host tier's."""
+        nbytes, store, slot = min(COPY_BYTES, self._staging_bytes), self._store, None
+        if store is not None:
+            with store.space.lock:
+                store.space.settle_copies()
+                slot = store.ring.slots.allocate(nbytes)
+        if store is None or slot is None:
+            yield host_memory(nbytes, self._accelerator)
+            return
+        try:
+            yield store.ring.view(slot)
+        finally:
+            with store.space.lock:
+                store.ring.slots.free(slot)
+                store.space.changed.notify_all()

@@ -1,0 +1,509 @@
+"""Records micro-steps: the storages that autograd saves in each block, and when it saves, uses and frees them.
+
+It cannot see what saves outside of the hooks, nor which of two micro-steps is the usual one.
+
+[Note: Pauses] Each call of a hook lies between two marks of the compute stream, and only the time outside of these
+pauses counts: the trace shows the micro-step as if nothing had been moved, however long moving took. So a micro-step
+may be recorded while everything goes to NVMe, which is the safe thing to do before the model's size is known.
+
+[Note: Small tensors] Tensors below ``min_tensor_bytes`` have no record in the cache. They are one storage per scope
+here, which may not be moved: their bytes count, and go with a block that is recomputed.
+
+[Note: Guards] Code that ``torch.compile`` has compiled is compiled again when the hooks on modules change, also those
+on all modules, and runs without compilation once that has happened too often. So recording puts no hooks on modules and
+takes none off: which module runs is read from the call stack, when a storage is saved for the first time.
+
+[Note: Two recordings] One recording alone holds whatever else the machine did: on two cores a pause of 40 ms in a gap
+of 5 ms is not rare. Of two recordings that save as much, the shorter one counts. With gradient accumulation both are of
+one step, else of two.
+
+[Note: Compilation] A step in which something was compiled shows how long that took, and not how long steps take. What
+was recorded in it is dropped, and a later step is recorded.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+
+from ds_tba.core.saved import CountedMemory, Hooks, PassedThrough, SavedCounted, SavedView, StorageKey
+from ds_tba.core.tensors import Eligibility, Stamp, has_plain_storage, stamp_of
+from ds_tba.device.accelerator import Clock
+from ds_tba.plan.trace import OUTSIDE, BlockTrace, Resources, Scopes, StorageTrace, Trace
+from ds_tba.remat.sites import RunningModule
+from ds_tba.storage.finalizers import DeferredFinalizers
+
+RECORDINGS = 2
+# Steps that are recorded at most until there are so many.
+MAX_RECORDED_STEPS = 5
+# Fraction of the time since the pause before.
+HAIR = 2.0**-10
+_NOTHING = -1
+_WATCH = "_ds_tba_watch"
+
+
+@dataclass(slots=True)
+class _Storage:
+    """A saved storage, or an input of a block that nobody saves; moments are numbers of pauses."""
+
+    nbytes: int
+    module: str
+    packed: int
+    left: int | None  # by forward: freed where it was moved (None: not yet), else saved for the last time
+    is_movable: bool
+    site: Any = None  # that could make it again, from ``sources``
+    sources: tuple[int, ...] = ()
+    passes: list[int] = field(default_factory=list)
+    unpacked: int | None = None
+    freed: int | None = None
+    is_evicted: bool = False
+
+
+@dataclass(slots=True)
+class _Scope:
+    """See [Note: Scopes] in ``ds_tba/plan/trace.py``."""
+
+    number: int
+    entered: int
+    module: str = ""
+    left: int = 0
+    inputs: list[int] = field(default_factory=list)
+    members: dict[int, None] = field(default_factory=dict)  # in order
+    small: int = _NOTHING
+    is_recomputable: bool = True
+    given: frozenset[Stamp] = frozenset()  # storages of all inputs
+    has_saved: bool = False  # anything else
+
+    @property
+    def pass_number(self) -> int:
+        """Of the pass; OUTSIDE between passes."""
+        return self.number // 2 if self.number % 2 else OUTSIDE
+
+
+@dataclass(slots=True)
+class MicroStepRecord:
+    """The raw data of one micro-step, filled in by :class:`Recorder`, and the trace made of them.
+
+    Attributes:
+        pauses: marks around all work of ours, during which the trace's clock stands still.
+        forwards: the numbers of the next pause and the next storage when each forward began.
+        uses: pause and scope of each unpack.
+        ended: mark of the end of backward.
+    """
+
+    clock: Clock
+    pauses: list[tuple[Any, Any]] = field(default_factory=list)
+    storages: list[_Storage] = field(default_factory=list)
+    scopes: list[_Scope] = field(default_factory=list)
+    forwards: list[tuple[int, int]] = field(default_factory=list)
+    uses: list[tuple[int, int]] = field(default_factory=list)
+    ended: Any = None
+    # Acted on at both ends of each pause, so that an end in between has the number of the next pause.
+    ends: DeferredFinalizers[tuple[Callable[[int], None], int]] = field(
+        default_factory=lambda: DeferredFinalizers(threading.Lock(), lambda end: end[0](end[1]))
+    )
+
+    def freed(self, index: int) -> None:
+        """Autograd has let go of a saved tensor."""
+        if index != _NOTHING and self.ended is None and not self.storages[index].is_evicted:
+            self.storages[index].freed = len(self.pauses)
+
+    def evicted(self, index: int) -> None:
+        """What was brought back is free again, though autograd may want it once more (``retain_graph``)."""
+        if self.ended is None and not self.storages[index].is_evicted:
+            self.storages[index].freed, self.storages[index].is_evicted = len(self.pauses), True
+
+    def left(self, index: int) -> None:
+        """Forward has let go of a storage that was moved."""
+        if self.ended is None:
+            self.storages[index].left = len(self.pauses)
+
+    # ---- afterwards ---------------------------------------------------------------------------------------------
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether there was a forward, and then its backward."""
+        return bool(self.uses) and self.ended is not None
+
+    def trace(self, resources: Resources, optimizer_s: float = 0.0, micro_steps: int = 1) -> Trace:
+        """The trace of the micro-step; blocks the host until the device has reached its end.
+
+        Args:
+            resources: the machine.
+            optimizer_s, micro_steps: see :class:`ds_tba.plan.trace.Trace`.
+        """
+        times = self._times()
+        spans: dict[int, tuple[int, int]] = {}
+        for place, (_, number) in enumerate(self.uses):
+            spans[number] = (spans.get(number, (place,))[0], place)
+        blocks = [self._block(scope, spans.get(scope.number), times) for scope in self.scopes if scope.number % 2]
+        storages = [self._storage(index, blocks, times) for index in range(len(self.storages))]
+        # Forwards whose backward is yet to come when the last of them is over make no pipeline.
+        is_interleaved = any(self.uses[0][0] < pause for pause, _ in self.forwards)
+        forwards = tuple(storage for _, storage in self.forwards) if is_interleaved else ()
+        return Trace(tuple(storages), tuple(blocks), resources, times[-1], optimizer_s, micro_steps, forwards=forwards)
+
+    def _times(self) -> list[float]:
+        """When each pause began, on the trace's clock, with the end of the micro-step as the last."""
+        # The first pause opens the first scope: there the clock starts.
+        last, at_s, times = self.pauses[0][0], 0.0, []
+        for before, after in (*self.pauses, (self.ended, None)):
+            at_s += max(0.0, self.clock.elapsed_s(last, before))
+            times.append(at_s)
+            last = after
+        return times
+
+    def _block(self, scope: _Scope, span: tuple[int, int] | None, times: list[float]) -> BlockTrace:
+        """A pass; ``span`` are the places in ``uses`` of the first and the last unpack of what it saved."""
+        left_s, started_s, ended_s = times[scope.left], times[-1], times[-1]
+        if span is not None:
+            first, last = span
+            started_s = max(left_s, times[self.uses[first][0]])
+            after = [self.uses[last + 1][0]] if last + 1 < len(self.uses) else []
+            after += [pause for pause, _ in self.forwards if pause > self.uses[last][0]][:1]
+            if after:
+                ended_s = max(started_s, times[min(after)])
+        inputs = tuple(dict.fromkeys(scope.inputs))
+        is_recomputable = scope.is_recomputable and span is not None
+        return BlockTrace(scope.module, times[scope.entered], left_s, started_s, ended_s, inputs, is_recomputable)
+
+    def _storage(self, index: int, blocks: list[BlockTrace], times: list[float]) -> StorageTrace:
+        found = self.storages[index]
+        packed_s, left_s, freed_s = times[found.packed], _before(times, found.left), _before(times, found.freed)
+        used_s = freed_s if found.unpacked is None else times[found.unpacked]
+        readers = [] if found.passes else [block for block in blocks if index in block.inputs]
+        if readers:
+            used_s = min(block.backward_start_s for block in readers)
+            freed_s = max(block.backward_end_s for block in readers)
+        used_s = max(packed_s, used_s)
+        return StorageTrace(
+            found.nbytes,
+            found.module,
+            tuple(found.passes),
+            packed_s,
+            min(max(packed_s, left_s), used_s),
+            used_s,
+            max(used_s, freed_s),
+            found.is_movable,
+            None if found.site is None else found.site.seconds,
+            found.sources,
+            found.unpacked is not None or bool(readers),
+        )
+
+
+def _before(times: list[float], moment: int | None) -> float:
+    """Just before the pause of that number: a storage freed in the pause is gone when it begins. None is the end."""
+    if moment is None or moment >= len(times):
+        return times[-1]
+    at_s, before_s = times[moment], times[max(0, moment - 1)]
+    return at_s - (at_s - before_s) * HAIR  # not the next smaller number: that is the same number after scaling
+
+
+class Recorded:
+    """The object that autograd holds in place of one saved tensor of a recorded micro-step."""
+
+    __slots__ = ("__weakref__", "backward", "held", "index", "scope")
+
+    def __init__(
+        self, record: MicroStepRecord, held: PassedThrough | SavedCounted | SavedView, index: int, scope: int
+    ) -> None:
+        self.held = held
+        self.index = index
+        self.scope = scope
+        self.backward: int | None = None  # autograd's number of that which has read it last
+        record.ends.watch(self, (record.freed, index))
+
+
+class _Watch:
+    """Lies on memory that holds a storage; its end tells that the memory is free.
+
+    Either that of a storage that was moved, of which forward lets go, or that in which its bytes came back.
+    """
+
+    __slots__ = ("__weakref__",)
+
+    def __init__(self, record: MicroStepRecord, tell: Callable[[int], None], index: int) -> None:
+        record.ends.watch(self, (tell, index))
+
+
+class Recorder:
+    """The hooks that record one micro-step.
+
+    Args:
+        eligibility_of: whether a tensor may leave device memory, as the cache has it.
+        clock: of the training device.
+        paths: for each module (by ``id``) its path in the model.
+        is_synchronous: whether the device is the host. Elsewhere a copy holds the tensor until the host sees that the
+            copy is done, which says nothing about when forward lets go of the tensor.
+        look: called at each hook, while the trace's clock stands still.
+        read_twice: called with the path of a block of which backward reads a saved tensor a second time.
+    """
+
+    def __init__(
+        self,
+        eligibility_of: Callable[[torch.Tensor], Eligibility],
+        clock: Clock,
+        paths: dict[int, str],
+        *,
+        is_synchronous: bool = True,
+        look: Callable[[], object] = lambda: None,
+        read_twice: Callable[[str], object] = lambda _: None,
+    ) -> None:
+        self.record = MicroStepRecord(clock)
+        self._read_twice = read_twice
+        self._eligibility_of = eligibility_of
+        self._look = look
+        self._pack: Callable[[torch.Tensor], Any]  # set by around()
+        self._unpack: Callable[[Any], torch.Tensor]
+        self._clock = clock
+        self._is_synchronous = is_synchronous
+        self._module = RunningModule(paths)
+        self._by_key: dict[StorageKey, int] = {}  # of the storages that have a record in the cache, or are inputs
+        self._small: dict[CountedMemory, int] = {}
+        self._depth = 0
+
+    def around(self, hooks: Hooks) -> Hooks:
+        """The hooks that record what those of the cache do, for a forward that begins."""
+        self._pack, self._unpack = hooks
+        record = self.record
+        if not record.scopes:
+            self._pause(lambda: self._open_scope(""))
+        else:  # one more forward of the same micro-step: small tensors of two forwards do not live equally long
+            record.scopes[-1].small = _NOTHING
+        record.forwards.append((len(record.pauses), len(record.storages)))
+        return self.pack, self.unpack
+
+    def enter(self, module: str, inputs: Sequence[torch.Tensor], *, is_recomputable: bool) -> None:
+        """A pass through a block begins."""
+        self._depth += 1
+        if self._depth == 1:
+            self._pause(lambda: self._open_pass(module, inputs, is_recomputable))
+
+    def leave(self, *, is_recomputable: bool = True) -> bool:
+        """The pass is over: whether it saved anything but its inputs and parameters.
+
+        Args:
+            is_recomputable: it is also by what the pass has shown.
+        """
+        scope = self.record.scopes[-1]
+        scope.is_recomputable = scope.is_recomputable and is_recomputable
+        has_saved = scope.has_saved
+        self._depth -= 1
+        if self._depth == 0:
+            self._pause(lambda: self._open_scope(""))
+        return has_saved
+
+    def pack(self, tensor: torch.Tensor) -> Recorded:
+        self.record.ends.act_if_free()
+        before = self._clock.mark()
+        held = self._pack(tensor)
+        self._look()
+        scope = self.record.scopes[-1]
+        recorded = Recorded(self.record, held, self._saved(held, tensor, scope), scope.number)
+        self._end_pause(before)
+        return recorded
+
+    def unpack(self, recorded: Recorded) -> torch.Tensor:
+        record = self.record
+        if record.ended is not None:
+            return self._unpack(recorded.held)
+        record.ends.act_if_free()
+        before = self._clock.mark()
+        tensor = self._unpack(recorded.held)
+        self._look()
+        now = len(record.pauses)
+        record.uses.append((now, recorded.scope))
+        backward = torch._C._current_graph_task_id()
+        if recorded.backward == backward and recorded.index != _NOTHING and recorded.scope % 2:
+            self._read_twice(record.scopes[recorded.scope].module)
+        recorded.backward = backward
+        if recorded.index != _NOTHING and record.storages[recorded.index].unpacked is None:
+            record.storages[recorded.index].unpacked = now
+            if isinstance(recorded.held, SavedView) and recorded.held.is_offloaded:
+                setattr(tensor.untyped_storage(), _WATCH + "_back", _Watch(record, record.evicted, recorded.index))
+        self._end_pause(before)
+        return tensor
+
+    def end(self) -> None:
+        """Backward is over. Idempotent."""
+        self.record.ends.act_if_free()
+        if self.record.ended is None:
+            self.record.ended = self._clock.mark()
+
+    def _pause(self, work: Callable[[], object]) -> None:
+        """Do something of ours while the trace's clock stands still."""
+        self.record.ends.act_if_free()
+        before = self._clock.mark()
+        work()
+        self._end_pause(before)
+
+    def _end_pause(self, before: Any) -> None:
+        self.record.ends.act_if_free()
+        self.record.pauses.append((before, self._clock.mark()))
+
+    def _open_scope(self, module: str) -> _Scope:
+        scopes, now = self.record.scopes, len(self.record.pauses)
+        if scopes:
+            scopes[-1].left = now
+        scopes.append(_Scope(len(scopes), now, module))
+        return scopes[-1]
+
+    def _open_pass(self, module: str, inputs: Sequence[torch.Tensor], is_recomputable: bool) -> None:
+        scope = self._open_scope(module)
+        scope.is_recomputable = is_recomputable
+        scope.given = frozenset(stamp_of(one.untyped_storage()) for one in inputs if has_plain_storage(one))
+        for tensor in inputs:
+            why = self._eligibility_of(tensor)
+            if why in (Eligibility.ELIGIBLE, Eligibility.SPARSE_VIEW):
+                scope.inputs.append(self._index_of(StorageKey.of(tensor), why is Eligibility.ELIGIBLE))
+
+    def _saved(self, held: PassedThrough | SavedCounted | SavedView, tensor: torch.Tensor, scope: _Scope) -> int:
+        """The index of the storage behind a saved tensor."""
+        if isinstance(held, PassedThrough):
+            return _NOTHING
+        if not scope.has_saved:
+            scope.has_saved = not has_plain_storage(tensor) or stamp_of(tensor.untyped_storage()) not in scope.given
+        if isinstance(held, SavedCounted):
+            index = self._index_of_small(held, scope)
+        else:
+            index = self._index_of(held.record.key, self._eligibility_of(tensor) is Eligibility.ELIGIBLE)
+            scope.members[index] = None
+            makeable = held.record.makeable
+            if makeable is not None and self.record.storages[index].site is None:
+                found = {self._by_key.get(key, _NOTHING) for key in makeable.sources} - {_NOTHING}
+                self.record.storages[index].site = makeable.site
+                self.record.storages[index].sources = tuple(sorted(found))
+        storage = self.record.storages[index]
+        storage.left = len(self.record.pauses)
+        if self._is_synchronous and isinstance(held, SavedView) and (held.is_offloaded or held.record.is_leaving):
+            storage.left = None
+            setattr(tensor.untyped_storage(), _WATCH, _Watch(self.record, self.record.left, index))
+        if scope.pass_number not in storage.passes:
+            storage.passes.append(scope.pass_number)
+        return index
+
+    def _index_of(self, key: StorageKey, is_movable: bool) -> int:
+        if key not in self._by_key:
+            self._by_key[key] = self._add(key.nbytes, is_movable)
+        return self._by_key[key]
+
+    def _index_of_small(self, held: SavedCounted, scope: _Scope) -> int:  # see [Note: Small tensors]
+        index = self._small.get(held.memory)  # a storage that is saved many times takes its memory once
+        if index is not None:
+            return index
+        if scope.small == _NOTHING:
+            scope.small = self._add(0, False)
+        self._small[held.memory] = scope.small
+        self.record.storages[scope.small].nbytes += max(1, held.nbytes)
+        return scope.small
+
+    def _add(self, nbytes: int, is_movable: bool) -> int:
+        storages, now = self.record.storages, len(self.record.pauses)
+        storages.append(_Storage(nbytes, self._module.path(), now, now, is_movable))
+        return len(storages) - 1
+
+
+class Recording:
+    """The recordings of micro-steps from which one trace is made. Does not decide when to record.
+
+    Args:
+        clock: of the training device.
+        make_recorder: of one micro-step.
+
+    Attributes:
+        running: the recorder of the micro-step that runs, if it is recorded.
+        steps: optimizer steps since the beginning.
+    """
+
+    def __init__(self, clock: Clock, make_recorder: Callable[[], Recorder]) -> None:
+        self._clock = clock
+        self._make_recorder = make_recorder
+        self._done: list[MicroStepRecord] = []
+        self._of_step: list[MicroStepRecord] = []  # not done before the step is
+        self._is_broken = False  # this step had a forward without its backward
+        self._backward_ended: Any = None
+        self._optimizer_steps: list[tuple[Any, Any]] = []
+        self.running: Recorder | None = None
+        self.steps = 0
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether no more need be recorded."""
+        return len(self._done) + len(self._of_step) >= RECORDINGS
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it is enough, or took enough steps."""
+        return self.is_enough or self.steps >= MAX_RECORDED_STEPS
+
+    @property
+    def has_any(self) -> bool:
+        """Whether a trace can be made."""
+        return bool(self._done)
+
+    def begin(self) -> Recorder | None:
+        """A forward begins: its recorder, if it is to be recorded."""
+        if self.is_enough or self._is_broken:
+            return None
+        self.running = self._make_recorder()
+        return self.running
+
+    def end_micro_step(self) -> None:
+        """Backward is over."""
+        if self.running is not None:
+            self.running.end()
+        self._backward_ended = self._clock.mark()
+
+    def abandon(self) -> None:
+        """The micro-step that runs has raised: record nothing more in this step."""
+        self.running, self._is_broken = None, True
+
+    def settle(self) -> None:
+        """Keep the record of the last micro-step, before the next forward, or at the end of the step."""
+        recorder, self.running = self.running, None
+        if recorder is None:
+            return
+        recorder.end()
+        if recorder.record.is_complete:
+            self._of_step.append(recorder.record)
+        else:
+            self._is_broken = True
+
+    def end_step(self, ended: Any, *, has_compiled: bool = False) -> None:
+        """The optimizer has stepped.
+
+        Args:
+            ended: mark of the clock.
+            has_compiled: whether something was compiled in the step; see [Note: Compilation].
+        """
+        self.steps += 1
+        self._is_broken = False
+        records, self._of_step = self._of_step, []
+        backward_ended, self._backward_ended = self._backward_ended, None
+        if has_compiled:
+            return
+        self._done += records
+        if backward_ended is not None:
+            self._optimizer_steps.append((backward_ended, ended))
+
+    def recorded(self, resources: Resources, micro_steps: int) -> tuple[Trace, Scopes]:
+        """The trace of all recordings; blocks the host until the device has reached their end.
+
+        Args:
+            resources: the machine.
+            micro_steps: of one step.
+
+        Raises:
+            TraceError: it is not consistent.
+        """
+        took_s = [max(0.0, self._clock.elapsed_s(*marks)) for marks in self._optimizer_steps]
+        optimizer_s = median(took_s or [0.0])
+        found = [(record.trace(resources, optimizer_s, micro_steps), record) for record in self._done]
+        # A plan for the recording that saved most holds for smaller micro-steps, too.
+        trace, best = max(found, key=lambda one: (one[0].saved_bytes, -one[0].end_s))
+        return trace, tuple(tuple(scope.members) for scope in best.scopes)

@@ -1,0 +1,313 @@
+"""From a trace and limits to a plan.
+
+[Note: Search strategy] Storages are ordered by the bytes and seconds of memory that they give back for each second of
+the resource that they take: of compute, where they are rematerialized or recomputed with their block; of drive and
+copies, where they are moved (which takes time by the byte, so that the longest idle goes first, of those for which
+neither staging nor backward would have to wait; without a budget, all in a second try). For each order of what is
+computed again, bisection finds how much of it the limits call for beside those moves. Then bisection finds how much is
+moved: without a budget as much as there is time for, with one as little as it takes to fit. Of all that was replayed
+the best is taken; see ``rank``. No clock is asked, so that every rank would find the same plan. The budget is held
+where storages are placed, and the time is measured: a plan need not be the best to the per cent.
+
+[Note: Groups] Where there are many storages, neighbours are placed together, and of interleaved forwards that are
+alike all are placed alike: what one of them saves lowers no peak. The limits are narrower then by what rounding to
+groups may lose.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from ds_tba.config import Placement
+from ds_tba.plan.plan import SAME_TIME_S, Limits, Plan, Rank, is_outside, rank
+from ds_tba.plan.replay import Outcome, replay
+from ds_tba.plan.timeline import Assignment, Bools, Floats, Ints, Places, Timeline
+from ds_tba.plan.trace import Trace
+
+Planner = Callable[[Trace, Limits], Plan]
+
+SEARCHED_GROUPS = 500
+# Of each of several interleaved forwards, however many there are.
+MIN_GROUPS_PER_FORWARD = 100
+# Moves are counted as finely as this fraction of all.
+MOVES_RESOLUTION = 1 / 64
+# This fraction of the limits is given away for groups.
+MARGIN = 0.02
+# So often is the range of what a budget needs to be written halved, where the limit of wear is too low for it.
+WEAR_TRIES = 3
+# Steps closer than this fraction of one are equal: the drive is not worn for less.
+SAME_STEP_FRACTION = 0.02
+
+_KEEP, _HOST, _NVME = int(Placement.KEEP), int(Placement.HOST), int(Placement.NVME)
+_REMATERIALIZE = int(Placement.REMATERIALIZE)
+
+
+def adaptive(trace: Trace, limits: Limits) -> Plan:
+    """The lowest peak within ``max_step_overhead``, or the least time within ``activation_budget_bytes``.
+
+    With a budget, writing must gain more time over computing again than predictions can tell. Deterministic. Keeps
+    within ``host_budget_bytes``, and within ``movable_share`` and ``write_limit_bytes_per_step`` unless a budget takes
+    more; where no plan fits the budget, the plan with the lowest peak.
+    """
+    timeline = Timeline.of(trace)
+    found = _Search(timeline, limits).found()
+    if limits.movable_share < 1 and _is_over_budget(found, limits):
+        limits = replace(limits, movable_share=1.0)
+        found = _Search(timeline, limits).found()
+    if limits.write_limit_bytes_per_step < math.inf and _is_over_budget(found, limits):
+        limits, found = _with_wear(timeline, limits)
+    # Of two equal ways, reading as far as the bounds allow comes too late less often than just in time.
+    as_far = replay(timeline, found.assignment)
+    if rank(as_far.cost, limits, timeline.step_s) <= rank(found.cost, limits, timeline.step_s):
+        found = as_far
+    return plan_of("adaptive", found)
+
+
+def _is_over_budget(found: Outcome, limits: Limits) -> bool:
+    budget_bytes = limits.activation_budget_bytes
+    return budget_bytes is not None and found.cost.peak_saved_bytes > budget_bytes
+
+
+def _with_wear(timeline: Timeline, limits: Limits) -> tuple[Limits, Outcome]:
+    """Return what writes little more than a budget takes, with the limit of wear that it needs."""
+    few_bytes, most = limits.write_limit_bytes_per_step, replace(limits, write_limit_bytes_per_step=math.inf)
+    found = _Search(timeline, most).found()
+    for _ in range(WEAR_TRIES):
+        if _is_over_budget(found, limits):
+            break  # as little as no limit of wear at all could mend
+        less = replace(limits, write_limit_bytes_per_step=(few_bytes + found.cost.written_bytes) / 2)
+        tried = _Search(timeline, less).found()
+        if is_outside(rank(tried.cost, less, timeline.step_s)):
+            few_bytes = less.write_limit_bytes_per_step
+        else:
+            found, most = tried, less
+    return most, found
+
+
+def plan_of(planner: str, outcome: Outcome) -> Plan:
+    """The plan that a replay found."""
+    places = np.where(outcome.dropped, int(Placement.RECOMPUTE), outcome.assignment.placements).tolist()
+    return Plan(
+        planner,
+        tuple(map(list(Placement).__getitem__, places)),
+        tuple(outcome.assignment.recomputed.tolist()),
+        outcome.prefetch_distance,
+        outcome.cost,
+    )
+
+
+class _Search:
+    """See [Note: Search strategy].
+
+    Assignments are of units here: groups of storages, and of alike forwards the storages and blocks of one.
+    """
+
+    def __init__(self, whole: Timeline, limits: Limits) -> None:
+        self._whole, self._forwards = whole, (forwards := whole.alike_forwards())
+        self._group = whole.groups(max(SEARCHED_GROUPS, MIN_GROUPS_PER_FORWARD * forwards), forwards)
+        self._timeline = timeline = whole.merged(self._group)
+        units, blocks = len(timeline.nbytes) // forwards, len(timeline.recompute_s) // forwards
+        self._unit, self._block = np.tile(np.arange(units), forwards), np.tile(np.arange(blocks), forwards)
+        if units < len(whole.nbytes):
+            budget_bytes, part = limits.activation_budget_bytes, 1 - MARGIN
+            budget_bytes = None if budget_bytes is None else int(budget_bytes * part)
+            overhead = limits.max_step_overhead * part
+            limits = replace(limits, max_step_overhead=overhead, activation_budget_bytes=budget_bytes)
+        self._limits = limits
+        # Whether step time is minimized within a budget, instead of the peak within an overhead.
+        self._has_budget = limits.activation_budget_bytes is not None
+        self._nbytes, self._padded = self._mean(timeline.nbytes), self._mean(timeline.padded_bytes)
+        self._idle_s = np.maximum(self._mean(timeline.used_s - timeline.left_s), SAME_TIME_S)
+        self._to_nvme: Bools = timeline.to_nvme[:units]
+        self._to_host: Bools = timeline.movable[:units] & (self._nbytes <= limits.host_budget_bytes)
+        # The best of what was replayed, and of what moves nothing.
+        self._best = self._simplest = replay(timeline, timeline.kept)
+        self._seen: dict[bytes, Outcome] = {}
+        # Of one forward, at most: bytes moved, written, and held by the host (as many are in flight as make the peak).
+        self._movable_bytes = limits.movable_share * self._nbytes[timeline.movable[:units]].sum()
+        self._write_bytes = limits.write_limit_bytes_per_step / timeline.micro_steps / forwards
+        in_flight = max(1.0, self._best.cost.peak_saved_bytes / max(1.0, self._nbytes.sum())) if forwards > 1 else 1.0
+        self._host_bytes = limits.host_budget_bytes / in_flight
+
+    def found(self) -> Outcome:
+        """The best for all storages; one that writes less for about the same time is better."""
+        timeline = self._timeline
+        price = self._mean(timeline.rematerialize_s) / (self._nbytes * self._idle_s)
+        may = timeline.rematerializable[: len(self._nbytes)] & self._limits.rematerialize
+        made = _cheapest(np.flatnonzero(may), price)
+        most = self._grow(len(made), lambda count: self._again_with(made[:count], made, 0))
+        blocks = self._blocks()
+        for besides in (made[:0], made[:most]) if most else (made[:0],):
+            self._grow(len(blocks), partial(self._again_with, besides, blocks))
+        best = self._best
+        if self._has_budget:
+            gained_s = self._simplest.cost.step_s - best.cost.step_s
+            is_gain = gained_s > SAME_STEP_FRACTION * timeline.step_s
+            best = self._simplest if self._is_within(self._simplest) and not is_gain else best
+        elif timeline is self._whole:  # else rounding to groups is more than what is trimmed
+            best = self._trimmed(best)
+        whole = Assignment(best.assignment.placements[self._group], best.assignment.recomputed)
+        return replay(self._whole, whole, None)
+
+    # ---- what is computed again ---------------------------------------------------------------------------------
+
+    def _blocks(self) -> Ints:
+        """The blocks that may be recomputed, by seconds for each byte; equal ones evenly spread among what is moved."""
+        timeline, recompute_s = self._timeline, self._mean(self._timeline.recompute_s)
+        blocks = len(recompute_s)
+        own = np.flatnonzero(timeline.owner[: len(self._nbytes)] >= 0)
+        dropped_bytes = np.bincount(timeline.owner[own], self._nbytes[own], minlength=blocks)[:blocks]
+        which = np.flatnonzero(timeline.recomputable[:blocks] & self._limits.recompute).tolist()
+        spread = sorted(which, key=lambda number: f"{number:032b}"[::-1])
+        return _cheapest(np.array(spread, np.int64), recompute_s / np.maximum(dropped_bytes, 1))
+
+    def _again_with(self, rematerialized: Ints, blocks: Ints, count: int) -> Assignment:
+        """Some units rematerialized, and the first ``count`` of these blocks recomputed."""
+        recomputed = np.zeros(len(self._timeline.recompute_s) // self._forwards, bool)
+        placements = np.zeros(len(self._nbytes), np.int8)
+        placements[rematerialized] = _REMATERIALIZE
+        recomputed[blocks[:count]] = True
+        return Assignment(placements, recomputed)
+
+    def _grow(self, most: int, again: Callable[[int], Assignment]) -> int:
+        """Bisect how much is computed again, beside what costs no time to move; then how much is moved."""
+        alone, _ = self._bisect(most, lambda count: self._replay(again(count)))
+        moves: dict[int, tuple[Places, Ints]] = {}
+
+        def beside(count: int) -> Outcome:
+            where, order, free = self._moves(again(count))
+            moves[count] = where, order
+            return self._replay(self._with(again(count), where, order[:free]))
+
+        few, many = self._bisect(most, beside)
+        # Where sources must be there, a part of it may leave a lower peak than all.
+        for count in sorted({few, alone, *(many * part // 4 for part in range(5))}):
+            if count not in moves:
+                beside(count)
+            where, order = moves[count]
+            # By idle time alone, too: what waits for nothing may be what makes all others wait for staging.
+            by_idle = order[np.argsort(-self._idle_s[order], kind="stable")]
+            for one in (order,) if self._has_budget else (order, by_idle):
+                self._bisect(
+                    len(one),
+                    lambda moved: self._replay(self._with(again(count), where, one[:moved])),  # noqa: B023 - called here
+                    MOVES_RESOLUTION,
+                )
+        return many
+
+    # ---- what is moved ------------------------------------------------------------------------------------------
+
+    def _moves(self, again: Assignment) -> tuple[Places, Ints, int]:
+        """Where each unit would go, the units in the order in which they are moved, and how many of them for nothing.
+
+        Host memory, wear and the share bound what is moved.
+        """
+        where = np.where(self._to_nvme & (again.placements == _KEEP), _NVME, again.placements).astype(np.int8)
+        lifetimes = self._timeline.lifetimes(self._spread(again))
+        is_open = (lifetimes.exists & ~lifetimes.dropped)[: len(where)] & (again.placements == _KEEP)
+        paced = replay(self._timeline, self._spread(Assignment(where, again.recomputed)), may_wait=False)
+        has_room = self._gathered(paced) == _NVME
+        is_free = has_room & ~np.isin(np.arange(len(where)), self._unit[[storage for storage, _ in paced.stalls]])
+        order = np.lexsort((-self._idle_s, ~has_room, ~is_free))
+        order = order[(is_open & (self._to_nvme | self._to_host))[order]]
+        order = _fitting(order, self._nbytes, self._movable_bytes)
+        written = _fitting(order[self._to_nvme[order]], self._padded, self._write_bytes)
+        rest = order[~(np.isin(order, written) & has_room[order]) & self._to_host[order]]
+        where = np.zeros(len(self._nbytes), np.int8)
+        where[written] = _NVME
+        hosted = order[self._to_host[order]]
+        if self._nbytes[hosted].sum() > self._host_bytes:  # else nothing need wait for the drive, or wear it
+            hosted = _fitting(rest, self._nbytes, self._host_bytes)
+        where[hosted] = _HOST
+        order = order[where[order] != _KEEP]
+        is_free |= where == _HOST
+        return where, np.concatenate([order[is_free[order]], order[~is_free[order]]]), int(is_free[order].sum())
+
+    def _trimmed(self, best: Outcome) -> Outcome:
+        """The same peak with as little moved as it takes."""
+        where = self._gathered(best)
+        is_moved = (where == _HOST) | (where == _NVME)
+        order = np.argsort(-self._idle_s, kind="stable")
+        order = order[is_moved[order]]
+        recomputed = best.assignment.recomputed[: len(self._timeline.recompute_s) // self._forwards]
+        again = Assignment(np.where(is_moved, _KEEP, where).astype(np.int8), recomputed)
+        few, many = -1, len(order)
+        while many - few > 1:
+            middle = (few + many) // 2
+            found = self._replay(self._with(again, where, order[:middle]))
+            few, many = (middle, many) if self._rank(found) > self._rank(best) else (few, middle)
+        return self._best
+
+    def _with(self, again: Assignment, where: Places, moved: Ints) -> Assignment:
+        placements = again.placements.copy()
+        placements[moved] = where[moved]
+        return Assignment(placements, again.recomputed)
+
+    # ---- replays ------------------------------------------------------------------------------------------------
+
+    def _is_within(self, outcome: Outcome) -> bool:
+        return not is_outside(self._rank(outcome))
+
+    def _rank(self, outcome: Outcome) -> Rank:
+        return rank(outcome.cost, self._limits, self._timeline.step_s)
+
+    def _bisect(self, most: int, outcome: Callable[[int], Outcome], resolution: float = 0.0) -> tuple[int, int]:
+        """Two neighbouring counts, up to ``most``, between which the limits are just met.
+
+        More is called for until a budget is met; without one as long as there is time.
+        """
+        few, many = 0, most
+        if self._is_within(outcome(few)) == self._has_budget or not most:
+            return few, few
+        if self._is_within(outcome(many)) != self._has_budget:
+            return many, many
+        while many - few > max(1.0, most * resolution):
+            middle = (few + many) // 2
+            few, many = (middle, many) if self._is_within(outcome(middle)) != self._has_budget else (few, middle)
+        return few, many
+
+    def _replay(self, assignment: Assignment) -> Outcome:
+        """Replay an assignment of units just in time, and remember the outcome if it is the best."""
+        key = assignment.placements.tobytes() + assignment.recomputed.tobytes()
+        found = self._seen.get(key)
+        if found is None:
+            found = self._seen[key] = replay(self._timeline, self._spread(assignment), None)
+            if self._rank(found) < self._rank(self._best):
+                self._best = found
+            if not found.order and self._rank(found) < self._rank(self._simplest):
+                self._simplest = found
+        return found
+
+    def _spread(self, assignment: Assignment) -> Assignment:
+        return Assignment(assignment.placements[self._unit], assignment.recomputed[self._block])
+
+    def _gathered(self, outcome: Outcome) -> Places:
+        """Placements of units: KEEP where most forwards keep them."""
+        placements = outcome.assignment.placements.reshape(self._forwards, -1)
+        usual = np.max(placements, axis=0)
+        return np.where(2 * (placements != _KEEP).sum(axis=0) >= self._forwards, usual, _KEEP).astype(np.int8)
+
+    def _mean(self, column: Floats | Ints) -> Floats:
+        """Of each unit over the forwards."""
+        return np.asarray(column.reshape(self._forwards, -1).mean(axis=0))
+
+
+def _fitting(units: Ints, nbytes: Floats, bound_bytes: float) -> Ints:
+    """The units, in order, that fit a bound together with those before them."""
+    held_bytes, fitting = 0.0, []
+    for unit in units.tolist():
+        if held_bytes + nbytes[unit] <= bound_bytes:
+            held_bytes += nbytes[unit]
+            fitting.append(unit)
+    return np.array(fitting, np.int64)
+
+
+def _cheapest(which: Ints, price: Floats) -> Ints:
+    """In the order of their prices, of which those that differ by the rounding of times only are equal."""
+    rounded = np.array([float(f"{one:.2e}") for one in price[which].tolist()])
+    return which[np.argsort(rounded, kind="stable")]

@@ -1,0 +1,259 @@
+"""A trace as arrays, also at a coarser grain: what is saved under an assignment, and when it is needed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ds_tba.config import IO_ALIGNMENT_BYTES, Placement
+from ds_tba.plan.trace import OUTSIDE, Resources, Trace
+
+# A group may be no larger than this fraction of staging, or it could not flow through staging as its members do.
+GROUP_FRACTION_OF_STAGING = 0.125
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+Places = npt.NDArray[np.int8]
+
+
+class Spans(NamedTuple):
+    """What is held beside storages: from when to when on the trace's clock, and bytes."""
+
+    begins_s: Floats
+    ends_s: Floats
+    nbytes: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """A choice for every storage and every block.
+
+    Attributes:
+        placements: of each storage if it exists; RECOMPUTE is as KEEP, as it follows from ``recomputed``, and so is
+            what no store would take, and REMATERIALIZE where a source does not exist or is dropped.
+    """
+
+    placements: Places
+    recomputed: Bools
+
+
+@dataclass(frozen=True, slots=True)
+class Lifetimes:
+    """Which storages are saved, where, and until when, under an assignment.
+
+    Attributes:
+        placements: those that can be kept to.
+        recomputed: the same of blocks.
+        exists: saved at all.
+        dropped: dropped in forward; its block's recomputation makes the storage again.
+        need_s: first needed in backward, on the trace's clock.
+        freed_s: no longer needed by anyone.
+        used: needed in backward at all.
+    """
+
+    placements: Places
+    recomputed: Bools
+    exists: Bools
+    dropped: Bools
+    need_s: Floats
+    freed_s: Floats
+    used: Bools
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """The columns of a trace: of its storages, of its blocks, then pairs of indices, and the scalars of its step.
+
+    Attributes:
+        padded_bytes: sizes as they count in staging and on the drive.
+        left_s, used_s: last use in forward, first use in backward.
+        saved: False where nobody saves a storage unless a block that reads it is recomputed.
+        used: by backward.
+        owner: the block whose recomputation makes a storage again; -1 where several blocks saved it, or none.
+        made_again_s: how far into that recomputation; 0 without an owner.
+        rematerialize_s: to make a storage again from its sources; not a number where that cannot be.
+        inputs: pairs of a storage and a block that reads it and does not produce it.
+        readers: the same, and the blocks that saved each storage.
+        sources: pairs of a storage and one that it can be made again of, in the order of the former.
+    """
+
+    nbytes: Ints
+    padded_bytes: Ints
+    pack_s: Floats
+    left_s: Floats
+    used_s: Floats
+    freed_s: Floats
+    movable: Bools
+    saved: Bools
+    used: Bools
+    owner: Ints
+    made_again_s: Floats
+    rematerialize_s: Floats
+    recompute_s: Floats
+    backward_start_s: Floats
+    recomputable: Bools
+    inputs: Ints
+    readers: Ints
+    sources: Ints
+    resources: Resources
+    end_s: float
+    optimizer_s: float
+    micro_steps: int
+    forwards: tuple[int, ...]
+
+    @classmethod
+    def of(cls, trace: Trace) -> Timeline:
+        """The columns of ``trace``."""
+        rows, blocks = trace.storages, trace.blocks
+        nbytes = np.array([row.nbytes for row in rows], np.int64)
+        owners = [row.blocks[0] if len(row.blocks) == 1 else OUTSIDE for row in rows]
+        into_s = [
+            0.0 if n == OUTSIDE else row.pack_s - blocks[n].forward_start_s for n, row in zip(owners, rows, strict=True)
+        ]
+        inputs = [(index, number) for number, block in enumerate(blocks) for index in block.inputs]
+        savers = [(index, number) for index, row in enumerate(rows) for number in row.blocks if number != OUTSIDE]
+        made = [(index, row) for index, row in enumerate(rows) if row.rematerialize_s is not None]
+        return cls(
+            nbytes,
+            -(-nbytes // IO_ALIGNMENT_BYTES) * IO_ALIGNMENT_BYTES,
+            np.array([row.pack_s for row in rows], float),
+            np.array([row.last_forward_use_s for row in rows], float),
+            np.array([row.first_backward_use_s for row in rows], float),
+            np.array([row.freed_s for row in rows], float),
+            np.array([row.is_movable for row in rows], bool),
+            np.array([bool(row.blocks) for row in rows], bool),
+            np.array([row.is_used for row in rows], bool),
+            np.array(owners, np.int64),
+            np.maximum(0.0, np.array(into_s, float)) * trace.recompute_factor,
+            np.array([row.rematerialize_s for row in rows], float),
+            np.array([block.forward_s * trace.recompute_factor for block in blocks], float),
+            np.array([block.backward_start_s for block in blocks], float),
+            np.array([block.is_recomputable for block in blocks], bool),
+            _pairs(inputs),
+            _pairs(inputs + savers),
+            _pairs([(index, source) for index, row in made for source in dict.fromkeys(row.sources)]),
+            trace.resources,
+            trace.end_s,
+            trace.optimizer_s,
+            trace.micro_steps,
+            trace.forwards,
+        )
+
+    @property
+    def step_s(self) -> float:
+        """A step with every storage kept."""
+        return self.micro_steps * self.end_s + self.optimizer_s
+
+    @property
+    def kept(self) -> Assignment:
+        """Nothing moved, nothing recomputed."""
+        return Assignment(np.zeros(len(self.nbytes), np.int8), np.zeros(len(self.recompute_s), np.bool_))
+
+    @property
+    def rematerializable(self) -> Bools:
+        """Which storages can be made again from their sources, where these are there."""
+        return ~np.isnan(self.rematerialize_s)
+
+    @property
+    def to_nvme(self) -> Bools:
+        """Which storages the NVMe store would take at all."""
+        return self.movable & bool(self.resources.paths)
+
+    def lifetimes(self, assignment: Assignment) -> Lifetimes:
+        """What an assignment comes to."""
+        recomputed = assignment.recomputed & self.recomputable
+        is_input = np.zeros(len(self.nbytes), bool)
+        is_input[self.inputs[0, recomputed[self.inputs[1]]]] = True
+        exists = self.saved | is_input
+        dropped = np.append(recomputed, False)[self.owner] & ~is_input
+        need_s, freed_s, used = self.used_s.copy(), self.freed_s.copy(), self.used.copy()
+        storage, block = self.readers[:, recomputed[self.readers[1]]]
+        np.minimum.at(need_s, storage, self.backward_start_s[block])
+        need_s = np.maximum(need_s, self.left_s)
+        used[storage] = True
+        there = exists & ~dropped
+        again = there & self.rematerializable & (assignment.placements == Placement.REMATERIALIZE)
+        again[self.sources[0, ~there[self.sources[1]]]] = False
+        placements = np.zeros(len(self.nbytes), np.int8)
+        for place, can in (
+            (Placement.HOST, there & self.movable),
+            (Placement.NVME, there & self.to_nvme),
+            (Placement.REMATERIALIZE, again),
+        ):
+            placements[can & (assignment.placements == place)] = place
+        # A source is needed when the first of what is made of it is; it comes before that, so that chains follow.
+        for made, source in self.sources[:, again[self.sources[0]]].T[::-1].tolist():
+            need_s[source] = max(self.left_s[source], min(need_s[source], need_s[made]))
+            freed_s[source] = max(freed_s[source], need_s[made])
+            used[source] |= used[made]
+        return Lifetimes(placements, recomputed, exists, dropped, need_s, freed_s, used)
+
+    def alike_forwards(self) -> int:
+        """Of how many interleaved forwards the micro-step is made, if all of them are alike; else 1."""
+        count = len(self.forwards)
+        if count < 2 or any(n % count for n in (len(self.nbytes), len(self.recompute_s), self.sources.shape[1])):
+            return 1
+        storages, blocks = (np.arange(count)[:, None] * (n // count) for n in (len(self.nbytes), len(self.recompute_s)))
+        owner = self.owner.reshape(count, -1)
+        columns = [np.where(owner == OUTSIDE, OUTSIDE, owner - blocks)]
+        columns += [one.reshape(count, -1) for one in (self.movable, self.saved, self.used, self.rematerializable)]
+        columns += [self.recomputable.reshape(count, -1), *(one.reshape(count, -1) - storages for one in self.sources)]
+        is_alike = np.array_equal(self.forwards, storages[:, 0]) and all((one == one[0]).all() for one in columns)
+        return count if is_alike else 1
+
+    def groups(self, most: int, forwards: int) -> Ints:
+        """The group of each storage: neighbours that the same blocks save, read and own, about ``most`` in all.
+
+        Args:
+            forwards: that are alike, and are grouped alike.
+        """
+        count = len(self.nbytes) // forwards
+        if count * forwards <= most:
+            return np.arange(len(self.nbytes))
+        # Runs of like storages, cut where their bytes pass a multiple of the intended size.
+        bytes_so_far = np.cumsum(self.nbytes[:count])
+        group_bytes = max(1.0, bytes_so_far[-1] * forwards / most)
+        group_bytes = min(group_bytes, self.resources.staging_bytes * GROUP_FRACTION_OF_STAGING)
+        columns = [self.owner, self.movable, self.saved, self.rematerializable, self.used]
+        columns += [self._signature(self.inputs), self._signature(self.readers)]
+        cut = np.arange(count) == 0
+        for column in (*(one[:count] for one in columns), (bytes_so_far / group_bytes).astype(np.int64)):
+            cut[1:] |= column[1:] != column[:-1]
+        return np.asarray(np.cumsum(np.tile(cut, forwards)) - 1)
+
+    def merged(self, group: Ints) -> Timeline:
+        """With one storage for each group of neighbours; times are means, weighted by size."""
+        firsts = np.flatnonzero(np.diff(group, prepend=-1))
+        if len(firsts) == len(group):
+            return self
+        nbytes = np.add.reduceat(self.nbytes, firsts)
+        made, source = np.unique(group[self.sources], axis=1)
+        columns: dict[str, Any] = {
+            "nbytes": nbytes,
+            "sources": np.stack([made, source])[:, made != source],  # what is made within a group is made with it
+        }
+        for name in ("pack_s", "left_s", "used_s", "freed_s", "made_again_s"):
+            columns[name] = np.add.reduceat(getattr(self, name) * self.nbytes, firsts) / nbytes
+        for name in ("padded_bytes", "rematerialize_s"):
+            columns[name] = np.add.reduceat(getattr(self, name), firsts)
+        for name in ("movable", "saved", "used", "owner"):
+            columns[name] = getattr(self, name)[firsts]
+        for name in ("inputs", "readers"):
+            storage, block = getattr(self, name)
+            columns[name] = np.unique(np.stack([group[storage], block]), axis=1)
+        return replace(self, **columns)
+
+    def _signature(self, pairs: Ints) -> Ints:
+        """A number for each storage that tells apart which blocks it is paired with."""
+        found = np.zeros(len(self.nbytes), np.int64)
+        # A sum of odd multiples of the block numbers is enough.
+        np.add.at(found, pairs[0], (pairs[1] + 1) * 2654435761)
+        return found
+
+
+def _pairs(pairs: list[tuple[int, int]]) -> Ints:
+    return np.asarray(np.array(pairs, np.int64).reshape(-1, 2).T)

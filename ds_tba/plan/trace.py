@@ -1,0 +1,289 @@
+"""One micro-step with every storage kept, and the rates of its machine: the input of the planners.
+
+[Note: The trace's clock] Times are seconds of the compute stream since the micro-step's forward began, with nothing
+moved. A replay shifts them by the stalls and the recomputation that a plan adds.
+
+[Note: Readers] ``StorageTrace.blocks`` are those in which autograd saved the storage, ``OUTSIDE`` for saves in none.
+``BlockTrace.inputs`` are the storages that a block reads and does not produce: they must outlive its forward where it
+is recomputed. An input that nobody saves has empty ``blocks``, and exists only under a plan that recomputes one of its
+readers.
+
+[Note: Sources] Some storages are the output of an operation whose inputs are saved, too, so that the operation alone
+can make them again: ``StorageTrace.sources`` are those inputs, all of them packed earlier. Small tensors and parameters
+that the operation needs are not among them.
+
+[Note: Scopes] Which storage is which in another micro-step of the same model: a micro-step is cut where passes through
+blocks begin and end, so that pass ``n`` is scope ``2 * n + 1``. In each scope the storages are known by the order in
+which they are first saved *there*, so that a block which is recomputed (and saves its inputs only) shifts nobody else's
+place.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, astuple, dataclass, fields, replace
+from itertools import pairwise
+from typing import Any, TypeVar
+
+from ds_tba.errors import TraceError
+
+FORMAT = 1
+Scopes = tuple[tuple[int, ...], ...]  # the storages of each scope, in order
+OUTSIDE = -1
+
+
+@dataclass(frozen=True, slots=True)
+class StorageTrace:
+    """One saved storage.
+
+    Attributes:
+        module: path of the module that ran when it was first saved, for people and for the scopes of TBA.
+        blocks: see [Note: Readers].
+        pack_s: first saved.
+        last_forward_use_s: from then on forward no longer needs the storage.
+        first_backward_use_s: first unpacked; the end of the micro-step where it is not used.
+        freed_s: autograd has let go of the storage.
+        is_movable: False where it must stay in device memory (too small, not the training device, ...); it still goes
+            with its block where that is recomputed.
+        rematerialize_s: of the compute stream, to make the storage again from its sources; None where that cannot be.
+        sources: indices of storages, each smaller than its own; see [Note: Sources].
+        is_used: False where backward never asked for it: a loss that is kept with its graph, say. Once moved, it need
+            not come back.
+    """
+
+    nbytes: int
+    module: str
+    blocks: tuple[int, ...]
+    pack_s: float
+    last_forward_use_s: float
+    first_backward_use_s: float
+    freed_s: float
+    is_movable: bool = True
+    rematerialize_s: float | None = None
+    sources: tuple[int, ...] = ()
+    is_used: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTrace:
+    """One pass through a repeated layer.
+
+    Attributes:
+        module: its path.
+        forward_start_s, forward_end_s, backward_start_s, backward_end_s: when it ran.
+        inputs: indices of storages; see [Note: Readers].
+        is_recomputable: whether its forward may run again.
+    """
+
+    module: str
+    forward_start_s: float
+    forward_end_s: float
+    backward_start_s: float
+    backward_end_s: float
+    inputs: tuple[int, ...] = ()
+    is_recomputable: bool = True
+
+    @property
+    def forward_s(self) -> float:
+        """The duration of its forward."""
+        return self.forward_end_s - self.forward_start_s
+
+
+@dataclass(frozen=True, slots=True)
+class PathRates:
+    """Measured rates of one directory of ``nvme_path``, in bytes per second, alone and while the other kind runs."""
+
+    write_bytes_per_s: float
+    read_bytes_per_s: float
+    write_beside_read_bytes_per_s: float
+    read_beside_write_bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """The rates and bounds of a machine.
+
+    Attributes:
+        paths: the drives; none means that nothing can go to NVMe.
+        copy_out_bytes_per_s, copy_in_bytes_per_s: between device and host memory.
+        staging_bytes: bound of what is between device and file.
+        is_synchronous: the device copies in the training thread, which waits for it (a CPU).
+        compute_s_per_byte: kernel time that moving a storage out and back takes, for each byte.
+    """
+
+    paths: tuple[PathRates, ...]
+    copy_out_bytes_per_s: float
+    copy_in_bytes_per_s: float
+    staging_bytes: int
+    is_synchronous: bool = False
+    compute_s_per_byte: float = 0.0
+
+    @property
+    def drives(self) -> PathRates:
+        """The sums over all paths; zeros without any."""
+        return PathRates(*(sum(getattr(path, one.name) for path in self.paths) for one in fields(PathRates)))
+
+    @property
+    def write_bytes_per_s(self) -> float:
+        """Of all paths, without concurrent reads."""
+        return self.drives.write_bytes_per_s
+
+    @property
+    def read_bytes_per_s(self) -> float:
+        """Of all paths, without concurrent writes."""
+        return self.drives.read_bytes_per_s
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """Of each path, in bytes per second: writes, then reads."""
+        return tuple(rate for path in self.paths for rate in (path.write_bytes_per_s, path.read_bytes_per_s))
+
+
+Row = TypeVar("Row", StorageTrace, BlockTrace)
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """One micro-step, and the machine it ran on.
+
+    Attributes:
+        storages: in the order in which they were packed.
+        blocks: in the order in which their forward began.
+        end_s: the end of backward.
+        optimizer_s: the time of a step outside of its micro-steps; ``rest_s`` in JSON.
+        micro_steps: of one step.
+        recompute_factor: the time of recomputing a block, as a fraction of its forward: as measured, else 1.
+        forwards: number of the first storage of each forward, where the micro-step is one of several interleaved
+            forwards and backwards; see [Note: Micro-steps] in ``ds_tba/core/saved.py``.
+
+    Raises:
+        TraceError: times out of order, or an index that is not there.
+    """
+
+    storages: tuple[StorageTrace, ...]
+    blocks: tuple[BlockTrace, ...]
+    resources: Resources
+    end_s: float
+    optimizer_s: float = 0.0
+    micro_steps: int = 1
+    recompute_factor: float = 1.0
+    forwards: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_resources(self.resources)
+        if self.micro_steps < 1:
+            raise TraceError(f"micro_steps is {self.micro_steps}: a step has one at least")
+        if not 0 < self.recompute_factor < math.inf:
+            raise TraceError(f"recompute_factor is {self.recompute_factor}: it must be a number above 0")
+        _check_order("the step", 0.0, self.end_s, math.inf)
+        _check_order("the rest of the step", 0.0, self.optimizer_s, math.inf)
+        for number, block in enumerate(self.blocks):
+            _check_block(number, block, len(self.storages), self.end_s)
+        packed_s = 0.0
+        for index, storage in enumerate(self.storages):
+            _check_storage(index, storage, packed_s, len(self.blocks), self.end_s)
+            packed_s = storage.pack_s
+
+    @property
+    def step_s(self) -> float:
+        """A step with every storage kept."""
+        return self.micro_steps * self.end_s + self.optimizer_s
+
+    @property
+    def saved_bytes(self) -> int:
+        """Of all storages together."""
+        return sum(storage.nbytes for storage in self.storages)
+
+    @property
+    def movable_bytes(self) -> int:
+        """Of those that may be moved."""
+        return sum(storage.nbytes for storage in self.storages if storage.is_movable)
+
+    def scaled(self, time: float, size: float = 1.0) -> Trace:
+        """A step ``time`` times as long, whose storages are ``size`` times as large."""
+        storages = tuple(replace(_later(one, time), nbytes=math.ceil(one.nbytes * size)) for one in self.storages)
+        blocks = tuple(_later(one, time) for one in self.blocks)
+        end_s, optimizer_s = self.end_s * time, self.optimizer_s * time
+        return replace(self, storages=storages, blocks=blocks, end_s=end_s, optimizer_s=optimizer_s)
+
+    def to_json(self) -> str:
+        """As text; times and rates come back exactly."""
+        return json.dumps(
+            {
+                "format": FORMAT,
+                "end_s": self.end_s,
+                "rest_s": self.optimizer_s,
+                "micro_steps": self.micro_steps,
+                "recompute_factor": self.recompute_factor,
+                "forwards": self.forwards,
+                "resources": asdict(self.resources),
+                "blocks": _table(self.blocks, BlockTrace),
+                "storages": _table(self.storages, StorageTrace),
+            }
+        )
+
+
+def _later(row: Row, factor: float) -> Row:
+    """All times of a row, whose names end in ``_s``, times a factor."""
+    times = {field.name: getattr(row, field.name) for field in fields(row) if field.name.endswith("_s")}
+    return replace(row, **{name: at_s * factor for name, at_s in times.items() if at_s is not None})
+
+
+def _table(rows: tuple[Any, ...], kind: type) -> dict[str, list[Any]]:
+    """Column by column: a fifth of the size of one object for each."""
+    return {field.name: [getattr(row, field.name) for row in rows] for field in fields(kind)}
+
+
+def _check_order(what: str, *times: float) -> None:
+    if not all(earlier <= later for earlier, later in pairwise(times)):
+        raise TraceError(f"{what} has times out of order: {times}; each must be at least the one before")
+
+
+def _check_storage(index: int, storage: StorageTrace, packed_s: float, blocks: int, end_s: float) -> None:
+    what = f"storage {index}"
+    if storage.nbytes < 1:
+        raise TraceError(f"{what} has {storage.nbytes} bytes: one at least is needed")
+    times = (storage.pack_s, storage.last_forward_use_s, storage.first_backward_use_s, storage.freed_s)
+    _check_order(what, packed_s, *times, end_s)
+    if any(not OUTSIDE <= block < blocks for block in storage.blocks):
+        raise TraceError(f"{what} names blocks {storage.blocks}: there are {blocks}, counted from 0")
+    if storage.rematerialize_s is not None and not 0 <= storage.rematerialize_s < math.inf:
+        raise TraceError(f"{what} has rematerialize_s {storage.rematerialize_s}: it must be 0 or more, or None")
+    if any(not 0 <= source < index for source in storage.sources):
+        raise TraceError(f"{what} names sources {storage.sources}: each must be a storage packed before it")
+
+
+def _check_block(number: int, block: BlockTrace, storages: int, end_s: float) -> None:
+    times = (block.forward_start_s, block.forward_end_s, block.backward_start_s, block.backward_end_s)
+    _check_order(f"block {number} ({block.module})", 0.0, *times, end_s)
+    if any(not 0 <= index < storages for index in block.inputs):
+        raise TraceError(f"block {number} names inputs {block.inputs}: there are {storages} storages, counted from 0")
+
+
+def _check_resources(resources: Resources) -> None:
+    rates = [resources.copy_out_bytes_per_s, resources.copy_in_bytes_per_s]
+    rates += [rate for path in resources.paths for rate in asdict(path).values()]
+    if not all(rate > 0 for rate in rates):
+        raise TraceError(f"the rates {rates} must all be above 0 bytes per second: measure them again")
+    if not 0 <= resources.compute_s_per_byte < math.inf:
+        raise TraceError(f"compute_s_per_byte is {resources.compute_s_per_byte}: it must be a number of 0 or more")
+    if resources.staging_bytes < 1:
+        raise TraceError(f"staging_bytes is {resources.staging_bytes}: one at least is needed")
+
+
+def slowest(machines: Sequence[Resources]) -> Resources:
+    """The lowest of each rate over all machines, of all paths of each together, and the least staging.
+
+    Where one machine has no path, nothing can go to NVMe.
+    """
+    drives = [astuple(machine.drives) for machine in machines if machine.paths]
+    return Resources(
+        (PathRates(*map(min, zip(*drives, strict=True))),) if len(drives) == len(machines) else (),
+        min(machine.copy_out_bytes_per_s for machine in machines),
+        min(machine.copy_in_bytes_per_s for machine in machines),
+        min(machine.staging_bytes for machine in machines),
+        is_synchronous=any(machine.is_synchronous for machine in machines),
+        compute_s_per_byte=max(machine.compute_s_per_byte for machine in machines),
+    )

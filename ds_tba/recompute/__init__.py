@@ -1,0 +1,1 @@
+"""Blocks whose forward runs again in backward."""

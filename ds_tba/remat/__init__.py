@@ -1,0 +1,1 @@
+"""Rematerialization: outputs of cheap ops that are recomputed from other saved tensors instead of being saved."""

@@ -1,1 +1,0 @@
-"""Counters, bandwidth, the drives' health, the report."""

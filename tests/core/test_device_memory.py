@@ -1,0 +1,236 @@
+"""Device memory that backward really takes: the host lets go of a tensor long before the device is done with it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import torch
+from conftest import StoreFactory
+from support.doubles import new_operation
+from support.late_device import LateDevice
+from torch import Tensor
+
+from ds_tba.core.cache import TensorCache
+from ds_tba.storage.base import Always
+from ds_tba.storage.host import HostStore
+
+MIB = 1 << 20
+CPU = torch.device("cpu")
+COUNT = 40
+
+
+@pytest.fixture
+def device() -> Iterator[LateDevice]:
+    found = LateDevice(late_compute=True, longest_pause_s=0.0)
+    yield found
+    found.end()
+
+
+def forward(device: LateDevice, cache: TensorCache, count: int = COUNT, nbytes: int = MIB) -> list[object]:
+    saved = []
+    with cache.saving():
+        for number in range(count):
+            data = device.allocate(nbytes, CPU)
+            device.launch(lambda to, value=number: to.fill_(value), data)
+            saved.append(cache.pack(data))
+            del data
+            new_operation()
+    return saved
+
+
+def backward(device: LateDevice, cache: TensorCache, saved: list[object], seconds: float = 0.005) -> None:
+    """Kernels that take so long; every one of them must see what forward saved."""
+    exact: list[bool] = []
+
+    def kernel(found: Tensor, wanted: int) -> None:
+        time.sleep(seconds)
+        exact.append(bool((found == wanted).all()))
+
+    count, step = len(saved), cache.forward.micro_step
+    while saved:
+        held = saved.pop()
+        tensor = cache.unpack(step, held)  # type: ignore[arg-type]
+        device.launch(partial(kernel, wanted=len(saved)), tensor)
+        del held, tensor
+    device.synchronize()
+    assert exact == [True] * count
+
+
+def of_host_memory(device: LateDevice, ahead_bytes: int = MIB) -> HostStore:
+    return HostStore(device, COUNT * MIB, ahead_bytes)
+
+
+def settle(device: LateDevice, cache: TensorCache) -> None:
+    device.synchronize()
+    cache.settle()
+    device.synchronize()  # what settling let go of, a stream gives back
+
+
+def peak_of_backward(device: LateDevice, cache: TensorCache) -> int:
+    saved = forward(device, cache)
+    settle(device, cache)
+    assert device.held_bytes == 0 == cache.stats.resident.now
+    device.peak_held_bytes = 0
+    backward(device, cache, saved)
+    settle(device, cache)
+    cache.settle()
+    assert cache.stats.resident.now == 0
+    return device.peak_held_bytes
+
+
+@pytest.mark.parametrize("budget_bytes", [2 * MIB, 5 * MIB])
+def test_backward_holds_no_more_than_the_budget(device: LateDevice, budget_bytes: int) -> None:
+    cache = TensorCache([of_host_memory(device)], "cpu", 1024, accelerator=device)
+    cache.limit_resident(budget_bytes, "the budget")
+    assert peak_of_backward(device, cache) <= budget_bytes
+    assert cache.stats.resident.peak <= budget_bytes
+
+
+def test_what_another_stream_writes_and_the_caller_waits_for_is_there_in_backward(device: LateDevice) -> None:
+    """A Function that begins an asynchronous collective saves its result; the caller waits after the Function."""
+    cache = TensorCache([of_host_memory(device)], "cpu", 1024, accelerator=device)
+    side, gate = device.new_stream(), threading.Event()
+    with cache.saving():
+        received, allocated = device.allocate(MIB, CPU), device.new_event()
+        allocated.record(device.current_stream())
+        side.wait_event(allocated)
+        with device.on(side):
+            device.launch(lambda to: (gate.wait(30), to.fill_(7)), received)
+        written = device.new_event()
+        written.record(side)
+        held = cache.pack(received)
+        device.current_stream().wait_event(written)
+        new_operation()
+        cache.pack(device.allocate(MIB, CPU))
+        gate.set()
+    del received
+    seen: list[bool] = []
+    tensor = cache.unpack(cache.forward.micro_step, held)
+    device.launch(lambda found: seen.append(bool((found == 7).all())), tensor)
+    device.synchronize()
+    assert seen == [True]
+
+
+class FullDevice(LateDevice):
+    """Has room for so many bytes, and does not look again for what its streams are done with by now."""
+
+    room_bytes = 4 * MIB
+    refusals = 0
+
+    def allocate(self, nbytes: int, device: torch.device) -> Tensor:
+        if self.held_bytes + nbytes > self.room_bytes:
+            self.refusals += 1
+            raise torch.OutOfMemoryError("out of memory")
+        return super().allocate(nbytes, device)
+
+
+def test_a_reload_that_finds_no_memory_waits_for_what_was_let_go_of_and_tries_again() -> None:
+    device = FullDevice(late_compute=True, longest_pause_s=0.0)
+    cache = TensorCache([of_host_memory(device)], "cpu", 1024, accelerator=device, released_bytes=COUNT * MIB)
+    saved = []
+    for number in range(COUNT):
+        with cache.saving(continues=number > 0):
+            data = device.allocate(MIB, CPU)
+            device.launch(lambda to, value=number: to.fill_(value), data)
+            saved.append(cache.pack(data))
+            del data
+        settle(device, cache)
+    backward(device, cache, saved)
+    assert device.refusals > 0
+    device.end()
+
+
+def test_without_a_budget_backward_holds_little_more_than_its_bound(device: LateDevice) -> None:
+    cache = TensorCache([of_host_memory(device)], "cpu", 1024, accelerator=device, released_bytes=3 * MIB)
+    assert peak_of_backward(device, cache) <= (3 + 1 + 1) * MIB  # and what is wanted now, and what is read ahead
+
+
+def test_what_pieces_pass_through_counts_until_the_device_has_read_it(
+    device: LateDevice, make_store: StoreFactory
+) -> None:
+    pieces = make_store(accelerator=device, staging_bytes=MIB)
+    cache = TensorCache([pieces], "cpu", 1024, wait_for_staging=True, accelerator=device)
+    cache.limit_resident(8 * MIB, "the budget")
+    saved = forward(device, cache, 12, 2 * MIB)
+    settle(device, cache)
+    device.peak_held_bytes = 0
+    backward(device, cache, saved)
+    assert 0 < device.peak_held_bytes <= 8 * MIB
+
+
+def test_the_wait_is_without_the_lock_and_for_the_oldest(device: LateDevice) -> None:
+    cache = TensorCache([of_host_memory(device)], "cpu", 1024, accelerator=device)
+    cache.limit_resident(3 * MIB, "the budget")
+    saved = forward(device, cache, 6)
+    device.synchronize()
+    gates = [threading.Event() for _ in saved]
+    step, done = cache.forward.micro_step, []
+
+    def run() -> None:
+        for gate in gates:
+            tensor = cache.unpack(step, saved.pop())  # type: ignore[arg-type]
+            device.launch(lambda found, gate=gate: gate.wait(30), tensor)
+            del tensor
+            done.append(gate)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        for passed in range(3):
+            until_s = time.monotonic() + 10
+            while len(done) < 3 + passed and time.monotonic() < until_s:
+                time.sleep(0.01)
+            time.sleep(0.05)
+            assert len(done) == 3 + passed  # as many as fit, beside those that the device is done with
+            assert cache.lock.acquire(timeout=10)
+            cache.lock.release()
+            gates[passed].set()
+    finally:
+        for gate in gates:
+            gate.set()
+        thread.join(30)
+    assert len(done) == 6
+
+
+def test_forward_waits_for_the_oldest_copy_out_and_without_the_lock(device: LateDevice) -> None:
+    store = of_host_memory(device, ahead_bytes=8 * MIB)
+    cache = TensorCache([store], "cpu", 1024, accelerator=device)
+    cache.limit_resident(4 * MIB, "the budget")
+    gates, packed = [threading.Event(), threading.Event()], threading.Event()
+
+    def tensor() -> Tensor:
+        data = device.allocate(MIB, CPU)
+        device.launch(lambda to: to.fill_(1), data)
+        new_operation()
+        return data
+
+    held = []
+    for gate in gates:  # two copies out that hold their tensors until their gates open
+        store._copies._out_stream.run(lambda gate=gate: gate.wait(30))
+        with cache.saving():
+            held.append(cache.pack(tensor()))
+    with cache.saving(Always((), wait=False)):
+        held += [cache.pack(tensor()) for _ in range(2)]
+
+        def run() -> None:
+            held.append(cache.pack(tensor()))
+            packed.set()
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            assert not packed.wait(0.1) and cache.stats.resident.now == 4 * MIB
+            assert cache.lock.acquire(timeout=10)
+            cache.lock.release()
+            gates[0].set()
+            assert packed.wait(10) and not gates[1].is_set()
+            assert cache.stats.resident.peak <= 4 * MIB
+        finally:
+            for gate in gates:
+                gate.set()
+            thread.join(30)
+    store.close()

@@ -1,0 +1,98 @@
+"""How much is done for a saved tensor in the thread that trains, counted."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from support.late_device import LateDevice
+
+from ds_tba.core.cache import TensorCache
+from ds_tba.storage.host import HostStore
+
+MIB = 1 << 20
+
+
+class CountedLock:
+    """A lock that counts how often it is taken."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+        self._lock = threading.Lock()
+
+    def acquire(self, blocking: bool = True) -> bool:
+        self.taken += 1
+        return self._lock.acquire(blocking)
+
+    def release(self) -> None:
+        self._lock.release()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def test_a_kept_tensor_takes_the_lock_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = CountedLock()
+    monkeypatch.setattr("ds_tba.core.saved.threading.Lock", lambda: lock)
+    cache = TensorCache([], "cpu", 1)
+    tensors = [torch.randn(8) for _ in range(10)]
+    with cache.saving():
+        before = lock.taken
+        held = [cache.pack(one) for one in tensors]
+        assert lock.taken - before == len(tensors)
+    del held
+
+
+class Counting(LateDevice):
+    """Counts what the host asks of the device."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        super().__init__(longest_pause_s=0.0)
+
+    def new_event(self) -> Any:
+        self.calls["events"] += 1
+        return super().new_event()
+
+    def on(self, stream: Any) -> Any:
+        self.calls["stream switches"] += 1
+        return super().on(stream)
+
+    def share(self, tensor: torch.Tensor, stream: Any) -> None:
+        self.calls["shared"] += 1
+        super().share(tensor, stream)
+
+
+@pytest.fixture
+def device() -> Iterator[Counting]:
+    found = Counting()
+    yield found
+    found.end()
+
+
+def test_a_moved_tensor_takes_few_calls_of_the_device(device: Counting) -> None:
+    """Out: an event before and one after, in one switch, and shared once; back: one event, one switch, shared once."""
+    count = 10
+    store = HostStore(device, 8 * MIB)
+    cache = TensorCache([store], "cpu", 1, wait_for_staging=True, accelerator=device)
+    tensors = [device.allocate(4096, torch.device("cpu")) for _ in range(count)]
+    with cache.saving():
+        held = [cache.pack(one) for one in tensors]
+    assert device.calls == {"events": 2 * count, "stream switches": count, "shared": count}
+    del tensors
+    device.synchronize()
+    device.calls.clear()
+    step = cache.forward.micro_step
+    for one in held:
+        cache.unpack(step, one)  # type: ignore[arg-type]
+    assert device.calls["shared"] == count and device.calls["stream switches"] == count
+    del one, held
+    device.synchronize()
+    store.close()

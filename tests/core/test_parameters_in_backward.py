@@ -1,0 +1,97 @@
+"""Code that wants a parameter in backward gets the parameter that it saved, with its attributes, and not its values
+alone: ZeRO-3 keeps in attributes where the values are, and libraries gather them there (TRL's chunked loss, say).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import test_passes as test_recompute
+import torch
+from test_passes import Net, Plain, check
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ds_tba.offloader import ActivationOffloader
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+make = test_recompute.make
+
+
+def factor_of(weight: Any) -> float:
+    """What only the parameter has."""
+    return float(weight.factor)
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, missing: None, weight: Tensor, twice: Tensor) -> Tensor:
+        ctx.save_for_backward(x, missing, weight, twice)
+        return x @ weight.t() * factor_of(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, missing, weight, twice = ctx.saved_tensors
+        if missing is not None or twice is not weight:
+            raise ValueError("other tensors than were saved")
+        gradient = gradient * factor_of(weight)
+        return gradient @ weight, None, gradient.t() @ x, None
+
+
+class ScaledInTwo(Scaled):
+    """The same, with its context set up apart."""
+
+    @staticmethod
+    def forward(x: Tensor, missing: None, weight: Tensor, twice: Tensor) -> Tensor:  # type: ignore[override]
+        return x @ weight.t() * factor_of(weight)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+
+class Wants(Plain):
+    function: type[torch.autograd.Function] = Scaled
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up.weight.factor = 1.5  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        up = self.function.apply(x, None, self.up.weight, self.up.weight) + self.up.bias  # type: ignore[no-untyped-call]
+        return x + self.down(up.tanh())
+
+
+class WantsInTwo(Wants):
+    function = ScaledInTwo
+
+
+class InCheckpoint(Wants):
+    """Hands the parameter to a checkpoint, between what it saves besides."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        part = checkpoint(self.part, 2, self.norm(x), None, self.up.weight, x, use_reentrant=False)
+        return x + self.down((part + self.up.bias).tanh())
+
+    def part(self, power: int, x: Tensor, missing: None, weight: Tensor, other: Tensor) -> Tensor:
+        return x @ weight.t() * factor_of(weight) ** power + other.tanh().sum()
+
+
+@pytest.mark.parametrize("block", [Wants, WantsInTwo, InCheckpoint])
+@pytest.mark.parametrize(
+    "config",
+    [{"recompute": True}, {}, {"placement": "nvme"}, {"placement": "host", "host_budget_bytes": 4 << 20},
+     {"placement": "keep"}],
+    ids=["recompute", "adaptive", "nvme", "host", "keep"],
+)  # fmt: skip
+def test_the_parameter_is_the_one_that_was_saved(
+    make: Callable[..., ActivationOffloader], block: Callable[[], nn.Module], config: dict[str, Any]
+) -> None:
+    report = check(make, block, Net, **config).report()
+    if config.get("recompute"):
+        assert report.recomputed_bytes > 0
+    elif config.get("placement") != "keep":
+        assert report.offloaded_bytes > 0

@@ -1,0 +1,461 @@
+"""Reading ahead: what is still to be written when it is asked for stays, in every state and failure; when it begins."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from conftest import StoreFactory
+from support.doubles import CpuAccelerator, EventAccelerator, Gate, ScriptedBackend, fails, wait_for_writes
+from support.late_device import LateDevice
+from test_store import CPU, MIB, noise, nothing_is_held, put, slots_in_use, stored, until
+
+from ds_tba.core.cache import TensorCache
+from ds_tba.core.saved import RecordState
+from ds_tba.device.accelerator import PendingCopy
+from ds_tba.errors import ActivationLostError, StateError
+from ds_tba.storage.nvme import Lanes, NvmeStore, PiecesTicket
+from ds_tba.storage.space import SwapTicket, TicketState
+
+KIB = 1 << 10
+ONE_LANE = Lanes(1, 1)
+devices = pytest.mark.parametrize(
+    "accelerator", [CpuAccelerator, EventAccelerator], ids=["synchronous", "asynchronous"]
+)
+MakeDevice = Callable[[], CpuAccelerator]
+
+
+def under_write(store: NvmeStore, gate: Gate, *pieces: torch.Tensor) -> list[SwapTicket]:
+    """Tickets of which the first is being written, and the others wait for it."""
+    tickets = [put(store, piece.clone()) for piece in pieces]
+    gate.arrived.acquire()
+    until(lambda: tickets[0].state is TicketState.WRITING, "the first write to begin")
+    return tickets
+
+
+def failing_behind(gate: Gate, what: str) -> Callable[[str, int], None]:
+    """A script: transfers of this verb fail, once the gate lets them."""
+    failing = fails(what)
+
+    def script(verb: str, number: int) -> None:
+        gate(verb, number)
+        failing(verb, number)
+
+    return script
+
+
+@devices
+def test_what_is_wanted_under_its_write_is_handed_over_without_a_read(
+    make_store: StoreFactory, accelerator: MakeDevice
+) -> None:
+    gate = Gate()
+    store = make_store(ScriptedBackend(gate), lanes=ONE_LANE, accelerator=accelerator())
+    pieces = [noise(MIB + 1) for _ in range(3)]
+    tickets = under_write(store, gate, *pieces)
+    assert all(store.prefetch(ticket) for ticket in tickets)
+    gate.opened.set()
+    wait_for_writes(store)
+    until(lambda: all(ticket.state is TicketState.LOADED for ticket in tickets), "the writes to leave it there")
+    for ticket, piece in zip(tickets, pieces, strict=True):
+        loaded = store.get(ticket, CPU)
+        assert loaded.stored and torch.equal(loaded.data, piece)
+        del loaded
+    assert store.stats.forwarded_bytes == 3 * (MIB + 1) and store.stats.read_bytes == 0
+    for ticket, piece in zip(tickets, pieces, strict=True):  # a second backward reads what was written
+        assert torch.equal(store.get(ticket, CPU).data, piece)
+        store.release(ticket)
+    assert store.stats.forwarded_bytes == 3 * (MIB + 1) and store.stats.read_bytes == 3 * (MIB + 4096)
+    nothing_is_held(store)
+
+
+def test_on_an_asynchronous_device_its_slot_is_free_with_the_end_of_its_write(make_store: StoreFactory) -> None:
+    gate = Gate()
+    store = make_store(ScriptedBackend(gate), lanes=ONE_LANE, accelerator=EventAccelerator(), staging_bytes=4 * MIB)
+    tickets = under_write(store, gate, *(noise(MIB) for _ in range(3)))
+    assert all(store.prefetch(ticket) for ticket in tickets)
+    gate.opened.set()
+    until(lambda: all(ticket.arrival is not None for ticket in tickets), "the copies onto the device")
+    assert slots_in_use(store) == 0 and store.space.read_ahead.prefetched_bytes == 3 * MIB
+
+
+def test_on_the_cpu_its_slot_becomes_the_memory(make_store: StoreFactory) -> None:
+    gate = Gate()
+    store = make_store(ScriptedBackend(gate), lanes=ONE_LANE)
+    (ticket,) = under_write(store, gate, noise(MIB))
+    store.prefetch(ticket)
+    slot = ticket.held_slot
+    gate.opened.set()
+    until(lambda: ticket.state is TicketState.LOADED, "the write")
+    assert store.get(ticket, CPU).data.data_ptr() == store.ring.view(slot).data_ptr()
+
+
+def test_reads_behind_what_is_being_written_are_not_held_up(make_store: StoreFactory) -> None:
+    """Six of eight slots are being written, more than the half that reads leave to writes."""
+    gate = Gate()
+    store = make_store(ScriptedBackend(gate), lanes=ONE_LANE, staging_bytes=8 * MIB)
+    gate.opened.set()
+    before = [stored(store, noise(MIB)) for _ in range(3)]
+    gate.opened.clear()
+    late = [put(store, noise(MIB)) for _ in range(6)]
+    assert [store.prefetch(ticket) for ticket in late + before] == [True] * 8 + [False]
+    until(lambda: all(ticket.state is TicketState.LOADED for ticket in before[:2]), "the reads")
+    gate.opened.set()
+
+
+@devices
+def test_what_is_wanted_counts_within_the_bound_of_what_is_read_ahead(
+    make_store: StoreFactory, accelerator: MakeDevice
+) -> None:
+    gate = Gate()
+    store = make_store(ScriptedBackend(gate), lanes=ONE_LANE, staging_bytes=8 * MIB, accelerator=accelerator())
+    gate.opened.set()
+    early = [stored(store, noise(MIB)) for _ in range(10)]
+    for ticket in early[:6]:
+        assert store.prefetch(ticket)
+    until(lambda: all(ticket.state is TicketState.LOADED for ticket in early[:6]), "the reads")
+    gate.opened.clear()
+    late = [put(store, noise(MIB)) for _ in range(2)]
+    assert [store.prefetch(ticket) for ticket in late] == [True, True]
+    assert [store.prefetch(ticket) for ticket in late] == [True, True]  # counted once
+    assert store.space.read_ahead.prefetched_bytes + store.space.read_ahead.early_bytes == 8 * MIB
+    assert not store.prefetch(early[6])
+    if not store.ring.zero_copy:  # what was read ahead waits on the device, so that there is room for one more write
+        more = put(store, noise(MIB))
+        assert not store.prefetch(more)
+        store.get(early[0], CPU)
+        assert store.prefetch(more)
+    gate.opened.set()
+    wait_for_writes(store)
+    for ticket in [*early, *late, *([more] if not store.ring.zero_copy else [])]:
+        store.release(ticket)
+    nothing_is_held(store)
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["being written", "queued"])
+@devices
+def test_what_is_asked_for_before_its_write_ends_is_handed_over_as_ever(
+    make_store: StoreFactory, accelerator: MakeDevice, which: int
+) -> None:
+    gate = Gate()
+    store = make_store(ScriptedBackend(gate), lanes=ONE_LANE, accelerator=accelerator())
+    pieces = [noise(MIB) for _ in range(2)]
+    tickets = under_write(store, gate, *pieces)
+    assert store.prefetch(tickets[which])
+    loaded = store.get(tickets[which], CPU)
+    assert torch.equal(loaded.data, pieces[which]) and loaded.stored is (which == 0)
+    assert store.space.read_ahead.early_bytes == 0
+    gate.opened.set()
+    wait_for_writes(store)
+    assert store.stats.forwarded_bytes == MIB
+    del loaded
+    for ticket in tickets:
+        store.release(ticket)
+    nothing_is_held(store)
+
+
+@pytest.mark.parametrize("state", [TicketState.QUEUED, TicketState.WRITING, TicketState.LOADED])
+@devices
+def test_what_is_given_up_after_it_was_wanted_leaves_nothing(
+    make_store: StoreFactory, accelerator: MakeDevice, state: TicketState
+) -> None:
+    gate = Gate()
+    store = make_store(ScriptedBackend(gate), lanes=ONE_LANE, accelerator=accelerator())
+    tickets = under_write(store, gate, *(noise(MIB) for _ in range(2)))
+    ticket = tickets[state is TicketState.QUEUED]
+    assert store.prefetch(ticket)
+    if state is TicketState.LOADED:
+        gate.opened.set()
+        until(lambda: ticket.state is TicketState.LOADED, "the write")
+        assert store.space.read_ahead.prefetched_bytes == MIB
+    for one in tickets:
+        store.release(one)
+    gate.opened.set()
+    nothing_is_held(store)
+    assert store.space.read_ahead.early_bytes == 0 and ticket.state is TicketState.RELEASED
+
+
+@devices
+def test_bytes_that_stayed_in_memory_for_nothing_were_read_not_handed_over(
+    make_store: StoreFactory, accelerator: MakeDevice
+) -> None:
+    """Those that were given up and came from the drive in the end."""
+    gate = Gate()
+    store = make_store(ScriptedBackend(gate), lanes=ONE_LANE, accelerator=accelerator())
+    data = noise(MIB)
+    (ticket,) = under_write(store, gate, data)
+    assert store.prefetch(ticket)
+    gate.opened.set()
+    until(lambda: ticket.state is TicketState.LOADED, "the write")
+    assert store.cancel_prefetch(ticket) and ticket.state is TicketState.STORED
+    assert torch.equal(store.get(ticket, CPU).data, data)
+    assert (store.stats.forwarded_bytes, store.stats.read_bytes) == (0, MIB)
+    store.release(ticket)
+    nothing_is_held(store)
+
+
+@devices
+def test_a_write_that_fails_after_it_was_wanted_keeps_the_bytes(
+    make_store: StoreFactory, accelerator: MakeDevice
+) -> None:
+    gate = Gate()
+    store = make_store(ScriptedBackend(failing_behind(gate, "write")), lanes=ONE_LANE, accelerator=accelerator())
+    pieces = [noise(MIB) for _ in range(2)]
+    tickets = under_write(store, gate, *pieces)
+    assert all(store.prefetch(ticket) for ticket in tickets)
+    gate.opened.set()
+    until(lambda: all(ticket.state is TicketState.RESCUED for ticket in tickets), "the failures")
+    assert store.space.read_ahead.early_bytes == store.space.read_ahead.prefetched_bytes == 0
+    for ticket, piece in zip(tickets, pieces, strict=True):
+        assert store.prefetch(ticket)
+        assert torch.equal(store.get(ticket, CPU).data, piece)
+        store.release(ticket)
+    nothing_is_held(store)
+
+
+def test_a_copy_out_that_fails_after_it_was_wanted_raises_and_counts_no_longer(
+    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate()
+    store = make_store(ScriptedBackend(gate), lanes=ONE_LANE, accelerator=EventAccelerator())
+    first, second = under_write(store, gate, noise(MIB), noise(MIB))
+    assert store.prefetch(second)
+
+    def lost() -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PendingCopy, "wait", lambda copy: lost())
+        gate.opened.set()
+        until(lambda: second.state is TicketState.LOST, "the copy")
+    assert store.space.read_ahead.early_bytes == store.space.read_ahead.prefetched_bytes == 0
+    with pytest.raises(ActivationLostError, match="illegal memory access"):
+        store.get(second, CPU)
+    for ticket in (first, second):
+        store.release(ticket)
+    nothing_is_held(store)
+
+
+@devices
+def test_closing_while_something_is_wanted(make_store: StoreFactory, accelerator: MakeDevice) -> None:
+    gate = Gate()
+    store = make_store(ScriptedBackend(gate), lanes=ONE_LANE, accelerator=accelerator())
+    tickets = under_write(store, gate, noise(MIB), noise(MIB))
+    assert all(store.prefetch(ticket) for ticket in tickets)
+    closing = threading.Thread(target=store.close)
+    closing.start()
+    gate.opened.set()
+    closing.join(30)
+    assert not closing.is_alive()
+    if store.ring.zero_copy:
+        with pytest.raises(StateError, match="closed before backward"):
+            store.get(tickets[0], CPU)
+    assert store.prefetch(tickets[0])  # nothing to do
+
+
+def test_without_device_memory_it_stays_in_its_slot(make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate()
+    store = make_store(ScriptedBackend(gate), lanes=ONE_LANE, accelerator=EventAccelerator())
+    data = noise(MIB)
+    (ticket,) = under_write(store, gate, data)
+
+    def no_memory(*_: object, **__: object) -> torch.Tensor:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store.ring.copies, "into", no_memory)
+        assert store.prefetch(ticket)
+        gate.opened.set()
+        until(lambda: ticket.state is TicketState.LOADED, "the write")
+    assert ticket.slot is not None and slots_in_use(store) == MIB
+    assert torch.equal(store.get(ticket, CPU).data, data)
+    assert store.stats.read_bytes == 0
+    store.release(ticket)
+    nothing_is_held(store)
+
+
+@pytest.fixture
+def late() -> Iterator[LateDevice]:
+    device = LateDevice(longest_pause_s=0.05)
+    yield device
+    device.end()
+
+
+@pytest.mark.parametrize("given_up", [False, True])
+def test_what_is_on_its_way_back_from_staging_may_be_asked_for_or_given_up(
+    late: LateDevice, make_store: StoreFactory, given_up: bool
+) -> None:
+    store = make_store(lanes=ONE_LANE, accelerator=late)
+    try:
+        for _ in range(10):
+            data = noise(MIB)
+            ticket = put(store, data.clone())
+            store.prefetch(ticket)
+            until(lambda ticket=ticket: ticket.state not in (TicketState.QUEUED, TicketState.WRITING), "the write")  # type: ignore[misc]
+            if not given_up:
+                assert torch.equal(store.get(ticket, CPU).data, data)
+            store.release(ticket)
+        nothing_is_held(store)
+        assert store.stats.read_bytes == 0
+    finally:
+        store.close()  # before its device ends
+
+
+def test_pieces_under_write_are_wanted_and_handed_over(make_store: StoreFactory) -> None:
+    gate = Gate()
+    nvme = make_store(ScriptedBackend(gate), lanes=ONE_LANE, accelerator=EventAccelerator(), staging_bytes=8 * MIB)
+    store, data = nvme, noise(6 * MIB)
+    ticket = store.put(data.clone(), wait=False)
+    assert isinstance(ticket, PiecesTicket) and len(ticket.pieces) == 3
+    gate.arrived.acquire()
+    assert store.prefetch(ticket) and nvme.space.read_ahead.early_bytes == 6 * MIB
+    gate.opened.set()
+    wait_for_writes(nvme)
+    loaded = store.get(ticket, CPU)
+    assert loaded.stored and torch.equal(loaded.data, data) and nvme.stats.read_bytes == 0
+    store.release(ticket)
+    nothing_is_held(nvme)
+
+
+def test_a_read_that_fails_still_raises_for_what_was_handed_over_before(make_store: StoreFactory) -> None:
+    gate = Gate()
+    store = make_store(ScriptedBackend(failing_behind(gate, "read")), lanes=ONE_LANE)
+    data = noise(MIB)
+    (ticket,) = under_write(store, gate, data)
+    assert store.prefetch(ticket)
+    gate.opened.set()
+    until(lambda: ticket.state is TicketState.LOADED, "the write")
+    assert torch.equal(store.get(ticket, CPU).data, data)
+    with pytest.raises(ActivationLostError):
+        store.get(ticket, CPU)
+    assert store.stats.forwarded_bytes == MIB
+
+
+# ---- when it begins -------------------------------------------------------------------------------------------------
+
+
+class Spy(torch.autograd.Function):
+    """Saves a tensor; its backward unpacks that, then calls back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, saved: torch.Tensor, seen: Callable[[], None]) -> torch.Tensor:
+        ctx.save_for_backward(saved)
+        ctx.seen = seen
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        (_,) = ctx.saved_tensors
+        ctx.seen()
+        return grads[0], None, None
+
+
+def cache_over(store: NvmeStore) -> TensorCache:
+    return TensorCache([store], "cpu", 64 * KIB)
+
+
+def tickets_of(cache: TensorCache) -> list[SwapTicket]:
+    records = [record for record in cache.forward.micro_step._records if record is not None]
+    return [record.ticket for record in records if isinstance(record.ticket, SwapTicket)]
+
+
+def chain(x: torch.Tensor, length: int) -> torch.Tensor:
+    for _ in range(length):
+        x = x.exp().log()
+    return x
+
+
+READ_AHEAD = {TicketState.READ_QUEUED, TicketState.READING, TicketState.LOADED}
+LAST: dict[str, Callable[[], torch.Tensor]] = {
+    "a small tensor": lambda: torch.ones(4),
+    "a parameter": lambda: torch.nn.Parameter(torch.ones(1024, 64)),
+    "a tensor that staging cannot hold": lambda: torch.ones(1 << 20),
+}
+
+
+@pytest.mark.parametrize("last", LAST)
+def test_reading_ahead_begins_with_the_first_unpack_of_anything(make_store: StoreFactory, last: str) -> None:
+    store = make_store(staging_bytes=2 * MIB)
+    cache, seen = cache_over(store), list[set[TicketState]]()
+    x = torch.randn(128, 128, requires_grad=True)
+    with cache.saving():
+        y = Spy.apply(chain(x, 8), LAST[last](), lambda: seen.append({ticket.state for ticket in tickets}))
+    tickets = tickets_of(cache)
+    wait_for_writes(store)
+    assert len(tickets) == 8 and {ticket.state for ticket in tickets} == {TicketState.STORED}
+    y.sum().backward()
+    assert len(seen) == 1 and seen[0] <= READ_AHEAD
+
+
+def test_what_is_unpacked_in_forward_begins_nothing(make_store: StoreFactory) -> None:
+    """Else the order would be made of what is packed by then, and what comes after would never be read ahead."""
+    store = make_store(staging_bytes=2 * MIB)
+    cache, seen = cache_over(store), list[set[TicketState]]()
+    x = torch.randn(128, 128, requires_grad=True)
+    with cache.saving():
+        early = chain(x, 4)
+        wait_for_writes(store)
+        inner = Spy.apply(x, torch.ones(4), lambda: seen.append({ticket.state for ticket in tickets_of(cache)}))
+        torch.autograd.grad(inner.sum(), x)
+        torch.autograd.grad(chain(x, 1).sum(), x)  # unpacks what was moved, too
+        y = Spy.apply(chain(early, 4), torch.ones(4), lambda: seen.append({ticket.state for ticket in tickets}))
+    tickets = tickets_of(cache)
+    wait_for_writes(store)
+    y.sum().backward()
+    assert seen[0] == {TicketState.STORED}
+    assert len(tickets) == 8 and seen[1] <= READ_AHEAD
+
+
+def test_of_several_forwards_only_that_whose_backward_begins_is_read_ahead(make_store: StoreFactory) -> None:
+    store = make_store(staging_bytes=2 * MIB)
+    cache, seen = cache_over(store), list[list[set[TicketState]]]()
+    x = torch.randn(128, 128, requires_grad=True)
+    outputs, tickets = [], []
+    for _ in range(3):
+        with cache.saving():
+            look = lambda: seen.append([{one.state for one in group} for group in tickets])  # noqa: E731
+            outputs.append(Spy.apply(chain(x, 2), torch.ones(4), look))
+        tickets.append(tickets_of(cache))
+    wait_for_writes(store)
+    stored = {TicketState.STORED}
+    outputs[1].sum().backward()
+    assert seen[0][0] == seen[0][2] == stored and seen[0][1] <= READ_AHEAD
+    outputs[0].sum().backward()
+    assert seen[1][2] == stored and seen[1][0] <= READ_AHEAD
+
+
+def test_a_second_backward_does_not_spoil_the_order_that_was_learned(make_store: StoreFactory) -> None:
+    cache = cache_over(make_store())
+    x = torch.randn(128, 128, requires_grad=True)
+    with cache.saving():
+        y = chain(x, 3).sum()
+    y.backward(retain_graph=True)
+    y.backward()
+    del y
+    cache.settle()
+    assert cache.learned_order == [2, 1, 0]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_that_a_storage_is_read_ahead_is_the_state_of_its_record(make_store: StoreFactory, asynchronous: bool) -> None:
+    device = EventAccelerator() if asynchronous else None
+    store = make_store(accelerator=device or CpuAccelerator())
+    cache, seen = TensorCache([store], "cpu", 64 * KIB, accelerator=device), list[list[RecordState]]()
+    x = torch.randn(128, 128, requires_grad=True)
+    with cache.saving():
+        look = lambda: seen.append([one.state for one in records])  # noqa: E731
+        y = Spy.apply(chain(x, 2), torch.ones(4), look)
+    records = [one for one in cache.forward.micro_step._records if one is not None]
+    wait_for_writes(store)
+    before = cache.stats.resident.now
+    ahead, cancelled = records[-1], records[0]
+    with cache.lock:
+        assert cache.residency.prefetch(cancelled) and cancelled.state is RecordState.AHEAD
+        assert cache.stats.resident.now == before + asynchronous * cancelled.nbytes
+        assert cache.residency.prefetch(cancelled)  # counted once
+        cache.residency.end_prefetch(cancelled)
+        assert cancelled.state is RecordState.AWAY and cache.stats.resident.now == before
+    y.sum().backward()
+    assert set(seen[0]) == {RecordState.AHEAD} and ahead.reloaded is None

@@ -1,0 +1,335 @@
+"""A loss outside of the model's forward, with ``until_backward``: served, exact, and the hooks of others left alone."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from conftest import Factory
+from support.stepping import end_step, forward, note_backward, offloader_of
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from ds_tba.core.tensors import innermost_hooks
+from ds_tba.errors import ActivationModifiedError
+from ds_tba.offloader import ActivationOffloader
+
+pytestmark = pytest.mark.usefixtures("needs_recompute")
+Make = Callable[..., ActivationOffloader]
+WORDS = 512
+PLACEMENTS: list[dict[str, Any]] = [
+    {"placement": "nvme"},
+    {"placement": "host", "host_budget_bytes": 8 << 20},
+    {"placement": "adaptive", "max_step_overhead": 1000.0},
+    {"placement": "adaptive", "activation_budget_bytes": 512 << 10, "recompute": True},
+]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    factory = Factory(
+        lambda model, **block: offloader_of(
+            tmp_path, model, **{"min_tensor_bytes": 4096, "until_backward": True, "placement": "nvme", **block}
+        ),
+        ActivationOffloader.close,
+    )
+    yield factory
+    assert innermost_hooks() is None
+    factory.close()
+
+
+def model_of() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(3)], nn.Linear(32, WORDS))
+
+
+def engine_forward(model: nn.Module, x: Tensor, offloader: ActivationOffloader | None) -> Tensor:
+    """What the engine's does."""
+    if offloader is not None and torch.is_grad_enabled():
+        offloader.stop_saving()
+    logits = forward(model, x, offloader)
+    if offloader is not None:
+        offloader.keep_saving()
+    return logits
+
+
+def engine_backward(loss: Tensor, offloader: ActivationOffloader | None) -> None:
+    if offloader is not None:
+        offloader.stop_saving()
+    loss.backward()
+    note_backward(offloader)
+
+
+def preference_loss(logits: Tensor, words: Tensor) -> Tensor:
+    """As that of DPO: chosen and rejected halves, each token's log-probability."""
+    chosen, rejected = (logits / 0.7).log_softmax(-1).gather(-1, words[..., None]).sum((1, 2)).chunk(2)
+    return -nn.functional.logsigmoid(chosen - rejected).mean()
+
+
+def train(offloader_for: Callable[[nn.Module], ActivationOffloader | None], steps: int = 7) -> list[bytes]:
+    model = model_of()
+    reference, optimizer = model_of().requires_grad_(False), torch.optim.SGD(model.parameters(), 0.1)
+    offloader = offloader_for(model)
+    chance, found = torch.Generator().manual_seed(1), []
+    for _ in range(steps):
+        for _ in range(2):  # micro-batches
+            x = torch.randn(4, 16, 32, generator=chance)
+            words = torch.randint(WORDS, (4, 16), generator=chance)
+            logits = engine_forward(model, x, offloader)
+            with torch.no_grad():
+                beside = engine_forward(model, x, offloader) - reference(x)
+            loss = preference_loss(logits, words) + (logits - beside).square().mean()
+            engine_backward(loss, offloader)
+            found.append(loss.detach().numpy().tobytes())
+        end_step(optimizer, offloader)
+    return [*found, *(one.detach().numpy().tobytes() for one in model.parameters())]
+
+
+@pytest.mark.parametrize("block", PLACEMENTS, ids=lambda block: f"{block['placement']}{len(block)}")
+def test_a_loss_on_the_logits_moves_and_trains_alike(make: Make, block: dict[str, Any]) -> None:
+    made: list[ActivationOffloader] = []
+
+    def watched(model: nn.Module) -> ActivationOffloader:
+        made.append(make(model, **block))
+        return made[-1]
+
+    assert train(watched) == train(lambda _: None)
+    logits_bytes = 4 * 16 * WORDS * 4
+    report = made[0].report()
+    moved = report.offloaded_bytes + report.rematerialized_bytes
+    # In each micro-step one at least, of which forward saves none; as many as it takes, where there is a budget.
+    assert moved > (0 if "activation_budget_bytes" in block else 14) * logits_bytes
+    assert any("test_until_backward.py" in one["module"] for one in report.holders)
+
+
+def test_without_the_key_nothing_stays_open(make: Make) -> None:
+    model = model_of()
+    engine_forward(model, torch.randn(4, 16, 32), make(model, until_backward=False))
+    assert innermost_hooks() is None
+
+
+def test_what_is_changed_in_place_after_the_loss_saved_it_raises(make: Make) -> None:
+    model = model_of()
+    offloader = make(model)
+    logits = engine_forward(model, torch.randn(4, 16, 32), offloader)
+    exponent = logits.exp()
+    exponent.mul_(2)
+    with pytest.raises(ActivationModifiedError):
+        engine_backward(exponent.sum(), offloader)
+
+
+def test_bytes_changed_behind_autograd_s_back_before_the_loss_are_the_loss_s(make: Make) -> None:
+    model = nn.Sequential(nn.Linear(32, WORDS), nn.Tanh())
+    offloader = make(model)
+    out = engine_forward(model, torch.ones(4, 16, 32), offloader)  # which tanh has saved
+    before = out.detach().clone()
+    out.data.mul_(3)
+    engine_backward((out * out).sum(), offloader)
+    expected = (2 * 3 * before * (1 - before.square())).sum((0, 1))
+    assert model[0].bias.grad is not None
+    torch.testing.assert_close(model[0].bias.grad, expected)
+
+
+class Others(saved_tensors_hooks):
+    """Hooks of the user's."""
+
+    def __init__(self) -> None:
+        self.packed = 0
+
+        def pack(tensor: Tensor) -> Tensor:
+            self.packed += 1
+            return tensor
+
+        super().__init__(pack, lambda tensor: tensor)
+
+
+def test_hooks_of_others_around_the_forward_stay_the_innermost(make: Make) -> None:
+    model, others = model_of(), Others()
+    offloader = make(model)
+    with others:
+        logits = engine_forward(model, torch.randn(4, 16, 32), offloader)
+        assert innermost_hooks() == (others.pack_hook, others.unpack_hook)
+    assert innermost_hooks() is None
+    engine_backward(logits.exp().sum(), offloader)
+
+
+def test_hooks_of_others_inside_of_ours_are_never_taken_off(make: Make) -> None:
+    model, others = model_of(), Others()
+    offloader = make(model)
+    logits = engine_forward(model, torch.randn(4, 16, 32), offloader)
+    with others:
+        engine_backward(logits.exp().sum(), offloader)
+        again = engine_forward(model, torch.randn(4, 16, 32), offloader)
+        assert innermost_hooks() == (others.pack_hook, others.unpack_hook)
+        engine_backward(again.exp().sum(), offloader)
+        assert innermost_hooks() == (others.pack_hook, others.unpack_hook)
+    assert others.packed == 2  # of the losses
+    offloader.stop_saving()
+    assert innermost_hooks() is None
+
+
+def test_an_error_in_the_loss_and_a_forward_without_backward(make: Make) -> None:
+    model = model_of()
+    offloader = make(model)
+    with pytest.raises(ZeroDivisionError):
+        engine_forward(model, torch.randn(4, 16, 32), offloader).exp().sum() / (1 // 0)
+    for _ in range(3):
+        engine_forward(model, torch.randn(4, 16, 32), offloader)
+    engine_backward(engine_forward(model, torch.randn(4, 16, 32), offloader).exp().sum(), offloader)
+    gc.collect()
+    assert offloader.cache.live_records == 0
+
+
+def test_a_backward_that_no_engine_calls_leaves_nothing_open_after_the_step(make: Make) -> None:
+    model = model_of()
+    offloader = make(model)
+    logits = engine_forward(model, torch.randn(4, 16, 32), offloader)
+    checkpoint(lambda one: one.exp().sum(), logits, use_reentrant=True).backward()
+    offloader.stop_saving()
+    assert innermost_hooks() is None
+
+
+def test_a_stop_inside_of_a_backward_does_not_stay_undone(make: Make) -> None:
+    """Autograd restores a thread's hooks when a backward is over."""
+    model = model_of()
+    offloader = make(model)
+    logits = engine_forward(model, torch.randn(4, 16, 32), offloader)
+    logits.register_hook(lambda _: offloader.stop_saving())
+    logits.exp().sum().backward()
+    offloader.stop_saving()
+    assert innermost_hooks() is None
+
+
+def test_two_forwards_before_one_backward(make: Make) -> None:
+    def gradients(offloader_for: Callable[[nn.Module], ActivationOffloader | None]) -> list[Tensor]:
+        model = model_of()
+        offloader, chance = offloader_for(model), torch.Generator().manual_seed(2)
+        losses = [
+            engine_forward(model, torch.randn(4, 16, 32, generator=chance), offloader).log_softmax(-1).square().mean()
+            for _ in range(2)
+        ]
+        engine_backward(losses[0] - losses[1], offloader)
+        return [one.grad for one in model.parameters() if one.grad is not None]
+
+    assert all(map(torch.equal, gradients(make), gradients(lambda _: None)))
+
+
+def test_two_models_with_offloaders_of_their_own(make: Make) -> None:
+    one, other = model_of(), model_of()
+    first, second = make(one), make(other)
+    made = engine_forward(one, torch.randn(4, 16, 32), first)
+    judged = engine_forward(other, torch.randn(4, 16, 32), second)
+    engine_backward(made.exp().mean() + judged.detach().mean(), first)
+    engine_backward(judged.exp().mean(), second)
+    assert innermost_hooks() is None
+    gc.collect()
+    assert first.cache.live_records == second.cache.live_records == 0
+
+
+def test_each_thread_has_its_own(make: Make) -> None:
+    model, problems = model_of(), []
+    offloader = make(model, rematerialize=False)
+    logits = engine_forward(model, torch.randn(4, 16, 32), offloader)
+
+    def work() -> None:
+        if innermost_hooks() is not None:
+            problems.append("hooks in a thread that made no forward")
+        for _ in range(3):
+            engine_backward(engine_forward(model, torch.randn(4, 16, 32), offloader).exp().mean(), offloader)
+        engine_forward(model, torch.randn(4, 16, 32), offloader)  # and the thread ends
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not problems and innermost_hooks() is not None
+    engine_backward(logits.exp().mean(), offloader)
+
+
+def test_closed_or_collected_with_hooks_open(make: Make) -> None:
+    model = model_of()
+    offloader = make(model)
+    logits = engine_forward(model, torch.randn(4, 16, 32), offloader)
+    offloader.close()
+    with save_on_cpu():
+        logits.exp()
+    (torch.ones(4096, requires_grad=True).exp().sum()).backward()  # somebody else's
+    offloader.stop_saving()
+    assert innermost_hooks() is None
+    engine_forward(model, torch.randn(4, 16, 32), offloader)
+    assert innermost_hooks() is None
+
+
+def test_a_forked_child_has_no_hooks_of_ours(make: Make) -> None:
+    model = model_of()
+    offloader = make(model)
+    logits = engine_forward(model, torch.randn(4, 16, 32), offloader)
+    child = os.fork()
+    if not child:
+        os._exit(0 if innermost_hooks() is None else 1)  # and computes nothing: OpenMP's threads are not there
+    assert os.waitpid(child, 0) == (child, 0)
+    engine_backward(logits.exp().sum(), offloader)
+
+
+def test_hooks_of_an_offloader_that_another_thread_has_closed_go_with_the_next_forward(make: Make) -> None:
+    one, other = model_of(), model_of()
+    first, second = make(one), make(other)
+    engine_forward(one, torch.randn(4, 16, 32), first)
+    closing = threading.Thread(target=first.close)
+    closing.start()
+    closing.join()
+    logits = engine_forward(other, torch.randn(4, 16, 32), second)
+    moved_bytes = second.report().offloaded_bytes
+    engine_backward(logits.exp().sum(), second)
+    assert second.report().offloaded_bytes > moved_bytes
+
+
+def test_the_holders_of_a_penalty_on_gradients_are_told_once(make: Make) -> None:
+    model = model_of()
+    offloader = make(model, rematerialize=False)
+    logits = engine_forward(model, torch.randn(4, 16, 32), offloader)
+    out = logits
+    for _ in range(20):
+        out = out.sin()
+    gradient = torch.autograd.grad(out.sum(), logits, create_graph=True)[0]  # unpacks and packs in turn
+    engine_backward(gradient.square().mean(), offloader)
+    offloader.note_step()
+    rows = [(one["module"], one["op"]) for one in offloader.report().holders]
+    assert len(rows) == len(set(rows)) and sum(one["tensors"] for one in offloader.report().holders) > 40
+
+
+@pytest.mark.parametrize("event", ["call", "line", "return"])
+@pytest.mark.parametrize("function", [saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__])
+def test_an_interrupt_as_hooks_go_on_or_off_leaves_none_there(make: Make, function: Any, event: str) -> None:
+    """A signal handler may raise before or after each line of them."""
+    model = model_of()
+    offloader = make(model, until_backward=False)
+    came = False
+
+    def trace(frame: FrameType, happened: str, _: object) -> Any:
+        nonlocal came
+        if frame.f_code is function.__code__ and happened == event and not came:
+            came = True
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            forward(model, torch.randn(4, 16, 32), offloader)
+    finally:
+        sys.settrace(before)
+    assert came and innermost_hooks() is None
+    offloader.close()
+    assert train(lambda model: make(model, until_backward=False)) == train(lambda _: None)

@@ -1,0 +1,435 @@
+"""Memory runs out, the program catches that and goes on: nothing of ours is in the way, and gradients are the same."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import traceback
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.stepping import end_step, forward, note_backward, offloader_of
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ds_tba.explain.out_of_memory import Diagnosis
+from ds_tba.offloader import ActivationOffloader
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+STEPS = 6
+MORE_THAN_THERE_IS = 1 << 58
+# The drive may take next to nothing.
+RECOMPUTED = {
+    "placement": "adaptive",
+    "activation_budget_bytes": 250_000,
+    "rematerialize": False,
+    "recompute": True,
+    "ssd": {"rated_endurance_tbw": 1e-6, "min_life_days": 10_000},
+}
+
+
+class Exhausts(torch.autograd.Function):
+    """Asks for too much in the phase that its module names."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: Layer) -> torch.Tensor:
+        ctx.layer = layer
+        layer.fail_in("forward")
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.layer.fail_in("backward")
+        return gradient, None
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 128), nn.Linear(128, 32)
+        self.fails_in = ""
+
+    def fail_in(self, phase: str) -> None:
+        if self.fails_in == phase:
+            self.fails_in = ""
+            torch.empty(MORE_THAN_THERE_IS)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = nn.functional.silu(self.up(self.norm(x)))
+        y: torch.Tensor = x + self.down(Exhausts.apply(hidden, self))
+        return y
+
+
+class Model(nn.Module):
+    def __init__(self, *, tied: bool = False, checkpoints: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+        if tied:
+            self.layers[2].up = self.layers[0].up
+            self.layers[3] = self.layers[1]
+        self.checkpoints = checkpoints
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.checkpoints else layer(x)
+        loss: torch.Tensor = x.square().mean()
+        return loss
+
+
+def make(directory: Path, model: nn.Module, **block: Any) -> ActivationOffloader:
+    return offloader_of(directory, model, **{"min_tensor_bytes": 2048, **block})
+
+
+def seeded(**options: bool) -> Model:
+    torch.manual_seed(0)
+    return Model(**options)
+
+
+def train(
+    model: Model, offloader: ActivationOffloader | None, phase: str, *, keeps_error: bool = False
+) -> list[list[torch.Tensor]]:
+    """As a program that halves a batch which does not fit. In each step the first try fails; gradients of all steps."""
+    torch.manual_seed(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found, errors = [], []
+    for step in range(STEPS):
+        x = torch.randn(8, 16, 32)
+        model.layers[step % 3].fails_in = phase
+        try:
+            forward(model, x, offloader).backward()
+        except RuntimeError as error:
+            assert "allocate memory" in str(error)
+            if offloader is not None:
+                offloader.note_failure(error)
+            if keeps_error:
+                errors.append(error)
+        else:
+            raise AssertionError("this try was to fail")
+        optimizer.zero_grad()
+        for half in x.chunk(2):
+            forward(model, half, offloader).backward()
+            note_backward(offloader)
+        found.append([one.grad.clone() for one in model.parameters() if one.grad is not None])
+        end_step(optimizer, offloader)
+    return found
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"placement": "keep"},
+        {"placement": "nvme"},
+        {"placement": "nvme", "rematerialize": False},
+        {"placement": "adaptive"},
+        RECOMPUTED,
+    ],
+    ids=["keep", "nvme", "nvme, nothing again", "adaptive", "recompute"],
+)
+def test_a_program_that_tries_again_with_less_has_the_same_gradients(
+    tmp_path: Path, block: dict[str, Any], phase: str, tied: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = train(seeded(tied=tied), None, phase)
+    model = seeded(tied=tied)
+    offloader = make(tmp_path, model, **block)
+    with caplog.at_level(logging.ERROR, logger="ds_tba"):
+        found = train(model, offloader, phase)
+    gc.collect()
+    offloader.cache.settle()
+    left_bytes, records = offloader.cache.stats.resident.now, offloader.cache.live_records
+    offloader.close()
+    for step, (one, other) in enumerate(zip(expected, found, strict=True)):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True)), step
+    told = [one.getMessage() for one in caplog.records]
+    assert len(told) == STEPS, "once for each error"
+    assert all(f"in the {phase}" in one for one in told)
+    assert (left_bytes, records) == (0, 0)
+
+
+def test_errors_that_the_program_keeps_change_no_gradient(tmp_path: Path) -> None:
+    expected = train(seeded(), None, "forward", keeps_error=True)
+    model = seeded()
+    offloader = make(tmp_path, model, placement="adaptive")
+    found = train(model, offloader, "forward", keeps_error=True)
+    offloader.close()
+    assert all(
+        torch.equal(a, b) for one, other in zip(expected, found, strict=True) for a, b in zip(one, other, strict=True)
+    )
+
+
+def test_an_error_that_was_told_of_holds_no_tensor(tmp_path: Path) -> None:
+    """The frames of an error hold all that was saved: with a reference to it the next try would have less memory."""
+    model = seeded()
+    offloader = make(tmp_path, model, placement="keep")
+    model.layers[3].fails_in = "forward"
+    held = []
+    hook = model.layers[0].up.register_forward_hook(lambda _module, _inputs, output: held.append(weakref.ref(output)))
+    try:
+        forward(model, torch.randn(8, 16, 32), offloader)
+    except RuntimeError as error:
+        offloader.note_failure(error)
+    hook.remove()
+    assert held[0]() is None
+    assert offloader.cache.stats.resident.now == 0
+    offloader.close()
+
+
+def fail(*_: Any) -> Any:
+    raise KeyError("a defect of ours")
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(Diagnosis, "verdict"), (ActivationOffloader, "_explained"), (ActivationOffloader, "report")]
+)
+def test_what_fails_in_telling_hides_nothing(
+    tmp_path: Path, owner: type, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = seeded()
+    offloader = make(tmp_path, model, placement="keep", report={"path": str(tmp_path / "report.json")})
+    model.layers[3].fails_in = "forward"
+    with pytest.raises(RuntimeError, match="allocate memory") as caught:
+        try:
+            forward(model, torch.randn(8, 16, 32), offloader)
+        except RuntimeError as error:
+            monkeypatch.setattr(owner, name, fail)
+            offloader.note_failure(error)
+            raise
+    monkeypatch.undo()
+    offloader.close()
+    assert type(caught.value) is RuntimeError
+    assert "fail_in" in "".join(traceback.format_tb(caught.value.__traceback__))
+    assert caught.value.__context__ is None
+
+
+def test_an_error_without_words_hides_nothing(tmp_path: Path) -> None:
+    class Mute(RuntimeError):
+        def __str__(self) -> str:
+            raise KeyError("no words")
+
+    offloader = make(tmp_path, seeded(), placement="keep")
+    offloader.note_failure(Mute())
+    offloader.close()
+
+
+def told(offloader: ActivationOffloader, run: Callable[[], object], caplog: pytest.LogCaptureFixture) -> str:
+    """The message of a run that must fail."""
+    caplog.clear()
+    with caplog.at_level(logging.ERROR, logger="ds_tba"):
+        try:
+            run()
+        except RuntimeError as error:
+            offloader.note_failure(error)
+        else:
+            raise AssertionError("this was to fail")
+    (message,) = (one.getMessage() for one in caplog.records)
+    return message
+
+
+@pytest.mark.parametrize("step", [1, 3, 4])
+def test_the_module_and_the_line_are_told_in_steps_that_are_looked_at_and_in_others(
+    tmp_path: Path, step: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = seeded()
+    offloader = make(tmp_path, model, placement="keep")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(step - 1):
+        forward(model, torch.randn(8, 16, 32), offloader).backward()
+        note_backward(offloader)
+        end_step(optimizer, offloader)
+    model.layers[2].fails_in = "forward"
+    text = told(offloader, lambda: forward(model, torch.randn(8, 16, 32), offloader), caplog)
+    offloader.close()
+    assert f"step {step}, in the forward" in text
+    assert "in layers.2 (" in text
+    assert "test_memory_ran_out.py:" in text
+    assert "torch.empty(MORE_THAN_THERE_IS)" in text
+
+
+def test_the_largest_tensor_of_the_functions_that_ran_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(1 << 20))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            wide = x.new_zeros(1).expand(1 << 30)  # of one number
+            large = self.weight.view(1024, 1024)
+            scores = torch.zeros(300, 300)
+            return scores + wide[:1] + large[0, 0] + torch.empty(MORE_THAN_THERE_IS)
+
+    model = Head()
+    offloader = make(tmp_path, model, placement="keep")
+    text = told(offloader, lambda: forward(model, torch.randn(4), offloader), caplog)
+    offloader.close()
+    assert "beside scores [300, 300] float32 of test_memory_ran_out.py:" in text
+
+
+def test_a_layer_that_a_checkpoint_runs_again_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = seeded(checkpoints=True)
+    offloader = make(tmp_path, model, placement="keep")
+    loss = forward(model, torch.randn(8, 16, 32), offloader)
+    model.layers[2].fails_in = "forward"
+    text = told(offloader, loss.backward, caplog)
+    offloader.close()
+    assert "in the backward" in text
+    assert "layers.2, which runs again in backward (gradient checkpointing)" in text
+
+
+def test_a_layer_that_we_run_again_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = seeded()
+    offloader = make(tmp_path, model, **RECOMPUTED)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(6):
+        forward(model, torch.randn(8, 16, 32), offloader).backward()
+        note_backward(offloader)
+        end_step(optimizer, offloader)
+    assert offloader.report().recomputed_bytes > 0
+    loss = forward(model, torch.randn(8, 16, 32), offloader)
+    for layer in model.layers:
+        layer.fails_in = "forward"
+    text = told(offloader, loss.backward, caplog)
+    offloader.close()
+    assert 'runs again in backward ("recompute": true)' in text
+
+
+def test_the_optimizers_step_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = seeded()
+    offloader = make(tmp_path, model, placement="keep")
+    forward(model, torch.randn(8, 16, 32), offloader).backward()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "zeros_like", lambda *_, **__: torch.empty(MORE_THAN_THERE_IS))
+        text = told(offloader, optimizer.step, caplog)
+    offloader.close()
+    assert "in the optimizer step" in text
+
+
+def test_two_threads_fail_and_go_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    expected = train(seeded(), None, "forward")
+    found: dict[int, list[list[torch.Tensor]]] = {}
+    offloaders = []
+
+    def run(number: int, model: Model, offloader: ActivationOffloader) -> None:
+        found[number] = gradients_of(model, offloader)
+
+    def gradients_of(model: Model, offloader: ActivationOffloader) -> list[list[torch.Tensor]]:
+        generator = torch.Generator().manual_seed(1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        gradients = []
+        for step in range(STEPS):
+            x = torch.randn(8, 16, 32, generator=generator)
+            model.layers[step % 3].fails_in = "forward"
+            try:
+                forward(model, x, offloader)
+            except RuntimeError as error:
+                offloader.note_failure(error)
+            for half in x.chunk(2):
+                forward(model, half, offloader).backward()
+                note_backward(offloader)
+            gradients.append([one.grad.clone() for one in model.parameters() if one.grad is not None])
+            end_step(optimizer, offloader)
+        return gradients
+
+    threads = []
+    with caplog.at_level(logging.ERROR, logger="ds_tba"):
+        for number in range(2):
+            model = seeded()
+            offloaders.append(make(tmp_path, model, placement="nvme"))
+            threads.append(threading.Thread(target=run, args=(number, model, offloaders[-1])))
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for offloader in offloaders:
+        offloader.close()
+    for number in range(2):
+        for one, other in zip(expected, found[number], strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    assert len(caplog.records) == 2 * STEPS
+
+
+def test_a_graph_that_was_retained_survives_a_failure(tmp_path: Path) -> None:
+    model = seeded()
+    offloader = make(tmp_path, model, placement="nvme")
+    loss = forward(model, torch.randn(8, 16, 32), offloader)
+    parameters = list(model.parameters())
+    expected = torch.autograd.grad(loss, parameters, retain_graph=True)
+    model.layers[1].fails_in = "backward"
+    with pytest.raises(RuntimeError, match="allocate memory") as caught:
+        torch.autograd.grad(loss, parameters, retain_graph=True)
+    offloader.note_failure(caught.value)
+    found = torch.autograd.grad(loss, parameters)
+    offloader.close()
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+def test_what_earlier_steps_left_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = seeded()
+    offloader = make(tmp_path, model, placement="keep")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kept = []
+    for _ in range(3):
+        loss = forward(model, torch.randn(8, 16, 32), offloader)
+        kept.append(loss)
+        loss.backward(retain_graph=True)
+        note_backward(offloader)
+        end_step(optimizer, offloader)
+    text = offloader.explain()
+    assert "saved tensors of earlier steps" in text
+    kept.clear()
+    del loss
+    assert "earlier steps" not in offloader.explain()
+    offloader.close()
+
+
+def test_a_module_under_another_name_has_its_path_when_the_run_began(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = seeded()
+    offloader = make(tmp_path, model, placement="keep")
+    model.stack, model.layers = model.layers, nn.ModuleList([*model.layers, Layer()])
+    model.layers[4].fails_in = "forward"  # of a module that nobody has seen
+    text = told(offloader, lambda: forward(model, torch.randn(8, 16, 32), offloader), caplog)
+    offloader.close()
+    assert "layers.*" in text
+    assert "test_memory_ran_out.py:" in text
+
+
+def test_ten_thousand_modules(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Identity(), nn.Tanh()) for _ in range(3400)))
+    offloader = make(tmp_path, model, placement="keep")
+    x = torch.randn(4, 64, requires_grad=True)
+    model[3399].register_forward_hook(lambda *_: torch.empty(MORE_THAN_THERE_IS))
+    text = told(offloader, lambda: forward(model, x, offloader), caplog)
+    offloader.close()
+    assert "*.*" in text
+    assert len(text.splitlines()) < 30
+
+
+def test_compiled_layers_are_told_of_as_they_are(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = seeded()
+    offloader = make(tmp_path, model, placement="keep")
+    for layer in model.layers:
+        layer.norm.compile(backend="eager")
+    model.layers[2].fails_in = "forward"
+    text = told(offloader, lambda: forward(model, torch.randn(8, 16, 32), offloader), caplog)
+    offloader.close()
+    assert "in layers.2 (" in text
+
+
+def test_memory_of_the_device_that_a_library_lacks_is_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    offloader = make(tmp_path, seeded(), placement="keep")
+    with caplog.at_level(logging.ERROR, logger="ds_tba"):
+        for text in ("CUDA error: out of memory", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"):
+            offloader.note_failure(RuntimeError(text))
+        offloader.note_failure(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    offloader.close()
+    assert len(caplog.records) == 2

@@ -1,0 +1,331 @@
+"""Steps that are looked at: who holds saved bytes, when they came and went, and that nothing else changes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.doubles import wait_for_writes
+from support.stepping import end_step, forward, note_backward, offloader_of
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from ds_tba.core.tensors import form_of
+from ds_tba.explain.sample import failure_of
+from ds_tba.offloader import ActivationOffloader
+from ds_tba.remat.sites import RunningModule
+
+LAYERS = 3
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return y
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        loss: torch.Tensor = x.square().mean()
+        return loss
+
+
+def make(directory: Path, **block: Any) -> tuple[Model, ActivationOffloader]:
+    torch.manual_seed(0)
+    model = Model()
+    return model, offloader_of(directory, model, **{"min_tensor_bytes": 4096, **block})
+
+
+def train(
+    model: Model, offloader: ActivationOffloader | None, steps: int, between: Callable[[], object] = lambda: None
+) -> list[torch.Tensor]:
+    """Gradients of the last step; ``between`` is called between forward and backward."""
+    torch.manual_seed(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gradients: list[torch.Tensor] = []
+    for _ in range(steps):
+        loss = forward(model, torch.randn(4, 64, 64), offloader)
+        between()
+        loss.backward()
+        note_backward(offloader)
+        gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+        end_step(optimizer, offloader)
+    return gradients
+
+
+@pytest.mark.parametrize("placement", ["nvme", "keep", "adaptive"])
+def test_looking_changes_no_gradient(tmp_path: Path, placement: str) -> None:
+    plain = train(make(tmp_path, placement="keep")[0], None, 5)
+    model, offloader = make(tmp_path, placement=placement, report={"timeline_path": str(tmp_path / "step.json")})
+    found = train(model, offloader, 5)
+    offloader.close()
+    assert all(torch.equal(one, other) for one, other in zip(plain, found, strict=True))
+
+
+class Unasked(torch.Tensor):
+    """Of a user whose own code answers for shapes; ours must not ask."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") == "__get__":
+            raise NotImplementedError("shapes are private")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def odd_tensors(x: torch.Tensor) -> dict[str, torch.Tensor]:
+    rows = x.reshape(-1, 64)
+    return {
+        "nested": torch.nested.as_nested_tensor([rows[:100], rows[100:]]),
+        "jagged": torch.nested.as_nested_tensor([rows[:100], rows[100:]], layout=torch.jagged),
+        "sparse": rows.to_sparse(),
+        "compressed": rows.detach().to_sparse_csr(),
+        "private": rows.as_subclass(Unasked),
+        "conjugate": torch.complex(rows, rows).conj(),
+        "scalar": rows.sum(),
+        "empty": rows[:0],
+        "meta": torch.empty(3, device="meta"),
+    }
+
+
+class Named(torch.autograd.Function):
+    """Its node has the user's attribute in the place of a method."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.name = "doubled"
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0] * 2
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested", "ignore:Sparse CSR")
+def test_odd_tensors_are_looked_at_without_an_error(tmp_path: Path) -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.up = nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            odd = odd_tensors(self.up(x))
+            positive = odd["nested"].relu()
+            flat = [
+                torch.cat([*(positive * positive).unbind(), *odd["jagged"].sigmoid().unbind()]),
+                torch.sparse.mm(odd["sparse"], self.up.weight),
+                torch.mul(odd["private"], odd["private"]).as_subclass(torch.Tensor),
+                (odd["conjugate"] * odd["conjugate"]).real,
+                torch.func.vmap(lambda row: row.sin() * row)(x.reshape(-1, 64) * self.up.bias),
+                odd["scalar"].square(),
+                odd["empty"].exp(),
+                Named.apply(self.up(x)).square(),
+            ]
+            return sum((one.sum() for one in flat), start=torch.zeros(()))
+
+    def gradients(block: dict[str, Any] | None) -> list[torch.Tensor | None]:
+        model = Odd()
+        offloader = None if block is None else offloader_of(tmp_path, model, min_tensor_bytes=4096, **block)
+        for _ in range(2):
+            forward(model, torch.arange(4 * 64 * 64).reshape(4, 64, 64).sin(), offloader).backward()
+            note_backward(offloader)
+        if offloader is not None:
+            assert "nested float32" in offloader.explain()
+            offloader.close()
+        return [parameter.grad for parameter in model.parameters()]
+
+    plain = gradients(None)
+    for placement in ("nvme", "keep", "adaptive"):
+        found = gradients({"placement": placement, "report": {"timeline_path": str(tmp_path / "step.json")}})
+        assert all(torch.equal(one, other) for one, other in zip(plain, found, strict=True))  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested", "ignore:Sparse CSR")
+def test_odd_tensors_in_the_frames_of_an_error_are_no_second_error() -> None:
+    def fails() -> None:
+        odd = odd_tensors(torch.randn(4, 64, 64))
+        raise torch.OutOfMemoryError(f"Tried to allocate 2.00 GiB beside {len(odd)}")
+
+    def held(**tensors: torch.Tensor) -> None:
+        fails()
+
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        held(**odd_tensors(torch.randn(4, 64, 64)))
+    for name, tensor in odd_tensors(torch.randn(4, 64, 64)).items():
+        assert form_of(tensor), name
+    failure = failure_of(raised.value, RunningModule({}), torch.device("cpu"))
+    assert failure.asked_bytes == 2 << 30
+
+
+@pytest.mark.parametrize("placement", ["nvme", "keep"])
+def test_holders_are_what_the_cache_counts(tmp_path: Path, placement: str) -> None:
+    model, offloader = make(tmp_path, placement=placement, rematerialize=False)
+    train(model, offloader, 4)
+    report = offloader.report()
+    offloader.close()
+    by_module = {(one["module"], one["op"]): one for one in report.holders}
+    # In each layer the input of the second projection: 4 x 64 x 256 numbers.
+    projections = by_module["layers.*.down", "Gelu"]
+    assert (projections["tensors"], projections["saved_bytes"]) == (LAYERS, LAYERS * 4 * 64 * 256 * 4)
+    moved = sum(one["moved_bytes"] for one in report.holders)
+    assert (moved > 0) == (placement == "nvme")
+    assert sum(one["saved_bytes"] for one in report.holders) == report.peak_saved_bytes_without
+    assert report.holders_step == 4
+
+
+def test_a_tensor_that_is_made_again_counts_as_that(tmp_path: Path) -> None:
+    model, offloader = make(tmp_path, placement="nvme")
+    train(model, offloader, 8)
+    report = offloader.report()
+    offloader.close()
+    assert any(one["again_bytes"] for one in report.holders)
+    assert report.rematerialized_bytes > 0
+
+
+def test_steps_that_are_not_sampled_have_the_hooks_of_the_cache(tmp_path: Path) -> None:
+    model, offloader = make(tmp_path, placement="nvme")
+    hooks = (offloader.cache.pack, offloader.cache.unpack)
+    sampled = []
+    for _ in range(9):
+        sampled.append(offloader.cache.looked_at(hooks) is not hooks)
+        train(model, offloader, 1)
+    offloader.close()
+    assert [step for step, is_sampled in enumerate(sampled, 1) if is_sampled] == [1, 2, 4, 8]
+
+
+def test_a_sampled_step_holds_no_memory_longer(tmp_path: Path) -> None:
+    model, offloader = make(tmp_path, placement="keep")
+    loss = forward(model, torch.randn(4, 64, 64), offloader)
+    loss.backward()
+    assert offloader.cache.stats.resident.now == 0
+    del loss
+    offloader.close()
+
+
+def test_the_timeline_is_on_the_clock_of_the_profiler(tmp_path: Path) -> None:
+    path = tmp_path / "step.json"
+    model, offloader = make(tmp_path, placement="nvme", rematerialize=False, report={"timeline_path": str(path)})
+    before = time.time()
+    train(model, offloader, 2, lambda: wait_for_writes(offloader._tiers.nvme))  # else backward may be there before them
+    after = time.time()
+    report = offloader.report()
+    offloader.close()
+    trace = json.loads(path.read_text())
+    assert trace["otherData"]["step"] == 2
+    assert report.timeline_path == str(path)
+    spans = [one for one in trace["traceEvents"] if one["ph"] == "X"]
+    assert {"forward", "backward", "optimizer", "write", "copy out", "copy back"} <= {one["name"] for one in spans}
+    for one in spans:
+        assert one["dur"] >= 0
+        assert before * 1e6 <= one["ts"] + 1000
+        assert one["ts"] + one["dur"] <= after * 1e6 + 1000
+    levels = [one["args"] for one in trace["traceEvents"] if one["ph"] == "C"]
+    assert max(one["without"] for one in levels) == report.peak_saved_bytes_without
+    assert max(one["resident"] for one in levels) <= report.peak_saved_bytes
+    written = sum(one["args"]["bytes"] for one in spans if one["name"] == "write")
+    assert written <= report.written_bytes
+
+
+def test_a_profile_of_the_user_shows_our_hooks(tmp_path: Path) -> None:
+    model, offloader = make(tmp_path, placement="nvme")
+    train(model, offloader, 2)
+    with profile(activities=[ProfilerActivity.CPU]) as found:
+        train(model, offloader, 1)
+    offloader.close()
+    assert {"ds_tba::pack", "ds_tba::unpack"} <= {one.key for one in found.key_averages()}
+
+
+def test_explain_tells_who_holds_bytes_and_what_would_help(tmp_path: Path) -> None:
+    model, offloader = make(tmp_path, placement="keep")
+    train(model, offloader, 1)
+    text = offloader.explain()
+    offloader.close()
+    assert "layers.*.down" in text
+    assert '"placement": "adaptive"' in text
+
+
+def test_explain_before_the_first_step_does_not_fail(tmp_path: Path) -> None:
+    _, offloader = make(tmp_path, placement="keep")
+    assert "0 B" in offloader.explain()
+    offloader.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "is_told"),
+    [
+        (MemoryError(), True),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes"), True),
+        (RuntimeError("shapes cannot be multiplied"), False),
+    ],
+)
+def test_memory_that_runs_out_is_explained_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, error: BaseException, is_told: bool
+) -> None:
+    model, offloader = make(tmp_path, placement="keep")
+    train(model, offloader, 1)
+    with caplog.at_level(logging.ERROR, logger="ds_tba"):
+        offloader.note_failure(error)
+        offloader.note_failure(error)
+    offloader.close()
+    told = [one.getMessage() for one in caplog.records if "memory ran out" in one.getMessage()]
+    assert len(told) == is_told
+    assert all("layers.*.down" in one for one in told)
+
+
+def test_the_error_of_a_backward_of_the_users_own_is_explained_at_exit(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, offloader = make(tmp_path, placement="keep")
+    train(model, offloader, 1)
+    monkeypatch.setattr(sys, "last_value", MemoryError(), raising=False)
+    with caplog.at_level(logging.ERROR, logger="ds_tba"):
+        offloader.close()
+    assert "memory ran out" in caplog.text
+
+
+def test_in_a_forward_that_fails_the_table_is_of_that_forward(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, offloader = make(tmp_path, placement="keep")
+
+    def fail(_module: nn.Module, _inputs: Any) -> None:
+        raise MemoryError
+
+    model.layers[2].register_forward_pre_hook(fail)
+    with caplog.at_level(logging.ERROR, logger="ds_tba"):
+        try:
+            forward(model, torch.randn(4, 64, 64), offloader)
+        except MemoryError as error:
+            offloader.note_failure(error)
+    offloader.close()
+    assert "layers.*.down" in caplog.text
+    assert "saved so far in this forward" in caplog.text
+
+
+def test_eight_scalars_are_of_the_last_step_alone(tmp_path: Path) -> None:
+    model, offloader = make(tmp_path, placement="nvme", rematerialize=False)
+    train(model, offloader, 1)
+    first = dict(offloader.scalars())
+    train(model, offloader, 1)
+    second = dict(offloader.scalars())
+    offloader.close()
+    assert len(first) == 8
+    assert first["offloaded_bytes"] == second["offloaded_bytes"] > 0
+    assert all(math.isfinite(value) for value in second.values())

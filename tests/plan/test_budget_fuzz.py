@@ -1,0 +1,121 @@
+"""``activation_budget_bytes`` in random trainings; see ``fuzz_budget.py``."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fuzz_budget import KIB, MIB, Outcome, Program, Step, check, draw, quick_start, trained
+from planners import PLANNERS
+from support.doubles import ScriptedBackend
+
+from ds_tba.plan.policy import PlanInForce
+from ds_tba.storage.backends.select import Selection
+
+DRAWS = 8
+# The first is a part of every run of the tests, the others of ``make test-all``.
+CHUNKS = [0, *(pytest.param(chunk, marks=pytest.mark.thorough) for chunk in range(1, 9))]
+SHOWN = 3  # of those that fail
+ROWS_OF_A_MIB = 4 * KIB
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(autouse=True)
+def quick() -> Iterator[None]:
+    with quick_start():
+        yield
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_the_budget_holds_or_what_gives_way_is_said(chunk: int, tmp_path: Path) -> None:
+    tally, failed = Counter[str](), []
+    for seed in range(chunk * DRAWS, (chunk + 1) * DRAWS):
+        program = draw(seed)
+        failures = check(program, tmp_path, tally)
+        if failures:
+            failed.append("\n  ".join([str(program), *failures]))
+    print(dict(tally))
+    assert not failed, "\n".join([f"{len(failed)} of {DRAWS} draws", *failed[:SHOWN]])
+    # Else it would prove nothing.
+    assert tally["moved"] > DRAWS / 2 and tally["holdable"] > DRAWS / 4 and tally["plans"] > DRAWS / 2
+
+
+def training(budget_mib: float, **block: Any) -> Program:
+    """Ten steps that save storages of 1.5 MiB each, which are larger than staging; two layers of six."""
+    rows = int(1.5 * ROWS_OF_A_MIB)
+    io = {"staging_bytes": MIB, "swap_file_bytes": 256 * MIB}
+    common = {"placement": "adaptive", "min_tensor_bytes": 4 * KIB, "rematerialize": False, "io": io}
+    block = {**common, "activation_budget_bytes": int(budget_mib * MIB), **block}
+    return Program(1, (64, 64), tuple(itertools.repeat(Step(((rows,),)), 10)), block)
+
+
+def checked(program: Program, directory: Path) -> Outcome:
+    failures = check(program, directory, Counter())
+    assert not failures, failures
+    outcome = trained(program, directory)
+    assert max(outcome.peaks) <= program.budget_bytes and outcome.plans > 0, outcome
+    return outcome
+
+
+def test_storages_larger_than_staging_go_in_pieces_under_a_plan(tmp_path: Path) -> None:
+    outcome = checked(training(12), tmp_path)
+    assert not [text for text in outcome.said if "no plan fits" in text]
+    assert outcome.plan_bytes.get("nvme", 0) > 0
+
+
+WORN = {"rated_endurance_tbw": 1.0, "min_life_days": 36500.0}
+
+
+def test_a_wear_limit_gives_way_to_the_budget_with_one_line(tmp_path: Path) -> None:
+    outcome = checked(training(12, ssd=WORN), tmp_path)
+    (said,) = [text for text in outcome.said if "ssd.min_life_days" in text]
+    assert said.startswith("ssd.min_life_days 36500 gives way: activation_budget_bytes 12582912 takes ")
+    assert not [text for text in outcome.said if "no plan fits" in text]
+
+
+def test_where_a_budget_fits_without_writes_no_wear_limit_gives_way(tmp_path: Path) -> None:
+    outcome = trained(training(64, ssd=WORN), tmp_path)
+    assert not [text for text in outcome.said if "min_life_days" in text] and "nvme" not in outcome.plan_bytes
+
+
+def test_a_plan_that_is_wrong_about_the_lowest_peak_lifts_no_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that takes all moves for vain, whatever they would do."""
+    monkeypatch.setattr("fuzz_budget.PLANNER", PLANNERS["keep"])
+    outcome = checked(training(12), tmp_path)
+    assert [text for text in outcome.said if "no plan fits" in text] and list(outcome.plan_bytes) == ["keep"]
+
+
+def test_kept_graphs_of_storages_larger_than_half_of_staging_fit_the_budget(tmp_path: Path) -> None:
+    """What backward used lay in staging, and nothing else could leave."""
+    program = training(7, io={"staging_bytes": 2 * MIB, "swap_file_bytes": 256 * MIB}, rematerialize=True)
+    steps = tuple(Step(((5 * ROWS_OF_A_MIB // 4,),), keeps=3) for _ in range(10))
+    checked(replace(program, steps=steps), tmp_path)
+
+
+def test_a_drive_that_fails_under_a_budget_is_said_before_the_budget_is_exceeded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def script(verb: str, number: int) -> None:
+        if verb == "write" and number >= 60:
+            raise OSError(errno.EIO, "the drive is gone")
+
+    selected = Selection(ScriptedBackend(script), "the test's")
+    monkeypatch.setattr("ds_tba.storage.tiers.select_backend", lambda *_, **__: selected)
+    program, tally = training(12), Counter[str]()
+    assert not check(program, tmp_path, tally)
+    assert tally["over, and said"] == 1
+
+
+def test_the_fuzz_sees_a_budget_that_is_lifted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PlanInForce, "held_bytes", lambda *_: 1 << 40)
+    monkeypatch.setattr("fuzz_budget.PLANNER", PLANNERS["keep"])
+    assert check(training(12), tmp_path, Counter())

@@ -1,0 +1,768 @@
+"""Plans in a run: measured, made, followed, made again; and gradients that are the same bits all the while."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from planners import PLANNERS
+from support import traces
+from support.doubles import CpuAccelerator, EventAccelerator, ScriptedBackend
+from support.stepping import end_step, forward, note_backward
+from torch import nn
+from torch.nn import functional
+
+from ds_tba.config import AioConfig, OffloadConfig
+from ds_tba.core.tensors import innermost_hooks
+from ds_tba.device.accelerator import MemoryLevels
+from ds_tba.errors import IncompatibleError, PathError, TraceError
+from ds_tba.offloader import ActivationOffloader
+from ds_tba.plan.agreement import Agreement, Alone
+from ds_tba.plan.controller import Controller
+from ds_tba.plan.feedback import MIN_STEPS, Action, Feedback
+from ds_tba.plan.search import adaptive
+from ds_tba.storage.backends.base import IoBackend
+from ds_tba.storage.backends.posix import PosixBackend
+from ds_tba.storage.backends.select import Selection
+
+WIDTH, ROWS, DEPTH = 64, 64, 4
+NARROW_BYTES = 4 * ROWS * WIDTH
+# One to warm up, two that are recorded: then comes a plan.
+FIRST_PLAN = 3
+STEPS = FIRST_PLAN + 3
+Make = Callable[..., ActivationOffloader]
+
+
+class Block(nn.Module):
+    """Residual MLP with dropout; saves eight storages of a width and two of four."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inside = functional.gelu(self.up(self.norm(x)))
+        return x + functional.dropout(self.down(inside), 0.1)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(DEPTH))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        loss: torch.Tensor = self.head(x).square().mean()
+        return loss
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, IoBackend]]:
+    """What every offloader made in the test writes and reads with."""
+    chosen: dict[str, IoBackend] = {"it": PosixBackend()}
+    monkeypatch.setattr("ds_tba.storage.tiers.select_backend", lambda *_, **__: Selection(chosen["it"], "the test's"))
+    yield chosen
+
+
+@pytest.fixture
+def make(tmp_path: Path, backend: dict[str, IoBackend]) -> Iterator[Make]:
+    made = []
+
+    def make(
+        model: nn.Module,
+        planner: Any = adaptive,
+        accelerator: CpuAccelerator | None = None,
+        agreement: Agreement | None = None,
+        ranks_on_node: int = 1,
+        **block: Any,
+    ) -> ActivationOffloader:
+        io = {"staging_bytes": 4 << 20, "swap_file_bytes": 64 << 20}
+        config = {
+            "nvme_path": str(tmp_path), "io": io, "min_tensor_bytes": 4096, "max_step_overhead": 1000.0,
+            "recompute": True, **block,
+        }  # fmt: skip
+        offloader = ActivationOffloader(
+            OffloadConfig.model_validate(config),
+            AioConfig(),
+            accelerator or CpuAccelerator(),
+            ranks_on_node=ranks_on_node,
+        )
+        offloader.watch(model, agreement or Alone(), planner)
+        made.append(offloader)
+        return offloader
+
+    yield make
+    for offloader in made:
+        offloader.close()
+
+
+def controller_of(offloader: ActivationOffloader) -> Controller:
+    controller = offloader._controller
+    assert controller is not None
+    return controller
+
+
+def steps(model: nn.Module, offloader: ActivationOffloader | None, rows: list[int], micro_steps: int = 1) -> list[Any]:
+    """The loss and the gradients of each step; one optimizer step after each."""
+    found = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    torch.manual_seed(7)
+    for count in rows:
+        for _ in range(micro_steps):
+            x = torch.randn(count, WIDTH).to(next(model.parameters()).device)
+            loss = forward(model, x, offloader)
+            loss.backward()
+            note_backward(offloader)
+        found.append([loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())])
+        end_step(optimizer, offloader)
+    return found
+
+
+def model() -> Model:
+    torch.manual_seed(0)
+    return Model()
+
+
+def check(make: Make, rows: list[int] | None = None, micro_steps: int = 1, **block: Any) -> ActivationOffloader:
+    """Train with and without; every loss and gradient must be the same."""
+    rows = rows or [ROWS] * STEPS
+    expected = steps(model(), None, rows, micro_steps)
+    ours = model()
+    offloader = make(ours, **block)
+    found = steps(ours, offloader, rows, micro_steps)
+    for step, (one, other) in enumerate(zip(expected, found, strict=True)):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True)), f"step {step}"
+    return offloader
+
+
+class Mapped(Model):
+    """Calls its blocks inside of ``vmap``, where tensors have no storage to tell them by."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.func.vmap(block, randomness="different")(x)
+        loss: torch.Tensor = self.head(x).square().mean()
+        return loss
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_blocks_inside_of_vmap_are_recorded_and_planned(make: Make, recompute: bool) -> None:
+    found = []
+    for offloads in (False, True):
+        torch.manual_seed(0)
+        ours = Mapped()
+        offloader = make(ours, PLANNERS["recompute" if recompute else "adaptive"]) if offloads else None
+        found.append(steps(ours, offloader, [ROWS] * STEPS))
+    assert all(torch.equal(a, b) for one, two in zip(*found, strict=True) for a, b in zip(one, two, strict=True))
+    assert offloader is not None and offloader.report().plans >= 1
+    assert offloader.report().recomputed_bytes == 0
+
+
+@pytest.mark.parametrize("micro_steps", [1, 3])
+@pytest.mark.parametrize("planner", PLANNERS.values(), ids=PLANNERS)
+def test_gradients_are_exact_under_every_plan(make: Make, planner: Any, micro_steps: int) -> None:
+    report = check(make, micro_steps=micro_steps, planner=planner).report()
+    assert report.plans >= 1 and report.plan is not None and report.plan["planner"] == planner.__name__
+
+
+def test_everything_is_moved_until_there_is_a_plan_which_is_then_followed(make: Make) -> None:
+    ours = model()
+    offloader = make(ours, planner=PLANNERS["keep"])
+    steps(ours, offloader, [ROWS] * (FIRST_PLAN - 1))
+    assert offloader.report().plans == 0
+    steps(ours, offloader, [ROWS])
+    before = offloader.report()
+    assert before.plans == 1 and before.offloaded_bytes > 0
+    steps(ours, offloader, [ROWS] * 3)
+    after = offloader.report()
+    assert after.plans == 1 and after.offloaded_bytes == before.offloaded_bytes
+    assert after.kept_bytes_by_reason["plan"] > 0
+
+
+def test_a_plan_moves_what_it_says(make: Make) -> None:
+    ours = model()
+    offloader = make(ours)
+    steps(ours, offloader, [ROWS] * (FIRST_PLAN + 1))
+    before = offloader.report()
+    steps(ours, offloader, [ROWS])
+    report = offloader.report()
+    assert report.plan is not None and report.plan["bytes"]["nvme"] > 0
+    assert report.offloaded_bytes - before.offloaded_bytes == report.plan["bytes"]["nvme"]
+
+
+def test_the_report_says_what_steps_take_beside_what_was_promised(make: Make) -> None:
+    ours = model()
+    offloader = make(ours)
+    steps(ours, offloader, [ROWS] * FIRST_PLAN)
+    promised = offloader.report()
+    assert promised.plan is not None and promised.plan["measured_step_s"] is None
+    assert dict(promised.rows())["  plan: step"].endswith("%")
+    began_s = time.perf_counter()
+    steps(ours, offloader, [ROWS] * 3)
+    took_s = time.perf_counter() - began_s
+    found = offloader.report()
+    assert found.plan is not None and 0 < found.plan["measured_step_s"] < took_s
+    assert dict(found.rows())["  plan: step"].endswith(f"({found.plan['measured_step_s']:.3g} s measured)")
+
+
+def test_the_peak_is_what_the_plan_promised(make: Make) -> None:
+    ours = model()
+    offloader = make(ours)
+    steps(ours, offloader, [ROWS] * (FIRST_PLAN + 3))
+    report = offloader.report()
+    assert report.plan is not None
+    # It may be less: in steps of a millisecond reads come in the order in which threads are woken.
+    assert report.step_peak_saved_bytes <= 1.05 * report.plan["peak_saved_bytes"]
+    assert report.plan["peak_saved_bytes"] < report.peak_saved_bytes_without
+
+
+def test_the_peak_of_a_step_is_in_the_report_as_soon_as_the_step_is_over(make: Make) -> None:
+    ours = model()
+    offloader = make(ours, planner=PLANNERS["keep"])
+    steps(ours, offloader, [ROWS] * (FIRST_PLAN + 2))
+    before = offloader.report().step_peak_saved_bytes
+    steps(ours, offloader, [2 * ROWS])
+    assert offloader.report().step_peak_saved_bytes > 1.5 * before > 0
+
+
+def test_a_budget_is_kept(make: Make) -> None:
+    ours = model()
+    offloader = make(ours, activation_budget_bytes=30 * NARROW_BYTES)
+    steps(ours, offloader, [ROWS] * (FIRST_PLAN + 3))
+    report = offloader.report()
+    assert 0 < report.step_peak_saved_bytes <= 30 * NARROW_BYTES < report.peak_saved_bytes_without
+
+
+class SmallDevice(CpuAccelerator):
+    """With room for so many bytes of activations."""
+
+    def __init__(self, room_bytes: int) -> None:
+        self.room_bytes = room_bytes
+        self.memory = self
+
+    def free_bytes(self) -> float:
+        return self.room_bytes
+
+    def levels(self) -> MemoryLevels:
+        return MemoryLevels(0, 0, 0, 0)
+
+
+def test_steps_that_are_longer_whatever_is_moved_are_what_the_next_plan_promises(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten times as long as the trace says, and moving is not why: a few steps without it show that."""
+    ours = model()
+    offloader = make(ours, max_step_overhead=0.5, recompute=False, rematerialize=False)
+    steps(ours, offloader, [ROWS] * FIRST_PLAN)
+    promised = offloader.report().plan
+    assert promised is not None
+    decide, step_s = Feedback.decide, 10 * promised["kept_step_s"]
+    monkeypatch.setattr(Feedback, "decide", lambda one, step, _, *rest: decide(one, step, step_s, *rest))
+    steps(ours, offloader, [ROWS] * (6 * MIN_STEPS))
+    found = offloader.report().plan
+    assert found is not None and found["kept_step_s"] > 3 * promised["kept_step_s"]
+    assert found["step_s"] > 3 * promised["step_s"]
+
+
+def test_a_look_that_changes_nothing_is_not_announced(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    ours = model()
+    offloader = make(ours, planner=PLANNERS["keep"])
+    with caplog.at_level("INFO", logger="ds_tba"):
+        steps(ours, offloader, [ROWS] * (FIRST_PLAN + 40))
+    assert offloader.report().plans == 1
+    assert sum(record.message.startswith("plan ") for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_would_not_fit_the_device_is_moved_whatever_it_costs(
+    make: Make, caplog: pytest.LogCaptureFixture, ranks: int
+) -> None:
+    room_bytes = 30 * NARROW_BYTES
+    ours = model()
+    offloader = make(
+        ours, accelerator=SmallDevice(ranks * room_bytes), ranks_on_node=ranks, max_step_overhead=0.0
+    )  # the ranks of a CPU share its memory
+    steps(ours, offloader, [ROWS] * (FIRST_PLAN + 3))
+    report = offloader.report()
+    assert 0 < report.step_peak_saved_bytes <= room_bytes < report.peak_saved_bytes_without
+    assert any("would not fit the device" in record.message for record in caplog.records)
+
+
+def test_a_budget_that_nothing_fits_is_said(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    ours = model()
+    steps(ours, make(ours, activation_budget_bytes=0), [ROWS] * (FIRST_PLAN + 2))
+    assert any("no plan fits 0 bytes" in record.message for record in caplog.records)
+
+
+@pytest.mark.usefixtures("needs_recompute")
+def test_recomputed_blocks_save_their_inputs_only_and_are_counted(make: Make) -> None:
+    offloader = check(make, planner=PLANNERS["recompute"])
+    report = offloader.report()
+    assert report.plan is not None and report.plan["recomputed_blocks"] == DEPTH
+    assert report.recomputed_bytes == (STEPS - FIRST_PLAN) * report.plan["bytes"]["recompute"] > 0
+
+
+def test_recompute_can_be_forbidden(make: Make) -> None:
+    report = check(make, recompute=False, activation_budget_bytes=0).report()
+    assert report.plan is not None and report.plan["recomputed_blocks"] == 0
+
+
+def test_host_memory_is_used_within_its_budget(make: Make) -> None:
+    report = check(make, placement="adaptive", host_budget_bytes=1 << 20).report()
+    assert report.plan is not None
+
+
+def test_shapes_that_change_all_the_time_are_exact(make: Make) -> None:
+    check(make, [ROWS] * (FIRST_PLAN + 2) + [2 * ROWS, 3 * ROWS] * 3 + [ROWS // 2] * 3)
+
+
+def test_another_shape_asks_for_another_trace(make: Make) -> None:
+    ours = model()
+    offloader = make(ours)
+    steps(ours, offloader, [ROWS] * (FIRST_PLAN + 2))
+    before = offloader.report()
+    steps(ours, offloader, [2 * ROWS] * 14)
+    after = offloader.report()
+    assert before.plan is not None and after.plan is not None and after.plans > before.plans
+    assert sum(after.plan["bytes"].values()) > 1.9 * sum(before.plan["bytes"].values())
+
+
+class Counted:
+    """A planner that counts its plans."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, trace: Any, limits: Any) -> Any:
+        self.calls += 1
+        return adaptive(trace, limits)
+
+
+@pytest.mark.parametrize("accelerator", [CpuAccelerator, EventAccelerator])
+def test_lengths_that_alternate_are_planned_for_once(make: Make, accelerator: type[CpuAccelerator]) -> None:
+    ours, planner = model(), Counted()
+    offloader = make(ours, planner=planner, accelerator=accelerator(), recompute=False)
+    steps(ours, offloader, [ROWS] * FIRST_PLAN + [2 * ROWS, ROWS] * 4)
+    controller = controller_of(offloader)
+    assert controller.in_force is not None
+    saved_bytes, calls = controller.in_force.trace.saved_bytes, planner.calls
+    assert saved_bytes > 1.8 * 4 * ROWS * WIDTH * DEPTH
+    steps(ours, offloader, [2 * ROWS, ROWS] * 10)
+    assert controller.in_force.trace.saved_bytes == saved_bytes
+    assert planner.calls <= calls + 5  # reviews, more of them on a busy machine, and none for each of ten long steps
+
+
+def test_steps_of_the_optimizer_without_a_forward_are_no_steps(make: Make) -> None:
+    ours = model()
+    offloader = make(ours, recompute=False)
+    controller = controller_of(offloader)
+    steps(ours, offloader, [ROWS] * FIRST_PLAN)
+    seen: list[int] = []
+    controller.feedback.decide = lambda step, *_: (seen.append(step), Action.GO_ON)[1]  # type: ignore[method-assign]
+    for _ in range(3):
+        steps(ours, offloader, [ROWS])
+        offloader.note_step()
+        offloader.note_step()
+    assert len(seen) == 3 and offloader.report().steps == FIRST_PLAN + 9
+
+
+def test_other_micro_steps_for_good_ask_for_another_trace(make: Make) -> None:
+    ours = model()
+    offloader = make(ours, recompute=False)
+    controller = controller_of(offloader)
+    steps(ours, offloader, [ROWS] * FIRST_PLAN)
+    steps(ours, offloader, [ROWS] * 20, micro_steps=3)
+    assert controller.in_force is not None and controller.in_force.trace.micro_steps == 3
+
+
+def test_other_blocks_than_planned_ask_for_another_trace(make: Make) -> None:
+    ours = model()
+    offloader = make(ours)
+    steps(ours, offloader, [ROWS] * (FIRST_PLAN + 2))
+    ours.blocks = nn.ModuleList([*ours.blocks, *list(ours.blocks)[:2]])  # two of them are called twice from now on
+    steps(ours, offloader, [ROWS] * 14)
+    report = offloader.report()
+    assert report.plans >= 2 and report.plan is not None and report.plan["blocks"] == DEPTH + 2
+
+
+def test_a_drive_that_becomes_slow_is_used_less(make: Make, backend: dict[str, IoBackend]) -> None:
+    delay = {"s": 0.0}
+
+    def script(verb: str, number: int) -> None:
+        time.sleep(delay["s"])
+
+    backend["it"] = ScriptedBackend(script)
+    ours, rows = model(), 64 * ROWS  # too large to share a request
+    # Much may be added, and nothing recomputed: the first plan uses the drive, however busy the machine is. It is less
+    # than what the slow drive takes for all of it.
+    io = {"staging_bytes": 16 << 20, "swap_file_bytes": 256 << 20}
+    offloader = make(ours, max_step_overhead=0.9, recompute=False, io=io)
+    steps(ours, offloader, [rows] * (FIRST_PLAN + 2))
+    planned = offloader.report()
+    delay["s"] = 0.5  # longer than a step of this model, also where others use the cores
+    assert planned.plan is not None
+    for _ in range(12):
+        steps(ours, offloader, [rows])
+        report = offloader.report()
+        if report.plans > planned.plans:
+            break
+    assert report.plans > planned.plans and report.plan is not None
+    assert report.plan["bytes"].get("nvme", 0) < planned.plan["bytes"]["nvme"]
+
+
+def test_drives_that_cannot_be_measured_again_do_not_end_the_training(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(self: Any) -> None:
+        raise PathError("the drive is gone")
+
+    ours = model()
+    offloader = make(ours, planner=PLANNERS["keep"])  # nothing moves: the drives may be faster by now
+    steps(ours, offloader, [ROWS] * (FIRST_PLAN + 2))
+    monkeypatch.setattr("ds_tba.plan.rates.Rates.measure", fails)
+    monkeypatch.setattr("ds_tba.plan.rates.Rates.may_measure", lambda _: True)
+    monkeypatch.setattr("ds_tba.plan.feedback.Feedback.decide", lambda *_: Action.PLAN)
+    steps(ours, offloader, [ROWS])
+    assert offloader.report().plans >= 1
+    assert any(
+        "what was measured before counts: PathError: the drive is gone" in record.message for record in caplog.records
+    )
+
+
+def test_forwards_without_a_backward_are_said_once_and_tried_again_later(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours = model()
+    offloader = make(ours)
+    for _ in range(10):
+        with offloader.saving():
+            ours(torch.randn(ROWS, WIDTH))
+        offloader.note_micro_step()
+        offloader.note_step()
+    assert offloader.report().plans == 0
+    assert sum("no plan yet" in record.message for record in caplog.records) == 1
+    steps(ours, offloader, [ROWS] * 40)
+    assert offloader.report().plans >= 1
+
+
+def test_a_trace_that_cannot_be_had_changes_no_rule(make: Make, tmp_path: Path) -> None:
+    ours = model()
+    offloader = make(ours, placement="nvme", report={"trace_path": str(tmp_path / "trace.json")})
+    for _ in range(8):
+        with offloader.saving():
+            first = ours(torch.randn(ROWS, WIDTH))
+        with offloader.saving():
+            (first + ours(torch.randn(ROWS, WIDTH))).backward()
+        offloader.note_step()
+    with offloader.saving():
+        pass
+    assert controller_of(offloader)._policy.choose("key", 1).wait is True
+
+
+class LacksTrace(Alone):
+    """One of two ranks, and the other does as this one, but for its trace: that is always missing."""
+
+    size = 2
+
+    def all_reduce_max(self, value: int) -> int:
+        return value if isinstance(value, Action) else 1
+
+
+@pytest.mark.parametrize(("agreement", "is_over"), [(Alone(), True), (LacksTrace(), False)])
+def test_ranks_record_for_the_trace_alone_until_all_of_them_have_one(
+    make: Make, tmp_path: Path, agreement: Alone, is_over: bool
+) -> None:
+    """One that was done alone would talk no more, and the others would wait for it."""
+    ours = model()
+    offloader = make(ours, placement="nvme", report={"trace_path": str(tmp_path / "trace.json")}, agreement=agreement)
+    steps(ours, offloader, [ROWS] * (FIRST_PLAN + 1))
+    assert (tmp_path / "trace.json").exists()
+    assert controller_of(offloader)._is_over is is_over
+
+
+def test_a_recording_that_is_no_trace_is_made_again_later(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def inconsistent(*_: Any) -> Any:
+        raise TraceError("times out of order")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("ds_tba.plan.recorder.MicroStepRecord.trace", inconsistent)
+        ours = model()
+        offloader = make(ours)
+        steps(ours, offloader, [ROWS] * STEPS)
+        report = offloader.report()
+        assert report.plans == 0 and report.offloaded_bytes > 0
+    steps(ours, offloader, [ROWS] * 40)
+    assert offloader.report().plans >= 1
+
+
+def no_descriptors(*_: Any) -> Any:
+    raise OSError("Too many open files")
+
+
+@pytest.mark.usefixtures("steady_drives")
+def test_what_cannot_be_found_out_when_a_plan_is_made_delays_the_plan(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours = model()
+    offloader = make(ours)
+    steps(ours, offloader, [ROWS] * FIRST_PLAN)
+    with monkeypatch.context() as patched:
+        patched.setattr("ds_tba.plan.feedback.Feedback.decide", lambda *_: Action.PLAN)
+        patched.setattr("ds_tba.recompute.blocks.Blocks.left_out", no_descriptors)
+        patched.setattr("ds_tba.plan.rates.Rates.measure", no_descriptors)
+        patched.setattr("ds_tba.plan.rates.Rates.may_measure", lambda _: True)
+        steps(ours, offloader, [ROWS] * 2)
+    assert any("no part in a plan now: OSError" in record.message for record in caplog.records)
+    assert sum("no new plan now" in record.message for record in caplog.records) == 1
+    assert offloader.report().plans == 1 and not controller_of(offloader)._is_over
+    steps(ours, offloader, [ROWS + 64] * 40)
+    assert offloader.report().plans >= 2
+
+
+@pytest.mark.usefixtures("steady_drives")
+def test_larger_storages_count_once_where_the_plan_for_them_is_delayed(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each attempt would take steps to be longer by as much again, and hide what moving costs."""
+    ours = model()
+    offloader = make(ours)
+    steps(ours, offloader, [ROWS] * FIRST_PLAN)
+    feedback = controller_of(offloader).feedback
+    kept_s = feedback.kept_s
+    with monkeypatch.context() as patched:
+        patched.setattr("ds_tba.recompute.blocks.Blocks.left_out", no_descriptors)
+        steps(ours, offloader, [2 * ROWS] * (4 * MIN_STEPS))
+    assert offloader.report().plans == 1 and feedback.kept_s == kept_s
+    with monkeypatch.context() as patched:
+        patched.setattr(feedback, "_adjusted", lambda *_: "")
+        steps(ours, offloader, [2 * ROWS] * (4 * MIN_STEPS))
+    assert offloader.report().plans == 2 and 1.5 * kept_s < feedback.kept_s < 2.5 * kept_s
+
+
+@pytest.mark.usefixtures("steady_drives")
+def test_a_new_recording_counts_also_where_the_step_that_asked_for_it_had_larger_storages(make: Make) -> None:
+    ours = model()
+    offloader = make(ours, planner=PLANNERS["keep"])
+    steps(ours, offloader, [ROWS] * (FIRST_PLAN + 2))
+    for _ in range(40):
+        steps(ours, offloader, [ROWS + 2], micro_steps=2)
+        in_force = controller_of(offloader).in_force
+        if in_force is not None and offloader.report().plans == 2:
+            break
+    assert in_force is not None and in_force.trace.micro_steps == 2
+
+
+def test_a_rank_that_cannot_judge_a_step_tells_the_others_to_go_on(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours = model()
+    offloader = make(ours)
+    steps(ours, offloader, [ROWS] * FIRST_PLAN)
+    monkeypatch.setattr("ds_tba.plan.feedback.Feedback.decide", no_descriptors)
+    steps(ours, offloader, [ROWS] * 4)
+    assert offloader.report().plans == 1
+    assert any("OSError: Too many open files" in record.message for record in caplog.records)
+
+
+class Counting(Alone):
+    """Counts the collectives."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def all_reduce_max(self, value: int) -> int:
+        self.calls += 1
+        return value
+
+    def all_gather(self, value: Any) -> list[Any]:
+        self.calls += 1
+        return [value]
+
+
+def test_a_forward_of_one_rank_alone_waits_for_nobody(make: Make) -> None:
+    ours, agreement = model(), Counting()
+    offloader = make(ours, agreement=agreement)
+    for _ in range(4):
+        before = agreement.calls
+        with offloader.saving():
+            ours(torch.randn(ROWS, WIDTH))
+        assert agreement.calls == before
+        steps(ours, offloader, [ROWS])
+        assert agreement.calls > before
+
+
+def test_ranks_that_follow_a_plan_talk_seldom(make: Make) -> None:
+    ours, agreement = model(), Counting()
+    agreement.size = 2
+    offloader = make(ours, planner=PLANNERS["keep"], agreement=agreement)
+    steps(ours, offloader, [ROWS] * (FIRST_PLAN + 1))
+    assert offloader.report().plans == 1
+    before = agreement.calls
+    steps(ours, offloader, [ROWS] * 24)
+    assert 0 < agreement.calls - before <= 2 * 3 and offloader.report().plans == 1
+
+
+class AsOfTwo(Alone):
+    """One of two ranks, and the other is like this one."""
+
+    size = 2
+
+    def all_gather(self, value: Any) -> list[Any]:
+        return [value, value]
+
+
+def test_with_several_ranks_nothing_is_recomputed_that_no_plan_asks_for(make: Make) -> None:
+    ours = model()
+    offloader = make(ours, planner=PLANNERS["keep"], agreement=AsOfTwo())
+    steps(ours, offloader, [ROWS] * 4)
+    assert offloader.report().plans == 1 and offloader.report().recomputed_bytes == 0
+
+
+@pytest.mark.usefixtures("needs_recompute")
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_under_zero_3_a_block_that_does_not_come_where_the_plan_has_it_ends_the_run(
+    make: Make, is_sharded: bool
+) -> None:
+    """The others would wait for this rank's part of the parameters, when they run the block again in backward."""
+    ours = model()
+    if is_sharded:
+        ours.head.weight.ds_id = 0  # ZeRO-3's
+    offloader = make(ours, planner=PLANNERS["recompute"], agreement=AsOfTwo())
+    steps(ours, offloader, [ROWS] * (FIRST_PLAN + 1))
+    assert offloader.report().recomputed_bytes > 0
+    ours.blocks = nn.ModuleList(reversed(ours.blocks))
+    if is_sharded:
+        with pytest.raises(IncompatibleError, match=r"comes at another place.*\"recompute\": false"):
+            steps(ours, offloader, [ROWS])
+    else:
+        steps(ours, offloader, [ROWS])
+
+
+@pytest.mark.usefixtures("needs_recompute")
+def test_under_zero_3_a_block_that_cannot_run_again_any_more_ends_the_run(make: Make) -> None:
+    ours = model()
+    ours.head.weight.ds_id = 0
+    offloader = make(ours, planner=PLANNERS["recompute"], agreement=AsOfTwo())
+    steps(ours, offloader, [ROWS] * FIRST_PLAN)
+    kind: Any = type(ours.blocks[1])
+
+    class SavedElsewhere(kind):
+        def __call__(self, *args: Any) -> Any:
+            with torch.autograd.graph.save_on_cpu():
+                return super().__call__(*args)
+
+    ours.blocks[1].__class__ = SavedElsewhere
+    with pytest.raises(IncompatibleError, match=r"saved-tensor hooks around it.*\"recompute\": false"):
+        steps(ours, offloader, [ROWS])
+
+
+def test_without_optimizer_steps_nothing_piles_up(make: Make) -> None:
+    ours = model()
+    offloader = make(ours)
+    for _ in range(5):
+        with offloader.saving():
+            loss = ours(torch.randn(ROWS, WIDTH))
+        loss.backward()
+        offloader.note_micro_step()
+    assert offloader.cache.live_records == 0 and offloader.report().plans == 0
+
+
+@pytest.mark.usefixtures("needs_recompute")  # whose hooks are on is told since that version, too
+def test_a_forked_child_saves_as_without_us(make: Make) -> None:
+    offloader = make(model(), placement="nvme")
+    child = os.fork()
+    if child == 0:  # no operation of torch's: their threads are not there after a fork
+        with offloader.saving():
+            hooks = innermost_hooks()
+        offloader.note_micro_step()
+        offloader.note_step()
+        os._exit(7 if hooks is None else 8)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    with offloader.saving():
+        assert innermost_hooks() is not None
+
+
+@pytest.mark.usefixtures("steady_drives")
+def test_after_the_end_no_plan_is_made(make: Make) -> None:
+    ours = model()
+    offloader = make(ours)
+    steps(ours, offloader, [ROWS] * (FIRST_PLAN + 2))
+    offloader.close()
+    found = steps(ours, offloader, [ROWS] * 3)
+    assert len(found) == 3 and offloader.report().plans == 1
+
+
+def test_a_planner_that_fails_does_not_end_the_training(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    def failing(trace: Any, limits: Any) -> Any:
+        raise ZeroDivisionError("a bug")
+
+    report = check(make, planner=failing).report()
+    assert report.plans == 0 and report.offloaded_bytes > 0
+    assert any("could not plan" in record.message for record in caplog.records)
+
+
+@pytest.mark.parametrize("placement", ["adaptive", "nvme", "keep"])
+def test_a_trace_is_written_and_can_be_read(make: Make, tmp_path: Path, placement: str) -> None:
+    path = tmp_path / "trace.json"
+    precious = tmp_path / "precious"
+    precious.write_text("of somebody else")
+    path.symlink_to(precious)
+    check(make, placement=placement, report={"trace_path": str(path)})
+    assert precious.read_text() == "of somebody else" and not path.is_symlink()
+    trace = traces.read(path.read_text())
+    assert [block.module for block in trace.blocks] == [f"blocks.{number}" for number in range(DEPTH)]
+    assert trace.end_s > 0 and trace.optimizer_s > 0
+    # Where no plan is made, nobody looks whether blocks could be recomputed.
+    assert {block.is_recomputable for block in trace.blocks} == {placement == "adaptive"}
+
+
+@pytest.mark.usefixtures("steady_drives")
+def test_evaluation_in_between_changes_nothing(make: Make) -> None:
+    ours = model()
+    offloader = make(ours)
+    for _ in range(FIRST_PLAN + 3):
+        steps(ours, offloader, [ROWS])
+        with torch.no_grad(), offloader.saving():
+            ours(torch.randn(3, WIDTH))
+    assert offloader.report().plans == 1
+
+
+def test_the_model_is_left_as_it_was(make: Make) -> None:
+    ours = model()
+    before = [dict(block.__dict__) for block in ours.blocks]
+    offloader = make(ours)
+    steps(ours, offloader, [ROWS] * (FIRST_PLAN + 2))
+    offloader.close()
+    assert [block.__dict__.keys() for block in ours.blocks] == [attributes.keys() for attributes in before]
+
+
+def test_steps_that_compile_are_neither_recorded_nor_counted(make: Make) -> None:
+    """Else the plan would promise steps that take as long as the compiler."""
+    compiled = torch.compile(lambda y: y + 1, backend="eager")
+    dtypes = iter([None, torch.float64, None, torch.float16, None, torch.int64, None, None])  # each is compiled anew
+
+    class Compiling(Model):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            dtype = next(dtypes)
+            if dtype is not None:
+                compiled(torch.ones(2, dtype=dtype))
+            return super().forward(x)
+
+    ours = Compiling()
+    offloader = make(ours, recompute=False)
+    controller, plans, times = controller_of(offloader), [], []
+    for _ in range(8):
+        steps(ours, offloader, [ROWS])
+        plans.append(controller.plans)
+        times.append(len(controller.feedback._times_s))
+    # The first is warm-up; of the next four two compile; the sixth does so under the plan.
+    assert plans == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert times == [0, 0, 0, 0, 0, 0, 1, 2]

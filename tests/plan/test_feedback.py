@@ -1,0 +1,453 @@
+"""What steps under a plan show: how much may move from now on, and when to plan or to record again."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from statistics import median
+
+import pytest
+import torch
+from support.traces import SIZE, resources, storage
+
+from ds_tba.config import Placement
+from ds_tba.plan.feedback import (
+    MAX_DRIFT,
+    MAX_STEPS,
+    MIN_STEPS,
+    QUIET_STEPS,
+    RATE_BAND,
+    Action,
+    Backoff,
+    Feedback,
+    Step,
+    compilations,
+    moves_in_vain,
+)
+from ds_tba.plan.plan import Limits, Plan, Prediction
+from ds_tba.plan.policy import PlanInForce, PlanMismatch
+from ds_tba.plan.search import adaptive
+from ds_tba.plan.trace import Trace
+from ds_tba.stats import CacheStats
+
+RATES = (100.0, 200.0)
+KEPT_S, OVERHEAD = 1.0, 0.02
+PLANNED_AT = 4
+STORAGES = 200
+TRACE = Trace(tuple(storage(0.0, 1.0, None, (-1,)) for _ in range(STORAGES)), (), resources(), KEPT_S)
+
+
+def plan_of(
+    share: float, moved: float = 1.0, step_s: float = KEPT_S, budget: int | None = None, computed_s: float = 0.0
+) -> PlanInForce:
+    """A plan that moves so much as far as the share allows that."""
+    count = int(min(share, moved) * STORAGES + 1e-6)
+    places = (Placement.NVME,) * count + (Placement.KEEP,) * (STORAGES - count)
+    cost = Prediction(SIZE, step_s, 0.0, 0.0, 0, 0, 0, 0, 0, rematerialized_s=computed_s)
+    limits = Limits(OVERHEAD, budget, movable_share=share)
+    plan = Plan("test", places, (), (), cost)
+    return PlanInForce.of(plan, TRACE, (), limits)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A step; ``drift`` and ``missed`` are fractions of what the plan has saved."""
+
+    time_s: float = KEPT_S
+    rates: tuple[float, ...] = RATES
+    unknown_saves: int = 0
+    drift: float = 0.0
+    growth: float = 0.0
+    missed: float = 0.0
+    more_micro_steps: int = 0
+
+
+def decided(feedback: Feedback, step: int, seen: Seen) -> Action:
+    count = 1 + seen.more_micro_steps
+    missed_bytes, drift_bytes = (int(one * count * TRACE.saved_bytes) for one in (seen.missed, seen.drift))
+    mismatch = PlanMismatch(count, seen.unknown_saves, missed_bytes, drift_bytes, seen.growth)
+    return feedback.decide(step, seen.time_s, seen.rates, mismatch)
+
+
+@dataclass
+class World:
+    """Steps of a machine on which moving costs more than any plan knows, and a planner that moves what it may.
+
+    Attributes:
+        hidden_s: of moving everything.
+        known_s: that moving is known to cost the kernels, in the recording too.
+        noise_s: standard deviation of a step's time.
+        plan: makes one for a share.
+    """
+
+    kept_s: float = KEPT_S
+    hidden_s: float = 0.0
+    known_s: float = 0.0
+    noise_s: float = 0.0
+    plan: Callable[[float], PlanInForce] = plan_of
+    feedback: Feedback = field(default_factory=Feedback)
+    times_s: list[float] = field(default_factory=list)
+    actions: list[int] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+    step: int = PLANNED_AT
+    chance: random.Random = field(default_factory=lambda: random.Random(5))
+
+    def __post_init__(self) -> None:
+        self.feedback.recorded(KEPT_S + self.known_s, self.known_s)
+        self._follow()
+
+    def _follow(self) -> None:
+        self.in_force = self.plan(self.feedback.movable_share)
+        self.feedback.planned(self.in_force, RATES, self.step, is_new=True)
+
+    def time_s(self) -> float:
+        moving_s = self.hidden_s * self.in_force.moved_share
+        return max(0.01, self.kept_s + self.in_force.computed_s + moving_s + self.chance.gauss(0.0, self.noise_s))
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self.step += 1
+            self.times_s.append(self.time_s())
+            if decided(self.feedback, self.step, Seen(self.times_s[-1])) is Action.PLAN:
+                self.actions.append(self.step)
+                self.reasons.append(self.feedback.reason)
+                self._follow()
+
+
+# ---- the share ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("noise_s", [0.0, 0.005, 0.02])
+@pytest.mark.parametrize("hidden_s", [0.0, 0.03, 0.1, 0.5, 3.0])
+def test_steps_end_within_the_overhead_whatever_moving_costs(hidden_s: float, noise_s: float) -> None:
+    world = World(hidden_s=hidden_s, noise_s=noise_s)
+    world.run(400)
+    assert median(world.times_s[-100:]) <= KEPT_S * (1 + OVERHEAD) + noise_s / 2
+    affordable = min(1.0, OVERHEAD * KEPT_S / hidden_s) if hidden_s else 1.0
+    assert world.in_force.moved_share >= 0.4 * affordable - noise_s
+
+
+def test_a_hidden_cost_of_ten_percent_is_gone_soon_and_what_it_allows_is_moved() -> None:
+    world = World(hidden_s=0.1)
+    world.run(40)
+    assert median(world.times_s[:MIN_STEPS]) == pytest.approx(1.1)
+    assert median(world.times_s[-16:]) <= KEPT_S * (1 + OVERHEAD)
+    assert world.in_force.moved_share == pytest.approx(0.2, abs=0.02)
+    assert "where 1 s were measured with everything kept" in world.reasons[0]
+
+
+@pytest.mark.parametrize("storages", [5, 12, 24])
+def test_few_storages_of_which_a_small_share_moves_none_are_moved_again(storages: int) -> None:
+    """A share of 0.1 moves nothing where there are ten storages: raising goes on to one that does."""
+
+    def plan(share: float) -> PlanInForce:
+        return plan_of(share, moved=int(share * storages) / storages)
+
+    world = World(hidden_s=0.6, plan=plan)
+    world.run(60)
+    world.hidden_s = 0.0
+    world.run(900)
+    assert world.in_force.limits.movable_share == 1.0 and world.in_force.moved_share == 1.0
+    assert len(world.actions) < 40
+
+
+def test_when_the_hidden_cost_disappears_everything_is_moved_again() -> None:
+    world = World(hidden_s=0.1)
+    world.run(200)
+    assert world.in_force.moved_share <= 0.2
+    world.hidden_s = 0.0
+    shares = []
+    for _ in range(300):
+        world.run(1)
+        shares.append(world.in_force.moved_share)
+    assert shares[-1] == 1.0 and shares == sorted(shares)
+    assert len(set(shares)) >= 4  # slowly: each time what steps have left room for
+
+
+def test_the_planner_moves_less_for_it_and_steps_end_within_the_overhead() -> None:
+    """The same with the planner, which knows the drive and nothing of the cost."""
+    count = 40
+    part_s = KEPT_S / (2 * count)
+    storages = (storage(at * part_s, (79 - at) * part_s, (80 - at) * part_s, (-1,)) for at in range(count))
+    machine = resources(write=SIZE * count, read=SIZE * count, copy=100.0 * SIZE * count)
+    trace = Trace(tuple(storages), (), machine, KEPT_S)
+
+    def planned(share: float) -> PlanInForce:
+        limits = Limits(OVERHEAD, movable_share=share)
+        return PlanInForce.of(adaptive(trace, limits), trace, (), limits)
+
+    free = planned(1.0).moved_share
+    assert free > 0.3
+    world = World(hidden_s=0.1 / free, plan=planned, noise_s=0.001)
+    world.run(60)
+    assert median(world.times_s[:MIN_STEPS]) > 1.09
+    assert median(world.times_s[-20:]) <= KEPT_S * (1 + OVERHEAD) + 0.001
+    assert 0 < world.in_force.moved_share < free / 2
+    world.hidden_s = 0.0
+    world.run(400)
+    assert world.in_force.moved_share == pytest.approx(free, abs=0.05)
+
+
+def test_a_cost_that_comes_in_mid_run_is_met_soon() -> None:
+    world = World(noise_s=0.002)
+    world.run(300)
+    assert world.in_force.moved_share == 1.0
+    world.hidden_s = 0.1
+    world.run(60)
+    assert median(world.times_s[-10:]) <= KEPT_S * (1 + OVERHEAD) + 0.002
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.3, 10.0])
+def test_a_machine_that_is_slower_or_faster_than_recorded_moves_all_the_same(factor: float) -> None:
+    """Moving is not the cause: a few steps without it show that."""
+    world = World(kept_s=factor * KEPT_S)
+    world.run(100)
+    assert world.in_force.moved_share == 1.0
+    assert world.feedback.kept_s == pytest.approx(factor * KEPT_S)
+
+
+@pytest.mark.parametrize("known_s", [0.0, 0.1, 9.0])
+def test_what_the_recording_itself_took_longer_for_moving_is_taken_off(known_s: float) -> None:
+    world = World(known_s=known_s)
+    assert world.feedback.kept_s == pytest.approx(KEPT_S if known_s < 1 else 0.5 * (KEPT_S + known_s))
+
+
+def test_a_noisy_machine_that_is_slower_than_recorded_moves_most_in_the_end() -> None:
+    world = World(kept_s=1.3 * KEPT_S, noise_s=0.01)
+    world.run(400)
+    assert world.in_force.moved_share >= 0.5
+
+
+def test_a_faster_machine_than_recorded_hides_no_overhead() -> None:
+    world = World(kept_s=0.8 * KEPT_S, hidden_s=0.1)
+    world.run(200)
+    assert median(world.times_s[-20:]) <= world.feedback.kept_s * (1 + OVERHEAD)
+    assert world.feedback.kept_s <= 0.9 * KEPT_S
+
+
+def test_time_in_which_storages_are_made_again_is_not_that_of_moving() -> None:
+    world = World(plan=lambda share: plan_of(share, computed_s=0.015))
+    world.run(100)
+    assert world.in_force.moved_share == 1.0 and world.feedback.kept_s == pytest.approx(KEPT_S)
+    world.hidden_s = 0.1
+    world.run(100)
+    assert median(world.times_s[-20:]) <= KEPT_S * (1 + OVERHEAD)
+    assert 0 < world.in_force.moved_share <= 0.05  # in what making again has left of the overhead
+
+
+def test_with_a_budget_steps_are_held_against_what_the_plan_promised() -> None:
+    promised = World(hidden_s=0.3, plan=lambda share: plan_of(share, step_s=1.3, budget=SIZE))
+    promised.run(100)
+    assert promised.in_force.moved_share == 1.0 and not promised.actions
+    longer = World(hidden_s=0.6, plan=lambda share: plan_of(share, step_s=1.3, budget=SIZE))
+    longer.run(100)
+    assert longer.in_force.moved_share < 0.6
+
+
+def test_where_a_budget_leaves_no_choice_the_share_stays_and_is_asked_for_ever_more_rarely() -> None:
+    """The planner moves what it takes."""
+
+    def all_moved(share: float) -> PlanInForce:
+        full = plan_of(1.0, budget=SIZE)
+        return replace(full, limits=replace(full.limits, movable_share=share))
+
+    world = World(hidden_s=0.6, plan=all_moved)
+    world.run(2000)
+    assert world.in_force.moved_share == 1.0 and len(world.actions) <= 12
+    world.hidden_s = 0.0
+    world.run(4000)
+    assert world.feedback.movable_share == 1.0
+
+
+@pytest.mark.parametrize("run", [3, 5, 7, 10, 30])
+def test_steps_that_alternate_between_two_times_are_not_reviewed_for_ever(run: int) -> None:
+    world = World()
+    for number in range(5000):
+        world.kept_s = KEPT_S * (4 if (number // run) % 2 else 1)
+        world.run(1)
+    assert len(world.actions) <= 30
+
+
+def test_a_noisy_machine_is_not_reviewed_for_ever() -> None:
+    world = World(noise_s=0.1, hidden_s=0.02)
+    world.run(5000)
+    assert len(world.actions) <= 60
+
+
+def test_one_long_step_changes_nothing() -> None:
+    world = World()
+    world.run(100)
+    world.kept_s = 9.0
+    world.run(2)
+    world.kept_s = KEPT_S
+    world.run(100)
+    assert not world.actions and world.feedback.kept_s == pytest.approx(KEPT_S)
+
+
+# ---- reviews --------------------------------------------------------------------------------------------------------
+
+
+GOOD = Seen()
+
+
+@pytest.fixture
+def feedback() -> Feedback:
+    return World().feedback
+
+
+def asked(feedback: Feedback, seen: Seen, steps: range) -> list[int]:
+    """The steps after which it asks for something, and gets a plan."""
+    found = []
+    for step in steps:
+        if decided(feedback, step, seen) is not Action.GO_ON:
+            found.append(step)
+            feedback.planned(plan_of(feedback.movable_share), seen.rates, step, is_new=False)
+    return found
+
+
+def test_steps_as_planned_ask_for_nothing(feedback: Feedback) -> None:
+    assert asked(feedback, GOOD, range(PLANNED_AT + 1, 2000)) == [] and feedback.reason == ""
+
+
+def test_a_cause_that_stays_is_acted_on_ever_more_rarely_and_soon_if_it_is_new() -> None:
+    backoff = Backoff()
+    found = [step for step in range(1, 3000) if backoff.is_due(step) and (backoff.run(step) or True)]
+    assert [later - earlier for earlier, later in pairwise([0, *found])][:9] == [5, 10, 20, 40, 80, 160, 320, 640, 640]
+    assert backoff.wait == MAX_STEPS
+    assert backoff.is_due(3000 + QUIET_STEPS) and backoff.wait == MIN_STEPS
+
+
+@pytest.mark.parametrize(
+    "rates", [(RATES[0] * RATE_BAND[1] * 1.01, RATES[1]), (RATES[0], RATES[1] * RATE_BAND[0] * 0.99), RATES[:1]]
+)
+def test_other_rates_of_the_drives_ask_for_a_plan_once(feedback: Feedback, rates: tuple[float, ...]) -> None:
+    found = asked(feedback, replace(GOOD, rates=rates), range(PLANNED_AT + 1, 1000))
+    assert found == [PLANNED_AT + 1] and feedback.reason == "the drives' rates have changed"
+
+
+def test_drives_that_change_all_the_time_are_not_planned_for_all_the_time(feedback: Feedback) -> None:
+    found = []
+    for step in range(PLANNED_AT + 1, 1000):
+        now = tuple(rate * (4 if (step // 5) % 2 else 1) for rate in RATES)
+        if decided(feedback, step, replace(GOOD, rates=now)) is Action.PLAN:
+            found.append(step)
+            feedback.planned(plan_of(1.0), now, step, is_new=False)
+    assert 1 <= len(found) <= 9 and found[0] <= PLANNED_AT + 2 * MIN_STEPS
+
+
+def test_a_rate_never_measured_says_nothing(feedback: Feedback) -> None:
+    feedback.planned(plan_of(1.0), (0.0, 200.0), PLANNED_AT, is_new=False)
+    assert asked(feedback, replace(GOOD, rates=(50.0, 200.0)), range(PLANNED_AT + 1, 200)) == []
+
+
+def test_where_nothing_is_moved_the_drives_are_looked_at_now_and_then() -> None:
+    world = World(plan=lambda share: plan_of(share, moved=0.0))
+    world.run(2000)
+    assert [later - earlier for earlier, later in pairwise(world.actions)][:7] == [
+        MIN_STEPS * 2**number for number in range(7)
+    ]
+    assert "may be faster by now" in world.feedback.reason
+
+
+def test_other_storages_than_planned_ask_for_a_recording(feedback: Feedback) -> None:
+    seen = replace(GOOD, unknown_saves=2)
+    steps = range(PLANNED_AT + 1, PLANNED_AT + 1 + MIN_STEPS)
+    assert [decided(feedback, step, seen) for step in steps] == [Action.GO_ON] * 4 + [Action.RECORD]
+    assert "2 saves that the plan did not know" in feedback.reason
+
+
+def test_saves_that_stay_unknown_are_not_recorded_for_ever(feedback: Feedback) -> None:
+    assert len(asked(feedback, replace(GOOD, unknown_saves=2), range(PLANNED_AT + 1, 5000))) <= 7 + 5000 // MAX_STEPS
+
+
+def test_storages_that_the_plan_expects_in_vain_ask_for_a_recording(feedback: Feedback) -> None:
+    due = PLANNED_AT + MIN_STEPS
+    assert decided(feedback, due, replace(GOOD, missed=0.5, drift=0.5)) is Action.RECORD
+    assert feedback.reason == "50% of what the plan expects was not saved"
+
+
+def test_other_micro_steps_in_a_step_ask_for_a_recording_and_their_time_does_not_count(feedback: Feedback) -> None:
+    seen = replace(GOOD, more_micro_steps=3, time_s=4.0)
+    steps = range(PLANNED_AT + 1, PLANNED_AT + 1 + MIN_STEPS)
+    assert [decided(feedback, step, seen) for step in steps] == [Action.GO_ON] * 4 + [Action.RECORD]
+    assert feedback.reason == "a step had 4 micro-steps instead of 1" and feedback.measured_step_s is None
+
+
+def test_fewer_micro_steps_are_told_as_a_count(feedback: Feedback) -> None:
+    due = PLANNED_AT + MIN_STEPS
+    assert decided(feedback, due, replace(GOOD, more_micro_steps=-1)) is Action.RECORD
+    assert feedback.reason == "a step had 0 micro-steps instead of 1"
+
+
+def test_larger_storages_than_planned_ask_for_a_plan_at_once_and_smaller_ones_for_none(feedback: Feedback) -> None:
+    assert decided(feedback, PLANNED_AT + 1, replace(GOOD, drift=0.2, growth=0.2)) is Action.PLAN
+    assert "larger than those of the plan by 20%" in feedback.reason
+    smaller = replace(GOOD, time_s=0.1, drift=0.5)  # nor is the time of such a step held against the plan
+    assert asked(feedback, smaller, range(PLANNED_AT + 2, 700)) == [] and feedback.kept_s == KEPT_S
+
+
+def test_after_a_plan_that_could_not_be_made_nothing_is_asked_for_before_a_while(feedback: Feedback) -> None:
+    grown = replace(GOOD, growth=2 * MAX_DRIFT)
+    assert decided(feedback, 100, grown) is Action.PLAN
+    feedback.rest(100)
+    assert asked(feedback, grown, range(101, 130))[0] >= 100 + MIN_STEPS
+
+
+def test_what_steps_take_is_the_median_of_the_last_few_under_the_plan(feedback: Feedback) -> None:
+    assert feedback.measured_step_s is None
+    for step, time_s in enumerate([0.9, 0.9, 0.1, 0.2, 0.3, 0.4, 0.5], PLANNED_AT + 1):
+        decided(feedback, step, replace(GOOD, time_s=time_s))
+    assert feedback.measured_step_s == 0.4
+    feedback.planned(plan_of(1.0), RATES, PLANNED_AT + 8, is_new=False)
+    assert feedback.measured_step_s == 0.4
+    feedback.planned(plan_of(0.5), RATES, PLANNED_AT + 8, is_new=True)
+    assert feedback.measured_step_s is None
+
+
+def test_where_nothing_could_be_recorded_it_is_tried_again_later() -> None:
+    feedback = Feedback()
+    assert feedback.may_record(1)
+    feedback.rest(7)
+    assert not any(feedback.may_record(step) for step in range(8, 7 + MIN_STEPS))
+    assert any(feedback.may_record(step) for step in range(8, 8 + 2 * MIN_STEPS))
+
+
+def test_of_several_wishes_the_highest_is_done() -> None:
+    assert sorted(Action) == [Action.GO_ON, Action.PLAN, Action.MEASURE, Action.RECORD]
+
+
+# ---- one step -------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_knows_whether_something_was_compiled_in_it() -> None:
+    compiled = torch.compile(lambda x: x.sin() + 1, backend="aot_eager")
+    x = torch.ones(2, requires_grad=True)
+    first = Step(0.0)
+    loss = compiled(x).sum()
+    first.end(1.0)
+    loss.backward()
+    second = Step(0.0)
+    compiled(x).sum().backward()
+    second.end(1.0)
+    third = Step(0.0)
+    compiled(torch.ones(3, requires_grad=True)).sum().backward()  # another shape
+    third.end(1.0)
+    assert [one.has_compiled for one in (first, second, third)] == [True, False, True]
+
+
+def test_moving_is_in_vain_where_it_lowers_no_peak_of_compiled_code() -> None:
+    def stats(saved_bytes: int, resident_bytes: int) -> CacheStats:
+        found = CacheStats()
+        found.saved.add(saved_bytes)
+        found.resident.add(resident_bytes)
+        return found
+
+    before = compilations()
+    assert not moves_in_vain(stats(1000, 1000), 600, before)
+    torch.compile(lambda x: x.sin(), backend="eager")(torch.ones(2))
+    assert moves_in_vain(stats(1000, 1000), 600, before) and moves_in_vain(stats(1000, 1010), 600, before)
+    assert not moves_in_vain(stats(1000, 900), 600, before) and not moves_in_vain(stats(1000, 1000), 500, before)
+    torch._dynamo.reset()
+    assert not moves_in_vain(stats(1000, 1000), 600, compilations())  # compiled before: says nothing of this step

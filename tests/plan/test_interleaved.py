@@ -1,0 +1,208 @@
+"""Several forwards before their backwards, as in a stage of a pipeline: one plan for all that are in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from planners import PLANNERS
+from support.stepping import end_step, forward
+from test_controller import ROWS, WIDTH, Model, controller_of, model
+from torch import nn
+
+from ds_tba.config import AioConfig, OffloadConfig, Placement
+from ds_tba.device.accelerator import CpuAccelerator
+from ds_tba.offloader import ActivationOffloader
+from ds_tba.plan.agreement import Alone
+from ds_tba.plan.plan import Limits, Plan
+from ds_tba.plan.recorder import Recording
+from ds_tba.plan.search import Planner, adaptive
+from ds_tba.plan.trace import Scopes, Trace
+
+FORWARDS = 4
+STEPS = 8
+ALONE_BYTES = 750_000  # a little more than one forward saves
+Make = Callable[..., ActivationOffloader]
+
+
+class InterruptionError(Exception):
+    """Raised between the passes of a schedule."""
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    made = []
+
+    def make(model: nn.Module, planner: Planner = adaptive, **block: Any) -> ActivationOffloader:
+        io = {"backend": "posix", "staging_bytes": 8 << 20, "swap_file_bytes": 64 << 20}
+        config = {
+            "nvme_path": str(tmp_path), "io": io, "min_tensor_bytes": 4096, "max_step_overhead": 1000.0, **block,
+        }  # fmt: skip
+        offloader = ActivationOffloader(OffloadConfig.model_validate(config), AioConfig(), CpuAccelerator())
+        offloader.watch(model, Alone(), planner)
+        made.append(offloader)
+        return offloader
+
+    yield make
+    for offloader in made:
+        offloader.close()
+
+
+def step(ours: Model, offloader: ActivationOffloader | None, ahead: int, forwards: int, fails: bool) -> None:
+    """One step of a schedule with so many forwards ahead of the first backward; then one follows the other."""
+    with nullcontext() if offloader is None else offloader.interleaving():
+        waiting: list[torch.Tensor] = []
+        for number in range(forwards):
+            waiting.append(forward(ours, torch.randn(ROWS, WIDTH), offloader))
+            if fails and number == forwards - 2:
+                raise InterruptionError
+            if len(waiting) == ahead:
+                waiting.pop(0).backward()
+        for loss in waiting:
+            loss.backward()
+
+
+def train(
+    ours: Model,
+    offloader: ActivationOffloader | None,
+    ahead: int,
+    forwards: tuple[int, ...] = (FORWARDS,) * STEPS,
+    fails_at: int = -1,
+) -> list[list[torch.Tensor]]:
+    """The gradients of each step that did not fail."""
+    optimizer, found = torch.optim.SGD(ours.parameters(), lr=0.01), []
+    torch.manual_seed(7)
+    for number, count in enumerate(forwards):
+        try:
+            step(ours, offloader, ahead, count, number == fails_at)
+        except InterruptionError:
+            optimizer.zero_grad()
+            continue
+        found.append([parameter.grad.clone() for parameter in ours.parameters() if parameter.grad is not None])
+        end_step(optimizer, offloader)
+    return found
+
+
+def check(make: Make, ahead: int, planner: Planner = adaptive, **rest: Any) -> ActivationOffloader:
+    """Train with and without; every gradient must be the same."""
+    schedule = {key: rest.pop(key) for key in ("forwards", "fails_at") if key in rest}
+    expected, ours = train(model(), None, ahead, **schedule), model()
+    offloader = make(ours, planner, **rest)
+    found = train(ours, offloader, ahead, **schedule)
+    assert len(found) == len(expected)
+    for number, (one, other) in enumerate(zip(expected, found, strict=True)):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True)), f"step {number}"
+    return offloader
+
+
+@pytest.mark.parametrize("ahead", [1, 2, FORWARDS])
+@pytest.mark.parametrize("planner", [PLANNERS["adaptive"], PLANNERS["recompute"]], ids=["adaptive", "recompute"])
+def test_gradients_are_exact_under_a_plan_for_all_forwards_in_flight(make: Make, planner: Planner, ahead: int) -> None:
+    report = check(make, ahead, planner, recompute=True).report()
+    assert report.plans >= 1 and report.plan is not None  # more on a busy machine, whose rates change
+    assert report.steps == report.micro_steps == STEPS
+    assert report.plan["blocks"] == FORWARDS * 4
+    if planner is adaptive:
+        assert report.step_peak_saved_bytes < report.peak_saved_bytes_without / 2
+    else:
+        assert report.recomputed_bytes > 0
+
+
+def test_every_forward_of_a_schedule_is_in_the_trace_and_all_are_planned_alike(make: Make) -> None:
+    seen: list[tuple[Trace, Plan]] = []
+
+    def watched(trace: Trace, limits: Limits) -> Plan:
+        seen.append((trace, adaptive(trace, limits)))
+        return seen[-1][1]
+
+    check(make, 2, watched)
+    trace, plan = seen[-1]
+    count = len(trace.storages) // FORWARDS
+    assert trace.forwards == tuple(count * number for number in range(FORWARDS))
+    moved = np.array(plan.placements) == Placement.NVME
+    assert (moved.reshape(FORWARDS, -1).sum(1) > 0).all()
+    # The backward of the first forward is over when the third begins.
+    assert trace.blocks[0].backward_end_s <= trace.blocks[2 * 4].forward_start_s <= trace.blocks[4].backward_start_s
+
+
+def test_a_step_that_raised_is_not_recorded_and_the_next_ones_are_exact(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded, sizes = Recording.recorded, list[set[int]]()
+
+    def watched(recording: Recording, *args: Any) -> tuple[Trace, Scopes]:
+        sizes.append({len(record.storages) for record in recording._done})
+        return recorded(recording, *args)
+
+    monkeypatch.setattr(Recording, "recorded", watched)
+    for fails_at in (1, 2, 5):  # while steps are recorded, and later
+        offloader = check(make, 2, fails_at=fails_at)
+        report = offloader.report()
+        assert report.plans >= 1 and report.steps == STEPS - 1
+        assert report.plan is not None and report.plan["blocks"] == FORWARDS * 4
+        assert offloader.cache.live_records == 0
+    assert [len(one) for one in sizes] == [1, 1, 1]  # all recordings are of whole steps
+
+
+def test_another_number_of_forwards_is_recorded_again(make: Make) -> None:
+    few, many = (FORWARDS,) * STEPS, (FORWARDS + 2,) * 20
+    offloader = check(make, 2, forwards=few + many)
+    found = controller_of(offloader).in_force
+    assert found is not None and len(found.trace.forwards) == FORWARDS + 2
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_budget_holds_with_several_forwards_in_flight(make: Make, recompute: bool) -> None:
+    report = check(make, 3, activation_budget_bytes=ALONE_BYTES, recompute=recompute).report()
+    assert report.peak_saved_bytes_without > 2.9 * ALONE_BYTES
+    assert report.budget_excess_bytes == 0 and report.peak_saved_bytes <= ALONE_BYTES
+
+
+@pytest.mark.parametrize("placement", ["nvme", "host", "keep"])
+def test_rules_are_exact_too(make: Make, placement: str) -> None:
+    host = {"host_budget_bytes": 64 << 20} if placement == "host" else {}
+    report = check(make, 3, placement=placement, **host).report()
+    assert (report.offloaded_bytes > 0) == (placement != "keep")
+    assert report.fallbacks == 0
+
+
+@pytest.mark.parametrize("placement", ["nvme", "adaptive"])
+def test_the_data_of_an_output_may_be_replaced_until_its_backward(make: Make, placement: str) -> None:
+    """As DeepSpeed's pipeline does, which sends an output in parts; tanh saves its output."""
+    found = []
+    for offloads in (False, True):
+        ours = model()
+        ours.head = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())  # type: ignore[assignment]
+        offloader = make(ours, placement=placement) if offloads else None
+        torch.manual_seed(7)
+        with nullcontext() if offloader is None else offloader.interleaving():
+            outputs, data = [], []
+            for _ in range(2):
+                with nullcontext() if offloader is None else offloader.saving():
+                    x = torch.randn(ROWS, WIDTH)
+                    for block in ours.blocks:
+                        x = block(x)
+                    outputs.append(ours.head(x))
+                data.append(outputs[-1].data.clone())
+                outputs[-1].data = torch.zeros(1)
+            for output, full in zip(outputs, data, strict=True):
+                output.data = full
+                output.backward(gradient=torch.ones(ROWS, WIDTH))
+        found.append([one.grad for one in ours.parameters()])
+        assert offloader is None or offloader.report().offloaded_bytes > 0
+    assert all(one is not None and torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_a_forward_alone_after_a_schedule_is_a_micro_step_of_its_own(make: Make) -> None:
+    ours = model()
+    offloader = make(ours)
+    train(ours, offloader, 2, (FORWARDS,))
+    for _ in range(2):
+        forward(ours, torch.randn(ROWS, WIDTH), offloader).backward()
+        offloader.note_micro_step()
+    assert offloader.report().micro_steps == 3

@@ -1,0 +1,174 @@
+"""One plan of all ranks: for the slowest of them, as long as steps are now, with what the budget leaves to choose."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from planners import PLANNERS
+from support.traces import SIZE, one_block, resources, storage
+from test_policy import LAYOUT, TRACE
+
+from ds_tba.plan.agreement import Alone, NoPlan, Offer, Planning, Wish, stretched
+from ds_tba.plan.plan import Limits, Plan
+from ds_tba.plan.policy import PlanInForce
+from ds_tba.plan.search import Planner, adaptive
+from ds_tba.plan.trace import Trace
+
+WISH = Wish(TRACE, LAYOUT, TRACE.step_s)
+
+
+class Besides(Alone):
+    """One of two ranks, and the other offers this instead."""
+
+    size = 2
+
+    def __init__(self, **other: Any) -> None:
+        self.other = other
+
+    def all_gather(self, value: Any) -> list[Any]:
+        return [value, replace(value, **self.other)] if isinstance(value, Offer) else [value, value]
+
+
+class Answering(Alone):
+    """One of two ranks, and the other answers this instead of an offer."""
+
+    size = 2
+
+    def __init__(self, answer: str) -> None:
+        self.answer = answer
+
+    def all_gather(self, value: Any) -> list[Any]:
+        return [value, self.answer]
+
+
+def planning(
+    planner: Planner, limits: Limits | None = None, agreement: Alone | None = None, room_bytes: float = float("inf")
+) -> Planning:
+    return Planning(planner, lambda _: limits or Limits(), resources, lambda: room_bytes, agreement or Alone())
+
+
+class Seeing:
+    """A planner that keeps what it is given."""
+
+    def __init__(self, name: str = "keep") -> None:
+        self.traces: list[Trace] = []
+        self.limits: list[Limits] = []
+        self._planner = PLANNERS[name]
+
+    def __call__(self, trace: Trace, limits: Limits) -> Plan:
+        self.traces.append(trace)
+        self.limits.append(limits)
+        return self._planner(trace, limits)
+
+
+def made(planner: Planner, wish: Wish = WISH, **more: Any) -> PlanInForce:
+    found = planning(planner, **more).make(wish)
+    assert isinstance(found, PlanInForce)
+    return found
+
+
+@pytest.mark.parametrize("kept_s", [1.0, 2.0, 3.0])
+def test_a_trace_is_as_long_as_its_steps_are_now(kept_s: float) -> None:
+    trace = replace(TRACE, optimizer_s=0.5)
+    found = stretched(trace, kept_s)
+    scale = kept_s / trace.step_s
+    assert found.step_s == pytest.approx(kept_s) and found.optimizer_s == pytest.approx(scale * 0.5)
+    forward_s = [block.forward_s for block in found.blocks]
+    assert forward_s == pytest.approx([scale * block.forward_s for block in TRACE.blocks])
+    planner = Seeing("recompute")
+    assert made(planner, replace(WISH, kept_s=kept_s)).trace.step_s == pytest.approx(kept_s)
+    assert planner.traces[0].step_s == pytest.approx(kept_s)
+
+
+def test_the_slowest_rank_counts_and_what_one_cannot_recompute_nobody_does() -> None:
+    planner = Seeing("recompute")
+    slow = replace(resources(), compute_s_per_byte=5e-9, staging_bytes=1000)
+    found = made(planner, agreement=Besides(resources=slow, non_recomputable=frozenset({"a"})))
+    assert planner.traces[0].resources == found.trace.resources == slow
+    assert found.plan.recomputed_blocks == (False, True)
+
+
+def test_the_least_room_counts() -> None:
+    peak_bytes = made(PLANNERS["adaptive"]).plan.prediction.peak_saved_bytes
+    found = made(PLANNERS["adaptive"], agreement=Besides(room_bytes=peak_bytes - 1))
+    assert found.limits.activation_budget_bytes == peak_bytes - 1
+
+
+def test_the_drives_that_may_write_least_count() -> None:
+    """Those of another machine may be more worn."""
+    planner = Seeing()
+    made(planner, agreement=Besides(write_limit_bytes=1000.0))
+    assert planner.limits[0].write_limit_bytes_per_step == 1000.0
+
+
+def test_a_rank_that_has_nothing_to_offer_delays_the_plan_on_all() -> None:
+    answering = planning(PLANNERS["keep"], agreement=Answering("has no trace"))
+    assert answering.make(WISH) == NoPlan("rank 1 has no trace", is_final=False)
+    alone = planning(PLANNERS["keep"])
+    assert alone.make(None) == NoPlan("rank 0 has no trace", is_final=False)
+
+
+def test_what_a_rank_cannot_find_out_is_its_answer_and_no_error() -> None:
+    def no_descriptors() -> float:
+        raise OSError("Too many open files")
+
+    failing = Planning(PLANNERS["keep"], lambda _: Limits(), resources, no_descriptors, Alone())
+    found = failing.make(WISH)
+    assert found == NoPlan("rank 0 failed (OSError: Too many open files)", is_final=False)
+
+
+def test_a_planner_that_fails_is_not_asked_again() -> None:
+    def failing(trace: Trace, limits: Limits) -> Plan:
+        raise ZeroDivisionError("a bug")
+
+    found = planning(failing).make(WISH)
+    assert found == NoPlan("rank 0 could not plan (ZeroDivisionError: a bug)", is_final=True)
+
+
+@pytest.mark.parametrize(
+    ("in_force", "mine", "other", "planned"),
+    [(1.0, 0.5, 0.25, 0.25), (1.0, 1.0, 0.5, 0.5), (0.2, 0.2, 0.3, 0.3), (0.2, 0.3, 0.1, 0.1), (0.0, 0.1, 0.0, 0.1)],
+)
+def test_less_is_moved_if_one_rank_asks_for_it_and_more_if_none_does(
+    in_force: float, mine: float, other: float, planned: float
+) -> None:
+    planner, besides = Seeing(), Besides(movable_share=in_force)
+    together = planning(planner, agreement=besides)
+    together.make(replace(WISH, movable_share=in_force))
+    besides.other = {"movable_share": other}
+    found = together.make(replace(WISH, movable_share=mine))
+    assert isinstance(found, PlanInForce)
+    assert planner.limits[-1].movable_share == found.limits.movable_share == planned
+
+
+@pytest.mark.parametrize("is_set", [True, False])
+def test_a_wear_limit_that_gives_way_is_said_once_with_both_bounds_and_the_life(
+    caplog: pytest.LogCaptureFixture, is_set: bool
+) -> None:
+    saved = [storage(0.1 * number, 2.9 - 0.1 * number) for number in range(8)]
+    trace = one_block(*saved, machine=resources(100 * SIZE, 100 * SIZE))
+    wish = Wish(trace, ((), tuple(range(8)), ()), trace.step_s)
+    room_bytes, limit_bytes = 4 * SIZE, SIZE / 100
+    limits = Limits(
+        activation_budget_bytes=room_bytes if is_set else None, write_limit_bytes_per_step=limit_bytes,
+        recompute=False, endurance_tbw=1.0,
+    )  # fmt: skip
+    made = planning(adaptive, limits, room_bytes=float("inf") if is_set else room_bytes)
+    for _ in range(3):
+        found = made.make(wish)
+    assert isinstance(found, PlanInForce) and found.plan.prediction.written_bytes > 2 * limit_bytes
+    (said,) = [one.message for one in caplog.records if "gives way" in one.message]
+    asked_days = 1e12 / (limit_bytes * 86400 / trace.step_s)
+    found_days = 1e12 / (found.plan.prediction.written_bytes * 86400 / found.plan.prediction.step_s)
+    assert said.startswith(f"ssd.min_life_days {asked_days:g} gives way: ") and f"last {found_days:.3g} days" in said
+    bound = "activation_budget_bytes" if is_set else "the free memory of the device"
+    assert f"{bound} {room_bytes} takes" in said and '"recompute": true' in said
+
+
+def test_the_same_warning_of_a_budget_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    tight = planning(PLANNERS["keep"], Limits(activation_budget_bytes=1))
+    for _ in range(3):
+        tight.make(WISH)
+    assert sum("no plan fits 1 bytes" in record.message for record in caplog.records) == 1

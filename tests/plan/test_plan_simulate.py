@@ -1,0 +1,397 @@
+"""The replay: figures worked out by hand, and what must hold for any trace and assignment."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from support import traces
+from support.traces import SIZE, UNLIMITED, one_block, storage
+
+from ds_tba.config import Placement
+from ds_tba.plan.plan import Prediction
+from ds_tba.plan.replay import Outcome, replay
+from ds_tba.plan.timeline import Assignment, Timeline
+from ds_tba.plan.trace import BlockTrace, PathRates, StorageTrace, Trace
+
+K, H, N, M = Placement.KEEP, Placement.HOST, Placement.NVME, Placement.REMATERIALIZE
+ANY = settings(derandomize=True, deadline=None, max_examples=300)
+
+
+def run(
+    trace: Trace, *places: Placement, recomputed: tuple[bool, ...] = (), may_wait: bool = True
+) -> tuple[Outcome, Prediction]:
+    again = np.array(recomputed or [False] * len(trace.blocks), bool)
+    outcome = replay(Timeline.of(trace), Assignment(np.array(places, np.int8), again), may_wait=may_wait)
+    return outcome, outcome.cost
+
+
+def cost(trace: Trace, *places: Placement, recomputed: tuple[bool, ...] = ()) -> Prediction:
+    return run(trace, *places, recomputed=recomputed)[1]
+
+
+# ---- by hand: SIZE bytes take a second to write and a second to read ------------------------------------------------
+
+
+def test_what_is_kept_costs_no_time_and_lies_from_pack_to_release() -> None:
+    trace = one_block(storage(0.2, 2.0, 2.5), storage(0.5, 1.5, 1.8), machine=traces.resources())
+    assert cost(trace, K, K) == Prediction(2 * SIZE, 3.0, 0.0, 0.0, 0, 0, 0, 0, 0)
+
+
+@pytest.mark.parametrize(("place", "written"), [(N, SIZE), (H, 0)])
+def test_what_backward_never_uses_does_not_come_back(place: Placement, written: int) -> None:
+    unused = replace(storage(0.2, 3.0), is_used=False)
+    trace = one_block(unused, storage(0.5, 2.0, 3.0), machine=traces.resources())
+    found = cost(trace, place, K)
+    assert (found.peak_saved_bytes, found.stall_s, found.read_bytes) == (SIZE, 0.0, 0)
+    assert found.written_bytes == written
+    assert cost(trace, K, K).peak_saved_bytes == 2 * SIZE
+
+
+def test_a_recomputed_block_uses_its_inputs_whoever_else_does() -> None:
+    unused = replace(storage(0.0, 3.0, blocks=(-1,)), is_used=False)
+    trace = one_block(unused, storage(0.5, 2.0), machine=traces.resources(), inputs=(0,))
+    assert cost(trace, N, K, recomputed=(True,)).read_bytes == SIZE
+
+
+def test_a_read_is_waited_for_where_nothing_before_it_could_begin_it() -> None:
+    found = cost(one_block(storage(0.5, 2.0), machine=traces.resources()), N)
+    assert (found.step_s, found.stall_s) == (4.0, 1.0)
+    assert (found.written_bytes, found.read_bytes, found.peak_staging_bytes) == (SIZE, SIZE, SIZE)
+
+
+def test_reading_ahead_begins_with_the_first_use_of_any_storage() -> None:
+    trace = one_block(storage(0.0, 2.5), storage(0.9, 1.25), machine=traces.resources())
+    assert cost(trace, N, K).stall_s == 0.0  # read from 1.25 to 2.25
+
+
+def test_what_a_later_forward_saves_is_read_ahead_in_its_turn() -> None:
+    # Two forwards, a backward, a third forward; then the other backwards.
+    saved = [(0.0, 3.0, 4.0), (1.0, 7.0, 7.5), (5.0, 10.0, 10.5)]
+    storages = tuple(storage(pack_s, use_s, freed_s, blocks=(-1,)) for pack_s, use_s, freed_s in saved)
+    trace = Trace(storages, (), traces.resources(), 11.0, forwards=(0, 1, 2))
+    found = cost(trace, N, N, N)
+    assert (found.stall_s, found.read_bytes) == (1.0, 3 * SIZE)  # the first use of all has nothing before it
+
+
+def test_what_is_still_being_written_is_handed_over_from_staging() -> None:
+    found = cost(one_block(storage(0.5, 1.2), machine=traces.resources()), N)
+    assert (found.stall_s, found.forwarded_bytes, found.written_bytes, found.read_bytes) == (0.0, SIZE, SIZE, 0)
+
+
+def test_a_write_that_has_not_begun_is_cancelled() -> None:
+    trace = one_block(storage(0.1, 1.05), storage(0.2, 1.0), machine=traces.resources())
+    found = cost(trace, N, N)
+    assert (found.forwarded_bytes, found.written_bytes, found.stall_s) == (2 * SIZE, SIZE, 0.0)
+
+
+def test_what_is_being_written_when_it_is_its_turn_to_be_read_ahead_stays() -> None:
+    # At 1.0, when reading ahead begins, the second is being written until 1.25; used at 2.0, it is still there.
+    trace = one_block(
+        storage(0.0, 2.5), storage(0.25, 2.0), storage(0.9, 1.0), machine=traces.resources(write=1.6 * SIZE)
+    )
+    found, _ = run(trace, K, N, K)
+    assert found.stalls == []  # alone it is written by 0.875, and read from 1.0 to 2.0
+    both, figures = run(trace, N, N, K)
+    assert both.stalls == []  # the first is read from 1.0 to 2.0
+    assert (figures.forwarded_bytes, figures.read_bytes, figures.written_bytes) == (SIZE, SIZE, 2 * SIZE)
+    assert found.cost.forwarded_bytes == 0
+
+
+def test_what_stays_is_on_the_device_from_the_end_of_its_write_on() -> None:
+    # Written until 1.25; of the other two, one is gone by then and one comes after.
+    trace = one_block(
+        storage(0.25, 2.0), storage(0.9, 1.0, 1.2), storage(0.95, 1.1, 1.3), machine=traces.resources(copy=8 * SIZE)
+    )
+    found = cost(trace, N, K, K)
+    assert (found.forwarded_bytes, found.read_bytes, found.stall_s) == (SIZE, 0, 0.0)
+    assert found.peak_saved_bytes == 2 * SIZE  # 3 if it were there from 1.0 on
+    assert cost(replace(trace, storages=(*trace.storages, storage(0.97, 1.0, 1.4))), N, K, K, K).peak_saved_bytes == (
+        3 * SIZE
+    )
+
+
+def test_what_is_to_stay_counts_within_staging_and_does_not_hold_up_reads_behind_it() -> None:
+    # At 1.0 the last two are in staging, more than a half of it; the first is read beside them, from 1.0 to 2.0.
+    machine = traces.resources(write=SIZE, staging_bytes=3 * SIZE)
+    storages = (storage(-0.0, 2.0), storage(0.9, 1.6), storage(0.95, 1.5), storage(0.97, 1.0))
+    found, figures = run(one_block(*storages, machine=machine), N, N, N, K)
+    assert found.stalls == [] and figures.forwarded_bytes == 2 * SIZE
+    # Without room for a third, its read waits until the first of the others is written and used.
+    less, figures = run(one_block(*storages, machine=replace(machine, staging_bytes=2 * SIZE)), N, N, N, K)
+    assert less.stalls == [(2, pytest.approx(0.05)), (0, pytest.approx(1.0))]
+
+
+def test_compute_waits_at_pack_until_a_write_frees_staging() -> None:
+    machine = traces.resources(staging_bytes=SIZE)
+    trace = one_block(storage(0.1, 2.0), storage(0.2, 1.9), machine=machine)
+    outcome, found = run(trace, N, N)
+    assert outcome.stalls[0] == (1, pytest.approx(0.9))  # until 1.1
+    assert found.peak_staging_bytes == SIZE
+
+
+def test_without_waiting_what_finds_no_room_is_kept() -> None:
+    trace = one_block(storage(0.1, 2.0), storage(0.2, 1.9), machine=traces.resources(staging_bytes=SIZE))
+    outcome, found = run(trace, N, N, may_wait=False)
+    assert outcome.assignment.placements.tolist() == [N, K] and found.written_bytes == SIZE
+
+
+def test_what_is_larger_than_staging_passes_through_it_while_compute_waits() -> None:
+    trace = one_block(storage(0.1, 2.0), storage(0.2, 1.9), machine=traces.resources(staging_bytes=SIZE // 4))
+    outcome, found = run(trace, N, K)
+    # At pack until all but a quarter is written; at the use for all of the read.
+    assert outcome.stalls == [(0, pytest.approx(0.75)), (0, pytest.approx(1.0))]
+    assert (found.written_bytes, found.read_bytes, found.peak_staging_bytes) == (SIZE, SIZE, SIZE // 4)
+    assert cost(trace, N, N).peak_saved_bytes == SIZE < cost(trace, K, K).peak_saved_bytes
+    kept, _ = run(trace, N, N, may_wait=False)  # as the store refuses it where nobody may wait
+    assert kept.assignment.placements.tolist() == [K, K]
+    assert cost(trace, H, K) == cost(replace(trace, resources=traces.resources()), H, K)  # host memory has no staging
+
+
+def test_what_may_not_move_is_kept() -> None:
+    fixed = one_block(replace(storage(0.1, 2.0), is_movable=False), machine=traces.resources())
+    assert cost(fixed, N) == cost(fixed, H) == cost(fixed, K)
+    nowhere = one_block(storage(0.1, 2.0), machine=replace(traces.resources(), paths=()))
+    assert cost(nowhere, N) == cost(nowhere, K)
+
+
+def test_reads_ahead_take_half_of_staging_while_there_are_writes() -> None:
+    machine = traces.resources(write=4 * SIZE, staging_bytes=4 * SIZE)
+    storages = (storage(0.0, 2.9), storage(0.25, 2.8), storage(0.5, 2.7))
+    late, last = storage(0.9, 1.1), storage(0.95, 1.0)
+    assert cost(one_block(*storages, last, machine=machine), N, N, N, K).peak_staging_bytes == 3 * SIZE
+    # The late one is being written at 1.0: two go ahead beside it, and not three.
+    assert cost(one_block(*storages, late, last, machine=machine), N, N, N, N, K).peak_staging_bytes == 3 * SIZE
+
+
+def test_copies_wait_for_each_other() -> None:
+    trace = one_block(storage(0.0, 2.9), storage(0.0, 2.8), machine=traces.resources(copy=SIZE / 2))
+    # Out by 2 and 4; the second, which is used first, is in by 6, the first by 8 instead of 2.9.
+    assert cost(trace, H, H).stall_s == pytest.approx(8.0 - 2.9)
+
+
+def test_a_slow_copy_holds_device_memory_and_delays_the_write() -> None:
+    trace = one_block(storage(0.0, 2.9), storage(0.75, 1.0), machine=traces.resources(copy=2 * SIZE))
+    found = cost(trace, N, K)
+    assert found.peak_saved_bytes == SIZE  # gone at 0.5, before the other comes; back from 2.5 on
+    assert (
+        cost(one_block(storage(0.0, 2.9), storage(0.4, 1.0), machine=trace.resources), N, K).peak_saved_bytes
+        == 2 * SIZE
+    )
+
+
+def test_the_host_tier_costs_its_copies_only() -> None:
+    trace = one_block(storage(0.0, 2.0), storage(0.9, 1.0, 1.1), machine=traces.resources(copy=2 * SIZE))
+    found = cost(trace, H, K)
+    assert (found.stall_s, found.host_bytes, found.written_bytes) == (0.0, SIZE, 0)
+    alone = cost(one_block(storage(0.0, 2.0), machine=trace.resources), H)
+    assert alone.stall_s == 0.5
+
+
+def test_a_synchronous_device_copies_in_the_training_thread() -> None:
+    machine = replace(traces.resources(copy=4 * SIZE), is_synchronous=True)
+    trace = one_block(storage(0.0, 2.0), storage(0.9, 1.0), machine=machine)
+    assert cost(trace, H, K).stall_s == 0.5  # out and in
+    assert cost(trace, N, K).stall_s == 0.25 + (1.0 - 1.0)  # out; read in place, from 1.25 to 2.25
+
+
+def test_a_recomputed_block_keeps_its_input_and_runs_its_forward_again() -> None:
+    trace = one_block(storage(0.0, 2.9), storage(0.2, 2.8), storage(0.4, 2.7), machine=traces.resources(), inputs=(0,))
+    found = cost(trace, K, K, K, recomputed=(True,))
+    assert (found.step_s, found.recomputed_s, found.stall_s) == (4.0, 1.0, 0.0)
+    assert found.peak_saved_bytes == 3 * SIZE  # all are back after the second forward
+
+
+def test_recomputed_blocks_hold_only_inputs_until_their_backward() -> None:
+    blocks = (BlockTrace("a", 0.0, 1.0, 4.0, 6.0, (0,)), BlockTrace("b", 1.0, 2.0, 2.0, 4.0, (2,)))
+    storages = (storage(0.0, 5.9), storage(0.5, 5.0), storage(1.0, 3.9, None, (1,)), storage(1.5, 3.0, None, (1,)))
+    trace = Trace(storages, blocks, traces.resources(), 6.0)
+    assert cost(trace, K, K, K, K).peak_saved_bytes == 4 * SIZE
+    assert cost(trace, K, K, K, K, recomputed=(True, True)).peak_saved_bytes == 3 * SIZE
+    moved = cost(trace, N, K, N, K, recomputed=(True, True))
+    assert moved.peak_saved_bytes == 3 * SIZE  # the inputs are gone in forward; the second is read ahead in backward
+    assert moved.written_bytes == 2 * SIZE
+
+
+def test_an_input_of_a_recomputed_block_is_needed_at_the_start_of_its_backward() -> None:
+    trace = one_block(storage(0.1, 2.9), machine=traces.resources(), inputs=(0,))
+    assert cost(trace, N, recomputed=(True,)).forwarded_bytes == SIZE  # at 1.0, while it is written until 1.1
+    assert cost(trace, N).forwarded_bytes == 0
+
+
+def test_an_input_that_nobody_saves_exists_only_where_its_reader_is_recomputed() -> None:
+    trace = one_block(storage(0.0, 1.0, 3.0, ()), machine=traces.resources(), inputs=(0,))
+    assert cost(trace, N).peak_saved_bytes == cost(trace, N).written_bytes == 0
+    assert cost(trace, K, recomputed=(True,)).peak_saved_bytes == SIZE
+
+
+def test_a_storage_that_two_blocks_share_is_not_dropped() -> None:
+    blocks = (BlockTrace("a", 0.0, 1.0, 2.0, 3.0), BlockTrace("b", 1.0, 1.0, 1.0, 2.0))
+    trace = Trace((storage(0.5, 1.5, 2.5, (0, 1)),), blocks, traces.resources(), 3.0)
+    outcome, found = run(trace, K, recomputed=(True, True))
+    assert not outcome.dropped.any() and found.peak_saved_bytes == SIZE
+
+
+def test_a_write_at_the_same_time_slows_a_read() -> None:
+    path = PathRates(SIZE, SIZE, SIZE / 2, SIZE / 2)
+    machine = replace(traces.resources(), paths=(path,))
+    # The first is written by 1.0, the second by 2.0; until then the first is read at half the rate, and by 2.5 in all.
+    trace = one_block(storage(0.0, 2.0), storage(0.9, 2.9), storage(0.9, 1.0), machine=machine)
+    assert run(trace, N, N, K)[0].stalls[0] == (0, 0.5)
+
+
+def test_a_step_has_its_micro_steps_and_its_rest() -> None:
+    trace = replace(one_block(storage(0.5, 2.0), machine=traces.resources()), micro_steps=3, optimizer_s=0.5)
+    found = cost(trace, N)
+    assert (found.step_s, found.stall_s, found.written_bytes) == (12.5, 3.0, 3 * SIZE)
+    assert found.peak_saved_bytes == SIZE
+
+
+# ---- for any trace --------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Trace, Assignment]:
+    trace = draw(traces.traces() | traces.rematerializable())
+    places = [draw(st.sampled_from([K, H, N, N, M])) for _ in trace.storages]
+    return trace, Assignment(np.array(places, np.int8), np.array([draw(st.booleans()) for _ in trace.blocks], bool))
+
+
+def both(trace: Trace, assignment: Assignment) -> tuple[Outcome, Prediction]:
+    outcome = replay(Timeline.of(trace), assignment)
+    return outcome, outcome.cost
+
+
+@given(traces.traces())
+@ANY
+def test_keeping_everything_costs_nothing_and_peaks_where_most_lies(trace: Trace) -> None:
+    saved = [one for one in trace.storages if one.blocks]
+    times = {one.pack_s for one in saved}
+    peak = max((sum(one.nbytes for one in saved if one.pack_s <= at <= one.freed_s) for at in times), default=0)
+    assert both(trace, Timeline.of(trace).kept)[1] == Prediction(peak, trace.step_s, 0.0, 0.0, 0, 0, 0, 0, 0)
+
+
+@given(cases())
+@ANY
+def test_figures_agree_with_each_other(case: tuple[Trace, Assignment]) -> None:
+    trace, assignment = case
+    outcome, found = both(trace, assignment)
+    exists = Timeline.of(trace).lifetimes(assignment).exists
+    sizes = np.array([one.nbytes for one in trace.storages])[exists]
+    assert sizes.max(initial=0) <= found.peak_saved_bytes <= 2 * sizes.sum()
+    assert found.step_s == pytest.approx(trace.step_s + found.stall_s + found.recomputed_s + found.rematerialized_s)
+    made = [one for one, at in zip(trace.storages, outcome.assignment.placements.tolist(), strict=True) if at == M]
+    assert found.rematerialized_s == pytest.approx(sum(one.rematerialize_s or 0.0 for one in made) * trace.micro_steps)
+    assert found.rematerialized_bytes == sum(one.nbytes for one in made) * trace.micro_steps
+    assert found.stall_s == pytest.approx(sum(seconds for _, seconds in outcome.stalls) * trace.micro_steps)
+    again = [
+        block.forward_s * trace.recompute_factor
+        for block, flag in zip(trace.blocks, assignment.recomputed, strict=True)
+        if flag and block.is_recomputable
+    ]
+    assert found.recomputed_s == pytest.approx(sum(again) * trace.micro_steps)
+    assert found.peak_staging_bytes <= trace.resources.staging_bytes
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.25])
+def test_a_recomputation_makes_storages_again_as_fast_as_it_runs(factor: float) -> None:
+    trace = replace(
+        one_block(storage(0.0, 2.0), storage(0.5, 1.5), machine=traces.resources()), recompute_factor=factor
+    )
+    start_s = trace.blocks[0].forward_start_s
+    again_s = [(row.pack_s - start_s) * factor for row in trace.storages]
+    assert any(again_s) and Timeline.of(trace).made_again_s.tolist() == pytest.approx(again_s)
+
+
+@given(cases())
+@ANY
+def test_what_goes_to_nvme_is_written_or_handed_over(case: tuple[Trace, Assignment]) -> None:
+    trace, assignment = case
+    outcome, found = both(trace, assignment)
+    padded = Timeline.of(trace).padded_bytes
+    moved = int(padded[outcome.assignment.placements == N].sum()) * trace.micro_steps
+    assert moved - found.forwarded_bytes - 4096 * 2 * 7 < found.written_bytes <= moved
+    assert found.forwarded_bytes or found.written_bytes == found.read_bytes == moved
+
+
+@given(cases())
+@ANY
+def test_a_replay_is_deterministic_and_its_assignment_is_what_it_did(case: tuple[Trace, Assignment]) -> None:
+    trace, assignment = case
+    outcome, found = both(trace, assignment)
+    assert both(trace, assignment)[1] == found
+    assert both(trace, outcome.assignment)[1] == found
+
+
+@given(cases())
+@ANY
+def test_nothing_waits_where_everything_is_unlimited(case: tuple[Trace, Assignment]) -> None:
+    trace, assignment = case
+    paths = (PathRates(UNLIMITED, UNLIMITED, UNLIMITED, UNLIMITED),)
+    machine = replace(trace.resources, paths=paths, copy_out_bytes_per_s=UNLIMITED, copy_in_bytes_per_s=UNLIMITED)
+    machine = replace(machine, compute_s_per_byte=0.0)
+    assert both(replace(trace, resources=machine), assignment)[1].stall_s == 0.0
+
+
+Timed = TypeVar("Timed", StorageTrace, BlockTrace, Trace)
+
+
+def later(one: Timed, factor: float, **others: Any) -> Timed:
+    """With other fields, and all times, whose names end in ``_s``, ``factor`` times as late."""
+    times = {field.name: getattr(one, field.name) for field in fields(one) if field.name.endswith("_s")}
+    slow = {name: at_s * factor for name, at_s in times.items() if at_s is not None}
+    return replace(one, **slow, **others)
+
+
+def slowed(trace: Trace, factor: float) -> Trace:
+    """Everything takes ``factor`` times as long."""
+    storages = tuple(later(one, factor) for one in trace.storages)
+    blocks = tuple(later(one, factor) for one in trace.blocks)
+    slow = later(trace, factor, storages=storages, blocks=blocks)
+    return traces.with_rates(slow, 1 / factor, 1 / factor, 1 / factor)
+
+
+@given(cases(), st.sampled_from([0.25, 0.5, 2.0, 8.0]), st.sampled_from([(), None]))
+@ANY
+def test_a_slower_clock_changes_times_and_nothing_else(
+    case: tuple[Trace, Assignment], factor: float, distance: tuple[int, ...] | None
+) -> None:
+    trace, assignment = case
+    one, other = (replay(Timeline.of(which), assignment, distance=distance) for which in (trace, slowed(trace, factor)))
+    assert one.prefetch_distance == other.prefetch_distance
+    before = one.cost
+    assert other.cost == replace(
+        before,
+        step_s=before.step_s * factor,
+        stall_s=before.stall_s * factor,
+        recomputed_s=before.recomputed_s * factor,
+        rematerialized_s=before.rematerialized_s * factor,
+    )
+
+
+@given(cases(), st.sampled_from([1.5, 4.0, UNLIMITED]))
+@ANY
+def test_a_faster_link_never_slows_what_goes_to_host_memory(case: tuple[Trace, Assignment], factor: float) -> None:
+    trace, assignment = case
+    places = np.where(assignment.placements == N, H, assignment.placements).astype(np.int8)
+    on_host = Assignment(places, assignment.recomputed)
+    faster = both(traces.with_rates(trace, copy=factor), on_host)[1]
+    assert faster.step_s <= both(trace, on_host)[1].step_s + 1e-12
+
+
+@given(cases(), st.sampled_from([1.5, 4.0, UNLIMITED]))
+@ANY
+def test_faster_drives_slow_a_plan_by_less_than_what_is_no_longer_handed_over(
+    case: tuple[Trace, Assignment], factor: float
+) -> None:
+    """A write that ends before its storage is used costs a read that a slower one would have spared."""
+    trace, assignment = case
+    assume(trace.resources.paths)
+    slow, fast = both(trace, assignment)[1], both(traces.with_rates(trace, write=factor, read=factor), assignment)[1]
+    spared_s = max(0, fast.read_bytes - slow.read_bytes) / trace.resources.paths[0].read_bytes_per_s
+    spared_s = spared_s if slow.forwarded_bytes else 0.0
+    assert fast.step_s <= slow.step_s + 20 * spared_s + 1e-9

@@ -1,0 +1,421 @@
+"""The planners: the published rules by hand, ours against them and against the optimum."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from planners import PLANNERS, teraio
+from support import traces
+from support.traces import SIZE, UNLIMITED, one_block, storage
+
+from ds_tba.config import Placement
+from ds_tba.plan.plan import Limits, Plan, Prediction
+from ds_tba.plan.search import adaptive
+from ds_tba.plan.timeline import Timeline
+from ds_tba.plan.trace import BlockTrace, StorageTrace, Trace
+
+K, H, N, R = Placement.KEEP, Placement.HOST, Placement.NVME, Placement.RECOMPUTE
+SIMPLE = ("keep", "recompute")
+GRACE_S = 2e-9
+
+
+def is_allowed(found: Prediction, limits: Limits) -> bool:
+    is_spared = found.written_bytes <= limits.write_limit_bytes_per_step
+    budget_bytes = limits.activation_budget_bytes  # for which the limit of wear gives way
+    return found.host_bytes <= limits.host_budget_bytes and (is_spared or budget_bytes is not None)
+
+
+def uneven_layers(seed: int, count: int, per_layer: int, spread: float, rate: float) -> Trace:
+    """A chain as ``layers``, of blocks whose sizes and times are up to ``spread`` times smaller or larger."""
+    chance = random.Random(seed)
+    sizes = [
+        (int(SIZE * spread ** chance.uniform(-1, 1)) // 4096 * 4096 + 4096, spread ** chance.uniform(-1, 1))
+        for _ in range(count)
+    ]
+    forward_s = sum(took_s for _, took_s in sizes)
+    storages, blocks, start_s = [], [], 0.0
+    for number, (nbytes, took_s) in enumerate(sizes):
+        backward_s = forward_s + 2 * sum(later_s for _, later_s in sizes[number + 1 :])
+        module = f"layers.{number}"
+        times = (start_s, start_s + took_s, backward_s, backward_s + 2 * took_s)
+        blocks.append(BlockTrace(module, *times, (number * per_layer,)))
+        for index in range(per_layer):
+            pack_s = start_s + took_s * index / per_layer
+            use_s = backward_s + 2 * took_s * (per_layer - 1 - index) / per_layer
+            freed_s = use_s + 2 * took_s / per_layer
+            storages.append(StorageTrace(nbytes, f"{module}.part{index}", (number,), pack_s, pack_s, use_s, freed_s))
+        start_s += took_s
+    machine = traces.resources(rate * SIZE * per_layer, rate * SIZE * per_layer, 100 * SIZE, 8 * SIZE)
+    return Trace(tuple(storages), tuple(blocks), machine, 3 * forward_s + 1e-6)
+
+
+def is_no_worse(ours: Prediction, theirs: Prediction, limits: Limits, trace: Trace, grace_s: float = GRACE_S) -> bool:
+    """In the sense of the contract, told again without the planner's own ranking."""
+    budget = limits.activation_budget_bytes
+    longest_s = trace.step_s * (1 + limits.max_step_overhead) + GRACE_S
+    if not is_allowed(ours, limits):
+        return False
+    if not is_allowed(theirs, limits):
+        return True
+    if budget is None:
+        if theirs.step_s > longest_s:
+            return True
+        figures = (ours.peak_saved_bytes, ours.step_s), (theirs.peak_saved_bytes, theirs.step_s + GRACE_S)
+        return ours.step_s <= longest_s and figures[0] <= figures[1]
+    if theirs.peak_saved_bytes > budget:
+        return ours.peak_saved_bytes <= theirs.peak_saved_bytes
+    return ours.peak_saved_bytes <= budget and ours.step_s <= theirs.step_s + grace_s
+
+
+def long_traces() -> st.SearchStrategy[Trace]:
+    return traces.traces(most_storages=24, most_blocks=5)
+
+
+# ---- ours -----------------------------------------------------------------------------------------------------------
+
+
+@given(traces.traces() | long_traces(), traces.limits())
+@settings(derandomize=True, deadline=None, max_examples=400)
+def test_adaptive_is_never_worse_than_the_simplest_and_keeps_within_its_limits(trace: Trace, limits: Limits) -> None:
+    ours = adaptive(trace, limits)
+    assert is_allowed(ours.prediction, limits)
+    if not limits.recompute:
+        assert not any(ours.recomputed_blocks)
+    for name in SIMPLE:
+        theirs = PLANNERS[name](trace, limits)
+        if limits.recompute or not any(theirs.recomputed_blocks):
+            assert is_no_worse(ours.prediction, theirs.prediction, limits, trace), name
+
+
+@given(traces.traces() | long_traces(), traces.limits())
+@settings(derandomize=True, deadline=None, max_examples=100)
+def test_a_plan_says_what_a_replay_of_it_finds(trace: Trace, limits: Limits) -> None:
+    for planner in PLANNERS.values():
+        plan = planner(trace, limits)
+        assert traces.simulate(trace, plan) == plan.prediction
+        assert plan == planner(trace, limits)
+
+
+def layers(count: int, per_layer: int, rate: float, staging_bytes: int = 4 * SIZE) -> Trace:
+    """A chain: each block takes 1 s forward and 2 s backward, and saves so many storages; the first is its input."""
+    storages, blocks = [], []
+    for number in range(count):
+        backward_s = count + 2.0 * (count - 1 - number)
+        blocks.append(
+            BlockTrace(f"layers.{number}", number, number + 1.0, backward_s, backward_s + 2.0, (number * per_layer,))
+        )
+        for index in range(per_layer):
+            pack_s = number + index / per_layer
+            use_s = backward_s + 2.0 * (per_layer - 1 - index) / per_layer
+            freed_s = use_s + 2.0 / per_layer
+            module = f"layers.{number}.part{index}"
+            storages.append(StorageTrace(SIZE, module, (number,), pack_s, pack_s, use_s, freed_s))
+    machine = traces.resources(rate * SIZE, rate * SIZE, 100 * SIZE, staging_bytes)
+    return Trace(tuple(storages), tuple(blocks), machine, 3.0 * count)
+
+
+def test_with_a_fast_drive_nearly_everything_goes_at_no_cost() -> None:
+    plan = adaptive(layers(8, 4, rate=20.0), Limits(max_step_overhead=0.02))
+    assert plan.prediction.step_s <= 24.0 * 1.02
+    assert plan.prediction.peak_saved_bytes <= 8 * SIZE  # of 32
+    assert plan.placements.count(N) >= 20
+
+
+def test_with_a_slow_drive_and_time_to_spend_blocks_are_recomputed() -> None:
+    plan = adaptive(layers(8, 4, rate=0.01), Limits(max_step_overhead=0.35))
+    assert sum(plan.recomputed_blocks) >= 7 and plan.prediction.peak_saved_bytes <= 12 * SIZE
+    assert plan.placements.count(R) == 3 * sum(plan.recomputed_blocks)
+
+
+def test_both_together_are_better_than_either_alone() -> None:
+    trace = layers(8, 4, rate=1.5)
+    limits = Limits(activation_budget_bytes=12 * SIZE)
+    best, alone = adaptive(trace, limits), adaptive(trace, replace(limits, recompute=False))
+    only_again = PLANNERS["recompute"](trace, limits)
+    assert best.prediction.peak_saved_bytes <= 12 * SIZE and any(best.recomputed_blocks) and N in best.placements
+    assert best.prediction.step_s < min(alone.prediction.step_s, only_again.prediction.step_s)
+
+
+def test_host_memory_drives_and_recomputation_go_together() -> None:
+    trace = layers(4, 4, rate=1.0, staging_bytes=2 * SIZE)
+    mixed = adaptive(trace, Limits(max_step_overhead=0.1, host_budget_bytes=3 * SIZE)).prediction
+    assert mixed.peak_saved_bytes <= 9 * SIZE  # of 16
+    trace = layers(4, 4, rate=0.5, staging_bytes=2 * SIZE)
+    fitted = adaptive(trace, Limits(activation_budget_bytes=6 * SIZE)).prediction
+    assert fitted.peak_saved_bytes <= 6 * SIZE and fitted.step_s < 15.5
+
+
+def test_a_larger_budget_or_more_time_is_never_worse() -> None:
+    trace = layers(6, 3, rate=1.0)
+    steps = [adaptive(trace, Limits(activation_budget_bytes=n * SIZE)).prediction.step_s for n in range(6, 19, 3)]
+    assert steps == sorted(steps, reverse=True) and steps[0] > steps[-1]
+    peaks = [adaptive(trace, Limits(max_step_overhead=part)).prediction.peak_saved_bytes for part in (0, 0.1, 0.3, 1)]
+    assert peaks == sorted(peaks, reverse=True) and peaks[0] > peaks[-1]
+
+
+@pytest.mark.parametrize(("factor", "writes"), [(1.0, True), (0.1, False)])
+def test_nothing_is_written_for_a_gain_too_small_to_tell(factor: float, writes: bool) -> None:
+    trace = replace(layers(8, 4, rate=0.5), recompute_factor=factor)
+    whole = PLANNERS["recompute"](trace, Limits()).prediction
+    plan = adaptive(trace, Limits(activation_budget_bytes=whole.peak_saved_bytes))
+    assert plan.prediction.step_s <= whole.step_s
+    assert (plan.prediction.written_bytes > 0) is writes
+
+
+def test_blocks_of_widely_differing_sizes_are_moved_where_that_is_better_than_recomputing_them() -> None:
+    """Neither change alone makes a plan better: the block is saved again, or what it saves is moved and dropped."""
+    trace = uneven_layers(seed=2, count=12, per_layer=6, spread=2.0, rate=0.6)
+    kept_bytes = PLANNERS["keep"](trace, Limits()).prediction.peak_saved_bytes
+    assert adaptive(trace, Limits(max_step_overhead=0.1)).prediction.peak_saved_bytes < 0.25 * kept_bytes
+
+
+def test_a_kept_loss_that_nobody_takes_back_fits_any_budget() -> None:
+    kept_loss = [replace(storage(0.02 * number, 3.0), is_used=False) for number in range(20)]
+    trace = one_block(*kept_loss, storage(0.5, 1.5), storage(0.8, 1.2), machine=traces.resources(write=100 * SIZE))
+    found = adaptive(trace, Limits(activation_budget_bytes=3 * SIZE))
+    assert found.prediction.peak_saved_bytes <= 3 * SIZE and found.prediction.read_bytes <= 2 * SIZE
+
+
+@pytest.mark.parametrize("has_drive", [True, False])
+def test_where_nothing_fits_a_block_larger_than_the_budget_is_moved_and_not_recomputed(has_drive: bool) -> None:
+    logits = replace(storage(0.9, 1.0, 1.1, blocks=(-1,)), nbytes=9 * SIZE, is_movable=False)
+    saved = [storage(0.1 * number, 3.0 - 0.2 * number) for number in range(5)]
+    machine = traces.resources() if has_drive else replace(traces.resources(), paths=())
+    trace = Trace((*saved, logits), (BlockTrace("layer.0", 0.0, 0.8, 1.2, 3.0),), machine, 3.0)
+    found = adaptive(trace, Limits(activation_budget_bytes=3 * SIZE))
+    assert found.recomputed_blocks == (not has_drive,)
+    assert found.prediction.peak_saved_bytes == 9 * SIZE
+
+
+def moved_bytes(trace: Trace, plan: Plan) -> int:
+    pairs = zip(trace.storages, plan.placements, strict=True)
+    return sum(one.nbytes for one, place in pairs if place in (H, N))
+
+
+@pytest.mark.parametrize("limits", [Limits(), Limits(host_budget_bytes=6 * SIZE), Limits(max_step_overhead=1.0)])
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.5])
+def test_no_more_is_moved_than_the_share_of_what_is_movable(limits: Limits, share: float) -> None:
+    trace = layers(8, 4, rate=20.0)
+    whole, part = adaptive(trace, limits), adaptive(trace, replace(limits, movable_share=share))
+    assert moved_bytes(trace, part) <= share * 32 * SIZE < moved_bytes(trace, whole)
+    assert moved_bytes(trace, part) >= 0.8 * share * 32 * SIZE or any(part.recomputed_blocks)
+    assert part.prediction.peak_saved_bytes >= whole.prediction.peak_saved_bytes
+
+
+def test_a_share_has_blocks_recomputed_instead_and_a_budget_that_only_moves_fit_wins_over_it() -> None:
+    trace = layers(8, 4, rate=20.0)
+    limits = Limits(activation_budget_bytes=12 * SIZE, movable_share=0.25)
+    beside = adaptive(trace, limits)
+    assert beside.prediction.peak_saved_bytes <= 12 * SIZE and any(beside.recomputed_blocks)
+    assert moved_bytes(trace, beside) <= 8 * SIZE
+    alone = adaptive(trace, replace(limits, recompute=False))
+    assert alone.prediction.peak_saved_bytes <= 12 * SIZE and moved_bytes(trace, alone) > 8 * SIZE
+
+
+def test_no_more_is_moved_than_the_peak_is_lower_for() -> None:
+    fixed = [replace(storage(0.0, 0.4, 0.5), is_movable=False) for _ in range(6)]
+    saved = [storage(0.6 + 0.01 * number, 2.8 - 0.1 * number) for number in range(8)]
+    trace = one_block(*fixed, *saved, machine=traces.resources(100 * SIZE, 100 * SIZE))
+    plan = adaptive(trace, Limits(recompute=False))
+    assert plan.prediction.peak_saved_bytes == 6 * SIZE and plan.placements.count(N) < 6
+
+
+def test_the_wear_limit_bounds_what_is_written() -> None:
+    trace = layers(8, 4, rate=20.0)
+    plan = adaptive(trace, Limits(write_limit_bytes_per_step=5 * SIZE))
+    assert 4 * SIZE <= plan.prediction.written_bytes <= 5 * SIZE
+    assert adaptive(trace, Limits(write_limit_bytes_per_step=0)).prediction.written_bytes == 0
+
+
+def test_the_wear_limit_gives_way_to_a_budget_and_no_further_than_it_has_to() -> None:
+    trace = layers(8, 4, rate=20.0)
+    kept_bytes = adaptive(
+        trace, Limits(max_step_overhead=0.0, write_limit_bytes_per_step=0)
+    ).prediction.peak_saved_bytes
+    budget = Limits(activation_budget_bytes=kept_bytes // 2, recompute=False)
+    free = adaptive(trace, budget).prediction
+    assert free.peak_saved_bytes <= kept_bytes // 2 and free.written_bytes > 5 * SIZE
+    bound = adaptive(trace, replace(budget, write_limit_bytes_per_step=5 * SIZE)).prediction
+    assert bound.peak_saved_bytes <= kept_bytes // 2 and 5 * SIZE < bound.written_bytes <= free.written_bytes
+    # What fits without writes does not write; and what nothing fits is as low as it gets.
+    again = adaptive(trace, Limits(activation_budget_bytes=kept_bytes // 2, write_limit_bytes_per_step=0)).prediction
+    assert again.written_bytes == 0 and again.peak_saved_bytes <= kept_bytes // 2
+    lowest = adaptive(trace, Limits(activation_budget_bytes=0, recompute=False)).prediction.peak_saved_bytes
+    nothing = Limits(activation_budget_bytes=0, recompute=False, write_limit_bytes_per_step=0)
+    assert adaptive(trace, nothing).prediction.peak_saved_bytes == lowest
+
+
+def test_what_is_larger_than_staging_is_moved_for_a_budget() -> None:
+    trace = layers(8, 4, rate=20.0, staging_bytes=SIZE // 2)
+    plan = adaptive(trace, Limits(activation_budget_bytes=10 * SIZE, recompute=False))
+    assert plan.prediction.peak_saved_bytes <= 10 * SIZE and N in plan.placements
+
+
+def test_host_memory_is_used_as_far_as_its_budget_goes() -> None:
+    trace = replace(layers(8, 4, rate=20.0), resources=replace(layers(8, 4, 20.0).resources, paths=()))
+    plan = adaptive(trace, Limits(host_budget_bytes=10 * SIZE))
+    assert plan.placements.count(H) == 10 and plan.prediction.host_bytes == 10 * SIZE
+    assert H not in adaptive(trace, Limits()).placements
+
+
+def test_many_storages_are_searched_in_groups_and_the_limits_hold_in_full() -> None:
+    trace = layers(30, 40, rate=40.0, staging_bytes=100 * SIZE)
+    timeline = Timeline.of(trace)
+    assert len(trace.storages) == 1200 and timeline.groups(500, 1)[-1] + 1 < 700
+    limits = Limits()
+    plan = adaptive(trace, limits)
+    assert plan.prediction.step_s <= trace.step_s * 1.02 + GRACE_S
+    for name in SIMPLE:
+        assert is_no_worse(plan.prediction, PLANNERS[name](trace, limits).prediction, limits, trace)
+    for name in ("tba", "teraio"):
+        assert plan.prediction.peak_saved_bytes <= PLANNERS[name](trace, limits).prediction.peak_saved_bytes
+    assert plan.prediction.peak_saved_bytes < 0.4 * 1200 * SIZE
+
+
+def test_in_groups_a_budget_holds_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = layers(30, 40, rate=4.0, staging_bytes=100 * SIZE)
+    limits = Limits(activation_budget_bytes=300 * SIZE)
+    monkeypatch.setattr("ds_tba.plan.search.SEARCHED_GROUPS", 60)
+    assert adaptive(trace, limits).prediction.peak_saved_bytes <= limits.activation_budget_bytes
+
+
+@given(long_traces(), st.integers(1, 8))
+@settings(derandomize=True, deadline=None, max_examples=100)
+def test_groups_have_all_bytes_and_the_same_readers(trace: Trace, most: int) -> None:
+    assume(trace.storages)
+    timeline = Timeline.of(trace)
+    group = timeline.groups(most, 1)
+    coarse = timeline.merged(group)
+    for column in ("nbytes", "padded_bytes"):
+        assert getattr(coarse, column).sum() == getattr(timeline, column).sum()
+    assert np.all(np.diff(group) >= 0) and group[-1] + 1 == len(coarse.nbytes)
+    for column in ("owner", "movable", "saved"):
+        assert np.array_equal(getattr(coarse, column)[group], getattr(timeline, column))
+    expected = {(int(group[one]), int(block)) for one, block in timeline.readers.T}
+    assert set(map(tuple, coarse.readers.T.tolist())) == expected
+
+
+@pytest.mark.parametrize("name", sorted(PLANNERS))
+def test_an_empty_trace_has_an_empty_plan(name: str) -> None:
+    trace = Trace((), (), traces.resources(), 0.0)
+    plan = PLANNERS[name](trace, Limits(activation_budget_bytes=0))
+    assert (plan.placements, plan.recomputed_blocks) == ((), ())
+    assert plan.prediction == Prediction(0, 0.0, 0.0, 0.0, 0, 0, 0, 0, 0)
+
+
+# ---- as published ---------------------------------------------------------------------------------------------------
+
+
+def tba(rate: float) -> list[Placement]:
+    """Four blocks of one storage each: forward 4 s, so that T is 12, 10, 8, 6 s and V is 2, 3, 4, 5 storages."""
+    return list(PLANNERS["tba"](layers(4, 1, rate), Limits()).placements)
+
+
+@pytest.mark.parametrize(
+    ("rate", "moved"),
+    [(0.16, 0), (0.17, 1), (0.29, 1), (0.31, 2), (0.49, 2), (0.51, 3), (100.0, 3)],
+)
+def test_tba_moves_the_prefix_that_the_drive_has_time_for_and_keeps_the_last(rate: float, moved: int) -> None:
+    # V / T is 0.167, 0.3, 0.5 storages per second; the last is kept whatever the drive.
+    assert tba(rate) == [N] * moved + [K] * (4 - moved)
+
+
+def test_tba_cuts_between_the_scopes_of_a_block() -> None:
+    trace = layers(1, 4, rate=0.9)
+    names = ("attention.q", "attention.k", "mlp.up", "mlp.down")
+    storages = tuple(replace(one, module=f"layers.0.{name}") for one, name in zip(trace.storages, names, strict=True))
+    # Attention: V = 4 storages in T = 3 s.
+    assert list(PLANNERS["tba"](replace(trace, storages=storages), Limits()).placements) == [K] * 4
+    fast = replace(trace, storages=storages, resources=traces.resources(write=1.5 * SIZE))
+    assert list(PLANNERS["tba"](fast, Limits()).placements) == [N, N, K, K]
+
+
+def of_lifetimes(*idle: tuple[float, float], machine: object = None) -> Trace:
+    storages = tuple(storage(pack_s, use_s, use_s, (-1,)) for pack_s, use_s in idle)
+    return Trace(storages, (), machine or traces.resources(write=UNLIMITED, read=UNLIMITED), 100.0)  # type: ignore[arg-type]
+
+
+def test_teraio_moves_the_longest_idle_first_until_the_peak_fits() -> None:
+    trace = of_lifetimes(
+        (10.0, 60.0), (20.0, 90.0), (30.0, 50.0), machine=traces.resources(write=100 * SIZE, read=100 * SIZE)
+    )
+    assert teraio(trace, Limits(activation_budget_bytes=3 * SIZE)).placements == (K, K, K)
+    # Above two storages there is memory between 30 and 50 only, which each of them would take off.
+    two = teraio(trace, Limits(activation_budget_bytes=2 * SIZE)).placements
+    assert two.count(N) == 1
+    assert teraio(trace, Limits(activation_budget_bytes=SIZE)).placements.count(N) == 2
+    assert teraio(trace, Limits()).placements == (N, N, N)
+
+
+def test_teraio_prefers_what_takes_off_most_above_capacity() -> None:
+    trace = of_lifetimes((10.0, 90.0), (45.0, 55.0), machine=traces.resources(write=100 * SIZE, read=100 * SIZE))
+    # Both would free 45 to 55; the first is idle for longer, and with no budget that counts.
+    slow = traces.resources(write=SIZE / 30, read=SIZE / 30)
+    assert teraio(replace(trace, resources=slow), Limits()).placements == (N, K)  # the other has no time
+
+
+def test_teraio_uses_host_memory_where_the_drive_has_no_time_and_up_to_its_budget() -> None:
+    slow = traces.resources(write=SIZE / 30, read=SIZE / 30, copy=10 * SIZE)
+    trace = of_lifetimes((10.0, 90.0), (11.0, 80.0), (12.0, 70.0), machine=slow)
+    assert teraio(trace, Limits(host_budget_bytes=SIZE)).placements == (N, K, H)
+    assert teraio(trace, Limits(host_budget_bytes=2 * SIZE)).placements == (N, H, H)
+    assert teraio(trace, Limits()).placements == (N, K, K)
+
+
+def test_plans_are_values() -> None:
+    trace = layers(4, 2, rate=2.0)
+    one, other = adaptive(trace, Limits()), adaptive(trace, Limits())
+    assert isinstance(one, Plan) and one == other and hash(one) == hash(other)
+
+
+# ---- several forwards and backwards in one micro-step ---------------------------------------------------------------
+
+
+def pipeline(forwards: int, ahead: int) -> Trace:
+    """A stage of four blocks with five storages each, ``ahead`` forwards of 1 s before the first backward of 2 s."""
+    order = ["F"] * ahead + ["B", "F"] * (forwards - ahead) + ["B"] * ahead
+    begins: dict[str, list[float]] = {"F": [], "B": []}
+    now_s = 0.0
+    for kind in order:
+        begins[kind].append(now_s)
+        now_s += 1.0 if kind == "F" else 2.0
+    storages, blocks = [], []
+    for forward_s, backward_s in zip(begins["F"], begins["B"], strict=True):
+        for number in range(4):
+            start_s, back_s = forward_s + number / 4, backward_s + (3 - number) / 2
+            for part in range(5):
+                packed_s, used_s = start_s + part / 20, back_s + (4 - part) / 10
+                storages.append(StorageTrace(SIZE, "", (len(blocks),), packed_s, packed_s, used_s, used_s + 0.1))
+            blocks.append(BlockTrace(f"blocks.{number}", start_s, start_s + 0.25, back_s, back_s + 0.5))
+    machine = traces.resources(write=10 * SIZE, read=10 * SIZE, staging_bytes=10 * SIZE)
+    firsts = tuple(20 * number for number in range(forwards))
+    return Trace(tuple(storages), tuple(blocks), machine, now_s + 1.0, forwards=firsts)
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 4])
+def test_a_plan_for_many_forwards_in_turn_lowers_the_peak_of_all(ahead: int) -> None:
+    trace = pipeline(16, ahead)
+    found = adaptive(trace, Limits(recompute=False))
+    kept_bytes = 20 * ahead * SIZE
+    assert traces.simulate(trace, found).peak_saved_bytes < 0.7 * kept_bytes
+    moved = np.array(found.placements) == Placement.NVME
+    assert (moved.reshape(16, 20) == moved[:20]).all(), "each forward alike"
+    assert traces.simulate(trace, found).step_s <= 1.02 * trace.step_s + 1e-6
+
+
+def test_forwards_that_are_not_alike_are_planned_one_by_one() -> None:
+    trace = pipeline(4, 2)
+    other = replace(trace, storages=tuple(replace(one, is_movable=at != 3) for at, one in enumerate(trace.storages)))
+    assert (Timeline.of(trace).alike_forwards(), Timeline.of(other).alike_forwards()) == (4, 1)
+    assert adaptive(other, Limits(recompute=False)).prediction.peak_saved_bytes <= 40 * SIZE
+    assert Timeline.of(replace(trace, forwards=())).alike_forwards() == 1
+
+
+def test_a_trace_of_several_forwards_comes_back_from_its_text() -> None:
+    trace = pipeline(4, 2)
+    assert traces.read(trace.to_json()) == trace

@@ -1,0 +1,219 @@
+"""A plan's choices, storage by storage, also where a micro-step is not the one that was planned."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from support.traces import SIZE, resources
+
+from ds_tba.config import Placement
+from ds_tba.plan.plan import Limits, Plan, Prediction
+from ds_tba.plan.policy import ByPlan, PlanInForce, PlanMismatch
+from ds_tba.plan.trace import OUTSIDE, BlockTrace, StorageTrace, Trace
+from ds_tba.storage.base import Always, Store
+
+KEEP, HOST, NVME, RECOMPUTE, REMATERIALIZE = Placement
+NVME_STORE, HOST_STORE = cast("Store[Any]", "nvme"), cast("Store[Any]", "host")
+
+
+def storage(*blocks: int) -> StorageTrace:
+    return StorageTrace(SIZE, "", blocks, 0.0, 0.0, 1.0, 1.0)
+
+
+# 0: before the first block, which takes it; 1, 2: saved in it, 2 in the second block too, which takes it; 3: in that;
+# 4: behind both.
+TRACE = Trace(
+    (storage(OUTSIDE), storage(0), storage(0, 1), storage(1), storage(OUTSIDE)),
+    (BlockTrace("a", 0.0, 0.5, 1.0, 1.5, (0,)), BlockTrace("b", 0.5, 1.0, 1.0, 1.5, (2,))),
+    resources(),
+    2.0,
+)
+LAYOUT = ((0,), (1, 2), (), (2, 3), (4,))
+
+
+def by_plan(*placements: Placement, recomputed: tuple[bool, bool] = (False, False), may_wait: bool = True) -> ByPlan:
+    plan = Plan("test", placements, recomputed, (), cast("Any", None))
+    stores = {NVME: NVME_STORE, HOST: HOST_STORE}
+    return ByPlan(PlanInForce.of(plan, TRACE, LAYOUT, Limits()), stores, PlanMismatch(), lambda: may_wait)
+
+
+def chosen(policy: ByPlan, *keys: str, nbytes: int = SIZE) -> list[tuple[Any, ...]]:
+    return [policy.choose(key, nbytes).stores for key in keys]
+
+
+def test_each_storage_goes_where_the_plan_says_scope_by_scope() -> None:
+    policy = by_plan(NVME, KEEP, HOST, NVME, KEEP)
+    assert chosen(policy, "x0") == [("nvme", "host")]  # what NVMe has no room for may go to host memory
+    assert policy.enter("a") is None
+    assert chosen(policy, "x1", "x2", "x1") == [(), ("host", "nvme"), ()]  # x1 has its place already
+    policy.leave()
+    assert policy.enter("b") is None
+    assert chosen(policy, "x2", "x3") == [("host", "nvme"), ("nvme", "host")]
+    policy.leave()
+    assert chosen(policy, "x4") == [()]
+    assert (policy.mismatch.unknown_saves, policy.mismatch.drift_bytes) == (0, 0)
+
+
+def test_a_recomputed_block_saves_its_inputs_and_shifts_nobody() -> None:
+    policy = by_plan(NVME, RECOMPUTE, HOST, NVME, KEEP, recomputed=(True, False))
+    policy.choose("x0", SIZE)
+    assert policy.enter("a") == SIZE  # storage 1 is made again; 2 is an input of the other block
+    assert chosen(policy, "x0") == [("nvme", "host")]
+    policy.leave()
+    policy.enter("b")
+    assert chosen(policy, "x2", "x3") == [("host", "nvme"), ("nvme", "host")]
+    policy.leave()
+    assert chosen(policy, "x4") == [()]
+    assert policy.mismatch.unknown_saves == 0
+
+
+def test_what_the_plan_expects_and_nobody_saves_is_missed() -> None:
+    policy = by_plan(NVME, KEEP, HOST, NVME, KEEP)
+    policy.choose("x0", SIZE)
+    policy.enter("a")
+    policy.choose("x1", SIZE)
+    policy.leave()
+    policy.end()  # without x2 in the first block, the second block with two, and x4 behind it
+    assert policy.mismatch.missed_bytes == policy.mismatch.drift_bytes == 4 * SIZE
+    assert policy.mismatch.unknown_saves == 0
+
+
+def test_a_micro_step_as_it_was_planned_misses_nothing() -> None:
+    policy = by_plan(NVME, RECOMPUTE, HOST, NVME, KEEP, recomputed=(True, False))
+    policy.choose("x0", SIZE)
+    for block, keys in (("a", ["x0"]), ("b", ["x2", "x3"])):
+        policy.enter(block)
+        chosen(policy, *keys)
+        policy.leave()
+    policy.choose("x4", SIZE)
+    policy.end()
+    assert policy.mismatch.missed_bytes == 0
+
+
+def test_what_the_plan_does_not_know_goes_where_there_is_room_without_waiting() -> None:
+    policy = by_plan(NVME, KEEP, KEEP, KEEP, KEEP)
+    choices = [policy.choose(key, SIZE) for key in ("x0", "new")]
+    assert [choice.wait for choice in choices] == [True, False]
+    assert choices[1].stores == ("nvme", "host") and policy.mismatch.unknown_saves == 1
+
+
+def test_a_block_that_was_not_planned_is_not_recomputed() -> None:
+    policy = by_plan(NVME, RECOMPUTE, HOST, NVME, KEEP, recomputed=(True, True))
+    assert policy.enter("c") is None
+    policy.leave()
+    assert policy.enter("b") is not None
+    policy.leave()
+    assert policy.enter("a") is None  # the plan has two passes
+    assert policy.mismatch.unknown_saves == 2
+
+
+def test_a_storage_that_was_to_be_made_again_with_a_block_that_is_not_is_unplanned() -> None:
+    policy = by_plan(NVME, RECOMPUTE, HOST, NVME, KEEP)
+    policy.enter("a")
+    assert chosen(policy, "x1") == [("nvme", "host")]
+    assert policy.mismatch.unknown_saves == 1
+
+
+def test_what_is_made_again_may_be_moved_where_it_cannot_be_and_nothing_else_is_made_again() -> None:
+    policy = by_plan(REMATERIALIZE, KEEP, HOST, NVME, KEEP, may_wait=False)
+    choices = [policy.choose(key, SIZE) for key in ("x0", "x0", "new")]
+    assert [choice.rematerialize for choice in choices] == [True, False, True]  # the second has its place already
+    assert [choice.stores for choice in choices] == [("nvme", "host"), (), ("nvme", "host")]
+    assert not choices[0].wait and policy.mismatch.unknown_saves == 1
+    policy.enter("a")
+    assert [policy.choose(key, SIZE).rematerialize for key in ("x1", "x2")] == [False, False]
+
+
+def test_without_any_store_storages_are_made_again_all_the_same() -> None:
+    plan = Plan("test", (REMATERIALIZE, *[KEEP] * 4), (False, False), (), cast("Any", None))
+    policy = ByPlan(PlanInForce.of(plan, TRACE, LAYOUT, Limits()), {}, PlanMismatch(), lambda: True)
+    assert [(one.rematerialize, one.stores) for one in (policy.choose(key, SIZE) for key in "xy")] == [(True, ())] * 2
+
+
+def costly(*places: Placement, limits: Limits = Limits(), **seconds: float) -> PlanInForce:  # noqa: B008 - frozen
+    prediction = Prediction(9 * SIZE, 3.0, 0.0, 0.0, 0, 0, 0, 0, 0, rematerialized_bytes=SIZE)
+    plan = Plan("test", places, (False, False), (), replace(prediction, **seconds))
+    return PlanInForce.of(plan, TRACE, LAYOUT, limits)
+
+
+def test_time_that_goes_into_making_storages_again_is_not_there_for_waiting() -> None:
+    limits = Limits(max_step_overhead=0.5)  # a second of the step's two
+    machine = replace(TRACE.resources, is_synchronous=True)
+    found = costly(*[REMATERIALIZE] * 5, limits=limits, recomputed_s=0.25, rematerialized_s=0.5)
+    assert replace(found, trace=replace(TRACE, resources=machine)).patience_s == 0.25
+
+
+def test_what_is_made_again_shows_in_the_report_and_is_no_move() -> None:
+    found = costly(REMATERIALIZE, NVME, KEEP, KEEP, KEEP, stall_s=0.5, rematerialized_s=0.5)
+    assert dict(found.bytes_by_placement) == {KEEP: 3 * SIZE, NVME: SIZE, REMATERIALIZE: SIZE}
+    assert found.computed_s == 0.5
+    assert "rematerialize 4 MiB" in found.describe("")
+    summary = found.summary()
+    assert (summary["bytes"]["rematerialize"], summary["rematerialized_s"]) == (SIZE, 0.5)
+    assert summary["rematerialized_bytes"] == SIZE
+    assert not found.is_same_as(costly(KEEP, NVME, KEEP, KEEP, KEEP, stall_s=0.5, rematerialized_s=0.5))
+
+
+def test_the_line_of_a_plan_tells_what_is_written_a_day_and_the_days() -> None:
+    written = {"written_bytes": 10**9}  # in a step of 3 s
+    found = costly(NVME, KEEP, KEEP, KEEP, KEEP, limits=Limits(endurance_tbw=576.0), **written)
+    assert found.describe("").endswith("(+50.0%), 28.80 TB a day (20 days)")
+    assert costly(NVME, KEEP, KEEP, KEEP, KEEP, **written).describe("").endswith(", 28.80 TB a day")
+    assert "a day" not in costly(KEEP, KEEP, KEEP, KEEP, KEEP, limits=Limits(endurance_tbw=576.0)).describe("")
+
+
+def test_passes_inside_passes_are_part_of_them() -> None:
+    policy = by_plan(NVME, KEEP, HOST, NVME, KEEP)
+    policy.enter("a")
+    assert policy.enter("inside") is None
+    chosen(policy, "x1")
+    policy.leave()
+    assert chosen(policy, "x2") == [("host", "nvme")]
+    policy.leave()
+    assert policy.mismatch.unknown_saves == 0
+
+
+def test_other_sizes_are_counted_and_followed_all_the_same() -> None:
+    policy = by_plan(NVME, KEEP, HOST, NVME, KEEP)
+    assert chosen(policy, "x0", nbytes=2 * SIZE) == [("nvme", "host")]
+    assert (policy.mismatch.unknown_saves, policy.mismatch.drift_bytes) == (0, SIZE)
+
+
+@pytest.mark.parametrize("may_wait", [True, False])
+def test_waiting_is_up_to_the_time_that_is_left(may_wait: bool) -> None:
+    assert by_plan(NVME, KEEP, KEEP, KEEP, KEEP, may_wait=may_wait).choose("x0", SIZE).wait is may_wait
+
+
+def test_always_is_always_the_same() -> None:
+    policy = Always([NVME_STORE], wait=True)
+    assert {policy.choose(key, 1) for key in ("a", "a", "b")} == {policy.choose("c", 2)}
+
+
+@pytest.mark.parametrize(
+    ("budget_bytes", "peak_bytes", "needed_bytes", "are_movable", "placement", "held_bytes"),
+    [
+        (None, 5.0 * SIZE, 9 * SIZE, True, KEEP, None),
+        (6 * SIZE, 5.0 * SIZE, 9 * SIZE, True, KEEP, 6 * SIZE),
+        (3 * SIZE, 5.0 * SIZE - 0.5, 9 * SIZE, True, KEEP, 5 * SIZE),  # none that is higher is let in
+        (3 * SIZE, 5.0 * SIZE, 4 * SIZE, True, KEEP, 4 * SIZE),  # as steps have shown, whatever a plan expects
+        (3 * SIZE, 5.0 * SIZE, 2 * SIZE, True, KEEP, 3 * SIZE),
+        (3 * SIZE, 5.0 * SIZE, 9 * SIZE, True, NVME, 3 * SIZE),
+        (3 * SIZE, 5.0 * SIZE, 9 * SIZE, True, REMATERIALIZE, 5 * SIZE),
+        (3 * SIZE, 5.0 * SIZE, 9 * SIZE, False, KEEP, 3 * SIZE),  # a longer micro-step may save what can be moved
+    ],
+)
+def test_the_budget_is_held_except_where_moving_is_in_vain(
+    budget_bytes: int | None,
+    peak_bytes: float,
+    needed_bytes: int,
+    are_movable: bool,
+    placement: Placement,
+    held_bytes: int | None,
+) -> None:
+    trace = replace(TRACE, storages=tuple(replace(one, is_movable=are_movable) for one in TRACE.storages))
+    plan = Plan("test", (placement,) * 5, (False, False), (), SimpleNamespace(peak_saved_bytes=peak_bytes))
+    limits = Limits(activation_budget_bytes=budget_bytes)
+    assert PlanInForce.of(plan, trace, LAYOUT, limits).held_bytes(needed_bytes) == held_bytes

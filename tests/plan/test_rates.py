@@ -1,0 +1,249 @@
+"""The resources that a plan is made from: copies, paths as they are now, and the slowest of several ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import StoreFactory
+from support.doubles import CpuAccelerator, EventAccelerator
+from support.late_device import LateDevice
+from test_stats import Clock
+
+from ds_tba.device.accelerator import Copies
+from ds_tba.errors import StateError
+from ds_tba.plan.rates import LINK_FRACTION, MEASURING_FRACTION, Rates
+from ds_tba.plan.trace import PathRates, Resources, Trace, slowest
+from ds_tba.stats import Kind, PathMeter
+from ds_tba.storage.nvme import NvmeStore
+from ds_tba.storage.staging import COPY_BYTES, TIMES, StagingRing, measure_copies
+
+MIB = 1 << 20
+
+
+class Paced(CpuAccelerator):
+    """Copies take so many seconds of a clock, one after the other."""
+
+    def __init__(self, clock: Clock, *took_s: float) -> None:
+        self.clock = clock
+        self.took_s = list(took_s)
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        super().copy(source, target)
+        self.clock.now_s += self.took_s.pop(0)
+
+
+def test_the_best_copy_each_way_counts() -> None:
+    clock = Clock()
+    device = Paced(clock, 99.0, 4.0, 3.0, 2.0, 5.0, 6.0, 9.0, 0.5, 9.0, 9.0, 9.0)
+    found = measure_copies(device, Copies(device), torch.zeros(MIB, dtype=torch.uint8), clock)
+    assert (found.out_bytes_per_s, found.in_bytes_per_s) == (MIB / 2.0, MIB / 0.5)
+    assert TIMES == 5 and not device.took_s
+
+
+def test_an_asynchronous_copy_has_ended_before_its_time_is_taken() -> None:
+    clock = Clock()
+
+    class Accelerator(EventAccelerator):
+        """A copy takes its time when somebody waits for it."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.copied = 0
+            owner = self
+
+            class Event:
+                def __init__(self) -> None:
+                    self.copied = 0
+
+                def record(self, stream: object) -> None:
+                    self.copied = owner.copied
+
+                def synchronize(self) -> None:
+                    clock.now_s += 0.25 * self.copied
+                    owner.copied -= self.copied
+
+                def query(self) -> bool:
+                    return False
+
+            self.new_event = Event
+
+        def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+            super().copy(source, target)
+            self.copied += 1
+
+    device = Accelerator()
+    found = measure_copies(device, Copies(device), torch.zeros(MIB, dtype=torch.uint8), clock)
+    assert (found.out_bytes_per_s, found.in_bytes_per_s) == (4 * MIB, 4 * MIB)
+
+
+@pytest.mark.parametrize("make_device", [CpuAccelerator, EventAccelerator, lambda: LateDevice(late_compute=True)])
+@pytest.mark.parametrize("staging_bytes", [MIB, 32 * MIB])
+def test_a_machine_without_nvme(make_device: type[CpuAccelerator], staging_bytes: int) -> None:
+    device = make_device()
+    rates = Rates(None, device, staging_bytes)
+    rates.measure()
+    found = rates.resources()
+    assert found.paths == () and found.staging_bytes == staging_bytes
+    assert found.copy_out_bytes_per_s > 0 and found.copy_in_bytes_per_s > 0
+    assert found.is_synchronous is device.is_synchronized_device()
+    Trace((), (), found, 1.0)  # consistent
+
+
+@pytest.mark.parametrize("make_device", [CpuAccelerator, LateDevice])
+def test_copies_are_measured_through_the_ring_and_leave_it_free(
+    make_store: StoreFactory, make_device: type[CpuAccelerator], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = make_device()
+    store = make_store(accelerator=device)
+    real, looks = StagingRing.view, []
+    monkeypatch.setattr(StagingRing, "view", lambda ring, slot: looks.append(slot.nbytes) or real(ring, slot))
+    Rates(store, device, 32 * MIB).measure()
+    assert looks == [COPY_BYTES] and store.ring.slots.used_bytes == 0
+    with store.space.lock:
+        store.ring.slots.allocate(32 * MIB)
+    Rates(store, device, 32 * MIB).measure()  # staging is in use: beside it
+    assert looks == [COPY_BYTES] and store.ring.slots.used_bytes == 32 * MIB
+
+
+def test_measuring_again_makes_no_more_streams() -> None:
+    device = LateDevice()
+    rates = Rates(None, device, MIB)
+    for _ in range(20):
+        rates.measure()
+    assert len(device.streams) == 2
+    device.end()
+
+
+def measured(store: NvmeStore, index: int, *rates: float) -> Clock:
+    """Give a path write, read, write beside and read beside rates in MiB/s; its clock."""
+    clock = Clock()
+    store.paths[index].meter = meter = PathMeter(1, 1, clock)
+    for kind, other, beside, rate in zip(
+        [Kind.WRITE, Kind.READ] * 2, [Kind.READ, Kind.WRITE] * 2, (False, False, True, True), rates, strict=False
+    ):
+        neighbour = meter.start(other, MIB) if beside else None
+        move(meter, clock, kind, rate)
+        if neighbour is not None:
+            meter.stop(neighbour, moved=False)
+    return clock
+
+
+def move(meter: PathMeter, clock: Clock, kind: Kind, rate: float) -> None:
+    transfer = meter.start(kind, 64 * MIB)
+    clock.now_s += 64 / rate
+    meter.stop(transfer)
+
+
+def rates_of(path: PathRates) -> tuple[float, ...]:
+    return tuple(
+        rate / MIB
+        for rate in (
+            path.write_bytes_per_s,
+            path.read_bytes_per_s,
+            path.write_beside_read_bytes_per_s,
+            path.read_beside_write_bytes_per_s,
+        )
+    )
+
+
+def test_the_paths_are_as_they_are_now(make_store: StoreFactory) -> None:
+    store, device = make_store(paths=2), CpuAccelerator()
+    first, second = measured(store, 0, 10, 20, 5, 8), measured(store, 1, 40, 80, 30, 30)
+    rates = Rates(store, device, 32 * MIB)
+    found = rates.resources()
+    assert [rates_of(path) for path in found.paths] == [pytest.approx((10, 20, 5, 8)), pytest.approx((40, 80, 30, 30))]
+    for _ in range(3):
+        move(store.paths[1].meter, second, Kind.WRITE, 4.0)
+    now = rates.resources().paths
+    assert rates_of(now[1]) == pytest.approx((4, 80, 4, 30), rel=0.01)  # beside a read it cannot be faster
+    assert now[0] == found.paths[0]
+    store.paths[0].fail(OSError("Input/output error"))
+    assert rates.resources().paths == now[1:]
+    assert first.now_s > 0
+
+
+def test_what_was_seen_beside_only_counts_for_both(make_store: StoreFactory) -> None:
+    store = make_store()
+    clock = measured(store, 0, 10, 20)
+    found = Rates(store, CpuAccelerator(), MIB).resources()
+    assert rates_of(found.paths[0]) == pytest.approx((10, 20, 10, 20))
+    store.paths[0].meter = meter = PathMeter(1, 1, clock)
+    read = meter.start(Kind.READ, 64 * MIB)
+    move(meter, clock, Kind.WRITE, 4.0)
+    meter.stop(read)
+    assert rates_of(Rates(store, CpuAccelerator(), MIB).resources().paths[0]) == pytest.approx((4, 4, 4, 4))
+
+
+def test_a_path_that_nobody_measured_is_no_figure(make_store: StoreFactory) -> None:
+    rates = Rates(make_store(), CpuAccelerator(), MIB)
+    with pytest.raises(StateError, match="was not measured before its rates were asked for"):
+        rates.resources()
+
+
+# ---- of several ranks -----------------------------------------------------------------------------------------------
+
+
+def machine(*paths: PathRates, out: float = 10.0, into: float = 20.0, staging: int = 64) -> Resources:
+    return Resources(paths, out, into, staging)
+
+
+def test_the_slowest_is_taken_of_all_paths_together() -> None:
+    found = slowest(
+        [
+            machine(PathRates(9, 2, 8, 1), PathRates(5, 5, 5, 5), out=3.0, staging=64),
+            machine(PathRates(1, 7, 1, 6), PathRates(6, 4, 6, 4), into=2.0, staging=16),
+            machine(PathRates(20, 20, 20, 20)),
+        ]
+    )
+    assert found == machine(PathRates(7, 7, 7, 6), out=3.0, into=2.0, staging=16)
+
+
+def test_where_one_has_no_path_none_has() -> None:
+    assert slowest([machine(PathRates(1, 1, 1, 1)), machine()]).paths == ()
+
+
+def test_one_alone_is_itself() -> None:
+    alone = replace(machine(PathRates(1, 2, 1, 2)), is_synchronous=True)
+    assert slowest([alone]) == alone
+
+
+def test_what_moving_takes_of_kernels_is_most_anywhere_and_what_all_can_do() -> None:
+    calm, busy = machine(), replace(machine(), compute_s_per_byte=0.5)
+    waits = replace(machine(), is_synchronous=True)
+    found = slowest([calm, busy, waits])
+    assert found.compute_s_per_byte == 0.5 and found.is_synchronous
+
+
+def measured_rates(store: NvmeStore, device: CpuAccelerator) -> Rates:
+    (path,) = store.paths
+    extent = path.reserve(64 * MIB)  # the file grows: there is something to measure
+    assert extent is not None
+    path.extents.free(extent)
+    rates = Rates(store, device, 32 * MIB)
+    rates.measure()
+    return rates
+
+
+def test_lanes_take_of_the_kernels_on_a_cpu_and_copies_next_to_nothing_on_a_device(make_store: StoreFactory) -> None:
+    for device in (CpuAccelerator(), EventAccelerator()):
+        rates = measured_rates(make_store(accelerator=device), device)
+        found = rates.resources()
+        of_copies = LINK_FRACTION / found.copy_out_bytes_per_s
+        assert (found.compute_s_per_byte == of_copies) is not device.is_synchronized_device()
+        assert found.compute_s_per_byte > 0
+
+
+def test_drives_are_measured_again_but_not_all_the_time(
+    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = {"s": 1000.0}
+    monkeypatch.setattr("ds_tba.plan.rates.time.monotonic", lambda: now["s"])
+    rates = Rates(make_store(), CpuAccelerator(), MIB)
+    monkeypatch.setattr("ds_tba.plan.rates.measure_copies", lambda *_: now.update(s=1002.0) or rates.copies)
+    rates.measure()
+    for at_s, expected in ((1100.0, False), (1002.0 + 1.99 / MEASURING_FRACTION, False), (1203.0, True)):
+        now["s"] = at_s
+        assert rates.may_measure() is expected
+    assert not Rates(None, CpuAccelerator(), MIB).may_measure()

@@ -1,0 +1,229 @@
+"""The recorder: what one micro-step of a real model looks like as a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from conftest import StoreFactory
+from support.doubles import wait_for_writes
+from torch import nn
+from torch.nn.modules import module as module_hooks
+
+from ds_tba.core.cache import TensorCache
+from ds_tba.plan.recorder import MicroStepRecord, Recorder
+from ds_tba.plan.trace import OUTSIDE, PathRates, Resources, StorageTrace, Trace
+
+WIDTH, ROWS = 64, 32
+MIN_BYTES = 4096
+MACHINE = Resources((PathRates(1e9, 1e9, 1e9, 1e9),), 1e9, 1e9, 1 << 24)
+
+
+class Ticks:
+    """A clock on which only ``tick`` lets time pass."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def mark(self) -> float:
+        return self.now_s
+
+    def elapsed_s(self, earlier: float, later: float) -> float:
+        return later - earlier
+
+
+class Block(nn.Module):
+    """Saves its input, the inside of its MLP (4 wide) and a small tensor."""
+
+    def __init__(self, ticks: Ticks) -> None:
+        super().__init__()
+        self.ticks = ticks
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.ticks.now_s += 1.0
+        small = torch.tanh(self.scale * 2.0)
+        y: torch.Tensor = x + self.down(torch.relu(self.up(x))) * small
+        self.ticks.now_s += 1.0
+        return y
+
+
+class Stack(nn.Module):
+    def __init__(self, ticks: Ticks, depth: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(ticks) for _ in range(depth))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: torch.Tensor, recorder: Recorder | None = None) -> torch.Tensor:
+        for number, block in enumerate(self.blocks):
+            if recorder is not None:
+                recorder.enter(f"blocks.{number}", [x], is_recomputable=True)
+            x = block(x)
+            if recorder is not None:
+                recorder.leave()
+        return self.head(x).square().mean()
+
+
+@contextmanager
+def recorded(cache: TensorCache, ticks: Any, model: nn.Module) -> Iterator[Recorder]:
+    recorder = Recorder(cache.eligibility_of, ticks, {id(module): path for path, module in model.named_modules()})
+    with cache.saving(around=recorder.around):
+        yield recorder
+
+
+def record(cache: TensorCache, ticks: Ticks, model: Stack, x: torch.Tensor) -> MicroStepRecord:
+    with recorded(cache, ticks, model) as recorder:
+        loss = model(x, recorder)
+    ticks.now_s += 1.0
+    loss.backward()
+    recorder.end()
+    return recorder.record
+
+
+@pytest.fixture
+def ticks() -> Ticks:
+    return Ticks()
+
+
+@pytest.fixture(params=["keep", "nvme"])
+def cache(request: pytest.FixtureRequest, make_store: StoreFactory) -> TensorCache:
+    stores = [] if request.param == "keep" else [make_store()]
+    return TensorCache(stores, "cpu", MIN_BYTES, wait_for_staging=True)
+
+
+@pytest.fixture
+def trace(cache: TensorCache, ticks: Ticks) -> Trace:
+    torch.manual_seed(0)
+    return record(cache, ticks, Stack(ticks), torch.randn(ROWS, WIDTH)).trace(MACHINE, optimizer_s=0.5)
+
+
+def movable(trace: Trace) -> list[StorageTrace]:
+    return [storage for storage in trace.storages if storage.is_movable]
+
+
+def test_every_storage_is_there_once_with_its_size_and_its_module(trace: Trace) -> None:
+    narrow, wide = 4 * ROWS * WIDTH, 16 * ROWS * WIDTH
+    found = [(storage.nbytes, storage.module, storage.blocks) for storage in movable(trace)]
+    assert found[:2] == [(narrow, "", (0,)), (wide, "blocks.0", (0,))]  # the input, and what relu returns
+    assert found[-1] == (narrow, "head", (OUTSIDE,))
+    # Beside four of these inputs (the head's too) and three insides: what down returns, saved by the product.
+    assert sum(storage.nbytes for storage in movable(trace)) == 4 * narrow + 3 * wide + 3 * narrow
+
+
+def test_blocks_run_when_the_clock_says(trace: Trace) -> None:
+    assert [(block.module, block.forward_start_s, block.forward_end_s) for block in trace.blocks] == [
+        ("blocks.0", 0.0, 2.0), ("blocks.1", 2.0, 4.0), ("blocks.2", 4.0, 6.0),
+    ]  # fmt: skip
+    assert all(block.backward_start_s == 7.0 and block.is_recomputable for block in trace.blocks)
+    assert (trace.end_s, trace.step_s) == (7.0, 7.5)
+
+
+def test_small_tensors_are_one_storage_of_their_scope_that_stays(trace: Trace) -> None:
+    small = [storage for storage in trace.storages if not storage.is_movable]
+    assert [storage.blocks for storage in small[:3]] == [(0,), (1,), (2,)]
+    assert all(0 < storage.nbytes < MIN_BYTES for storage in small)
+
+
+def test_inputs_of_blocks_are_known_by_their_storage(trace: Trace) -> None:
+    for number, block in enumerate(trace.blocks):
+        (index,) = block.inputs
+        assert trace.storages[index].nbytes == 4 * ROWS * WIDTH
+        assert trace.storages[index].blocks == (number,)  # up's weight needs a gradient, so that its input is saved
+    assert len({block.inputs for block in trace.blocks}) == 3
+
+
+def test_what_came_back_is_free_again_although_the_graph_is_retained(cache: TensorCache, ticks: Ticks) -> None:
+    model = Stack(ticks)
+    with recorded(cache, ticks, model) as recorder:
+        loss = model(torch.randn(ROWS, WIDTH), recorder)
+    for store in cache._stores:
+        wait_for_writes(store)  # what is handed over before is nowhere else, and stays
+    ticks.now_s = 10.0
+    loss.backward(retain_graph=True)
+    ticks.now_s = 20.0
+    loss.backward()
+    recorder.end()
+    trace = recorder.record.trace(MACHINE, optimizer_s=0.5)
+    freed_s = {storage.freed_s for storage in movable(trace)}
+    assert freed_s == ({20.0} if not cache._stores else {10.0})  # what was kept lives as long as the graph
+
+
+def test_what_backward_never_touched_is_not_used(cache: TensorCache, ticks: Ticks) -> None:
+    torch.manual_seed(0)
+    model, recorder = Stack(ticks), Recorder(cache.eligibility_of, ticks, {})
+    losses = []
+    for _ in range(2):
+        with cache.saving(around=recorder.around):
+            losses.append(model(torch.randn(ROWS, WIDTH, requires_grad=True), recorder))
+    losses[1].backward()
+    recorder.end()
+    trace = recorder.record.trace(MACHINE)
+    count = len(trace.storages) // 2
+    assert [one.is_used for one in trace.storages] == [False] * count + [True] * count
+    assert {one.freed_s for one in trace.storages[:count]} == {trace.end_s}
+
+
+def test_a_small_tensor_that_every_block_saves_counts_once(make_store: StoreFactory) -> None:
+    """As T5's position bias or rotary tables: a trace with a storage of no bytes would be refused."""
+    shared = torch.randn(ROWS, 1)
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(WIDTH))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * shared) * self.weight
+
+    model = nn.Sequential(Scaled(), Scaled(), Scaled())
+    cache = TensorCache([make_store()], "cpu", MIN_BYTES, wait_for_staging=True)
+    recorder = Recorder(cache.eligibility_of, Ticks(), {id(one): path for path, one in model.named_modules()})
+    inputs = torch.randn(ROWS, WIDTH, requires_grad=True)
+    with cache.saving(around=recorder.around):
+        x = inputs
+        for number, block in enumerate(model):
+            recorder.enter(str(number), [x], is_recomputable=True)
+            x = block(x)
+            recorder.leave()
+        loss = x.sum()
+    loss.backward()
+    recorder.end()
+    trace = recorder.record.trace(MACHINE)
+    assert sum(one.nbytes for one in trace.storages if not one.is_movable) == shared.nbytes
+
+
+def test_recording_leaves_the_hooks_on_modules_alone(cache: TensorCache, ticks: Ticks) -> None:
+    """They are guards of compiled code."""
+    model = Stack(ticks)
+    seen = []
+
+    def look() -> int:
+        on_all = [module_hooks._global_forward_pre_hooks, module_hooks._global_forward_hooks]
+        on_each = [hooks for one in model.modules() for hooks in (one._forward_pre_hooks, one._forward_hooks)]
+        return sum(map(len, on_all + on_each))
+
+    before = look()
+    with recorded(cache, ticks, model) as recorder:
+        pack = recorder.pack
+        recorder.pack = lambda tensor: (seen.append(look()), pack(tensor))[1]  # type: ignore[method-assign]
+        model(torch.randn(ROWS, WIDTH), recorder)
+        seen.append(look())
+    assert set(seen) == {before}
+
+
+def test_a_module_that_is_not_of_the_model_has_the_path_of_the_one_around_it(cache: TensorCache) -> None:
+    class Calls(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.GELU()(x) + x.sigmoid()
+
+    model = nn.Sequential(Calls())
+    recorder = Recorder(cache.eligibility_of, Ticks(), {id(one): path for path, one in model.named_modules()})
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    with cache.saving(around=recorder.around):
+        model(x).sum().backward()
+    recorder.end()
+    assert {storage.module for storage in recorder.record.storages} == {"0"}

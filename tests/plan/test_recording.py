@@ -1,0 +1,128 @@
+"""Two recordings of a micro-step, and what they show."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import StoreFactory
+from test_recorder import MACHINE, MIN_BYTES, ROWS, WIDTH, Stack, Ticks, record
+
+from ds_tba.core.cache import TensorCache
+from ds_tba.plan.recorder import RECORDINGS, MicroStepRecord, Recorder, Recording
+
+
+@pytest.fixture
+def cache(make_store: StoreFactory) -> TensorCache:
+    return TensorCache([make_store()], "cpu", MIN_BYTES, wait_for_staging=True)
+
+
+def recorded(cache: TensorCache, before_backward_s: float, rows: int = ROWS) -> MicroStepRecord:
+    """A micro-step whose forward takes 6 s, with so much time before its backward."""
+    ticks = Ticks()
+    model = Stack(ticks)
+    found = record(cache, ticks, model, torch.randn(rows, WIDTH))
+    first = found.uses[0][0]  # of the pauses, the first of backward
+    found.pauses[first:] = [
+        (one + before_backward_s - 1.0, two + before_backward_s - 1.0) for one, two in found.pauses[first:]
+    ]
+    found.ended += before_backward_s - 1.0
+    return found
+
+
+@pytest.mark.parametrize("pause_s", [(1.0, 9.0), (9.0, 1.0)])
+def test_a_pause_of_the_machine_in_one_of_two_recordings_does_not_count(
+    cache: TensorCache, pause_s: tuple[float, float]
+) -> None:
+    recording = Recording(Ticks(), lambda: Recorder(cache.eligibility_of, Ticks(), {}))
+    recording._done = [recorded(cache, one_s) for one_s in pause_s]
+    assert recording.recorded(MACHINE, 1)[0].end_s == pytest.approx(7.0)
+
+
+@pytest.mark.parametrize("rows", [(ROWS, 2 * ROWS), (2 * ROWS, ROWS)])
+def test_of_two_shapes_the_larger_counts_though_it_took_longer(cache: TensorCache, rows: tuple[int, int]) -> None:
+    recording = Recording(Ticks(), lambda: Recorder(cache.eligibility_of, Ticks(), {}))
+    recording._done = [recorded(cache, 1.0 if count == ROWS else 1.4, count) for count in rows]
+    assert recording.recorded(MACHINE, 1)[0].end_s == pytest.approx(7.4)
+
+
+class SlowHooks(TensorCache):
+    """Whose pack takes a second of the clock."""
+
+    def __init__(self, ticks: Ticks, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.ticks = ticks
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        self.ticks.now_s += 1.0
+        return super().pack(tensor)
+
+
+def test_a_trace_is_as_if_there_were_no_hooks() -> None:
+    ticks = Ticks()
+    cache = SlowHooks(ticks, [], "cpu", MIN_BYTES, wait_for_staging=True)
+    found = record(cache, ticks, Stack(ticks), torch.randn(ROWS, WIDTH))
+    assert cache.stats.packed_tensors and found.trace(MACHINE).end_s == pytest.approx(7.0)
+
+
+def record_one(recording: Recording, cache: TensorCache, model: Stack, rows: int = ROWS) -> None:
+    """A micro-step."""
+    recorder = recording.begin()
+    assert recorder is not None
+    with cache.saving(around=recorder.around):
+        loss = model(torch.randn(rows, WIDTH), recorder)
+    loss.backward()
+    recording.end_micro_step()
+
+
+def test_a_recording_is_enough_when_it_has_two(cache: TensorCache) -> None:
+    ticks = Ticks()
+    recording, model = Recording(ticks, lambda: Recorder(cache.eligibility_of, ticks, {})), Stack(ticks)
+    for _ in range(RECORDINGS):
+        assert not recording.is_enough
+        record_one(recording, cache, model)
+        ticks.now_s += 0.25
+        recording.settle()
+        recording.end_step(ticks.mark())
+    assert recording.is_enough and recording.begin() is None
+    trace, _ = recording.recorded(MACHINE, 1)
+    assert (trace.end_s, trace.optimizer_s) == (pytest.approx(6.0), pytest.approx(0.25))
+
+
+def test_two_forwards_before_a_backward_are_no_recording(cache: TensorCache) -> None:
+    ticks = Ticks()
+    recording, model = Recording(ticks, lambda: Recorder(cache.eligibility_of, ticks, {})), Stack(ticks)
+    for _ in range(2):
+        recorder = recording.begin()
+        if recorder is not None:
+            with cache.saving(around=recorder.around):
+                model(torch.randn(ROWS, WIDTH), recorder)
+        recording.settle()
+    assert not recording.has_any and recording.begin() is None
+    recording.end_step(ticks.mark())
+    assert recording.begin() is not None and recording.steps == 1
+
+
+def test_what_was_recorded_in_a_step_that_compiled_is_dropped(cache: TensorCache) -> None:
+    ticks = Ticks()
+    recording, model = Recording(ticks, lambda: Recorder(cache.eligibility_of, ticks, {})), Stack(ticks)
+    for has_compiled in (True, False, True, False):
+        assert not recording.is_enough
+        record_one(recording, cache, model)
+        ticks.now_s += 100.0 if has_compiled else 0.25  # the optimizer's step
+        recording.settle()
+        recording.end_step(ticks.mark(), has_compiled=has_compiled)
+    assert recording.is_enough and recording.steps == 4
+    assert recording.recorded(MACHINE, 1)[0].optimizer_s == pytest.approx(0.25)
+
+
+def test_micro_steps_of_one_step_that_compiled_are_no_recording(cache: TensorCache) -> None:
+    ticks = Ticks()
+    recording, model = Recording(ticks, lambda: Recorder(cache.eligibility_of, ticks, {})), Stack(ticks)
+    for _ in range(RECORDINGS):
+        record_one(recording, cache, model)
+        recording.settle()
+    assert recording.is_enough and recording.begin() is None
+    recording.end_step(ticks.mark(), has_compiled=True)
+    assert not recording.is_enough and not recording.has_any and recording.begin() is not None

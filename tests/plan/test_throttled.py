@@ -1,0 +1,145 @@
+"""Drives of a half, a tenth and a hundredth of their speed, from the beginning, in mid-run, and fast again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from curves.throttled import ThrottledBackend
+from support.doubles import CpuAccelerator
+from test_controller import FIRST_PLAN, WIDTH, Model, controller_of, model, steps
+
+from ds_tba.config import AioConfig, OffloadConfig
+from ds_tba.offloader import ActivationOffloader
+from ds_tba.plan.agreement import Alone
+from ds_tba.storage.backends.select import Selection
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+ROWS = 2048  # 0.5 MiB, and 2 MiB in the middle of a block: too large to share a request
+FULL = 800e6  # bytes per second, whatever the machine's drive can do
+PARTS = (1, 2, 10, 100)
+OVERHEAD = 0.5
+NOISE_FACTOR, NOISE_S = 1.25, 0.001
+ENOUGH_STEPS = FIRST_PLAN + 20  # for the monitor to have come to an end
+Make = Callable[[ThrottledBackend], tuple[Model, ActivationOffloader]]
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    made = []
+
+    def make(backend: ThrottledBackend) -> tuple[Model, ActivationOffloader]:
+        monkeypatch.setattr("ds_tba.storage.tiers.select_backend", lambda *_, **__: Selection(backend, "the test's"))
+        io = {"staging_bytes": 16 << 20, "swap_file_bytes": 128 << 20}
+        block: dict[str, Any] = {"nvme_path": str(tmp_path), "io": io, "min_tensor_bytes": 4096}
+        # Neither may take the drive's place.
+        block |= {"max_step_overhead": OVERHEAD, "recompute": False, "rematerialize": False}
+        offloader = ActivationOffloader(OffloadConfig.model_validate(block), AioConfig(), CpuAccelerator())
+        ours = model()
+        offloader.watch(ours, Alone())
+        made.append(offloader)
+        return ours, offloader
+
+    yield make
+    for offloader in made:
+        offloader.close()
+
+
+def train(ours: Model, offloader: ActivationOffloader | None, count: int) -> list[Any]:
+    return steps(ours, offloader, [ROWS] * count)
+
+
+def planned(offloader: ActivationOffloader) -> dict[str, Any]:
+    plan = offloader.report().plan
+    assert plan is not None
+    return plan
+
+
+def moved_bytes(offloader: ActivationOffloader) -> int:
+    return int(planned(offloader)["bytes"].get("nvme", 0))
+
+
+def least_moving(ours: Model, offloader: ActivationOffloader, count: int) -> tuple[float, float]:
+    """Of so many steps, the one that took least time for moving: that time, and what was allowed in it."""
+    found = []
+    for _ in range(count):
+        before_s = offloader.cache.stats.moving_s
+        train(ours, offloader, 1)
+        followed = controller_of(offloader).in_force
+        assert followed is not None
+        found.append((offloader.cache.stats.moving_s - before_s, followed.patience_s))
+    return min(found)
+
+
+def settled(ours: Model, offloader: ActivationOffloader) -> None:
+    """Enough steps for the plan to suit the drive; then moving is within what is allowed, and no peak above keep's."""
+    train(ours, offloader, ENOUGH_STEPS)
+    took_s, allowed_s = least_moving(ours, offloader, 5)
+    assert took_s <= 2 * (NOISE_FACTOR * allowed_s + NOISE_S)
+    report = offloader.report()
+    assert 0 < report.step_peak_saved_bytes <= report.peak_saved_bytes_without
+
+
+@pytest.mark.thorough  # what a plan has come to by then depends on what else the machine does
+def test_the_slower_the_drive_the_less_goes_to_it(make: Make) -> None:
+    found = []
+    for part in PARTS:
+        backend = ThrottledBackend()
+        backend.throttle(FULL / part, FULL / part)
+        ours, offloader = make(backend)
+        settled(ours, offloader)
+        plan = planned(offloader)
+        found.append((plan["written_bytes"], plan["peak_saved_bytes"]))
+        offloader.close()
+    (full, low), *_, (hundredth, high) = found
+    assert full > 0 and hundredth < full / 2
+    assert high > low  # what is not moved is held
+
+
+@pytest.mark.parametrize("part", PARTS[1:])
+def test_where_a_drive_becomes_slower_in_mid_run_results_are_exact(make: Make, part: int) -> None:
+    count = FIRST_PLAN + ENOUGH_STEPS
+    expected = train(model(), None, count)
+    backend = ThrottledBackend()
+    backend.throttle(FULL, FULL)
+    ours, offloader = make(backend)
+    seen: list[Any] = []
+    forward = ours.forward
+
+    def counted(x: torch.Tensor) -> torch.Tensor:
+        seen.append(x.shape)
+        if len(seen) == FIRST_PLAN + 1:
+            backend.throttle(FULL / part, FULL / part)
+        return forward(x)
+
+    ours.forward = counted  # type: ignore[method-assign]
+    found = train(ours, offloader, count)
+    for step, (one, other) in enumerate(zip(expected, found, strict=True)):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True)), f"step {step}"
+    assert seen[0] == (ROWS, WIDTH) and len(seen) == count
+    report = offloader.report()
+    assert report.plans >= 1 and 0 < report.step_peak_saved_bytes <= report.peak_saved_bytes_without
+
+
+@pytest.mark.thorough
+def test_a_drive_that_is_fast_again_is_used_again(make: Make) -> None:
+    backend = ThrottledBackend()
+    backend.throttle(FULL, FULL)
+    ours, offloader = make(backend)
+    train(ours, offloader, ENOUGH_STEPS)
+    fast = moved_bytes(offloader)
+    backend.throttle(FULL / 100, FULL / 100)
+    train(ours, offloader, ENOUGH_STEPS)
+    slow, peak = moved_bytes(offloader), offloader.report().step_peak_saved_bytes
+    assert slow < 0.8 * fast  # what staging holds may still go there
+    backend.throttle(FULL, FULL)
+    for _ in range(1500):  # looks come ever more rarely, and what was feared of the drive fades with each
+        train(ours, offloader, 1)
+        if moved_bytes(offloader) > (slow + fast) / 2:
+            break
+    assert moved_bytes(offloader) > (slow + fast) / 2
+    train(ours, offloader, 2)
+    assert offloader.report().step_peak_saved_bytes < peak

@@ -1,0 +1,97 @@
+"""Blocks of Hugging Face models, built tiny from configs: which are found, and that recomputing them is exact."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from test_blocks import Listener, assert_same
+from torch import Tensor, nn
+
+from ds_tba.recompute.blocks import Blocks, find_blocks
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("one_thread", "needs_recompute")
+
+LAYERS, WORDS = 3, 64
+WIDTHS: dict[str, Any] = {
+    "hidden_size": 32, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "intermediate_size": 64,
+    "vocab_size": WORDS,
+}  # fmt: skip
+T5 = {"d_model": 32, "d_ff": 64, "d_kv": 8, "num_heads": 4, "num_layers": LAYERS, "vocab_size": WORDS}
+MODELS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
+    "BertForMaskedLM": ("BertConfig", WIDTHS, ["bert.encoder.layer"]),
+    "GPT2LMHeadModel": ("GPT2Config", {"n_embd": 32, "n_layer": LAYERS, "n_head": 4, "vocab_size": WORDS},
+                        ["transformer.h"]),
+    "T5ForConditionalGeneration": ("T5Config", {**T5, "decoder_start_token_id": 0}, ["encoder.block", "decoder.block"]),
+    "LlamaForCausalLM": ("LlamaConfig", {**WIDTHS, "num_key_value_heads": 2}, ["model.layers"]),
+    "MixtralForCausalLM": ("MixtralConfig", {**WIDTHS, "num_key_value_heads": 2, "num_local_experts": 4},
+                          ["model.layers"]),
+    "AlbertForMaskedLM": ("AlbertConfig", {**WIDTHS, "embedding_size": 16, "hidden_dropout_prob": 0.1},
+                          ["albert.encoder.albert_layer_groups"]),
+}  # fmt: skip
+WITHOUT_CACHE = ("BertForMaskedLM", "AlbertForMaskedLM")
+
+
+def build(name: str) -> nn.Module:
+    torch.manual_seed(1)
+    config, settings, _ = MODELS[name]
+    model: nn.Module = getattr(transformers, name)(getattr(transformers, config)(**settings))
+    return model.train()
+
+
+def train(model: nn.Module, seed: int, **more: Any) -> dict[str, Tensor]:
+    torch.manual_seed(seed)
+    model.zero_grad()
+    words = torch.randint(0, WORDS, (2, 12))
+    loss = model(input_ids=words, labels=words, **more).loss
+    loss.backward()
+    return {"loss": loss.detach(), **{name: one.grad for name, one in model.named_parameters() if one.grad is not None}}
+
+
+def passes_recomputed(name: str, **more: Any) -> tuple[Blocks, list[int], int]:
+    """How many passes were recomputed in each of three steps, of how many in one."""
+    model = build(name)
+    twin = copy.deepcopy(model)
+    listener = Listener()
+    blocks = Blocks(find_blocks(model, None), listener)
+    done = []
+    for seed in range(3):
+        listener.wanted = {block.index for block in blocks.all}
+        listener.events.clear()
+        with blocks.listening():
+            ours = train(model, seed, **more)
+        assert_same(ours, train(twin, seed, **more))
+        done.append(listener.count("recompute"))
+    return blocks, done, listener.count("enter")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_layers_are_found(name: str) -> None:
+    each = 1 if name == "AlbertForMaskedLM" else LAYERS  # one layer, called many times
+    expected = [f"{stack}.{index}" for stack in MODELS[name][2] for index in range(each)]
+    assert [block.path for block in find_blocks(build(name), None)] == expected
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_layer_recomputed_is_exact(name: str) -> None:
+    more = {} if name in WITHOUT_CACHE else {"use_cache": False}
+    _, done, passes = passes_recomputed(name, **more)
+    assert passes == LAYERS * len(MODELS[name][2])
+    assert done == [passes] * 3
+
+
+def test_layers_whose_outputs_are_collected_on_the_way_stay_exact() -> None:
+    """From transformers 5 on a ContextVar collects router logits: a second run would add a layer's a second time."""
+    passes_recomputed("MixtralForCausalLM", use_cache=False, output_router_logits=True)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in WITHOUT_CACHE])
+def test_layers_that_fill_a_cache_of_keys_are_left_alone(name: str) -> None:
+    """It is on by default, in training too; a second run of a layer would add its keys a second time."""
+    blocks, done, _ = passes_recomputed(name)
+    cached = [path for path, why in blocks.left_out().items() if "use_cache=False" in why]
+    assert len(cached) == LAYERS
+    assert done == [len(blocks.all) - LAYERS] * 3

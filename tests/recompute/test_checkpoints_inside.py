@@ -1,0 +1,276 @@
+"""Blocks that the user checkpoints, inside or around, and others of which nothing can be recomputed: they train as
+without us, and each reason is said once, with the way out.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import test_passes as test_recompute
+import torch
+from planners import PLANNERS
+from test_passes import DEPTH, WIDTH, Attends, Net, Plain, check
+from torch import Tensor, nn
+from torch.utils import checkpoint as checkpointing
+from torch.utils.checkpoint import checkpoint
+
+from ds_tba.config import AioConfig, OffloadConfig
+from ds_tba.offloader import ActivationOffloader
+from ds_tba.recompute import blocks
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+make = test_recompute.make
+SAVES_NOTHING = "its forward saves nothing but its inputs"
+
+
+def ends() -> list[bool]:
+    """Where nobody looks for it: whether each run of a checkpointed part to its end was one of backward."""
+    return vars(os).setdefault("_test_of_ds_tba", {}).setdefault("ends", [])  # type: ignore[no-any-return]
+
+
+class Inside(Plain):
+    """Checkpoints a part of its forward."""
+
+    use_reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        part = checkpoint(self.part, x, use_reentrant=self.use_reentrant)
+        return x + self.down(torch.nn.functional.gelu(part))
+
+    def part(self, x: Tensor) -> Tensor:
+        return self.ended(self.drop(self.up(self.norm(x)).tanh()))
+
+    def ended(self, x: Tensor) -> Tensor:
+        ends().append(torch._C._current_graph_task_id() != -1)
+        return x
+
+
+class InsideReentrant(Inside):
+    use_reentrant = True
+
+
+class OfModule(Plain):
+    """Checkpoints a module inside, as selective checkpointing does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Attends()
+        own = self.inner.forward
+        self.inner.forward = lambda x: checkpoint(own, x, use_reentrant=False)  # type: ignore[method-assign]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.inner(x))
+
+
+class Twice(Inside):
+    """A checkpoint in a checkpoint, and a part outside of both."""
+
+    def part(self, x: Tensor) -> Tensor:
+        x = x + self.down(torch.tanh(self.up(x)))
+        return checkpoint(super().part, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+class Whole(Plain):
+    """Checkpoints all of its forward, as a layer of transformers does."""
+
+    use_reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=self.use_reentrant)  # type: ignore[no-any-return]
+
+
+class WholeReentrant(Whole):
+    use_reentrant = True
+
+
+class Embedded(Net):
+    """Its blocks have inputs with gradients, which reentrant checkpoints need."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__(make)
+        self.first = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.first(x))
+
+
+class Around(Embedded):
+    use_reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=self.use_reentrant)
+        loss: Tensor = self.head(x).square().mean()
+        return loss
+
+
+class AroundReentrant(Around):
+    use_reentrant = True
+
+
+class Compiled(Embedded):
+    """Compiled as a whole."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__(make)
+        self.compile(backend="eager")
+
+
+class CompiledInPlace(Embedded):
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__(make)
+        for layer in self.layers:
+            layer.compile(backend="eager")
+
+
+class Elsewhere(Embedded):
+    """Runs its blocks through another function than their call, which nobody is told of."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = type(layer).forward(layer, x)
+        loss: Tensor = self.head(x).square().mean()
+        return loss
+
+
+@pytest.mark.parametrize("block", [Inside, InsideReentrant, OfModule, Twice])
+def test_a_block_that_checkpoints_a_part_of_itself_is_recomputed(
+    make: Callable[..., ActivationOffloader], block: Callable[[], nn.Module]
+) -> None:
+    report = check(make, block, Embedded, recompute=True).report()
+    assert report.plan is not None and report.plan["recomputed_blocks"] == DEPTH and report.recomputed_bytes > 0
+
+
+@pytest.fixture
+def stop_early() -> Iterator[Callable[[bool], None]]:
+    """Sets what a checkpoint of the user's does, for the length of a test."""
+    before = checkpointing._enable_checkpoint_early_stop
+
+    def stop_early(is_on: bool) -> None:
+        checkpointing._enable_checkpoint_early_stop = is_on
+
+    yield stop_early
+    checkpointing._enable_checkpoint_early_stop = before
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_a_checkpoint_inside_stops_where_it_stops_without_us(
+    make: Callable[..., ActivationOffloader], stop_early: Callable[[bool], None], is_on: bool
+) -> None:
+    """Under ZeRO-3 the hooks after what is checkpointed would let go of parameters that backward is using."""
+    stop_early(is_on)
+    steps, found = 5, []
+    for recompute in (False, True):
+        ends().clear()
+        model = Embedded(Inside)
+        offloader = make(model, recompute=recompute)
+        test_recompute.begin()
+        list(test_recompute.steps(model, offloader, steps))
+        found.append(sum(ends()))
+    of_its_own = 0 if is_on else steps * DEPTH
+    again = (steps - 3) * DEPTH  # what the block's forward runs again; its own checkpoint is not asked for more
+    assert found == [of_its_own, of_its_own + again]
+
+
+@pytest.mark.parametrize(
+    ("block", "net", "reason"),
+    [
+        (Whole, Embedded, SAVES_NOTHING),
+        (WholeReentrant, Embedded, SAVES_NOTHING),
+        (Plain, Around, "saved-tensor hooks around it, such as a checkpoint's"),
+        (Plain, AroundReentrant, "a checkpoint around it runs its forward again already"),
+        (Plain, Compiled, "compile the blocks one by one instead"),
+        (Plain, CompiledInPlace, "compile the blocks one by one instead"),
+        (Plain, Elsewhere, "no pass through it was seen"),
+    ],
+)
+def test_a_block_of_which_nothing_can_be_recomputed_is_named_once(
+    make: Callable[..., ActivationOffloader],
+    caplog: pytest.LogCaptureFixture,
+    block: Callable[[], nn.Module],
+    net: type[Net],
+    reason: str,
+) -> None:
+    torch.manual_seed(0)
+    ours = net(block)
+    twin = test_recompute.twin_of(ours, block)
+    offloader = make(ours, recompute=True)
+    test_recompute.check_steps(ours, offloader, twin)
+    report = offloader.report()
+    assert report.recomputed_bytes == 0 and report.plan is not None and report.plan["recomputed_blocks"] == 0
+    (line,) = reasons_said(caplog)
+    assert line.startswith(f"layers.0 and {DEPTH - 1} more blocks are not recomputed: ") and reason in line
+
+
+def reasons_said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if "not recomputed" in record.message]
+
+
+def test_a_pytorch_that_cannot_recompute_is_named(
+    make: Callable[..., ActivationOffloader], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert blocks.SHOWS_HOOKS  # this PyTorch can
+    monkeypatch.setattr(blocks, "SHOWS_HOOKS", False)
+    report = check(make, Plain, Net, recompute=True).report()
+    assert report.recomputed_bytes == 0
+    (line,) = reasons_said(caplog)
+    assert blocks.OLD_PYTORCH in line and "update PyTorch" in line
+
+
+class KeyCache:
+    """Keeps the keys of each layer, as transformers' caches do."""
+
+    def __init__(self) -> None:
+        self.keys: list[list[Tensor]] = [[] for _ in range(DEPTH)]
+
+
+class Generates(Plain):
+    number = 0
+
+    def forward(self, x: Tensor, cache: KeyCache | None = None) -> Tensor:
+        if cache is not None:
+            cache.keys[self.number].append(x.detach())
+        return super().forward(x)
+
+
+class Caching(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        cache = KeyCache()
+        for number, layer in enumerate(self.layers):
+            layer.number = number
+            x = layer(x, cache)
+        loss: Tensor = self.head(x).square().mean()
+        return loss
+
+
+def test_a_cache_of_keys_is_one_reason_for_all_layers(
+    make: Callable[..., ActivationOffloader], caplog: pytest.LogCaptureFixture
+) -> None:
+    report = check(make, Generates, Caching, recompute=True).report()
+    assert report.recomputed_bytes == 0
+    (line,) = reasons_said(caplog)
+    assert "use_cache=False" in line
+
+
+def test_the_advice_of_a_budget_that_nothing_fits_is_not_what_is_set_already(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for recompute in (False, True):
+        caplog.clear()
+        torch.manual_seed(0)
+        model = Embedded(Whole)
+        io = {"backend": "posix", "staging_bytes": 4 << 20, "swap_file_bytes": 64 << 20}
+        config = {"nvme_path": str(tmp_path), "io": io, "activation_budget_bytes": 0, "recompute": recompute}
+        block = OffloadConfig.model_validate(config)
+        offloader = ActivationOffloader(block, AioConfig(), test_recompute.CpuAccelerator())
+        offloader.watch(model, test_recompute.Alone(), PLANNERS["adaptive"])
+        list(test_recompute.steps(model, offloader, 8))
+        offloader.close()
+        (said,) = [record.message for record in caplog.records if "no plan fits" in record.message]
+        assert ('"recompute": true' in said) is not recompute
+        assert ("blocks_left_out in the report say why some cannot" in said) is recompute

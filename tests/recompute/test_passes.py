@@ -1,0 +1,547 @@
+"""Blocks that run again because the config asks for it, in whole training runs beside a twin without us.
+
+A block of plain layers gives every bit; under the default block nothing runs twice, whatever state it has; and with
+``"recompute": true`` a block that reads or changes more than its arguments raises an error that names it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from planners import PLANNERS
+from support.doubles import CpuAccelerator
+from support.stepping import end_step, forward, note_backward
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ds_tba.config import AioConfig, OffloadConfig
+from ds_tba.errors import RecomputationError
+from ds_tba.offloader import ActivationOffloader
+from ds_tba.plan.agreement import Alone
+from ds_tba.recompute import passes as recompute
+
+pytestmark = pytest.mark.usefixtures("one_thread", "needs_recompute")
+WIDTH, ROWS, DEPTH, STEPS = 16, 32, 3, 20
+Make = Callable[[], nn.Module]
+
+
+class Plain(nn.Module):
+    """Has no state that a forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.down(functional.gelu(self.up(self.norm(x)))))
+
+
+class Attends(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x).view(1, 2, ROWS // 2, WIDTH)
+        return super().forward(functional.scaled_dot_product_attention(h, h, h, dropout_p=0.1).reshape(ROWS, WIDTH))
+
+
+class Ragged(Plain):
+    """Nested tensors of the strided layout, whose shape a checkpoint cannot ask."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(torch.nested.as_nested_tensor([x[:5], x[5:]])).relu()
+        return super().forward(x + torch.cat((h * h).unbind()))
+
+
+class Renormalizes(Plain):
+    """Its forward changes a parameter in place, and to the same value again when it runs once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offsets = nn.Embedding(ROWS, WIDTH, max_norm=0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.offsets(torch.arange(ROWS)))
+
+
+class Counts(Plain):
+    """A number in an attribute."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) * (1 + self.calls / 100)
+
+
+class CountsInItsClass(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        type(self).calls = getattr(type(self), "calls", 0) + 1
+        return super().forward(x) * (1 + type(self).calls % 7 / 100)
+
+
+class RunningMean(Plain):
+    """A tensor in an attribute, replaced in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torch.zeros(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return super().forward(x - self.mean)
+
+
+class Memory(Plain):
+    """What the last segment left, set between forward and backward by the model, as in Transformer-XL."""
+
+    memory: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if self.memory is None else x + self.memory)
+
+
+class OwnGenerator(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.chance = torch.Generator().manual_seed(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * (1 + torch.rand(WIDTH, generator=self.chance) / 10))
+
+
+class PythonRandom(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + random.random())
+
+
+class NumpyRandom(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + float(numpy.random.random()))
+
+
+class Tracker:
+    """Megatron's: states of the default generator by name, put in and taken out again."""
+
+    def __init__(self) -> None:
+        self.states: dict[str, Tensor] = {}
+
+    def reset(self) -> None:
+        self.states = {"model": torch.Generator().manual_seed(1234).get_state()}
+
+    @contextmanager
+    def fork(self) -> Iterator[None]:
+        before = torch.get_rng_state()
+        torch.set_rng_state(self.states["model"])
+        try:
+            yield
+        finally:
+            self.states["model"] = torch.get_rng_state()
+            torch.set_rng_state(before)
+
+
+TRACKER = Tracker()
+
+
+class Tracked(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        with TRACKER.fork():
+            x = self.drop(x)
+        return super().forward(x)
+
+
+class Forks(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            x = self.drop(x)
+        return super().forward(x)
+
+
+SCALE: ContextVar[float] = ContextVar("SCALE", default=1.0)
+
+
+class ReadsContext(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * SCALE.get())
+
+
+class Given(Plain):
+    """Reads an object among its arguments."""
+
+    def forward(self, x: Tensor, given: Any = None) -> Tensor:
+        return super().forward(x * (1 if given is None else given.scale))
+
+
+@dataclass
+class Arguments:
+    scale: float = 1.5
+
+
+class Closes(Plain):
+    """State in a closure."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = counter()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale()
+
+
+def counter() -> Callable[[], float]:
+    number = 0
+
+    def count() -> float:
+        nonlocal number
+        number += 1
+        return 1 + number / 1000
+
+    return count
+
+
+class RunsBackward(Plain):
+    """Adds to a gradient in its forward, by a graph that saves nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.up.bias.mean().backward()
+        return super().forward(x)
+
+
+# ---- models ---------------------------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    def __init__(self, make: Make) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(make() for _ in range(DEPTH))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        loss: Tensor = self.head(x).square().mean()
+        return loss
+
+    def between(self) -> None:
+        """What the script does between forward and backward."""
+
+
+class SetsMemory(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            inside = layer(x)
+            layer.memory, x = x.detach(), inside
+        loss: Tensor = self.head(x).square().mean()
+        return loss
+
+
+class InContext(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        token = SCALE.set(1.5)
+        try:
+            return super().forward(x)
+        finally:
+            SCALE.reset(token)
+
+
+class Gives(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        self.given = Arguments()
+        for layer in self.layers:
+            x = layer(x, given=self.given)
+        loss: Tensor = self.head(x).square().mean()
+        return loss
+
+    def between(self) -> None:
+        self.given.scale += 1
+
+
+class GivesDicts(Net):
+    """Containers are taken apart, so that a change of them later is nobody's concern."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.given = {"scale": 1.5}
+        for layer in self.layers:
+            x = layer(x, self.given)
+        loss: Tensor = self.head(x).square().mean()
+        return loss
+
+    def between(self) -> None:
+        self.given["scale"] = 2.5
+
+
+class TakesDicts(Plain):
+    def forward(self, x: Tensor, given: dict[str, float]) -> Tensor:
+        return super().forward(x * given["scale"])
+
+
+STATEFUL: dict[str, tuple[Make, type[Net]]] = {
+    "counter": (Counts, Net),
+    "counter in the class": (CountsInItsClass, Net),
+    "running mean": (RunningMean, Net),
+    "own generator": (OwnGenerator, Net),
+    "Python's random": (PythonRandom, Net),
+    "numpy.random": (NumpyRandom, Net),
+    "tracker": (Tracked, Net),
+    "closure": (Closes, Net),
+    "memory of the last segment": (Memory, SetsMemory),
+    "ContextVar": (ReadsContext, InContext),
+    "argument object": (Given, Gives),
+}
+PLAIN: dict[str, tuple[Make, type[Net]]] = {
+    "an embedding with max_norm": (Renormalizes, Net),
+    "MLP with dropout": (Plain, Net),
+    "attention": (Attends, Net),
+    "torch's own": (lambda: nn.TransformerEncoderLayer(WIDTH, 2, 32), Net),
+    "dict argument": (TakesDicts, GivesDicts),
+    "fork_rng": (Forks, Net),
+    "nested tensors": (Ragged, Net),
+}
+
+
+# ---- running them ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., ActivationOffloader]]:
+    made = []
+
+    def make(model: nn.Module, **block: Any) -> ActivationOffloader:
+        io = {"backend": "posix", "staging_bytes": 4 << 20, "swap_file_bytes": 64 << 20}
+        config = {"nvme_path": str(tmp_path), "io": io, "min_tensor_bytes": 1024, "max_step_overhead": 1000.0, **block}
+        offloader = ActivationOffloader(OffloadConfig.model_validate(config), AioConfig(), CpuAccelerator())
+        # The plan recomputes all that may be.
+        planner = PLANNERS["recompute"] if config.get("recompute") else PLANNERS["adaptive"]
+        offloader.watch(model, Alone(), planner)
+        made.append(offloader)
+        return offloader
+
+    yield make
+    for offloader in made:
+        offloader.close()
+
+
+def begin() -> None:
+    """Every random number from its beginning."""
+    torch.manual_seed(7)
+    random.seed(7)
+    numpy.random.seed(7)
+    TRACKER.reset()
+    CountsInItsClass.calls = 0
+
+
+def steps(model: Net, offloader: ActivationOffloader | None, count: int = STEPS) -> Iterator[list[Any]]:
+    """Loss, gradients and random states of each step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(count):
+        x = torch.randn(ROWS, WIDTH)
+        loss = forward(model, x, offloader)
+        model.between()
+        loss.backward()
+        note_backward(offloader)
+        gradients = [parameter.grad.clone() for parameter in model.parameters()]
+        end_step(optimizer, offloader)
+        yield [loss.detach(), *gradients, torch.get_rng_state(), torch.tensor(random.getstate()[1])]
+
+
+def check(make: Callable[..., ActivationOffloader], block: Make, net: type[Net], **config: Any) -> ActivationOffloader:
+    """Train with and without; every bit must be the same."""
+    torch.manual_seed(0)
+    ours = net(block)
+    twin = twin_of(ours, block)
+    offloader = make(ours, **config)
+    check_steps(ours, offloader, twin)
+    return offloader
+
+
+def twin_of(ours: Net, block: Make) -> Net:
+    """Another model of the same kind, blocks and parameters."""
+    twin = type(ours)(block)
+    twin.load_state_dict(ours.state_dict())
+    return twin
+
+
+def check_steps(ours: Net, offloader: ActivationOffloader, twin: Net, count: int = STEPS) -> list[int]:
+    """Train both from the same beginning; every bit must be the same. Bytes recomputed, before and after each step."""
+    begin()
+    expected = list(steps(twin, None, count))
+    begin()
+    recomputed = [offloader.report().recomputed_bytes]
+    for number, (one, other) in enumerate(zip(steps(ours, offloader, count), expected, strict=True)):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True)), f"step {number}"
+        recomputed.append(offloader.report().recomputed_bytes)
+    return recomputed
+
+
+@pytest.mark.parametrize("name", [*STATEFUL, "backward in forward"])
+def test_under_the_default_block_nothing_runs_twice(make: Callable[..., ActivationOffloader], name: str) -> None:
+    block, net = (RunsBackward, Net) if name == "backward in forward" else STATEFUL[name]
+    report = check(make, block, net).report()
+    assert report.plans >= 1 and report.recomputed_bytes == 0
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_block_without_state_is_recomputed_to_the_bit(make: Callable[..., ActivationOffloader], name: str) -> None:
+    report = check(make, *PLAIN[name], recompute=True).report()
+    assert report.recomputed_bytes > 0 and report.plan is not None and report.plan["recomputed_blocks"] == DEPTH
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_a_block_with_state_raises_in_its_first_recomputation(
+    make: Callable[..., ActivationOffloader], name: str
+) -> None:
+    block, net = STATEFUL[name]
+    torch.manual_seed(0)
+    begin()
+    ours = net(block)
+    offloader = make(ours, recompute=True)
+    done = 0
+    with pytest.raises(RecomputationError, match=r"'layers\.2' .*\"blocks\", or set \"recompute\": false"):
+        for _ in steps(ours, offloader):
+            done += 1
+    assert offloader.report().plans == 1 and done >= 1
+
+
+@pytest.fixture
+def plays_a_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The CPU, whose kernels then may give other bits each time, as those of a GPU."""
+    monkeypatch.setattr(recompute, "_REPEATABLE", frozenset())
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+class AddsInAnyOrder(Plain):
+    """The last bits differ from one run to the next."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x)
+        return y * (1 + random.random() * 1e-6)
+
+
+@pytest.mark.usefixtures("plays_a_device")
+@pytest.mark.parametrize("warn_only", [None, True])
+def test_kernels_that_give_other_bits_are_told_once_for_each_block(
+    make: Callable[..., ActivationOffloader], caplog: pytest.LogCaptureFixture, warn_only: bool | None
+) -> None:
+    if warn_only is not None:
+        torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    ours = Net(AddsInAnyOrder)
+    offloader = make(ours, recompute=True)
+    assert len(list(steps(ours, offloader))) == STEPS and offloader.report().recomputed_bytes > 0
+    told = [one.getMessage() for one in caplog.records if "returned other bytes" in one.getMessage()]
+    assert len(told) == DEPTH
+    assert all(any(f"'layers.{index}'" in one for one in told) for index in range(DEPTH))
+
+
+@pytest.mark.usefixtures("plays_a_device")
+def test_other_bits_are_an_error_where_kernels_are_deterministic(make: Callable[..., ActivationOffloader]) -> None:
+    torch.use_deterministic_algorithms(True)
+    ours = Net(AddsInAnyOrder)
+    with pytest.raises(RecomputationError, match=r"'layers\.2' returned other bytes"):
+        list(steps(ours, make(ours, recompute=True)))
+
+
+class OtherForm(Plain):
+    """An output of another shape the second time."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x)
+        return y if torch._C._current_graph_task_id() == -1 else y.view(1, *y.shape)
+
+
+@pytest.mark.usefixtures("plays_a_device")
+def test_an_output_of_another_form_is_an_error_on_any_device(make: Callable[..., ActivationOffloader]) -> None:
+    ours = Net(OtherForm)
+    with pytest.raises(RecomputationError, match=r"'layers\.2' returned other bytes"):
+        list(steps(ours, make(ours, recompute=True)))
+
+
+def test_a_block_with_state_is_left_out_by_naming_the_others(make: Callable[..., ActivationOffloader]) -> None:
+    made: list[nn.Module] = []
+
+    def block() -> nn.Module:
+        made.append(Counts() if len(made) % DEPTH == 1 else Plain())
+        return made[-1]
+
+    report = check(make, block, Net, recompute=True, blocks=["layers.0", "layers.2"]).report()
+    assert report.plan is not None and report.plan["recomputed_blocks"] == 2 and report.recomputed_bytes > 0
+
+
+class _ReadsTwice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: ReadsTwice) -> Tensor:
+        y = x.exp()
+        ctx.save_for_backward(x, y)
+        ctx.layer = layer
+        return y.sin()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        _, y = ctx.saved_tensors
+        again = ctx.saved_tensors[1] if ctx.layer.reads_twice else y
+        return gradient * again.cos() * y, None
+
+
+class ReadsTwice(Plain):
+    reads_twice = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(_ReadsTwice.apply(x, self))
+
+
+def test_a_block_whose_function_reads_twice_is_left_out(make: Callable[..., ActivationOffloader]) -> None:
+    made: list[nn.Module] = []
+
+    def block() -> nn.Module:
+        made.append(ReadsTwice() if len(made) % DEPTH == 1 else Plain())
+        return made[-1]
+
+    report = check(make, block, Net, recompute=True, blocks=["layers.0", "layers.1", "layers.2"]).report()
+    assert report.plan is not None and report.plan["recomputed_blocks"] == 2 and report.recomputed_bytes > 0
+    assert [(one["path"], one["reason"].partition(",")[0]) for one in report.blocks_left_out] == [
+        ("layers.1", "a custom Function in it reads ctx.saved_tensors twice in one backward")
+    ]
+
+
+def test_a_function_that_begins_to_read_twice_is_named(make: Callable[..., ActivationOffloader]) -> None:
+    ours = Net(ReadsTwice)
+    for layer in ours.layers:
+        layer.reads_twice = False
+    offloader = make(ours, recompute=True)
+    list(steps(ours, offloader, 5))
+    ours.layers[1].reads_twice = True
+    with pytest.raises(
+        RecomputationError, match=r"^a custom Function in the block 'layers\.1' reads ctx.saved_tensors"
+    ):
+        list(steps(ours, offloader, 1))
+    assert offloader.report().recomputed_bytes > 0
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_first_plan_is_in_force_from_the_fourth_step_on(
+    make: Callable[..., ActivationOffloader], recompute: bool
+) -> None:
+    ours = Net(Plain)
+    offloader = make(ours, recompute=recompute)
+    plans = []
+    for _ in steps(ours, offloader, 4):
+        plans.append(offloader.report().plans)
+    assert plans[2:] == [1, 1] and (offloader.report().recomputed_bytes > 0) is recompute
+
+
+def test_an_evaluation_with_gradients_under_a_plan_is_exact(make: Callable[..., ActivationOffloader]) -> None:
+    torch.manual_seed(0)
+    begin()
+    ours = Net(Plain)
+    offloader = make(ours, recompute=True)
+    list(steps(ours, offloader))
+    recomputed = check_steps(ours.eval(), offloader, twin_of(ours, Plain).eval(), 3)
+    assert recomputed[-1] > recomputed[0]

@@ -1,0 +1,315 @@
+"""What a policy has a selective checkpoint save reaches our hooks, moves, and comes back bit for bit.
+
+On PyTorch before 2.14, which does not hand it over, the same tests run on a double of 2.14; see ``respecting.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_passes as test_recompute
+import torch
+from support import hazards
+from support.hazards import Saving, leaf
+from support.respecting import respecting
+from test_passes import DEPTH, Net, Plain, check
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils import checkpoint as checkpointing
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from ds_tba.core.cache import TensorCache
+from ds_tba.errors import ActivationModifiedError
+
+aten = torch.ops.aten
+SIDE, MM = 64, [aten.mm.default, aten.addmm.default]
+BYTES = SIDE * SIDE * 4
+RESPECT = "respect_saved_tensors_hooks"
+make = test_recompute.make
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(autouse=True)
+def newest(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    respecting(monkeypatch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        yield
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Iterator[TensorCache]:
+    with hazards.nvme_cache(tmp_path) as cache:
+        yield cache
+
+
+def moved_bytes(cache: TensorCache) -> int:
+    return sum(store.stats.offloaded_bytes for store in cache._stores)
+
+
+def everything(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """But for what is changed in place, which a checkpoint would refuse."""
+    is_changed = op._schema.is_mutable or op is aten.empty_like.default
+    return CheckpointPolicy.PREFER_RECOMPUTE if is_changed else CheckpointPolicy.PREFER_SAVE
+
+
+def selective(policy: Any = MM, **more: Any) -> Callable[[], Any]:
+    return functools.partial(create_selective_checkpoint_contexts, policy, **more)
+
+
+class Layer(nn.Module):
+    """Products, views and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(SIDE, 2 * SIDE), nn.Linear(2 * SIDE, SIDE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = torch.tanh(self.up(x)).view(SIDE, 2, SIDE).transpose(0, 1)
+        weights = nn.functional.dropout(torch.softmax(heads @ heads.transpose(1, 2), -1), 0.1)
+        return x + self.down((weights @ heads).transpose(0, 1).reshape(SIDE, 2 * SIDE))
+
+
+def trained(saving: Saving, layers: Any, call: Callable[[Any, Tensor], Tensor], steps: int = 3) -> list[Tensor]:
+    x, found = leaf(SIDE, SIDE), []
+    for _ in range(steps):
+        with saving():
+            y = x
+            for layer in layers:
+                y = call(layer, y)
+            loss = y.square().mean()
+        loss.backward()
+        found += [loss, *(one.clone() for one in hazards.grads(x, *layers.parameters()))]
+    return found
+
+
+def over_layers(context_fn: Callable[[], Any], **more: Any) -> Callable[[Saving], list[Tensor]]:
+    def call(layer: nn.Module, x: Tensor) -> Tensor:
+        return checkpointing.checkpoint(layer, x, use_reentrant=False, context_fn=context_fn, **more)  # type: ignore[no-any-return]
+
+    def scenario(saving: Saving) -> list[Tensor]:
+        return trained(saving, nn.ModuleList(Layer() for _ in range(3)), call)
+
+    return scenario
+
+
+def saved_by_policy(layers: int = 3, steps: int = 3) -> int:
+    """Bytes of the two products of each layer."""
+    return layers * steps * 3 * BYTES
+
+
+def test_what_a_policy_saves_moves(cache: TensorCache) -> None:
+    hazards.check(over_layers(selective(), **{RESPECT: False}), cache)
+    inputs = moved_bytes(cache)
+    hazards.check(over_layers(selective()), cache)
+    assert moved_bytes(cache) == 2 * inputs + saved_by_policy()
+
+
+@pytest.mark.parametrize("policy", [everything, [aten.view.default, aten.transpose.int, aten.t.default, *MM]])
+def test_views_and_all_else_that_a_policy_may_name(cache: TensorCache, policy: Any) -> None:
+    hazards.check(over_layers(selective(policy)), cache)
+    assert moved_bytes(cache) > saved_by_policy()
+
+
+@pytest.mark.parametrize("choice", [True, False])
+def test_what_the_call_says_stays(cache: TensorCache, choice: bool) -> None:
+    hazards.check(over_layers(selective(), **{RESPECT: choice}), cache)
+    assert (moved_bytes(cache) >= saved_by_policy()) == choice
+
+
+def test_kept_and_small_tensors_too() -> None:
+    cache = TensorCache([], "cpu", hazards.MIN_BYTES)
+    hazards.check(over_layers(selective(everything)), cache)
+    assert cache.stats.saved.peak > 3 * 3 * BYTES
+
+
+def test_a_checkpoint_in_a_checkpoint(cache: TensorCache) -> None:
+    """The inner one's saved tensors come to us in forward; in backward no hooks are in scope."""
+
+    def inner(layer: Any, x: Tensor) -> Tensor:
+        y: Tensor = checkpointing.checkpoint(layer, x, use_reentrant=False, context_fn=selective())
+        return y.sin()
+
+    def scenario(saving: Saving) -> list[Tensor]:
+        layers = nn.ModuleList(Layer() for _ in range(2))
+        return trained(saving, layers, lambda layer, x: checkpointing.checkpoint(inner, layer, x, use_reentrant=False))
+
+    hazards.check(scenario, cache)
+    assert moved_bytes(cache) >= saved_by_policy(2)
+
+
+def test_hooks_of_the_user_inside_ours_are_the_users(cache: TensorCache) -> None:
+    def call(layer: Any, x: Tensor) -> Tensor:
+        with save_on_cpu():
+            return checkpointing.checkpoint(layer, x, use_reentrant=False, context_fn=selective(), **{RESPECT: True})  # type: ignore[no-any-return]
+
+    def scenario(saving: Saving) -> list[Tensor]:
+        return trained(saving, nn.ModuleList([Layer()]), call)
+
+    hazards.check(scenario, cache)
+    assert moved_bytes(cache) == 3 * BYTES  # of the loss, which is outside of theirs
+
+
+def test_their_warning_is_theirs_too(cache: TensorCache) -> None:
+    """What they have not chosen, we do not choose for them."""
+    with pytest.warns(FutureWarning), cache.saving(), save_on_cpu():
+        checkpointing.checkpoint(Layer(), leaf(SIDE, SIDE), use_reentrant=False, context_fn=selective())
+
+
+def changes_what_was_saved(x: Tensor) -> Tensor:
+    return (x @ x).mul_(2).sin()
+
+
+def mutated(saving: Any, **more: Any) -> Tensor:
+    with saving():
+        return checkpointing.checkpoint(  # type: ignore[no-any-return]
+            changes_what_was_saved, leaf(SIDE, SIDE), use_reentrant=False, context_fn=selective(**more)
+        ).sum()
+
+
+def test_a_change_after_the_save_raises(cache: TensorCache) -> None:
+    with pytest.raises(RuntimeError, match="has been mutated"):
+        mutated(nullcontext).backward()
+    for one in (cache, TensorCache([], "cpu", 1), TensorCache([], "cpu", 1 << 20)):  # moved, kept, small
+        with pytest.raises(ActivationModifiedError):
+            mutated(one.saving).backward()
+
+
+def test_a_change_that_is_allowed_counts_as_without_us(cache: TensorCache) -> None:
+    def scenario(saving: Saving) -> list[Tensor]:
+        x = leaf(SIDE, SIDE)
+        with saving():
+            contexts = selective(allow_cache_entry_mutation=True)
+            loss = checkpointing.checkpoint(changes_what_was_saved, x, use_reentrant=False, context_fn=contexts).sum()
+        return hazards.grads_after(loss, x)
+
+    hazards.check(scenario, cache)
+
+
+def test_a_second_backward_says_what_it_says_without_us(cache: TensorCache) -> None:
+    messages = []
+    for saving in (nullcontext, cache.saving):
+        x = leaf(SIDE, SIDE)
+        with saving():
+            loss = checkpointing.checkpoint(Layer(), x, use_reentrant=False, context_fn=selective()).sum()
+        loss.backward(retain_graph=True)
+        with pytest.raises(RuntimeError) as raised:
+            loss.backward()
+        messages.append(str(raised.value))
+    assert messages[0] == messages[1] and "backward an extra time" in messages[0]
+
+
+def test_a_debugged_checkpoint_says_what_it_says_without_us(cache: TensorCache) -> None:
+    x = leaf(SIDE, SIDE)
+    for saving in (nullcontext, cache.saving):
+        with saving():
+            checkpointing.checkpoint(Layer(), x, use_reentrant=False, debug=True).sum().backward()
+            with pytest.raises(ValueError, match="debug=True"):
+                checkpointing.checkpoint(Layer(), x, use_reentrant=False, debug=True, context_fn=selective())
+
+
+def test_pytorch_is_as_it_was_outside_of_forwards(cache: TensorCache, tmp_path: Path) -> None:
+    name = "_checkpoint_without_reentrant_generator_impl"
+    before = getattr(checkpointing, name)
+    (tmp_path / "other").mkdir()
+    with hazards.nvme_cache(tmp_path / "other") as other:
+        with cache.saving():
+            with other.saving():
+                assert getattr(checkpointing, name) is not before
+            assert getattr(checkpointing, name) is not before
+            with pytest.raises(ZeroDivisionError), other.saving():
+                raise ZeroDivisionError
+        assert getattr(checkpointing, name) is before
+        with pytest.raises(ZeroDivisionError), cache.saving():
+            raise ZeroDivisionError
+    assert getattr(checkpointing, name) is before
+
+
+def test_threads(tmp_path: Path) -> None:
+    """Forwards of two threads, and a third that is none of ours: each gets its own, and nobody else's."""
+    # Without dropout: all threads draw from one generator.
+    layer, x = nn.Sequential(nn.Linear(SIDE, SIDE), nn.Tanh(), nn.Linear(SIDE, SIDE)), torch.randn(SIDE, SIDE)
+
+    def gradients() -> list[Tensor]:
+        result = checkpointing.checkpoint(layer, x, use_reentrant=False, context_fn=selective())
+        return list(torch.autograd.grad(result.sum(), list(layer.parameters())))
+
+    expected = gradients()
+    name = "_checkpoint_without_reentrant_generator_impl"
+    before, errors = getattr(checkpointing, name), []
+
+    def with_us(directory: Path) -> None:
+        directory.mkdir()
+        try:
+            with hazards.nvme_cache(directory) as cache:
+                over_layers(selective())(cache.saving)
+                assert moved_bytes(cache) > saved_by_policy()
+        except BaseException as error:
+            errors.append(error)
+            raise
+
+    threads = [threading.Thread(target=with_us, args=(tmp_path / str(index),)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    plain = [gradients() for _ in range(20)]
+    for thread in threads:
+        thread.join()
+    assert not errors and getattr(checkpointing, name) is before
+    assert all(torch.equal(one, other) for found in plain for one, other in zip(found, expected, strict=True))
+
+
+# ---- in blocks that plans would recompute ---------------------------------------------------------------------------
+
+
+class Inside(Plain):
+    """Checkpoints a part of its forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        part = checkpointing.checkpoint(self.part, x, use_reentrant=False, context_fn=selective())
+        return x + self.down(torch.nn.functional.gelu(part))
+
+    def part(self, x: Tensor) -> Tensor:
+        return self.drop(self.up(self.norm(x)).tanh())  # type: ignore[no-any-return]
+
+
+class Whole(Inside):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpointing.checkpoint(super().forward, x, use_reentrant=False, context_fn=selective())  # type: ignore[no-any-return]
+
+
+class Later(Inside):
+    """Its policy comes into force when it has been recomputed for a while."""
+
+    def part(self, x: Tensor) -> Tensor:
+        self.passes = getattr(self, "passes", 0) + torch.is_grad_enabled()
+        return super().part(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if getattr(self, "passes", 0) > 8:
+            return super().forward(x)
+        return x + self.down(torch.nn.functional.gelu(self.part(x)))
+
+
+@pytest.mark.parametrize("block", [Inside, Whole])
+def test_a_block_that_keeps_what_a_policy_names_is_not_recomputed(
+    make: Callable[..., Any], caplog: pytest.LogCaptureFixture, block: Callable[[], nn.Module]
+) -> None:
+    """Recomputing it would free none of that, and a plan that counts on it would break the budget."""
+    report = check(make, block, Net, recompute=True).report()
+    assert report.recomputed_bytes == 0 and report.plan is not None and report.plan["recomputed_blocks"] == 0
+    (line,) = [record.message for record in caplog.records if "not recomputed" in record.message]
+    assert f"{DEPTH - 1} more blocks" in line and "a selective checkpoint inside keeps what its policy names" in line
+    assert len(report.blocks_left_out) == DEPTH
+
+
+def test_a_policy_that_comes_late_stays_with_the_checkpoint(make: Callable[..., Any]) -> None:
+    """In the passes that are recomputed anyway: no warning, no bit."""
+    report = check(make, Later, Net, recompute=True).report()
+    assert report.recomputed_bytes > 0

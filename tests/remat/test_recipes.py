@@ -1,0 +1,540 @@
+"""Recipes and rules: what is found is the same bits; what cannot be known is refused."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import Parameter, functional
+
+from ds_tba.core.cache import TensorCache
+from ds_tba.core.tensors import mark_inputs, mark_owned
+from ds_tba.device.accelerator import CpuAccelerator
+from ds_tba.remat.rules import RULES
+from ds_tba.remat.sites import NoRecipeError, Recipe, Sites
+
+NAMES = {rule.make: name for name, rule in RULES.items()}
+SIZE = (12, 34)
+SPECIAL = [0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-40, -1e-40, 3e38, -3e38, 65504.0, 88.8, -104.0]
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+
+Make = Callable[[Tensor, Tensor], Tensor]
+
+
+MAKES: dict[str, Make] = {
+    "MulBackward0": lambda a, b: a * b,
+    "DivBackward0": lambda a, b: a / b,
+    "AddBackward0": lambda a, b: torch.add(a, b, alpha=0.3),
+    "SubBackward0": lambda a, b: torch.sub(a, b, alpha=-2),
+    "AddcmulBackward0": lambda a, b: torch.addcmul(a, b, a, value=0.7),
+    "MaximumBackward0": torch.maximum,
+    "MinimumBackward0": torch.minimum,
+    "WhereBackward0": lambda a, b: torch.where(a > 0, a, b),
+    "SiluBackward0": lambda a, b: functional.silu(a),
+    "GeluBackward0": lambda a, b: functional.gelu(a, approximate="tanh"),
+    "ReluBackward0": lambda a, b: functional.relu(a),
+    "LeakyReluBackward0": lambda a, b: functional.leaky_relu(a, 0.2),
+    "EluBackward0": lambda a, b: functional.selu(a),
+    "HardtanhBackward0": lambda a, b: functional.relu6(a),
+    "HardswishBackward0": lambda a, b: functional.hardswish(a),
+    "HardsigmoidBackward0": lambda a, b: functional.hardsigmoid(a),
+    "SoftplusBackward0": lambda a, b: functional.softplus(a, 2, 10),
+    "MishBackward0": lambda a, b: functional.mish(a),
+    "GluBackward0": lambda a, b: functional.glu(a, 1),
+    "SigmoidBackward0": lambda a, b: torch.sigmoid(a),
+    "TanhBackward0": lambda a, b: torch.tanh(a),
+    "ExpBackward0": lambda a, b: torch.exp(a),
+    "SqrtBackward0": lambda a, b: torch.sqrt(a),
+    "RsqrtBackward0": lambda a, b: torch.rsqrt(a),
+    "ReciprocalBackward0": lambda a, b: torch.reciprocal(a),
+    "LogBackward0": lambda a, b: torch.log(a),
+    "SinBackward0": lambda a, b: torch.sin(a),
+    "CosBackward0": lambda a, b: torch.cos(a),
+    "ErfBackward0": lambda a, b: torch.erf(a),
+    "AbsBackward0": lambda a, b: torch.abs(a),
+    "NegBackward0": lambda a, b: -a,
+    "PowBackward0": lambda a, b: a**3,
+    "ClampMinBackward0": lambda a, b: a.clamp_min(-0.5),
+    "ClampBackward1": lambda a, b: a.clamp(-1, 2),
+    "NativeLayerNormBackward0": lambda a, b: functional.layer_norm(a, SIZE[1:], a[0].detach(), None, 0.1),
+    "NativeGroupNormBackward0": lambda a, b: functional.group_norm((a * b)[:, :, None], 2, a[0], b[0], 1e-3),
+    "SoftmaxBackward0": lambda a, b: torch.softmax(a, -1),
+    "NativeDropoutBackward0": lambda a, b: torch.native_dropout(a, 0.3, True)[0],
+    "IndexBackward0": lambda a, b: a[torch.tensor([1, 1, 0]), :],
+    "ToCopyBackward0": lambda a, b: a.to(torch.float16),
+    "CloneBackward0": lambda a, b: a.clone(),
+    "UnsafeViewBackward0": lambda a, b: a.t().reshape(SIZE),
+    # Between two ops.
+    "ViewBackward0": lambda a, b: a.view(-1).exp(),
+    "UnsqueezeBackward0": lambda a, b: a[None].exp(),
+    "SqueezeBackward0": lambda a, b: a[None].squeeze().exp(),
+    "SqueezeBackward1": lambda a, b: a[:, :1].squeeze(-1).exp(),
+    "ExpandBackward0": lambda a, b: a[None].expand(3, -1, -1).exp(),
+    "TBackward0": lambda a, b: a.t().exp(),
+    "TransposeBackward0": lambda a, b: a.transpose(0, -1).exp(),
+    "PermuteBackward0": lambda a, b: a.permute(1, 0).exp(),
+    "SelectBackward0": lambda a, b: a.select(1, -2).exp(),
+    "SliceBackward0": lambda a, b: a[:, 1:-3:2].exp(),
+    "SplitBackward0": lambda a, b: a.split(5, -1)[-1].exp(),
+    "UnbindBackward0": lambda a, b: a.unbind(1)[3].exp(),
+}
+# Made on the CPU of other ops; see below.
+ELSEWHERE = {"FusedRmsNormBackward0"}
+
+
+def values(seed: int, dtype: torch.dtype = torch.float32) -> Parameter:
+    """Random numbers, and special ones among them."""
+    drawn = torch.randn(SIZE, generator=torch.Generator().manual_seed(seed)) * 3
+    drawn[1::3, : len(SPECIAL)] = torch.tensor(SPECIAL)
+    drawn[2::3, -len(SPECIAL) :] = torch.tensor(SPECIAL[::-1])
+    return Parameter(drawn.to(dtype))
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(torch.int16 if tensor.itemsize == 2 else torch.int32)
+
+
+class Run:
+    """A cache that keeps, with what is found in it."""
+
+    def __init__(self, exclude: frozenset[str] = frozenset()) -> None:
+        self.cache = TensorCache([], "cpu", 1)
+        self.sites = Sites(self.cache, CpuAccelerator(), exclude)
+        self.cache.rematerialize(self.sites)
+
+    def find(self, make: Make, a: Tensor, b: Tensor) -> tuple[Tensor, Recipe | None]:
+        """Of what is made of activations with these values, which are saved elsewhere."""
+        with self.cache.saving():
+            a, b = (one.clone() if isinstance(one, Parameter) else one for one in (a, b))
+            self.saved = [one.sin() for one in (a, b)]
+            made = make(a, b)
+            return made, self.sites.find(made)
+
+    def refusal(self, make: Make, a: Tensor, b: Tensor) -> str:
+        with pytest.raises(NoRecipeError) as refused:
+            self.find(make, a, b)
+        return str(refused.value)
+
+
+def names(recipe: Recipe) -> set[str]:
+    return {NAMES[one.rule.make] for one in recipe.steps}
+
+
+def made_by(recipe: Recipe) -> Tensor:
+    with torch.no_grad():
+        return recipe.make(lambda held: held.restore(), CpuAccelerator().clock, [])
+
+
+# ---- rules ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_rule_has_a_case() -> None:
+    assert set(MAKES) | ELSEWHERE == {name for name, rule in RULES.items() if rule.operands}
+
+
+def holds_epsilon() -> bool:
+    """Whether the node of a group norm does, as before PyTorch 2.14."""
+    node = functional.group_norm(torch.ones(2, 4, 1, requires_grad=True), 2).grad_fn
+    return hasattr(node, "_saved_eps")
+
+
+def test_what_a_node_no_longer_holds_costs_the_recipe_and_no_more() -> None:
+    run, name = Run(), "PowBackward0"
+    gone = replace(RULES[name], constants=("exponent_of_old",))
+    run.sites.rules = {**run.sites.rules, name: gone}
+    assert "has no _saved_exponent_of_old" in run.refusal(MAKES[name], values(0), values(1))
+    a = values(0).requires_grad_()
+    with run.cache.saving():
+        loss = a.sin().pow(2.5).exp().sum()
+    loss.backward()
+    assert a.grad is not None and any("exponent_of_old" in one for one in run.sites.summary()["refused_sites"])
+
+
+@dtypes
+@pytest.mark.parametrize("name", MAKES)
+def test_a_rule_makes_the_same_bits(name: str, dtype: torch.dtype) -> None:
+    if name == "NativeGroupNormBackward0" and not holds_epsilon():
+        assert "has no _saved_eps" in Run().refusal(MAKES[name], values(0, dtype), values(1, dtype))
+        return
+    made, recipe = Run().find(MAKES[name], values(0, dtype), values(1, dtype))
+    assert recipe is not None and name in names(recipe)
+    again = made_by(recipe)
+    assert again.dtype == made.dtype and again.shape == made.shape
+    assert torch.equal(bits(again), bits(made))
+
+
+@dtypes
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda a, b: functional.gelu(a),
+        lambda a, b: functional.elu(a, 0.7),
+        lambda a, b: functional.hardtanh(a, -2, 3),
+        lambda a, b: a * 0.3,
+        lambda a, b: a / 3,
+        lambda a, b: a * torch.tensor(0.3),
+        lambda a, b: a**0.5,
+        lambda a, b: a**2,
+        lambda a, b: a.clamp(max=1),
+        lambda a, b: functional.softplus(a),
+        lambda a, b: functional.layer_norm(a, SIZE, a, b, 1e-3),
+        lambda a, b: torch.softmax(a, 0),
+        lambda a, b: torch.native_dropout(a, 1.0, True)[0],
+        lambda a, b: torch.native_dropout(a, 0.0, True)[0],
+        lambda a, b: a[:, torch.tensor([2, 2])],
+        lambda a, b: a[torch.arange(SIZE[0]) > 3],
+        lambda a, b: a + b[0],
+        lambda a, b: a.float() * b.float(),
+        lambda a, b: torch.exp(torch.exp(a.t()) + functional.silu(b).t()),
+        lambda a, b: (a.double() + b).t().clone(),
+    ],
+)
+def test_other_forms_of_ops_make_the_same_bits(make: Make, dtype: torch.dtype) -> None:
+    made, recipe = Run().find(make, values(0, dtype), values(1, dtype))
+    assert recipe is not None
+    again = made_by(recipe)
+    assert again.dtype == made.dtype
+    assert torch.equal(again.detach().contiguous().view(torch.uint8), made.detach().contiguous().view(torch.uint8))
+
+
+@dtypes
+@pytest.mark.parametrize("p", [0.1, 0.3, 0.9])
+def test_dropout_rounds_as_in_forward_whatever_the_values(p: float, dtype: torch.dtype) -> None:
+    """A proof with few values may find them equal by chance."""
+    for seed in range(5):
+        made, recipe = Run().find(
+            lambda a, b: torch.native_dropout(a, p, True)[0], values(seed, dtype), values(1, dtype)
+        )
+        assert recipe is not None and torch.equal(bits(made_by(recipe)), bits(made))
+
+
+@dtypes
+@pytest.mark.parametrize("eps", [None, 1e-3])
+def test_a_fused_rms_norm_is_made_by_the_op_that_made_it(eps: float | None, dtype: torch.dtype) -> None:
+    """Its epsilon is known on a GPU only: on a CPU, PyTorch's function is made of other ops."""
+    a, weight = values(0, dtype), values(1, dtype)[0].detach()
+    made = torch.ops.aten._fused_rms_norm(a, SIZE[1:], weight, eps)[0]
+    rule = RULES["FusedRmsNormBackward0"]
+    assert torch.equal(bits(rule.make(a, weight, SIZE[1:], eps, None)), bits(made))
+
+
+# ---- what cannot be known -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda a, b: a + 1,
+        lambda a, b: 1 - a,
+        lambda a, b: a + b.detach(),
+        lambda a, b: torch.exp(a.cumsum(0)),
+        lambda a, b: torch.exp(a.masked_fill(b > 0, 0.5)),
+    ],
+)
+def test_what_the_graph_does_not_hold_is_refused(make: Make) -> None:
+    run, a, b = Run(), values(0), values(1)
+    try:
+        assert run.find(make, a, b)[1] is None
+    except NoRecipeError as reason:
+        assert "nobody saves" in str(reason)
+
+
+def test_ops_are_left_out_also_between_others() -> None:
+    run = Run(frozenset({"neg"}))
+    assert run.find(lambda a, b: -a, values(0), values(1))[1] is None
+    assert "nobody saves" in run.refusal(lambda a, b: torch.relu((-a).t() + b.t()), values(0), values(1))
+
+
+def test_a_norm_is_made_with_its_own_epsilon() -> None:
+    run, a, b = Run(), values(0), values(1)
+    for eps in (1e-5, 0.5):
+        made, recipe = run.find(lambda x, _, eps=eps: functional.layer_norm(x, SIZE[1:], eps=eps), a, b)
+        assert recipe is not None and torch.equal(bits(made_by(recipe)), bits(made))
+    direct = lambda x, _: torch.native_layer_norm(x, SIZE[1:], None, None, 1e-5)[0]  # noqa: E731
+    assert run.refusal(direct, a, b) == "a norm whose eps is not known"
+
+
+def test_inputs_of_the_model_are_no_operands() -> None:
+    x = torch.randn(SIZE)
+    mark_inputs([x])
+    assert Run().refusal(lambda a, _: a * x, values(0), values(1)) == "an input of the model"
+    leaf = torch.randn(SIZE).requires_grad_()
+    assert Run().refusal(lambda a, b: leaf.exp(), values(0), values(1)) == "an input of the model"
+
+
+def test_hooks_of_the_user_are_not_called() -> None:
+    calls = []
+
+    def make(a: Tensor, b: Tensor) -> Tensor:
+        with saved_tensors_hooks(lambda tensor: (calls.append("pack"), tensor)[1], lambda held: calls.append("unpack")):
+            made = a * b
+        calls.append("made")
+        return made
+
+    assert Run().refusal(make, values(0), values(1)) == "saved by hooks of the user"
+    assert calls == ["pack", "pack", "made"]
+
+
+# ---- changes in place -----------------------------------------------------------------------------------------------
+
+
+def double_in_place(tensor: Tensor) -> None:
+    with torch.no_grad():
+        tensor.mul_(2)
+
+
+def test_an_operand_that_was_changed_in_place_is_refused() -> None:
+    def make(a: Tensor, b: Tensor) -> Tensor:
+        held = a.neg()
+        made = held * b
+        double_in_place(held)
+        return made
+
+    assert Run().refusal(make, values(0), values(1)) == "an operand was changed in place"
+
+
+def test_what_was_changed_in_place_itself_is_refused() -> None:
+    def make(a: Tensor, b: Tensor) -> Tensor:
+        made = a * b
+        double_in_place(made[:1])
+        return made
+
+    assert "changed in place" in Run().refusal(make, values(0), values(1))
+
+
+def late(run: Run, forward: Callable[[bool], Tensor], parameters: list[Tensor]) -> None:
+    """Two steps as usual, and one with a change: its gradients must be those of plain autograd, or an error."""
+    for changes in (False, False, True):
+        saved = [one.detach().clone() for one in parameters]
+        plain = torch.autograd.grad(forward(changes).sum(), parameters, allow_unused=True)
+        with torch.no_grad():
+            for one, before in zip(parameters, saved, strict=True):
+                one.copy_(before)
+        with run.cache.saving():
+            loss = forward(changes).sum()
+        ours = torch.autograd.grad(loss, parameters, allow_unused=True)
+        for found, expected in zip(ours, plain, strict=True):
+            assert (found is None) == (expected is None)
+            assert found is None or torch.equal(found, expected)
+    assert run.cache.stats.rematerialized_bytes
+
+
+@pytest.mark.parametrize("make", [lambda a, p: a * p, lambda a, p: a + p, lambda a, p: p.bfloat16()])
+def test_parameters_are_no_operands(make: Make) -> None:
+    """DeepSpeed changes them without a version, between two backwards of one forward, say."""
+    p = values(1)
+    assert "a parameter" in Run().refusal(lambda a, _: make(a.bfloat16(), p).neg().relu(), values(0), values(1))
+
+
+@pytest.mark.parametrize("is_buffer", [True, False])
+def test_of_what_a_norm_saves_of_its_module_a_copy_is_the_operand(is_buffer: bool) -> None:
+    module = torch.nn.BatchNorm1d(SIZE[1])
+    mark_owned(module)
+    owned = module.running_var if is_buffer else module.weight
+    assert isinstance(owned, Tensor)
+    run = Run()
+    made, recipe = run.find(lambda a, _: a * owned, Parameter(torch.randn(64, SIZE[1])), values(1))
+    assert recipe is not None
+    stats = run.cache.stats
+    expected, before = made.detach().clone(), (stats.resident.now, stats.saved.now)
+    recipe = recipe.copied(run.cache)
+    owned.data.mul_(3)  # as DeepSpeed does, without a version
+    assert torch.equal(made_by(recipe), expected)
+    assert (stats.resident.now, stats.saved.now) == (before[0] + owned.nbytes, before[1])
+    # Not small beside what need not be saved.
+    assert "a parameter" in run.refusal(lambda a, _: a * owned, Parameter(torch.randn(8, SIZE[1])), values(1))
+
+
+def test_what_zero3_has_let_go_of_is_no_operand() -> None:
+    weight = Parameter(torch.ones(SIZE[1]))
+
+    def make(a: Tensor, _: Tensor) -> Tensor:
+        made = a * weight
+        weight.data = torch.empty(0)
+        return made
+
+    assert "a parameter" in Run().refusal(make, Parameter(torch.randn(64, SIZE[1])), values(1))
+
+
+def test_graphs_of_earlier_forwards_are_not_entered() -> None:
+    run, a = Run(), values(0)
+    with run.cache.saving():
+        carried = functional.silu(a * 2)
+    run.sites.begin_forward()
+    assert run.refusal(lambda x, _: torch.relu(carried.t()), a, values(1)) == "made in an earlier forward"
+    assert run.refusal(lambda x, _: carried, a, values(1)) == "made in an earlier forward"
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        lambda h: h.contiguous(memory_format=torch.channels_last),
+        lambda h: h.to(memory_format=torch.channels_last),
+        lambda h: h.permute(0, 2, 3, 1).clone(),
+        lambda h: h.to(torch.float64),
+    ],
+)
+def test_what_rounds_by_position_is_not_made_behind_a_copy(order: Callable[[Tensor], Tensor]) -> None:
+    def moved(a: Tensor) -> Tensor:
+        return order(functional.silu(a)[None, :, :, None].expand(2, -1, -1, 3))
+
+    a, b = values(0), values(1)
+    with pytest.raises(NoRecipeError, match="another order of elements"):
+        Run().find(lambda x, _: torch.sigmoid(moved(x)), a, b)
+    for make in (torch.neg, lambda h: h * h, lambda h: h + h, torch.relu, torch.abs):  # each element on its own
+        made, recipe = Run().find(lambda x, _, make=make: make(moved(x)), a, b)
+        assert recipe is not None
+        again = made_by(recipe).contiguous()
+        assert torch.equal(again.view(torch.uint8), made.detach().contiguous().view(torch.uint8))
+
+
+def test_an_op_in_place_that_would_promote_is_not_made() -> None:
+    scale = torch.ones(SIZE[1])
+
+    def make(a: Tensor, b: Tensor) -> Tensor:
+        h = functional.silu(a.bfloat16()) * b.bfloat16()
+        h.mul_(scale)
+        return torch.relu(-h)
+
+    made, recipe = Run().find(make, values(0), values(1))
+    assert recipe is not None and made.dtype == torch.bfloat16
+    with pytest.raises(NoRecipeError, match="another shape or dtype"):
+        made_by(recipe)
+
+
+def test_an_operand_changed_between_two_uses_is_not_taken_for_the_first() -> None:
+    a, b = (Parameter(torch.randn(SIZE)) for _ in range(2))
+    kept: list[Tensor] = []
+
+    def forward(changes: bool) -> Tensor:
+        held, other = functional.silu(a * 2), b * 2
+        kept.append(other.sin())
+        made = held + other
+        if changes:
+            double_in_place(held)
+        kept.append(held.sin())  # saves it, as it is now
+        return made.sin()
+
+    late(Run(), forward, [a, b])
+
+
+def test_a_bias_that_is_not_trained_is_not_taken_for_none() -> None:
+    a, weight = Parameter(torch.randn(SIZE)), Parameter(torch.ones(SIZE[1]))
+    bias = torch.zeros(SIZE[1])
+
+    def forward(changes: bool) -> Tensor:
+        if changes:
+            bias.fill_(3)
+        made = functional.group_norm(a.sin()[:, :, None], 2, weight, bias).sin()
+        return made + functional.silu(a * 2).sin()[:, :, None]
+
+    late(Run(), forward, [a])
+
+
+def test_a_tensor_without_dimensions_is_no_number() -> None:
+    run, a, scale = Run(), Parameter(torch.randn(SIZE)), torch.tensor(0.5)
+
+    def make(a: Tensor, b: Tensor) -> Tensor:
+        with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            outside = a * scale
+        return torch.exp(outside.t() + b.t())
+
+    assert run.refusal(make, a, values(1)) == "saved by hooks of the user"
+
+
+# ---- the state of the process ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_onednn_is_used_where_forward_used_it(dtype: torch.dtype) -> None:
+    run = Run()
+    a, b = (Parameter(torch.randn(64, 128).to(dtype)) for _ in range(2))
+
+    def forward() -> Tensor:
+        return (functional.gelu(a * b) * b).sin().float().sum()
+
+    for step in range(3):
+        with run.cache.saving():
+            loss = forward()
+        plain = forward()
+        with torch.backends.mkldnn.flags(enabled=step < 2, allow_tf32=False):
+            expected = torch.autograd.grad(plain, [a, b])
+            found = torch.autograd.grad(loss, [a, b])
+            assert torch._C._get_mkldnn_enabled() == (step < 2)
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True)), step
+    assert run.cache.stats.rematerialized_bytes
+
+
+@pytest.mark.parametrize("in_forward", [True, False])
+def test_numbers_near_zero_are_flushed_where_forward_flushed_them(in_forward: bool) -> None:
+    run, packed, unpacked = Run(), [], []
+    a, b = (Parameter(torch.randn(SIZE)) for _ in range(2))
+
+    def around(hooks: Any) -> Any:
+        pack, unpack = hooks
+        return (
+            lambda tensor: (packed.append(bits(tensor).clone()), pack(tensor))[1],
+            lambda held: (unpacked.append(bits(found := unpack(held)).clone()), found)[1],
+        )
+
+    try:
+        torch.set_flush_denormal(in_forward)
+        with run.cache.saving(around=around):
+            product = (a * 1e-20) * (b.sin() * 1e-20)
+            loss = (product.sin() + product * a).sum()
+        torch.set_flush_denormal(not in_forward)
+        loss.backward()
+        assert (float(torch.tensor(1e-30) * 1e-10) == 0) is not in_forward
+    finally:
+        torch.set_flush_denormal(False)
+    assert run.cache.stats.rematerialized_bytes
+    assert sorted(one.sum().item() for one in packed) == sorted(one.sum().item() for one in unpacked)
+
+
+# ---- lifetimes ------------------------------------------------------------------------------------------------------
+
+
+def test_a_recipe_outlives_the_buffers_of_its_node() -> None:
+    """Another backward frees them; what was saved is held as long as what is made of it."""
+    run, a, b = Run(), Parameter(torch.randn(SIZE)), Parameter(torch.randn(SIZE))
+
+    def forward() -> tuple[Tensor, Tensor]:
+        made = functional.silu(a * 2)
+        return made.sum(), (made.detach().requires_grad_() * 1).sum() + torch.einsum("ij,ij->", made, b)
+
+    for step in range(3):
+        with run.cache.saving():
+            first, second = forward()
+        found = torch.autograd.grad(second, [b], retain_graph=True) + torch.autograd.grad(first, [a])
+        found += torch.autograd.grad(second, [b])
+        first, second = forward()
+        plain = torch.autograd.grad(second, [b], retain_graph=True) + torch.autograd.grad(first, [a])
+        plain += torch.autograd.grad(second, [b])
+        assert all(torch.equal(one, other) for one, other in zip(found, plain, strict=True)), step
+    assert run.cache.stats.rematerialized_bytes
+    del first, second
+    gc.collect()
+    run.cache.settle()
+    assert run.cache.live_records == run.cache.stats.resident.now == run.cache.stats.saved.now == 0
+
+
+def test_graphs_that_are_dropped_leave_no_record() -> None:
+    run, a, b = Run(), Parameter(torch.randn(SIZE)), Parameter(torch.randn(SIZE))
+    losses: list[Any] = []
+    for backward in (True, True, False, False):
+        with run.cache.saving():
+            losses.append((functional.silu(a * 2) * torch.tanh(b * a)).sin().sum())
+        if backward:
+            losses[-1].backward()
+    assert run.cache.live_records
+    assert run.cache.stats.rematerialized_bytes
+    losses.clear()
+    gc.collect()
+    run.cache.settle()
+    assert run.cache.live_records == run.cache.stats.resident.now == run.cache.stats.saved.now == 0

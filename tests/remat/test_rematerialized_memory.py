@@ -1,0 +1,216 @@
+"""What rematerialization holds, for how long, and what it costs to look for it."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from conftest import StoreFactory
+from support.doubles import wait_for_writes
+from torch import Tensor
+from torch.nn import Parameter, functional
+
+import ds_tba
+from ds_tba.core.cache import TensorCache
+from ds_tba.device.accelerator import CpuAccelerator
+from ds_tba.remat import sites as sites_module
+from ds_tba.remat.sites import Sites
+
+KIB = 1 << 10
+SIZE = (128, 128)  # 64 KiB
+STEPS = 4
+
+
+def cache_of(*stores: Any, with_sites: bool = True) -> TensorCache:
+    cache = TensorCache(stores, "cpu", 1024, wait_for_staging=True)
+    if with_sites:
+        cache.rematerialize(Sites(cache, CpuAccelerator()))
+    return cache
+
+
+def values(seed: int = 0) -> Parameter:
+    return Parameter(torch.randn(SIZE, generator=torch.Generator().manual_seed(seed)))
+
+
+def live_bytes() -> int:
+    """Of all storages that Python holds a tensor of."""
+    gc.collect()
+    storages = {
+        one.untyped_storage().data_ptr(): one.untyped_storage().nbytes()
+        for one in gc.get_objects()
+        if type(one) in (Tensor, Parameter) and one.layout is torch.strided
+    }
+    return sum(storages.values())
+
+
+# ---- what is held ---------------------------------------------------------------------------------------------------
+
+
+class Logging:
+    """A statistic of each step is kept until the next, with its graph, as scripts do by mistake."""
+
+    def __init__(self) -> None:
+        self.x, self.y, self.z = (values(seed) for seed in range(3))
+        self.logged: Tensor | None = None
+
+    def loss(self) -> Tensor:
+        gate, up = self.x @ self.y, self.y @ self.x  # not made again
+        made = functional.silu(gate) * up
+        out = torch.sin(made * self.z)
+        self.logged = (made * made).mean()
+        return out.sum()
+
+
+class LoggingSums(Logging):
+    """Likewise; what is logged is the sum of three outputs."""
+
+    def loss(self) -> Tensor:
+        parts = [self.x @ self.y, self.y @ self.z, self.z @ self.x]
+        out = sum(torch.cos(part) for part in parts)
+        made = parts[0] + parts[1] + parts[2]
+        out = torch.sin(made) + out
+        self.logged = torch.sin(made).mean()
+        return out.sum()
+
+
+@pytest.mark.parametrize("model", [Logging, LoggingSums])
+def test_operands_are_held_no_longer_than_what_is_made_of_them_is_worth(model: type[Logging]) -> None:
+    held: dict[bool, list[int]] = {False: [], True: []}
+    counted: dict[bool, list[int]] = {False: [], True: []}
+    without: dict[bool, list[int]] = {False: [], True: []}
+    for with_sites, one in held.items():
+        logging, cache = model(), cache_of(with_sites=with_sites)
+        parameters = (logging.x, logging.y, logging.z)
+        logging.loss()
+        for _ in range(STEPS):
+            logging.logged = None
+            before = live_bytes()
+            with cache.saving():
+                loss = logging.loss()
+            loss.backward()
+            cache.end_micro_step()
+            del loss
+            for parameter in parameters:
+                parameter.grad = None
+            cache.settle()
+            one.append(live_bytes() - before)
+            counted[with_sites].append(cache.stats.resident.now)
+            without[with_sites] += [cache.stats.saved.now, cache.stats.saved.peak]
+        del parameter, parameters
+    assert all(ours <= plain + KIB for ours, plain in zip(held[True], held[False], strict=True)), held
+    assert all(ours <= plain for ours, plain in zip(counted[True], counted[False], strict=True)), counted
+    assert without[True] == without[False]
+
+
+def unet(inputs: list[Parameter]) -> Tensor:
+    """Each level's output is made of what the level has saved, and is wanted again on the way up, in reverse."""
+    x, skips = inputs[0] * 1.0, []
+    for weight in inputs:
+        gate = x * weight
+        x = functional.silu(gate)
+        skips.append(x)
+        x = x + 0.1
+    for weight, skip in zip(reversed(inputs), reversed(skips), strict=True):
+        x = (x + 0.5) * (skip * (weight + 0.25))
+    return x.sum()
+
+
+def peak_in_backward(cache: TensorCache, forward: Callable[[list[Parameter]], Tensor], inputs: list[Parameter]) -> int:
+    """Bytes of saved tensors in memory at most, as each is unpacked in the last of some backwards."""
+    peak = 0
+
+    def looking(hooks: Any) -> Any:
+        pack, unpack = hooks
+
+        def look(held: Any) -> Tensor:
+            nonlocal peak
+            tensor: Tensor = unpack(held)
+            peak = max(peak, cache.stats.resident.now)
+            return tensor
+
+        return pack, look
+
+    for _ in range(STEPS):
+        with cache.saving(around=looking):
+            loss = forward(inputs)
+        for store in cache._stores:
+            wait_for_writes(store)
+        cache.settle()
+        peak = 0
+        loss.backward()
+        del loss
+        gc.collect()
+        cache.settle()
+    return peak
+
+
+def test_backward_holds_no_more_than_without(make_store: StoreFactory) -> None:
+    inputs = [values(seed) for seed in range(8)]
+    plain = peak_in_backward(cache_of(make_store(), with_sites=False), unet, inputs)
+    cache = cache_of(make_store())
+    ours = peak_in_backward(cache, unet, inputs)
+    # What is made again, and what it is made of, of one op at a time.
+    assert ours <= plain + 2 * inputs[0].nbytes, f"{ours // KIB} KiB against {plain // KIB}"
+
+
+# ---- what it costs to look ------------------------------------------------------------------------------------------
+
+
+class Calls:
+    """Counts the functions of ours that Python enters."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __enter__(self) -> Calls:
+        [root] = ds_tba.__path__
+
+        def profile(frame: FrameType, event: str, argument: Any) -> None:
+            self.count += event == "call" and frame.f_code.co_filename.startswith(root)
+
+        sys.setprofile(profile)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        sys.setprofile(None)
+
+
+def doubled(depth: int, x: Tensor) -> Tensor:
+    h = functional.silu(x * 0.5)
+    for _ in range(depth):
+        h = h + h
+    return torch.sin(h)
+
+
+def test_looking_takes_time_in_proportion_to_the_ops() -> None:
+    x, counts = values(), []
+    for depth in range(12):
+        cache = cache_of()
+        for _ in range(2):  # in the first, what is imported late
+            with cache.saving(), Calls() as calls:
+                loss = doubled(depth, x).sum()
+            loss.backward()
+        counts.append(calls.count)
+    assert all(count <= (1 + depth) * counts[0] for depth, count in enumerate(counts)), counts
+
+
+# ---- what is remembered ---------------------------------------------------------------------------------------------
+
+
+def test_sites_in_use_are_not_forgotten_for_lengths_that_never_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sites_module, "MAX_SITES", 8)
+    x, cache, saved = values(), cache_of(), []
+    for step in range(40):
+        before = cache.stats.rematerialized_bytes
+        with cache.saving():
+            loss = torch.sin(functional.silu(x * 0.5)).sum() + torch.sin(functional.silu(x[: 20 + step] * 0.5)).sum()
+        fixed = x.nbytes
+        saved.append(cache.stats.rematerialized_bytes - before >= fixed)
+        loss.backward()
+    # A few are left to those that are saved, or compared, in turn.
+    assert saved[4:].count(False) <= 2, "".join("-#"[one] for one in saved)

@@ -1,0 +1,464 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from support.cuda_doubles import FakeKvikio
+from support.doubles import CpuAccelerator, wait_for_writes
+
+from ds_tba import report as report_module
+from ds_tba.cli import main
+from ds_tba.config import AioConfig, OffloadConfig
+from ds_tba.errors import BackendUnavailableError, ConfigError, PathError
+from ds_tba.offloader import ActivationOffloader
+from ds_tba.plan.agreement import Alone
+from ds_tba.plan.policy import PlanInForce
+from ds_tba.report import SCHEMA, LittleMoved, OffloadReport, rank_path, write_file
+from ds_tba.storage.backends import aio
+
+CONTRACT = {
+    "backend", "steps", "packed_tensors", "offloaded_bytes", "written_bytes", "read_bytes", "forwarded_bytes",
+    "deduplicated_bytes", "kept_bytes", "host_bytes", "recomputed_bytes", "peak_staging_bytes", "peak_saved_bytes",
+    "fallbacks", "write_bytes_per_s", "read_bytes_per_s", "stall_s",
+}  # fmt: skip
+
+
+MIB = 1 << 20
+
+
+def make(directory: Path, **block: object) -> ActivationOffloader:
+    io = {"backend": "posix", "staging_bytes": 8 << 20, "swap_file_bytes": 64 << 20}
+    config = {"nvme_path": str(directory), "io": io, "min_tensor_bytes": 4096, **block}
+    return ActivationOffloader(OffloadConfig.model_validate(config), AioConfig(), CpuAccelerator())
+
+
+def step(offloader: ActivationOffloader, *, written_first: bool = False) -> None:
+    x = torch.randn(512, 512, requires_grad=True)
+    with offloader.saving():
+        loss = x.exp().sin().tanh().sum()
+    if written_first and offloader._tiers.nvme is not None:
+        wait_for_writes(offloader._tiers.nvme)
+    loss.backward()
+    offloader.note_step()
+
+
+def test_the_contract_and_the_sums(tmp_path: Path) -> None:
+    offloader = make(tmp_path, rematerialize=False)  # else what is compared in forward is read once more
+    for _ in range(3):
+        step(offloader)
+    offloader.close()
+    report = offloader.report().to_dict()
+    assert report.keys() >= CONTRACT
+    assert report["steps"] == report["micro_steps"] == 3 and report["state"] == "finished"
+    assert report["offloaded_bytes"] == 3 * 2 * 512 * 512 * 4
+    assert report["written_bytes"] + report["cancelled_bytes"] == report["offloaded_bytes"]
+    assert report["read_bytes"] + report["forwarded_bytes"] == report["offloaded_bytes"]
+    assert report["deduplicated_bytes"] == 3 * 512 * 512 * 4
+    assert 0 < report["peak_staging_bytes"] <= 8 << 20
+
+
+def test_keep_measures_only() -> None:
+    config = OffloadConfig.model_validate({"placement": "keep", "min_tensor_bytes": 4096})
+    offloader = ActivationOffloader(config, AioConfig(), CpuAccelerator())
+    step(offloader)
+    offloader.close()
+    report = offloader.report()
+    assert report.offloaded_bytes == 0 and report.backend == "none"
+    assert report.peak_saved_bytes == report.peak_saved_bytes_without == 2 * 512 * 512 * 4
+    assert "measured, not moved" in offloader.start_line()
+
+
+def test_wear_is_told_for_each_path(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    offloader = make(tmp_path, nvme_path=[str(tmp_path / "a"), str(tmp_path / "b")], ssd={"rated_endurance_tbw": 1.0})
+    step(offloader, written_first=True)
+    offloader.close()
+    report = offloader.report()
+    assert [one["path"] for one in report.wear] == [str(tmp_path / "a"), str(tmp_path / "b")]
+    trials = [one["trial_bytes"] for one in report.bandwidth]  # not of any tensor, but wear
+    assert all(trial > 8 * MIB for trial in trials)
+    assert sum(one["written_bytes"] for one in report.wear) == report.written_bytes + sum(trials)
+    assert report.written_bytes > 0
+    assert any("days to its rated 1 TBW, if the drive amplifies" in value for _, value in report.rows())
+    assert "no effect" not in offloader.start_line()
+    assert "TB a day" in replace(report, steps=1).summary()
+    assert "TB a day" not in replace(report, steps=0).summary()  # of the trial, in no time
+
+
+@pytest.mark.parametrize(("placement", "measures"), [("adaptive", True), ("nvme", False)])
+def test_the_drive_is_measured_at_the_start_where_a_plan_needs_it(
+    tmp_path: Path, placement: str, measures: bool
+) -> None:
+    offloader = make(tmp_path, placement=placement)
+    offloader.watch(torch.nn.Linear(1, 1), Alone())
+    (row,) = offloader.report().bandwidth
+    rates = [value for key, value in row.items() if key.endswith("bytes_per_s")]
+    assert len(rates) == 6 and all((rate > 0) is measures for rate in rates)
+    assert (row["trial_bytes"] > 0) is measures and offloader.report().written_bytes == 0
+    assert (" GB/s of writes and " in offloader.start_details()) is measures
+    assert offloader.report().bandwidth_at_start == ([row] if measures else [])
+    offloader.close()
+
+
+def test_host_memory_as_the_tier() -> None:
+    config = {"placement": "host", "host_budget_bytes": 3 << 20, "min_tensor_bytes": 4096}
+    offloader = ActivationOffloader(OffloadConfig.model_validate(config), AioConfig(), CpuAccelerator())
+    step(offloader)
+    offloader.close()
+    report = offloader.report()
+    assert report.host_bytes == report.offloaded_bytes == 2 * 512 * 512 * 4 and report.written_bytes == 0
+    assert report.fallbacks == 0 and "host memory, up to 3145728 bytes" in offloader.start_line()
+
+
+def test_host_memory_behind_a_full_drive(tmp_path: Path) -> None:
+    io = {"backend": "posix", "staging_bytes": 1 << 20, "swap_file_bytes": 1 << 20}
+    offloader = make(tmp_path, io=io, placement="nvme", host_budget_bytes=1 << 20)
+    x = torch.randn(1024, 256, requires_grad=True)  # 1 MiB
+    with offloader.saving():
+        loss = x.exp().sin().tanh().sum()
+    assert offloader.report().host_bytes == 1 << 20
+    loss.backward()
+    offloader.close()
+    report = offloader.report()
+    assert report.fallbacks == 1 and report.kept_bytes == 0
+
+
+def test_the_json_is_there_while_training_and_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report_module, "REPORT_AGE_S", 0.0)
+    path = tmp_path / "report.json"
+    offloader = make(tmp_path, report={"path": str(path)})
+    for steps in (1, 2):
+        step(offloader)
+        written = json.loads(path.read_text())
+        assert written["steps"] == steps and written["state"] == "running"
+    offloader.close()
+    assert json.loads(path.read_text()) == json.loads(json.dumps(offloader.report().to_dict()))
+    assert [one.name for one in tmp_path.iterdir()] == ["report.json"]
+
+
+def test_a_run_that_is_steady_writes_the_json_seldom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, written_s = [100.0], []
+    monkeypatch.setattr(report_module.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(report_module, "write_file", lambda *_: written_s.append(now_s[0]))
+    offloader = make(tmp_path, report={"path": str(tmp_path / "report.json")})
+    for _ in range(400):  # of a tenth of a second
+        step(offloader)
+        now_s[0] += 0.1
+    assert written_s[0] == 100.0 and written_s[1] < 101.0  # a run that is killed early has one
+    assert len([one for one in written_s if one >= 120.0]) <= 3
+    monkeypatch.undo()
+    offloader.close()
+
+
+def test_every_steps_logs_and_writes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "ds_tba")
+    offloader = make(tmp_path, report={"every_steps": 2})
+    for _ in range(4):
+        step(offloader)
+    assert [record.getMessage().split(":")[1].strip() for record in caplog.records] == ["2 steps", "4 steps"]
+    assert "kept" not in caplog.text  # a sum over steps
+    offloader.close()
+
+
+def test_one_file_per_rank() -> None:
+    assert rank_path("/a/report.json", 0) == Path("/a/report.json")
+    assert rank_path("/a/report.json", 3) == Path("/a/report.json.rank3")
+
+
+def test_a_report_is_not_written_through_symlinks_that_others_have_put_there(tmp_path: Path) -> None:
+    precious, shared = tmp_path / "precious", tmp_path / "shared"
+    precious.write_text("of somebody else")
+    shared.mkdir()
+    for name in ("report.json", ".report.json.tmp"):
+        (shared / name).symlink_to(precious)
+    offloader = make(tmp_path, report={"path": str(shared / "report.json")})
+    step(offloader)
+    offloader.close()
+    assert precious.read_text() == "of somebody else"
+    assert json.loads((shared / "report.json").read_text())["steps"] == 1
+    assert {path.name for path in shared.iterdir()} == {"report.json", ".report.json.tmp"}
+
+
+def test_a_file_is_written_at_once_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, seen = tmp_path / "report.json", []
+    replace = os.replace
+
+    def look(source: Path, target: Path) -> None:
+        seen.append(source.name)
+        if len(seen) == 3:
+            raise OSError("full")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", look)
+    before = os.umask(0o027)
+    try:
+        write_file(path, "one")
+        write_file(path, "two")
+        with pytest.raises(OSError, match="full"):
+            write_file(path, "three")
+    finally:
+        os.umask(before)
+    assert path.read_text() == "two" and path.stat().st_mode & 0o777 == 0o640
+    assert len(set(seen)) == 3 and [one.name for one in tmp_path.iterdir()] == ["report.json"]
+
+
+@pytest.mark.parametrize("key", ["path", "trace_path"])
+def test_devices_and_pipes_are_refused(tmp_path: Path, key: str) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in ("/dev/null", "/dev/stdout", "/dev/report.json", "/proc/self/fd/1", "/dev/fd/1", tmp_path / "pipe"):
+        with pytest.raises(ConfigError, match=rf"report\.{key} {path} is a device, a pipe or .*: name a regular file"):
+            make(tmp_path, report={key: str(path)})
+    assert Path("/dev/null").is_char_device() and (tmp_path / "pipe").is_fifo()
+
+
+@pytest.mark.parametrize("key", ["path", "trace_path"])
+@pytest.mark.parametrize("name", ["file/x", "loop/x", "a" * 256])
+def test_names_that_can_be_no_file_are_refused(tmp_path: Path, key: str, name: str) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(ConfigError, match=rf"report\.{key} {tmp_path / name} cannot be a file \(.*\): name one in"):
+        make(tmp_path, report={key: str(tmp_path / name)})
+
+
+def test_a_home_of_nobody_is_a_missing_directory(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"report\.path .*/~nobody_at_all/x: its directory is missing"):
+        make(tmp_path, report={"path": "~nobody_at_all/x"})
+    with pytest.raises(PathError, match=r"nvme_path .*/~nobody_at_all/x does not exist"):
+        make(tmp_path, nvme_path="~nobody_at_all/x")
+
+
+def test_keys_for_plans_are_named_where_there_is_no_plan(tmp_path: Path) -> None:
+    offloader = make(tmp_path, placement="nvme", activation_budget_bytes=1 << 30, max_step_overhead=0.1)
+    assert "no effect of activation_budget_bytes, max_step_overhead" in offloader.start_line()
+    offloader.close()
+    kept = make(tmp_path, placement="keep", activation_budget_bytes=1 << 30)
+    assert kept.start_line().endswith("; no effect of activation_budget_bytes")
+    kept.close()
+    planned = make(tmp_path, placement="adaptive", max_step_overhead=0.1)
+    assert "no effect" not in planned.start_line() and "steps +10.0% at most" in planned.start_line()
+    planned.close()
+    bounded = make(tmp_path, placement="adaptive", activation_budget_bytes=5000)
+    assert "least time within 4.88 KiB" in bounded.start_line()
+    bounded.close()
+
+
+@pytest.mark.parametrize(
+    ("block", "error"),
+    [
+        ({"nvme_path": "/nowhere"}, PathError),
+        ({"report": {"path": "/nowhere/report.json"}}, ConfigError),
+        ({"report": {"path": "/tmp"}}, ConfigError),
+        ({"host_budget_bytes": 1 << 50}, ConfigError),
+        ({"io": {"backend": "gds"}}, BackendUnavailableError),
+        ({"io": {"backend": "posix", "swap_file_bytes": 1 << 55}}, PathError),
+    ],
+)
+def test_what_stands_in_the_way_raises_and_leaves_nothing(
+    tmp_path: Path, block: dict[str, object], error: type[Exception]
+) -> None:
+    files, threads = os.listdir("/proc/self/fd"), threading.active_count()
+    with pytest.raises(error):
+        make(tmp_path, **block)
+    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == (len(files), threads)
+
+
+@pytest.mark.aio
+def test_aio_without_o_direct_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not aio.is_built():
+        pytest.skip("DeepSpeed's aio op is not built: make aio")
+    real = os.open
+
+    def without_o_direct(path: object, flags: int, *rest: int, **more: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(22, "Invalid argument")
+        return real(path, flags, *rest, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "open", without_o_direct)
+    FakeKvikio().install(monkeypatch)
+    for name in ("aio", "kvikio"):
+        with pytest.raises(
+            BackendUnavailableError,
+            match=r"has no O_DIRECT, which .*posix" if name == "aio" else rf"{name}: .*has no O_DIRECT.*posix",
+        ):
+            make(tmp_path, io={"backend": name, "staging_bytes": 8 << 20})
+    fallen_back = make(tmp_path, io={"staging_bytes": 8 << 20})
+    assert "backend posix" in fallen_back.start_line()
+    fallen_back.close()
+    offloader = make(tmp_path)
+    assert "no O_DIRECT on this file system" in offloader.start_line()
+    step(offloader)
+    offloader.close()
+    assert offloader.report().fallbacks == 0
+
+
+def test_a_report_that_cannot_be_written_does_not_stop_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "reports").mkdir()
+    offloader = make(tmp_path, report={"path": str(tmp_path / "reports" / "report.json")})
+    (tmp_path / "reports").rmdir()
+    step(offloader)
+    offloader.close()
+    assert "cannot be written" in caplog.text
+
+
+def test_a_forked_child_touches_neither_the_report_nor_the_lanes(tmp_path: Path) -> None:
+    code = f"""
+import os, sys
+sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parents[1])!r}]
+from pathlib import Path
+from test_report import make, step
+offloader = make(Path({str(tmp_path)!r}), report={{"path": {str(tmp_path / "report.json")!r}}})
+step(offloader)
+if os.fork() == 0:
+    sys.exit(0)
+os.wait()
+assert offloader.report().state == "running"
+step(offloader)
+offloader.close()
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=60)
+    assert json.loads((tmp_path / "report.json").read_text())["steps"] == 2
+
+
+def test_the_command_shows_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    offloader = make(tmp_path, report={"path": str(tmp_path / "report.json")})
+    step(offloader)
+    offloader.close()
+    assert main(["report", str(tmp_path / "report.json")]) == 0
+    assert "activations at the peak, without" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "cannot be read (No such file or directory): name the file of report.path"),
+        ("{", "is no JSON"),
+        ("[]", "is no report of ds_tba ("),
+        ('{"steps": 1}', "is no report of ds_tba ("),
+    ],
+)
+def test_what_is_no_report_is_told_in_our_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, words: str
+) -> None:
+    path = tmp_path / "other.json"
+    if text is not None:
+        path.write_text(text)
+    assert main(["report", str(path)]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_reports_of_other_versions_are_read(tmp_path: Path) -> None:
+    offloader = make(tmp_path)
+    step(offloader)
+    found = offloader.report().to_dict()
+    offloader.close()
+    del found["schema"], found["refused_sites"]  # as an older one
+    (tmp_path / "report.json").write_text(json.dumps({**found, "a_key_of_tomorrow": 1}))
+    read = OffloadReport.read_json(tmp_path / "report.json")
+    assert read.steps == 1 and read.refused_sites == {} and read.schema == SCHEMA
+
+
+def test_a_drive_that_is_too_small_is_told_by_the_key_that_was_set(tmp_path: Path) -> None:
+    for set_bytes, unset in (("staging_bytes", "swap_file_bytes"), ("swap_file_bytes", "staging_bytes")):
+        with pytest.raises(PathError, match=f"io.{set_bytes}") as found:
+            make(tmp_path, io={"backend": "posix", set_bytes: 1 << 55})
+        assert unset not in str(found.value)
+
+
+def test_a_bound_that_is_no_budget_of_the_user_is_not_told_as_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offloader = make(tmp_path, placement="adaptive", activation_budget_bytes=5 << 20, rematerialize=False)
+    limits: list[tuple[object, ...]] = []
+    monkeypatch.setattr(offloader.cache, "limit_resident", lambda *limit: limits.append(limit))
+    monkeypatch.setattr(PlanInForce, "held_bytes", lambda *_: 6 << 20)  # the least that any plan can reach
+    offloader.watch(torch.nn.Linear(1, 1), Alone())
+    for _ in range(6):
+        step(offloader)
+    offloader.close()
+    assert limits[0] == (5 << 20, "activation_budget_bytes") and limits[-1] == (6 << 20, "")
+
+
+def little(offloader: ActivationOffloader, caplog: pytest.LogCaptureFixture, steps: int = 8) -> list[str]:
+    """What the log says of that: once in training, and at the end."""
+    caplog.set_level("INFO", "ds_tba")
+    for _ in range(steps):
+        x = torch.randn(512, 512, requires_grad=True)
+        with offloader.saving():
+            loss = x.exp().sin().tanh().sum()
+        loss.backward()
+        offloader.note_micro_step()
+        offloader.note_step()
+    offloader.close()
+    return [record.getMessage() for record in caplog.records if "little is moved" in record.getMessage()]
+
+
+@pytest.mark.parametrize("placement", ["adaptive", "nvme"])
+def test_where_all_tensors_are_small_one_line_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, placement: str
+) -> None:
+    offloader = make(tmp_path, placement=placement, min_tensor_bytes=2 << 20, rematerialize=False)
+    offloader.watch(torch.nn.Linear(1, 1), Alone())
+    said = little(offloader, caplog)
+    why = "little is moved: all saved tensors are smaller than min_tensor_bytes 2097152"
+    assert said[0] == why and said[1].endswith(f"; {why}") and len(said) == 2
+
+
+def test_where_a_plan_moves_little_one_line_names_the_limit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    offloader = make(tmp_path, placement="adaptive", max_step_overhead=0.0, rematerialize=False)
+    offloader.watch(torch.nn.Linear(1, 1), Alone())
+    said = little(offloader, caplog)
+    assert said[0].startswith("little is moved: max_step_overhead 0 allows no moves on this drive") and len(said) == 2
+    caplog.clear()
+    bounded = make(tmp_path, placement="adaptive", activation_budget_bytes=1 << 30, rematerialize=False)
+    bounded.watch(torch.nn.Linear(1, 1), Alone())
+    assert little(bounded, caplog)[0] == (
+        "little is moved: activation_budget_bytes 1073741824 has room for what is kept"
+    )
+
+
+def test_a_budget_that_moving_cannot_hold_has_no_room() -> None:
+    config = OffloadConfig.model_validate({"nvme_path": "/a", "activation_budget_bytes": 1000, "min_tensor_bytes": 100})
+    judge = LittleMoved(config)
+    judge.peak_bytes = 1001
+    assert judge.judge({"plan": 100}, 0) == (
+        "little is moved: activation_budget_bytes 1000 does not fit what is kept, and moving it would not lower the "
+        "peak"
+    )
+
+
+def test_where_much_is_moved_or_nothing_is_to_be_nothing_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert little(make(tmp_path, placement="nvme"), caplog) == []
+    keep = OffloadConfig.model_validate({"placement": "keep", "rematerialize": False})
+    assert little(ActivationOffloader(keep, AioConfig(), CpuAccelerator()), caplog) == []
+
+
+def test_a_short_run_is_told_at_its_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    said = little(make(tmp_path, placement="nvme", min_tensor_bytes=2 << 20), caplog, steps=1)
+    assert len(said) == 1 and "min_tensor_bytes 2097152" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("kept", "done", "why"),
+    [
+        ({"small": 95, "plan": 2}, 3, "95% of the saved bytes are of tensors smaller than min_tensor_bytes 1048576"),
+        ({"staging full": 100}, 5, "95% of the saved bytes are of tensors kept, because of: staging full"),
+        ({"plan": 80, "small": 15}, 5, "max_step_overhead 0.02 allows no more moves on this drive, or they would not"),
+        ({"small": 90}, 10, ""),
+        ({}, 0, ""),
+    ],
+)
+def test_the_largest_cause_is_named(kept: dict[str, int], done: int, why: str) -> None:
+    found = LittleMoved(OffloadConfig.model_validate({"nvme_path": "/a"})).judge(kept, done)
+    assert why in found and bool(found) == bool(why)

@@ -1,0 +1,224 @@
+"""The rates of a path: whose time counts, alone and concurrent, fading, and what a lane without work says."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from conftest import StoreFactory
+from support.doubles import EventAccelerator, ScriptedBackend, wait_for_writes
+
+from ds_tba.stats import Kind, PathMeter, RecentRate, Transfer
+from ds_tba.storage.nvme import Lanes, NvmeStore
+from ds_tba.storage.space import SwapTicket
+
+MIB = 1 << 20
+W, R = Kind.WRITE, Kind.READ
+
+
+class Clock:
+    """Stands still until it is told."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Drive:
+    """A meter and its clock."""
+
+    def __init__(self, lanes: int = 1) -> None:
+        self.clock = Clock()
+        self.meter = PathMeter(lanes, lanes, self.clock)
+
+    def wait(self, seconds: float) -> None:
+        self.clock.now_s += seconds
+
+    def move(self, kind: Kind, mib: float, seconds: float, *, concurrent: bool = False, times: int = 1) -> None:
+        """One transfer after the other, concurrent with a transfer of the other kind that never ends well."""
+        other = self.meter.start(R if kind is W else W, MIB) if concurrent else None
+        for _ in range(times):
+            transfer = self.meter.start(kind, int(mib * MIB))
+            self.wait(seconds)
+            self.meter.stop(transfer)
+        if other is not None:
+            self.meter.stop(other, moved=False)
+
+    def mib_per_s(self, kind: Kind, *, concurrent: bool = False) -> float:
+        one = self.meter.of(kind)
+        return (one.concurrent if concurrent else one.alone).bytes_per_s / MIB
+
+
+def test_idle_time_does_not_count_and_failures_are_no_rate() -> None:
+    drive = Drive()
+    assert drive.mib_per_s(W) == 0.0
+    for _ in range(5):
+        drive.move(W, 2, 0.5)
+        drive.wait(1000.0)
+    failed = drive.meter.start(W, 64 * MIB)
+    drive.wait(1e-6)
+    drive.meter.stop(failed, moved=False)
+    assert drive.mib_per_s(W) == pytest.approx(4.0) and drive.meter.writes.moved_bytes == 10 * MIB
+    assert not drive.meter.writes.concurrent.is_known and not drive.meter.reads.alone.is_known
+
+
+def test_what_is_not_typical_counts_as_bytes_only() -> None:
+    drive = Drive()
+    transfer = drive.meter.start(R, MIB)
+    drive.wait(1.0)
+    drive.meter.stop(transfer, is_typical=False)
+    assert drive.meter.reads.moved_bytes == MIB and not drive.meter.reads.recent.is_known
+
+
+@pytest.mark.parametrize("lag_s", [0.0, 1.0])
+def test_the_rate_is_that_of_all_lanes_whatever_the_order_in_which_they_end(lag_s: float) -> None:
+    """Two lanes, each with 8 MiB in 2 s: 8 MiB/s, where bytes and time between two ends would say anything."""
+    drive = Drive(lanes=2)
+    under_way: list[Transfer] = []
+    for step in range(40):
+        if step >= 2:
+            drive.wait(2.0 - lag_s if step % 2 == 0 else lag_s)
+            drive.meter.stop(under_way.pop(0))
+        under_way.append(drive.meter.start(W, 8 * MIB))
+        if step == 0:
+            drive.wait(lag_s)
+    assert drive.mib_per_s(W) == pytest.approx(8.0, rel=0.01)
+
+
+def test_alone_and_concurrent_rates_are_told_apart() -> None:
+    drive = Drive()
+    for kind in (W, R):
+        drive.move(kind, 1, 0.1, times=20)
+        drive.move(kind, 1, 0.25, concurrent=True, times=20)
+    for kind in (W, R):
+        assert drive.mib_per_s(kind) == pytest.approx(10.0)
+        assert drive.mib_per_s(kind, concurrent=True) == pytest.approx(4.0)
+    assert 4.0 < drive.meter.writes.recent.bytes_per_s / MIB < 10.0
+
+
+@pytest.mark.parametrize("slower", [1.0, 10.0])
+def test_a_transfer_that_is_concurrent_for_a_part_of_its_time_counts_for_both(slower: float) -> None:
+    drive = Drive()
+    drive.move(W, 1, 0.1, times=20)
+    drive.move(W, 1, 0.2, concurrent=True, times=20)
+    for _ in range(100):  # 1 s at 10 MiB/s, and 1 s at 5 MiB/s
+        write = drive.meter.start(W, int(15 * MIB / slower))
+        drive.wait(1.0)
+        read = drive.meter.start(R, MIB)
+        drive.wait(1.0)
+        drive.meter.stop(write)
+        drive.meter.stop(read, moved=False)
+    alone, concurrent = drive.mib_per_s(W), drive.mib_per_s(W, concurrent=True)
+    assert alone + concurrent == pytest.approx(15.0 / slower, rel=0.05)
+    assert alone == pytest.approx(10.0 / slower, rel=0.25)  # one such transfer says little about which was slow
+
+
+def test_a_drive_that_gets_slower_is_seen_within_tens_of_mib_and_what_is_not_measured_stays() -> None:
+    drive = Drive()
+    drive.move(W, 1, 0.001, times=1000)
+    drive.move(W, 1, 0.002, concurrent=True, times=1000)
+    drive.move(R, 1, 0.001, times=1000)
+    drive.move(W, 1, 0.010, times=32)
+    assert 100.0 < drive.mib_per_s(W) < 150.0
+    drive.move(W, 1, 0.010, times=32)
+    assert drive.mib_per_s(W) == pytest.approx(100.0, rel=0.1)
+    assert drive.mib_per_s(W, concurrent=True) == pytest.approx(500.0)
+    assert drive.mib_per_s(R) == pytest.approx(1000.0)
+    drive.move(W, 1, 0.001, times=128)
+    assert drive.mib_per_s(W) == pytest.approx(1000.0, rel=0.1)
+
+
+def test_a_lane_without_work_says_no_more_than_a_range() -> None:
+    """One of two lanes at 5 MiB/s: the path has from 5 to 10."""
+    for known, found in ((8.0, 8.0), (40.0, 10.0), (1.0, 5.0)):
+        drive = Drive(lanes=2)
+        for _ in range(100):
+            both = [drive.meter.start(W, MIB) for _ in range(2)]
+            drive.wait(2 / known)
+            for transfer in both:
+                drive.meter.stop(transfer)
+        assert drive.mib_per_s(W) == pytest.approx(known)
+        drive.move(W, 1, 0.2, times=200)
+        assert drive.mib_per_s(W) == pytest.approx(found, rel=0.01)
+
+
+def test_the_first_bytes_count_as_much_as_those_that_follow() -> None:
+    rate = RecentRate(16 * MIB)
+    for index in range(16):
+        rate.add(MIB, 1.0, 1.0 if index else 3.0)
+    assert rate.s_per_byte * MIB == pytest.approx(1.09, abs=0.02)
+
+
+# ---- in a store -----------------------------------------------------------------------------------------------------
+
+
+def metered(make_store: StoreFactory, delay_s: Callable[[], float], **options: object) -> tuple[NvmeStore, Clock]:
+    """A store whose clock moves inside of transfers only, by ``delay_s`` each."""
+    clock = Clock()
+
+    def script(verb: str, number: int) -> None:
+        clock.now_s += delay_s()
+
+    store = make_store(ScriptedBackend(script), lanes=Lanes(1, 1), **options)
+    store.paths[0].meter = PathMeter(1, 1, clock)
+    return store, clock
+
+
+def once(store: NvmeStore) -> SwapTicket:
+    ticket = store.put(torch.zeros(MIB, dtype=torch.uint8), wait=True)
+    assert isinstance(ticket, SwapTicket)
+    return ticket
+
+
+def test_lanes_that_are_slowed_down_have_the_rate_of_the_drive(make_store: StoreFactory) -> None:
+    delay_s = 0.001
+    store, clock = metered(make_store, lambda: delay_s)
+    for delay_s in (0.001, 0.010):
+        for _ in range(96):
+            ticket = once(store)
+            wait_for_writes(store)
+            clock.now_s += 7.0
+            store.get(ticket, torch.device("cpu"))
+            store.release(ticket)
+            clock.now_s += 7.0
+        row = store.paths[0].bandwidth()
+        for kind in ("write", "read"):
+            assert row[f"{kind}_alone_bytes_per_s"] == pytest.approx(MIB / delay_s, rel=0.05)
+            assert row[f"{kind}_bytes_per_s"] == pytest.approx(MIB / delay_s, rel=0.6)  # steadier
+        assert row["write_beside_read_bytes_per_s"] == row["read_beside_write_bytes_per_s"] == 0.0
+
+
+def test_the_copy_into_staging_is_not_the_time_of_the_drive(make_store: StoreFactory) -> None:
+    copied, taken = threading.Event(), threading.Event()
+
+    class Accelerator(EventAccelerator):
+        """The clock moves while a lane waits for the copy."""
+
+        def __init__(self) -> None:
+            super().__init__(copied)
+            event = self.new_event
+
+            def new_event() -> object:
+                one = event()
+                wait = one.synchronize
+
+                def synchronize() -> None:
+                    taken.set()
+                    wait()
+
+                one.synchronize = synchronize
+                return one
+
+            self.new_event = new_event
+
+    store, clock = metered(make_store, lambda: 0.5, accelerator=Accelerator())
+    once(store)
+    assert taken.wait(30)
+    clock.now_s += 100.0
+    copied.set()
+    wait_for_writes(store)
+    assert store.paths[0].meter.writes.alone.bytes_per_s == pytest.approx(2 * MIB)
