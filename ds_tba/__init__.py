@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         TransferError,
         UpdateInterruptedError,
     )
+    from ds_tba.loop import Offloader
     from ds_tba.offloader import ActivationOffloader
     from ds_tba.report import OffloadReport
 
@@ -39,6 +40,7 @@ __all__ = [
     "DsTbaError",
     "IncompatibleError",
     "OffloadReport",
+    "Offloader",
     "PathError",
     "StateError",
     "StorageError",
@@ -64,7 +66,11 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    homes = {"ActivationOffloader": "ds_tba.offloader", "OffloadReport": "ds_tba.report"}
+    homes = {
+        "ActivationOffloader": "ds_tba.offloader",
+        "OffloadReport": "ds_tba.report",
+        "Offloader": "ds_tba.loop",
+    }
     return getattr(import_module(homes.get(name, "ds_tba.errors")), name)
 
 

@@ -235,6 +235,11 @@ class OffloadConfig(Block):
         """Whether any tensor may go to a swap file: under ``host``, if there is one, what the host has no room for."""
         return self.placement in ("adaptive", "nvme") or (self.placement == "host" and self.nvme_path is not None)
 
+    @property
+    def is_planned(self) -> bool:
+        """True where steps are recorded: for plans, or for ``report.trace_path`` alone."""
+        return self.placement == "adaptive" or self.report.trace_path is not None
+
     @model_validator(mode="after")
     def _consistent(self) -> OffloadConfig:
         for problem in self._problems():
@@ -393,12 +398,23 @@ def _refuse_auto(block: Mapping[str, Any], at: str) -> None:
             _refuse_auto(value, f"{at}.{key}")
 
 
-def validate(model: Any, block: Mapping[str, Any], at: str) -> Any:
+def parse_keywords(keys: Mapping[str, Any], call: str) -> OffloadConfig:
+    """Return the validated block whose keys are the keyword arguments of a call.
+
+    Raises:
+        ConfigError: naming for every bad key its value, the rule and the repair.
+    """
+    _refuse_auto(keys, call)
+    config: OffloadConfig = validate(OffloadConfig, keys, call, refused=f"{call}(...)")
+    return config
+
+
+def validate(model: Any, block: Mapping[str, Any], at: str, refused: str = "ds_config.json") -> Any:
     try:
         return model.model_validate(dict(block))
     except ValidationError as error:
         lines = dict.fromkeys(_explain(model, detail, at) for detail in error.errors())
-        raise ConfigError("ds_config.json is refused:\n  " + "\n  ".join(lines)) from None
+        raise ConfigError(f"{refused} is refused:\n  " + "\n  ".join(lines)) from None
 
 
 # In our words, by pydantic's type of error, whose context has the bound.

@@ -19,15 +19,10 @@ import itertools
 import json
 import logging
 import os
-import socket
-import sys
 import weakref
-from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from datetime import timedelta
-from pathlib import Path
-from typing import Any, TypeVar, cast
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed
@@ -46,29 +41,25 @@ from ds_tba.config import (
 from ds_tba.core.tensors import OwnedStorages, mark_owned, skip_frames, uncompiled
 from ds_tba.device.accelerator import adapted
 from ds_tba.errors import ConfigError, IncompatibleError
-from ds_tba.explain.out_of_memory import ModelMemory
 from ds_tba.offloader import ActivationOffloader
-from ds_tba.plan.agreement import Agreement, Alone, Ranks
-from ds_tba.recompute.blocks import FRAMES
+from ds_tba.ranks import VARIABLE, agree, machine, on_all_ranks, own_rank
+from ds_tba.reporting import show_log
 from ds_tba.stats import expanded
 from ds_tba.update.config import UpdateConfig, parse_update_block
-from ds_tba.update.interleaved import InterleavedUpdate
-from ds_tba.update.zero3 import refuse_half_updated
+from ds_tba.update.interrupted import refuse_half_updated
+
+if TYPE_CHECKING:
+    from ds_tba.explain.out_of_memory import ModelMemory
+    from ds_tba.plan.agreement import Agreement
+    from ds_tba.update.interleaved import InterleavedUpdate
 
 logger = logging.getLogger("ds_tba")
 
 ATTRIBUTE = "activation_offloader"
 UPDATE_ATTRIBUTE = "interleaved_optimizer_update"
-# Of the environment: the block for configs that a trainer makes by itself, as JSON or as a file's path.
-VARIABLE = "DS_TBA_BLOCK"
 _HOOKED = "_ds_tba_hooked"
 _OWNED = "_ds_tba_owned"
-_Made = TypeVar("_Made", bound=ActivationOffloader | InterleavedUpdate | None)
 _NO_HOOKS = "support saved tensor hooks"  # in the message of torch/_functorch/eager_transforms.py
-# Ranks may arrive minutes apart: one of them builds DeepSpeed's aio op while the others wait for it.
-AGREEMENT_TIMEOUT = timedelta(minutes=30)
-GOODBYE_TIMEOUT = timedelta(seconds=20)
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def hook(engine_class: type) -> None:
@@ -164,8 +155,8 @@ def _build(
 
     if not trains:
         parse()
-        _show_log()
-        if _rank() == 0:
+        show_log()
+        if own_rank() == 0:
             logger.info(
                 "an engine without an optimizer (for evaluation, or of a reference model) keeps its "
                 "activations in memory; if it trains with an optimizer that DeepSpeed does not know, call "
@@ -175,20 +166,20 @@ def _build(
 
     # Before anything of this machine is divided. Whatever the variables of a launcher say: srun, mpirun, Ray and people
     # who start ranks by hand set others, or none.
-    ranks_on_machine = _agree(None).get(_machine(), 1)
+    ranks_on_machine = agree(None).get(machine(), 1)
 
     def make() -> ActivationOffloader | None:
         parsed = parse()
         if parsed is None:
             return None
-        _show_log()
-        if variable.strip() and _rank() == 0:
+        show_log()
+        if variable.strip() and own_rank() == 0:
             used = "is used" if BLOCK not in param_dict else "is not used: the DeepSpeed config has the block itself"
             logger.info("%s of the environment %s", VARIABLE, used)
         _refuse_incompatible(ds_config)
         return _new_offloader(*parsed, param_dict, device_rank, ranks_on_machine)
 
-    return _on_all_ranks(make)
+    return on_all_ranks(make)
 
 
 def _config_in(variable: str) -> dict[str, Any]:
@@ -228,7 +219,7 @@ def _new_offloader(
         zero_uses_nvme=any(
             (zero.get(key) or {}).get("device") == "nvme" for key in ("offload_param", "offload_optimizer")
         ),
-        rank=_rank(),
+        rank=own_rank(),
         ranks_on_node=ranks_on_machine,
     )
 
@@ -257,7 +248,7 @@ def _update_config(param_dict: Mapping[str, Any], ds_config: Any, *, trains: boo
         return None
     config = parse_update_block(param_dict)
     if config is not None:
-        _show_log()
+        show_log()
         _refuse_incompatible(ds_config, UPDATE_BLOCK)
     return config
 
@@ -269,10 +260,10 @@ def _join(engine: Any, offloader: ActivationOffloader) -> None:
     """Tie an offloader to a built engine."""
     try:
         _hook_methods(type(engine), _AROUND)
-        everyone = _agreement()
-        offloader.watch(engine.module, _agreement_of_stage(engine) or everyone, everyone=everyone)
+        everyone = _agreement() if offloader.config.is_planned else None
+        agreement = everyone and (_agreement_of_stage(engine) or everyone)
+        offloader.watch(engine.module, agreement, everyone=everyone, meter=_EngineMemory(engine))
         engine.activation_offloader = offloader
-        offloader.model_memory = functools.partial(_model_memory, weakref.ref(engine))
         for module in engine.module.modules():
             # After ZeRO-3's own pre-forward hooks, which gather the parameters into new storage. Nowhere else: after a
             # graph break torch.compile compiles PyTorch's own modules only where they have hooks.
@@ -284,63 +275,43 @@ def _join(engine: Any, offloader: ActivationOffloader) -> None:
         offloader.close()
         raise
     offloader.rest(now=True)  # until its engine trains: a reference model's may have the config of one that does
-    if _rank() == 0:
+    if own_rank() == 0:
         logger.info("%s", offloader.start_line())
         logger.debug("%s", offloader.start_details())
 
 
-def _model_memory(engine_of: Callable[[], Any]) -> ModelMemory:
-    """What the engine holds on its device beside activations; every storage counts once."""
-    engine = engine_of()
-    if engine is None:
-        return ModelMemory()
-    device, seen = torch.device(engine.device).type, set[int]()
+class _EngineMemory:
+    """Counts what an engine holds on its device beside activations, for as long as the engine lives."""
 
-    def take(value: Any, depth: int = 3) -> int:
-        if isinstance(value, torch.Tensor):
-            if value.device.type != device or value.layout is not torch.strided:
-                return 0
-            storage = value.untyped_storage()
-            is_new = storage.data_ptr() not in seen
-            seen.add(storage.data_ptr())
-            return storage.nbytes() if is_new else 0
-        if isinstance(value, Mapping):
-            value = list(value.values())
-        return sum(take(one, depth - 1) for one in value) if depth and isinstance(value, (list, tuple)) else 0
+    def __init__(self, engine: Any) -> None:
+        self._engine = weakref.ref(engine)
 
-    parameters = list(engine.module.parameters())
-    held = take([parameters, [getattr(one, "ds_tensor", None) for one in parameters], list(engine.module.buffers())])
-    gradients = take([one.grad for one in parameters])
-    states, optimizer, name = 0, engine.optimizer, ""
-    while optimizer is not None:  # DeepSpeed's is around the user's
-        name = type(optimizer).__name__
-        # Under ZeRO gradients are in buffers of its own.
-        gradients += sum(take(value) for key, value in vars(optimizer).items() if "grad" in key)
-        states += sum(take(value) for value in vars(optimizer).values())
-        optimizer = vars(optimizer).get("optimizer")
-    return ModelMemory(
-        parameters=held,
-        gradients=gradients,
-        states=states,
-        trained=sum(
-            getattr(one, "ds_numel", one.numel()) * one.element_size() for one in parameters if one.requires_grad
-        ),
-        micro_batch=int(engine.train_micro_batch_size_per_gpu()),
-        accumulation=int(engine.gradient_accumulation_steps()),
-        optimizer=name,
-        zero=zero_block(engine._config._param_dict),
-    )
+    def memory(self) -> ModelMemory:
+        from ds_tba.explain.model_memory import memory_of
+        from ds_tba.explain.out_of_memory import ModelMemory
+
+        engine = self._engine()
+        if engine is None:
+            return ModelMemory()
+        return replace(
+            memory_of(engine.module, engine.optimizer, torch.device(engine.device)),
+            micro_batch=int(engine.train_micro_batch_size_per_gpu()),
+            accumulation=int(engine.gradient_accumulation_steps()),
+            zero=zero_block(engine._config._param_dict),
+        )
 
 
 def _join_update(engine: Any, config: UpdateConfig) -> None:
     """Take the optimizer updates of a built engine over; ranks succeed or fail together."""
     from deepspeed.accelerator import get_accelerator
 
+    from ds_tba.update.interleaved import InterleavedUpdate
+
     def make() -> InterleavedUpdate:
-        return InterleavedUpdate(config, adapted(get_accelerator()), engine.optimizer, rank=_rank())
+        return InterleavedUpdate(config, adapted(get_accelerator()), engine.optimizer, rank=own_rank())
 
     try:
-        update = _on_all_ranks(make)
+        update = on_all_ranks(make)
     except BaseException:
         offloader = getattr(engine, ATTRIBUTE, None)
         if offloader is not None:
@@ -349,7 +320,7 @@ def _join_update(engine: Any, config: UpdateConfig) -> None:
     engine.interleaved_optimizer_update = update
     _hook_methods(type(engine), _AROUND, _SAVING)
     update.agree(_agreement().all_reduce_max)
-    if _rank() == 0:
+    if own_rank() == 0:
         logger.info(update.start_line())
 
 
@@ -394,7 +365,7 @@ def _forward(offloader: ActivationOffloader, original: functools.partial[Any], e
             f'compiled autograd compiles the hooks with which "{BLOCK}" brings activations back: call engine.compile() '
             f'without compiled_autograd_enabled=True, or remove "{BLOCK}".'
         )
-    skip_frames((_mark_owned, *FRAMES))
+    skip_frames((_mark_owned,))
     engine.__dict__.setdefault(_OWNED, OwnedStorages()).mark(engine.module)
     if torch.is_grad_enabled():  # else a reference, say, for the loss of the forward before
         offloader.stop_saving()
@@ -486,11 +457,9 @@ _SAVING: _Table = {
 # ---- ranks ----------------------------------------------------------------------------------------------------------
 
 
-def _rank() -> int:
-    return distributed.get_rank() if distributed.is_initialized() else 0
-
-
 def _agreement() -> Agreement:
+    from ds_tba.plan.agreement import Alone, Ranks
+
     return Ranks() if distributed.is_initialized() and distributed.get_world_size() > 1 else Alone()
 
 
@@ -498,107 +467,8 @@ def _agreement_of_stage(engine: Any) -> Agreement | None:
     """The ranks that hold the same stage of a pipeline; None without stages. A collective of all ranks."""
     if not getattr(engine, "pipeline_parallelism", False) or engine.module.num_stages == 1:
         return None
+    from ds_tba.plan.agreement import Ranks
+
     topology = engine.module.topology()
     stages = [topology.get_axis_list("pipe", stage) for stage in range(engine.module.num_stages)]
     return Ranks.of_part(stages, "stage")
-
-
-def _on_all_ranks(make: Callable[[], _Made]) -> _Made:
-    """Call ``make`` on each rank; where it raises on one, what it made on others is closed, and all raise."""
-    made, problem = None, None
-    try:
-        made = make()
-    except Exception as error:  # noqa: BLE001 - raised again below, once the other ranks know
-        problem = error
-    try:
-        _agree(problem)
-    except BaseException:
-        if made is not None:
-            made.close()
-        raise
-    return cast(_Made, made)
-
-
-def _machine() -> str:
-    """The kernel that this process runs on: containers of one machine share its drives and memory, and not its name."""
-    try:
-        return _BOOT_ID.read_text(encoding="ascii").strip()
-    except OSError:
-        return socket.gethostname()
-
-
-def _agree(problem: Exception | None) -> dict[str, int]:
-    """Fail on every rank if any rank has a problem; return how many ranks each machine has.
-
-    Uses the process group's key-value store and not a collective: a rank whose config lacks the block takes no part,
-    and then the others end with an error that names it, instead of hanging.
-    """
-    if not distributed.is_initialized() or distributed.get_world_size() == 1:
-        if problem is not None:
-            raise problem
-        return {}
-    store = distributed.distributed_c10d._get_default_store()
-    rank, size = distributed.get_rank(), distributed.get_world_size()
-    build = store.add(f"ds_tba/{rank}/builds", 1)
-    text = problem and f"{type(problem).__name__}: {problem}"
-    store.set(f"ds_tba/{rank}/{build}", json.dumps({"problem": text, "machine": _machine()}))
-    verdict = f"ds_tba/verdict/{build}"
-    if rank == 0:  # which asks all of them: if each asked each, thousands of ranks would be at it for an hour
-        store.set(verdict, json.dumps(_verdict(store, build, size)))
-    found = None
-    if problem is None:
-        _answer(store, f"ds_tba/0/{build}", 0)  # a rank 0 that takes no part gives no verdict
-        answer = _answer(store, verdict, 0, 2 * AGREEMENT_TIMEOUT)
-        found = answer["problem"]
-        if found is None:
-            return dict(answer.get("machines", {}))
-    store.set(f"ds_tba/{rank}/{build}/read", "")
-    if rank == 0:  # which serves the store: stay until the others could read why
-        with suppress(RuntimeError, distributed.DistError):
-            store.wait([f"ds_tba/{other}/{build}/read" for other in range(1, size)], GOODBYE_TIMEOUT)
-    raise ConfigError(found) if problem is None else problem
-
-
-def _verdict(store: Any, build: int, size: int) -> dict[str, Any]:
-    """The first problem that keeps the ranks from training, None where all can; and the ranks of each machine."""
-    machines = Counter[str]()
-    for rank in range(size):
-        try:
-            found = _answer(store, f"ds_tba/{rank}/{build}", rank)
-        except ConfigError as error:
-            return {"problem": str(error)}
-        if found["problem"] is not None:
-            text = f"rank {rank} cannot do what ds_config.json asks for, so no rank trains: {found['problem']}"
-            return {"problem": text}
-        machines[found.get("machine", "")] += 1
-    return {"problem": None, "machines": machines}
-
-
-def _answer(store: Any, key: str, rank: int, timeout: timedelta | None = None) -> dict[str, Any]:
-    try:
-        store.wait([key], timeout or AGREEMENT_TIMEOUT)
-    except (RuntimeError, distributed.DistError) as error:
-        raise ConfigError(
-            f"rank {rank} did not take part in setting up ds_tba: give every rank the same ds_config.json, or the same "
-            f"{VARIABLE}."
-        ) from error
-    answer: dict[str, Any] = json.loads(store.get(key))
-    return answer
-
-
-# ---- log ------------------------------------------------------------------------------------------------------------
-
-
-def _show_log() -> None:
-    """Make our start-up line and report visible where the script configured no logging.
-
-    DeepSpeed's own logger shows warnings only, and "I set the JSON and nothing changed" is what users complain about.
-    """
-    if logger.handlers or logging.getLogger().handlers:
-        return
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] [ds_tba] %(message)s"))
-    logger.addHandler(handler)
-    logger.propagate = False
-    with suppress(ValueError):
-        logger.setLevel(os.environ.get("DS_TBA_LOG_LEVEL", "INFO").upper())

@@ -396,6 +396,21 @@ def write_file(path: Path, text: str) -> None:
         raise
 
 
+@dataclass(eq=False)
+class Writer:
+    """An engine as the writer of reports: engines from one config have one path, and one of them may have it.
+
+    Attributes:
+        rank: of this process; see :func:`rank_path`.
+        claims: the file that each path is written by, of all writers of this process.
+        steps: optimizer steps so far; a writer that has made none leaves the path to one that has.
+    """
+
+    rank: int
+    claims: dict[Path, ReportFile] = field(default_factory=dict)
+    steps: int = 0
+
+
 class ReportFile:
     """A file that a key of the config names, kept up to date; a failure is logged, never raised into training.
 
@@ -405,27 +420,18 @@ class ReportFile:
     Args:
         key: of the config.
         path: what the config has there; None writes none.
-        rank: see :func:`rank_path`.
-        claims: whose the paths of this process are: engines from one config have one path.
-        steps: of the engine, so far; one that has made none leaves the path to one that has.
+        writer: the engine that it belongs to.
 
     Raises:
         ConfigError: nothing can be written there. It is found now, not after hours of training.
     """
 
-    def __init__(
-        self,
-        key: str,
-        path: str | None,
-        rank: int,
-        claims: dict[Path, ReportFile] | None = None,
-        steps: Callable[[], int] = lambda: 1,
-    ) -> None:
+    def __init__(self, key: str, path: str | None, writer: Writer) -> None:
         self._key = key
-        self._name, self._rank = path, rank
-        self._claims, self.steps = {} if claims is None else claims, steps
+        self._name = path
+        self.writer = writer
         self.has_lost = False  # the path to an engine that trains
-        self.path = checked_path(key, path, rank)
+        self.path = checked_path(key, path, writer.rank)
         self._written_at, self._age_s = -math.inf, 0.0
 
     def refresh(self, make: Callable[[], Mapping[str, Any]], *, now: bool = False) -> None:
@@ -440,25 +446,26 @@ class ReportFile:
 
     def give_up(self) -> None:
         """Leave the path to whoever writes there next."""
-        if self.path is not None and self._claims.get(self.path) is self:
-            del self._claims[self.path]
+        if self.path is not None and self.writer.claims.get(self.path) is self:
+            del self.writer.claims[self.path]
 
     def _claimed(self) -> Path | None:
         """The path, once it is this engine's; another one beside it where another engine that trains has that."""
+        claims = self.writer.claims
         for number in itertools.count(2):
             if self.path is None or self._name is None:
                 return None
-            holder = self._claims.get(self.path, self)
-            trains = self.steps() > 0
-            if (holder is self and not self.has_lost) or (trains and (holder is self or not holder.steps())):
-                self._claims[self.path], holder.has_lost, self.has_lost = self, True, False
+            holder = claims.get(self.path, self)
+            trains = self.writer.steps > 0
+            if (holder is self and not self.has_lost) or (trains and (holder is self or not holder.writer.steps)):
+                claims[self.path], holder.has_lost, self.has_lost = self, True, False
                 return self.path
             if not trains:
                 self.has_lost = True
                 return None
             taken, name = self.path, Path(self._name)
-            self.path = rank_path(str(name.with_name(f"{name.stem}.{number}{name.suffix}")), self._rank)
-            if self.path not in self._claims:
+            self.path = rank_path(str(name.with_name(f"{name.stem}.{number}{name.suffix}")), self.writer.rank)
+            if self.path not in claims:
                 logger.info(
                     "%s %s is of another engine of this process: this one writes %s", self._key, taken, self.path
                 )

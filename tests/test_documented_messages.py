@@ -13,7 +13,7 @@ from support import runs
 DOCS = runs.ROOT / "docs"
 # Errors that say where a bug of ours is, or that are turned into one for users.
 INTERNAL = {"LinAlgError", "StateError", "TransferError", "TypeError", "RuntimeError", "AttributeError"}
-PARTS = ("storage", "plan", "core/residency.py", "offloader.py", "report.py")
+PARTS = ("storage", "plan", "core/residency.py", "offloader.py", "report.py", "reporting.py", "resting.py", "loop.py")
 GAP = "..."
 
 

@@ -215,7 +215,7 @@ def test_the_rate_is_that_of_plans_and_the_text_counts_all_ranks(
     """The steps before the first plan move everything, and tell nothing of the days to come."""
     from test_report import make, step
 
-    from ds_tba import offloader as offloader_module
+    from ds_tba import reporting
     from ds_tba.plan.agreement import Alone
 
     offloader = make(tmp_path, placement="adaptive", rematerialize=False, ssd={"rated_endurance_tbw": 1.0})
@@ -223,13 +223,14 @@ def test_the_rate_is_that_of_plans_and_the_text_counts_all_ranks(
     offloader._tiers._ranks_on_node = 2
     while not offloader.report().plans:
         step(offloader)
-    now_s, (path,) = offloader_module.time.monotonic(), offloader._tiers.paths
-    steps, _, before = offloader._planned
+    now_s, (path,) = reporting.time.monotonic(), offloader._tiers.paths
+    reporter = offloader._reporter
+    steps, _, before = planned = reporter._planned
     assert before == [path.written_bytes] and steps == offloader.report().steps
-    offloader._planned = steps, now_s - 1000.0, [path.written_bytes - 10**9]
-    monkeypatch.setattr(offloader_module.time, "monotonic", lambda: now_s)
+    reporter._planned = planned._replace(at_s=now_s - 1000.0, written_bytes=[path.written_bytes - 10**9])
+    monkeypatch.setattr(reporting.time, "monotonic", lambda: now_s)
     assert offloader.report().wear[0]["written_bytes_per_day"] > 10 * 86400 * 10**6  # too few steps to tell
-    monkeypatch.setattr(offloader_module, "RATED_STEPS", 0)
+    monkeypatch.setattr(reporting, "RATED_STEPS", 0)
     report = offloader.report()
     assert report.wear[0]["written_bytes_per_day"] == pytest.approx(86400 * 10**6)
     assert report.wear[0]["life_days"] == pytest.approx(1e12 / (2 * 86400 * 10**6))

@@ -38,7 +38,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -107,6 +107,13 @@ class Forward:
     by_key: dict[StorageKey, SavedStorage] = field(default_factory=dict)
 
 
+class HooksObserver(Protocol):
+    """Looks at what the hooks of a forward do."""
+
+    def around(self, hooks: Hooks) -> Hooks:
+        """Return hooks that call these."""
+
+
 class _Proof(NamedTuple):
     """What is known of how a storage that is being saved can be made again.
 
@@ -165,7 +172,6 @@ class TensorCache(Keeper):
         learned_order: of first uses, in the last backward that used all.
         sites: what can be made again, as ``sites.py`` has it, which imports this room's lower files; None where nothing
             is to be.
-        looked_at: makes the hooks of a forward from the cache's own, to look at what they do; see ``sample.py``.
     """
 
     def __init__(
@@ -191,7 +197,7 @@ class TensorCache(Keeper):
         self.learned_order: list[int] = []
         self._live_records = 0
         self.sites: Any = None
-        self.looked_at: Callable[[Hooks], Hooks] = lambda hooks: hooks
+        self._observers: list[HooksObserver] = []
         self._originals = keep_originals()
         # With the record that waits for the answer; without, where the site was proven before.
         self._unread: deque[tuple[SavedStorage | None, Any, Any]] = deque()
@@ -269,7 +275,9 @@ class TensorCache(Keeper):
         return self._hooks(step, around)
 
     def _hooks(self, step: MicroStep[SavedStorage], around: Callable[[Hooks], Hooks] | None) -> saved_tensors_hooks:
-        hooks = self.looked_at((self.pack, partial(self.unpack, step)))
+        hooks: Hooks = (self.pack, partial(self.unpack, step))
+        for observer in self._observers:
+            hooks = observer.around(hooks)
         return uncompiled_hooks(*(hooks if around is None else around(hooks)))
 
     @contextmanager
@@ -822,6 +830,10 @@ class TensorCache(Keeper):
             self.residency.limit(nbytes, name)
 
     # ---- for the offloader and the controller -------------------------------------------------------------------
+
+    def observe(self, observer: HooksObserver) -> None:
+        """Have an observer make the hooks of each forward from now on from those that there are."""
+        self._observers.append(observer)
 
     def settle(self) -> None:
         """Act on every deferred finalizer, and let go of what finished copies still hold."""

@@ -14,7 +14,7 @@ import linecache
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,12 +27,11 @@ from torch.autograd.profiler import record_function
 
 from ds_tba.core.saved import CountedMemory, Hooks, RecordState, SavedCounted, SavedStorage, SavedView
 from ds_tba.core.tensors import form_of, held_bytes, is_parameter
+from ds_tba.core.where import RunningModule
 from ds_tba.explain.out_of_memory import Failure
-from ds_tba.explain.timeline import StepTimeline
+from ds_tba.explain.timeline import StepTimeline, TimelineFile
 from ds_tba.holders import Holder, merged
-from ds_tba.recompute.passes import RecomputedPass
-from ds_tba.remat.sites import RunningModule
-from ds_tba.stats import CacheStats, PathMeter
+from ds_tba.stats import CacheStats, PathMeter, StoreStats
 
 # Nodes that only look at a tensor in another shape.
 _VIEWS = frozenset(
@@ -41,7 +40,6 @@ _VIEWS = frozenset(
     + ("PreBackwardFunctionForModule", "PostBackwardFunctionModule")  # which ZeRO-3 puts around each module
 )
 _NODE = re.compile(r"(.*?)(?:Backward\d*)?")
-_RUN_AGAIN = RecomputedPass._run_again.__code__
 # Since PyTorch 2.14 it is no Python code, and leaves no frame: then the op that made the tensor is named.
 _APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
 _ASKED = re.compile(r"(?:[Tt]ried to allocate|you tried to allocate) ([\d.]+) (\w+)")
@@ -60,27 +58,35 @@ class _Seen:
     shape: str
 
 
+@dataclass(frozen=True)
+class Counters:
+    """The counters that samples read.
+
+    Attributes:
+        cache: counts saved tensors.
+        store: counts the waits of the training thread.
+        paths: tell a timeline of I/O.
+    """
+
+    cache: CacheStats
+    store: StoreStats
+    paths: Sequence[PathMeter]
+
+
 class StepSample:
     """One sampled step of a cache.
 
     Args:
-        stats: of the cache.
-        stalled_s: time that the training thread has waited for a store so far.
-        module: path of the module that runs.
-        timeline: what it is told; None where nobody wants to know when.
+        counters: those of the cache and of the store that the training thread may wait for.
+        running: names the module that runs.
+        timeline: takes spans and levels; None where nobody wants to know when.
     """
 
-    def __init__(
-        self,
-        stats: CacheStats,
-        stalled_s: Callable[[], float],
-        module: Callable[[], str],
-        timeline: StepTimeline | None,
-    ) -> None:
+    def __init__(self, counters: Counters, running: RunningModule, timeline: StepTimeline | None) -> None:
         self.timeline = timeline
-        self._stats = stats
-        self._stalled_s = stalled_s
-        self._module = module
+        self._stats = counters.cache
+        self._store = counters.store
+        self._running = running
         # By the record of a storage, or by its stamp where it has none: views of one count once.
         self._seen: dict[SavedStorage | CountedMemory, _Seen] = {}
         self._is_open = True
@@ -111,11 +117,15 @@ class StepSample:
                 return unpack(held)
             if self._is_after and self._seen:  # backward begins
                 self._found_more()
-            started_s, stalled_s, made_bytes = time.perf_counter(), self._stalled_s(), self._stats.rematerialized_bytes
+            started_s, stalled_s, made_bytes = (
+                time.perf_counter(),
+                self._store.stall_s,
+                self._stats.rematerialized_bytes,
+            )
             moving_s = self._stats.moving_s
             tensor = unpack(held)
             nbytes = held.record.nbytes if isinstance(held, SavedView) else 0
-            waited_s = self._stalled_s() - stalled_s
+            waited_s = self._store.stall_s - stalled_s
             if self._stats.rematerialized_bytes > made_bytes:
                 self._span("again", "make again", started_s, self._stats.rematerialized_bytes - made_bytes)
             elif self._stats.moving_s > moving_s:
@@ -132,7 +142,7 @@ class StepSample:
         if seen is None:
             frame = _caller()
             function = frame.f_locals["cls"].__name__ if frame is not None and frame.f_code is _APPLY else ""
-            module = merged(self._module()) or f"({line_of(frame)})"
+            module = merged(self._running.path()) or f"({line_of(frame)})"
             self._seen[key] = _Seen(module, function or _op(tensor), nbytes, form_of(tensor))
         elif not seen.op:  # saved by the op that made it, which had no node yet
             seen.op = _op(tensor)
@@ -183,32 +193,25 @@ class StepSamples:
     """Samples the steps 1, 2, 4, 8, ...: seldom, and again while plans change and lengths grow.
 
     Args:
-        stats: of the cache.
-        stalled_s: see :class:`StepSample`.
-        meters: of the paths of the drives.
-        write: takes the timeline of a step that is over, and its number; None where nobody wants timelines.
+        counters: those of the cache, the store and the paths of the drives.
+        running: names the module that runs.
+        timelines: takes the timeline of each sampled step; None where nobody wants timelines.
+        step: number of the step that runs.
 
     Attributes:
-        module: path of the module that runs.
+        running: as above.
         holders, holders_step: who held saved bytes at the end of the last forward that was sampled, and in which step.
     """
 
-    def __init__(
-        self,
-        stats: CacheStats,
-        stalled_s: Callable[[], float],
-        meters: Sequence[PathMeter],
-        write: Callable[[StepTimeline, int], None] | None,
-    ) -> None:
-        self.module: Callable[[], str] = str
+    def __init__(self, counters: Counters, running: RunningModule, timelines: TimelineFile | None, step: int) -> None:
+        self.running = running
         self.holders: list[Holder] = []
-        self.holders_step = self._step = 0
-        self._stats = stats
-        self._stalled_s = stalled_s
-        self._meters = meters
-        self._write = write
+        self.holders_step = 0
+        self._counters = counters
+        self._timelines = timelines
+        self._step = step
         self._sample: StepSample | None = None
-        self.end_step()
+        self._begin_step()
 
     def around(self, hooks: Hooks) -> Hooks:
         """The hooks of a forward that begins."""
@@ -237,15 +240,23 @@ class StepSamples:
         if sample is not None:
             sample.end_phase("optimizer")
             sample.end()
-            if sample.timeline is not None and self._write is not None:
-                self._write(sample.timeline, self._step)
+            if sample.timeline is not None and self._timelines is not None:
+                self._timelines.write(sample.timeline, self._step)
         self._step += 1
+        self._begin_step()
+
+    def _begin_step(self) -> None:
         timeline = None
         if self._step & (self._step - 1) == 0:
-            timeline = None if self._write is None else StepTimeline()
-            self._sample = StepSample(self._stats, self._stalled_s, lambda: self.module(), timeline)
-        for meter in self._meters:
+            timeline = None if self._timelines is None else StepTimeline()
+            self._sample = StepSample(self._counters, self.running, timeline)
+        for meter in self._counters.paths:
             meter.tell = None if timeline is None else timeline.span
+
+    @property
+    def timeline_path(self) -> str | None:
+        """Path of the timelines; None where nobody wants any."""
+        return None if self._timelines is None else self._timelines.path
 
     def now(self) -> list[Holder]:
         """Who holds saved bytes: in a sampled forward as it is now, else as the end of the last one found it."""
@@ -316,6 +327,12 @@ def line_of(frame: FrameType | None) -> str:
     return "outside of modules" if found is None else f"{Path(found.f_code.co_filename).name}:{found.f_lineno}"
 
 
+def _runs_again(frame: FrameType) -> bool:
+    """Return whether a frame runs a pass again; nothing does where the room is not loaded."""
+    passes = sys.modules.get("ds_tba.recompute.passes")
+    return passes is not None and frame.f_code is passes.RecomputedPass._run_again.__code__
+
+
 def failure_of(error: BaseException, running: RunningModule, device: torch.device) -> Failure:
     """Where an allocation on a device failed, and of what size it was, by its error."""
     frames = list(walk_tb(error.__traceback__))
@@ -324,7 +341,7 @@ def failure_of(error: BaseException, running: RunningModule, device: torch.devic
     module, ran_at, is_ours = "", -1, False
     for at, (frame, _) in enumerate(frames):
         path = running.path_of(frame)
-        if frame.f_code is _RUN_AGAIN:
+        if _runs_again(frame):
             path, is_ours = frame.f_locals["self"].path, True
         module, ran_at = (module, ran_at) if path is None else (path, at)
     # The outermost call that says it: DeepSpeed's backward reduces gradients after autograd's.

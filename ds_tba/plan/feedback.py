@@ -22,15 +22,14 @@ Knows numbers only, and no clock; does not decide alone, as ranks have to agree.
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from dataclasses import dataclass, field
 from enum import IntEnum
 from statistics import median, median_low
 from typing import Any
 
+from ds_tba.core.compiled import compilations
 from ds_tba.plan.policy import PlanInForce, PlanMismatch
-from ds_tba.stats import CacheStats
 
 MIN_STEPS, MAX_STEPS = 5, 640
 # After so many steps without its cause, a cause is new.
@@ -46,8 +45,6 @@ RAISE_FACTOR, LEAST_SHARE = 1.5, 0.1
 LEAST_PART = 0.5
 # Of a step: what everything kept takes at least.
 MIN_KEPT_FRACTION = 0.5
-# The fraction by which moving is to lower the peak.
-MIN_GAIN = 0.02
 # The standard error of a median, as a multiple of the median absolute deviation over the root of the count.
 _ERROR = 1.86
 
@@ -275,27 +272,6 @@ def _unlike(plan: PlanInForce, mismatch: PlanMismatch, missed: float) -> str:
 
 
 # ---- one optimizer step ---------------------------------------------------------------------------------------------
-
-
-def compilations() -> int:
-    """What ``torch.compile`` has compiled in this process so far; 0 where nobody has imported it.
-
-    Counts everything that it times: frames, backwards (compiled when they first run), kernels and their tuning.
-    """
-    times: dict[str, list[float]] = getattr(sys.modules.get("torch._dynamo.utils"), "compilation_time_metrics", {})
-    return sum(map(len, list(times.values())))
-
-
-def moves_in_vain(stats: CacheStats, moved_bytes: int, compilations_before: int) -> bool:
-    """Whether most of what is saved was moved and the peak is no lower for it, since code was compiled.
-
-    Code that is compiled as one graph saves everything at its end, and takes all of it back before its backward begins.
-
-    Args:
-        compilations_before: how many there were when the first step began; they say nothing about what it ran.
-    """
-    in_vain = stats.resident.peak > (1 - MIN_GAIN) * stats.saved.peak
-    return in_vain and moved_bytes > stats.saved.peak / 2 and compilations() > compilations_before
 
 
 @dataclass(slots=True)

@@ -33,9 +33,9 @@ import torch
 
 from ds_tba.core.saved import CountedMemory, Hooks, PassedThrough, SavedCounted, SavedView, StorageKey
 from ds_tba.core.tensors import Eligibility, Stamp, has_plain_storage, stamp_of
+from ds_tba.core.where import RunningModule
 from ds_tba.device.accelerator import Clock
 from ds_tba.plan.trace import OUTSIDE, BlockTrace, Resources, Scopes, StorageTrace, Trace
-from ds_tba.remat.sites import RunningModule
 from ds_tba.storage.finalizers import DeferredFinalizers
 
 RECORDINGS = 2

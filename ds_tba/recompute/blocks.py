@@ -43,7 +43,13 @@ from torch import nn
 
 from ds_tba.config import BLOCK
 from ds_tba.core.saved import Hooks
-from ds_tba.core.tensors import SHOWS_HOOKS, innermost_hooks, is_being_compiled, selective_checkpoints_seen
+from ds_tba.core.tensors import (
+    SHOWS_HOOKS,
+    innermost_hooks,
+    is_being_compiled,
+    selective_checkpoints_seen,
+    skip_frames,
+)
 from ds_tba.errors import ConfigError
 from ds_tba.recompute.passes import Arguments, RecomputedPass, replaced_forward
 
@@ -167,6 +173,7 @@ class Blocks:
         Enter it inside the saved-tensor hooks that the passes are to save through: where others are the innermost,
         nothing is recomputed.
         """
+        skip_frames((_Forward.__call__,))
         before = self._thread.session  # None, or that of a forward around this one
         self._thread.session = (innermost_hooks(),)
         with self._lock:
@@ -316,9 +323,6 @@ def _module_called() -> nn.Module | None:
     frame = sys._getframe(2)
     return frame.f_locals.get("self") if frame.f_code in _CALLERS else None
 
-
-# For :func:`ds_tba.core.tensors.skip_frames`.
-FRAMES = (_Forward.__call__,)
 
 # ---- the layers of a model ------------------------------------------------------------------------------------------
 

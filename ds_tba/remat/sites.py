@@ -58,7 +58,6 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
-from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -76,6 +75,7 @@ from ds_tba.core.tensors import (
     next_sequence_number,
     storage_bytes,
 )
+from ds_tba.core.where import MODULE_CALL, RunningModule
 from ds_tba.device.accelerator import Accelerator, Clock, PinnedAnswers, moment
 from ds_tba.device.memory import is_out_of_memory
 from ds_tba.errors import ActivationModifiedError, ConfigError, RematerializationError, StateError, StorageError
@@ -388,17 +388,23 @@ class Sites:
         cache: whose saved views are operands.
         accelerator: the training device.
         exclude: ops that are not made again.
+        running: names the module in an error's message; None names none.
 
     Attributes:
         step: the number of the step that runs, from 1 on.
-        running_module: tells the path of the module that runs.
     """
 
-    def __init__(self, cache: Keeper, accelerator: Accelerator, exclude: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        cache: Keeper,
+        accelerator: Accelerator,
+        exclude: frozenset[str] = frozenset(),
+        running: RunningModule | None = None,
+    ) -> None:
         self.cache = cache
         self.rules = {name: rule for name, rule in RULES.items() if rule.op not in exclude}
         self.step = 1
-        self.running_module: Callable[[], str] = str
+        self._running = running or RunningModule({})
         self._accelerator = accelerator
         self._is_synchronous = accelerator.is_synchronized_device()
         self._answers = PinnedAnswers(accelerator, 2, torch.bool)
@@ -411,6 +417,10 @@ class Sites:
         self._first_node: float = 0
         self._thread: threading.Thread | None = None
         self._has_other_threads = False
+
+    def end_step(self) -> None:
+        """Count an optimizer step that is over."""
+        self.step += 1
 
     def begin_forward(self) -> None:
         """A forward begins: nodes of earlier ones are not entered, and sites are told from its first op on."""
@@ -530,7 +540,7 @@ class Sites:
             site.refuse(str(error) if is_told else f"{type(error).__name__} while it was made again")
             return None
         site.compared()
-        module = self.running_module() if site.is_proven else ""
+        module = self._running.path() if site.is_proven else ""
         return Comparison(recipe, flags, moment(self._accelerator), marks, self.step, site.visits, module)
 
     def read(self, comparison: Comparison) -> bool:
@@ -818,7 +828,9 @@ def is_supported() -> bool:
     return hasattr(saved, "data") and hasattr(saved, "unpack_hook") and hasattr(torch.autograd, "_get_sequence_nr")
 
 
-def open_sites(config: OffloadConfig, cache: Keeper, accelerator: Accelerator) -> Sites | None:
+def open_sites(
+    config: OffloadConfig, cache: Keeper, accelerator: Accelerator, running: RunningModule | None = None
+) -> Sites | None:
     """The sites of a run; None where the config or PyTorch leaves nothing to rematerialize.
 
     Raises:
@@ -831,7 +843,7 @@ def open_sites(config: OffloadConfig, cache: Keeper, accelerator: Accelerator) -
         told = "nothing is rematerialized: PyTorch %s does not show what its graph holds, as 2.7 and newer do"
         logger.info(told, torch.__version__)
         return None
-    return Sites(cache, accelerator, exclude)
+    return Sites(cache, accelerator, exclude, running)
 
 
 def excluded_ops(config: OffloadConfig) -> frozenset[str]:
@@ -851,40 +863,14 @@ def excluded_ops(config: OffloadConfig) -> frozenset[str]:
 # ---- which module runs ----------------------------------------------------------------------------------------------
 
 _OURS = (__name__.partition(".")[0] + ".", "contextlib")
-_CALL = nn.Module._wrapped_call_impl.__code__
 
 
 def position_in_code() -> int:
     """A hash of where the caller's thread is: the innermost module that runs, and the calls inside it; 0 outside."""
     path: list[Any] = []
     frame = inspect.currentframe()
-    while frame is not None and frame.f_code is not _CALL:
+    while frame is not None and frame.f_code is not MODULE_CALL:
         if not str(frame.f_globals.get("__name__")).startswith(_OURS):  # of which there are more in a recorded step
             path.append((id(frame.f_code), frame.f_lasti))
         frame = frame.f_back
     return 0 if frame is None else hash((*path, id(frame.f_locals["self"])))
-
-
-class RunningModule:
-    """Which module of a model runs, read from the call stack: no module has a hook for that.
-
-    Args:
-        paths: for each module (by ``id``) its path in the model.
-    """
-
-    def __init__(self, paths: dict[int, str]) -> None:
-        self._paths = paths
-
-    def path(self) -> str:
-        """Of the innermost module of the model that the caller's thread runs; empty outside of all."""
-        frame = inspect.currentframe()
-        while frame is not None:
-            path = self.path_of(frame)
-            if path is not None:
-                return path
-            frame = frame.f_back
-        return ""
-
-    def path_of(self, frame: FrameType) -> str | None:
-        """Of the module of the model that a frame calls; None where it calls none."""
-        return self._paths.get(id(frame.f_locals["self"])) if frame.f_code is _CALL else None

@@ -17,9 +17,12 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
+from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 from ds_tba.device.accelerator import Accelerator, new_thread
+from ds_tba.device.memory import is_out_of_memory
+from ds_tba.errors import DsTbaError, StateError
 
 Item = TypeVar("Item")
 
@@ -45,8 +48,12 @@ class DeferredFinalizers(Generic[Item]):
     catch that and train on. Therefore the lock is a context by itself, and :meth:`act_if_free` has a ``for`` take it:
     CPython does either in one bytecode. After a call of ``acquire()`` the exception might come before the ``try`` that
     releases, and the lock stay taken for ever. For the same reason lanes have queues that are written in C: those of
-    Python have such calls. What is left: where the exception comes between an item's way out of the queue and the end
-    of acting on it, its bytes stay counted, and its extent taken, until the run ends.
+    Python have such calls.
+
+    [Note: Broken] What the lock guards is whole before and after a critical section, and not in the middle of one. An
+    exception that leaves a section and is no refusal of ours (an interrupt, Python's memory that ran out, a defect) may
+    have left it half changed, also between an item's way out of the queue and the end of acting on it. That is
+    remembered: the next forward refuses (:meth:`refuse_broken`), because a later step could have a wrong gradient.
 
     Args:
         lock: not reentrant, or an item left in a critical section would be acted on in the middle of it.
@@ -59,12 +66,34 @@ class DeferredFinalizers(Generic[Item]):
         self._left: queue.SimpleQueue[Item | Notice[Item]] = queue.SimpleQueue()  # the one that a finalizer may use
         self._tell: Callable[[Any], None] = self._left.put
         self._watched: set[Notice[Item]] = set()  # a weak reference that is gone itself tells nobody
+        self._broken_by = ""  # the type of the exception; see [Note: Broken]
 
     def __enter__(self) -> None:
         self.act_if_free()
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._note_exception(error)
         self.act_if_free()  # on an item that came in the meantime, and found the lock taken
+
+    def refuse_broken(self) -> None:
+        """Refuse to go on where a critical section was left half done; see [Note: Broken].
+
+        Raises:
+            StateError: one was.
+        """
+        if self._broken_by:
+            raise StateError(
+                f"{self._broken_by} came in the middle of ds_tba's bookkeeping of saved tensors, and a later step "
+                "could have a wrong gradient: load the last checkpoint and go on with a new engine, or restart the "
+                "program."
+            )
+
+    def _note_exception(self, error: BaseException) -> None:
+        if not (self._broken_by or _is_refusal(error)):
+            self._broken_by = type(error).__name__  # not itself: it holds frames, and all tensors in them
 
     def watch(self, watched: Any, item: Item) -> None:
         """Leave ``item`` when an object, which is equal to itself only, is gone, whoever lets go of it, wherever.
@@ -89,6 +118,9 @@ class DeferredFinalizers(Generic[Item]):
                     return
                 try:
                     self.act()
+                except BaseException as error:
+                    self._note_exception(error)
+                    raise
                 finally:
                     self.lock.release()
 
@@ -109,6 +141,17 @@ class DeferredFinalizers(Generic[Item]):
             self._watched.discard(item)
             item = item.item
         self._act(item)
+
+
+def _is_refusal(error: BaseException) -> bool:
+    """Return whether an exception is raised on purpose, before anything was changed.
+
+    Those are our own errors, but for a bug's, and a device or its allocator without memory. Python's own memory may run
+    out between any two statements.
+    """
+    if isinstance(error, DsTbaError):
+        return not isinstance(error, StateError)
+    return is_out_of_memory(error) and not isinstance(error, MemoryError)
 
 
 class Closer:

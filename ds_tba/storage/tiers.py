@@ -6,6 +6,7 @@ Knows stores, backends and drives; cannot see the cache nor what is decided.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from ds_tba.config import BLOCK, AioConfig, OffloadConfig, Placement
 from ds_tba.device.accelerator import Accelerator, CpuAccelerator, available_bytes
 from ds_tba.errors import BackendUnavailableError, ConfigError
-from ds_tba.stats import readable
+from ds_tba.stats import StoreStats, readable
 from ds_tba.storage.backends.select import NAMED, Selection, select_backend
 from ds_tba.storage.bandwidth_probe import LARGEST_REQUEST_BYTES, REGION_BYTES, measure_drives
 from ds_tba.storage.base import Store
@@ -91,6 +92,46 @@ class Tiers:
     def paths(self) -> list[SwapPath]:
         return self.nvme.paths if self.nvme is not None else []
 
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes of storages that the stores have taken so far."""
+        return sum(store.stats.offloaded_bytes for store in (self.nvme, self.host) if store is not None)
+
+    def written_bytes(self) -> list[int]:
+        """Return the bytes that each path was written."""
+        return [path.written_bytes for path in self.paths]
+
+    def bandwidth(self) -> list[dict[str, Any]]:
+        """Return the rates of each path."""
+        return [path.bandwidth() for path in self.paths]
+
+    def summary(self) -> dict[str, Any]:
+        """Return the fields of the report about stores and drives."""
+        # Takes no lock: the closer's thread calls this, too, after a lane has hung with its lock held.
+        nvme, chosen = self.nvme, self.selection
+        store = nvme.stats if nvme is not None else StoreStats()
+        host = self.host.stats if self.host is not None else StoreStats()
+        fallbacks = Counter((store if nvme else host).fallbacks)  # what both tiers refuse is one fallback
+        return {
+            "backend": chosen.backend.name if chosen else "none",
+            "backend_reason": chosen.reason if chosen else f"placement {self._config.placement}",
+            "paths": [str(directory.path) for directory in self.directories],
+            "offloaded_bytes": store.offloaded_bytes + host.offloaded_bytes,
+            "written_bytes": store.written_bytes,
+            "read_bytes": store.read_bytes,
+            "forwarded_bytes": store.forwarded_bytes,
+            "cancelled_bytes": store.cancelled_bytes,
+            "host_bytes": host.offloaded_bytes + store.rescued_bytes,
+            "peak_staging_bytes": nvme.ring.slots.peak_used_bytes if nvme is not None else 0,
+            "swap_file_bytes": sum(path.file.largest_bytes for path in self.paths),
+            "fallbacks": sum(fallbacks.values()),
+            "fallbacks_by_reason": dict(fallbacks),
+            "write_bytes_per_s": sum(path.meter.writes.recent.bytes_per_s for path in self.paths),
+            "read_bytes_per_s": sum(path.meter.reads.recent.bytes_per_s for path in self.paths),
+            "stall_s": store.stall_s,
+            "bandwidth": self.bandwidth(),
+        }
+
     def wear(self, elapsed_s: float, before: Sequence[int] = ()) -> list[PathWear]:
         """Return the wear of each path.
 
@@ -110,10 +151,10 @@ class Tiers:
         return sum(drive.left_tbw(self._config.ssd.rated_endurance_tbw) for drive in drives) / self._ranks_on_node
 
     def describe(self) -> list[str]:
-        """Parts of the line that says at the start what will run; empty without swap files."""
+        """Return parts of the line that says at the start what will run; empty where nothing is offloaded."""
         files = [path.file for path in self.paths]
         if self.selection is None:
-            return []
+            return [] if self.host is None else [f"activations go to {self.host_in_words}"]
         why = self.selection.reason.removeprefix(NAMED).removeprefix("; ")  # what the config says needs no reason
         first = f"{self.host_in_words}, then to " if self._host_is_first else ""
         parts = [

@@ -27,12 +27,12 @@ from torch.optim import optimizer as torch_optimizer
 
 from ds_tba.config import UPDATE_BLOCK
 from ds_tba.device.memory import advise_huge_pages
-from ds_tba.errors import IncompatibleError, UpdateInterruptedError
+from ds_tba.errors import IncompatibleError
 from ds_tba.update.formula import Hyper
 from ds_tba.update.host import SubGroup
+from ds_tba.update.interrupted import HALF_UPDATED, refuse_half_updated
 from ds_tba.update.updater import Updater
 
-HALF_UPDATED = "ds_tba_half_updated"
 CLASS_NAME = "DeepSpeedZeroOptimizer_Stage3"
 ADAM_NAME = "DeepSpeedCPUAdam"
 # What the loop of `step` calls, in order, in all supported versions: none of it may be somebody else's.
@@ -44,20 +44,6 @@ _LOOP = (
     "_release_sub_group",
 )
 _OVERRIDDEN = (*_LOOP[1:], "step")
-
-
-def refuse_half_updated(zero: Any) -> None:
-    """Refuse to go on with a model of which only a part has taken a step. See [Note: Interrupted updates].
-
-    Raises:
-        UpdateInterruptedError: an update was interrupted, on any rank, and no checkpoint was loaded since.
-    """
-    if getattr(zero, HALF_UPDATED, False):
-        raise UpdateInterruptedError(
-            "an optimizer update was interrupted, on this rank or another, so that some parameters have taken that "
-            "step and others have not: load a checkpoint with its optimizer states before going on, and save none of "
-            "this model."
-        )
 
 
 def refuse_unsupported(zero: Any) -> None:

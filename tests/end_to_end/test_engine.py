@@ -17,7 +17,7 @@ import torch
 from support import runs
 from torch import distributed
 
-from ds_tba import engine
+from ds_tba import engine, ranks
 from ds_tba.errors import ConfigError, IncompatibleError, PathError
 
 
@@ -32,43 +32,43 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> distributed.Store:
         distributed_c10d=SimpleNamespace(_get_default_store=lambda: store),
         DistError=distributed.DistError,
     )
-    monkeypatch.setattr(engine, "distributed", fake)
-    monkeypatch.setattr(engine, "AGREEMENT_TIMEOUT", timedelta(seconds=1))
-    monkeypatch.setattr(engine, "GOODBYE_TIMEOUT", timedelta(seconds=1))
+    monkeypatch.setattr(ranks, "distributed", fake)
+    monkeypatch.setattr(ranks, "AGREEMENT_TIMEOUT", timedelta(seconds=1))
+    monkeypatch.setattr(ranks, "GOODBYE_TIMEOUT", timedelta(seconds=1))
     return store
 
 
 def test_ranks_that_agree_go_on(two_ranks: distributed.Store) -> None:
     two_ranks.set("ds_tba/1/1", '{"problem": null}')
-    engine._agree(None)
+    ranks.agree(None)
 
 
 def test_the_problem_of_another_rank_is_raised_with_its_name(two_ranks: distributed.Store) -> None:
     two_ranks.set("ds_tba/1/1", '{"problem": "PathError: nvme_path /x does not exist"}')
     with pytest.raises(ConfigError, match=r"rank 1 cannot do what ds_config.json asks for, so no rank .*: PathError"):
-        engine._agree(None)
+        ranks.agree(None)
 
 
 def test_the_own_problem_is_told_to_the_others_and_raised(two_ranks: distributed.Store) -> None:
     with pytest.raises(PathError, match="mine"):
-        engine._agree(PathError("mine"))
+        ranks.agree(PathError("mine"))
     assert b"PathError: mine" in two_ranks.get("ds_tba/0/1")
 
 
 def test_other_ranks_ask_rank_0_alone(two_ranks: distributed.Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.distributed, "get_rank", lambda: 7)
-    monkeypatch.setattr(engine.distributed, "get_world_size", lambda: 8000)
+    monkeypatch.setattr(ranks.distributed, "get_rank", lambda: 7)
+    monkeypatch.setattr(ranks.distributed, "get_world_size", lambda: 8000)
     with pytest.raises(ConfigError, match="rank 0 did not take part"):
-        engine._agree(None)
+        ranks.agree(None)
     for number, verdict in ((2, "null"), (3, '"rank 5 cannot do it"')):
         two_ranks.set(f"ds_tba/0/{number}", '{"problem": null}')
         two_ranks.set(f"ds_tba/verdict/{number}", f'{{"problem": {verdict}}}')
-    engine._agree(None)
+    ranks.agree(None)
     with pytest.raises(ConfigError, match="rank 5 cannot do it"):
-        engine._agree(None)
+        ranks.agree(None)
     assert two_ranks.get("ds_tba/7/3/read") == b""
     with pytest.raises(PathError, match="mine"):
-        engine._agree(PathError("mine"))
+        ranks.agree(PathError("mine"))
     assert two_ranks.get("ds_tba/7/4/read") == b""
 
 
@@ -91,7 +91,7 @@ def test_an_error_that_is_not_ours_reaches_the_others_too(
 
 def test_a_rank_without_the_block_is_named_instead_of_waited_for(two_ranks: distributed.Store) -> None:
     with pytest.raises(ConfigError, match=r"rank 1 did not take part.*the same ds_config.json"):
-        engine._agree(None)
+        ranks.agree(None)
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,9 @@ from conftest import Factory
 from support.stepping import forward, note_backward, offloader_of
 from torch import nn
 
-from ds_tba import offloader as offloading
+from ds_tba import resting
 from ds_tba.offloader import ActivationOffloader
+from ds_tba.resting import Resting
 from ds_tba.storage import swap_file
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -112,16 +113,16 @@ def test_an_engine_with_a_graph_to_go_back_through_holds_its_bytes(make: Factory
 
 def test_engines_that_take_turns_keep_what_they_have(make: Factory, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GAN's two: giving back and taking again would cost more than the step."""
-    engines, wakes = [make(), make()], list[ActivationOffloader]()
-    wake = ActivationOffloader._wake
-    monkeypatch.setattr(ActivationOffloader, "_wake", lambda self: (wakes.append(self), wake(self)))
-    monkeypatch.setattr(offloading, "RESTING_FACTOR", 1e9)
+    engines, wakes = [make(), make()], list[Resting]()
+    wake = Resting._wake
+    monkeypatch.setattr(Resting, "_wake", lambda self: (wakes.append(self), wake(self)))
+    monkeypatch.setattr(resting, "RESTING_FACTOR", 1e9)
     for _ in range(4):
         for engine in engines:
             engine.backward()
         for engine in engines:
             engine.offloader.note_step()
-    assert wakes == [engine.offloader for engine in engines]
+    assert wakes == [engine.offloader._resting for engine in engines]
 
 
 def test_an_engine_that_trains_no_more_rests_while_another_steps(
@@ -130,7 +131,7 @@ def test_an_engine_that_trains_no_more_rests_while_another_steps(
     """Made before the other, as a policy that trains after its reward model."""
     one, other = make(), make()
     one.step()
-    monkeypatch.setattr(offloading, "RESTING_FACTOR", 0)
+    monkeypatch.setattr(resting, "RESTING_FACTOR", 0)
     other.step()
     assert memory(one.offloader) == 0 < memory(other.offloader)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support import runs
 
-from ds_tba import engine
+from ds_tba import ranks
 
 pytestmark = pytest.mark.engine
 RANKS = 4
@@ -32,7 +32,7 @@ def test_ranks_started_without_a_launcher_divide_the_machine(tmp_path: Path, var
 
 
 def test_a_kernel_without_a_boot_id_is_told_by_its_host_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = engine._machine()
-    monkeypatch.setattr(engine, "_BOOT_ID", tmp_path / "none")
+    own = ranks.machine()
+    monkeypatch.setattr(ranks, "_BOOT_ID", tmp_path / "none")
     monkeypatch.setattr("socket.gethostname", lambda: "node7")
-    assert engine._machine() == "node7" != own
+    assert ranks.machine() == "node7" != own

@@ -17,6 +17,7 @@ from support.stepping import end_step, forward, note_backward, offloader_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from ds_tba.explain.explainer import Explainer
 from ds_tba.explain.out_of_memory import Diagnosis
 from ds_tba.offloader import ActivationOffloader
 
@@ -185,7 +186,7 @@ def fail(*_: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"), [(Diagnosis, "verdict"), (ActivationOffloader, "_explained"), (ActivationOffloader, "report")]
+    ("owner", "name"), [(Diagnosis, "verdict"), (Explainer, "explain"), (ActivationOffloader, "report")]
 )
 def test_what_fails_in_telling_hides_nothing(
     tmp_path: Path, owner: type, name: str, monkeypatch: pytest.MonkeyPatch

@@ -19,9 +19,9 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from ds_tba.core.tensors import form_of
+from ds_tba.core.where import RunningModule
 from ds_tba.explain.sample import failure_of
 from ds_tba.offloader import ActivationOffloader
-from ds_tba.remat.sites import RunningModule
 
 LAYERS = 3
 
@@ -202,10 +202,10 @@ def test_a_tensor_that_is_made_again_counts_as_that(tmp_path: Path) -> None:
 
 def test_steps_that_are_not_sampled_have_the_hooks_of_the_cache(tmp_path: Path) -> None:
     model, offloader = make(tmp_path, placement="nvme")
-    hooks = (offloader.cache.pack, offloader.cache.unpack)
+    hooks, (observer,) = (offloader.cache.pack, offloader.cache.unpack), offloader.cache._observers
     sampled = []
     for _ in range(9):
-        sampled.append(offloader.cache.looked_at(hooks) is not hooks)
+        sampled.append(observer.around(hooks) is not hooks)
         train(model, offloader, 1)
     offloader.close()
     assert [step for step, is_sampled in enumerate(sampled, 1) if is_sampled] == [1, 2, 4, 8]

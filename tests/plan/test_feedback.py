@@ -13,6 +13,7 @@ import torch
 from support.traces import SIZE, resources, storage
 
 from ds_tba.config import Placement
+from ds_tba.core.compiled import compilations, moves_in_vain
 from ds_tba.plan.feedback import (
     MAX_DRIFT,
     MAX_STEPS,
@@ -23,8 +24,6 @@ from ds_tba.plan.feedback import (
     Backoff,
     Feedback,
     Step,
-    compilations,
-    moves_in_vain,
 )
 from ds_tba.plan.plan import Limits, Plan, Prediction
 from ds_tba.plan.policy import PlanInForce, PlanMismatch

@@ -1,8 +1,9 @@
-"""A training whose signal handler raises at random moments, which it catches; the steps after that must be exact.
+"""A training whose signal handler raises at random moments, which it catches; later steps are exact or refused.
 
     python tests/scripts/trains_on_after_signal.py DIRECTORY PLACEMENT SEED ROUNDS
 
-Prints how many signals came in the middle of ds_tba, and how many anywhere. A run that hangs prints where.
+Prints how many signals came in the middle of ds_tba, how many anywhere, and how often the next step was refused, so
+that a new offloader went on. A run that hangs prints where.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import nn
 
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.device.accelerator import CpuAccelerator
+from ds_tba.errors import StateError
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.plan.agreement import Alone
 from ds_tba.plan.search import adaptive
@@ -62,9 +64,14 @@ def main(directory: str, placement: str, seed: str, rounds: str) -> int:
     )
     model, x = new_model(), torch.randn(256, WIDTH)
     expected = step(model, x, None)
-    offloader = ActivationOffloader(config, AioConfig(), CpuAccelerator())
-    if placement == "adaptive":
-        offloader.watch(model, Alone(), adaptive)
+
+    def new_offloader() -> ActivationOffloader:
+        offloader = ActivationOffloader(config, AioConfig(), CpuAccelerator())
+        if placement == "adaptive":
+            offloader.watch(model, Alone(), adaptive)
+        return offloader
+
+    offloader, refused = new_offloader(), 0
 
     def on_signal(_signum: int, frame: FrameType | None) -> None:
         seen.append(is_in_package(frame))
@@ -88,14 +95,22 @@ def main(directory: str, placement: str, seed: str, rounds: str) -> int:
             raised += 1
         for _ in range(2):
             model.zero_grad(set_to_none=True)
-            found = step(model, x, offloader)
+            try:
+                found = step(model, x, offloader)
+            except StateError as error:
+                if "in the middle of ds_tba's bookkeeping" not in str(error):
+                    raise
+                refused += 1
+                offloader.close()
+                offloader = new_offloader()
+                continue
             if not all(torch.equal(one, other) for one, other in zip(found, expected, strict=True)):
                 sys.stdout.write(f"WRONG after {number + 1} rounds\n")
                 return 1
         model.zero_grad(set_to_none=True)
     faulthandler.cancel_dump_traceback_later()
     offloader.close()
-    sys.stdout.write(f"EXACT {sum(seen)} {raised}\n")
+    sys.stdout.write(f"EXACT {sum(seen)} {raised} {refused}\n")
     return 0
 
 

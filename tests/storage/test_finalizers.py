@@ -15,11 +15,13 @@ from pathlib import Path
 from types import FrameType
 
 import pytest
+import torch
 from conftest import Alarm, AlarmError
 from test_store import until
 
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.device.accelerator import CpuAccelerator
+from ds_tba.errors import ActivationLostError, ActivationModifiedError, StateError
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.storage.backends.posix import PosixBackend
 from ds_tba.storage.finalizers import DeferredFinalizers
@@ -174,5 +176,71 @@ def test_a_handler_that_saves_a_checkpoint_and_exits_ends_the_training(tmp_path:
 def test_a_training_that_catches_what_a_handler_raises_goes_on_exactly(tmp_path: Path, placement: str) -> None:
     done = script("trains_on_after_signal.py", tmp_path, placement, 0, 60)
     assert done.returncode == 0, done.stdout + done.stderr
-    inside, raised = map(int, done.stdout.split()[1:])
-    assert inside > 5 and raised > 5, done.stdout
+    inside, raised, refused = map(int, done.stdout.split()[1:])
+    assert inside > 5 and raised > 5 and refused <= raised, done.stdout
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("placement", ["nvme", "host"])
+def test_after_an_interrupt_anywhere_the_next_steps_are_exact_or_refused(tmp_path: Path, placement: str) -> None:
+    """A gradient is never wrong: neither is a step that waits for ever."""
+    done = script("interrupted_anywhere.py", tmp_path, placement, 1, 37)
+    assert done.returncode == 0, done.stdout + done.stderr
+    exact, refused, others = map(int, re.findall(r"\d+", done.stdout.splitlines()[-1]))
+    assert others == 0 and exact > 5 and refused > 5, done.stdout + done.stderr
+
+
+# ---- a section that was left half done ------------------------------------------------------------------------------
+
+
+class Handled(Exception):
+    """What a signal handler of the user's raises."""
+
+
+@pytest.mark.parametrize(
+    ("error", "is_refused"),
+    [
+        (KeyboardInterrupt(), True),
+        (Handled(), True),
+        (MemoryError(), True),
+        (StateError("an illegal move"), True),
+        (RuntimeError("a defect"), True),
+        (torch.OutOfMemoryError("CUDA out of memory"), False),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes"), False),
+        (ActivationModifiedError("modified in place"), False),
+        (ActivationLostError("not read back"), False),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
+)
+@pytest.mark.parametrize("where", ["section", "finalizer"])
+def test_an_exception_that_leaves_a_section_half_done_is_remembered(
+    error: BaseException, is_refused: bool, where: str
+) -> None:
+    def act(_: int) -> None:
+        raise error
+
+    deferred: DeferredFinalizers[int] = DeferredFinalizers(threading.Lock(), act)
+    with pytest.raises(type(error)):
+        if where == "finalizer":
+            deferred.leave(1)
+        else:
+            with deferred, deferred.lock:
+                raise error
+    if is_refused:
+        with pytest.raises(StateError, match=f"{type(error).__name__} came in the middle of .* last checkpoint"):
+            deferred.refuse_broken()
+    else:
+        deferred.refuse_broken()
+    assert not deferred.lock.locked()
+
+
+def test_after_an_interrupted_section_no_forward_and_no_step_goes_on(tmp_path: Path) -> None:
+    config = OffloadConfig(nvme_path=str(tmp_path), io={"backend": "posix", "staging_bytes": 1 << 20})
+    offloader = ActivationOffloader(config, AioConfig(), CpuAccelerator())
+    with pytest.raises(KeyboardInterrupt), offloader.cache.finalizers, offloader.cache.finalizers.lock:
+        raise KeyboardInterrupt
+    for call in (offloader.saving, offloader.interleaving, offloader.note_micro_step):
+        with pytest.raises(StateError, match="KeyboardInterrupt came in the middle"):
+            call()
+    offloader.close()
+    assert offloader.report().state == "finished"

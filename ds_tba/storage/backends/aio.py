@@ -182,6 +182,11 @@ def import_deepspeed(log: TextIO) -> None:
         import deepspeed  # noqa: F401
 
 
+def is_offered() -> bool:
+    """Return whether DeepSpeed is imported already: its import takes seconds, and a program may do without it."""
+    return sys.modules.get("deepspeed") is not None
+
+
 def is_built() -> bool:
     """Whether the op was built before, with DeepSpeed's installation or just in time, so that loading takes seconds."""
     if _is_installed(OP):
@@ -233,7 +238,13 @@ def _unchanged_s(path: Path) -> float:
 
 def _is_installed(op: str) -> bool:
     """Whether the op came with DeepSpeed's installation, so that nothing is built nor locked."""
-    from deepspeed.git_version_info import installed_ops
+    try:
+        from deepspeed.git_version_info import installed_ops
+    except ImportError as error:
+        raise BackendUnavailableError(
+            f"backend aio is DeepSpeed's {OP} op, and DeepSpeed cannot be imported ({error}): install it, or set "
+            '"io": {"backend": "posix"}.'
+        ) from error
 
     return bool(installed_ops.get(op))
 

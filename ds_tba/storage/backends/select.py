@@ -15,7 +15,6 @@ from ds_tba.device.memory import can_lock
 from ds_tba.errors import BackendUnavailableError, ConfigError
 from ds_tba.storage.backends import aio
 from ds_tba.storage.backends.base import IoBackend
-from ds_tba.storage.backends.kvikio import KvikioBackend
 from ds_tba.storage.backends.posix import PosixBackend
 
 logger = logging.getLogger(__name__)
@@ -55,7 +54,7 @@ def select_backend(
         ConfigError: the process may not open as many files as the lanes need.
     """
     obstacle = None
-    if zero_uses_nvme or config.io.backend in (None, "aio"):
+    if zero_uses_nvme or config.io.backend == "aio" or (config.io.backend is None and aio.is_offered()):
         abandoned = aio.abandoned_build()
         if abandoned is not None and zero_uses_nvme:
             logger.warning("ZeRO's NVMe offload needs DeepSpeed's aio op, and will wait for ever: %s", abandoned)
@@ -77,6 +76,8 @@ def select_backend(
 
 
 def _unnamed(config: OffloadConfig, aio_config: AioConfig, zero_uses_nvme: bool) -> Selection:
+    if not (zero_uses_nvme or aio.is_offered()):
+        return Selection(PosixBackend(), "this program does not import DeepSpeed, whose op aio is")
     if not (zero_uses_nvme or aio.is_built()):
         return Selection(PosixBackend(), "DeepSpeed's aio op is not built, and building it takes minutes")
     try:
@@ -126,6 +127,8 @@ def _lock_obstacle(config: OffloadConfig, aio_config: AioConfig, pinned: bool) -
 def _named(config: OffloadConfig, aio_config: AioConfig, obstacle: str | None, device: str) -> IoBackend:
     match config.io.backend:
         case "kvikio" | "gds":
+            from ds_tba.storage.backends.kvikio import KvikioBackend
+
             return KvikioBackend(_lanes(config), device, direct=config.io.backend == "gds")
         case "aio" if obstacle is not None:
             raise BackendUnavailableError(f'io.backend: {obstacle}, or set "backend": "posix".')

@@ -1,0 +1,68 @@
+"""What does a training hold on its device beside activations? Counts parameters, gradients and optimizer states.
+
+Knows torch's modules and optimizers, and that DeepSpeed puts its optimizer around the user's; not DeepSpeed's engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from ds_tba.explain.out_of_memory import ModelMemory
+
+_DEPTH = 3  # of lists and mappings that are looked into
+
+
+class ModelMeter(Protocol):
+    """Counts what a training holds beside activations."""
+
+    def memory(self) -> ModelMemory:
+        """Return that as it is now."""
+
+
+class _Storages:
+    """The storages on one type of device, each counted once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._type = device.type
+        self._seen: set[int] = set()
+
+    def take(self, value: object, depth: int = _DEPTH) -> int:
+        """Return the bytes of the storages in a value that were not counted yet."""
+        if isinstance(value, torch.Tensor):
+            return self._take_tensor(value)
+        if isinstance(value, Mapping):
+            value = list(value.values())
+        return sum(self.take(one, depth - 1) for one in value) if depth and isinstance(value, (list, tuple)) else 0
+
+    def _take_tensor(self, tensor: torch.Tensor) -> int:
+        if tensor.device.type != self._type or tensor.layout is not torch.strided:
+            return 0
+        storage = tensor.untyped_storage()
+        is_new = storage.data_ptr() not in self._seen
+        self._seen.add(storage.data_ptr())
+        return storage.nbytes() if is_new else 0
+
+
+def memory_of(model: nn.Module, optimizer: object, device: torch.device) -> ModelMemory:
+    """Return what a model and its optimizer hold on a device.
+
+    Args:
+        optimizer: None where there is none; one around another, in its attribute ``optimizer``, counts with that.
+    """
+    storages, parameters = _Storages(device), list(model.parameters())
+    shards = [getattr(one, "ds_tensor", None) for one in parameters]  # of ZeRO-3
+    held = storages.take([parameters, shards, list(model.buffers())])
+    gradients = storages.take([one.grad for one in parameters])
+    states, name = 0, ""
+    while optimizer is not None:
+        name = type(optimizer).__name__
+        # Under ZeRO gradients are in buffers of its own.
+        gradients += sum(storages.take(value) for key, value in vars(optimizer).items() if "grad" in key)
+        states += sum(storages.take(value) for value in vars(optimizer).values())
+        optimizer = vars(optimizer).get("optimizer")
+    trained = sum(getattr(one, "ds_numel", one.numel()) * one.element_size() for one in parameters if one.requires_grad)
+    return ModelMemory(parameters=held, gradients=gradients, states=states, trained=trained, optimizer=name)

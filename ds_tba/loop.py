@@ -1,0 +1,200 @@
+"""How does a training loop without DeepSpeed offload its activations? With one context around the loop, one in it.
+
+Reads the keys of the block from keyword arguments, finds the device, and tells the offloader of forwards and steps. It
+imports no DeepSpeed. Cannot see when a backward is over: the next forward, or the end of the step, says so.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed, nn
+
+from ds_tba.config import AioConfig, OffloadConfig, parse_keywords
+from ds_tba.core.tensors import OwnedStorages, skip_frames
+from ds_tba.device.accelerator import Accelerator, CpuAccelerator, CudaAccelerator
+from ds_tba.errors import ConfigError, IncompatibleError, StateError
+from ds_tba.offloader import ActivationOffloader
+from ds_tba.ranks import agree, machine, on_all_ranks, own_rank
+from ds_tba.reporting import show_log
+
+if TYPE_CHECKING:
+    from ds_tba.plan.agreement import Agreement
+    from ds_tba.report import OffloadReport
+
+logger = logging.getLogger("ds_tba")
+
+
+class Offloader:
+    """Offloads what autograd saves in a training loop of your own::
+
+        with ds_tba.Offloader(model, nvme_path="/local_nvme") as offloader:
+            for batch in batches:
+                with offloader.saving():
+                    loss = model(batch)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                offloader.step()
+
+    Under several ranks of ``torch.distributed`` each of them makes one, at the same point of the program.
+
+    Args:
+        model: whose forward runs in :meth:`saving`. Without it nothing is planned: the placement is ``"nvme"``,
+            ``"host"`` or ``"keep"``.
+        device: of the training; None takes that of the model's parameters, or the current CUDA device if there is one.
+        keys: those of ``"activation_nvme_offload"``, with the same defaults and meanings.
+
+    Raises:
+        ConfigError: a key is unknown or has a bad value, or it asks for what a loop cannot tell.
+        IncompatibleError: the device is neither a CPU nor CUDA.
+        PathError, BackendUnavailableError: training cannot start; the message names the repair.
+    """
+
+    def __init__(
+        self, model: nn.Module | None = None, *, device: torch.device | str | None = None, **keys: Any
+    ) -> None:
+        config = parse_keywords(keys, "ds_tba.Offloader")
+        _refuse_untold(config, model)
+        accelerator = _accelerator_of(_device_of(model) if device is None else torch.device(device))
+        show_log()
+        self._model = model
+        self._owned = OwnedStorages()
+        self._has_forward = False  # since the last micro-step ended
+        self._offloader = _built(config, accelerator)
+        try:
+            self._watch()
+        except BaseException:
+            self._offloader.close()
+            raise
+        if own_rank() == 0:
+            logger.info("%s", self._offloader.start_line())
+
+    def __enter__(self) -> Offloader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._offloader.note_failure(error)
+        self.close()
+
+    @contextmanager
+    def saving(self, *inputs: Any) -> Iterator[None]:
+        """Offload what the forward inside saves; compute the loss inside, too.
+
+        Args:
+            inputs: tensors (or lists and dicts of them) that the loop refills between steps, such as static buffers.
+
+        Raises:
+            StateError: the offloader is closed.
+        """
+        if self._offloader.is_closed:
+            raise StateError("saving() after close(): make a new ds_tba.Offloader for another training.")
+        skip_frames(())
+        if self._model is not None:
+            self._owned.mark(self._model)
+        if torch.is_grad_enabled():
+            self._end_micro_step()
+        with self._offloader.saving(inputs):
+            yield
+        self._has_forward = torch.is_grad_enabled()
+
+    def step(self) -> None:
+        """Note that the optimizer has stepped; call it once after each ``optimizer.step()``."""
+        self._has_forward = False
+        self._offloader.note_micro_step()
+        self._offloader.note_step()
+
+    def report(self) -> OffloadReport:
+        """Return the counters of this rank as they are now."""
+        return self._offloader.report()
+
+    def explain(self) -> str:
+        """Return what fills the device: who holds saved bytes, and which key would help."""
+        return self._offloader.explain()
+
+    def close(self) -> None:
+        """Give lanes, memory and disk space back, and write the last report. Idempotent."""
+        if self._offloader.is_closed:
+            return
+        self._offloader.close()
+        report = self._offloader.report()
+        if report.micro_steps and not report.steps:
+            logger.warning(
+                "Offloader.step() was never called, so that nothing was planned and no step counted: call it once "
+                "after each optimizer.step()"
+            )
+
+    def _end_micro_step(self) -> None:
+        """End the micro-step of the last forward if its backward has begun: a loop does not say when it is over."""
+        if self._has_forward and not self._offloader.cache.expects_forward:
+            self._has_forward = False
+            self._offloader.note_micro_step()
+
+    def _watch(self) -> None:
+        if self._model is None:
+            return
+        agreement: Agreement | None = None
+        if self._offloader.config.is_planned and _ranks() > 1:
+            from ds_tba.plan.agreement import Ranks
+
+            agreement = Ranks()
+        self._offloader.watch(self._model, agreement)
+        self._offloader.rest(now=True)  # until the loop begins
+
+
+def _ranks() -> int:
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+
+
+def _built(config: OffloadConfig, accelerator: Accelerator) -> ActivationOffloader:
+    """Return an offloader of the core, and of the rooms that the config asks for; ranks succeed or fail together."""
+    ranks_on_node = agree(None).get(machine(), 1)
+
+    def make() -> ActivationOffloader:
+        return ActivationOffloader(config, AioConfig(), accelerator, rank=own_rank(), ranks_on_node=ranks_on_node)
+
+    return on_all_ranks(make)
+
+
+def _refuse_untold(config: OffloadConfig, model: nn.Module | None) -> None:
+    """Refuse what needs more than a loop tells."""
+    if config.until_backward:
+        raise ConfigError(
+            "until_backward is true: a loop of your own does not tell when backward begins. Leave it out, and compute "
+            "the loss inside of saving()."
+        )
+    if not config.enabled:
+        raise ConfigError("enabled is false: make no ds_tba.Offloader, contextlib.nullcontext() stands in.")
+    if model is None and config.is_planned:
+        asks = 'placement "adaptive" plans for' if config.placement == "adaptive" else "report.trace_path records"
+        raise ConfigError(
+            f"{asks} a model: give it, as in ds_tba.Offloader(model, ...), or set placement to "
+            '"nvme", "host" or "keep" without report.trace_path.'
+        )
+
+
+def _device_of(model: nn.Module | None) -> torch.device:
+    for parameter in () if model is None else model.parameters():
+        return parameter.device
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _accelerator_of(device: torch.device) -> Accelerator:
+    if device.type == "cpu":
+        return CpuAccelerator()
+    if device.type != "cuda":
+        raise IncompatibleError(
+            f"the device is {device}: without DeepSpeed ds_tba.Offloader serves the CPU and CUDA. Train under "
+            'DeepSpeed, with the block "activation_nvme_offload" in its config.'
+        )
+    from ds_tba.device.torch_cuda import TorchCuda
+
+    with torch.cuda.device(device):  # the accelerator is of the device that is current
+        return CudaAccelerator(TorchCuda())

@@ -1,0 +1,276 @@
+"""What did this run do? Makes its report, keeps the file up to date, and says in the log what its user should know.
+
+Reads the counters of the core; every other room gives its own fields of the report. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any, NamedTuple, Protocol
+
+from ds_tba.config import OffloadConfig, ReportConfig
+from ds_tba.core.cache import TensorCache
+from ds_tba.core.compiled import compilations, moves_in_vain
+from ds_tba.device.accelerator import Accelerator
+from ds_tba.report import LittleMoved, OffloadReport, ReportFile, Writer
+from ds_tba.stats import readable
+from ds_tba.wear import PathWear
+
+logger = logging.getLogger("ds_tba")
+
+RATED_STEPS = 5  # under plans: fewer tell no rate
+# Keys that only a plan uses. The start-up line names those that are set without a plan, or users take them for active.
+_PLAN_KEYS = ("activation_budget_bytes", "blocks", "max_step_overhead", "recompute")
+
+
+class Summarized(Protocol):
+    """A room with fields of its own in the report."""
+
+    def summary(self) -> dict[str, Any]:
+        """Return these fields, by name."""
+        ...
+
+
+class Stores(Summarized, Protocol):
+    """The tiers, as far as a report tells of them; see ``storage/tiers.py``."""
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes of storages that they have taken so far."""
+        ...
+
+    def written_bytes(self) -> list[int]:
+        """Return the bytes that each path was written."""
+        ...
+
+    def bandwidth(self) -> list[dict[str, Any]]:
+        """Return the rates of each path."""
+        ...
+
+    def wear(self, elapsed_s: float, before: Sequence[int] = ()) -> list[PathWear]:
+        """Return the wear of each path."""
+        ...
+
+    def describe(self) -> list[str]:
+        """Return parts of the start-up line."""
+        ...
+
+
+class ReportFiles:
+    """The files that a block's ``report`` names.
+
+    Raises:
+        ConfigError: nothing can be written at one of the paths.
+    """
+
+    def __init__(self, config: ReportConfig, writer: Writer) -> None:
+        self.report = ReportFile("report.path", config.path, writer)
+        self.trace = ReportFile("report.trace_path", config.trace_path, writer)
+        self.timeline = ReportFile("report.timeline_path", config.timeline_path, writer)
+
+    def give_up(self) -> None:
+        """Leave the paths to whoever writes there next."""
+        for file in (self.report, self.trace, self.timeline):
+            file.give_up()
+
+
+class _Planned(NamedTuple):
+    """The state of the run as its first plan came: from then on wear has a rate to project."""
+
+    steps: int
+    at_s: float
+    written_bytes: list[int]
+
+
+class Reporter:
+    """Makes the report of an offloader.
+
+    Args:
+        config: the block.
+        tiers: the stores, and what is behind them.
+        cache: its counters.
+        accelerator: the device, for its memory.
+        file: of ``report.path``; its writer counts the steps.
+    """
+
+    def __init__(
+        self, config: OffloadConfig, tiers: Stores, cache: TensorCache, accelerator: Accelerator, file: ReportFile
+    ) -> None:
+        self._config = config
+        self._tiers = tiers
+        self._cache = cache
+        self._memory = None if accelerator.is_synchronized_device() else accelerator.memory
+        self._file = file
+        self._writer = file.writer
+        self._rooms: list[Summarized] = []
+        self._started_at, self._ended_at = time.monotonic(), math.inf
+        self._compilations_before = compilations()
+        self._little = LittleMoved(config)
+        self._step_peak_bytes = 0
+        self._planned: _Planned | None = None
+        self._bandwidth_at_start: list[dict[str, Any]] = []
+        self._told: OffloadReport | None = None  # to the monitors
+
+    def add(self, room: Summarized) -> None:
+        """Have a room's fields in the report from now on."""
+        self._rooms.append(room)
+
+    def note_measured(self) -> None:
+        """Take the drives' rates of now as those of the start."""
+        self._bandwidth_at_start = self._tiers.bandwidth()
+
+    def end_step(self, plans: int) -> None:
+        """Note that an optimizer step is over, and say what there is to say.
+
+        Args:
+            plans: number of plans so far.
+        """
+        stats, steps = self._cache.stats, self._writer.steps
+        self._step_peak_bytes = self._little.peak_bytes = stats.resident.lap()
+        if steps == 1 and moves_in_vain(stats, self._tiers.offloaded_bytes, self._compilations_before):
+            self._advise_to_compile_layers()
+        if plans and self._planned is None:
+            self._planned = _Planned(steps, time.monotonic(), self._tiers.written_bytes())
+        little = self._little.end_step(stats.kept_bytes, self._done_bytes(), steps, plans)
+        if little and self._writer.rank == 0:
+            logger.info("%s", little)
+        every = self._config.report.every_steps
+        is_due = every > 0 and steps % every == 0
+        if is_due:
+            logger.info("rank %d: %s", self._writer.rank, self.report().summary())
+        self.refresh(now=is_due)
+
+    def end(self, *, has_trained: bool) -> None:
+        """Say the last word: the run is over.
+
+        Args:
+            has_trained: else it says nothing, and leaves the path to another run.
+        """
+        self._ended_at = time.monotonic()
+        if has_trained:
+            little = self._little.judge(self._cache.stats.kept_bytes, self._done_bytes())
+            text = "; ".join(filter(None, [self.report().summary(), little]))
+            logger.info("rank %d: %s", self._writer.rank, text)
+            self.refresh(now=True)
+
+    def refresh(self, *, now: bool = False) -> None:
+        """Write the JSON at ``report.path`` again where it is old, or ``now``."""
+        self._file.refresh(self._as_json, now=now)
+
+    def report(self) -> OffloadReport:
+        """Return the counters of all parts as they are now."""
+        cache, config = self._cache.stats, self._config
+        budget_bytes = config.activation_budget_bytes if config.placement == "adaptive" else None
+        kept = Counter(cache.kept_bytes)
+        fields: dict[str, Any] = {
+            "state": "running" if self._ended_at == math.inf else "finished",
+            "rank": self._writer.rank,
+            "placement": config.placement,
+            "integrity": config.io.integrity,
+            "steps": self._writer.steps,
+            "micro_steps": cache.micro_steps,
+            "packed_tensors": cache.packed_tensors,
+            "passed_through_tensors": cache.passed_through_tensors,
+            "deduplicated_bytes": cache.deduplicated_bytes,
+            "kept_bytes": sum(kept.values()),
+            "kept_bytes_by_reason": dict(kept),
+            "recomputed_bytes": cache.recomputed_bytes,
+            "rematerialized_bytes": cache.rematerialized_bytes,
+            "peak_saved_bytes": cache.resident.peak,
+            "peak_saved_bytes_without": cache.saved.peak,
+            "step_peak_saved_bytes": self._step_peak_bytes,
+            "budget_excess_bytes": 0 if budget_bytes is None else max(0, cache.resident.peak - budget_bytes),
+            "bandwidth_at_start": self._bandwidth_at_start,
+            "wear": self._wear(),
+            "device_memory": {} if self._memory is None else self._memory.levels()._asdict(),
+        }
+        for room in (self._tiers, *self._rooms):
+            fields |= room.summary()
+        return OffloadReport(**fields)
+
+    def scalars(self) -> list[tuple[str, float]]:
+        """Return eight figures of the last step, for a monitor; bytes and seconds, of this rank."""
+        report, before = self.report(), self._told
+        self._told = report
+        sums = ("offloaded_bytes", "written_bytes", "read_bytes", "rematerialized_bytes", "recomputed_bytes", "stall_s")
+        changes = [(name, getattr(report, name) - (getattr(before, name) if before else 0)) for name in sums]
+        return [
+            ("peak_saved_bytes", report.step_peak_saved_bytes),
+            ("peak_saved_bytes_without", report.peak_saved_bytes_without),
+            *changes,
+        ]
+
+    def _as_json(self) -> dict[str, Any]:
+        return self.report().to_dict()
+
+    def _wear(self) -> list[dict[str, Any]]:
+        since_s, before, planned = self._started_at, list[int](), self._planned
+        if planned is not None and self._writer.steps >= planned.steps + RATED_STEPS:
+            since_s, before = planned.at_s, planned.written_bytes
+        return [asdict(one) for one in self._tiers.wear(min(self._ended_at, time.monotonic()) - since_s, before)]
+
+    def _done_bytes(self) -> int:
+        """Return the bytes that were offloaded, rematerialized or recomputed so far."""
+        stats = self._cache.stats
+        return self._tiers.offloaded_bytes + stats.recomputed_bytes + stats.rematerialized_bytes
+
+    def _advise_to_compile_layers(self) -> None:
+        if self._writer.rank == 0:
+            logger.warning(
+                "moving activations does not lower their peak: probably the model is compiled as one graph, which "
+                "saves all of them at the end of forward and takes all back before backward begins. %s. Compile each "
+                "layer, for example: for layer in engine.module.layers: layer.compile(). Hugging Face's torch_compile "
+                "does so with ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION=true in the environment",
+                "Plans keep them" if self._config.placement == "adaptive" else "They are moved, as placement says",
+            )
+
+
+def show_log() -> None:
+    """Make our start-up line and report visible where the script configured no logging.
+
+    DeepSpeed's own logger shows warnings only, and "I set the JSON and nothing changed" is what users complain about.
+    """
+    if logger.handlers or logging.getLogger().handlers:
+        return
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] [ds_tba] %(message)s"))
+    logger.addHandler(handler)
+    logger.propagate = False
+    with suppress(ValueError):
+        logger.setLevel(os.environ.get("DS_TBA_LOG_LEVEL", "INFO").upper())
+
+
+def start_line(config: OffloadConfig, tiers: Stores) -> str:
+    """Return the start-up line of the log: where activations go, and by which rule."""
+    parts = tiers.describe()
+    if parts:
+        return "; ".join([*parts, _planning_text(config)])
+    again = ", and made again where that is cheap" if config.rematerialize_enabled else ""
+    ignored = _ignored_keys(config)
+    return f'placement "keep": activations are measured, not moved{again}{ignored and f"; {ignored}"}'
+
+
+def _planning_text(config: OffloadConfig) -> str:
+    if config.placement == "adaptive":
+        return (
+            f"least time within {readable(config.activation_budget_bytes)}"
+            if config.activation_budget_bytes is not None
+            else f"steps +{config.max_step_overhead:.1%} at most"
+        )
+    rule, ignored = f'placement "{config.placement}" is a rule, not a plan', _ignored_keys(config)
+    return f"{rule}: {ignored}" if ignored else rule
+
+
+def _ignored_keys(config: OffloadConfig) -> str:
+    """Return which keys for plans have no effect, where the placement makes none; empty where none is set."""
+    ignored = [key for key in _PLAN_KEYS if getattr(config, key) != OffloadConfig.model_fields[key].default]
+    ignored += ["ssd.min_life_days"] if config.ssd.min_life_days else []
+    return f"no effect of {', '.join(ignored)}" if ignored else ""

@@ -1,0 +1,146 @@
+"""Who has lanes, staging and disk space? An offloader whose engine trains; the others of its process give theirs back.
+
+Knows the tiers and whether the cache has anything in their care; cannot see engines.
+
+[Note: Resting] DeepSpeed keeps every engine alive, and most programs never call ``destroy()``: a cell of a notebook
+that runs again, a search for the batch size, a sweep. So an offloader has lanes, staging and disk space while its
+engine trains: it takes them (*wakes*) at a forward with gradients, and gives them back (*rests*) where nothing is
+in their care, as another engine is made, or as another steps and waking again would be a hundredth of the time
+idle. Engines that take turns within a step keep theirs.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+from ds_tba.core.cache import TensorCache
+from ds_tba.errors import PathError
+from ds_tba.report import ReportFile
+
+logger = logging.getLogger(__name__)
+
+RESTING_FACTOR = 100  # seconds idle for each second that waking takes
+LOCK_LIMIT_S = 2.0
+
+
+class Stores(Protocol):
+    """The tiers, as far as they are taken and given back; see ``storage/tiers.py``."""
+
+    def wake(self) -> None:
+        """Take lanes, staging and disk space again."""
+
+    def rest(self) -> bool:
+        """Give them back; False where something is in use."""
+        ...
+
+    def close(self) -> None:
+        """Give them back for good."""
+
+
+class Process:
+    """The offloaders of this process: what one of them takes another may want.
+
+    Attributes:
+        open: the resting of each offloader that is not closed.
+        claims: the report file that each path is written by.
+    """
+
+    def __init__(self) -> None:
+        self.open: list[Resting] = []
+        self.claims: dict[Path, ReportFile] = {}
+
+    def rest(self, *, now: bool = False, but: Resting | None = None) -> None:
+        """Have all rest but one; see :meth:`Resting.rest`."""
+        for one in (*self.open,):
+            if one is not but:
+                one.rest(now=now)
+
+
+PROCESS = Process()
+
+
+class Resting:
+    """The taking and giving back of one offloader; see [Note: Resting].
+
+    Args:
+        tiers: awake.
+        cache: says whether anything is in their care.
+        rank: of this process, for the log.
+        waking_s: seconds that opening the tiers took.
+    """
+
+    def __init__(self, tiers: Stores, cache: TensorCache, rank: int, waking_s: float) -> None:
+        self._tiers = tiers
+        self._cache = cache
+        self._rank = rank
+        self._pid = os.getpid()
+        self._life = threading.Lock()  # guards the next six; the first to be taken of all locks of ours
+        self._is_awake, self._is_over, self._has_warned = True, False, False
+        self._in_use = 0  # forwards and ends of steps under way
+        self._used_at = time.monotonic()
+        self._waking_s = waking_s
+        PROCESS.open.append(self)
+
+    @property
+    def is_over(self) -> bool:
+        """True once the tiers are closed, or about to be."""
+        return self._is_over
+
+    @contextmanager
+    def using(self) -> Iterator[None]:
+        """Want lanes, staging and disk space."""
+        with self._life:
+            self._in_use += 1
+            if not (self._is_awake or self._is_over):
+                self._wake()
+        try:
+            yield
+        finally:
+            with self._life:
+                self._in_use -= 1
+                self._used_at = time.monotonic()
+
+    def rest(self, *, now: bool = False) -> None:
+        """Give lanes, staging and disk space back where nothing is in their care.
+
+        Args:
+            now: also where the engine may go on in a moment.
+        """
+        if self._pid != os.getpid():  # the lock may be taken for ever in a forked child
+            return
+        with self._life:
+            idle_s = time.monotonic() - self._used_at
+            if self._is_over or not self._is_awake or self._in_use or self._cache.live_records:
+                return
+            if now or idle_s > RESTING_FACTOR * self._waking_s:
+                self._is_awake = not self._tiers.rest()
+
+    def end(self) -> None:
+        """Close the tiers; they wake no more."""
+        # A signal handler may have interrupted the lock's holder, who cannot go on before it returns.
+        is_taken = self._life.acquire(timeout=LOCK_LIMIT_S)
+        try:
+            self._tiers.close()
+            self._is_over = True
+        finally:
+            if is_taken:
+                self._life.release()
+            PROCESS.open.remove(self)
+
+    def _wake(self) -> None:
+        started_s = time.monotonic()
+        try:
+            self._tiers.wake()
+            self._is_awake = True
+        except (OSError, RuntimeError, MemoryError, PathError) as error:
+            if not self._has_warned:
+                logger.warning("rank %d: activations stay in memory, for want of %s", self._rank, error)
+            self._has_warned = True
+        self._waking_s = time.monotonic() - started_s
