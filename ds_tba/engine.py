@@ -22,7 +22,7 @@ import os
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import distributed
@@ -136,7 +136,7 @@ def attach(engine: Any) -> ActivationOffloader:
 def _build(
     param_dict: Mapping[str, Any], ds_config: Any, *, trains: bool = True, device_rank: int = -1
 ) -> ActivationOffloader | None:
-    """The offloader for a config, or None without an enabled block; ranks succeed or fail together.
+    """Return the offloader for a config, or None without an enabled block; ranks succeed or fail together.
 
     An engine that does not train, such as TRL's for a reference model, gets the config of the one that does. A second
     offloader would take staging and a swap file for nothing, and write its report over the first one's.
@@ -183,7 +183,7 @@ def _build(
 
 
 def _config_in(variable: str) -> dict[str, Any]:
-    """The block in an environment variable or the file that it names; with ``"aio"`` where that is a whole config."""
+    """Return the block in an environment variable or the file that it names, with ``"aio"`` of a whole config."""
     is_text = variable.lstrip().startswith("{")
     try:
         found = json.loads(variable if is_text else expanded(variable.strip()).read_text(encoding="utf-8"))
@@ -195,7 +195,7 @@ def _config_in(variable: str) -> dict[str, Any]:
 
 
 def _device_rank(args: Any) -> int:
-    """The device that ``DeepSpeedEngine._set_distributed_vars`` will make current; below 0 it leaves that as it is."""
+    """Return the index that ``DeepSpeedEngine._set_distributed_vars`` will make current; below 0 it changes nothing."""
     local_rank = os.environ.get("LOCAL_RANK") or os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK") or -1
     return int(getattr(args, "device_rank", local_rank))
 
@@ -243,7 +243,7 @@ def _refuse_incompatible(ds_config: Any, block: str = BLOCK) -> None:
 
 
 def _update_config(param_dict: Mapping[str, Any], ds_config: Any, *, trains: bool) -> UpdateConfig | None:
-    """The block of the optimizer update, or None without an enabled one."""
+    """Return the block of the optimizer update, or None without an enabled one."""
     if UPDATE_BLOCK not in param_dict or not trains:
         return None
     config = parse_update_block(param_dict)
@@ -338,8 +338,18 @@ def _hook_methods(engine_class: type, *tables: _Table) -> None:
                 setattr(defining, name, _wrapped(original, around))
 
 
-def _wrapped(original: Callable[..., Any], around: Callable[..., Any] | None) -> Callable[..., Any]:
-    """A method inside of ``around``; without that, refused while the model is half updated."""
+Original = functools.partial[Any]  # a call of DeepSpeed's own method
+
+
+class Around(Protocol):
+    """Does what is ours before and after a method of DeepSpeed's."""
+
+    def __call__(self, offloader: ActivationOffloader, original: Original, engine: Any, /) -> Any:
+        """Call ``original``, and return what it returns."""
+
+
+def _wrapped(original: Callable[..., Any], around: Around | None) -> Callable[..., Any]:
+    """Return a method inside of ``around``; without that, one that refuses while the model is half updated."""
 
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -359,7 +369,7 @@ def _wrapped(original: Callable[..., Any], around: Callable[..., Any] | None) ->
     return method
 
 
-def _forward(offloader: ActivationOffloader, original: functools.partial[Any], engine: Any) -> Any:
+def _forward(offloader: ActivationOffloader, original: Original, engine: Any) -> Any:
     if getattr(engine, "_is_compiled_autograd_enabled", False):
         raise IncompatibleError(
             f'compiled autograd compiles the hooks with which "{BLOCK}" brings activations back: call engine.compile() '
@@ -383,12 +393,12 @@ def _forward(offloader: ActivationOffloader, original: functools.partial[Any], e
     return result
 
 
-def _backward(offloader: ActivationOffloader, original: Callable[[], Any], _engine: Any) -> Any:
+def _backward(offloader: ActivationOffloader, original: Original, _engine: Any) -> Any:
     offloader.stop_saving()
     return original()
 
 
-def _step(offloader: ActivationOffloader, original: Callable[[], Any], engine: Any) -> Any:
+def _step(offloader: ActivationOffloader, original: Original, engine: Any) -> Any:
     offloader.stop_saving()
     offloader.note_micro_step()
     before = engine.global_steps
@@ -400,7 +410,7 @@ def _step(offloader: ActivationOffloader, original: Callable[[], Any], engine: A
 
 
 def _tell_monitors(offloader: ActivationOffloader, engine: Any) -> None:
-    """Scalars for TensorBoard, W&B, Comet or CSV files, where DeepSpeed's config has one; beside DeepSpeed's own."""
+    """Write scalars to TensorBoard, W&B, Comet or CSV files, where DeepSpeed's config has one, beside its own."""
     monitor = getattr(engine, "monitor", None)  # deepspeed/monitor/monitor.py: rank 0 writes
     if monitor is None or not monitor.enabled or engine.global_rank != 0:
         return
@@ -409,7 +419,7 @@ def _tell_monitors(offloader: ActivationOffloader, engine: Any) -> None:
     )
 
 
-def _train_batch(offloader: ActivationOffloader, original: Callable[[], Any], engine: Any) -> Any:
+def _train_batch(offloader: ActivationOffloader, original: Original, engine: Any) -> Any:
     with offloader.interleaving():
         result = original()
     offloader.note_step()
@@ -417,7 +427,7 @@ def _train_batch(offloader: ActivationOffloader, original: Callable[[], Any], en
     return result
 
 
-def _destroy(offloader: ActivationOffloader | None, original: Callable[[], Any], engine: Any) -> Any:
+def _destroy(offloader: ActivationOffloader | None, original: Original, engine: Any) -> Any:
     update = engine.__dict__.get(UPDATE_ATTRIBUTE)
     if update is not None:  # before DeepSpeed takes the optimizer apart
         update.close()
@@ -429,8 +439,8 @@ def _destroy(offloader: ActivationOffloader | None, original: Callable[[], Any],
             offloader.close()
 
 
-def _collected(offloader: ActivationOffloader, original: Callable[[], Any], engine: Any) -> Any:
-    """``__del__``: runs wherever the garbage collector does, and calls ``destroy``, which must not block there."""
+def _collected(offloader: ActivationOffloader, original: Original, engine: Any) -> Any:
+    """Close before ``__del__``, which runs wherever the garbage collector does: ``destroy`` must not block there."""
     engine.__dict__.pop(ATTRIBUTE, None)
     offloader.stop_saving()
     offloader.close_soon()
@@ -438,7 +448,7 @@ def _collected(offloader: ActivationOffloader, original: Callable[[], Any], engi
 
 
 # By the class that defines the methods.
-_Table = Mapping[str, Mapping[str, Callable[..., Any] | None]]
+_Table = Mapping[str, Mapping[str, Around | None]]
 _AROUND: _Table = {
     "DeepSpeedEngine": {
         "forward": _forward,
@@ -464,7 +474,7 @@ def _agreement() -> Agreement:
 
 
 def _agreement_of_stage(engine: Any) -> Agreement | None:
-    """The ranks that hold the same stage of a pipeline; None without stages. A collective of all ranks."""
+    """Return the ranks that hold the same stage of a pipeline; None without stages. A collective of all ranks."""
     if not getattr(engine, "pipeline_parallelism", False) or engine.module.num_stages == 1:
         return None
     from ds_tba.plan.agreement import Ranks

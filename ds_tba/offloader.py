@@ -57,7 +57,7 @@ _EXPLAINED = "_ds_tba_explained"  # of an error
 
 
 class Saver(Protocol):
-    """Whoever opens forwards: the cache by a rule, the controller by plans."""
+    """Opens forwards: the cache by a rule, the controller by plans."""
 
     def saving(self) -> AbstractContextManager[None]:
         """Return the context of a forward."""
@@ -162,7 +162,7 @@ class ActivationOffloader:
         return sites
 
     def _explaining(self) -> Explainer:
-        """Return what looks at steps, which is loaded where somebody asks for it first."""
+        """Return the explainer, which is loaded where somebody asks for it first."""
         if self._explainer is None:
             self._explainer = self._open_explainer()
             self._reporter.add(self._explainer)
@@ -270,7 +270,7 @@ class ActivationOffloader:
         return self._controller or self.cache
 
     def saving(self, inputs: Any = ()) -> AbstractContextManager[None]:
-        """Context for a forward whose saved tensors are offloaded.
+        """Return the context of a forward whose saved tensors are offloaded.
 
         Args:
             inputs: arguments of the forward: nothing is rematerialized from tensors that their owner may refill.
@@ -316,11 +316,11 @@ class ActivationOffloader:
             KEPT.open(hooks, self)
 
     def stop_saving(self) -> None:
-        """Backward, or another forward, begins."""
+        """End that: backward, or another forward, begins."""
         KEPT.close(self)
 
     def interleaving(self) -> AbstractContextManager[None]:
-        """Context for a whole step in which forwards and backwards of several micro-batches alternate.
+        """Return the context of a whole step in which forwards and backwards of several micro-batches alternate.
 
         Raises:
             StateError: an exception came in the middle of our bookkeeping.
@@ -375,15 +375,15 @@ class ActivationOffloader:
     # ---- reports ------------------------------------------------------------------------------------------------
 
     def report(self) -> OffloadReport:
-        """The counters of all parts as they are now."""
+        """Return the counters of all parts as they are now."""
         return self._reporter.report()
 
     def scalars(self) -> list[tuple[str, float]]:
-        """Eight figures of the last step, for a monitor; bytes and seconds, of this rank."""
+        """Return eight figures of the last step, for a monitor; bytes and seconds, of this rank."""
         return self._reporter.scalars()
 
     def explain(self) -> str:
-        """What fills the device: who holds saved bytes, what else is in use, and which key or call would help.
+        """Return what fills the device: who holds saved bytes, what else is in use, and which key or call would help.
 
         Within a forward of the steps 1, 2, 4, 8, ... it tells of now; else of the end of the last such forward.
         """
@@ -405,11 +405,11 @@ class ActivationOffloader:
         return f"rank {self._writer.rank}, step {self._writer.steps + 1}"
 
     def start_line(self) -> str:
-        """The start-up line of the log: where activations go, and by which rule."""
+        """Return the start-up line of the log: where activations go, and by which rule."""
         return start_line(self.config, self._tiers)
 
     def start_details(self) -> str:
-        """What else will run, for a log at level DEBUG."""
+        """Return what else will run, for a log at level DEBUG."""
         return "; ".join(self._tiers.details())
 
     def _is_forked(self) -> bool:

@@ -28,7 +28,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Closable(Protocol):
-    """What ranks build together."""
+    """Something that ranks build together."""
 
     def close(self) -> None:
         """Give back what it holds."""

@@ -17,7 +17,7 @@ from ds_tba.core.tensors import innermost_hooks, take_off
 
 
 class Closable(Protocol):
-    """Whose hooks stay open."""
+    """The owner of hooks that stay open."""
 
     @property
     def is_closed(self) -> bool:

@@ -9,7 +9,7 @@ import torch
 
 
 class TorchCuda:
-    """What :class:`ds_tba.device.accelerator.DeviceAccelerator` asks of DeepSpeed's accelerator."""
+    """Answers what :class:`ds_tba.device.accelerator.DeviceAccelerator` asks of DeepSpeed's accelerator."""
 
     Stream = torch.cuda.Stream
     Event = torch.cuda.Event

@@ -1,15 +1,16 @@
-"""A training loop of its own, in a process in which importing DeepSpeed raises.
+"""Training loops of their own, in a process in which importing DeepSpeed raises.
 
-    python tests/scripts/loop.py gradients|core|rooms|ranks DIRECTORY PLACEMENT|BLOCK
+    python tests/scripts/loop.py gradients|rooms|ranks DIRECTORY
 
-Prints EQUAL where the gradients of all steps are bit for bit those of the same loop without an offloader, and the rooms
-of ds_tba that were imported.
+gradients: one loop with a model for each placement. rooms: one loop after the other, each with a key more. ranks: a
+rank of two. Prints for each loop its name, EQUAL where the gradients of all steps are bit for bit those of the same loop
+without an offloader, else DIFFERENT, and the rooms of ds_tba that were imported so far.
 """
 
 from __future__ import annotations
 
-import json
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from importlib.abc import MetaPathFinder
 from pathlib import Path
@@ -29,7 +30,7 @@ from torch import distributed, nn  # noqa: E402
 
 import ds_tba  # noqa: E402
 
-STEPS, MICRO_STEPS, WIDTH = 12, 2, 64
+STEPS, MICRO_STEPS, WIDTH = 10, 2, 64
 
 
 class Model(nn.Module):
@@ -80,38 +81,47 @@ def keys_of(directory: str, placement: str) -> dict[str, Any]:
 
 def rooms() -> str:
     found = {name.split(".")[1] for name in sys.modules if name.startswith("ds_tba.")}
-    return " ".join(["ROOMS", *sorted(found & {"cli", "engine", "explain", "plan", "recompute", "remat", "update"})])
+    return " ".join(sorted(found & {"cli", "engine", "explain", "plan", "recompute", "remat", "update"}))
 
 
-def compare(model: nn.Module, watched: nn.Module | None, keys: dict[str, Any], expected: list[torch.Tensor]) -> None:
-    with ds_tba.Offloader(watched, **keys) as offloader:
+def compare(name: str, make: Callable[[], nn.Module], keys: dict[str, Any], *, watched: bool) -> None:
+    expected, model = train(make(), None), make()
+    with ds_tba.Offloader(model if watched else None, **keys) as offloader:
         found = train(model, offloader)
     equal = len(found) == len(expected) and all(map(torch.equal, found, expected))
-    sys.stdout.write("EQUAL\n" if equal else "DIFFERENT\n")
+    sys.stdout.write(f"{name} {'EQUAL' if equal else 'DIFFERENT'} {rooms()}\n")
 
 
-def main(what: str, directory: str, argument: str) -> int:
+def each_placement(directory: str) -> None:
+    for placement in ("nvme", "host", "keep", "adaptive"):
+        own = Path(directory) / placement
+        own.mkdir()
+        compare(placement, Model, keys_of(str(own), placement), watched=True)
+
+
+def each_room(directory: str) -> None:
+    for placement in ("nvme", "host", "keep"):
+        compare(placement, Model, keys_of(directory, placement) | {"rematerialize": False}, watched=False)
+    keys = keys_of(directory, "nvme")
+    compare("rematerialize", Model, keys, watched=False)
+    timeline = {"timeline_path": str(Path(directory) / "step.json")}
+    compare("timeline", Model, keys | {"report": timeline}, watched=False)
+    compare("adaptive", Model, keys | {"placement": "adaptive"}, watched=True)
+
+
+def parallel() -> nn.Module:
+    return nn.parallel.DistributedDataParallel(Model())
+
+
+def each_rank(directory: str) -> None:
+    distributed.init_process_group("gloo")
+    compare("ranks", parallel, keys_of(directory, "adaptive"), watched=True)
+    distributed.destroy_process_group()
+
+
+def main(what: str, directory: str) -> int:
     torch.set_num_threads(1)
-    if what == "rooms":
-        keys = keys_of(directory, "nvme") | {"rematerialize": False, **json.loads(argument)}
-        model = Model()
-        with ds_tba.Offloader(model if keys["placement"] == "adaptive" else None, **keys) as offloader:
-            train(model, offloader)
-    elif what == "ranks":
-        distributed.init_process_group("gloo")
-        expected = train(nn.parallel.DistributedDataParallel(Model()), None)
-        model = nn.parallel.DistributedDataParallel(Model())
-        compare(model, model, keys_of(directory, argument), expected)
-        distributed.destroy_process_group()
-        return 0
-    else:
-        expected, model = train(Model(), None), Model()
-        is_core = what == "core"
-        keys = keys_of(directory, argument) | ({"rematerialize": False} if is_core else {})
-        compare(model, None if is_core else model, keys, expected)
-        if not is_core:
-            return 0
-    sys.stdout.write(rooms() + "\n")
+    {"gradients": each_placement, "rooms": each_room, "ranks": each_rank}[what](directory)
     return 0
 
 
