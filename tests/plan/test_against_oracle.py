@@ -15,7 +15,7 @@ from oracle.simulator import simulate as judge
 from oracle.timeline import Assignment as OracleAssignment
 from oracle.timeline import Timeline as OracleTimeline
 from support import traces
-from test_planners import uneven_layers
+from support.traces import uneven_layers
 
 from ds_tba.config import Placement
 from ds_tba.plan.plan import Limits
