@@ -128,7 +128,8 @@ def joined(rows: Mapping[str, str]) -> list[str]:
     for (name, outcome), many in lines.items():
         stages = ", -".join(STAGE.findall(row)[0] for row in many) if "{}" in name else ""
         figures = " | ".join(span([rows[row] for row in many], kind) for kind in KINDS)
-        text.append(f"| {name.replace("{}", stages)} | {outcome} | {figures} |\n")
+        row = name.replace("{}", stages)
+        text.append(f"| {row} | {outcome} | {figures} |\n")
     return text
 
 

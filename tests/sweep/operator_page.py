@@ -21,7 +21,7 @@ same random state. Outputs and gradients were compared bit for bit (NaN equals N
 raised, the other had to raise the same error. The figures in the table are numbers of runs.
 
 - *alone*: the operator. With `nvme` every eligible tensor goes to the drive, however small.
-- *chain*: products before it, and behind it activation functions, a norm and a softmax, whose tensors are rematerialized.
+- *chain*: products before it; behind it activation functions, a norm and a softmax, whose tensors are rematerialized.
 - *in place*: the chain with the operator's in-place variant. *autocast*: the chain under `torch.autocast` in bfloat16.
 - Each operator gets up to five inputs of each dtype, spread over the database's list. One thread.
 
@@ -88,8 +88,8 @@ class OperatorPage:
         raised, moved, left_out = (sum(tally[key] for tally in self._tallies) for key in SUMS)
         text += (
             f"\n{sum(runs.values())} runs of {operators} operators and {modules} modules; {raised} of them raised, "
-            f"without ds_tba and with it. {moved / 1e6:.1f} MB went to the drive and came back, {left_out / 1e6:.1f} MB "
-            "were rematerialized.\n"
+            f"without ds_tba and with it. {moved / 1e6:.1f} MB went to the drive and came back, "
+            f"{left_out / 1e6:.1f} MB were rematerialized.\n"
         )
         differences = [line for tally in self._tallies for line in tally["differences"]]
         text += f"\n## Runs that differ: {len(differences)}\n"
