@@ -13,7 +13,7 @@ from support import hazards
 from support.doubles import DeviceBackend, Gate, ScriptedBackend, fails, slow, wait_for_writes
 from support.late_device import LateDevice
 from test_hazards import Scenario, scenarios, store_is_empty
-from test_store import CPU, until
+from test_store import CPU, slots_in_use, until
 
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.core.cache import TensorCache
@@ -309,7 +309,7 @@ def test_what_is_read_ahead_waits_in_device_memory_within_the_bound(
     for _ in range(100):
         for ticket in tickets:
             store.prefetch(ticket)  # type: ignore[arg-type]
-        until(lambda: not store.ring.slots.used_bytes, "the copies")
+        until(lambda: not slots_in_use(store), "the copies")
     assert device.allocated_bytes == store.space.read_ahead.prefetched_bytes == 4 * MIB
     for ticket in tickets:
         store.release(ticket)  # type: ignore[arg-type]
