@@ -3,8 +3,8 @@
     python tests/scripts/loop.py gradients|rooms|ranks DIRECTORY
 
 gradients: one loop with a model for each placement. rooms: one loop after the other, each with a key more. ranks: a
-rank of two. Prints for each loop its name, EQUAL where the gradients of all steps are bit for bit those of the same loop
-without an offloader, else DIFFERENT, and the rooms of ds_tba that were imported so far.
+rank of two. Prints for each loop its name, EQUAL where the gradients of all steps are bit for bit those of the same
+loop without an offloader, else DIFFERENT, and the rooms of ds_tba that were imported so far.
 """
 
 from __future__ import annotations

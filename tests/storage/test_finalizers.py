@@ -17,7 +17,7 @@ from types import FrameType
 import pytest
 import torch
 from conftest import Alarm, AlarmError
-from test_store import until
+from support.disks import until
 
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.device.accelerator import CpuAccelerator
