@@ -393,8 +393,10 @@ def _forward(offloader: ActivationOffloader, original: Original, engine: Any) ->
     return result
 
 
-def _backward(offloader: ActivationOffloader, original: Original, _engine: Any) -> Any:
+def _backward(offloader: ActivationOffloader, original: Original, engine: Any) -> Any:
     offloader.stop_saving()
+    if not getattr(engine, "pipeline_parallelism", False):  # whose loss_fn "until_backward" does not serve
+        offloader.look_outside((original.args, original.keywords))
     return original()
 
 

@@ -319,6 +319,14 @@ class ActivationOffloader:
         """End that: backward, or another forward, begins."""
         KEPT.close(self)
 
+    def look_outside(self, losses: Any) -> None:
+        """Say once where most of what the backward of these losses needs was saved outside of forward."""
+        if self._explainer is None or self._is_forked():
+            return
+        told = self._explainer.begin_backward(losses)
+        if told and self._writer.rank == 0:
+            logger.warning("%s", told)
+
     def interleaving(self) -> AbstractContextManager[None]:
         """Return the context of a whole step in which forwards and backwards of several micro-batches alternate.
 
