@@ -75,7 +75,7 @@ def select(call, code):
             print("NAMED", error)
     print("DOCTOR", main(["doctor", "--nvme-path", {directory!r}]))
 
-aio.is_built, aio.AioBackend = lambda: True, Loaded
+aio.is_offered, aio.is_built, aio.AioBackend = lambda: True, lambda: True, Loaded
 logging.basicConfig(stream=sys.stdout, format="%(message)s", force=True)
 for call, code in {[*refused, ("io_getevents", 1)]!r}:
     print(f"=== {{call}} {{code}}", flush=True)
@@ -100,6 +100,12 @@ class Loaded(PosixBackend):
         self.handles = handles
 
 
+@pytest.fixture(autouse=True)
+def deepspeed_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program is one that trains under DeepSpeed, as far as the selection asks."""
+    monkeypatch.setattr(aio, "is_offered", lambda: True)
+
+
 class TestSelection:
     def config(self, **io: object) -> OffloadConfig:
         return OffloadConfig.model_validate({"nvme_path": "/x", "io": {"staging_bytes": 1 << 20, **io}})
@@ -108,6 +114,13 @@ class TestSelection:
         monkeypatch.setattr(aio, "is_built", lambda: False)
         chosen = select_backend(self.config(), AioConfig(), zero_uses_nvme=False, pinned=False)
         assert chosen.backend.name == "posix" and "not built" in chosen.reason
+
+    def test_null_is_posix_in_a_program_that_does_not_import_deepspeed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Looking for its op would import it, which takes seconds."""
+        monkeypatch.setattr(aio, "is_offered", lambda: False)
+        monkeypatch.setattr(aio, "is_built", lambda: pytest.fail("asked DeepSpeed for its op"))
+        chosen = select_backend(self.config(), AioConfig(), zero_uses_nvme=False, pinned=False)
+        assert chosen.backend.name == "posix" and "does not import DeepSpeed" in chosen.reason
 
     def test_null_is_aio_where_zero_uses_it_or_it_is_built(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(aio, "AioBackend", Loaded)
