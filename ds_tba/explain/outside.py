@@ -14,8 +14,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ds_tba.config import BLOCK
-from ds_tba.core.tensors import held_bytes, is_owned, is_parameter, next_sequence_number
-from ds_tba.remat.sites import is_supported
+from ds_tba.core.tensors import held_bytes, is_owned, is_parameter, next_sequence_number, shows_graph
 from ds_tba.stats import CacheStats, readable
 
 LEAST_BYTES = 1 << 20  # less than that is no reason to change a config
@@ -32,7 +31,7 @@ class OutsideForward:
     def __init__(self, stats: CacheStats) -> None:
         self._stats = stats
         self._forward_end = 0  # the first sequence number of nodes that forward did not make; 0 before a forward
-        self._is_done = not is_supported()
+        self._is_done = not shows_graph()
 
     def end_forward(self) -> None:
         """Remember that nodes from here on are not of forward."""

@@ -73,6 +73,7 @@ from ds_tba.core.tensors import (
     is_owned,
     is_parameter,
     next_sequence_number,
+    shows_graph,
     storage_bytes,
 )
 from ds_tba.core.where import MODULE_CALL, RunningModule
@@ -822,12 +823,6 @@ def _epsilon(node: Any) -> Any:
 # ---- from the config ------------------------------------------------------------------------------------------------
 
 
-def is_supported() -> bool:
-    """Whether this PyTorch shows what a node holds without unpacking it, and when a node was made."""
-    saved: Any = getattr(torch._C._autograd, "SavedTensor", None)
-    return hasattr(saved, "data") and hasattr(saved, "unpack_hook") and hasattr(torch.autograd, "_get_sequence_nr")
-
-
 def open_sites(
     config: OffloadConfig, cache: Keeper, accelerator: Accelerator, running: RunningModule | None = None
 ) -> Sites | None:
@@ -839,7 +834,7 @@ def open_sites(
     if not config.rematerialize_enabled:
         return None
     exclude = excluded_ops(config)
-    if not is_supported():
+    if not shows_graph():
         told = "nothing is rematerialized: PyTorch %s does not show what its graph holds, as 2.7 and newer do"
         logger.info(told, torch.__version__)
         return None

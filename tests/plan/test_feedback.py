@@ -13,7 +13,6 @@ import torch
 from support.traces import SIZE, resources, storage
 
 from ds_tba.config import Placement
-from ds_tba.core.compiled import compilations, moves_in_vain
 from ds_tba.plan.feedback import (
     MAX_DRIFT,
     MAX_STEPS,
@@ -29,7 +28,6 @@ from ds_tba.plan.plan import Limits, Plan, Prediction
 from ds_tba.plan.policy import PlanInForce, PlanMismatch
 from ds_tba.plan.search import adaptive
 from ds_tba.plan.trace import Trace
-from ds_tba.stats import CacheStats
 
 RATES = (100.0, 200.0)
 KEPT_S, OVERHEAD = 1.0, 0.02
@@ -434,19 +432,3 @@ def test_a_step_knows_whether_something_was_compiled_in_it() -> None:
     compiled(torch.ones(3, requires_grad=True)).sum().backward()  # another shape
     third.end(1.0)
     assert [one.has_compiled for one in (first, second, third)] == [True, False, True]
-
-
-def test_moving_is_in_vain_where_it_lowers_no_peak_of_compiled_code() -> None:
-    def stats(saved_bytes: int, resident_bytes: int) -> CacheStats:
-        found = CacheStats()
-        found.saved.add(saved_bytes)
-        found.resident.add(resident_bytes)
-        return found
-
-    before = compilations()
-    assert not moves_in_vain(stats(1000, 1000), 600, before)
-    torch.compile(lambda x: x.sin(), backend="eager")(torch.ones(2))
-    assert moves_in_vain(stats(1000, 1000), 600, before) and moves_in_vain(stats(1000, 1010), 600, before)
-    assert not moves_in_vain(stats(1000, 900), 600, before) and not moves_in_vain(stats(1000, 1000), 500, before)
-    torch._dynamo.reset()
-    assert not moves_in_vain(stats(1000, 1000), 600, compilations())  # compiled before: says nothing of this step

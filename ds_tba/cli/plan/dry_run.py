@@ -43,7 +43,7 @@ from ds_tba.cli.plan.model import (
 from ds_tba.cli.plan.training import Device, DryRun, Training
 from ds_tba.core.cache import TensorCache
 from ds_tba.core.saved import Keeper, nbytes_of
-from ds_tba.core.tensors import mark_inputs, mark_owned
+from ds_tba.core.tensors import mark_inputs, mark_owned, shows_graph
 from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.errors import ModelError
 from ds_tba.plan.recorder import Recorder
@@ -80,7 +80,7 @@ def dry_run(
     runs_on = "meta" if training.autocast is None else "cpu"
     clock = OpClock(device.flops, device.memory_bytes_per_s, device.launch_s)
     cache = TensorCache([], runs_on, offload.min_tensor_bytes)
-    if offload.rematerialize_enabled and sites.is_supported():
+    if offload.rematerialize_enabled and shows_graph():
         cache.rematerialize(AssumedSites(cache, excluded, clock))
     doing = "making the model"
     try:
@@ -114,7 +114,7 @@ def dry_run(
     notes = [*subject.notes]
     if training.autocast is not None:
         notes.append("torch_autocast: the model ran on the CPU, which casts nearly the same operations as CUDA")
-    if offload.rematerialize_enabled and not sites.is_supported():
+    if offload.rematerialize_enabled and not shows_graph():
         notes.append(f"nothing is rematerialized: PyTorch {torch.__version__} does not show what its graph holds")
     if clock.answers:
         notes.append("where the model asks whether all or any elements of a mask are true: all() is true, any() false")
