@@ -143,7 +143,7 @@ def draw(seed: int) -> Program:
 
 @dataclass
 class Trained:
-    """What a training was.
+    """A training with an offloader.
 
     Attributes:
         found: losses and gradients.

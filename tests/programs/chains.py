@@ -72,7 +72,7 @@ BACKWARDS = [
 ]  # fmt: skip
 MIXED_BACKWARDS = ["at once", "two losses", "step between"]
 WHOLE = {"plain", "retained", "two losses", "dropped", "two forwards", "other threads", "accumulated"}
-"""In which a reentrant checkpoint works."""
+"""Ways of backward in which a reentrant checkpoint works."""
 ERRORS = {"boom", "modified", "freed", "no derivative"}
 """Those that a cheap program may end a step with."""
 

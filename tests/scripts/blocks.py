@@ -78,7 +78,7 @@ class Planned:
 
 
 def held_by_zero_3(model):
-    """What its hooks have entered and not left, and gathered and not let go."""
+    """Return what its hooks have entered and not left, and gathered and not released."""
     there = [name for name, one in model.named_parameters() if getattr(one, "ds_active_sub_modules", None)]
     numbers = [one.shape.numel() for one in model.parameters()]
     return len(parameter_offload.FWD_MODULE_STACK), there, numbers

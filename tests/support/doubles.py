@@ -22,7 +22,7 @@ from ds_tba.storage.nvme import NvmeStore
 
 
 def wait_for_writes(store: NvmeStore) -> None:
-    """Until none is queued or under way."""
+    """Wait until no write is queued or under way."""
     with store.space.lock:
         while store.space.writes_under_way and not store.space.closed:
             store.space.changed.wait(1.0)

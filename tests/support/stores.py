@@ -1,4 +1,4 @@
-"""What tests of stores share: bytes, tickets of an NVMe store, and the states that they wait for."""
+"""Bytes, and tickets of an NVMe store, with the states that tests wait for."""
 
 from __future__ import annotations
 
