@@ -35,7 +35,6 @@ TESTED_ELSEWHERE = {
     "__init__": "what it exports, in tests/test_interface.py",
     "__main__": "two lines: tests/cli runs it",
     "cli": "each command has its test module",
-    "cli.format": "sizes and outputs, in tests/cli/test_rows.py",
     "cli.plan.training": "with the rows that it gives, in tests/cli/test_rows.py",
     "errors": "messages, in tests/test_documented_messages.py",
     "explain.timeline": "with the steps that it is of, in tests/explain/test_sample.py",
