@@ -31,7 +31,7 @@ class Mutant:
 
 
 STREAMS, SPACE, NVME = "ds_tba/device/accelerator.py", "ds_tba/storage/space.py", "ds_tba/storage/nvme.py"
-STAGING = "ds_tba/storage/staging.py"
+STAGING, POOLS = "ds_tba/storage/staging.py", "tests/device/test_pools.py"
 HOST = "ds_tba/storage/host.py"
 FORMULA, OF_FORMULA = "ds_tba/update/formula.py", "tests/update/test_formula.py"
 UPDATE, OF_UPDATE = "ds_tba/update/device.py", "tests/update/test_device.py"
@@ -45,7 +45,7 @@ SLOTS_MADE = """\
                 break
 """
 SO_FAR = "        so_far = moment(self._accelerator)"
-UPDATER, OF_ENGINES = "ds_tba/update/updater.py", "tests/update/test_engine_updates.py"
+UPDATER, OF_ENGINES = "ds_tba/update/updater.py", "tests/update/test_interleaved.py"
 OF_HOST = "ds_tba/update/host.py"
 PINNING, OF_PINNING = "ds_tba/update/pinning.py", "tests/update/test_pinning.py"
 MUTANTS = [
@@ -60,6 +60,20 @@ MUTANTS = [
            "                copy.wait()  # else", "                pass  # else"),
     Mutant("a copy in does not wait for the copy out into the same slot", STREAMS,
            "                self._in_stream.wait_event(copy.event)\n", "                pass\n"),
+    Mutant("a copy in does not wait until its memory is free", STREAMS,
+           "            self._in_stream.wait_event(destination.allocated)\n", "", POOLS),
+    Mutant("what comes back takes memory of the pool of the copies", STREAMS,
+           "            data = accelerator.allocate(nbytes, device)\n        except",
+           "            with accelerator.on(self._in_stream):\n"
+           "                data = accelerator.allocate(nbytes, device)\n        except", POOLS),
+    Mutant("memory that is cancelled goes to its next tenant under the copy", STREAMS,
+           "            self._dropped.append(arrival)\n", "            pass\n", POOLS),
+    Mutant("what a caller drops at once goes to its next tenant under the copy", NVME,
+           "        loaded.arrival.join()\n", "        pass\n", POOLS),
+    Mutant("what a caller drops at once goes to its next tenant under the copy from host memory", HOST,
+           "        arrival.join()\n", "        pass\n", POOLS),
+    Mutant("a store is closed while copies into memory that nobody wants run", STREAMS,
+           "            self._dropped.pop().wait()\n", "            self._dropped.pop()\n", POOLS),
     Mutant("kernels do not wait for the copy in", STREAMS,
            "            consumer.wait_event(self.event)\n", ""),
     Mutant("the allocator is not told who uses what came back", STREAMS,
@@ -70,9 +84,7 @@ MUTANTS = [
            "[copy.event for copy in ticket.copies] + ticket.uses", "[copy.event for copy in ticket.copies]"),
     Mutant("a slot is given back while a copy into it runs", SPACE,
            "[copy.event for copy in ticket.copies] + ticket.uses", "ticket.uses",
-           "tests/storage/test_ordering.py tests/storage/test_store.py"),
-    Mutant("a lane frees its slot before the copy onto the device is done", NVME,
-           "            arrival.wait()  # else", "            pass  # else"),
+           "tests/storage/test_ordering.py tests/storage/test_nvme.py"),
     Mutant("a span in copies is free at once", STAGING,
            "            if all(event.query() for event in events):\n", "            if events:\n"),
     Mutant("room in host memory is given back while a copy into it runs", HOST,
@@ -84,10 +96,10 @@ MUTANTS = [
     Mutant("a copy in from host memory does not wait for the copy out", HOST,
            "[ticket.copy] if ticket.copy is not None else []", "[]"),
     Mutant("a store is closed while copies run", NVME,
-           "self.ring.copies.hold_at_most(0)\n                self.ring.slots.finish()\n", "pass\n"),
+           "self.ring.copies.finish()\n                self.ring.slots.finish()\n", "pass\n"),
     Mutant("a store is closed while a put copies into staging", NVME,
            "while self.space.copying and time.monotonic() < deadline_s:", "while False:",
-           "tests/storage/test_store.py"),
+           "tests/storage/test_nvme.py"),
     Mutant("a get of pieces is repeated on another stream at once", NVME,
            "wait_for_stream(accelerator)  # the repeated one may be on another stream", "pass"),
     Mutant("a slot is given back under a copy that failed after it was queued", NVME,
@@ -98,15 +110,15 @@ MUTANTS = [
     Mutant("the allocator is not told who uses what was saved on another stream", "ds_tba/core/cache.py",
            "            self._accelerator.share(tensor, self._accelerator.current_stream())\n", "            pass\n"),
     Mutant("host memory is closed while copies into it run", HOST,
-           "self._closed = True\n            self._copies.hold_at_most(0)\n", "self._closed = True\n"),
+           "self._closed = True\n            self._copies.finish()\n", "self._closed = True\n"),
     Mutant("a second consumer does not wait for the copy in", "ds_tba/core/cache.py",
            "        data = reloaded.arrival.join()  # every", "        data = reloaded.arrival._data  # every"),
     Mutant("what is moved later does not wait for the kernels that make it", "ds_tba/core/residency.py",
            "                self._accelerator.current_stream().wait_event(kept_at)\n", "                pass\n",
            "tests/plan/test_bound.py"),
     Mutant("a second consumer does not wait for pieces to be put together", STREAMS,
-           "return Arrival(self._accelerator, data, moment(self._accelerator))",
-           "return Arrival(self._accelerator, data, None)"),
+           "destination.data, moment(self._accelerator), destination.stream)",
+           "destination.data, None, destination.stream)"),
     Mutant("host memory is closed while copies out of it run", HOST,
            "            segment.spans.finish()\n", "            pass\n"),
     Mutant("pieces are put together before they came", NVME,
@@ -115,20 +127,20 @@ MUTANTS = [
            "self._copies.hold_at_most(max(0, self._ahead_limit_bytes - data.numel()))", "pass",
            "tests/storage/test_ordering.py tests/storage/test_host.py tests/gpu/test_gpu.py"),
     Mutant("host memory is given up while a copy out of it runs", NVME,
-           "            loaded.arrival.wait()  # that memory may go now\n", "            pass\n"),
+           "            loaded.arrival.wait()  # the memory", "            pass  # the memory"),
     Mutant("memory beside staging is used before kernels have left it", STAGING,
            "wait_for_stream(self.accelerator)\n        return memory", "return memory",
            "tests/storage/test_device_staging.py"),
     Mutant("what a lane writes is given up under the write", SPACE,
            "released.state in (_S.WRITING, _S.READING)", "released.state in (_S.READING,)",
-           "tests/storage/test_store.py tests/core/test_prefetch.py"),
+           "tests/storage/test_nvme.py tests/core/test_prefetch.py"),
     Mutant("what a lane reads is given up under the read", SPACE,
            "released.state in (_S.WRITING, _S.READING)", "released.state in (_S.WRITING,)",
-           "tests/storage/test_store.py"),
+           "tests/storage/test_nvme.py"),
     Mutant("what prefetching came to leaves staging with the end of its write", NVME,
            "stays = space.read_ahead.end_write(ticket)", "stays = False", "tests/core/test_prefetch.py"),
     Mutant("what prefetching came to and is given up counts for ever", SPACE,
-           "            self.read_ahead.end(released)\n", "            pass\n", "tests/storage/test_store.py"),
+           "            self.read_ahead.end(released)\n", "            pass\n", "tests/storage/test_nvme.py"),
     Mutant("what differs when it is made again is made again all the same", "ds_tba/remat/sites.py",
            "        if not is_other:\n", "        if True:\n", "tests/remat/test_sites.py"),
     Mutant("an output is made again before its site was compared", "ds_tba/remat/sites.py",
@@ -144,7 +156,7 @@ MUTANTS = [
     Mutant("a parameter is an operand itself", "ds_tba/core/cache.py",
            "            recipe = recipe.copied(self)  #", "            pass  #", "tests/remat/test_sites.py"),
     Mutant("a recipe does not hold its operands", "ds_tba/core/cache.py",
-           "            recipe = recipe.bound(self._share)\n", "            pass\n", "tests/remat/test_recipes.py"),
+           "            recipe = recipe.bound(self._share)\n", "            pass\n", "tests/remat/test_rules.py"),
     Mutant("a second consumer does not wait for what was made again", "ds_tba/core/residency.py",
            "Arrival(device, data, moment(device), device.current_stream())\n", "Arrival.done(data)\n",
            "tests/remat/test_sites.py"),
@@ -234,7 +246,7 @@ MUTANTS = [
            "        return self.has_room() and (self._upload_begins is None or bool(self._upload_begins.query()))",
            "        return self.has_room()", "tests/update/test_update_time.py"),
     Mutant("staging takes the next parameters before their copy is done", OF_HOST,
-           "        event.synchronize()\n", "        pass\n", "tests/update/test_update_host.py"),
+           "        event.synchronize()\n", "        pass\n", "tests/update/test_host.py"),
 ]  # fmt: skip
 
 

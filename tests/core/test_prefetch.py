@@ -77,7 +77,8 @@ def test_on_an_asynchronous_device_its_slot_is_free_with_the_end_of_its_write(ma
     tickets = under_write(store, gate, *(noise(MIB) for _ in range(3)))
     assert all(store.prefetch(ticket) for ticket in tickets)
     gate.opened.set()
-    until(lambda: all(ticket.arrival is not None for ticket in tickets), "the copies onto the device")
+    until(lambda: all(ticket.state is TicketState.LOADED for ticket in tickets), "the writes")
+    assert all(ticket.arrival is not None for ticket in tickets)
     assert slots_in_use(store) == 0 and store.space.read_ahead.prefetched_bytes == 3 * MIB
 
 
@@ -255,7 +256,9 @@ def test_closing_while_something_is_wanted(make_store: StoreFactory, accelerator
     assert store.prefetch(tickets[0])  # nothing to do
 
 
-def test_without_device_memory_it_stays_in_its_slot(make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_device_memory_it_is_not_brought_ahead(
+    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gate = Gate()
     store = make_store(ScriptedBackend(gate), lanes=ONE_LANE, accelerator=EventAccelerator())
     data = noise(MIB)
@@ -265,13 +268,11 @@ def test_without_device_memory_it_stays_in_its_slot(make_store: StoreFactory, mo
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(store.ring.copies, "into", no_memory)
-        assert store.prefetch(ticket)
-        gate.opened.set()
-        until(lambda: ticket.state is TicketState.LOADED, "the write")
-    assert ticket.slot is not None and slots_in_use(store) == MIB
+        patch.setattr(store.ring.accelerator, "allocate", no_memory)
+        assert not store.prefetch(ticket)
+    gate.opened.set()
+    until(lambda: ticket.state is TicketState.STORED, "the write")
     assert torch.equal(store.get(ticket, CPU).data, data)
-    assert store.stats.read_bytes == 0
     store.release(ticket)
     nothing_is_held(store)
 

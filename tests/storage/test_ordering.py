@@ -25,7 +25,7 @@ from support.late_stores import (
     slow_reads,
     slow_writes,
 )
-from support.stores import CPU, store_is_empty
+from support.stores import CPU, slots_in_use, store_is_empty
 
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.core.cache import TensorCache
@@ -285,7 +285,7 @@ def test_what_is_read_ahead_waits_in_device_memory_within_the_bound(
     for _ in range(100):
         for ticket in tickets:
             store.prefetch(ticket)  # type: ignore[arg-type]
-        until(lambda: not store.ring.slots.used_bytes, "the copies")
+        until(lambda: not slots_in_use(store), "the copies")
     assert device.allocated_bytes == store.space.read_ahead.prefetched_bytes == 4 * MIB
     for ticket in tickets:
         store.release(ticket)  # type: ignore[arg-type]
