@@ -143,7 +143,7 @@ for _ in range(2):
         env={**os.environ, "DS_ACCELERATOR": "cpu", **variables},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
