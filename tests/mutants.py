@@ -32,7 +32,7 @@ class Mutant:
 
 STREAMS, SPACE, NVME = "ds_tba/device/copies.py", "ds_tba/storage/space.py", "ds_tba/storage/nvme.py"
 LANES = "ds_tba/storage/transfers.py"
-STAGING, POOLS = "ds_tba/storage/staging.py", "tests/device/test_pools.py"
+STAGING, POOLS = "ds_tba/storage/staging.py", "tests/device/test_copies.py"
 HOST = "ds_tba/storage/host.py"
 FORMULA, OF_FORMULA = "ds_tba/update/formula.py", "tests/update/test_formula.py"
 UPDATE, OF_UPDATE = "ds_tba/update/device.py", "tests/update/test_device.py"
@@ -41,12 +41,12 @@ SLOTS_MADE = """\
             try:
                 self._free.append(_Slot([self._allocate() for _ in range(ARRAYS_PER_CHUNK)]))
             except torch.OutOfMemoryError:
-                # Not again in each step: the allocator gives back all that it keeps before it says so.
+                # Not tried again in each step: the allocator gives its whole cache back before it refuses.
                 self._slots = max(1, len(self._free))
                 break
 """
 SO_FAR = "        so_far = moment(self._accelerator)"
-UPDATER, OF_ENGINES = "ds_tba/update/updater.py", "tests/update/test_engine_updates.py"
+UPDATER, OF_ENGINES = "ds_tba/update/updater.py", "tests/update/test_interleaved.py"
 OF_HOST = "ds_tba/update/host.py"
 PINNING, OF_PINNING = "ds_tba/update/pinning.py", "tests/update/test_pinning.py"
 MUTANTS = [
@@ -85,7 +85,7 @@ MUTANTS = [
            "[copy.event for copy in part.copies] + part.uses", "[copy.event for copy in part.copies]"),
     Mutant("a slot is given back while a copy into it runs", SPACE,
            "[copy.event for copy in part.copies] + part.uses", "part.uses",
-           "tests/storage/test_ordering.py tests/storage/test_store.py"),
+           "tests/storage/test_ordering.py tests/storage/test_nvme.py"),
     Mutant("a span in copies is free at once", STAGING,
            "            if all(event.query() for event in events):\n", "            if events:\n"),
     Mutant("room in host memory is given back while a copy into it runs", HOST,
@@ -100,7 +100,7 @@ MUTANTS = [
            "self.ring.copies.finish()\n                self.ring.slots.finish()\n", "pass\n"),
     Mutant("a store is closed while a put copies into staging", NVME,
            "while self.space.copying and time.monotonic() < deadline_s:", "while False:",
-           "tests/storage/test_store.py"),
+           "tests/storage/test_nvme.py"),
     Mutant("a slot is given back under a copy that failed after it was queued", NVME,
            "self.ring.copies.drain()  # one that nobody knows of may be under way into the slot", "pass"),
     Mutant("a consumer is compared with None as CUDA's streams are", STREAMS,
@@ -129,15 +129,15 @@ MUTANTS = [
            "tests/storage/test_device_staging.py"),
     Mutant("what a lane writes is given up under the write", SPACE,
            "if part.state in (_S.WRITING, _S.READING)", "if part.state in (_S.READING,)",
-           "tests/storage/test_store.py tests/core/test_prefetch.py"),
+           "tests/storage/test_nvme.py tests/core/test_prefetch.py"),
     Mutant("what a lane reads is given up under the read", SPACE,
            "if part.state in (_S.WRITING, _S.READING)", "if part.state in (_S.WRITING,)",
-           "tests/storage/test_store.py"),
+           "tests/storage/test_nvme.py"),
     Mutant("what prefetching came to leaves staging with the end of its write", LANES,
            "stays = space.read_ahead.end_write(part)", "stays = False", "tests/core/test_prefetch.py"),
     Mutant("what prefetching came to and is given up counts for ever", SPACE,
            "                self.read_ahead.end(part)\n                part.move(_S.ABANDONED)",
-           "                part.move(_S.ABANDONED)", "tests/storage/test_store.py"),
+           "                part.move(_S.ABANDONED)", "tests/storage/test_nvme.py"),
     Mutant("what differs when it is made again is made again all the same", "ds_tba/remat/sites.py",
            "        if not is_other:\n", "        if True:\n", "tests/remat/test_sites.py"),
     Mutant("an output is made again before its site was compared", "ds_tba/remat/sites.py",
@@ -153,7 +153,7 @@ MUTANTS = [
     Mutant("a parameter is an operand itself", "ds_tba/core/cache.py",
            "            recipe = recipe.copied(self)  #", "            pass  #", "tests/remat/test_sites.py"),
     Mutant("a recipe does not hold its operands", "ds_tba/core/cache.py",
-           "            recipe = recipe.bound(self._share)\n", "            pass\n", "tests/remat/test_recipes.py"),
+           "            recipe = recipe.bound(self._share)\n", "            pass\n", "tests/remat/test_rules.py"),
     Mutant("a second consumer does not wait for what was made again", "ds_tba/core/residency.py",
            "Arrival(device, data, moment(device), device.current_stream())\n", "Arrival.done(data)\n",
            "tests/remat/test_sites.py"),
@@ -243,7 +243,7 @@ MUTANTS = [
            "        return self.has_room() and (self._upload_begins is None or bool(self._upload_begins.query()))",
            "        return self.has_room()", "tests/update/test_update_time.py"),
     Mutant("staging takes the next parameters before their copy is done", OF_HOST,
-           "        event.synchronize()\n", "        pass\n", "tests/update/test_update_host.py"),
+           "        event.synchronize()\n", "        pass\n", "tests/update/test_host.py"),
 ]  # fmt: skip
 
 
