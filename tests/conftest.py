@@ -28,8 +28,8 @@ from ds_tba.core.tensors import SHOWS_HOOKS
 from ds_tba.storage.backends import aio
 from ds_tba.storage.backends.base import IoBackend
 from ds_tba.storage.backends.posix import PosixBackend
-from ds_tba.storage.bandwidth_probe import measure_drives
 from ds_tba.storage.nvme import Lanes, NvmeStore
+from ds_tba.storage.probe import measure_drives
 from ds_tba.storage.staging import StagingRing
 from ds_tba.storage.swap_file import SwapFile
 

@@ -30,8 +30,9 @@ class Mutant:
     tests: str = "tests/storage/test_ordering.py"
 
 
-STREAMS, SPACE, NVME = "ds_tba/device/accelerator.py", "ds_tba/storage/space.py", "ds_tba/storage/nvme.py"
-STAGING, POOLS = "ds_tba/storage/staging.py", "tests/device/test_pools.py"
+STREAMS, SPACE, NVME = "ds_tba/device/copies.py", "ds_tba/storage/space.py", "ds_tba/storage/nvme.py"
+LANES = "ds_tba/storage/transfers.py"
+STAGING, POOLS = "ds_tba/storage/staging.py", "tests/device/test_copies.py"
 HOST = "ds_tba/storage/host.py"
 FORMULA, OF_FORMULA = "ds_tba/update/formula.py", "tests/update/test_formula.py"
 UPDATE, OF_UPDATE = "ds_tba/update/device.py", "tests/update/test_device.py"
@@ -40,7 +41,7 @@ SLOTS_MADE = """\
             try:
                 self._free.append(_Slot([self._allocate() for _ in range(ARRAYS_PER_CHUNK)]))
             except torch.OutOfMemoryError:
-                # Not again in each step: the allocator gives back all that it keeps before it says so.
+                # Not tried again in each step: the allocator gives its whole cache back before it refuses.
                 self._slots = max(1, len(self._free))
                 break
 """
@@ -56,7 +57,7 @@ MUTANTS = [
            "        self._source: torch.Tensor | None = source[:0].clone()\n"),
     Mutant("the tensor is let go before its copy is done", STREAMS,
            "        if self._source is not None and self.event.query():\n", "        if self._source is not None:\n"),
-    Mutant("a lane writes before the copy into staging is done", NVME,
+    Mutant("a lane writes before the copy into staging is done", LANES,
            "                copy.wait()  # else", "                pass  # else"),
     Mutant("a copy in does not wait for the copy out into the same slot", STREAMS,
            "                self._in_stream.wait_event(copy.event)\n", "                pass\n"),
@@ -81,9 +82,9 @@ MUTANTS = [
     Mutant("a slot is given back while copies use it", SPACE,
            "self.ring.slots.free_after(events, slot)", "self.ring.slots.free(slot)"),
     Mutant("a slot is given back while a copy out of it runs", SPACE,
-           "[copy.event for copy in ticket.copies] + ticket.uses", "[copy.event for copy in ticket.copies]"),
+           "[copy.event for copy in part.copies] + part.uses", "[copy.event for copy in part.copies]"),
     Mutant("a slot is given back while a copy into it runs", SPACE,
-           "[copy.event for copy in ticket.copies] + ticket.uses", "ticket.uses",
+           "[copy.event for copy in part.copies] + part.uses", "part.uses",
            "tests/storage/test_ordering.py tests/storage/test_nvme.py"),
     Mutant("a span in copies is free at once", STAGING,
            "            if all(event.query() for event in events):\n", "            if events:\n"),
@@ -100,8 +101,6 @@ MUTANTS = [
     Mutant("a store is closed while a put copies into staging", NVME,
            "while self.space.copying and time.monotonic() < deadline_s:", "while False:",
            "tests/storage/test_nvme.py"),
-    Mutant("a get of pieces is repeated on another stream at once", NVME,
-           "wait_for_stream(accelerator)  # the repeated one may be on another stream", "pass"),
     Mutant("a slot is given back under a copy that failed after it was queued", NVME,
            "self.ring.copies.drain()  # one that nobody knows of may be under way into the slot", "pass"),
     Mutant("a consumer is compared with None as CUDA's streams are", STREAMS,
@@ -116,31 +115,29 @@ MUTANTS = [
     Mutant("what is moved later does not wait for the kernels that make it", "ds_tba/core/residency.py",
            "                self._accelerator.current_stream().wait_event(kept_at)\n", "                pass\n",
            "tests/plan/test_bound.py"),
-    Mutant("a second consumer does not wait for pieces to be put together", STREAMS,
-           "destination.data, moment(self._accelerator), destination.stream)",
-           "destination.data, None, destination.stream)"),
+    Mutant("a consumer does not wait for all parts of a storage", STREAMS,
+           "event = moment(accelerator)  # the copies", "event = parts[0].event  # the copies"),
     Mutant("host memory is closed while copies out of it run", HOST,
            "            segment.spans.finish()\n", "            pass\n"),
-    Mutant("pieces are put together before they came", NVME,
-           "accelerator.copy(loaded.data, ", "accelerator.copy(loaded.arrival._data, "),
     Mutant("host memory does not bound what waits for its copy out", HOST,
            "self._copies.hold_at_most(max(0, self._ahead_limit_bytes - data.numel()))", "pass",
            "tests/storage/test_ordering.py tests/storage/test_host.py tests/gpu/test_gpu.py"),
     Mutant("host memory is given up while a copy out of it runs", NVME,
-           "            loaded.arrival.wait()  # the memory", "            pass  # the memory"),
+           "            arrival.wait()  # the memory", "            pass  # the memory"),
     Mutant("memory beside staging is used before kernels have left it", STAGING,
            "wait_for_stream(self.accelerator)\n        return memory", "return memory",
            "tests/storage/test_device_staging.py"),
     Mutant("what a lane writes is given up under the write", SPACE,
-           "released.state in (_S.WRITING, _S.READING)", "released.state in (_S.READING,)",
+           "if part.state in (_S.WRITING, _S.READING)", "if part.state in (_S.READING,)",
            "tests/storage/test_nvme.py tests/core/test_prefetch.py"),
     Mutant("what a lane reads is given up under the read", SPACE,
-           "released.state in (_S.WRITING, _S.READING)", "released.state in (_S.WRITING,)",
+           "if part.state in (_S.WRITING, _S.READING)", "if part.state in (_S.WRITING,)",
            "tests/storage/test_nvme.py"),
-    Mutant("what prefetching came to leaves staging with the end of its write", NVME,
-           "stays = space.read_ahead.end_write(ticket)", "stays = False", "tests/core/test_prefetch.py"),
+    Mutant("what prefetching came to leaves staging with the end of its write", LANES,
+           "stays = space.read_ahead.end_write(part)", "stays = False", "tests/core/test_prefetch.py"),
     Mutant("what prefetching came to and is given up counts for ever", SPACE,
-           "            self.read_ahead.end(released)\n", "            pass\n", "tests/storage/test_nvme.py"),
+           "                self.read_ahead.end(part)\n                part.move(_S.ABANDONED)",
+           "                part.move(_S.ABANDONED)", "tests/storage/test_nvme.py"),
     Mutant("what differs when it is made again is made again all the same", "ds_tba/remat/sites.py",
            "        if not is_other:\n", "        if True:\n", "tests/remat/test_sites.py"),
     Mutant("an output is made again before its site was compared", "ds_tba/remat/sites.py",

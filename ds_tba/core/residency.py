@@ -26,7 +26,8 @@ import torch
 
 from ds_tba.core.saved import CountedMemory, Keeper, RecordState, Reloaded, ResidencyGuard, SavedStorage
 from ds_tba.core.tensors import storage_bytes
-from ds_tba.device.accelerator import Accelerator, Arrival, PendingCopy, Release, Releases, moment
+from ds_tba.device.accelerator import Accelerator, moment
+from ds_tba.device.copies import Arrival, PendingCopy, Release, Releases
 from ds_tba.errors import StateError
 from ds_tba.stats import CacheStats
 from ds_tba.storage.base import Choice, Store, Ticket

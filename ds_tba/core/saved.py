@@ -43,7 +43,8 @@ from ds_tba.core.tensors import (
     stamp_of,
     with_counter_of,
 )
-from ds_tba.device.accelerator import Accelerator, Arrival
+from ds_tba.device.accelerator import Accelerator
+from ds_tba.device.copies import Arrival
 from ds_tba.errors import ActivationModifiedError
 from ds_tba.storage.base import StateMachine, Ticket
 from ds_tba.storage.finalizers import DeferredFinalizers

@@ -13,11 +13,12 @@ from contextlib import contextmanager
 
 import torch
 
-from ds_tba.device.accelerator import Accelerator, Copies
+from ds_tba.device.accelerator import Accelerator
+from ds_tba.device.copies import Copies
 from ds_tba.plan.trace import PathRates, Resources
-from ds_tba.storage.bandwidth_probe import measure_drives
 from ds_tba.storage.host import host_memory
 from ds_tba.storage.nvme import NvmeStore
+from ds_tba.storage.probe import measure_drives
 from ds_tba.storage.staging import COPY_BYTES, CopyRates, measure_copies
 
 # Kernel time that copies by an engine of their own take, as a fraction of the copies' time: the link has about this

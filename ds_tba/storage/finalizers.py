@@ -18,7 +18,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from ds_tba.device.accelerator import Accelerator, new_thread
 
@@ -59,7 +59,7 @@ class DeferredFinalizers(Generic[Item]):
         self.lock = lock
         self._act = act
         self._left: queue.SimpleQueue[Item | Notice[Item]] = queue.SimpleQueue()  # the one that a finalizer may use
-        self._tell: Callable[[Any], None] = self._left.put
+        self._tell: Callable[[Notice[Item]], None] = self._left.put
         self._watched: set[Notice[Item]] = set()  # a weak reference that is gone itself tells nobody
 
     def __enter__(self) -> None:
@@ -68,7 +68,7 @@ class DeferredFinalizers(Generic[Item]):
     def __exit__(self, *error: object) -> None:
         self.act_if_free()  # on an item that came in the meantime, and found the lock taken
 
-    def watch(self, watched: Any, item: Item) -> None:
+    def watch(self, watched: object, item: Item) -> None:
         """Leave ``item`` when an object, which is equal to itself only, is gone, whoever lets go of it, wherever.
 
         It is acted on by whoever takes the lock next, or asks to (:meth:`act_if_free`).

@@ -189,8 +189,8 @@ def quick_start() -> Iterator[None]:
     """Offloaders that write with ``posix``, and measure their drives for a moment only."""
     with (
         mock.patch("ds_tba.storage.tiers.select_backend", lambda *_, **__: Selection(PosixBackend(), "the budgets'")),
-        mock.patch("ds_tba.storage.bandwidth_probe.PHASE_S", 0.01),
-        mock.patch("ds_tba.storage.bandwidth_probe.REGION_BYTES", MIB),
+        mock.patch("ds_tba.storage.probe.PHASE_S", 0.01),
+        mock.patch("ds_tba.storage.probe.REGION_BYTES", MIB),
     ):
         yield
 
