@@ -16,7 +16,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,20 +36,18 @@ from ds_tba.explain.sample import StepSamples, failure_of
 from ds_tba.explain.timeline import StepTimeline
 from ds_tba.holders import table
 from ds_tba.plan.agreement import Agreement, Planning
-from ds_tba.plan.controller import Controller
+from ds_tba.plan.controller import Controller, Watched
 from ds_tba.plan.feedback import compilations, moves_in_vain
-from ds_tba.plan.plan import Limits
-from ds_tba.plan.rates import Rates
-from ds_tba.plan.search import Planner, adaptive
+from ds_tba.plan.plan import Planner
+from ds_tba.plan.rates import Machine, Rates
+from ds_tba.plan.search import adaptive
 from ds_tba.plan.trace import Trace
-from ds_tba.recompute.blocks import Blocks, find_blocks
+from ds_tba.recompute.blocks import find_blocks
 from ds_tba.remat.sites import RunningModule, open_sites
 from ds_tba.report import LittleMoved, OffloadReport, ReportFile
 from ds_tba.stats import StoreStats, readable
-from ds_tba.storage.base import Always
 from ds_tba.storage.finalizers import Closer
 from ds_tba.storage.tiers import Tiers
-from ds_tba.wear import write_limit_bytes_per_step
 
 logger = logging.getLogger(__name__)
 
@@ -235,25 +233,11 @@ class ActivationOffloader:
         memory = MemoryMeter(self._accelerator.memory, lambda: self.cache.stats.resident.now)
         # The memory of a CPU is shared by all ranks of the machine.
         sharers = self._ranks_on_node if self._accelerator.is_synchronized_device() else 1
-        planning = Planning(
-            planner, partial(_limits, config, tiers), rates.resources, lambda: memory.room_bytes() / sharers, agreement
-        )
-        may_recompute = plans and config.recompute
-        found, count = find_blocks(model, config.blocks), self.cache.count_again
-        self._controller = Controller(
-            self.cache,
-            tiers.by_placement,
-            Always(list(tiers.by_placement.values()), wait=True, rematerialize=True),
-            planning if plans else None,
-            rates,
-            agreement,
-            self._accelerator.clock,
-            partial(_write_trace, self._trace_file),  # not of this object, which would hold itself
-            memory,
-            model,
-            lambda listener: Blocks(found, listener, may_recompute=may_recompute, count=count),
-            config.activation_budget_bytes if plans else None,
-        )
+        machine = Machine(config, tiers, rates, memory, self._accelerator.clock, sharers)
+        found = find_blocks(model, config.blocks) if config.recompute or config.blocks else []
+        watched = Watched(model, found if config.recompute else (), may_recompute=plans and config.recompute)
+        planning = Planning(planner if plans else None, machine, agreement)
+        self._controller = Controller(self.cache, machine, planning, watched, _TraceFile(self._trace_file))
 
     def on_close(self, undo: Callable[[], object]) -> None:
         """Call ``undo`` in :meth:`close`, for example to remove a hook from the model."""
@@ -646,20 +630,19 @@ class ActivationOffloader:
             atexit.unregister(self.close)
 
 
-def _limits(config: OffloadConfig, tiers: Tiers, step_s: float) -> Limits:
-    left_tbw = tiers.left_tbw()
-    write_limit = write_limit_bytes_per_step(left_tbw, config.ssd.min_life_days, step_s)
-    host_bytes = tiers.host.capacity_bytes() if tiers.host is not None else 0
-    return replace(Limits.of(config, write_limit), endurance_tbw=left_tbw, host_budget_bytes=host_bytes)
-
-
 def _offloaded_bytes(tiers: Tiers) -> int:
     return sum(store.stats.offloaded_bytes for store in (tiers.nvme, tiers.host) if store is not None)
 
 
-def _write_trace(file: ReportFile, trace: Trace) -> None:
-    if file.path is not None:
-        file.write_text(trace.to_json() + "\n")
+class _TraceFile:
+    """Writes each trace to ``report.trace_path``; not the offloader, which would hold itself."""
+
+    def __init__(self, file: ReportFile) -> None:
+        self._file = file
+
+    def write(self, trace: Trace) -> None:
+        if self._file.path is not None:
+            self._file.write_text(trace.to_json() + "\n")
 
 
 def _write_timeline(file: ReportFile, config: OffloadConfig, rank: int, timeline: StepTimeline, step: int) -> None:

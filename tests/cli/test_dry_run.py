@@ -23,10 +23,10 @@ from ds_tba.core.tensors import mark_inputs, mark_owned
 from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.errors import ModelError
 from ds_tba.offloader import ActivationOffloader
-from ds_tba.plan.recorder import Recorder
+from ds_tba.plan.recorder import Recorder, Scene
 from ds_tba.plan.trace import PathRates, Resources, Trace
 from ds_tba.recompute.blocks import Blocks, find_blocks
-from ds_tba.remat.sites import Recipe, Sites
+from ds_tba.remat.sites import Recipe, RunningModule, Sites
 
 BATCH, SEQUENCE = 4, 96
 MIN_BYTES = 16384
@@ -80,8 +80,9 @@ def trained(make: Make, device: str, dtype: torch.dtype) -> Real:
     """The model really run, with values, its saved tensors kept."""
     model, forward = ready(make, device, dtype)
     cache = TensorCache([], device, MIN_BYTES)
-    recorder = Recorder(cache.eligibility_of, NoClock(), {id(module): path for path, module in model.named_modules()})
-    with cache.saving(around=recorder.around), Blocks(find_blocks(model, None), Passes(recorder)).listening():
+    paths = {id(module): path for path, module in model.named_modules()}
+    recorder = Recorder(Scene(cache, NoClock(), RunningModule(paths)))
+    with cache.saving(around=recorder.around), Blocks(find_blocks(model, None), Passes(recorder)).watching():
         output = forward()
     loss_of(output).backward()
     recorder.end()

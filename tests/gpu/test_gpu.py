@@ -41,7 +41,7 @@ from ds_tba.device import accelerator
 from ds_tba.errors import BackendUnavailableError, IncompatibleError
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.plan.agreement import Alone
-from ds_tba.plan.search import Planner
+from ds_tba.plan.plan import Planner
 from ds_tba.remat.sites import Sites
 from ds_tba.storage.backends.base import IoBackend
 from ds_tba.storage.backends.kvikio import KvikioBackend

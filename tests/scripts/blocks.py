@@ -88,12 +88,12 @@ def listening(engine, blocks):
     """A forward's passes are told of: inside the cache's hooks, where there is one."""
     offloader = getattr(engine, "activation_offloader", None)
     if offloader is None:
-        return blocks.listening()
+        return blocks.recomputing()
     saving = type(offloader).saving
 
     @contextmanager
     def both(inputs=()):
-        with saving(offloader, inputs), blocks.listening():
+        with saving(offloader, inputs), blocks.recomputing():
             yield
 
     offloader.saving = both

@@ -46,11 +46,13 @@ from ds_tba.core.saved import Keeper, nbytes_of
 from ds_tba.core.tensors import mark_inputs, mark_owned
 from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.errors import ModelError
-from ds_tba.plan.recorder import Recorder
+from ds_tba.plan.recorder import Recorder, Scene
 from ds_tba.plan.timeline import Spans
 from ds_tba.plan.trace import PathRates, Resources
-from ds_tba.recompute.blocks import Block, Blocks, find_blocks
+from ds_tba.recompute.blocks import Blocks, find_blocks
+from ds_tba.recompute.passes import Block
 from ds_tba.remat import sites
+from ds_tba.remat.sites import RunningModule
 from ds_tba.stats import Gauge
 from ds_tba.storage.base import Always
 
@@ -154,7 +156,8 @@ def _micro_step(
 ) -> tuple[Recorder, PeakMeter]:
     """Run one forward and one backward."""
     model = subject.model
-    recorder = Recorder(cache.eligibility_of, clock, {id(module): path for path, module in model.named_modules()})
+    paths = {id(module): path for path, module in model.named_modules()}
+    recorder = Recorder(Scene(cache, clock, RunningModule(paths)))
     for module in model.modules():
         mark_owned(module)
     mark_inputs(subject.inputs)
@@ -166,7 +169,7 @@ def _micro_step(
     with clock, meter:
         with (
             cache.saving(Always((), wait=False), recorder.around, is_recorded=True),
-            Blocks(blocks, Passes(recorder), may_recompute=False).listening(),
+            Blocks(blocks, Passes(recorder), may_recompute=False).watching(),
             casting,
         ):
             output = subject.forward()
@@ -202,8 +205,11 @@ class Passes:
     def leave(self, _block: Block) -> None:
         self._recorder.leave()
 
-    def recompute(self, token: Any) -> None:
-        """Never: no pass has one."""
+    def recompute(self, _saved_bytes: int) -> None:
+        """Do nothing: no pass runs again."""
+
+    def save_again(self, _tensor: torch.Tensor) -> None:
+        """Do nothing, likewise."""
 
 
 # ---- what could be made again ---------------------------------------------------------------------------------------
