@@ -55,6 +55,7 @@ from ds_tba.core.saved import (
     Keeper,
     Makeable,
     MemoryGone,
+    Operation,
     PassedThrough,
     RecordState,
     SavedCounted,
@@ -124,13 +125,13 @@ class _InUse(NamedTuple):
     """A storage that leaves once the operation that saves it is over.
 
     Attributes:
-        operation: the thread, and the sequence number of its graph when the storage was saved.
+        operation: see :class:`SavedStorage`; of the thread alone.
         stream: that saved it; None where everything is done at once.
     """
 
     record: SavedStorage
     choice: Choice
-    operation: tuple[int, int]
+    operation: Operation
     stream: Any
 
 
@@ -237,7 +238,6 @@ class TensorCache(Keeper):
         if not torch.is_grad_enabled():
             yield
             return
-        self._originals.forget_last()
         if self.sites is not None:
             self.sites.begin_forward()
         with self.finalizers, self.finalizers.lock:
@@ -297,7 +297,6 @@ class TensorCache(Keeper):
         """
         with self.finalizers, self.finalizers.lock:
             self.forward.micro_step = MicroStep()
-        self._originals.forget_last()
         self.read_comparisons(wait=True)
         self._keep_cheaper()
 
@@ -311,7 +310,7 @@ class TensorCache(Keeper):
         """
         self._stats.packed_tensors += 1
         if self._in_use and not self._is_capturing:
-            self._end_operations(_operation())
+            self._end_operations(self._operation())
         why = self.eligibility_of(tensor)
         if why is Eligibility.ELIGIBLE:
             return self._save(tensor)
@@ -380,7 +379,7 @@ class TensorCache(Keeper):
         self, forward: Forward, tensor: torch.Tensor, key: StorageKey, choice: Choice, proof: _Proof | None
     ) -> _Entered:
         """Enter one more view of a storage, which is new unless it has a record with the same bytes."""
-        record, answer, operation = forward.by_key.get(key), None, _operation()
+        record, answer, operation = forward.by_key.get(key), None, self._operation()
         is_away = record is not None and record.state is not RecordState.KEPT
         # What one operation saves has the same bytes: nothing runs in between.
         if record is not None and is_away and record.fingerprint is not None and record.operation != operation:
@@ -414,7 +413,7 @@ class TensorCache(Keeper):
             self._leave_out(record, proof.recipe, tensor)
         elif not self._is_over(record, tensor) and (choice.stores or self.residency.is_limited):
             stream = None if self._accelerator is None else self._accelerator.current_stream()
-            self._in_use.append(_InUse(record, choice, _operation(), stream))
+            self._in_use.append(_InUse(record, choice, self._operation(), stream))
             record.is_in_use, record.is_leaving = True, bool(choice.stores)
         elif isinstance(taken := self.residency.offload(tensor, choice), str):
             self._stats.kept_bytes[taken] += record.nbytes
@@ -429,6 +428,10 @@ class TensorCache(Keeper):
         record.micro_step.saved += 1
         return record
 
+    def _operation(self) -> Operation:
+        """Return what tells the operation that saves now from later ones."""
+        return Operation(threading.get_ident(), next_sequence_number(), self._originals.checkpoints)
+
     @property
     def _is_capturing(self) -> bool:
         """Whether a CUDA graph is being captured, which no copy and no event may come into."""
@@ -438,7 +441,7 @@ class TensorCache(Keeper):
         """Whether whatever fills the storage that is being saved has filled it."""
         return record.is_complete or self._originals.is_of_compiled(tensor.untyped_storage())
 
-    def _end_operations(self, present: tuple[int, int] | None = None) -> None:
+    def _end_operations(self, present: Operation | None = None) -> None:
         """Have leave what operations of this thread have saved that are over; see [Note: Operations under way].
 
         Args:
@@ -446,7 +449,7 @@ class TensorCache(Keeper):
         """
         thread = threading.get_ident()
         with self.finalizers, self.finalizers.lock:
-            for one in [one for one in self._in_use if one.operation[0] == thread and one.operation != present]:
+            for one in [one for one in self._in_use if one.operation.thread == thread and one.operation != present]:
                 self._in_use.remove(one)
                 self._end_use(one)
 
@@ -499,7 +502,7 @@ class TensorCache(Keeper):
                 return self.unpack(micro_step, held)
         if self._in_use and not self._is_capturing:
             self._end_operations()
-        self._originals.forget_last(threading.get_ident())
+        self._originals.forget_last()
         self.finalizers.act_if_free()  # what is gone makes room for what comes; nothing else may take the lock here
         # First of all: backward waits for this read, and for no read ahead.
         if isinstance(held, PassedThrough) or not self._originals.is_for_users_function:
@@ -515,10 +518,11 @@ class TensorCache(Keeper):
     def _hand_out(self, held: SavedCounted | SavedView) -> torch.Tensor:
         """Return a saved tensor to a Function of the user's, which may write into it without a version.
 
-        It has one memory for all its reads, as without hooks, and shares it with no recipe. A write with a version
-        counts for the tensor that was saved, so that whoever else has saved it raises, as without hooks.
+        It has one memory for all its reads, as without hooks, and shares it with no recipe, nor with bytes that others
+        will read: what it returns may become ``.grad``, and be written into. A write with a version counts for the
+        tensor that was saved, so that whoever else has saved it raises, as without hooks.
         """
-        owner = held.record if isinstance(held, SavedView) else held
+        owner = held.record if isinstance(held, SavedView) else held.memory
         if held.held is not None and not owner.is_operand:
             tensor = held.restore()
             if isinstance(held, SavedView) and held.holds(held.record.key):  # it may be moved between two reads
@@ -532,10 +536,11 @@ class TensorCache(Keeper):
                     self._note_unpacked(held)
             return tensor
         tensor = held.restore()
-        if tensor.is_conj() or tensor.is_neg():  # a mark of the tensor, that its bytes do not have
+        # A mark of the tensor, that its bytes do not have; or it has no storage of its own.
+        if not has_plain_storage(tensor) or tensor.is_conj() or tensor.is_neg():
             return tensor.clone()
         storage = tensor.untyped_storage()
-        if owner.is_operand:
+        if owner.is_operand or (isinstance(owner, SavedStorage) and owner.reloaded is not None):
             storage = self._copied(storage)
         owner.handed_out = weakref.ref(storage)
         return held.over(storage)
@@ -760,10 +765,11 @@ class TensorCache(Keeper):
             return
         with self.finalizers, self.finalizers.lock:
             record = view.record
-            if not is_equal or record.state in (RecordState.KEPT, RecordState.DROPPED) or view.held is None:
+            held, is_elsewhere = view.held, record.state not in (RecordState.KEPT, RecordState.DROPPED)
+            if held is None or not (is_equal and is_elsewhere and view.holds(record.key)):
                 self._stats.kept_bytes[CHANGED] += 0 if is_equal else record.nbytes
                 return
-            self._stats.deduplicated_bytes += nbytes_of(view.held)
+            self._stats.deduplicated_bytes += nbytes_of(held)
             record.pending += not view.is_unpacked
             view.let_go()
 
@@ -825,7 +831,6 @@ class TensorCache(Keeper):
 
     def settle(self) -> None:
         """Act on every deferred finalizer, and let go of what finished copies still hold."""
-        self._originals.forget_last()
         with self.finalizers, self.finalizers.lock:
             self.residency.releases.settle()
         for store in self._stores:  # under their own locks
@@ -871,11 +876,6 @@ class TensorCache(Keeper):
         record.micro_step.saved -= 1
         if record.index != NO_INDEX:
             self.learned_order = record.micro_step.remove(record.index) or self.learned_order
-
-
-def _operation() -> tuple[int, int]:
-    """Return what tells the operation that saves now from later ones: the thread, and the next sequence number."""
-    return threading.get_ident(), next_sequence_number()
 
 
 def _leaves(recipe: Any) -> Iterator[SavedStorage]:

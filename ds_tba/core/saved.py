@@ -142,6 +142,19 @@ class Reloaded(NamedTuple):
     is_only: bool
 
 
+class Operation(NamedTuple):
+    """An operation that saves tensors; see [Note: Operations under way] in ``cache.py``.
+
+    Attributes:
+        node: the number that the next node of the thread's graph takes.
+        checkpoints: the number of checkpoints that have saved their arguments in the thread: they make no node.
+    """
+
+    thread: int
+    node: int
+    checkpoints: int
+
+
 class Makeable(NamedTuple):
     """How a storage could be made again; holds nothing that it is made of.
 
@@ -172,7 +185,7 @@ class SavedStorage(StateMachine):
         is_leaving: they leave once it is over, if a store takes them.
         fingerprint: of the bytes that left; None while they have not.
         handed_out: the memory that the last read by a Function of the user's got, while anybody holds it.
-        operation: that saved it last; see [Note: Operations under way] in ``cache.py``.
+        operation: the one that saved it last.
         index: in its micro-step.
         views: how many are alive.
         lent: of those, how many belong to recipes, not to autograd.
@@ -199,7 +212,7 @@ class SavedStorage(StateMachine):
         self.is_in_use = self.is_leaving = False
         self.fingerprint: Fingerprint | None = None
         self.handed_out: weakref.ref[torch.UntypedStorage] | None = None
-        self.operation: tuple[int, int] | None = None
+        self.operation: Operation | None = None
         self.memory = CountedMemory()  # until it is counted
         self.micro_step = micro_step
         self.index = NO_INDEX
@@ -287,24 +300,17 @@ class SavedCounted(_Kept):
         nbytes: as many of its bytes as are counted.
         memory: the account that they are counted in.
         eps: of the norm of which it is a statistic, in a tuple; else None.
-        handed_out: see :class:`SavedStorage`.
     """
 
-    __slots__ = ("__weakref__", "_cache", "eps", "handed_out", "memory", "nbytes")
+    __slots__ = ("__weakref__", "_cache", "eps", "memory", "nbytes")
 
     def __init__(self, cache: Keeper, tensor: torch.Tensor, nbytes: int, reason: str) -> None:
         super().__init__(tensor)
         self._cache = cache
         self.eps: tuple[Any] | None = None
-        self.handed_out: weakref.ref[torch.UntypedStorage] | None = None
         self.nbytes = nbytes
         self.memory = cache.count_kept(tensor, nbytes, reason)
         cache.finalizers.watch(self, MemoryGone(self.memory, is_free=False))
-
-    @property
-    def is_operand(self) -> bool:
-        """Whether a recipe makes a storage from this tensor; see :class:`SavedStorage`."""
-        return self.memory.is_operand
 
     def over(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """Return the tensor with these bytes, and with the version counter of the one that was saved."""
@@ -438,6 +444,8 @@ class CountedMemory:
         saved_bytes: of the largest of them.
         consumers: streams that may still use the memory when the host lets go of it.
         is_operand: a recipe makes another storage from a tensor in this memory.
+        handed_out: the memory that the last read by a Function of the user's got of tensors without a record, while
+            anybody holds it.
     """
 
     users: int = 0
@@ -446,6 +454,7 @@ class CountedMemory:
     saved_bytes: int = 0
     consumers: Sequence[Any] = ()
     is_operand: bool = False
+    handed_out: weakref.ref[torch.UntypedStorage] | None = None
 
     def save(self, nbytes: int) -> int:
         """One saver more; returns the bytes that this adds."""
