@@ -43,7 +43,8 @@ from ds_tba.plan.rates import Rates
 from ds_tba.plan.search import Planner, adaptive
 from ds_tba.plan.trace import Trace
 from ds_tba.recompute.blocks import Blocks, find_blocks
-from ds_tba.remat.sites import RunningModule, open_sites
+from ds_tba.remat.sites import open_sites
+from ds_tba.remat.where import RunningModule
 from ds_tba.report import LittleMoved, OffloadReport, ReportFile
 from ds_tba.stats import StoreStats, readable
 from ds_tba.storage.base import Always

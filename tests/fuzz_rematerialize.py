@@ -43,8 +43,9 @@ from torch.utils.checkpoint import checkpoint
 from ds_tba.core.cache import TensorCache
 from ds_tba.core.tensors import mark_inputs, storage_bytes
 from ds_tba.device.accelerator import CpuAccelerator
+from ds_tba.remat.recipe import Recipe
 from ds_tba.remat.rules import RULES
-from ds_tba.remat.sites import Recipe, Sites
+from ds_tba.remat.sites import Sites
 from ds_tba.storage.backends.posix import PosixBackend
 from ds_tba.storage.base import Choice, Store
 from ds_tba.storage.host import HostStore

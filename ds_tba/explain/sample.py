@@ -31,7 +31,7 @@ from ds_tba.explain.out_of_memory import Failure
 from ds_tba.explain.timeline import StepTimeline
 from ds_tba.holders import Holder, merged
 from ds_tba.recompute.passes import RecomputedPass
-from ds_tba.remat.sites import RunningModule
+from ds_tba.remat.where import RunningModule
 from ds_tba.stats import CacheStats, PathMeter
 
 # Nodes that only look at a tensor in another shape.

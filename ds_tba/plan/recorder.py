@@ -35,7 +35,7 @@ from ds_tba.core.saved import CountedMemory, Hooks, PassedThrough, SavedCounted,
 from ds_tba.core.tensors import Eligibility, Stamp, has_plain_storage, stamp_of
 from ds_tba.device.accelerator import Clock
 from ds_tba.plan.trace import OUTSIDE, BlockTrace, Resources, Scopes, StorageTrace, Trace
-from ds_tba.remat.sites import RunningModule
+from ds_tba.remat.where import RunningModule
 from ds_tba.storage.finalizers import DeferredFinalizers
 
 RECORDINGS = 2

@@ -26,7 +26,8 @@ from ds_tba.offloader import ActivationOffloader
 from ds_tba.plan.recorder import Recorder
 from ds_tba.plan.trace import PathRates, Resources, Trace
 from ds_tba.recompute.blocks import Blocks, find_blocks
-from ds_tba.remat.sites import Recipe, Sites
+from ds_tba.remat.recipe import Recipe
+from ds_tba.remat.sites import Sites
 
 BATCH, SEQUENCE = 4, 96
 MIN_BYTES = 16384

@@ -16,8 +16,9 @@ from torch.nn import Parameter, functional
 from ds_tba.core.cache import TensorCache
 from ds_tba.core.tensors import mark_inputs, mark_owned
 from ds_tba.device.accelerator import CpuAccelerator
+from ds_tba.remat.recipe import NoRecipeError, Recipe
 from ds_tba.remat.rules import RULES
-from ds_tba.remat.sites import NoRecipeError, Recipe, Sites
+from ds_tba.remat.sites import Sites
 
 NAMES = {rule.make: name for name, rule in RULES.items()}
 SIZE = (12, 34)

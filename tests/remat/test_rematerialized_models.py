@@ -18,7 +18,8 @@ import torch
 from ds_tba.core.cache import TensorCache
 from ds_tba.core.tensors import mark_inputs, mark_owned
 from ds_tba.device.accelerator import CpuAccelerator
-from ds_tba.remat.sites import NoRecipeError, Sites
+from ds_tba.remat.recipe import NoRecipeError
+from ds_tba.remat.sites import Sites
 from ds_tba.storage.base import Always
 
 WIDTH, HEADS, WORDS = 256, 8, 128

@@ -50,6 +50,7 @@ from ds_tba.plan.recorder import Recorder
 from ds_tba.plan.timeline import Spans
 from ds_tba.plan.trace import PathRates, Resources
 from ds_tba.recompute.blocks import Block, Blocks, find_blocks
+from ds_tba.remat import recipe as recipes
 from ds_tba.remat import sites
 from ds_tba.storage.base import Always
 
@@ -140,7 +141,7 @@ def dry_run(
         meter.peak_bytes + passing_bytes,
         meter.whole_peak_bytes + passing_bytes,
         sorted(attention),
-        tuple(site.op if isinstance(site, sites.Site) else "" for site in used),
+        tuple(site.op if isinstance(site, recipes.Site) else "" for site in used),
         tuple(notes),
         sum(one.numel() * one.element_size() for one in parameters if one.requires_grad),
         largest,
@@ -215,13 +216,13 @@ class AssumedSites(sites.Sites):
         super().__init__(cache, CpuAccelerator(), exclude)
         self._clock = clock
 
-    def site_of(self, recipe: sites.Recipe) -> sites.Site:
+    def site_of(self, recipe: recipes.Recipe) -> recipes.Site:
         """With the time that the bytes of its ops take on the device."""
         moving_s = self._clock.moving_s(_moved_bytes(recipe))
-        return sites.Site(recipe.steps[-1].rule.op, 0, equal_in=self.step, measured_s=moving_s)
+        return recipes.Site(recipe.steps[-1].rule.op, 0, equal_in=self.step, measured_s=moving_s)
 
 
-def _moved_bytes(recipe: sites.Recipe) -> int:
+def _moved_bytes(recipe: recipes.Recipe) -> int:
     """Bytes that an op and the steps between read and write."""
 
     def nbytes(one: Any) -> int:
