@@ -41,6 +41,7 @@ from ds_tba.core.tensors import mark_inputs, mark_owned
 from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.errors import DsTbaError
 from ds_tba.remat.sites import Sites
+from ds_tba.remat.store import RematStore
 
 LIMIT_S = 60.0  # of a draw
 STEPS = 8
@@ -594,7 +595,7 @@ def check(program: Program, stores: Stores, tally: Tally) -> list[str]:
     plain.run(range(STEPS))
     cache = TensorCache(stores.named(program.stores), "cpu", program.min_bytes, wait_for_staging=True)
     sites = Sites(cache, CpuAccelerator())
-    cache.rematerialize(sites)
+    cache.rematerialize(RematStore(cache, sites))
     ours = Run(program, cache)
     ours.run(range(STEPS))
     watch = ours.watch

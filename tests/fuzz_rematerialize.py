@@ -46,6 +46,7 @@ from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.remat.recipe import Recipe
 from ds_tba.remat.rules import RULES
 from ds_tba.remat.sites import Sites
+from ds_tba.remat.store import RematStore
 from ds_tba.storage.backends.posix import PosixBackend
 from ds_tba.storage.base import Choice, Store
 from ds_tba.storage.host import HostStore
@@ -1163,7 +1164,7 @@ def _check(program: Program, stores: Stores, tally: Tally) -> list[Failure]:
     used = stores.named(program.stores)
     cache = TensorCache(used, "cpu", program.min_bytes, wait_for_staging=True)
     sites = CountingSites(cache, CpuAccelerator(), tally)
-    cache.rematerialize(sites)
+    cache.rematerialize(RematStore(cache, sites))
     cache.limit_resident(program.budget_bytes)
     ours = Run(program, cache, used)
     ours.run()

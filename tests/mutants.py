@@ -32,6 +32,7 @@ class Mutant:
 
 STREAMS, SPACE, NVME = "ds_tba/device/accelerator.py", "ds_tba/storage/space.py", "ds_tba/storage/nvme.py"
 STAGING = "ds_tba/storage/staging.py"
+REMAT = "ds_tba/remat/store.py"
 HOST = "ds_tba/storage/host.py"
 FORMULA, OF_FORMULA = "ds_tba/update/formula.py", "tests/update/test_formula.py"
 UPDATE, OF_UPDATE = "ds_tba/update/device.py", "tests/update/test_device.py"
@@ -137,19 +138,31 @@ MUTANTS = [
     Mutant("a site that was proven is compared no more", "ds_tba/remat/recipe.py",
            "return not self.is_proven or self.visits >= self.next_visit", "return not self.is_proven",
            "tests/remat/test_sites.py"),
-    Mutant("what a device has not answered yet is taken for equal", "ds_tba/core/cache.py",
-           "return to_be_saved._replace(recipe=recipe, comparison=comparison)",
-           "return to_be_saved._replace(recipe=recipe)",
+    Mutant("what a device has not answered yet is taken for equal", REMAT,
+           "        ticket = self._new_ticket(own, tensor)\n", "        ticket = self._new_ticket(own, None)\n",
            "tests/remat/test_sites.py"),
-    Mutant("a parameter is an operand itself", "ds_tba/core/cache.py",
-           "            recipe = recipe.copied(self)  #", "            pass  #", "tests/remat/test_sites.py"),
-    Mutant("a recipe does not hold its operands", "ds_tba/core/cache.py",
-           "            recipe = recipe.bound(self._share)\n", "            pass\n", "tests/remat/test_recipes.py"),
-    Mutant("a second consumer does not wait for what was made again", "ds_tba/core/residency.py",
+    Mutant("what differs late stays with its recipe", REMAT,
+           "                    ticket.recipe = None\n                    self._differed.append(ticket)\n",
+           "                    ticket.held = None\n", "tests/remat/test_sites.py"),
+    Mutant("a parameter is an operand itself", REMAT,
+           "            recipe = recipe.copied(cache)  #", "            pass  #", "tests/remat/test_sites.py"),
+    Mutant("a recipe does not hold its operands", REMAT,
+           "            recipe = recipe.bound(cache)\n", "            pass\n", "tests/remat/test_recipes.py"),
+    Mutant("a second consumer does not wait for what was made again", REMAT,
            "Arrival(device, data, moment(device), device.current_stream())\n", "Arrival.done(data)\n",
            "tests/remat/test_sites.py"),
+    Mutant("two threads load one record", "ds_tba/core/cache.py",
+           "loading = record.loading or self._begin_load(record)", "loading = self._begin_load(record)",
+           "tests/core/test_loads.py"),
+    Mutant("a load that failed is waited for", "ds_tba/core/cache.py",
+           "                self.residency.end_load(record, loading, None)\n", "                pass\n",
+           "tests/core/test_loads.py"),
+    Mutant("a Function of the user's gets the memory that others will read", "ds_tba/core/cache.py",
+           " or (isinstance(owner, SavedStorage) and owner.reloaded is not None)", "", "tests/hazards/test_hazards.py"),
+    Mutant("nothing refers to what a Function has read last", "ds_tba/core/originals.py",
+           "        last.tensors = tensors\n", "        pass\n", "tests/hazards/test_hazards.py"),
     Mutant("the allocator is not told who makes from an operand", "ds_tba/remat/sites.py",
-           "            self._accelerator.share(operand, self._accelerator.current_stream())\n", "            pass\n",
+           "            self.accelerator.share(operand, self.accelerator.current_stream())\n", "            pass\n",
            "tests/remat/test_sites.py"),
     Mutant("staging is used before it was zeroed", STAGING,
            "wait_for_stream(self.accelerator)  # zeroing on the device", "#",

@@ -30,7 +30,7 @@ RANK = {room: number for number, row in enumerate(ROOMS) for room in row}
 ENTRIES = ["__init__", "__main__", "autoload"]  # reach the engine by themselves, once DeepSpeed is there
 LONGEST_CHAIN = 8
 MAX_FILES = 86
-MAX_LINES = 22664
+MAX_LINES = 22950
 MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path
     for path in PACKAGE.rglob("*.py")

@@ -272,7 +272,7 @@ def _holders(seen: dict[SavedStorage | CountedMemory, _Seen], before: Sequence[H
     for key, one in list(seen.items()):
         where = "resident"
         if isinstance(key, SavedStorage) and key.state in (RecordState.AWAY, RecordState.AHEAD):
-            where = "moved" if key.recipe is None else "again"
+            where = "moved" if key.ticket is None or key.ticket.store.keeps_bytes else "again"
         found.setdefault((one.module, one.op), Holder(one.module, one.op)).add(one.nbytes, where, one.shape)
     return sorted((one for one in found.values() if one.saved_bytes), key=lambda one: -one.saved_bytes)
 

@@ -24,21 +24,15 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ds_tba.core.saved import Keeper, PassedThrough, SavedCounted, SavedStorage, SavedView, StorageKey, nbytes_of
+from ds_tba.core.saved import Held, Keeper, PassedThrough, SavedCounted, SavedStorage, SavedView, StorageKey, nbytes_of
 from ds_tba.core.tensors import ViewSpec, is_owned, is_parameter
 from ds_tba.device.accelerator import Clock
-from ds_tba.remat.rules import Output, Rule
+from ds_tba.remat.rules import NoRecipeError, Saved, Step
 
 logger = logging.getLogger(__name__)
 
 # Visits of a site after which it is compared again at the latest.
 PERIOD = 64
-
-Held = SavedView | SavedCounted | PassedThrough
-
-
-class NoRecipeError(Exception):
-    """A tensor cannot be made again; the text is the reason, in the report's words."""
 
 
 @dataclass(slots=True, eq=False)
@@ -92,6 +86,29 @@ class Site:
             logger.debug("%s is not rematerialized: %s", self.op, reason)
 
 
+@dataclass(frozen=True, slots=True)
+class Makeable:
+    """How a storage could be rematerialized.
+
+    Attributes:
+        site: the op that makes it.
+        depth: how many storages lie behind each other that can be made one from the other.
+        sources: the storages that it is made of.
+    """
+
+    site: Site
+    depth: int
+    sources: tuple[StorageKey, ...]
+
+    @property
+    def op(self) -> str:
+        return self.site.op
+
+    @property
+    def seconds(self) -> float | None:
+        return self.site.seconds
+
+
 class Kernels(NamedTuple):
     """What chooses among the kernels of a CPU; see [Note: Kernels]."""
 
@@ -130,52 +147,6 @@ def as_in_forward(kernels: Kernels | None) -> Iterator[None]:
             kernels.choose()
             state.callback(present.choose)
         yield
-
-
-class Step(NamedTuple):
-    """An op and its operands.
-
-    Attributes:
-        operands: numbers of earlier steps, objects that hold tensors, constants of the op; None for an operand that is
-            left out.
-        constants: numbers of the op.
-    """
-
-    rule: Rule
-    operands: tuple[int | Held | torch.Tensor | None, ...]
-    constants: tuple[Any, ...]
-    output: Output
-
-    @property
-    def nbytes(self) -> int:
-        """That it takes; a view takes none."""
-        return 0 if self.rule.is_view else self.output.shape.numel() * self.output.dtype.itemsize
-
-    def run(self, operands: list[torch.Tensor | None]) -> torch.Tensor:
-        """The output.
-
-        Raises:
-            NoRecipeError: it has another shape or dtype than in forward, as that of an op in place may have.
-        """
-        made = self.rule.make(*operands, *self.constants, self.output)
-        if made.shape != self.output.shape or made.dtype != self.output.dtype:
-            raise NoRecipeError("made again it has another shape or dtype")
-        return made
-
-    def signature(self) -> tuple[Any, ...]:
-        """Equal for equal work: the op, its constants, and of all tensors dtype, shape and stride."""
-        return (self.rule.make, self.output, self.constants, *(_look(one) for one in self.operands))
-
-
-def _look(one: int | Held | torch.Tensor | None) -> Any:
-    if one is None or isinstance(one, int):
-        return one
-    if isinstance(one, torch.Tensor):  # a number, in host memory
-        return one.item(), one.dtype
-    if isinstance(one, SavedView):
-        spec = one.spec
-        return spec.dtype, spec.shape, spec.stride, spec.storage_offset
-    return one.held.dtype, one.held.shape, one.held.stride(), type(one).__name__
 
 
 class Recipe(NamedTuple):
@@ -218,9 +189,9 @@ class Recipe(NamedTuple):
         """The saved storages that it is made of, as often as they are held."""
         return (held.record for held in self.held() if isinstance(held, SavedView))
 
-    def bound(self, share: Callable[[SavedView], SavedView]) -> Recipe:
-        """The same with views of its own."""
-        return self._with({id(one): share(one) for one in self.held() if isinstance(one, SavedView)})
+    def bound(self, cache: Keeper) -> Recipe:
+        """Return the same with views of its own. Call it under the cache's lock."""
+        return self._with({id(one): cache.lend(one) for one in self.held() if isinstance(one, SavedView)})
 
     def copied(self, cache: Keeper) -> Recipe:
         """The same with copies of its own of parameters and buffers, as they are now."""
@@ -237,7 +208,7 @@ class Recipe(NamedTuple):
         return self._replace(steps=tuple(steps))
 
     def make(
-        self, restore: Callable[[Held], torch.Tensor], clock: Clock | None, marks: list[tuple[Any, Any]]
+        self, restore: Callable[[Saved], torch.Tensor], clock: Clock | None, marks: list[tuple[Any, Any]]
     ) -> torch.Tensor:
         """The output of the op, laid out as in forward.
 
@@ -254,7 +225,11 @@ class Recipe(NamedTuple):
         with as_in_forward(self.kernels):
             for step in self.steps:
                 operands = [
-                    results[one] if isinstance(one, int) else restore(one) if isinstance(one, Held) else one
+                    one
+                    if one is None or isinstance(one, torch.Tensor)
+                    else results[one]
+                    if isinstance(one, int)
+                    else restore(one)
                     for one in step.operands
                 ]
                 before = None if clock is None else clock.mark()
@@ -275,10 +250,34 @@ class Recipe(NamedTuple):
 
 
 def _work_bytes(record: SavedStorage) -> int:
-    """Of an operand, and where that is made again itself, of what this takes."""
-    recipe = record.recipe
-    passing_bytes = 0 if record.ticket is None else record.ticket.passing_bytes
-    return record.nbytes + passing_bytes if recipe is None else recipe.work_bytes
+    """Return the bytes of an operand, with what loading it takes at most."""
+    return record.nbytes if record.ticket is None else max(record.nbytes, record.ticket.load_bytes)
+
+
+class Comparison(NamedTuple):
+    """A comparison under way, or done.
+
+    Attributes:
+        flags: whether any bit differs, and whether the elements do; in host memory, once ``done``.
+        done: event; None where it is done.
+        marks: of the clock, around each step of the making.
+        step: of training, in which the tensor was saved.
+        visit: of the site.
+        module: path of the module in which the tensor was saved; empty where the site was not proven before.
+    """
+
+    recipe: Recipe
+    flags: torch.Tensor
+    done: Any
+    marks: list[tuple[Any, Any]]
+    step: int
+    visit: int
+    module: str
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it can be read without waiting for the device."""
+        return self.done is None or bool(self.done.query())
 
 
 def is_of_a_module(held: Held) -> TypeGuard[PassedThrough]:

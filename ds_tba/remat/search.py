@@ -29,10 +29,9 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ds_tba.core.saved import Keeper, PassedThrough, SavedCounted, SavedView
+from ds_tba.core.saved import Held, Keeper, PassedThrough, SavedCounted, SavedView
 from ds_tba.core.tensors import has_plain_storage, is_input, is_owned, is_parameter
-from ds_tba.remat.recipe import Held, NoRecipeError, Step
-from ds_tba.remat.rules import Operand, Output, Rule, constant, is_passing
+from ds_tba.remat.rules import NoRecipeError, Operand, Output, Rule, Step, constant, is_passing
 
 # Steps of a recipe.
 MAX_STEPS = 8

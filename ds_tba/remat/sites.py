@@ -16,8 +16,7 @@ visit, its fourth, then ever more seldom, but once in ``PERIOD`` visits at least
 one differs, and tensors were left out at that site since one was equal, ``RematerializationError`` says since when
 gradients may be wrong. What begins and ends between two comparisons of a site is not seen.
 
-[Note: Late answers] A device is not waited for: a comparison is read once the device has done it. Until then the tensor
-is kept if its site is not proven (``cache.py``).
+[Note: Late answers] A device is not waited for: a comparison is read once the device has done it (``store.py``).
 """
 
 from __future__ import annotations
@@ -27,19 +26,19 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ds_tba.config import BLOCK, OffloadConfig
-from ds_tba.core.saved import Keeper, SavedCounted, SavedView, nbytes_of
+from ds_tba.core.saved import Keeper, nbytes_of
 from ds_tba.core.tensors import ViewSpec, base_of, form_of, integers_of, next_sequence_number, storage_bytes
 from ds_tba.device.accelerator import Accelerator, PinnedAnswers, moment
 from ds_tba.device.memory import is_out_of_memory
 from ds_tba.errors import ActivationModifiedError, ConfigError, RematerializationError, StateError, StorageError
-from ds_tba.remat.recipe import Held, Kernels, NoRecipeError, Recipe, Site, as_in_forward, is_of_a_module
-from ds_tba.remat.rules import OPS, PASSING, RULES
-from ds_tba.remat.search import UNSAVED, Search, Searched, made_by, note
+from ds_tba.remat.recipe import Comparison, Kernels, Makeable, Recipe, Site, as_in_forward, is_of_a_module
+from ds_tba.remat.rules import OPS, PASSING, RULES, NoRecipeError, Saved
+from ds_tba.remat.search import UNSAVED, Search, Searched, made_by
 from ds_tba.remat.where import position_in_code
 
 logger = logging.getLogger(__name__)
@@ -52,32 +51,6 @@ MAX_DEPTH = 4
 MAX_COPIED_PART = 1 / 16
 # What is remembered: sites, outputs that are not looked at again, and forms of tensors without a recipe.
 MAX_SITES, MAX_UNSAVED, MAX_REFUSED = 1 << 18, 1 << 16, 4096
-
-
-class Comparison(NamedTuple):
-    """A comparison under way, or done.
-
-    Attributes:
-        flags: whether any bit differs, and whether the elements do; in host memory, once ``done``.
-        done: event; None where it is done.
-        marks: of the clock, around each step of the making.
-        step: of training, in which the tensor was saved.
-        visit: of the site.
-        module: path of the module in which the tensor was saved; empty where the site was not proven before.
-    """
-
-    recipe: Recipe
-    flags: torch.Tensor
-    done: Any
-    marks: list[tuple[Any, Any]]
-    step: int
-    visit: int
-    module: str
-
-    @property
-    def is_done(self) -> bool:
-        """Whether it can be read without waiting for the device."""
-        return self.done is None or bool(self.done.query())
 
 
 class Sites:
@@ -97,7 +70,7 @@ class Sites:
         self.rules = {name: rule for name, rule in RULES.items() if rule.op not in exclude}
         self.step = 1
         self.running_module: Callable[[], str] = str
-        self._accelerator = accelerator
+        self.accelerator = accelerator
         self._is_synchronous = accelerator.is_synchronized_device()
         self._answers = PinnedAnswers(accelerator, 2, torch.bool)
         self._names = PASSING | {name for name, rule in self.rules.items() if rule.operands and not rule.is_view}
@@ -171,7 +144,8 @@ class Sites:
             raise NoRecipeError("a parameter or buffer of a module")
         if recipe.scratch_bytes > MAX_BETWEEN_FACTOR * nbytes:
             raise NoRecipeError("too many steps")
-        depth = 1 + max((one.makeable.depth for one in recipe.records() if one.makeable is not None), default=0)
+        origins = [one.origin for one in recipe.records()]
+        depth = 1 + max((one.depth for one in origins if isinstance(one, Makeable)), default=0)
         if depth > MAX_DEPTH:
             raise NoRecipeError("too many recipes behind each other")
         return recipe._replace(site=self.site_of(recipe), depth=depth)
@@ -202,7 +176,7 @@ class Sites:
         """
         site, marks = recipe.site, list[tuple[Any, Any]]()
         try:
-            made = recipe.make(self._restore, self._accelerator.clock, marks)
+            made = recipe.make(self._restore, self.accelerator.clock, marks)
             with as_in_forward(None):
                 saved = base_of(tensor).detach()
                 bits = integers_of(saved)
@@ -215,7 +189,7 @@ class Sites:
                 flags = torch.stack((differs.any(), bits.amin() != bits.amax()))
             if not self._is_synchronous:
                 host = self._answers.take()
-                self._accelerator.copy(flags.view(torch.uint8), host.view(torch.uint8))
+                self.accelerator.copy(flags.view(torch.uint8), host.view(torch.uint8))
                 flags = host
         except (NoRecipeError, LookupError, RuntimeError, ValueError, TypeError) as error:
             if isinstance(error, StorageError) or is_out_of_memory(error):
@@ -225,7 +199,7 @@ class Sites:
             return None
         site.compared()
         module = self.running_module() if site.is_proven else ""
-        return Comparison(recipe, flags, moment(self._accelerator), marks, self.step, site.visits, module)
+        return Comparison(recipe, flags, moment(self.accelerator), marks, self.step, site.visits, module)
 
     def read(self, comparison: Comparison) -> bool:
         """Whether no bit differed. Waits for the device.
@@ -236,7 +210,7 @@ class Sites:
         site = comparison.recipe.site
         if comparison.done is not None:
             comparison.done.synchronize()
-        site.measured_s = sum(self._accelerator.clock.elapsed_s(*marks) for marks in comparison.marks)
+        site.measured_s = sum(self.accelerator.clock.elapsed_s(*marks) for marks in comparison.marks)
         is_other, has_values = comparison.flags.tolist()
         if not is_other:
             if has_values:
@@ -275,16 +249,12 @@ class Sites:
         self._seconds += site.measured_s
         return made
 
-    def _restore(self, held: Held) -> torch.Tensor:
+    def _restore(self, held: Saved) -> torch.Tensor:
         """An operand, for the current stream; another may have allocated it."""
         operand = held.restore()
-        if not self._is_synchronous and operand.device == self._accelerator.device():
-            self._accelerator.share(operand, self._accelerator.current_stream())
+        if not self._is_synchronous and operand.device == self.accelerator.device():
+            self.accelerator.share(operand, self.accelerator.current_stream())
         return operand
-
-    def note(self, tensor: torch.Tensor, held: SavedView | SavedCounted) -> None:
-        """Note a saved tensor; see :func:`ds_tba.remat.search.note`."""
-        note(tensor, held)
 
     # ---- for the report -----------------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from ds_tba.core.prefetch import MicroStep
 from ds_tba.core.saved import RecordState, SavedStorage, StorageKey
 from ds_tba.errors import ActivationCorruptionError, ActivationLostError, StateError
 from ds_tba.remat.sites import Sites
+from ds_tba.remat.store import RematStore
 from ds_tba.storage.backends.base import IoBackend
 from ds_tba.storage.host import HostStore
 from ds_tba.storage.nvme import Lanes, NvmeStore
@@ -144,7 +145,7 @@ def test_gradients_are_exact_when_nvme_degrades_to_host_memory(make_store: Store
 @scenarios
 def test_gradients_are_exact_when_rematerialized(make_store: StoreFactory, scenario: Scenario, placed: str) -> None:
     cache = cache_over(None if placed == "keep" else make_store(staging_bytes=8 * MIB), wait=True)
-    cache.rematerialize(Sites(cache, CpuAccelerator()))
+    cache.rematerialize(RematStore(cache, Sites(cache, CpuAccelerator())))
     if placed == "budget":
         cache.limit_resident(8 * SIDE_BYTES)
     for _ in range(2):  # what is proven in the first pass is left out in the second

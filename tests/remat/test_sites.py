@@ -15,13 +15,14 @@ from conftest import StoreFactory
 from support.doubles import EventAccelerator, wait_for_writes
 from torch.nn import functional
 
-from ds_tba.core import cache as cache_module
 from ds_tba.core.cache import TensorCache
 from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.errors import ActivationModifiedError, RematerializationError
 from ds_tba.remat import recipe as recipes
+from ds_tba.remat import store as store_module
 from ds_tba.remat.rules import RULES
 from ds_tba.remat.sites import Sites
+from ds_tba.remat.store import RematStore
 from ds_tba.storage.base import Always
 
 Forward = Callable[..., torch.Tensor]
@@ -39,14 +40,15 @@ class Run:
         used = accelerator or CpuAccelerator()
         self.cache = TensorCache(stores, "cpu", 1024, accelerator=accelerator)
         self.sites = Sites(self.cache, used)
-        self.cache.rematerialize(self.sites)
+        self.store = RematStore(self.cache, self.sites)
+        self.cache.rematerialize(self.store)
 
     @property
     def nbytes(self) -> int:
         return self.cache.stats.rematerialized_bytes
 
     def _unread(self) -> int:
-        return len(self.cache._unread)
+        return len(self.store._pending)
 
     def step(self, forward: Forward, *inputs: torch.Tensor) -> list[torch.Tensor]:
         with self.cache.saving():
@@ -259,13 +261,12 @@ def test_answers_that_are_late_hold_no_more_than_so_many_bytes(
     device = EventAccelerator(done)
     device.new_event.synchronize = lambda self: waits.append(run._unread())  # type: ignore[method-assign]
     run, x = Run(device), tensor()
-    monkeypatch.setattr(cache_module, "MAX_UNREAD_BYTES", limit_bytes)
+    monkeypatch.setattr(store_module, "MAX_UNREAD_BYTES", limit_bytes)
     for step in range(1, 4):
         done.clear()
         with run.cache.saving():
             loss = sum(functional.silu(x * (0.5 + n)).sin() for n in range(8))
-            kept = [record for record, _, _ in run.cache._unread if record is not None]
-            assert len(kept) <= compared and not waits
+            assert len(run.store.copies_out()) <= compared and not waits
         done.set()
         loss.sum().backward()
         run.cache.end_micro_step()
@@ -549,7 +550,7 @@ def test_a_graph_that_is_collected_while_others_are_kept_is_left_alone(monkeypat
             kept.append((made * made).mean())
             made.sum().backward()
             del made
-    make = run.cache._make
+    make = run.store._make
 
     calls = []
 
@@ -559,7 +560,7 @@ def test_a_graph_that_is_collected_while_others_are_kept_is_left_alone(monkeypat
         gc.collect()
         return make(*arguments)
 
-    monkeypatch.setattr(run.cache, "_make", collected)
+    monkeypatch.setattr(run.store, "_make", collected)
     del cycle
     run.cache.end_micro_step()
     assert calls

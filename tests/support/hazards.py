@@ -1189,7 +1189,7 @@ def check_made_again(
             if not torch.equal(_bits(one), _bits(other)):
                 raise Wrong(f"{scenario.__name__}, run {number}: tensor {index} differs from the run without the cache")
         cache.end_micro_step()  # reads what is left of the answers
-        cache.sites.step += 1
+        cache.rematerialization.sites.step += 1
         check_nothing_is_left(cache, scenario.__name__)
 
 

@@ -52,6 +52,7 @@ from ds_tba.plan.trace import PathRates, Resources
 from ds_tba.recompute.blocks import Block, Blocks, find_blocks
 from ds_tba.remat import recipe as recipes
 from ds_tba.remat import sites
+from ds_tba.remat.store import RematStore
 from ds_tba.storage.base import Always
 
 
@@ -81,7 +82,7 @@ def dry_run(
     clock = OpClock(device.flops, device.memory_bytes_per_s, device.launch_s)
     cache = TensorCache([], runs_on, offload.min_tensor_bytes)
     if offload.rematerialize_enabled and sites.is_supported():
-        cache.rematerialize(AssumedSites(cache, excluded, clock))
+        cache.rematerialize(RematStore(cache, AssumedSites(cache, excluded, clock)))
     doing = "making the model"
     try:
         with torch.device(runs_on):
@@ -122,7 +123,7 @@ def dry_run(
         notes.append('no repeated layers were found, so nothing is recomputed: name the layers in "blocks"')
     copy, parameters = device.copy_bytes_per_s, list(subject.model.parameters())
     resources = Resources(paths, copy, copy, offload.io.ring_bytes, is_synchronous=device.kind == "cpu")
-    used = [one.site for one in recorder.record.storages]
+    origins = [one.origin for one in recorder.record.storages]
     whole_bytes = [one.numel() * one.element_size() for one in quantized]  # of each while it is used
     saved_by_bits = sum(whole_bytes) - int(sum(one.numel() for one in quantized) * (subject.element_bytes or 0.0))
     passing_bytes = max(whole_bytes, default=0)
@@ -141,7 +142,7 @@ def dry_run(
         meter.peak_bytes + passing_bytes,
         meter.whole_peak_bytes + passing_bytes,
         sorted(attention),
-        tuple(site.op if isinstance(site, recipes.Site) else "" for site in used),
+        tuple("" if one is None else one.op for one in origins),
         tuple(notes),
         sum(one.numel() * one.element_size() for one in parameters if one.requires_grad),
         largest,
