@@ -128,7 +128,7 @@ bench: $(BIN)/.installed aio
 	python benchmarks/step_time.py
 
 # On a GPU with the torch that is there, and `pip install .`; the tests and others' offloaders, which come behind the eight
-# minutes, want `pip install .[examples,bench] pytest hypothesis`. Our venv's torch is for the CPU.
+# minutes, want `pip install .[examples] pytest hypothesis`. Our venv's torch is for the CPU.
 gpu: $(if $(REHEARSE),$(BIN)/.installed)
 	@mkdir -p $(NVME)
 	$(PYTHON) benchmarks/gpu $(if $(REHEARSE),--rehearse) --nvme_path $(NVME) $(GPU_ARGS)

@@ -42,12 +42,13 @@ def rounds_of(
     ends_s: float = math.inf,
     chance: random.Random | None = None,
 ) -> Iterator[dict[Name, Found]]:
-    """What each variant found in its turn, round by round, each time in a new random order.
+    """Yield the answers of all variants, round by round, each time in a new random order.
 
     Args:
-        most: so many rounds, fewer where the next would not end in time, two at least.
-        ends_s: when time is up, on the monotonic clock.
-        chance: for the order.
+        turn: measures a variant and returns its answer.
+        most: number of rounds; fewer are run where the next would not end in time, two at least.
+        ends_s: end of the time, on the monotonic clock.
+        chance: random numbers for the order.
     """
     chance, longest_s = chance or random.Random(), 0.0
     for number in range(most):
@@ -59,25 +60,25 @@ def rounds_of(
 
 
 def add_process_options(parser: argparse.ArgumentParser, variants: Sequence[str]) -> None:
-    """What :func:`in_a_process` adds to the command line."""
+    """Add the options that :func:`in_a_process` adds to the command line."""
     parser.add_argument("--variant", choices=variants, help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
 
 
 def has_answered(options: argparse.Namespace, measure: Callable[[argparse.Namespace], Any]) -> bool:
-    """Whether this is a process of :func:`in_a_process`: then what is measured of its variant is written for it."""
+    """Measure the variant and write its result, if this is a process of :func:`in_a_process`; return whether it is."""
     if options.variant:
         options.result.write_text(json.dumps(measure(options)))
     return bool(options.variant)
 
 
 def in_a_process(program: str, variant: str, argv: Sequence[str], **variables: str) -> dict[str, Any]:
-    """What a variant writes to ``--result`` in a process of its own, under DeepSpeed as the only rank.
+    """Return what a variant writes to ``--result`` in a process of its own, under DeepSpeed as the only rank.
 
     Args:
         program: the benchmark's file.
-        argv: of the benchmark itself; the process has it, too.
-        variables: of its environment, beside ours.
+        argv: arguments of the benchmark itself; the process has them, too.
+        variables: variables of its environment, beside ours.
     """
     port = str(free_port())
     with tempfile.NamedTemporaryFile(suffix=".json") as result:

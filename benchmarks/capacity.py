@@ -55,13 +55,13 @@ class Variant:
     """One way to train.
 
     Attributes:
-        checkpointing: None, or arguments of Hugging Face's gradient checkpointing.
-        block: None, or keys of our block.
-        loss: the loss in chunks: "" for none, "trl" or "deepspeed".
-        tiled_mlp: whether DeepSpeed computes the MLP in parts of the sequence.
-        compared_with: the variant without ours that has the same arithmetic, hence the same losses.
-        needs_device: whether it wants an accelerator; see [Note: a CPU in the place of the device].
-        steps: measured at each length; a plan is in force after some.
+        checkpointing: arguments of Hugging Face's gradient checkpointing, or None.
+        block: keys of our block, or None.
+        loss: library that computes the loss in chunks: "", "trl" or "deepspeed".
+        tiled_mlp: True if DeepSpeed computes the MLP in parts of the sequence.
+        compared_with: variant without ours that has the same arithmetic, hence the same losses.
+        needs_device: True if it wants an accelerator; see [Note: a CPU in the place of the device].
+        steps: steps measured at each length; a plan is in force after some.
     """
 
     title: str
@@ -76,6 +76,9 @@ class Variant:
 
 
 NVME = {"placement": "nvme"}
+TRL, TRL_LOSS = "TRL's fused LM head", {"loss": "trl", "compared_with": "trl_loss"}
+TILES = "DeepSpeed's tiled loss and MLP"
+TILED: dict[str, Any] = {"loss": "deepspeed", "tiled_mlp": True, "compared_with": "tiled"}
 VARIANTS = {
     "keep": Variant("keep (nothing)"),
     "checkpoint": Variant("torch checkpointing of every layer", {}),
@@ -84,34 +87,13 @@ VARIANTS = {
     "trl_offload": Variant("TRL's activation offloading", hooks="trl_offload", needs_device=True),
     "nvme": Variant('**ours**, `"placement": "nvme"`', block=NVME),
     "checkpoint_nvme": Variant("torch checkpointing + **ours**", {}, block=NVME),
-    "trl_loss": Variant("TRL's fused LM head", loss="trl", compared_with="trl_loss"),
-    "checkpoint_trl_loss": Variant(
-        "torch checkpointing, TRL's fused LM head", {}, loss="trl", compared_with="trl_loss"
-    ),
-    "nvme_trl_loss": Variant("TRL's fused LM head + **ours**", block=NVME, loss="trl", compared_with="trl_loss"),
-    "tiled": Variant("DeepSpeed's tiled loss and MLP", loss="deepspeed", tiled_mlp=True, compared_with="tiled"),
-    "checkpoint_tiled": Variant(
-        "torch checkpointing, DeepSpeed's tiled loss and MLP",
-        {},
-        loss="deepspeed",
-        tiled_mlp=True,
-        compared_with="tiled",
-    ),
-    "nvme_tiled": Variant(
-        "DeepSpeed's tiled loss and MLP + **ours**",
-        block=NVME,
-        loss="deepspeed",
-        tiled_mlp=True,
-        compared_with="tiled",
-    ),
-    "checkpoint_nvme_tiled": Variant(
-        "torch checkpointing, DeepSpeed's tiled loss and MLP + **ours**",
-        {},
-        block=NVME,
-        loss="deepspeed",
-        tiled_mlp=True,
-        compared_with="tiled",
-    ),
+    "trl_loss": Variant(TRL, **TRL_LOSS),
+    "checkpoint_trl_loss": Variant(f"torch checkpointing, {TRL}", {}, **TRL_LOSS),
+    "nvme_trl_loss": Variant(f"{TRL} + **ours**", block=NVME, **TRL_LOSS),
+    "tiled": Variant(TILES, **TILED),
+    "checkpoint_tiled": Variant(f"torch checkpointing, {TILES}", {}, **TILED),
+    "nvme_tiled": Variant(f"{TILES} + **ours**", block=NVME, **TILED),
+    "checkpoint_nvme_tiled": Variant(f"torch checkpointing, {TILES} + **ours**", {}, block=NVME, **TILED),
     "rematerialize": Variant("**ours**, rematerialization alone, no drive", block={"placement": "keep"}, steps=2),
     "recompute": Variant(
         '**ours**, `"recompute": true`, no rematerialization',
@@ -166,7 +148,7 @@ class Training:
         self._out_of_memory = torch.OutOfMemoryError
 
     def step(self, sequence: int) -> dict[str, float]:
-        """One step: its loss, its peak memory, its time; peak memory is infinite where memory ran out."""
+        """Take one step, and return loss, peak memory and time; the peak is infinite where memory ran out."""
         import torch
 
         tokens = torch.randint(256, (self._rows, sequence), generator=self._random).to(self._engine.device)
@@ -184,7 +166,7 @@ class Training:
         return {"loss": last, "peak_bytes": float(self._peak_bytes()), **times}
 
     def steps(self, sequence: int, count: int) -> dict[str, Any]:
-        """The highest peak and the median time of so many steps; the first is the longest of a new length."""
+        """Take steps, and return their highest peak and median time; the first of a new length takes longest."""
         found = [self.step(sequence) for _ in range(count)]
         last = found[count // 2 :]
         return {
@@ -197,13 +179,13 @@ class Training:
         }
 
     def report(self) -> dict[str, Any] | None:
-        """Of our offloader, where there is one."""
+        """Return the report of our offloader, if there is one."""
         offloader = getattr(self._engine, "activation_offloader", None)
         return None if offloader is None else offloader.report().to_dict()
 
 
 def ds_config(options: argparse.Namespace) -> dict[str, Any]:
-    """Of this variant."""
+    """Return the DeepSpeed config of this variant."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
@@ -246,7 +228,7 @@ def tiles(sequence: int) -> int:
 
 
 def hooks_of(name: str) -> Callable[[], AbstractContextManager[Any]]:
-    """What forward runs in."""
+    """Return what makes the context in which forward runs."""
     import torch
 
     if name == "save_on_cpu":
@@ -261,7 +243,7 @@ def hooks_of(name: str) -> Callable[[], AbstractContextManager[Any]]:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """One process: time at one length, and with ``--sweep`` peak memory at more and more."""
+    """Measure in one process: time at one length, and with ``--sweep`` peak memory at growing lengths."""
     training = Training(options)
     training.step(4 * BLOCK_OF_TOKENS)
     if options.limit_mib is None:
@@ -282,7 +264,7 @@ def threads() -> int:
 
 
 def sweep(training: Training, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Sequences of growing length until one does not fit, then some between the last that fits and that one."""
+    """Try sequences of growing length until one does not fit, then some between it and the last that fits."""
     limit_bytes, fits, fails = options.limit_mib * MIB, 0, 0
     peaks: dict[int, float] = {}
     sequence = options.shortest_sequence
@@ -312,7 +294,7 @@ def sweep(training: Training, options: argparse.Namespace) -> Iterator[dict[str,
 
 
 def between(peaks: dict[int, float], fits: int, fails: int, limit_bytes: int) -> int:
-    """A length between one that fits and one that does not: where the straight line crosses the limit."""
+    """Return a length between one that fits and one that does not: the straight line crosses the limit there."""
     share = (limit_bytes - peaks[fits]) / (peaks[fails] - peaks[fits]) if peaks[fails] < float("inf") else 0.5
     guess = (fits + int(share * (fails - fits))) // BLOCK_OF_TOKENS * BLOCK_OF_TOKENS
     return min(max(guess, fits + BLOCK_OF_TOKENS), fails - BLOCK_OF_TOKENS)
@@ -335,7 +317,7 @@ def line(lengths: list[dict[str, Any]]) -> tuple[float, float]:
 
 
 def longest(lengths: list[dict[str, Any]], limit_bytes: int) -> str:
-    """The longest sequence that fits; where no longer one was tried, also where the line of peaks crosses the limit."""
+    """Return the longest sequence that fits, and, if none did not, the length at which the line of peaks does not."""
     fits = max((one["sequence"] for one in lengths if one["peak_bytes"] <= limit_bytes), default=0)
     if any(one["peak_bytes"] > limit_bytes for one in lengths):
         return f"{fits:,}"
@@ -346,20 +328,20 @@ def longest(lengths: list[dict[str, Any]], limit_bytes: int) -> str:
 
 
 def ratio(rounds: list[dict[str, dict[str, Any]]], name: str, key: str) -> str:
-    """Median of the per-round ratios to keep, and their range."""
+    """Return the median of the per-round ratios to keep, and their range."""
     found = [one[name]["timed"][key] / one["keep"]["timed"][key] for one in rounds]
     return f"{statistics.median(found):.2f} [{min(found):.2f}-{max(found):.2f}]"
 
 
 def peaks(rounds: list[dict[str, dict[str, Any]]], name: str) -> str:
-    """At the timed length: of the first steps and of the later ones, medians over the rounds."""
+    """Return the peaks of the first steps and of the later ones at the timed length, medians over the rounds."""
     timed = [one[name]["timed"] for one in rounds]
     first, later = (statistics.median(one[key] for one in timed) for key in ("peak_bytes", "later_peak_bytes"))
     return f"{first / 2**30:.2f}, {later / 2**30:.2f}"
 
 
 def table(rounds: list[dict[str, dict[str, Any]]], refused: dict[str, str], options: argparse.Namespace) -> list[str]:
-    """Markdown."""
+    """Return the Markdown table."""
     lines = [
         f"| variant | longest sequence in {options.limit_mib} MiB | KiB of memory per token | to keep | ms per token "
         f"| time / keep | processor time / keep | peak GiB at {options.timed_sequence:,}: first steps, later |",
@@ -456,7 +438,7 @@ def with_compared(names: Sequence[str]) -> list[str]:
 
 
 def write(options: argparse.Namespace, refused: dict[str, str], rounds: list[dict[str, dict[str, Any]]]) -> None:
-    """What was found so far, where ``--json`` says."""
+    """Write the results so far, where ``--json`` says."""
     if options.json:
         shown_options = {key: value for key, value in vars(options).items() if key not in ("json", "result")}
         results = {"options": shown_options, "refused": refused, "rounds": rounds}
@@ -464,7 +446,7 @@ def write(options: argparse.Namespace, refused: dict[str, str], rounds: list[dic
 
 
 def first_losses(found: dict[str, Any]) -> list[float]:
-    """Of those steps that every variant runs at first."""
+    """Return the losses of the steps that every variant runs at first."""
     losses: list[float] = found["timed"]["losses"]
     return losses[:TIMED_STEPS]
 

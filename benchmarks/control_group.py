@@ -72,7 +72,7 @@ class Group:
 
 
 def available() -> str:
-    """Why there can be no control group here; empty where there can."""
+    """Return why there can be no control group here; an empty text if there can."""
     try:
         with Group("ds_tba_probe").limited(1 << 30):
             return ""
@@ -81,7 +81,7 @@ def available() -> str:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """One process, which goes into its group before it has taken memory."""
+    """Measure in one process, which goes into its group before it has taken memory."""
     if options.group:
         (Path(options.group) / "cgroup.procs").write_text(str(os.getpid()))
     VARIANTS.update(WAYS)
@@ -106,7 +106,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def offload_as_deepspeed(training: Training) -> None:
-    """DeepSpeed's checkpointing in the place of torch's; on a CPU it moves nothing, and keeps the inputs."""
+    """Put DeepSpeed's checkpointing in the place of torch's; on a CPU it offloads nothing, and keeps the inputs."""
     import deepspeed
 
     deepspeed.checkpointing.configure(None, partition_activations=False, checkpoint_in_cpu=True)
@@ -147,7 +147,7 @@ def main(argv: list[str] | None = None) -> int:
         return 3
 
     def turn(way: str, limit_bytes: int | None) -> dict[str, Any]:
-        """What a way came to in a group, or the status with which it ended."""
+        """Run a way in a group, and return its result, or the status with which it ended."""
         with Group("ds_tba").limited(limit_bytes) as group:
             arguments = [*argv, "--group", str(group.path)]
             try:

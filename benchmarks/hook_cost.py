@@ -2,11 +2,11 @@
 
     python benchmarks/hook_cost.py [--rounds 7] [--device cpu|cuda] [--json FILE]
 
-A parameter is passed through. Of 16 KiB each are: outputs of an op that are kept, without rematerialization and with it
-(there is no rule for the op, or there is one but nobody saves an operand); an output that is rematerialized, whose
-figure contains the op itself (SiLU); and an offloaded tensor, whose figure contains its copies to and from staging, and
-for unpack the time for which the read behind prefetch is waited. Kinds and counts take turns within a round; medians
-over the rounds, each count's ratio to that of 10 tensors, and the ratio to those kept without rematerialization.
+A parameter is passed through. The other tensors have 16 KiB each. Outputs of an op are kept, without rematerialization
+and with it (there is no rule for the op, or there is one but nobody saves an operand). An output is rematerialized: its
+figure contains the op itself (SiLU). A tensor is offloaded: its figure contains the copies to and from staging, and
+unpack's contains the wait for the read. Kinds and counts take turns within a round. Printed are medians over the
+rounds, each count's ratio to that of 10 tensors, and the ratio to tensors kept without rematerialization.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class Kind(NamedTuple):
     """One kind of saved tensors.
 
     Attributes:
-        make: one of them, in forward, from a parameter.
-        offloads: there is a drive.
-        rematerializes: outputs of ops may be made again.
+        make: makes one of them, in forward, from a parameter.
+        offloads: True if there is a drive.
+        rematerializes: True if outputs of ops may be rematerialized.
     """
 
     make: Callable[[torch.Tensor], torch.Tensor]
@@ -57,17 +57,17 @@ class Kind(NamedTuple):
 
 
 def no_rule(weight: torch.Tensor) -> torch.Tensor:
-    """An output that only the same op could make again."""
+    """Make an output that only the same op could rematerialize."""
     return weight.cumsum(0)
 
 
 def refused(weight: torch.Tensor) -> torch.Tensor:
-    """As a residual sum: nobody saves the summands."""
+    """Make a sum of tensors that nobody saves, as residual sums are."""
     return weight.cumsum(0) + weight.cumsum(0)
 
 
 def made_again(weight: torch.Tensor) -> torch.Tensor:
-    """SiLU saves its input itself."""
+    """Make an output of SiLU, which saves its input itself."""
     return functional.silu(weight.cumsum(0))
 
 
@@ -99,11 +99,11 @@ class Meter:
 
     @property
     def rematerialized_bytes(self) -> int:
-        """So far."""
+        """Bytes rematerialized so far."""
         return self._cache.stats.rematerialized_bytes
 
     def measure(self, count: int) -> Cost:
-        """Microseconds per tensor of pack and of unpack, for ``count`` tensors saved and given back in reverse."""
+        """Return microseconds per tensor of pack and of unpack, for ``count`` tensors unpacked in reverse."""
         with self._cache.saving():
             tensors = [self._kind.make(self._weight) for _ in range(count)]
             # The very hooks that autograd would call, by hand.
@@ -124,7 +124,7 @@ class Meter:
 
 
 def take_turn(meters: dict[str, Meter], turn: tuple[str, int]) -> Cost:
-    """Medians of as many measurements as make one of 1000 tensors together, up to 50."""
+    """Return the medians of measurements of 1000 tensors together, up to 50 measurements."""
     name, count = turn
     gc.collect()
     runs = [meters[name].measure(count) for _ in range(max(1, min(50, 1000 // count)))]
@@ -133,7 +133,7 @@ def take_turn(meters: dict[str, Meter], turn: tuple[str, int]) -> Cost:
 
 
 def to_kept(costs: dict[tuple[str, int], list[Cost]], kind: str, count: int) -> float:
-    """The median over the rounds of the ratio to what is kept without rematerialization."""
+    """Return the median, over the rounds, of the ratio to tensors that are kept without rematerialization."""
     ratios = [sum(one) / sum(kept) for one, kept in zip(costs[kind, count], costs[KEPT, count], strict=True)]
     return statistics.median(ratios)
 

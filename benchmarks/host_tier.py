@@ -30,7 +30,7 @@ FIXED_BYTES = 4 << 30
 
 
 def host(name: str, budget_bytes: int | None, **limits: Any) -> Contender:
-    """Everything in host memory: no planner is asked."""
+    """Return a contender that has everything in host memory: no planner is asked."""
     return Contender(name, "keep", {"placement": "host", "host_budget_bytes": budget_bytes, **limits})
 
 
@@ -57,14 +57,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     (shape,) = shapes(device, ["GPT"], [options.batch], tiny=False)
     least_bytes = (1 << 20) if device.is_cuda else (256 << 10)
     block = {"nvme_path": options.nvme_path, "min_tensor_bytes": least_bytes, "rematerialize": False}
-    race = Race(Workload.of(shape, device.torch), device, block)
-    try:
+    with Race(Workload.of(shape, device.torch), device, block) as race:
         race.enter(CONTENDERS)
         taken = race.run(options.rounds, STEPS_OF_A_TURN, time.monotonic() + 60 * options.minutes)
-        is_equal = race.outcome()[1]
+        is_equal = race.proven()[1]
         moved = {name: one.offloader.report() for name, one in race.runners.items() if one.offloader is not None}
-    finally:
-        race.close()
     rounds = [{name: statistics.median(step.step_s for step in turn) for name, turn in one.items()} for one in taken]
     print(f"{shape.name} on {device.name}, torch {torch.__version__}, {len(rounds)} rounds")
     print("| way | step s | to host memory of a fixed size | moved to host memory, MB | to the drive, MB |")

@@ -1,4 +1,4 @@
-"""Those that move or recompute activations, side by side: exact, bytes moved, peak, time, of one model in one process.
+"""Other libraries that offload or recompute activations beside ds_tba: exactness, bytes, peak and time of one model.
 
     python benchmarks/peers.py --nvme_path DIR --out DIR [--device cpu|cuda] [--minutes 20] [--tiny]
 
@@ -89,7 +89,7 @@ class Llama(nn.Module):
 
     @contextmanager
     def checkpointed(self, by: Callable[..., Any]) -> Iterator[None]:
-        """Each layer runs as ``by(layer, *arguments)``: what gradient checkpointing of transformers comes to."""
+        """Run each layer as ``by(layer, *arguments)``, as gradient checkpointing of transformers does."""
         self.llama._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=by)
         try:
             yield
@@ -227,7 +227,7 @@ PEERS = (
 
 @contextmanager
 def cpu_as_device() -> Iterator[None]:
-    """See [Note: a CPU in the place of the device]."""
+    """Lead copies and streams of a device to the CPU; see [Note: a CPU in the place of the device]."""
     own = torch.Tensor.to
 
     def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -344,7 +344,7 @@ class PeerRunner(Runner):
         return self.proof(start)
 
     def metered(self) -> tuple[int, int]:
-        """The peak on the device, and what was on its way or away at once in host memory; of one more step."""
+        """Return the peaks of one more step, on the device and of copies in host memory."""
         held = [*self._workload.parameters, *self._workload.batch]
         held += [one.grad for one in self._workload.parameters if one.grad is not None]
         while self.is_measuring:
@@ -354,7 +354,7 @@ class PeerRunner(Runner):
         return meter.peak_bytes, meter.host_peak_bytes
 
     def moved_bytes(self, host_bytes: int) -> int:
-        """Out of memory in one step."""
+        """Return the bytes that leave memory in one step."""
         offloader = self.offloader
         if offloader is not None:
             while self.is_measuring:
@@ -379,7 +379,7 @@ class PeerRunner(Runner):
 
 
 def ours() -> list[Contender]:
-    """ds_tba with its defaults, and at the ends of what it can do."""
+    """Return ds_tba with its defaults, and at the ends of what it can do."""
     return [
         Contender("ds_tba, defaults", "adaptive"),
         Contender("ds_tba, no drive", "adaptive", {"placement": "keep"}),
@@ -407,7 +407,7 @@ def block(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure(options: argparse.Namespace, ends_s: float) -> dict[str, Any]:
-    """All that run here, in turns; those that do not, with their errors."""
+    """Measure all that run here, in turns, and name the errors of those that do not."""
     device = Device(options.device)
     workload = workload_of(options, device)
     runners: dict[str, PeerRunner] = {}
@@ -463,7 +463,7 @@ def _row(runner: PeerRunner, rounds: list[dict[str, list[StepTaken]]]) -> dict[s
 
 
 def _digests(runners: dict[str, PeerRunner], workload: Workload) -> tuple[dict[str, str], dict[str, str]]:
-    """Of all gradients, without dropout and with."""
+    """Return digests of all gradients, without dropout and with it."""
     model: Any = workload.model
     start = parameters_of(workload)
     without = {name: runner.exact(start) for name, runner in runners.items()}
@@ -482,7 +482,7 @@ def _version(name: str) -> str:
 
 
 def markdown(found: dict[str, Any]) -> str:
-    """The table, for docs."""
+    """Return the table, for docs."""
     lines = [
         f"`{found['command']}`, {found['date']}, {found['device']}, Python {found['python']}, "
         + ", ".join(f"{name} {one}" for name, one in found["versions"].items())

@@ -5,9 +5,9 @@
 First the planning time against the number of storages. Then, for the shapes of three models and three rates of the
 drives, the step with everything kept over the step under each plan (1 is ideal: unlimited memory) and the peak over
 keep's: with a budget of a quarter of the bytes that keeping takes, and without one within the default overhead. Nothing
-is trained: the traces are computed from the shapes, and all plans are judged by the replay of ``oracle``, the planner
-of November 2026, which has columns of its own. So these figures say how the planners compare and not how fast a
-machine is.
+is trained: the traces are computed from the shapes, and one replay judges all plans. Among them is the plan that the
+planner of November 2026 made for the same trace (``golden.py``). So these figures say how the planners compare and not
+how fast a machine is.
 
 Assumptions: shapes from the models' public configs; batch 1 x sequence 8192; no tensor parallelism; every linear
 layer, norm, rotary embedding and activation saves its input, FlashAttention its q, k, v, output and log-sum-exp, the
@@ -28,19 +28,16 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import golden
 import numpy as np
-from oracle.search import adaptive as oracle_adaptive
-from oracle.simulator import simulate
-from planners import PLANNERS as RUNTIME_PLANNERS
+from planners import PLANNERS, planned
 
 from ds_tba.plan.plan import Limits, Plan
-from ds_tba.plan.search import Planner
 from ds_tba.plan.trace import OUTSIDE, BlockTrace, PathRates, Resources, StorageTrace, Trace
 
 COUNTS = (1000, 10_000, 100_000)
 RATES_GB_S = (8, 16, 32)
-PLANNERS: dict[str, Planner] = {**RUNTIME_PLANNERS, "oracle": oracle_adaptive}
-PLANNERS_SHOWN = ("recompute", "tba", "teraio", "oracle", "adaptive")
+PLANNERS_SHOWN = ("recompute", "tba", "teraio", "adaptive")
 GOALS = ("budget", "overhead")
 SEQUENCE = 8192
 STAGING_BYTES = 2 << 30
@@ -91,7 +88,7 @@ Operation = tuple[str, list[int], float]
 
 
 def layer_operations(shape: Shape, element: int) -> list[Operation]:
-    """What a layer does, in order."""
+    """Return the operations of a layer, in order."""
     tokens, hidden, kv, mlp = SEQUENCE, shape.hidden, shape.kv, shape.mlp
     wide, narrow, gate = tokens * hidden * element, tokens * kv * element, tokens * mlp * element
     light = 10.0 * tokens * hidden  # what is bound by memory, as FLOPs of the same time, roughly
@@ -108,7 +105,7 @@ def layer_operations(shape: Shape, element: int) -> list[Operation]:
 
 
 def head_operations(shape: Shape, element: int) -> list[Operation]:
-    """The final norm, the logits, the loss."""
+    """Return the final norm, the logits and the loss."""
     tokens, hidden = SEQUENCE, shape.hidden
     return [
         ("norm", [tokens * hidden * element], 10.0 * tokens * hidden),
@@ -118,7 +115,7 @@ def head_operations(shape: Shape, element: int) -> list[Operation]:
 
 
 def model_trace(shape: Shape, regime: Regime, bytes_per_s: float, pieces: int = 1) -> Trace:
-    """The trace of one micro-step; each storage in so many pieces."""
+    """Return the trace of one micro-step, with each storage cut into so many pieces."""
     operations = [
         (number, f"layers.{number}.{name}", saved, flops / regime.flops_per_s)
         for number in range(shape.layers)
@@ -160,12 +157,12 @@ def model_trace(shape: Shape, regime: Regime, bytes_per_s: float, pieces: int = 
 
 
 def inputs(first: int, pieces: int) -> tuple[int, ...]:
-    """A layer's input is what its first norm saves."""
+    """Return the indices of a layer's input, which its first norm saves."""
     return tuple(range(first, first + pieces))
 
 
 def planning_times(rounds: int, counts: list[int]) -> list[dict[str, object]]:
-    """Seconds of each planner, with a budget and without, for traces of about so many storages."""
+    """Return the seconds of each planner, with a budget and without, for traces of about so many storages."""
     rows: list[dict[str, object]] = []
     shape, regime = SHAPES["Llama-3-8B"], REGIMES[0]
     whole = len(model_trace(shape, regime, 16e9).storages)
@@ -197,8 +194,9 @@ def timed(name: str, trace: Trace, limits: Limits) -> float:
 
 
 def fractions(models: list[str]) -> list[dict[str, object]]:
-    """Ideal step over judged step, for each goal, model, regime, rate and planner."""
+    """Return ideal step over predicted step, for each goal, model, regime, rate and planner."""
     rows: list[dict[str, object]] = []
+    answers = golden.answers("models")
     for regime in REGIMES:
         for model in models:
             for rate in RATES_GB_S:
@@ -215,19 +213,21 @@ def fractions(models: list[str]) -> list[dict[str, object]]:
                         "kept_bytes": kept.peak_saved_bytes,
                         "kept_step_s": kept.step_s,
                     }
-                    for name in PLANNERS_SHOWN if goal == "budget" else ("oracle", "adaptive"):
+                    for name in PLANNERS_SHOWN if goal == "budget" else ("adaptive",):
                         row[name] = figures(trace, PLANNERS[name](trace, limits), kept.peak_saved_bytes)
+                    choice = answers[f"{model}, {regime.name}, {rate} GB/s, {goal}"].assignment(trace)
+                    row["oracle"] = figures(trace, planned("oracle", trace, limits, choice), kept.peak_saved_bytes)
                     rows.append(row)
     return rows
 
 
 def figures(trace: Trace, plan: Plan, kept_bytes: int) -> dict[str, object]:
-    judged = simulate(trace, plan)
+    predicted = plan.prediction
     return {
-        "of_ideal": trace.step_s / judged.step_s,
-        "peak_part": judged.peak_saved_bytes / kept_bytes,
+        "of_ideal": trace.step_s / predicted.step_s,
+        "peak_part": predicted.peak_saved_bytes / kept_bytes,
         "recomputed_blocks": sum(plan.recomputed_blocks),
-        "judged": asdict(judged),
+        "predicted": asdict(predicted),
     }
 
 
@@ -245,7 +245,7 @@ def show(times: list[dict[str, object]], parts: list[dict[str, object]]) -> None
     print(f"TERAIO's published average at 16 GB/s: {PUBLISHED_FRACTION:.3f}")
     for goal in GOALS:
         rows = [row for row in parts if row["goal"] == goal]
-        shown = [name for name in PLANNERS_SHOWN if name in rows[0]]
+        shown = [name for name in (*PLANNERS_SHOWN, "oracle") if name in rows[0]]
         print(f"\n| regime | model | kept GB | GB/s | {' | '.join(shown)} |")
         print("|---|---|---|---|" + "---|" * len(shown))
         for row in rows:

@@ -10,9 +10,9 @@ deterministic kernels, must give the same loss, gradients and parameters, bit fo
 freed, as CUDA's allocator does.
 
 Peaks are measured by one meter for all: CUDA's allocator, or on the CPU a count of the bytes of all tensors that are
-alive (in one more step, not timed). Into ``--out`` go ``rok.csv``, ``rok.md``, ``rok.png`` (with matplotlib) and
-``rok.json``. The exit status is 0 if for every model and batch adaptive is on or beyond every other planner's curve,
-predicted peaks are within 5 % and predicted step times within 15 % of those measured, and all results are equal.
+alive (in one more step, not timed). Into ``--out`` go ``rok.json`` and ``rok.md``, its tables. The exit status is 0 if
+for every model and batch adaptive is on or beyond every other planner's curve, predicted peaks are within 5 % and
+predicted step times within 15 % of those measured, and all results are equal.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
 import torch  # noqa: E402
-from curves import points, write  # noqa: E402
+from curves import points, table  # noqa: E402
 from curves.allocator import hold_freed_memory  # noqa: E402
 from curves.device import Device  # noqa: E402
 from curves.models import Shape, Workload  # noqa: E402
@@ -41,7 +41,7 @@ SAME_BUDGET = 0.03
 
 
 def shapes(device: Device, models: list[str], batches: list[int] | None, *, tiny: bool) -> list[Shape]:
-    """What is measured: on two CPU cores a step takes some tenths of a second, on a GPU it does as well."""
+    """Return the shapes to measure: a step takes some tenths of a second, on two CPU cores as on a GPU."""
     if tiny:
         sizes, usual = (64, 2, 64, 256, 32), [4]
     elif device.is_cuda:
@@ -52,7 +52,7 @@ def shapes(device: Device, models: list[str], batches: list[int] | None, *, tiny
 
 
 def block(options: argparse.Namespace, device: Device, shape: Shape) -> dict[str, Any]:
-    """Of the config: what all contenders have in common."""
+    """Return the keys of the config block that all contenders have in common."""
     # Less than what is saved: or all of it would wait in staging, and nothing would come from the drive.
     usual_bytes = 256 << 20 if device.is_cuda else 64 << 20
     staging_bytes = max(4 << 20, 2 * shape.largest_tensor_bytes) if options.tiny else usual_bytes
@@ -63,14 +63,14 @@ def block(options: argparse.Namespace, device: Device, shape: Shape) -> dict[str
 
 
 def contenders() -> list[Contender]:
-    """Those that need to know nothing of the others."""
+    """Return the contenders that need to know nothing of the others."""
     fixed = [Contender(name, name, {"max_step_overhead": ENOUGH}) for name in ("keep", "recompute", "tba", "teraio")]
     limited = [Contender(f"adaptive {most:.0%}", "adaptive", {"max_step_overhead": most}) for most in OVERHEADS]
     return [PLAIN, AGAIN, *fixed, *limited]
 
 
 def budgets(race: Race) -> list[Contender]:
-    """Adaptive with what each of the others needs, and with half way between recompute and keep."""
+    """Return adaptive within what each of the others needs, and within half way between recompute and keep."""
     needs = {name: _saved_peak_bytes(race, name) for name in ("keep", "recompute", "tba", "teraio")}
     needs["half way"] = (needs["keep"] + needs["recompute"]) // 2
     chosen: list[Contender] = []
@@ -90,23 +90,18 @@ def _saved_peak_bytes(race: Race, name: str) -> int:
 
 
 def measure(shape: Shape, options: argparse.Namespace, device: Device, ends_s: float) -> dict[str, Any]:
-    """One model at one batch size."""
-    race = Race(Workload.of(shape, device.torch), device, block(options, device, shape))
-    try:
+    """Measure one model at one batch size."""
+    with Race(Workload.of(shape, device.torch), device, block(options, device, shape)) as race:
         race.enter(contenders())
         race.enter(budgets(race))
-        rounds = race.run(options.rounds, options.steps, ends_s)
-        peaks, are_equal = race.outcome()
-        found = [points.point(runner.contender, rounds, peaks[name]) for name, runner in race.runners.items()]
-    finally:
-        race.close()
-    verdict = points.verdict(found)
+        found = points.outcome(race, options.rounds, options.steps, ends_s)
+    verdict = points.verdict(found.points)
     return {
         "name": shape.name,
         "shape": vars(shape),
-        "rounds": len(rounds),
-        "points": [points.row(one) for one in found],
-        "equal": are_equal,
+        "rounds": found.rounds,
+        "points": [points.row(one) for one in found.points],
+        "equal": found.are_equal,
         "holds": verdict.holds,
         "verdict": verdict.line(shape.name),
     }
@@ -142,16 +137,25 @@ def main(argv: list[str] | None = None) -> int:
         results["shapes"].append(found)
         print(found["verdict"], "" if found["equal"] else "; RESULTS DIFFER", f"({found['rounds']} rounds)", flush=True)
         keep(results, options.out)
-    print(f"picture: {write.plot(results['shapes'], options.out / 'rok.png')}")
     return 0 if all(found["holds"] and found["equal"] for found in results["shapes"]) else 1
 
 
 def keep(results: dict[str, Any], out: Path) -> None:
-    """Write what there is so far."""
+    """Write the results so far."""
     (out / "rok.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
-    read = json.loads(json.dumps(results))
-    write.write_csv(write.rows(read["shapes"]), out / "rok.csv")
-    (out / "rok.md").write_text(write.markdown(read), encoding="utf-8")
+    lines = [
+        "# Recompute, offload, keep",
+        "",
+        f"`{results['command']}`, {results['date']}, {results['device']}, torch {results['torch']}.",
+        "",
+        "Each figure is the median of the rounds, with the middle half of them in brackets; ratios are to the plain",
+        "model in the same round. Peaks are of one step, less parameters, gradients and batch.",
+        "",
+        *(f"- {found['verdict']}" for found in results["shapes"]),
+    ]
+    for found in results["shapes"]:
+        lines += ["", f"## {found['name']}", "", *table.lines(found["points"])]
+    (out / "rok.md").write_text("\n".join([*lines, ""]), encoding="utf-8")
 
 
 if __name__ == "__main__":

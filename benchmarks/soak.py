@@ -41,7 +41,7 @@ SMALL_AND_QUIET = {
 
 
 def run(variant: str, argv: list[str], directory: Path) -> dict[str, Any]:
-    """The result of one process, in a directory of its own."""
+    """Run one process in a directory of its own, and return its result."""
     started = time.monotonic()
     found = in_a_process(__file__, variant, [*argv, "--directory", str(directory / variant)], **SMALL_AND_QUIET)
     files = [str(path) for path in (directory / variant).rglob("*") if not path.is_dir()]
@@ -50,7 +50,7 @@ def run(variant: str, argv: list[str], directory: Path) -> dict[str, Any]:
 
 
 def table(runs: dict[str, dict[str, Any]], verdicts: list[Verdict]) -> list[str]:
-    """The summary, as Markdown."""
+    """Return the summary, as Markdown."""
     offload = runs["offload"]
     sums, errors = offload["sums"], offload["errors"]
     live = [sample for sample in offload["samples"] if sample["segment"] >= 0]
@@ -72,7 +72,7 @@ def table(runs: dict[str, dict[str, Any]], verdicts: list[Verdict]) -> list[str]
 
 
 def peak(samples: list[dict[str, Any]], key: str) -> int:
-    """The greatest value of a column."""
+    """Return the greatest value of a column."""
     return max((sample[key] for sample in samples), default=0)
 
 
@@ -118,7 +118,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def record(options: argparse.Namespace, runs: dict[str, dict[str, Any]], verdicts: list[Verdict]) -> dict[str, Any]:
-    """What goes into the JSON: of the steps the last one, of the samples those between two engines."""
+    """Return the content of the JSON: the last step only, and the samples between two engines."""
     import deepspeed
     import torch
 

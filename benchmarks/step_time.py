@@ -32,7 +32,7 @@ OPTIMIZER = {"type": "AdamW", "params": {"lr": 3e-4, "torch_adam": True}}
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """One process: a few steps of one variant."""
+    """Measure a few steps of one variant, in one process."""
     import deepspeed
     import torch
 
@@ -92,7 +92,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def resident_bytes() -> int:
-    """Bytes held between two steps."""
+    """Return the bytes held now, between two steps."""
     from deepspeed.accelerator import get_accelerator
 
     if not get_accelerator().is_synchronized_device():
@@ -102,13 +102,13 @@ def resident_bytes() -> int:
 
 
 def ratios(rounds: list[dict[str, dict[str, Any]]], variant: str, value: Any) -> str:
-    """Median of the per-round ratios to keep, with their range."""
+    """Return the median of the per-round ratios to keep, with their range."""
     found = [value(one[variant]) / value(one["keep"]) for one in rounds]
     return f"{statistics.median(found):.3f} [{min(found):.2f}-{max(found):.2f}]"
 
 
 def table(rounds: list[dict[str, dict[str, Any]]], variants: list[str]) -> list[str]:
-    """The Markdown table."""
+    """Return the Markdown table."""
     rest = statistics.median(one["keep"]["rest_bytes"] for one in rounds)
     lines = [
         "| variant | step s | step / keep | processor time / keep | peak GiB | peak / keep "
@@ -128,7 +128,7 @@ def table(rounds: list[dict[str, dict[str, Any]]], variants: list[str]) -> list[
 
 
 def saved(found: dict[str, Any]) -> str:
-    """The peak of saved tensors in device memory, and what it would be without us."""
+    """Return the peak of saved tensors in device memory, and the peak that it would be without us."""
     with_it, without = found.get("saved_peak_bytes", (0, 0))
     return f"{with_it / 2**30:.3f} instead of {without / 2**30:.3f}" if without else ""
 

@@ -19,7 +19,7 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
-from curves import points  # noqa: E402
+from curves import points, table  # noqa: E402
 from curves.allocator import hold_freed_memory  # noqa: E402
 from curves.device import Device  # noqa: E402
 from curves.models import Shape, Workload  # noqa: E402
@@ -48,22 +48,21 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def contender(name: str, options: argparse.Namespace, drive: ThrottledBackend) -> Contender:
-    """Adaptive on a drive."""
+    """Return adaptive on a drive."""
     limits = {"max_step_overhead": options.overhead, "recompute": not options.drive_only}
     return Contender(name, "adaptive", limits, drive)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Everything, as points."""
+    """Measure all drives."""
     device = Device("cpu")
     sizes = (64, 2, 64, 256, 32) if options.tiny else (384, 6, 256, 2048, 64)
     shape = Shape(options.model, *sizes, options.batch)
     staging_bytes = max(4 * MIB, 2 * shape.largest_tensor_bytes)
     io = {"staging_bytes": staging_bytes, "swap_file_bytes": 2 * max(shape.activation_bytes, staging_bytes)}
     block = {"nvme_path": str(options.nvme_path), "min_tensor_bytes": 4096 if options.tiny else 256 << 10, "io": io}
-    race = Race(Workload.of(shape, device.torch), device, block)
     drives = {part: ThrottledBackend() for part in PARTS}
-    try:
+    with Race(Workload.of(shape, device.torch), device, block) as race:
         race.enter([PLAIN, AGAIN, contender("drive 1/1", options, drives[1])])
         full = race.runners["drive 1/1"].offloader
         (path,) = full.report().bandwidth if full is not None else ()
@@ -76,26 +75,21 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         later.throttle(rates[0] / IN_MID_RUN, rates[1] / IN_MID_RUN)
         for runner in race.runners.values():
             runner.turn(options.settle)
-        rounds = race.run(options.rounds, options.steps, time.monotonic() + options.minutes * 60)
-        peaks, are_equal = race.outcome()
-        found = [points.point(runner.contender, rounds, peaks[name]) for name, runner in race.runners.items()]
-    finally:
-        race.close()
-    noise = points.verdict(found).step_noise
+        found = points.outcome(race, options.rounds, options.steps, time.monotonic() + options.minutes * 60)
     return {
         "shape": shape.name,
         "overhead": options.overhead,
         "drive_only": options.drive_only,
         "rates": rates,
-        "rounds": len(rounds),
-        "noise": noise,
-        "points": [points.row(one) for one in found],
-        "equal": are_equal,
+        "rounds": found.rounds,
+        "noise": points.verdict(found.points).step_noise,
+        "points": [points.row(one) for one in found.points],
+        "equal": found.are_equal,
     }
 
 
 def failures(found: dict[str, Any]) -> list[str]:
-    """What does not hold."""
+    """Return what does not hold, in words."""
     plain_bytes = found["points"][0]["peak_bytes"]
     failed = [] if found["equal"] else ["losses or gradients differ"]
     if found["noise"] > points.MAX_STEP_NOISE:
@@ -109,31 +103,20 @@ def failures(found: dict[str, Any]) -> list[str]:
     return failed
 
 
-def table(found: dict[str, Any]) -> list[str]:
-    """Markdown."""
+def head(found: dict[str, Any]) -> str:
+    """Return the line above the table."""
     write, read = (rate / 1e9 for rate in found["rates"])
-    lines = [
+    return (
         f"{found['shape']}, max_step_overhead {found['overhead']}{', nothing recomputed' * found['drive_only']}, "
         f"drive {write:.2f} GB/s of writes and {read:.2f} of "
-        f"reads, {found['rounds']} rounds, noise {found['noise']:.1%}",
-        "",
-        "| contender | step s | / plain | peak MiB | NVMe MiB | recomputed | plans |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for one in found["points"]:
-        plan, ratio = one["plan"] or {}, one["to_plain"]
-        lines.append(
-            f"| {one['name']} | {one['step_s']['median']:.3f} | {ratio['median']:.3f} [{ratio['low']:.3f}-"
-            f"{ratio['high']:.3f}] | {one['peak_bytes'] / MIB:.1f} | "
-            f"{plan.get('bytes', {}).get('nvme', 0) / MIB:.1f} | {plan.get('recomputed_blocks', 0)} | {one['plans']} |"
-        )
-    return lines
+        f"reads, {found['rounds']} rounds, noise {found['noise']:.1%}"
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
     found = measure(options)
-    print("\n".join(table(found)))
+    print("\n".join([head(found), "", *table.lines(found["points"])]))
     failed = failures(found)
     print("\n".join(failed) or "within what is allowed on every drive")
     if options.json:

@@ -1,7 +1,6 @@
 """The optimizer update and the whole step: stock ZeRO-3 with its optimizer on the host, and interleaved, in turns.
 
     python benchmarks/update_time.py [--parameters 50e6] [--tokens 64] [--rounds 20] [--steps 5]
-    python benchmarks/update_time.py --slices
     python benchmarks/update_time.py --gpu [--parameters 3e9 5e9] [--tokens 2048]
 
 The model is a stack of linear layers in bf16. "update" is the optimizer's ``step``, "step" is forward, backward and
@@ -14,7 +13,6 @@ Without ``--gpu`` the engines of stock and of the block are in one process, and 
 one engine only, so that stock and the block are processes that take turns; within a process the shares do, twice.
 No GPU has run it yet: a round of 3e9 parameters is expected to take 5 to 10 minutes (``--rounds 1`` is one of all
 processes, ``--shares`` takes fewer), and 5e9 to need 112 GB of host memory.
-``--slices`` times CPUAdam itself in slices against one call, alone and with unscaling and cast.
 """
 
 from __future__ import annotations
@@ -25,8 +23,7 @@ import json
 import statistics
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +31,7 @@ from alternating import add_process_options, has_answered, in_a_process, rounds_
 
 BLOCK = "interleaved_optimizer_update"
 ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
-# The most that share 0 may be slower than stock, and slices than one call.
+# Fraction by which share 0 may be slower than stock.
 TOLERANCE = 0.02
 # What the block is to reach on a GPU: null against the best fixed share, update and step against stock.
 NULL_TOLERANCE, UPDATE_FASTER, STEP_FASTER = 0.05, 2.0, 2.5
@@ -46,11 +43,11 @@ TURNS_APART = 2
 
 
 class Variant(NamedTuple):
-    """What takes a turn.
+    """One way to update, which takes turns with the others.
 
     Attributes:
-        family: variants of one family share an engine.
-        share: of the device; None lets host and device meet.
+        family: name of the engine, which the variants of a family share.
+        share: the device's share; None lets host and device meet.
     """
 
     family: str
@@ -58,14 +55,14 @@ class Variant(NamedTuple):
 
     @property
     def name(self) -> str:
-        """For tables and files."""
+        """Name in tables and files."""
         if self.family == STOCK:
             return STOCK
         return "null" if self.share is None else f"share {self.share:g}"
 
 
 def variants_of(options: argparse.Namespace) -> list[Variant]:
-    """All, stock first."""
+    """Return all variants, stock first."""
     shares = options.shares or (GPU_SHARES if options.gpu else CPU_SHARES)
     return [Variant(STOCK), *(Variant(INTERLEAVED, share) for share in shares)]
 
@@ -111,7 +108,7 @@ class Trainee:
         self._engine.optimizer.step = timed
 
     def _now_s(self) -> float:
-        """When all that was queued is done."""
+        """Return the time when everything that was queued is done."""
         if self._options.gpu:
             import torch
 
@@ -119,7 +116,7 @@ class Trainee:
         return time.perf_counter()
 
     def use(self, share: float | None) -> None:
-        """The device's share from now on. Only a benchmark changes it while training."""
+        """Set the device's share from now on. Only a benchmark changes it while training."""
         if self._updater is None:
             return
         if "not exact" in self._updater.report().fallbacks:
@@ -128,7 +125,7 @@ class Trainee:
         updater.config = updater.config.model_copy(update={"device_share": share})
 
     def step(self) -> dict[str, Any]:
-        """One step and its times."""
+        """Take one step and return its times."""
         began_s = self._now_s()
         loss = self._engine(self._batch).float().square().mean()
         self._engine.backward(loss)
@@ -139,14 +136,14 @@ class Trainee:
         return {"update_s": self._update_s, "step_s": step_s, "device_share": share}
 
     def turn(self, share: float | None) -> dict[str, float]:
-        """Medians of a few steps, after one that does not count."""
+        """Return the medians of a few steps, after one that does not count."""
         self.use(share)
         self.step()
         steps = [self.step() for _ in range(self._options.steps)]
         return {key: statistics.median(one[key] for one in steps) for key in steps[0]}
 
     def close(self) -> dict[str, Any] | None:
-        """The report of the updates."""
+        """Destroy the engine and return the report of its updates."""
         report = None if self._updater is None else self._updater.report().to_dict()
         self._engine.destroy()
         return report
@@ -167,7 +164,7 @@ def _stack(width: int, depth: int) -> Any:
 
 
 def config_of(family: str, options: argparse.Namespace) -> dict[str, Any]:
-    """The DeepSpeed config of a family."""
+    """Return the DeepSpeed config of a family."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": options.tokens,
         "bf16": {"enabled": True},
@@ -187,7 +184,7 @@ def config_of(family: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """The turns of one process: of one family, or of all."""
+    """Run the turns of one process, which has one family or all."""
     variants = [one for one in variants_of(options) if options.variant in (one.family, TOGETHER)]
     trainees = {family: Trainee(family, options) for family in dict.fromkeys(one.family for one in variants)}
     for one in variants:  # moments are made, memory is pinned, every share has run
@@ -207,7 +204,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_size(options: argparse.Namespace, argv: Sequence[str], size: float, tokens: int) -> dict[str, Any]:
-    """All rounds of one number of parameters and of tokens."""
+    """Run all rounds of one number of parameters and of tokens."""
     here = [*argv, "--size", str(size), "--its_tokens", str(tokens)]
 
     def turn(family: str) -> dict[str, Any]:
@@ -233,18 +230,18 @@ def run_size(options: argparse.Namespace, argv: Sequence[str], size: float, toke
 
 
 def ratios(rounds: Sequence[dict[str, dict[str, float]]], name: str, key: str, to: str = STOCK) -> list[float]:
-    """To another variant, by default stock, round by round; sorted."""
+    """Return the ratios to another variant, by default stock, round by round; sorted."""
     return sorted(one[name][key] / one[to][key] for one in rounds)
 
 
 def spread(values: Sequence[float]) -> str:
-    """Median, quartiles and range of sorted values."""
+    """Return median, quartiles and range of sorted values."""
     low, high = values[len(values) // 4], values[-1 - len(values) // 4]
     return f"{statistics.median(values):.3f} ({low:.2f}-{high:.2f}) [{values[0]:.2f}-{values[-1]:.2f}]"
 
 
 def table(found: dict[str, Any], tokens: int, names: Sequence[str]) -> Iterator[str]:
-    """The Markdown table of one size."""
+    """Yield the Markdown table of one size."""
     rounds = found["rounds"]
     yield f"{found['parameters'] / 1e6:,.0f} M parameters, {tokens:,} tokens per step, {len(rounds)} rounds"
     yield ""
@@ -259,13 +256,13 @@ def table(found: dict[str, Any], tokens: int, names: Sequence[str]) -> Iterator[
 
 
 def are_equal(losses: dict[str, list[float]]) -> bool:
-    """Step by step, as far as both went."""
+    """Return whether losses are equal step by step, as far as both went."""
     first = max(losses.values(), key=len)
     return all(one == first[: len(one)] for one in losses.values())
 
 
 def verdicts(found: dict[str, Any], options: argparse.Namespace, tokens: int) -> Iterator[str]:
-    """What was asked for, and what was found."""
+    """Yield what was asked for with what was found."""
     rounds = found["rounds"]
     host = Variant(INTERLEAVED, 0.0).name
     yield f"losses equal step by step: {'yes' if are_equal(found['losses']) else 'NO'}"
@@ -296,69 +293,11 @@ def _held(held: bool) -> str:
     return "held" if held else "NOT HELD"
 
 
-# ---- CPUAdam in slices ----------------------------------------------------------------------------------------------
-
-
-def slices(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """CPUAdam in slices against one call: alone, and with unscaling and cast."""
-    import torch
-    from deepspeed.ops.op_builder import CPUAdamBuilder
-
-    from ds_tba.update.host import SLICE_ELEMENTS
-
-    op = CPUAdamBuilder().load()
-    elements = int(options.size)
-    master, exp_avg, exp_avg_sq = torch.randn(elements), torch.zeros(elements), torch.zeros(elements)
-    gradient, target = torch.randn(elements), torch.zeros(elements, dtype=torch.bfloat16)
-    op.create_adam(0, ADAM["lr"], *ADAM["betas"], ADAM["eps"], ADAM["weight_decay"], True, False)
-    steps = 0
-
-    def turn(case: tuple[str, int]) -> float:
-        nonlocal steps
-        what, length = case
-        steps += 1
-        began_s = time.perf_counter()
-        for start in range(0, elements, length or elements):
-            stop = min(elements, start + (length or elements))
-            one = gradient[start:stop]
-            if what == "all":
-                one.mul_(1 - 1e-7)
-            hyper = (ADAM["lr"], *ADAM["betas"], ADAM["eps"], ADAM["weight_decay"], True)
-            op.adam_update(0, steps, *hyper, master[start:stop], one, exp_avg[start:stop], exp_avg_sq[start:stop])
-            if what == "all":
-                target[start:stop].copy_(master[start:stop])
-        return time.perf_counter() - began_s
-
-    cases = [(what, length) for what in ("adam", "all") for length in (0, *(1 << log for log in range(17, 23)))]
-    for case in cases:
-        turn(case)
-    times: dict[tuple[str, int], list[float]] = defaultdict(list)
-    for found in rounds_of(cases, turn, options.rounds):
-        for case, seconds in found.items():
-            times[case].append(seconds)
-    op.destroy_adam(0)
-    print(f"{elements / 1e6:.0f} M elements, {torch.get_num_threads()} threads, {options.rounds} rounds\n")
-    print("| what | slice | ms | / one call (quartiles) [range] |\n|---|---|---|---|")
-    rows, found_words = [], []
-    for what, length in cases:
-        of_one = sorted(a / b for a, b in zip(times[what, length], times[what, 0], strict=True))
-        words = {"adam": "CPUAdam alone", "all": "with unscaling and cast"}[what]
-        least_ms = 1e3 * statistics.median(times[what, length])
-        print(f"| {words} | {length or 'one call'} | {least_ms:.2f} | {spread(of_one)} |")
-        rows.append({"what": what, "slice": length, "seconds": times[what, length], "of_one": of_one})
-        if length == SLICE_ELEMENTS:
-            slower = statistics.median(of_one) - 1
-            found_words.append(f"{words}, in slices of {length}, those of the block: {slower:+.1%} against one call")
-            found_words[-1] += f", {TOLERANCE:.0%} more is allowed: {_held(slower <= TOLERANCE)}"
-    print("\n" + "\n".join(f"- {one}" for one in found_words))
-    return rows
-
-
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 
 def share_or_null(text: str) -> float | None:
-    """A device's share of the command line."""
+    """Return a device's share as the command line has it."""
     if text == "null":
         return None
     value = float(text)
@@ -370,9 +309,7 @@ def share_or_null(text: str) -> float | None:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--apart", action="store_true", help="as --gpu has it, each family in a process of its own")
-    kinds = parser.add_mutually_exclusive_group()
-    kinds.add_argument("--gpu", action="store_true", help="on a GPU")
-    kinds.add_argument("--slices", action="store_true", help="CPUAdam in slices, no engine")
+    parser.add_argument("--gpu", action="store_true", help="on a GPU")
     parser.add_argument("--parameters", type=float, nargs="+", help="default: 50e6; with --gpu 3e9 and 5e9")
     parser.add_argument("--tokens", type=int, nargs="+", help="of a step, default: 64; with --gpu 2048")
     parser.add_argument("--shares", type=share_or_null, nargs="+", help="device_share, numbers or null")
@@ -414,10 +351,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.gpu and not _has_gpu():
         print("--gpu: PyTorch finds no CUDA device here; nothing was measured", file=sys.stderr)
         return 2
-    if options.slices:
-        options.size = options.parameters[0]
-        _write(options.json, lambda: {"options": _plain(options), "slices": slices(options)})
-        return 0
     lines: list[str] = []
     results = []
     is_equal = True
@@ -434,7 +367,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             ]
             print("\n".join(part), flush=True)
             lines += part
-            _write(options.json, lambda: {"options": _plain(options), "results": results})
+            if options.json:
+                options.json.write_text(json.dumps({"options": _plain(options), "results": results}, indent=2))
     if options.markdown:
         options.markdown.write_text("\n".join(lines))
     return 0 if is_equal else 1
@@ -448,12 +382,6 @@ def _has_gpu() -> bool:
 
 def _plain(options: argparse.Namespace) -> dict[str, Any]:
     return {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
-
-
-def _write(path: Path | None, make: Callable[[], dict[str, Any]]) -> None:
-    found = make()
-    if path:
-        path.write_text(json.dumps(found, indent=2))
 
 
 if __name__ == "__main__":

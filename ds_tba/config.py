@@ -1,6 +1,6 @@
-"""What may stand in ``"activation_nvme_offload"``, and what a refusal says: key, value, rule and repair, in our words.
+"""The block ``"activation_nvme_offload"``: its keys, their rules, and refusals that name key, value, rule and repair.
 
-Knows JSON and every rule that needs no look at the machine. Cannot see DeepSpeed, torch or the file system
+This file knows JSON and every rule that needs no look at the machine. It cannot see DeepSpeed, torch or the file system
 (``storage/swap_file.py`` checks directories).
 """
 
@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from enum import IntEnum
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar, get_args
 
 from packaging.specifiers import SpecifierSet
 from pydantic import (
@@ -37,17 +37,20 @@ UPDATE_BLOCK = "interleaved_optimizer_update"
 BLOCKS = (BLOCK, UPDATE_BLOCK)
 SUPPORTED_DEEPSPEED = SpecifierSet(">=0.19.5,<0.20", prereleases=True)
 NEAR_MISS_RATIO = 0.8
-# Words that make a key a near miss of a block, both of a pair; "optimizer" and "update" are words of anybody's keys.
+# A key with both words of a pair is a near miss of the block. "optimizer" and "update" alone are not: DeepSpeed's own
+# keys have them, too.
 _TELLING_WORDS = {
     BLOCK: (("activation", "nvme"), ("activation", "offload"), ("nvme", "offload")),
     UPDATE_BLOCK: (("interleav", "optimi"), ("interleav", "update")),
 }
 _LIKELY_PLACES = ((), ("zero_optimization",), ("activation_checkpointing",))
-_OUR_NAMES = ("ds_tba", "dstba", "tba")  # of the package, which is not that of the block
+# The package's name in place of the block's: DeepSpeed would ignore such a key, and the run would go on without us.
+_OUR_NAMES = ("ds_tba", "dstba", "tba")
 IO_ALIGNMENT_BYTES = 4096
-# Part of staging that reading ahead may use while there are writes.
+# The fraction of staging that reading ahead may use while there are writes, which need the rest.
 PREFETCH_FRACTION_OF_STAGING = 0.5
-# Staging where the config has null: bounds (the upper one for a GPU), and the part of the rank's available host memory.
+# Bounds of staging where the config has null (the upper one is for a GPU), and its fraction of the host memory that is
+# available to the rank.
 MIN_STAGING_BYTES, MAX_STAGING_BYTES = 256 << 20, 1 << 30
 STAGING_FRACTION = 1 / 16
 
@@ -55,13 +58,15 @@ _IN_NO_PATH = re.compile(r"[\0\ud800-\udfff]")
 _NUMBER = re.compile(r"([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)\s*([kmgt]?i?b?)", re.ASCII | re.IGNORECASE)
 _UNITS = {"b": 0, "i": 0, "k": 10, "m": 20, "g": 30, "t": 40}
 
+# ds_config.json as parsed, or one of its objects. Its values are anybody's JSON until a model has validated them.
+DsConfig: TypeAlias = Mapping[str, Any]
 PlacementMode = Literal["adaptive", "nvme", "host", "keep"]
 BackendName = Literal["aio", "gds", "kvikio", "posix"]
 Integrity = Literal["off", "sampled", "full"]
 
 
 class Placement(IntEnum):
-    """Where a saved storage goes. The numbers serve arrays of placements only."""
+    """The place of a saved storage. The numbers serve arrays of placements only."""
 
     KEEP = 0
     HOST = 1
@@ -71,24 +76,24 @@ class Placement(IntEnum):
 
     @property
     def word(self) -> str:
-        """As in the config and in reports."""
+        """The placement's name in the config and in reports."""
         return self.name.lower()
 
 
 def refusal(rule: str) -> PydanticCustomError:
-    """A rule of ours that a value breaks, with its repair; :func:`validate` adds key and value."""
+    """Return the error for a rule of ours that a value breaks, with the repair; :func:`validate` adds key and value."""
     return PydanticCustomError("rule", "{rule}", {"rule": rule})
 
 
-def number(value: Any) -> Any:
-    """Pydantic would read ``true`` as 1 and ``"64"`` as 64; in a config both are slips, not numbers."""
+def number(value: object) -> int | float:
+    """Refuse ``true`` and ``"64"``, which pydantic would read as 1 and 64; in a config both are slips."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise refusal("it must be a JSON number, in the unit that the key's name says")
     return value
 
 
 def _not_per_cent(value: float) -> float:
-    """Refuse what may be meant as per cent. What is above cannot: whatever time it takes."""
+    """Refuse what may be meant as per cent. From 100 on it cannot be: that means whatever time it takes."""
     if 1 <= value < 100:
         raise refusal(
             f"it is a fraction of the step's time, so {value:g} is {100 * value:g} %; did you mean {value / 100:g}? "
@@ -98,14 +103,15 @@ def _not_per_cent(value: float) -> float:
 
 
 def _aligned(value: int) -> int:
+    """Refuse a size that direct I/O could not transfer."""
     if value % IO_ALIGNMENT_BYTES:
         repair = -(-value // IO_ALIGNMENT_BYTES) * IO_ALIGNMENT_BYTES
         raise refusal(f"it must be a multiple of 4096 bytes; {repair} is the next one")
     return value
 
 
-def _path_or_paths(value: Any) -> Any:
-    """One message for the union; pydantic would print one for each branch."""
+def _path_or_paths(value: object) -> object:
+    """Refuse with one message for the union; pydantic would print one for each branch."""
     paths = value if isinstance(value, list) else [value]
     if not paths or not all(isinstance(path, str) and path.strip() for path in paths):
         raise refusal("it must be a directory or a non-empty list of directories")
@@ -114,12 +120,14 @@ def _path_or_paths(value: Any) -> Any:
     return value
 
 
-def _path(value: Any) -> Any:
+def _path(value: object) -> object:
+    """Refuse characters that no path has: the system call would fail later, and without the key's name."""
     if isinstance(value, str) and _IN_NO_PATH.search(value):
         raise refusal("it must be a path, which has no NUL and no half of a surrogate pair; take that character out")
     return value
 
 
+Validated = TypeVar("Validated", bound=BaseModel)
 Count = Annotated[int, Field(ge=0), BeforeValidator(number)]
 Bytes = Annotated[int, Field(ge=0), BeforeValidator(number)]
 Lanes = Annotated[int, Field(ge=1, le=64), BeforeValidator(number)]
@@ -130,16 +138,17 @@ FilePath = Annotated[NonEmptyStr, BeforeValidator(_path)]
 
 
 class Block(BaseModel):
-    """A block of the config, or a part of one."""
+    """A block of the config, or a part of one. A key that it does not know is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class IoConfig(Block):
-    """``io``: how bytes reach the swap file. ``staging_bytes``: null is derived; see :func:`with_staging`.
+    """``io``: how bytes reach the swap file.
 
-    ``integrity``: ``sampled`` finds I/O blocks that were lost, cut short at either end, or are stale throughout; only
-    ``full`` a hole inside of a block, which a kernel or a drive that splits requests may leave.
+    ``staging_bytes``: :func:`with_staging` derives it from null. ``integrity``: ``sampled`` finds I/O blocks that were
+    lost, cut short at either end, or are stale throughout. Only ``full`` finds a hole inside of a block, which a kernel
+    or a drive that splits requests may leave.
     """
 
     backend: BackendName | None = None
@@ -151,7 +160,7 @@ class IoConfig(Block):
 
     @property
     def ring_bytes(self) -> int:
-        """Bytes of staging, as set or derived."""
+        """Bytes of staging, set or derived."""
         return MIN_STAGING_BYTES if self.staging_bytes is None else self.staging_bytes
 
 
@@ -186,8 +195,13 @@ class AioConfig(BaseModel):
 _SWITCH, _DETAILS = "on or off", "in detail"  # the kinds of ``rematerialize``
 
 
+def _kind_of_rematerialize(value: object) -> str:
+    """Return which branch of the union validates: or pydantic would print the errors of both."""
+    return _SWITCH if isinstance(value, bool) else _DETAILS
+
+
 class RematerializeConfig(Block):
-    """``rematerialize`` in detail: what is not made again, by the names of its ops."""
+    """``rematerialize`` in detail: the names of ops whose outputs are not rematerialized."""
 
     exclude: list[NonEmptyStr] = []
 
@@ -203,7 +217,7 @@ class OffloadConfig(Block):
     activation_budget_bytes: Bytes | None = None
     rematerialize: Annotated[
         Annotated[StrictBool, Tag(_SWITCH)] | Annotated[RematerializeConfig, Tag(_DETAILS)],
-        Discriminator(lambda value: _SWITCH if isinstance(value, bool) else _DETAILS),
+        Discriminator(_kind_of_rematerialize),
     ] = True
     recompute: StrictBool = False
     blocks: list[NonEmptyStr] | None = None
@@ -222,17 +236,17 @@ class OffloadConfig(Block):
 
     @property
     def rematerialize_enabled(self) -> bool:
-        """Whether storages may be made again from others."""
+        """True if storages may be rematerialized from others."""
         return self.rematerialize is not False
 
     @property
     def rematerialize_exclude(self) -> frozenset[str]:
-        """Ops whose outputs are not made again."""
+        """Ops whose outputs are not rematerialized."""
         return frozenset(() if isinstance(self.rematerialize, bool) else self.rematerialize.exclude)
 
     @property
     def uses_nvme(self) -> bool:
-        """Whether any tensor may go to a swap file: under ``host``, if there is one, what the host has no room for."""
+        """True if any tensor may go to a swap file; under ``host`` with a path those for which the host has no room."""
         return self.placement in ("adaptive", "nvme") or (self.placement == "host" and self.nvme_path is not None)
 
     @model_validator(mode="after")
@@ -242,7 +256,7 @@ class OffloadConfig(Block):
         return self
 
     def _problems(self) -> Iterator[str]:
-        """Values that fit no other key's, each with the repair."""
+        """Yield the values that contradict another key's, each with the repair."""
         least, io = self.min_tensor_bytes, self.io
         if self.enabled and self.uses_nvme and not self.nvme_paths:
             yield (
@@ -284,12 +298,12 @@ class OffloadConfig(Block):
 
 
 def with_staging(config: OffloadConfig, host_bytes: float, *, is_host: bool) -> OffloadConfig:
-    """The config with ``io.staging_bytes`` derived where it is null, from the host memory available to this rank.
+    """Return the config with ``io.staging_bytes`` derived, where it is null, from the host memory that this rank has.
 
     Forward saves in bursts, which staging buffers while the drives write; a tensor that finds no room in staging is
     kept. Staging stays small on a CPU (``is_host``), whose own memory it takes, and with GPUDirect Storage, where it is
-    device memory; also without a plan, where its size bounds what is read ahead onto the device. A power of two, as
-    PyTorch pins no other sizes.
+    device memory; also without a plan, where its size bounds what is read ahead onto the device. The size is a power of
+    two, because PyTorch would round it up to one when it pins.
     """
     if config.io.staging_bytes is not None:
         return config
@@ -299,14 +313,13 @@ def with_staging(config: OffloadConfig, host_bytes: float, *, is_host: bool) -> 
     return config.model_copy(update={"io": config.io.model_copy(update={"staging_bytes": nbytes})})
 
 
-def parse_block(ds_config: Mapping[str, Any]) -> tuple[OffloadConfig, AioConfig] | None:
-    """The validated block of a whole ``ds_config.json``, or None where it is absent or ``"enabled": false``.
+def parse_block(ds_config: DsConfig) -> tuple[OffloadConfig, AioConfig] | None:
+    """Return the validated block of a whole ``ds_config.json``, or None where it is absent or ``"enabled": false``.
 
     Raises:
         ConfigError: naming for every bad key its value, the rule and the repair.
     """
-    example = '{"enabled": true, "nvme_path": "/local_nvme"}'
-    config: OffloadConfig | None = block_of(ds_config, BLOCK, OffloadConfig, example)
+    config = block_of(ds_config, BLOCK, OffloadConfig, '{"enabled": true, "nvme_path": "/local_nvme"}')
     if config is None:
         return None
     aio = ds_config.get("aio") or {}
@@ -315,15 +328,15 @@ def parse_block(ds_config: Mapping[str, Any]) -> tuple[OffloadConfig, AioConfig]
     return config, validate(AioConfig, aio, "aio")
 
 
-def zero_block(ds_config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``"zero_optimization"``; empty where it has the old form, ``true`` or ``false``."""
+def zero_block(ds_config: DsConfig) -> DsConfig:
+    """Return ``"zero_optimization"``, empty where it has the old form, ``true`` or ``false``."""
     zero = ds_config.get("zero_optimization")
     return zero if isinstance(zero, Mapping) else {}
 
 
-def block_of(ds_config: Mapping[str, Any], name: str, model: type[Block], example: str) -> Any:
-    """The validated block of that name, or None; see :func:`parse_block`."""
-    if name not in ds_config or is_off(ds_config[name]):  # whatever else is in it
+def block_of(ds_config: DsConfig, name: str, model: type[Validated], example: str) -> Validated | None:
+    """Return the validated block of that name, or None; see :func:`parse_block`."""
+    if name not in ds_config or is_off(ds_config[name]):  # not validated: slips may stay in it
         return None
     block = ds_config[name]
     if not isinstance(block, Mapping):
@@ -332,11 +345,11 @@ def block_of(ds_config: Mapping[str, Any], name: str, model: type[Block], exampl
     return validate(model, block, name)
 
 
-def refuse_misnamed(ds_config: Mapping[str, Any]) -> None:
+def refuse_misnamed(ds_config: DsConfig) -> None:
     """Refuse what looks like a block of ours and is none: nobody would read it, and the run would go on without.
 
-    That is a block's name inside of another block, and where one might look for it a name that is nearly a block's.
-    What is switched off may stay, and so may keys such as ``"_activation_nvme_offload"``.
+    It refuses a block's name inside of another block, and in likely places a name that is nearly a block's. A block
+    that is switched off may stay, and so may keys such as ``"_activation_nvme_offload"``.
 
     Raises:
         ConfigError: naming the place, the right name and the right place.
@@ -359,13 +372,13 @@ def refuse_misnamed(ds_config: Mapping[str, Any]) -> None:
             )
 
 
-def is_off(block: Any) -> bool:
-    """Whether a block of ours is switched off, whatever else is in it."""
+def is_off(block: object) -> bool:
+    """Return whether a block of ours is switched off, whatever else is in it."""
     return isinstance(block, Mapping) and block.get("enabled") is False
 
 
-def _entries(blocks: Mapping[str, Any], *outer: str) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """All keys of all blocks but those inside of ours, as paths, with their values."""
+def _entries(blocks: DsConfig, *outer: str) -> Iterator[tuple[tuple[str, ...], object]]:
+    """Yield all keys of all blocks but those inside of ours, each with its path and value."""
     for key, value in blocks.items():
         yield (*outer, str(key)), value
         if isinstance(value, Mapping) and key not in BLOCKS:
@@ -373,7 +386,7 @@ def _entries(blocks: Mapping[str, Any], *outer: str) -> Iterator[tuple[tuple[str
 
 
 def _is_like(key: str, block: str) -> bool:
-    """Whether a key is nearly a block's name: by two of its words, or by its letters."""
+    """Return whether a key is nearly a block's name, by two of its words or by its letters."""
     if not key[:1].isalpha():
         return False
     words = _sorted_words(key)
@@ -385,7 +398,7 @@ def _sorted_words(key: str) -> str:
     return "_".join(sorted(key.lower().replace("-", "_").split("_")))
 
 
-def _refuse_auto(block: Mapping[str, Any], at: str) -> None:
+def _refuse_auto(block: DsConfig, at: str) -> None:
     for key, value in block.items():
         if value == "auto":
             raise ConfigError(f'"{at}.{key}" is "auto": this block has no "auto"; leave the key out for its default.')
@@ -393,7 +406,12 @@ def _refuse_auto(block: Mapping[str, Any], at: str) -> None:
             _refuse_auto(value, f"{at}.{key}")
 
 
-def validate(model: Any, block: Mapping[str, Any], at: str) -> Any:
+def validate(model: type[Validated], block: DsConfig, at: str) -> Validated:
+    """Return the validated block.
+
+    Raises:
+        ConfigError: a line for each bad key, with its value, the rule and the repair.
+    """
     try:
         return model.model_validate(dict(block))
     except ValidationError as error:
@@ -401,7 +419,7 @@ def validate(model: Any, block: Mapping[str, Any], at: str) -> Any:
         raise ConfigError("ds_config.json is refused:\n  " + "\n  ".join(lines)) from None
 
 
-# In our words, by pydantic's type of error, whose context has the bound.
+# Rules by pydantic's type of error, whose context has the bound: its own words do not name the repair.
 _RULES = {
     "bool_type": "it must be true or false",
     "finite_number": "it must be a finite number",
@@ -420,10 +438,10 @@ _RULES = {
 
 
 def _explain(model: type[BaseModel], detail: ErrorDetails, at: str) -> str:
-    """One line for one pydantic error: key, value, rule, repair."""
+    """Return one line for one pydantic error: key, value, rule, repair."""
     kind, value, steps = detail["type"], detail["input"], list(detail["loc"])
     if steps[:1] == ["rematerialize"]:
-        del steps[1:2]  # which kind of it
+        del steps[1:2]  # pydantic has the branch of the union there, which is no key
     key = ".".join([at, *map(str, steps)])
     if kind == "extra_forbidden":
         keys = _keys_at(model, steps[:-1])
@@ -437,19 +455,19 @@ def _explain(model: type[BaseModel], detail: ErrorDetails, at: str) -> str:
     if kind in ("model_type", "model_attributes_type", "dict_type"):
         known = ", ".join(f'"{one}"' for one in _keys_at(model, steps))
         rule = f"it must be {'true, false or ' if _DETAILS in detail['loc'] else ''}an object with keys among {known}"
-    elif "url" not in detail:  # in pydantic's documentation: the rule and its words are ours
+    elif "url" not in detail:  # pydantic's own errors have a page in its documentation; this rule is ours
         rule = detail["msg"]
     else:
         rule = _RULES.get(kind, "docs/reference/keys.md says what it must be").format(**detail.get("ctx", {}))
     return f'"{key}" is {value!r}: {rule}{_hint(key, value)}.' if steps else f'"{key}": {rule}.'
 
 
-# Words of DeepSpeed's own offload blocks, and ours.
+# Words of DeepSpeed's offload blocks and of users, with ours: "cpu" has no letters in common with "host".
 _SYNONYMS = {"cpu": "host", "ram": "host", "disk": "nvme", "ssd": "nvme", "none": "keep", "gpu": "keep"}
 
 
-def _hint(key: str, value: Any) -> str:
-    """What to write instead of a string, where a number or a boolean is expected."""
+def _hint(key: str, value: object) -> str:
+    """Return what to write instead of a string, where a number or a boolean is expected."""
     text = value.strip() if isinstance(value, str) else ""
     if text.lower() in ("true", "false"):
         return f"; drop the quotes: {text.lower()}"
@@ -462,8 +480,8 @@ def _hint(key: str, value: Any) -> str:
     return f"; {value!r} would be {nbytes}" if key.endswith("_bytes") else ""
 
 
-def _keys_at(model: type[BaseModel], steps: list[Any]) -> list[str]:
-    """The keys of the block to which these steps lead."""
+def _keys_at(model: type[BaseModel], steps: list[int | str]) -> list[str]:
+    """Return the keys of the block to which these steps lead."""
     for step in steps:
         field = model.model_fields.get(str(step))
         model = model if field is None else next(_models_in(field.annotation), model)

@@ -1,4 +1,4 @@
-"""Every error of ds_tba. Each message names the value, the rule and the repair.
+"""The errors that ds_tba raises. Each message names the value, the rule and the repair.
 
 ::
 
@@ -12,11 +12,11 @@
     ├── StorageError (RuntimeError)
     │   ├── TransferError                        one I/O request failed or was short (the store handles it)
     │   ├── ActivationLostError                  bytes that backward needs could not be read back
-    │   └── ActivationCorruptionError            bytes read back are not the bytes written
+    │   └── ActivationCorruptionError            the bytes that were read are not the bytes that were written
     ├── UpdateInterruptedError (RuntimeError)    an optimizer update was not finished: the model is half updated
     ├── ActivationModifiedError (RuntimeError)   a saved tensor was modified in place, as autograd itself reports
     ├── RecomputationError (RuntimeError)        a block's forward gave other tensors when it ran again
-    ├── RematerializationError (RuntimeError)    a tensor made again is no longer what forward has made
+    ├── RematerializationError (RuntimeError)    a rematerialized tensor differs from the one that forward made
     ├── ReportError (ValueError)                 a file is not a report
     └── StateError (RuntimeError)                an illegal state transition: a bug in ds_tba, or use after close
 """
@@ -53,7 +53,7 @@ class TraceError(DsTbaError, ValueError):
 
 
 class StorageError(DsTbaError, RuntimeError):
-    """Base of the errors about bytes on their way to or from a swap file."""
+    """Base of the errors that concern bytes written to a swap file or read from it."""
 
 
 class TransferError(StorageError):
@@ -70,11 +70,11 @@ class TransferError(StorageError):
 
 
 class ActivationLostError(StorageError):
-    """Bytes that backward needs could not be read back: training cannot go on with a correct gradient."""
+    """Bytes that backward needs could not be read: training cannot go on with a correct gradient."""
 
 
 class ActivationCorruptionError(StorageError):
-    """Bytes read back differ from the bytes written (lost, short, stale or torn write)."""
+    """Bytes that were read differ from the bytes that were written (a lost, short, stale or torn write)."""
 
 
 class UpdateInterruptedError(DsTbaError, RuntimeError):
@@ -86,11 +86,11 @@ class ActivationModifiedError(DsTbaError, RuntimeError):
 
 
 class RecomputationError(DsTbaError, RuntimeError):
-    """A block's forward, run again in backward, did not save or return what it did the first time."""
+    """A block's forward did not save or return the same tensors when backward ran it again."""
 
 
 class RematerializationError(DsTbaError, RuntimeError):
-    """A tensor made again was equal to that of forward in an earlier step, and is not in this one.
+    """A rematerialized tensor was equal to forward's in an earlier step and differs from it in this one.
 
     Gradients since that earlier step may have been computed from wrong values.
     """

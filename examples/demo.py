@@ -1,13 +1,15 @@
-"""Train one length in memory that is too small for it, several ways: which of them lives, and is it exactly equal?
+"""Train a sequence in memory that is too small for it, three ways, and show which of them lives and is exactly equal.
 
     python examples/demo.py --deepspeed_config ds_configs/zero3_nvme_params_activations.json --nvme_path /local_nvme
 
-First ``train_gpt.py`` runs without a limit and without our block: that run says which results are right, and what
-memory the training wants. Then it runs in a part of that memory: as it is; with torch.utils.checkpoint; with the block.
-Each run is a fresh process of the stock ``deepspeed`` launcher, and trains two shorter lengths before the limit holds:
-the slope of its peak over the length says how long a sequence it could train in that memory. On a GPU its allocator
-holds the limit. Otherwise a run watches its resident bytes, and ends as one that the kernel has killed. Exit status: 0
-if the run with the block lived and all that lived have the same losses and parameters, bit for bit.
+First ``train_gpt.py`` runs without a limit and without the block. That run gives the right results and the memory that
+the training needs. Then it runs in a part of that memory: as it is, with torch.utils.checkpoint, and with the block.
+
+Each run is a fresh process of the stock ``deepspeed`` launcher. Before the limit holds, it trains two shorter lengths:
+the slope of its peak over the length gives the longest sequence that it could train in that memory. On a GPU the
+allocator holds the limit. Otherwise a run watches its resident bytes, and ends as if the kernel had killed it.
+
+Exit status: 0 if the run with the block lived and all runs that lived have the same losses and parameters, bit for bit.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ class Outcome:
 
     @property
     def answers(self) -> Any:
-        """Return what must be the same in all runs."""
+        """Return the results that must be the same in all runs."""
         return self.result.get("losses"), self.result.get("parameters_sha256")
 
     def longest(self, limit_bytes: int) -> float | None:
@@ -94,7 +96,7 @@ def run(name: str, ranks: int, arguments: list[str], console: Console) -> Outcom
 
 
 def is_out_of_memory(status: int) -> bool:
-    """Return whether the kernel or the limit ended a process, by its exit status as the launcher tells it."""
+    """Return whether the kernel or the limit ended a process, judged by the exit status that the launcher returns."""
     return status in (137, 247, -9)
 
 
@@ -127,7 +129,7 @@ def outcome_table(reference: Outcome, outcomes: list[Outcome], limit_bytes: int)
 
 
 def summary(outcomes: list[Outcome], limit_bytes: int) -> str:
-    """Return what was found in one sentence; empty where a row is missing that it needs."""
+    """Return the result in one sentence; empty if a row is missing that it needs."""
     found = {one.name: one for one in outcomes}
     if not limit_bytes or set(found) != set(ROWS) or not found[BLOCK].result:
         return ""
@@ -144,7 +146,7 @@ def summary(outcomes: list[Outcome], limit_bytes: int) -> str:
 
 
 def picture(outcomes: list[Outcome]) -> list[str]:
-    """Return lines that draw the memory over the last step of each run that lived, from nothing to the most of all."""
+    """Return lines that draw the memory over the last step of each run that lived, on one scale."""
     lived = [one for one in outcomes if one.result]
     top = max(max(one.result["step_memory_bytes"], default=0) for one in lived) or 1
     width = max(len(one.name) for one in lived)
@@ -168,7 +170,7 @@ def write_page(report: str, console: Console) -> None:
 
 
 def limit_of(result: dict[str, Any], part: float) -> int:
-    """Return the limit: what the run held before a step, and the part of what a step added; 0 for none."""
+    """Return the limit: the bytes held before a step, and a part of the bytes that a step added; 0 for none."""
     held: int = result["held_memory_bytes"]
     return held + int(part * (result["peak_memory_bytes"] - held)) if part else 0
 

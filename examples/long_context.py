@@ -1,4 +1,4 @@
-"""Train a Llama-like model on long sequences with the Hugging Face Trainer; its checkpoints' inputs go to NVMe.
+"""Train a Llama-like model on long sequences with the Hugging Face Trainer, with the inputs of its layers on NVMe.
 
     deepspeed examples/long_context.py --deepspeed_config ds_configs/long_context.json --nvme_path /local_nvme
 
@@ -51,7 +51,7 @@ LOSS_TOKENS = 1024  # in each part of the loss
 
 
 def llama(width: int, layers: int, longest: int, **more: Any) -> LlamaForCausalLM:
-    """A Llama with random weights, for bytes.
+    """Return a Llama with random weights, for bytes.
 
     Args:
         longest: tokens in the longest sequence.
@@ -97,7 +97,7 @@ class LongTexts(Dataset):  # type: ignore[type-arg]
     """Sequences of bytes from random places of a text, the same in every run.
 
     Args:
-        files: the text, in this order; none of them is the sources of Python's standard library.
+        files: the text, in this order; without files, the sources of Python's standard library.
     """
 
     def __init__(self, files: list[Path], sequence: int, count: int) -> None:
@@ -144,7 +144,7 @@ class Meter(TrainerCallback):  # type: ignore[misc]
 
 
 def train(options: argparse.Namespace, ds_config: dict[str, Any]) -> dict[str, Any]:
-    """One run from the seed to the last step; losses, parameters, peak memory, time, and the offloader's report."""
+    """Train a whole run; return losses, parameters, peak memory, time, and the offloader's report."""
     torch.manual_seed(SEED)
     batch = ds_config["train_micro_batch_size_per_gpu"]
     micro_steps = ds_config.get("gradient_accumulation_steps", 1)
@@ -190,7 +190,7 @@ def train(options: argparse.Namespace, ds_config: dict[str, Any]) -> dict[str, A
 
 
 def checkpointing(wanted: bool) -> dict[str, Any]:
-    """The Trainer's arguments for checkpointing of every layer: their names have changed in transformers 5."""
+    """Return the Trainer's arguments for checkpointing of every layer, whose names changed in transformers 5."""
     names = {field.name for field in fields(TrainingArguments)}
     name = "activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing"
     return {name: True, f"{name}_kwargs": {"use_reentrant": False}} if wanted else {}
@@ -200,7 +200,7 @@ def checkpointing(wanted: bool) -> dict[str, Any]:
 
 
 def read_config(options: argparse.Namespace) -> dict[str, Any]:
-    """The JSON, with what the command line says put in."""
+    """Return the JSON, with the options of the command line put in."""
     ds_config: dict[str, Any] = json.loads(Path(options.deepspeed_config).read_text())
     if options.without_block:
         ds_config.pop(BLOCK, None)
@@ -260,7 +260,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train; 0 if every loss is finite."""
+    """Train; return 0 if every loss is finite."""
     options = parse(sys.argv[1:] if argv is None else argv)
     run = train(options, read_config(options))
     if torch.distributed.get_rank() == 0:
@@ -272,7 +272,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def summary(options: argparse.Namespace, run: dict[str, Any]) -> str:
-    """A few lines for the end of the log."""
+    """Return a few lines for the end of the log."""
     how = "the Trainer's checkpointing" if options.checkpointing else "no checkpointing"
     lines = [
         f"{options.layers} layers of width {options.width}, {run['tokens']:,} tokens per step and rank, "

@@ -1,9 +1,9 @@
-"""Train a byte-level GPT on the sources of Python's standard library, with whatever ds_config.json says.
+"""Train a byte-level GPT on the sources of Python's standard library, with any ds_config.json.
 
     deepspeed examples/train_gpt.py --deepspeed_config ds_configs/zero3_nvme_params_activations.json
 
-Nothing here imports ds_tba: the block in the config is enough. Only the report that is shown at the end uses the
-offloader. ``demo.py`` runs this script several times, in other ways, and compares.
+Nothing here imports ds_tba: the block in the config is enough. Only the report at the end uses the offloader.
+``demo.py`` runs this script several times in different ways, and compares.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class GPT(nn.Module):
 
 
 def make_model(batch: int, sequence: int) -> tuple[GPT, tuple[torch.Tensor, torch.Tensor]]:
-    """The model of the defaults and its inputs, for ``ds_tba plan examples/train_gpt.py:make_model``."""
+    """Return the model of the defaults and its inputs, for ``ds_tba plan examples/train_gpt.py:make_model``."""
     inputs = torch.zeros(batch, sequence, dtype=torch.int64)
     return GPT(WIDTH, DEPTH, sequence), (inputs, inputs)
 
@@ -107,7 +107,7 @@ def make_model(batch: int, sequence: int) -> tuple[GPT, tuple[torch.Tensor, torc
 
 
 def standard_library_bytes(min_bytes: int = 4 << 20) -> torch.Tensor:
-    """Sources of Python's standard library, in a fixed order, as one uint8 tensor."""
+    """Return the sources of Python's standard library, in a fixed order, as one uint8 tensor."""
     text = bytearray()
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         text += path.read_bytes()
@@ -117,7 +117,7 @@ def standard_library_bytes(min_bytes: int = 4 << 20) -> torch.Tensor:
 
 
 def batches(batch: int, sequence: int, rank: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """(inputs, targets), each int64 (batch, sequence), the same for the same rank in every run."""
+    """Yield (inputs, targets), each int64 (batch, sequence), the same for the same rank in every run."""
     text = standard_library_bytes()
     chance = random.Random(1234 + rank)
     while True:
@@ -131,7 +131,7 @@ def batches(batch: int, sequence: int, rank: int) -> Iterator[tuple[torch.Tensor
 
 @dataclass
 class Length:
-    """What one step at another length took, measured before the training and without its memory limit."""
+    """Time and memory of one step at another length, measured before the training and without its memory limit."""
 
     sequence: int
     peak_memory_bytes: int
@@ -155,7 +155,7 @@ class Run:
 
 
 def train(options: argparse.Namespace, ds_config: dict[str, Any], title: str, console: Console) -> Run:
-    """One run from the seed to the last step."""
+    """Train one run from the seed to the last step."""
     torch.manual_seed(options.seed)
     with deepspeed.zero.Init(enabled=False):
         model = GPT(options.width, options.depth, options.sequence, recompute=options.recompute)
@@ -205,7 +205,7 @@ def train(options: argparse.Namespace, ds_config: dict[str, Any], title: str, co
 def measure_lengths(options: argparse.Namespace, engine: Any) -> list[Length]:
     """Train one step at each of ``--also_lengths``, and write the memory and time of each to ``--lengths``.
 
-    A run that later needs more memory than it may have ends without a word; the file stays.
+    A run that later exceeds its memory limit ends without a message; the file stays.
     """
     found: list[Length] = []
     rows = engine.train_micro_batch_size_per_gpu()
@@ -223,7 +223,7 @@ def measure_lengths(options: argparse.Namespace, engine: Any) -> list[Length]:
 
 
 def one_step(engine: Any, data: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> float:
-    """One optimizer step; the mean loss of its micro-batches."""
+    """Train one optimizer step, and return the mean loss of its micro-batches."""
     micro_steps = engine.gradient_accumulation_steps()
     total = 0.0
     for _ in range(micro_steps):
@@ -236,7 +236,7 @@ def one_step(engine: Any, data: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> 
 
 
 def parameters_sha256(engine: Any) -> str:
-    """Hash of all parameters, gathered where ZeRO-3 has partitioned them."""
+    """Return a hash of all parameters, gathered if ZeRO-3 has partitioned them."""
     digest = hashlib.sha256()
     for parameter in engine.module.parameters():
         with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
@@ -261,7 +261,7 @@ def reset_peak_memory() -> None:
 
 
 def peak_memory_bytes() -> int:
-    """Device bytes at the peak, or this process's resident bytes on a CPU-only machine."""
+    """Return the device bytes at the peak, or this process's resident bytes on a CPU-only machine."""
     if not get_accelerator().is_synchronized_device():
         return int(get_accelerator().max_memory_allocated())
     status = Path("/proc/self/status").read_text()
@@ -269,14 +269,14 @@ def peak_memory_bytes() -> int:
 
 
 def memory_bytes() -> int:
-    """Device bytes at this moment, or this process's resident bytes on a CPU-only machine."""
+    """Return the device bytes at this moment, or this process's resident bytes on a CPU-only machine."""
     if not get_accelerator().is_synchronized_device():
         return int(get_accelerator().memory_allocated())
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def memory_owner() -> str:
-    """The owner of the peak memory, in words."""
+    """Return the owner of the peak memory, in words."""
     return "process" if get_accelerator().is_synchronized_device() else "device"
 
 
@@ -284,7 +284,7 @@ class MemoryWatch:
     """Looks at the memory of the device, or on a CPU-only machine of this process, every few milliseconds.
 
     Args:
-        limit_bytes: what the process may have; beyond it, it ends as if the kernel had killed it. 0: no limit.
+        limit_bytes: the bytes that the process may have, or 0; beyond them it ends as if the kernel had killed it.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -299,12 +299,12 @@ class MemoryWatch:
         self._thread.start()
 
     def start_step(self) -> float:
-        """A step begins now."""
+        """Begin a step, and return the time."""
         self._step = []
         return time.perf_counter()
 
     def stop(self, columns: int = PICTURE_COLUMNS) -> list[int]:
-        """The most that was seen in each of equal parts of the last step."""
+        """Return the peaks of equal parts of the last step."""
         ended, samples = time.perf_counter(), self._step
         self._is_over.set()
         self._thread.join()
@@ -338,7 +338,7 @@ def report_table(rows: list[tuple[str, str]]) -> Table:
 
 
 def read_config(options: argparse.Namespace) -> dict[str, Any]:
-    """The JSON, with the directories and the backend of the command line put in."""
+    """Return the JSON, with the directories and the backend of the command line put in."""
     ds_config: dict[str, Any] = json.loads(Path(options.deepspeed_config).read_text())
     if options.without_block:
         for block in (BLOCK, UPDATE_BLOCK):
@@ -415,7 +415,7 @@ def console_of(rank: int) -> Console:
 
 
 def write_result(options: argparse.Namespace, run: Run) -> None:
-    """The JSON at ``--result``, of each rank."""
+    """Write the JSON of each rank at ``--result``."""
     if options.result:
         rank = int(os.environ.get("RANK", "0"))
         path = Path(options.result if rank == 0 else f"{options.result}.rank{rank}")
@@ -423,7 +423,7 @@ def write_result(options: argparse.Namespace, run: Run) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train; 0 if all went well, 137 if memory ran out."""
+    """Train; return 0 if all went well, 137 if memory ran out."""
     options = parse(sys.argv[1:] if argv is None else argv)
     if options.deterministic:
         use_exact_kernels()

@@ -33,6 +33,8 @@ from ds_tba.storage.nvme import Lanes, NvmeStore
 from ds_tba.storage.staging import StagingRing
 from ds_tba.storage.swap_file import SwapFile
 
+pytest.register_assert_rewrite("contracts")
+
 
 class Factory:
     """Makes something for a test, and closes what it has made, the last one first."""

@@ -31,7 +31,7 @@ class Mutant:
 
 
 STREAMS, SPACE, NVME = "ds_tba/device/accelerator.py", "ds_tba/storage/space.py", "ds_tba/storage/nvme.py"
-STAGING = "ds_tba/storage/staging.py"
+STAGING, POOLS = "ds_tba/storage/staging.py", "tests/device/test_pools.py"
 REMAT = "ds_tba/remat/store.py"
 HOST = "ds_tba/storage/host.py"
 FORMULA, OF_FORMULA = "ds_tba/update/formula.py", "tests/update/test_formula.py"
@@ -61,6 +61,20 @@ MUTANTS = [
            "                copy.wait()  # else", "                pass  # else"),
     Mutant("a copy in does not wait for the copy out into the same slot", STREAMS,
            "                self._in_stream.wait_event(copy.event)\n", "                pass\n"),
+    Mutant("a copy in does not wait until its memory is free", STREAMS,
+           "            self._in_stream.wait_event(destination.allocated)\n", "", POOLS),
+    Mutant("what comes back takes memory of the pool of the copies", STREAMS,
+           "            data = accelerator.allocate(nbytes, device)\n        except",
+           "            with accelerator.on(self._in_stream):\n"
+           "                data = accelerator.allocate(nbytes, device)\n        except", POOLS),
+    Mutant("memory that is cancelled goes to its next tenant under the copy", STREAMS,
+           "            self._dropped.append(arrival)\n", "            pass\n", POOLS),
+    Mutant("what a caller drops at once goes to its next tenant under the copy", NVME,
+           "        loaded.arrival.join()\n", "        pass\n", POOLS),
+    Mutant("what a caller drops at once goes to its next tenant under the copy from host memory", HOST,
+           "        arrival.join()\n", "        pass\n", POOLS),
+    Mutant("a store is closed while copies into memory that nobody wants run", STREAMS,
+           "            self._dropped.pop().wait()\n", "            self._dropped.pop()\n", POOLS),
     Mutant("kernels do not wait for the copy in", STREAMS,
            "            consumer.wait_event(self.event)\n", ""),
     Mutant("the allocator is not told who uses what came back", STREAMS,
@@ -72,8 +86,6 @@ MUTANTS = [
     Mutant("a slot is given back while a copy into it runs", SPACE,
            "[copy.event for copy in ticket.copies] + ticket.uses", "ticket.uses",
            "tests/storage/test_ordering.py tests/storage/test_store.py"),
-    Mutant("a lane frees its slot before the copy onto the device is done", NVME,
-           "            arrival.wait()  # else", "            pass  # else"),
     Mutant("a span in copies is free at once", STAGING,
            "            if all(event.query() for event in events):\n", "            if events:\n"),
     Mutant("room in host memory is given back while a copy into it runs", HOST,
@@ -85,7 +97,7 @@ MUTANTS = [
     Mutant("a copy in from host memory does not wait for the copy out", HOST,
            "[ticket.copy] if ticket.copy is not None else []", "[]"),
     Mutant("a store is closed while copies run", NVME,
-           "self.ring.copies.hold_at_most(0)\n                self.ring.slots.finish()\n", "pass\n"),
+           "self.ring.copies.finish()\n                self.ring.slots.finish()\n", "pass\n"),
     Mutant("a store is closed while a put copies into staging", NVME,
            "while self.space.copying and time.monotonic() < deadline_s:", "while False:",
            "tests/storage/test_store.py"),
@@ -99,15 +111,15 @@ MUTANTS = [
     Mutant("the allocator is not told who uses what was saved on another stream", "ds_tba/core/cache.py",
            "            self._accelerator.share(tensor, self._accelerator.current_stream())\n", "            pass\n"),
     Mutant("host memory is closed while copies into it run", HOST,
-           "self._closed = True\n            self._copies.hold_at_most(0)\n", "self._closed = True\n"),
+           "self._closed = True\n            self._copies.finish()\n", "self._closed = True\n"),
     Mutant("a second consumer does not wait for the copy in", "ds_tba/core/cache.py",
            "        data = reloaded.arrival.join()  # every", "        data = reloaded.arrival._data  # every"),
     Mutant("what is moved later does not wait for the kernels that make it", "ds_tba/core/residency.py",
            "                self._accelerator.current_stream().wait_event(kept_at)\n", "                pass\n",
            "tests/plan/test_bound.py"),
     Mutant("a second consumer does not wait for pieces to be put together", STREAMS,
-           "return Arrival(self._accelerator, data, moment(self._accelerator))",
-           "return Arrival(self._accelerator, data, None)"),
+           "destination.data, moment(self._accelerator), destination.stream)",
+           "destination.data, None, destination.stream)"),
     Mutant("host memory is closed while copies out of it run", HOST,
            "            segment.spans.finish()\n", "            pass\n"),
     Mutant("pieces are put together before they came", NVME,
@@ -116,7 +128,7 @@ MUTANTS = [
            "self._copies.hold_at_most(max(0, self._ahead_limit_bytes - data.numel()))", "pass",
            "tests/storage/test_ordering.py tests/storage/test_host.py tests/gpu/test_gpu.py"),
     Mutant("host memory is given up while a copy out of it runs", NVME,
-           "            loaded.arrival.wait()  # that memory may go now\n", "            pass\n"),
+           "            loaded.arrival.wait()  # the memory", "            pass  # the memory"),
     Mutant("memory beside staging is used before kernels have left it", STAGING,
            "wait_for_stream(self.accelerator)\n        return memory", "return memory",
            "tests/storage/test_device_staging.py"),

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from support.cuda_doubles import FakeKvikio
-from support.doubles import CpuAccelerator, wait_for_writes
+from support.doubles import CpuAccelerator
+from support.offloaders import make, step
 
 from ds_tba import report as report_module
 from ds_tba.cli import main
@@ -31,22 +32,6 @@ CONTRACT = {
 
 
 MIB = 1 << 20
-
-
-def make(directory: Path, **block: object) -> ActivationOffloader:
-    io = {"backend": "posix", "staging_bytes": 8 << 20, "swap_file_bytes": 64 << 20}
-    config = {"nvme_path": str(directory), "io": io, "min_tensor_bytes": 4096, **block}
-    return ActivationOffloader(OffloadConfig.model_validate(config), AioConfig(), CpuAccelerator())
-
-
-def step(offloader: ActivationOffloader, *, written_first: bool = False) -> None:
-    x = torch.randn(512, 512, requires_grad=True)
-    with offloader.saving():
-        loss = x.exp().sin().tanh().sum()
-    if written_first and offloader._tiers.nvme is not None:
-        wait_for_writes(offloader._tiers.nvme)
-    loss.backward()
-    offloader.note_step()
 
 
 def test_the_contract_and_the_sums(tmp_path: Path) -> None:
@@ -315,7 +300,7 @@ def test_a_forked_child_touches_neither_the_report_nor_the_lanes(tmp_path: Path)
 import os, sys
 sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parents[1])!r}]
 from pathlib import Path
-from test_report import make, step
+from support.offloaders import make, step
 offloader = make(Path({str(tmp_path)!r}), report={{"path": {str(tmp_path / "report.json")!r}}})
 step(offloader)
 if os.fork() == 0:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from conftest import StoreFactory
-from support.doubles import EventAccelerator, ScriptedBackend, wait_for_writes
+from support.doubles import Clock, EventAccelerator, ScriptedBackend, wait_for_writes
 
 from ds_tba.stats import Kind, PathMeter, RecentRate, Transfer
 from ds_tba.storage.nvme import Lanes, NvmeStore
@@ -16,16 +16,6 @@ from ds_tba.storage.space import SwapTicket
 
 MIB = 1 << 20
 W, R = Kind.WRITE, Kind.READ
-
-
-class Clock:
-    """Stands still until it is told."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 class Drive:

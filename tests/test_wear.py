@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.offloaders import make, step
 
 from ds_tba import wear as drive_module
 from ds_tba.cli import main
@@ -44,8 +45,6 @@ def test_without_a_rating_days_are_by_smart_data_or_by_an_assumption(tmp_path: P
 def test_the_lines_tell_the_rating_and_the_days(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: dict[str, Any], told: str, tbw: float
 ) -> None:
-    from test_report import make, step
-
     worn = Drive("nvme0n1", percentage_used=10, drive_written_bytes=120 * 10**12)
     monkeypatch.setattr("ds_tba.storage.tiers.examine", lambda _: worn)
     offloader = make(tmp_path, **block)
@@ -176,8 +175,6 @@ def test_the_report_tells_what_the_drive_told_once_at_the_start(
     caplog: pytest.LogCaptureFixture,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from test_report import make, step
-
     looks: list[Path] = []
 
     def spinning(path: Path) -> Drive:
@@ -199,8 +196,6 @@ def test_the_report_tells_what_the_drive_told_once_at_the_start(
 
 
 def test_a_report_of_before_still_shows(tmp_path: Path) -> None:
-    from test_report import make
-
     offloader = make(tmp_path)
     offloader.close()
     old = offloader.report().to_dict()
@@ -213,8 +208,6 @@ def test_the_rate_is_that_of_plans_and_the_text_counts_all_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The steps before the first plan move everything, and tell nothing of the days to come."""
-    from test_report import make, step
-
     from ds_tba import offloader as offloader_module
     from ds_tba.plan.agreement import Alone
 

@@ -1,1 +1,1 @@
-"""The recompute-offload-keep curve: contenders that take turns, a meter of memory, verdicts, and slower drives."""
+"""Races of contenders over one model: turns, a meter of memory, points, verdicts, and slower drives."""

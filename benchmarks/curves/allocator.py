@@ -1,4 +1,4 @@
-"""What glibc does with memory that is freed, the same for every contender."""
+"""The settings of glibc's allocator, the same for every contender."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ HOLDING = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MAL
 
 
 def hold_freed_memory() -> None:
-    """Start this program again if need be: glibc reads what it is told once. Call it first of all."""
+    """Start this program again if need be: glibc reads its settings once. Call it first of all."""
     if any(os.environ.get(name) != value for name, value in HOLDING.items()):
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **HOLDING})

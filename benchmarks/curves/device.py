@@ -14,7 +14,7 @@ from ds_tba.device.accelerator import Accelerator, CpuAccelerator, adapted
 
 
 class TorchCuda:
-    """What ``DeviceAccelerator`` asks of DeepSpeed's accelerator, from torch itself, where DeepSpeed is not there."""
+    """Answers to ``DeviceAccelerator`` as DeepSpeed's accelerator does, from torch itself, without DeepSpeed."""
 
     Stream = torch.cuda.Stream
     Event = torch.cuda.Event
@@ -72,7 +72,7 @@ class TorchCuda:
         return torch.cuda.stream(stream)
 
 
-# What is counted by CUDA's allocator, and how the results call it: peaks since the last reset, and numbers in all.
+# Counts of CUDA's allocator by their names in the results: peaks since the last reset, and totals.
 COUNTS = {
     "allocated_peak_bytes": "allocated_bytes.all.peak",
     "active_peak_bytes": "active_bytes.all.peak",
@@ -107,7 +107,7 @@ class Device:
 
     @property
     def name(self) -> str:
-        """As the driver names it, or the number of CPU cores."""
+        """The driver's name of the device, or the number of CPU cores."""
         return torch.cuda.get_device_name() if self.is_cuda else f"CPU, {os.cpu_count()} cores"
 
     def synchronize(self) -> None:
@@ -115,7 +115,7 @@ class Device:
             torch.cuda.synchronize()
 
     def held_bytes(self) -> int | None:
-        """Physically, with what was freed and a stream may still use (``record_stream``): "allocated" lacks that."""
+        """Return the bytes held, with those that were freed and a stream may still use: "allocated" lacks these."""
         return torch.cuda.memory_stats()["active_bytes.all.current"] if self.is_cuda else None
 
     def reset_peak(self) -> None:
@@ -123,7 +123,7 @@ class Device:
             torch.cuda.reset_peak_memory_stats()
 
     def peak_bytes(self) -> int | None:
-        """Most bytes held since the last reset; None where nobody counts."""
+        """Return the most bytes held since the last reset; None where nobody counts."""
         return torch.cuda.memory_stats()["active_bytes.all.peak"] if self.is_cuda else None
 
     def counts(self) -> dict[str, int]:
@@ -132,7 +132,7 @@ class Device:
         return {name: found[key] for name, key in COUNTS.items() if key in found}
 
     def give_back(self) -> None:
-        """Let go of the device memory and the pinned memory that no tensor uses."""
+        """Free the device memory and the pinned memory that no tensor uses."""
         gc.collect()
         if self.is_cuda:
             torch.cuda.empty_cache()

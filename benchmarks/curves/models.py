@@ -138,7 +138,7 @@ class Workload:
 
 @torch.no_grad()
 def _initialize(model: Transformer) -> None:
-    """The same parameters each time, and gradients of zero that stay allocated."""
+    """Set the same parameters each time, and gradients of zero that stay allocated."""
     torch.manual_seed(1)
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:

@@ -1,13 +1,13 @@
-"""What the rounds come to: one point of the curve for each contender, and what is claimed of them."""
+"""The results of a race: one point of the curve for each contender, and the claims about them."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from curves.turns import AGAIN, PLAIN, Contender, StepTaken
+from curves.turns import AGAIN, PLAIN, Contender, Race, StepTaken
 
 # Peaks closer than this part of the plain model's are equal: what is read ahead then differs from step to step.
 PEAK_NOISE = 0.02
@@ -19,10 +19,10 @@ MAX_STEP_NOISE = 0.10
 
 @dataclass(frozen=True)
 class Spread:
-    """Of one figure over the rounds."""
+    """One figure over the rounds: its median and quartiles."""
 
     median: float
-    low: float  # a quarter of the rounds is below
+    low: float
     high: float
 
     @classmethod
@@ -48,9 +48,7 @@ class Point:
         to_plain: the same as ratios to the plain model's turn in the same round.
         peak_bytes: by the neutral meter.
         saved_peak_bytes: as the offloader counts, and as the plan in force promised it.
-        step_error, peak_error: what the plan promised, as a ratio to what was measured, less 1; medians over the steps.
-        trace_error: the same for a step with everything kept, against the plain model in the same round.
-        cost_error: promised less measured overhead, as a part of the plain step: what is not the trace's error.
+        step_error, peak_error: promised by measured figure, less 1; medians over the steps.
     """
 
     name: str
@@ -66,8 +64,6 @@ class Point:
     promised_step_s: float | None
     step_error: float | None
     peak_error: float | None
-    trace_error: float | None
-    cost_error: float | None
     plan: dict[str, Any] | None
     plans: int
 
@@ -75,15 +71,30 @@ class Point:
 Rounds = Sequence[dict[str, list[StepTaken]]]
 
 
+class Outcome(NamedTuple):
+    """The outcome of a race: a point for each contender, and whether all trained alike, bit for bit."""
+
+    points: list[Point]
+    rounds: int
+    are_equal: bool
+
+
+def outcome(race: Race, rounds: int, steps: int, ends_s: float) -> Outcome:
+    """Run a race (:meth:`Race.run`) and return its outcome."""
+    taken = race.run(rounds, steps, ends_s)
+    peaks, are_equal = race.proven()
+    found = [point(runner.contender, taken, peaks[name]) for name, runner in race.runners.items()]
+    return Outcome(found, len(taken), are_equal)
+
+
 def point(contender: Contender, rounds: Rounds, peak_bytes: int | None) -> Point:
-    """What the rounds say of one contender."""
+    """Return the point of one contender."""
     turns = [one[contender.name] for one in rounds]
     plain_s = [_median([step.step_s for step in one[PLAIN.name]]) for one in rounds]
     times_s = [_median([step.step_s for step in turn]) for turn in turns]
     steps = [step for turn in turns for step in turn]
-    pairs = [(step, s) for turn, s in zip(turns, plain_s, strict=True) for step in turn]
-    planned = [(step, s, step.plan) for step, s in pairs if step.plan is not None and not step.is_recorded]
-    peaks = [(step.saved_peak_bytes, plan) for step, _, plan in planned if step.saved_peak_bytes]
+    planned = [(step, step.plan) for step in steps if step.plan is not None and not step.is_recorded]
+    peaks = [(step.saved_peak_bytes, plan) for step, plan in planned if step.saved_peak_bytes]
     device = [step.device_peak_bytes for step in steps if step.device_peak_bytes is not None]
     return Point(
         contender.name,
@@ -95,19 +106,13 @@ def point(contender: Contender, rounds: Rounds, peak_bytes: int | None) -> Point
         Spread.of([mine / plain for mine, plain in zip(times_s, plain_s, strict=True)]),
         max(device) if device else peak_bytes,
         int(_median([peak for peak, _ in peaks])) if peaks else None,
-        int(_median([plan["peak_saved_bytes"] for *_, plan in planned])) if planned else None,
-        _median([plan["step_s"] for *_, plan in planned]) if planned else None,
-        _median([plan["step_s"] / step.step_s - 1 for step, _, plan in planned]) if planned else None,
+        int(_median([plan["peak_saved_bytes"] for _, plan in planned])) if planned else None,
+        _median([plan["step_s"] for _, plan in planned]) if planned else None,
+        _median([plan["step_s"] / step.step_s - 1 for step, plan in planned]) if planned else None,
         _median([plan["peak_saved_bytes"] / peak - 1 for peak, plan in peaks]) if peaks else None,
-        _median([plan["kept_step_s"] / plain - 1 for _, plain, plan in planned]) if planned else None,
-        _median([_cost_error(step, plain, plan) for step, plain, plan in planned]) if planned else None,
         steps[-1].plan,
         steps[-1].plans,
     )
-
-
-def _cost_error(step: StepTaken, plain_s: float, plan: dict[str, Any]) -> float:
-    return plan["step_s"] / plan["kept_step_s"] - step.step_s / plain_s
 
 
 def _median(values: Sequence[float]) -> float:
@@ -116,32 +121,33 @@ def _median(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is claimed of one model at one batch, and whether it held.
+    """The claims about one model at one batch.
 
     Attributes:
-        beaten: points that no point of adaptive is as good as, in peak and in time. The plain model is not among them:
-            as all planners, adaptive has hooks, and ``hooks`` says what they cost.
-        step_noise: by which the same thing differs from itself here, at least: the plain model twice, and contenders
-            under equal plans, of which none can be behind the other; half of what the middle half of the rounds spans
-            where two are compared, if that is more.
+        beaten: points for which adaptive has none as good, in peak and in time. The plain model is not among them: like
+            all planners, adaptive has hooks, and ``hooks`` says what they cost.
+        step_noise: least fraction by which equal things differ here: the plain model from itself, and contenders under
+            equal plans from each other. Where two are compared, half of what the middle half of the rounds spans
+            counts, if that is more.
+        hooks: fraction of the plain step that everything kept by us adds to it.
     """
 
     beaten: list[str]
     step_noise: float
     peak_errors: dict[str, float]
     step_errors: dict[str, float]
-    hooks: float | None = None  # of the plain step: by how much it is longer with everything kept by us
+    hooks: float | None = None
 
     @property
     def holds(self) -> bool:
-        """Whether all of it held."""
+        """True if every claim held."""
         if self.step_noise > MAX_STEP_NOISE:
             return False
         near = all(abs(one) <= PEAK_ERROR for one in self.peak_errors.values())
         return not self.beaten and near and all(abs(one) <= STEP_ERROR for one in self.step_errors.values())
 
     def line(self, name: str) -> str:
-        """In words."""
+        """Return the verdict in words."""
         beyond = "yes" if not self.beaten else f"NO: not beyond {', '.join(self.beaten)}"
         if self.step_noise > MAX_STEP_NOISE:
             beyond = "TOO NOISY TO TELL"
@@ -162,7 +168,7 @@ def _worst(what: str, errors: dict[str, float], bound: float) -> str:
 
 
 def verdict(points: Sequence[Point]) -> Verdict:
-    """The claims, checked."""
+    """Check the claims."""
     apart = [max(abs(one.to_plain.median - 1), one.to_plain.noise) for one in points if one.name == AGAIN.name]
     ours = [one for one in points if one.planner == "adaptive"]
     others = [one for one in points if one.planner not in ("adaptive", PLAIN.name)]
@@ -188,17 +194,17 @@ def _is_as_good(one: Point, other: Point, step_noise: float, room_bytes: float) 
 
 
 def _ratio(one: Point, other: Point) -> Spread:
-    """Of steps in the same round: what slows the machine for some seconds slows both."""
+    """Return the ratio of steps in the same round: whatever slows the machine for some seconds slows both."""
     return Spread.of([mine / its for mine, its in zip(one.turns_s, other.turns_s, strict=True)])
 
 
 def _does_the_same(one: Point, other: Point) -> bool:
-    """Whether their plans have the same work in a step, whatever they promise."""
+    """Return whether their plans have the same work in a step, whatever they promise."""
     if one.plan is None or other.plan is None or one.peak_bytes != other.peak_bytes:
         return False
     return all(one.plan[what] == other.plan[what] for what in ("bytes", "recomputed_blocks", "written_bytes"))
 
 
 def row(point: Point) -> dict[str, Any]:
-    """For JSON and tables."""
+    """Return a point as a row for JSON and tables."""
     return asdict(point)

@@ -13,7 +13,7 @@ from ds_tba.storage.backends.posix import PosixBackend
 
 
 class _Channel:
-    """One kind of transfers: all lanes together get ``bytes_per_s``."""
+    """One kind of transfers, for which all lanes together get ``bytes_per_s``."""
 
     def __init__(self) -> None:
         self.bytes_per_s: float | None = None
@@ -39,7 +39,7 @@ class ThrottledBackend(PosixBackend):
         self._writes, self._reads = _Channel(), _Channel()
 
     def throttle(self, write_bytes_per_s: float | None, read_bytes_per_s: float | None) -> None:
-        """From the next transfer on; None is as fast as the drive is."""
+        """Set the rates from the next transfer on; None is the drive's own."""
         self._writes.bytes_per_s, self._reads.bytes_per_s = write_bytes_per_s, read_bytes_per_s
 
     def open_handle(self, fd: int) -> IoHandle:

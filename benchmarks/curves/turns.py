@@ -48,8 +48,8 @@ class Contender:
     Attributes:
         planner: of ``PLANNERS``; None is the model without us.
         limits: keys of the config block.
-        drive: instead of the machine's own.
-        around: what forward runs in, beside what is ours.
+        drive: backend in place of the machine's own.
+        around: makes the context in which forward runs, beside ours.
     """
 
     name: str
@@ -128,11 +128,11 @@ class Runner:
                 return
 
     def turn(self, steps: int) -> list[StepTaken]:
-        """So many measured steps."""
+        """Take so many measured steps."""
         return [self.step() for _ in range(steps)]
 
     def step(self) -> StepTaken:
-        """One."""
+        """Take a step and measure it."""
         device, offloader = self._device, self.offloader
         before_it = None if offloader is None else offloader.report()  # at its end there may be another plan
         is_recorded = self.is_measuring
@@ -164,7 +164,7 @@ class Runner:
 
     @property
     def is_measuring(self) -> bool:
-        """Whether the next step is recorded, instead of following a plan."""
+        """True if the next step is recorded, instead of following a plan."""
         controller = self.offloader._controller if self.offloader is not None else None
         return controller is not None and controller._recording is not None
 
@@ -194,7 +194,7 @@ class Runner:
             self.offloader.note_step()
 
     def metered_peak_bytes(self) -> int | None:
-        """Of one more step, not timed; None on a device that counts by itself."""
+        """Return the peak of one more step, which is not timed; None on a device that counts by itself."""
         if self._device.is_cuda:
             return None
         held = [*self._workload.parameters, *self._workload.batch]
@@ -231,7 +231,7 @@ class Runner:
 
 @contextmanager
 def strict() -> Iterator[None]:
-    """Inside, a kernel gives the same bits each time, or PyTorch refuses it.
+    """Have kernels inside give the same bits each time, or PyTorch refuse them.
 
     Not ``warn_only``: under that the backward of flash and of efficient attention stays random.
     """
@@ -260,21 +260,21 @@ def parameters_of(workload: Workload) -> list[torch.Tensor]:
 
 
 def _on(drive: IoBackend | None) -> AbstractContextManager[Any]:
-    """What is opened inside writes and reads with this backend."""
+    """Have offloaders that are built inside write and read with this backend."""
     if drive is None:
         return nullcontext()
     return mock.patch("ds_tba.storage.tiers.select_backend", lambda *_, **__: Selection(drive, "the benchmark's"))
 
 
 def storages_held(tensors: Sequence[torch.Tensor], offloader: ActivationOffloader | None) -> list[torch.UntypedStorage]:
-    """Of tensors, and of the staging ring, which slots are cut from."""
+    """Return the storages of tensors, and of the staging ring, from which slots are cut."""
     found = [one.untyped_storage() for one in tensors]
     ring = offloader._tiers.nvme.ring._memory if offloader is not None and offloader._tiers.nvme is not None else None
     return found if ring is None else [*found, ring.untyped_storage()]
 
 
 def add_race_options(parser: argparse.ArgumentParser) -> None:
-    """Where a race runs, for how long, and where its results go."""
+    """Add the options that say where a race runs, for how long, and where its results go."""
     parser.add_argument("--nvme_path", type=Path, required=True, help="an existing directory on the drive")
     parser.add_argument("--out", type=Path, required=True, help="directory for the results, made if need be")
     parser.add_argument("--minutes", type=float, default=20.0, help="for everything; two rounds are run in any case")
@@ -302,21 +302,26 @@ class Race:
             runner.warm_up()
 
     def run(self, rounds: int, steps: int, ends_s: float) -> list[dict[str, list[StepTaken]]]:
-        """Rounds in which each takes a turn, in a new random order each time: as many as fit before ``ends_s`` on
-        the monotonic clock, two at least."""
+        """Run rounds in which each takes a turn, in a new random order each time.
+
+        As many are run as end before ``ends_s`` on the monotonic clock, two at least.
+        """
         names, chance = list(self.runners), random.Random(0)
         done = list(rounds_of(names, lambda name: self.runners[name].turn(steps), rounds, ends_s, chance))
         for runner in self.runners.values():
             runner.step()  # tells the peak of the last one
         return done
 
-    def outcome(self) -> tuple[dict[str, int | None], bool]:
-        """The peak of one more step of each, and whether all train alike (:meth:`Runner.proof`)."""
+    def proven(self) -> tuple[dict[str, int | None], bool]:
+        """Return the peak of one more step of each, and whether all train alike (:meth:`Runner.proof`)."""
         peaks = {name: runner.metered_peak_bytes() for name, runner in self.runners.items()}
         start = parameters_of(self._workload)
         return peaks, len({runner.proof(start) for runner in self.runners.values()}) == 1
 
-    def close(self) -> None:
+    def __enter__(self) -> Race:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         for runner in reversed(self.runners.values()):  # each has wrapped the blocks as the one before left them
             runner.close()
         self._device.give_back()

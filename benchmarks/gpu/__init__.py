@@ -1,1 +1,1 @@
-"""Everything that only a GPU can tell, measured by one command in pieces: ``make gpu``."""
+"""The pieces of ``make gpu``, which measures what only a GPU can tell."""

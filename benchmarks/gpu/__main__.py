@@ -1,4 +1,4 @@
-"""What only a GPU can tell, the most important first: ``make gpu``, ``make gpu REHEARSE=1``.
+"""Measure what only a GPU can tell, the most important first: ``make gpu``, ``make gpu REHEARSE=1``.
 
     python benchmarks/gpu [--minutes 8] [--pieces NAME ...] [--again] [--out DIR] [--nvme_path DIR]
     python benchmarks/gpu --rehearse        # the eight minutes on the CPU, tiny: shows that they work
@@ -63,7 +63,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def chosen(names: list[str] | None, *, rehearse: bool) -> list[Piece]:
-    """The pieces that are asked for; all where none are named."""
+    """Return the pieces that are asked for, all where none are named."""
     known = pieces(rehearse=rehearse)
     for name in names or ():
         if not any(piece.name.startswith(name) for piece in known):
@@ -75,7 +75,7 @@ class Build:
     """DeepSpeed's CPUAdam, which the update needs, compiled while other pieces run that are not timed.
 
     Args:
-        directory: for what is built; None where it is built elsewhere, or not at all.
+        directory: directory for the op; None where it is built elsewhere, or not at all.
     """
 
     def __init__(self, directory: Path | None, program: str = BUILD) -> None:
@@ -85,11 +85,11 @@ class Build:
 
     @property
     def variables(self) -> dict[str, str]:
-        """The environment in which it is found."""
+        """The environment in which the op is found."""
         return {} if self._directory is None else {"TORCH_EXTENSIONS_DIR": str(self._directory)}
 
     def allow(self, piece: Piece) -> None:
-        """Go on beside a piece whose figures it does not disturb, else stand still."""
+        """Go on building beside a piece whose figures that does not disturb, else stand still."""
         if self._directory is None or piece.name not in ("smoke", "headline", "hooks", "update"):
             return
         if self._process is None and piece.name == "smoke":
@@ -104,7 +104,7 @@ class Build:
         self._signal(signal.SIGCONT if piece.name in ("smoke", "update") else signal.SIGSTOP)
 
     def end(self) -> None:
-        """End it; what is half built goes with its directory."""
+        """End the build; its directory is removed with whatever is half built."""
         self._signal(signal.SIGKILL)
         if self._process is not None:
             self._process.wait()
@@ -117,7 +117,7 @@ class Build:
 def run(
     piece: Piece, results: Results, directory: Path, *, limit_s: float, rehearse: bool, build: Build | None = None
 ) -> None:
-    """One piece, in a process and directory of its own; what it found, or why it did not, goes to the results."""
+    """Run one piece in a process and directory of its own, and put what it found, or the reason, into the results."""
     began_s = time.monotonic()
     build = build or Build(None)
     build.allow(piece)
@@ -149,7 +149,7 @@ def run(
 
 
 def _ended(command: list[str], limit_s: float, *, rehearse: bool, **more: str) -> tuple[int | None, str]:
-    """The exit status, None where the limit ended it, and all output. Its children end with it."""
+    """Return the exit status, None where the limit ended it, and all output. Its children end with it."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])
     # With this CUDA's matrix products give the same bits in every run.
     variables = {"PYTHONPATH": path, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONUNBUFFERED": "1", **more}
@@ -173,7 +173,7 @@ def _ended(command: list[str], limit_s: float, *, rehearse: bool, **more: str) -
 
 @contextmanager
 def _building(asked: list[Piece], directory: Path, *, rehearse: bool) -> Iterator[Build]:
-    """The build of a run; none where the user has a place for DeepSpeed's ops, or nothing needs them."""
+    """Yield the build of a run; it builds nothing where the user has a place for DeepSpeed's ops or none is needed."""
     is_needed = not rehearse and "TORCH_EXTENSIONS_DIR" not in os.environ
     is_needed &= {"smoke", "update"} <= {piece.name for piece in asked}
     with tempfile.TemporaryDirectory(dir=directory, prefix="gpu_ops_") as ops:

@@ -78,7 +78,7 @@ class Entrant:
     numbers: Counter[str] = field(default_factory=Counter)
 
     def fail(self, error: BaseException) -> None:
-        """Out of the race, with the reason."""
+        """Take it out of the race, with the reason."""
         text = (str(error).strip().splitlines() or [""])[0]
         self.state = "out of memory" if isinstance(error, torch.OutOfMemoryError) else "failed"
         self.reason = f"{type(error).__name__}: {text}"[:300]
@@ -88,7 +88,7 @@ class Headline:
     """All ways at one length.
 
     Args:
-        ends_s: when time is up, on the monotonic clock.
+        ends_s: end of the time, on the monotonic clock.
     """
 
     def __init__(self, options: argparse.Namespace, ends_s: float) -> None:
@@ -107,7 +107,7 @@ class Headline:
         self.room = self._room(self._kept_bytes())
 
     def _room(self, kept: int) -> Room:
-        """Everything where it fits; of the drive and the host, each that plans has a part of what is left."""
+        """Return room for everything where it fits; each way that plans has a part of what drive and host have left."""
         planning = max(1, sum(one.way.plans for one in self.entrants))
         drive = shutil.disk_usage(self._options.nvme_path).free
         host = available_bytes()
@@ -121,7 +121,7 @@ class Headline:
         )
 
     def _kept_bytes(self) -> int:
-        """What is saved with everything kept, by the line through the bytes at two short lengths."""
+        """Return the bytes saved with everything kept, by the line through those of two short lengths."""
         lengths = [max(64, self._options.tokens // part) for part in (16, 32)]
         found = []
         for length in lengths:
@@ -140,7 +140,7 @@ class Headline:
     # ---- the race ------------------------------------------------------------------------------------------------
 
     def enter(self) -> None:
-        """Each for the first time: warmed up, its gradients compared, and left out where it cannot run."""
+        """Run each for the first time: warm it up, compare its gradients, and leave it out where it cannot run."""
         for number, entrant in enumerate(self.entrants):
             left_s = self._ends_s - time.monotonic()
             # What is left is shared among those to come and the rounds.
@@ -179,7 +179,7 @@ class Headline:
         entrant.first_s = self._measured(entrant, runner, 1)
 
     def _measured(self, entrant: Entrant, runner: Runner, steps: int) -> float:
-        """The median of so many steps."""
+        """Measure so many steps, and return their median."""
         before = self._device.counts()
         found = runner.turn(steps)
         for name in NUMBERS & before.keys():
@@ -203,7 +203,7 @@ class Headline:
         entrant.equal = found == self._expected
 
     def _drop(self, entrant: Entrant) -> None:
-        """It runs no more, and holds nothing."""
+        """Have it run no more, and hold nothing."""
         if entrant.runner is not None and entrant.first_s is None:  # else others have wrapped the blocks after it
             entrant.runner.close()
             entrant.runner = None
@@ -213,7 +213,7 @@ class Headline:
                 parameter.grad.zero_()
 
     def run(self, most: int) -> None:
-        """Rounds, as many as there is time for, and for what comes behind them."""
+        """Run as many rounds as there is time for beside the profiled steps."""
         running = {entrant.way.name: entrant for entrant in self.entrants if entrant.state == "runs"}
         round_s = sum(entrant.first_s or 0 for entrant in running.values())
         # Time for the profiled steps, which are slower.
@@ -257,7 +257,7 @@ class Headline:
             self.keep()
 
     def meter(self) -> None:
-        """On a CPU: the peak of one more step of each."""
+        """Measure the peak of one more step of each, on a CPU."""
         if self._device.is_cuda:
             return
         held = sum(one.nbytes * 2 for one in self._workload.parameters)
@@ -271,7 +271,7 @@ class Headline:
 
     @property
     def base(self) -> Entrant | None:
-        """What ratios are to: keep, or the first that runs."""
+        """The entrant to which ratios are: keep, or the first that runs."""
         return next((one for one in self.entrants if one.state == "runs" and one.first_s is not None), None)
 
     def found(self) -> dict[str, Any]:
@@ -321,7 +321,7 @@ class Headline:
         return row
 
     def keep(self) -> None:
-        """What there is so far, on disk."""
+        """Write the results so far."""
         write_whole(self._options.result, json.dumps(self.found()))
 
     def close(self) -> None:
@@ -331,7 +331,7 @@ class Headline:
 
 
 def workload_of(whole: Any, tokens: int) -> Any:
-    """The same model with the first tokens only."""
+    """Return the same model with the first tokens only."""
     return type(whole)(whole.model, tuple(one[:, :tokens] for one in whole.batch), whole.parameters)
 
 

@@ -23,7 +23,7 @@ LEARNABLE_BYTES = 2 + 2  # of a parameter in bf16 and its gradient
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a layer, and how many there are."""
+    """The sizes of a layer, and the number of layers."""
 
     hidden: int = 4096
     inner: int = 14336
@@ -38,12 +38,11 @@ class Shape:
 
     @property
     def token_bytes(self) -> int:
-        """About what one layer saves of one token: ten tensors of the width, six of the MLP's, in bf16."""
+        """Bytes that one layer saves of one token, about: ten tensors of the width, six of the MLP's, in bf16."""
         return 2 * (10 * self.hidden + 6 * self.inner)
 
     def layers_for(self, tokens: int, memory_bytes: int) -> int:
-        """As many layers as one GPU holds with everything kept for so many tokens, a tenth of it to spare; not
-        more than the model has."""
+        """Return how many layers one GPU holds with everything kept, with a tenth to spare; at most the model's."""
         of_one = LEARNABLE_BYTES * self.layer_parameters + tokens * self.token_bytes
         return min(self.layers, max(1, int(0.9 * memory_bytes / of_one)))
 
@@ -135,12 +134,12 @@ class Llama(nn.Module):
 
 
 def run_layer(layer: nn.Module, *args: Any) -> Any:
-    """Run it as it is."""
+    """Run a layer as it is."""
     return layer(*args)
 
 
 def workload(shape: Shape, tokens: int, device: torch.device) -> Workload:
-    """The model in bf16, with gradients of zero, and one sequence."""
+    """Return the model in bf16, with gradients of zero, and one sequence."""
     torch.manual_seed(1)
     with device:
         model = Llama(shape).bfloat16()
@@ -159,12 +158,12 @@ Around = Callable[[], AbstractContextManager[Any]]
 
 @dataclass(frozen=True)
 class Room:
-    """What ours may use, in bytes.
+    """The bytes that ours may use.
 
     Attributes:
-        kept: what is saved with everything kept.
-        host, swap: of pinned memory and of the drive, for the variant that puts everything there.
-        small_host, small_swap: for each of those that plan.
+        kept: bytes saved with everything kept.
+        host, swap: bytes of pinned memory and of the drive for the way that has everything there.
+        small_host, small_swap: the same for each way that plans.
     """
 
     kept: int
@@ -179,9 +178,9 @@ class Way:
     """One way to train.
 
     Attributes:
-        around: makes, from the model, what forward runs in.
+        around: makes, from the model, the context in which forward runs.
         block: keys of our block, or None.
-        plans: it has a plan after some steps.
+        plans: True if it has a plan after some steps.
     """
 
     name: str
@@ -192,7 +191,7 @@ class Way:
 
 
 def checkpointing(model: Any) -> Around:
-    """Every layer, by torch's function."""
+    """Checkpoint every layer by torch's function."""
 
     @contextmanager
     def checkpointed() -> Iterator[None]:

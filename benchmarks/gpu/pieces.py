@@ -22,15 +22,15 @@ WAYS = ("keep", "checkpointing", "rematerialize", "host", "adaptive 2 %", "adapt
 
 @dataclass(frozen=True)
 class Piece:
-    """One.
+    """One piece of a run.
 
     Attributes:
-        part: of the table.
-        argv: of the program; ``RESULT`` stands for a file to write, ``SCRATCH`` for a directory to work in, and
+        part: part of the table.
+        argv: program and arguments; ``RESULT`` stands for a file to write, ``SCRATCH`` for a directory to work in, and
             ``SECONDS`` for how long.
-        read: what it found, from these two.
-        limit_s: ended then; what it had written until then counts.
-        is_quick: one of the eight minutes.
+        read: reads what it found, from these two.
+        limit_s: seconds after which it is ended; what it had written until then counts.
+        is_quick: True for a piece of the eight minutes.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Piece:
         return 15.0 if self.is_quick else 60.0
 
     def command(self, result: Path, scratch: Path, limit_s: float) -> list[str]:
-        """``SECONDS`` is what it may plan for: a step that has begun is not stopped."""
+        """Return the command line. ``SECONDS`` is less than the limit: a step that has begun is not stopped."""
         spare_s = 15 if self.is_quick else 60
         places = {"RESULT": str(result), "SCRATCH": str(scratch), "SECONDS": f"{max(10, limit_s - spare_s):.0f}"}
         return [sys.executable, *(places.get(argument, argument) for argument in self.argv)]
@@ -68,9 +68,9 @@ def _update(size: float, *more: str, rehearse: bool) -> tuple[str, ...]:
 
 
 def quick(*, rehearse: bool) -> list[Piece]:
-    """Those of the eight minutes: what is worth most where a GPU can be had for no longer.
+    """Return the pieces of the eight minutes, which are worth most where a GPU can be had for no longer.
 
-    In a rehearsal, which may be on a machine that does much else, each has all the time that it wants.
+    A rehearsal may be on a machine that does much else, so there each has all the time that it wants.
     """
     device = ("--device", "cpu", "--tiny") if rehearse else ("--device", "cuda")
     here = ("--result", "RESULT", "--nvme_path", "SCRATCH", *device)
@@ -93,7 +93,7 @@ def quick(*, rehearse: bool) -> list[Piece]:
 
 
 def longer(*, rehearse: bool) -> list[Piece]:
-    """Those that take minutes each; in a rehearsal each kind once or twice and tiny."""
+    """Return the pieces that take minutes each; a rehearsal has each kind once or twice, tiny."""
     device = ("--device", "cpu" if rehearse else "cuda")
     tiny = ("--tiny",) if rehearse else ()
     found = [Piece("facts", "facts", (f"{OWN}/probe.py", "--long", "--result", "RESULT", *device, *tiny))]
@@ -129,5 +129,5 @@ def longer(*, rehearse: bool) -> list[Piece]:
 
 
 def pieces(*, rehearse: bool) -> list[Piece]:
-    """All of them, in order."""
+    """Return all pieces, in order."""
     return [*quick(rehearse=rehearse), *longer(rehearse=rehearse)]

@@ -1,8 +1,8 @@
 """Facts of the machine that the code relies on: the card, its links, pinning, the file system and the drive.
 
-With ``--long`` in place of these: the update's bits, and forks. Host
-memory is pinned as ``ds_tba/update/pinning.py`` does it, in place. Without CUDA nothing is pinned and the CPU is the
-device: that shows only that this program works.
+``--long`` measures the update's bits and forks in place of these. Host memory is pinned in place, as
+``ds_tba/update/pinning.py`` does it. Without CUDA nothing is pinned and the CPU is the device: that shows only that
+this program works.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ds_tba.device.memory import (  # noqa: E402
     huge_page_memory,
 )
 from ds_tba.update import formula  # noqa: E402
-from ds_tba.update.pinning import Registry, cuda_registry  # noqa: E402
+from ds_tba.update.pinning import CudaDriver, Registry  # noqa: E402
 from gpu.results import write_whole  # noqa: E402
 
 GIB = 1 << 30
@@ -43,8 +43,18 @@ CHUNK_ELEMENTS = 1 << 22
 TRIAL_ID = -2
 
 
+class NoDriver:
+    """Pins nothing, on the CPU, and says that it did."""
+
+    def register(self, address: int, nbytes: int) -> bool:
+        return True
+
+    def unregister(self, address: int) -> None:
+        pass
+
+
 class Bench:
-    """A device and memory that it copies from by itself.
+    """A device, and host memory that it copies from by itself.
 
     Args:
         kind: ``"cpu"`` or ``"cuda"``.
@@ -52,16 +62,16 @@ class Bench:
 
     def __init__(self, kind: str) -> None:
         self.device = Device(kind)
-        self.registry = cuda_registry(None) if self.device.is_cuda else Registry(lambda *_: True, lambda _: None, None)
+        self.registry = Registry(CudaDriver() if self.device.is_cuda else NoDriver(), None)
 
     def host(self, nbytes: int) -> torch.Tensor:
-        """Host memory of whole pages, touched: a copy must not reach beyond what is pinned."""
+        """Return host memory of whole pages, touched: a copy must not reach beyond what is pinned."""
         memory = torch.empty(nbytes + PAGE_BYTES, dtype=torch.uint8, device="cpu").fill_(1)
         start = -memory.data_ptr() % PAGE_BYTES
         return memory[start : start + nbytes]
 
     def time(self, act: Callable[[], object]) -> float:
-        """Seconds until the device is done with it; the median of some, after one that does not count."""
+        """Return the seconds until the device is done with it; the median of some, after one that does not count."""
         found = []
         for _ in range(1 + ROUNDS):
             self.device.synchronize()
@@ -73,7 +83,7 @@ class Bench:
 
 
 def duplex(bench: Bench, nbytes: int) -> dict[str, Any]:
-    """GB/s out, in and both at once, from memory that was pinned in place and from torch's own."""
+    """Return GB/s out, in and both at once, from memory that was pinned in place and from torch's own."""
     is_cuda, found = bench.device.is_cuda, {}
     streams = [torch.cuda.Stream(), torch.cuda.Stream()] if is_cuda else []
     down, up = (torch.ones(nbytes, dtype=torch.uint8, device=bench.device.torch) for _ in range(2))
@@ -109,8 +119,10 @@ def duplex(bench: Bench, nbytes: int) -> dict[str, Any]:
 
 
 def bits(bench: Bench, elements: int) -> dict[str, Any]:
-    """How many elements of three updates differ in a bit from DeepSpeed's CPUAdam, or where that does not build, from
-    the same formula on the host."""
+    """Count the elements of three updates that differ in a bit from DeepSpeed's CPUAdam.
+
+    Where that does not build, they are compared with the same formula on the host.
+    """
     device, generator = bench.device.torch, torch.Generator().manual_seed(7)
     hyper = formula.Hyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
 
@@ -154,7 +166,7 @@ def bits(bench: Bench, elements: int) -> dict[str, Any]:
 
 
 def _cpu_adam() -> tuple[Any, str]:
-    """DeepSpeed's op, or why there is none."""
+    """Return DeepSpeed's op, or why there is none."""
     try:
         from deepspeed.ops.op_builder import CPUAdamBuilder
 
@@ -164,7 +176,7 @@ def _cpu_adam() -> tuple[Any, str]:
 
 
 def pinning(bench: Bench, nbytes: int) -> dict[str, Any]:
-    """GB/s of pinning memory that is touched, in small pages and in huge ones, and of touching it."""
+    """Return GB/s of pinning memory that is touched, in small pages and in huge ones, and of touching it."""
     found: dict[str, Any] = {"bytes": nbytes}
     for name, huge in (("small pages", False), ("huge pages", True)):
         memory = torch.empty(nbytes + HUGE_PAGE_BYTES, dtype=torch.uint8, device="cpu")
@@ -184,8 +196,10 @@ def pinning(bench: Bench, nbytes: int) -> dict[str, Any]:
 
 
 def forks(bench: Bench, nbytes: int) -> dict[str, Any]:
-    """Whether the device reads what the host wrote to pinned memory while a forked child is there: as the package pins,
-    and where the child has the pages, too, as DeepSpeed and others leave it."""
+    """Return whether the device reads what the host wrote to pinned memory while a forked child is there.
+
+    Memory is pinned as the package does it, and with the child having the pages, too, as DeepSpeed and others leave it.
+    """
     found = {"as the package pins": _fork(bench, nbytes, bench.registry)}
     if bench.device.is_cuda:
         found["pages shared with the child"] = _fork(bench, nbytes, _Shared())

@@ -16,7 +16,7 @@ DONE, CUT, FAILED, BEGUN = "done", "cut", "failed", "begun"
 
 
 def today() -> str:
-    """As in the file's name."""
+    """Return the date as the file's name has it."""
     return datetime.now(timezone.utc).date().isoformat()
 
 
@@ -56,7 +56,7 @@ class Results:
 
     @property
     def pieces(self) -> dict[str, Any]:
-        """By name: ``state``, ``reason`` unless it is done, ``found``, ``took_s``, ``at``, ``commit``, ``machine``."""
+        """``state``, ``reason``, ``found``, ``took_s``, ``at``, ``commit`` and ``machine`` of each piece."""
         pieces: dict[str, Any] = self.found["pieces"]
         return pieces
 
@@ -64,7 +64,7 @@ class Results:
         return self.pieces.get(name, {}).get("state") == DONE
 
     def begin(self, name: str, part: str) -> None:
-        """A piece begins, and writes what it finds to :attr:`running`."""
+        """Note that a piece begins; it writes what it finds to :attr:`running`."""
         self.put(name, part=part, state=BEGUN, reason="", status=None, found=None, took_s=0.0)
 
     def put(self, name: str, **found: Any) -> None:
@@ -87,7 +87,7 @@ class Results:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """The file has all of the text, or what it had before, whenever the process ends."""
+    """Write all of the text or none: the file has its old text if the process ends meanwhile."""
     beside = path.with_name(path.name + ".part")
     beside.write_text(text, encoding="utf-8")
     beside.replace(path)
@@ -95,7 +95,7 @@ def write_whole(path: Path, text: str) -> None:
 
 @functools.cache
 def commit() -> str:
-    """Of the tree, with a mark where it was changed; where there is no git, that."""
+    """Return the tree's commit, with a mark if the tree was changed; "unknown" without git."""
     try:
         done = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=12"],
@@ -111,7 +111,7 @@ def commit() -> str:
 
 @functools.cache
 def machine() -> dict[str, str]:
-    """What it ran on, in words."""
+    """Return the machine in words."""
     import torch
 
     versions = {name: _version(name) for name in ("deepspeed", "transformers", "trl")}

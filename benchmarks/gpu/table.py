@@ -23,7 +23,7 @@ Found = Mapping[str, Any]
 
 
 def markdown(results: Found) -> str:
-    """All of it."""
+    """Return the whole page."""
     return "\n".join(_lines(results)) + "\n"
 
 
@@ -101,7 +101,7 @@ def _smoke(found: Mapping[str, Found]) -> Iterator[str]:
 
 
 def _waits(rows: list[Found]) -> Iterator[str]:
-    """Of one step of each way: where the host waits for the device, and what else its runtime is asked."""
+    """Yield the calls of the device's runtime in one step of each way, those that wait for the device among them."""
     profiled = {row["title"]: row["profiled"] for row in rows if row.get("profiled")}
     names = sorted({name for events in profiled.values() for name in events})
     if not names:
@@ -169,7 +169,7 @@ def _row(row: Found, base: Found) -> str:
 
 
 def longest(found: list[Found]) -> Iterator[str]:
-    """Of each way: the longest sequence that ran, and what ended it. Lengths measured with other layers do not mix."""
+    """Yield each way's longest sequence, and what ended it. Lengths measured with other layers do not mix."""
     for layers in dict.fromkeys(one["shape"]["layers"] for one in found):
         lengths = [one for one in found if one["shape"]["layers"] == layers]
         tried = ", ".join(f"{one['tokens']:,}" for one in lengths)

@@ -26,7 +26,7 @@ class Scope:
 
 
 def tba_assignment(trace: Trace) -> Assignment:
-    """The prefix to NVMe, everything else kept."""
+    """Return TBA's choice: the prefix goes to NVMe, everything else is kept."""
     assignment = Timeline.of(trace).kept
     if trace.resources.paths and trace.storages:
         assignment.placements[: _suffix(trace)] = Placement.NVME
@@ -34,7 +34,7 @@ def tba_assignment(trace: Trace) -> Assignment:
 
 
 def _suffix(trace: Trace) -> int:
-    """The first storage that is kept."""
+    """Return the index of the first storage that is kept."""
     scopes = _scopes(trace)
     start_s, end_s = scopes[0].start_s, _forward_end_s(trace)
     before_bytes = 0
@@ -62,7 +62,7 @@ def _scopes(trace: Trace) -> list[Scope]:
 
 
 def _scope_of(trace: Trace, storage: StorageTrace) -> tuple[int, str]:
-    """The block that saved it first, and that block's child; a storage of no block is a scope by its module."""
+    """Return the block that saved it first, and that block's child; a storage of no block is a scope by its module."""
     if not storage.blocks or storage.blocks[0] < 0:
         return -1, storage.module
     block = storage.blocks[0]

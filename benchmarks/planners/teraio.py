@@ -12,12 +12,10 @@ import heapq
 from dataclasses import dataclass
 
 import numpy as np
-from oracle.plan import StorageCosts
-from oracle.timeline import Floats, Timeline
 
 from ds_tba.config import Placement
 from ds_tba.plan.plan import Limits
-from ds_tba.plan.timeline import Assignment
+from ds_tba.plan.timeline import Assignment, Floats, Ints, Timeline
 
 SLICES = 1024
 MAX_GROUPS = 1024
@@ -28,7 +26,7 @@ MAX_BYTES = 2.0**60  # in a slice: sums of infinities are not numbers
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Where on the timeline a move's transfers would be: slices, the last one of each taken in part."""
+    """The slices of the timeline that a move's transfers would take, the last one of each in part."""
 
     out_first: int
     out_last: int
@@ -37,7 +35,7 @@ class Reservation:
 
 
 class Channel:
-    """One way there and back, with what is left of it in each slice.
+    """A drive or a link, out and back, with the bytes that are left of it in each slice.
 
     Args:
         out_bytes, in_bytes: capacity of a slice.
@@ -48,7 +46,7 @@ class Channel:
         self._in = np.full(SLICES, min(in_bytes, MAX_BYTES))
 
     def find(self, nbytes: int, packed: int, used: int) -> Reservation | None:
-        """The earliest way out after slice ``packed`` and the latest way back before slice ``used``."""
+        """Return the earliest way out after slice ``packed`` with the latest way back before slice ``used``."""
         out = np.searchsorted(np.cumsum(self._out[packed:used]), nbytes)
         gone = packed + int(out) + 1
         if gone >= used:
@@ -59,13 +57,13 @@ class Channel:
         return Reservation(packed, gone - 1, used - 1 - back, used - 1)
 
     def take(self, nbytes: int, where: Reservation) -> None:
-        """Reserve."""
+        """Reserve a move's slices."""
         _take(self._out[where.out_first : where.out_last + 1], nbytes)
         _take(self._in[where.in_first : where.in_last + 1][::-1], nbytes)
 
 
 def _take(left: Floats, nbytes: int) -> None:
-    """Take from the first slices on."""
+    """Take bytes from the first slices on."""
     rest = nbytes - (left.sum() - left[-1])
     left[:-1] = 0.0
     left[-1] = max(0.0, left[-1] - rest)
@@ -79,27 +77,25 @@ class Greedy:
         slice_s = timeline.end_s / SLICES
         resources = timeline.resources
         self._slice_s = slice_s
-        self._packed = self._slices(timeline.storages.last_forward_use_s)
-        self._used = self._slices(timeline.storages.first_backward_use_s)
-        self._freed = self._slices(timeline.storages.freed_s)
+        self._packed = self._slices(timeline.left_s)
+        self._used = self._slices(timeline.used_s)
+        self._freed = self._slices(timeline.freed_s)
         self._memory = np.zeros(SLICES)
-        for index in np.flatnonzero(~timeline.storages.unsaved):
-            self._memory[self._packed[index] : self._freed[index] + 1] += timeline.storages.nbytes[index]
+        for index in np.flatnonzero(timeline.saved):
+            self._memory[self._packed[index] : self._freed[index] + 1] += timeline.nbytes[index]
         self._capacity_bytes = limits.activation_budget_bytes or 0
         self._host = np.zeros(SLICES)
         self._host_budget_bytes = limits.host_budget_bytes
         self._ssd = Channel(resources.write_bytes_per_s * slice_s, resources.read_bytes_per_s * slice_s)
         self._link = Channel(resources.copy_out_bytes_per_s * slice_s, resources.copy_in_bytes_per_s * slice_s)
-        self._to_ssd = timeline.can_go_to_nvme()
-        costs = StorageCosts.of(timeline)
-        self._ssd_s, self._host_s = costs.write_s + costs.read_s, costs.host_s
+        # A storage that is larger than staging goes in pieces, for which compute waits: this planner has no such move.
+        self._to_ssd = timeline.to_nvme & (timeline.padded_bytes <= resources.staging_bytes)
+        self._ssd_s = _transfer_s(timeline.padded_bytes, resources.write_bytes_per_s, resources.read_bytes_per_s)
+        self._host_s = _transfer_s(timeline.nbytes, resources.copy_out_bytes_per_s, resources.copy_in_bytes_per_s)
 
     def choose(self) -> Assignment:
-        """The moves."""
-        assignment, nbytes = (
-            Assignment(self._timeline.kept.placements, self._timeline.kept.recomputed),
-            self._timeline.storages.nbytes,
-        )
+        """Return the moves, the best ratio of benefit to cost first."""
+        assignment, nbytes = self._timeline.kept, self._timeline.nbytes
         heap = [(-self._highest_ratio(index), index) for index in self._candidates()]
         heapq.heapify(heap)
         while heap and self._memory.max() > self._capacity_bytes:
@@ -122,8 +118,7 @@ class Greedy:
         return assignment
 
     def _candidates(self) -> list[int]:
-        storages = self._timeline.storages
-        return [int(index) for index in np.flatnonzero(storages.movable & ~storages.unsaved)]
+        return [int(index) for index in np.flatnonzero(self._timeline.movable & self._timeline.saved)]
 
     def _slices(self, at_s: Floats) -> list[int]:
         return np.minimum((at_s / self._slice_s).astype(np.int64), SLICES - 1).tolist()  # type: ignore[no-any-return]
@@ -139,10 +134,10 @@ class Greedy:
         return Placement.HOST, self._link.find(size, packed, used)
 
     def _highest_ratio(self, index: int) -> float:
-        """What no reservation can exceed."""
+        """Return the ratio that no reservation can exceed."""
         whole = Reservation(self._packed[index], self._packed[index] - 1, self._used[index], self._used[index])
         placement = Placement.NVME if self._to_ssd[index] and not self._host_budget_bytes else Placement.HOST
-        return self._ratio(index, placement, whole, int(self._timeline.storages.nbytes[index]))
+        return self._ratio(index, placement, whole, int(self._timeline.nbytes[index]))
 
     def _ratio(self, index: int, placement: Placement, where: Reservation, size: int) -> float:
         above = self._memory[where.out_last + 1 : where.in_first] - self._capacity_bytes
@@ -151,9 +146,16 @@ class Greedy:
         return benefit / cost_s if cost_s > 0 else benefit * np.inf if benefit else 0.0
 
 
+def _transfer_s(nbytes: Ints, out_bytes_per_s: float, in_bytes_per_s: float) -> Floats:
+    """Return the seconds of each storage's way out and back; infinite where a rate is 0."""
+    with np.errstate(divide="ignore"):
+        return np.asarray(nbytes / np.float64(out_bytes_per_s) + nbytes / np.float64(in_bytes_per_s))
+
+
 def teraio_assignment(timeline: Timeline, limits: Limits) -> Assignment:
-    """TERAIO's choice; neighbours are moved together where there are very many storages."""
-    if not len(timeline.storages) or timeline.end_s <= 0:
-        return Assignment(timeline.kept.placements, timeline.kept.recomputed)
-    coarse, group = timeline.grouped(MAX_GROUPS)
-    return Assignment(Greedy(coarse, limits).choose().placements[group], timeline.kept.recomputed)
+    """Return TERAIO's choice; neighbours are offloaded together where there are very many storages."""
+    if not len(timeline.nbytes) or timeline.end_s <= 0:
+        return timeline.kept
+    group = timeline.groups(MAX_GROUPS, forwards=1)
+    chosen = Greedy(timeline.merged(group), limits).choose()
+    return Assignment(chosen.placements[group], timeline.kept.recomputed)

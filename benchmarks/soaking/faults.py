@@ -1,8 +1,8 @@
 """Faults of a drive, injected into the handles of the backend that the offloader chose.
 
-Two kinds. What the store must get over without a word to training: delays, write errors, a read error that the second
-try does not see. And what must raise, because the bytes are gone: a read that fails twice, and a write that was
-dropped, cut short or stale, once its bytes are read back. The latter are armed for one step, and the error is due as
+There are two kinds. The store must get over delays, write errors, and a read error that its second try does not see,
+without a word to training. It must raise where bytes are gone: after a read that fails twice, and when it reads bytes
+whose write was dropped, cut short or stale. Faults of the second kind are armed for one step, and the error is due as
 soon as such bytes were read.
 """
 
@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -64,18 +65,18 @@ class Injector:
         self._lock = threading.Lock()
 
     def new_chance(self) -> random.Random:
-        """The random numbers of one handle."""
+        """Return the random numbers of one handle."""
         self._handles += 1
         return random.Random(f"{self._seed}/{self._handles}")
 
     def arm(self, kind: str) -> None:
-        """Let some transfers go wrong for good from here on; ``""``: no more, and nothing is due."""
+        """Let some transfers lose bytes from here on; ``""`` ends that, and nothing is due."""
         with self._lock:
             self._armed, self.due, self._previous = kind, None, None
             self._bad.clear()
 
     def before_write(self, chance: random.Random, fd: int, data: torch.Tensor, offset: int) -> tuple[str, Any]:
-        """What happens to a write, and the bytes that are written instead, if any."""
+        """Return what happens to a write, and the bytes that are written instead, if any."""
         with self._lock:
             for at, intended in list(self._bad.items()):
                 if at[0] == fd and at[1] < offset + data.numel() and offset < at[1] + intended.numel():
@@ -91,7 +92,7 @@ class Injector:
         return kind, instead
 
     def before_read(self, chance: random.Random) -> str:
-        """What happens to a read."""
+        """Return what happens to a read."""
         rates, roll = self._rates, chance.random()
         kind = ""
         if self._armed == LOST_READ and chance.random() < ARMED_FRACTION:
@@ -105,7 +106,7 @@ class Injector:
         return kind
 
     def after_read(self, fd: int, data: torch.Tensor, offset: int) -> None:
-        """Look at what was read."""
+        """Compare bytes that were read with those that were meant, and owe an error where they differ."""
         with self._lock:
             intended = self._bad.get((fd, offset))
             self._reads += 1
@@ -116,12 +117,12 @@ class Injector:
             data[data.numel() // 2 + 2] ^= 0x40  # of a float32 the greatest bit of the mantissa
 
     def owe(self, error: type[StorageError]) -> None:
-        """From now on this error must come."""
+        """Note that this error must come from now on."""
         with self._lock:
             self.due = error
 
     def nap(self, chance: random.Random) -> None:
-        """A delay of the drive."""
+        """Wait as a slow drive does."""
         time.sleep(chance.uniform(0, self._rates.delay_s))
 
     def _write_kind(self, chance: random.Random) -> str:
@@ -134,7 +135,7 @@ class Injector:
 
 
 def _repeated(data: torch.Tensor | None, nbytes: int) -> torch.Tensor:
-    """Older bytes in place of newer ones, aligned for direct I/O."""
+    """Return older bytes in place of newer ones, aligned for direct I/O."""
     stale = huge_page_memory(nbytes, forked=False)
     if data is not None:
         stale.copy_(data.repeat(-(-nbytes // data.numel()))[:nbytes])
@@ -220,19 +221,23 @@ def _read_error(data: torch.Tensor) -> TransferError:
 
 
 class Faults:
-    """Wraps the backend of every offloader that is built while this is active."""
+    """Wraps the backend of every offloader that is built inside.
+
+    Attributes:
+        injector: decides what goes wrong, for offloaders that are built from now on.
+    """
 
     def __init__(self) -> None:
         self.injector = Injector("", Rates())
         self._select = ds_tba.storage.tiers.select_backend
+        self._patch = mock.patch.object(ds_tba.storage.tiers, "select_backend", self._chosen)
 
-    def __enter__(self) -> Faults:
-        def select(*args: Any, **kwargs: Any) -> Selection:
-            chosen = self._select(*args, **kwargs)
-            return Selection(FaultyBackend(chosen.backend, self.injector), chosen.reason)
-
-        ds_tba.storage.tiers.select_backend = select
-        return self
+    def __enter__(self) -> None:
+        self._patch.start()
 
     def __exit__(self, *_: object) -> None:
-        ds_tba.storage.tiers.select_backend = self._select
+        self._patch.stop()
+
+    def _chosen(self, *args: Any, **kwargs: Any) -> Selection:
+        chosen = self._select(*args, **kwargs)
+        return Selection(FaultyBackend(chosen.backend, self.injector), chosen.reason)

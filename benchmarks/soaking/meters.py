@@ -1,4 +1,4 @@
-"""What a process holds: memory, threads, files, disk, objects of ours; and whether that grows."""
+"""Samples of what a process holds: memory, threads, files, disk, objects of ours; and the slope of their growth."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Sample:
         memory_bytes: private resident bytes (``RssAnon``), after garbage collection and ``malloc_trim``.
         disk_bytes: of open files in the directory, named or not, and of the files in it.
         objects: instances of classes of ``ds_tba``.
-        left: what the offloader still holds although no graph is alive, by name; only what is not 0.
+        left: amounts that the offloader still holds although no graph is alive, by name, without those that are 0.
     """
 
     step: int
@@ -42,7 +42,7 @@ class Sample:
 
 
 def take(step: int, segment: int, directory: Path, offloader: Any, patience_s: float) -> Sample:
-    """A sample of this process, once the offloader (None: there is none) has let go of what nobody wants."""
+    """Return a sample of this process, once the offloader (if any) has released what nobody wants."""
     gc.collect()
     left = settled(offloader, patience_s)
     ctypes.CDLL(None).malloc_trim(0)
@@ -60,7 +60,7 @@ def take(step: int, segment: int, directory: Path, offloader: Any, patience_s: f
 
 
 def settled(offloader: Any, patience_s: float) -> dict[str, int]:
-    """What an offloader holds when no graph is alive, once its lanes are done; only what is not 0."""
+    """Return the amounts, other than 0, that an offloader holds when no graph is alive and its lanes are done."""
     deadline = time.monotonic() + patience_s
     while (left := +Counter(_held(offloader))) and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -84,7 +84,7 @@ def _held(offloader: Any) -> dict[str, int]:
 
 
 def disk_bytes(directory: Path) -> int:
-    """Bytes allocated below a directory, whether their file has a name, or is only open in this process."""
+    """Return the bytes allocated below a directory, in files with a name or only open in this process."""
     found: dict[tuple[int, int], int] = {}
     for path in [*Path("/proc/self/fd").iterdir(), *directory.rglob("*")]:
         try:
@@ -98,7 +98,7 @@ def disk_bytes(directory: Path) -> int:
 
 
 def slope(points: Sequence[tuple[float, float, object]]) -> float:
-    """Least squares slope of y over x for points (x, y, group), where each group has a level of its own."""
+    """Return the least squares slope of y over x for points (x, y, group); each group has a level of its own."""
     groups: dict[object, list[tuple[float, float]]] = {}
     for x, y, group in points:
         groups.setdefault(group, []).append((x, y))

@@ -1,4 +1,4 @@
-"""A segment: some hundred steps with one engine, one block of the config and one set of odds for faults."""
+"""Segments: some hundred steps with one engine, one block of the config and one set of odds for faults."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Segment:
     """One engine's life.
 
     Attributes:
-        stage: of ZeRO.
-        block: our block of the config, or None in the run without us.
+        stage: ZeRO's stage.
+        block: our block of the config; None in the run without us.
         aio: DeepSpeed's own ``"aio"`` block.
-        collected: the engine ends by garbage collection instead of ``destroy()``.
+        collected: True if the engine ends by garbage collection instead of ``destroy()``.
     """
 
     number: int
@@ -34,14 +34,14 @@ class Segment:
 
     @property
     def hard_faults(self) -> tuple[str, ...]:
-        """Faults after which training must stop that this segment can tell from wrong bytes."""
+        """Faults that lose bytes and that this segment can find."""
         if self.block is None or self.block["placement"] in ("host", "keep"):
             return ()
         return (LOST_READ,) if self.block["io"]["integrity"] == "off" else (LOST_READ, *BAD_WRITES)
 
 
 def segment_of(seed: int, number: int, directory: Path, backends: tuple[str, ...], *, offload: bool) -> Segment:
-    """Segment ``number``; stage and end are the same with and without offload."""
+    """Return segment ``number``; stage and end are the same with and without offload."""
     chance = random.Random(f"{seed}/segment/{number}")
     # Not ZeRO-3, whose engine DeepSpeed keeps alive after destroy(); and ZeRO-1 and -2 outlive a mere del.
     stage = chance.choice([0, 0, 0, 1, 2])

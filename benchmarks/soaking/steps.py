@@ -1,6 +1,6 @@
-"""What a training step of the soak does, drawn from its number, and doing it with an engine.
+"""The training steps of the soak: each is drawn from its number, and done with an engine.
 
-Knows ``deepspeed``'s engine by its methods only; does not know offloading: the run without us does the very same.
+This file knows ``deepspeed``'s engine by its methods only. It does not know offloading: the run without us is the same.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class StepPlan:
 
 
 def plan_of(seed: int, number: int, stage: int) -> StepPlan:
-    """The plan of step ``number``, the same in every run with this seed and this ZeRO stage."""
+    """Return the plan of step ``number``, the same in every run with this seed and this ZeRO stage."""
     chance = random.Random(f"{seed}/step/{number}")
     modes = [mode for mode in MODES if stage == 0 or mode in WITH_ZERO]
     mode = chance.choice(modes)
@@ -66,7 +66,7 @@ def _forward_plan(chance: random.Random, mode: str) -> ForwardPlan:
 
 
 def do(engine: Any, plan: StepPlan) -> list[str]:
-    """Forward and backward of a step, up to the optimizer; the losses in hex. May be called again after an error."""
+    """Run a step up to the optimizer, and return its losses in hex. It may be called again after an error."""
     torch.manual_seed(plan.seed)
     return [loss.hex() for loss in MODES[plan.mode](engine, plan)]
 
@@ -90,7 +90,7 @@ def accumulation(engine: Any, plan: StepPlan) -> list[float]:
 
 
 def several_forwards(engine: Any, plan: StepPlan) -> list[float]:
-    """All forwards, then all backwards in another order, the last two as one."""
+    """Run all forwards, then all backwards in another order, the last two as one."""
     losses = [_forward(engine, forward) for forward in plan.forwards]
     values = [loss.item() for loss in losses]
     random.Random(plan.seed).shuffle(losses)
@@ -111,7 +111,7 @@ def retained_graph(engine: Any, plan: StepPlan) -> list[float]:
 
 
 def dropped_graphs(engine: Any, plan: StepPlan) -> list[float]:
-    """All forwards but the last are dropped without a backward, one of them in a cycle that the collector finds."""
+    """Drop all forwards but the last without a backward, each in a cycle that the collector finds."""
     values = []
     for forward in plan.forwards[:-1]:
         dropped: list[Any] = [_forward(engine, forward)]
@@ -122,7 +122,7 @@ def dropped_graphs(engine: Any, plan: StepPlan) -> list[float]:
 
 
 def evaluation_between(engine: Any, plan: StepPlan) -> list[float]:
-    """Passes in eval mode between forward and backward: with gradients, without, and in inference mode."""
+    """Run passes in eval mode between forward and backward: with gradients, without, and in inference mode."""
     loss = _forward(engine, plan.forwards[0])
     engine.module.eval()
     try:
@@ -137,38 +137,26 @@ def evaluation_between(engine: Any, plan: StepPlan) -> list[float]:
     return [loss.item(), *values]
 
 
-def exception_in_forward(engine: Any, plan: StepPlan) -> list[float]:
-    return _after_an_interruption(engine, plan, lambda: _forward(engine, replace(plan.forwards[0], raise_in="forward")))
-
-
-def exception_between(engine: Any, plan: StepPlan) -> list[float]:
-    def interrupted() -> None:
-        loss = _forward(engine, plan.forwards[0])
-        raise InterruptionError(f"between forward and backward, at {loss.item()}")
-
-    return _after_an_interruption(engine, plan, interrupted)
-
-
-def exception_in_backward(engine: Any, plan: StepPlan) -> list[float]:
-    def interrupted() -> None:
-        engine.backward(_forward(engine, replace(plan.forwards[0], raise_in="backward")))
-
-    return _after_an_interruption(engine, plan, interrupted)
-
-
-def _after_an_interruption(engine: Any, plan: StepPlan, interrupted: Callable[[], object]) -> list[float]:
+def exception(engine: Any, plan: StepPlan) -> list[float]:
+    """Raise in forward, between forward and backward, or in backward, as training may; then do the step."""
+    # Not in backward under ZeRO, whose own state is then good for no more.
+    places = ("forward", "between") if engine.zero_optimization_stage() else ("forward", "between", "backward")
+    where = random.Random(plan.seed).choice(places)
     try:
-        interrupted()
+        loss = _forward(engine, replace(plan.forwards[0], raise_in="" if where == "between" else where))
+        if where == "between":
+            raise InterruptionError(f"between forward and backward, at {loss.item()}")
+        engine.backward(loss)
     except InterruptionError:
         pass
     else:
-        raise SoakError(f"step {plan.number}: the exception of {plan.mode} was lost")
+        raise SoakError(f"step {plan.number}: the exception in {where} was lost")
     engine.zero_grad()
     return single(engine, plan)
 
 
 def mutation(engine: Any, plan: StepPlan) -> list[float]:
-    """A saved tensor is changed in place before backward: that must raise, in both runs."""
+    """Change a saved tensor in place before backward: that must raise, in both runs."""
     exposed: list[Tensor] = []
     loss = engine(tokens_of(plan.forwards[0]), plan.forwards[0], exposed)
     with torch.no_grad():
@@ -190,7 +178,7 @@ def double_backward(engine: Any, plan: StepPlan) -> list[float]:
 
 
 def threads(engine: Any, plan: StepPlan) -> list[float]:
-    """Two backwards at once. Two, because a sum of two gradients does not depend on their order."""
+    """Run two backwards at once: a sum of two gradients does not depend on their order."""
     losses = [_forward(engine, forward) for forward in plan.forwards]
     errors: list[BaseException] = []
 
@@ -218,16 +206,14 @@ MODES: dict[str, Callable[[Any, StepPlan], list[float]]] = {
     "retained graph": retained_graph,
     "dropped graphs": dropped_graphs,
     "evaluation between": evaluation_between,
-    "exception in forward": exception_in_forward,
-    "exception between": exception_between,
-    "exception in backward": exception_in_backward,
+    "exception": exception,
     "mutation": mutation,
     "double backward": double_backward,
     "threads": threads,
 }
 SEVERAL_FORWARDS = ("accumulation", "several forwards", "dropped graphs", "evaluation between")
-# One backward for each step, and none that ends half-way: ZeRO's own state is good for no more without accumulation.
-WITH_ZERO = ("single", "dropped graphs", "evaluation between", "exception in forward", "exception between")
+# One backward for each step: ZeRO's own state is good for no more without accumulation.
+WITH_ZERO = ("single", "dropped graphs", "evaluation between", "exception")
 # Every graph that is made is run backward to its end, so that whatever was read is also used.
 COMPLETE = ("single", "accumulation", "several forwards", "retained graph", "double backward", "threads")
 

@@ -1,4 +1,4 @@
-"""Whether the soak held: pure functions of what both processes wrote down."""
+"""The verdicts of a soak: pure functions of what both processes wrote down."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Verdict:
 
 
 def verdicts_of(plain: Run, offload: Run, steps: int) -> list[Verdict]:
-    """Every check."""
+    """Return the verdict of every check."""
     return [
         _both_ended(plain, offload, steps),
         _equal(plain, offload, steps),
@@ -75,7 +75,7 @@ def _faults(offload: Run, steps: int) -> Verdict:
 
 
 def memory(check: str, plain: Run, offload: Run, steps: int, *, at_rest: bool) -> Verdict:
-    """Least squares slope of the memory that we add, at rest over the run, or within each engine's life."""
+    """Bound the slope of the memory that we add, at rest over the run, or within each engine's life."""
     without = {(one["step"], one["segment"]): one["memory_bytes"] for one in plain["samples"]}
     points = [
         (one["step"], one["memory_bytes"] - without[one["step"], one["segment"]], one["segment"])
@@ -96,7 +96,7 @@ def memory(check: str, plain: Run, offload: Run, steps: int, *, at_rest: bool) -
 
 
 def _measured(run: Run, steps: int) -> list[dict[str, Any]]:
-    """Samples after the warm-up, which is over with the first engine at the earliest."""
+    """Return the samples after the warm-up, which is over with the first engine at the earliest."""
     first = min((one["step"] for one in run["samples"] if one["segment"] == -1), default=0)
     return [one for one in run["samples"] if one["step"] >= max(first, steps * WARM_UP_FRACTION)]
 

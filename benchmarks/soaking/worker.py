@@ -1,7 +1,7 @@
 """One process of the soak: trains all steps, with or without us, and writes down what happened.
 
 Every segment begins with a new engine and the parameters of the last one, as a job does that starts again. A step that
-ends in an error that a fault has made due is repeated: with the same engine, or under ZeRO-1 to -3, whose state after
+ends in an error that a fault has made due is repeated: with the same engine, or under ZeRO-1 and -2, whose state after
 half a backward is good for nothing, with a new one.
 """
 
@@ -43,11 +43,11 @@ BUCKET = 1 << 20  # elements; DeepSpeed's default reserves gigabytes
 
 
 class Worker:
-    """The state of one run.
+    """One run of the soak.
 
     Args:
-        options: those of ``soak.py``.
-        directory: where swap files go; it is ours.
+        options: options of ``soak.py``.
+        directory: directory of our own for swap files.
     """
 
     def __init__(self, options: Any, directory: Path, *, offload: bool) -> None:
@@ -67,7 +67,7 @@ class Worker:
         }  # fmt: skip
 
     def run(self) -> dict[str, Any]:
-        """Every segment, up to the first problem."""
+        """Run every segment, up to the first problem."""
         for path in range(PATHS):
             (self._directory / f"path{path}").mkdir(parents=True)
         done = 0
@@ -112,7 +112,7 @@ class Worker:
                 self._sample(number + 1, segment.number)
 
     def _sabotaged(self, segment: Segment) -> tuple[int, float]:
-        """Every how many reads a bit flips (0: never), and in which part of the steps a hard fault is armed."""
+        """Return after how many reads a bit flips (0: never), and in which fraction of the steps bytes are lost."""
         sabotage = self._options.sabotage
         if segment.block is None or sabotage not in ("flip", "deaf"):
             return 0, HARD_FAULT_FRACTION
@@ -199,7 +199,7 @@ class Worker:
             self._leak(plan)
 
     def _go_back(self, segment: Segment, before: dict[str, torch.Tensor] | None) -> None:
-        """To the state before a step that failed."""
+        """Return to the state before a step that failed."""
         if before is None:
             self._engine.zero_grad()
             return
@@ -222,10 +222,8 @@ def _our_threads() -> list[str]:
 
 
 def _parameters(engine: Any) -> dict[str, torch.Tensor]:
-    """Copies of all parameters, gathered where ZeRO-3 has partitioned them."""
-    parameters = dict(engine.module.named_parameters())
-    with deepspeed.zero.GatheredParameters(list(parameters.values()), enabled=engine.zero_optimization_stage() == 3):
-        return {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    """Return copies of all parameters. No segment has ZeRO-3, which would partition them."""
+    return {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
 
 
 def _gradients(engine: Any) -> int:

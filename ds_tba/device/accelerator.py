@@ -2,11 +2,17 @@
 
 Knows one device of one rank. Cannot see what is saved, nor who else takes the device's memory.
 
-[Note: Ordering] A copy out waits, on the device, for what its tensor's stream was given so far, and the tensor is held
-until the copy is done: dropped earlier, its memory could go to the next tensor of that stream while it is still read. A
-copy in goes to memory of the copy-in stream's own pool, so that it need not wait for the kernels that are queued; the
-stream that consumes it waits for it, and the allocator is told of that stream (``record_stream``). The host waits for
-neither.
+[Note: Ordering] A copy out waits, on the device, for what its tensor's stream was given so far, and the tensor is
+held until the copy is done: freed earlier, its memory could go to the next tensor of that stream while it is read. A
+copy in waits for the point at which its memory was allocated, because kernels that were queued before may use it for
+its former tenant; the stream that consumes the bytes waits for the copy. The host waits for neither.
+
+[Note: Pools] A caching allocator keeps a pool for each stream, and a block of one pool is no use to another. Therefore
+the thread that asks for bytes allocates their memory, on its own current stream (:meth:`Copies.room`): what comes back
+takes the blocks that training itself has freed. On the stream of the copies it would take as much memory again, and a
+device that is sized by its budget would give back and take blocks all the time. The allocator is told of any other
+stream that reads the bytes (``record_stream``); memory that nobody wants before its copy is done is held until then
+(:meth:`Copies.drop`).
 
 [Note: Room] Saved tensors may take what is left of a device beside the peak of everything else in a step: gradients,
 logits, buckets, optimizer states. Free memory after the optimizer step says too little: gradients and logits are gone
@@ -579,6 +585,11 @@ class Arrival:
         """Memory that holds its bytes already."""
         return cls(None, data, None)
 
+    @property
+    def is_done(self) -> bool:
+        """Whether the device has made the copy. Never blocks."""
+        return self.event is None or bool(self.event.query())
+
     def join(self) -> torch.Tensor:
         """The memory (uint8, 1-D), for the calling thread's current stream, which waits for the copy."""
         if self.event is not None and self._accelerator is not None:
@@ -596,6 +607,20 @@ class Arrival:
             self.event.synchronize()
 
 
+class Destination(NamedTuple):
+    """New device memory for bytes that come back. See [Note: Pools].
+
+    Attributes:
+        data: the memory (uint8, 1-D).
+        allocated: event right after the allocation; None where everything is done at once.
+        stream: the stream that it was allocated on.
+    """
+
+    data: torch.Tensor
+    allocated: Any
+    stream: Any
+
+
 class Copies:
     """The copies between one store and the device. See [Note: Ordering]."""
 
@@ -604,6 +629,7 @@ class Copies:
         self._out_stream = accelerator.new_stream()
         self._in_stream = accelerator.new_stream()
         self._pending: deque[PendingCopy] = deque()
+        self._dropped: list[Arrival] = []
         self.is_full = False  # no device memory, so that none is asked for ahead of need until somebody has got some
 
     def out(self, data: torch.Tensor, target: torch.Tensor) -> PendingCopy | None:
@@ -623,40 +649,70 @@ class Copies:
         self._pending.append(pending)
         return pending
 
-    def into(
-        self, source: torch.Tensor, nbytes: int, device: torch.device, after: Iterable[PendingCopy] = ()
-    ) -> Arrival:
-        """Copy the first ``nbytes`` of ``source`` into new device memory.
+    def room(self, nbytes: int, device: torch.device) -> Destination:
+        """Allocate memory for bytes that come back, on the calling thread's current stream; see [Note: Pools].
+
+        Raises:
+            RuntimeError, MemoryError: the device has none now.
+        """
+        accelerator = self._accelerator
+        try:
+            data = accelerator.allocate(nbytes, device)
+        except (RuntimeError, MemoryError):
+            self.is_full = True  # the allocator has given back all that it kept, which is not to come each time
+            raise
+        self.is_full = False
+        # Here and not where the copy is queued: the event would stand behind whatever the stream was given since.
+        return Destination(data, moment(accelerator), accelerator.current_stream())
+
+    def into(self, source: torch.Tensor, destination: Destination, after: Iterable[PendingCopy] = ()) -> Arrival:
+        """Copy as many bytes of ``source`` as the destination has room for.
 
         Args:
             after: copies that fill ``source``.
         """
-        accelerator = self._accelerator
+        accelerator, data = self._accelerator, destination.data
+        source = source[: data.numel()]
         if accelerator.is_synchronized_device():
-            data = accelerator.allocate(nbytes, device)
-            accelerator.copy(source[:nbytes], data)
+            accelerator.copy(source, data)
             return Arrival.done(data)
         with accelerator.on(self._in_stream):
-            try:
-                data = accelerator.allocate(nbytes, device)
-            except (RuntimeError, MemoryError):
-                self.is_full = True  # the allocator has given back all that it kept, which is not to come each time
-                raise
-            self.is_full = False
+            # Else kernels that are queued for the former tenant of the memory would write over the bytes.
+            self._in_stream.wait_event(destination.allocated)
             for copy in after:  # else it would read a slot that is not filled yet
                 self._in_stream.wait_event(copy.event)
-            accelerator.copy(source[:nbytes], data)
-            event = moment(accelerator)
-        return Arrival(accelerator, data, event, self._in_stream)
+            try:
+                accelerator.copy(source, data)
+                event = moment(accelerator)
+            except BaseException:
+                self._in_stream.synchronize()  # a copy that nobody knows of may be under way into memory about to go
+                raise
+        return Arrival(accelerator, data, event, destination.stream)
 
-    def arrived(self, data: torch.Tensor) -> Arrival:
+    def drop(self, arrival: Arrival) -> None:
+        """Hold memory that nobody wants any more until the copy into it is done, or it would hit the next tenant.
+
+        Call it under the store's lock.
+        """
+        # A finalizer may run while its thread captures a graph, which a question to an event would spoil.
+        if self._accelerator.is_capturing() or not arrival.is_done:
+            self._dropped.append(arrival)
+
+    def arrived(self, destination: Destination) -> Arrival:
         """Device memory for any stream, which this thread's current stream has filled."""
-        return Arrival(self._accelerator, data, moment(self._accelerator))
+        return Arrival(self._accelerator, destination.data, moment(self._accelerator), destination.stream)
 
     def settle(self) -> None:
         """Free the device memory of copies that are done. Never blocks. Call it under the store's lock."""
         while self._pending and self._pending[0].is_done():
             self._pending.popleft()
+        self._dropped = [arrival for arrival in self._dropped if not arrival.is_done]
+
+    def finish(self) -> None:
+        """Block until nothing of a store that is closed is copied any more. Call it under the store's lock."""
+        self.hold_at_most(0)
+        while self._dropped:
+            self._dropped.pop().wait()
 
     def hold_at_most(self, nbytes: int) -> None:
         """Block until copies out hold no more device bytes than that. Call it under the store's lock."""

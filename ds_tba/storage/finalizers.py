@@ -17,11 +17,13 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 from ds_tba.device.accelerator import Accelerator, new_thread
 
 Item = TypeVar("Item")
+FOLLOW_S = 1.0
 
 
 class Notice(weakref.ref, Generic[Item]):  # type: ignore[type-arg]
@@ -100,9 +102,11 @@ class DeferredFinalizers(Generic[Item]):
     def follow(self, goes_on: Callable[[], bool]) -> None:
         """Act on items as they come, for as long as told: in a thread, once nobody else takes the lock any more."""
         while goes_on():
-            item = self._left.get()
-            with self.lock:
-                self._act_on(item)
+            # With a limit, because another thread may take the last item, after which none comes.
+            with suppress(queue.Empty):
+                item = self._left.get(timeout=FOLLOW_S)
+                with self.lock:
+                    self._act_on(item)
 
     def _act_on(self, item: Item | Notice[Item]) -> None:
         if isinstance(item, Notice):

@@ -195,7 +195,10 @@ class HostStore(Store[HostTicket]):
             if self._closed:
                 raise StateError(CLOSED)
             self._copies.settle()
-            return Loaded(self._take_arrival(ticket) or self._copy_in(ticket, device), stored=True)
+            arrival = self._take_arrival(ticket) or self._copy_in(ticket, device)
+        # Here: if the caller never did, the memory could go to the next tenant while it is still copied into.
+        arrival.join()
+        return Loaded(arrival, stored=True)
 
     def release(self, ticket: HostTicket) -> None:
         self._deferred.leave(ticket)
@@ -206,7 +209,7 @@ class HostStore(Store[HostTicket]):
 
     def cancel_prefetch(self, ticket: HostTicket) -> bool:
         with self._deferred, self._deferred.lock:
-            return self._take_arrival(ticket) is not None
+            return self._drop_arrival(ticket)
 
     def copies_out(self) -> Sequence[PendingCopy]:
         with self._deferred, self._deferred.lock:
@@ -246,7 +249,7 @@ class HostStore(Store[HostTicket]):
     def close(self) -> None:
         with self._deferred, self._deferred.lock:
             self._closed = True
-            self._copies.hold_at_most(0)
+            self._copies.finish()
             for segment in self._segments:
                 segment.spans.finish()
             self._segments.clear()
@@ -311,7 +314,7 @@ class HostStore(Store[HostTicket]):
     def _copy_in(self, ticket: HostTicket, device: torch.device) -> Arrival:
         # After the copy out, or bytes that the device has not written yet would be handed over.
         after = [ticket.copy] if ticket.copy is not None else []
-        arrival = self._copies.into(ticket.view(), ticket.nbytes, device, after)
+        arrival = self._copies.into(ticket.view(), self._copies.room(ticket.nbytes, device), after)
         ticket.uses = [event for event in ticket.uses if not event.query()]
         if arrival.event is not None:
             ticket.uses.append(arrival.event)
@@ -323,8 +326,14 @@ class HostStore(Store[HostTicket]):
             self._ahead_bytes -= ticket.nbytes
         return arrival
 
+    def _drop_arrival(self, ticket: HostTicket) -> bool:
+        arrival = self._take_arrival(ticket)
+        if arrival is not None:
+            self._copies.drop(arrival)
+        return arrival is not None
+
     def _free(self, ticket: HostTicket) -> None:
-        self._take_arrival(ticket)
+        self._drop_arrival(ticket)
         span, ticket.span = ticket.span, None
         if span is not None:
             events = ticket.uses + ([ticket.copy.event] if ticket.copy is not None else [])

@@ -1,10 +1,11 @@
 """How does a storage come to NVMe and back? The store over anonymous swap files, one per directory.
 
 [Note: The way of a ticket] ``put`` reserves an extent and a staging slot, copies the device bytes into the slot and
-queues a write. A write lane writes it and frees the slot. ``prefetch`` queues a read into a new slot, or has bytes that
-are still to be written stay in memory when that is done. ``get`` hands over bytes that are still in staging (cancelling
-a write that has not begun), else waits for the read, else queues one that overtakes the others. ``release`` only
-defers, because finalizers call it; see ``ds_tba/storage/finalizers.py``.
+queues a write. A write lane writes it and frees the slot. ``prefetch`` allocates device memory and queues a read into
+a new slot, from where a read lane queues the copy to the device; bytes that are still to be written are copied at once,
+or stay in memory where a slot can be a tensor's. ``get`` hands over bytes that are still in staging (cancelling a write
+that has not begun), else waits for the read, else queues one that overtakes the others. ``release`` only defers,
+because finalizers call it; see ``ds_tba/storage/finalizers.py``.
 
 [Note: Pieces] A storage that is larger than a part of staging is cut, so that it fits whatever its size, spreads over
 all paths, and its copies, writes and reads overlap with each other.
@@ -35,7 +36,7 @@ from functools import partial
 
 import torch
 
-from ds_tba.device.accelerator import Arrival, PendingCopy, new_thread
+from ds_tba.device.accelerator import Arrival, Destination, PendingCopy, new_thread
 from ds_tba.device.memory import is_out_of_memory
 from ds_tba.errors import ActivationCorruptionError, ActivationLostError, StateError, StorageError, TransferError
 from ds_tba.stats import Kind, Transfer
@@ -43,8 +44,10 @@ from ds_tba.storage.backends.base import IoBackend, IoHandle
 from ds_tba.storage.base import Loaded, Refusal, Store, Ticket
 from ds_tba.storage.integrity import Integrity
 from ds_tba.storage.space import (
+    AT_HAND,
     BEFORE_WRITTEN,
     COPY_POLL_S,
+    GIVEN_UP,
     LANE_CHECK_S,
     SLOW_WAIT_S,
     URGENT,
@@ -83,10 +86,10 @@ class _Work:
         is_written: the file has the bytes.
         failure: of the drive, for which its path takes no more tensors.
         error: for which the bytes must not be used.
-        host, arrival: the bytes in host memory, on the device.
+        host: the bytes in host memory.
     """
 
-    __slots__ = ("arrival", "error", "failure", "host", "is_done", "is_written", "ticket", "transfer", "tries")
+    __slots__ = ("error", "failure", "host", "is_done", "is_written", "ticket", "transfer", "tries")
 
     def __init__(self, ticket: SwapTicket) -> None:
         self.ticket = ticket
@@ -96,7 +99,6 @@ class _Work:
         self.failure: Exception | None = None
         self.error: StorageError | None = None
         self.host: torch.Tensor | None = None
-        self.arrival: Arrival | None = None
 
 
 class PiecesTicket(Ticket):
@@ -107,7 +109,7 @@ class PiecesTicket(Ticket):
     def __init__(self, nbytes: int, store: NvmeStore, pieces: list[SwapTicket], passing_bytes: int) -> None:
         super().__init__(nbytes, store, passing_bytes)
         self.pieces = pieces
-        self.whole: torch.Tensor | None = None  # being put together
+        self.whole: Destination | None = None  # being put together
         self.brought_back = 0  # pieces in it
         self.is_stored = True
 
@@ -183,6 +185,10 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
             self._give_back()
         return True
 
+    def _check_lanes_ended(self) -> None:
+        if any(path.writes.handles or path.reads.handles for path in self.paths):
+            raise RuntimeError("a lane of the activation offloader hangs in a request to its drive (dmesg)")
+
     def _give_back(self) -> None:
         with self.space.lock:
             for path in self.paths:
@@ -190,8 +196,11 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
             self.ring.rest()
 
     def wake(self) -> None:
-        if not self.space.resting or self.space.closed:
+        with self.space.lock:
+            is_wanted = self.space.resting and not self.space.closed
+        if not is_wanted:
             return
+        self._check_lanes_ended()
         try:
             for path in self.paths:
                 path.wake(self.ring.slots.capacity_bytes)
@@ -200,7 +209,11 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
         except BaseException:
             self._give_back()
             raise
-        self.space.resting = False
+        with self.space.lock:
+            self.space.resting = False
+            is_closed = self.space.closed
+        if is_closed:  # by another thread, which knew nothing of these lanes
+            self.close()
 
     # ---- out ----------------------------------------------------------------------------------------------------
 
@@ -277,7 +290,7 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
             if self.space.closed or ticket in self.space.read_ahead:
                 return True
             if ticket.state in BEFORE_WRITTEN:
-                return self.space.read_ahead.add_early(ticket)
+                return self.space.bring_ahead(ticket)
             if ticket.state is not _S.STORED:
                 return True  # in memory already, or nothing to do
             if not self.space.begin_prefetch(ticket):
@@ -293,18 +306,21 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
             self.space.settle_copies()  # backward needs the memory of what forward has finished copying
             if ticket.state not in BEFORE_WRITTEN:
                 self._wait_until_loaded(ticket)
-            host = ticket.host
+            host, is_staged = ticket.host, ticket.state is not _S.RESCUED
             # Under the lock, or a lane might free the slot between its choice and the copy. On a device the copy is
             # only queued; if it raises for want of memory, the ticket is as before, and get may be called again.
             loaded = self._hand_over(ticket, device)
-        if host is not None:
-            loaded.arrival.wait()  # that memory may go now
+        # Here: if the caller never did, the memory could go to the next tenant while it is still copied into.
+        loaded.arrival.join()
+        if host is not None or not is_staged:
+            loaded.arrival.wait()  # the memory that it is copied from may go now
         return loaded
 
     def _hand_over(self, ticket: SwapTicket, device: torch.device) -> Loaded:
         """The bytes of a ticket that is in memory, and what that changes about it."""
         space, state = self.space, ticket.state
         arrival = ticket.arrival or self._bring(ticket, device)
+        ticket.arrival = ticket.destination = None  # the caller's from here on
         if state in BEFORE_WRITTEN:
             self.stats.forwarded_bytes += ticket.nbytes
         if state is _S.QUEUED:
@@ -312,7 +328,7 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
             return Loaded(arrival, stored=False)
         space.read_ahead.end(ticket)
         if state is _S.LOADED:
-            ticket.host = ticket.arrival = None
+            ticket.host = None
             ticket.move(_S.STORED)
             space.free_slot(ticket)
         return Loaded(arrival, stored=True)
@@ -324,35 +340,29 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
         if ticket.host is not None:
             if is_ours:
                 return Arrival.done(tensor_over(ticket.host, ticket.nbytes))
-            return self.ring.copies.into(ticket.host, ticket.nbytes, device)
+            return self.ring.copies.into(ticket.host, self._room(ticket, device))
         if is_ours and self.ring.may_lend(ticket.held_slot):
             data, loan = self.ring.lend(ticket.held_slot, ticket.nbytes, self.space.deferred.watch)
             loan.slot, ticket.slot = ticket.slot, None  # at once: two owners would give it back twice
             return Arrival.done(data)
-        # After the copies into the slot, or bytes that the device has not written yet would be handed over.
-        arrival = self.ring.copies.into(self.ring.view(ticket.held_slot), ticket.nbytes, device, after=ticket.copies)
-        ticket.uses.append(arrival.event)  # so that the slot is written again only when the copy has read it
-        return arrival
+        return self.space.copy_in(ticket, self.ring.view(ticket.held_slot), self._room(ticket, device))
+
+    def _room(self, ticket: SwapTicket, device: torch.device) -> Destination:
+        return ticket.destination or self.ring.copies.room(ticket.nbytes, device)
 
     def _wait_until_loaded(self, ticket: SwapTicket) -> None:
         """Block until the bytes are in memory. Called under the lock, which each wait releases."""
         space, started = self.space, time.perf_counter()
-        if ticket.state in (_S.RELEASED, _S.ABANDONED):
-            raise StateError("bytes were asked for after they were given up; this is a bug in ds_tba")
         if space.read_ahead.end(ticket):  # from here on it is ours, and cannot be given up
             self.stats.forwarded_bytes += ticket.nbytes
         warned = False
         if space.closed and ticket.state in (_S.STORED, _S.READ_QUEUED):
             raise StateError(CLOSED)
         if ticket.state is _S.STORED:
-            space.free_slot(ticket)  # of a write whose end was interrupted
-            ticket.slot = self.ring.slots.allocate(ticket.extent.nbytes)
-            if ticket.slot is None:
-                ticket.host = self.ring.overflow(ticket.extent.nbytes)
-            ticket.move(_S.READ_QUEUED)
+            space.begin_urgent_read(ticket)
         if ticket.state is _S.READ_QUEUED:
             ticket.path.reads.put(partial(self._read, _Work(ticket)), URGENT)
-        while ticket.state not in (_S.LOADED, _S.RESCUED, _S.LOST) and not space.closed:
+        while ticket.state not in AT_HAND | GIVEN_UP and not space.closed:
             space.changed.wait(LANE_CHECK_S)
             is_slow = time.perf_counter() - started > SLOW_WAIT_S
             if not ticket.path.reads.revive() and is_slow:
@@ -364,8 +374,10 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
             if is_slow and not warned:
                 warned = True
                 logger.warning("backward has waited %.0f s for a read at %s", SLOW_WAIT_S, ticket.path.file.directory)
+        if ticket.state in GIVEN_UP:
+            raise StateError("bytes were asked for after they were given up; this is a bug in ds_tba")
         has_nothing = ticket.host is None and ticket.arrival is None and ticket.error is None
-        if ticket.state not in (_S.LOADED, _S.RESCUED, _S.LOST) or (space.closed and has_nothing):
+        if ticket.state not in AT_HAND or (space.closed and has_nothing):
             raise StateError(CLOSED)
         self.stats.stall_s += time.perf_counter() - started
         if ticket.error is not None:
@@ -375,7 +387,7 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
     def _put_together(self, ticket: PiecesTicket, device: torch.device) -> Loaded:
         accelerator = self.ring.accelerator
         if ticket.whole is None:
-            ticket.whole = accelerator.allocate(ticket.nbytes, device)
+            ticket.whole = self.ring.copies.room(ticket.nbytes, device)
         # A get that fails half-way, for lack of device memory say, may be repeated: the pieces copied so far stay.
         try:
             for piece in ticket.waiting:
@@ -383,7 +395,7 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
                 loaded = self.get(piece, device)
                 ticket.is_stored = ticket.is_stored and loaded.stored
                 offset = ticket.brought_back * self._piece_bytes
-                accelerator.copy(loaded.data, ticket.whole[offset : offset + piece.nbytes])
+                accelerator.copy(loaded.data, ticket.whole.data[offset : offset + piece.nbytes])
                 ticket.brought_back += 1
         except BaseException:
             wait_for_stream(accelerator)  # the repeated one may be on another stream
@@ -432,7 +444,7 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
         with self.space.deferred, self.space.deferred.lock:
             try:
                 # Copies that are under way read and write the memory that closing the ring frees.
-                self.ring.copies.hold_at_most(0)
+                self.ring.copies.finish()
                 self.ring.slots.finish()
             finally:
                 for path in self.paths:
@@ -491,9 +503,6 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
         if not work.is_written:
             with suppress(MemoryError, RuntimeError):
                 work.host = self.ring.rescue(staged, ticket.nbytes)
-        elif ticket in self.space.read_ahead:
-            # Prefetching came to it: onto the device now, so that its slot is free for what backward wants next.
-            work.arrival = self._onto_device(ticket, staged)
 
     def _write_out(self, work: _Work, staged: torch.Tensor, handle: IoHandle) -> None:
         """Write the staged bytes; see [Note: Degrading]."""
@@ -527,18 +536,19 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
             space.end_write(ticket)
             if work.error is not None:
                 space.read_ahead.end(ticket)
+                space.drop_ahead(ticket)
                 ticket.error = work.error
                 if not space.end_work(ticket, _S.LOST):
                     self.stats.cancelled_bytes += ticket.nbytes
             elif work.is_written:
                 stays = space.read_ahead.end_write(ticket)
-                ticket.arrival = work.arrival if stays else None
                 space.end_work(ticket, _S.LOADED if stays else _S.STORED)
                 if not stays or ticket.arrival is not None:
                     space.free_slot(ticket)
                 self.stats.written_bytes += ticket.extent.nbytes
             else:
                 space.read_ahead.end(ticket)
+                space.drop_ahead(ticket)
                 ticket.host = work.host  # else they stay in the slot
                 if work.failure is not None:
                     ticket.path.fail(work.failure)
@@ -547,13 +557,12 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
                     space.free_slot(ticket)
                 self.stats.rescued_bytes += ticket.nbytes
                 Refusal.PATH_FAILED.count(self.stats, ticket.nbytes)
-            work.arrival = None  # this lane must not hold it when backward has let go of it
             space.settle_copies()
 
     def _give_up_work(self, work: _Work) -> None:
         """End what a bug keeps from ending, so that nobody waits for it."""
         ticket, space = work.ticket, self.space
-        logger.error("a lane cannot end its work with a ticket '%s'; this is a bug in ds_tba", ticket.state.value)
+        logger.error("a lane cannot end its work with a part '%s'; this is a bug in ds_tba", ticket.state.value)
         with space.lock:
             if ticket.state is not _S.RELEASED:
                 ticket.error = ActivationLostError("a lane could not end its work; this is a bug in ds_tba")
@@ -587,8 +596,10 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
         work.is_done = True
         with self.space.lock:  # before the copy onto the device, which is not the drive's time
             self._stop_transfer(work, moved=work.error is None)
-        if work.error is None:
-            work.arrival = self._onto_device(ticket, target)
+        if work.error is None and ticket.destination is not None and ticket.state is not _S.ABANDONED:
+            with suppress(RuntimeError, MemoryError):  # else backward copies it when it wants it
+                ticket.arrival = self.space.copy_in(ticket, target, ticket.destination)
+                ticket.destination = None
 
     def _end_read(self, work: _Work) -> None:
         """Say what became of a read: the bytes are in memory, or lost. See [Note: Again]."""
@@ -602,27 +613,17 @@ class NvmeStore(Store[SwapTicket | PiecesTicket]):
             self._stop_transfer(work, moved=False)
             if ticket.reader is not work or ticket.state not in (_S.READING, _S.ABANDONED):
                 return
-            ticket.error, ticket.arrival = work.error, work.arrival
+            ticket.error = work.error
             if work.error is not None:
                 space.read_ahead.end(ticket)
+                space.drop_ahead(ticket)
             space.end_work(ticket, _S.LOADED if work.error is None else _S.LOST)
-            if work.error is not None or work.arrival is not None:
+            if work.error is not None or ticket.arrival is not None:
                 ticket.host = None
                 space.free_slot(ticket)
             self.stats.read_bytes += ticket.extent.nbytes if work.error is None else 0
-            ticket.reader = work.arrival = None  # as above
+            ticket.reader = None
             space.settle_copies()
-
-    def _onto_device(self, ticket: SwapTicket, source: torch.Tensor) -> Arrival | None:
-        """Copy staged bytes to the device, so that backward need not wait for that; None where they stay staged."""
-        if self.ring.zero_copy or ticket.state is _S.ABANDONED or self.ring.copies.is_full:
-            return None
-        try:
-            arrival = self.ring.copies.into(source, ticket.nbytes, ticket.device)
-            arrival.wait()  # else the slot would be read into again under the copy
-        except (RuntimeError, MemoryError):  # no memory: backward tries again, and tells the user if there is none then
-            return None
-        return arrival
 
     def _read_checked(self, ticket: SwapTicket, target: torch.Tensor, handle: IoHandle) -> StorageError | None:
         """Read a ticket's bytes into ``target``, and once more if that failed or brought other bytes.

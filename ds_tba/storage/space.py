@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import torch
 
 from ds_tba.config import PREFETCH_FRACTION_OF_STAGING
-from ds_tba.device.accelerator import Accelerator, Arrival, PendingCopy, new_thread
+from ds_tba.device.accelerator import Accelerator, Arrival, Destination, PendingCopy, new_thread
 from ds_tba.errors import StateError, StorageError, TransferError
 from ds_tba.stats import KindMeter, PathMeter, StoreStats, readable
 from ds_tba.storage.backends.base import IoBackend, IoHandle
@@ -63,6 +63,8 @@ class TicketState(Enum):
 
 _S = TicketState
 BEFORE_WRITTEN = frozenset({_S.QUEUED, _S.WRITING})
+AT_HAND = frozenset({_S.LOADED, _S.RESCUED, _S.LOST})
+GIVEN_UP = frozenset({_S.RELEASED, _S.ABANDONED})
 
 
 class SwapTicket(Ticket, StateMachine):
@@ -76,13 +78,14 @@ class SwapTicket(Ticket, StateMachine):
     Attributes:
         copies: into the slot, and ``uses``: events of copies out of it. The slot is free after both.
         reader: the task that reads it, while READING: there may be several for one ticket.
-        arrival: the copy on the device, while LOADED, if it was made ahead.
+        destination: device memory that was allocated to read it ahead, until the copy into it is queued.
+        arrival: the copy on the device, which may be under way, if it was made ahead.
         host: memory outside of staging: of a read for which there was no slot, or of a failed write.
     """
 
     __slots__ = (
-        "arrival", "checksums", "copies", "device", "error", "extent", "host", "path", "reader", "slot", "state",
-        "uses",
+        "arrival", "checksums", "copies", "destination", "device", "error", "extent", "host", "path", "reader", "slot",
+        "state", "uses",
     )  # fmt: skip
 
     noun = "a ticket"
@@ -112,6 +115,7 @@ class SwapTicket(Ticket, StateMachine):
         self.copies: list[PendingCopy] = []
         self.uses: list[Any] = []
         self.reader: object = None
+        self.destination: Destination | None = None
         self.arrival: Arrival | None = None
         self.host: torch.Tensor | None = None
         self.error: StorageError | None = None
@@ -187,7 +191,7 @@ class LaneGroup:
         if not self._dead():
             return True
         with self._reviving, suppress(MemoryError, RuntimeError):  # no thread can be started: tried again later
-            for number in self._dead():
+            for number in self._dead() if not self._is_stopping else ():
                 thread = new_thread(accelerator, partial(self._run, number), self._name)
                 thread.start()
                 self._threads[number] = thread
@@ -202,7 +206,8 @@ class LaneGroup:
 
     def stop(self) -> None:
         """Let the lanes end once the tasks before are done."""
-        self._is_stopping = True
+        with self._reviving:  # else a lane started just now would do a task beside whoever ends it
+            self._is_stopping = True
         for _ in self._threads:
             self._wakes.put(None)
 
@@ -484,11 +489,10 @@ class SwapSpace:
         """How many writes are under way or to come."""
         return len(self.writes)
 
-    def revive_lanes(self) -> None:
-        """Start lanes that have died again: whoever waits for one calls this."""
-        for path in self.paths:
-            path.writes.revive()
-            path.reads.revive()
+    def revive_lanes(self) -> bool:
+        """Start lanes that have died again, as whoever waits for one does; False where one cannot be started."""
+        are_alive = [group.revive() for path in self.paths for group in (path.writes, path.reads)]
+        return all(are_alive)
 
     # ---- taking -------------------------------------------------------------------------------------------------
 
@@ -509,7 +513,7 @@ class SwapSpace:
         return Refusal.NO_SPACE if working else Refusal.PATH_FAILED
 
     def begin_prefetch(self, ticket: SwapTicket) -> bool:
-        """Take a slot to read a ticket ahead; False where the bound or staging has no room for it."""
+        """Take a slot, and device memory, to read a ticket ahead; False where one of them has no room for it."""
         self.settle_copies()
         if not self.read_ahead.has_room(ticket.extent.nbytes, beside_writes=self.writes_under_way > 0):
             return False
@@ -517,16 +521,60 @@ class SwapSpace:
         ticket.slot = self.ring.slots.allocate(ticket.extent.nbytes)
         if ticket.slot is None:
             return False
+        if not self.ring.zero_copy:
+            ticket.destination = self._room_ahead(ticket)
+            if ticket.destination is None:
+                self.free_slot(ticket)
+                return False
         self.read_ahead.add(ticket)
         ticket.move(_S.READ_QUEUED)
         return True
+
+    def _room_ahead(self, ticket: SwapTicket) -> Destination | None:
+        """Device memory for bytes that backward will want, from the thread that asks for them ahead; None without."""
+        copies = self.ring.copies
+        try:
+            return None if copies.is_full else copies.room(ticket.nbytes, ticket.device)
+        except (RuntimeError, MemoryError):
+            return None
+
+    def bring_ahead(self, ticket: SwapTicket) -> bool:
+        """Keep at hand what is still to be written: in its slot, or by a copy on the device; False without room.
+
+        The slot of a copy is free with the end of its write, for what backward wants next.
+        """
+        if not self.read_ahead.add_early(ticket):
+            return False
+        if self.ring.zero_copy:
+            return True
+        destination = self._room_ahead(ticket)
+        if destination is not None:
+            with suppress(RuntimeError, MemoryError):
+                ticket.arrival = self.copy_in(ticket, self.ring.view(ticket.held_slot), destination)
+        if ticket.arrival is None:
+            self.read_ahead.end(ticket)
+        return ticket.arrival is not None
+
+    def copy_in(self, ticket: SwapTicket, staged: torch.Tensor, destination: Destination) -> Arrival:
+        """Queue the copy of a ticket's staged bytes to the device."""
+        # After the copies into the slot, or bytes that the device has not written yet would be handed over.
+        arrival = self.ring.copies.into(staged, destination, after=ticket.copies)
+        ticket.uses.append(arrival.event)  # so that the slot is written again only when the copy has read it
+        return arrival
+
+    def drop_ahead(self, ticket: SwapTicket) -> None:
+        """Let go of memory into which a ticket's bytes were to come, or have come."""
+        arrival, ticket.arrival = ticket.arrival, None
+        ticket.host = ticket.destination = None
+        if arrival is not None:
+            self.ring.copies.drop(arrival)
 
     def cancel_prefetch(self, ticket: SwapTicket) -> bool:
         """Give up bytes that are ahead, or are about to be; False where there is nothing to give up now."""
         if ticket not in self.read_ahead or ticket.state is _S.READING:
             return False
         self.read_ahead.end(ticket)
-        ticket.host = ticket.arrival = None
+        self.drop_ahead(ticket)
         if ticket.state not in BEFORE_WRITTEN:  # else the slot is freed when the write ends
             ticket.move(_S.STORED)
             self.free_slot(ticket)
@@ -542,19 +590,41 @@ class SwapSpace:
         started = time.perf_counter()
         slots, copies = self.ring.slots, self.ring.copies
         slot = None
-        while slot is None and not self.closed:
+        while slot is None and not (self.closed or self.resting):
             # Nobody notifies of copies that are done, so they are polled. All other slots come with a notification.
             if copies.under_way or (wait and (self.writes_under_way > 0 or slots.has_spans_in_copies)):
                 self.changed.wait(COPY_POLL_S if copies.under_way or slots.has_spans_in_copies else LANE_CHECK_S)
-                self.revive_lanes()
+                if not self.revive_lanes() and time.perf_counter() - started > SLOW_WAIT_S:
+                    break  # nobody writes any more: it stays in memory
             elif not (wait and self._give_up_read_ahead()):
                 break
             self.deferred.act()
             self.settle_copies()
-            if not self.closed:
+            if not (self.closed or self.resting):  # the lanes have ended since
                 slot = slots.allocate(nbytes)
         self.stats.stall_s += time.perf_counter() - started
         return slot
+
+    def begin_urgent_read(self, ticket: SwapTicket) -> None:
+        """Take memory to read a stored ticket that backward waits for: a slot, or where there is none, beside staging.
+
+        A slot that only copies use is waited for: the device makes them whatever the host does.
+        """
+        slots, nbytes = self.ring.slots, ticket.extent.nbytes
+        self.free_slot(ticket)  # of a write whose end was interrupted
+        slot = slots.allocate(nbytes)
+        while slot is None and slots.has_spans_in_copies and ticket.state is _S.STORED and not self.closed:
+            self.changed.wait(COPY_POLL_S)
+            self.settle_copies()
+            slot = slots.allocate(nbytes)
+        if ticket.state is not _S.STORED or self.closed:  # another thread has come first
+            if slot is not None:
+                slots.free(slot)
+            return
+        ticket.slot = slot
+        if slot is None:
+            ticket.host = self.ring.overflow(nbytes)
+        ticket.move(_S.READ_QUEUED)
 
     def _give_up_read_ahead(self) -> bool:
         """Give up the newest read ahead, or wait for one that is under way; False if there is neither."""
@@ -603,7 +673,7 @@ class SwapSpace:
             self.end_write(ticket)
         self.read_ahead.end(ticket)
         ticket.move(_S.RELEASED)
-        ticket.host = ticket.arrival = None
+        self.drop_ahead(ticket)
         self.free_slot(ticket)
         ticket.path.extents.free(ticket.extent)
 

@@ -354,7 +354,7 @@ def measure_copies(
         copies.hold_at_most(0)
 
     def copy_in() -> None:
-        copies.into(staged, staged.numel(), device).wait()
+        copies.into(staged, copies.room(staged.numel(), device)).wait()
 
     def best_s(copy: Callable[[], None]) -> float:
         took: list[float] = []

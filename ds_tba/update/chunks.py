@@ -1,4 +1,4 @@
-"""Which part of the update goes to the host and which to the device: pure arithmetic, of numbers of elements alone.
+"""The division of an update between host and device: pure arithmetic on numbers of elements.
 
 DeepSpeed's CPUAdam in slices of a multiple of 128 elements gives the bits of one call for all of them
 (``csrc/adam/cpu_adam_impl.cpp``: ``Step_8`` works on eight registers of up to 16 elements). What is left over at the
@@ -8,7 +8,7 @@ first and the last page of a sub-group's arrays, which is pinned nowhere: they s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ds_tba.device.memory import PAGE_BYTES
@@ -32,21 +32,22 @@ class Chunk:
 
 
 def tail_start(elements: int) -> int:
-    """Where the ragged end of a sub-group begins."""
+    """Return the element at which the ragged end of a sub-group begins."""
     return elements - elements % SLICE_ELEMENTS
 
 
 def inside(elements: int) -> tuple[int, int]:
-    """Where the chunks of a sub-group begin and end: within whole pages of its arrays, wherever in a page these begin.
+    """Return the elements at which the chunks of a sub-group begin and end.
 
-    Before it and after it everything is the host's; both are 0 where that is all.
+    Between them lie whole pages of its arrays, wherever in a page these begin. What is before and after is the host's;
+    both are 0 where no chunk is left.
     """
     start, stop = _PAGE_ELEMENTS, tail_start(max(elements - _PAGE_ELEMENTS, 0))
     return (start, stop) if start < stop else (0, 0)
 
 
 def chunks_of(sub_groups: Sequence[int], chunk_elements: int) -> list[Chunk]:
-    """The insides of sub-groups of so many elements, in order, cut into chunks, rounded down to whole slices."""
+    """Cut the insides of sub-groups of so many elements into chunks of whole slices, in order."""
     step = max(chunk_elements // SLICE_ELEMENTS, 1) * SLICE_ELEMENTS
     return [
         Chunk(sub_group, start, min(start + step, inside(elements)[1]))
@@ -58,29 +59,29 @@ def chunks_of(sub_groups: Sequence[int], chunk_elements: int) -> list[Chunk]:
 class Split:
     """Hands out the chunks of one step: to the host from the front, to the device from the back.
 
-    Whoever is faster takes more. Both compute the same bits, so that the place where they meet changes nothing. What
-    may not go to the device is the host's, in its place: the host always goes forward.
+    Whoever is faster takes more. Both compute the same bits, so that the place where they meet changes nothing. The
+    host takes the chunks that may not go to the device, in their place: the host always goes forward.
 
     Args:
-        chunks: in the order of the sub-groups.
-        device_share: the part of all elements that is the device's, rounded to whole chunks; None lets them meet.
-        may_go: whether a chunk may go to the device.
+        chunks: chunks in the order of the sub-groups.
+        device_share: fraction of all elements for the device, rounded to whole chunks; None lets them meet.
+        barred: sub-groups whose chunks may not go to the device.
     """
 
     def __init__(
-        self, chunks: Sequence[Chunk], device_share: float | None, may_go: Callable[[Chunk], bool] = lambda _: True
+        self, chunks: Sequence[Chunk], device_share: float | None, barred: frozenset[int] = frozenset()
     ) -> None:
         self._chunks = chunks
-        possible = [number for number in reversed(range(len(chunks))) if may_go(chunks[number])]
+        possible = [number for number in reversed(range(len(chunks))) if chunks[number].sub_group not in barred]
         self._for_device, self._not_for_host = possible, set[int]()
         if device_share is not None:
             self._for_device = list(_share(chunks, possible, device_share))
             self._not_for_host.update(self._for_device)
         self._next_of_host = 0
-        self._next_of_device = 0  # in _for_device
+        self._next_of_device = 0  # index into _for_device
 
     def for_host(self) -> Chunk | None:
-        """The host's next chunk; None where there is none."""
+        """Take the host's next chunk; None where there is none."""
         while self._next_of_host < len(self._chunks):
             number = self._next_of_host
             self._next_of_host += 1
@@ -89,18 +90,18 @@ class Split:
         return None
 
     def for_device(self) -> Chunk | None:
-        """The device's next chunk that the host has not taken; None where there is none."""
+        """Take the device's next chunk that the host has not taken; None where there is none."""
         while self._next_of_device < len(self._for_device):
             number = self._for_device[self._next_of_device]
             self._next_of_device += 1
-            # What only the device may take, the host passes over.
+            # The host passes over the chunks of a fixed share without taking them: its place does not bar them.
             if number >= self._next_of_host or number in self._not_for_host:
                 self._not_for_host.add(number)
                 return self._chunks[number]
         return None
 
     def most_of_device(self) -> int:
-        """How many chunks the device can still be given, where the host takes none of them before."""
+        """Return how many chunks the device can still be given if the host takes none of them before."""
         return len(self._for_device) - self._next_of_device
 
     def give_to_host(self) -> None:
@@ -110,7 +111,7 @@ class Split:
 
 
 def _share(chunks: Sequence[Chunk], possible: Sequence[int], device_share: float) -> Iterator[int]:
-    """Those of the possible ones, from the back, that are a share of all elements, as nearly as whole chunks allow."""
+    """Yield possible chunks from the back until they are a share of all elements, as nearly as whole chunks allow."""
     left = device_share * sum(chunk.elements for chunk in chunks)
     for number in possible:
         if chunks[number].elements / 2 > left:

@@ -1,20 +1,19 @@
-"""What may stand in ``"interleaved_optimizer_update"``, and what else it asks of the config."""
+"""The block ``"interleaved_optimizer_update"``: its keys, their rules, and what it needs beside it in the config."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BeforeValidator, Field, StrictBool, model_validator
 
-from ds_tba.config import UPDATE_BLOCK, Block, Bytes, Count, FilePath, block_of, number, refusal, zero_block
+from ds_tba.config import UPDATE_BLOCK, Block, Bytes, Count, DsConfig, FilePath, block_of, number, refusal, zero_block
 from ds_tba.errors import ConfigError
 
-BYTES_PER_ELEMENT = 4  # of master, moments and gradients
-# Of one chunk on the device: master, two moments, gradient, and scratch for the formula.
+BYTES_PER_ELEMENT = 4  # master, moments and gradients are fp32
+# Arrays that one chunk has on the device: master, two moments, gradient, and scratch for the formula.
 ARRAYS_PER_CHUNK = 5
-# The least chunk: below it the calls cost more than the work.
+# Below it the calls cost more than the work.
 MIN_CHUNK_BYTES = 1 << 16
 
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), BeforeValidator(number)]
@@ -31,16 +30,17 @@ class UpdateConfig(Block):
     """The block. Units are in the names; no value is ever the string ``"auto"``."""
 
     enabled: StrictBool = True
-    device_share: Share | None = None  # the part of the elements that the device updates; None balances in every step
-    device_buffer_bytes: Bytes = 1 << 30  # of device memory, during the update only
-    # Of the fp32 parameters of a chunk. Moments and gradients of a chunk are as large each.
+    device_share: Share | None = None  # fraction of the elements that the device updates; None balances in every step
+    device_buffer_bytes: Bytes = 1 << 30  # device memory that the update takes while it runs
+    # Bytes of the fp32 parameters of a chunk. Moments and gradients of a chunk are as large each.
     chunk_bytes: Annotated[int, Field(ge=MIN_CHUNK_BYTES), BeforeValidator(number)] = 1 << 26
-    pinned_bytes: Bytes | None = None  # that may be pinned; None sets no limit. Only what is pinned goes to the device
-    exact: StrictBool = True  # the device computes only where its bits are CPUAdam's
+    pinned_bytes: Bytes | None = None  # limit of pinned memory; None sets none. Only pinned memory goes to the device
+    exact: StrictBool = True  # True: the device computes only where its bits are CPUAdam's
     report: UpdateReportConfig = UpdateReportConfig()
 
     @property
     def chunk_elements(self) -> int:
+        """Elements of a chunk."""
         return self.chunk_bytes // BYTES_PER_ELEMENT
 
     @model_validator(mode="after")
@@ -55,13 +55,13 @@ class UpdateConfig(Block):
         return self
 
 
-def parse_update_block(ds_config: Mapping[str, Any]) -> UpdateConfig | None:
-    """The validated block of a DeepSpeed config, or None where it is absent or ``"enabled": false``.
+def parse_update_block(ds_config: DsConfig) -> UpdateConfig | None:
+    """Return the validated block of a DeepSpeed config, or None where it is absent or ``"enabled": false``.
 
     Raises:
         ConfigError: naming for every bad key its value, the rule and the repair.
     """
-    config: UpdateConfig | None = block_of(ds_config, UPDATE_BLOCK, UpdateConfig, '{"enabled": true}')
+    config = block_of(ds_config, UPDATE_BLOCK, UpdateConfig, '{"enabled": true}')
     if config is None:
         return None
     zero = zero_block(ds_config)

@@ -1,11 +1,11 @@
-"""How the device updates its chunks: copied in, updated, cast and written back, on streams of their own.
+"""The device's part of an update: chunks are copied in, updated, cast and written back, on streams of their own.
 
 [Note: Streams] There are three, so that both directions of the link and the kernels run at once. One job goes through
 them in turn: compute waits for its upload, the write-back waits for its compute. The host puts the next job into a slot
 only when it has seen the slot's last write-back done, so that no stream waits for a slot. All streams begin after what
 the caller's stream was given before :meth:`DevicePipeline.begin`: kernels that still read the parameters, gradients
-that are still on their way, and the former tenants of the slots' memory. That memory comes from the pool of the
-caller's stream, where activations were, and goes back when the host has seen all three streams done; so the allocator
+that are still being copied, and the former tenants of the slots' memory. That memory comes from the pool of the
+caller's stream, where activations were, and is freed when the host has seen all three streams done. So the allocator
 need not know of them, and whatever is queued later on any stream, or done by the host, comes after the update.
 """
 
@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Protocol
 
 import torch
 
@@ -24,19 +23,38 @@ from ds_tba.device.accelerator import Accelerator, moment
 from ds_tba.errors import StateError
 from ds_tba.update.config import ARRAYS_PER_CHUNK, BYTES_PER_ELEMENT
 from ds_tba.update.formula import cast, scale
+from ds_tba.update.host import Event
 
-Update = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], object]
+
+class Stream(Protocol):
+    """A stream of the device."""
+
+    def wait_event(self, event: Event, /) -> None: ...
+
+
+class Update(Protocol):
+    """Updates master and moments in place; the gradient stays, scratch is overwritten."""
+
+    def __call__(
+        self,
+        master: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        gradient: torch.Tensor,
+        scratch: torch.Tensor,
+        /,
+    ) -> object: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One chunk on its way through the device. All tensors are 1-D, contiguous and of one length.
+    """One chunk on its way through the device. All tensors are 1-D, contiguous and equally long.
 
     Attributes:
-        master, exp_avg, exp_avg_sq, gradient: on the host, fp32, pinned; final when the job is done.
-        target: the parameters of this chunk on the device, in their own dtype; None where they are not there.
-        factor: the gradient is multiplied by it, in place, before the update.
-        update: in place on master, moments, gradient and scratch of the device; leaves the gradient.
+        master, exp_avg, exp_avg_sq, gradient: pinned host tensors, fp32; final when the job is done.
+        target: parameters of this chunk on the device, in their own dtype; None where they are not there.
+        factor: factor of the gradient, in place, before the update.
+        update: the update itself, on tensors of the device.
     """
 
     master: torch.Tensor
@@ -50,13 +68,13 @@ class Job:
 
 @dataclass(slots=True)
 class DeviceStats:
-    """What the device did, summed over all steps.
+    """Counts of the device, summed over all steps.
 
     Attributes:
-        elements: in chunks.
-        uploaded_bytes: from the host to the device, for chunks and by :meth:`DevicePipeline.upload`.
-        written_back_bytes: from the device to the host.
-        busy_s: from the first submit of a step to its last write-back, as soon as the host saw it without waiting.
+        elements: elements of its chunks.
+        uploaded_bytes: bytes copied to the device, for chunks and by :meth:`DevicePipeline.upload`.
+        written_back_bytes: bytes copied to the host.
+        busy_s: seconds from the first submit of a step until the host saw its last write-back, without waiting.
     """
 
     elements: int = 0
@@ -66,7 +84,7 @@ class DeviceStats:
 
 
 class _Slot:
-    """Device memory for one chunk, and the job that has it. It is held: its tensors must outlive their use."""
+    """Device memory for one chunk, and the job that has it: held here, because its tensors must outlive their use."""
 
     __slots__ = ("_is_queued", "_written_back", "arrays", "job")
 
@@ -74,24 +92,25 @@ class _Slot:
         self.arrays = arrays
         self.job: Job | None = None
         self._is_queued = False
-        self._written_back: Any = None
+        self._written_back: Event | None = None
 
     def take(self, job: Job) -> list[torch.Tensor]:
+        """Hold a job, and return as much of each array as it needs."""
         self.job, self._is_queued, self._written_back = job, False, None
         return [array[: job.master.numel()] for array in self.arrays]
 
-    def queued(self, written_back: Any) -> None:
+    def queued(self, written_back: Event | None) -> None:
         """Note that the whole job was queued; ``written_back`` is its last event."""
         self._is_queued, self._written_back = True, written_back
 
     def wait(self) -> bool:
-        """Block until the write-back is done; False where the job could not be queued."""
+        """Block until the write-back is done; return False where the job could not be queued."""
         if self._is_queued and self._written_back is not None:
             self._written_back.synchronize()
         return self._is_queued
 
     def is_done(self) -> bool:
-        """Whether the write-back is done. Never so where the job could not be queued."""
+        """Return whether the write-back is done. It never is where the job could not be queued."""
         return self._is_queued and (self._written_back is None or bool(self._written_back.query()))
 
 
@@ -102,11 +121,11 @@ class DevicePipeline:
     Only one thread at a time may call it.
 
     Args:
-        accelerator: of the device.
-        device: on which the slots are.
-        chunk_elements: the most elements of a job.
-        buffer_bytes: for slots; one is made even where it is larger. Where memory runs out, later steps make no more
-            slots than there was memory for.
+        accelerator: the training device's accelerator.
+        device: the device on which the slots are.
+        chunk_elements: most elements of a job.
+        buffer_bytes: bytes for slots; one slot is made even where it is larger. Where memory runs out, later steps make
+            no more slots than there was memory for.
     """
 
     def __init__(self, accelerator: Accelerator, device: torch.device, chunk_elements: int, buffer_bytes: int) -> None:
@@ -122,7 +141,7 @@ class DevicePipeline:
         self._free: list[_Slot] = []
         self._in_flight: deque[_Slot] = deque()
         self._uploads: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._upload_begins: Any = None  # the event, of the last job
+        self._upload_begins: Event | None = None  # of the last job
         self._first_submit_s: float | None = None
         self._last_written_back_s: float | None = None
 
@@ -130,29 +149,29 @@ class DevicePipeline:
         """Begin a step: all that follows comes after what the current stream was given so far.
 
         Args:
-            most_jobs: no more will be submitted, so that no more slots are made; 0 where there are uploads only.
+            most_jobs: number of jobs that bounds the slots; 0 where there are uploads only.
 
         Returns:
-            Whether the device has memory for at least one slot. Where it has not, :meth:`upload` still works.
+            True if the device has memory for at least one slot. Where it has not, :meth:`upload` still works.
         """
         if self._has_begun:
-            self.drain()  # the step before, whose own drain was interrupted
+            self.drain()  # the drain of the step before was interrupted
         slots = self._slots if most_jobs is None else min(self._slots, most_jobs)
         while len(self._free) < slots:
             try:
                 self._free.append(_Slot([self._allocate() for _ in range(ARRAYS_PER_CHUNK)]))
             except torch.OutOfMemoryError:
-                # Not again in each step: the allocator gives back all that it keeps before it says so.
+                # Not tried again in each step: the allocator gives its whole cache back before it refuses.
                 self._slots = max(1, len(self._free))
                 break
-        so_far = moment(self._accelerator)  # after the allocation, whose memory may be in use until now
+        so_far = moment(self._accelerator)  # after the allocation: kernels may use that memory until now
         for stream in (self._up, self._compute, self._down):
             _wait(stream, so_far)
         self._has_begun = True
         return bool(self._free)
 
     def has_room(self) -> bool:
-        """Whether a slot is free: its last write-back is done. Never blocks."""
+        """Return whether a slot is free, that is, its last write-back is done. Never blocks."""
         while self._in_flight and self._in_flight[0].is_done():
             slot = self._in_flight.popleft()
             slot.job = None
@@ -161,9 +180,9 @@ class DevicePipeline:
         return bool(self._free)
 
     def wants_job(self) -> bool:
-        """Whether a slot is free, and the uploads of all jobs have begun. Never blocks.
+        """Return whether a slot is free, and the uploads of all jobs have begun. Never blocks.
 
-        With more than one waiting, what the host uploads would wait behind them all, and the host for its buffers.
+        With more than one job waiting, the host's own uploads would wait behind them all, and the host for its buffers.
         """
         return self.has_room() and (self._upload_begins is None or bool(self._upload_begins.query()))
 
@@ -180,8 +199,8 @@ class DevicePipeline:
     def submit(self, job: Job) -> None:
         """Queue all of one job. Never blocks.
 
-        Where ``job.update`` raises, nothing of the job was or will be written; where something else fails, the device
-        has, and its tensors may hold anything. Other jobs still run: call :meth:`drain`, which ends all writing.
+        Where ``job.update`` raises, nothing of the job was or will be written. Where something else fails, its tensors
+        may hold anything. Other jobs still run: call :meth:`drain`, which ends all writing.
 
         Raises:
             StateError: there is no room, or the tensors of the job do not fit together.
@@ -196,11 +215,11 @@ class DevicePipeline:
         with torch.no_grad():
             slot.queued(self._queue(job, slot.take(job)))
 
-    def upload(self, source: torch.Tensor, target: torch.Tensor) -> Any:
+    def upload(self, source: torch.Tensor, target: torch.Tensor) -> Event | None:
         """Queue a copy of parameters that the host has updated and cast into pinned memory.
 
         Returns:
-            An event that is done with the copy: wait for it before ``source`` is filled again. None: done at return.
+            The copy's event: wait for it before ``source`` is filled again. None: the copy is done.
 
         Raises:
             StateError: before :meth:`begin`, or the tensors differ in dtype or length.
@@ -220,8 +239,8 @@ class DevicePipeline:
     def drain(self) -> None:
         """End a step: block until all that was queued is done, then free the slots.
 
-        Afterwards the host's tensors and the parameters are final, for the host and for all that any stream is given
-        from now on. To be called also after a failure; safe to call twice.
+        Afterwards the host's tensors and the parameters are final, for the host and for everything that any stream is
+        given from now on. Call it also after a failure; a second call does no harm.
         """
         for stream in (self._down, self._up, self._compute):
             self._block_until_done(stream)
@@ -251,8 +270,8 @@ class DevicePipeline:
         if any(tensor.dtype != torch.float32 for tensor in tensors[:4]):
             raise StateError(f"a chunk of {[tensor.dtype for tensor in tensors[:4]]}: all but the parameters are fp32")
 
-    def _queue(self, job: Job, arrays: list[torch.Tensor]) -> Any:
-        """Queue a job in a slot; the event of its write-back."""
+    def _queue(self, job: Job, arrays: list[torch.Tensor]) -> Event | None:
+        """Queue a job in a slot, and return the event of its write-back."""
         accelerator, stats = self._accelerator, self.stats
         master, exp_avg, exp_avg_sq, gradient, scratch = arrays
         state = [(job.master, master), (job.exp_avg, exp_avg), (job.exp_avg_sq, exp_avg_sq)]
@@ -282,7 +301,7 @@ class DevicePipeline:
         self._accelerator.copy(source.view(torch.uint8), target.view(torch.uint8))
         self.stats.uploaded_bytes += source.nbytes
 
-    def _block_until_done(self, stream: Any) -> None:
+    def _block_until_done(self, stream: Stream | None) -> None:
         with self._accelerator.on(stream):
             event = moment(self._accelerator)
         if event is not None:
@@ -290,11 +309,11 @@ class DevicePipeline:
 
 
 def uploads_before(chunk_elements: int) -> int:
-    """Bytes that may be queued before an upload of the host: a chunk on the link, and one that waits."""
+    """Return the bytes that may be queued before an upload of the host: a chunk on the link, and one that waits."""
     return 2 * 4 * BYTES_PER_ELEMENT * chunk_elements  # parameters, two moments, gradient
 
 
-def _wait(stream: Any, event: Any) -> None:
-    """Make ``stream`` wait for ``event`` (no-op if None: it is done)."""
-    if event is not None:
+def _wait(stream: Stream | None, event: Event | None) -> None:
+    """Make ``stream`` wait for ``event``; on a synchronous device there is neither, and everything is done."""
+    if stream is not None and event is not None:
         stream.wait_event(event)

@@ -1,9 +1,9 @@
-"""How a device computes what DeepSpeed's CPUAdam computes, bit for bit, in torch's operations.
+"""DeepSpeed's CPUAdam, bit for bit, in torch's operations, for a device.
 
 Every operation of CPUAdam's vector code (``csrc/includes/cpu_adam.h``, ``Step_AVX``) is rounded once, in fp32, and so
-is each one here; a fused multiply-add is ``add`` with ``alpha``. So are what comes before it, unscaling and clipping,
-and the cast that comes after it. A device that rounds in another way would train another model: :func:`is_exact` finds
-out, on random numbers and once, at the start. A NaN is a NaN, whatever its sign and payload, which no device promises.
+is each one here; a fused multiply-add is ``add`` with ``alpha``. The same is true of unscaling and clipping before it,
+and of the cast after it. A device that rounds in another way would train another model: :func:`is_exact` finds that
+out at the start, on random numbers. A NaN equals a NaN, whatever its sign and payload, which no device promises.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any
 import numpy as np
 import torch
 
-# On the CPU torch neither splits this among threads nor takes much memory for it in float64.
+# Elements of one piece on the CPU: torch neither splits it among threads nor takes much memory for it in float64.
 _PIECE_ELEMENTS = 1 << 14
-# DeepSpeed counts its C++ objects from 0.
+# DeepSpeed counts its C++ objects from 0: ours is never one of its own.
 _TRIAL_ID = -1
-# Blocks of a kernel of a device, and a part of one.
+# Some blocks of a device's kernel, and a part of one: the last block may take another path.
 _TRIAL_ELEMENTS = (1 << 14) + 3 * 128
-# Unscaling of fp16 alone, which fp32 may not round, and together with clipping.
+# The unscaling of fp16, which is a power of two, and products of unscaling and clipping.
 _TRIAL_FACTORS = (2.0**-16, 0.1, 1 / 3, 3.7e-7)
-# What a cast drops of fp32.
+# Bits of fp32 that a cast drops.
 _DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}
 
 
@@ -42,7 +42,7 @@ class Hyper:
 
     @classmethod
     def of_group(cls, group: Mapping[str, Any], *, adamw: bool) -> Hyper:
-        """Those of one of ``param_groups`` of a ``DeepSpeedCPUAdam`` with this ``adam_w_mode``."""
+        """Return the hyperparameters of one of ``param_groups`` of a ``DeepSpeedCPUAdam`` with this ``adam_w_mode``."""
         lr, (beta1, beta2), eps, decay = (group[key] for key in ("lr", "betas", "eps", "weight_decay"))
         corrected = bool(group["bias_correction"])
         return cls(float(lr), float(beta1), float(beta2), float(eps), float(decay), corrected, adamw)
@@ -53,7 +53,7 @@ class Scalars:
     """The numbers of one step, all of them exact in fp32, as Python's floats.
 
     Attributes:
-        step_size: negative: -lr / (1 - beta1^t).
+        step_size: -lr / (1 - beta1^t), which is negative.
         root_scale: 1 / sqrt(1 - beta2^t).
         decay: -lr x weight decay for AdamW, the weight decay for Adam; None where there is none.
     """
@@ -70,14 +70,13 @@ class Scalars:
 
 
 class Powers:
-    """The state that CPUAdam's C++ object hides: the powers of the betas, which depend on all calls so far.
+    """The powers of the betas that CPUAdam's C++ object hides, and that depend on all calls so far.
 
     A step after the one before, with the same betas, multiplies the powers; any other step computes them anew, which
     rounds in another way. There is one of these for each C++ object, and each call here stands for one ``adam_update``.
 
     Args:
-        beta1: the optimizer's default, with which its C++ object was created.
-        beta2: likewise.
+        beta1, beta2: the optimizer's defaults, with which its C++ object was created.
     """
 
     def __init__(self, beta1: float, beta2: float) -> None:
@@ -86,7 +85,7 @@ class Powers:
         self._step = 0
 
     def scalars(self, step: int, hyper: Hyper) -> Scalars:
-        """The numbers with which CPUAdam computes this call; ``step`` is from 1 on, after it was increased."""
+        """Return the numbers with which CPUAdam computes this call; ``step`` counts from 1, this step included."""
         betas = (np.float32(hyper.beta1), np.float32(hyper.beta2))
         if betas == self._betas and step == self._step + 1:
             self._powers = (self._powers[0] * betas[0], self._powers[1] * betas[1])
@@ -97,12 +96,12 @@ class Powers:
 
 
 def _power(base: np.float32, exponent: int) -> np.float32:
-    """``std::pow`` of a float and an integer: computed in double."""
+    """Return what ``std::pow`` gives for a float and an integer: it computes in double."""
     return np.float32(math.pow(float(base), exponent))
 
 
 def _scalars(betas: tuple[np.float32, np.float32], powers: tuple[np.float32, np.float32], hyper: Hyper) -> Scalars:
-    """As ``update_state`` and ``Step_AVX`` compute them, in fp32 throughout."""
+    """Compute the numbers as ``update_state`` and ``Step_AVX`` do, in fp32 throughout."""
     one, lr, weight_decay = np.float32(1), np.float32(hyper.lr), np.float32(hyper.weight_decay)
     correction1 = root_scale = one
     with np.errstate(all="ignore"):  # a beta that fp32 rounds to 1 divides by zero, in C++ too
@@ -135,20 +134,22 @@ def update_(
     scratch: torch.Tensor,
     scalars: Scalars,
 ) -> None:
-    """One step of Adam as ``Step_AVX`` has it, in place; only queued on a device with streams.
+    """Take one step of Adam in place, as ``Step_AVX`` does; a device with streams only queues it.
+
+    All tensors are fp32, 1-D, contiguous, on one device and equally long. Their length must be a multiple of 128:
+    CPUAdam rounds the elements that are left over in another way.
 
     Args:
-        master: fp32, contiguous, of one dimension, as are all others; of one device and one length. The length must be
-            a multiple of 128: CPUAdam rounds in another way what is left over.
-        exp_avg: the first moment.
-        exp_avg_sq: the second moment.
-        gradient: stays as it is.
-        scratch: what it held is lost.
-        scalars: of this step.
+        master: fp32 parameters.
+        exp_avg, exp_avg_sq: first and second moment.
+        gradient: read only.
+        scratch: overwritten.
+        scalars: numbers of this step.
     """
     whole, elements = (master, exp_avg, exp_avg_sq, gradient, scratch), master.numel()
     piece_elements = _PIECE_ELEMENTS if master.device.type == "cpu" else max(elements, 1)
-    # A tensor without dimensions stays on the CPU and travels with the kernel's arguments: no copy, no synchronization.
+    # A tensor without dimensions stays on the CPU and travels with the kernel's arguments. On the device it would cost
+    # a copy for which the host waits.
     eps = torch.tensor(scalars.eps, dtype=torch.float32, device="cpu")
     for start in range(0, elements, piece_elements):
         master, exp_avg, exp_avg_sq, gradient, scratch = (one[start : start + piece_elements] for one in whole)
@@ -166,7 +167,7 @@ def update_(
 
 
 def cast(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Parameters to the model's dtype, or gradients to fp32."""
+    """Cast parameters to the model's dtype, or gradients to fp32."""
     target.copy_(source)
 
 
@@ -176,7 +177,7 @@ def scale(factor: float, gradient: torch.Tensor) -> None:
 
 
 def _square_root(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Correctly rounded, as CUDA's own is; that of torch's CPU in fp32 is not, and a second rounding does no harm."""
+    """Take a correctly rounded root, as CUDA's is. That of torch's CPU in fp32 is not; from double it is."""
     if source.device.type == "cpu":
         target.copy_(source.double().sqrt_())
     else:
@@ -199,22 +200,22 @@ class HostAdam:
         exp_avg: torch.Tensor,
         exp_avg_sq: torch.Tensor,
     ) -> None:
-        """One ``adam_update``, in place, on contiguous tensors of the host.
+        """Call ``adam_update`` once, in place, on contiguous tensors of the host.
 
-        Tensors of no elements are fine: the call then does no more than take the object's hidden powers to this step. A
-        further call with the same step and betas leaves these as they are.
+        With tensors of no elements the call only takes the object's hidden powers to this step. A further call with the
+        same step and betas leaves them as they are.
         """
         rates = hyper.lr, hyper.beta1, hyper.beta2, hyper.eps, hyper.weight_decay, hyper.bias_correction
         self._op.adam_update(self._opt_id, step, *rates, master, gradient, exp_avg, exp_avg_sq)
 
 
 def is_exact(op: Any, device: torch.device, *, adamw: bool) -> bool:
-    """Whether the update on a device, and all around it, gives the bits of the host; tried out on random data.
+    """Return whether the update on a device, with unscaling and casts, gives the host's bits for random data.
 
     Args:
         op: DeepSpeed's ``cpu_adam``. A C++ object of its own is created in it, and destroyed.
-        device: where the update is to run.
-        adamw: whether the weight decay is AdamW's; else it is added to the gradient.
+        device: the device that would run the update.
+        adamw: True if the weight decay is AdamW's; else it is added to the gradient.
     """
     generator = torch.Generator("cpu").manual_seed(0)
     if not _is_exact_around(generator, device):
@@ -226,7 +227,7 @@ def is_exact(op: Any, device: torch.device, *, adamw: bool) -> bool:
     powers, host = Powers(hyper.beta1, hyper.beta2), HostAdam(op, _TRIAL_ID)
     op.create_adam(_TRIAL_ID, hyper.lr, hyper.beta1, hyper.beta2, hyper.eps, hyper.weight_decay, adamw, False)
     try:
-        # Steps in a row, a resumed run, and what differs between groups and in the course of a schedule.
+        # Steps in a row, a resumed run, and values that differ between groups and in the course of a schedule.
         for step, lr, decay in ((1, 1e-3, 0.1), (2, 9e-4, 0.1), (3, 3e-5, 0.0), (57, 0.0, 0.1), (58, 7e-4, 0.01)):
             current = replace(hyper, lr=lr, weight_decay=decay)
             gradient = _trial(generator, 4)
@@ -241,7 +242,7 @@ def is_exact(op: Any, device: torch.device, *, adamw: bool) -> bool:
 
 
 def _is_exact_around(generator: torch.Generator, device: torch.device) -> bool:
-    """Whether a device casts and multiplies as the host does."""
+    """Return whether a device casts and multiplies as the host does."""
     for factor in _TRIAL_FACTORS:
         gradient = _trial(generator, 4)
         on_device = gradient.to(device, copy=True)
@@ -249,7 +250,7 @@ def _is_exact_around(generator: torch.Generator, device: torch.device) -> bool:
         if not same_bits(gradient.mul_(factor), on_device):
             return False
     for dtype, dropped in _DROPPED_BITS.items():
-        # What lies in the middle between two results, and beside it; fp16's denormals, and what overflows.
+        # Numbers in the middle between two results, and beside it; fp16's denormals, and numbers that overflow.
         bits = torch.cat([_trial(generator, magnitude) for magnitude in (4, -3, -36)]).view(torch.int32)
         middle = bits & -(1 << dropped) | 1 << (dropped - 1)
         master = torch.cat([bits, middle - 1, middle, middle + 1]).view(torch.float32)
@@ -264,7 +265,7 @@ def _is_exact_around(generator: torch.Generator, device: torch.device) -> bool:
 
 
 def _trial(generator: torch.Generator, magnitude: int) -> torch.Tensor:
-    """Numbers over many orders of magnitude, about 10 to the minus ``magnitude``; zeros and denormals among them."""
+    """Return numbers about 10 to the minus ``magnitude``, of many orders; zeros and denormals are among them."""
     numbers = torch.randn(_TRIAL_ELEMENTS, generator=generator, dtype=torch.float32, device="cpu")
     exponents = torch.randn(_TRIAL_ELEMENTS, generator=generator, dtype=torch.float32, device="cpu")
     numbers *= 10 ** (2 * exponents - magnitude)
@@ -274,7 +275,7 @@ def _trial(generator: torch.Generator, magnitude: int) -> torch.Tensor:
 
 
 def same_bits(expected: torch.Tensor, found: torch.Tensor) -> bool:
-    """Whether two tensors of one float dtype are equal bit for bit; any NaN equals any other."""
+    """Return whether two tensors of one float dtype are equal bit for bit; any NaN equals any other."""
     found, bits = found.to(expected.device), torch.int32 if expected.dtype.itemsize == 4 else torch.int16
     same = (expected.view(bits) == found.view(bits)) | (expected.isnan() & found.isnan())
     return bool(same.all())

@@ -1,4 +1,4 @@
-"""How the host updates its part: unscale, CPUAdam and cast, slice by slice, so that each slice is in the caches once.
+"""The host's part of an update: unscale, CPUAdam and cast, slice by slice, so that each slice is in the caches once.
 
 Stock DeepSpeed goes over all gradients, then over everything with CPUAdam, then casts all parameters into new memory
 and waits for their copy to the device (``runtime/zero/stage3.py``: ``unscale_and_clip_grads``, ``_optimizer_step``,
@@ -9,20 +9,31 @@ fetches it while the host works on.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import torch
 
 from ds_tba.device.accelerator import Accelerator
 from ds_tba.update.formula import HostAdam, Hyper
 
-# Of the host's work between two looks at the device. Four arrays of them fit the caches of a server's processor.
+# Elements that the host updates between two looks at the device. Four arrays of them fit a server processor's caches.
 SLICE_ELEMENTS = 1 << 20
 LEAST_BUFFERS = 8
 
-Upload = Callable[[torch.Tensor, torch.Tensor], Any]
+
+class Event(Protocol):
+    """A mark in a stream of the device."""
+
+    def query(self) -> bool: ...
+    def synchronize(self) -> None: ...
+
+
+class Upload(Protocol):
+    """Queues a copy to the device and returns its event; None: the copy is done."""
+
+    def __call__(self, source: torch.Tensor, target: torch.Tensor) -> Event | None: ...
 
 
 @dataclass(slots=True)
@@ -30,11 +41,11 @@ class SubGroup:
     """The tensors and numbers of one sub-group of ZeRO-3 in the step that is being taken.
 
     Attributes:
-        master, exp_avg, exp_avg_sq, gradient: on the host; fp32, 1-D, of one length.
-        target: the parameters of the model's dtype, 1-D; None where DeepSpeed itself writes them, to NVMe.
-        hyper: of its parameter group.
+        master, exp_avg, exp_avg_sq, gradient: host tensors; fp32, 1-D, equally long.
+        target: parameters in the model's dtype, 1-D; None where DeepSpeed itself writes them, to NVMe.
+        hyper: hyperparameters of the sub-group's parameter group.
         step: number of the step, from 1.
-        factor: by which the gradient is multiplied first: unscaling and clipping.
+        factor: factor of the gradient before the update, for unscaling and clipping.
     """
 
     master: torch.Tensor
@@ -48,14 +59,16 @@ class SubGroup:
 
     @property
     def elements(self) -> int:
+        """Elements of each tensor."""
         return self.master.numel()
 
     @property
     def arrays(self) -> tuple[torch.Tensor, ...]:
-        """All that the device copies from and to."""
+        """The host tensors that the device reads and writes."""
         return self.master, self.exp_avg, self.exp_avg_sq, self.gradient
 
     def cut(self, start: int, stop: int) -> SubGroup:
+        """Return a part of the sub-group, as views."""
         return SubGroup(
             self.master[start:stop],
             self.exp_avg[start:stop],
@@ -69,10 +82,12 @@ class SubGroup:
 
 
 class WriteBack:
-    """The way of updated parameters from the host to the device, through a ring of pinned buffers.
+    """Writes updated parameters from the host to the device, through a ring of pinned buffers.
 
-    The ring is as long as what may be queued before it in the same stream (``queued_bytes``): while that is on the
-    link, the host goes on, unless its parameters alone would fill the link. ``elements`` is the most of one call.
+    Args:
+        elements: most elements of one call.
+        queued_bytes: bytes that may be queued earlier in the same stream. The ring is as long: while they are on the
+            link the host goes on, unless its parameters alone would fill the link.
     """
 
     def __init__(self, accelerator: Accelerator, dtype: torch.dtype, elements: int, queued_bytes: int = 0) -> None:
@@ -81,17 +96,17 @@ class WriteBack:
         self.pinned_bytes = max(LEAST_BUFFERS, -(-queued_bytes // nbytes)) * nbytes
         ring = accelerator.pinned(self.pinned_bytes)
         self._free = deque(ring[start : start + nbytes] for start in range(0, ring.numel(), nbytes))
-        self._under_way: deque[tuple[Any, torch.Tensor]] = deque()
+        self._under_way: deque[tuple[Event | None, torch.Tensor]] = deque()
 
     def write(self, master: torch.Tensor, target: torch.Tensor, upload: Upload) -> None:
-        """Cast ``master`` and queue its copy to ``target``; waits only where all buffers are under way."""
+        """Cast ``master`` and queue its copy to ``target``; wait only where all buffers are under way."""
         buffer = self._buffer()
         staged = buffer[: target.numel() * self._dtype.itemsize].view(self._dtype)
         staged.copy_(master)
         self._under_way.append((upload(staged, target), buffer))
 
     def finish(self) -> None:
-        """Take all buffers back; every copy is done by now."""
+        """Free all buffers. Every copy must be done."""
         self._free.extend(buffer for _, buffer in self._under_way)
         self._under_way.clear()
 
@@ -99,13 +114,13 @@ class WriteBack:
         if self._free:
             return self._free.popleft()
         event, buffer = self._under_way.popleft()
-        # Else the next cast would overwrite parameters that are still being copied.
-        event.synchronize()
+        if event is not None:  # else the next cast would overwrite parameters that are still being copied
+            event.synchronize()
         return buffer
 
 
 class HostUpdate:
-    """Updates parts of sub-groups on the host; without ``write_back`` it writes the model's parameters itself."""
+    """Updates parts of sub-groups on the host; without ``write_back`` it writes the model's parameters directly."""
 
     def __init__(self, adam: HostAdam, write_back: WriteBack | None) -> None:
         self._adam = adam
@@ -113,15 +128,15 @@ class HostUpdate:
 
     @property
     def pinned_bytes(self) -> int:
-        """Host memory of the buffers on the way to the device."""
+        """Bytes of pinned buffers on the way to the device."""
         return 0 if self._write_back is None else self._write_back.pinned_bytes
 
     def enter(self, sub_group: SubGroup) -> None:
-        """Bring CPUAdam's hidden state to a sub-group, as stock DeepSpeed does once for each, in order."""
+        """Take CPUAdam's hidden powers of the betas to a sub-group's step, as stock DeepSpeed does once for each."""
         self._update(sub_group.cut(0, 0))
 
     def slices(self, part: SubGroup, upload: Upload) -> Iterator[None]:
-        """Update a part; yields before each slice is written, which may wait: the device is to be fed first."""
+        """Update a part, and yield before each slice is written: that may wait, and the device must be fed first."""
         for start in range(0, part.elements, SLICE_ELEMENTS):
             one = part.cut(start, start + SLICE_ELEMENTS)
             self._unscale(one)
@@ -130,7 +145,7 @@ class HostUpdate:
             self.write(one, upload)
 
     def write(self, part: SubGroup, upload: Upload) -> None:
-        """Bring the updated parameters to where the model has them."""
+        """Write the updated parameters into the model."""
         if part.target is None:
             return
         if self._write_back is None:
@@ -139,7 +154,7 @@ class HostUpdate:
             self._write_back.write(part.master, part.target, upload)
 
     def finish(self) -> None:
-        """Every copy to the device is done."""
+        """Note that every copy to the device is done."""
         if self._write_back is not None:
             self._write_back.finish()
 

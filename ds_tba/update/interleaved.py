@@ -1,4 +1,4 @@
-"""What ``engine.interleaved_optimizer_update`` is: builds the parts of the optimizer update, reports, and closes."""
+"""The object at ``engine.interleaved_optimizer_update``: builds the parts of the update, reports, and closes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import atexit
 import functools
 import os
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 from ds_tba.device.accelerator import Accelerator
@@ -15,9 +14,9 @@ from ds_tba.update.config import UpdateConfig
 from ds_tba.update.device import DevicePipeline, uploads_before
 from ds_tba.update.formula import HostAdam, Powers, is_exact
 from ds_tba.update.host import SLICE_ELEMENTS, HostUpdate, WriteBack
-from ds_tba.update.pinning import cuda_registry
+from ds_tba.update.pinning import CudaDriver, Registry
 from ds_tba.update.updater import Updater, UpdateReport
-from ds_tba.update.zero3 import Zero3Update, refuse_unsupported
+from ds_tba.update.zero3 import HighestOfRanks, Zero3Update, refuse_unsupported
 
 
 class InterleavedUpdate:
@@ -26,8 +25,8 @@ class InterleavedUpdate:
     Args:
         config: the block.
         accelerator: the training device.
-        zero: the engine's ``optimizer``: a ``DeepSpeedZeroOptimizer_Stage3``.
-        rank: of this process, for the report.
+        zero: the engine's ``optimizer``, a ``DeepSpeedZeroOptimizer_Stage3``.
+        rank: rank of this process, for the report.
 
     Raises:
         ConfigError: the report cannot be written where the config says.
@@ -41,7 +40,7 @@ class InterleavedUpdate:
         file = ReportFile("report.path", config.report.path, rank)
         counts, adam, device = UpdateReport(rank=rank), zero.optimizer, accelerator.device()
         self.config = config = _with_exact_share(config, accelerator, adam, counts)
-        registry = cuda_registry(config.pinned_bytes) if device.type == "cuda" else None
+        registry = Registry(CudaDriver(), config.pinned_bytes) if device.type == "cuda" else None
         chunk_elements = min(config.chunk_elements, max(one.numel() for one in zero.fp32_partitioned_groups_flat))
         write_back = None
         if not (accelerator.is_synchronized_device() or zero.offload_param):
@@ -61,26 +60,23 @@ class InterleavedUpdate:
         self._zero3 = Zero3Update(zero, self._updater)
         if registry is not None:
             weakref.finalize(self, registry.close)
-        # Of a weak reference: the interpreter would keep the engine until its exit.
+        # Through a weak reference, or the interpreter would keep the engine until its exit.
         self._at_exit = functools.partial(_close, weakref.ref(self))
         atexit.register(self._at_exit)
-        if config.pinned_bytes is None:  # else whole sub-groups first, whose moments come with the first step
+        # With a limit whole sub-groups are pinned first, whose moments come with the first step.
+        if config.pinned_bytes is None:
             self._updater.pin(self._zero3.arrays())
 
     def report(self) -> UpdateReport:
-        """The counters so far."""
+        """Return the counters so far."""
         return self._updater.report()
 
-    def agree(self, highest_of_ranks: Callable[[int], int]) -> None:
-        """Let all ranks refuse to go on where the update of one was interrupted.
-
-        Args:
-            highest_of_ranks: the highest number that any rank has; a collective of all of them, in host memory.
-        """
-        self._zero3.highest_of_ranks = highest_of_ranks
+    def agree(self, highest_of_ranks: HighestOfRanks) -> None:
+        """Let all ranks refuse to go on where the update of one was interrupted."""
+        self._zero3.agree(highest_of_ranks)
 
     def start_line(self) -> str:
-        """The start-up line of the log."""
+        """Return the start-up line of the log."""
         share = self.config.device_share
         if share is None:
             words = "on host and device, whoever is faster takes more"
@@ -102,7 +98,7 @@ class InterleavedUpdate:
 
 
 def _with_exact_share(config: UpdateConfig, accelerator: Accelerator, adam: Any, counts: UpdateReport) -> UpdateConfig:
-    """The config with a share of 0 for a device that does not give CPUAdam's bits."""
+    """Return the config, with a share of 0 for a device that does not give CPUAdam's bits."""
     if not config.exact or config.device_share == 0:
         return config
     if is_exact(adam.ds_opt_adam, accelerator.device(), adamw=adam.adam_w_mode):

@@ -1,8 +1,8 @@
-"""Who computes what of one optimizer update: the host takes chunks from the front, the device from the back.
+"""One optimizer update: the host takes chunks from the front, the device from the back.
 
 After Deep Optimizer States (Maurya et al., Middleware 2024), which gives every k-th sub-group to the device, k by hand.
 Results are bit for bit those of CPUAdam whoever computes them, so the two may meet wherever their speeds let them.
-Cannot see DeepSpeed: ``zero3.py`` says when there is an update, and of what.
+This file cannot see DeepSpeed: ``zero3.py`` says when there is an update, and of which sub-groups.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ logger = logging.getLogger("ds_tba")
 
 @dataclass(slots=True)
 class UpdateReport:
-    """The report. Counts and seconds are of this rank, since the run began.
+    """The report. Counts and seconds are this rank's, since the run began.
 
     Attributes:
-        steps: updates that were interleaved.
+        steps: interleaved updates.
         stock_steps: updates that were left to DeepSpeed; ``fallbacks`` says why.
         elements: parameters updated in ``steps``, each counted once per step; ``device_elements`` by the device.
-        device_share: the part of the device, over all steps; ``last_device_share`` in the last one.
-        update_s: from the first chunk until everything is in place.
-        host_s: of it, in the host's own chunks.
-        drain_s: of it, waiting for the device at the end.
-        device_busy_s: from the first chunk that went to the device until the last one was seen to be back.
+        device_share: fraction of ``elements`` that the device updated; ``last_device_share`` in the last step.
+        update_s: seconds from the first chunk until everything is in place.
+        host_s: seconds of ``update_s`` in the host's own chunks.
+        drain_s: seconds of ``update_s`` waiting for the device at the end.
+        device_busy_s: seconds from the first chunk that went to the device until the last one was seen written back.
         device_idle_s: the rest of ``update_s``.
         host_adam_per_s: elements per second of the host in its own chunks, with unscaling and cast; 0.0: none yet.
         device_adam_per_s: elements per second of the device, with both copies; 0.0: none yet.
-        uploaded_bytes, written_back_bytes: to the device and from it, in updates.
-        upload_bytes_per_s, write_back_bytes_per_s: those by ``device_busy_s``.
-        predicted_s: of the updates at the rates of both sides, had neither waited for the other; beside ``update_s``.
-        pinned_bytes: of host memory, master and moments (in place) and buffers.
-        fallbacks: how often something was left to the host or to DeepSpeed, by reason.
+        uploaded_bytes, written_back_bytes: bytes copied to the device and from it, in updates.
+        upload_bytes_per_s, write_back_bytes_per_s: these bytes by ``device_busy_s``.
+        predicted_s: seconds of the updates at the rates of both sides, had neither waited for the other.
+        pinned_bytes: bytes of pinned host memory: master and moments (in place), and buffers.
+        fallbacks: number of times that something was left to the host or to DeepSpeed, by reason.
     """
 
     rank: int = 0
@@ -76,17 +76,17 @@ class UpdateReport:
     fallbacks: dict[str, int] = field(default_factory=Counter)
 
     def fall_back(self, reason: str, words: str) -> None:
-        """Count what was left to the host or to DeepSpeed; said once for each reason."""
+        """Count what was left to the host or to DeepSpeed, and log each reason once."""
         if reason not in self.fallbacks:
             logger.warning("interleaved optimizer update: %s", words)
         self.fallbacks[reason] = self.fallbacks.get(reason, 0) + 1
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field, ready for JSON."""
+        """Return every field, ready for JSON."""
         return asdict(self)
 
     def line(self) -> str:
-        """For the log, after a number of steps."""
+        """Return the line of the log after a number of steps."""
         steps = max(self.steps, 1)
         return (
             f"{self.steps} optimizer updates of {self.update_s / steps:.3f} s: {self.device_share:.0%} on the device, "
@@ -99,13 +99,13 @@ class Updater:
 
     Args:
         config: the block; its ``device_share`` is 0 where the device's bits are not CPUAdam's.
-        accelerator: of the device.
+        accelerator: the training device.
         host, pipeline: the two sides.
         powers: mirror of CPUAdam's hidden state.
-        registry: pins what the device copies from and to; None where the device needs no pins.
-        target_on_device: whether the model's parameters are there.
-        counts: so far; what is derived of them is in :meth:`report` only.
-        file: to which the report goes.
+        registry: pins the host tensors that the device copies; None where the device needs no pins.
+        target_on_device: True if the model's parameters are on the device.
+        counts: the counts so far; :meth:`report` derives the others.
+        file: file for the report.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Updater:
         self._file = file
 
     def update(self, sub_groups: Sequence[SubGroup]) -> None:
-        """Update all sub-groups, in their order; returns when every byte is where it belongs."""
+        """Update all sub-groups, in their order; return when every byte is in its place."""
         self.pin([array for one in sub_groups for array in one.arrays])
         _Update(self, sub_groups).run()
         every = self.config.report.every_steps
@@ -140,7 +140,7 @@ class Updater:
         if is_due and self.counts.rank == 0:
             logger.info("%s", self.report().line())
         if self._file is not None:
-            self._file.refresh(lambda: self.report().to_dict(), now=is_due)
+            self._file.refresh(self._fields, now=is_due)
 
     def leave(self, reason: str, words: str) -> None:
         """Count an update that is left to DeepSpeed."""
@@ -148,7 +148,7 @@ class Updater:
         self.counts.fall_back(reason, words)
 
     def pin(self, arrays: Sequence[torch.Tensor]) -> None:
-        """Pin from the back, where the device begins; what somebody has replaced is unpinned."""
+        """Pin from the back, where the device begins, and unpin arrays that were replaced."""
         registry = self.registry
         if registry is None or self.config.device_share == 0:
             return
@@ -169,16 +169,16 @@ class Updater:
             )
 
     def unpin_others(self, arrays: Sequence[torch.Tensor]) -> None:
-        """Let what a checkpoint has replaced go at once; these arrays stay."""
+        """Unpin the arrays that a checkpoint has replaced, or their memory would stay until the next step."""
         if self.registry is not None:
             self.registry.keep(arrays)
 
     def is_pinned(self, sub_group: SubGroup) -> bool:
-        """Whether the device may copy from and to the arrays of a sub-group by itself."""
+        """Return whether the device may copy from and to the arrays of a sub-group by itself."""
         return self.registry is None or all(self.registry.is_pinned(array) for array in sub_group.arrays)
 
     def report(self) -> UpdateReport:
-        """The counts so far, and what follows from them."""
+        """Return the counts so far, with the figures that follow from them."""
         counts, stats = self.counts, self.pipeline.stats
         busy_s = stats.busy_s or float("inf")
         host_per_s = (counts.elements - counts.device_elements) / counts.host_s if counts.host_s else 0.0
@@ -206,29 +206,33 @@ class Updater:
             self.registry.close()
         self.counts.state = "finished"
         if self._file is not None:
-            self._file.write(self.report().to_dict())
+            self._file.write(self._fields())
         if self.counts.rank == 0 and self.counts.steps:
             logger.info("%s", self.report().line())
 
+    def _fields(self) -> dict[str, Any]:
+        return self.report().to_dict()
+
 
 class _Update:
-    """One update under way: which chunks the device has, and how far the host is."""
+    """One update under way: the chunks that the device has, and how far the host is."""
 
     def __init__(self, updater: Updater, sub_groups: Sequence[SubGroup]) -> None:
         self._updater = updater
         self._pipeline = updater.pipeline
         self._host = updater.host
         self._sub_groups = sub_groups
-        # In the order of the sub-groups, as CPUAdam's hidden state will see them.
+        # In the order of the sub-groups: CPUAdam's hidden powers depend on it, and so do the bits of a step.
         self._scalars = [updater.powers.scalars(one.step, one.hyper) for one in sub_groups]
         self._device_chunks: list[Chunk] = []
         self._entered = 0
         self._host_s = 0.0
-        pinned = [updater.is_pinned(one) for one in sub_groups]
+        pageable = [number for number, one in enumerate(sub_groups) if not updater.is_pinned(one)]
         chunks = chunks_of([one.elements for one in sub_groups], updater.config.chunk_elements)
-        self._split = Split(chunks, updater.config.device_share, may_go=lambda chunk: pinned[chunk.sub_group])
+        self._split = Split(chunks, updater.config.device_share, frozenset(pageable))
 
     def run(self) -> None:
+        """Update everything, and count it."""
         began_s, counts = time.perf_counter(), self._updater.counts
         most_jobs = self._split.most_of_device()
         try:
@@ -237,10 +241,10 @@ class _Update:
                 self._split.give_to_host()
             self._feed()
             self._take_front()
-            while (chunk := self._split.for_device()) is not None:  # what a fixed share leaves to the device alone
+            while (chunk := self._split.for_device()) is not None:  # a fixed share leaves these to the device alone
                 self._pipeline.wait_for_room()
                 self._submit(chunk)
-        finally:  # also when interrupted: nothing may be written after this call
+        finally:  # also when interrupted, or copies would write to states that a checkpoint has loaded meanwhile
             drain_began_s = time.perf_counter()
             self._pipeline.drain()
         counts.drain_s += time.perf_counter() - drain_began_s
@@ -258,7 +262,7 @@ class _Update:
         counts.update_s += time.perf_counter() - began_s
 
     def _take_front(self) -> None:
-        """Update the host's chunks; the device is fed between slices."""
+        """Update the host's chunks, and feed the device between slices."""
         while (chunk := self._split.for_host()) is not None:
             self._enter(chunk.sub_group)
             part = self._part(chunk)
@@ -271,7 +275,7 @@ class _Update:
         self._enter(len(self._sub_groups) - 1)
 
     def _enter(self, last: int) -> None:
-        """Bring CPUAdam's hidden state to a sub-group, through all before it, and update their ends."""
+        """Take CPUAdam's hidden state to a sub-group, through all before it, and update their ends."""
         while self._entered <= last:
             sub_group = self._sub_groups[self._entered]
             self._host.enter(sub_group)
@@ -285,7 +289,7 @@ class _Update:
         return self._sub_groups[chunk.sub_group].cut(chunk.start, chunk.stop)
 
     def _feed(self) -> None:
-        """Give the device what it wants; one chunk where its work is done at once, so that the host has some."""
+        """Submit as many chunks as the device wants; one on a synchronous device, or the host would get none."""
         while self._pipeline.wants_job() and (chunk := self._split.for_device()) is not None:
             self._submit(chunk)
             if self._updater.accelerator.is_synchronized_device():

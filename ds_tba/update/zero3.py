@@ -1,11 +1,11 @@
-"""How the update inside of ZeRO-3's ``step`` is taken over, and given back; the only file that knows its methods.
+"""Takes over the update inside of ZeRO-3's ``step``, and gives it back; the only file that knows its methods.
 
 ``DeepSpeedZeroOptimizer_Stage3.step`` (``deepspeed/runtime/zero/stage3.py`` of 0.19.8) stays as it is. It settles
 overflow, the gradients' norm and the loss scale, and then, for each sub-group in order, calls ``_prepare_sub_group``,
 ``unscale_and_clip_grads``, ``_optimizer_step``, ``_reassign_or_swap_out_partitioned_parameters`` and
 ``_release_sub_group``. Nothing in this loop is a collective, and every gradient is final before it. So the methods are
-overridden on the instance: all but the last call of the loop only note what is to be done, and the last does it, for
-all sub-groups at once. Outside of a step, and in steps that are left to DeepSpeed, the originals run.
+overridden on the instance: all calls of the loop but the last only take notes, and the last updates all sub-groups at
+once. Outside of a step, and in steps that are left to DeepSpeed, the originals run.
 
 [Note: Interrupted updates] While the loop runs, the optimizer is marked as half updated, and so it stays if the loop
 does not end. Until a checkpoint is loaded with its optimizer states, :func:`refuse_half_updated` stops whoever would
@@ -17,10 +17,10 @@ collective.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.optim import optimizer as torch_optimizer
@@ -35,15 +35,28 @@ from ds_tba.update.updater import Updater
 HALF_UPDATED = "ds_tba_half_updated"
 CLASS_NAME = "DeepSpeedZeroOptimizer_Stage3"
 ADAM_NAME = "DeepSpeedCPUAdam"
-# What the loop of `step` calls, in order, in all supported versions: none of it may be somebody else's.
-_LOOP = (
-    "_prepare_sub_group",
-    "unscale_and_clip_grads",
-    "_optimizer_step",
-    "_reassign_or_swap_out_partitioned_parameters",
-    "_release_sub_group",
-)
+_UNSCALE, _STEP_OF_OPTIMIZER = "unscale_and_clip_grads", "_optimizer_step"
+_REASSIGN, _RELEASE = "_reassign_or_swap_out_partitioned_parameters", "_release_sub_group"
+# The methods that the loop of `step` calls, in order, in all supported versions: none of them may be somebody else's.
+_LOOP = ("_prepare_sub_group", _UNSCALE, _STEP_OF_OPTIMIZER, _REASSIGN, _RELEASE)
 _OVERRIDDEN = (*_LOOP[1:], "step")
+
+
+class HighestOfRanks(Protocol):
+    """A collective of all ranks, in host memory, that returns the highest number that any of them has."""
+
+    def __call__(self, number: int, /) -> int: ...
+
+
+class Method(Protocol):
+    """A method of DeepSpeed's optimizer, or ours in its place."""
+
+    def __call__(self, *args: Any, **more: Any) -> Any: ...
+
+
+def _alone(number: int, /) -> int:
+    """Return the number: there are no other ranks."""
+    return number
 
 
 def refuse_half_updated(zero: Any) -> None:
@@ -71,7 +84,7 @@ def refuse_unsupported(zero: Any) -> None:
 
 
 def _problems(zero: Any) -> Iterator[tuple[str, str]]:
-    """Obstacles and the ways out, beyond what ``parse_update_block`` finds in the config."""
+    """Yield obstacles and the ways out, beyond those that ``parse_update_block`` finds in the config."""
     kind = type(zero).__name__
     if kind != CLASS_NAME:
         yield (
@@ -108,7 +121,7 @@ def _problems(zero: Any) -> Iterator[tuple[str, str]]:
 
 
 def _changed_methods(zero: Any) -> Iterator[tuple[str, str]]:
-    """Methods that somebody else has replaced, on the class or on the object."""
+    """Yield the methods that somebody else has replaced, on the class or on the object."""
     repair = "do without the other one"
     for owner, names in ((type(zero), (*_LOOP, "step")), (type(zero.optimizer), ("step",))):
         foreign = [name for name in names if not _is_upstream(getattr(owner, name, None))]
@@ -121,7 +134,9 @@ def _changed_methods(zero: Any) -> Iterator[tuple[str, str]]:
 
 
 def _is_upstream(method: Any) -> bool:
-    """Whether a method and all its decorators are DeepSpeed's or torch's; by globals, which ``wraps`` does not copy.
+    """Return whether a method and all its decorators are DeepSpeed's or torch's.
+
+    Their globals tell, which ``wraps`` does not copy.
 
     DeepSpeed's own decorator (``instrument_w_nvtx``) does not name what it wraps, so that closures are searched.
     """
@@ -136,24 +151,31 @@ def _is_upstream(method: Any) -> bool:
 
 
 class Overrides:
-    """Methods of one object replaced by functions whose first argument is the method as it was."""
+    """Methods of one object that are replaced by ours.
+
+    Attributes:
+        stock: the methods that were there before, by name.
+    """
 
     def __init__(self, target: Any) -> None:
         self._target = target
-        self._put: dict[str, tuple[Any, Any]] = {}  # by name: what is there now, and what the object itself had before
+        self.stock: dict[str, Method] = {}
+        # By name: the override, and what the object itself had before, which is nothing where the class has the method.
+        self._put: dict[str, tuple[Method, Method | None]] = {}
         self._active = True
 
-    def put(self, name: str, function: Callable[..., Any]) -> None:
-        method = getattr(self._target, name)
+    def put(self, name: str, ours: Method) -> None:
+        """Replace a method."""
+        stock = self.stock[name] = getattr(self._target, name)
 
         def override(*args: Any, **more: Any) -> Any:
-            return function(method, *args, **more) if self._active else method(*args, **more)
+            return (ours if self._active else stock)(*args, **more)
 
         self._put[name] = override, vars(self._target).get(name)
         setattr(self._target, name, override)
 
     def remove(self) -> None:
-        """Every method as it was. One that somebody has wrapped since stays, and only hands calls on."""
+        """Give every method back. One that somebody has wrapped since stays, and only calls the stock method."""
         self._active = False
         for name, (override, before) in self._put.items():
             if vars(self._target).get(name) is override:
@@ -166,80 +188,76 @@ class Zero3Update:
     """Takes the updates of one ZeRO-3 optimizer over.
 
     Args:
-        zero: a ``DeepSpeedZeroOptimizer_Stage3`` that :func:`refuse_unsupported` has let pass.
-        updater: does an update of all sub-groups.
-
-    Attributes:
-        highest_of_ranks: the highest number that any rank has; called by all ranks, once in each step that updates.
+        zero: a ``DeepSpeedZeroOptimizer_Stage3`` that :func:`refuse_unsupported` has not refused.
+        updater: updates all sub-groups.
     """
 
     def __init__(self, zero: Any, updater: Updater) -> None:
         self._zero = zero
         self._updater = updater
-        self._reassign_by_deepspeed = zero._reassign_or_swap_out_partitioned_parameters
         self._factors: list[float] = []
         self._is_ours = False
         self._is_in_loop = False
         self._is_removed = False
-        self.highest_of_ranks: Callable[[int], int] = int
+        self._highest_of_ranks: HighestOfRanks = _alone
         self._overrides = Overrides(zero)
-        ours: tuple[Callable[..., Any], ...] = (self._unscale, self._optimizer_step, self._reassign, self._release)
-        for name, function in zip(_LOOP[1:], ours, strict=True):
-            self._overrides.put(name, function)
+        self._overrides.put(_UNSCALE, self._unscale)
+        self._overrides.put(_STEP_OF_OPTIMIZER, self._optimizer_step)
+        self._overrides.put(_REASSIGN, self._reassign)
+        self._overrides.put(_RELEASE, self._release)
         self._guard = Overrides(zero)
         self._guard.put("step", self._step)
         self._guard.put("state_dict", self._state_dict)
         self._guard.put("load_state_dict", self._load_state_dict)
 
+    def agree(self, highest_of_ranks: HighestOfRanks) -> None:
+        """Have all ranks compare once in each step that updates. See [Note: Interrupted updates]."""
+        self._highest_of_ranks = highest_of_ranks
+
     def remove(self) -> None:
-        """Give the methods back to DeepSpeed; those that guard a half updated model after the next load."""
+        """Give the methods back to DeepSpeed; those that guard a half updated model only after the next load."""
         self._is_removed = True
         self._overrides.remove()
         if not getattr(self._zero, HALF_UPDATED, False):
             self._guard.remove()
 
     def arrays(self) -> list[torch.Tensor]:
-        """Tensors of all sub-groups as they are now; see :attr:`SubGroup.arrays`."""
+        """Return the present tensors of all sub-groups; see :attr:`SubGroup.arrays`."""
         arrays = [array for master in self._zero.fp32_partitioned_groups_flat for array in self._arrays(master)]
         return [array for array in arrays if isinstance(array, torch.Tensor)]
 
     # ---- the guard: see [Note: Interrupted updates] -------------------------------------------------------------
 
-    def _step(self, stock: Callable[..., None], *args: Any, **more: Any) -> None:
+    def _step(self, *args: Any, **more: Any) -> None:
         refuse_half_updated(self._zero)
         try:
-            stock(*args, **more)
+            self._guard.stock["step"](*args, **more)
         except BaseException:
-            if self._is_in_loop:  # the others wait at its end
+            if self._is_in_loop:  # the other ranks wait at its end
                 self._is_in_loop = False
                 for group in self._zero.optimizer.param_groups:
                     group["params"] = []  # as between steps; DeepSpeed's own loop leaves one there, and no load works
-                with suppress(RuntimeError):  # ranks that are gone
-                    self.highest_of_ranks(1)
+                with suppress(RuntimeError):  # other ranks have ended
+                    self._highest_of_ranks(1)
             raise
 
-    def _state_dict(self, stock: Callable[..., Any], *args: Any, **more: Any) -> Any:
+    def _state_dict(self, *args: Any, **more: Any) -> Any:
         refuse_half_updated(self._zero)
-        return stock(*args, **more)
+        return self._guard.stock["state_dict"](*args, **more)
 
     def _load_state_dict(
-        self,
-        stock: Callable[..., None],
-        state_dict_list: Any,
-        load_optimizer_states: bool = True,
-        *rest: Any,
-        **more: Any,
+        self, state_dict_list: Any, load_optimizer_states: bool = True, *rest: Any, **more: Any
     ) -> None:
-        stock(state_dict_list, load_optimizer_states, *rest, **more)
+        self._guard.stock["load_state_dict"](state_dict_list, load_optimizer_states, *rest, **more)
         self._updater.unpin_others(self.arrays())
         if load_optimizer_states:
             setattr(self._zero, HALF_UPDATED, False)
             if self._is_removed:
                 self._guard.remove()
 
-    # ---- what the loop of `step` calls --------------------------------------------------------------------------
+    # ---- the methods that the loop of `step` calls --------------------------------------------------------------
 
-    def _unscale(self, stock: Callable[..., None], sub_group_id: int, total_norm: Any) -> None:
+    def _unscale(self, sub_group_id: int, total_norm: Any) -> None:
         if sub_group_id == 0:
             setattr(self._zero, HALF_UPDATED, True)
             self._is_in_loop = True
@@ -249,9 +267,9 @@ class Zero3Update:
             if problem is not None:
                 self._updater.leave(*problem)
         if not self._is_ours:
-            stock(sub_group_id, total_norm)
+            self._overrides.stock[_UNSCALE](sub_group_id, total_norm)
             return
-        # DeepSpeed's own method multiplies a single one, which gives the factor without a copy of its rule.
+        # DeepSpeed's own method multiplies a single 1: that gives the factor without a copy of its rule.
         groups = self._zero.fp32_partitioned_groups_flat
         actual, one = groups[sub_group_id], torch.ones(1, dtype=torch.float32, device="cpu")
         groups[sub_group_id] = SimpleNamespace(grad=one)
@@ -261,34 +279,34 @@ class Zero3Update:
             groups[sub_group_id] = actual
         self._factors.append(float(one))
 
-    def _optimizer_step(self, stock: Callable[[int], None], sub_group_id: int) -> None:
+    def _optimizer_step(self, sub_group_id: int) -> None:
         if not self._is_ours:
-            stock(sub_group_id)
+            self._overrides.stock[_STEP_OF_OPTIMIZER](sub_group_id)
             state = self._zero.optimizer.state[self._zero.fp32_partitioned_groups_flat[sub_group_id]]
             self._updater.powers.scalars(int(state["step"]), self._hyper(sub_group_id))
             return
-        # Without parameters: schedulers count the calls, and warn of a step that was never taken.
+        # A step without parameters: schedulers count the calls, and would warn of a step that was never taken.
         self._zero.optimizer.step()
 
-    def _reassign(self, stock: Callable[[int], None], sub_group_id: int) -> None:
+    def _reassign(self, sub_group_id: int) -> None:
         if not self._is_ours:
-            stock(sub_group_id)
+            self._overrides.stock[_REASSIGN](sub_group_id)
 
-    def _release(self, stock: Callable[..., None], sub_group_id: int, timer_names: Any) -> None:
+    def _release(self, sub_group_id: int, timer_names: Any) -> None:
         is_last = sub_group_id == len(self._zero.fp16_groups) - 1
         if is_last and self._is_ours:
             self._is_ours = False
             self._update()
-        stock(sub_group_id, timer_names)
+        self._overrides.stock[_RELEASE](sub_group_id, timer_names)
         if is_last:
             self._is_in_loop = False
-            setattr(self._zero, HALF_UPDATED, bool(self.highest_of_ranks(0)))
+            setattr(self._zero, HALF_UPDATED, bool(self._highest_of_ranks(0)))
             refuse_half_updated(self._zero)
 
     # ---- one update ---------------------------------------------------------------------------------------------
 
     def _problem_of_step(self) -> tuple[str, str] | None:
-        """Why this step is DeepSpeed's; None if it is ours."""
+        """Return why this step is DeepSpeed's, as reason and words for the log; None if it is ours."""
         optimizer = self._zero.optimizer
         hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
         of_all_optimizers = (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks)
@@ -302,7 +320,7 @@ class Zero3Update:
         return None
 
     def _arrays(self, master: torch.Tensor) -> list[Any]:
-        """Tensors of a sub-group, with moments where there are any yet."""
+        """Return the tensors of a sub-group, with its moments where there are any yet."""
         state = self._zero.optimizer.state.get(master) or {}
         return [master, master.grad, *([state.get("exp_avg"), state.get("exp_avg_sq")] if state else [])]
 
@@ -312,13 +330,13 @@ class Zero3Update:
         return Hyper.of_group(group, adamw=optimizer.adam_w_mode)
 
     def _sub_group(self, sub_group_id: int) -> SubGroup:
-        """The sub-group, one step on. New moments are as CPUAdam makes them (``deepspeed/ops/adam/cpu_adam.py``)."""
+        """Count a step and return the sub-group; new moments are as in ``deepspeed/ops/adam/cpu_adam.py``."""
         zero = self._zero
         master = zero.fp32_partitioned_groups_flat[sub_group_id]
         state = zero.optimizer.state[master]
         if len(state) == 0:
             moments = {name: _zeros_like(master.data) for name in ("exp_avg", "exp_avg_sq")}
-            state.update({"step": 0} | moments)  # all or none, where memory runs out
+            state.update({"step": 0} | moments)  # at once: where memory runs out there is no half of a state
         state["step"] += 1
         target = zero.fp16_partitioned_groups_flat[sub_group_id]
         return SubGroup(
@@ -333,25 +351,26 @@ class Zero3Update:
         )
 
     def _update(self) -> None:
+        """Update all sub-groups, and have DeepSpeed see the new parameters."""
         zero = self._zero
         sub_groups = [self._sub_group(number) for number in range(len(zero.fp16_groups))]
         self._updater.update(sub_groups)
         for number, sub_group in enumerate(sub_groups):
             if sub_group.target is None:
-                self._reassign_by_deepspeed(number)
+                self._overrides.stock[_REASSIGN](number)
             else:
                 zero._unflatten_partitioned_parameters(number)
 
 
 def _zeros_like(array: torch.Tensor) -> torch.Tensor:
-    """Zeros in huge pages where the kernel has them: it pins these in a fraction of the time of small ones."""
+    """Return zeros in huge pages where the kernel has them: it pins these in a fraction of the time of small ones."""
     memory = torch.empty_like(array)
     advise_huge_pages(memory.view(torch.uint8))  # before the first touch, which makes the pages
     return memory.zero_()
 
 
 def _is_plain(array: Any) -> bool:
-    """Whether it is an fp32 tensor in host memory, in one piece."""
+    """Return whether it is an fp32 tensor in host memory, in one piece."""
     return (
         isinstance(array, torch.Tensor)
         and array.device.type == "cpu"

@@ -36,7 +36,7 @@ COVERING: dict[str, list[str]] = {
     ],
     "Megatron-style, 2 ranks": [
         "a checkpoint that restores named random states",
-        "outputs given up, a checkpoint, three micro-batches in flight, adaptive",
+        "outputs freed, a checkpoint, three micro-batches in flight, adaptive",
         '"recompute": true: blocks that draw from named random states',
     ],
     "Models": [

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from programs import outcome
+from programs_plain import outcome
 from torch import Tensor, distributed, nn
 from torch.autograd import Function
 

@@ -1,4 +1,4 @@
-"""Training scripts for what DeepSpeed has beyond the plain loop; see ``programs.py``.
+"""Training scripts for what DeepSpeed has beyond the plain loop; see ``programs_plain.py``.
 
 They train a small decoder of our own, because most of these are calls that a user writes into the model.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from programs import outcome
+from programs_plain import outcome
 from torch import Tensor, nn
 
 WIDTH, HEADS, LENGTH, WORDS, LAYERS, BATCH = 64, 4, 32, 96, 3, 2

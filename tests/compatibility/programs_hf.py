@@ -1,6 +1,6 @@
 """How people train with Hugging Face's libraries: Transformers' Trainer, Accelerate, PEFT and TRL.
 
-As in ``programs.py``: each function is a training script, and returns what is compared.
+As in ``programs_plain.py``: each function is a training script, and returns what is compared.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from models import LENGTH, MODELS, WORDS
-from programs import outcome
+from programs_plain import outcome
 from torch import nn
 
 BLOCK = "activation_nvme_offload"
@@ -277,3 +277,21 @@ def accelerated_loop(
         if len(losses) == steps:
             break
     return outcome(engine, losses)
+
+
+AUTO: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "gradient_clipping": "auto",
+    "bf16": {"enabled": "auto"},
+}  # fmt: skip
+
+
+def config_of(stage: int) -> dict[str, Any]:
+    """As Hugging Face's documentation writes it: the trainer's arguments fill in what is "auto"."""
+    return {**AUTO, "zero_optimization": {"stage": stage}}
+
+
+def checkpointing(reentrant: bool) -> dict[str, Any]:
+    return {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
+
+
+FINE: dict[str, Any] = {"label_smoothing_factor": 0.1, "neftune_noise_alpha": 5.0, "max_grad_norm": 0.1}

@@ -1,4 +1,4 @@
-"""Training scripts that have another's activation offload switched on; see ``programs.py``."""
+"""Training scripts that have another's activation offload switched on; see ``programs_plain.py``."""
 
 from __future__ import annotations
 

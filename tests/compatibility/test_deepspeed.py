@@ -113,7 +113,7 @@ def test_fp16(stage: int, tmp_path: Path, row_says: Callable[[str], None]) -> No
     compared = compare(programs.trained_in_fp16, config, tmp_path, steps=14)
     skipped = {result["skipped_steps"] for result in (*compared.plain, *compared.results)}
     assert len(skipped) == 1 and 0 < min(skipped) < 14
-    row_says(f"{compared}, {min(skipped)} of them skipped")
+    row_says(f"{compared}, {min(skipped)} steps skipped")
 
 
 @pytest.mark.parametrize(

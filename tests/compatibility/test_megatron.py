@@ -42,13 +42,13 @@ def row(name: str, *values: Any) -> Any:
         ),
         row("a checkpoint whose input is shared by the ranks", megatron.trained, CONFIG, {"checkpoint": "shared"}),
         row(
-            "outputs given up while two micro-batches are in flight",
+            "outputs freed while two micro-batches are in flight",
             megatron.trained_as_first_stage,
             PIPELINE,
             {"splits_sequence": True},
         ),
         row(
-            "outputs given up, a checkpoint, three micro-batches in flight, adaptive",
+            "outputs freed, a checkpoint, three micro-batches in flight, adaptive",
             megatron.trained_as_first_stage,
             PIPELINE,
             {"checkpoint": "full", "in_flight": 3, "block": ADAPTIVE, "steps": 10},

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from compare import PLANNED, RECOMPUTED, compare
 from models import MODELS
-from programs import plain_loop
+from programs_plain import plain_loop
 from support.runs import plain_config
 
 pytestmark = pytest.mark.engine

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from compare import PLANNED, RECOMPUTED, compare, refusal
 from programs_deepspeed import checkpointed, trained
-from programs_hf import trainer
+from programs_hf import config_of, trainer
 from programs_offloads import (
     checkpointing,
     with_deepspeed_offload,
@@ -22,7 +22,6 @@ from programs_offloads import (
     with_trl_offload,
 )
 from support.runs import plain_config
-from test_trainers import config_of
 
 pytestmark = pytest.mark.engine
 

@@ -253,7 +253,7 @@ def test_a_flat_parameter(cache: TensorCache, row_says: Says) -> None:
 # ---- Megatron-Core --------------------------------------------------------------------------------------------------
 
 
-@row("Megatron-Core", "memory is given back after each layer's backward, and not at the end")
+@row("Megatron-Core", "memory is freed after each layer's backward, and not at the end")
 def test_memory_is_given_back(cache: TensorCache, row_says: Says) -> None:
     layers, resident, alive = 16, [], []
     x = leaf(SIDE, SIDE)
@@ -344,7 +344,7 @@ def test_experts(cache: TensorCache, row_says: Says) -> None:
     assert moved_bytes(cache) > 6 * BYTES
 
 
-@row("Megatron-Core", "layers that are made again beside layers that are offloaded")
+@row("Megatron-Core", "recomputed layers beside offloaded layers")
 def test_together_with_checkpoints(cache: TensorCache, row_says: Says) -> None:
     def scenario(saving: Saving) -> list[Tensor]:
         layers = [nn.Sequential(nn.Linear(SIDE, SIDE), nn.Dropout(0.2), nn.Tanh()) for _ in range(4)]

@@ -9,7 +9,7 @@ from typing import Any
 import programs_deepspeed
 import pytest
 from compare import PLANNED, RECOMPUTED, compare, refusal
-from programs import plain_loop
+from programs_plain import plain_loop
 from support.runs import plain_config
 
 pytestmark = pytest.mark.engine

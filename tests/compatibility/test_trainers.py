@@ -17,23 +17,25 @@ from typing import Any
 import pytest
 import yaml
 from compare import PLANNED, RECOMPUTED, SMALL, agrees, compare
-from programs import plain_loop
-from programs_hf import BLOCK, accelerated, dpo, resumed_trainer, seq2seq_trainer, sft, trainer
+from programs_hf import (
+    BLOCK,
+    FINE,
+    accelerated,
+    checkpointing,
+    config_of,
+    dpo,
+    resumed_trainer,
+    seq2seq_trainer,
+    sft,
+    trainer,
+)
+from programs_plain import plain_loop
 from support.runs import OPTIMIZER, environment, free_port, remove_shared_memory, with_block
 
 pytestmark = pytest.mark.engine
 
 BLOCKS: dict[int, dict[str, Any]] = {2: {"placement": "nvme"}, 3: PLANNED}
 HERE = Path(__file__).parent
-AUTO: dict[str, Any] = {
-    "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "gradient_clipping": "auto",
-    "bf16": {"enabled": "auto"},
-}  # fmt: skip
-
-
-def config_of(stage: int) -> dict[str, Any]:
-    """As Hugging Face's documentation writes it: the trainer's arguments fill in what is "auto"."""
-    return {**AUTO, "zero_optimization": {"stage": stage}}
 
 
 def config_of_loop(stage: int) -> dict[str, Any]:
@@ -53,16 +55,11 @@ class Way:
     ranks: int = 1
 
 
-def checkpointing(reentrant: bool) -> dict[str, Any]:
-    return {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
-
-
 TRAINER = "Transformers' Trainer"
 LOOPS = "DeepSpeed and Accelerate in a loop of one's own"
 TRL = "TRL and PEFT"
 EVALUATING: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2}
 BEST: dict[str, Any] = {"save_strategy": "steps", "save_steps": 4, "save_total_limit": 1}
-FINE: dict[str, Any] = {"label_smoothing_factor": 0.1, "neftune_noise_alpha": 5.0, "max_grad_norm": 0.1}
 GROUPED: dict[str, Any] = {"train_sampling_strategy": "group_by_length", "varying_lengths": True}
 NVME: dict[str, Any] = {"placement": "nvme"}
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -31,15 +32,23 @@ def device() -> Iterator[LateDevice]:
 
 
 def forward(device: LateDevice, cache: TensorCache, count: int = COUNT, nbytes: int = MIB) -> list[object]:
-    saved = []
+    """Each tensor is saved twice, for a consumer on each of two streams."""
+    saved: list[object] = []
     with cache.saving():
         for number in range(count):
             data = device.allocate(nbytes, CPU)
             device.launch(lambda to, value=number: to.fill_(value), data)
-            saved.append(cache.pack(data))
+            saved.append((cache.pack(data), cache.pack(data)))
             del data
             new_operation()
     return saved
+
+
+def use(device: LateDevice, cache: TensorCache, held: object, other: Any, kernel: Callable[[Tensor], object]) -> None:
+    """Run a kernel on what comes back, on two streams: its memory is free after both."""
+    for view, stream in zip(held, (device.current_stream(), other), strict=True):  # type: ignore[call-overload]
+        with device.on(stream):
+            device.launch(kernel, cache.unpack(cache.forward.micro_step, view))
 
 
 def backward(device: LateDevice, cache: TensorCache, saved: list[object], seconds: float = 0.005) -> None:
@@ -50,14 +59,13 @@ def backward(device: LateDevice, cache: TensorCache, saved: list[object], second
         time.sleep(seconds)
         exact.append(bool((found == wanted).all()))
 
-    count, step = len(saved), cache.forward.micro_step
+    count, other = len(saved), device.new_stream()
     while saved:
         held = saved.pop()
-        tensor = cache.unpack(step, held)  # type: ignore[arg-type]
-        device.launch(partial(kernel, wanted=len(saved)), tensor)
-        del held, tensor
+        use(device, cache, held, other, partial(kernel, wanted=len(saved)))
+        del held
     device.synchronize()
-    assert exact == [True] * count
+    assert exact == [True] * 2 * count
 
 
 def of_host_memory(device: LateDevice, ahead_bytes: int = MIB) -> HostStore:
@@ -136,7 +144,7 @@ def test_a_reload_that_finds_no_memory_waits_for_what_was_let_go_of_and_tries_ag
         with cache.saving(continues=number > 0):
             data = device.allocate(MIB, CPU)
             device.launch(lambda to, value=number: to.fill_(value), data)
-            saved.append(cache.pack(data))
+            saved.append((cache.pack(data), cache.pack(data)))
             del data
         settle(device, cache)
     backward(device, cache, saved)
@@ -168,13 +176,11 @@ def test_the_wait_is_without_the_lock_and_for_the_oldest(device: LateDevice) -> 
     saved = forward(device, cache, 6)
     device.synchronize()
     gates = [threading.Event() for _ in saved]
-    step, done = cache.forward.micro_step, []
+    other, done = device.new_stream(), []
 
     def run() -> None:
         for gate in gates:
-            tensor = cache.unpack(step, saved.pop())  # type: ignore[arg-type]
-            device.launch(lambda found, gate=gate: gate.wait(30), tensor)
-            del tensor
+            use(device, cache, saved.pop(), other, lambda found, gate=gate: gate.wait(30))  # type: ignore[misc]
             done.append(gate)
 
     thread = threading.Thread(target=run)

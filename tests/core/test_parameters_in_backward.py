@@ -8,16 +8,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import test_passes as test_recompute
 import torch
-from test_passes import Net, Plain, check
+from support import recomputed_training
+from support.recomputed_training import Net, Plain, check
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ds_tba.offloader import ActivationOffloader
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-make = test_recompute.make
+make = recomputed_training.make
 
 
 def factor_of(weight: Any) -> float:

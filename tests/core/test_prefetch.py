@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
 from conftest import StoreFactory
+from support.disks import until
 from support.doubles import CpuAccelerator, EventAccelerator, Gate, ScriptedBackend, fails, wait_for_writes
 from support.late_device import LateDevice
-from test_store import CPU, MIB, noise, nothing_is_held, put, slots_in_use, stored, until
+from support.prefetching import KIB, Spy, cache_over, chain
+from support.stores import CPU, MIB, noise, nothing_is_held, put, slots_in_use, stored
 
 from ds_tba.core.cache import TensorCache
 from ds_tba.core.saved import RecordState
@@ -20,7 +21,6 @@ from ds_tba.errors import ActivationLostError, StateError
 from ds_tba.storage.nvme import Lanes, NvmeStore, PiecesTicket
 from ds_tba.storage.space import SwapTicket, TicketState
 
-KIB = 1 << 10
 ONE_LANE = Lanes(1, 1)
 devices = pytest.mark.parametrize(
     "accelerator", [CpuAccelerator, EventAccelerator], ids=["synchronous", "asynchronous"]
@@ -77,7 +77,8 @@ def test_on_an_asynchronous_device_its_slot_is_free_with_the_end_of_its_write(ma
     tickets = under_write(store, gate, *(noise(MIB) for _ in range(3)))
     assert all(store.prefetch(ticket) for ticket in tickets)
     gate.opened.set()
-    until(lambda: all(ticket.arrival is not None for ticket in tickets), "the copies onto the device")
+    until(lambda: all(ticket.state is TicketState.LOADED for ticket in tickets), "the writes")
+    assert all(ticket.arrival is not None for ticket in tickets)
     assert slots_in_use(store) == 0 and store.space.read_ahead.prefetched_bytes == 3 * MIB
 
 
@@ -255,7 +256,9 @@ def test_closing_while_something_is_wanted(make_store: StoreFactory, accelerator
     assert store.prefetch(tickets[0])  # nothing to do
 
 
-def test_without_device_memory_it_stays_in_its_slot(make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_device_memory_it_is_not_brought_ahead(
+    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gate = Gate()
     store = make_store(ScriptedBackend(gate), lanes=ONE_LANE, accelerator=EventAccelerator())
     data = noise(MIB)
@@ -265,13 +268,11 @@ def test_without_device_memory_it_stays_in_its_slot(make_store: StoreFactory, mo
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(store.ring.copies, "into", no_memory)
-        assert store.prefetch(ticket)
-        gate.opened.set()
-        until(lambda: ticket.state is TicketState.LOADED, "the write")
-    assert ticket.slot is not None and slots_in_use(store) == MIB
+        patch.setattr(store.ring.accelerator, "allocate", no_memory)
+        assert not store.prefetch(ticket)
+    gate.opened.set()
+    until(lambda: ticket.state is TicketState.STORED, "the write")
     assert torch.equal(store.get(ticket, CPU).data, data)
-    assert store.stats.read_bytes == 0
     store.release(ticket)
     nothing_is_held(store)
 
@@ -336,35 +337,9 @@ def test_a_read_that_fails_still_raises_for_what_was_handed_over_before(make_sto
 # ---- when it begins -------------------------------------------------------------------------------------------------
 
 
-class Spy(torch.autograd.Function):
-    """Saves a tensor; its backward unpacks that, then calls back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, saved: torch.Tensor, seen: Callable[[], None]) -> torch.Tensor:
-        ctx.save_for_backward(saved)
-        ctx.seen = seen
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
-        (_,) = ctx.saved_tensors
-        ctx.seen()
-        return grads[0], None, None
-
-
-def cache_over(store: NvmeStore) -> TensorCache:
-    return TensorCache([store], "cpu", 64 * KIB)
-
-
 def tickets_of(cache: TensorCache) -> list[SwapTicket]:
     records = [record for record in cache.forward.micro_step._records if record is not None]
     return [record.ticket for record in records if isinstance(record.ticket, SwapTicket)]
-
-
-def chain(x: torch.Tensor, length: int) -> torch.Tensor:
-    for _ in range(length):
-        x = x.exp().log()
-    return x
 
 
 READ_AHEAD = {TicketState.READ_QUEUED, TicketState.READING, TicketState.LOADED}

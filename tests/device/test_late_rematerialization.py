@@ -11,8 +11,8 @@ import pytest
 import torch
 from conftest import StoreFactory
 from support import hazards
+from support.each_hazard import Scenario, scenarios
 from support.late_device import POISON, LateDevice
-from test_hazards import Scenario, scenarios
 from torch import Tensor, nn
 from torch.nn import functional
 

@@ -22,23 +22,17 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-import test_controller as controlled
 import torch
 from conftest import StoreFactory, make_backend
 from curves.device import TorchCuda
 from gpu_rig import Rig, shows_something
 from planners import PLANNERS
 from support import hazards
+from support import planned_training as controlled
 from support.doubles import wait_for_writes
-from test_hazards import Scenario, mutations, scenarios, store_is_empty
-from test_ordering import (
-    Make,
-    failing_writes,
-    in_host_memory,
-    over_nvme,
-    slow_reads,
-    slow_writes,
-)
+from support.each_hazard import Scenario, mutations, scenarios
+from support.late_stores import Make, failing_writes, in_host_memory, over_nvme, slow_reads, slow_writes
+from support.stores import store_is_empty
 from torch.nn import functional
 
 from ds_tba.config import AioConfig, OffloadConfig

@@ -19,8 +19,7 @@ import pytest
 import torch
 from alternating import ALONE
 from support import runs
-from test_engine_updates import BF16, CASES
-from update_programs import CHUNKS, ds_config
+from update_programs import BF16, CASES, CHUNKS, ds_config
 
 TESTS = runs.ROOT / "tests"
 CUDA = pytest.param(

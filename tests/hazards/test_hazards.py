@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import os
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from conftest import Factory, StoreFactory, freeze_garbage_collector
+from conftest import StoreFactory
 from support import hazards
 from support.doubles import CpuAccelerator, Gate, ScriptedBackend, fails, slow, wait_for_writes
+from support.each_hazard import Scenario, cache_over, mutations, scenarios
+from support.stores import store_is_empty
 from torch import Tensor, nn
 
 from ds_tba.core.cache import TensorCache
@@ -31,54 +29,6 @@ from ds_tba.storage.nvme import Lanes, NvmeStore
 
 MIB = 1 << 20
 SIDE_BYTES = hazards.SIDE * hazards.SIDE * 4
-Scenario = Callable[[hazards.Saving], list[Tensor]]
-Test = Callable[..., None]
-
-
-def over_each(name: str, cases: Sequence[Callable[..., Any]]) -> Callable[[Test], Test]:
-    """A decorator: one test goes through all cases, given as the argument ``name``; the error names the case.
-
-    Factories of stores and devices among the fixtures close what they have made after each case, the last one first.
-    """
-
-    def decorate(test: Test) -> Test:
-        @functools.wraps(test)
-        def all_cases(**fixtures: Any) -> None:
-            freeze_garbage_collector()
-            for case in cases:
-                try:
-                    test(**fixtures, **{name: case})
-                except BaseException as error:
-                    error.add_note(f"{name}: {case.__name__}")
-                    raise
-                for fixture in reversed(fixtures.values()):
-                    if isinstance(fixture, Factory):
-                        fixture.close()
-
-        signature = inspect.signature(test)
-        rest = [parameter for parameter in signature.parameters.values() if parameter.name != name]
-        all_cases.__signature__ = signature.replace(parameters=rest)  # type: ignore[attr-defined]
-        return all_cases
-
-    return decorate
-
-
-scenarios = over_each("scenario", hazards.SCENARIOS)
-mutations = over_each("mutation", hazards.MUTATIONS)
-
-
-def cache_over(store: NvmeStore | None, *, wait: bool = False) -> TensorCache:
-    return TensorCache([] if store is None else [store], "cpu", hazards.MIN_BYTES, wait_for_staging=wait)
-
-
-def store_is_empty(store: NvmeStore) -> bool:
-    for _ in range(10_000):  # lanes may still be busy with what nobody wants any more
-        with store.space.lock:
-            store.space.settle_copies()
-            if not any(path.extents.used_bytes for path in store.paths) and not store.ring.slots.used_bytes:
-                return True
-        threading.Event().wait(0.001)
-    return False
 
 
 def written(store: NvmeStore) -> tuple[TensorCache, Tensor, Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -48,7 +47,7 @@ def test_the_meter_sees_what_autograd_saves_and_backward_makes() -> None:
 def made(name: str, planner: str, ratio: float, peak: int, noise: float = 0.0, **more: Any) -> Point:
     step = Spread(ratio, ratio - noise, ratio + noise)
     turns_s = (ratio - noise, ratio, ratio + noise)
-    base = Point(name, planner, {}, 3, turns_s, step, step, peak, None, None, None, 0.0, 0.0, 0.0, 0.0, None, 1)
+    base = Point(name, planner, {}, 3, turns_s, step, step, peak, None, None, None, 0.0, 0.0, None, 1)
     return replace(base, **more)
 
 
@@ -127,7 +126,6 @@ def test_a_point_compares_each_turn_with_the_plain_model_of_its_round() -> None:
     found = point(tba, rounds, 77)
     assert found.to_plain.median == pytest.approx(1.1) and found.step_s.median == pytest.approx(2.2)
     assert found.step_error == pytest.approx(1.2 / 1.1 - 1) and found.peak_error == pytest.approx(-0.1)
-    assert found.trace_error == pytest.approx(0.0) and found.cost_error == pytest.approx(0.1)
     assert (found.peak_bytes, found.saved_peak_bytes, found.promised_peak_bytes) == (77, 100, 90)
     assert point(PLAIN, rounds, 7).step_error is None
 
@@ -191,14 +189,8 @@ def test_the_curve_of_a_tiny_model(tmp_path: Path) -> None:
     assert points["plain"]["peak_bytes"] == points[AGAIN.name]["peak_bytes"] == points["keep"]["peak_bytes"]
     assert points["recompute"]["plan"]["recomputed_blocks"] == 2
     assert points["recompute"]["peak_bytes"] < points["plain"]["peak_bytes"]
-    with (out / "rok.csv").open() as file:
-        assert [row["name"] for row in csv.DictReader(file)] == list(points)
-    assert "## GPT h64 l2 b4" in (out / "rok.md").read_text()
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        return
-    assert (out / "rok.png").read_bytes().startswith(b"\x89PNG")
+    text = (out / "rok.md").read_text()
+    assert "## GPT h64 l2 b4" in text and all(f"| {name} |" in text for name in points)
 
 
 @pytest.mark.thorough

@@ -1,4 +1,4 @@
-"""Plans against those of the planner of November 2026, which replayed every event: judged by its replay, on average."""
+"""Plans against those of the planner of November 2026, which replayed every event (``benchmarks/golden.py``)."""
 
 from __future__ import annotations
 
@@ -6,19 +6,16 @@ import random
 import statistics
 from dataclasses import replace
 
+import golden
 import numpy as np
 import pytest
-from oracle.plan import is_outside, rank
-from oracle.search import adaptive as oracle_adaptive
-from oracle.simulator import replay as oracle_replay
-from oracle.simulator import simulate as judge
-from oracle.timeline import Assignment as OracleAssignment
-from oracle.timeline import Timeline as OracleTimeline
+from golden import Answer
+from planners import planned
 from support import traces
-from test_planners import uneven_layers
+from support.traces import uneven_layers
 
 from ds_tba.config import Placement
-from ds_tba.plan.plan import Limits
+from ds_tba.plan.plan import Limits, is_outside, rank
 from ds_tba.plan.replay import replay
 from ds_tba.plan.search import adaptive
 from ds_tba.plan.timeline import Assignment, Timeline
@@ -64,34 +61,62 @@ def limits_of(trace: Trace, chance: random.Random, *, has_budget: bool) -> Limit
     )
 
 
-@pytest.mark.long
+def asked(*, has_budget: bool) -> list[tuple[Trace, Limits, Answer]]:
+    """Return each chain with its limits and the oracle's answer, where its plan was within the limits."""
+    answers, goal = golden.answers("chains"), "budget" if has_budget else "overhead"
+    found = []
+    for seed in range(CASES):
+        trace, chance = drawn(seed)
+        limits, answer = limits_of(trace, chance, has_budget=has_budget), answers[f"{seed} {goal}"]
+        answer.check(trace)
+        found += [(trace, limits, answer)] if answer.is_within else []
+    assert len(found) > CASES // 2
+    return found
+
+
 @pytest.mark.parametrize(("has_budget", "margin"), [(False, PEAK_MARGIN), (True, TIME_MARGIN)])
 def test_plans_are_on_average_within_a_margin_of_the_oracles_and_within_limits_where_these_are(
     has_budget: bool, margin: float
 ) -> None:
     ratios = []
-    for seed in range(CASES):
-        trace, chance = drawn(seed)
-        limits = limits_of(trace, chance, has_budget=has_budget)
-        theirs, ours = oracle_adaptive(trace, limits).prediction, judge(trace, adaptive(trace, limits))
-        if is_outside(rank(theirs, limits, trace.step_s)):
-            continue
-        assert not is_outside(rank(ours, limits, trace.step_s)), seed
+    for trace, limits, theirs in asked(has_budget=has_budget):
+        ours = adaptive(trace, limits).prediction
+        assert not is_outside(rank(ours, limits, trace.step_s)), theirs
         of_both = [one.step_s if has_budget else one.peak_saved_bytes for one in (ours, theirs)]
         ratios.append(of_both[0] / of_both[1])
-    assert len(ratios) > CASES // 2
     assert statistics.mean(ratios) <= margin
 
 
-def test_replays_are_on_average_within_a_margin_of_the_oracles() -> None:
+@pytest.mark.parametrize("has_budget", [False, True])
+def test_the_oracles_plans_cost_about_what_the_oracle_predicted(has_budget: bool) -> None:
+    """Our replay judges our plans above: near a good plan it must not be kinder than the oracle's was."""
     errors = []
+    for trace, limits, theirs in asked(has_budget=has_budget):
+        ours = planned("oracle", trace, limits, theirs.assignment(trace)).prediction
+        errors += errors_of(ours.step_s, ours.peak_saved_bytes, theirs)
+    assert statistics.mean(errors) <= REPLAY_MARGIN
+
+
+def test_replays_are_on_average_within_a_margin_of_the_oracles() -> None:
+    errors, answers = [], golden.answers("replays")
     for seed in range(3 * CASES):
         trace, chance = drawn(seed)
         choices = (Placement.KEEP, Placement.HOST, Placement.NVME, Placement.NVME, Placement.REMATERIALIZE)
         places = np.array([chance.choice(choices) for _ in trace.storages], np.int8)
         again = np.array([chance.random() < 0.2 for _ in trace.blocks], bool)
+        answers[str(seed)].check(trace)
         ours = replay(Timeline.of(trace), Assignment(places, again), None).cost
-        theirs = oracle_replay(OracleTimeline.of(trace), OracleAssignment(places, again), None, None).cost
-        errors.append(abs(ours.step_s / theirs.step_s - 1))
-        errors.append(abs(ours.peak_saved_bytes / theirs.peak_saved_bytes - 1))
+        errors += errors_of(ours.step_s, ours.peak_saved_bytes, answers[str(seed)])
     assert statistics.mean(errors) <= REPLAY_MARGIN
+
+
+def errors_of(step_s: float, peak_saved_bytes: int, theirs: Answer) -> list[float]:
+    """Return by how much step and peak differ, as fractions of the oracle's."""
+    return [abs(step_s / theirs.step_s - 1), abs(peak_saved_bytes / theirs.peak_saved_bytes - 1)]
+
+
+def test_an_answer_to_another_trace_is_refused() -> None:
+    trace, _ = drawn(0)
+    answer = golden.answers("chains")["0 overhead"]
+    with pytest.raises(ValueError, match="its generator has changed"):
+        answer.check(replace(trace, end_s=2 * trace.end_s))

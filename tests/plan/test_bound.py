@@ -17,9 +17,9 @@ from conftest import StoreFactory
 from planners import PLANNERS
 from support.doubles import ScriptedBackend, new_operation, slow
 from support.late_device import LateDevice
+from support.planned_training import FIRST_PLAN, SmallDevice, controller_of, model, steps
 from support.stepping import end_step, forward, note_backward
-from test_controller import FIRST_PLAN, SmallDevice, controller_of, model, steps
-from test_hazards import store_is_empty
+from support.stores import store_is_empty
 from torch import Tensor, nn
 from torch.utils import checkpoint as checkpointing
 from torch.utils._python_dispatch import TorchDispatchMode

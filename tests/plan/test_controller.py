@@ -13,55 +13,33 @@ import torch
 from planners import PLANNERS
 from support import traces
 from support.doubles import CpuAccelerator, EventAccelerator, ScriptedBackend
-from support.stepping import end_step, forward, note_backward
+from support.planned_training import (
+    DEPTH,
+    FIRST_PLAN,
+    NARROW_BYTES,
+    ROWS,
+    STEPS,
+    WIDTH,
+    Model,
+    SmallDevice,
+    controller_of,
+    model,
+    steps,
+)
 from torch import nn
-from torch.nn import functional
 
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.core.tensors import innermost_hooks
-from ds_tba.device.accelerator import MemoryLevels
 from ds_tba.errors import IncompatibleError, PathError, TraceError
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.plan.agreement import Agreement, Alone
-from ds_tba.plan.controller import Controller
 from ds_tba.plan.feedback import MIN_STEPS, Action, Feedback
 from ds_tba.plan.search import adaptive
 from ds_tba.storage.backends.base import IoBackend
 from ds_tba.storage.backends.posix import PosixBackend
 from ds_tba.storage.backends.select import Selection
 
-WIDTH, ROWS, DEPTH = 64, 64, 4
-NARROW_BYTES = 4 * ROWS * WIDTH
-# One to warm up, two that are recorded: then comes a plan.
-FIRST_PLAN = 3
-STEPS = FIRST_PLAN + 3
 Make = Callable[..., ActivationOffloader]
-
-
-class Block(nn.Module):
-    """Residual MLP with dropout; saves eight storages of a width and two of four."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        inside = functional.gelu(self.up(self.norm(x)))
-        return x + functional.dropout(self.down(inside), 0.1)
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(DEPTH))
-        self.head = nn.Linear(WIDTH, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        loss: torch.Tensor = self.head(x).square().mean()
-        return loss
 
 
 @pytest.fixture
@@ -102,33 +80,6 @@ def make(tmp_path: Path, backend: dict[str, IoBackend]) -> Iterator[Make]:
     yield make
     for offloader in made:
         offloader.close()
-
-
-def controller_of(offloader: ActivationOffloader) -> Controller:
-    controller = offloader._controller
-    assert controller is not None
-    return controller
-
-
-def steps(model: nn.Module, offloader: ActivationOffloader | None, rows: list[int], micro_steps: int = 1) -> list[Any]:
-    """The loss and the gradients of each step; one optimizer step after each."""
-    found = []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    torch.manual_seed(7)
-    for count in rows:
-        for _ in range(micro_steps):
-            x = torch.randn(count, WIDTH).to(next(model.parameters()).device)
-            loss = forward(model, x, offloader)
-            loss.backward()
-            note_backward(offloader)
-        found.append([loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())])
-        end_step(optimizer, offloader)
-    return found
-
-
-def model() -> Model:
-    torch.manual_seed(0)
-    return Model()
 
 
 def check(make: Make, rows: list[int] | None = None, micro_steps: int = 1, **block: Any) -> ActivationOffloader:
@@ -239,20 +190,6 @@ def test_a_budget_is_kept(make: Make) -> None:
     steps(ours, offloader, [ROWS] * (FIRST_PLAN + 3))
     report = offloader.report()
     assert 0 < report.step_peak_saved_bytes <= 30 * NARROW_BYTES < report.peak_saved_bytes_without
-
-
-class SmallDevice(CpuAccelerator):
-    """With room for so many bytes of activations."""
-
-    def __init__(self, room_bytes: int) -> None:
-        self.room_bytes = room_bytes
-        self.memory = self
-
-    def free_bytes(self) -> float:
-        return self.room_bytes
-
-    def levels(self) -> MemoryLevels:
-        return MemoryLevels(0, 0, 0, 0)
 
 
 def test_steps_that_are_longer_whatever_is_moved_are_what_the_next_plan_promises(

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 from planners import PLANNERS
+from support.planned_training import ROWS, WIDTH, Model, controller_of, model
 from support.stepping import end_step, forward
-from test_controller import ROWS, WIDTH, Model, controller_of, model
 from torch import nn
 
 from ds_tba.config import AioConfig, OffloadConfig, Placement

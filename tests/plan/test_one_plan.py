@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 from planners import PLANNERS
-from support.traces import SIZE, one_block, resources, storage
-from test_policy import LAYOUT, TRACE
+from support.traces import LAYOUT, SIZE, TRACE, one_block, resources, storage
 
 from ds_tba.plan.agreement import Alone, NoPlan, Offer, Planning, Wish, stretched
 from ds_tba.plan.plan import Limits, Plan

@@ -7,9 +7,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from support import traces
+from support.replays import ANY, cases, cost, run
 from support.traces import SIZE, UNLIMITED, one_block, storage
 
 from ds_tba.config import Placement
@@ -19,19 +20,6 @@ from ds_tba.plan.timeline import Assignment, Timeline
 from ds_tba.plan.trace import BlockTrace, PathRates, StorageTrace, Trace
 
 K, H, N, M = Placement.KEEP, Placement.HOST, Placement.NVME, Placement.REMATERIALIZE
-ANY = settings(derandomize=True, deadline=None, max_examples=300)
-
-
-def run(
-    trace: Trace, *places: Placement, recomputed: tuple[bool, ...] = (), may_wait: bool = True
-) -> tuple[Outcome, Prediction]:
-    again = np.array(recomputed or [False] * len(trace.blocks), bool)
-    outcome = replay(Timeline.of(trace), Assignment(np.array(places, np.int8), again), may_wait=may_wait)
-    return outcome, outcome.cost
-
-
-def cost(trace: Trace, *places: Placement, recomputed: tuple[bool, ...] = ()) -> Prediction:
-    return run(trace, *places, recomputed=recomputed)[1]
 
 
 # ---- by hand: SIZE bytes take a second to write and a second to read ------------------------------------------------
@@ -252,13 +240,6 @@ def test_a_step_has_its_micro_steps_and_its_rest() -> None:
 
 
 # ---- for any trace --------------------------------------------------------------------------------------------------
-
-
-@st.composite
-def cases(draw: st.DrawFn) -> tuple[Trace, Assignment]:
-    trace = draw(traces.traces() | traces.rematerializable())
-    places = [draw(st.sampled_from([K, H, N, N, M])) for _ in trace.storages]
-    return trace, Assignment(np.array(places, np.int8), np.array([draw(st.booleans()) for _ in trace.blocks], bool))
 
 
 def both(trace: Trace, assignment: Assignment) -> tuple[Outcome, Prediction]:

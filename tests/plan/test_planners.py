@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
 import numpy as np
@@ -11,65 +10,17 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from planners import PLANNERS, teraio
 from support import traces
-from support.traces import SIZE, UNLIMITED, one_block, storage
+from support.judging import GRACE_S, is_allowed, is_no_worse
+from support.traces import SIZE, UNLIMITED, layers, one_block, pipeline, storage, uneven_layers
 
 from ds_tba.config import Placement
 from ds_tba.plan.plan import Limits, Plan, Prediction
 from ds_tba.plan.search import adaptive
 from ds_tba.plan.timeline import Timeline
-from ds_tba.plan.trace import BlockTrace, StorageTrace, Trace
+from ds_tba.plan.trace import BlockTrace, Trace
 
 K, H, N, R = Placement.KEEP, Placement.HOST, Placement.NVME, Placement.RECOMPUTE
 SIMPLE = ("keep", "recompute")
-GRACE_S = 2e-9
-
-
-def is_allowed(found: Prediction, limits: Limits) -> bool:
-    is_spared = found.written_bytes <= limits.write_limit_bytes_per_step
-    budget_bytes = limits.activation_budget_bytes  # for which the limit of wear gives way
-    return found.host_bytes <= limits.host_budget_bytes and (is_spared or budget_bytes is not None)
-
-
-def uneven_layers(seed: int, count: int, per_layer: int, spread: float, rate: float) -> Trace:
-    """A chain as ``layers``, of blocks whose sizes and times are up to ``spread`` times smaller or larger."""
-    chance = random.Random(seed)
-    sizes = [
-        (int(SIZE * spread ** chance.uniform(-1, 1)) // 4096 * 4096 + 4096, spread ** chance.uniform(-1, 1))
-        for _ in range(count)
-    ]
-    forward_s = sum(took_s for _, took_s in sizes)
-    storages, blocks, start_s = [], [], 0.0
-    for number, (nbytes, took_s) in enumerate(sizes):
-        backward_s = forward_s + 2 * sum(later_s for _, later_s in sizes[number + 1 :])
-        module = f"layers.{number}"
-        times = (start_s, start_s + took_s, backward_s, backward_s + 2 * took_s)
-        blocks.append(BlockTrace(module, *times, (number * per_layer,)))
-        for index in range(per_layer):
-            pack_s = start_s + took_s * index / per_layer
-            use_s = backward_s + 2 * took_s * (per_layer - 1 - index) / per_layer
-            freed_s = use_s + 2 * took_s / per_layer
-            storages.append(StorageTrace(nbytes, f"{module}.part{index}", (number,), pack_s, pack_s, use_s, freed_s))
-        start_s += took_s
-    machine = traces.resources(rate * SIZE * per_layer, rate * SIZE * per_layer, 100 * SIZE, 8 * SIZE)
-    return Trace(tuple(storages), tuple(blocks), machine, 3 * forward_s + 1e-6)
-
-
-def is_no_worse(ours: Prediction, theirs: Prediction, limits: Limits, trace: Trace, grace_s: float = GRACE_S) -> bool:
-    """In the sense of the contract, told again without the planner's own ranking."""
-    budget = limits.activation_budget_bytes
-    longest_s = trace.step_s * (1 + limits.max_step_overhead) + GRACE_S
-    if not is_allowed(ours, limits):
-        return False
-    if not is_allowed(theirs, limits):
-        return True
-    if budget is None:
-        if theirs.step_s > longest_s:
-            return True
-        figures = (ours.peak_saved_bytes, ours.step_s), (theirs.peak_saved_bytes, theirs.step_s + GRACE_S)
-        return ours.step_s <= longest_s and figures[0] <= figures[1]
-    if theirs.peak_saved_bytes > budget:
-        return ours.peak_saved_bytes <= theirs.peak_saved_bytes
-    return ours.peak_saved_bytes <= budget and ours.step_s <= theirs.step_s + grace_s
 
 
 def long_traces() -> st.SearchStrategy[Trace]:
@@ -99,24 +50,6 @@ def test_a_plan_says_what_a_replay_of_it_finds(trace: Trace, limits: Limits) -> 
         plan = planner(trace, limits)
         assert traces.simulate(trace, plan) == plan.prediction
         assert plan == planner(trace, limits)
-
-
-def layers(count: int, per_layer: int, rate: float, staging_bytes: int = 4 * SIZE) -> Trace:
-    """A chain: each block takes 1 s forward and 2 s backward, and saves so many storages; the first is its input."""
-    storages, blocks = [], []
-    for number in range(count):
-        backward_s = count + 2.0 * (count - 1 - number)
-        blocks.append(
-            BlockTrace(f"layers.{number}", number, number + 1.0, backward_s, backward_s + 2.0, (number * per_layer,))
-        )
-        for index in range(per_layer):
-            pack_s = number + index / per_layer
-            use_s = backward_s + 2.0 * (per_layer - 1 - index) / per_layer
-            freed_s = use_s + 2.0 / per_layer
-            module = f"layers.{number}.part{index}"
-            storages.append(StorageTrace(SIZE, module, (number,), pack_s, pack_s, use_s, freed_s))
-    machine = traces.resources(rate * SIZE, rate * SIZE, 100 * SIZE, staging_bytes)
-    return Trace(tuple(storages), tuple(blocks), machine, 3.0 * count)
 
 
 def test_with_a_fast_drive_nearly_everything_goes_at_no_cost() -> None:
@@ -374,27 +307,6 @@ def test_plans_are_values() -> None:
 
 
 # ---- several forwards and backwards in one micro-step ---------------------------------------------------------------
-
-
-def pipeline(forwards: int, ahead: int) -> Trace:
-    """A stage of four blocks with five storages each, ``ahead`` forwards of 1 s before the first backward of 2 s."""
-    order = ["F"] * ahead + ["B", "F"] * (forwards - ahead) + ["B"] * ahead
-    begins: dict[str, list[float]] = {"F": [], "B": []}
-    now_s = 0.0
-    for kind in order:
-        begins[kind].append(now_s)
-        now_s += 1.0 if kind == "F" else 2.0
-    storages, blocks = [], []
-    for forward_s, backward_s in zip(begins["F"], begins["B"], strict=True):
-        for number in range(4):
-            start_s, back_s = forward_s + number / 4, backward_s + (3 - number) / 2
-            for part in range(5):
-                packed_s, used_s = start_s + part / 20, back_s + (4 - part) / 10
-                storages.append(StorageTrace(SIZE, "", (len(blocks),), packed_s, packed_s, used_s, used_s + 0.1))
-            blocks.append(BlockTrace(f"blocks.{number}", start_s, start_s + 0.25, back_s, back_s + 0.5))
-    machine = traces.resources(write=10 * SIZE, read=10 * SIZE, staging_bytes=10 * SIZE)
-    firsts = tuple(20 * number for number in range(forwards))
-    return Trace(tuple(storages), tuple(blocks), machine, now_s + 1.0, forwards=firsts)
 
 
 @pytest.mark.parametrize("ahead", [1, 2, 4])

@@ -7,31 +7,15 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from support.traces import SIZE, resources
+from support.traces import LAYOUT, SIZE, TRACE
 
 from ds_tba.config import Placement
 from ds_tba.plan.plan import Limits, Plan, Prediction
 from ds_tba.plan.policy import ByPlan, PlanInForce, PlanMismatch
-from ds_tba.plan.trace import OUTSIDE, BlockTrace, StorageTrace, Trace
 from ds_tba.storage.base import Always, Store
 
 KEEP, HOST, NVME, RECOMPUTE, REMATERIALIZE = Placement
 NVME_STORE, HOST_STORE = cast("Store[Any]", "nvme"), cast("Store[Any]", "host")
-
-
-def storage(*blocks: int) -> StorageTrace:
-    return StorageTrace(SIZE, "", blocks, 0.0, 0.0, 1.0, 1.0)
-
-
-# 0: before the first block, which takes it; 1, 2: saved in it, 2 in the second block too, which takes it; 3: in that;
-# 4: behind both.
-TRACE = Trace(
-    (storage(OUTSIDE), storage(0), storage(0, 1), storage(1), storage(OUTSIDE)),
-    (BlockTrace("a", 0.0, 0.5, 1.0, 1.5, (0,)), BlockTrace("b", 0.5, 1.0, 1.0, 1.5, (2,))),
-    resources(),
-    2.0,
-)
-LAYOUT = ((0,), (1, 2), (), (2, 3), (4,))
 
 
 def by_plan(*placements: Placement, recomputed: tuple[bool, bool] = (False, False), may_wait: bool = True) -> ByPlan:

@@ -13,10 +13,9 @@ from hypothesis import given
 from planners import PLANNERS
 from support import traces
 from support.doubles import EventAccelerator, wait_for_writes
-from support.traces import SIZE, UNLIMITED, storage
-from test_plan_simulate import ANY, cases, run
-from test_planners import layers
-from test_prefetch import KIB, Spy, cache_over, chain
+from support.prefetching import KIB, Spy, cache_over, chain
+from support.replays import ANY, cases, run
+from support.traces import SIZE, UNLIMITED, layers, storage
 
 from ds_tba.config import Placement
 from ds_tba.core.prefetch import MicroStep, Phase

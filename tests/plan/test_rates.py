@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import StoreFactory
-from support.doubles import CpuAccelerator, EventAccelerator
+from support.doubles import Clock, CpuAccelerator, EventAccelerator
 from support.late_device import LateDevice
-from test_stats import Clock
 
 from ds_tba.device.accelerator import Copies
 from ds_tba.errors import StateError

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import StoreFactory
-from test_recorder import MACHINE, MIN_BYTES, ROWS, WIDTH, Stack, Ticks, record
+from support.recordings import MACHINE, MIN_BYTES, ROWS, WIDTH, Stack, Ticks, record
 
 from ds_tba.core.cache import TensorCache
 from ds_tba.plan.recorder import RECORDINGS, MicroStepRecord, Recorder, Recording

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import traces
-from support.traces import SIZE, UNLIMITED, one_block, storage
-from test_plan_simulate import ANY, cost, run
-from test_planners import GRACE_S, is_allowed, is_no_worse, layers, pipeline
+from support.judging import GRACE_S, is_allowed, is_no_worse
+from support.replays import ANY, cost, run
+from support.traces import SIZE, UNLIMITED, layers, one_block, pipeline, storage
 
 from ds_tba.config import OffloadConfig, Placement
 from ds_tba.plan.plan import Limits, Plan, Prediction

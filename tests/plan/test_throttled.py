@@ -10,7 +10,7 @@ import pytest
 import torch
 from curves.throttled import ThrottledBackend
 from support.doubles import CpuAccelerator
-from test_controller import FIRST_PLAN, WIDTH, Model, controller_of, model, steps
+from support.planned_training import FIRST_PLAN, WIDTH, Model, controller_of, model, steps
 
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.offloader import ActivationOffloader

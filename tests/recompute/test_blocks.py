@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import StoreFactory
+from support.block_passes import Listener, assert_same
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.nn import functional
@@ -24,30 +25,6 @@ from ds_tba.recompute.blocks import Block, Blocks, find_blocks
 
 pytestmark = pytest.mark.usefixtures("one_thread", "needs_recompute")
 WIDTH, LENGTH, BATCH = 16, 8, 4
-Event = tuple[str, int]
-
-
-class Listener:
-    """Wants the passes through the blocks in ``wanted`` recomputed, and keeps a diary."""
-
-    def __init__(self) -> None:
-        self.wanted: set[int] = set()
-        self.events: list[Event] = []
-        self.inputs: list[list[Tensor]] = []
-
-    def enter(self, block: Block, inputs: Sequence[Tensor]) -> Any | None:
-        self.events.append(("enter", block.index))
-        self.inputs.append(list(inputs))
-        return block.index if block.index in self.wanted else None
-
-    def leave(self, block: Block) -> None:
-        self.events.append(("leave", block.index))
-
-    def recompute(self, mark: Any) -> None:
-        self.events.append(("recompute", mark))
-
-    def count(self, what: str) -> int:
-        return sum(event == what for event, _ in self.events)
 
 
 class Layer(nn.Module):
@@ -125,11 +102,6 @@ def run(
     gradients = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
     buffers = {name: one.clone() for name, one in model.named_buffers()}
     return {"loss": loss.detach(), "x": x.grad, **gradients, **buffers, "rng": torch.get_rng_state()}
-
-
-def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
-    assert ours.keys() == theirs.keys()
-    assert {name for name in ours if not torch.equal(ours[name], theirs[name])} == set()
 
 
 def settled(make: Callable[[], nn.Module] = Layer, **more: Any) -> Bench:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_blocks import Listener, assert_same
+from support.block_passes import Listener, assert_same
 from torch import Tensor, nn
 
 from ds_tba.recompute.blocks import Blocks, find_blocks

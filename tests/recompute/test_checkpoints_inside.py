@@ -9,20 +9,22 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import test_passes as test_recompute
 import torch
 from planners import PLANNERS
-from test_passes import DEPTH, WIDTH, Attends, Net, Plain, check
+from support import recomputed_training
+from support.doubles import CpuAccelerator
+from support.recomputed_training import DEPTH, WIDTH, Attends, Net, Plain, check
 from torch import Tensor, nn
 from torch.utils import checkpoint as checkpointing
 from torch.utils.checkpoint import checkpoint
 
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.offloader import ActivationOffloader
+from ds_tba.plan.agreement import Alone
 from ds_tba.recompute import blocks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-make = test_recompute.make
+make = recomputed_training.make
 SAVES_NOTHING = "its forward saves nothing but its inputs"
 
 
@@ -169,8 +171,8 @@ def test_a_checkpoint_inside_stops_where_it_stops_without_us(
         ends().clear()
         model = Embedded(Inside)
         offloader = make(model, recompute=recompute)
-        test_recompute.begin()
-        list(test_recompute.steps(model, offloader, steps))
+        recomputed_training.begin()
+        list(recomputed_training.steps(model, offloader, steps))
         found.append(sum(ends()))
     of_its_own = 0 if is_on else steps * DEPTH
     again = (steps - 3) * DEPTH  # what the block's forward runs again; its own checkpoint is not asked for more
@@ -198,9 +200,9 @@ def test_a_block_of_which_nothing_can_be_recomputed_is_named_once(
 ) -> None:
     torch.manual_seed(0)
     ours = net(block)
-    twin = test_recompute.twin_of(ours, block)
+    twin = recomputed_training.twin_of(ours, block)
     offloader = make(ours, recompute=True)
-    test_recompute.check_steps(ours, offloader, twin)
+    recomputed_training.check_steps(ours, offloader, twin)
     report = offloader.report()
     assert report.recomputed_bytes == 0 and report.plan is not None and report.plan["recomputed_blocks"] == 0
     (line,) = reasons_said(caplog)
@@ -267,9 +269,9 @@ def test_the_advice_of_a_budget_that_nothing_fits_is_not_what_is_set_already(
         io = {"backend": "posix", "staging_bytes": 4 << 20, "swap_file_bytes": 64 << 20}
         config = {"nvme_path": str(tmp_path), "io": io, "activation_budget_bytes": 0, "recompute": recompute}
         block = OffloadConfig.model_validate(config)
-        offloader = ActivationOffloader(block, AioConfig(), test_recompute.CpuAccelerator())
-        offloader.watch(model, test_recompute.Alone(), PLANNERS["adaptive"])
-        list(test_recompute.steps(model, offloader, 8))
+        offloader = ActivationOffloader(block, AioConfig(), CpuAccelerator())
+        offloader.watch(model, Alone(), PLANNERS["adaptive"])
+        list(recomputed_training.steps(model, offloader, 8))
         offloader.close()
         (said,) = [record.message for record in caplog.records if "no plan fits" in record.message]
         assert ('"recompute": true' in said) is not recompute

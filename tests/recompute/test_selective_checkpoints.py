@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_passes as test_recompute
 import torch
-from support import hazards
+from support import hazards, recomputed_training
 from support.hazards import Saving, leaf
+from support.recomputed_training import DEPTH, Net, Plain, check
 from support.respecting import respecting
-from test_passes import DEPTH, Net, Plain, check
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils import checkpoint as checkpointing
@@ -32,7 +31,7 @@ aten = torch.ops.aten
 SIDE, MM = 64, [aten.mm.default, aten.addmm.default]
 BYTES = SIDE * SIDE * 4
 RESPECT = "respect_saved_tensors_hooks"
-make = test_recompute.make
+make = recomputed_training.make
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 

@@ -264,7 +264,7 @@ def kind_of(base: torch.Tensor, finder: Sites) -> str:
     try:
         operand = "" if finder.find(base) is None else "not proven"
     except NoRecipeError:
-        operand = "of what is not saved"
+        operand = "of unsaved tensors"
     return {
         "EmbeddingBackward0": "embeddings",
         "SafeSoftmaxBackward0": "attention's probabilities",

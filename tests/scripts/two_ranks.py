@@ -17,7 +17,6 @@ from typing import Any
 
 sys.path[:0] = [
     str(Path(__file__).parents[1]),
-    str(Path(__file__).parents[1] / "adaptive"),
     str(Path(__file__).parents[2] / "benchmarks"),
 ]
 
@@ -25,8 +24,8 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from curves.throttled import ThrottledBackend  # noqa: E402
 from planners import PLANNERS  # noqa: E402
+from support.planned_training import DEPTH, ROWS, WIDTH, Block, Model  # noqa: E402
 from support.stepping import end_step, forward, note_backward  # noqa: E402
-from test_controller import DEPTH, ROWS, WIDTH, Block, Model  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import ds_tba.storage.tiers  # noqa: E402

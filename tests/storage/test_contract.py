@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from conftest import StoreFactory
+from contracts.store import MIB, StoreContract
 from support import runs
 from support.doubles import CpuAccelerator
-from support.store_contract import MIB, StoreContract
 
 from ds_tba.storage.backends.base import IoBackend
 from ds_tba.storage.base import Store

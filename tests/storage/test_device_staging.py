@@ -12,9 +12,10 @@ import pytest
 import torch
 from conftest import StoreFactory
 from support import hazards
+from support.disks import until
 from support.doubles import CpuAccelerator, DeviceBackend, EventAccelerator, Gate, fails, slow
-from test_hazards import Scenario, cache_over, mutations, scenarios, store_is_empty
-from test_store import CPU, MIB, noise, nothing_is_held, put, stored, until
+from support.each_hazard import Scenario, cache_over, mutations, scenarios
+from support.stores import CPU, MIB, noise, nothing_is_held, put, store_is_empty, stored
 
 from ds_tba.core.cache import TensorCache
 from ds_tba.errors import ActivationCorruptionError

@@ -16,7 +16,7 @@ from types import FrameType
 
 import pytest
 from conftest import Alarm, AlarmError
-from test_store import until
+from support.disks import until
 
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.device.accelerator import CpuAccelerator

@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import StoreFactory
+from contracts.backend import MIB, BackendContract, DeviceStagingContract
 from support import hazards
 from support.cuda_doubles import CompatMode, FakeKvikio
+from support.disks import until
 from support.doubles import EventAccelerator
-from test_backends import MIB, BackendContract, DeviceStagingContract
-from test_hazards import Scenario, cache_over, scenarios, store_is_empty
-from test_store import CPU, noise, put, stored, until
+from support.each_hazard import Scenario, cache_over, scenarios
+from support.stores import CPU, noise, put, store_is_empty, stored
 
 from ds_tba.errors import BackendUnavailableError, TransferError
 from ds_tba.storage.backends import kvikio as module

@@ -10,21 +10,32 @@ import pytest
 import torch
 from conftest import Factory, StoreFactory
 from support import hazards
-from support.doubles import DeviceBackend, Gate, ScriptedBackend, fails, slow, wait_for_writes
+from support.disks import until
+from support.doubles import Gate, ScriptedBackend, fails, slow, wait_for_writes
+from support.each_hazard import Scenario, scenarios
 from support.late_device import LateDevice
-from test_hazards import Scenario, scenarios, store_is_empty
-from test_store import CPU, until
+from support.late_stores import (
+    KIB,
+    Make,
+    device_staging,
+    failing_writes,
+    in_host_memory,
+    over_nvme,
+    pieces,
+    slow_reads,
+    slow_writes,
+)
+from support.stores import CPU, slots_in_use, store_is_empty
 
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.core.cache import TensorCache
 from ds_tba.errors import IncompatibleError
 from ds_tba.offloader import ActivationOffloader
-from ds_tba.storage.base import Refusal, Store, Ticket
+from ds_tba.storage.base import Refusal, Ticket
 from ds_tba.storage.host import HostStore
-from ds_tba.storage.nvme import NvmeStore
 
-KIB, MIB = 1 << 10, 1 << 20
-Make = Callable[[StoreFactory, LateDevice], tuple[Store, NvmeStore | None]]  # type: ignore[type-arg]
+MIB = 1 << 20
+
 DeviceFactory = Callable[..., LateDevice]
 
 
@@ -34,41 +45,6 @@ def make_device() -> Iterator[DeviceFactory]:
     factory = Factory(LateDevice, LateDevice.end)
     yield factory
     factory.close()
-
-
-def over_nvme(make_store: StoreFactory, device: LateDevice) -> tuple[NvmeStore, NvmeStore]:
-    store = make_store(accelerator=device, staging_bytes=MIB)
-    return store, store
-
-
-def slow_writes(make_store: StoreFactory, device: LateDevice) -> tuple[NvmeStore, NvmeStore]:
-    """Most is handed over from staging, beside the write or instead of it."""
-    store = make_store(ScriptedBackend(slow(0.01)), accelerator=device, staging_bytes=2 * MIB)
-    return store, store
-
-
-def slow_reads(make_store: StoreFactory, device: LateDevice) -> tuple[NvmeStore, NvmeStore]:
-    store = make_store(ScriptedBackend(slow(0.003, "read")), accelerator=device, staging_bytes=MIB)
-    return store, store
-
-
-def failing_writes(make_store: StoreFactory, device: LateDevice) -> tuple[NvmeStore, NvmeStore]:
-    store = make_store(ScriptedBackend(fails("write", first=20)), accelerator=device, staging_bytes=2 * MIB)
-    return store, store
-
-
-def device_staging(make_store: StoreFactory, device: LateDevice) -> tuple[NvmeStore, NvmeStore]:
-    store = make_store(DeviceBackend(), accelerator=device, staging_bytes=MIB)
-    return store, store
-
-
-def pieces(make_store: StoreFactory, device: LateDevice) -> tuple[NvmeStore, NvmeStore]:
-    store = make_store(accelerator=device, staging_bytes=256 * KIB)
-    return store, store
-
-
-def in_host_memory(make_store: StoreFactory, device: LateDevice) -> tuple[HostStore, None]:
-    return HostStore(device, 2 * MIB, ahead_bytes=256 * KIB), None
 
 
 stores = pytest.mark.parametrize(
@@ -309,7 +285,7 @@ def test_what_is_read_ahead_waits_in_device_memory_within_the_bound(
     for _ in range(100):
         for ticket in tickets:
             store.prefetch(ticket)  # type: ignore[arg-type]
-        until(lambda: not store.ring.slots.used_bytes, "the copies")
+        until(lambda: not slots_in_use(store), "the copies")
     assert device.allocated_bytes == store.space.read_ahead.prefetched_bytes == 4 * MIB
     for ticket in tickets:
         store.release(ticket)  # type: ignore[arg-type]

@@ -9,8 +9,8 @@ import torch
 from conftest import StoreFactory
 from support import hazards
 from support.doubles import CpuAccelerator, EventAccelerator, Gate, ScriptedBackend, fails, wait_for_writes
-from test_hazards import Scenario, scenarios, store_is_empty
-from test_store import CPU, noise
+from support.each_hazard import Scenario, scenarios
+from support.stores import CPU, noise, store_is_empty
 
 from ds_tba.core.cache import TensorCache
 from ds_tba.errors import ActivationLostError

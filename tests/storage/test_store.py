@@ -16,6 +16,7 @@ import torch
 from conftest import StoreFactory
 from support.disks import until
 from support.doubles import DeviceBackend, EventAccelerator, Gate, ScriptedBackend, fails, slow, wait_for_writes
+from support.stores import CPU, MIB, noise, nothing_is_held, put, slots_in_use, stored
 
 from ds_tba import stats as path_meter
 from ds_tba.device.accelerator import Arrival
@@ -27,39 +28,6 @@ from ds_tba.storage.host import HostStore
 from ds_tba.storage.nvme import Lanes, NvmeStore, PiecesTicket
 from ds_tba.storage.space import SwapTicket, TicketState
 from ds_tba.storage.swap_file import SwapFile
-
-MIB = 1 << 20
-CPU = torch.device("cpu")
-
-
-def noise(nbytes: int) -> torch.Tensor:
-    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
-
-
-def slots_in_use(store: NvmeStore) -> int:
-    with store.space.lock:
-        store.space.settle_copies()
-        return store.ring.slots.used_bytes
-
-
-def put(store: NvmeStore, data: torch.Tensor, *, wait: bool = False) -> SwapTicket:
-    ticket = store.put(data, wait=wait)
-    assert isinstance(ticket, SwapTicket), ticket
-    return ticket
-
-
-def stored(store: NvmeStore, data: torch.Tensor) -> SwapTicket:
-    ticket = put(store, data)
-    until(lambda: ticket.state is TicketState.STORED, "stored")
-    return ticket
-
-
-def nothing_is_held(store: NvmeStore) -> None:
-    until(lambda: slots_in_use(store) == 0, "staging to be free")
-    until(lambda: not any(path.extents.used_bytes for path in store.paths), "extents to be free")
-    assert all(path.extents.used_bytes == 0 for path in store.paths)
-    ahead = store.space.read_ahead
-    assert ahead.prefetched_bytes == ahead.early_bytes == store.space.writes_under_way == 0
 
 
 @pytest.mark.parametrize("nbytes", [1, 4095, 4096, 4097, 3 * MIB + 17])

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.disks import MIB, mounted
+from support.disks import MIB, mounted, until
 from support.machines import run_python
-from test_store import until
 
 from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.errors import PathError

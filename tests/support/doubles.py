@@ -202,3 +202,13 @@ __all__ = [
 def new_operation() -> None:
     """Begin another operation of autograd's, for a test that calls the pack hook itself: what others save may leave."""
     torch.zeros((), requires_grad=True).add(1)
+
+
+class Clock:
+    """Stands still until it is told."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s

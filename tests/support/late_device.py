@@ -1,10 +1,10 @@
 """An asynchronous device in CPU memory, as hostile as the ordering rules of streams allow.
 
 Every stream is a thread that runs what it was given in order, each piece after a random pause, so that streams run late
-and out of step with each other. Memory comes from an allocator as CUDA's caching one: what the host lets go of belongs
-at once to the next tenant of the stream it was allocated on, who fills it with poison, unless the memory was shared
-with other streams: then after what these were given so far. A missing wait, a source dropped early or a slot reused
-early shows as wrong bytes. Memory that was let go is held, as on a device, until its streams have come so far.
+and out of step with each other. Memory comes from an allocator as CUDA's caching one, with a pool for each stream: what
+the host frees belongs at once to the next tenant of the stream it was allocated on, who fills it with poison, unless
+the memory was shared with other streams: then after what these were given so far, and until then its pool is without
+it. What a pool has taken it keeps. A missing wait, a source dropped early or a slot reused early shows as wrong bytes.
 """
 
 from __future__ import annotations
@@ -150,7 +150,9 @@ class LateDevice(CpuAccelerator):
         )
         self.allocated_bytes = 0
         self.peak_held_bytes = 0
-        self._held: dict[object, int] = {}  # an entry for each block: finalizers change it, where no lock may be taken
+        self.reserved_bytes: dict[Any, int] = {}  # by stream, what its pool has taken from the device
+        # An entry for each block, with its stream: finalizers change it, where no lock may be taken.
+        self._held: dict[object, tuple[Any, int]] = {}
         self.copies_under_way: list[object] = []
         self.freed: list[torch.Tensor] | None = [] if watch_freed else None
 
@@ -191,8 +193,10 @@ class LateDevice(CpuAccelerator):
             owner.run(lambda: bytes_of.fill_(POISON))
         self.allocated_bytes += nbytes
         block = object()
-        self._held[block] = nbytes
+        self._held[block] = owner, nbytes
         self.peak_held_bytes = max(self.peak_held_bytes, self.held_bytes)
+        in_pool = sum(nbytes for one, nbytes in list(self._held.values()) if one is owner)
+        self.reserved_bytes[owner] = max(self.reserved_bytes.get(owner, 0), in_pool)
         data = torch.frombuffer(memory, dtype=torch.uint8)
         # The tenant's storage is watched, not its memory, which lives on in the hands of the next.
         data.untyped_storage()._tenant = _Tenant(self, block, bytes_of, owner)  # type: ignore[attr-defined]
@@ -214,20 +218,25 @@ class LateDevice(CpuAccelerator):
             tenant.sharers.append(stream)
 
     def free(self, tenant: _Tenant) -> None:
-        """The last stream to come so far gives the block back to the allocator, for another tenant of its owner."""
-        streams, block, owner = tenant.sharers or [tenant.owner], tenant.block, tenant.owner
-        memory, left = tenant.memory, list(range(len(streams)))
+        """The last sharer to come so far gives the block back to its pool; without any, the host does at once."""
+        block, owner, memory = tenant.block, tenant.owner, tenant.memory
+        left = list(range(len(tenant.sharers)))
         self.allocated_bytes -= memory.numel()
+
+        def give_back() -> None:
+            del self._held[block]
+            owner.run(lambda: memory.fill_(POISON))
+            if self.freed is not None:
+                self.freed.append(memory)
 
         def leave() -> None:
             if left.pop() == 0:
-                del self._held[block]
-                owner.run(lambda: memory.fill_(POISON))
-                if self.freed is not None:
-                    self.freed.append(memory)
+                give_back()
 
-        for stream in streams:
+        for stream in tenant.sharers:
             stream.run(leave)
+        if not tenant.sharers:
+            give_back()
 
     # ---- for tests ----------------------------------------------------------------------------------------------
 
@@ -238,8 +247,8 @@ class LateDevice(CpuAccelerator):
 
     @property
     def held_bytes(self) -> int:
-        """Memory that no new tenant can have: of tensors that are alive, and of those that streams still use."""
-        return sum(list(self._held.values()))
+        """Memory that no new tenant can have: of tensors that are alive, and of those that sharers still use."""
+        return sum(nbytes for _, nbytes in list(self._held.values()))
 
     def synchronize(self) -> None:
         for stream in 2 * self.streams:  # what is given back, another stream may fill

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +35,17 @@ def storage(pack_s: float, use_s: float, freed_s: float | None = None, blocks: t
 def one_block(*storages: StorageTrace, machine: Resources, inputs: tuple[int, ...] = ()) -> Trace:
     """A forward of 1 s and a backward of 2 s."""
     return Trace(storages, (BlockTrace("layer.0", 0.0, 1.0, 1.0, 3.0, inputs),), machine, 3.0)
+
+
+# Two blocks. Storage 0 is saved before the first, which takes it; 1 and 2 in the first; 2 also in the second, which
+# takes it; 3 in the second; 4 behind both. LAYOUT has the storages of each scope, in that order.
+TRACE = Trace(
+    tuple(storage(0.0, 1.0, 1.0, blocks) for blocks in ((OUTSIDE,), (0,), (0, 1), (1,), (OUTSIDE,))),
+    (BlockTrace("a", 0.0, 0.5, 1.0, 1.5, (0,)), BlockTrace("b", 0.5, 1.0, 1.0, 1.5, (2,))),
+    resources(),
+    2.0,
+)
+LAYOUT = ((0,), (1, 2), (), (2, 3), (4,))
 
 
 def with_rates(trace: Trace, write: float = 1.0, read: float = 1.0, copy: float = 1.0) -> Trace:
@@ -180,3 +192,66 @@ def simulate(trace: Trace, plan: Plan) -> Prediction:
     """The cost of a step of ``trace`` under ``plan``."""
     assignment = Assignment(np.array(plan.placements, np.int8), np.array(plan.recomputed_blocks, bool))
     return replay(Timeline.of(trace), assignment, plan.prefetch_distance).cost
+
+
+def uneven_layers(seed: int, count: int, per_layer: int, spread: float, rate: float) -> Trace:
+    """A chain as ``layers``, of blocks whose sizes and times are up to ``spread`` times smaller or larger."""
+    chance = random.Random(seed)
+    sizes = [
+        (int(SIZE * spread ** chance.uniform(-1, 1)) // 4096 * 4096 + 4096, spread ** chance.uniform(-1, 1))
+        for _ in range(count)
+    ]
+    forward_s = sum(took_s for _, took_s in sizes)
+    storages, blocks, start_s = [], [], 0.0
+    for number, (nbytes, took_s) in enumerate(sizes):
+        backward_s = forward_s + 2 * sum(later_s for _, later_s in sizes[number + 1 :])
+        module = f"layers.{number}"
+        times = (start_s, start_s + took_s, backward_s, backward_s + 2 * took_s)
+        blocks.append(BlockTrace(module, *times, (number * per_layer,)))
+        for index in range(per_layer):
+            pack_s = start_s + took_s * index / per_layer
+            use_s = backward_s + 2 * took_s * (per_layer - 1 - index) / per_layer
+            freed_s = use_s + 2 * took_s / per_layer
+            storages.append(StorageTrace(nbytes, f"{module}.part{index}", (number,), pack_s, pack_s, use_s, freed_s))
+        start_s += took_s
+    machine = resources(rate * SIZE * per_layer, rate * SIZE * per_layer, 100 * SIZE, 8 * SIZE)
+    return Trace(tuple(storages), tuple(blocks), machine, 3 * forward_s + 1e-6)
+
+
+def layers(count: int, per_layer: int, rate: float, staging_bytes: int = 4 * SIZE) -> Trace:
+    """A chain: each block takes 1 s forward and 2 s backward, and saves so many storages; the first is its input."""
+    storages, blocks = [], []
+    for number in range(count):
+        backward_s = count + 2.0 * (count - 1 - number)
+        blocks.append(
+            BlockTrace(f"layers.{number}", number, number + 1.0, backward_s, backward_s + 2.0, (number * per_layer,))
+        )
+        for index in range(per_layer):
+            pack_s = number + index / per_layer
+            use_s = backward_s + 2.0 * (per_layer - 1 - index) / per_layer
+            freed_s = use_s + 2.0 / per_layer
+            module = f"layers.{number}.part{index}"
+            storages.append(StorageTrace(SIZE, module, (number,), pack_s, pack_s, use_s, freed_s))
+    machine = resources(rate * SIZE, rate * SIZE, 100 * SIZE, staging_bytes)
+    return Trace(tuple(storages), tuple(blocks), machine, 3.0 * count)
+
+
+def pipeline(forwards: int, ahead: int) -> Trace:
+    """A stage of four blocks with five storages each, ``ahead`` forwards of 1 s before the first backward of 2 s."""
+    order = ["F"] * ahead + ["B", "F"] * (forwards - ahead) + ["B"] * ahead
+    begins: dict[str, list[float]] = {"F": [], "B": []}
+    now_s = 0.0
+    for kind in order:
+        begins[kind].append(now_s)
+        now_s += 1.0 if kind == "F" else 2.0
+    storages, blocks = [], []
+    for forward_s, backward_s in zip(begins["F"], begins["B"], strict=True):
+        for number in range(4):
+            start_s, back_s = forward_s + number / 4, backward_s + (3 - number) / 2
+            for part in range(5):
+                packed_s, used_s = start_s + part / 20, back_s + (4 - part) / 10
+                storages.append(StorageTrace(SIZE, "", (len(blocks),), packed_s, packed_s, used_s, used_s + 0.1))
+            blocks.append(BlockTrace(f"blocks.{number}", start_s, start_s + 0.25, back_s, back_s + 0.5))
+    machine = resources(write=10 * SIZE, read=10 * SIZE, staging_bytes=10 * SIZE)
+    firsts = tuple(20 * number for number in range(forwards))
+    return Trace(tuple(storages), tuple(blocks), machine, now_s + 1.0, forwards=firsts)

@@ -15,10 +15,10 @@ import pytest
 import report_programs
 import torch
 from compare import RECOMPUTED, compare
+from programs_hf import FINE, checkpointing, config_of
 from support import hazards
 from support.hazards import Saving, leaf
 from support.runs import plain_config
-from test_trainers import FINE, checkpointing, config_of
 from torch import Tensor, nn
 from torch.nn import functional
 

@@ -101,7 +101,7 @@ def new_memory() -> torch.Tensor:
 def forks() -> dict[str, Any]:
     """Children of a process that has pinned memory."""
     pins = Pins()
-    registry = Registry(pins.register, pins.unregister, None)
+    registry = Registry(pins, None)
     pinned, replaced, shared = new_memory(), new_memory(), new_memory()
     pinned[0], pinned[-1] = ENDS
     found: dict[str, Any] = {"hidden": {"before": hidden_bytes(pinned)}}
@@ -140,7 +140,10 @@ def child_that_exits() -> str:
 import gc, os, sys, weakref
 import torch
 from ds_tba.update.pinning import Registry
-registry = Registry(lambda *_: True, lambda _: None, None)
+class Driver:
+    def register(self, address, nbytes): return True
+    def unregister(self, address): pass
+registry = Registry(Driver(), None)
 class Owner: pass
 owner = Owner()
 memory = [torch.ones(5000) for _ in range(50)]  # small enough for malloc's heap
@@ -162,7 +165,7 @@ def loads(config: dict[str, Any], *, block: dict[str, Any]) -> dict[str, Any]:
     """A checkpoint that is loaded in mid-run, with pinned moments."""
     engine = build(config, late=block)
     update, pins = engine.interleaved_optimizer_update, Pins()
-    update._updater.registry = Registry(pins.register, pins.unregister, None)
+    update._updater.registry = Registry(pins, None)
     steps(engine, 2)
     engine.save_checkpoint(str(Path.cwd() / "checkpoint"), tag="2")
     steps(engine, 2, seed=2)
@@ -198,7 +201,7 @@ def starts(config: dict[str, Any], *, block: dict[str, Any]) -> dict[str, Any]:
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     pins = Pins()
-    interleaved.cuda_registry = lambda limit: Registry(pins.register, pins.unregister, limit)  # type: ignore[assignment]
+    interleaved.CudaDriver = lambda: pins  # type: ignore[assignment,misc]
     engine = build(config)
     device = _AsCuda(longest_pause_s=0.001)
     update = interleaved.InterleavedUpdate(UpdateConfig.model_validate(block), device, engine.optimizer)

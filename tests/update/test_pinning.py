@@ -50,7 +50,7 @@ def in_page(nbytes: int, offset: int = 64) -> torch.Tensor:
 
 def test_memory_is_pinned_once_up_to_the_limit_and_unpinned_when_it_is_replaced() -> None:
     pins = Pins()
-    registry = Registry(pins.register, pins.unregister, 3 * PINNED_MEBIBYTE + PAGE_BYTES)
+    registry = Registry(pins, 3 * PINNED_MEBIBYTE + PAGE_BYTES)
     first, second, third = (in_page(MEBIBYTE) for _ in range(3))
     assert registry.pin(first) and registry.pin(first[5:]) and registry.pin(second)
     assert registry.is_pinned(first) and registry.is_pinned(second[1:]) and len(pins.pinned) == 2
@@ -68,7 +68,7 @@ def test_memory_is_pinned_once_up_to_the_limit_and_unpinned_when_it_is_replaced(
 @pytest.mark.parametrize("offset", [0, 64, 4032])
 def test_only_whole_pages_are_pinned_and_chunks_of_the_device_lie_in_them(offset: int) -> None:
     pins = Pins()
-    registry = Registry(pins.register, pins.unregister, None)
+    registry = Registry(pins, None)
     memory = in_page(123_457 * 4, offset)
     assert registry.pin(memory)
     ((address, nbytes),) = pins.pinned.items()
@@ -83,7 +83,7 @@ def test_only_whole_pages_are_pinned_and_chunks_of_the_device_lie_in_them(offset
 
 def test_memory_that_is_pinned_cannot_be_freed_before_it_is_unpinned() -> None:
     pins = Pins()
-    registry = Registry(pins.register, pins.unregister, None)
+    registry = Registry(pins, None)
     tensor = torch.ones(1 << 18)
     address = tensor.untyped_storage().data_ptr()
     registry.pin(tensor)
@@ -95,14 +95,14 @@ def test_memory_that_is_pinned_cannot_be_freed_before_it_is_unpinned() -> None:
 
 def test_a_small_array_is_left_out_without_a_word() -> None:
     pins = Pins()
-    registry = Registry(pins.register, pins.unregister, None)
+    registry = Registry(pins, None)
     small = in_page(PAGE_BYTES, 100)
     assert not registry.pin(small) and registry.refused_bytes == 0 and not registry.is_pinned(small)
 
 
 def test_what_cannot_be_pinned_is_tried_once_and_stays_visible_to_children() -> None:
     pins = Pins(refuses=True)
-    registry = Registry(pins.register, pins.unregister, None)
+    registry = Registry(pins, None)
     tensor = in_page(MEBIBYTE)
     assert not registry.pin(tensor) and not registry.pin(tensor)
     assert registry.refused_bytes == PINNED_MEBIBYTE and registry.pinned_bytes == 0

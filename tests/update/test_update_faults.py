@@ -95,6 +95,6 @@ def test_a_refused_pin_does_not_stay_for_the_next_kernel(monkeypatch: pytest.Mon
         patch.setattr(torch.cuda, "cudart", lambda: runtime)
         patch.setattr(pinning.torch, "ones", launch)
         patch.setattr(torch.Tensor, "is_pinned", lambda _: False)
-        registry = pinning.cuda_registry(None)
+        registry = pinning.Registry(pinning.CudaDriver(), None)
         assert not registry.pin(memory) and 0 < registry.refused_bytes <= memory.nbytes
     assert not last_error

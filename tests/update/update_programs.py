@@ -252,3 +252,20 @@ def universal(config: dict[str, Any], *, saved_in: str, block: dict[str, Any]) -
             found[f"{name} loads {other}"] = steps(engine, 2, seed=2)
             engine.destroy()
     return found
+
+
+BF16 = {"bf16": {"enabled": True}}
+WARMUP = {"total_num_steps": 8, "warmup_num_steps": 3, "warmup_max_lr": 2e-2}
+SCHEDULE = {"scheduler": {"type": "WarmupDecayLR", "params": WARMUP}}
+L2 = {"optimizer": {"type": "Adam", "params": {"lr": 1e-2, "weight_decay": 0.1, "adam_w_mode": False}}}
+CASES: dict[str, tuple[dict[str, Any], str]] = {
+    "fp32": ({}, "one"),
+    "bf16": (BF16, "one"),
+    "bf16, clipped": ({**BF16, "gradient_clipping": 0.01}, "one"),
+    "bf16, accumulated": ({**BF16, "gradient_accumulation_steps": 2}, "decay"),
+    "bf16, groups with other betas": ({**BF16, **SCHEDULE}, "betas"),
+    "Adam with L2": ({**BF16, **L2}, "decay"),
+    "parameters on the host": (
+        {**BF16, "gradient_clipping": 0.01, "zero_optimization": {"offload_param": {"device": "cpu"}}}, "decay",
+    ),
+}  # fmt: skip

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.disks import until
 
 from ds_tba.core.cache import TensorCache
 from ds_tba.errors import StateError
 from ds_tba.storage.base import Loaded, Refusal, Store, Ticket
-from support.disks import until
 
 MIB = 1 << 20
 CPU = torch.device("cpu")

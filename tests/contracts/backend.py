@@ -1,0 +1,110 @@
+"""The contract of an I/O backend: a class of tests, which every backend passes. A subclass gives ``backend``."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from ds_tba.device.memory import huge_page_memory
+from ds_tba.storage.backends.base import IoBackend
+from ds_tba.storage.swap_file import SwapFile
+
+MIB = 1 << 20
+
+
+class BackendContract:
+    """What the store relies on. Subclasses give ``backend``."""
+
+    @pytest.fixture
+    def file(self, tmp_path: Path) -> Iterator[SwapFile]:
+        file = SwapFile(tmp_path, 64 * MIB)
+        file.grow(64 * MIB)
+        yield file
+        file.close()
+
+    @pytest.fixture
+    def staging(self, backend: IoBackend) -> Iterator[torch.Tensor]:
+        staging = backend.allocate_staging(16 * MIB)
+        yield staging
+        backend.free_staging(staging)
+
+    def test_staging_is_aligned_touched_and_exact(self, staging: torch.Tensor) -> None:
+        assert staging.data_ptr() % 4096 == 0
+        assert staging.dtype is torch.uint8 and staging.numel() == 16 * MIB
+        assert not staging.any()
+
+    @pytest.mark.parametrize("nbytes", [4096, 12288, MIB, 5 * MIB + 4096])
+    @pytest.mark.parametrize("offset", [0, 4096, 32 * MIB])
+    def test_bytes_come_back(
+        self, backend: IoBackend, file: SwapFile, staging: torch.Tensor, nbytes: int, offset: int
+    ) -> None:
+        handle = backend.open_handle(file.fd)
+        data = staging[:nbytes]
+        data.copy_(torch.randint(0, 256, (nbytes,), dtype=torch.uint8))
+        wanted = data.clone()
+        handle.write(data, offset)
+        data.zero_()
+        handle.read(data, offset)
+        assert torch.equal(data, wanted)
+        handle.close()
+
+    def test_staging_is_kept_from_forked_children_only_while_it_is_staging(self, backend: IoBackend) -> None:
+        """Direct I/O needs the first half; malloc, which gets the op's memory back, needs the second."""
+
+        def kept_from_children() -> int:
+            flags = [line for line in Path("/proc/self/smaps").read_text().splitlines() if line.startswith("VmFlags")]
+            return sum(" dc" in line for line in flags)
+
+        gc.collect()
+        before = kept_from_children()
+        staging = backend.allocate_staging(65536)  # small enough that malloc keeps it at free
+        assert kept_from_children() > before
+        backend.free_staging(staging)
+        del staging
+        assert kept_from_children() == before
+
+    def test_neighbours_are_left_alone(self, backend: IoBackend, file: SwapFile, staging: torch.Tensor) -> None:
+        handle = backend.open_handle(file.fd)
+        staging[: 3 * MIB].fill_(7)
+        handle.write(staging[: 3 * MIB], 0)
+        staging[:MIB].fill_(9)
+        handle.write(staging[:MIB], MIB)
+        handle.read(staging[: 3 * MIB], 0)
+        assert [int(staging[at]) for at in (MIB - 1, MIB, 2 * MIB - 1, 2 * MIB)] == [7, 9, 9, 7]
+        handle.close()
+
+    def test_memory_outside_staging_can_be_read_into(
+        self, backend: IoBackend, file: SwapFile, staging: torch.Tensor
+    ) -> None:
+        handle = backend.open_handle(file.fd)
+        staging[:MIB].fill_(5)
+        handle.write(staging[:MIB], 0)
+        target = huge_page_memory(MIB)
+        handle.read(target, 0)
+        assert bool((target == 5).all())
+        handle.close()
+
+    def test_blocks_cover_a_transfer(self, backend: IoBackend) -> None:
+        blocks = backend.blocks(5 * MIB + 4096 * 4)
+        assert blocks[0][0] == 0 and blocks[-1][1] == 5 * MIB + 4096 * 4
+        assert all(before[1] == after[0] for before, after in itertools.pairwise(blocks))
+
+
+class DeviceStagingContract(BackendContract):
+    """Of those that stage in device memory; ``registered`` is the size at each address that the library was told of."""
+
+    # Device memory is no memory of the process, so there is nothing to keep from its children.
+    test_staging_is_kept_from_forked_children_only_while_it_is_staging = None  # type: ignore[assignment]
+
+    def test_staging_is_registered_as_long_as_it_is_staging(
+        self, backend: IoBackend, registered: dict[int, int]
+    ) -> None:
+        staging = backend.allocate_staging(MIB)
+        assert registered == {staging.data_ptr(): MIB}
+        backend.free_staging(staging)
+        assert not registered

@@ -1,0 +1,243 @@
+"""Memory of what comes back belongs to the pool of the stream that asked: pools of a caching allocator do not share."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from conftest import Factory, StoreFactory
+from support.disks import until
+from support.doubles import DeviceBackend, Gate, ScriptedBackend, new_operation, wait_for_writes
+from support.late_device import LateDevice
+from torch import Tensor
+
+from ds_tba.core.cache import TensorCache
+from ds_tba.errors import StateError
+from ds_tba.storage.base import Always, Refusal, Store, Ticket
+from ds_tba.storage.host import HostStore
+from ds_tba.storage.nvme import NvmeStore
+
+KIB, MIB = 1 << 10, 1 << 20
+CPU = torch.device("cpu")
+Make = Callable[[StoreFactory, LateDevice], Store[Any]]
+DeviceFactory = Callable[..., LateDevice]
+
+
+@pytest.fixture
+def make_device() -> Iterator[DeviceFactory]:
+    """Named before ``make_store`` in a test, so that stores are closed before their device ends."""
+    factory = Factory(LateDevice, LateDevice.end)
+    yield factory
+    factory.close()
+
+
+def nvme(make_store: StoreFactory, device: LateDevice) -> NvmeStore:
+    return make_store(accelerator=device, staging_bytes=8 * MIB)
+
+
+def nvme_in_parts(make_store: StoreFactory, device: LateDevice) -> NvmeStore:
+    return make_store(accelerator=device, staging_bytes=MIB)
+
+
+def nvme_from_the_device(make_store: StoreFactory, device: LateDevice) -> NvmeStore:
+    return make_store(DeviceBackend(), accelerator=device, staging_bytes=8 * MIB)
+
+
+def host(make_store: StoreFactory, device: LateDevice) -> HostStore:
+    return HostStore(device, 64 * MIB, ahead_bytes=4 * MIB)
+
+
+every_store = pytest.mark.parametrize(
+    "make", [nvme, nvme_in_parts, nvme_from_the_device, host], ids=lambda make: make.__name__
+)
+whole_stores = pytest.mark.parametrize("make", [nvme, nvme_from_the_device, host], ids=lambda make: make.__name__)
+
+
+def saved_by(store: Store[Any], device: LateDevice, nbytes: int = MIB, value: int = 7) -> Ticket:
+    """A ticket whose bytes have left the device."""
+    data = device.allocate(nbytes, CPU)
+    device.launch(lambda to: to.fill_(value), data)
+    ticket = store.put(data, wait=True)
+    assert not isinstance(ticket, Refusal)
+    del data
+    if isinstance(store, NvmeStore):
+        wait_for_writes(store)
+    device.synchronize()
+    store.settle()
+    return ticket
+
+
+def is_ahead(ticket: Any) -> bool:
+    return ticket.arrival is not None
+
+
+@every_store
+def test_kept_and_reloaded_bytes_stay_within_the_budget_in_one_pool(
+    make_device: DeviceFactory, make_store: StoreFactory, make: Make
+) -> None:
+    device, count, budget_bytes = make_device(late_compute=True, longest_pause_s=0.0), 24, 8 * MIB
+    store = make(make_store, device)
+    cache = TensorCache([store], "cpu", KIB, wait_for_staging=True, accelerator=device)
+    cache.limit_resident(budget_bytes, "the budget")
+    saved: list[Any] = []
+    for number in range(count):
+        stays = number % 3 == 0
+        with cache.saving(Always((), wait=False) if stays else None, continues=number > 0):
+            data = device.allocate(MIB, CPU)
+            device.launch(lambda to, value=number: to.fill_(value), data)
+            saved.append(cache.pack(data))
+            del data
+            new_operation()
+    step, exact = cache.forward.micro_step, list[bool]()
+
+    def look(found: Tensor, wanted: int) -> None:
+        exact.append(bool((found == wanted).all()))
+
+    while saved:
+        device.launch(partial(look, wanted=len(saved) - 1), cache.unpack(step, saved.pop()))
+    device.synchronize()
+    cache.settle()
+    assert exact == [True] * count
+    assert list(device.reserved_bytes) == [device.current_stream()]
+    in_all = sum(device.reserved_bytes.values())
+    assert budget_bytes // 2 < in_all <= budget_bytes + MIB  # and what forward is about to save
+    store.close()
+
+
+@every_store
+def test_a_copy_waits_until_its_memory_is_free(
+    make_device: DeviceFactory, make_store: StoreFactory, make: Make
+) -> None:
+    """Kernels that were queued before the allocation still write there, for its former tenant."""
+    device, gate, exact = make_device(late_compute=True, longest_pause_s=0.0), threading.Event(), list[bool]()
+    store = make(make_store, device)
+    ticket = saved_by(store, device)
+    device.current_stream().run(lambda: gate.wait(30))
+    store.prefetch(ticket)
+    time.sleep(0.05)  # for a copy that does not wait
+    threading.Timer(0.2, gate.set).start()
+    device.launch(lambda found: exact.append(bool((found == 7).all())), store.get(ticket, CPU).data)
+    device.synchronize()
+    assert exact == [True]
+    store.release(ticket)
+    store.close()
+
+
+@pytest.mark.parametrize("verb", ["cancel_prefetch", "release", "close"])
+@whole_stores
+def test_memory_that_nobody_wants_any_more_is_held_until_its_copy_is_done(
+    make_device: DeviceFactory, make_store: StoreFactory, make: Make, verb: str
+) -> None:
+    device = make_device(late_compute=True, longest_pause_s=0.0, watch_freed=True)
+    store = make(make_store, device)
+    ticket, gate = saved_by(store, device), threading.Event()
+    copies = store._copies if isinstance(store, HostStore) else store.ring.copies  # type: ignore[attr-defined]
+    copies._in_stream.run(lambda: gate.wait(30))
+    assert store.prefetch(ticket)
+    until(lambda: is_ahead(ticket), "the copy to be queued")
+    threading.Timer(0.2, gate.set).start()
+    if verb == "close":
+        store.release(ticket)
+        store.close()
+        assert device.copies_under_way == []
+    else:
+        getattr(store, verb)(ticket)
+    device.synchronize()
+    store.settle()
+    assert device.allocated_bytes == 0
+    assert not device.is_freed_memory_written()
+    store.close()
+
+
+@every_store
+def test_memory_that_its_caller_drops_at_once_is_held_until_its_copy_is_done(
+    make_device: DeviceFactory, make_store: StoreFactory, make: Make
+) -> None:
+    device = make_device(late_compute=True, longest_pause_s=0.0, watch_freed=True)
+    store = make(make_store, device)
+    ticket = saved_by(store, device)
+    copies = store._copies if isinstance(store, HostStore) else store.ring.copies  # type: ignore[attr-defined]
+    copies._in_stream.longest_pause_s = 0.1
+    for _ in range(4):
+        store.get(ticket, CPU)
+    device.synchronize()
+    assert device.allocated_bytes == 0 and not device.is_freed_memory_written()
+    store.release(ticket)
+    store.close()
+
+
+@every_store
+def test_without_device_memory_nothing_is_read_ahead_and_nothing_taken(
+    make_device: DeviceFactory, make_store: StoreFactory, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = make_device(late_compute=True, longest_pause_s=0.0)
+    store = make(make_store, device)
+    ticket = saved_by(store, device)
+
+    def full(*_: object) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(device, "allocate", full)
+        assert not store.prefetch(ticket)
+        with pytest.raises(torch.OutOfMemoryError):
+            store.get(ticket, CPU)
+        assert device.allocated_bytes == 0
+    seen: list[bool] = []
+    device.launch(lambda found: seen.append(bool((found == 7).all())), store.get(ticket, CPU).data)
+    device.synchronize()
+    assert seen == [True] and store.prefetch(ticket)
+    store.release(ticket)
+    store.close()
+
+
+def test_reloads_ahead_of_a_late_device_wait_for_its_copies_and_take_no_memory_beside_staging(
+    make_device: DeviceFactory, make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, gate = make_device(late_compute=True, longest_pause_s=0.0), threading.Event()
+    store = make_store(accelerator=device, staging_bytes=MIB)
+    tickets = [saved_by(store, device, 256 * KIB, value) for value in range(6)]
+    monkeypatch.setattr(store.ring, "overflow", lambda nbytes: pytest.fail("memory beside staging"))
+    device.current_stream().run(lambda: gate.wait(30))
+    done: list[int] = []
+
+    def read() -> None:
+        for value, ticket in enumerate(tickets):
+            data = store.get(ticket, CPU).data
+            device.launch(lambda found, value=value: done.append(int((found == value).all())), data)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    time.sleep(0.2)
+    assert thread.is_alive() and store.ring.slots.used_bytes == MIB
+    gate.set()
+    thread.join(30)
+    device.synchronize()
+    assert done == [1] * 6
+
+
+def test_what_is_given_up_while_another_thread_waits_for_it_is_no_hang(
+    make_device: DeviceFactory, make_store: StoreFactory
+) -> None:
+    device, gate = make_device(longest_pause_s=0.0), Gate("read")
+    store = make_store(ScriptedBackend(gate), accelerator=device)
+    ticket, problems = saved_by(store, device), list[Exception]()
+
+    def read() -> None:
+        try:
+            store.get(ticket, CPU)  # type: ignore[arg-type]
+        except StateError as error:
+            problems.append(error)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    assert gate.arrived.acquire(timeout=10)
+    store.release(ticket)  # type: ignore[arg-type]
+    gate.opened.set()
+    thread.join(20)
+    assert not thread.is_alive() and "given up" in str(problems[0])

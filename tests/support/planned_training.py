@@ -1,0 +1,88 @@
+"""A small model and its training steps, for tests of what a run does under plans."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ds_tba.device.accelerator import MemoryLevels
+from ds_tba.offloader import ActivationOffloader
+from ds_tba.plan.controller import Controller
+from support.doubles import CpuAccelerator
+from support.stepping import end_step, forward, note_backward
+
+WIDTH, ROWS, DEPTH = 64, 64, 4
+NARROW_BYTES = 4 * ROWS * WIDTH
+# One to warm up, two that are recorded: then comes a plan.
+FIRST_PLAN = 3
+STEPS = FIRST_PLAN + 3
+
+
+class Block(nn.Module):
+    """Residual MLP with dropout; saves eight storages of a width and two of four."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inside = functional.gelu(self.up(self.norm(x)))
+        return x + functional.dropout(self.down(inside), 0.1)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(DEPTH))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        loss: torch.Tensor = self.head(x).square().mean()
+        return loss
+
+
+def controller_of(offloader: ActivationOffloader) -> Controller:
+    controller = offloader._controller
+    assert controller is not None
+    return controller
+
+
+def steps(model: nn.Module, offloader: ActivationOffloader | None, rows: list[int], micro_steps: int = 1) -> list[Any]:
+    """The loss and the gradients of each step; one optimizer step after each."""
+    found = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    torch.manual_seed(7)
+    for count in rows:
+        for _ in range(micro_steps):
+            x = torch.randn(count, WIDTH).to(next(model.parameters()).device)
+            loss = forward(model, x, offloader)
+            loss.backward()
+            note_backward(offloader)
+        found.append([loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())])
+        end_step(optimizer, offloader)
+    return found
+
+
+def model() -> Model:
+    torch.manual_seed(0)
+    return Model()
+
+
+class SmallDevice(CpuAccelerator):
+    """With room for so many bytes of activations."""
+
+    def __init__(self, room_bytes: int) -> None:
+        self.room_bytes = room_bytes
+        self.memory = self
+
+    def free_bytes(self) -> float:
+        return self.room_bytes
+
+    def levels(self) -> MemoryLevels:
+        return MemoryLevels(0, 0, 0, 0)

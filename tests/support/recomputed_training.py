@@ -1,0 +1,159 @@
+"""A small model whose blocks run again, and its training beside a twin without us."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from planners import PLANNERS
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ds_tba.config import AioConfig, OffloadConfig
+from ds_tba.offloader import ActivationOffloader
+from ds_tba.plan.agreement import Alone
+from support.doubles import CpuAccelerator
+from support.stepping import end_step, forward, note_backward
+
+WIDTH, ROWS, DEPTH, STEPS = 16, 32, 3, 20
+Make = Callable[[], nn.Module]
+
+
+class Plain(nn.Module):
+    """Has no state that a forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.down(functional.gelu(self.up(self.norm(x)))))
+
+
+class Attends(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x).view(1, 2, ROWS // 2, WIDTH)
+        return super().forward(functional.scaled_dot_product_attention(h, h, h, dropout_p=0.1).reshape(ROWS, WIDTH))
+
+
+class CountsInItsClass(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        type(self).calls = getattr(type(self), "calls", 0) + 1
+        return super().forward(x) * (1 + type(self).calls % 7 / 100)
+
+
+class Tracker:
+    """Megatron's: states of the default generator by name, put in and taken out again."""
+
+    def __init__(self) -> None:
+        self.states: dict[str, Tensor] = {}
+
+    def reset(self) -> None:
+        self.states = {"model": torch.Generator().manual_seed(1234).get_state()}
+
+    @contextmanager
+    def fork(self) -> Iterator[None]:
+        before = torch.get_rng_state()
+        torch.set_rng_state(self.states["model"])
+        try:
+            yield
+        finally:
+            self.states["model"] = torch.get_rng_state()
+            torch.set_rng_state(before)
+
+
+TRACKER = Tracker()
+
+
+class Net(nn.Module):
+    def __init__(self, make: Make) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(make() for _ in range(DEPTH))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        loss: Tensor = self.head(x).square().mean()
+        return loss
+
+    def between(self) -> None:
+        """What the script does between forward and backward."""
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., ActivationOffloader]]:
+    made = []
+
+    def make(model: nn.Module, **block: Any) -> ActivationOffloader:
+        io = {"backend": "posix", "staging_bytes": 4 << 20, "swap_file_bytes": 64 << 20}
+        config = {"nvme_path": str(tmp_path), "io": io, "min_tensor_bytes": 1024, "max_step_overhead": 1000.0, **block}
+        offloader = ActivationOffloader(OffloadConfig.model_validate(config), AioConfig(), CpuAccelerator())
+        # The plan recomputes all that may be.
+        planner = PLANNERS["recompute"] if config.get("recompute") else PLANNERS["adaptive"]
+        offloader.watch(model, Alone(), planner)
+        made.append(offloader)
+        return offloader
+
+    yield make
+    for offloader in made:
+        offloader.close()
+
+
+def begin() -> None:
+    """Every random number from its beginning."""
+    torch.manual_seed(7)
+    random.seed(7)
+    numpy.random.seed(7)
+    TRACKER.reset()
+    CountsInItsClass.calls = 0
+
+
+def steps(model: Net, offloader: ActivationOffloader | None, count: int = STEPS) -> Iterator[list[Any]]:
+    """Loss, gradients and random states of each step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(count):
+        x = torch.randn(ROWS, WIDTH)
+        loss = forward(model, x, offloader)
+        model.between()
+        loss.backward()
+        note_backward(offloader)
+        gradients = [parameter.grad.clone() for parameter in model.parameters()]
+        end_step(optimizer, offloader)
+        yield [loss.detach(), *gradients, torch.get_rng_state(), torch.tensor(random.getstate()[1])]
+
+
+def check(make: Callable[..., ActivationOffloader], block: Make, net: type[Net], **config: Any) -> ActivationOffloader:
+    """Train with and without; every bit must be the same."""
+    torch.manual_seed(0)
+    ours = net(block)
+    twin = twin_of(ours, block)
+    offloader = make(ours, **config)
+    check_steps(ours, offloader, twin)
+    return offloader
+
+
+def twin_of(ours: Net, block: Make) -> Net:
+    """Another model of the same kind, blocks and parameters."""
+    twin = type(ours)(block)
+    twin.load_state_dict(ours.state_dict())
+    return twin
+
+
+def check_steps(ours: Net, offloader: ActivationOffloader, twin: Net, count: int = STEPS) -> list[int]:
+    """Train both from the same beginning; every bit must be the same. Bytes recomputed, before and after each step."""
+    begin()
+    expected = list(steps(twin, None, count))
+    begin()
+    recomputed = [offloader.report().recomputed_bytes]
+    for number, (one, other) in enumerate(zip(steps(ours, offloader, count), expected, strict=True)):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True)), f"step {number}"
+        recomputed.append(offloader.report().recomputed_bytes)
+    return recomputed
